@@ -1,0 +1,37 @@
+use std::fmt;
+
+/// One worker of a world or of a group: `0 <= rank < world_size`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Rank(pub usize);
+
+impl Rank {
+    /// The rank that does what only one rank may do: rendezvous, console output, manifests.
+    pub const ROOT: Rank = Rank(0);
+}
+
+impl fmt::Display for Rank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.0)
+    }
+}
+
+/// How a reduction combines two elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ReduceOp {
+    /// Addition.
+    Sum,
+    /// The larger of the two; NaN wins, so that a broken value is not hidden.
+    Max,
+    /// The smaller of the two; NaN wins.
+    Min,
+}
+
+impl fmt::Display for ReduceOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ReduceOp::Sum => "sum",
+            ReduceOp::Max => "max",
+            ReduceOp::Min => "min",
+        })
+    }
+}

@@ -1,0 +1,1 @@
+//! Checkpoints: names and placements in, files out.

@@ -1,0 +1,2 @@
+//! The `trireme` command line.
+fn main() {}

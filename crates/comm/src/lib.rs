@@ -1,0 +1,1 @@
+//! Groups, collectives and transports.

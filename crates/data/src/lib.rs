@@ -1,0 +1,1 @@
+//! Tokenizers, token files and deterministic samplers.

@@ -1,0 +1,1 @@
+//! Layers, and models built from a Hugging Face config.json.

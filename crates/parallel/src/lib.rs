@@ -1,0 +1,1 @@
+//! Applies a layout to a model and runs its step program.

@@ -1,0 +1,1 @@
+//! Collective algorithms as per-rank steps.

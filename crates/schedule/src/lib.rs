@@ -1,0 +1,3 @@
+//! The step program and the collective algorithms, as pure data.
+
+pub mod collective;

@@ -1,0 +1,1 @@
+//! Storage, fused kernels and the tape.

@@ -1,0 +1,1 @@
+//! Test helpers: ranks as threads, oracles, golden files, fault injection.

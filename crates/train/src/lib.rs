@@ -1,0 +1,1 @@
+//! Configuration, trainer and metrics.
