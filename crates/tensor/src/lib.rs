@@ -1,1 +1,21 @@
 //! Storage, fused kernels and the tape.
+//!
+//! A [`Device`] owns memory and runs kernels; [`Tensor`]s live on it. [`Tape`] records fused operations
+//! and differentiates them; gradients of parameters leave through a [`GradSink`] the moment they are
+//! complete. `model` and `parallel` call the device and the tape only: which hardware runs a kernel is
+//! decided below [`Device`].
+
+mod device;
+mod kernels;
+mod memory;
+mod parameters;
+mod shape;
+pub mod tape;
+mod tensor;
+
+pub use device::{Device, DeviceError, DeviceOptions};
+pub use kernels::{AdamWStep, AttentionShape, CpuFeatures, MomentumStep};
+pub use memory::{Category, MemoryCounter, MemoryUsage};
+pub use parameters::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable, Parameters, UnitInfo};
+pub use shape::Shape;
+pub use tensor::{Tensor, View, ViewMut};

@@ -1,0 +1,330 @@
+//! The boundary between what is computed and the hardware that computes it.
+
+use crate::kernels::cpu::Cpu;
+use crate::kernels::cpu::arena::{Arena, OutOfMemory};
+use crate::kernels::cpu::matmul::{Matrix, Product};
+use crate::kernels::cpu::threads::ThreadPool;
+use crate::kernels::{
+    AdamWStep, AttentionShape, CacheSpan, CpuFeatures, MatmulEpilogue, MomentumStep, Rotary,
+};
+use crate::memory::{Category, MemoryCounter};
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View, ViewMut};
+use std::sync::Arc;
+use trireme_base::DType;
+
+/// How to open a device.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DeviceOptions {
+    /// Threads that kernels may use, the calling one included; 0 means one for each core.
+    pub num_threads: usize,
+}
+
+/// A device refused.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// Its memory could not be reserved.
+    #[error("cannot reserve memory for the CPU device: {0}")]
+    Reserve(#[source] std::io::Error),
+    /// Its threads could not be started.
+    #[error("cannot start {num_threads} kernel threads: {source}; set [training] threads lower")]
+    Threads {
+        /// Threads asked for.
+        num_threads: usize,
+        /// The system's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// Its memory is used up.
+    #[error("{0}")]
+    OutOfMemory(String),
+}
+
+impl From<OutOfMemory> for DeviceError {
+    fn from(error: OutOfMemory) -> Self {
+        DeviceError::OutOfMemory(error.to_string())
+    }
+}
+
+/// Whether a factor of a product is read transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Transpose {
+    /// As it lies in memory.
+    No,
+    /// Rows and columns exchanged.
+    Yes,
+}
+
+/// Hardware that owns memory and runs kernels; cheap to clone.
+///
+/// Kernels run to their end before a call returns, and give the same bits for any number of threads.
+#[derive(Debug, Clone)]
+pub struct Device {
+    cpu: Arc<Cpu>,
+    arena: Arc<Arena>,
+    counter: Arc<MemoryCounter>,
+}
+
+impl Device {
+    /// The CPU, with threads of its own.
+    pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
+        let num_threads = match options.num_threads {
+            0 => std::thread::available_parallelism().map_or(1, usize::from),
+            given => given,
+        };
+        let threads =
+            ThreadPool::new(num_threads).map_err(|source| DeviceError::Threads { num_threads, source })?;
+        let counter = Arc::new(MemoryCounter::default());
+        let arena = Arena::reserve(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+        let cpu = Cpu { threads, features: CpuFeatures::detect() };
+        Ok(Device { cpu: Arc::new(cpu), arena: Arc::new(arena), counter })
+    }
+
+    /// Threads that kernels use.
+    pub fn num_threads(&self) -> usize {
+        self.cpu.threads.num_threads()
+    }
+
+    /// The SIMD level that kernels use.
+    pub fn cpu_features(&self) -> CpuFeatures {
+        self.cpu.features
+    }
+
+    /// Bytes in use, by category.
+    pub fn memory(&self) -> &MemoryCounter {
+        &self.counter
+    }
+
+    /// A tensor with unspecified contents.
+    pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
+        let block = self.arena.take(shape.num_elements() * dtype.size(), category)?;
+        Ok(Tensor::new(block, shape, dtype))
+    }
+
+    /// A tensor of zeros.
+    pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
+        let mut tensor = self.empty(shape, dtype, category)?;
+        match dtype {
+            DType::U32 => tensor.view_mut().u32s().fill(0),
+            _ => tensor.view_mut().f32s().fill(0.0),
+        }
+        Ok(tensor)
+    }
+
+    /// An f32 tensor for activations, with unspecified contents.
+    pub(crate) fn activation(&self, shape: impl Into<Shape>) -> Result<Tensor, DeviceError> {
+        self.empty(shape.into(), DType::F32, Category::Activations)
+    }
+
+    /// `out = op(left) op(right) + epilogue` for matrices; `out` is `rows x cols`.
+    ///
+    /// Cost: `2 rows cols inner` floating-point operations.
+    ///
+    /// # Panics
+    /// If the shapes do not fit.
+    pub(crate) fn matmul(
+        &self,
+        (left, left_transpose): (View<'_>, Transpose),
+        (right, right_transpose): (View<'_>, Transpose),
+        mut out: ViewMut<'_>,
+        epilogue: MatmulEpilogue<'_>,
+    ) {
+        let sizes = |view: &View<'_>, transpose| match transpose {
+            Transpose::No => (view.shape().rows(), view.shape().cols()),
+            Transpose::Yes => (view.shape().cols(), view.shape().rows()),
+        };
+        let ((rows, inner), (right_inner, cols)) =
+            (sizes(&left, left_transpose), sizes(&right, right_transpose));
+        assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
+        let size = Product { rows, cols, inner };
+        self.cpu.matmul(
+            size,
+            matrix(&left, left_transpose),
+            matrix(&right, right_transpose),
+            out.f32s(),
+            epilogue,
+        );
+    }
+
+    /// Sums the rows of `x` into `out`, one value a column.
+    pub(crate) fn column_sums(&self, x: View<'_>, mut out: ViewMut<'_>, accumulate: bool) {
+        self.cpu.column_sums(x.f32s(), out.f32s(), accumulate);
+    }
+
+    /// Sum of the squares of `x`, in f64.
+    pub fn sum_of_squares(&self, x: View<'_>) -> f64 {
+        self.cpu.sum_of_squares(x.f32s())
+    }
+
+    /// `out += term`, elementwise.
+    pub fn add_assign(&self, mut out: ViewMut<'_>, term: View<'_>) {
+        self.cpu.add_assign(out.f32s(), term.f32s());
+    }
+
+    /// `y = gelu(x)`, with the tanh approximation.
+    pub(crate) fn gelu(&self, x: View<'_>, mut y: ViewMut<'_>) {
+        self.cpu.gelu(x.f32s(), y.f32s());
+    }
+
+    /// In place: `x` becomes `gelu(x)`, and `dy` the gradient of `x`.
+    pub(crate) fn gelu_backward(&self, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
+        self.cpu.gelu_backward(x.f32s(), dy.f32s());
+    }
+
+    /// `y = silu(gate) * up` for rows `gate | up`.
+    pub(crate) fn swiglu(&self, gate_up: View<'_>, mut y: ViewMut<'_>) {
+        let cols = y.shape().cols();
+        self.cpu.swiglu(gate_up.f32s(), y.f32s(), cols);
+    }
+
+    /// In place: `gate_up` becomes its gradient, and `dy` the output.
+    pub(crate) fn swiglu_backward(&self, mut gate_up: ViewMut<'_>, mut dy: ViewMut<'_>) {
+        let cols = dy.shape().cols();
+        self.cpu.swiglu_backward(gate_up.f32s(), dy.f32s(), cols);
+    }
+
+    /// Normalises each row of `x`: layer normalisation if `centred`, else RMS normalisation. `statistics` is
+    /// `rows x 2`.
+    pub(crate) fn norm(
+        &self,
+        x: View<'_>,
+        weight: View<'_>,
+        bias: Option<View<'_>>,
+        (epsilon, centred): (f32, bool),
+        mut y: ViewMut<'_>,
+        mut statistics: ViewMut<'_>,
+    ) {
+        let bias = bias.map(|bias| bias.f32s());
+        self.cpu.norm(x.f32s(), weight.f32s(), bias, epsilon, centred, y.f32s(), statistics.f32s());
+    }
+
+    /// Gradient of [`Device::norm`] with respect to `x`, written or added.
+    pub(crate) fn norm_backward_input(
+        &self,
+        (x, weight, dy): (View<'_>, View<'_>, View<'_>),
+        statistics: View<'_>,
+        centred: bool,
+        mut dx: ViewMut<'_>,
+        accumulate: bool,
+    ) {
+        let (x, weight, dy) = (x.f32s(), weight.f32s(), dy.f32s());
+        self.cpu.norm_backward_input(x, weight, dy, statistics.f32s(), centred, dx.f32s(), accumulate);
+    }
+
+    /// Gradient of [`Device::norm`] with respect to the weight, written or added.
+    pub(crate) fn norm_backward_weight(
+        &self,
+        x: View<'_>,
+        dy: View<'_>,
+        statistics: View<'_>,
+        mut d_weight: ViewMut<'_>,
+        accumulate: bool,
+    ) {
+        self.cpu.norm_backward_weight(x.f32s(), dy.f32s(), statistics.f32s(), d_weight.f32s(), accumulate);
+    }
+
+    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`.
+    pub(crate) fn embedding(
+        &self,
+        ids: View<'_>,
+        table: View<'_>,
+        positions: Option<View<'_>>,
+        (seq_len, first_position): (usize, usize),
+        mut out: ViewMut<'_>,
+    ) {
+        let positions = positions.map(|positions| positions.f32s());
+        self.cpu.embedding(ids.u32s(), table.f32s(), positions, (seq_len, first_position), out.f32s());
+    }
+
+    /// `d_table[ids[i]] += dy[i]`.
+    pub(crate) fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, mut d_table: ViewMut<'_>) {
+        self.cpu.embedding_backward(ids.u32s(), dy.f32s(), d_table.f32s());
+    }
+
+    /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
+    pub(crate) fn position_backward(&self, dy: View<'_>, seq_len: usize, mut d_positions: ViewMut<'_>) {
+        self.cpu.position_backward(dy.f32s(), seq_len, dy.shape().cols(), d_positions.f32s());
+    }
+
+    /// Rotates query and key heads in place; `inverse` is the gradient.
+    pub(crate) fn rotary(
+        &self,
+        mut qkv: ViewMut<'_>,
+        shape: AttentionShape,
+        rotary: Rotary<'_>,
+        inverse: bool,
+    ) {
+        self.cpu.rotary(qkv.f32s(), shape, rotary, inverse);
+    }
+
+    /// Causal attention; `log_sums` is `batch x num_heads x seq_len`.
+    pub(crate) fn attention(
+        &self,
+        qkv: View<'_>,
+        shape: AttentionShape,
+        mut y: ViewMut<'_>,
+        mut log_sums: ViewMut<'_>,
+    ) {
+        self.cpu.attention(qkv.f32s(), shape, y.f32s(), log_sums.f32s());
+    }
+
+    /// Causal attention after the positions of a cache, which takes the new keys and values.
+    pub(crate) fn attention_cached(
+        &self,
+        qkv: View<'_>,
+        shape: AttentionShape,
+        cache: &mut CacheSpan<'_>,
+        mut y: ViewMut<'_>,
+        mut log_sums: ViewMut<'_>,
+    ) {
+        self.cpu.attention_cached(qkv.f32s(), shape, cache, y.f32s(), log_sums.f32s());
+    }
+
+    /// Gradient of [`Device::attention`] with respect to `qkv`.
+    pub(crate) fn attention_backward(
+        &self,
+        qkv: View<'_>,
+        shape: AttentionShape,
+        (y, log_sums, dy): (View<'_>, View<'_>, View<'_>),
+        mut d_qkv: ViewMut<'_>,
+    ) {
+        self.cpu.attention_backward(qkv.f32s(), shape, y.f32s(), log_sums.f32s(), dy.f32s(), d_qkv.f32s());
+    }
+
+    /// Losses of rows of logits in nats; with a scale the logits become their scaled gradient.
+    pub(crate) fn cross_entropy(
+        &self,
+        mut logits: ViewMut<'_>,
+        targets: View<'_>,
+        mut losses: ViewMut<'_>,
+        gradient_scale: Option<f32>,
+    ) {
+        self.cpu.cross_entropy(logits.f32s(), targets.u32s(), losses.f32s(), gradient_scale);
+    }
+
+    /// One AdamW update.
+    pub fn adamw(
+        &self,
+        mut parameters: ViewMut<'_>,
+        grads: View<'_>,
+        (mut first, mut second): (ViewMut<'_>, ViewMut<'_>),
+        step: AdamWStep,
+    ) {
+        self.cpu.adamw(parameters.f32s(), grads.f32s(), first.f32s(), second.f32s(), step);
+    }
+
+    /// One SGD update with momentum.
+    pub fn momentum(
+        &self,
+        mut parameters: ViewMut<'_>,
+        grads: View<'_>,
+        mut velocity: ViewMut<'_>,
+        step: MomentumStep,
+    ) {
+        self.cpu.momentum(parameters.f32s(), grads.f32s(), velocity.f32s(), step);
+    }
+}
+
+fn matrix<'a>(view: &View<'a>, transpose: Transpose) -> Matrix<'a> {
+    Matrix::row_major(view.f32s(), view.shape().cols(), transpose == Transpose::Yes)
+}

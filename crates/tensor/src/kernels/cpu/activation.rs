@@ -1,0 +1,159 @@
+//! Activation functions between two linear layers.
+
+use super::simd::{exp, for_each_simd_level, sigmoid};
+use super::{Cpu, SharedSlice};
+
+/// `sqrt(2 / pi)` and the cubic coefficient of GPT-2's approximation of GELU (Hendrycks, Gimpel:
+/// "Gaussian error linear units", section 2).
+const GELU_SCALE: f32 = 0.797_884_6;
+const GELU_CUBIC: f32 = 0.044_715;
+
+/// GELU and its derivative: `x s` with `s = sigmoid(2 z)`, for `1 + tanh(z) = 2 sigmoid(2 z)`.
+#[inline(always)]
+fn gelu(x: f32) -> (f32, f32) {
+    let square = x * x;
+    let s = 1.0 / (1.0 + exp(-2.0 * GELU_SCALE * x * (1.0 + GELU_CUBIC * square)));
+    let slope = 2.0 * GELU_SCALE * (1.0 + 3.0 * GELU_CUBIC * square);
+    (x * s, s + x * s * (1.0 - s) * slope)
+}
+
+for_each_simd_level! {
+    fn gelu_forward(x: &[f32], y: &mut [f32]) {
+        for (y, &x) in y.iter_mut().zip(x) {
+            *y = gelu(x).0;
+        }
+    }
+
+    fn gelu_backward(x: &mut [f32], dy: &mut [f32]) {
+        for (x, dy) in x.iter_mut().zip(dy) {
+            let (y, slope) = gelu(*x);
+            *x = y;
+            *dy *= slope;
+        }
+    }
+
+    fn swiglu_forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
+        for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
+            *y = gate * sigmoid(gate) * up;
+        }
+    }
+
+    fn swiglu_backward(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
+        for ((gate, up), dy) in gate.iter_mut().zip(up).zip(dy) {
+            let s = sigmoid(*gate);
+            let silu = *gate * s;
+            let y = silu * *up;
+            let d_gate = *dy * *up * (s + silu * (1.0 - s));
+            let d_up = *dy * silu;
+            *dy = y;
+            *gate = d_gate;
+            *up = d_up;
+        }
+    }
+}
+
+impl Cpu {
+    /// `y = gelu(x)` with the tanh approximation, elementwise.
+    pub(crate) fn gelu(&self, x: &[f32], y: &mut [f32]) {
+        assert_eq!(x.len(), y.len());
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(x.len(), 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            gelu_forward(self.features, &x[first..first + len], unsafe { out.range(first, len) });
+        });
+    }
+
+    /// In place, given the input `x` and the gradient `dy` of the output: `x` becomes the output and `dy`
+    /// the gradient of the input, in one pass, for both need the same exponential.
+    pub(crate) fn gelu_backward(&self, x: &mut [f32], dy: &mut [f32]) {
+        assert_eq!(x.len(), dy.len());
+        let len = x.len();
+        let (x, dy) = (SharedSlice::new(x), SharedSlice::new(dy));
+        self.for_row_blocks(len, 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            unsafe { gelu_backward(self.features, x.range(first, len), dy.range(first, len)) };
+        });
+    }
+
+    /// `y = silu(gate) * up` for rows `gate | up` of `2 cols` elements.
+    pub(crate) fn swiglu(&self, gate_up: &[f32], y: &mut [f32], cols: usize) {
+        assert_eq!(gate_up.len(), 2 * y.len());
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(gate_up.len() / (2 * cols), cols, |first, rows| {
+            for row in first..first + rows {
+                let (gate, up) = gate_up[row * 2 * cols..(row + 1) * 2 * cols].split_at(cols);
+                // SAFETY: rows do not overlap.
+                swiglu_forward(self.features, gate, up, unsafe { out.range(row * cols, cols) });
+            }
+        });
+    }
+
+    /// In place, given the input rows `gate | up` and the gradient `dy` of the output: `gate_up` becomes
+    /// its own gradient and `dy` the output, in one pass.
+    pub(crate) fn swiglu_backward(&self, gate_up: &mut [f32], dy: &mut [f32], cols: usize) {
+        assert_eq!(gate_up.len(), 2 * dy.len());
+        let rows = gate_up.len() / (2 * cols);
+        let (gate_up, dy) = (SharedSlice::new(gate_up), SharedSlice::new(dy));
+        self.for_row_blocks(rows, cols, |first, rows| {
+            for row in first..first + rows {
+                // SAFETY: rows do not overlap.
+                let (gate_up, dy) =
+                    unsafe { (gate_up.range(row * 2 * cols, 2 * cols), dy.range(row * cols, cols)) };
+                let (gate, up) = gate_up.split_at_mut(cols);
+                swiglu_backward(self.features, gate, up, dy);
+            }
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::CpuFeatures;
+    use super::super::threads::ThreadPool;
+    use super::*;
+
+    fn gelu_f64(x: f64) -> f64 {
+        0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh())
+    }
+
+    fn silu_f64(x: f64) -> f64 {
+        x / (1.0 + (-x).exp())
+    }
+
+    fn slope(f: impl Fn(f64) -> f64, x: f64) -> f64 {
+        (f(x + 1e-5) - f(x - 1e-5)) / 2e-5
+    }
+
+    #[test]
+    fn values_and_slopes_match_f64_at_every_simd_level() {
+        let x: Vec<f32> = (-400..=400).map(|i| i as f32 * 0.03).collect();
+        let up: Vec<f32> = x.iter().map(|x| 0.5 - x).collect();
+        for features in [CpuFeatures::Portable, CpuFeatures::Avx2, CpuFeatures::Avx512] {
+            if features > CpuFeatures::detect() {
+                continue;
+            }
+            let cpu = Cpu { threads: ThreadPool::new(1).unwrap(), features };
+            let (mut y, mut input, mut dy) = (vec![0.0; x.len()], x.clone(), vec![2.0; x.len()]);
+            cpu.gelu(&x, &mut y);
+            cpu.gelu_backward(&mut input, &mut dy);
+            assert_eq!(input, y, "backward gives the output back");
+            for (i, &x) in x.iter().enumerate() {
+                let x = f64::from(x);
+                assert!((f64::from(y[i]) - gelu_f64(x)).abs() < 2e-6, "gelu({x}) = {}", y[i]);
+                assert!((f64::from(dy[i]) - 2.0 * slope(gelu_f64, x)).abs() < 1e-5, "gelu'({x}) = {}", dy[i]);
+            }
+            let cols = x.len();
+            let mut gate_up: Vec<f32> = x.iter().chain(&up).copied().collect();
+            let mut dy = vec![2.0; cols];
+            cpu.swiglu(&gate_up, &mut y, cols);
+            cpu.swiglu_backward(&mut gate_up, &mut dy, cols);
+            assert_eq!(dy, y, "backward gives the output back");
+            for i in 0..cols {
+                let (gate, up) = (f64::from(x[i]), f64::from(up[i]));
+                assert!((f64::from(y[i]) - silu_f64(gate) * up).abs() < 2e-5);
+                assert!((f64::from(gate_up[i]) - 2.0 * up * slope(silu_f64, gate)).abs() < 1e-4);
+                assert!((f64::from(gate_up[cols + i]) - 2.0 * silu_f64(gate)).abs() < 1e-5);
+            }
+        }
+    }
+}

@@ -1,0 +1,234 @@
+//! Memory for tensors: one reserved range of addresses, cut into blocks.
+//!
+//! Pages are taken from the system when first touched, so the resident size of the process follows what is
+//! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
+//! every request finds its block, and nothing is allocated.
+
+use crate::memory::{Category, MemoryCounter};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, PoisonError};
+use trireme_base::Bytes;
+
+/// Blocks begin at multiples of this: a cache line, and the widest SIMD register.
+const ALIGNMENT: usize = 64;
+
+/// A range of memory handed out in blocks.
+#[derive(Debug)]
+pub(crate) struct Arena {
+    start: NonNull<u8>,
+    reserved: usize,
+    free: Mutex<FreeList>,
+    counter: Arc<MemoryCounter>,
+}
+
+// SAFETY: the range is only reached through blocks, which do not overlap.
+unsafe impl Send for Arena {}
+// SAFETY: as above; the free list is behind a lock.
+unsafe impl Sync for Arena {}
+
+/// No block of the size asked for.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error(
+    "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
+     a smaller local_batch_size or seq_len, or a machine with more memory"
+)]
+pub(crate) struct OutOfMemory {
+    requested: Bytes,
+    category: Category,
+    reserved: Bytes,
+    in_use: String,
+}
+
+impl Arena {
+    /// Reserves addresses for as much memory as the machine has; takes none of it.
+    pub(crate) fn reserve(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
+        let system = rustix::system::sysinfo();
+        let mut reserved = (system.totalram as usize * system.mem_unit.max(1) as usize).max(1 << 30);
+        loop {
+            // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+            let mapping = unsafe {
+                mmap_anonymous(
+                    std::ptr::null_mut(),
+                    reserved,
+                    ProtFlags::READ | ProtFlags::WRITE,
+                    MapFlags::PRIVATE | MapFlags::NORESERVE,
+                )
+            };
+            match mapping {
+                Ok(start) => {
+                    // Fewer TLB misses; a system without huge pages may refuse, at no loss but speed.
+                    // SAFETY: the range has just been mapped.
+                    let _ = unsafe { madvise(start, reserved, Advice::LinuxHugepage) };
+                    let start = NonNull::new(start.cast()).expect("the system maps nothing at address 0");
+                    return Ok(Arena { start, reserved, free: Mutex::new(FreeList::new(reserved)), counter });
+                }
+                // Systems that refuse overcommitted memory may still give less.
+                Err(_) if reserved > 1 << 28 => reserved /= 2,
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Takes a block of `len` bytes, with whatever its last user left in it.
+    pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block, OutOfMemory> {
+        let padded = len.next_multiple_of(ALIGNMENT);
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(offset) = free.take(padded) else {
+            let usage = |&category: &Category| {
+                format!("{category} {}", Bytes(self.counter.usage(category).current as u64))
+            };
+            return Err(OutOfMemory {
+                requested: Bytes(len as u64),
+                category,
+                reserved: Bytes(self.reserved as u64),
+                in_use: Category::ALL.iter().map(usage).collect::<Vec<_>>().join(", "),
+            });
+        };
+        self.counter.add(category, padded);
+        Ok(Block { arena: Arc::clone(self), offset, len, category })
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: mapped in `reserve` with this length; no block is left, for each holds the arena.
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.reserved) };
+    }
+}
+
+/// Bytes of an arena that belong to one owner; given back when dropped.
+#[derive(Debug)]
+pub(crate) struct Block {
+    arena: Arc<Arena>,
+    offset: usize,
+    len: usize,
+    category: Category,
+}
+
+impl Block {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        // SAFETY: within the mapping, initialised (anonymous pages begin as zeros), and no other block
+        // overlaps.
+        unsafe { std::slice::from_raw_parts(self.arena.start.as_ptr().add(self.offset), self.len) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in `bytes`, and the borrow of `self` is unique.
+        unsafe { std::slice::from_raw_parts_mut(self.arena.start.as_ptr().add(self.offset), self.len) }
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        let padded = self.len.next_multiple_of(ALIGNMENT);
+        self.arena.counter.subtract(self.category, padded);
+        self.arena.free.lock().unwrap_or_else(PoisonError::into_inner).give(self.offset, padded);
+    }
+}
+
+/// The gaps between blocks, in address order, never adjacent.
+#[derive(Debug)]
+struct FreeList {
+    spans: Vec<Span>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Span {
+    offset: usize,
+    len: usize,
+}
+
+impl FreeList {
+    fn new(len: usize) -> Self {
+        // Room for far more gaps than a step makes, so that steady-state steps do not grow it.
+        let mut spans = Vec::with_capacity(4096);
+        spans.push(Span { offset: 0, len });
+        FreeList { spans }
+    }
+
+    /// Best fit: the smallest gap that is large enough, the lowest of equals.
+    fn take(&mut self, len: usize) -> Option<usize> {
+        let fitting = self.spans.iter().enumerate().filter(|(_, span)| span.len >= len);
+        let (index, _) = fitting.min_by_key(|(_, span)| span.len)?;
+        let span = &mut self.spans[index];
+        let offset = span.offset;
+        span.offset += len;
+        span.len -= len;
+        if span.len == 0 {
+            self.spans.remove(index);
+        }
+        Some(offset)
+    }
+
+    fn give(&mut self, offset: usize, len: usize) {
+        if len == 0 {
+            return;
+        }
+        let next = self.spans.partition_point(|span| span.offset < offset);
+        let touches_next = self.spans.get(next).is_some_and(|span| span.offset == offset + len);
+        let previous = next.checked_sub(1).filter(|&index| {
+            let span = self.spans[index];
+            span.offset + span.len == offset
+        });
+        match (previous, touches_next) {
+            (Some(previous), true) => {
+                self.spans[previous].len += len + self.spans[next].len;
+                self.spans.remove(next);
+            }
+            (Some(previous), false) => self.spans[previous].len += len,
+            (None, true) => {
+                self.spans[next].offset = offset;
+                self.spans[next].len += len;
+            }
+            (None, false) => self.spans.insert(next, Span { offset, len }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn blocks_are_counted_reused_and_apart() {
+        let counter = Arc::new(MemoryCounter::default());
+        let arena = Arc::new(Arena::reserve(Arc::clone(&counter)).unwrap());
+        let mut first = arena.take(100, Category::Parameters).unwrap();
+        let mut second = arena.take(1, Category::Activations).unwrap();
+        first.bytes_mut().fill(1);
+        second.bytes_mut().fill(2);
+        assert!(first.bytes().iter().all(|&byte| byte == 1));
+        assert_eq!(counter.usage(Category::Parameters).current, 128);
+        let address = first.bytes().as_ptr();
+        drop(first);
+        assert_eq!(counter.usage(Category::Parameters).current, 0);
+        assert_eq!(arena.take(128, Category::Gradients).unwrap().bytes().as_ptr(), address);
+        assert!(arena.take(usize::MAX / 2, Category::Gradients).is_err());
+        assert_eq!(second.bytes(), [2]);
+    }
+
+    proptest! {
+        #[test]
+        fn no_two_blocks_overlap_and_all_gaps_merge(
+            requests in proptest::collection::vec((1_usize..50, any::<proptest::sample::Index>()), 1..60)
+        ) {
+            let mut list = FreeList::new(4096);
+            let mut taken: Vec<Span> = Vec::new();
+            for (len, index) in requests {
+                let offset = list.take(len).unwrap();
+                prop_assert!(taken.iter().all(|span| offset + len <= span.offset || span.offset + span.len <= offset));
+                taken.push(Span { offset, len });
+                if len % 3 == 0 {
+                    let span = taken.swap_remove(index.index(taken.len()));
+                    list.give(span.offset, span.len);
+                }
+            }
+            for span in taken {
+                list.give(span.offset, span.len);
+            }
+            prop_assert_eq!(list.spans, vec![Span { offset: 0, len: 4096 }]);
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Rows of a table, gathered by token id.
+
+use super::simd::for_each_simd_level;
+use super::{Cpu, SharedSlice};
+
+/// Columns of the table's gradient that one task owns.
+const COLUMNS_PER_TASK: usize = 64;
+
+for_each_simd_level! {
+    fn gather_rows(ids: &[u32], table: &[f32], positions: Option<&[f32]>, first_position: usize, out: &mut [f32], cols: usize) {
+        for (offset, (&id, out)) in ids.iter().zip(out.chunks_exact_mut(cols)).enumerate() {
+            out.copy_from_slice(&table[id as usize * cols..(id as usize + 1) * cols]);
+            if let Some(positions) = positions {
+                let start = (first_position + offset) * cols;
+                let row = &positions[start..start + cols];
+                out.iter_mut().zip(row).for_each(|(out, &row)| *out += row);
+            }
+        }
+    }
+
+    fn scatter_columns(ids: &[u32], dy: &[f32], d_table: &SharedSlice<'_, f32>, cols: usize, first: usize, width: usize) {
+        for (row, &id) in ids.iter().enumerate() {
+            let dy = &dy[row * cols + first..row * cols + first + width];
+            // SAFETY: this task alone has these columns.
+            let out = unsafe { d_table.range(id as usize * cols + first, width) };
+            out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += dy);
+        }
+    }
+}
+
+impl Cpu {
+    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`; `out` is `ids.len() x cols`.
+    ///
+    /// # Panics
+    /// If an id lies outside of the table or a position outside of `positions`.
+    pub(crate) fn embedding(
+        &self,
+        ids: &[u32],
+        table: &[f32],
+        positions: Option<&[f32]>,
+        (seq_len, first_position): (usize, usize),
+        out: &mut [f32],
+    ) {
+        let cols = out.len() / ids.len();
+        let shared = SharedSlice::new(out);
+        self.threads.run(ids.len() / seq_len, &|sequence| {
+            let first = sequence * seq_len;
+            // SAFETY: sequences do not overlap.
+            let out = unsafe { shared.range(first * cols, seq_len * cols) };
+            gather_rows(
+                self.features,
+                &ids[first..first + seq_len],
+                table,
+                positions,
+                first_position,
+                out,
+                cols,
+            );
+        });
+    }
+
+    /// `d_table[ids[i]] += dy[i]`, the rows of `dy` in order; columns are shared out among tasks.
+    pub(crate) fn embedding_backward(&self, ids: &[u32], dy: &[f32], d_table: &mut [f32]) {
+        let cols = dy.len() / ids.len();
+        let shared = SharedSlice::new(d_table);
+        self.threads.run(cols.div_ceil(COLUMNS_PER_TASK), &|block| {
+            let first = block * COLUMNS_PER_TASK;
+            scatter_columns(self.features, ids, dy, &shared, cols, first, COLUMNS_PER_TASK.min(cols - first));
+        });
+    }
+
+    /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
+    pub(crate) fn position_backward(&self, dy: &[f32], seq_len: usize, cols: usize, d_positions: &mut [f32]) {
+        let shared = SharedSlice::new(&mut d_positions[..seq_len * cols]);
+        self.for_row_blocks(seq_len, cols, |first, rows| {
+            // SAFETY: blocks of rows do not overlap.
+            let out = unsafe { shared.range(first * cols, rows * cols) };
+            for sequence in dy.chunks_exact(seq_len * cols) {
+                let dy = &sequence[first * cols..(first + rows) * cols];
+                out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += dy);
+            }
+        });
+    }
+}

@@ -1,0 +1,86 @@
+//! Kernels for the CPU, in f32.
+//!
+//! Bits do not depend on the number of threads: work is cut into tasks by shape alone, and no sum
+//! is split between tasks. Nor do they depend on the SIMD level outside of matrix products: sums run in
+//! sixteen fixed lanes, whatever the register width.
+
+pub(crate) mod activation;
+pub(crate) mod arena;
+pub(crate) mod attention;
+pub(crate) mod cross_entropy;
+pub(crate) mod embedding;
+pub(crate) mod matmul;
+pub(crate) mod norm;
+pub(crate) mod optimizer;
+pub(crate) mod reduce;
+pub(crate) mod simd;
+pub(crate) mod threads;
+
+use simd::CpuFeatures;
+use threads::ThreadPool;
+
+/// What every kernel needs to run: threads and the SIMD level.
+#[derive(Debug)]
+pub(crate) struct Cpu {
+    pub(crate) threads: ThreadPool,
+    pub(crate) features: CpuFeatures,
+}
+
+/// A mutable slice that tasks of one kernel cut among themselves.
+///
+/// Sound only while no two tasks touch the same element; every use says why that holds.
+#[derive(Clone, Copy)]
+pub(crate) struct SharedSlice<'a, T> {
+    start: *mut T,
+    len: usize,
+    lifetime: std::marker::PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: elements are only reached through `range`, whose callers keep tasks apart.
+unsafe impl<T: Send> Send for SharedSlice<'_, T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
+
+impl<'a, T> SharedSlice<'a, T> {
+    pub(crate) fn new(slice: &'a mut [T]) -> Self {
+        SharedSlice { start: slice.as_mut_ptr(), len: slice.len(), lifetime: std::marker::PhantomData }
+    }
+
+    /// Elements `start..start + len`.
+    ///
+    /// # Safety
+    /// No other live reference reaches these elements.
+    ///
+    /// # Panics
+    /// If the range is out of bounds.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) unsafe fn range(&self, start: usize, len: usize) -> &'a mut [T] {
+        assert!(start <= self.len && len <= self.len - start, "{start}+{len} of {}", self.len);
+        // SAFETY: in bounds by the line above; not aliased by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(start), len) }
+    }
+
+    pub(crate) fn as_ptr(&self) -> *mut T {
+        self.start
+    }
+}
+
+/// Elements one task of an elementwise kernel handles: enough to repay a hand-over between
+/// threads (about a microsecond), small enough to share out.
+const TASK_ELEMENTS: usize = 16 * 1024;
+
+/// Rows one task handles when a row has `cols` elements.
+pub(crate) fn rows_per_task(cols: usize) -> usize {
+    (TASK_ELEMENTS / cols.max(1)).max(1)
+}
+
+impl Cpu {
+    /// Runs `task(first_row, num_rows)` over blocks of rows whose cut depends on the shape alone.
+    pub(crate) fn for_row_blocks(&self, rows: usize, cols: usize, task: impl Fn(usize, usize) + Sync) {
+        let block = rows_per_task(cols);
+        self.threads.run(rows.div_ceil(block), &|index| {
+            let first = index * block;
+            task(first, block.min(rows - first));
+        });
+    }
+}

@@ -1,0 +1,218 @@
+//! Layer normalisation (Ba, Kiros, Hinton 2016) and RMS normalisation (Zhang, Sennrich 2019).
+//!
+//! Both are `y = (x - mean) * scale * weight + bias` a row; RMS normalisation has mean 0 and no bias.
+
+use super::reduce::{COLUMN_BLOCK, put, sum_rows};
+use super::simd::{for_each_simd_level, sum_map, sum_zip};
+use super::{Cpu, SharedSlice};
+
+/// Saved for backward, a pair for each row: mean and scale (one over the standard deviation or the root mean square).
+pub(crate) const STATISTICS: usize = 2;
+
+for_each_simd_level! {
+    fn forward_row(x: &[f32], weight: &[f32], bias: Option<&[f32]>, epsilon: f32, centred: bool, y: &mut [f32]) -> [f32; 2] {
+        let count = x.len() as f32;
+        let mean = if centred { sum_map(x, |x| x) / count } else { 0.0 };
+        let variance = sum_map(x, |x| (x - mean) * (x - mean)) / count;
+        let scale = 1.0 / (variance + epsilon).sqrt();
+        match bias {
+            Some(bias) => {
+                for (((y, &x), &weight), &bias) in y.iter_mut().zip(x).zip(weight).zip(bias) {
+                    *y = (x - mean) * scale * weight + bias;
+                }
+            }
+            None => {
+                for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
+                    *y = (x - mean) * scale * weight;
+                }
+            }
+        }
+        [mean, scale]
+    }
+
+    fn backward_row(x: &[f32], weight: &[f32], dy: &[f32], statistics: [f32; 2], centred: bool, dx: &mut [f32], accumulate: bool) {
+        let [mean, scale] = statistics;
+        let count = x.len() as f32;
+        let along = sum_zip(x, dy, weight, |x, dy, weight| dy * weight * (x - mean)) * scale / count;
+        let level = if centred { sum_zip(dy, weight, weight, |dy, weight, _| dy * weight) / count } else { 0.0 };
+        if accumulate {
+            for (((dx, &x), &dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
+                *dx += scale * (dy * weight - level - (x - mean) * scale * along);
+            }
+        } else {
+            for (((dx, &x), &dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
+                *dx = scale * (dy * weight - level - (x - mean) * scale * along);
+            }
+        }
+    }
+
+    fn weight_block(x: &[f32], dy: &[f32], statistics: &[f32], cols: usize, first: usize, out: &mut [f32], accumulate: bool) {
+        let width = out.len();
+        let total = sum_rows(x.len() / cols, width, |row, partial| {
+            let [mean, scale] = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
+            let x = &x[row * cols + first..row * cols + first + width];
+            let dy = &dy[row * cols + first..row * cols + first + width];
+            for ((partial, &x), &dy) in partial.iter_mut().zip(x).zip(dy) {
+                *partial += dy * (x - mean) * scale;
+            }
+        });
+        put(out, &total[..width], accumulate);
+    }
+}
+
+impl Cpu {
+    /// Normalises each row of `x`; `centred` chooses layer normalisation over RMS normalisation.
+    /// `statistics` receives [`STATISTICS`] values a row.
+    pub(crate) fn norm(
+        &self,
+        x: &[f32],
+        weight: &[f32],
+        bias: Option<&[f32]>,
+        epsilon: f32,
+        centred: bool,
+        y: &mut [f32],
+        statistics: &mut [f32],
+    ) {
+        let cols = weight.len();
+        let rows = x.len() / cols;
+        assert!(x.len() == y.len() && x.len() == rows * cols && statistics.len() == rows * STATISTICS);
+        let (y, statistics) = (SharedSlice::new(y), SharedSlice::new(statistics));
+        self.for_row_blocks(rows, cols, |first, num_rows| {
+            for row in first..first + num_rows {
+                // SAFETY: rows do not overlap.
+                let (y, saved) =
+                    unsafe { (y.range(row * cols, cols), statistics.range(row * STATISTICS, STATISTICS)) };
+                let x = &x[row * cols..(row + 1) * cols];
+                saved.copy_from_slice(&forward_row(self.features, x, weight, bias, epsilon, centred, y));
+            }
+        });
+    }
+
+    /// Gradient of [`Cpu::norm`] with respect to `x`, written to `dx` or added to it.
+    pub(crate) fn norm_backward_input(
+        &self,
+        x: &[f32],
+        weight: &[f32],
+        dy: &[f32],
+        statistics: &[f32],
+        centred: bool,
+        dx: &mut [f32],
+        accumulate: bool,
+    ) {
+        let cols = weight.len();
+        let rows = x.len() / cols;
+        assert!(x.len() == dx.len() && x.len() == dy.len() && x.len() == rows * cols);
+        let dx = SharedSlice::new(dx);
+        self.for_row_blocks(rows, cols, |first, num_rows| {
+            for row in first..first + num_rows {
+                let range = row * cols..(row + 1) * cols;
+                let saved = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
+                // SAFETY: rows do not overlap.
+                let dx = unsafe { dx.range(row * cols, cols) };
+                backward_row(
+                    self.features,
+                    &x[range.clone()],
+                    weight,
+                    &dy[range],
+                    saved,
+                    centred,
+                    dx,
+                    accumulate,
+                );
+            }
+        });
+    }
+
+    /// Gradient of [`Cpu::norm`] with respect to the weight; the bias' is the column sum of `dy`.
+    pub(crate) fn norm_backward_weight(
+        &self,
+        x: &[f32],
+        dy: &[f32],
+        statistics: &[f32],
+        d_weight: &mut [f32],
+        accumulate: bool,
+    ) {
+        let cols = d_weight.len();
+        assert!(x.len() == dy.len() && x.len().is_multiple_of(cols));
+        let d_weight = SharedSlice::new(d_weight);
+        self.threads.run(cols.div_ceil(COLUMN_BLOCK), &|block| {
+            let first = block * COLUMN_BLOCK;
+            // SAFETY: blocks do not overlap.
+            let out = unsafe { d_weight.range(first, COLUMN_BLOCK.min(cols - first)) };
+            weight_block(self.features, x, dy, statistics, cols, first, out, accumulate);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::CpuFeatures;
+    use super::super::threads::ThreadPool;
+    use super::*;
+    use trireme_base::RandomKey;
+
+    const EPSILON: f64 = 1e-5;
+
+    fn norm_f64(x: &[f64], weight: &[f64], bias: &[f64], centred: bool) -> Vec<f64> {
+        let count = x.len() as f64;
+        let mean = if centred { x.iter().sum::<f64>() / count } else { 0.0 };
+        let variance = x.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / count;
+        let scale = 1.0 / (variance + EPSILON).sqrt();
+        (0..x.len()).map(|i| (x[i] - mean) * scale * weight[i] + bias[i]).collect()
+    }
+
+    #[test]
+    fn values_and_gradients_match_finite_differences_in_f64() {
+        let cpu = Cpu { threads: ThreadPool::new(2).unwrap(), features: CpuFeatures::detect() };
+        for (rows, cols, centred) in [(3, 70, true), (2, 33, false), (1, 1, false)] {
+            let random = |len, name| {
+                let mut values = vec![0.0_f32; len];
+                RandomKey::new(2, name).fill_normal(&mut values, 1.0);
+                values
+            };
+            let (x, dy) = (random(rows * cols, "x"), random(rows * cols, "dy"));
+            let (weight, bias) = (random(cols, "weight"), random(cols, "bias"));
+            let bias = if centred { bias } else { vec![0.0; cols] };
+            let (mut y, mut statistics) = (vec![0.0; rows * cols], vec![0.0; rows * STATISTICS]);
+            cpu.norm(&x, &weight, centred.then_some(&bias[..]), 1e-5, centred, &mut y, &mut statistics);
+            let mut dx = vec![1.0; rows * cols];
+            cpu.norm_backward_input(&x, &weight, &dy, &statistics, centred, &mut dx, true);
+            let mut d_weight = vec![f32::NAN; cols];
+            cpu.norm_backward_weight(&x, &dy, &statistics, &mut d_weight, false);
+
+            let wide = |values: &[f32]| values.iter().map(|&x| f64::from(x)).collect::<Vec<f64>>();
+            let (weight, bias) = (wide(&weight), wide(&bias));
+            let loss = |x: &[f64], weight: &[f64], dy: &[f64]| -> f64 {
+                norm_f64(x, weight, &bias, centred).iter().zip(dy).map(|(y, dy)| y * dy).sum()
+            };
+            let mut expected_weight = vec![0.0; cols];
+            for row in 0..rows {
+                let range = row * cols..(row + 1) * cols;
+                let (x, dy) = (wide(&x[range.clone()]), wide(&dy[range.clone()]));
+                let expected = norm_f64(&x, &weight, &bias, centred);
+                assert!(
+                    y[range.clone()].iter().zip(&expected).all(|(y, e)| (f64::from(*y) - e).abs() < 1e-5)
+                );
+                for i in 0..cols {
+                    let shifted = |by: f64| {
+                        let mut x = x.clone();
+                        x[i] += by;
+                        loss(&x, &weight, &dy)
+                    };
+                    let slope = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
+                    let found = f64::from(dx[row * cols + i]) - 1.0;
+                    assert!((found - slope).abs() < 1e-4, "dx {found} instead of {slope}");
+                    let shifted = |by: f64| {
+                        let mut weight = weight.clone();
+                        weight[i] += by;
+                        loss(&x, &weight, &dy)
+                    };
+                    expected_weight[i] += (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
+                }
+            }
+            for (found, expected) in d_weight.iter().zip(&expected_weight) {
+                assert!((f64::from(*found) - expected).abs() < 1e-4, "{found} instead of {expected}");
+            }
+        }
+    }
+}

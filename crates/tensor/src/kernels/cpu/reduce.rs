@@ -1,0 +1,134 @@
+//! Sums down the columns of a matrix, and over whole buffers.
+
+use super::simd::{for_each_simd_level, sum_map};
+use super::{Cpu, SharedSlice};
+
+/// Columns one task sums: a few registers, whole cache lines.
+pub(crate) const COLUMN_BLOCK: usize = 64;
+
+/// Rows summed before the partial sum moves to the total: keeps the rounding error of a long column near
+/// that of a short one.
+const ROW_BLOCK: usize = 128;
+
+/// Elements one task of [`Cpu::sum_of_squares`] sums; part of the result's bits.
+const SQUARES_BLOCK: usize = 64 * 1024;
+
+/// Writes `total`, or adds it.
+#[inline(always)]
+pub(crate) fn put(out: &mut [f32], total: &[f32], accumulate: bool) {
+    if accumulate {
+        out.iter_mut().zip(total).for_each(|(out, &total)| *out += total);
+    } else {
+        out.copy_from_slice(total);
+    }
+}
+
+/// Sums `add(row, partial)` over the rows, in blocks.
+#[inline(always)]
+pub(crate) fn sum_rows(
+    rows: usize,
+    width: usize,
+    mut add: impl FnMut(usize, &mut [f32; COLUMN_BLOCK]),
+) -> [f32; COLUMN_BLOCK] {
+    let mut total = [0.0; COLUMN_BLOCK];
+    for block in 0..rows.div_ceil(ROW_BLOCK) {
+        let mut partial = [0.0; COLUMN_BLOCK];
+        for row in block * ROW_BLOCK..rows.min((block + 1) * ROW_BLOCK) {
+            add(row, &mut partial);
+        }
+        total[..width].iter_mut().zip(&partial).for_each(|(total, partial)| *total += partial);
+    }
+    total
+}
+
+for_each_simd_level! {
+    fn column_block(x: &[f32], cols: usize, first: usize, out: &mut [f32], accumulate: bool) {
+        let width = out.len();
+        let total = sum_rows(x.len() / cols, width, |row, partial| {
+            let row = &x[row * cols + first..row * cols + first + width];
+            partial.iter_mut().zip(row).for_each(|(partial, &x)| *partial += x);
+        });
+        put(out, &total[..width], accumulate);
+    }
+
+    fn squares(x: &[f32]) -> f32 {
+        sum_map(x, |x| x * x)
+    }
+
+    fn add_assign(out: &mut [f32], term: &[f32]) {
+        out.iter_mut().zip(term).for_each(|(out, &term)| *out += term);
+    }
+}
+
+impl Cpu {
+    /// Sums the rows of `x` into `out`, one value a column.
+    pub(crate) fn column_sums(&self, x: &[f32], out: &mut [f32], accumulate: bool) {
+        let cols = out.len();
+        assert!(cols > 0 && x.len().is_multiple_of(cols));
+        let out = SharedSlice::new(out);
+        self.threads.run(cols.div_ceil(COLUMN_BLOCK), &|block| {
+            let first = block * COLUMN_BLOCK;
+            // SAFETY: blocks do not overlap.
+            let out = unsafe { out.range(first, COLUMN_BLOCK.min(cols - first)) };
+            column_block(self.features, x, cols, first, out, accumulate);
+        });
+    }
+
+    /// Sum of the squares of `x`, in f64 over blocks of fixed size.
+    pub(crate) fn sum_of_squares(&self, x: &[f32]) -> f64 {
+        const PARTS: usize = 256;
+        let mut total = 0.0;
+        // Partial sums on the stack, so that nothing is allocated.
+        for part in x.chunks(PARTS * SQUARES_BLOCK) {
+            let mut sums = [0.0_f64; PARTS];
+            let shared = SharedSlice::new(&mut sums);
+            self.threads.run(part.len().div_ceil(SQUARES_BLOCK), &|block| {
+                let values = &part[block * SQUARES_BLOCK..part.len().min((block + 1) * SQUARES_BLOCK)];
+                // SAFETY: each block has its own sum.
+                let sum = unsafe { &mut shared.range(block, 1)[0] };
+                *sum = values.chunks(4096).map(|values| f64::from(squares(self.features, values))).sum();
+            });
+            total += sums.iter().sum::<f64>();
+        }
+        total
+    }
+
+    /// `out += term`, elementwise.
+    pub(crate) fn add_assign(&self, out: &mut [f32], term: &[f32]) {
+        assert_eq!(out.len(), term.len());
+        let shared = SharedSlice::new(out);
+        self.for_row_blocks(term.len(), 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            add_assign(self.features, unsafe { shared.range(first, len) }, &term[first..first + len]);
+        });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::CpuFeatures;
+    use super::super::threads::ThreadPool;
+    use super::*;
+
+    #[test]
+    fn columns_and_squares_match_f64_for_odd_sizes() {
+        for (rows, cols) in [(1, 1), (129, 3), (300, 65), (7, 200)] {
+            let mut x = vec![0.0; rows * cols];
+            trireme_base::RandomKey::new(1, "x").fill_normal(&mut x, 1.0);
+            let mut results = Vec::new();
+            for threads in [1, 3] {
+                let cpu = Cpu { threads: ThreadPool::new(threads).unwrap(), features: CpuFeatures::detect() };
+                let mut out = vec![1.0; cols];
+                cpu.column_sums(&x, &mut out, true);
+                for (col, &sum) in out.iter().enumerate() {
+                    let expected: f64 = (0..rows).map(|row| f64::from(x[row * cols + col])).sum();
+                    assert!((f64::from(sum) - 1.0 - expected).abs() < 1e-4);
+                }
+                let expected: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
+                assert!((cpu.sum_of_squares(&x) - expected).abs() < 1e-5 * expected);
+                results.push((out, cpu.sum_of_squares(&x).to_bits()));
+            }
+            assert_eq!(results[0], results[1], "bits depend on the number of threads");
+        }
+    }
+}

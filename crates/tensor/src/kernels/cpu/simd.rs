@@ -1,0 +1,210 @@
+//! Run-time choice of the SIMD level, and the elementary functions of the kernels.
+
+use std::fmt;
+
+/// SIMD levels that kernels are compiled for, from the narrowest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum CpuFeatures {
+    /// The target's baseline (SSE2 on x86-64).
+    Portable,
+    /// 256-bit registers.
+    Avx2,
+    /// 512-bit registers.
+    Avx512,
+}
+
+impl CpuFeatures {
+    /// The widest level that this machine has.
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        {
+            if is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512vl")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+            {
+                return CpuFeatures::Avx512;
+            }
+            if is_x86_feature_detected!("avx2") {
+                return CpuFeatures::Avx2;
+            }
+        }
+        CpuFeatures::Portable
+    }
+}
+
+impl fmt::Display for CpuFeatures {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            CpuFeatures::Portable => "portable",
+            CpuFeatures::Avx2 => "avx2",
+            CpuFeatures::Avx512 => "avx512",
+        })
+    }
+}
+
+/// Compiles a function once for each SIMD level; the generated function takes the level first.
+///
+/// The level given must come from [`CpuFeatures::detect`] or lie below it.
+macro_rules! for_each_simd_level {
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
+        $(#[$meta])*
+        #[allow(clippy::too_many_arguments)]
+        $vis fn $name(features: $crate::kernels::cpu::simd::CpuFeatures, $($arg: $ty),*) $(-> $ret)? {
+            #[inline(always)]
+            #[allow(clippy::too_many_arguments)]
+            fn portable($($arg: $ty),*) $(-> $ret)? $body
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq")]
+            #[allow(clippy::too_many_arguments)]
+            fn avx512($($arg: $ty),*) $(-> $ret)? { portable($($arg),*) }
+
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2")]
+            #[allow(clippy::too_many_arguments)]
+            fn avx2($($arg: $ty),*) $(-> $ret)? { portable($($arg),*) }
+
+            match features {
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the level was detected on this machine.
+                $crate::kernels::cpu::simd::CpuFeatures::Avx512 => unsafe { avx512($($arg),*) },
+                #[cfg(target_arch = "x86_64")]
+                // SAFETY: the level was detected on this machine.
+                $crate::kernels::cpu::simd::CpuFeatures::Avx2 => unsafe { avx2($($arg),*) },
+                _ => portable($($arg),*),
+            }
+        }
+    )*};
+}
+pub(crate) use for_each_simd_level;
+
+/// Number of partial sums that a reduction over a row keeps, whatever the register width.
+pub(crate) const LANES: usize = 16;
+
+/// `e^x`, relative error below 3e-7; 0 below -87.3, infinity above 88.7, NaN for NaN.
+///
+/// Cody-Waite reduction to |r| <= ln(2)/2 and the polynomial of the Cephes library (`expf`). No branch, so that
+/// loops over it become SIMD code.
+#[inline(always)]
+pub(crate) fn exp(x: f32) -> f32 {
+    const LOG2_E: f32 = std::f32::consts::LOG2_E;
+    const LN_2_HIGH: f32 = 0.693_359_4;
+    const LN_2_LOW: f32 = -2.121_944_4e-4;
+    // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
+    const ROUNDER: f32 = 12_582_912.0;
+    let clamped = if x < -87.3 { -87.3 } else { x };
+    let clamped = if clamped > 88.7 { 88.7 } else { clamped };
+    let shifted = clamped * LOG2_E + ROUNDER;
+    let n = shifted - ROUNDER;
+    let r = clamped - n * LN_2_HIGH - n * LN_2_LOW;
+    let mut p = 1.987_569_1e-4_f32;
+    p = p * r + 1.398_199_9e-3;
+    p = p * r + 8.333_452e-3;
+    p = p * r + 4.166_579_6e-2;
+    p = p * r + 1.666_666_5e-1;
+    p = p * r + 5.000_000_1e-1;
+    let mantissa = p * (r * r) + r + 1.0;
+    let exponent = shifted.to_bits().wrapping_sub(ROUNDER.to_bits());
+    // Two factors, because 2^128 alone is infinite.
+    let half = (exponent as i32) >> 1;
+    let scale = |n: i32| f32::from_bits((n.wrapping_add(127) as u32) << 23);
+    let value = mantissa * scale(half) * scale((exponent as i32).wrapping_sub(half));
+    let value = if x < -87.3 { 0.0 } else { value };
+    if x > 88.7 { f32::INFINITY } else { value }
+}
+
+/// `1 / (1 + e^-x)`.
+#[inline(always)]
+pub(crate) fn sigmoid(x: f32) -> f32 {
+    1.0 / (1.0 + exp(-x))
+}
+
+/// Sum of the lanes, in a fixed tree.
+#[inline(always)]
+pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
+    let mut lanes = lanes;
+    let mut width = LANES / 2;
+    while width > 0 {
+        for i in 0..width {
+            lanes[i] += lanes[i + width];
+        }
+        width /= 2;
+    }
+    lanes[0]
+}
+
+/// Sum of `term(x[i])`, in [`LANES`] partial sums.
+#[inline(always)]
+pub(crate) fn sum_map(x: &[f32], term: impl Fn(f32) -> f32) -> f32 {
+    sum_zip(x, x, x, |x, _, _| term(x))
+}
+
+/// Sum of `term(x[i], y[i], z[i])`, in [`LANES`] partial sums.
+#[inline(always)]
+pub(crate) fn sum_zip(x: &[f32], y: &[f32], z: &[f32], term: impl Fn(f32, f32, f32) -> f32) -> f32 {
+    let mut lanes = [0.0_f32; LANES];
+    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
+    let (y_chunks, y_rest) = y.as_chunks::<LANES>();
+    let (z_chunks, z_rest) = z.as_chunks::<LANES>();
+    for ((x, y), z) in x_chunks.iter().zip(y_chunks).zip(z_chunks) {
+        for lane in 0..LANES {
+            lanes[lane] += term(x[lane], y[lane], z[lane]);
+        }
+    }
+    for (((lane, &x), &y), &z) in lanes.iter_mut().zip(x_rest).zip(y_rest).zip(z_rest) {
+        *lane += term(x, y, z);
+    }
+    sum_lanes(lanes)
+}
+
+/// The largest element, negative infinity for none; NaN is passed over.
+#[inline(always)]
+pub(crate) fn max_of(x: &[f32]) -> f32 {
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (chunks, rest) = x.as_chunks::<LANES>();
+    for chunk in chunks {
+        for lane in 0..LANES {
+            lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
+        }
+    }
+    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, &x| if x > max { x } else { max })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_is_accurate_over_its_range() {
+        let mut x = -87.0_f32;
+        while x < 88.6 {
+            let expected = f64::from(x).exp();
+            let error = (f64::from(exp(x)) - expected).abs() / expected;
+            assert!(error < 3e-7, "exp({x}): relative error {error}");
+            x += 0.0137;
+        }
+    }
+
+    #[test]
+    fn exp_keeps_the_special_values() {
+        assert_eq!(exp(0.0), 1.0);
+        assert_eq!(exp(f32::NEG_INFINITY), 0.0);
+        assert_eq!(exp(-100.0), 0.0);
+        assert_eq!(exp(f32::INFINITY), f32::INFINITY);
+        assert!(exp(f32::NAN).is_nan());
+        assert!(sigmoid(f32::NAN).is_nan());
+        assert_eq!(sigmoid(-200.0), 0.0);
+        assert_eq!(sigmoid(200.0), 1.0);
+    }
+
+    #[test]
+    fn lanes_cover_every_term() {
+        for len in [0, 1, 15, 16, 17, 100] {
+            let values: Vec<f32> = (1..=len).map(|i| i as f32).collect();
+            assert_eq!(sum_map(&values, |x| x), (len * (len + 1) / 2) as f32);
+            assert_eq!(sum_zip(&values, &values, &values, |x, y, _| x - y), 0.0);
+            assert_eq!(max_of(&values), values.last().copied().unwrap_or(f32::NEG_INFINITY));
+        }
+    }
+}

@@ -1,0 +1,242 @@
+//! A bounded set of threads that share the tasks of one kernel at a time.
+
+use std::any::Any;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+
+/// How often an idle thread looks for work before it sleeps: some tens of microseconds, which
+/// bridges the gap between two kernels but not a wait for another rank.
+const SPINS_BEFORE_SLEEP: usize = 4_000;
+
+type Task<'a> = dyn Fn(usize) + Sync + 'a;
+
+/// Threads that run the tasks of a kernel. The calling thread is one of them, so a pool of one has no
+/// thread of its own and runs everything in place.
+pub(crate) struct ThreadPool {
+    shared: Arc<Shared>,
+    workers: Vec<JoinHandle<()>>,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    /// Wakes sleeping workers: a new job or the end.
+    job_posted: Condvar,
+    /// Wakes the caller: the last worker has left the job.
+    job_left: Condvar,
+    /// Number of jobs posted, so that workers can spin without the lock.
+    num_jobs: AtomicU64,
+    /// Next task of the current job.
+    next_task: AtomicUsize,
+}
+
+#[derive(Default)]
+struct State {
+    job: Option<Job>,
+    /// Workers inside of the current job.
+    num_active: usize,
+    /// Workers that must be notified of a job.
+    num_sleeping: usize,
+    panic: Option<Box<dyn Any + Send>>,
+    closed: bool,
+}
+
+#[derive(Clone, Copy)]
+struct Job {
+    task: *const Task<'static>,
+    num_tasks: usize,
+}
+
+// SAFETY: the task is Sync, and `ThreadPool::run` keeps it alive until no worker is inside of the job.
+unsafe impl Send for Job {}
+
+impl ThreadPool {
+    /// A pool of `num_threads`, the caller included.
+    ///
+    /// # Errors
+    /// If the system refuses to start a thread.
+    pub(crate) fn new(num_threads: usize) -> std::io::Result<Self> {
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            job_posted: Condvar::new(),
+            job_left: Condvar::new(),
+            num_jobs: AtomicU64::new(0),
+            next_task: AtomicUsize::new(0),
+        });
+        let mut pool = ThreadPool { shared, workers: Vec::new() };
+        for index in 1..num_threads {
+            let shared = Arc::clone(&pool.shared);
+            let worker = std::thread::Builder::new().name(format!("kernel-{index}"));
+            pool.workers.push(worker.spawn(move || shared.work())?);
+        }
+        Ok(pool)
+    }
+
+    pub(crate) fn num_threads(&self) -> usize {
+        self.workers.len() + 1
+    }
+
+    /// Runs `task(0) … task(num_tasks - 1)`, each once, in any order and on any thread; returns when
+    /// all have ended. A panic in a task is passed on. Allocates nothing.
+    ///
+    /// Not reentrant: a task must not call `run`.
+    pub(crate) fn run(&self, num_tasks: usize, task: &Task<'_>) {
+        if self.workers.is_empty() || num_tasks <= 1 {
+            (0..num_tasks).for_each(task);
+            return;
+        }
+        // SAFETY: only the lifetime is erased; this function ends after the last worker has left the job.
+        let task: *const Task<'static> = unsafe { std::mem::transmute::<*const Task<'_>, _>(task) };
+        let job = Job { task, num_tasks };
+        self.shared.next_task.store(0, Ordering::Relaxed);
+        {
+            let mut state = self.shared.lock();
+            state.job = Some(job);
+            self.shared.num_jobs.fetch_add(1, Ordering::Release);
+            if state.num_sleeping > 0 {
+                self.shared.job_posted.notify_all();
+            }
+        }
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.shared.share(job)));
+
+        let mut state = self.shared.lock();
+        state.job = None;
+        let mut spins = 0;
+        while state.num_active > 0 {
+            if spins < SPINS_BEFORE_SLEEP {
+                drop(state);
+                std::hint::spin_loop();
+                spins += 1;
+                state = self.shared.lock();
+            } else {
+                state = self.shared.job_left.wait(state).expect("no thread panics while it holds the lock");
+            }
+        }
+        let panic = state.panic.take();
+        drop(state);
+        if let Err(payload) = outcome {
+            resume_unwind(payload);
+        }
+        if let Some(payload) = panic {
+            resume_unwind(payload);
+        }
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics while it holds the lock")
+    }
+
+    /// Takes tasks until none is left.
+    fn share(&self, job: Job) {
+        // SAFETY: the caller is inside of the job, so `ThreadPool::run` has not returned.
+        let task = unsafe { &*job.task };
+        loop {
+            let index = self.next_task.fetch_add(1, Ordering::Relaxed);
+            if index >= job.num_tasks {
+                return;
+            }
+            task(index);
+        }
+    }
+
+    fn work(&self) {
+        let mut num_seen = 0;
+        while let Some(job) = self.enter(&mut num_seen) {
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.share(job)));
+            let mut state = self.lock();
+            if let Err(payload) = outcome {
+                state.panic.get_or_insert(payload);
+            }
+            state.num_active -= 1;
+            if state.num_active == 0 {
+                drop(state);
+                self.job_left.notify_one();
+            }
+        }
+    }
+
+    /// Waits for a job that this worker has not seen and enters it; `None` when the pool ends.
+    fn enter(&self, num_seen: &mut u64) -> Option<Job> {
+        loop {
+            let mut spins = 0;
+            while self.num_jobs.load(Ordering::Acquire) == *num_seen && spins < SPINS_BEFORE_SLEEP {
+                std::hint::spin_loop();
+                spins += 1;
+            }
+            let mut state = self.lock();
+            while self.num_jobs.load(Ordering::Acquire) == *num_seen && !state.closed {
+                state.num_sleeping += 1;
+                state = self.job_posted.wait(state).expect("no thread panics while it holds the lock");
+                state.num_sleeping -= 1;
+            }
+            if state.closed {
+                return None;
+            }
+            *num_seen = self.num_jobs.load(Ordering::Acquire);
+            // The others may have finished the job before this worker woke.
+            if let Some(job) = state.job {
+                state.num_active += 1;
+                return Some(job);
+            }
+        }
+    }
+}
+
+impl Drop for ThreadPool {
+    fn drop(&mut self) {
+        {
+            let mut state = self.shared.lock();
+            state.closed = true;
+            // Ends the spinning.
+            self.shared.num_jobs.fetch_add(1, Ordering::Release);
+        }
+        self.shared.job_posted.notify_all();
+        for worker in self.workers.drain(..) {
+            // A worker's panic has already been passed on by `run`.
+            let _ = worker.join();
+        }
+    }
+}
+
+impl fmt::Debug for ThreadPool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ThreadPool").field("num_threads", &self.num_threads()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_task_runs_once() {
+        for num_threads in [1, 2, 5] {
+            let pool = ThreadPool::new(num_threads).unwrap();
+            for num_tasks in [0, 1, 2, 3, 100] {
+                let runs: Vec<AtomicUsize> = (0..num_tasks).map(|_| AtomicUsize::new(0)).collect();
+                for round in 1..=50 {
+                    pool.run(num_tasks, &|index| {
+                        runs[index].fetch_add(1, Ordering::Relaxed);
+                    });
+                    assert!(runs.iter().all(|runs| runs.load(Ordering::Relaxed) == round));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_panic_reaches_the_caller_and_the_pool_lives_on() {
+        let pool = ThreadPool::new(3).unwrap();
+        for culprit in [0, 7] {
+            let outcome = catch_unwind(AssertUnwindSafe(|| {
+                pool.run(8, &|index| assert_ne!(index, culprit, "task failed"))
+            }));
+            assert!(outcome.is_err());
+        }
+        pool.run(8, &|_| ());
+    }
+}

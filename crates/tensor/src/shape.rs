@@ -1,0 +1,55 @@
+use std::fmt;
+
+const DIMS_MAX: usize = 4;
+
+/// Sizes of a row-major tensor's dims, at most four, the last varying fastest. Copied freely: no heap.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Shape {
+    dims: [usize; DIMS_MAX],
+    num_dims: usize,
+}
+
+impl Shape {
+    /// A shape of the given dims.
+    ///
+    /// # Panics
+    /// If there are more than four.
+    pub fn new(dims: &[usize]) -> Self {
+        assert!(dims.len() <= DIMS_MAX, "a shape has at most {DIMS_MAX} dims, not {dims:?}");
+        let mut shape = Shape { dims: [1; DIMS_MAX], num_dims: dims.len() };
+        shape.dims[..dims.len()].copy_from_slice(dims);
+        shape
+    }
+
+    /// The dims' sizes.
+    pub fn dims(&self) -> &[usize] {
+        &self.dims[..self.num_dims]
+    }
+
+    /// Product of the dims: 1 for a scalar.
+    pub fn num_elements(&self) -> usize {
+        self.dims().iter().product()
+    }
+
+    /// Product of all dims but the last: the number of rows when the last dim is a row.
+    pub fn rows(&self) -> usize {
+        self.dims()[..self.num_dims.saturating_sub(1)].iter().product()
+    }
+
+    /// The last dim: the length of a row; 1 for a scalar.
+    pub fn cols(&self) -> usize {
+        self.dims().last().copied().unwrap_or(1)
+    }
+}
+
+impl fmt::Debug for Shape {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.dims().fmt(f)
+    }
+}
+
+impl<const N: usize> From<[usize; N]> for Shape {
+    fn from(dims: [usize; N]) -> Self {
+        Shape::new(&dims)
+    }
+}

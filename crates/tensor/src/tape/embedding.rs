@@ -1,0 +1,65 @@
+use super::{Backward, Node, Tape, Var};
+use crate::device::DeviceError;
+use crate::parameters::{ParameterSpan, Parameters};
+
+/// Rows of a table by token id, plus rows of a second table by position.
+#[derive(Debug, Clone, Copy)]
+pub struct Embedding {
+    /// `[vocabulary, cols]`.
+    pub tokens: ParameterSpan,
+    /// `[positions, cols]`.
+    pub positions: Option<ParameterSpan>,
+}
+
+#[derive(Debug)]
+pub(super) struct EmbeddingNode {
+    op: Embedding,
+    ids: Var,
+    seq_len: usize,
+    y: Var,
+}
+
+impl Tape {
+    /// Embeds `ids` (`[batch, seq_len]`, u32) into `[batch * seq_len, cols]`; sequences begin at `first_position`.
+    pub fn embedding(
+        &mut self,
+        parameters: &Parameters,
+        op: &Embedding,
+        ids: Var,
+        first_position: usize,
+    ) -> Result<Var, DeviceError> {
+        let input = self.value(ids);
+        let seq_len = input.shape().cols();
+        let mut y = self.device.activation([input.shape().num_elements(), op.tokens.shape.cols()])?;
+        let positions = op.positions.map(|positions| parameters.span(&positions));
+        let table = parameters.span(&op.tokens);
+        self.device.embedding(input, table, positions, (seq_len, first_position), y.view_mut());
+        let y = self.push(y);
+        self.record(|| Node::Embedding(EmbeddingNode { op: *op, ids, seq_len, y }));
+        Ok(y)
+    }
+}
+
+impl EmbeddingNode {
+    /// Tokens have no gradient: all of this is the weight half.
+    pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
+        let dy = cx.take_grad(self.y);
+        let ids = cx.values[self.ids.0].take().expect("the ids are saved");
+        cx.write_grad(&self.op.tokens, |device, mut out, accumulate| {
+            if !accumulate {
+                out.f32s().fill(0.0);
+            }
+            device.embedding_backward(ids.view(), dy.view(), out);
+        });
+        if let Some(positions) = self.op.positions {
+            cx.write_grad(&positions, |device, mut out, accumulate| {
+                if !accumulate {
+                    out.f32s().fill(0.0);
+                }
+                device.position_backward(dy.view(), self.seq_len, out);
+            });
+        }
+        cx.values[self.ids.0] = Some(ids);
+        Ok(self.y)
+    }
+}

@@ -1,0 +1,186 @@
+use super::{Backward, Node, Tape, Var};
+use crate::device::{Device, DeviceError, Transpose};
+use crate::kernels::MatmulEpilogue;
+use crate::parameters::{ParameterSpan, Parameters};
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View};
+
+/// Which dim of a stored weight is the input.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WeightLayout {
+    /// `[inputs, outputs]`, as GPT-2 checkpoints store it.
+    InputsFirst,
+    /// `[outputs, inputs]`, as most others do.
+    OutputsFirst,
+}
+
+/// What is applied to a linear layer's input first.
+///
+/// The activation belongs to the layer that reads it, not to the one that makes its argument: then only the argument is
+/// saved, and backward gets the activation again in the pass that differentiates it, for one exponential.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InputActivation {
+    /// Nothing.
+    Identity,
+    /// GELU, tanh approximation.
+    Gelu,
+    /// `silu(gate) * up` of rows `gate | up`, twice as long.
+    SwiGlu,
+}
+
+/// `y = activation(x) W + bias`, plus a residual.
+#[derive(Debug, Clone, Copy)]
+pub struct Linear {
+    /// The matrix.
+    pub weight: ParameterSpan,
+    /// How it lies in memory.
+    pub layout: WeightLayout,
+    /// One value an output.
+    pub bias: Option<ParameterSpan>,
+    /// Applied to the input first.
+    pub activation: InputActivation,
+}
+
+impl Linear {
+    /// Number of outputs.
+    pub fn outputs(&self) -> usize {
+        match self.layout {
+            WeightLayout::InputsFirst => self.weight.shape.cols(),
+            WeightLayout::OutputsFirst => self.weight.shape.rows(),
+        }
+    }
+
+    /// How the weight is read in `x W`, and in `dy W^T`.
+    fn transposes(&self) -> (Transpose, Transpose) {
+        match self.layout {
+            WeightLayout::InputsFirst => (Transpose::No, Transpose::Yes),
+            WeightLayout::OutputsFirst => (Transpose::Yes, Transpose::No),
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct LinearNode {
+    op: Linear,
+    x: Var,
+    residual: Option<Var>,
+    y: Var,
+}
+
+impl Tape {
+    /// `activation(x) W + bias + residual` for `x` of `[rows, inputs]`, f32; `[rows, outputs]`.
+    pub fn linear(
+        &mut self,
+        parameters: &Parameters,
+        op: &Linear,
+        x: Var,
+        residual: Option<Var>,
+    ) -> Result<Var, DeviceError> {
+        let rows = self.value(x).shape().rows();
+        let mut y = self.device.activation([rows, op.outputs()])?;
+        let activated = activate(&self.device, op.activation, self.value(x))?;
+        let input = activated.as_ref().map_or(self.value(x), Tensor::view);
+        let bias = op.bias.map(|bias| parameters.span(&bias));
+        let epilogue = MatmulEpilogue::Add {
+            bias: bias.as_ref().map(View::f32s),
+            residual: residual.map(|residual| self.value(residual).f32s()),
+        };
+        let weight = (parameters.span(&op.weight), op.transposes().0);
+        self.device.matmul((input, Transpose::No), weight, y.view_mut(), epilogue);
+        drop(activated);
+        let y = self.push(y);
+        self.record(|| Node::Linear(LinearNode { op: *op, x, residual, y }));
+        Ok(y)
+    }
+}
+
+fn activate(
+    device: &Device,
+    activation: InputActivation,
+    x: View<'_>,
+) -> Result<Option<Tensor>, DeviceError> {
+    let (rows, cols) = (x.shape().rows(), x.shape().cols());
+    Ok(match activation {
+        InputActivation::Identity => None,
+        InputActivation::Gelu => {
+            let mut y = device.activation(x.shape())?;
+            device.gelu(x, y.view_mut());
+            Some(y)
+        }
+        InputActivation::SwiGlu => {
+            let mut y = device.activation([rows, cols / 2])?;
+            device.swiglu(x, y.view_mut());
+            Some(y)
+        }
+    })
+}
+
+impl LinearNode {
+    pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
+        let dy = cx.take_grad(self.y);
+        match self.op.activation {
+            InputActivation::Identity => {
+                let dx = self.backward_input(cx, &dy)?;
+                let x = cx.values[self.x.0].take().expect("the input of a linear layer is saved");
+                self.backward_weight(cx, &x, &dy);
+                cx.values[self.x.0] = Some(x);
+                cx.add_grad(self.x, dx);
+            }
+            InputActivation::Gelu => {
+                let mut d_activated = self.backward_input(cx, &dy)?;
+                let mut x = cx.values[self.x.0].take().expect("the input of an activation is saved");
+                cx.device.gelu_backward(x.view_mut(), d_activated.view_mut());
+                self.backward_weight(cx, &x, &dy);
+                cx.add_grad(self.x, d_activated);
+            }
+            InputActivation::SwiGlu => {
+                let mut d_activated = self.backward_input(cx, &dy)?;
+                let mut x = cx.values[self.x.0].take().expect("the input of an activation is saved");
+                cx.device.swiglu_backward(x.view_mut(), d_activated.view_mut());
+                self.backward_weight(cx, &d_activated, &dy);
+                cx.add_grad(self.x, x);
+            }
+        }
+        if let Some(residual) = self.residual {
+            cx.add_grad(residual, dy);
+        }
+        Ok(self.y)
+    }
+
+    /// Gradient of what the matrix is applied to.
+    fn backward_input(&self, cx: &Backward<'_>, dy: &Tensor) -> Result<Tensor, DeviceError> {
+        let rows = dy.shape().rows();
+        let inputs = self.op.weight.shape.num_elements() / self.op.outputs();
+        let mut dx = cx.device.activation([rows, inputs])?;
+        let weight = (cx.parameters.span(&self.op.weight), self.op.transposes().1);
+        cx.device.matmul((dy.view(), Transpose::No), weight, dx.view_mut(), MatmulEpilogue::Overwrite);
+        Ok(dx)
+    }
+
+    fn backward_weight(&self, cx: &mut Backward<'_>, input: &Tensor, dy: &Tensor) {
+        cx.write_grad(&self.op.weight, |device, out, accumulate| {
+            weight_grad(device, self.op.layout, input.view(), dy.view(), out, accumulate);
+        });
+        if let Some(bias) = self.op.bias {
+            cx.write_grad(&bias, |device, out, accumulate| device.column_sums(dy.view(), out, accumulate));
+        }
+    }
+}
+
+/// `input^T dy` in the weight's layout, written or added.
+pub(super) fn weight_grad(
+    device: &Device,
+    layout: WeightLayout,
+    input: View<'_>,
+    dy: View<'_>,
+    out: crate::tensor::ViewMut<'_>,
+    accumulate: bool,
+) {
+    let epilogue = if accumulate { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
+    let (left, right) = match layout {
+        WeightLayout::InputsFirst => (input, dy),
+        WeightLayout::OutputsFirst => (dy, input),
+    };
+    debug_assert_eq!(out.shape(), Shape::from([left.shape().cols(), right.shape().cols()]));
+    device.matmul((left, Transpose::Yes), (right, Transpose::No), out, epilogue);
+}

@@ -1,0 +1,201 @@
+//! Reverse-mode differentiation over fused operations.
+//!
+//! A tape records one unit's forward pass for one microbatch. Backward walks the record in reverse; a parameter's
+//! gradient goes to the [`GradSink`] at the moment it is complete, and each saved value is given back as soon as
+//! nothing needs it. Each operation's backward has an input half and a weight half, in separate functions.
+
+mod attention;
+mod embedding;
+mod linear;
+mod loss;
+mod norm;
+
+pub use attention::{KeyValueCache, RotaryTable};
+pub use embedding::Embedding;
+pub use linear::{InputActivation, Linear, WeightLayout};
+pub use loss::LossHead;
+pub use norm::Norm;
+
+use crate::device::{Device, DeviceError};
+use crate::parameters::{ParameterSpan, Parameters};
+use crate::tensor::{Tensor, View, ViewMut};
+
+/// A value on a tape.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Var(usize);
+
+/// Where the gradient of a span of parameters goes.
+#[derive(Debug)]
+pub struct GradTarget<'a> {
+    /// Memory of the span's shape.
+    pub view: ViewMut<'a>,
+    /// Whether it already holds a part of this microbatch's gradient, to be added to.
+    pub accumulate: bool,
+}
+
+/// Takes gradients of parameters during backward.
+pub trait GradSink {
+    /// Where to put a contribution to the gradient of `span`.
+    fn target(&mut self, span: &ParameterSpan) -> GradTarget<'_>;
+
+    /// The contribution is written.
+    fn grad_ready(&mut self, span: &ParameterSpan);
+}
+
+#[derive(Debug)]
+enum Node {
+    Embedding(embedding::EmbeddingNode),
+    Norm(norm::NormNode),
+    Linear(linear::LinearNode),
+    Attention(attention::AttentionNode),
+    Loss(loss::LossNode),
+}
+
+/// Whether a tape saves what backward needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Recording {
+    /// Forward will be followed by backward.
+    On,
+    /// Forward only: evaluation and generation.
+    Off,
+}
+
+/// The record of one unit's forward pass.
+#[derive(Debug)]
+pub struct Tape {
+    device: Device,
+    recording: Recording,
+    values: Vec<Option<Tensor>>,
+    grads: Vec<Option<Tensor>>,
+    nodes: Vec<Node>,
+    loss_sum: Option<f64>,
+}
+
+/// What backward of one operation works with.
+struct Backward<'a> {
+    device: &'a Device,
+    parameters: &'a Parameters,
+    values: &'a mut [Option<Tensor>],
+    grads: &'a mut [Option<Tensor>],
+    sink: &'a mut dyn GradSink,
+}
+
+impl Backward<'_> {
+    fn value(&self, var: Var) -> View<'_> {
+        self.values[var.0].as_ref().expect("values live until their last use in backward").view()
+    }
+
+    fn take_grad(&mut self, var: Var) -> Tensor {
+        self.grads[var.0].take().expect("a gradient arrives before the operation that needs it")
+    }
+
+    /// Gives `grad` to `var`: as its gradient, or added to it.
+    fn add_grad(&mut self, var: Var, grad: Tensor) {
+        match &mut self.grads[var.0] {
+            Some(sum) => self.device.add_assign(sum.view_mut(), grad.view()),
+            slot => *slot = Some(grad),
+        }
+    }
+
+    /// Lets `write` put the gradient of a span where the sink wants it.
+    fn write_grad(&mut self, span: &ParameterSpan, write: impl FnOnce(&Device, ViewMut<'_>, bool)) {
+        let target = self.sink.target(span);
+        write(self.device, target.view, target.accumulate);
+        self.sink.grad_ready(span);
+    }
+}
+
+impl Tape {
+    /// An empty tape.
+    pub fn new(device: &Device, recording: Recording) -> Self {
+        Tape {
+            device: device.clone(),
+            recording,
+            values: Vec::new(),
+            grads: Vec::new(),
+            nodes: Vec::new(),
+            loss_sum: None,
+        }
+    }
+
+    /// Forgets everything but its capacity, so that a reused tape allocates nothing.
+    pub fn clear(&mut self) {
+        self.values.clear();
+        self.grads.clear();
+        self.nodes.clear();
+        self.loss_sum = None;
+    }
+
+    /// Puts a value on the tape.
+    pub fn input(&mut self, tensor: Tensor) -> Var {
+        self.values.push(Some(tensor));
+        self.grads.push(None);
+        Var(self.values.len() - 1)
+    }
+
+    /// Takes a value off the tape: the unit's output, which no operation of this tape reads again.
+    ///
+    /// # Panics
+    /// If it was taken before.
+    pub fn take_value(&mut self, var: Var) -> Tensor {
+        self.values[var.0].take().expect("a value is taken once")
+    }
+
+    /// Takes the gradient of a value, if backward gave it one.
+    pub fn take_grad(&mut self, var: Var) -> Option<Tensor> {
+        self.grads[var.0].take()
+    }
+
+    /// Sum of the losses of all rows in nats: after forward without recording, after backward with it.
+    pub fn loss_sum(&self) -> Option<f64> {
+        self.loss_sum
+    }
+
+    /// Runs backward. `output` carries the gradient of the unit's output; `None` starts from the loss.
+    pub fn backward(
+        &mut self,
+        parameters: &Parameters,
+        output: Option<(Var, Tensor)>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        if let Some((var, grad)) = output {
+            self.grads[var.0] = Some(grad);
+        }
+        while let Some(node) = self.nodes.pop() {
+            let mut cx = Backward {
+                device: &self.device,
+                parameters,
+                values: &mut self.values,
+                grads: &mut self.grads,
+                sink,
+            };
+            let output = match node {
+                Node::Embedding(node) => node.backward(&mut cx)?,
+                Node::Norm(node) => node.backward(&mut cx)?,
+                Node::Linear(node) => node.backward(&mut cx)?,
+                Node::Attention(node) => node.backward(&mut cx)?,
+                Node::Loss(node) => {
+                    self.loss_sum = Some(node.backward(&mut cx)?);
+                    continue;
+                }
+            };
+            // Every reader of the value came later on the tape, and has been differentiated.
+            self.values[output.0] = None;
+        }
+        Ok(())
+    }
+
+    fn value(&self, var: Var) -> View<'_> {
+        self.values[var.0].as_ref().expect("a value is read before it is taken").view()
+    }
+
+    fn push(&mut self, value: Tensor) -> Var {
+        self.input(value)
+    }
+
+    fn record(&mut self, node: impl FnOnce() -> Node) {
+        if self.recording == Recording::On {
+            self.nodes.push(node());
+        }
+    }
+}

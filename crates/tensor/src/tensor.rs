@@ -1,0 +1,173 @@
+use crate::kernels::cpu::arena::Block;
+use crate::shape::Shape;
+use trireme_base::DType;
+
+/// A row-major array that owns its memory on a device.
+#[derive(Debug)]
+pub struct Tensor {
+    block: Block,
+    shape: Shape,
+    dtype: DType,
+}
+
+impl Tensor {
+    pub(crate) fn new(block: Block, shape: Shape, dtype: DType) -> Self {
+        debug_assert_eq!(block.bytes().len(), shape.num_elements() * dtype.size());
+        Tensor { block, shape, dtype }
+    }
+
+    /// Sizes of the dims.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// All of the tensor, to read.
+    pub fn view(&self) -> View<'_> {
+        View { bytes: self.block.bytes(), shape: self.shape, dtype: self.dtype }
+    }
+
+    /// All of the tensor, to write.
+    pub fn view_mut(&mut self) -> ViewMut<'_> {
+        ViewMut { bytes: self.block.bytes_mut(), shape: self.shape, dtype: self.dtype }
+    }
+}
+
+/// A borrowed row-major array: a tensor, a parameter within a flat buffer, or host memory.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a> {
+    bytes: &'a [u8],
+    shape: Shape,
+    dtype: DType,
+}
+
+/// As [`View`], to write.
+#[derive(Debug)]
+pub struct ViewMut<'a> {
+    bytes: &'a mut [u8],
+    shape: Shape,
+    dtype: DType,
+}
+
+impl<'a> View<'a> {
+    /// Host memory as an f32 array.
+    ///
+    /// # Panics
+    /// If the length is not the shape's.
+    pub fn from_f32s(values: &'a [f32], shape: Shape) -> Self {
+        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
+        View { bytes: bytemuck::cast_slice(values), shape, dtype: DType::F32 }
+    }
+
+    /// Sizes of the dims.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no f32.
+    pub fn f32s(&self) -> &'a [f32] {
+        assert_eq!(self.dtype, DType::F32);
+        bytemuck::cast_slice(self.bytes)
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no u32.
+    pub fn u32s(&self) -> &'a [u32] {
+        assert_eq!(self.dtype, DType::U32);
+        bytemuck::cast_slice(self.bytes)
+    }
+
+    /// Rows `first..first + num_rows` of a matrix.
+    ///
+    /// # Panics
+    /// If the matrix has fewer rows.
+    pub fn rows(&self, first: usize, num_rows: usize) -> View<'a> {
+        let row_bytes = self.shape.cols() * self.dtype.size();
+        View {
+            bytes: &self.bytes[first * row_bytes..(first + num_rows) * row_bytes],
+            shape: Shape::from([num_rows, self.shape.cols()]),
+            dtype: self.dtype,
+        }
+    }
+
+    /// `shape.num_elements()` elements from element `offset` on, as an array of that shape.
+    ///
+    /// # Panics
+    /// If they lie outside.
+    pub fn part(&self, offset: usize, shape: Shape) -> View<'a> {
+        let size = self.dtype.size();
+        let bytes = &self.bytes[offset * size..(offset + shape.num_elements()) * size];
+        View { bytes, shape, dtype: self.dtype }
+    }
+}
+
+impl<'a> ViewMut<'a> {
+    /// Host memory as an f32 array.
+    ///
+    /// # Panics
+    /// If the length is not the shape's.
+    pub fn from_f32s(values: &'a mut [f32], shape: Shape) -> Self {
+        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
+        ViewMut { bytes: bytemuck::cast_slice_mut(values), shape, dtype: DType::F32 }
+    }
+
+    /// Sizes of the dims.
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no f32.
+    pub fn f32s(&mut self) -> &mut [f32] {
+        assert_eq!(self.dtype, DType::F32);
+        bytemuck::cast_slice_mut(self.bytes)
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no u32.
+    pub fn u32s(&mut self) -> &mut [u32] {
+        assert_eq!(self.dtype, DType::U32);
+        bytemuck::cast_slice_mut(self.bytes)
+    }
+
+    /// The same array for a shorter time.
+    pub fn reborrow(&mut self) -> ViewMut<'_> {
+        ViewMut { bytes: self.bytes, shape: self.shape, dtype: self.dtype }
+    }
+
+    /// Rows `first..first + num_rows` of a matrix.
+    ///
+    /// # Panics
+    /// If the matrix has fewer rows.
+    pub fn rows(&mut self, first: usize, num_rows: usize) -> ViewMut<'_> {
+        let row_bytes = self.shape.cols() * self.dtype.size();
+        ViewMut {
+            bytes: &mut self.bytes[first * row_bytes..(first + num_rows) * row_bytes],
+            shape: Shape::from([num_rows, self.shape.cols()]),
+            dtype: self.dtype,
+        }
+    }
+
+    /// `shape.num_elements()` elements from element `offset` on, as an array of that shape.
+    ///
+    /// # Panics
+    /// If they lie outside.
+    pub fn part(&mut self, offset: usize, shape: Shape) -> ViewMut<'_> {
+        let size = self.dtype.size();
+        let bytes = &mut self.bytes[offset * size..(offset + shape.num_elements()) * size];
+        ViewMut { bytes, shape, dtype: self.dtype }
+    }
+}
