@@ -18,4 +18,5 @@ pub use kernels::{AdamWStep, AttentionShape, CpuFeatures, MomentumStep};
 pub use memory::{Category, MemoryCounter, MemoryUsage};
 pub use parameters::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable, Parameters, UnitInfo};
 pub use shape::Shape;
+pub use tape::{GradSink, GradTarget, Tape, Var};
 pub use tensor::{Tensor, View, ViewMut};

@@ -165,7 +165,7 @@ impl<'a> ViewMut<'a> {
     ///
     /// # Panics
     /// If they lie outside.
-    pub fn part(&mut self, offset: usize, shape: Shape) -> ViewMut<'_> {
+    pub fn into_part(self, offset: usize, shape: Shape) -> ViewMut<'a> {
         let size = self.dtype.size();
         let bytes = &mut self.bytes[offset * size..(offset + shape.num_elements()) * size];
         ViewMut { bytes, shape, dtype: self.dtype }

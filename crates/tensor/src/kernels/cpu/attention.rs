@@ -438,3 +438,7 @@ impl Cpu {
         });
     }
 }
+
+#[cfg(test)]
+#[path = "attention_tests.rs"]
+mod tests;

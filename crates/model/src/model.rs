@@ -1,0 +1,182 @@
+use crate::block::Block;
+use crate::build::build_units;
+use crate::config::{Architecture, ModelConfig};
+use crate::error::ModelError;
+use std::sync::Arc;
+use trireme_base::{DType, RandomKey};
+use trireme_tensor::tape::{Embedding, KeyValueCache, LossHead, Norm, RotaryTable};
+use trireme_tensor::{
+    Category, Device, DeviceError, ParameterInfo, ParameterTable, Parameters, Tape, Tensor, Var,
+};
+
+/// A part of the model that is run, reduced and stepped as one.
+#[derive(Debug, Clone)]
+pub(crate) enum Unit {
+    Embedding(Embedding),
+    Block(Box<Block>),
+    Head { norm: Norm, loss: LossHead },
+}
+
+/// Token ids of one microbatch.
+#[derive(Debug)]
+pub struct Batch {
+    /// What is read: `[batch, seq_len]`, u32.
+    pub inputs: Tensor,
+    /// What is to be predicted, one position further: `[batch, seq_len]`, u32.
+    pub targets: Tensor,
+}
+
+impl Batch {
+    /// Room for `batch` sequences of `seq_len` tokens, zeroed.
+    pub fn zeros(device: &Device, batch: usize, seq_len: usize) -> Result<Self, DeviceError> {
+        let tensor = || device.zeros([batch, seq_len].into(), DType::U32, Category::Activations);
+        Ok(Batch { inputs: tensor()?, targets: tensor()? })
+    }
+
+    /// Fills row `row` from a window of `seq_len + 1` tokens.
+    ///
+    /// # Panics
+    /// If the window or the row does not fit.
+    pub fn set_row(&mut self, row: usize, window: &[u32]) {
+        let seq_len = self.inputs.shape().cols();
+        assert_eq!(window.len(), seq_len + 1, "a window holds its targets");
+        let range = row * seq_len..(row + 1) * seq_len;
+        self.inputs.view_mut().u32s()[range.clone()].copy_from_slice(&window[..seq_len]);
+        self.targets.view_mut().u32s()[range].copy_from_slice(&window[1..]);
+    }
+}
+
+/// What a unit's forward pass needs besides its input.
+#[derive(Debug, Clone, Copy)]
+pub struct Step<'a> {
+    /// Values of all parameters.
+    pub parameters: &'a Parameters,
+    /// Sequences and tokens of each.
+    pub shape: (usize, usize),
+}
+
+/// A model: its units, and the table of their parameters.
+#[derive(Debug, Clone)]
+pub struct Model {
+    config: ModelConfig,
+    units: Vec<Unit>,
+    table: Arc<ParameterTable>,
+    rotary: Option<Arc<RotaryTable>>,
+}
+
+impl Model {
+    /// Builds the model of a config.
+    pub fn new(config: ModelConfig, device: &Device) -> Result<Self, ModelError> {
+        config.check()?;
+        let (units, table) = build_units(&config);
+        let rotary = match config.architecture {
+            Architecture::Gpt2 => None,
+            Architecture::Llama => {
+                let dim = config.head_dim;
+                let frequencies: Vec<f64> = (0..dim / 2)
+                    .map(|pair| config.rope_theta.powf(-2.0 * pair as f64 / dim as f64))
+                    .collect();
+                Some(Arc::new(RotaryTable::new(device, config.max_position_embeddings, &frequencies)?))
+            }
+        };
+        Ok(Model { config, units, table: Arc::new(table), rotary })
+    }
+
+    /// What the model was built from.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Its parameters' names, shapes and places.
+    pub fn table(&self) -> &Arc<ParameterTable> {
+        &self.table
+    }
+
+    /// Number of units: the embedding, one a block, the head.
+    pub fn num_units(&self) -> usize {
+        self.units.len()
+    }
+
+    /// Random initial parameters. A parameter's values depend on the seed and its name alone.
+    ///
+    /// Matrices are normal with the config's standard deviation; gpt2 divides that of projections into the residual
+    /// stream by `sqrt(2 num_layers)` (Radford et al. 2019, section 2.3). Norm weights are 1, biases 0.
+    pub fn initial_parameters(&self, device: &Device, seed: u64) -> Result<Parameters, ModelError> {
+        let mut parameters = Parameters::zeros(&self.table, device, Category::Parameters)?;
+        parameters.for_each_mut(|info, values| {
+            self.initialize(info, values, seed);
+            Ok::<(), ModelError>(())
+        })?;
+        Ok(parameters)
+    }
+
+    fn initialize(&self, info: &ParameterInfo, values: &mut [f32], seed: u64) {
+        if info.shape.dims().len() >= 2 {
+            let into_residual =
+                self.config.architecture == Architecture::Gpt2 && info.name.ends_with("c_proj.weight");
+            let divisor = if into_residual { (2.0 * self.config.num_layers as f32).sqrt() } else { 1.0 };
+            RandomKey::new(seed, &info.name).fill_normal(values, self.config.initializer_range / divisor);
+        } else if !info.name.ends_with(".bias") {
+            values.fill(1.0);
+        }
+    }
+
+    /// Runs unit `unit`, which is not the head, on what the unit before it made (the first: token ids).
+    ///
+    /// # Panics
+    /// If `unit` is the head.
+    pub fn forward(&self, unit: usize, tape: &mut Tape, step: Step<'_>, x: Var) -> Result<Var, DeviceError> {
+        self.forward_at(unit, tape, step, x, 0, None)
+    }
+
+    /// As [`Model::forward`] for tokens from `first_position` on, with the keys and values before them in `cache`.
+    pub(crate) fn forward_at(
+        &self,
+        unit: usize,
+        tape: &mut Tape,
+        step: Step<'_>,
+        x: Var,
+        first_position: usize,
+        cache: Option<&mut KeyValueCache>,
+    ) -> Result<Var, DeviceError> {
+        match &self.units[unit] {
+            Unit::Embedding(embedding) => tape.embedding(step.parameters, embedding, x, first_position),
+            Unit::Block(block) => {
+                block.forward(tape, step.parameters, step.shape, self.rotary.as_ref(), x, cache)
+            }
+            Unit::Head { .. } => panic!("the head makes a loss or logits, not a value for a next unit"),
+        }
+    }
+
+    /// Runs the head as a loss over `targets`; see [`Tape::loss`] for when it is known.
+    pub fn forward_loss(
+        &self,
+        tape: &mut Tape,
+        step: Step<'_>,
+        x: Var,
+        targets: Var,
+    ) -> Result<(), DeviceError> {
+        let (norm, loss) = self.head();
+        let normed = tape.norm(step.parameters, norm, x)?;
+        tape.loss(step.parameters, loss, normed, targets)
+    }
+
+    /// Runs the head as logits: `[rows, vocab_size]`.
+    pub fn forward_logits(&self, tape: &mut Tape, step: Step<'_>, x: Var) -> Result<Var, DeviceError> {
+        let (norm, loss) = self.head();
+        let normed = tape.norm(step.parameters, norm, x)?;
+        tape.logits(step.parameters, loss, normed)
+    }
+
+    fn head(&self) -> (&Norm, &LossHead) {
+        match self.units.last() {
+            Some(Unit::Head { norm, loss }) => (norm, loss),
+            _ => unreachable!("every model ends with its head"),
+        }
+    }
+
+    /// Unit that steps the parameters of the loss head: the embedding's where they are tied.
+    pub fn output_weight_unit(&self) -> usize {
+        self.head().1.weight.unit
+    }
+}

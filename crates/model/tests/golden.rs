@@ -1,0 +1,247 @@
+//! Against values made by Hugging Face transformers in f32: see `tests/golden/README.md`.
+//!
+//! Set `TRIREME_GOLDEN` to a folder of larger references to compare with those as well.
+
+use safetensors::SafeTensors;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_model::{Batch, Model, ModelConfig, Step};
+use trireme_tensor::tape::Recording;
+use trireme_tensor::{
+    AdamWStep, Category, Device, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
+    Parameters, Tape,
+};
+
+const LOGITS_TOLERANCE: f64 = 1e-4;
+const LOSS_TOLERANCE: f64 = 1e-5;
+const GRAD_TOLERANCE: f64 = 1e-4;
+const TRAIN_TOLERANCE: f64 = 1e-4;
+
+/// Takes gradients into one flat buffer a unit.
+struct FlatGrads {
+    grads: Parameters,
+    written: Vec<bool>,
+}
+
+impl FlatGrads {
+    fn new(table: &Arc<ParameterTable>, device: &Device) -> Self {
+        let grads = Parameters::zeros(table, device, Category::Gradients).unwrap();
+        FlatGrads { grads, written: vec![false; table.parameters().len()] }
+    }
+}
+
+impl GradSink for FlatGrads {
+    fn target(&mut self, span: &ParameterSpan) -> GradTarget<'_> {
+        let accumulate = self.written[span.first.0];
+        // `part` borrows from the view it is called on.
+        let view = self.grads.flat_mut(span.unit).into_part(span.offset, span.shape);
+        GradTarget { view, accumulate }
+    }
+
+    fn grad_ready(&mut self, span: &ParameterSpan) {
+        self.written[span.first.0..span.first.0 + span.num_parameters].fill(true);
+    }
+}
+
+struct Golden {
+    device: Device,
+    model: Model,
+    parameters: Parameters,
+    reference: Vec<u8>,
+    train_losses: Vec<f64>,
+}
+
+impl Golden {
+    fn open(folder: &Path, num_threads: usize) -> Self {
+        let device = Device::cpu(DeviceOptions { num_threads }).unwrap();
+        let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
+        let config = ModelConfig::from_json(&String::from_utf8(read("config.json")).unwrap()).unwrap();
+        let model = Model::new(config, &device).unwrap();
+        let mut parameters = Parameters::zeros(model.table(), &device, Category::Parameters).unwrap();
+        let weights = read("model.safetensors");
+        let weights = SafeTensors::deserialize(&weights).unwrap();
+        parameters
+            .for_each_mut(|info, values| {
+                let tensor = weights.tensor(&info.name).map_err(|error| format!("{}: {error}", info.name))?;
+                assert_eq!(tensor.shape(), info.shape.dims(), "{}", info.name);
+                values.copy_from_slice(&f32s(tensor.data()));
+                Ok::<(), String>(())
+            })
+            .unwrap();
+        let report: serde_json::Value = serde_json::from_slice(&read("reference.json")).unwrap();
+        let losses = report["train_losses"].as_array().unwrap();
+        let train_losses = losses.iter().map(|loss| loss.as_f64().unwrap()).collect();
+        Golden { device, model, parameters, reference: read("reference.safetensors"), train_losses }
+    }
+
+    fn reference(&self) -> SafeTensors<'_> {
+        SafeTensors::deserialize(&self.reference).unwrap()
+    }
+
+    fn floats(&self, name: &str) -> Vec<f32> {
+        f32s(self.reference().tensor(name).unwrap().data())
+    }
+
+    /// Integers and shape.
+    fn ids(&self, name: &str) -> (Vec<u32>, Vec<usize>) {
+        let reference = self.reference();
+        let tensor = reference.tensor(name).unwrap();
+        let ids =
+            tensor.data().chunks_exact(8).map(|bytes| i64::from_le_bytes(bytes.try_into().unwrap()) as u32);
+        (ids.collect(), tensor.shape().to_vec())
+    }
+
+    fn logits(&self, ids: &[u32], shape: (usize, usize)) -> Vec<f32> {
+        let mut input =
+            self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
+        input.view_mut().u32s().copy_from_slice(ids);
+        let step = Step { parameters: &self.parameters, shape };
+        let mut tape = Tape::new(&self.device, Recording::Off);
+        let mut x = tape.input(input);
+        for unit in 0..self.model.num_units() - 1 {
+            x = self.model.forward(unit, &mut tape, step, x).unwrap();
+        }
+        let logits = self.model.forward_logits(&mut tape, step, x).unwrap();
+        tape.take_value(logits).view().f32s().to_vec()
+    }
+
+    /// Mean loss of predicting each token from those before it; gradients go to `sink`, if there is one.
+    fn loss(&self, ids: &[u32], shape: (usize, usize), sink: Option<&mut FlatGrads>) -> f64 {
+        let seq_len = shape.1 - 1;
+        let mut batch = Batch::zeros(&self.device, shape.0, seq_len).unwrap();
+        for (row, window) in ids.chunks_exact(shape.1).enumerate() {
+            batch.set_row(row, window);
+        }
+        let recording = if sink.is_some() { Recording::On } else { Recording::Off };
+        let step = Step { parameters: &self.parameters, shape: (shape.0, seq_len) };
+        // One tape a unit, as the executor runs it.
+        let mut tapes = Vec::new();
+        let mut x = batch.inputs;
+        for unit in 0..self.model.num_units() - 1 {
+            let mut tape = Tape::new(&self.device, recording);
+            let input = tape.input(x);
+            let output = self.model.forward(unit, &mut tape, step, input).unwrap();
+            x = tape.take_value(output);
+            tapes.push((tape, input, output));
+        }
+        let mut head = Tape::new(&self.device, recording);
+        let (input, targets) = (head.input(x), head.input(batch.targets));
+        self.model.forward_loss(&mut head, step, input, targets).unwrap();
+        if let Some(sink) = sink {
+            head.backward(&self.parameters, None, sink).unwrap();
+            let mut grad = head.take_grad(input);
+            for (mut tape, input, output) in tapes.into_iter().rev() {
+                tape.backward(&self.parameters, grad.map(|grad| (output, grad)), sink).unwrap();
+                grad = tape.take_grad(input);
+            }
+        }
+        head.loss_sum().unwrap() / (shape.0 * seq_len) as f64
+    }
+}
+
+fn f32s(bytes: &[u8]) -> Vec<f32> {
+    bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap())).collect()
+}
+
+fn relative_distance(found: &[f32], expected: &[f32]) -> f64 {
+    let square = |values: &mut dyn Iterator<Item = f64>| values.map(|x| x * x).sum::<f64>().sqrt();
+    let difference = square(&mut found.iter().zip(expected).map(|(a, b)| f64::from(*a) - f64::from(*b)));
+    difference / square(&mut expected.iter().map(|x| f64::from(*x)))
+}
+
+fn folders() -> Vec<PathBuf> {
+    let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
+    let mut folders = vec![own.join("gpt2"), own.join("llama")];
+    folders.extend(std::env::var_os("TRIREME_GOLDEN").map(PathBuf::from));
+    folders
+}
+
+#[test]
+fn logits_loss_and_every_gradient() {
+    for folder in folders() {
+        let golden = Golden::open(&folder, 2);
+        let (ids, shape) = golden.ids("input_ids");
+        let shape = (shape[0], shape[1]);
+        let expected = golden.floats("logits");
+        let logits = golden.logits(&ids, shape);
+        let worst = logits.iter().zip(&expected).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max);
+        assert!(worst < LOGITS_TOLERANCE, "{folder:?}: logits off by {worst}");
+
+        let mut sink = FlatGrads::new(golden.model.table(), &golden.device);
+        let loss = golden.loss(&ids, shape, Some(&mut sink));
+        let expected = f64::from(golden.floats("loss")[0]);
+        assert!((loss - expected).abs() < LOSS_TOLERANCE, "{folder:?}: loss {loss} instead of {expected}");
+        assert!((golden.loss(&ids, shape, None) - loss).abs() < 1e-9, "both ways to the loss agree");
+
+        let mut worst = (0.0, "");
+        for info in golden.model.table().parameters() {
+            let unit = sink.grads.flat(info.unit);
+            let found = &unit.f32s()[info.range()];
+            let distance = relative_distance(found, &golden.floats(&format!("grad.{}", info.name)));
+            assert!(distance < GRAD_TOLERANCE, "{folder:?}: gradient of {} off by {distance}", info.name);
+            if distance > worst.0 {
+                worst = (distance, &info.name);
+            }
+        }
+        let names = golden.reference().names().into_iter().filter(|name| name.starts_with("grad.")).count();
+        assert_eq!(names, golden.model.table().parameters().len(), "{folder:?}: every gradient was compared");
+        println!("{folder:?}: worst gradient {worst:?}");
+    }
+}
+
+#[test]
+fn ten_adamw_steps() {
+    for folder in folders() {
+        let mut golden = Golden::open(&folder, 1);
+        let (ids, shape) = golden.ids("train.batches");
+        let tokens = shape[1] * shape[2];
+        let table = Arc::clone(golden.model.table());
+        let zeros = || Parameters::zeros(&table, &golden.device, Category::Optimizer).unwrap();
+        let (mut first, mut second) = (zeros(), zeros());
+        for (index, expected) in golden.train_losses.clone().into_iter().enumerate() {
+            let batch = &ids[index % 2 * tokens..][..tokens];
+            let mut sink = FlatGrads::new(&table, &golden.device);
+            let loss = golden.loss(batch, (shape[1], shape[2]), Some(&mut sink));
+            assert!(
+                (loss - expected).abs() < TRAIN_TOLERANCE,
+                "{folder:?} step {index}: {loss} instead of {expected}"
+            );
+            let step = AdamWStep {
+                lr: 1e-3,
+                beta1: 0.9,
+                beta2: 0.95,
+                epsilon: 1e-8,
+                weight_decay: 0.1,
+                grad_scale: 1.0,
+                step: index as u64 + 1,
+            };
+            for unit in 0..table.units().len() {
+                let state = (first.flat_mut(unit), second.flat_mut(unit));
+                let grads = sink.grads.flat(unit);
+                golden.device.adamw(golden.parameters.flat_mut(unit), grads, state, step);
+            }
+        }
+    }
+}
+
+#[test]
+fn generation_with_a_cache_sees_what_one_pass_sees() {
+    for folder in folders() {
+        let golden = Golden::open(&folder, 2);
+        let (ids, shape) = golden.ids("input_ids");
+        let (ids, len) = (&ids[..shape[1]], shape[1]);
+        let expected = golden.logits(ids, (1, len));
+        let vocab_size = golden.model.config().vocab_size;
+        let mut generation =
+            trireme_model::Generation::new(&golden.model, &golden.parameters, &golden.device, len).unwrap();
+        let mut position = 0;
+        for num_tokens in [5, 1, 1, 7, len - 14] {
+            let logits = generation.read(&ids[position..position + num_tokens]).unwrap();
+            position += num_tokens;
+            let expected = &expected[(position - 1) * vocab_size..position * vocab_size];
+            assert!(relative_distance(&logits, expected) < 1e-5, "{folder:?} at {position}");
+        }
+        assert_eq!(generation.position(), len);
+    }
+}
