@@ -1,3 +1,14 @@
 //! The step program and the collective algorithms, as pure data.
+//!
+//! A training step of one rank is a list of [`Action`]s, made by a pure function before anything runs. The runtime executes
+//! it, the validator proves it, reports print it. Nothing here does IO, starts a thread or reads a clock.
 
+mod action;
 pub mod collective;
+mod program;
+pub mod single;
+mod validate;
+
+pub use action::{Action, ParseActionError, Stream};
+pub use program::{ParseProgramError, Program};
+pub use validate::{ProgramError, validate, validate_world};

@@ -1,0 +1,17 @@
+/// Factor that brings gradients of global norm `norm` to at most `norm_max` (Pascanu, Mikolov, Bengio 2013); as PyTorch,
+/// with 1e-6 added to the norm.
+pub fn clip_coefficient(norm: f64, norm_max: f64) -> f64 {
+    (norm_max / (norm + 1e-6)).min(1.0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_long_gradients_are_shortened() {
+        assert_eq!(clip_coefficient(0.5, 1.0), 1.0);
+        assert_eq!(clip_coefficient(0.0, 1.0), 1.0);
+        assert!((clip_coefficient(4.0, 1.0) - 0.25).abs() < 1e-6);
+    }
+}
