@@ -9,8 +9,8 @@ use trireme_base::DType;
 use trireme_model::{Batch, Model, ModelConfig, Step};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
-    AdamWStep, Category, Device, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
-    Parameters, Tape,
+    AdamWStep, Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan,
+    ParameterTable, Parameters, Tape,
 };
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
@@ -32,11 +32,10 @@ impl FlatGrads {
 }
 
 impl GradSink for FlatGrads {
-    fn target(&mut self, span: &ParameterSpan) -> GradTarget<'_> {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
         let accumulate = self.written[span.first.0];
-        // `part` borrows from the view it is called on.
         let view = self.grads.flat_mut(span.unit).into_part(span.offset, span.shape);
-        GradTarget { view, accumulate }
+        Ok(GradTarget { view, accumulate })
     }
 
     fn grad_ready(&mut self, span: &ParameterSpan) {

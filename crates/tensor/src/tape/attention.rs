@@ -87,8 +87,8 @@ impl Tape {
         self.rotate(shape, rotary, qkv, 0);
         let mut y = self.device.activation([shape.rows(), shape.output_cols()])?;
         let mut log_sums = self.device.activation([shape.batch, shape.num_heads, shape.seq_len])?;
-        self.device.attention(self.value(qkv), shape, y.view_mut(), log_sums.view_mut());
-        let y = self.push(y);
+        self.device.attention(self.values.get(qkv), shape, y.view_mut(), log_sums.view_mut());
+        let y = self.input(y);
         self.record(|| Node::Attention(AttentionNode { shape, rotary: rotary.cloned(), qkv, y, log_sums }));
         Ok(y)
     }
@@ -111,9 +111,15 @@ impl Tape {
         let capacity = cache.capacity();
         let (mut keys, mut values) = (cache.keys.view_mut(), cache.values.view_mut());
         let mut span = CacheSpan { keys: keys.f32s(), values: values.f32s(), capacity, len: cache.len };
-        self.device.attention_cached(self.value(qkv), shape, &mut span, y.view_mut(), log_sums.view_mut());
+        self.device.attention_cached(
+            self.values.get(qkv),
+            shape,
+            &mut span,
+            y.view_mut(),
+            log_sums.view_mut(),
+        );
         cache.len += shape.seq_len;
-        Ok(self.push(y))
+        Ok(self.input(y))
     }
 
     fn rotate(
@@ -124,8 +130,7 @@ impl Tape {
         first_position: usize,
     ) {
         let Some(rotary) = rotary else { return };
-        let value = self.values[qkv.0].as_mut().expect("a value is read before it is taken");
-        self.device.rotary(value.view_mut(), shape, rotary.at(first_position), false);
+        self.device.rotary(self.values.get_mut(qkv), shape, rotary.at(first_position), false);
     }
 }
 
@@ -133,9 +138,9 @@ impl AttentionNode {
     /// Attention has no parameters: all of this is the input half.
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
         let dy = cx.take_grad(self.y);
-        let qkv = cx.value(self.qkv);
+        let qkv = cx.values.get(self.qkv);
         let mut d_qkv = cx.device.activation(qkv.shape())?;
-        let output = (cx.value(self.y), self.log_sums.view(), dy.view());
+        let output = (cx.values.get(self.y), self.log_sums.view(), dy.view());
         cx.device.attention_backward(qkv, self.shape, output, d_qkv.view_mut());
         if let Some(rotary) = &self.rotary {
             cx.device.rotary(d_qkv.view_mut(), self.shape, rotary.at(0), true);

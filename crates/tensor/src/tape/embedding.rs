@@ -28,13 +28,13 @@ impl Tape {
         ids: Var,
         first_position: usize,
     ) -> Result<Var, DeviceError> {
-        let input = self.value(ids);
+        let input = self.values.get(ids);
         let seq_len = input.shape().cols();
         let mut y = self.device.activation([input.shape().num_elements(), op.tokens.shape.cols()])?;
         let positions = op.positions.map(|positions| parameters.span(&positions));
         let table = parameters.span(&op.tokens);
         self.device.embedding(input, table, positions, (seq_len, first_position), y.view_mut());
-        let y = self.push(y);
+        let y = self.input(y);
         self.record(|| Node::Embedding(EmbeddingNode { op: *op, ids, seq_len, y }));
         Ok(y)
     }
@@ -44,22 +44,20 @@ impl EmbeddingNode {
     /// Tokens have no gradient: all of this is the weight half.
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
         let dy = cx.take_grad(self.y);
-        let ids = cx.values[self.ids.0].take().expect("the ids are saved");
-        cx.write_grad(&self.op.tokens, |device, mut out, accumulate| {
+        cx.write_grad(&self.op.tokens, |device, values, mut out, accumulate| {
             if !accumulate {
                 out.f32s().fill(0.0);
             }
-            device.embedding_backward(ids.view(), dy.view(), out);
-        });
+            device.embedding_backward(values.get(self.ids), dy.view(), out);
+        })?;
         if let Some(positions) = self.op.positions {
-            cx.write_grad(&positions, |device, mut out, accumulate| {
+            cx.write_grad(&positions, |device, _, mut out, accumulate| {
                 if !accumulate {
                     out.f32s().fill(0.0);
                 }
                 device.position_backward(dy.view(), self.seq_len, out);
-            });
+            })?;
         }
-        cx.values[self.ids.0] = Some(ids);
         Ok(self.y)
     }
 }

@@ -76,19 +76,19 @@ impl Tape {
         x: Var,
         residual: Option<Var>,
     ) -> Result<Var, DeviceError> {
-        let rows = self.value(x).shape().rows();
+        let rows = self.values.get(x).shape().rows();
         let mut y = self.device.activation([rows, op.outputs()])?;
-        let activated = activate(&self.device, op.activation, self.value(x))?;
-        let input = activated.as_ref().map_or(self.value(x), Tensor::view);
+        let activated = activate(&self.device, op.activation, self.values.get(x))?;
+        let input = activated.as_ref().map_or(self.values.get(x), Tensor::view);
         let bias = op.bias.map(|bias| parameters.span(&bias));
         let epilogue = MatmulEpilogue::Add {
             bias: bias.as_ref().map(View::f32s),
-            residual: residual.map(|residual| self.value(residual).f32s()),
+            residual: residual.map(|residual| self.values.get(residual).f32s()),
         };
         let weight = (parameters.span(&op.weight), op.transposes().0);
         self.device.matmul((input, Transpose::No), weight, y.view_mut(), epilogue);
         drop(activated);
-        let y = self.push(y);
+        let y = self.input(y);
         self.record(|| Node::Linear(LinearNode { op: *op, x, residual, y }));
         Ok(y)
     }
@@ -118,26 +118,22 @@ fn activate(
 impl LinearNode {
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
         let dy = cx.take_grad(self.y);
+        let mut d_input = self.backward_input(cx, &dy)?;
         match self.op.activation {
             InputActivation::Identity => {
-                let dx = self.backward_input(cx, &dy)?;
-                let x = cx.values[self.x.0].take().expect("the input of a linear layer is saved");
-                self.backward_weight(cx, &x, &dy);
-                cx.values[self.x.0] = Some(x);
-                cx.add_grad(self.x, dx);
+                self.backward_weight(cx, None, &dy)?;
+                cx.add_grad(self.x, d_input);
             }
             InputActivation::Gelu => {
-                let mut d_activated = self.backward_input(cx, &dy)?;
-                let mut x = cx.values[self.x.0].take().expect("the input of an activation is saved");
-                cx.device.gelu_backward(x.view_mut(), d_activated.view_mut());
-                self.backward_weight(cx, &x, &dy);
-                cx.add_grad(self.x, d_activated);
+                let mut x = cx.values.take(self.x);
+                cx.device.gelu_backward(x.view_mut(), d_input.view_mut());
+                self.backward_weight(cx, Some(&x), &dy)?;
+                cx.add_grad(self.x, d_input);
             }
             InputActivation::SwiGlu => {
-                let mut d_activated = self.backward_input(cx, &dy)?;
-                let mut x = cx.values[self.x.0].take().expect("the input of an activation is saved");
-                cx.device.swiglu_backward(x.view_mut(), d_activated.view_mut());
-                self.backward_weight(cx, &d_activated, &dy);
+                let mut x = cx.values.take(self.x);
+                cx.device.swiglu_backward(x.view_mut(), d_input.view_mut());
+                self.backward_weight(cx, Some(&d_input), &dy)?;
                 cx.add_grad(self.x, x);
             }
         }
@@ -157,13 +153,19 @@ impl LinearNode {
         Ok(dx)
     }
 
-    fn backward_weight(&self, cx: &mut Backward<'_>, input: &Tensor, dy: &Tensor) {
-        cx.write_grad(&self.op.weight, |device, out, accumulate| {
-            weight_grad(device, self.op.layout, input.view(), dy.view(), out, accumulate);
-        });
-        if let Some(bias) = self.op.bias {
-            cx.write_grad(&bias, |device, out, accumulate| device.column_sums(dy.view(), out, accumulate));
-        }
+    /// `input` is what the matrix was applied to, if that is not the saved value itself.
+    fn backward_weight(
+        &self,
+        cx: &mut Backward<'_>,
+        input: Option<&Tensor>,
+        dy: &Tensor,
+    ) -> Result<(), DeviceError> {
+        cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
+            let input = input.map_or_else(|| values.get(self.x), Tensor::view);
+            weight_grad(device, self.op.layout, input, dy.view(), out, accumulate);
+        })?;
+        let Some(bias) = self.op.bias else { return Ok(()) };
+        cx.write_grad(&bias, |device, _, out, accumulate| device.column_sums(dy.view(), out, accumulate))
     }
 }
 

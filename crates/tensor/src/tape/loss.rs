@@ -47,7 +47,7 @@ impl Tape {
             self.nodes.push(Node::Loss(LossNode { op: *op, x, targets }));
             return Ok(());
         }
-        let (x, targets) = (self.value(x), self.value(targets));
+        let (x, targets) = (self.values.get(x), self.values.get(targets));
         let targets = targets.part(0, [x.shape().rows()].into());
         let mut sum = 0.0;
         for_each_chunk(&self.device, op, parameters, x, |first, mut logits| {
@@ -61,11 +61,11 @@ impl Tape {
 
     /// Logits of every row: `[rows, vocabulary]`. For generation and tests; training never holds them all.
     pub fn logits(&mut self, parameters: &Parameters, op: &LossHead, x: Var) -> Result<Var, DeviceError> {
-        let x = self.value(x);
+        let x = self.values.get(x);
         let mut logits = self.device.activation([x.shape().rows(), op.weight.shape.rows()])?;
         let weight = (parameters.span(&op.weight), Transpose::Yes);
         self.device.matmul((x, Transpose::No), weight, logits.view_mut(), MatmulEpilogue::Overwrite);
-        Ok(self.push(logits))
+        Ok(self.input(logits))
     }
 }
 
@@ -108,17 +108,16 @@ fn losses(
 impl LossNode {
     /// Gradients of the mean loss over the rows; returns the sum of the losses.
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<f64, DeviceError> {
-        let x = cx.values[self.x.0].take().expect("the input of the loss is saved");
-        let targets = cx.values[self.targets.0].take().expect("the targets are saved");
+        let (x, targets) = (cx.values.get(self.x), cx.values.get(self.targets));
         let rows = x.shape().rows();
         let scale = 1.0 / rows as f32;
         let mut dx = cx.device.activation(x.shape())?;
         let mut sum = 0.0;
-        let target = cx.sink.target(&self.op.weight);
+        let target = cx.sink.target(&self.op.weight)?;
         let (mut d_weight, mut accumulate) = (target.view, target.accumulate);
-        for_each_chunk(cx.device, &self.op, cx.parameters, x.view(), |first, mut logits| {
+        for_each_chunk(cx.device, &self.op, cx.parameters, x, |first, mut logits| {
             let num_rows = logits.shape().rows();
-            let targets = targets.view().part(first, [num_rows].into());
+            let targets = targets.part(first, [num_rows].into());
             sum += losses(cx.device, &mut logits, targets, Some(scale))?;
             let weight = (cx.parameters.span(&self.op.weight), Transpose::No);
             let out = &mut dx.view_mut();
@@ -129,14 +128,13 @@ impl LossNode {
                 out.rows(first, num_rows),
                 MatmulEpilogue::Overwrite,
             );
-            let input = x.view().rows(first, num_rows);
+            let input = x.rows(first, num_rows);
             let out = d_weight.reborrow();
             weight_grad(cx.device, WeightLayout::OutputsFirst, input, logits, out, accumulate);
             accumulate = true;
             Ok(())
         })?;
         cx.sink.grad_ready(&self.op.weight);
-        cx.values[self.x.0] = Some(x);
         cx.add_grad(self.x, dx);
         Ok(sum)
     }

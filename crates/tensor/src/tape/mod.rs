@@ -36,7 +36,10 @@ pub struct GradTarget<'a> {
 /// Takes gradients of parameters during backward.
 pub trait GradSink {
     /// Where to put a contribution to the gradient of `span`.
-    fn target(&mut self, span: &ParameterSpan) -> GradTarget<'_>;
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError>;
 
     /// The contribution is written.
     fn grad_ready(&mut self, span: &ParameterSpan);
@@ -65,26 +68,40 @@ pub enum Recording {
 pub struct Tape {
     device: Device,
     recording: Recording,
-    values: Vec<Option<Tensor>>,
+    values: Values,
     grads: Vec<Option<Tensor>>,
     nodes: Vec<Node>,
     loss_sum: Option<f64>,
+}
+
+/// Values by [`Var`]; empty where they were taken or have had their last use.
+#[derive(Debug, Default)]
+struct Values(Vec<Option<Tensor>>);
+
+impl Values {
+    fn get(&self, var: Var) -> View<'_> {
+        self.0[var.0].as_ref().expect("values live until their last use").view()
+    }
+
+    fn get_mut(&mut self, var: Var) -> ViewMut<'_> {
+        self.0[var.0].as_mut().expect("values live until their last use").view_mut()
+    }
+
+    fn take(&mut self, var: Var) -> Tensor {
+        self.0[var.0].take().expect("values live until their last use")
+    }
 }
 
 /// What backward of one operation works with.
 struct Backward<'a> {
     device: &'a Device,
     parameters: &'a Parameters,
-    values: &'a mut [Option<Tensor>],
+    values: &'a mut Values,
     grads: &'a mut [Option<Tensor>],
     sink: &'a mut dyn GradSink,
 }
 
 impl Backward<'_> {
-    fn value(&self, var: Var) -> View<'_> {
-        self.values[var.0].as_ref().expect("values live until their last use in backward").view()
-    }
-
     fn take_grad(&mut self, var: Var) -> Tensor {
         self.grads[var.0].take().expect("a gradient arrives before the operation that needs it")
     }
@@ -98,10 +115,15 @@ impl Backward<'_> {
     }
 
     /// Lets `write` put the gradient of a span where the sink wants it.
-    fn write_grad(&mut self, span: &ParameterSpan, write: impl FnOnce(&Device, ViewMut<'_>, bool)) {
-        let target = self.sink.target(span);
-        write(self.device, target.view, target.accumulate);
+    fn write_grad(
+        &mut self,
+        span: &ParameterSpan,
+        write: impl FnOnce(&Device, &Values, ViewMut<'_>, bool),
+    ) -> Result<(), DeviceError> {
+        let target = self.sink.target(span)?;
+        write(self.device, self.values, target.view, target.accumulate);
         self.sink.grad_ready(span);
+        Ok(())
     }
 }
 
@@ -111,7 +133,7 @@ impl Tape {
         Tape {
             device: device.clone(),
             recording,
-            values: Vec::new(),
+            values: Values::default(),
             grads: Vec::new(),
             nodes: Vec::new(),
             loss_sum: None,
@@ -120,7 +142,7 @@ impl Tape {
 
     /// Forgets everything but its capacity, so that a reused tape allocates nothing.
     pub fn clear(&mut self) {
-        self.values.clear();
+        self.values.0.clear();
         self.grads.clear();
         self.nodes.clear();
         self.loss_sum = None;
@@ -128,9 +150,9 @@ impl Tape {
 
     /// Puts a value on the tape.
     pub fn input(&mut self, tensor: Tensor) -> Var {
-        self.values.push(Some(tensor));
+        self.values.0.push(Some(tensor));
         self.grads.push(None);
-        Var(self.values.len() - 1)
+        Var(self.values.0.len() - 1)
     }
 
     /// Takes a value off the tape: the unit's output, which no operation of this tape reads again.
@@ -138,7 +160,7 @@ impl Tape {
     /// # Panics
     /// If it was taken before.
     pub fn take_value(&mut self, var: Var) -> Tensor {
-        self.values[var.0].take().expect("a value is taken once")
+        self.values.take(var)
     }
 
     /// Takes the gradient of a value, if backward gave it one.
@@ -180,17 +202,9 @@ impl Tape {
                 }
             };
             // Every reader of the value came later on the tape, and has been differentiated.
-            self.values[output.0] = None;
+            self.values.0[output.0] = None;
         }
         Ok(())
-    }
-
-    fn value(&self, var: Var) -> View<'_> {
-        self.values[var.0].as_ref().expect("a value is read before it is taken").view()
-    }
-
-    fn push(&mut self, value: Tensor) -> Var {
-        self.input(value)
     }
 
     fn record(&mut self, node: impl FnOnce() -> Node) {

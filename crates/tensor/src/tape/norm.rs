@@ -27,14 +27,14 @@ pub(super) struct NormNode {
 impl Tape {
     /// Normalises each row of `x` (`[rows, cols]`, f32).
     pub fn norm(&mut self, parameters: &Parameters, op: &Norm, x: Var) -> Result<Var, DeviceError> {
-        let input = self.value(x);
+        let input = self.values.get(x);
         let shape = input.shape();
         let mut y = self.device.activation(shape)?;
         let mut statistics = self.device.activation([shape.rows(), 2])?;
         let (weight, bias) = (parameters.span(&op.weight), op.bias.map(|bias| parameters.span(&bias)));
         let kind = (op.epsilon, op.centred);
         self.device.norm(input, weight, bias, kind, y.view_mut(), statistics.view_mut());
-        let y = self.push(y);
+        let y = self.input(y);
         self.record(|| Node::Norm(NormNode { op: *op, x, y, statistics }));
         Ok(y)
     }
@@ -44,7 +44,7 @@ impl NormNode {
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
         let dy = cx.take_grad(self.y);
         self.backward_input(cx, &dy)?;
-        self.backward_weight(cx, &dy);
+        self.backward_weight(cx, &dy)?;
         Ok(self.y)
     }
 
@@ -55,21 +55,22 @@ impl NormNode {
             None => (cx.device.activation(dy.shape())?, false),
         };
         let weight = cx.parameters.span(&self.op.weight);
-        let operands = (cx.value(self.x), weight, dy.view());
+        let operands = (cx.values.get(self.x), weight, dy.view());
         let statistics = self.statistics.view();
         cx.device.norm_backward_input(operands, statistics, self.op.centred, dx.view_mut(), accumulate);
         cx.grads[self.x.0] = Some(dx);
         Ok(())
     }
 
-    fn backward_weight(&self, cx: &mut Backward<'_>, dy: &Tensor) {
+    fn backward_weight(&self, cx: &mut Backward<'_>, dy: &Tensor) -> Result<(), DeviceError> {
         if let Some(bias) = self.op.bias {
-            cx.write_grad(&bias, |device, out, accumulate| device.column_sums(dy.view(), out, accumulate));
+            cx.write_grad(&bias, |device, _, out, accumulate| {
+                device.column_sums(dy.view(), out, accumulate)
+            })?;
         }
-        let x = cx.values[self.x.0].take().expect("the input of a normalisation is saved");
-        cx.write_grad(&self.op.weight, |device, out, accumulate| {
-            device.norm_backward_weight(x.view(), dy.view(), self.statistics.view(), out, accumulate);
-        });
-        cx.values[self.x.0] = Some(x);
+        cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
+            let x = values.get(self.x);
+            device.norm_backward_weight(x, dy.view(), self.statistics.view(), out, accumulate);
+        })
     }
 }
