@@ -1,1 +1,43 @@
-//! Groups, collectives and transports.
+//! Groups of ranks, their collectives and the transports under them.
+//!
+//! A [`Group`] is one rank's end of a world whose members issue the same operations in the same order.
+//! Operations are asynchronous: each returns a [`Work`] that must be resolved, and the group's
+//! communication thread executes them in the order of issue.
+//!
+//! # Invariants
+//! - This crate knows ranks, not axes, and bytes with a dtype, not tensors.
+//! - All reductions follow the canonical order of [`trireme_schedule::collective`], whatever the
+//!   transport and the algorithm: the same inputs give the same bits.
+//! - After a failed operation a group is of no use: everything pending and everything issued later
+//!   returns that failure. A rank's failure, its cause included, is told to its peers at once.
+//! - A steady state allocates nothing: repeating the same operations reuses what the first ones allocated.
+//! - Nothing a peer sends is trusted with an allocation before its length is checked.
+//!
+//! # Layers
+//! `group` and `work` (what users see) → `queue` (order, threads) → `engine` (one operation) → `transport`
+//! (`sockets` runs the steps of `schedule::collective`; `shm` the direct algorithm), with `control` beside
+//! it: the connections over which ranks learn of each other's end. `rendezvous` builds all of this.
+
+mod buffer;
+mod control;
+mod element;
+mod engine;
+mod error;
+mod group;
+mod notice;
+mod operation;
+mod options;
+mod queue;
+mod rendezvous;
+mod statistics;
+mod transport;
+mod work;
+
+pub use buffer::Buffer;
+pub use element::Element;
+pub use error::CommError;
+pub use group::{CONTROL_BYTES_MAX, Group, inproc_world, inproc_world_with, join, single};
+pub use operation::Operation;
+pub use options::{GroupOptions, JoinOptions, ParseTransportError, TransportChoice, TransportKind};
+pub use statistics::CommStatistics;
+pub use work::Work;

@@ -1,1 +1,15 @@
 //! Applies a layout to a model and runs its step program.
+//!
+//! [`Executor`] holds a rank's share of a model and runs programs; it decides nothing. What a program may contain is proven by
+//! `trireme_schedule::validate` before it runs.
+
+mod error;
+mod executor;
+mod gradients;
+mod placement;
+mod tree;
+
+pub use error::ParallelError;
+pub use executor::{Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan};
+pub use gradients::Determinism;
+pub use placement::parameter_placements;

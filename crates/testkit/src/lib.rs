@@ -1,1 +1,52 @@
-//! Test helpers: ranks as threads, oracles, golden files, fault injection.
+//! Test helpers: ranks as threads, small models, and a counting allocator. For tests only.
+
+mod allocations;
+
+pub use allocations::CountingAllocator;
+
+use trireme_base::{Random, RandomKey};
+use trireme_comm::{Group, inproc_world};
+use trireme_model::{Batch, ModelConfig};
+use trireme_tensor::Device;
+
+/// Runs `rank` on a thread for each rank of a world within this process; the results by rank.
+///
+/// # Panics
+/// If a rank panics.
+pub fn run_ranks<T: Send>(world_size: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let rank = &rank;
+        let threads: Vec<_> =
+            inproc_world(world_size).into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
+    })
+}
+
+/// A gpt2 and a llama of some ten thousand parameters each: tied and untied, with grouped heads.
+pub fn small_models() -> [ModelConfig; 2] {
+    let gpt2 = r#"{"model_type": "gpt2", "vocab_size": 61, "n_positions": 32, "n_embd": 24, "n_layer": 2, "n_head": 3}"#;
+    let llama = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "max_position_embeddings": 32}"#;
+    [gpt2, llama].map(|text| ModelConfig::from_json(text).expect("the small models are valid"))
+}
+
+/// The microbatch of global index `index` of a step: random tokens, the same on every rank.
+///
+/// # Panics
+/// If the device has no memory.
+pub fn random_batch(
+    device: &Device,
+    (batch, seq_len): (usize, usize),
+    vocab_size: usize,
+    step: u64,
+    index: usize,
+) -> Batch {
+    let mut tokens = Batch::zeros(device, batch, seq_len).expect("memory for a batch");
+    let mut random = Random::new(RandomKey::new(step << 32 | index as u64, "random batch"), 0);
+    for row in 0..batch {
+        let window: Vec<u32> = (0..=seq_len).map(|_| random.below(vocab_size as u64) as u32).collect();
+        tokens.set_row(row, &window);
+    }
+    tokens
+}

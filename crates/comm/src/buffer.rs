@@ -1,0 +1,103 @@
+use crate::transport::shm::Region;
+use crate::{CommError, Element};
+use std::io;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+
+/// A vector that a group can communicate: 64-byte-aligned memory of the kind its transport handles best.
+///
+/// Made by [`Group::buffer`](crate::Group::buffer); an operation takes it and its
+/// [`Work`](crate::Work) gives it back.
+pub struct Buffer<T> {
+    storage: Storage,
+    element: PhantomData<T>,
+}
+
+impl<T: Element> Buffer<T> {
+    pub(crate) fn from_storage(storage: Storage) -> Self {
+        Buffer { storage, element: PhantomData }
+    }
+
+    pub(crate) fn into_storage(self) -> Storage {
+        self.storage
+    }
+}
+
+impl<T: Element> Deref for Buffer<T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        bytemuck::cast_slice(self.storage.bytes())
+    }
+}
+
+impl<T: Element> DerefMut for Buffer<T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        bytemuck::cast_slice_mut(self.storage.bytes_mut())
+    }
+}
+
+impl<T: Element> std::fmt::Debug for Buffer<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Buffer({} x {})", T::DTYPE, self.len())
+    }
+}
+
+/// The bytes of a [`Buffer`], whatever their type.
+pub(crate) struct Storage {
+    memory: Memory,
+    num_bytes: usize,
+}
+
+pub(crate) enum Memory {
+    Heap(Vec<CacheLine>),
+    Shared(Region),
+}
+
+/// The unit and alignment of heap memory.
+#[derive(Clone, Copy, bytemuck::Pod, bytemuck::Zeroable)]
+#[repr(C, align(64))]
+pub(crate) struct CacheLine([u8; 64]);
+
+impl CacheLine {
+    /// Zeroed lines that hold at least `num_bytes`.
+    pub(crate) fn zeroed(num_bytes: usize) -> Result<Vec<CacheLine>, CommError> {
+        bytemuck::allocation::try_zeroed_vec(num_bytes.div_ceil(size_of::<CacheLine>())).map_err(|()| {
+            CommError::Allocate {
+                bytes: num_bytes,
+                source: Arc::new(io::Error::from(io::ErrorKind::OutOfMemory)),
+            }
+        })
+    }
+}
+
+impl Storage {
+    pub(crate) fn heap(num_bytes: usize) -> Result<Self, CommError> {
+        Ok(Storage { memory: Memory::Heap(CacheLine::zeroed(num_bytes)?), num_bytes })
+    }
+
+    pub(crate) fn shared(region: Region, num_bytes: usize) -> Self {
+        Storage { memory: Memory::Shared(region), num_bytes }
+    }
+
+    pub(crate) fn memory(&self) -> &Memory {
+        &self.memory
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        let all = match &self.memory {
+            Memory::Heap(lines) => bytemuck::cast_slice(lines),
+            Memory::Shared(region) => region.bytes(),
+        };
+        &all[..self.num_bytes]
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        let all = match &mut self.memory {
+            Memory::Heap(lines) => bytemuck::cast_slice_mut(lines),
+            Memory::Shared(region) => region.bytes_mut(),
+        };
+        &mut all[..self.num_bytes]
+    }
+}

@@ -1,0 +1,135 @@
+use bytemuck::Pod;
+use trireme_base::{DType, ReduceOp};
+
+/// A type whose vectors can be communicated and reduced: `f32`, `f64`, `u8`, `u32`, `u64`.
+///
+/// Sums of integers wrap. With `Max` and `Min` of floats NaN wins.
+pub trait Element: Pod + Send + Sync + private::Reduce {
+    /// The name of the type on the wire.
+    const DTYPE: DType;
+}
+
+mod private {
+    /// How two elements become one; sealed, because the other side of a wire must know it too.
+    pub trait Reduce: Copy {
+        fn sum(left: Self, right: Self) -> Self;
+        fn max(left: Self, right: Self) -> Self;
+        fn min(left: Self, right: Self) -> Self;
+    }
+}
+
+macro_rules! float_element {
+    ($type:ty, $dtype:expr) => {
+        impl Element for $type {
+            const DTYPE: DType = $dtype;
+        }
+        impl private::Reduce for $type {
+            fn sum(left: Self, right: Self) -> Self {
+                left + right
+            }
+            fn max(left: Self, right: Self) -> Self {
+                if left > right || left.is_nan() { left } else { right }
+            }
+            fn min(left: Self, right: Self) -> Self {
+                if left < right || left.is_nan() { left } else { right }
+            }
+        }
+    };
+}
+
+macro_rules! integer_element {
+    ($type:ty, $dtype:expr) => {
+        impl Element for $type {
+            const DTYPE: DType = $dtype;
+        }
+        impl private::Reduce for $type {
+            fn sum(left: Self, right: Self) -> Self {
+                left.wrapping_add(right)
+            }
+            fn max(left: Self, right: Self) -> Self {
+                left.max(right)
+            }
+            fn min(left: Self, right: Self) -> Self {
+                left.min(right)
+            }
+        }
+    };
+}
+
+float_element!(f32, DType::F32);
+float_element!(f64, DType::F64);
+integer_element!(u8, DType::U8);
+integer_element!(u32, DType::U32);
+integer_element!(u64, DType::U64);
+
+/// On which side of the operation the elements already there stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    Left,
+    Right,
+}
+
+/// Reduces `other` into `own`, both made of elements of `dtype`; `own` stands on `side`.
+///
+/// # Panics
+/// If the lengths differ, the bytes are not whole, aligned elements, or `dtype` has no [`Element`].
+pub(crate) fn reduce_into(own: &mut [u8], other: &[u8], dtype: DType, op: ReduceOp, side: Side) {
+    match dtype {
+        DType::F32 => reduce_typed::<f32>(own, other, op, side),
+        DType::F64 => reduce_typed::<f64>(own, other, op, side),
+        DType::U8 => reduce_typed::<u8>(own, other, op, side),
+        DType::U32 => reduce_typed::<u32>(own, other, op, side),
+        DType::U64 => reduce_typed::<u64>(own, other, op, side),
+        DType::U16 => unreachable!("u16 is no Element, so no buffer of it exists"),
+    }
+}
+
+fn reduce_typed<T: Element>(own: &mut [u8], other: &[u8], op: ReduceOp, side: Side) {
+    let (own, other) = (bytemuck::cast_slice_mut::<u8, T>(own), bytemuck::cast_slice::<u8, T>(other));
+    match op {
+        ReduceOp::Sum => reduce_with(own, other, side, T::sum),
+        ReduceOp::Max => reduce_with(own, other, side, T::max),
+        ReduceOp::Min => reduce_with(own, other, side, T::min),
+    }
+}
+
+fn reduce_with<T: Copy>(own: &mut [T], other: &[T], side: Side, combine: impl Fn(T, T) -> T) {
+    assert_eq!(own.len(), other.len(), "reduced vectors have one length");
+    let pairs = own.iter_mut().zip(other);
+    match side {
+        Side::Left => pairs.for_each(|(own, &other)| *own = combine(*own, other)),
+        Side::Right => pairs.for_each(|(own, &other)| *own = combine(other, *own)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reduced<T: Element>(own: T, other: T, op: ReduceOp, side: Side) -> T {
+        let mut values = [own];
+        reduce_into(bytemuck::cast_slice_mut(&mut values), bytemuck::bytes_of(&other), T::DTYPE, op, side);
+        values[0]
+    }
+
+    #[test]
+    fn nan_wins_and_integers_wrap() {
+        for op in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+            for side in [Side::Left, Side::Right] {
+                assert!(reduced(f32::NAN, 1.0, op, side).is_nan());
+                assert!(reduced(1.0, f64::NAN, op, side).is_nan());
+            }
+        }
+        assert_eq!(reduced(250_u8, 10, ReduceOp::Sum, Side::Left), 4);
+        assert_eq!(reduced(2_u32, 3, ReduceOp::Max, Side::Left), 3);
+        assert_eq!(reduced(2_u64, 3, ReduceOp::Min, Side::Right), 2);
+        assert_eq!(reduced(1.5_f32, -2.0, ReduceOp::Min, Side::Right), -2.0);
+    }
+
+    #[test]
+    fn the_side_decides_between_equal_values() {
+        // 0.0 == -0.0, so the right operand is kept: which one that is depends on the side.
+        assert!(reduced(0.0_f32, -0.0, ReduceOp::Max, Side::Left).is_sign_negative());
+        assert!(reduced(0.0_f32, -0.0, ReduceOp::Max, Side::Right).is_sign_positive());
+    }
+}

@@ -1,0 +1,236 @@
+use crate::Operation;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+use trireme_base::Rank;
+
+/// Why communication failed. Cheap to clone: the failure of one operation is also that of all after it.
+#[derive(Debug, Clone, thiserror::Error)]
+pub enum CommError {
+    /// Options that cannot be.
+    #[error("{what}")]
+    Options {
+        /// What is wrong, and what is allowed.
+        what: String,
+    },
+    /// The rendezvous address names no host.
+    #[error("cannot resolve the rendezvous address '{address}'; check master_addr (MASTER_ADDR)")]
+    Resolve {
+        /// What was asked for.
+        address: String,
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// Rank 0 cannot listen.
+    #[error(
+        "rank 0 cannot listen on {address}; if another program has the port, choose another master_port \
+         (MASTER_PORT), and master_addr must be an address of this host"
+    )]
+    Listen {
+        /// Where.
+        address: String,
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// Rank 0 was not reached.
+    #[error(
+        "rank {rank} did not reach rank 0 at {address} within {waited:?}; is rank 0 running, and is the address right?"
+    )]
+    Unreachable {
+        /// The rank that tried.
+        rank: Rank,
+        /// Where rank 0 should listen.
+        address: String,
+        /// For how long it tried.
+        waited: Duration,
+        /// The last attempt's failure.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// Rank 0 turned this rank away.
+    #[error("rank 0 at {address} refused rank {rank}: {reason}")]
+    Refused {
+        /// The rank that was refused.
+        rank: Rank,
+        /// Where rank 0 listens.
+        address: String,
+        /// What rank 0 said.
+        reason: String,
+    },
+    /// Not all ranks came to the rendezvous.
+    #[error(
+        "after {waited:?} at {address} these ranks have not joined: {}{}",
+        list(missing),
+        refusals(refused)
+    )]
+    RanksMissing {
+        /// Who did not come.
+        missing: Vec<Rank>,
+        /// Where rank 0 waited.
+        address: String,
+        /// For how long.
+        waited: Duration,
+        /// Who came and was refused, and why.
+        refused: Vec<String>,
+    },
+    /// The rendezvous broke off after this rank had joined.
+    #[error("the rendezvous failed while {doing}")]
+    Rendezvous {
+        /// What was being done.
+        doing: String,
+        /// Why it failed.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// Shared memory was demanded and cannot be had.
+    #[error("the shm transport cannot be used: {reason}; choose transport auto or tcp")]
+    ShmUnavailable {
+        /// Who said so, and why.
+        reason: String,
+    },
+    /// The communication thread cannot be started.
+    #[error("cannot start the communication thread")]
+    Spawn {
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// No memory for a buffer.
+    #[error("cannot allocate a communication buffer of {bytes} bytes")]
+    Allocate {
+        /// How much was asked for.
+        bytes: usize,
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// The buffer was made by another group, whose memory this group's peers cannot reach.
+    #[error("the buffer given to {operation} belongs to another group; make it with this group's buffer()")]
+    ForeignBuffer {
+        /// What it was given to.
+        operation: Operation,
+    },
+    /// A root outside of the group.
+    #[error("{operation} names rank {root}, but the group has {world_size} ranks")]
+    NoSuchRoot {
+        /// The operation.
+        operation: Operation,
+        /// The rank it names.
+        root: Rank,
+        /// How many there are.
+        world_size: usize,
+    },
+    /// Control data above its bound.
+    #[error("all_gather_bytes carries at most {bytes_max} bytes a rank, and rank {rank} gave {bytes}")]
+    ControlDataTooLong {
+        /// Whose data.
+        rank: Rank,
+        /// How long it is.
+        bytes: u64,
+        /// The bound.
+        bytes_max: usize,
+    },
+    /// Ranks issued different operations at the same place.
+    #[error(
+        "operation {sequence} differs between ranks: rank {rank} issued {operation}, rank {other_rank} issued \
+         {other_operation}; all ranks must issue the same operations in the same order"
+    )]
+    Mismatch {
+        /// Position in the group's sequence of operations, from 0.
+        sequence: u64,
+        /// One of the ranks.
+        rank: Rank,
+        /// What it issued.
+        operation: Operation,
+        /// Another one.
+        other_rank: Rank,
+        /// What that one issued.
+        other_operation: Operation,
+    },
+    /// A peer's process ended, or its connection broke, without a goodbye.
+    #[error(
+        "rank {rank} was lost (its process died or its connection broke) at operation {sequence}, {operation}"
+    )]
+    PeerLost {
+        /// Who.
+        rank: Rank,
+        /// What this rank was doing.
+        operation: Operation,
+        /// Position in the group's sequence of operations, from 0.
+        sequence: u64,
+    },
+    /// A peer left the group in good order before an operation that needs it.
+    #[error("rank {rank} left the group before operation {sequence}, {operation}")]
+    PeerLeft {
+        /// Who.
+        rank: Rank,
+        /// What this rank was doing.
+        operation: Operation,
+        /// Position in the group's sequence of operations, from 0.
+        sequence: u64,
+    },
+    /// A peer's group failed for a reason of its own, which that rank reports.
+    #[error("rank {rank} gave up at operation {sequence}, {operation}; its own error says why")]
+    PeerFailed {
+        /// Who.
+        rank: Rank,
+        /// What this rank was doing.
+        operation: Operation,
+        /// Position in the group's sequence of operations, from 0.
+        sequence: u64,
+    },
+    /// An operation did not end in time.
+    #[error(
+        "operation {sequence}, {operation}, did not end within {timeout:?}; ranks that have not reached it: {}",
+        list(missing)
+    )]
+    TimedOut {
+        /// The operation.
+        operation: Operation,
+        /// Position in the group's sequence of operations, from 0.
+        sequence: u64,
+        /// The group's timeout.
+        timeout: Duration,
+        /// Who has not come; empty if all came and the transfer itself is too slow.
+        missing: Vec<Rank>,
+    },
+    /// A peer sent what the protocol has no place for.
+    #[error("rank {rank} broke the protocol during operation {sequence}, {operation}: {what}")]
+    Protocol {
+        /// Who.
+        rank: Rank,
+        /// What this rank was doing.
+        operation: Operation,
+        /// Position in the group's sequence of operations, from 0.
+        sequence: u64,
+        /// What was wrong with it.
+        what: String,
+    },
+    /// The operating system refused to go on.
+    #[error("waiting for peers failed during operation {sequence}, {operation}")]
+    Wait {
+        /// What this rank was doing.
+        operation: Operation,
+        /// Position in the group's sequence of operations, from 0.
+        sequence: u64,
+        /// Why.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// A thread of this rank panicked while it used the group.
+    #[error("this rank panicked while it used the group; the panic's message says why")]
+    Panicked,
+}
+
+fn list(ranks: &[Rank]) -> String {
+    if ranks.is_empty() {
+        return "none".to_owned();
+    }
+    ranks.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ")
+}
+
+fn refusals(refused: &[String]) -> String {
+    if refused.is_empty() { String::new() } else { format!("; refused: {}", refused.join("; ")) }
+}

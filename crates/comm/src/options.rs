@@ -1,0 +1,131 @@
+use std::fmt;
+use std::str::FromStr;
+use std::time::Duration;
+use trireme_base::Rank;
+
+/// How a group runs its operations; the same on all ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupOptions {
+    /// How long an operation may take, from its start on this rank, before it fails.
+    pub timeout: Duration,
+    /// Vectors up to this size take the algorithm with the fewest steps, longer ones the algorithm that
+    /// moves the fewest bytes. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
+    pub short_bytes_max: usize,
+    /// Work on long vectors proceeds by pieces of this size, so that a piece stays in cache.
+    pub chunk_bytes: usize,
+}
+
+impl GroupOptions {
+    /// Upper bound of [`short_bytes_max`](GroupOptions::short_bytes_max).
+    pub const SHORT_BYTES_LIMIT: usize = 1 << 20;
+    /// Bounds of [`chunk_bytes`](GroupOptions::chunk_bytes): a cache line, and what no cache holds.
+    pub const CHUNK_BYTES_BOUNDS: std::ops::RangeInclusive<usize> = 64..=1 << 24;
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        GroupOptions { timeout: Duration::from_secs(300), short_bytes_max: 16 << 10, chunk_bytes: 64 << 10 }
+    }
+}
+
+/// How a worker process finds the others of its world.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JoinOptions {
+    /// This worker.
+    pub rank: Rank,
+    /// Number of workers.
+    pub world_size: usize,
+    /// Host name or address where rank 0 listens, on that address only. IPv4 or IPv6.
+    pub master_addr: String,
+    /// Port where rank 0 listens.
+    pub master_port: u16,
+    /// What carries the data.
+    pub transport: TransportChoice,
+    /// Name of the job: workers of another job are refused.
+    pub job: String,
+    /// How long to wait for all workers to come.
+    pub join_timeout: Duration,
+    /// How the group runs its operations.
+    pub group: GroupOptions,
+}
+
+impl JoinOptions {
+    /// The options of one rank, the rest at their defaults: rendezvous at 127.0.0.1:29500 within 60 s,
+    /// automatic transport.
+    pub fn new(rank: Rank, world_size: usize) -> Self {
+        JoinOptions {
+            rank,
+            world_size,
+            master_addr: "127.0.0.1".to_owned(),
+            master_port: 29500,
+            transport: TransportChoice::Auto,
+            job: String::new(),
+            join_timeout: Duration::from_secs(60),
+            group: GroupOptions::default(),
+        }
+    }
+}
+
+/// What the user asks for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum TransportChoice {
+    /// Shared memory if all ranks are on one host and can map each other's memory, else TCP.
+    #[default]
+    Auto,
+    /// Shared memory, or fail.
+    Shm,
+    /// TCP.
+    Tcp,
+}
+
+impl fmt::Display for TransportChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            TransportChoice::Auto => "auto",
+            TransportChoice::Shm => "shm",
+            TransportChoice::Tcp => "tcp",
+        })
+    }
+}
+
+/// The text names no transport.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is no transport; expected one of auto, shm, tcp")]
+pub struct ParseTransportError(pub String);
+
+impl FromStr for TransportChoice {
+    type Err = ParseTransportError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        match text {
+            "auto" => Ok(TransportChoice::Auto),
+            "shm" => Ok(TransportChoice::Shm),
+            "tcp" => Ok(TransportChoice::Tcp),
+            _ => Err(ParseTransportError(text.to_owned())),
+        }
+    }
+}
+
+/// What carries a group's data.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TransportKind {
+    /// Nothing: a world of one.
+    Single,
+    /// Socket pairs between threads of one process.
+    Inproc,
+    /// Shared memory between processes of one host.
+    Shm,
+    /// TCP connections.
+    Tcp,
+}
+
+impl fmt::Display for TransportKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            TransportKind::Single => "single",
+            TransportKind::Inproc => "inproc",
+            TransportKind::Shm => "shm",
+            TransportKind::Tcp => "tcp",
+        })
+    }
+}

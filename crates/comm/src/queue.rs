@@ -1,0 +1,259 @@
+//! The order of a group's operations, and who executes them.
+//!
+//! Operations wait in one queue. The engine, which executes one at a time, lies beside it: the
+//! communication thread, or a thread that waits for a result anyway, takes it out, executes the oldest
+//! operation and puts it back. Slots for operations are reused, so that a steady state allocates nothing.
+
+use crate::engine::{Engine, Payload};
+use crate::{CommError, CommStatistics, Operation};
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+
+pub(crate) struct Queue {
+    state: Mutex<State>,
+    /// There may be something for the communication thread to do.
+    submitted: Condvar,
+    /// Some operation has ended.
+    finished: Condvar,
+}
+
+struct State {
+    /// Absent while a thread executes an operation, and forever after a failure or the end.
+    engine: Option<Engine>,
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    waiting: VecDeque<usize>,
+    failure: Option<CommError>,
+    closed: bool,
+    statistics: CommStatistics,
+}
+
+struct Slot {
+    progress: Progress,
+    /// Nobody waits for the result.
+    abandoned: bool,
+}
+
+enum Progress {
+    Free,
+    Waiting(Operation, Payload),
+    Running,
+    Finished(Result<Payload, CommError>),
+    Taken,
+}
+
+/// A place in the queue, and the right to the result.
+pub(crate) struct Ticket {
+    queue: Arc<Queue>,
+    slot: usize,
+}
+
+impl Queue {
+    pub(crate) fn new(engine: Engine) -> Self {
+        Queue {
+            state: Mutex::new(State {
+                engine: Some(engine),
+                slots: Vec::new(),
+                free: Vec::new(),
+                waiting: VecDeque::new(),
+                failure: None,
+                closed: false,
+                statistics: CommStatistics::default(),
+            }),
+            submitted: Condvar::new(),
+            finished: Condvar::new(),
+        }
+    }
+
+    /// Issues an operation, to be executed in the background.
+    pub(crate) fn submit(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
+        let ticket = self.enqueue(operation, payload);
+        self.submitted.notify_one();
+        ticket
+    }
+
+    /// Issues an operation and waits for it, without waking the communication thread.
+    pub(crate) fn call(
+        self: &Arc<Self>,
+        operation: Operation,
+        payload: Payload,
+    ) -> Result<Payload, CommError> {
+        self.enqueue(operation, payload).wait()
+    }
+
+    fn enqueue(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
+        let mut state = self.lock();
+        let progress = match &state.failure {
+            Some(failure) => Progress::Finished(Err(failure.clone())),
+            None => Progress::Waiting(operation, payload),
+        };
+        let is_waiting = state.failure.is_none();
+        let slot = state.fill_slot(progress);
+        if is_waiting {
+            state.waiting.push_back(slot);
+        }
+        Ticket { queue: Arc::clone(self), slot }
+    }
+
+    /// Executes operations until the queue is closed and empty, or has failed: the communication thread.
+    pub(crate) fn serve(&self) {
+        let mut state = self.lock();
+        while state.failure.is_none() {
+            if state.engine.is_some() && !state.waiting.is_empty() {
+                state = self.execute_oldest(state);
+            } else if state.engine.is_some() && state.closed {
+                let engine = state.engine.take();
+                drop(state);
+                engine.into_iter().for_each(Engine::leave);
+                return;
+            } else {
+                state = self.submitted.wait(state).expect("no thread panics while it holds the queue");
+            }
+        }
+    }
+
+    /// Lets the communication thread end after what was issued.
+    pub(crate) fn close(&self) {
+        self.lock().closed = true;
+        self.submitted.notify_one();
+    }
+
+    /// Fails everything, now or when the running operation ends, and drops the engine without a
+    /// goodbye, so that the peers learn of this rank's end.
+    pub(crate) fn abort(&self, failure: CommError) {
+        let engine = {
+            let mut state = self.lock();
+            state.fail(failure);
+            state.engine.take()
+        };
+        drop(engine);
+        self.submitted.notify_one();
+        self.finished.notify_all();
+    }
+
+    pub(crate) fn statistics(&self) -> CommStatistics {
+        self.lock().statistics
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics while it holds the queue")
+    }
+
+    /// Takes the engine out, executes the oldest operation, and puts it back.
+    fn execute_oldest<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        let mut engine = state.engine.take().expect("the caller saw the engine in its place");
+        let slot = state.waiting.pop_front().expect("the caller saw an operation waiting");
+        let Progress::Waiting(operation, mut payload) = state.slots[slot].replace(Progress::Running) else {
+            unreachable!("a queued slot holds an operation");
+        };
+        drop(state);
+
+        let guard = AbortOnPanic { queue: self, slot };
+        let result = engine.execute(operation, &mut payload);
+        std::mem::forget(guard);
+
+        let mut state = self.lock();
+        state.statistics = engine.statistics();
+        match result {
+            Ok(()) => state.finish(slot, Ok(payload)),
+            Err(failure) => {
+                state.finish(slot, Err(failure.clone()));
+                state.fail(failure);
+            }
+        }
+        if state.failure.is_none() {
+            state.engine = Some(engine);
+        }
+        if !state.waiting.is_empty() || state.closed || state.failure.is_some() {
+            self.submitted.notify_one();
+        }
+        self.finished.notify_all();
+        state
+    }
+}
+
+impl State {
+    fn fill_slot(&mut self, progress: Progress) -> usize {
+        let filled = Slot { progress, abandoned: false };
+        if let Some(slot) = self.free.pop() {
+            self.slots[slot] = filled;
+            return slot;
+        }
+        self.slots.push(filled);
+        self.slots.len() - 1
+    }
+
+    fn release(&mut self, slot: usize) -> Progress {
+        self.free.push(slot);
+        self.slots[slot].replace(Progress::Free)
+    }
+
+    fn finish(&mut self, slot: usize, result: Result<Payload, CommError>) {
+        self.slots[slot].progress = Progress::Finished(result);
+        if self.slots[slot].abandoned {
+            self.release(slot);
+        }
+    }
+
+    /// The first failure stays; whatever waits fails with it.
+    fn fail(&mut self, failure: CommError) {
+        let failure = self.failure.get_or_insert(failure).clone();
+        while let Some(slot) = self.waiting.pop_front() {
+            self.finish(slot, Err(failure.clone()));
+        }
+    }
+}
+
+impl Slot {
+    fn replace(&mut self, progress: Progress) -> Progress {
+        std::mem::replace(&mut self.progress, progress)
+    }
+}
+
+/// Turns a panic during an operation into a failure, for other threads may wait for the result.
+struct AbortOnPanic<'a> {
+    queue: &'a Queue,
+    slot: usize,
+}
+
+impl Drop for AbortOnPanic<'_> {
+    fn drop(&mut self) {
+        self.queue.lock().finish(self.slot, Err(CommError::Panicked));
+        self.queue.abort(CommError::Panicked);
+    }
+}
+
+impl Ticket {
+    pub(crate) fn is_done(&self) -> bool {
+        matches!(self.queue.lock().slots[self.slot].progress, Progress::Finished(_))
+    }
+
+    pub(crate) fn wait(self) -> Result<Payload, CommError> {
+        let queue = &self.queue;
+        let mut state = queue.lock();
+        loop {
+            match &state.slots[self.slot].progress {
+                Progress::Finished(_) => break,
+                Progress::Waiting(..) if state.engine.is_some() => state = queue.execute_oldest(state),
+                _ => state = queue.finished.wait(state).expect("no thread panics while it holds the queue"),
+            }
+        }
+        let Progress::Finished(result) = state.slots[self.slot].replace(Progress::Taken) else {
+            unreachable!("the loop ends at a finished operation");
+        };
+        result
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        let mut state = self.queue.lock();
+        if matches!(state.slots[self.slot].progress, Progress::Finished(_) | Progress::Taken) {
+            let result = state.release(self.slot);
+            drop(state);
+            drop(result);
+        } else {
+            state.slots[self.slot].abandoned = true;
+        }
+    }
+}

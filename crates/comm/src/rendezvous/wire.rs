@@ -1,0 +1,89 @@
+//! Bytes over sockets with a deadline.
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use std::io;
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+/// Waits until `socket` is ready for `flags`.
+pub(super) fn wait_for(socket: impl AsFd, flags: PollFlags, deadline: Instant) -> io::Result<()> {
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Rounded up, so that the last wait does not end just before the deadline, again and again.
+        let timeout = Timespec::try_from(left + Duration::from_millis(1)).map_err(io::Error::other)?;
+        match poll(&mut [PollFd::new(&socket, flags)], Some(&timeout)) {
+            Ok(0) => return Err(io::ErrorKind::TimedOut.into()),
+            Ok(_) => return Ok(()),
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+}
+
+/// Fills `bytes` from a stream socket.
+pub(super) fn receive_exact(socket: impl AsFd, mut bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match recv(&socket, &mut *bytes, RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((_, num_read)) => bytes = &mut bytes[num_read..],
+            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::IN, deadline)?,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// Sends all of `bytes` to a stream socket.
+pub(super) fn send_all(socket: impl AsFd, mut bytes: &[u8], deadline: Instant) -> io::Result<()> {
+    while !bytes.is_empty() {
+        match send(&socket, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL) {
+            Ok(num_sent) => bytes = &bytes[num_sent..],
+            Err(Errno::AGAIN) => wait_for(&socket, PollFlags::OUT, deadline)?,
+            Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(())
+}
+
+/// A failure for bytes that are not what the protocol says.
+pub(super) fn invalid(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+/// Little-endian words as bytes.
+pub(super) fn words_to_bytes<const WORDS: usize, const BYTES: usize>(words: [u64; WORDS]) -> [u8; BYTES] {
+    const { assert!(BYTES == 8 * WORDS) };
+    let mut bytes = [0; BYTES];
+    for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
+        chunk.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+/// Bytes as little-endian words.
+pub(super) fn bytes_to_words<const WORDS: usize, const BYTES: usize>(bytes: &[u8; BYTES]) -> [u64; WORDS] {
+    const { assert!(BYTES == 8 * WORDS) };
+    let mut words = [0; WORDS];
+    for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
+        *word = u64::from_le_bytes(chunk.try_into().expect("the chunks have eight bytes"));
+    }
+    words
+}
+
+/// An address without its port, as two words; IPv4 as its IPv6 mapping.
+pub(super) fn ip_to_words(ip: std::net::IpAddr) -> [u64; 2] {
+    let bits = match ip {
+        std::net::IpAddr::V4(ip) => ip.to_ipv6_mapped().to_bits(),
+        std::net::IpAddr::V6(ip) => ip.to_bits(),
+    };
+    [(bits >> 64) as u64, bits as u64]
+}
+
+/// What [`ip_to_words`] wrote.
+pub(super) fn words_to_ip([high, low]: [u64; 2]) -> std::net::IpAddr {
+    std::net::Ipv6Addr::from_bits(u128::from(high) << 64 | u128::from(low)).to_canonical()
+}

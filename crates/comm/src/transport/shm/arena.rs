@@ -1,0 +1,194 @@
+use super::BUFFERS_START;
+use super::mapping::Mapping;
+use rustix::fs::{
+    FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+};
+use rustix::io::retry_on_intr;
+use rustix::param::page_size;
+use rustix::system::sysinfo;
+use std::io;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// The shared memory of one rank: address space for as much as the host has, memory only where buffers lie.
+pub(crate) struct Arena {
+    memory: OwnedFd,
+    mapping: Mapping,
+    /// What no buffer has: sorted, and no two ranges touch. All of it reads as zero.
+    free: Mutex<Vec<Range<usize>>>,
+    /// Peers may still write to buffers that this rank has dropped.
+    is_retired: AtomicBool,
+}
+
+impl Arena {
+    pub(crate) fn new() -> io::Result<Arc<Self>> {
+        let host = sysinfo();
+        let host_bytes = host.totalram as u64 * u64::from(host.mem_unit.max(1));
+        let len = usize::try_from(host_bytes).unwrap_or(usize::MAX / 2);
+        let len = (BUFFERS_START + len).next_multiple_of(page_size());
+
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let memory = memfd_create(c"trireme-arena", flags)?;
+        ftruncate(&memory, len as u64)?;
+        fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
+        let mapping = Mapping::new(&memory, len)?;
+        let first_buffer = BUFFERS_START.next_multiple_of(page_size());
+        reserve(&memory, 0..first_buffer)?;
+        let everything = first_buffer..len;
+        Ok(Arc::new(Arena {
+            memory,
+            mapping,
+            free: Mutex::new(Vec::from([everything])),
+            is_retired: AtomicBool::new(false),
+        }))
+    }
+
+    /// Zeroed memory for `num_bytes`, reserved, so that touching it cannot fail.
+    pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
+        let len = num_bytes.max(1).checked_next_multiple_of(page_size()).ok_or(io::ErrorKind::OutOfMemory)?;
+        let range = self.take(len).ok_or(io::ErrorKind::OutOfMemory)?;
+        if let Err(error) = reserve(&self.memory, range.clone()) {
+            self.give_back(range);
+            return Err(error);
+        }
+        Ok(Region { arena: Arc::clone(self), range })
+    }
+
+    /// From now on no memory is given out twice, because peers may still write to what was dropped.
+    pub(super) fn retire(&self) {
+        self.is_retired.store(true, Ordering::Release);
+    }
+
+    pub(super) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+
+    fn take(&self, len: usize) -> Option<Range<usize>> {
+        let mut free = self.free.lock().expect("no thread panics while it holds the list");
+        let index = free.iter().position(|range| range.len() >= len)?;
+        let taken = free[index].start..free[index].start + len;
+        free[index].start = taken.end;
+        if free[index].is_empty() {
+            free.remove(index);
+        }
+        Some(taken)
+    }
+
+    /// Frees the memory of a range and makes it available again, zero as at first.
+    fn give_back(&self, range: Range<usize>) {
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        let punched = fallocate(&self.memory, flags, range.start as u64, range.len() as u64);
+        if punched.is_err() || self.is_retired.load(Ordering::Acquire) {
+            return;
+        }
+        let mut free = self.free.lock().expect("no thread panics while it holds the list");
+        let index = free.partition_point(|other| other.start < range.start);
+        free.insert(index, range);
+        if free.get(index + 1).is_some_and(|next| next.start == free[index].end) {
+            free[index].end = free.remove(index + 1).end;
+        }
+        if index > 0 && free[index - 1].end == free[index].start {
+            free[index - 1].end = free.remove(index).end;
+        }
+    }
+}
+
+impl AsFd for Arena {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.memory.as_fd()
+    }
+}
+
+/// Makes the kernel set memory aside: without it, touching a page may kill the process instead of failing.
+fn reserve(memory: &OwnedFd, range: Range<usize>) -> io::Result<()> {
+    let allocate = || fallocate(memory, FallocateFlags::empty(), range.start as u64, range.len() as u64);
+    Ok(retry_on_intr(allocate)?)
+}
+
+/// Memory of an arena that belongs to one buffer.
+pub(crate) struct Region {
+    arena: Arc<Arena>,
+    range: Range<usize>,
+}
+
+impl Region {
+    /// Where the region begins in its arena.
+    pub(super) fn offset(&self) -> usize {
+        self.range.start
+    }
+
+    /// Whether the region lies in `arena`.
+    pub(crate) fn is_in(&self, arena: &Arc<Arena>) -> bool {
+        Arc::ptr_eq(&self.arena, arena)
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        let start = self.arena.mapping.at(self.range.start, self.range.len());
+        // SAFETY: mapped as long as the arena, which `self` keeps; `self` owns the range, and peers
+        // touch it only while an operation, which owns `self`, is under way.
+        unsafe { std::slice::from_raw_parts(start.cast_const(), self.range.len()) }
+    }
+
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        let start = self.arena.mapping.at(self.range.start, self.range.len());
+        // SAFETY: as for `bytes`, and `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(start, self.range.len()) }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        self.arena.give_back(self.range.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_zero_again_when_it_is_given_out_again() {
+        let arena = Arena::new().expect("an arena");
+        let mut first = arena.allocate(5000).expect("memory");
+        let place = first.offset();
+        first.bytes_mut().fill(7);
+        let second = arena.allocate(1).expect("memory");
+        assert_ne!(second.offset(), place);
+        drop(first);
+        let third = arena.allocate(8000).expect("memory");
+        assert_eq!(third.offset(), place);
+        assert!(third.bytes().iter().all(|&byte| byte == 0));
+    }
+
+    #[test]
+    fn freed_neighbours_become_one_range() {
+        let arena = Arena::new().expect("an arena");
+        let regions: Vec<_> = (0..4).map(|_| arena.allocate(100).expect("memory")).collect();
+        let [a, b, c, d]: [Region; 4] = regions.try_into().ok().expect("four regions");
+        for region in [b, d, a, c] {
+            drop(region);
+        }
+        assert_eq!(arena.free.lock().expect("the list").len(), 1);
+    }
+
+    #[test]
+    fn a_retired_arena_gives_nothing_out_twice() {
+        let arena = Arena::new().expect("an arena");
+        let first = arena.allocate(100).expect("memory");
+        let place = first.offset();
+        arena.retire();
+        drop(first);
+        assert_ne!(arena.allocate(100).expect("memory").offset(), place);
+    }
+
+    #[test]
+    fn more_than_the_host_has_is_refused() {
+        let arena = Arena::new().expect("an arena");
+        for bytes in [usize::MAX, usize::MAX / 4] {
+            let refused = arena.allocate(bytes).err().map(|error| error.kind());
+            assert_eq!(refused, Some(io::ErrorKind::OutOfMemory));
+        }
+    }
+}

@@ -1,0 +1,84 @@
+use super::BUFFERS_START;
+use super::board::Board;
+use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+
+/// A whole arena, mapped into this process.
+pub(super) struct Mapping {
+    start: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: a mapping is memory of the process, not of a thread; who may touch which part of it when is the
+// protocol of this module's parent.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; the methods only compute addresses.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the first `len` bytes of `memory`, whose size is sealed to be at least that.
+    pub(super) fn new(memory: impl AsFd, len: usize) -> io::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        let start = unsafe { mmap(std::ptr::null_mut(), len, protection, flags, memory, 0) }?;
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Mapping { start, len })
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// The address of `len` bytes from `offset` on.
+    ///
+    /// # Panics
+    /// If they are not all inside.
+    pub(super) fn at(&self, offset: usize, len: usize) -> *mut u8 {
+        assert!(
+            offset <= self.len && len <= self.len - offset,
+            "{len} bytes at {offset} are inside an arena"
+        );
+        self.start.as_ptr().wrapping_add(offset)
+    }
+
+    pub(super) fn board(&self) -> &Board {
+        // SAFETY: an arena begins with a page for the board, zero at first, which is a valid board; it is made of
+        // atomics only, and mapped as long as `self` is.
+        unsafe { self.start.cast::<Board>().as_ref() }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `new`, and references into it do not outlive `self`.
+        let unmapped = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        debug_assert!(unmapped.is_ok(), "{unmapped:?}");
+    }
+}
+
+/// The arena of a peer.
+pub(crate) struct PeerArena {
+    mapping: Mapping,
+}
+
+impl PeerArena {
+    /// Maps what a peer sent, if it is an arena.
+    pub(crate) fn map(memory: &OwnedFd) -> io::Result<Self> {
+        let refuse = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
+        if !fcntl_get_seals(memory)?.contains(SealFlags::SHRINK) {
+            return refuse("the peer could shrink its memory under this process");
+        }
+        match usize::try_from(fstat(memory)?.st_size) {
+            Ok(len) if len >= BUFFERS_START => Ok(PeerArena { mapping: Mapping::new(memory, len)? }),
+            _ => refuse("the peer's memory is too small for an arena"),
+        }
+    }
+
+    pub(super) fn mapping(&self) -> &Mapping {
+        &self.mapping
+    }
+}

@@ -1,0 +1,48 @@
+use crate::CommError;
+use crate::engine::Payload;
+use crate::queue::Ticket;
+
+/// An operation that was issued and may not have ended; `wait` gives its result.
+///
+/// Dropping it does not cancel the operation, for the peers need it: it only drops the result.
+#[must_use = "an operation's result, or its failure, is seen by waiting for it"]
+pub struct Work<T> {
+    state: State<T>,
+}
+
+enum State<T> {
+    Ready(Result<T, CommError>),
+    Pending { ticket: Ticket, finish: fn(Payload) -> T },
+}
+
+impl<T> Work<T> {
+    pub(crate) fn ready(result: Result<T, CommError>) -> Self {
+        Work { state: State::Ready(result) }
+    }
+
+    pub(crate) fn pending(ticket: Ticket, finish: fn(Payload) -> T) -> Self {
+        Work { state: State::Pending { ticket, finish } }
+    }
+
+    /// Blocks until the operation has ended on this rank.
+    ///
+    /// If nobody executes the group's next operation yet, the calling thread does: for short operations
+    /// that saves the way to the communication thread and back.
+    ///
+    /// # Errors
+    /// The operation's failure, or that of an earlier one of the group.
+    pub fn wait(self) -> Result<T, CommError> {
+        match self.state {
+            State::Ready(result) => result,
+            State::Pending { ticket, finish } => ticket.wait().map(finish),
+        }
+    }
+
+    /// Whether [`wait`](Work::wait) would return at once.
+    pub fn is_done(&self) -> bool {
+        match &self.state {
+            State::Ready(_) => true,
+            State::Pending { ticket, .. } => ticket.is_done(),
+        }
+    }
+}

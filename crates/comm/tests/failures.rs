@@ -1,0 +1,181 @@
+//! What each rank is told when something goes wrong.
+
+mod support;
+
+use std::time::Duration;
+use support::{TRANSPORTS, on_ranks, small_pieces};
+use trireme_base::{DType, Rank, ReduceOp};
+use trireme_comm::{
+    Buffer, CommError, Element, Group, GroupOptions, Operation, TransportKind, Work, inproc_world,
+};
+
+fn zeros<T: Element>(group: &Group, len: usize) -> Buffer<T> {
+    group.buffer(len).expect("memory")
+}
+
+/// Issues an operation and waits for it.
+type Issue = fn(&Group) -> Result<(), CommError>;
+
+const SUM_OF_100: Issue = |group| group.all_reduce(zeros::<f32>(group, 100), ReduceOp::Sum).wait().map(drop);
+const DIFFERENT: [Issue; 7] = [
+    |group| group.all_reduce(zeros::<f32>(group, 101), ReduceOp::Sum).wait().map(drop),
+    |group| group.all_reduce(zeros::<f32>(group, 1), ReduceOp::Sum).wait().map(drop),
+    |group| group.all_reduce(zeros::<u32>(group, 100), ReduceOp::Sum).wait().map(drop),
+    |group| group.all_reduce(zeros::<f32>(group, 100), ReduceOp::Max).wait().map(drop),
+    |group| group.broadcast(zeros::<f32>(group, 100), Rank(0)).wait().map(drop),
+    |group| group.all_gather_bytes(&[1]).map(drop),
+    |group| group.barrier(),
+];
+
+#[test]
+fn a_mismatch_is_named_on_every_rank() {
+    for transport in TRANSPORTS {
+        for odd_one in [0, 3] {
+            for different in DIFFERENT {
+                let failures = on_ranks(transport, 4, &small_pieces(), |group| {
+                    group.barrier().expect("everybody agrees");
+                    if group.rank().0 == odd_one { different(&group) } else { SUM_OF_100(&group) }
+                });
+                for failure in failures {
+                    let failure = failure.expect_err("the operations differ");
+                    let CommError::Mismatch { sequence, rank, operation, other_rank, other_operation } =
+                        failure
+                    else {
+                        panic!("{transport}, {odd_one}: {failure}");
+                    };
+                    assert_eq!(sequence, 1);
+                    assert!(rank < other_rank);
+                    assert!(rank == Rank(odd_one) || other_rank == Rank(odd_one), "{transport}");
+                    let sum = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 100 };
+                    let is_odd_first = rank == Rank(odd_one);
+                    assert_eq!(if is_odd_first { other_operation } else { operation }, sum);
+                    assert_ne!(if is_odd_first { operation } else { other_operation }, sum);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn different_roots_are_a_mismatch_too() {
+    for transport in TRANSPORTS {
+        let failures = on_ranks(transport, 3, &small_pieces(), |group| {
+            let root = Rank(usize::from(group.rank().0 == 2));
+            group.broadcast(zeros::<f32>(&group, 40), root).wait().map(drop)
+        });
+        for failure in failures {
+            assert!(
+                matches!(failure, Err(CommError::Mismatch { sequence: 0, .. })),
+                "{transport}: {failure:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_first_failure_is_that_of_everything_after_it() {
+    for transport in TRANSPORTS {
+        on_ranks(transport, 2, &small_pieces(), |group| {
+            let len = 10 + group.rank().0;
+            let works: Vec<Work<Buffer<f32>>> =
+                (0..3).map(|_| group.all_reduce(zeros(&group, len), ReduceOp::Sum)).collect();
+            let mut messages: Vec<String> = works
+                .into_iter()
+                .map(|work| work.wait().expect_err("the first operation differs").to_string())
+                .collect();
+            messages.push(group.barrier().expect_err("the group has failed").to_string());
+            messages.push(group.all_gather_bytes(&[]).expect_err("the group has failed").to_string());
+            assert!(messages[0].contains("operation 0 differs"), "{}", messages[0]);
+            assert!(messages.iter().all(|message| *message == messages[0]), "{messages:?}");
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_panics_is_lost_to_the_others() {
+    for transport in TRANSPORTS {
+        let failures = on_ranks(transport, 3, &small_pieces(), |group| {
+            group.barrier().expect("everybody is here");
+            if group.rank() == Rank(2) {
+                let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                    let _group = group;
+                    std::panic::resume_unwind(Box::new("not printed"));
+                }));
+                assert!(panicked.is_err());
+                return None;
+            }
+            Some(SUM_OF_100(&group).expect_err("a rank is gone"))
+        });
+        assert!(failures[2].is_none());
+        for failure in failures.into_iter().flatten() {
+            let CommError::PeerLost { rank, operation, sequence } = failure else {
+                panic!("{transport}: {failure}");
+            };
+            let sum = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 100 };
+            assert_eq!((rank, operation, sequence), (Rank(2), sum, 1));
+        }
+    }
+}
+
+#[test]
+fn leaving_in_good_order_is_no_loss() {
+    for transport in TRANSPORTS {
+        let ends = on_ranks(transport, 3, &small_pieces(), |group| {
+            SUM_OF_100(&group).expect("everybody is here");
+            if group.rank() == Rank(1) { Ok(()) } else { group.barrier() }
+        });
+        for (rank, end) in ends.into_iter().enumerate() {
+            match end {
+                Ok(()) => assert_eq!(rank, 1),
+                // Whichever of the two others fails first tells the other.
+                Err(CommError::PeerLeft { rank: left, sequence: 1, operation: Operation::Barrier }) => {
+                    assert_eq!(left, Rank(1));
+                }
+                Err(other) => panic!("{transport}, rank {rank}: {other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn a_deadline_names_who_is_missing() {
+    let options = GroupOptions { timeout: Duration::from_millis(400), ..small_pieces() };
+    for transport in TRANSPORTS {
+        let everybody_else_failed = std::sync::Barrier::new(4);
+        let failures = on_ranks(transport, 4, &options, |group| {
+            if group.rank() == Rank(3) {
+                everybody_else_failed.wait();
+                return SUM_OF_100(&group);
+            }
+            let failure = SUM_OF_100(&group);
+            everybody_else_failed.wait();
+            failure
+        });
+        for (rank, failure) in failures.into_iter().enumerate() {
+            match failure.expect_err("a rank did not come") {
+                CommError::TimedOut { sequence: 0, missing, timeout, .. } if rank < 3 => {
+                    assert_eq!(missing, [Rank(3)], "{transport}, rank {rank}");
+                    assert_eq!(timeout, options.timeout);
+                }
+                CommError::PeerFailed { sequence: 0, .. } if rank == 3 => {}
+                other => panic!("{transport}, rank {rank}: {other}"),
+            }
+        }
+    }
+}
+
+#[test]
+fn what_one_rank_can_see_alone_does_not_end_the_group() {
+    let foreign = inproc_world(2);
+    on_ranks(TransportKind::Shm, 2, &small_pieces(), |group| {
+        let no_root = group.broadcast(zeros::<f32>(&group, 1), Rank(2)).wait();
+        assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));
+        let too_long = group.all_gather_bytes(&vec![0; trireme_comm::CONTROL_BYTES_MAX + 1]);
+        assert!(matches!(too_long, Err(CommError::ControlDataTooLong { .. })));
+        let heap = foreign[group.rank().0].buffer::<f32>(4).expect("memory");
+        assert!(matches!(group.all_reduce(heap, ReduceOp::Sum).wait(), Err(CommError::ForeignBuffer { .. })));
+        assert!(matches!(group.buffer::<f64>(usize::MAX / 2), Err(CommError::Allocate { .. })));
+        assert!(matches!(group.buffer::<u8>(usize::MAX / 4), Err(CommError::Allocate { .. })));
+        group.barrier().expect("the group goes on");
+    });
+}

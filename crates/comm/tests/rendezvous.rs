@@ -1,0 +1,201 @@
+//! Joining, and everything that can come in its way.
+
+mod support;
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::Duration;
+use support::{join_all, join_options, small_pieces};
+use trireme_base::Rank;
+use trireme_comm::{CommError, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, join};
+
+fn ranks(options: &JoinOptions, ranks: &[usize]) -> Vec<JoinOptions> {
+    ranks.iter().map(|&rank| JoinOptions { rank: Rank(rank), ..options.clone() }).collect()
+}
+
+fn options(world_size: usize) -> JoinOptions {
+    join_options(world_size, TransportChoice::Auto, &small_pieces())
+}
+
+fn check_world(groups: Vec<Result<Group, CommError>>, transport: TransportKind) {
+    std::thread::scope(|scope| {
+        for group in groups {
+            let group = group.expect("joined");
+            assert_eq!(group.transport(), transport);
+            scope.spawn(move || group.barrier().expect("everybody is connected"));
+        }
+    });
+}
+
+/// A connection to rank 0, as soon as it listens.
+fn knock(options: &JoinOptions) -> TcpStream {
+    loop {
+        if let Ok(stream) = TcpStream::connect((options.master_addr.as_str(), options.master_port)) {
+            return stream;
+        }
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn ranks_of_one_host_share_memory_unless_told_otherwise() {
+    let auto = options(3);
+    check_world(join_all(&ranks(&auto, &[2, 0, 1])), TransportKind::Shm);
+    let tcp = join_options(3, TransportChoice::Tcp, &small_pieces());
+    check_world(join_all(&ranks(&tcp, &[1, 2, 0])), TransportKind::Tcp);
+}
+
+#[test]
+fn ipv6_works_where_the_host_has_it() {
+    let Ok(probe) = TcpListener::bind("[::1]:0") else { return };
+    let master_port = probe.local_addr().expect("an address").port();
+    drop(probe);
+    let tcp = join_options(2, TransportChoice::Tcp, &small_pieces());
+    let options = JoinOptions { master_addr: "::1".to_owned(), master_port, ..tcp };
+    check_world(join_all(&ranks(&options, &[0, 1])), TransportKind::Tcp);
+}
+
+#[test]
+fn strangers_are_refused_and_the_others_join() {
+    let options = options(3);
+    std::thread::scope(|scope| {
+        let joined = scope.spawn(|| join_all(&ranks(&options, &[0, 2])));
+        let mut silent = knock(&options);
+        let mut garbage = knock(&options);
+        garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("sent");
+        let mut answer = Vec::new();
+        // A reset instead of an orderly end is an answer too.
+        let _ = garbage.read_to_end(&mut answer);
+        assert!(String::from_utf8_lossy(&answer).contains("does not speak"), "{answer:?}");
+        silent.write_all(b"TRIR").expect("sent");
+
+        let other_world = JoinOptions { rank: Rank(1), world_size: 4, ..options.clone() };
+        let other_job = JoinOptions { rank: Rank(1), job: "another".to_owned(), ..options.clone() };
+        let other_options = GroupOptions { chunk_bytes: 4096, ..options.group.clone() };
+        let other_group = JoinOptions { rank: Rank(1), group: other_options, ..options.clone() };
+        for (stranger, why) in
+            [(other_world, "world_size 4"), (other_job, "another job"), (other_group, "options differ")]
+        {
+            let refused = join(&stranger).expect_err("refused");
+            let CommError::Refused { rank: Rank(1), reason, .. } = &refused else { panic!("{refused}") };
+            assert!(reason.contains(why), "{reason}");
+        }
+        let mut world = join_all(&ranks(&options, &[1]));
+        world.extend(joined.join().expect("no panic"));
+        check_world(world, TransportKind::Shm);
+    });
+}
+
+#[test]
+fn a_second_rank_of_the_same_number_is_refused() {
+    let options = options(3);
+    std::thread::scope(|scope| {
+        let host = scope.spawn(|| join_all(&ranks(&options, &[0])));
+        let twins =
+            join_all(&ranks(&JoinOptions { join_timeout: Duration::from_secs(1), ..options.clone() }, &[1]));
+        drop(twins);
+        // The first rank 1 has given up and gone; its successor is welcome, a twin is not.
+        let both = scope.spawn(|| join_all(&ranks(&options, &[1, 1])));
+        let refused_or_in = scope.spawn(|| join_all(&ranks(&options, &[2])));
+        let mut world = both.join().expect("no panic");
+        let index = world.iter().position(Result::is_err).expect("one of the twins is refused");
+        let refused = world.swap_remove(index).expect_err("refused");
+        assert!(
+            refused.to_string().contains("has already joined")
+                || refused.to_string().contains("did not reach"),
+            "{refused}"
+        );
+        world.extend(refused_or_in.join().expect("no panic"));
+        world.extend(host.join().expect("no panic"));
+        check_world(world, TransportKind::Shm);
+    });
+}
+
+#[test]
+fn ranks_that_never_come_are_named_on_both_sides() {
+    let options = JoinOptions { join_timeout: Duration::from_millis(300), ..options(4) };
+    let intruder = JoinOptions { rank: Rank(3), world_size: 9, ..options.clone() };
+    let [host, guest, refused] = <[_; 3]>::try_from(join_all(&[
+        JoinOptions { rank: Rank(0), ..options.clone() },
+        JoinOptions { rank: Rank(2), ..options },
+        intruder,
+    ]))
+    .expect("three outcomes");
+    let host = host.expect_err("ranks are missing");
+    let CommError::RanksMissing { missing, refused: turned_away, .. } = &host else { panic!("{host}") };
+    assert_eq!(*missing, [Rank(1), Rank(3)]);
+    assert_eq!(turned_away.len(), 1, "{turned_away:?}");
+    assert!(host.to_string().contains("world_size 9"), "{host}");
+    let guest = guest.expect_err("ranks are missing");
+    assert!(matches!(guest, CommError::Refused { .. }) && guest.to_string().contains("1, 3"), "{guest}");
+    assert!(matches!(refused, Err(CommError::Refused { .. })));
+}
+
+#[test]
+fn without_rank_0_the_address_is_named() {
+    let options = JoinOptions { rank: Rank(1), join_timeout: Duration::from_millis(100), ..options(2) };
+    let failure = join(&options).expect_err("nobody listens");
+    assert!(matches!(failure, CommError::Unreachable { rank: Rank(1), .. }), "{failure}");
+    assert!(failure.to_string().contains(&options.master_addr), "{failure}");
+}
+
+#[test]
+fn a_busy_port_is_named() {
+    let options = options(2);
+    let taken = TcpListener::bind((options.master_addr.as_str(), options.master_port)).expect("a free port");
+    let failure = join(&options).expect_err("the port is taken");
+    assert!(matches!(failure, CommError::Listen { .. }), "{failure}");
+    assert!(failure.to_string().contains(&taken.local_addr().expect("an address").to_string()), "{failure}");
+}
+
+#[test]
+fn an_address_that_names_no_host_is_refused() {
+    let options = JoinOptions { master_addr: "no\0host".to_owned(), ..options(2) };
+    assert!(matches!(join(&options), Err(CommError::Resolve { .. })));
+    // An address of documentation (RFC 5737), which no host has.
+    let options = JoinOptions { master_addr: "192.0.2.1".to_owned(), ..options };
+    assert!(matches!(join(&options), Err(CommError::Listen { .. })));
+}
+
+#[test]
+fn another_program_at_the_address_is_recognised() {
+    let options = JoinOptions { rank: Rank(1), ..options(2) };
+    let other = TcpListener::bind((options.master_addr.as_str(), options.master_port)).expect("a free port");
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let (mut stream, _) = other.accept().expect("a visitor");
+            stream.write_all(b"220 mail.example.org ESMTP ready, go ahead\r\n").expect("sent");
+            let _ = stream.read_to_end(&mut Vec::new());
+        });
+        let failure = join(&options).expect_err("that is not rank 0");
+        let source = std::error::Error::source(&failure).map(ToString::to_string).unwrap_or_default();
+        assert!(source.contains("does not speak this program's"), "{failure}: {source}");
+    });
+}
+
+#[test]
+fn options_that_cannot_be_are_refused_before_anything_is_opened() {
+    let good = options(2);
+    let group = |group: GroupOptions| JoinOptions { group, ..good.clone() };
+    let defaults = GroupOptions::default();
+    let wrong = [
+        JoinOptions { world_size: 0, ..good.clone() },
+        JoinOptions { world_size: 1 << 20, ..good.clone() },
+        JoinOptions { rank: Rank(2), ..good.clone() },
+        JoinOptions { master_port: 0, ..good.clone() },
+        JoinOptions { join_timeout: Duration::ZERO, ..good.clone() },
+        group(GroupOptions { timeout: Duration::ZERO, ..defaults.clone() }),
+        group(GroupOptions { chunk_bytes: 0, ..defaults.clone() }),
+        group(GroupOptions { chunk_bytes: usize::MAX, ..defaults.clone() }),
+        group(GroupOptions { short_bytes_max: usize::MAX, ..defaults }),
+    ];
+    for options in wrong {
+        assert!(matches!(join(&options), Err(CommError::Options { .. })), "{options:?}");
+    }
+}
+
+#[test]
+fn a_world_of_one_joins_without_a_network() {
+    let options = JoinOptions { master_addr: "no\0host".to_owned(), ..options(1) };
+    assert_eq!(join(&options).expect("alone").transport(), TransportKind::Single);
+}

@@ -1,0 +1,72 @@
+//! Worlds for tests: ranks as threads of this process, over every transport.
+#![allow(dead_code, unreachable_pub)] // Each test binary uses a part of it.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+use trireme_base::Rank;
+use trireme_comm::{
+    CommError, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, inproc_world_with, join,
+};
+
+pub const TRANSPORTS: [TransportKind; 3] = [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp];
+
+/// Thresholds so low that short vectors take the paths of long ones, in several pieces.
+pub fn small_pieces() -> GroupOptions {
+    GroupOptions { timeout: Duration::from_secs(60), short_bytes_max: 64, chunk_bytes: 128 }
+}
+
+/// Options of one world: a loopback address that no other world of these tests has.
+pub fn join_options(world_size: usize, transport: TransportChoice, group: &GroupOptions) -> JoinOptions {
+    static NUM_WORLDS: AtomicU8 = AtomicU8::new(1);
+    let [.., high, low] = std::process::id().to_be_bytes();
+    let number = NUM_WORLDS.fetch_add(1, Ordering::Relaxed);
+    JoinOptions {
+        master_addr: format!("127.{high}.{low}.{number}"),
+        master_port: 29_501,
+        transport,
+        group: group.clone(),
+        ..JoinOptions::new(Rank(0), world_size)
+    }
+}
+
+/// Runs `body` once per rank, each on its own thread, and returns what they return, in rank order.
+pub fn on_ranks<R: Send>(
+    transport: TransportKind,
+    world_size: usize,
+    options: &GroupOptions,
+    body: impl Fn(Group) -> R + Sync,
+) -> Vec<R> {
+    let choice = match transport {
+        TransportKind::Shm => TransportChoice::Shm,
+        _ => TransportChoice::Tcp,
+    };
+    if transport == TransportKind::Inproc {
+        let groups = inproc_world_with(world_size, options);
+        return on_threads(groups.into_iter().map(|group| || body(group)));
+    }
+    let options = join_options(world_size, choice, options);
+    let ranks = (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), ..options.clone() });
+    on_threads(ranks.map(|options| {
+        let body = &body;
+        move || {
+            let group = join(&options).expect("the world joins");
+            if world_size > 1 {
+                assert_eq!(group.transport(), transport);
+            }
+            body(group)
+        }
+    }))
+}
+
+/// Joins all ranks at once; what each gets.
+pub fn join_all(options: &[JoinOptions]) -> Vec<Result<Group, CommError>> {
+    on_threads(options.iter().map(|options| move || join(options)))
+}
+
+fn on_threads<R: Send, F: FnOnce() -> R + Send>(bodies: impl Iterator<Item = F>) -> Vec<R> {
+    let bodies: Vec<F> = bodies.collect();
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = bodies.into_iter().map(|body| scope.spawn(body)).collect();
+        threads.into_iter().map(|thread| thread.join().expect("the rank's thread did not panic")).collect()
+    })
+}

@@ -1,0 +1,326 @@
+//! Runs step programs.
+
+use crate::error::ParallelError;
+use crate::gradients::{Determinism, Gradients};
+use crate::tree::TreeSum;
+use std::time::{Duration, Instant};
+use trireme_base::{Rank, ReduceOp};
+use trireme_comm::{Buffer, Group, Work};
+use trireme_model::{Batch, Model, Step};
+use trireme_optim::{Optimizer, StepSettings, clip_coefficient};
+use trireme_schedule::{Action, Program, validate};
+use trireme_tensor::tape::Recording;
+use trireme_tensor::{Device, Parameters, Tape, Tensor, Var};
+
+/// How steps are run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExecutorOptions {
+    /// What decides the order of sums over the batch.
+    pub determinism: Determinism,
+    /// Sequences of a microbatch.
+    pub local_batch_size: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+}
+
+/// What is done with the gradients' global norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GradNorm {
+    /// It is not computed.
+    Off,
+    /// It is computed and reported.
+    Measure,
+    /// Longer gradients are scaled down to this norm.
+    Clip(f64),
+}
+
+/// What changes from step to step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepPlan {
+    /// Number of the step, from 1.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f64,
+    /// What is done with the gradients' norm.
+    pub grad_norm: GradNorm,
+}
+
+/// What a step found; the same on all ranks but for the times.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepOutcome {
+    /// Mean loss over the global batch, in nats a token, before the update.
+    pub loss: f64,
+    /// Global norm of the mean gradient before clipping, if it was computed.
+    pub grad_norm: Option<f64>,
+    /// Time in which this rank waited for communication with nothing else to do.
+    pub comm_exposed: Duration,
+}
+
+/// A unit's forward pass of one microbatch, kept for its backward.
+struct Pass {
+    tape: Tape,
+    input: Var,
+    /// `None` for the head, whose backward starts from the loss.
+    output: Option<Var>,
+}
+
+/// Microbatches under way.
+struct InFlight {
+    /// For each microbatch: what the last unit made, to be read by the next.
+    activations: Vec<Option<Tensor>>,
+    targets: Vec<Option<Tensor>>,
+    /// For each microbatch: gradient of what the unit below made.
+    grads: Vec<Option<Tensor>>,
+    /// By unit, then microbatch.
+    passes: Vec<Option<Pass>>,
+    /// Tapes to be used again, so that steps allocate nothing.
+    spare_tapes: Vec<Tape>,
+}
+
+/// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
+pub struct Executor {
+    model: Model,
+    device: Device,
+    group: Group,
+    options: ExecutorOptions,
+    program: Program,
+    parameters: Parameters,
+    optimizer: Optimizer,
+    gradients: Gradients,
+    in_flight: InFlight,
+    losses: TreeSum<f64>,
+    loss_buffer: Option<Buffer<f64>>,
+    loss_reduction: Option<Work<Buffer<f64>>>,
+}
+
+impl Executor {
+    /// Proves `program` and takes memory for gradients from the group; collective over the group.
+    pub fn new(
+        model: Model,
+        parameters: Parameters,
+        optimizer: Optimizer,
+        group: Group,
+        device: &Device,
+        program: Program,
+        options: ExecutorOptions,
+    ) -> Result<Self, ParallelError> {
+        validate(&program, 1)?;
+        let gradients = Gradients::new(model.table(), device, &group, options.determinism)?;
+        let loss_buffer = Some(group.buffer(1)?);
+        let none = |len: usize| (0..len).map(|_| None).collect();
+        let in_flight = InFlight {
+            activations: none(program.num_microbatches),
+            targets: none(program.num_microbatches),
+            grads: none(program.num_microbatches),
+            passes: (0..program.num_units * program.num_microbatches).map(|_| None).collect(),
+            spare_tapes: Vec::with_capacity(program.num_units * program.num_microbatches),
+        };
+        Ok(Executor {
+            model,
+            device: device.clone(),
+            group,
+            options,
+            program,
+            parameters,
+            optimizer,
+            gradients,
+            in_flight,
+            losses: TreeSum::new(),
+            loss_buffer,
+            loss_reduction: None,
+        })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &Model {
+        &self.model
+    }
+
+    /// The device that this rank computes on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The data-parallel group.
+    pub fn group(&self) -> &Group {
+        &self.group
+    }
+
+    /// The step program.
+    pub fn program(&self) -> &Program {
+        &self.program
+    }
+
+    /// The parameters.
+    pub fn parameters(&self) -> &Parameters {
+        &self.parameters
+    }
+
+    /// The optimizer with its state.
+    pub fn optimizer(&self) -> &Optimizer {
+        &self.optimizer
+    }
+
+    /// Parameters and optimizer, to load.
+    pub fn state_mut(&mut self) -> (&mut Parameters, &mut Optimizer) {
+        (&mut self.parameters, &mut self.optimizer)
+    }
+
+    /// Compares the parameters of all ranks; collective.
+    pub fn check_replicas(&self) -> Result<(), ParallelError> {
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        for unit in 0..self.model.num_units() {
+            for value in self.parameters.flat(unit).f32s() {
+                hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
+            }
+        }
+        let hashes = self.group.all_gather_bytes(&hash.to_le_bytes())?;
+        let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+        let expected = number(&hashes[0]);
+        match hashes.iter().map(|bytes| number(bytes)).enumerate().find(|(_, found)| *found != expected) {
+            Some((rank, found)) => Err(ParallelError::ReplicasDiffer { rank: Rank(rank), found, expected }),
+            None => Ok(()),
+        }
+    }
+
+    /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order.
+    pub fn run(
+        &mut self,
+        plan: StepPlan,
+        batches: &mut dyn ExactSizeIterator<Item = Batch>,
+    ) -> Result<StepOutcome, ParallelError> {
+        let expected = self.program.num_microbatches;
+        if batches.len() < expected {
+            return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
+        }
+        let mut outcome = None;
+        for index in 0..self.program.actions.len() {
+            match self.program.actions[index] {
+                Action::Forward { unit, microbatch } => {
+                    if unit == 0 {
+                        let batch = batches.next().expect("the number of microbatches was checked");
+                        self.in_flight.activations[microbatch] = Some(batch.inputs);
+                        self.in_flight.targets[microbatch] = Some(batch.targets);
+                    }
+                    self.forward(unit, microbatch)?;
+                }
+                Action::Backward { unit, microbatch } => self.backward(unit, microbatch)?,
+                Action::ReduceGrad { unit } => self.gradients.reduce(unit, &self.group),
+                Action::Step { unit } => {
+                    let (found, grad_scale) = match outcome {
+                        Some(found) => found,
+                        None => *outcome.insert(self.finish_gradients(plan)?),
+                    };
+                    debug_assert!(found.loss.is_finite());
+                    let settings = StepSettings { step: plan.step, lr: plan.lr, grad_scale };
+                    let grads = self.gradients.reduced(unit);
+                    self.optimizer.step_unit(&self.device, &mut self.parameters, unit, grads, settings);
+                }
+            }
+        }
+        Ok(outcome.expect("a valid program steps every unit").0)
+    }
+
+    fn forward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        let in_flight = &mut self.in_flight;
+        let mut tape = in_flight.spare_tapes.pop().unwrap_or_else(|| Tape::new(&self.device, Recording::On));
+        let step = Step {
+            parameters: &self.parameters,
+            shape: (self.options.local_batch_size, self.options.seq_len),
+        };
+        let activation = in_flight.activations[microbatch].take().expect("the unit below has run");
+        let input = tape.input(activation);
+        let output = if unit + 1 == self.program.num_units {
+            let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
+            let targets = tape.input(targets);
+            self.model.forward_loss(&mut tape, step, input, targets)?;
+            None
+        } else {
+            let output = self.model.forward(unit, &mut tape, step, input)?;
+            in_flight.activations[microbatch] = Some(tape.take_value(output));
+            Some(output)
+        };
+        in_flight.passes[unit * self.program.num_microbatches + microbatch] =
+            Some(Pass { tape, input, output });
+        Ok(())
+    }
+
+    fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        let in_flight = &mut self.in_flight;
+        let slot = unit * self.program.num_microbatches + microbatch;
+        let Pass { mut tape, input, output } = in_flight.passes[slot].take().expect("forward has run");
+        let output = output.map(|output| {
+            (output, in_flight.grads[microbatch].take().expect("the unit above has run backward"))
+        });
+        let is_head = output.is_none();
+        tape.backward(&self.parameters, output, &mut self.gradients)?;
+        in_flight.grads[microbatch] = tape.take_grad(input);
+        let loss_sum = tape.loss_sum();
+        tape.clear();
+        in_flight.spare_tapes.push(tape);
+        self.gradients.close(unit);
+        if is_head {
+            let loss = loss_sum.expect("backward of the head computes the loss");
+            self.losses.push(loss, |left, right| *left += right);
+            if microbatch + 1 == self.program.num_microbatches {
+                self.reduce_loss();
+            }
+        }
+        Ok(())
+    }
+
+    /// The loss travels ahead of the first gradient.
+    fn reduce_loss(&mut self) {
+        let mut buffer = self.loss_buffer.take().expect("the loss is reduced once a step");
+        buffer[0] = self.losses.finish(|left, right| *left += right).expect("a step has microbatches");
+        self.loss_reduction = Some(self.group.all_reduce(buffer, ReduceOp::Sum));
+    }
+
+    /// Waits for all reductions; the outcome of the step, and the factor for every gradient.
+    fn finish_gradients(&mut self, plan: StepPlan) -> Result<(StepOutcome, f64), ParallelError> {
+        let began = Instant::now();
+        let buffer = self.loss_reduction.take().expect("the loss was reduced").wait()?;
+        let waited_for_loss = began.elapsed();
+        let num_microbatches = self.program.num_microbatches * self.group.world_size();
+        let rows = self.options.local_batch_size * self.options.seq_len;
+        let loss = buffer[0] / (num_microbatches * rows) as f64;
+        self.loss_buffer = Some(buffer);
+        let comm_exposed = waited_for_loss + self.gradients.wait()?;
+        let not_finite = |what, value| ParallelError::NotFinite { step: plan.step, what, value };
+        if !loss.is_finite() {
+            return Err(not_finite("loss", loss));
+        }
+        // Microbatch gradients are means over their rows: their sum becomes the mean here, once.
+        let mut grad_scale = 1.0 / num_microbatches as f64;
+        let mut grad_norm = None;
+        if plan.grad_norm != GradNorm::Off {
+            let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit));
+            let norm = (0..self.program.num_units).map(squares).sum::<f64>().sqrt() * grad_scale;
+            if !norm.is_finite() {
+                return Err(not_finite("gradient norm", norm));
+            }
+            if let GradNorm::Clip(norm_max) = plan.grad_norm {
+                grad_scale *= clip_coefficient(norm, norm_max);
+            }
+            grad_norm = Some(norm);
+        }
+        Ok((StepOutcome { loss, grad_norm, comm_exposed }, grad_scale))
+    }
+
+    /// Sum of the losses of a batch's rows in nats, without training; not collective.
+    pub fn evaluate(&mut self, batch: Batch) -> Result<f64, ParallelError> {
+        let shape = batch.inputs.shape();
+        let step = Step { parameters: &self.parameters, shape: (shape.rows(), shape.cols()) };
+        let mut activation = batch.inputs;
+        for unit in 0..self.program.num_units - 1 {
+            let mut tape = Tape::new(&self.device, Recording::Off);
+            let input = tape.input(activation);
+            let output = self.model.forward(unit, &mut tape, step, input)?;
+            activation = tape.take_value(output);
+        }
+        let mut tape = Tape::new(&self.device, Recording::Off);
+        let (input, targets) = (tape.input(activation), tape.input(batch.targets));
+        self.model.forward_loss(&mut tape, step, input, targets)?;
+        Ok(tape.loss_sum().expect("a tape that does not record computes the loss at once"))
+    }
+}

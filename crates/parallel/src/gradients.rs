@@ -1,0 +1,170 @@
+//! Gradients of every unit: accumulated over microbatches, reduced over ranks.
+
+use crate::error::ParallelError;
+use crate::tree::TreeSum;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use trireme_base::{DType, ReduceOp};
+use trireme_comm::{Buffer, Group, Work};
+use trireme_tensor::{
+    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Shape, Tensor, View,
+    ViewMut,
+};
+
+/// What decides the order of sums over the batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Determinism {
+    /// The global microbatch index: the same bits for any layout.
+    Layout,
+    /// The order in which gradients arrive: the same bits for the same layout, and no partial sums.
+    Run,
+}
+
+/// A gradient of one unit, of one microbatch or the sum of several.
+#[derive(Debug)]
+enum Gradient {
+    /// In the memory that the group reduces.
+    Reducible(Buffer<f32>),
+    /// A partial sum beside it.
+    Partial(Tensor),
+}
+
+impl Gradient {
+    fn view(&self, shape: Shape) -> View<'_> {
+        match self {
+            Gradient::Reducible(buffer) => View::from_f32s(buffer, shape),
+            Gradient::Partial(tensor) => tensor.view(),
+        }
+    }
+
+    fn view_mut(&mut self, shape: Shape) -> ViewMut<'_> {
+        match self {
+            Gradient::Reducible(buffer) => ViewMut::from_f32s(buffer, shape),
+            Gradient::Partial(tensor) => tensor.view_mut(),
+        }
+    }
+}
+
+/// The gradient of one unit on its way to the optimizer.
+struct UnitGradient {
+    shape: Shape,
+    /// Present while it is neither being written nor summed nor reduced.
+    reducible: Option<Buffer<f32>>,
+    /// Being written by backward.
+    open: Option<Gradient>,
+    sum: TreeSum<Gradient>,
+    reduction: Option<Work<Buffer<f32>>>,
+}
+
+/// Gradients of all units of a rank.
+pub(crate) struct Gradients {
+    device: Device,
+    determinism: Determinism,
+    table: Arc<ParameterTable>,
+    units: Vec<UnitGradient>,
+    /// For each parameter: the open gradient of its unit holds a part of it.
+    written: Vec<bool>,
+}
+
+impl Gradients {
+    /// Takes memory for every unit's gradient from the group.
+    pub(crate) fn new(
+        table: &Arc<ParameterTable>,
+        device: &Device,
+        group: &Group,
+        determinism: Determinism,
+    ) -> Result<Self, ParallelError> {
+        let mut units = Vec::new();
+        for unit in table.units() {
+            let buffer = group.buffer::<f32>(unit.num_elements)?;
+            device.memory().add(Category::Gradients, size_of_val(&*buffer));
+            units.push(UnitGradient {
+                shape: [unit.num_elements].into(),
+                reducible: Some(buffer),
+                open: None,
+                sum: TreeSum::new(),
+                reduction: None,
+            });
+        }
+        let written = vec![false; table.parameters().len()];
+        Ok(Gradients { device: device.clone(), determinism, table: Arc::clone(table), units, written })
+    }
+
+    /// Ends a microbatch's backward of `unit`: its gradient joins the sum.
+    pub(crate) fn close(&mut self, unit: usize) {
+        if self.determinism == Determinism::Run {
+            return;
+        }
+        let parameters = self.table.units()[unit].parameters.clone();
+        debug_assert!(
+            self.written[parameters.clone()].iter().all(|&written| written),
+            "every gradient was written"
+        );
+        self.written[parameters].fill(false);
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        let gradient = state.open.take().expect("backward of a unit writes its gradient");
+        state.sum.push(gradient, |left, right| add(device, state.shape, left, right));
+    }
+
+    /// Starts the reduction of `unit`'s gradient over the ranks.
+    pub(crate) fn reduce(&mut self, unit: usize, group: &Group) {
+        self.written[self.table.units()[unit].parameters.clone()].fill(false);
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        let sum = state.sum.finish(|left, right| add(device, state.shape, left, right));
+        let sum = sum.or(state.open.take()).expect("a gradient is reduced after backward");
+        let Gradient::Reducible(buffer) = sum else {
+            unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
+        };
+        state.reduction = Some(group.all_reduce(buffer, ReduceOp::Sum));
+    }
+
+    /// Waits for every reduction; returns how long.
+    pub(crate) fn wait(&mut self) -> Result<Duration, ParallelError> {
+        let began = Instant::now();
+        for state in &mut self.units {
+            if let Some(reduction) = state.reduction.take() {
+                state.reducible = Some(reduction.wait()?);
+            }
+        }
+        Ok(began.elapsed())
+    }
+
+    /// The reduced gradient of `unit`: the sum over all microbatches of all ranks.
+    pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
+        let state = &self.units[unit];
+        let buffer = state.reducible.as_ref().expect("a gradient is read after its reduction");
+        View::from_f32s(buffer, state.shape)
+    }
+}
+
+fn add(device: &Device, shape: Shape, left: &mut Gradient, right: Gradient) {
+    device.add_assign(left.view_mut(shape), right.view(shape));
+}
+
+impl UnitGradient {
+    /// Opens a gradient to be written: the group's memory first, partial sums after.
+    fn open(&mut self, device: &Device) -> Result<(), DeviceError> {
+        if self.open.is_none() {
+            self.open = Some(match self.reducible.take() {
+                Some(buffer) => Gradient::Reducible(buffer),
+                None => Gradient::Partial(device.empty(self.shape, DType::F32, Category::Gradients)?),
+            });
+        }
+        Ok(())
+    }
+}
+
+impl GradSink for Gradients {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        let accumulate = self.written[span.first.0];
+        let state = &mut self.units[span.unit];
+        state.open(&self.device)?;
+        let gradient = state.open.as_mut().expect("it was opened in the line above");
+        let view = gradient.view_mut(state.shape).into_part(span.offset, span.shape);
+        Ok(GradTarget { view, accumulate })
+    }
+
+    fn grad_ready(&mut self, span: &ParameterSpan) {
+        self.written[span.first.0..span.first.0 + span.num_parameters].fill(true);
+    }
+}

@@ -1,0 +1,48 @@
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The system's allocator, counting allocations of all threads. For a test binary's `#[global_allocator]`.
+#[derive(Debug)]
+pub struct CountingAllocator {
+    num_allocations: AtomicU64,
+}
+
+impl CountingAllocator {
+    /// An allocator that has counted nothing.
+    pub const fn new() -> Self {
+        CountingAllocator { num_allocations: AtomicU64::new(0) }
+    }
+
+    /// Allocations and growths since the start.
+    pub fn num_allocations(&self) -> u64 {
+        self.num_allocations.load(Ordering::Relaxed)
+    }
+}
+
+impl Default for CountingAllocator {
+    fn default() -> Self {
+        CountingAllocator::new()
+    }
+}
+
+// SAFETY: every call goes to the system's allocator unchanged.
+unsafe impl GlobalAlloc for CountingAllocator {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        self.num_allocations.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise is the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: as above.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, new_size: usize) -> *mut u8 {
+        self.num_allocations.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as above.
+        unsafe { System.realloc(pointer, layout, new_size) }
+    }
+}
