@@ -1,0 +1,165 @@
+//! Opening and reading a checkpoint.
+
+use crate::error::CheckpointError;
+use crate::files::{JSON_BYTES_MAX, damaged, open_file, read_bounded, reading};
+use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, TensorEntry};
+use crate::safetensors_file::{HeaderEntry, read_header};
+use crate::save_plan::part_name;
+use crate::stored::{StoredPart, StoredTensor, StoredTensors};
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// An open checkpoint: its manifest and the headers of its files have been read and agree, and every file
+/// has its size. The tensors' bytes are verified when they are read.
+#[derive(Debug, Clone)]
+pub struct Checkpoint {
+    path: PathBuf,
+    step: u64,
+    state: serde_json::Value,
+    files: BTreeMap<String, FileEntry>,
+    tensors: StoredTensors,
+}
+
+impl Checkpoint {
+    /// Opens the checkpoint in `folder`.
+    ///
+    /// # Errors
+    /// No manifest, a manifest that is damaged or of another version, files that are missing, of another
+    /// size, or hold other tensors than the manifest says.
+    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let manifest_path = folder.join(MANIFEST_FILE);
+        if !manifest_path.is_file() {
+            let (found, expected) =
+                ("no checkpoint", "a folder with checkpoint.json, such as checkpoints/step-40");
+            return Err(CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected });
+        }
+        let manifest = Manifest::from_text(&read_bounded(&manifest_path, JSON_BYTES_MAX)?, &manifest_path)?;
+        check_sizes(folder, &manifest.files)?;
+        let tensors = locate(folder, manifest.tensors)?;
+        Ok(Checkpoint {
+            path: folder.to_owned(),
+            step: manifest.step,
+            state: manifest.state,
+            files: manifest.files,
+            tensors: StoredTensors::new(folder, tensors),
+        })
+    }
+
+    /// Its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The optimizer step after which it was written.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// The state that was given to save.
+    pub fn state(&self) -> &serde_json::Value {
+        &self.state
+    }
+
+    /// Weights and optimizer state.
+    pub fn tensors(&self) -> &StoredTensors {
+        &self.tensors
+    }
+
+    /// The model's weights alone, without optimizer state.
+    pub fn weights(&self) -> StoredTensors {
+        let keep = |name: &str| (!name.starts_with(crate::OPTIMIZER_PREFIX)).then(|| name.to_owned());
+        self.tensors.renamed(keep).expect("names that stay differ")
+    }
+
+    /// Name and size in bytes of each file, the manifest aside.
+    pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
+        self.files.iter().map(|(name, entry)| (name.as_str(), entry.size))
+    }
+
+    /// The contents of a small file that was given to save, such as `config.json`; `None` if there was
+    /// none of that name.
+    ///
+    /// # Errors
+    /// If it cannot be read or has changed since it was written.
+    pub fn read_file(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
+        let Some(entry) = self.files.get(name) else { return Ok(None) };
+        let path = self.path.join(name);
+        let contents = read_bounded(&path, entry.size)?;
+        let crc32 = crc32fast::hash(&contents);
+        if (contents.len() as u64, crc32) != (entry.size, entry.crc32) {
+            return Err(changed(&path, crc32, entry.crc32));
+        }
+        Ok(Some(contents))
+    }
+
+    /// Reads every file and compares its checksum; returns the error of each file that fails.
+    pub fn verify(&self) -> Vec<CheckpointError> {
+        let failure = |(name, entry): (&String, &FileEntry)| verify_file(&self.path.join(name), entry).err();
+        self.files.iter().filter_map(failure).collect()
+    }
+}
+
+fn check_sizes(folder: &Path, files: &BTreeMap<String, FileEntry>) -> Result<(), CheckpointError> {
+    for (name, entry) in files {
+        let path = folder.join(name);
+        let (_, size) = open_file(&path)?;
+        if size != entry.size {
+            return Err(damaged(&path, format!("it has {size} bytes, {} were written", entry.size)));
+        }
+    }
+    Ok(())
+}
+
+/// Finds the tensors' parts in the files.
+fn locate(
+    folder: &Path,
+    entries: BTreeMap<String, TensorEntry>,
+) -> Result<BTreeMap<String, StoredTensor>, CheckpointError> {
+    let mut headers: BTreeMap<String, (Arc<Path>, BTreeMap<String, HeaderEntry>)> = BTreeMap::new();
+    let mut tensors = BTreeMap::new();
+    for (name, TensorEntry { dtype, shape, parts: entries }) in entries {
+        let mut parts = Vec::with_capacity(entries.len());
+        for entry in entries {
+            if !headers.contains_key(&entry.file) {
+                let path: Arc<Path> = folder.join(&entry.file).into();
+                let header = read_header(&path)?;
+                headers.insert(entry.file.clone(), (path, header));
+            }
+            let (path, header) = &headers[&entry.file];
+            let part_name = part_name(&name, &shape, &entry.extent);
+            let fits = |found: &&HeaderEntry| found.dtype == dtype && found.shape == entry.extent.shape;
+            let Some(found) = header.get(&part_name).filter(fits) else {
+                let wanted =
+                    format!("it lacks '{part_name}' of dtype {dtype} and shape {:?}", entry.extent.shape);
+                return Err(damaged(path, wanted));
+            };
+            let (file, offset) = (Arc::clone(path), found.offset);
+            parts.push(StoredPart { file, offset, extent: entry.extent, crc32: Some(entry.crc32) });
+        }
+        tensors.insert(name, StoredTensor::new(dtype, shape, parts));
+    }
+    Ok(tensors)
+}
+
+fn verify_file(path: &Path, entry: &FileEntry) -> Result<(), CheckpointError> {
+    let (file, _) = open_file(path)?;
+    let mut file = BufReader::with_capacity(1 << 20, file);
+    let mut checksum = crc32fast::Hasher::new();
+    loop {
+        let bytes = file.fill_buf().map_err(reading(path))?;
+        if bytes.is_empty() {
+            break;
+        }
+        checksum.update(bytes);
+        let len = bytes.len();
+        file.consume(len);
+    }
+    let crc32 = checksum.finalize();
+    if crc32 != entry.crc32 { Err(changed(path, crc32, entry.crc32)) } else { Ok(()) }
+}
+
+fn changed(path: &Path, found: u32, written: u32) -> CheckpointError {
+    damaged(path, format!("its checksum is {found:08x}, written as {written:08x}"))
+}

@@ -1,0 +1,311 @@
+use crate::StoredDType;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use trireme_base::{DType, Rank};
+use trireme_comm::CommError;
+use trireme_plan::{Extent, PlacementError};
+
+/// What can go wrong with checkpoints and model directories.
+#[derive(Debug, thiserror::Error)]
+pub enum CheckpointError {
+    /// A file or folder could not be read.
+    #[error("cannot read {}", path.display())]
+    Read {
+        /// What was read.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// A file or folder could not be written.
+    #[error("cannot write {}; check the free space and the permissions", path.display())]
+    Write {
+        /// What was written.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// A file or folder could not be renamed.
+    #[error("cannot rename {} to {}", from.display(), to.display())]
+    Rename {
+        /// Its old name.
+        from: PathBuf,
+        /// Its new name.
+        to: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// A folder could not be removed.
+    #[error("cannot remove {}", path.display())]
+    Remove {
+        /// The folder.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// The folder holds no checkpoint and no model.
+    #[error("{} holds {found}; expected {expected}", path.display())]
+    NothingToOpen {
+        /// The folder.
+        path: PathBuf,
+        /// What it holds instead.
+        found: &'static str,
+        /// What was looked for.
+        expected: &'static str,
+    },
+    /// A file is not what its format demands.
+    #[error("{} is damaged: {reason}; use another copy", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// A newer or unknown version of the format.
+    #[error("{} is of format version {found}; this program reads version {known}", path.display())]
+    FormatVersion {
+        /// The manifest.
+        path: PathBuf,
+        /// The version it states.
+        found: u64,
+        /// The version that can be read.
+        known: u64,
+    },
+    /// A tensor that is not stored.
+    #[error("no tensor '{name}' is stored in {}", path.display())]
+    NoSuchTensor {
+        /// The tensor.
+        name: String,
+        /// The checkpoint or model directory.
+        path: PathBuf,
+    },
+    /// Elements outside of a tensor.
+    #[error("{extent:?} is not within tensor '{name}' of shape {shape:?}")]
+    OutsideTensor {
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+        /// What was asked for.
+        extent: Extent,
+    },
+    /// A buffer that does not fit the elements.
+    #[error("{expected} bytes of tensor '{name}' do not fit a buffer of {found}")]
+    WrongLength {
+        /// The tensor.
+        name: String,
+        /// Bytes of the elements.
+        expected: usize,
+        /// Bytes of the buffer.
+        found: usize,
+    },
+    /// A dtype that cannot be read into any of the program's dtypes.
+    #[error("tensor '{name}' is stored as {dtype}, which cannot be read; convert it to F32, F16 or BF16")]
+    UnreadableDType {
+        /// The tensor.
+        name: String,
+        /// Its dtype in the file.
+        dtype: StoredDType,
+    },
+    /// Stored tensors that are not those expected; every difference is listed.
+    #[error("{} does not hold the tensors expected:{}", path.display(), list(mismatches))]
+    Mismatches {
+        /// The checkpoint or model directory.
+        path: PathBuf,
+        /// Every difference.
+        mismatches: Vec<Mismatch>,
+    },
+    /// Two stored tensors would get the same name.
+    #[error("tensors '{first}' and '{second}' both stand for '{name}'")]
+    SameName {
+        /// The common name.
+        name: String,
+        /// A stored name.
+        first: String,
+        /// Another stored name.
+        second: String,
+    },
+    /// A tensor cannot be saved under this name.
+    #[error("'{name}' cannot name a tensor in a checkpoint: {reason}")]
+    TensorName {
+        /// The name.
+        name: String,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// A file cannot be stored under this name.
+    #[error(
+        "'{name}' cannot name a file in a checkpoint; give a plain name that the checkpoint does not use"
+    )]
+    FileName {
+        /// The name.
+        name: String,
+    },
+    /// A tensor whose terms have not been summed yet.
+    #[error("tensor '{name}' is a partial value; reduce it before it is saved")]
+    NotReduced {
+        /// The tensor.
+        name: String,
+    },
+    /// A placement that does not fit the mesh.
+    #[error("a tensor cannot be saved")]
+    Placement(#[from] PlacementError),
+    /// A mesh of another size than the group.
+    #[error("a mesh of {mesh} ranks does not fit a group of {group}")]
+    MeshSize {
+        /// Ranks of the mesh.
+        mesh: usize,
+        /// Ranks of the group.
+        group: usize,
+    },
+    /// More state or parts than a manifest may describe.
+    #[error(
+        "the checkpoint's manifest would have {bytes} bytes, more than {bytes_max}; keep large state in tensors"
+    )]
+    ManifestTooLarge {
+        /// Bytes of the manifest.
+        bytes: usize,
+        /// Bytes it may have.
+        bytes_max: u64,
+    },
+    /// The folder already holds a complete checkpoint that is not older.
+    #[error(
+        "step {step} cannot be saved: {} is complete and not older; resume from it, move it away or use another folder",
+        existing.display()
+    )]
+    NotNewer {
+        /// The step to save.
+        step: u64,
+        /// The checkpoint in the way.
+        existing: PathBuf,
+    },
+    /// The ranks do not save the same thing.
+    #[error(
+        "rank {rank} does not save the same step, mesh and tensors as rank 0; save is called by all ranks together"
+    )]
+    RanksDisagree {
+        /// The first rank that differs from rank 0.
+        rank: Rank,
+    },
+    /// This rank's part of a save failed; earlier checkpoints are untouched.
+    #[error("the checkpoint of step {step} was not saved: it failed on this rank, {rank}")]
+    SaveFailedHere {
+        /// The step.
+        step: u64,
+        /// This rank.
+        rank: Rank,
+        /// What failed.
+        #[source]
+        source: Box<CheckpointError>,
+    },
+    /// Another rank's part of a save failed; earlier checkpoints are untouched.
+    #[error("the checkpoint of step {step} was not saved: it failed on rank {rank}: {reason}")]
+    SaveFailedElsewhere {
+        /// The step.
+        step: u64,
+        /// The first rank that failed.
+        rank: Rank,
+        /// What that rank says.
+        reason: String,
+    },
+    /// The ranks could not tell each other how a save went.
+    #[error("the checkpoint of step {step} was not saved: the ranks could not tell each other how it went")]
+    Exchange {
+        /// The step.
+        step: u64,
+        /// What the group says.
+        #[source]
+        source: CommError,
+    },
+    /// A folder that is not to be overwritten.
+    #[error("{} is not empty; choose another folder, or force replacing it", path.display())]
+    TargetExists {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A folder that would be replaced, but holds no model.
+    #[error("{} holds no model (no config.json), so it is not replaced; choose another folder", path.display())]
+    TargetIsNoModel {
+        /// The folder.
+        path: PathBuf,
+    },
+}
+
+/// One difference between the tensors stored and the tensors expected.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Mismatch {
+    /// Expected, but not stored.
+    Missing {
+        /// The tensor.
+        name: String,
+        /// The shape expected.
+        shape: Vec<usize>,
+    },
+    /// Stored, but not expected.
+    Extra {
+        /// The tensor.
+        name: String,
+        /// The shape stored.
+        shape: Vec<usize>,
+    },
+    /// Stored in another shape.
+    Shape {
+        /// The tensor.
+        name: String,
+        /// The shape expected.
+        expected: Vec<usize>,
+        /// The shape stored.
+        stored: Vec<usize>,
+    },
+    /// Stored in a dtype that does not read as the one expected.
+    DType {
+        /// The tensor.
+        name: String,
+        /// The dtype expected.
+        expected: DType,
+        /// The dtype stored.
+        stored: StoredDType,
+    },
+}
+
+impl fmt::Display for Mismatch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Mismatch::Missing { name, shape } => write!(f, "missing: '{name}' of shape {shape:?}"),
+            Mismatch::Extra { name, shape } => write!(f, "not expected: '{name}' of shape {shape:?}"),
+            Mismatch::Shape { name, expected, stored } => {
+                write!(f, "'{name}' has shape {stored:?}, expected {expected:?}")
+            }
+            Mismatch::DType { name, expected, stored } => {
+                write!(f, "'{name}' is stored as {stored}, which does not read as {expected}")
+            }
+        }
+    }
+}
+
+/// Lines a message lists before it counts the rest.
+const LISTED_MAX: usize = 20;
+
+fn list(mismatches: &[Mismatch]) -> String {
+    let mut text: String =
+        mismatches.iter().take(LISTED_MAX).map(|mismatch| format!("\n  {mismatch}")).collect();
+    if mismatches.len() > LISTED_MAX {
+        text += &format!("\n  and {} more", mismatches.len() - LISTED_MAX);
+    }
+    text
+}
+
+/// An error with all its sources on one line, for a rank that gets no more than text.
+pub(crate) fn with_sources(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        text += &format!(": {cause}");
+        source = cause.source();
+    }
+    text
+}

@@ -1,0 +1,218 @@
+//! Arithmetic on extents: boxes within a row-major tensor.
+
+use trireme_plan::Extent;
+
+/// Number of elements of a shape from outside, unless it is beyond counting.
+pub(crate) fn checked_num_elements(shape: &[usize]) -> Option<usize> {
+    // A zero does not hide an overflow: 0 × 2^63 × 4 is refused whatever the order of the dims.
+    let nonzero = shape.iter().filter(|&&size| size > 0).try_fold(1_usize, |n, &size| n.checked_mul(size))?;
+    Some(if shape.contains(&0) { 0 } else { nonzero })
+}
+
+/// Whether `extent` is a box within a tensor of `shape`.
+pub(crate) fn lies_within(extent: &Extent, shape: &[usize]) -> bool {
+    extent.start.len() == shape.len()
+        && extent.shape.len() == shape.len()
+        && (extent.start.iter().zip(&extent.shape).zip(shape))
+            .all(|((&start, &len), &size)| start.checked_add(len).is_some_and(|end| end <= size))
+}
+
+/// What two boxes of the same tensor share, if anything.
+pub(crate) fn intersection(a: &Extent, b: &Extent) -> Option<Extent> {
+    let mut shared = Extent { start: Vec::new(), shape: Vec::new() };
+    for dim in 0..a.start.len() {
+        let start = a.start[dim].max(b.start[dim]);
+        let end = (a.start[dim] + a.shape[dim]).min(b.start[dim] + b.shape[dim]);
+        if end <= start {
+            return None;
+        }
+        shared.start.push(start);
+        shared.shape.push(end - start);
+    }
+    Some(shared)
+}
+
+/// Cuts a box into consecutive ranges of its row-major elements, each a box of at most `elements_max`
+/// (at least 1) elements.
+pub(crate) fn split(extent: &Extent, elements_max: usize) -> Vec<Extent> {
+    let num_elements = extent.num_elements();
+    if num_elements <= elements_max {
+        return if num_elements == 0 { Vec::new() } else { vec![extent.clone()] };
+    }
+    // Only the first dim that is longer than 1 can be cut without leaving row-major order.
+    let dim = extent.shape.iter().position(|&size| size > 1).expect("more than one element in a box");
+    let indices_max = (elements_max / (num_elements / extent.shape[dim])).max(1);
+    let mut pieces = Vec::new();
+    for first in (0..extent.shape[dim]).step_by(indices_max) {
+        let mut piece = extent.clone();
+        piece.start[dim] += first;
+        piece.shape[dim] = indices_max.min(extent.shape[dim] - first);
+        pieces.extend(split(&piece, elements_max));
+    }
+    pieces
+}
+
+/// Position of the element `point` among the row-major elements of `frame`.
+pub(crate) fn position_in(frame: &Extent, point: &[usize]) -> usize {
+    (0..point.len()).fold(0, |position, dim| position * frame.shape[dim] + point[dim] - frame.start[dim])
+}
+
+/// Elements that are consecutive both where they come from and where they go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Run {
+    /// First element within the source box.
+    pub(crate) source: usize,
+    /// First element within the destination box.
+    pub(crate) destination: usize,
+    /// Number of elements.
+    pub(crate) len: usize,
+}
+
+/// The runs that copy `shared`, a box within both others, in ascending order of both positions.
+pub(crate) fn runs<'a>(
+    shared: &'a Extent,
+    source: &'a Extent,
+    destination: &'a Extent,
+) -> impl Iterator<Item = Run> + 'a {
+    let num_dims = shared.shape.len();
+    let whole = |dim: &usize| {
+        shared.shape[*dim] == source.shape[*dim] && shared.shape[*dim] == destination.shape[*dim]
+    };
+    // Dims after `inner` are whole in both boxes, so one run reaches over all of them.
+    let inner = num_dims.saturating_sub(1 + (1..num_dims).rev().take_while(whole).count());
+    let len = shared.shape[inner..].iter().product();
+    let num_runs: usize = shared.shape[..inner].iter().product();
+    let mut point = shared.start.clone();
+    (0..num_runs).map(move |index| {
+        let mut rest = index;
+        for dim in (0..inner).rev() {
+            point[dim] = shared.start[dim] + rest % shared.shape[dim];
+            rest /= shared.shape[dim];
+        }
+        Run { source: position_in(source, &point), destination: position_in(destination, &point), len }
+    })
+}
+
+/// Why `parts` do not hold each element of a tensor of `shape` exactly once; `None` if they do.
+///
+/// Cost: sorts, then compares each part with those that begin before it ends along the first dim.
+pub(crate) fn cover_problem(shape: &[usize], parts: &[&Extent]) -> Option<String> {
+    let Some(total) = checked_num_elements(shape) else {
+        return Some(format!("a shape of {shape:?} is beyond counting"));
+    };
+    if let Some(outside) = parts.iter().find(|part| !lies_within(part, shape)) {
+        return Some(format!("a part at {:?} of shape {:?} reaches outside", outside.start, outside.shape));
+    }
+    let mut sorted = parts.to_vec();
+    sorted.sort_by(|a, b| a.start.cmp(&b.start));
+    for (index, part) in sorted.iter().enumerate() {
+        let begins_before_end =
+            |other: &&&Extent| other.start.is_empty() || other.start[0] < part.start[0] + part.shape[0];
+        let overlaps = |other: &&Extent| intersection(part, other).is_some();
+        if let Some(other) = sorted[index + 1..].iter().take_while(begins_before_end).copied().find(overlaps)
+        {
+            return Some(format!("the parts at {:?} and {:?} overlap", part.start, other.start));
+        }
+    }
+    let held: usize = parts.iter().map(|part| part.num_elements()).sum();
+    (held != total).then(|| format!("its parts hold {held} of {total} elements"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn extent(start: &[usize], shape: &[usize]) -> Extent {
+        Extent { start: start.to_vec(), shape: shape.to_vec() }
+    }
+
+    /// A tensor's shape and a box within it.
+    fn boxed(sizes: Vec<(usize, usize, usize)>) -> (Vec<usize>, Extent) {
+        let shape = sizes.iter().map(|&(before, len, after)| before + len + after).collect();
+        let start = sizes.iter().map(|&(before, ..)| before).collect();
+        (shape, Extent { start, shape: sizes.iter().map(|&(_, len, _)| len).collect() })
+    }
+
+    proptest! {
+        #[test]
+        fn split_pieces_follow_each_other(sizes in prop::collection::vec((0..3_usize, 0..6_usize, 0..3_usize), 0..4),
+                                          elements_max in 1..20_usize) {
+            let (_, whole) = boxed(sizes);
+            let mut next = 0;
+            for piece in split(&whole, elements_max) {
+                prop_assert!((1..=elements_max).contains(&piece.num_elements()));
+                prop_assert_eq!(position_in(&whole, &piece.start), next);
+                next += piece.num_elements();
+            }
+            prop_assert_eq!(next, whole.num_elements());
+        }
+
+        #[test]
+        fn runs_copy_each_element_of_a_box_to_its_place(
+            sizes in prop::collection::vec((0..3_usize, 1..4_usize, 0..3_usize), 0..4),
+        ) {
+            let (shape, part) = boxed(sizes);
+            let whole = Extent::whole(&shape);
+            let mut copied = vec![usize::MAX; part.num_elements()];
+            for run in runs(&part, &whole, &part) {
+                for element in 0..run.len {
+                    copied[run.destination + element] = run.source + element;
+                }
+            }
+            let mut back = vec![usize::MAX; whole.num_elements()];
+            for run in runs(&part, &part, &whole) {
+                back[run.destination..run.destination + run.len]
+                    .copy_from_slice(&copied[run.source..run.source + run.len]);
+            }
+            prop_assert!(!copied.contains(&usize::MAX));
+            for (position, &value) in back.iter().enumerate() {
+                prop_assert!(value == position || value == usize::MAX);
+            }
+            prop_assert_eq!(back.iter().filter(|&&value| value != usize::MAX).count(), copied.len());
+        }
+    }
+
+    #[test]
+    fn runs_are_as_long_as_they_can_be() {
+        let whole = extent(&[0, 0], &[4, 3]);
+        let all: Vec<Run> = runs(&whole, &whole, &whole).collect();
+        assert_eq!(all, [Run { source: 0, destination: 0, len: 12 }]);
+        let rows = extent(&[1, 0], &[2, 3]);
+        let two: Vec<Run> = runs(&rows, &whole, &rows).collect();
+        assert_eq!(two, [Run { source: 3, destination: 0, len: 6 }]);
+        let scalar = extent(&[], &[]);
+        assert_eq!(runs(&scalar, &scalar, &scalar).count(), 1);
+    }
+
+    #[test]
+    fn cover_problems_are_found() {
+        let left = extent(&[0, 0], &[2, 1]);
+        let right = extent(&[0, 1], &[2, 2]);
+        let corner = extent(&[1, 2], &[1, 1]);
+        assert_eq!(cover_problem(&[2, 3], &[&right, &left]), None);
+        assert_eq!(cover_problem(&[], &[&extent(&[], &[])]), None);
+        assert_eq!(cover_problem(&[0], &[]), None);
+        for (parts, word) in [
+            (vec![&left], "hold 2 of 6"),
+            (vec![&left, &right, &corner], "overlap"),
+            (vec![&left, &right, &left], "overlap"),
+            (vec![&right, &extent(&[0, 2], &[1, 2])], "outside"),
+            (vec![&extent(&[0], &[6])], "outside"),
+        ] {
+            let problem = cover_problem(&[2, 3], &parts).expect("a problem");
+            assert!(problem.contains(word), "{problem}");
+        }
+        assert!(cover_problem(&[1 << 40, 1 << 40], &[]).unwrap().contains("beyond counting"));
+        assert!(cover_problem(&[], &[&extent(&[], &[]), &extent(&[], &[])]).unwrap().contains("overlap"));
+    }
+
+    #[test]
+    fn shapes_beyond_counting_are_refused() {
+        assert_eq!(checked_num_elements(&[2, 3]), Some(6));
+        assert_eq!(checked_num_elements(&[]), Some(1));
+        assert_eq!(checked_num_elements(&[5, 0]), Some(0));
+        assert_eq!(checked_num_elements(&[1 << 40, 1 << 40]), None);
+        assert!(!lies_within(&extent(&[usize::MAX], &[2]), &[4]));
+    }
+}

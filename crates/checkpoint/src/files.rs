@@ -1,0 +1,170 @@
+//! Single changes of the file system as data, and bounded reading.
+
+use crate::error::CheckpointError;
+use std::fs::{self, File};
+use std::hash::{BuildHasher, Hasher};
+use std::io::{self, Read, Write};
+use std::path::{Component, Path, PathBuf};
+
+/// A small file to store beside the tensors, such as the model's `config.json`.
+#[derive(Debug, Clone, Copy)]
+pub struct ExtraFile<'a> {
+    /// Its name, without any folder.
+    pub name: &'a str,
+    /// Its contents.
+    pub contents: &'a [u8],
+}
+
+/// Larger JSON files are refused before they are read.
+pub(crate) const JSON_BYTES_MAX: u64 = 256 << 20;
+
+/// One change of the file system. Publishing a folder is a list of these, so that tests can stop between
+/// any two of them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum FileStep {
+    /// Creates a folder and those above it.
+    CreateFolder(PathBuf),
+    /// Writes a file, replacing an older one, and waits until it is on the disk.
+    WriteFile {
+        /// The file.
+        path: PathBuf,
+        /// All it shall hold.
+        contents: Vec<u8>,
+    },
+    /// Waits until the names in a folder are on the disk.
+    SyncFolder(PathBuf),
+    /// Gives a file or folder another name in the same folder.
+    Rename {
+        /// The old name.
+        from: PathBuf,
+        /// The new name.
+        to: PathBuf,
+    },
+    /// Removes a folder with all it holds.
+    RemoveFolder(PathBuf),
+}
+
+impl FileStep {
+    /// Makes the change.
+    pub(crate) fn execute(&self) -> Result<(), CheckpointError> {
+        match self {
+            FileStep::CreateFolder(path) => fs::create_dir_all(path).map_err(writing(path)),
+            FileStep::WriteFile { path, contents } => write_synced(path, contents).map_err(writing(path)),
+            FileStep::SyncFolder(path) => {
+                File::open(path).and_then(|folder| folder.sync_all()).map_err(writing(path))
+            }
+            FileStep::Rename { from, to } => fs::rename(from, to).map_err(|source| CheckpointError::Rename {
+                from: from.clone(),
+                to: to.clone(),
+                source,
+            }),
+            FileStep::RemoveFolder(path) => fs::remove_dir_all(path)
+                .map_err(|source| CheckpointError::Remove { path: path.clone(), source }),
+        }
+    }
+}
+
+fn write_synced(path: &Path, contents: &[u8]) -> io::Result<()> {
+    let mut file = File::create(path)?;
+    file.write_all(contents)?;
+    file.sync_all()
+}
+
+/// Makes an [`io::Error`] that of writing `path`.
+pub(crate) fn writing(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    move |source| CheckpointError::Write { path: path.to_owned(), source }
+}
+
+/// Makes an [`io::Error`] that of reading `path`.
+pub(crate) fn reading(path: &Path) -> impl FnOnce(io::Error) -> CheckpointError {
+    move |source| CheckpointError::Read { path: path.to_owned(), source }
+}
+
+/// The error of a file that breaks its format.
+pub(crate) fn damaged(path: &Path, reason: impl ToString) -> CheckpointError {
+    CheckpointError::Damaged { path: path.to_owned(), reason: reason.to_string() }
+}
+
+/// Opens a regular file (not a pipe, which would block) and gives its size.
+pub(crate) fn open_file(path: &Path) -> Result<(File, u64), CheckpointError> {
+    let metadata = fs::metadata(path).map_err(reading(path))?;
+    if !metadata.is_file() {
+        return Err(damaged(path, "it is no regular file"));
+    }
+    Ok((File::open(path).map_err(reading(path))?, metadata.len()))
+}
+
+/// Reads a whole file of at most `bytes_max` bytes.
+pub(crate) fn read_bounded(path: &Path, bytes_max: u64) -> Result<Vec<u8>, CheckpointError> {
+    let (file, size) = open_file(path)?;
+    if size > bytes_max {
+        return Err(damaged(path, format!("{size} bytes are more than the {bytes_max} it may have")));
+    }
+    let mut contents = Vec::with_capacity(size as usize);
+    file.take(bytes_max).read_to_end(&mut contents).map_err(reading(path))?;
+    Ok(contents)
+}
+
+/// Whether `name` is the name of a file in a folder, and cannot lead out of it.
+pub(crate) fn is_plain_name(name: &str) -> bool {
+    let mut components = Path::new(name).components();
+    matches!((components.next(), components.next()), (Some(Component::Normal(only)), None) if only == name)
+        && !name.contains(['\\', '\0'])
+}
+
+/// The folder that holds `path`.
+pub(crate) fn parent_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// What the name of an unfinished folder ends with: no two attempts, whatever their process or host,
+/// write to the same one.
+pub(crate) fn partial_suffix() -> String {
+    let random = std::hash::RandomState::new().build_hasher().finish();
+    format!("{PARTIAL}{:08x}", random as u32)
+}
+
+/// Whether `suffix` was made by [`partial_suffix`].
+pub(crate) fn is_partial_suffix(suffix: &str) -> bool {
+    suffix.strip_prefix(PARTIAL).is_some_and(|digits| {
+        digits.len() == 8 && digits.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'))
+    })
+}
+
+const PARTIAL: &str = ".partial-";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_lead_elsewhere_are_not_plain() {
+        assert!(is_plain_name("shard-00000.safetensors"));
+        for name in ["", ".", "..", "/etc/passwd", "a/b", "../a", "a/", "./a", "a\\b", "a\0b"] {
+            assert!(!is_plain_name(name), "{name:?}");
+        }
+    }
+
+    #[test]
+    fn partial_suffixes_differ_and_are_known() {
+        assert_ne!(partial_suffix(), partial_suffix());
+        assert!(is_partial_suffix(&partial_suffix()));
+        for other in ["", ".partial-", ".partial-1234567", ".partial-1234567g", ".partial-123456789"] {
+            assert!(!is_partial_suffix(other), "{other}");
+        }
+    }
+
+    #[test]
+    fn files_that_are_too_large_or_no_files_are_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("f");
+        fs::write(&path, "12345").unwrap();
+        assert_eq!(read_bounded(&path, 5).unwrap(), b"12345");
+        assert!(matches!(read_bounded(&path, 4), Err(CheckpointError::Damaged { .. })));
+        assert!(matches!(read_bounded(folder.path(), 4), Err(CheckpointError::Damaged { .. })));
+        assert!(matches!(read_bounded(&folder.path().join("none"), 4), Err(CheckpointError::Read { .. })));
+    }
+}

@@ -1,0 +1,147 @@
+//! The folder of a run's checkpoints: `step-N` for each complete one, `latest` naming the newest, and
+//! `step-N.partial-xxxxxxxx` for what a crash left unfinished.
+
+use crate::checkpoint::Checkpoint;
+use crate::error::CheckpointError;
+use crate::files::{is_partial_suffix, reading};
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Names the newest checkpoint, for people and other programs; [`find_latest`] trusts the checkpoints
+/// themselves.
+pub(crate) const LATEST_FILE: &str = "latest";
+
+const STEP: &str = "step-";
+
+/// The name of the checkpoint of `step`.
+pub(crate) fn step_name(step: u64) -> String {
+    format!("{STEP}{step}")
+}
+
+/// What the names in a folder of checkpoints say.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct FolderNames {
+    /// Steps with a folder of their own, ascending.
+    pub(crate) steps: Vec<u64>,
+    /// Names of unfinished folders.
+    pub(crate) leftovers: Vec<String>,
+}
+
+impl FolderNames {
+    /// Reads the names in `folder`; one that does not exist is empty.
+    pub(crate) fn read(folder: &Path) -> Result<Self, CheckpointError> {
+        let entries = match fs::read_dir(folder) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(FolderNames::default()),
+            entries => entries.map_err(reading(folder))?,
+        };
+        let mut names = FolderNames::default();
+        for entry in entries {
+            // A name that is no UTF-8 is none of ours.
+            if let Ok(name) = entry.map_err(reading(folder))?.file_name().into_string() {
+                names.add(name);
+            }
+        }
+        names.steps.sort_unstable();
+        names.leftovers.sort_unstable();
+        Ok(names)
+    }
+
+    fn add(&mut self, name: String) {
+        let Some(rest) = name.strip_prefix(STEP) else { return };
+        let (digits, suffix) = rest.split_at(rest.find(|c: char| !c.is_ascii_digit()).unwrap_or(rest.len()));
+        let Ok(step) = digits.parse::<u64>() else { return };
+        // Another spelling of the number, such as 007, is not ours.
+        if step.to_string() != digits {
+            return;
+        }
+        if suffix.is_empty() {
+            self.steps.push(step);
+        } else if is_partial_suffix(suffix) {
+            self.leftovers.push(name);
+        }
+    }
+}
+
+/// The steps whose checkpoints go once `saved` is complete, if the newest `keep_latest_k` are to stay
+/// (0: all of them). The newest never goes.
+pub(crate) fn steps_to_prune(steps: &[u64], saved: u64, keep_latest_k: usize) -> Vec<u64> {
+    let mut older: Vec<u64> = steps.iter().copied().filter(|&step| step < saved).collect();
+    older.sort_unstable();
+    let num_kept = if keep_latest_k == 0 { older.len() } else { keep_latest_k - 1 };
+    older.truncate(older.len().saturating_sub(num_kept));
+    older
+}
+
+/// The steps of the checkpoints in `folder` with their paths, oldest first. They are not opened.
+///
+/// # Errors
+/// If the folder cannot be read; one that does not exist is empty.
+pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, CheckpointError> {
+    let steps = FolderNames::read(folder)?.steps;
+    Ok(steps.into_iter().map(|step| (step, folder.join(step_name(step)))).collect())
+}
+
+/// What [`find_latest`] found.
+#[derive(Debug)]
+pub struct LatestCheckpoint {
+    /// The newest checkpoint that opens.
+    pub checkpoint: Option<Checkpoint>,
+    /// Newer ones that do not, newest first; tell the user.
+    pub skipped: Vec<SkippedCheckpoint>,
+}
+
+/// A checkpoint that does not open.
+#[derive(Debug)]
+pub struct SkippedCheckpoint {
+    /// Its folder.
+    pub path: PathBuf,
+    /// Why not.
+    pub reason: CheckpointError,
+}
+
+/// The newest checkpoint in `folder` that opens (see [`Checkpoint::open`]), and why newer ones do not.
+///
+/// # Errors
+/// If the folder cannot be read; one that does not exist is empty.
+pub fn find_latest(folder: &Path) -> Result<LatestCheckpoint, CheckpointError> {
+    let mut skipped = Vec::new();
+    for (_, path) in list_checkpoints(folder)?.into_iter().rev() {
+        match Checkpoint::open(&path) {
+            Ok(checkpoint) => return Ok(LatestCheckpoint { checkpoint: Some(checkpoint), skipped }),
+            Err(reason) => skipped.push(SkippedCheckpoint { path, reason }),
+        }
+    }
+    Ok(LatestCheckpoint { checkpoint: None, skipped })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_our_own_names_count() {
+        let mut names = FolderNames::default();
+        for name in
+            ["step-3", "step-20", "step-007", "step-", "step--1", "step-99999999999999999999", "latest"]
+        {
+            names.add(name.into());
+        }
+        for name in ["step-5.partial-0123abcd", "step-5.partial", "step-5.partial-mine", "step-5.bak", "old"]
+        {
+            names.add(name.into());
+        }
+        let leftovers = vec!["step-5.partial-0123abcd".to_owned()];
+        assert_eq!(names, FolderNames { steps: vec![3, 20], leftovers });
+    }
+
+    #[test]
+    fn pruning_keeps_the_newest() {
+        let steps = [10, 20, 30, 40];
+        assert_eq!(steps_to_prune(&steps, 40, 0), [0; 0]);
+        assert_eq!(steps_to_prune(&steps, 40, 1), [10, 20, 30]);
+        assert_eq!(steps_to_prune(&steps, 40, 3), [10]);
+        assert_eq!(steps_to_prune(&steps, 40, 9), [0; 0]);
+        assert_eq!(steps_to_prune(&[], 40, 1), [0; 0]);
+    }
+}

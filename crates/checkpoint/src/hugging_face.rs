@@ -1,0 +1,142 @@
+//! Reading a Hugging Face model directory.
+
+use crate::CONFIG_FILE;
+use crate::error::CheckpointError;
+use crate::files::{JSON_BYTES_MAX, damaged, is_plain_name, read_bounded, reading};
+use crate::safetensors_file::read_header;
+use crate::stored::{StoredPart, StoredTensor, StoredTensors};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trireme_plan::Extent;
+
+/// The file of a model that fits one.
+pub(crate) const MODEL_FILE: &str = "model.safetensors";
+
+/// The file that says which shard holds which tensor.
+pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
+
+/// Files of a model directory that describe the model or its tokenizer and travel with the weights.
+pub(crate) const MODEL_FILES: [&str; 7] = [
+    CONFIG_FILE,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "vocab.json",
+    "merges.txt",
+];
+
+/// The index of a model in several files.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ShardIndex {
+    #[serde(default)]
+    pub(crate) metadata: serde_json::Value,
+    /// Each tensor's file.
+    pub(crate) weight_map: BTreeMap<String, String>,
+}
+
+/// An open model directory: `config.json`, and `model.safetensors` or shards with
+/// `model.safetensors.index.json`. The headers have been read and checked, the tensors have not.
+#[derive(Debug, Clone)]
+pub struct HuggingFaceDirectory {
+    path: PathBuf,
+    tensors: StoredTensors,
+}
+
+impl HuggingFaceDirectory {
+    /// Opens the model in `folder`. Where both a single file and an index are there, the single file
+    /// counts, as in transformers.
+    ///
+    /// # Errors
+    /// No safetensors files, damaged ones, shards that do not hold what the index says.
+    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+        let tensors = if folder.join(MODEL_FILE).is_file() {
+            let mut tensors = BTreeMap::new();
+            add_file(&folder.join(MODEL_FILE), &mut tensors)?;
+            tensors
+        } else if folder.join(INDEX_FILE).is_file() {
+            read_shards(folder)?
+        } else {
+            fs::metadata(folder).map_err(reading(folder))?;
+            return Err(nothing_to_open(folder));
+        };
+        Ok(HuggingFaceDirectory { path: folder.to_owned(), tensors: StoredTensors::new(folder, tensors) })
+    }
+
+    /// Its folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The tensors, under the names in the files.
+    pub fn tensors(&self) -> &StoredTensors {
+        &self.tensors
+    }
+
+    /// The contents of a small file of the directory, such as `config.json`; `None` if there is none of
+    /// that name.
+    ///
+    /// # Errors
+    /// If it cannot be read.
+    pub fn read_file(&self, name: &str) -> Result<Option<Vec<u8>>, CheckpointError> {
+        let path = self.path.join(name);
+        if !is_plain_name(name) || !path.exists() {
+            return Ok(None);
+        }
+        read_bounded(&path, JSON_BYTES_MAX).map(Some)
+    }
+}
+
+fn nothing_to_open(folder: &Path) -> CheckpointError {
+    let pickled = ["pytorch_model.bin", "pytorch_model.bin.index.json"];
+    let (found, expected) = if pickled.iter().any(|name| folder.join(name).exists()) {
+        (
+            "PyTorch pickle files",
+            "safetensors files (in Python: AutoModel.from_pretrained(folder).save_pretrained(folder))",
+        )
+    } else {
+        ("no model", "model.safetensors or model.safetensors.index.json")
+    };
+    CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected }
+}
+
+fn read_shards(folder: &Path) -> Result<BTreeMap<String, StoredTensor>, CheckpointError> {
+    let path = folder.join(INDEX_FILE);
+    let index: ShardIndex = serde_json::from_slice(&read_bounded(&path, JSON_BYTES_MAX)?)
+        .map_err(|error| damaged(&path, format!("it is invalid: {error}")))?;
+    let files: BTreeSet<&String> = index.weight_map.values().collect();
+    let mut tensors = BTreeMap::new();
+    for file in files {
+        if !is_plain_name(file) {
+            return Err(damaged(&path, format!("it lists a file outside of its folder, '{file}'")));
+        }
+        add_file(&folder.join(file), &mut tensors)?;
+    }
+    for (name, file) in &index.weight_map {
+        if !tensors.get(name).is_some_and(|tensor| tensor.lies_in(&folder.join(file))) {
+            return Err(damaged(
+                &folder.join(file),
+                format!("it lacks '{name}', which the index says it holds"),
+            ));
+        }
+    }
+    Ok(tensors)
+}
+
+/// Adds the tensors of one file.
+fn add_file(path: &Path, tensors: &mut BTreeMap<String, StoredTensor>) -> Result<(), CheckpointError> {
+    let file: Arc<Path> = path.into();
+    for (name, entry) in read_header(path)? {
+        let (file, extent) = (Arc::clone(&file), Extent::whole(&entry.shape));
+        let part = StoredPart { file, offset: entry.offset, extent, crc32: None };
+        let tensor = StoredTensor::new(entry.dtype, entry.shape, vec![part]);
+        if tensors.contains_key(&name) {
+            return Err(damaged(path, format!("it holds '{name}' again, which an earlier file holds")));
+        }
+        tensors.insert(name, tensor);
+    }
+    Ok(())
+}

@@ -1,0 +1,219 @@
+//! `checkpoint.json`: which part of which tensor lies in which file, with a checksum of everything.
+
+use crate::StoredDType;
+use crate::error::CheckpointError;
+use crate::extent::cover_problem;
+use crate::files::{damaged, is_plain_name};
+use crate::safetensors_file::read_as;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::path::Path;
+use trireme_plan::Extent;
+
+/// The manifest's name in a checkpoint's folder.
+pub(crate) const MANIFEST_FILE: &str = "checkpoint.json";
+
+const FORMAT: &str = "trireme-checkpoint";
+const FORMAT_VERSION: u64 = 1;
+
+/// All that is known of a checkpoint without reading its tensors.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Manifest {
+    format: String,
+    format_version: u64,
+    /// The optimizer step after which it was written.
+    pub(crate) step: u64,
+    /// What the caller of save wants back.
+    pub(crate) state: serde_json::Value,
+    pub(crate) tensors: BTreeMap<String, TensorEntry>,
+    /// Every other file of the folder.
+    pub(crate) files: BTreeMap<String, FileEntry>,
+}
+
+/// A tensor and where its parts are.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct TensorEntry {
+    pub(crate) dtype: StoredDType,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) parts: Vec<PartEntry>,
+}
+
+/// A box of a tensor in a file.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct PartEntry {
+    pub(crate) file: String,
+    pub(crate) extent: Extent,
+    /// CRC-32 of the part's bytes.
+    pub(crate) crc32: u32,
+}
+
+/// A file's size in bytes and the CRC-32 of all of it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct FileEntry {
+    pub(crate) size: u64,
+    pub(crate) crc32: u32,
+}
+
+/// What every version of the format begins with.
+#[derive(Deserialize)]
+struct Head {
+    format: String,
+    format_version: u64,
+}
+
+impl Manifest {
+    pub(crate) fn new(
+        step: u64,
+        state: serde_json::Value,
+        tensors: BTreeMap<String, TensorEntry>,
+        files: BTreeMap<String, FileEntry>,
+    ) -> Self {
+        Manifest { format: FORMAT.to_owned(), format_version: FORMAT_VERSION, step, state, tensors, files }
+    }
+
+    /// The manifest's text, which ends with its own checksum.
+    pub(crate) fn to_text(&self) -> String {
+        seal(&serde_json::to_string(self).expect("a manifest is JSON"))
+    }
+
+    /// Reads a text of unknown origin; `path` is where it comes from.
+    pub(crate) fn from_text(text: &[u8], path: &Path) -> Result<Self, CheckpointError> {
+        let invalid = |error: serde_json::Error| damaged(path, format!("it is invalid: {error}"));
+        let json = unseal(text).ok_or_else(|| damaged(path, "its checksum does not match"))?;
+        let head: Head = serde_json::from_str(&json).map_err(invalid)?;
+        if head.format != FORMAT {
+            return Err(damaged(path, format!("it is of format '{}'", head.format)));
+        }
+        if head.format_version != FORMAT_VERSION {
+            let (path, found) = (path.to_owned(), head.format_version);
+            return Err(CheckpointError::FormatVersion { path, found, known: FORMAT_VERSION });
+        }
+        let manifest: Manifest = serde_json::from_str(&json).map_err(invalid)?;
+        manifest.check().map_err(|reason| damaged(path, reason))?;
+        Ok(manifest)
+    }
+
+    fn check(&self) -> Result<(), String> {
+        if let Some(name) = self.files.keys().find(|name| !is_plain_name(name)) {
+            return Err(format!("it lists a file outside of its folder, '{name}'"));
+        }
+        for (name, tensor) in &self.tensors {
+            if read_as(tensor.dtype).is_none() {
+                return Err(format!("tensor '{name}' is of dtype {}, which cannot be read", tensor.dtype));
+            }
+            let extents: Vec<&Extent> = tensor.parts.iter().map(|part| &part.extent).collect();
+            if let Some(problem) = cover_problem(&tensor.shape, &extents) {
+                return Err(format!("tensor '{name}': {problem}"));
+            }
+            if let Some(part) = tensor.parts.iter().find(|part| !self.files.contains_key(&part.file)) {
+                return Err(format!("tensor '{name}' has a part in '{}', which is not listed", part.file));
+            }
+        }
+        Ok(())
+    }
+}
+
+const SEAL_START: &str = ",\"crc32\":";
+const SEAL_END: &str = "}\n";
+
+/// Adds to a JSON object's text, as its last member, the CRC-32 of all before that member.
+fn seal(json: &str) -> String {
+    let body = json.strip_suffix('}').expect("an object");
+    format!("{body}{SEAL_START}{}{SEAL_END}", crc32fast::hash(body.as_bytes()))
+}
+
+/// The text that was sealed, unless a bit of it has changed since.
+fn unseal(text: &[u8]) -> Option<String> {
+    let text = std::str::from_utf8(text).ok()?;
+    let (body, crc32) = text.strip_suffix(SEAL_END)?.rsplit_once(SEAL_START)?;
+    (crc32fast::hash(body.as_bytes()).to_string() == crc32).then(|| format!("{body}}}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn example() -> Manifest {
+        let part = |start: usize, shape: usize| PartEntry {
+            file: "shard-00000.safetensors".into(),
+            extent: Extent { start: vec![start], shape: vec![shape] },
+            crc32: 7,
+        };
+        let tensor =
+            TensorEntry { dtype: StoredDType::F32, shape: vec![5], parts: vec![part(0, 3), part(3, 2)] };
+        Manifest::new(
+            12,
+            serde_json::json!({"tokens": 3}),
+            BTreeMap::from([("w".to_owned(), tensor)]),
+            BTreeMap::from([("shard-00000.safetensors".to_owned(), FileEntry { size: 20, crc32: 1 })]),
+        )
+    }
+
+    fn read(manifest: &Manifest) -> Result<Manifest, CheckpointError> {
+        Manifest::from_text(manifest.to_text().as_bytes(), Path::new("checkpoint.json"))
+    }
+
+    fn refusal(change: impl FnOnce(&mut Manifest)) -> String {
+        let mut manifest = example();
+        change(&mut manifest);
+        read(&manifest).expect_err("the manifest is refused").to_string()
+    }
+
+    #[test]
+    fn a_manifest_reads_as_it_was_written() {
+        assert_eq!(read(&example()).unwrap(), example());
+        let text = example().to_text();
+        let json: serde_json::Value = serde_json::from_str(&text).expect("the sealed text is JSON");
+        assert_eq!(json["step"], 12);
+    }
+
+    #[test]
+    fn every_flipped_bit_and_every_cut_is_refused() {
+        let text = example().to_text().into_bytes();
+        for position in 0..text.len() {
+            for bit in 0..8 {
+                let mut flipped = text.clone();
+                flipped[position] ^= 1 << bit;
+                let read = Manifest::from_text(&flipped, Path::new("checkpoint.json"));
+                assert!(read.is_err(), "bit {bit} of byte {position}");
+            }
+            assert!(Manifest::from_text(&text[..position], Path::new("checkpoint.json")).is_err());
+        }
+    }
+
+    #[test]
+    fn manifests_that_contradict_themselves_are_refused() {
+        let tensor = |manifest: &mut Manifest| manifest.tensors.remove("w").unwrap();
+        let put = |manifest: &mut Manifest, tensor| manifest.tensors.insert("w".into(), tensor);
+        assert!(refusal(|manifest| manifest.format = "other".into()).contains("other"));
+        assert!(refusal(|manifest| manifest.format_version = 2).contains("version 2"));
+        for name in ["../w", "/w", "a/b", ""] {
+            let refused = refusal(|manifest| {
+                manifest.files.insert(name.into(), FileEntry { size: 0, crc32: 0 });
+            });
+            assert!(refused.contains("outside"), "{refused}");
+        }
+        let refused = refusal(|manifest| {
+            let mut without_end = tensor(manifest);
+            without_end.parts.pop();
+            put(manifest, without_end);
+        });
+        assert!(refused.contains("hold 3 of 5"), "{refused}");
+        let refused = refusal(|manifest| {
+            let mut unlisted = tensor(manifest);
+            unlisted.parts[1].file = "shard-00001.safetensors".into();
+            put(manifest, unlisted);
+        });
+        assert!(refused.contains("not listed"), "{refused}");
+        let refused = refusal(|manifest| {
+            let mut unreadable = tensor(manifest);
+            unreadable.dtype = StoredDType::C64;
+            put(manifest, unreadable);
+        });
+        assert!(refused.contains("C64"), "{refused}");
+    }
+}

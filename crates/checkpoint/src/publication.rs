@@ -1,0 +1,177 @@
+//! What rank 0 changes in a folder of checkpoints, as lists of single changes. They are decided before any
+//! is made, so that a test can stop after each one, as a crash would.
+
+use crate::files::{ExtraFile, FileStep, parent_of, partial_suffix};
+use crate::folder::{LATEST_FILE, step_name};
+use crate::manifest::MANIFEST_FILE;
+use std::path::Path;
+
+/// What rank 0 changes before the ranks write.
+pub(crate) fn begin_steps(folder: &Path, partial_name: &str, leftovers: &[String]) -> Vec<FileStep> {
+    let mut steps =
+        vec![FileStep::CreateFolder(folder.to_owned()), FileStep::SyncFolder(parent_of(folder).to_owned())];
+    steps.extend(leftovers.iter().map(|name| FileStep::RemoveFolder(folder.join(name))));
+    steps.push(FileStep::CreateFolder(folder.join(partial_name)));
+    steps
+}
+
+/// What rank 0 changes after the ranks have written.
+pub(crate) struct Publication<'a> {
+    pub(crate) folder: &'a Path,
+    pub(crate) partial_name: &'a str,
+    pub(crate) step: u64,
+    pub(crate) files: &'a [ExtraFile<'a>],
+    pub(crate) manifest: String,
+    /// Whether a damaged checkpoint of the same step is in the way.
+    pub(crate) damaged_exists: bool,
+    /// Steps of the checkpoints to remove.
+    pub(crate) pruned: Vec<u64>,
+}
+
+impl Publication<'_> {
+    /// The changes, in order. Up to the renaming to `step-N` all is as before; after it the checkpoint is
+    /// complete.
+    pub(crate) fn steps(&self) -> Vec<FileStep> {
+        let partial = self.folder.join(self.partial_name);
+        let published = self.folder.join(step_name(self.step));
+        let sync_folder = || FileStep::SyncFolder(self.folder.to_owned());
+        let mut steps: Vec<FileStep> = (self.files.iter())
+            .map(|file| FileStep::WriteFile {
+                path: partial.join(file.name),
+                contents: file.contents.to_vec(),
+            })
+            .collect();
+        let contents = self.manifest.clone().into_bytes();
+        steps.push(FileStep::WriteFile { path: partial.join(MANIFEST_FILE), contents });
+        steps.push(FileStep::SyncFolder(partial.clone()));
+        if self.damaged_exists {
+            steps.extend(self.removal(self.step));
+        }
+        steps.extend([FileStep::Rename { from: partial, to: published }, sync_folder()]);
+        steps.extend(self.mark());
+        steps.push(sync_folder());
+        steps.extend(self.pruned.iter().flat_map(|&step| self.removal(step)));
+        steps
+    }
+
+    /// Names the new checkpoint as the latest.
+    fn mark(&self) -> [FileStep; 2] {
+        let (to, from) = (self.folder.join(LATEST_FILE), self.folder.join(format!("{LATEST_FILE}.partial")));
+        let contents = format!("{}\n", step_name(self.step)).into_bytes();
+        [FileStep::WriteFile { path: from.clone(), contents }, FileStep::Rename { from, to }]
+    }
+
+    /// Makes a checkpoint an unfinished one, then removes it: half of it never looks like a whole one.
+    fn removal(&self, step: u64) -> [FileStep; 2] {
+        let aside = self.folder.join(step_name(step) + &partial_suffix());
+        let from = self.folder.join(step_name(step));
+        [FileStep::Rename { from, to: aside.clone() }, FileStep::RemoveFolder(aside)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::folder::{FolderNames, find_latest};
+    use crate::{LocalTensor, Snapshot, save};
+    use std::fs;
+    use trireme_base::DType;
+    use trireme_plan::{Mesh, TensorPlacement};
+
+    fn save_alone(folder: &Path, step: u64, keep_latest_k: usize) {
+        let mesh = Mesh::data_parallel(1);
+        let tensors = [LocalTensor {
+            placement: TensorPlacement::replicated("w", &[4], DType::U8, &mesh),
+            bytes: &[step as u8; 4],
+        }];
+        let state = serde_json::json!({ "step": step });
+        let files = [ExtraFile { name: "config.toml", contents: b"seed = 1" }];
+        let snapshot = Snapshot { step, mesh: &mesh, tensors: &tensors, state: &state, files: &files };
+        save(&trireme_comm::single(), folder, &snapshot, keep_latest_k).unwrap();
+    }
+
+    /// All that happens to `folder` when step 30 is saved, given a finished `model` of that checkpoint.
+    /// The copying of the shard stands for what the ranks write.
+    fn all_steps(folder: &Path, model: &Path) -> Vec<FileStep> {
+        let partial_name = "step-30.partial-0000abcd";
+        let read = |name: &str| fs::read(model.join(name)).unwrap();
+        let mut steps = begin_steps(folder, partial_name, &["step-7.partial-00000007".to_owned()]);
+        let shard = "shard-00000.safetensors";
+        let path = folder.join(partial_name).join(shard);
+        steps.push(FileStep::WriteFile { path, contents: read(shard) });
+        let publication = Publication {
+            folder,
+            partial_name,
+            step: 30,
+            files: &[ExtraFile { name: "config.toml", contents: &read("config.toml") }],
+            manifest: String::from_utf8(read(MANIFEST_FILE)).unwrap(),
+            damaged_exists: true,
+            pruned: vec![10],
+        };
+        steps.extend(publication.steps());
+        steps
+    }
+
+    /// A folder with complete steps 10 and 20, an unfinished 7 and a damaged 30.
+    fn folder_before() -> tempfile::TempDir {
+        let folder = tempfile::tempdir().unwrap();
+        save_alone(folder.path(), 10, 0);
+        save_alone(folder.path(), 20, 0);
+        fs::create_dir(folder.path().join("step-7.partial-00000007")).unwrap();
+        fs::create_dir(folder.path().join("step-30")).unwrap();
+        folder
+    }
+
+    #[test]
+    fn a_crash_after_any_change_leaves_the_last_complete_checkpoint() {
+        let model = tempfile::tempdir().unwrap();
+        save_alone(model.path(), 30, 0);
+        let num_steps = all_steps(model.path(), &model.path().join("step-30")).len();
+        let mut found = Vec::new();
+        for num_done in 0..=num_steps {
+            let folder = folder_before();
+            let steps = all_steps(folder.path(), &model.path().join("step-30"));
+            for step in &steps[..num_done] {
+                step.execute().unwrap();
+            }
+            let latest = find_latest(folder.path()).unwrap().checkpoint.expect("a checkpoint");
+            let is_published = folder.path().join("step-30/shard-00000.safetensors").exists();
+            assert_eq!(latest.step(), if is_published { 30 } else { 20 }, "after {num_done} changes");
+            assert!(latest.verify().is_empty());
+            assert_eq!(latest.state()["step"], latest.step());
+            found.push(latest.step());
+
+            // The next save is not disturbed, and removes what was left.
+            save_alone(folder.path(), 40, 2);
+            let names = FolderNames::read(folder.path()).unwrap();
+            assert_eq!(names.leftovers, [""; 0], "after {num_done} changes");
+            assert_eq!(names.steps.last(), Some(&40));
+            assert_eq!(fs::read_to_string(folder.path().join(LATEST_FILE)).unwrap(), "step-40\n");
+        }
+        assert_eq!((found.first(), found.last()), (Some(&20), Some(&30)));
+        assert!(found.is_sorted(), "{found:?}");
+    }
+
+    #[test]
+    fn a_save_keeps_as_many_checkpoints_as_asked() {
+        let folder = tempfile::tempdir().unwrap();
+        let saved = [(1, 0), (2, 0), (3, 0), (4, 2), (5, 0)];
+        let kept = saved.map(|(step, keep_latest_k)| {
+            save_alone(folder.path(), step, keep_latest_k);
+            FolderNames::read(folder.path()).unwrap().steps
+        });
+        assert_eq!(kept[2..], [vec![1, 2, 3], vec![3, 4], vec![3, 4, 5]]);
+    }
+
+    #[test]
+    fn a_publication_marks_the_newest_and_removes_the_old() {
+        let model = tempfile::tempdir().unwrap();
+        save_alone(model.path(), 30, 0);
+        let folder = folder_before();
+        for step in all_steps(folder.path(), &model.path().join("step-30")) {
+            step.execute().unwrap();
+        }
+        assert_eq!(fs::read_to_string(folder.path().join(LATEST_FILE)).unwrap(), "step-30\n");
+        assert_eq!(FolderNames::read(folder.path()).unwrap().steps, [20, 30]);
+    }
+}

@@ -1,0 +1,283 @@
+//! Saving: every rank writes its share into an unfinished folder, then rank 0 publishes it.
+
+use crate::checkpoint::Checkpoint;
+use crate::error::{CheckpointError, with_sources};
+use crate::extent::position_in;
+use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix};
+use crate::folder::{FolderNames, step_name, steps_to_prune};
+use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
+use crate::publication::{Publication, begin_steps};
+use crate::safetensors_file::{SafetensorsWriter, stored};
+use crate::save_plan::{PART_BYTES_MAX, WritePart, part_name, plan_save};
+use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use trireme_base::Rank;
+use trireme_comm::Group;
+use trireme_plan::{Mesh, TensorPlacement};
+
+/// A tensor of the job and what this rank holds of it.
+#[derive(Debug, Clone)]
+pub struct LocalTensor<'a> {
+    /// The whole tensor and how it lies on the mesh.
+    pub placement: TensorPlacement,
+    /// The elements of this rank's extent, row-major; empty if the rank holds none.
+    pub bytes: &'a [u8],
+}
+
+/// What a checkpoint shall hold, as one rank sees it. All ranks give the same step, mesh and placements;
+/// state and files are those of rank 0.
+#[derive(Debug, Clone, Copy)]
+pub struct Snapshot<'a> {
+    /// Optimizer steps done.
+    pub step: u64,
+    /// The ranks.
+    pub mesh: &'a Mesh,
+    /// Every tensor of the job: weights under their Hugging Face names, optimizer state under names that
+    /// begin with [`crate::OPTIMIZER_PREFIX`].
+    pub tensors: &'a [LocalTensor<'a>],
+    /// Whatever else is needed to go on: sampler position, random state, metrics. Numbers that must come
+    /// back bit by bit belong here as integers.
+    pub state: &'a serde_json::Value,
+    /// Small files to keep beside the tensors: the run's `config.toml`, the model's `config.json`, its
+    /// `tokenizer.json`.
+    pub files: &'a [ExtraFile<'a>],
+}
+
+/// Writes a checkpoint to `folder/step-N` and returns that path. Called by all ranks of `group` together;
+/// they share `folder`. Afterwards only the newest `keep_latest_k` checkpoints stay (0: all of them).
+///
+/// Each rank writes its parts of [`plan_save`] to one safetensors file in `step-N.partial-xxxxxxxx` and
+/// syncs it; rank 0 adds the other files and the manifest, syncs the folder, renames it to `step-N` and
+/// names it in `latest`. A crash at any moment leaves the checkpoints that were complete; unfinished
+/// folders are removed by the next save, so a folder of checkpoints belongs to one run.
+///
+/// Cost: every byte of the state is written once, by one rank; three exchanges of small messages.
+///
+/// # Errors
+/// If it fails on one rank it fails on all, each with the rank and the reason, and the unfinished folder is
+/// removed. A complete checkpoint is never overwritten: the step must be newer than all in `folder`.
+pub fn save(
+    group: &Group,
+    folder: &Path,
+    snapshot: &Snapshot<'_>,
+    keep_latest_k: usize,
+) -> Result<PathBuf, CheckpointError> {
+    let saving = Saving { group, folder, snapshot };
+    if group.rank() != Rank::ROOT {
+        return saving.run(None, keep_latest_k);
+    }
+    let partial_name = step_name(snapshot.step) + &partial_suffix();
+    let result = saving.run(Some(&partial_name), keep_latest_k);
+    if result.is_err() {
+        // Best effort: the error to report is the first one, and the next save tries again.
+        let _ = fs::remove_dir_all(folder.join(&partial_name));
+    }
+    result
+}
+
+struct Saving<'a> {
+    group: &'a Group,
+    folder: &'a Path,
+    snapshot: &'a Snapshot<'a>,
+}
+
+/// What each rank says before anything is written.
+#[derive(Serialize, Deserialize)]
+struct Opening {
+    /// Of all that the ranks must agree on.
+    fingerprint: u32,
+    /// The unfinished folder's name, from rank 0.
+    partial_name: Option<String>,
+}
+
+/// What each rank says of the file it wrote.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+struct Shard {
+    file: FileEntry,
+    /// Of each part, in the plan's order.
+    part_crc32s: Vec<u32>,
+}
+
+impl Saving<'_> {
+    /// The whole save on one rank; `partial_name` is rank 0's.
+    fn run(&self, partial_name: Option<&str>, keep_latest_k: usize) -> Result<PathBuf, CheckpointError> {
+        let opened = self.plan().and_then(|plan| {
+            partial_name.map_or(Ok(()), |name| self.begin(name))?;
+            Ok(plan)
+        });
+        let fingerprint = self.fingerprint();
+        let (plan, openings) =
+            self.agree(opened, |_| Opening { fingerprint, partial_name: partial_name.map(str::to_owned) })?;
+        if let Some(rank) = openings.iter().position(|opening| opening.fingerprint != openings[0].fingerprint)
+        {
+            return Err(CheckpointError::RanksDisagree { rank: Rank(rank) });
+        }
+        let agreed_name = openings[0].partial_name.as_deref().expect("rank 0 names the folder");
+        let written = self.write_shard(&self.folder.join(agreed_name), &plan[self.group.rank().0]);
+        let (_, shards) = self.agree(written, Option::clone)?;
+        let published = partial_name.map_or(Ok(()), |name| self.publish(name, &plan, &shards, keep_latest_k));
+        self.agree(published, |()| ())?;
+        Ok(self.folder.join(step_name(self.snapshot.step)))
+    }
+
+    /// Tells every rank how it went on every other: either all go on, each with what all have to say, or
+    /// all return an error.
+    fn agree<T, M: Serialize + DeserializeOwned>(
+        &self,
+        outcome: Result<T, CheckpointError>,
+        message: impl Fn(&T) -> M,
+    ) -> Result<(T, Vec<M>), CheckpointError> {
+        let step = self.snapshot.step;
+        let mine: Result<M, String> = outcome.as_ref().map(message).map_err(|error| with_sources(error));
+        let mine = serde_json::to_vec(&mine).expect("messages are JSON");
+        let gathered = self.group.all_gather_bytes(&mine);
+        let value = outcome.map_err(|error| {
+            let (rank, source) = (self.group.rank(), Box::new(error));
+            CheckpointError::SaveFailedHere { step, rank, source }
+        })?;
+        let gathered = gathered.map_err(|source| CheckpointError::Exchange { step, source })?;
+        let messages = gathered.iter().enumerate().map(|(rank, bytes)| {
+            let unreadable = |error| Err(format!("what it says cannot be read: {error}"));
+            let theirs: Result<M, String> = serde_json::from_slice(bytes).unwrap_or_else(unreadable);
+            theirs.map_err(|reason| CheckpointError::SaveFailedElsewhere { step, rank: Rank(rank), reason })
+        });
+        Ok((value, messages.collect::<Result<_, _>>()?))
+    }
+
+    fn fingerprint(&self) -> u32 {
+        let mut checksum = crc32fast::Hasher::new();
+        checksum.update(format!("{} {:?}", self.snapshot.step, self.snapshot.mesh).as_bytes());
+        for tensor in self.snapshot.tensors {
+            checksum.update(format!("{:?}", tensor.placement).as_bytes());
+        }
+        checksum.finalize()
+    }
+
+    /// Checks what this rank was given, and decides who writes what.
+    fn plan(&self) -> Result<Vec<Vec<WritePart>>, CheckpointError> {
+        let Snapshot { mesh, tensors, files, .. } = *self.snapshot;
+        if mesh.num_ranks() != self.group.world_size() {
+            let group = self.group.world_size();
+            return Err(CheckpointError::MeshSize { mesh: mesh.num_ranks(), group });
+        }
+        for (index, file) in files.iter().enumerate() {
+            let repeated = files[..index].iter().any(|earlier| earlier.name == file.name);
+            if !is_plain_name(file.name) || is_own_file(file.name) || repeated {
+                return Err(CheckpointError::FileName { name: file.name.to_owned() });
+            }
+        }
+        for LocalTensor { placement, bytes } in tensors {
+            let extent = placement.extent(mesh, self.group.rank())?;
+            let expected = extent.num_elements() * placement.dtype.size();
+            if bytes.len() != expected {
+                let (name, found) = (placement.name.clone(), bytes.len());
+                return Err(CheckpointError::WrongLength { name, expected, found });
+            }
+        }
+        let placements: Vec<TensorPlacement> =
+            tensors.iter().map(|tensor| tensor.placement.clone()).collect();
+        plan_save(&placements, mesh, PART_BYTES_MAX)
+    }
+
+    /// Rank 0: makes sure nothing complete is in the way, and creates the unfinished folder.
+    fn begin(&self, partial_name: &str) -> Result<(), CheckpointError> {
+        let names = FolderNames::read(self.folder)?;
+        let step = self.snapshot.step;
+        for &other in names.steps.iter().filter(|&&other| other >= step) {
+            let existing = self.folder.join(step_name(other));
+            if Checkpoint::open(&existing).is_ok() {
+                return Err(CheckpointError::NotNewer { step, existing });
+            }
+        }
+        begin_steps(self.folder, partial_name, &names.leftovers).iter().try_for_each(FileStep::execute)
+    }
+
+    /// Writes and syncs this rank's file, unless it has nothing to write.
+    fn write_shard(&self, partial: &Path, parts: &[WritePart]) -> Result<Option<Shard>, CheckpointError> {
+        if parts.is_empty() {
+            return Ok(None);
+        }
+        let rank = self.group.rank();
+        let described = parts.iter().map(|part| {
+            let TensorPlacement { name, shape, dtype, .. } = &self.snapshot.tensors[part.tensor].placement;
+            (part_name(name, shape, &part.extent), *dtype, part.extent.shape.as_slice())
+        });
+        let mut writer = SafetensorsWriter::create(&partial.join(shard_name(rank.0)), described)?;
+        let mut part_crc32s = Vec::with_capacity(parts.len());
+        for part in parts {
+            let LocalTensor { placement, bytes } = &self.snapshot.tensors[part.tensor];
+            let held = placement.extent(self.snapshot.mesh, rank)?;
+            let first = position_in(&held, &part.extent.start) * placement.dtype.size();
+            let len = part.extent.num_elements() * placement.dtype.size();
+            part_crc32s.push(writer.write(&bytes[first..first + len])?);
+        }
+        Ok(Some(Shard { file: writer.finish()?, part_crc32s }))
+    }
+
+    /// Rank 0: completes the folder and gives it its name, then removes what is too old.
+    fn publish(
+        &self,
+        partial_name: &str,
+        plan: &[Vec<WritePart>],
+        shards: &[Option<Shard>],
+        keep_latest_k: usize,
+    ) -> Result<(), CheckpointError> {
+        let manifest = self.manifest(plan, shards).to_text();
+        if manifest.len() as u64 > JSON_BYTES_MAX {
+            return Err(CheckpointError::ManifestTooLarge {
+                bytes: manifest.len(),
+                bytes_max: JSON_BYTES_MAX,
+            });
+        }
+        let names = FolderNames::read(self.folder)?;
+        let step = self.snapshot.step;
+        let publication = Publication {
+            folder: self.folder,
+            partial_name,
+            step,
+            files: self.snapshot.files,
+            manifest,
+            damaged_exists: names.steps.contains(&step),
+            pruned: steps_to_prune(&names.steps, step, keep_latest_k),
+        };
+        publication.steps().iter().try_for_each(FileStep::execute)
+    }
+
+    fn manifest(&self, plan: &[Vec<WritePart>], shards: &[Option<Shard>]) -> Manifest {
+        let entry = |LocalTensor { placement, .. }: &LocalTensor<'_>| {
+            let (dtype, shape) = (stored(placement.dtype), placement.shape.clone());
+            (placement.name.clone(), TensorEntry { dtype, shape, parts: Vec::new() })
+        };
+        let mut tensors: BTreeMap<_, _> = self.snapshot.tensors.iter().map(entry).collect();
+        let extra = |file: &ExtraFile<'_>| {
+            let (size, crc32) = (file.contents.len() as u64, crc32fast::hash(file.contents));
+            (file.name.to_owned(), FileEntry { size, crc32 })
+        };
+        let mut files: BTreeMap<_, _> = self.snapshot.files.iter().map(extra).collect();
+        for (rank, (parts, shard)) in plan.iter().zip(shards).enumerate() {
+            let Some(shard) = shard else { continue };
+            files.insert(shard_name(rank), shard.file.clone());
+            for (part, &crc32) in parts.iter().zip(&shard.part_crc32s) {
+                let name = &self.snapshot.tensors[part.tensor].placement.name;
+                let tensor = tensors.get_mut(name).expect("every tensor has an entry");
+                let (file, extent) = (shard_name(rank), part.extent.clone());
+                tensor.parts.push(PartEntry { file, extent, crc32 });
+            }
+        }
+        Manifest::new(self.snapshot.step, self.snapshot.state.clone(), tensors, files)
+    }
+}
+
+fn shard_name(rank: usize) -> String {
+    format!("{SHARD}{rank:05}.safetensors")
+}
+
+const SHARD: &str = "shard-";
+
+/// Whether the checkpoint itself may write a file of this name.
+fn is_own_file(name: &str) -> bool {
+    name == MANIFEST_FILE || name.starts_with(SHARD)
+}

@@ -1,0 +1,316 @@
+//! Tensors in files: what is there, whether it is what is expected, and reading any part of it.
+
+use crate::StoredDType;
+use crate::error::{CheckpointError, Mismatch};
+use crate::extent::{checked_num_elements, intersection, lies_within, runs};
+use crate::files::{damaged, open_file, reading};
+use crate::safetensors_file::read_as;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{BufReader, Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_plan::{Extent, TensorPlacement};
+
+const READ_BUFFER_BYTES: usize = 256 << 10;
+
+/// A tensor as it lies in files.
+#[derive(Debug, Clone)]
+pub struct StoredTensor {
+    dtype: StoredDType,
+    shape: Vec<usize>,
+    parts: Vec<StoredPart>,
+}
+
+/// A box of a tensor, row-major in one file.
+#[derive(Debug, Clone)]
+pub(crate) struct StoredPart {
+    pub(crate) file: Arc<Path>,
+    /// First byte in the file.
+    pub(crate) offset: u64,
+    pub(crate) extent: Extent,
+    /// CRC-32 of the part's bytes, where it is known.
+    pub(crate) crc32: Option<u32>,
+}
+
+impl StoredTensor {
+    /// `parts` must hold each element once.
+    pub(crate) fn new(dtype: StoredDType, shape: Vec<usize>, parts: Vec<StoredPart>) -> Self {
+        StoredTensor { dtype, shape, parts }
+    }
+
+    /// Shape of the whole tensor.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// Element type in the files.
+    pub fn stored_dtype(&self) -> StoredDType {
+        self.dtype
+    }
+
+    /// Element type that [`StoredTensors::read_into`] gives: F16 and BF16 are read as f32. `None` for a
+    /// dtype that cannot be read.
+    pub fn dtype(&self) -> Option<DType> {
+        read_as(self.dtype)
+    }
+
+    /// Bytes in the files.
+    pub fn stored_bytes(&self) -> u64 {
+        let num_elements = checked_num_elements(&self.shape).expect("the shape was checked on opening");
+        (num_elements as u64 * self.dtype.bitsize() as u64).div_ceil(8)
+    }
+
+    /// Whether all of the tensor is in `file`.
+    pub(crate) fn lies_in(&self, file: &Path) -> bool {
+        self.parts.iter().all(|part| *part.file == *file)
+    }
+
+    /// Number of parts the tensor is stored in.
+    pub fn num_parts(&self) -> usize {
+        self.parts.len()
+    }
+}
+
+/// The tensors of a checkpoint or of a model directory, by name. Only their description is in memory.
+#[derive(Debug, Clone)]
+pub struct StoredTensors {
+    path: PathBuf,
+    tensors: BTreeMap<String, StoredTensor>,
+}
+
+impl StoredTensors {
+    pub(crate) fn new(path: &Path, tensors: BTreeMap<String, StoredTensor>) -> Self {
+        StoredTensors { path: path.to_owned(), tensors }
+    }
+
+    /// Each tensor with its name, in the order of the names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &StoredTensor)> {
+        self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))
+    }
+
+    /// The tensor called `name`.
+    pub fn get(&self, name: &str) -> Option<&StoredTensor> {
+        self.tensors.get(name)
+    }
+
+    /// The same tensors under the names `rename` gives; those it gives `None` for are left out.
+    ///
+    /// This is how files that call tensors otherwise (without a leading `transformer.`) and buffers that
+    /// are no parameters (`attn.bias`, `rotary_emb.inv_freq`, a tied `lm_head.weight`) are met.
+    ///
+    /// # Errors
+    /// If two tensors get the same name.
+    pub fn renamed(&self, rename: impl Fn(&str) -> Option<String>) -> Result<StoredTensors, CheckpointError> {
+        let mut originals: BTreeMap<String, &String> = BTreeMap::new();
+        for original in self.tensors.keys() {
+            let Some(name) = rename(original) else { continue };
+            if let Some(first) = originals.insert(name.clone(), original) {
+                return Err(CheckpointError::SameName {
+                    name,
+                    first: first.clone(),
+                    second: original.clone(),
+                });
+            }
+        }
+        let tensors = originals.into_iter().map(|(name, original)| (name, self.tensors[original].clone()));
+        Ok(StoredTensors { path: self.path.clone(), tensors: tensors.collect() })
+    }
+
+    /// Checks that exactly the tensors `expected` are stored, in the same shapes and in dtypes that read as
+    /// the ones expected. The placements do not matter: any layout reads what any layout wrote.
+    ///
+    /// # Errors
+    /// All differences at once.
+    pub fn check_against(&self, expected: &[TensorPlacement]) -> Result<(), CheckpointError> {
+        let mut mismatches = Vec::new();
+        for TensorPlacement { name, shape, dtype, .. } in expected {
+            let name = name.clone();
+            let Some(stored) = self.tensors.get(&name) else {
+                mismatches.push(Mismatch::Missing { name, shape: shape.clone() });
+                continue;
+            };
+            if stored.shape != *shape {
+                let (expected, stored) = (shape.clone(), stored.shape.clone());
+                mismatches.push(Mismatch::Shape { name, expected, stored });
+            } else if stored.dtype() != Some(*dtype) {
+                mismatches.push(Mismatch::DType { name, expected: *dtype, stored: stored.dtype });
+            }
+        }
+        let known: BTreeSet<&str> = expected.iter().map(|tensor| tensor.name.as_str()).collect();
+        let extra = self.tensors.iter().filter(|(name, _)| !known.contains(name.as_str()));
+        mismatches.extend(
+            extra.map(|(name, tensor)| Mismatch::Extra { name: name.clone(), shape: tensor.shape.clone() }),
+        );
+        if mismatches.is_empty() {
+            return Ok(());
+        }
+        Err(CheckpointError::Mismatches { path: self.path.clone(), mismatches })
+    }
+
+    /// Fills `out` with the elements of `extent` of a tensor, row-major, in its [`StoredTensor::dtype`].
+    ///
+    /// Cost: reads the bytes of every part that shares elements with `extent`; all of the part where it
+    /// has a checksum to verify, else only what lies between the first and the last element shared.
+    /// Memory: a buffer of a quarter of a mebibyte.
+    ///
+    /// # Errors
+    /// An unknown tensor, an extent outside of it, a buffer of the wrong length, a dtype that cannot be
+    /// read, files that have vanished or changed. After an error, `out` holds anything.
+    pub fn read_into(&self, name: &str, extent: &Extent, out: &mut [u8]) -> Result<(), CheckpointError> {
+        let Some(tensor) = self.tensors.get(name) else {
+            return Err(CheckpointError::NoSuchTensor { name: name.into(), path: self.path.clone() });
+        };
+        if !lies_within(extent, &tensor.shape) {
+            let (shape, extent) = (tensor.shape.clone(), extent.clone());
+            return Err(CheckpointError::OutsideTensor { name: name.into(), shape, extent });
+        }
+        let Some(dtype) = tensor.dtype() else {
+            return Err(CheckpointError::UnreadableDType { name: name.into(), dtype: tensor.dtype });
+        };
+        let expected = extent.num_elements() * dtype.size();
+        if out.len() != expected {
+            return Err(CheckpointError::WrongLength { name: name.into(), expected, found: out.len() });
+        }
+        for part in &tensor.parts {
+            read_part(part, tensor.dtype, extent, out)?;
+        }
+        Ok(())
+    }
+}
+
+/// Copies what `part` and `extent` share to its place in `out`.
+fn read_part(
+    part: &StoredPart,
+    dtype: StoredDType,
+    extent: &Extent,
+    out: &mut [u8],
+) -> Result<(), CheckpointError> {
+    let Some(shared) = intersection(&part.extent, extent) else { return Ok(()) };
+    let stored_size = dtype.bitsize() / 8;
+    let size = read_as(dtype).expect("only readable dtypes are read").size();
+    let mut reader = PartReader::open(part)?;
+    for run in runs(&shared, &part.extent, extent) {
+        reader.skip_to(run.source * stored_size)?;
+        let place = &mut out[run.destination * size..(run.destination + run.len) * size];
+        match dtype {
+            StoredDType::BF16 => reader.fill_widened(place, |bits| f32::from_bits(u32::from(bits) << 16))?,
+            StoredDType::F16 => reader.fill_widened(place, f16_to_f32)?,
+            _ => reader.fill(place)?,
+        }
+    }
+    reader.finish(part.extent.num_elements() * stored_size)
+}
+
+/// Reads a part from front to back, checking its checksum where there is one.
+struct PartReader<'a> {
+    part: &'a StoredPart,
+    file: BufReader<File>,
+    checksum: crc32fast::Hasher,
+    /// Bytes of the part behind us.
+    position: usize,
+}
+
+impl<'a> PartReader<'a> {
+    fn open(part: &'a StoredPart) -> Result<Self, CheckpointError> {
+        let (mut file, _) = open_file(&part.file)?;
+        file.seek(SeekFrom::Start(part.offset)).map_err(reading(&part.file))?;
+        let file = BufReader::with_capacity(READ_BUFFER_BYTES, file);
+        Ok(PartReader { part, file, checksum: crc32fast::Hasher::new(), position: 0 })
+    }
+
+    fn fill(&mut self, out: &mut [u8]) -> Result<(), CheckpointError> {
+        self.file.read_exact(out).map_err(reading(&self.part.file))?;
+        self.position += out.len();
+        if self.part.crc32.is_some() {
+            self.checksum.update(out);
+        }
+        Ok(())
+    }
+
+    /// Fills `out` with f32 made from 16-bit elements.
+    fn fill_widened(&mut self, out: &mut [u8], widen: impl Fn(u16) -> f32) -> Result<(), CheckpointError> {
+        let mut scratch = [0; 4096];
+        for chunk in out.chunks_mut(2 * scratch.len()) {
+            let halves = &mut scratch[..chunk.len() / 2];
+            self.fill(halves)?;
+            for (half, value) in halves.chunks_exact(2).zip(chunk.chunks_exact_mut(4)) {
+                value.copy_from_slice(&widen(u16::from_le_bytes([half[0], half[1]])).to_le_bytes());
+            }
+        }
+        Ok(())
+    }
+
+    fn skip_to(&mut self, position: usize) -> Result<(), CheckpointError> {
+        if self.part.crc32.is_none() {
+            let distance = (position - self.position) as i64;
+            self.position = position;
+            return self.file.seek_relative(distance).map_err(reading(&self.part.file));
+        }
+        let mut scratch = [0; 4096];
+        while self.position < position {
+            let len = scratch.len().min(position - self.position);
+            self.fill(&mut scratch[..len])?;
+        }
+        Ok(())
+    }
+
+    fn finish(mut self, part_bytes: usize) -> Result<(), CheckpointError> {
+        let Some(expected) = self.part.crc32 else { return Ok(()) };
+        self.skip_to(part_bytes)?;
+        let found = self.checksum.finalize();
+        if found == expected {
+            return Ok(());
+        }
+        let (start, shape) = (&self.part.extent.start, &self.part.extent.shape);
+        let reason = format!(
+            "the part at byte {} (start {start:?}, shape {shape:?}) has checksum {found:08x}, written as {expected:08x}",
+            self.part.offset
+        );
+        Err(damaged(&self.part.file, reason))
+    }
+}
+
+/// Exact conversion of an IEEE 754 half.
+fn f16_to_f32(bits: u16) -> f32 {
+    let sign = u32::from(bits & 0x8000) << 16;
+    let exponent = u32::from(bits >> 10 & 0x1f);
+    let fraction = u32::from(bits & 0x3ff);
+    let magnitude = match exponent {
+        // Subnormal: a multiple of 2^-24.
+        0 => (fraction as f32 / 16_777_216.0).to_bits(),
+        // Infinity and NaN.
+        0x1f => 0x7f80_0000 | fraction << 13,
+        // The exponent's bias is 15 in a half and 127 in a single.
+        _ => (exponent + 112) << 23 | fraction << 13,
+    };
+    f32::from_bits(sign | magnitude)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn halves_convert_exactly() {
+        for (bits, value) in [
+            (0x0000, 0.0),
+            (0x3c00, 1.0),
+            (0xc000, -2.0),
+            (0x7bff, 65504.0),
+            (0x0001, 2.0_f32.powi(-24)),
+            (0x03ff, 1023.0 * 2.0_f32.powi(-24)),
+            (0x0400, 2.0_f32.powi(-14)),
+            (0x3555, 0.333_251_95),
+            (0x7c00, f32::INFINITY),
+            (0xfc00, f32::NEG_INFINITY),
+        ] {
+            assert_eq!(f16_to_f32(bits), value, "{bits:04x}");
+        }
+        assert!(f16_to_f32(0x8000).is_sign_negative());
+        assert!(f16_to_f32(0x7e00).is_nan());
+        let finite: Vec<f32> = (0..0x7c00).map(f16_to_f32).collect();
+        assert!(finite.windows(2).all(|pair| pair[0] < pair[1]));
+    }
+}

@@ -1,0 +1,81 @@
+//! A small job whose tensors hold known values, saved by ranks as threads.
+
+use std::path::{Path, PathBuf};
+use trireme_base::{DType, Rank};
+use trireme_checkpoint::{CheckpointError, ExtraFile, LocalTensor, Snapshot, save};
+use trireme_comm::{Group, inproc_world};
+use trireme_plan::{Axis, Extent, Mesh, Placement, TensorPlacement};
+
+pub(crate) fn mesh(degree: usize) -> Mesh {
+    Mesh::new(&[(Axis::DataReplicate, degree)]).expect("a mesh")
+}
+
+pub(crate) fn tensor(name: &str, shape: &[usize], dtype: DType, placement: Placement) -> TensorPlacement {
+    TensorPlacement { name: name.into(), shape: shape.to_vec(), dtype, placements: vec![placement] }
+}
+
+/// The bytes of `extent` of a tensor whose elements are all different.
+pub(crate) fn bytes(tensor: &TensorPlacement, extent: &Extent) -> Vec<u8> {
+    let num_dims = tensor.shape.len();
+    let mut bytes = Vec::new();
+    for index in 0..extent.num_elements() {
+        let (mut rest, mut position, mut stride) = (index, 0, 1);
+        for dim in (0..num_dims).rev() {
+            position += (extent.start[dim] + rest % extent.shape[dim]) * stride;
+            rest /= extent.shape[dim];
+            stride *= tensor.shape[dim];
+        }
+        let value = position as u64 + 7 * tensor.name.len() as u64;
+        match tensor.dtype {
+            DType::F32 => bytes.extend((value as f32).to_le_bytes()),
+            DType::U32 => bytes.extend((value as u32).to_le_bytes()),
+            DType::U64 => bytes.extend(value.to_le_bytes()),
+            _ => bytes.push(value as u8),
+        }
+    }
+    bytes
+}
+
+/// Runs `work` on every rank of a world of threads.
+pub(crate) fn on_ranks<T: Send>(world_size: usize, work: impl Fn(&Group) -> T + Sync) -> Vec<T> {
+    std::thread::scope(|scope| {
+        let work = &work;
+        let ranks: Vec<_> =
+            inproc_world(world_size).into_iter().map(|group| scope.spawn(move || work(&group))).collect();
+        ranks.into_iter().map(|rank| rank.join().expect("no rank panics")).collect()
+    })
+}
+
+pub(crate) const FILES: [ExtraFile<'static>; 2] = [
+    ExtraFile { name: "config.toml", contents: b"[training]\nseed = 1\n" },
+    ExtraFile { name: "config.json", contents: br#"{"model_type": "gpt2"}"# },
+];
+
+/// Saves `tensors` by `degree` ranks; `change` may spoil what one rank gives.
+pub(crate) fn save_changed(
+    folder: &Path,
+    step: u64,
+    tensors: &[TensorPlacement],
+    degree: usize,
+    change: impl Fn(Rank, &mut Vec<Vec<u8>>) + Sync,
+) -> Vec<Result<PathBuf, CheckpointError>> {
+    let mesh = mesh(degree);
+    let state = serde_json::json!({ "tokens_seen": step * 1000 });
+    on_ranks(degree, |group| {
+        let extent = |tensor: &TensorPlacement| tensor.extent(&mesh, group.rank()).expect("a placement");
+        let mut held: Vec<Vec<u8>> = tensors.iter().map(|tensor| bytes(tensor, &extent(tensor))).collect();
+        change(group.rank(), &mut held);
+        let local: Vec<LocalTensor<'_>> = (tensors.iter().zip(&held))
+            .map(|(placement, bytes)| LocalTensor { placement: placement.clone(), bytes })
+            .collect();
+        let snapshot = Snapshot { step, mesh: &mesh, tensors: &local, state: &state, files: &FILES };
+        save(group, folder, &snapshot, 0)
+    })
+}
+
+/// Saves `tensors` by `degree` ranks and returns the checkpoint's folder.
+pub(crate) fn save_all(folder: &Path, step: u64, tensors: &[TensorPlacement], degree: usize) -> PathBuf {
+    let mut results = save_changed(folder, step, tensors, degree, |_, _| ());
+    assert!(results.iter().all(Result::is_ok), "{results:?}");
+    results.swap_remove(0).expect("every rank has saved")
+}

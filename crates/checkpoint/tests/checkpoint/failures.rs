@@ -1,0 +1,222 @@
+//! Damaged files are refused, failed saves are known to every rank and leave nothing behind.
+
+use crate::common::{bytes, mesh, on_ranks, save_all, save_changed, tensor};
+use std::fs;
+use std::path::{Path, PathBuf};
+use trireme_base::{DType, Rank};
+use trireme_checkpoint::{Checkpoint, CheckpointError, ExtraFile, LocalTensor, Snapshot, find_latest, save};
+use trireme_plan::{Extent, Placement, TensorPlacement};
+
+fn example() -> [TensorPlacement; 2] {
+    [
+        tensor("w", &[4, 3], DType::F32, Placement::Shard { dim: 0 }),
+        tensor("bias", &[5], DType::U8, Placement::Replicate),
+    ]
+}
+
+fn files_of(folder: &Path) -> Vec<PathBuf> {
+    let mut files: Vec<_> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    files
+}
+
+/// Reads everything there is; the tensors' values must be right where no error says otherwise.
+fn read_all(path: &Path) -> Result<(), CheckpointError> {
+    let checkpoint = Checkpoint::open(path)?;
+    for tensor in example() {
+        let whole = Extent::whole(&tensor.shape);
+        let expected = bytes(&tensor, &whole);
+        let mut loaded = vec![0; expected.len()];
+        checkpoint.tensors().read_into(&tensor.name, &whole, &mut loaded)?;
+        assert_eq!(loaded, expected);
+    }
+    Ok(())
+}
+
+#[test]
+fn every_flipped_bit_is_found() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save_all(folder.path(), 1, &example(), 2);
+    read_all(&path).unwrap();
+    for file in files_of(&path) {
+        let contents = fs::read(&file).unwrap();
+        let header_bytes = if file.extension().is_some_and(|extension| extension == "safetensors") {
+            8 + contents[0] as usize + 256 * contents[1] as usize
+        } else {
+            contents.len()
+        };
+        for position in 0..contents.len() {
+            let mut flipped = contents.clone();
+            flipped[position] ^= 1 << (position % 8);
+            fs::write(&file, flipped).unwrap();
+            let verified = Checkpoint::open(&path).is_ok_and(|checkpoint| checkpoint.verify().is_empty());
+            assert!(!verified, "byte {position} of {}", file.display());
+            let read = read_all(&path);
+            assert!(position < header_bytes || read.is_err(), "byte {position} of {}", file.display());
+        }
+        fs::write(&file, contents).unwrap();
+    }
+    read_all(&path).unwrap();
+}
+
+#[test]
+fn every_cut_and_every_missing_file_is_refused_on_opening() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save_all(folder.path(), 1, &example(), 2);
+    for file in files_of(&path) {
+        let contents = fs::read(&file).unwrap();
+        for length in 0..contents.len() {
+            fs::write(&file, &contents[..length]).unwrap();
+            assert!(Checkpoint::open(&path).is_err(), "{} cut to {length}", file.display());
+        }
+        fs::remove_file(&file).unwrap();
+        assert!(Checkpoint::open(&path).is_err(), "{} removed", file.display());
+        fs::write(&file, contents).unwrap();
+    }
+}
+
+#[test]
+fn a_shard_of_another_checkpoint_is_refused_on_opening() {
+    let folder = tempfile::tempdir().unwrap();
+    let shard = |step, shape: &[usize], dtype| {
+        let saved = [tensor("w", shape, dtype, Placement::Replicate)];
+        save_all(folder.path(), step, &saved, 1).join("shard-00000.safetensors")
+    };
+    let path = shard(1, &[2, 3], DType::F32);
+    for other in [shard(2, &[3, 2], DType::F32), shard(3, &[2, 3], DType::U32)] {
+        fs::copy(other, &path).unwrap();
+        let refused = Checkpoint::open(path.parent().unwrap()).unwrap_err().to_string();
+        assert!(refused.contains("lacks 'w'"), "{refused}");
+    }
+}
+
+#[test]
+fn a_small_file_that_changed_is_not_given_out() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save_all(folder.path(), 1, &example(), 1);
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    fs::write(path.join("config.json"), r#"{"model_type": "GPT2"}"#).unwrap();
+    assert!(matches!(checkpoint.read_file("config.json"), Err(CheckpointError::Damaged { .. })));
+}
+
+/// Only the complete checkpoint `step-1` and its mark are in `folder`, and it is the latest.
+fn assert_only_step_1(folder: &Path) {
+    let names: Vec<_> = files_of(folder).iter().map(|path| path.file_name().unwrap().to_owned()).collect();
+    assert_eq!(names, ["latest", "step-1"]);
+    assert_eq!(find_latest(folder).unwrap().checkpoint.unwrap().step(), 1);
+}
+
+#[test]
+fn a_failure_on_one_rank_is_one_on_all_and_leaves_earlier_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    save_all(folder.path(), 1, &example(), 2);
+    let results = save_changed(folder.path(), 2, &example(), 3, |rank, held| {
+        if rank == Rank(1) {
+            held[0].pop();
+        }
+    });
+    for (rank, result) in results.iter().enumerate() {
+        match result {
+            Err(CheckpointError::SaveFailedHere { step: 2, rank: Rank(1), .. }) => assert_eq!(rank, 1),
+            Err(CheckpointError::SaveFailedElsewhere { step: 2, rank: Rank(1), reason }) => {
+                assert!(rank != 1 && reason.contains("'w'"), "{reason}");
+            }
+            other => panic!("rank {rank}: {other:?}"),
+        }
+    }
+    assert_only_step_1(folder.path());
+}
+
+#[test]
+fn a_rank_that_cannot_write_fails_the_save_everywhere() {
+    let folder = tempfile::tempdir().unwrap();
+    save_all(folder.path(), 1, &example(), 1);
+    let elsewhere = tempfile::tempdir().unwrap();
+    let results = on_ranks(2, |group| {
+        // Rank 1 sees another disk, without the folder that rank 0 made.
+        let folder = if group.rank() == Rank(1) { elsewhere.path() } else { folder.path() };
+        let mesh = mesh(2);
+        let held = example().map(|tensor| bytes(&tensor, &tensor.extent(&mesh, group.rank()).unwrap()));
+        let [w, bias] = example();
+        let tensors =
+            [LocalTensor { placement: w, bytes: &held[0] }, LocalTensor { placement: bias, bytes: &held[1] }];
+        let snapshot =
+            Snapshot { step: 2, mesh: &mesh, tensors: &tensors, state: &serde_json::Value::Null, files: &[] };
+        save(group, folder, &snapshot, 0)
+    });
+    assert!(
+        matches!(&results[0], Err(CheckpointError::SaveFailedElsewhere { rank: Rank(1), reason, .. }) if reason.contains("shard-00001")),
+        "{results:?}"
+    );
+    assert!(matches!(results[1], Err(CheckpointError::SaveFailedHere { .. })));
+    assert_only_step_1(folder.path());
+    assert_eq!(files_of(elsewhere.path()).len(), 0);
+}
+
+/// The reason why `result` failed on this rank.
+fn reason(result: Result<PathBuf, CheckpointError>) -> CheckpointError {
+    match result {
+        Err(CheckpointError::SaveFailedHere { source, .. }) => *source,
+        other => panic!("no failure on this rank: {other:?}"),
+    }
+}
+
+#[test]
+fn a_complete_checkpoint_is_never_overwritten_but_a_damaged_one_is() {
+    let folder = tempfile::tempdir().unwrap();
+    save_all(folder.path(), 1, &example(), 1);
+    for step in [0, 1] {
+        let mut results = save_changed(folder.path(), step, &example(), 2, |_, _| ());
+        assert!(matches!(reason(results.swap_remove(0)), CheckpointError::NotNewer { .. }));
+        assert_only_step_1(folder.path());
+    }
+    fs::write(folder.path().join("step-1/checkpoint.json"), "{}").unwrap();
+    save_all(folder.path(), 1, &example(), 2);
+    assert_only_step_1(folder.path());
+}
+
+#[test]
+fn a_folder_that_cannot_be_made_fails_the_save() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("file");
+    fs::write(&file, "").unwrap();
+    let mut results = save_changed(&file.join("checkpoints"), 1, &example(), 2, |_, _| ());
+    let text = results.swap_remove(1).unwrap_err().to_string();
+    assert!(text.contains("rank 0") && text.contains("checkpoints"), "{text}");
+}
+
+#[test]
+fn ranks_that_save_different_things_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let results = on_ranks(2, |group| {
+        let mesh = mesh(2);
+        let shape = [2 + group.rank().0];
+        let placement = tensor("w", &shape, DType::U8, Placement::Replicate);
+        let tensors = [LocalTensor { placement, bytes: &[0; 3][..shape[0]] }];
+        let snapshot =
+            Snapshot { step: 2, mesh: &mesh, tensors: &tensors, state: &serde_json::Value::Null, files: &[] };
+        save(group, folder.path(), &snapshot, 0)
+    });
+    for result in results {
+        assert!(matches!(result, Err(CheckpointError::RanksDisagree { rank: Rank(1) })), "{result:?}");
+    }
+    assert_eq!(files_of(folder.path()).len(), 0);
+}
+
+#[test]
+fn files_that_would_escape_or_replace_the_checkpoints_own_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let mesh = mesh(1);
+    for name in ["../outside", "a/b", "", "checkpoint.json", "shard-00000.safetensors"] {
+        let files = [ExtraFile { name, contents: b"" }];
+        let snapshot =
+            Snapshot { step: 1, mesh: &mesh, tensors: &[], state: &serde_json::Value::Null, files: &files };
+        let refused = reason(save(&trireme_comm::single(), folder.path(), &snapshot, 0));
+        assert!(matches!(refused, CheckpointError::FileName { .. }), "{name}");
+    }
+    let wrong_mesh = crate::common::mesh(2);
+    let snapshot =
+        Snapshot { step: 1, mesh: &wrong_mesh, tensors: &[], state: &serde_json::Value::Null, files: &[] };
+    let refused = reason(save(&trireme_comm::single(), folder.path(), &snapshot, 0));
+    assert!(matches!(refused, CheckpointError::MeshSize { mesh: 2, group: 1 }));
+}

@@ -1,0 +1,247 @@
+//! Model directories in the layout of Hugging Face: in, out, and refused.
+
+use crate::common::{bytes, save_all, tensor};
+use safetensors::{Dtype, tensor::TensorView};
+use std::fs;
+use std::path::Path;
+use trireme_base::DType;
+use trireme_checkpoint::{
+    CheckpointError, ExtraFile, HuggingFaceDirectory, ModelExport, ModelSource, SHARD_BYTES_MAX,
+    StoredTensors, export,
+};
+use trireme_plan::{Extent, Placement, TensorPlacement};
+
+/// Writes a file with the reference implementation; each tensor is a name, a dtype, a shape and bytes.
+fn write_file(path: &Path, tensors: &[(&str, Dtype, &[usize], &[u8])]) {
+    let views = tensors.iter().map(|(name, dtype, shape, bytes)| {
+        (name.to_string(), TensorView::new(*dtype, shape.to_vec(), bytes).unwrap())
+    });
+    safetensors::serialize_to_file(views, None, path).unwrap();
+}
+
+fn floats(values: &[f32]) -> Vec<u8> {
+    values.iter().flat_map(|value| value.to_le_bytes()).collect()
+}
+
+fn read(tensors: &StoredTensors, name: &str, extent: &Extent) -> Vec<u8> {
+    let size = tensors.get(name).unwrap().dtype().unwrap().size();
+    let mut out = vec![0; extent.num_elements() * size];
+    tensors.read_into(name, extent, &mut out).unwrap();
+    out
+}
+
+#[test]
+fn every_float_dtype_is_read_as_f32() {
+    let folder = tempfile::tempdir().unwrap();
+    let values = [1.0, -2.5, 0.25, 3.0, 8.0, -0.5];
+    let bf16: Vec<u8> = values.iter().flat_map(|v: &f32| v.to_le_bytes()[2..].to_vec()).collect();
+    // 1, -2.5, 0.25, 3, 8, -0.5 as IEEE halves.
+    let f16: Vec<u8> = [0x3c00_u16, 0xc100, 0x3400, 0x4200, 0x4800, 0xb800]
+        .iter()
+        .flat_map(|bits| bits.to_le_bytes())
+        .collect();
+    let (f32, shape) = (floats(&values), &[2, 3][..]);
+    write_file(
+        &folder.path().join("model.safetensors"),
+        &[
+            ("f32", Dtype::F32, shape, &f32),
+            ("bf16", Dtype::BF16, shape, &bf16),
+            ("f16", Dtype::F16, shape, &f16),
+        ],
+    );
+    let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
+    let middle = Extent { start: vec![0, 1], shape: vec![2, 1] };
+    for name in ["f32", "bf16", "f16"] {
+        assert_eq!(read(directory.tensors(), name, &Extent::whole(shape)), f32, "{name}");
+        assert_eq!(read(directory.tensors(), name, &middle), floats(&[-2.5, 8.0]), "{name}");
+    }
+}
+
+#[test]
+fn names_can_be_mapped_and_buffers_left_out() {
+    let folder = tempfile::tempdir().unwrap();
+    write_file(
+        &folder.path().join("model.safetensors"),
+        &[
+            ("wte.weight", Dtype::F32, &[2], &[0; 8]),
+            ("h.0.attn.bias", Dtype::BOOL, &[4], &[1; 4]),
+            ("lm_head.weight", Dtype::F32, &[2], &[0; 8]),
+        ],
+    );
+    let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
+    let expected = [tensor("transformer.wte.weight", &[2], DType::F32, Placement::Replicate)];
+    let rename = |name: &str| match name {
+        "lm_head.weight" => None,
+        name if name.ends_with("attn.bias") => None,
+        name => Some(format!("transformer.{name}")),
+    };
+    directory.tensors().renamed(rename).unwrap().check_against(&expected).unwrap();
+    let Err(CheckpointError::Mismatches { mismatches, .. }) = directory.tensors().check_against(&expected)
+    else {
+        panic!("without the mapping nothing fits");
+    };
+    assert_eq!(mismatches.len(), 4);
+    let all_alike = directory.tensors().renamed(|_| Some("w".into()));
+    assert!(matches!(all_alike, Err(CheckpointError::SameName { .. })));
+    let unreadable =
+        directory.tensors().read_into("h.0.attn.bias", &Extent::whole(&[4]), &mut [0; 4]).unwrap_err();
+    assert!(matches!(unreadable, CheckpointError::UnreadableDType { .. }));
+}
+
+fn write_sharded(folder: &Path, index: &str) {
+    write_file(&folder.join("model-00001-of-00002.safetensors"), &[("a", Dtype::U8, &[1], &[1])]);
+    write_file(&folder.join("model-00002-of-00002.safetensors"), &[("b", Dtype::U8, &[1], &[2])]);
+    fs::write(folder.join("model.safetensors.index.json"), index).unwrap();
+}
+
+#[test]
+fn shards_are_found_by_their_index_and_bad_ones_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, second) = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors");
+    let index =
+        |a: &str, b: &str| format!(r#"{{"metadata": {{}}, "weight_map": {{"a": "{a}", "b": "{b}"}}}}"#);
+    write_sharded(folder.path(), &index(first, second));
+    let directory = HuggingFaceDirectory::open(folder.path()).unwrap();
+    assert_eq!(read(directory.tensors(), "b", &Extent::whole(&[1])), [2]);
+
+    for (index, word) in [
+        (index(second, first), "lacks 'a'"),
+        (index(first, first), "lacks 'b'"),
+        (index("../model.safetensors", second), "outside"),
+        ("{}".to_owned(), "invalid"),
+        ("[".repeat(1000), "invalid"),
+    ] {
+        write_sharded(folder.path(), &index);
+        let refused = HuggingFaceDirectory::open(folder.path()).unwrap_err().to_string();
+        assert!(refused.contains(word), "{refused}");
+    }
+    write_sharded(folder.path(), &index(first, second));
+    write_file(&folder.path().join(second), &[("a", Dtype::U8, &[1], &[1]), ("b", Dtype::U8, &[1], &[2])]);
+    assert!(HuggingFaceDirectory::open(folder.path()).unwrap_err().to_string().contains("again"));
+    fs::remove_file(folder.path().join(second)).unwrap();
+    assert!(matches!(HuggingFaceDirectory::open(folder.path()), Err(CheckpointError::Read { .. })));
+}
+
+#[test]
+fn what_is_no_model_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    let message = |path: &Path| ModelSource::open(path).unwrap_err().to_string();
+    assert!(message(folder.path()).contains("no model"));
+    assert!(message(&folder.path().join("none")).contains("cannot read"));
+    fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
+    assert!(message(folder.path()).contains("save_pretrained"));
+}
+
+fn weights() -> Vec<TensorPlacement> {
+    vec![
+        tensor("transformer.h.0.weight", &[5, 4], DType::F32, Placement::Shard { dim: 1 }),
+        tensor("transformer.h.1.weight", &[5, 4], DType::F32, Placement::Shard { dim: 0 }),
+        tensor("transformer.ln.weight", &[4], DType::F32, Placement::Replicate),
+        tensor("optimizer.exp_avg.transformer.ln.weight", &[4], DType::F32, Placement::Replicate),
+    ]
+}
+
+/// Opens the checkpoint of a run and exports it.
+fn export_run(run: &Path, out: &Path, shard_bytes_max: u64, force: bool) -> Result<(), CheckpointError> {
+    let source = ModelSource::open(run)?;
+    let files = source.model_files()?;
+    let files: Vec<_> = files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
+    export(&ModelExport { tensors: &source.weights(), files: &files, shard_bytes_max, force }, out)
+}
+
+#[test]
+fn an_exported_checkpoint_is_a_model_directory_of_one_file_or_more() {
+    let run = tempfile::tempdir().unwrap();
+    save_all(&run.path().join("checkpoints"), 4, &weights(), 2);
+    for (name, shard_bytes_max, num_files) in [("one", SHARD_BYTES_MAX, 2), ("two", 100, 4), ("each", 1, 5)] {
+        let out = run.path().join(name);
+        export_run(run.path(), &out, shard_bytes_max, false).unwrap();
+        assert_eq!(fs::read_dir(&out).unwrap().count(), num_files, "{name}");
+        let source = ModelSource::open(&out).unwrap();
+        assert_eq!(source.read_file("config.json").unwrap().unwrap(), crate::common::FILES[1].contents);
+        let exported = source.weights();
+        exported.check_against(&weights()[..3]).unwrap();
+        for tensor in &weights()[..3] {
+            let whole = Extent::whole(&tensor.shape);
+            assert_eq!(read(&exported, &tensor.name, &whole), bytes(tensor, &whole));
+        }
+    }
+    // Nothing but the run's checkpoints and the three directories is left.
+    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 4);
+}
+
+#[test]
+fn an_index_counts_the_bytes_and_names_every_file() {
+    let run = tempfile::tempdir().unwrap();
+    save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
+    let out = run.path().join("out");
+    export_run(run.path(), &out, 100, false).unwrap();
+    let index = fs::read(out.join("model.safetensors.index.json")).unwrap();
+    let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
+    assert_eq!(index["metadata"]["total_size"], (20 + 20 + 4) * 4);
+    assert_eq!(index["weight_map"]["transformer.h.0.weight"], "model-00001-of-00002.safetensors");
+    assert_eq!(index["weight_map"]["transformer.h.1.weight"], "model-00002-of-00002.safetensors");
+    assert_eq!(index["weight_map"]["transformer.ln.weight"], "model-00002-of-00002.safetensors");
+}
+
+#[test]
+fn a_folder_is_replaced_only_by_force_and_only_if_it_holds_a_model() {
+    let run = tempfile::tempdir().unwrap();
+    save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
+    let out = run.path().join("out");
+    fs::create_dir(&out).unwrap();
+    export_run(run.path(), &out, SHARD_BYTES_MAX, false).expect("an empty folder may be used");
+    fs::write(out.join("old"), "").unwrap();
+    let refused = export_run(run.path(), &out, SHARD_BYTES_MAX, false);
+    assert!(matches!(refused, Err(CheckpointError::TargetExists { .. })));
+    assert!(out.join("old").exists());
+    export_run(run.path(), &run.path().join("out/"), SHARD_BYTES_MAX, true).unwrap();
+    assert!(!out.join("old").exists() && out.join("model.safetensors").exists());
+
+    let precious = run.path().join("precious");
+    fs::create_dir(&precious).unwrap();
+    fs::write(precious.join("thesis.tex"), "").unwrap();
+    let refused = export_run(run.path(), &precious, SHARD_BYTES_MAX, true);
+    assert!(matches!(refused, Err(CheckpointError::TargetIsNoModel { .. })));
+    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 3);
+}
+
+#[test]
+fn a_failed_export_leaves_nothing() {
+    let run = tempfile::tempdir().unwrap();
+    let path = save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
+    let source = ModelSource::open(run.path()).unwrap();
+    let shard = path.join("shard-00000.safetensors");
+    let mut contents = fs::read(&shard).unwrap();
+    // The last 16 bytes are optimizer state, which is not exported.
+    let last_weight = contents.len() - 17;
+    contents[last_weight] ^= 1;
+    fs::write(&shard, contents).unwrap();
+    let model = ModelExport { tensors: &source.weights(), files: &[], shard_bytes_max: 100, force: false };
+    let failed = export(&model, &run.path().join("out"));
+    assert!(matches!(failed, Err(CheckpointError::Damaged { .. })), "{failed:?}");
+    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn a_config_that_states_another_dtype_is_corrected() {
+    let run = tempfile::tempdir().unwrap();
+    save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
+    let source = ModelSource::open(run.path()).unwrap();
+    let export_with = |config: &str, name: &str| {
+        let out = run.path().join(name);
+        let files = [ExtraFile { name: "config.json", contents: config.as_bytes() }];
+        let tensors = &source.weights();
+        export(
+            &ModelExport { tensors, files: &files, shard_bytes_max: SHARD_BYTES_MAX, force: false },
+            &out,
+        )?;
+        Ok::<_, CheckpointError>(fs::read_to_string(out.join("config.json")).unwrap())
+    };
+    let corrected = export_with(r#"{"torch_dtype": "bfloat16", "n_layer": 2}"#, "a").unwrap();
+    let corrected: serde_json::Value = serde_json::from_str(&corrected).unwrap();
+    assert_eq!(corrected, serde_json::json!({"torch_dtype": "float32", "n_layer": 2}));
+    let kept = r#"{ "dtype":"float32" }"#;
+    assert_eq!(export_with(kept, "b").unwrap(), kept);
+    assert!(matches!(export_with("{", "c"), Err(CheckpointError::Damaged { .. })));
+}

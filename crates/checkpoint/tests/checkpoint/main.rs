@@ -1,0 +1,6 @@
+//! Checkpoints as their users meet them: ranks save to a folder, others load from it.
+
+mod common;
+mod failures;
+mod hugging_face;
+mod save_and_load;

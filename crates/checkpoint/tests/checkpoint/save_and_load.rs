@@ -1,0 +1,135 @@
+//! What one layout saves, every other loads.
+
+use crate::common::{FILES, bytes, mesh, save_all, tensor};
+use proptest::prelude::*;
+use trireme_base::{DType, Rank};
+use trireme_checkpoint::{Checkpoint, CheckpointError, Mismatch, StoredDType, find_latest, list_checkpoints};
+use trireme_plan::{Extent, Placement, TensorPlacement};
+
+fn any_placement(num_dims: usize) -> impl Strategy<Value = Placement> {
+    (0..=num_dims)
+        .prop_map(move |dim| if dim == num_dims { Placement::Replicate } else { Placement::Shard { dim } })
+}
+
+/// A tensor as two jobs place it.
+fn any_tensor() -> impl Strategy<Value = (TensorPlacement, TensorPlacement)> {
+    let dtype = prop::sample::select(vec![DType::F32, DType::U8, DType::U64]);
+    (prop::collection::vec(0..6_usize, 0..4), dtype).prop_flat_map(|(shape, dtype)| {
+        let placement = any_placement(shape.len());
+        (placement, any_placement(shape.len())).prop_map(move |(writer, reader)| {
+            (tensor("", &shape, dtype, writer), tensor("", &shape, dtype, reader))
+        })
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    #[test]
+    fn any_layout_loads_what_any_layout_saved(
+        mut tensors in prop::collection::vec(any_tensor(), 0..5), writers in 1..5_usize, readers in 1..5_usize,
+    ) {
+        for (index, (writer, reader)) in tensors.iter_mut().enumerate() {
+            writer.name = format!("layer.{index}.{}", "w".repeat(index));
+            reader.name = writer.name.clone();
+        }
+        let (written, read): (Vec<_>, Vec<_>) = tensors.into_iter().unzip();
+        let folder = tempfile::tempdir().unwrap();
+        let path = save_all(folder.path(), 3, &written, writers);
+        let checkpoint = Checkpoint::open(&path).unwrap();
+        checkpoint.tensors().check_against(&read).unwrap();
+        for tensor in &read {
+            for rank in 0..readers {
+                let extent = tensor.extent(&mesh(readers), Rank(rank)).unwrap();
+                let expected = bytes(tensor, &extent);
+                let mut loaded = vec![0; expected.len()];
+                checkpoint.tensors().read_into(&tensor.name, &extent, &mut loaded).unwrap();
+                prop_assert_eq!(loaded, expected);
+            }
+        }
+    }
+}
+
+fn two_tensors() -> [TensorPlacement; 2] {
+    [
+        tensor("h.0.weight", &[4, 6], DType::F32, Placement::Shard { dim: 1 }),
+        tensor("optimizer.exp_avg.h.0.weight", &[4, 6], DType::F32, Placement::Replicate),
+    ]
+}
+
+#[test]
+fn a_checkpoint_holds_state_and_files_beside_the_tensors() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save_all(folder.path(), 12, &two_tensors(), 2);
+    assert_eq!(path, folder.path().join("step-12"));
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    assert_eq!(checkpoint.step(), 12);
+    assert_eq!(checkpoint.state()["tokens_seen"], 12_000);
+    for file in FILES {
+        assert_eq!(checkpoint.read_file(file.name).unwrap().as_deref(), Some(file.contents));
+    }
+    assert_eq!(checkpoint.read_file("tokenizer.json").unwrap(), None);
+    assert!(checkpoint.verify().is_empty());
+    let weights: Vec<String> = checkpoint.weights().iter().map(|(name, _)| name.to_owned()).collect();
+    assert_eq!(weights, ["h.0.weight"]);
+}
+
+#[test]
+fn the_newest_checkpoint_that_opens_is_found_and_the_others_have_a_reason() {
+    let folder = tempfile::tempdir().unwrap();
+    let nothing = find_latest(&folder.path().join("none")).unwrap();
+    assert!(nothing.checkpoint.is_none() && nothing.skipped.is_empty());
+    for step in [5, 9, 10] {
+        save_all(folder.path(), step, &two_tensors(), 1);
+    }
+    let steps: Vec<u64> =
+        list_checkpoints(folder.path()).unwrap().into_iter().map(|(step, _)| step).collect();
+    assert_eq!(steps, [5, 9, 10]);
+    std::fs::remove_file(folder.path().join("step-10/shard-00000.safetensors")).unwrap();
+    let latest = find_latest(folder.path()).unwrap();
+    assert_eq!(latest.checkpoint.unwrap().step(), 9);
+    assert!(matches!(&latest.skipped[..], [only] if only.path.ends_with("step-10")));
+}
+
+#[test]
+fn every_difference_from_what_is_expected_is_reported_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let stored: Vec<_> =
+        ["a", "b", "c", "d"].map(|name| tensor(name, &[2], DType::F32, Placement::Replicate)).into();
+    let checkpoint = Checkpoint::open(&save_all(folder.path(), 1, &stored, 1)).unwrap();
+    checkpoint.tensors().check_against(&stored).unwrap();
+    let expected = [
+        tensor("a", &[2], DType::F32, Placement::Shard { dim: 0 }),
+        tensor("b", &[3], DType::F32, Placement::Replicate),
+        tensor("c", &[2], DType::U8, Placement::Replicate),
+        tensor("e", &[7], DType::F32, Placement::Replicate),
+    ];
+    let Err(CheckpointError::Mismatches { mismatches, .. }) = checkpoint.tensors().check_against(&expected)
+    else {
+        panic!("the differences are not reported");
+    };
+    let name = |name: &str| name.to_owned();
+    assert_eq!(
+        mismatches,
+        [
+            Mismatch::Shape { name: name("b"), expected: vec![3], stored: vec![2] },
+            Mismatch::DType { name: name("c"), expected: DType::U8, stored: StoredDType::F32 },
+            Mismatch::Missing { name: name("e"), shape: vec![7] },
+            Mismatch::Extra { name: name("d"), shape: vec![2] },
+        ]
+    );
+}
+
+#[test]
+fn reading_refuses_what_does_not_fit() {
+    let folder = tempfile::tempdir().unwrap();
+    let checkpoint = Checkpoint::open(&save_all(folder.path(), 1, &two_tensors(), 2)).unwrap();
+    let read = |name: &str, start: &[usize], shape: &[usize], len: usize| {
+        let extent = Extent { start: start.to_vec(), shape: shape.to_vec() };
+        checkpoint.tensors().read_into(name, &extent, &mut vec![0; len]).unwrap_err()
+    };
+    assert!(matches!(read("other", &[0], &[1], 4), CheckpointError::NoSuchTensor { .. }));
+    assert!(matches!(read("h.0.weight", &[0], &[1], 4), CheckpointError::OutsideTensor { .. }));
+    assert!(matches!(read("h.0.weight", &[3, 0], &[2, 1], 8), CheckpointError::OutsideTensor { .. }));
+    assert!(matches!(read("h.0.weight", &[3, 0], &[1, 1], 8), CheckpointError::WrongLength { .. }));
+}
