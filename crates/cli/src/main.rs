@@ -1,2 +1,54 @@
 //! The `trireme` command line.
-fn main() {}
+
+mod commands;
+mod console;
+mod launch;
+mod started;
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+
+/// Distributed deep-learning training: one binary, one config file.
+///
+/// A first run needs nothing but a config:
+///
+///     trireme train configs/quickstart.toml
+///
+/// To train on a text of your own:
+///
+///     trireme prepare book.txt --out corpus
+///     trireme train configs/quickstart.toml --set 'data.inputs=[]' --set data.folder=corpus --set run.name=book
+///     trireme generate runs/book --prompt "Once"
+#[derive(Debug, Parser)]
+#[command(version, verbatim_doc_comment)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Train(commands::train::TrainArgs),
+    Prepare(commands::prepare::PrepareArgs),
+    Generate(commands::generate::GenerateArgs),
+    Checkpoint(commands::checkpoint::CheckpointArgs),
+    Config(commands::config::ConfigArgs),
+    Bench(commands::bench::BenchArgs),
+}
+
+fn main() -> ExitCode {
+    let started = started::command_started();
+    let result =
+        launch::die_with_parent().map_err(Into::into).and_then(|()| match Arguments::parse().command {
+            Command::Train(args) => commands::train::run(&args, started),
+            Command::Prepare(args) => commands::prepare::run(&args),
+            Command::Generate(args) => commands::generate::run(&args),
+            Command::Checkpoint(args) => commands::checkpoint::run(&args),
+            Command::Config(args) => commands::config::run(&args),
+            Command::Bench(args) => commands::bench::run(&args, started),
+        });
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => ExitCode::from(console::report_error(&error)),
+    }
+}

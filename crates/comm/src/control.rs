@@ -5,7 +5,7 @@
 
 use crate::engine::Call;
 use crate::error::CommError;
-use crate::notice::{NOTICE_BYTES, Notice};
+use crate::notice::{Event, NOTICE_BYTES, Notice};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -26,36 +26,38 @@ pub(crate) struct Control {
     peers: Vec<Peer>,
     /// Readable when any connection is.
     epoll: OwnedFd,
-    /// The last operation this rank told its peers it is stalled in, plus one.
-    told_reached: u64,
+    /// The operation that this rank last told its peers it is waiting in, plus one.
+    told_waiting: u64,
 }
 
-enum Peer {
+struct Peer {
+    link: Link,
+    /// Operations that the peer is known to have begun.
+    num_begun: u64,
+}
+
+enum Link {
     /// This rank itself.
     Own,
     Connected(Connection),
-    /// Said goodbye before the operation of this number.
-    Left {
-        sequence: u64,
-    },
+    Ended(Ending),
+}
+
+/// How a peer's part in the group ended.
+#[derive(Clone, Copy)]
+enum Ending {
+    /// It said goodbye, or why it failed. It takes part in the operations before the notice's.
+    Said(Notice),
+    /// The connection ended or broke without a word.
+    Lost,
+    /// It sent what is no notice.
+    Garbage,
 }
 
 struct Connection {
     socket: OwnedFd,
     received: [u8; NOTICE_BYTES],
     num_received: usize,
-    /// The latest operation the peer said it is in, plus one.
-    reached: u64,
-}
-
-/// What a read brought.
-enum Received {
-    Notice(Notice),
-    Garbage,
-    /// The connection ended or broke.
-    Ended,
-    /// No whole notice yet.
-    Nothing,
 }
 
 impl Control {
@@ -64,49 +66,29 @@ impl Control {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let mut peers = Vec::with_capacity(sockets.len());
         for (rank, socket) in sockets.into_iter().enumerate() {
-            peers.push(match socket {
-                None => Peer::Own,
+            let link = match socket {
+                None => Link::Own,
                 Some(socket) => {
                     let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
                     epoll::add(&epoll, &socket, epoll::EventData::new_u64(rank as u64), flags)?;
-                    Peer::Connected(Connection {
-                        socket,
-                        received: [0; NOTICE_BYTES],
-                        num_received: 0,
-                        reached: 0,
-                    })
+                    Link::Connected(Connection { socket, received: [0; NOTICE_BYTES], num_received: 0 })
                 }
-            });
+            };
+            peers.push(Peer { link, num_begun: 0 });
         }
-        Ok(Control { peers, epoll, told_reached: 0 })
+        Ok(Control { peers, epoll, told_waiting: 0 })
     }
 
-    /// Fails if a peer has already left, or anything in [`check`](Control::check) does.
-    pub(crate) fn begin(&mut self, call: &Call) -> Result<(), CommError> {
-        for (rank, peer) in self.peers.iter().enumerate() {
-            if let Peer::Left { sequence } = *peer
-                && sequence <= call.sequence
-            {
-                return Err(call.peer_left(Rank(rank)));
-            }
-        }
-        self.check(call)
-    }
-
-    /// Reads what the peers said, if anything, and fails if it ends `call`.
+    /// Reads what the peers said, and fails if it ends `call`.
     pub(crate) fn check(&mut self, call: &Call) -> Result<(), CommError> {
-        if !self.is_readable(Duration::ZERO).map_err(|source| call.wait_failed(source))? {
-            return Ok(());
+        if self.is_readable(Duration::ZERO).map_err(|source| call.wait_failed(source))? {
+            let world_size = self.peers.len();
+            self.peers.iter_mut().for_each(|peer| peer.read(world_size));
         }
-        let mut failure = None;
-        for rank in 0..self.peers.len() {
-            match self.read_peer(rank, call) {
-                Ok(()) => {}
-                // A loss is the cause of what other peers report because of it.
-                Err(loss @ CommError::PeerLost { .. }) => return Err(loss),
-                Err(other) => failure = failure.or(Some(other)),
-            }
-        }
+        let failure = self.peers.iter().enumerate().find_map(|(rank, peer)| match peer.link {
+            Link::Ended(ending) => self.failure_of(Rank(rank), ending, call),
+            Link::Own | Link::Connected(_) => None,
+        });
         failure.map_or(Ok(()), Err)
     }
 
@@ -116,11 +98,11 @@ impl Control {
         self.check(call)?;
         let elapsed = call.started.elapsed();
         if elapsed >= call.timeout {
-            return Err(self.timed_out(call));
+            return Err(call.timed_out(self.missing(call)));
         }
-        if elapsed >= STALL.min(call.timeout / 4) && self.told_reached <= call.sequence {
-            self.told_reached = call.sequence + 1;
-            self.tell(Notice::Reached { sequence: call.sequence });
+        if elapsed >= STALL.min(call.timeout / 4) && self.told_waiting <= call.sequence {
+            self.told_waiting = call.sequence + 1;
+            self.tell(Notice { sequence: call.sequence, event: Event::Waiting });
         }
         Ok(())
     }
@@ -128,40 +110,42 @@ impl Control {
     /// Why the data connection to `rank` broke: what that rank says, or else that it is lost.
     pub(crate) fn reason_of_break(&mut self, rank: Rank, call: &Call) -> CommError {
         let deadline = Instant::now() + REASON_WAIT;
-        while let Peer::Connected(_) = self.peers[rank.0] {
+        while let Link::Connected(_) = self.peers[rank.0].link {
             if let Err(failure) = self.check(call) {
                 return failure;
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() || self.is_readable(left).is_err() {
-                return call.peer_lost(rank);
+                break;
             }
         }
-        call.peer_left(rank)
+        call.peer_lost(rank)
     }
 
-    /// Tells the peers why this rank's group has failed.
-    pub(crate) fn announce(&mut self, failure: &CommError) {
-        self.tell(match *failure {
-            CommError::PeerLost { rank, .. } => Notice::Lost { rank },
+    /// Tells the peers why `call` has failed on this rank.
+    pub(crate) fn announce(&mut self, call: &Call, failure: &CommError) {
+        let event = match *failure {
+            CommError::PeerLost { rank, .. } => Event::Lost { rank },
+            CommError::PeerLeft { rank, .. } => Event::Left { rank },
             CommError::Mismatch { sequence, rank, operation, other_rank, other_operation } => {
-                Notice::Mismatch { sequence, first: (rank, operation), second: (other_rank, other_operation) }
+                Event::Mismatch { sequence, first: (rank, operation), second: (other_rank, other_operation) }
             }
-            CommError::TimedOut { sequence, .. } => Notice::TimedOut { sequence },
-            _ => Notice::GaveUp,
-        });
+            CommError::TimedOut { .. } => Event::TimedOut,
+            _ => Event::GaveUp,
+        };
+        self.tell(Notice { sequence: call.sequence, event });
     }
 
     /// Tells the peers that this rank leaves before operation `sequence`.
     pub(crate) fn leave(&mut self, sequence: u64) {
-        self.tell(Notice::Goodbye { sequence });
+        self.tell(Notice { sequence, event: Event::Goodbye });
     }
 
     /// Best effort: a peer that cannot be told has ended, or will find the connection ended.
     fn tell(&mut self, notice: Notice) {
         let bytes = notice.encode();
         for peer in &self.peers {
-            if let Peer::Connected(connection) = peer {
+            if let Link::Connected(connection) = &peer.link {
                 let _ = send(&connection.socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
             }
         }
@@ -177,70 +161,47 @@ impl Control {
         }
     }
 
-    fn read_peer(&mut self, rank: usize, call: &Call) -> Result<(), CommError> {
-        let world_size = self.peers.len();
-        while let Peer::Connected(connection) = &mut self.peers[rank] {
-            let notice = match connection.read(world_size) {
-                Received::Nothing => break,
-                Received::Ended => return Err(call.peer_lost(Rank(rank))),
-                Received::Garbage => return Err(call.protocol(Rank(rank), "sent bytes that are no notice")),
-                Received::Notice(notice) => notice,
-            };
-            match notice {
-                Notice::Reached { sequence } => connection.reached = sequence.saturating_add(1),
-                Notice::Goodbye { sequence } => {
-                    self.peers[rank] = Peer::Left { sequence };
-                    if sequence <= call.sequence {
-                        return Err(call.peer_left(Rank(rank)));
-                    }
-                }
-                Notice::Lost { rank: lost } => return Err(self.lost_according_to(Rank(rank), lost, call)),
-                Notice::Mismatch { sequence, first, second } => {
-                    return Err(CommError::Mismatch {
-                        sequence,
-                        rank: first.0,
-                        operation: first.1,
-                        other_rank: second.0,
-                        other_operation: second.1,
-                    });
-                }
-                Notice::TimedOut { sequence } => return Err(self.timed_out_at(Rank(rank), sequence, call)),
-                Notice::GaveUp => return Err(call.peer_failed(Rank(rank))),
-            }
-        }
-        Ok(())
-    }
-
-    /// A peer that lost this rank has a broken connection: it is the one that fails.
-    fn lost_according_to(&self, teller: Rank, lost: Rank, call: &Call) -> CommError {
-        match self.peers[lost.0] {
-            Peer::Own => call.peer_failed(teller),
-            _ => call.peer_lost(lost),
-        }
-    }
-
-    /// A peer ran out of time: so does this rank, unless it is the one that was waited for.
-    fn timed_out_at(&self, teller: Rank, sequence: u64, call: &Call) -> CommError {
-        let missing = self.missing(call);
-        if sequence != call.sequence || missing.iter().all(|&rank| rank == teller) {
-            return call.peer_failed(teller);
-        }
-        call.timed_out(missing.into_iter().filter(|&rank| rank != teller).collect())
-    }
-
-    fn timed_out(&self, call: &Call) -> CommError {
-        call.timed_out(self.missing(call))
-    }
-
-    /// Peers that have not said that they are in `call`.
-    fn missing(&self, call: &Call) -> Vec<Rank> {
-        let has_come = |peer: &Peer| match peer {
-            Peer::Own => true,
-            Peer::Connected(connection) => connection.reached > call.sequence,
-            Peer::Left { sequence } => *sequence > call.sequence,
+    /// The failure of `call` if the end of `rank` is one.
+    fn failure_of(&self, rank: Rank, ending: Ending, call: &Call) -> Option<CommError> {
+        let notice = match ending {
+            Ending::Lost => return Some(call.peer_lost(rank)),
+            Ending::Garbage => return Some(call.protocol(rank, "it sent bytes that are no notice")),
+            Ending::Said(notice) if notice.sequence > call.sequence => return None,
+            Ending::Said(notice) => notice,
         };
-        let missing = self.peers.iter().enumerate().filter(|(_, peer)| !has_come(peer));
-        missing.map(|(rank, _)| Rank(rank)).collect()
+        Some(match notice.event {
+            Event::Goodbye => call.peer_left(rank),
+            // A peer that cannot reach this rank fails alone, as far as this rank can tell.
+            Event::Lost { rank: other } | Event::Left { rank: other } if self.is_own(other) => {
+                call.peer_failed(rank)
+            }
+            Event::Lost { rank: lost } => call.peer_lost(lost),
+            Event::Left { rank: left } => call.peer_left(left),
+            Event::Mismatch { sequence, first, second } => CommError::Mismatch {
+                sequence,
+                rank: first.0,
+                operation: first.1,
+                other_rank: second.0,
+                other_operation: second.1,
+            },
+            Event::TimedOut => match self.missing(call) {
+                // Then this rank is the one that was waited for.
+                missing if missing.is_empty() => call.peer_failed(rank),
+                missing => call.timed_out(missing),
+            },
+            Event::Waiting | Event::GaveUp => call.peer_failed(rank),
+        })
+    }
+
+    fn is_own(&self, rank: Rank) -> bool {
+        matches!(self.peers[rank.0].link, Link::Own)
+    }
+
+    /// Peers that are not known to have begun `call`.
+    fn missing(&self, call: &Call) -> Vec<Rank> {
+        let is_missing =
+            |(rank, peer): &(usize, &Peer)| peer.num_begun <= call.sequence && !self.is_own(Rank(*rank));
+        self.peers.iter().enumerate().filter(is_missing).map(|(rank, _)| Rank(rank)).collect()
     }
 }
 
@@ -251,21 +212,42 @@ impl AsFd for Control {
     }
 }
 
+impl Peer {
+    /// Takes in everything that has come; the connection is closed when it has ended.
+    fn read(&mut self, world_size: usize) {
+        while let Link::Connected(connection) = &mut self.link {
+            let ending = match connection.read(world_size) {
+                Ok(None) => return,
+                Ok(Some(Notice { sequence, event: Event::Waiting })) => {
+                    self.num_begun = self.num_begun.max(sequence.saturating_add(1));
+                    continue;
+                }
+                Ok(Some(notice)) => {
+                    let has_begun = u64::from(notice.event != Event::Goodbye);
+                    self.num_begun = self.num_begun.max(notice.sequence.saturating_add(has_begun));
+                    Ending::Said(notice)
+                }
+                Err(ending) => ending,
+            };
+            self.link = Link::Ended(ending);
+        }
+    }
+}
+
 impl Connection {
-    fn read(&mut self, world_size: usize) -> Received {
+    /// The next notice, if all of it has come.
+    fn read(&mut self, world_size: usize) -> Result<Option<Notice>, Ending> {
         let rest = &mut self.received[self.num_received..];
         match recv(&self.socket, rest, RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => Received::Ended,
-            Ok((_, num_read)) => {
-                self.num_received += num_read;
-                if self.num_received < NOTICE_BYTES {
-                    return Received::Nothing;
-                }
-                self.num_received = 0;
-                Notice::decode(&self.received, world_size).map_or(Received::Garbage, Received::Notice)
-            }
-            Err(Errno::AGAIN | Errno::INTR) => Received::Nothing,
-            Err(_) => Received::Ended,
+            Ok((_, 0)) => return Err(Ending::Lost),
+            Ok((_, num_read)) => self.num_received += num_read,
+            Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
+            Err(_) => return Err(Ending::Lost),
         }
+        if self.num_received < NOTICE_BYTES {
+            return Ok(None);
+        }
+        self.num_received = 0;
+        Notice::decode(&self.received, world_size).map(Some).ok_or(Ending::Garbage)
     }
 }

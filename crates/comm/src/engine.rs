@@ -58,7 +58,7 @@ impl Engine {
         let mut cost = Cost::default();
         let result = self
             .control
-            .begin(&call)
+            .check(&call)
             .and_then(|()| self.transport.execute(&call, payload, &mut self.control, &mut cost));
         self.statistics.num_operations += 1;
         self.statistics.payload_bytes += cost.payload_bytes;
@@ -66,7 +66,7 @@ impl Engine {
         self.statistics.waiting += cost.waiting;
         if let Err(failure) = &result {
             self.transport.abandon();
-            self.control.announce(failure);
+            self.control.announce(&call, failure);
         }
         result
     }

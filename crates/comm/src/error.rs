@@ -36,7 +36,8 @@ pub enum CommError {
     },
     /// Rank 0 was not reached.
     #[error(
-        "rank {rank} did not reach rank 0 at {address} within {waited:?}; is rank 0 running, and is the address right?"
+        "rank {rank} did not reach rank 0 at {address} within {waited:?}; is rank 0 running, and is the address \
+         right?"
     )]
     Unreachable {
         /// The rank that tried.
@@ -50,7 +51,7 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// Rank 0 turned this rank away.
-    #[error("rank 0 at {address} refused rank {rank}: {reason}")]
+    #[error("rank 0 at {address} turned rank {rank} away: {reason}")]
     Refused {
         /// The rank that was refused.
         rank: Rank,
@@ -134,8 +135,8 @@ pub enum CommError {
     },
     /// Ranks issued different operations at the same place.
     #[error(
-        "operation {sequence} differs between ranks: rank {rank} issued {operation}, rank {other_rank} issued \
-         {other_operation}; all ranks must issue the same operations in the same order"
+        "operation {sequence} differs between ranks: rank {rank} issued {operation}, rank {other_rank} \
+         issued {other_operation}; all ranks must issue the same operations in the same order"
     )]
     Mismatch {
         /// Position in the group's sequence of operations, from 0.
@@ -151,7 +152,8 @@ pub enum CommError {
     },
     /// A peer's process ended, or its connection broke, without a goodbye.
     #[error(
-        "rank {rank} was lost (its process died or its connection broke) at operation {sequence}, {operation}"
+        "rank {rank} was lost at operation {sequence}, {operation}: its process died or its connection \
+         broke; its log may say why"
     )]
     PeerLost {
         /// Who.
@@ -183,7 +185,8 @@ pub enum CommError {
     },
     /// An operation did not end in time.
     #[error(
-        "operation {sequence}, {operation}, did not end within {timeout:?}; ranks that have not reached it: {}",
+        "operation {sequence}, {operation}, did not end within {timeout:?}; ranks that have not reached it: \
+         {}",
         list(missing)
     )]
     TimedOut {

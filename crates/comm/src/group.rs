@@ -2,7 +2,7 @@ use crate::buffer::{Memory, Storage};
 use crate::control::Control;
 use crate::engine::{Engine, Payload};
 use crate::queue::Queue;
-use crate::transport::Transport;
+use crate::transport::Fabric;
 use crate::transport::shm::Arena;
 use crate::transport::sockets::Sockets;
 use crate::{
@@ -22,8 +22,8 @@ pub const CONTROL_BYTES_MAX: usize = 1 << 20;
 ///
 /// All ranks issue the same operations in the same order; a group may be used from several threads only if
 /// they agree on that order. Operations return at once and are executed in order of issue by the
-/// group's communication thread, or by a thread that waits for one. The first failure ends the group: whatever is
-/// pending or issued later returns it too.
+/// group's communication thread, or by a thread that waits for one. The first failure ends the group:
+/// whatever is pending or issued later returns it too.
 ///
 /// Dropping a group waits for what was issued, then leaves in good order. Dropping it during a panic
 /// leaves without a goodbye, so that the peers fail instead of waiting.
@@ -64,8 +64,8 @@ pub fn inproc_world(world_size: usize) -> Vec<Group> {
 /// A world whose ranks are threads of this process: one group per rank, in rank order.
 ///
 /// # Panics
-/// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (two per pair of
-/// ranks and rank) or threads left.
+/// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (two per pair
+/// of ranks and rank) or threads left.
 pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
     assert!(world_size > 0, "a world has at least one rank");
     rendezvous::check_group_options(options).expect("options within their bounds");
@@ -78,10 +78,14 @@ pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group
     ranks
         .map(|(rank, (data, control))| {
             let rank = Rank(rank);
-            let control = Control::new(control).expect("a file descriptor to watch the peers");
             let sockets = Sockets::new(rank, data, options).expect("memory for one piece of a message");
-            Group::start(rank, world_size, TransportKind::Inproc, None, control, Box::new(sockets), options)
-                .expect("a communication thread")
+            let fabric = Fabric {
+                kind: TransportKind::Inproc,
+                control: Control::new(control).expect("a file descriptor to watch the peers"),
+                transport: Box::new(sockets),
+                arena: None,
+            };
+            Group::start(rank, world_size, fabric, options).expect("a communication thread")
         })
         .collect()
 }
@@ -105,8 +109,9 @@ fn socket_pairs(world_size: usize) -> Vec<Vec<Option<OwnedFd>>> {
 /// returns when all are connected.
 ///
 /// # Errors
-/// Options out of bounds; an address that does not resolve, is not this host's or is taken; a rank 0 that is not
-/// reached or refuses this rank; ranks that do not come within the timeout; a transport that cannot be had.
+/// Options out of bounds; an address that does not resolve, is not this host's or is taken; a rank 0 that is
+/// not reached or refuses this rank; ranks that do not come within the timeout; a transport that cannot be
+/// had.
 pub fn join(options: &JoinOptions) -> Result<Group, CommError> {
     rendezvous::check_options(options)?;
     if options.world_size == 1 {
@@ -120,13 +125,11 @@ impl Group {
     pub(crate) fn start(
         rank: Rank,
         world_size: usize,
-        kind: TransportKind,
-        arena: Option<Arc<Arena>>,
-        control: Control,
-        transport: Box<dyn Transport>,
+        fabric: Fabric,
         options: &GroupOptions,
     ) -> Result<Self, CommError> {
-        let queue = Arc::new(Queue::new(Engine::new(control, transport, options.timeout)));
+        let engine = Engine::new(fabric.control, fabric.transport, options.timeout);
+        let queue = Arc::new(Queue::new(engine));
         let served = Arc::clone(&queue);
         let thread = std::thread::Builder::new()
             .name(format!("comm-{rank}"))
@@ -135,8 +138,8 @@ impl Group {
         Ok(Group {
             rank,
             world_size,
-            transport: kind,
-            allocator: arena.map_or(Allocator::Heap, Allocator::Shared),
+            transport: fabric.kind,
+            allocator: fabric.arena.map_or(Allocator::Heap, Allocator::Shared),
             executor: Some(Executor { queue, thread: Some(thread) }),
         })
     }
@@ -156,8 +159,9 @@ impl Group {
         self.transport
     }
 
-    /// A zeroed vector of `len` elements, 64-byte aligned, in the memory that this group's transport handles best:
-    /// memory that the peers map for `shm`, else heap. It is a local call: the other ranks need not make it.
+    /// A zeroed vector of `len` elements, 64-byte aligned, in the memory that this group's transport handles
+    /// best: memory that the peers map for `shm`, else heap. It is a local call: the other ranks need not
+    /// make it.
     ///
     /// # Errors
     /// [`CommError::Allocate`] if there is not so much memory.

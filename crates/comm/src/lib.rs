@@ -31,6 +31,7 @@ mod queue;
 mod rendezvous;
 mod statistics;
 mod transport;
+mod words;
 mod work;
 
 pub use buffer::Buffer;

@@ -6,7 +6,7 @@ use trireme_base::Rank;
 /// How a group runs its operations; the same on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GroupOptions {
-    /// How long an operation may take, from its start on this rank, before it fails.
+    /// How long an operation may take, from its start on this rank, before it fails; at most a year.
     pub timeout: Duration,
     /// Vectors up to this size take the algorithm with the fewest steps, longer ones the algorithm that
     /// moves the fewest bytes. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
@@ -43,7 +43,7 @@ pub struct JoinOptions {
     pub transport: TransportChoice,
     /// Name of the job: workers of another job are refused.
     pub job: String,
-    /// How long to wait for all workers to come.
+    /// How long to wait for all workers to come; at most a year.
     pub join_timeout: Duration,
     /// How the group runs its operations.
     pub group: GroupOptions,

@@ -23,7 +23,9 @@ struct State {
     slots: Vec<Slot>,
     free: Vec<usize>,
     waiting: VecDeque<usize>,
+    /// What ended the group.
     failure: Option<CommError>,
+    /// The group has been dropped: nothing more will be issued.
     closed: bool,
     statistics: CommStatistics,
 }
@@ -35,10 +37,15 @@ struct Slot {
 }
 
 enum Progress {
+    /// The slot is on the free list.
     Free,
+    /// The operation is queued.
     Waiting(Operation, Payload),
+    /// Some thread executes the operation.
     Running,
+    /// The result waits for its owner.
     Finished(Result<Payload, CommError>),
+    /// The owner has the result, and is about to free the slot.
     Taken,
 }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 pub struct CommStatistics {
     /// Operations that ended.
     pub num_operations: u64,
-    /// Bytes of user data this rank moved: sent to peers over sockets (frame headers not counted), or read from
-    /// and written to peers' memory with shared memory. The formulas are those of
+    /// Bytes of user data this rank moved: sent to peers over sockets (frame headers not counted), or read
+    /// from and written to peers' memory with shared memory. The formulas are those of
     /// [`trireme_schedule::collective`].
     pub payload_bytes: u64,
     /// Time spent executing operations, waiting for peers included.

@@ -1,1 +1,30 @@
-//! Tokenizers, token files and deterministic samplers.
+//! Tokenizers, token files and deterministic samplers: from text on disk to the tokens of sample `i`.
+//!
+//! [`prepare`] turns text files, folders and JSON-lines into a [`Corpus`]: two [`TokenFile`]s and the
+//! [`Tokenizer`] that made them. A [`Sampler`] says which window of a token file is sample `i` of the run,
+//! for any number of ranks, and [`TokenFile::read_window`] copies it. [`bigram_baseline`] is what a trained
+//! model has to beat.
+//!
+//! Files are hostile until they are verified: nothing is allocated because a file asks for it, damage is
+//! found before a token is used, and every output is complete or absent.
+
+mod baseline;
+mod corpus;
+mod error;
+mod files;
+mod mapping;
+mod prepare;
+mod sampler;
+mod token_file;
+mod tokenizer;
+
+pub use baseline::bigram_baseline;
+pub use corpus::Corpus;
+pub use error::DataError;
+pub use prepare::{
+    InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent, Skipped,
+    TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
+};
+pub use sampler::{Sampler, Window};
+pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};
+pub use tokenizer::{BYTES_TOKENIZER_FILE, StreamDecoder, TOKENIZER_FILE, Tokenizer};

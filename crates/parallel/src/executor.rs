@@ -3,6 +3,7 @@
 use crate::error::ParallelError;
 use crate::gradients::{Determinism, Gradients};
 use crate::tree::TreeSum;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
@@ -81,7 +82,7 @@ struct InFlight {
 pub struct Executor {
     model: Model,
     device: Device,
-    group: Group,
+    group: Arc<Group>,
     options: ExecutorOptions,
     program: Program,
     parameters: Parameters,
@@ -99,7 +100,7 @@ impl Executor {
         model: Model,
         parameters: Parameters,
         optimizer: Optimizer,
-        group: Group,
+        group: Arc<Group>,
         device: &Device,
         program: Program,
         options: ExecutorOptions,

@@ -25,7 +25,7 @@ fn executor(
     let optimizer = Optimizer::new(kind, 0.1, false, model.table(), &device).unwrap();
     let program = single::program(model.num_units(), accumulation);
     let options = ExecutorOptions { determinism, local_batch_size: SHAPE.0, seq_len: SHAPE.1 };
-    Executor::new(model, parameters, optimizer, group, &device, program, options).unwrap()
+    Executor::new(model, parameters, optimizer, group.into(), &device, program, options).unwrap()
 }
 
 /// Losses, norms and all parameters as bits after a few steps over the same global batches.

@@ -1,1 +1,22 @@
 //! Configuration, trainer and metrics.
+//!
+//! [`config::Config`] is read and checked once; [`Trainer`] runs it on one rank of a group; what a user sees on the
+//! way goes to an [`Observer`].
+
+mod checkpointing;
+pub mod config;
+mod error;
+pub mod metrics;
+mod observer;
+mod sample;
+mod setup;
+mod trainer;
+mod validation;
+mod weights;
+
+pub use error::TrainError;
+pub use observer::{Observer, RunFacts, Silent};
+pub use sample::{SampleSettings, sample};
+pub use setup::{ensure_corpus, local_threads, model_config};
+pub use trainer::{RunSummary, Trainer, TrainerOptions};
+pub use weights::{LoadedModel, load_model};

@@ -1,5 +1,5 @@
-use super::wire::{bytes_to_words, ip_to_words, words_to_bytes, words_to_ip};
-use crate::JoinOptions;
+use super::wire::{ip_to_words, words_to_ip};
+use crate::{JoinOptions, words};
 use std::net::{IpAddr, SocketAddr};
 
 /// The first word of a hello: this protocol, first version.
@@ -34,7 +34,7 @@ impl Hello {
     pub(super) fn encode(&self) -> [u8; HELLO_BYTES] {
         let [host_high, host_low] = [(self.place.host >> 64) as u64, self.place.host as u64];
         let [ip_high, ip_low] = ip_to_words(self.place.address.ip());
-        words_to_bytes([
+        words::to_bytes([
             u64::from_le_bytes(HELLO_MAGIC),
             self.rank,
             self.world_size,
@@ -51,7 +51,7 @@ impl Hello {
     /// Reads a hello; `None` if the bytes are none.
     pub(super) fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
         let [magic, rank, world_size, job, host_high, host_low, meeting, ip_high, ip_low, port] =
-            bytes_to_words(bytes);
+            words::from_bytes(bytes);
         if magic != u64::from_le_bytes(HELLO_MAGIC) {
             return None;
         }

@@ -217,3 +217,33 @@ fn has_gone(stream: &TcpStream) -> bool {
     let peeked = recv(stream, &mut byte, RecvFlags::DONTWAIT | RecvFlags::PEEK);
     !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::hello::fingerprint;
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn a_rank_that_has_gone_can_come_again() {
+        let options = JoinOptions::new(Rank(0), 3);
+        let listener = listen(&["127.0.0.1:0".parse().expect("an address")]).expect("a free port");
+        let address = listener.local_addr().expect("an address");
+        let come = |rank| {
+            let mut stream = TcpStream::connect(address).expect("connected");
+            let place = Place { host: 0, meeting: 0, address };
+            let hello = Hello { rank, world_size: 3, job: fingerprint(&options), place };
+            stream.write_all(&hello.encode()).expect("sent");
+            stream
+        };
+        drop(come(1));
+        let streams = [come(1), come(2)];
+        let guests = gather(&options, listener, Instant::now() + Duration::from_secs(20)).expect("all came");
+        assert!(guests[0].is_none());
+        for (guest, stream) in guests[1..].iter().zip(&streams) {
+            let guest = guest.as_ref().expect("a guest");
+            let at = guest.stream.peer_addr().expect("an address");
+            assert_eq!(at, stream.local_addr().expect("an address"));
+        }
+    }
+}

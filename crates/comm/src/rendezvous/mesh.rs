@@ -2,8 +2,9 @@
 
 use super::hello::Place;
 use super::message::Table;
-use super::wire::{bytes_to_words, invalid, receive_exact, send_all, wait_for, words_to_bytes};
+use super::wire::{invalid, receive_exact, send_all, wait_for};
 use crate::transport::shm::{Arena, PeerArena};
+use crate::words;
 use rustix::event::PollFlags;
 use rustix::io::retry_on_intr;
 use rustix::net::sockopt::{
@@ -38,12 +39,12 @@ enum Purpose {
 
 /// How a rank introduces itself on a connection of the mesh.
 fn introduction(session: u64, rank: usize, purpose: Purpose) -> [u8; INTRODUCTION_BYTES] {
-    words_to_bytes([MAGIC, session, rank as u64, purpose as u64])
+    words::to_bytes([MAGIC, session, rank as u64, purpose as u64])
 }
 
 /// Who introduced itself, if it is a member of the session.
 fn introduced(bytes: &[u8; INTRODUCTION_BYTES], session: u64, world_size: usize) -> Option<(usize, Purpose)> {
-    let [magic, their_session, rank, purpose] = bytes_to_words(bytes);
+    let [magic, their_session, rank, purpose] = words::from_bytes(bytes);
     let purpose = [Purpose::Data, Purpose::Control].into_iter().find(|&known| known as u64 == purpose)?;
     let rank = usize::try_from(rank).ok().filter(|&rank| rank < world_size)?;
     (magic == MAGIC && their_session == session).then_some((rank, purpose))
@@ -134,7 +135,8 @@ pub(super) fn connect_shm(
     deadline: Instant,
 ) -> io::Result<ShmMesh> {
     let world_size = table.places.len();
-    let arena = Arena::new().map_err(|error| in_context(error, "creating the shared memory".to_owned()))?;
+    let arena =
+        Arena::new(world_size).map_err(|error| in_context(error, "creating the shared memory".to_owned()))?;
     let mut arenas: Vec<Option<PeerArena>> = (0..world_size).map(|_| None).collect();
     let mut control: Vec<Option<OwnedFd>> = (0..world_size).map(|_| None).collect();
     let own = introduction(table.session, rank.0, Purpose::Control);

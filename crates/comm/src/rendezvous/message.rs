@@ -2,9 +2,8 @@
 //! of the body), then the body.
 
 use super::hello::Place;
-use super::wire::{
-    bytes_to_words, invalid, ip_to_words, receive_exact, send_all, words_to_bytes, words_to_ip,
-};
+use super::wire::{invalid, ip_to_words, receive_exact, send_all, words_to_ip};
+use crate::words;
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::AsFd;
@@ -44,7 +43,7 @@ impl Message {
             Message::Report(Ok(())) => (3, Vec::new()),
             Message::Report(Err(reason)) => (4, text_body(reason)),
         };
-        let header: [u8; HEADER_BYTES] = words_to_bytes([MAGIC, kind, body.len() as u64]);
+        let header: [u8; HEADER_BYTES] = words::to_bytes([MAGIC, kind, body.len() as u64]);
         send_all(&socket, &header, deadline)?;
         send_all(&socket, &body, deadline)
     }
@@ -53,7 +52,7 @@ impl Message {
     pub(super) fn receive(socket: impl AsFd, world_size: usize, deadline: Instant) -> io::Result<Self> {
         let mut header = [0; HEADER_BYTES];
         receive_exact(&socket, &mut header, deadline)?;
-        let [magic, kind, length] = bytes_to_words(&header);
+        let [magic, kind, length] = words::from_bytes(&header);
         let table_bytes = 16 + PLACE_BYTES * world_size;
         if magic != MAGIC || length > TEXT_BYTES_MAX.max(table_bytes) as u64 {
             return Err(invalid("what answers there does not speak this program's rendezvous protocol"));
@@ -77,26 +76,26 @@ fn text_body(text: &str) -> Vec<u8> {
 
 impl Table {
     fn encode(&self) -> Vec<u8> {
-        let mut body = words_to_bytes::<2, 16>([self.session, u64::from(self.tries_shm)]).to_vec();
+        let mut body = words::to_bytes::<2, 16>([self.session, u64::from(self.tries_shm)]).to_vec();
         for place in &self.places {
             let [ip_high, ip_low] = ip_to_words(place.address.ip());
             let port = u64::from(place.address.port());
             let host = [(place.host >> 64) as u64, place.host as u64];
             let words = [host[0], host[1], place.meeting, ip_high, ip_low, port];
-            body.extend(words_to_bytes::<6, PLACE_BYTES>(words));
+            body.extend(words::to_bytes::<6, PLACE_BYTES>(words));
         }
         body
     }
 
     fn decode(body: &[u8]) -> io::Result<Self> {
         let (head, rest) = body.split_first_chunk::<16>().ok_or_else(|| invalid("a table without a head"))?;
-        let [session, tries_shm] = bytes_to_words(head);
+        let [session, tries_shm] = words::from_bytes(head);
         let mut places = Vec::with_capacity(rest.len() / PLACE_BYTES);
         let (chunks, []) = rest.as_chunks::<PLACE_BYTES>() else {
             return Err(invalid("a table with a part of a place"));
         };
         for chunk in chunks {
-            let [host_high, host_low, meeting, ip_high, ip_low, port] = bytes_to_words(chunk);
+            let [host_high, host_low, meeting, ip_high, ip_low, port] = words::from_bytes(chunk);
             let port = u16::try_from(port).map_err(|_| invalid("a table with a port that is none"))?;
             let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), port);
             places.push(Place { host: u128::from(host_high) << 64 | u128::from(host_low), meeting, address });
@@ -146,7 +145,7 @@ mod tests {
     #[test]
     fn a_huge_length_is_refused_before_anything_is_allocated() {
         let (mut one, other) = UnixStream::pair().expect("sockets");
-        let header: [u8; HEADER_BYTES] = words_to_bytes([MAGIC, 4, u64::MAX]);
+        let header: [u8; HEADER_BYTES] = words::to_bytes([MAGIC, 4, u64::MAX]);
         one.write_all(&header).expect("sent");
         let refused = Message::receive(&other, 2, soon()).expect_err("refused");
         assert_eq!(refused.kind(), io::ErrorKind::InvalidData);

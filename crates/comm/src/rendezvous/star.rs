@@ -134,7 +134,7 @@ fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {
 }
 
 impl Star {
-    /// Each rank says whether it succeeded; all learn whether everyone did, and if not, the first reason.
+    /// Each rank says whether it succeeded; all learn whether everyone did, and if not, why.
     pub(super) fn agree(
         &mut self,
         doing: &str,
@@ -150,16 +150,19 @@ impl Star {
                 }
             }
             Star::Center { streams } => {
-                let mut outcome = own.map_err(|reason| format!("rank 0: {reason}"));
                 let world_size = streams.len() + 1;
+                let mut reasons: Vec<String> =
+                    own.err().map(|reason| format!("rank 0: {reason}")).into_iter().collect();
                 for (index, stream) in streams.iter().enumerate() {
-                    let report = match Message::receive(stream, world_size, deadline) {
-                        Ok(Message::Report(report)) => report,
-                        Ok(_) => Err("sent something else than its report".to_owned()),
-                        Err(error) => Err(format!("gave no report: {error}")),
+                    let reason = match Message::receive(stream, world_size, deadline) {
+                        Ok(Message::Report(Ok(()))) => continue,
+                        Ok(Message::Report(Err(reason))) => reason,
+                        Ok(_) => "sent something else than its report".to_owned(),
+                        Err(error) => format!("gave no report: {error}"),
                     };
-                    outcome = outcome.and(report.map_err(|reason| format!("rank {}: {reason}", index + 1)));
+                    reasons.push(format!("rank {}: {reason}", index + 1));
                 }
+                let outcome = if reasons.is_empty() { Ok(()) } else { Err(reasons.join("; ")) };
                 self.tell_all(&Message::Report(outcome.clone()), deadline)?;
                 Ok(outcome)
             }

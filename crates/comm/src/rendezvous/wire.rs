@@ -4,6 +4,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
 use std::io;
+use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,7 @@ pub(super) fn wait_for(socket: impl AsFd, flags: PollFlags, deadline: Instant) -
 pub(super) fn receive_exact(socket: impl AsFd, mut bytes: &mut [u8], deadline: Instant) -> io::Result<()> {
     while !bytes.is_empty() {
         match recv(&socket, &mut *bytes, RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((_, 0)) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
             Ok((_, num_read)) => bytes = &mut bytes[num_read..],
             Err(Errno::AGAIN) => wait_for(&socket, PollFlags::IN, deadline)?,
             Err(Errno::INTR) => {}
@@ -54,36 +55,16 @@ pub(super) fn invalid(what: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
-/// Little-endian words as bytes.
-pub(super) fn words_to_bytes<const WORDS: usize, const BYTES: usize>(words: [u64; WORDS]) -> [u8; BYTES] {
-    const { assert!(BYTES == 8 * WORDS) };
-    let mut bytes = [0; BYTES];
-    for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
-        chunk.copy_from_slice(&word.to_le_bytes());
-    }
-    bytes
-}
-
-/// Bytes as little-endian words.
-pub(super) fn bytes_to_words<const WORDS: usize, const BYTES: usize>(bytes: &[u8; BYTES]) -> [u64; WORDS] {
-    const { assert!(BYTES == 8 * WORDS) };
-    let mut words = [0; WORDS];
-    for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-        *word = u64::from_le_bytes(chunk.try_into().expect("the chunks have eight bytes"));
-    }
-    words
-}
-
 /// An address without its port, as two words; IPv4 as its IPv6 mapping.
-pub(super) fn ip_to_words(ip: std::net::IpAddr) -> [u64; 2] {
+pub(super) fn ip_to_words(ip: IpAddr) -> [u64; 2] {
     let bits = match ip {
-        std::net::IpAddr::V4(ip) => ip.to_ipv6_mapped().to_bits(),
-        std::net::IpAddr::V6(ip) => ip.to_bits(),
+        IpAddr::V4(ip) => ip.to_ipv6_mapped().to_bits(),
+        IpAddr::V6(ip) => ip.to_bits(),
     };
     [(bits >> 64) as u64, bits as u64]
 }
 
 /// What [`ip_to_words`] wrote.
-pub(super) fn words_to_ip([high, low]: [u64; 2]) -> std::net::IpAddr {
-    std::net::Ipv6Addr::from_bits(u128::from(high) << 64 | u128::from(low)).to_canonical()
+pub(super) fn words_to_ip([high, low]: [u64; 2]) -> IpAddr {
+    Ipv6Addr::from_bits(u128::from(high) << 64 | u128::from(low)).to_canonical()
 }

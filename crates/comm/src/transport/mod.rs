@@ -3,9 +3,20 @@
 pub(crate) mod shm;
 pub(crate) mod sockets;
 
-use crate::CommError;
 use crate::control::Control;
 use crate::engine::{Call, Cost, Payload};
+use crate::{CommError, TransportKind};
+use shm::Arena;
+use std::sync::Arc;
+
+/// All that connects one rank to its peers.
+pub(crate) struct Fabric {
+    pub(crate) kind: TransportKind,
+    pub(crate) control: Control,
+    pub(crate) transport: Box<dyn Transport>,
+    /// Where the group's buffers must lie; anywhere, if there is none.
+    pub(crate) arena: Option<Arc<Arena>>,
+}
 
 /// Executes operations among the ranks of one group.
 ///

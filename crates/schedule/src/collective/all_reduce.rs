@@ -4,7 +4,8 @@ use trireme_base::Rank;
 
 /// All-reduce of `len` elements for long vectors: reduce-scatter by vector halving and distance doubling,
 /// then the mirror of it (Thakur, Rabenseifner, Gropp: "Optimization of collective communication
-/// operations in MPICH", 2005, section 4.5), with neighbours paired first so that the order is canonical.
+/// operations in MPICH", 2005, on reduce and allreduce), with neighbours paired first so that the order is
+/// canonical.
 ///
 /// Appends the steps of `rank` to `steps`. A rank of a folded pair sends `len` elements more.
 ///
@@ -35,7 +36,8 @@ pub fn all_reduce_halving_doubling(rank: Rank, world_size: usize, len: usize, st
 }
 
 /// All-reduce of `len` elements for short vectors: partners at doubling distances exchange whole vectors
-/// (ibid., section 4.5), which takes half the steps of [`all_reduce_halving_doubling`] and gives the same bits.
+/// (same paper), which takes half the steps of [`all_reduce_halving_doubling`] and gives the same
+/// bits.
 ///
 /// Appends the steps of `rank` to `steps`.
 ///

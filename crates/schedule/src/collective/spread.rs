@@ -30,7 +30,8 @@ pub fn broadcast_binomial(rank: Rank, world_size: usize, root: Rank, len: usize,
 }
 
 /// All-gather of blocks of any lengths: at step `k` a rank sends its block to the rank `k` after it and
-/// receives from the rank `k` before it. `blocks[r]` is where the block of rank `r` lies in everyone's buffer.
+/// receives from the rank `k` before it. `blocks[r]` is where the block of rank `r` lies in everyone's
+/// buffer.
 ///
 /// Appends the steps of `rank` to `steps`.
 ///

@@ -2,8 +2,9 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::VecDeque;
 
-/// Runs the steps of all ranks with messages that queue without bound, and returns the bytes
-/// (elements) each rank sent. Panics if a rank waits for a message that is never sent, or if one is left over.
+/// Runs the steps of all ranks with messages that queue without bound, and returns the number of
+/// elements each rank sent. Panics if a rank waits for a message that is never sent, or if one is left
+/// over.
 fn interpret(
     programs: &[Vec<Step>],
     buffers: &mut [Vec<f64>],
@@ -210,10 +211,11 @@ fn the_barrier_hears_from_every_rank() {
         let programs = programs(world_size, |rank, steps| barrier_dissemination(rank, world_size, steps));
         let mut heard: Vec<Vec<bool>> =
             (0..world_size).map(|rank| (0..world_size).map(|other| other == rank).collect()).collect();
-        for round in 0..programs[0].len() {
+        let num_rounds = programs[0].len();
+        for round in 0..num_rounds {
             let before = heard.clone();
-            for rank in 0..world_size {
-                let receive = programs[rank][round].receive.as_ref().expect("every round receives");
+            for (rank, steps) in programs.iter().enumerate() {
+                let receive = steps[round].receive.as_ref().expect("every round receives");
                 for other in 0..world_size {
                     heard[rank][other] |= before[receive.from.0][other];
                 }
@@ -250,7 +252,11 @@ proptest! {
     }
 
     #[test]
-    fn a_broadcast_reaches_all_from_any_root(world_size in 1..20_usize, root in 0..20_usize, len in 0..9_usize) {
+    fn a_broadcast_reaches_all_from_any_root(
+        world_size in 1..20_usize,
+        root in 0..20_usize,
+        len in 0..9_usize,
+    ) {
         let root = Rank(root % world_size);
         let programs =
             programs(world_size, |rank, steps| broadcast_binomial(rank, world_size, root, len, steps));
@@ -268,10 +274,11 @@ proptest! {
         let programs = programs(lens.len(), |rank, steps| all_gather_pairwise(rank, &blocks, steps));
         assert_needs_no_queue(&programs);
         let whole: Vec<f64> = (0..end).map(|index| index as f64).collect();
-        let mut buffers: Vec<Vec<f64>> = blocks
-            .iter()
-            .map(|block| whole.iter().enumerate().map(|(i, &x)| if block.contains(&i) { x } else { -1.0 }).collect())
-            .collect();
+        let own_block = |block: &std::ops::Range<usize>| {
+            let known = |index: usize| if block.contains(&index) { whole[index] } else { -1.0 };
+            (0..end).map(known).collect()
+        };
+        let mut buffers: Vec<Vec<f64>> = blocks.iter().map(own_block).collect();
         interpret(&programs, &mut buffers, |a, b| a + b);
         prop_assert!(buffers.iter().all(|buffer| *buffer == whole));
     }

@@ -12,6 +12,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
+/// What all arenas of a group may take of a process's address space, which has 128 TiB.
+const ADDRESS_BYTES: usize = 1 << 45;
+
 /// The shared memory of one rank: address space for as much as the host has, memory only where buffers lie.
 pub(crate) struct Arena {
     memory: OwnedFd,
@@ -23,10 +26,12 @@ pub(crate) struct Arena {
 }
 
 impl Arena {
-    pub(crate) fn new() -> io::Result<Arc<Self>> {
+    /// The arena of one of `world_size` ranks, all of which a process maps.
+    pub(crate) fn new(world_size: usize) -> io::Result<Arc<Self>> {
         let host = sysinfo();
         let host_bytes = host.totalram as u64 * u64::from(host.mem_unit.max(1));
-        let len = usize::try_from(host_bytes).unwrap_or(usize::MAX / 2);
+        let share = ADDRESS_BYTES / world_size;
+        let len = usize::try_from(host_bytes).map_or(share, |bytes| bytes.min(share));
         let len = (BUFFERS_START + len).next_multiple_of(page_size());
 
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
@@ -150,7 +155,7 @@ mod tests {
 
     #[test]
     fn memory_is_zero_again_when_it_is_given_out_again() {
-        let arena = Arena::new().expect("an arena");
+        let arena = Arena::new(2).expect("an arena");
         let mut first = arena.allocate(5000).expect("memory");
         let place = first.offset();
         first.bytes_mut().fill(7);
@@ -164,7 +169,7 @@ mod tests {
 
     #[test]
     fn freed_neighbours_become_one_range() {
-        let arena = Arena::new().expect("an arena");
+        let arena = Arena::new(2).expect("an arena");
         let regions: Vec<_> = (0..4).map(|_| arena.allocate(100).expect("memory")).collect();
         let [a, b, c, d]: [Region; 4] = regions.try_into().ok().expect("four regions");
         for region in [b, d, a, c] {
@@ -175,7 +180,7 @@ mod tests {
 
     #[test]
     fn a_retired_arena_gives_nothing_out_twice() {
-        let arena = Arena::new().expect("an arena");
+        let arena = Arena::new(2).expect("an arena");
         let first = arena.allocate(100).expect("memory");
         let place = first.offset();
         arena.retire();
@@ -185,7 +190,7 @@ mod tests {
 
     #[test]
     fn more_than_the_host_has_is_refused() {
-        let arena = Arena::new().expect("an arena");
+        let arena = Arena::new(2).expect("an arena");
         for bytes in [usize::MAX, usize::MAX / 4] {
             let refused = arena.allocate(bytes).err().map(|error| error.kind());
             assert_eq!(refused, Some(io::ErrorKind::OutOfMemory));

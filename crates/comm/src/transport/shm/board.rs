@@ -13,7 +13,8 @@ const SPIN: Duration = Duration::from_micros(10);
 /// Looks at the clock once in so many looks at the peer.
 const LOOKS_PER_CLOCK: u32 = 16;
 
-/// What a rank tells its peers, at the start of its arena. Only its owner writes to it, but for `num_sleepers`.
+/// What a rank tells its peers, at the start of its arena. Only its owner writes to it, but for
+/// `num_sleepers`.
 #[repr(C)]
 pub(super) struct Board {
     /// `2 * sequence` + the phase the owner is in, wrapping.

@@ -46,8 +46,8 @@ impl Mapping {
     }
 
     pub(super) fn board(&self) -> &Board {
-        // SAFETY: an arena begins with a page for the board, zero at first, which is a valid board; it is made of
-        // atomics only, and mapped as long as `self` is.
+        // SAFETY: an arena begins with a page for the board, zero at first, which is a valid board; it is
+        // made of atomics only, and mapped as long as `self` is.
         unsafe { self.start.cast::<Board>().as_ref() }
     }
 }

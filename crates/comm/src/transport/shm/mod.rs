@@ -1,21 +1,22 @@
 //! Collectives over shared memory: ranks read and write each other's buffers in place.
 //!
 //! Each rank has one arena, a sealed memfd that all peers map when the group is made. It holds the rank's
-//! [board](board), two stages, and the buffers made by [`Group::buffer`](crate::Group::buffer); a buffer is known
-//! to the peers by its offset alone. An operation goes like this:
+//! [board], two stages, and the buffers made by [`Group::buffer`](crate::Group::buffer); a buffer is known to
+//! the peers by its offset alone. An operation goes like this:
 //!
-//! - *Short vectors, control data, barriers*: a rank copies its bytes into one of its stages, posts
-//!   the operation on its board and waits until all have posted; then it reads all stages. Stages alternate, and a
-//!   rank that is two operations ahead cannot be, so one synchronisation is enough.
+//! - *Short vectors, control data, barriers*: a rank copies its bytes into one of its stages, posts the
+//!   operation on its board and waits until all have posted; then it reads all stages. Stages alternate, and
+//!   no rank gets two operations ahead of another, so one synchronisation is enough.
 //! - *Long vectors*: a rank posts where its buffer lies and waits until all have posted. In an all-reduce it
 //!   then reduces its [`owned_range`] of all buffers, piece by piece in cache, and writes each piece into all
 //!   buffers; in a broadcast it copies from the root's buffer. It waits again until all have finished.
 //!
 //! # Safety of the memory
 //! This module holds the crate's only unsafe code. Every other process that maps an arena is a member of
-//! the same job that runs this same code under the same user; between the two synchronisations of an operation the
-//! memory is divided as above, and outside of them a buffer is touched by its owner only. Offsets and lengths read from
-//! a board are checked before use, and seals keep a peer from shrinking what is mapped.
+//! the same job that runs this same code under the same user; between the two synchronisations of an
+//! operation the memory is divided as above, and outside of them a buffer is touched by its owner only.
+//! Offsets and lengths read from a board are checked before use, and seals keep a peer from shrinking what is
+//! mapped.
 
 #![allow(unsafe_code)]
 
@@ -24,6 +25,7 @@ mod board;
 mod mapping;
 
 pub(crate) use arena::{Arena, Region};
+use mapping::Mapping;
 pub(crate) use mapping::PeerArena;
 
 use crate::buffer::{CacheLine, Memory, Storage};
@@ -82,19 +84,13 @@ impl SharedMemory {
         self.peers.len()
     }
 
-    fn board(&self, rank: usize) -> &Board {
-        match &self.peers[rank] {
-            Some(peer) => peer.mapping().board(),
-            None => self.arena.mapping().board(),
-        }
+    /// The arena of any rank.
+    fn arena_of(&self, rank: usize) -> &Mapping {
+        self.peers[rank].as_ref().map_or(self.arena.mapping(), PeerArena::mapping)
     }
 
-    /// A rank's arena from `start` on.
-    fn bytes_at(&self, rank: usize, start: usize, len: usize) -> *mut u8 {
-        match &self.peers[rank] {
-            Some(peer) => peer.mapping().at(start, len),
-            None => self.arena.mapping().at(start, len),
-        }
+    fn board(&self, rank: usize) -> &Board {
+        self.arena_of(rank).board()
     }
 
     /// Posts the operation, waits for everyone to post theirs, and compares.
@@ -114,7 +110,7 @@ impl SharedMemory {
     }
 
     /// Says that this rank has finished its part, and waits for everyone to say so.
-    fn part(&self, call: &Call, control: &mut Control, cost: &mut Cost) -> Result<(), CommError> {
+    fn finish(&self, call: &Call, control: &mut Control, cost: &mut Cost) -> Result<(), CommError> {
         self.board(self.rank.0).finish(call);
         self.await_all(Board::FINISHED, call, control, cost)
     }
@@ -209,14 +205,14 @@ impl SharedMemory {
             Operation::Broadcast { root, .. } if root != self.rank => {
                 let from = self.vector_of(root.0, call, num_bytes)?;
                 let to = self.vector_of(self.rank.0, call, num_bytes)?;
-                // SAFETY: both point to `num_bytes` bytes of different mappings; the root only reads its vector
-                // until all have finished, and nobody but this rank touches its own.
+                // SAFETY: both point to `num_bytes` bytes of different mappings; the root only reads its
+                // vector until all have finished, and nobody but this rank touches its own.
                 unsafe { std::ptr::copy_nonoverlapping(from, to, num_bytes) };
                 cost.payload_bytes += num_bytes as u64;
             }
             _ => {}
         }
-        self.part(call, control, cost)
+        self.finish(call, control, cost)
     }
 
     /// Reduces the bytes in `owned` of all ranks' vectors and writes the result into all of them.
@@ -286,25 +282,22 @@ impl SharedMemory {
     fn vector_of(&self, rank: usize, call: &Call, num_bytes: usize) -> Result<*mut u8, CommError> {
         let refuse = || call.protocol(Rank(rank), "its buffer lies outside of its arena");
         let start = usize::try_from(self.board(rank).location(call)).map_err(|_| refuse())?;
-        let arena_bytes = match &self.peers[rank] {
-            Some(peer) => peer.mapping().len(),
-            None => self.arena.mapping().len(),
-        };
+        let arena = self.arena_of(rank);
         let is_inside = start >= BUFFERS_START
             && start.is_multiple_of(size_of::<CacheLine>())
-            && start.checked_add(num_bytes).is_some_and(|end| end <= arena_bytes);
-        if is_inside { Ok(self.bytes_at(rank, start, num_bytes)) } else { Err(refuse()) }
+            && start.checked_add(num_bytes).is_some_and(|end| end <= arena.len());
+        if is_inside { Ok(arena.at(start, num_bytes)) } else { Err(refuse()) }
     }
 
     fn stage(&self, rank: usize, call: &Call, num_bytes: usize) -> &[u8] {
-        let start = self.bytes_at(rank, stage_start(call), num_bytes);
-        // SAFETY: the bytes are mapped as long as `self` is; their owner wrote them before it posted, and does not
-        // again before this rank has posted its next operation.
+        let start = self.arena_of(rank).at(stage_start(call), num_bytes);
+        // SAFETY: the bytes are mapped as long as `self` is; their owner wrote them before it posted, and
+        // does not again before this rank has posted its next operation.
         unsafe { std::slice::from_raw_parts(start.cast_const(), num_bytes) }
     }
 
     fn fill_stage(&self, call: &Call, bytes: &[u8]) {
-        let stage = self.bytes_at(self.rank.0, stage_start(call), bytes.len());
+        let stage = self.arena.mapping().at(stage_start(call), bytes.len());
         // SAFETY: this rank's stage for operations of this parity, which the peers finished reading before
         // they posted the operation before this one; `bytes` lies on the heap or in a buffer.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), stage, bytes.len()) };

@@ -183,7 +183,8 @@ impl Outgoing<'_> {
 }
 
 impl Incoming<'_> {
-    /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written to.
+    /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written
+    /// to.
     fn advance(
         &mut self,
         call: &Call,

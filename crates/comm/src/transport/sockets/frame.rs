@@ -1,5 +1,6 @@
 use crate::engine::Call;
 use crate::operation::Operation;
+use crate::words;
 
 /// Bytes of a frame's header on the wire.
 pub(super) const HEADER_BYTES: usize = 40;
@@ -22,23 +23,14 @@ impl Header {
 
     pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
         let [first, second] = self.operation.encode();
-        let mut bytes = [0; HEADER_BYTES];
-        let words = [MAGIC, self.sequence, first, second, self.payload_bytes];
-        for (chunk, word) in bytes.chunks_exact_mut(8).zip(words) {
-            chunk.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+        words::to_bytes([MAGIC, self.sequence, first, second, self.payload_bytes])
     }
 
     /// Reads a header; `None` if the bytes are none.
     pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
-        let word = |index: usize| {
-            let chunk = bytes[8 * index..8 * (index + 1)].try_into().expect("a word has eight bytes");
-            u64::from_le_bytes(chunk)
-        };
-        (word(0) == MAGIC).then_some(())?;
-        let operation = Operation::decode([word(2), word(3)])?;
-        Some(Header { sequence: word(1), operation, payload_bytes: word(4) })
+        let [magic, sequence, first, second, payload_bytes] = words::from_bytes(bytes);
+        let operation = Operation::decode([first, second]).filter(|_| magic == MAGIC)?;
+        Some(Header { sequence, operation, payload_bytes })
     }
 }
 
@@ -58,7 +50,10 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_refused(mut bytes in proptest::collection::vec(any::<u8>(), HEADER_BYTES), tag in 0..8_u8) {
+        fn any_bytes_are_read_or_refused(
+            mut bytes in proptest::collection::vec(any::<u8>(), HEADER_BYTES),
+            tag in 0..8_u8,
+        ) {
             bytes[..8].copy_from_slice(b"TRIRFRM1");
             bytes[16..24].copy_from_slice(&[tag, 0, 0, 0, 0, 0, 0, 0]);
             let bytes: [u8; HEADER_BYTES] = bytes.try_into().expect("as many bytes as a header");

@@ -2,11 +2,13 @@
 //!
 //! Each pair of ranks has one data connection: a TCP connection, or a socket pair between threads of one
 //! process. The message of each step is a frame: a header of five little-endian words (magic, sequence
-//! number, the operation in two words, payload length), then the payload. The receiver knows what must come, so
-//! a header that says anything else ends the operation, and no length from the wire is ever allocated.
+//! number, the operation in two words, payload length), then the payload. The receiver knows what must come,
+//! so a header that says anything else ends the operation, and no length from the wire is ever allocated.
 
 mod exchange;
 mod frame;
+#[cfg(test)]
+mod tests;
 
 use crate::buffer::CacheLine;
 use crate::control::Control;
@@ -54,7 +56,7 @@ impl Sockets {
     }
 
     /// Fills `self.steps` for an operation on a vector.
-    fn plan(&mut self, operation: Operation) {
+    fn fill_steps(&mut self, operation: Operation) {
         let (rank, world_size, steps) = (self.rank, self.peers.len(), &mut self.steps);
         steps.clear();
         match operation {
@@ -68,7 +70,7 @@ impl Sockets {
                 barrier_dissemination(rank, world_size, steps);
             }
             Operation::Barrier => barrier_dissemination(rank, world_size, steps),
-            Operation::AllGatherBytes => unreachable!("blocks are planned by gather_blocks"),
+            Operation::AllGatherBytes => unreachable!("gather_blocks makes its own steps"),
         }
     }
 
@@ -141,12 +143,12 @@ impl Transport for Sockets {
         match payload {
             Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control, cost),
             Payload::Vector(storage) => {
-                self.plan(call.operation);
+                self.fill_steps(call.operation);
                 let vector = Vector::of(call.operation, storage.bytes_mut());
                 self.run_steps(call, vector, control, cost)
             }
             Payload::Nothing => {
-                self.plan(call.operation);
+                self.fill_steps(call.operation);
                 self.run_steps(call, Vector::bytes(&mut []), control, cost)
             }
         }

@@ -1,0 +1,315 @@
+//! `trireme bench step`.
+
+use crate::launch::{LocalWorld, WorkerEnvironment, run_local_workers, this_command};
+use crate::started::{STARTED_VARIABLE, to_variable};
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+use trireme_base::{Random, RandomKey, Rank};
+use trireme_comm::{Group, JoinOptions, TransportChoice, join, single};
+use trireme_data::{Sampler, TokenFile};
+use trireme_model::{Batch, Model, ModelConfig};
+use trireme_optim::{AdamWSettings, Optimizer, OptimizerKind};
+use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_schedule::single as single_stage;
+use trireme_tensor::{Category, Device, DeviceOptions};
+
+/// Time training steps of a model with random weights.
+///
+/// A step reads its batch, runs forward, loss, backward and AdamW on every parameter (lr 3e-4, betas 0.9 and 0.95, eps 1e-8, weight decay
+/// 0.1), without clipping. Sequences follow each other in the file, shared out among the workers.
+#[derive(Debug, clap::Args)]
+pub(crate) struct StepArgs {
+    /// Folder with the config.json of a gpt2 or llama model.
+    #[arg(long, value_name = "DIR")]
+    model: PathBuf,
+    /// Element type to compute in.
+    #[arg(long, value_parser = ["f32"], default_value = "f32")]
+    dtype: String,
+    /// Sequences of one worker's batch.
+    #[arg(long, value_name = "B", default_value_t = 8)]
+    batch: usize,
+    /// Tokens of a sequence.
+    #[arg(long, value_name = "T", default_value_t = 256)]
+    seq: usize,
+    /// Threads of one worker; 0 shares the cores out.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    threads: usize,
+    /// Worker processes.
+    #[arg(long, value_name = "W", default_value_t = 1)]
+    workers: usize,
+    /// What carries messages between workers.
+    #[arg(long, default_value = "auto")]
+    transport: TransportChoice,
+    /// Let the workers run side by side without any communication: the bound of data parallelism on this machine.
+    #[arg(long)]
+    independent: bool,
+    /// Timed steps.
+    #[arg(long, value_name = "N", default_value_t = 20)]
+    steps: usize,
+    /// Steps before them.
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    warmup: usize,
+    /// Flat file of little-endian u16 token ids; random tokens without it.
+    #[arg(long, value_name = "FILE")]
+    data: Option<PathBuf>,
+    /// Seed of weights and random tokens.
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Print one line of JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is printed; the keys are those of common PyTorch timing scripts, units last.
+#[derive(Debug, Serialize)]
+struct Measurement {
+    peer: &'static str,
+    version: &'static str,
+    model: String,
+    params: usize,
+    dtype: String,
+    strategy: &'static str,
+    compile: bool,
+    device: &'static str,
+    world_size: usize,
+    threads: usize,
+    batch_per_rank: usize,
+    seq: usize,
+    steps: usize,
+    tokens_per_second_median: f64,
+    tokens_per_second_best: f64,
+    step_ms_median: f64,
+    seconds_to_first_step: f64,
+    peak_rss_bytes: u64,
+    final_loss: f64,
+    memory_counted_bytes: u64,
+    comm_exposed_ms_median: f64,
+}
+
+/// Runs `trireme bench step`.
+pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
+    if args.batch == 0 || args.seq == 0 || args.workers == 0 || args.steps == 0 {
+        bail!("--batch, --seq, --workers and --steps must be at least 1");
+    }
+    match WorkerEnvironment::of_this_process()? {
+        Some(environment) => {
+            let options = JoinOptions {
+                master_addr: environment.master_addr,
+                master_port: environment.master_port,
+                transport: args.transport,
+                job: "bench".to_owned(),
+                ..JoinOptions::new(environment.rank, environment.world_size)
+            };
+            measure(args, join(&options)?, started)
+        }
+        None if args.workers > 1 => launch(args, started),
+        None => measure(args, single(), started),
+    }
+}
+
+fn launch(args: &StepArgs, started: Instant) -> Result<()> {
+    let logs = LogFolder::new()?;
+    let world = LocalWorld { num_workers: args.workers, master_port: 0, log_folder: &logs.0 };
+    let command = this_command()?;
+    run_local_workers(world, |_| {
+        let mut worker = std::process::Command::new(command.get_program());
+        worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
+        worker
+    })?;
+    Ok(())
+}
+
+/// A folder for the workers' logs that goes with the command.
+struct LogFolder(PathBuf);
+
+impl LogFolder {
+    fn new() -> Result<Self> {
+        let path = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
+        std::fs::create_dir_all(&path)
+            .with_context(|| format!("cannot make the folder {}", path.display()))?;
+        Ok(LogFolder(path))
+    }
+}
+
+impl Drop for LogFolder {
+    fn drop(&mut self) {
+        // What cannot be removed from the temporary folder is the system's to remove.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// Where tokens come from.
+enum Tokens {
+    File { file: TokenFile, sampler: Sampler },
+    Random { vocab_size: u64, seed: u64 },
+}
+
+impl Tokens {
+    fn open(args: &StepArgs, vocab_size: usize) -> Result<Self> {
+        let Some(path) = &args.data else {
+            return Ok(Tokens::Random { vocab_size: vocab_size as u64, seed: args.seed });
+        };
+        let file = TokenFile::open_flat_u16(path, vocab_size)?;
+        let sampler = Sampler::sequential(file.num_tokens(), args.seq)?;
+        Ok(Tokens::File { file, sampler })
+    }
+
+    fn read(&self, sample: u64, window: &mut [u32]) -> Result<()> {
+        match self {
+            Tokens::File { file, sampler } => file.read_window(sampler.window(sample).start, window)?,
+            Tokens::Random { vocab_size, seed } => {
+                let key = RandomKey::new(*seed, "bench tokens");
+                let mut random = Random::new(key, sample * 3 * window.len() as u64);
+                window.iter_mut().for_each(|token| *token = random.below(*vocab_size) as u32);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn read_model(folder: &Path) -> Result<ModelConfig> {
+    let path = folder.join("config.json");
+    let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    ModelConfig::from_json(&text).with_context(|| path.display().to_string())
+}
+
+fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor> {
+    let model = Model::new(read_model(&args.model)?, device)?;
+    if args.seq > model.config().max_position_embeddings {
+        bail!(
+            "--seq {} is more than the model's {} positions",
+            args.seq,
+            model.config().max_position_embeddings
+        );
+    }
+    let parameters = model.initial_parameters(device, args.seed)?;
+    let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
+    let optimizer = Optimizer::new(kind, 0.1, true, model.table(), device)?;
+    let program = single_stage::program(model.num_units(), 1);
+    let options =
+        ExecutorOptions { determinism: Determinism::Layout, local_batch_size: args.batch, seq_len: args.seq };
+    Ok(Executor::new(model, parameters, optimizer, group, device, program, options)?)
+}
+
+fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
+    let world = Arc::new(world);
+    let (rank, world_size) = (world.rank(), world.world_size());
+    let num_threads = match args.threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from).div_ceil(world_size),
+        threads => threads,
+    };
+    let device = Device::cpu(DeviceOptions { num_threads })?;
+    let group = if args.independent { Arc::new(single()) } else { Arc::clone(&world) };
+    let mut executor = build(args, group, &device)?;
+    let tokens = Tokens::open(args, executor.model().config().vocab_size)?;
+    let mut window = vec![0; args.seq + 1];
+    let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
+    let (mut first, mut loss) = (None, f64::NAN);
+    for step in 0..args.warmup + args.steps {
+        let began = Instant::now();
+        let mut batch = Batch::zeros(&device, args.batch, args.seq)?;
+        for row in 0..args.batch {
+            let sample = (step * world_size + rank.0) * args.batch + row;
+            tokens.read(sample as u64, &mut window)?;
+            batch.set_row(row, &window);
+        }
+        let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off };
+        let outcome = executor.run(plan, &mut std::iter::once(batch))?;
+        if step >= args.warmup {
+            seconds.push(began.elapsed().as_secs_f64());
+            exposed.push(outcome.comm_exposed.as_secs_f64());
+        }
+        loss = outcome.loss;
+        first.get_or_insert_with(|| started.elapsed().as_secs_f64());
+    }
+    let facts =
+        [first.unwrap_or_default(), peak_rss_bytes()? as f64, median(&mut seconds), median(&mut exposed)];
+    let all = gather(&world, &facts)?;
+    if rank != Rank::ROOT {
+        return Ok(());
+    }
+    let worst = |index: usize| all.iter().map(|facts| facts[index]).fold(0.0, f64::max);
+    let tokens_per_step = (args.batch * args.seq * world_size) as f64;
+    seconds.sort_by(f64::total_cmp);
+    print(
+        args,
+        &Measurement {
+            peer: "trireme",
+            version: env!("CARGO_PKG_VERSION"),
+            model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
+            params: executor.model().table().num_elements(),
+            dtype: args.dtype.clone(),
+            strategy: match (world_size, args.independent) {
+                (1, _) => "none",
+                (_, true) => "independent",
+                (_, false) => "ddp",
+            },
+            compile: false,
+            device: "cpu",
+            world_size,
+            threads: num_threads,
+            batch_per_rank: args.batch,
+            seq: args.seq,
+            steps: args.steps,
+            tokens_per_second_median: tokens_per_step / worst(2),
+            tokens_per_second_best: tokens_per_step / seconds[0],
+            step_ms_median: worst(2) * 1e3,
+            seconds_to_first_step: worst(0),
+            peak_rss_bytes: worst(1) as u64,
+            final_loss: loss,
+            memory_counted_bytes: Category::ALL.iter().map(|&c| device.memory().usage(c).peak as u64).sum(),
+            comm_exposed_ms_median: worst(3) * 1e3,
+        },
+    )
+}
+
+/// The facts of every rank.
+fn gather(world: &Group, facts: &[f64; 4]) -> Result<Vec<[f64; 4]>> {
+    let mine: Vec<u8> = facts.iter().flat_map(|fact| fact.to_le_bytes()).collect();
+    let number = |bytes: &[u8]| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes);
+    let all = world.all_gather_bytes(&mine)?;
+    Ok(all.iter().map(|bytes| std::array::from_fn(|index| number(&bytes[index * 8..][..8]))).collect())
+}
+
+fn median(values: &mut [f64]) -> f64 {
+    values.sort_by(f64::total_cmp);
+    let middle = values.len() / 2;
+    if values.len().is_multiple_of(2) { (values[middle - 1] + values[middle]) / 2.0 } else { values[middle] }
+}
+
+/// Highest resident set of this process so far.
+fn peak_rss_bytes() -> Result<u64> {
+    let status = std::fs::read_to_string("/proc/self/status").context("cannot read /proc/self/status")?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kibibytes = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
+    Ok(kibibytes.context("the kernel does not tell VmHWM")? * 1024)
+}
+
+fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
+    if args.json {
+        println!("{}", serde_json::to_string(measurement)?);
+        return Ok(());
+    }
+    let Measurement { model, params, world_size, threads, batch_per_rank, seq, .. } = measurement;
+    println!(
+        "{model}: {params} parameters, {world_size} workers x {threads} threads, {batch_per_rank} x {seq} tokens each"
+    );
+    println!(
+        "  {:.0} tokens/s (median), {:.0} (best); {:.1} ms a step, {:.1} ms of it waiting for communication",
+        measurement.tokens_per_second_median,
+        measurement.tokens_per_second_best,
+        measurement.step_ms_median,
+        measurement.comm_exposed_ms_median,
+    );
+    println!(
+        "  first step after {:.3} s; peak memory {} a worker, {} of it counted; loss {:.4}",
+        measurement.seconds_to_first_step,
+        trireme_base::Bytes(measurement.peak_rss_bytes),
+        trireme_base::Bytes(measurement.memory_counted_bytes),
+        measurement.final_loss,
+    );
+    Ok(())
+}

@@ -1,0 +1,32 @@
+use anyhow::{Context, Result};
+use std::io::{self, Write};
+use std::path::PathBuf;
+use trireme_train::config::Config;
+
+/// Check a config file and print what it resolves to, or explain the keys there are.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ConfigArgs {
+    /// The config file.
+    #[arg(required_unless_present = "explain")]
+    file: Option<PathBuf>,
+    /// Set a key over what the file says; the value is TOML or a bare string.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    overrides: Vec<String>,
+    /// Print every key with its type, default and meaning, of one section or of all.
+    #[arg(long, value_name = "SECTION", num_args = 0..=1, conflicts_with_all = ["file", "overrides"])]
+    explain: Option<Option<String>>,
+}
+
+/// Runs `trireme config`.
+pub(crate) fn run(args: &ConfigArgs) -> Result<()> {
+    let text = match (&args.explain, &args.file) {
+        (Some(section), _) => Config::explain(section.as_deref())?,
+        (None, Some(file)) => Config::load(file, &args.overrides, None)?.to_toml(),
+        (None, None) => unreachable!("the file is required without --explain"),
+    };
+    match io::stdout().write_all(text.as_bytes()) {
+        // The reader, such as `head`, has seen enough.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        other => other.context("cannot write to standard output"),
+    }
+}

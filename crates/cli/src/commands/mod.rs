@@ -1,0 +1,8 @@
+//! One file a command.
+
+pub(crate) mod bench;
+pub(crate) mod checkpoint;
+pub(crate) mod config;
+pub(crate) mod generate;
+pub(crate) mod prepare;
+pub(crate) mod train;

@@ -1,0 +1,283 @@
+//! `trireme prepare`: text to token files.
+
+use anyhow::bail;
+use clap::{Args, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::fmt;
+use std::io::{IsTerminal, Write};
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+use trireme_base::Bytes;
+use trireme_data::{
+    InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, TRAIN_FILE, TokenizerChoice,
+    VALIDATION_FILE, is_current, prepare,
+};
+
+const EXAMPLES: &str = "\
+Examples:
+  trireme prepare book.txt --out corpus
+      One text as bytes; its last twentieth is kept for validation.
+  trireme prepare docs src --extension md,rs --train-bpe 8192 --out corpus
+      Folders of text, with a tokenizer trained on them.
+  trireme prepare part-*.jsonl --field content --tokenizer gpt2/tokenizer.json --out corpus
+      JSON-lines, one document a line, with the tokenizer of a model.
+
+Then train on it: put `folder = \"corpus\"` into the section [data] of a config.
+Run twice, the command does nothing if no input and no option has changed.";
+
+/// Turn text files, folders and JSON-lines into token files to train on.
+///
+/// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder, using
+/// all cores and little memory however large the input. A text file is one document; so is each line of a
+/// .jsonl, .ndjson or .json file. Folders are searched through to the bottom; hidden entries, folders named
+/// target, symbolic links and binary files in them are passed over and counted.
+#[derive(Debug, Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct PrepareArgs {
+    /// Text files, JSON-lines files and folders, read in this order.
+    #[arg(value_name = "INPUT", required = true)]
+    inputs: Vec<PathBuf>,
+    /// The folder to write into.
+    #[arg(long, value_name = "DIR")]
+    out: PathBuf,
+    /// `bytes` (257 tokens, no file needed), a Hugging Face tokenizer.json, or the folder of a model that has
+    /// one.
+    #[arg(long, value_name = "TOKENIZER", default_value = "bytes")]
+    tokenizer: PathBuf,
+    /// Train a byte-level BPE tokenizer of at most N tokens on the input itself, such as 8192.
+    #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
+    train_bpe: Option<usize>,
+    /// The field that holds the text in JSON-lines.
+    #[arg(long, value_name = "NAME", default_value = "text")]
+    field: String,
+    /// Take only files with these extensions from folders; all text files if none are named.
+    #[arg(long = "extension", value_name = "EXT", value_delimiter = ',')]
+    extensions: Vec<String>,
+    /// What to do with bytes that are no UTF-8.
+    #[arg(long, value_enum, default_value_t = OnInvalidUtf8::Replace)]
+    invalid_utf8: OnInvalidUtf8,
+    /// The share of tokens kept for validation: whole documents, or the end of the text if there are few. 0
+    /// keeps none.
+    #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
+    validation_fraction: f64,
+    /// Threads that tokenize; all cores by default. The result does not depend on it.
+    #[arg(long, value_name = "N")]
+    threads: Option<NonZeroUsize>,
+}
+
+#[derive(Debug, Clone, Copy, ValueEnum)]
+enum OnInvalidUtf8 {
+    /// Put U+FFFD in place of each invalid sequence and count them.
+    Replace,
+    /// End with an error that names the file and the byte.
+    Refuse,
+}
+
+/// Runs `trireme prepare`.
+pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
+    let options = options(args)?;
+    let mut out = std::io::stdout().lock();
+    let report = if is_current(&options)? {
+        writeln!(out, "nothing to do: {} is up to date", options.out.display())?;
+        PrepareReport::read(&options.out)?
+    } else {
+        let progress = Display::new();
+        let prepared = prepare(&options, &progress);
+        progress.clear();
+        prepared?
+    };
+    write!(out, "{}", Summary { report: &report, out: &options.out })?;
+    Ok(())
+}
+
+fn options(args: &PrepareArgs) -> anyhow::Result<PrepareOptions> {
+    let defaults = PrepareOptions::new(args.inputs.clone(), args.out.clone());
+    let extensions = args.extensions.iter().map(|extension| extension.trim_start_matches('.').to_owned());
+    Ok(PrepareOptions {
+        tokenizer: match args.train_bpe {
+            Some(vocabulary_size) => TokenizerChoice::TrainBpe { vocabulary_size },
+            None => tokenizer(&args.tokenizer)?,
+        },
+        field: args.field.clone(),
+        extensions: extensions.collect(),
+        invalid_utf8: match args.invalid_utf8 {
+            OnInvalidUtf8::Replace => InvalidUtf8::Replace,
+            OnInvalidUtf8::Refuse => InvalidUtf8::Refuse,
+        },
+        validation_fraction: args.validation_fraction,
+        num_threads: args.threads.unwrap_or(defaults.num_threads),
+        ..defaults
+    })
+}
+
+fn tokenizer(name: &Path) -> anyhow::Result<TokenizerChoice> {
+    if name == Path::new("bytes") {
+        return Ok(TokenizerChoice::Bytes);
+    }
+    let file = if name.is_dir() { name.join(trireme_data::TOKENIZER_FILE) } else { name.to_owned() };
+    if !file.is_file() {
+        bail!("there is no tokenizer {}; give `bytes` or the path of a tokenizer.json", file.display());
+    }
+    Ok(TokenizerChoice::File(file))
+}
+
+/// How often a line tells the progress where there is no terminal.
+const LINE_INTERVAL: Duration = Duration::from_secs(2);
+
+/// A progress bar on a terminal, else a line on the error output now and then.
+#[derive(Debug)]
+pub(crate) struct Display {
+    bar: Option<ProgressBar>,
+    shown: Mutex<Shown>,
+}
+
+#[derive(Debug)]
+struct Shown {
+    phase: Option<Phase>,
+    last_line: Instant,
+}
+
+impl Display {
+    /// Nothing shown yet.
+    pub(crate) fn new() -> Self {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let style = ProgressStyle::with_template("{msg:<24} {wide_bar} {percent:>3}%  time left {eta}");
+            ProgressBar::new(0).with_style(style.expect("the template is well formed"))
+        });
+        Display { bar, shown: Mutex::new(Shown { phase: None, last_line: Instant::now() }) }
+    }
+
+    /// Takes the bar away.
+    pub(crate) fn clear(&self) {
+        if let Some(bar) = &self.bar {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Progress for Display {
+    fn advance(&self, phase: Phase, done: u64, total: u64) {
+        let mut shown = self.shown.lock().expect("no thread panics while it shows progress");
+        let is_new_phase = shown.phase.replace(phase) != Some(phase);
+        match &self.bar {
+            Some(bar) => {
+                if is_new_phase {
+                    bar.reset();
+                    bar.set_length(total);
+                    bar.set_message(title(phase));
+                }
+                bar.set_position(done);
+            }
+            None if shown.last_line.elapsed() >= LINE_INTERVAL => {
+                shown.last_line = Instant::now();
+                let percent = done.saturating_mul(100) / total.max(1);
+                // Nobody reading the progress is no reason to stop.
+                let _ = writeln!(std::io::stderr(), "{}: {percent}%", title(phase));
+            }
+            None => {}
+        }
+    }
+}
+
+fn title(phase: Phase) -> &'static str {
+    match phase {
+        Phase::TrainTokenizer => "training a tokenizer",
+        Phase::Tokenize => "tokenizing",
+        Phase::Split => "setting validation apart",
+    }
+}
+
+/// What a preparation made, and what to do with it.
+struct Summary<'a> {
+    report: &'a PrepareReport,
+    out: &'a Path,
+}
+
+impl fmt::Display for Summary<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Summary { report, out } = self;
+        let line = |f: &mut fmt::Formatter<'_>, name: &str, Part { num_tokens, num_documents }: Part| {
+            writeln!(f, "  {name:<20} {num_tokens:>14} tokens  {num_documents:>10} documents")
+        };
+        writeln!(f, "{}:", out.display())?;
+        line(f, TRAIN_FILE, report.train)?;
+        if let Some(validation) = report.validation {
+            line(f, VALIDATION_FILE, validation)?;
+        }
+        writeln!(
+            f,
+            "  read {} files, {}; skipped {}",
+            report.num_files,
+            Bytes(report.input_bytes),
+            report.skipped
+        )?;
+        if report.num_invalid_utf8_replaced > 0 {
+            writeln!(f, "  replaced {} invalid UTF-8 sequences by U+FFFD", report.num_invalid_utf8_replaced)?;
+        }
+        writeln!(f, "  tokenizer {}, vocabulary {}", report.tokenizer, report.vocabulary_size)?;
+        writeln!(
+            f,
+            "\nTo train on it, set in the config (the model's vocabulary must be at least as large):"
+        )?;
+        writeln!(f, "  [data]\n  folder = {:?}", out.display().to_string())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Command {
+        #[command(flatten)]
+        args: PrepareArgs,
+    }
+
+    fn parse(words: &str) -> Result<PrepareOptions, String> {
+        let words = std::iter::once("prepare").chain(words.split_whitespace());
+        let command = Command::try_parse_from(words).map_err(|error| error.to_string())?;
+        options(&command.args).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn without_flags_the_options_are_the_defaults() {
+        let defaults = PrepareOptions::new(vec!["a".into(), "b".into()], "c".into());
+        assert_eq!(parse("a b --out c"), Ok(defaults));
+    }
+
+    #[test]
+    fn flags_reach_the_options() {
+        let options = parse(
+            "a --out c --train-bpe 300 --field body --extension .md,rs --extension txt --invalid-utf8 refuse \
+             --validation-fraction 0 --threads 3",
+        )
+        .unwrap();
+        assert_eq!(options.tokenizer, TokenizerChoice::TrainBpe { vocabulary_size: 300 });
+        assert_eq!(options.field, "body");
+        assert_eq!(options.extensions, ["md", "rs", "txt"]);
+        assert_eq!(options.invalid_utf8, InvalidUtf8::Refuse);
+        assert_eq!((options.validation_fraction, options.num_threads.get()), (0.0, 3));
+    }
+
+    #[test]
+    fn a_tokenizer_may_be_a_file_or_the_folder_of_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("tokenizer.json");
+        std::fs::write(&file, "{}").unwrap();
+        for name in [folder.path(), &file] {
+            let options = parse(&format!("a --out c --tokenizer {}", name.display())).unwrap();
+            assert_eq!(options.tokenizer, TokenizerChoice::File(file.clone()));
+        }
+        assert!(parse("a --out c --tokenizer gpt9").unwrap_err().contains("no tokenizer gpt9"));
+        assert!(parse("a --out c --tokenizer bytes --train-bpe 300").is_err());
+    }
+
+    #[test]
+    fn inputs_and_output_must_be_given() {
+        assert!(parse("a").is_err());
+        assert!(parse("--out c").is_err());
+    }
+}

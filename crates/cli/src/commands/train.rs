@@ -1,0 +1,203 @@
+//! `trireme train`.
+
+use super::prepare::Display;
+use crate::console::Console;
+use crate::launch::{LocalWorld, WorkerEnvironment, run_local_workers, this_command};
+use crate::started::{STARTED_VARIABLE, to_variable};
+use anyhow::Result;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+use trireme_base::Rank;
+use trireme_comm::{Group, GroupOptions, JoinOptions, TransportChoice, join, single};
+use trireme_data::{Corpus, bigram_baseline};
+use trireme_model::Sampling;
+use trireme_train::config::{Config, Transport};
+use trireme_train::{
+    RunSummary, SampleSettings, TrainError, Trainer, TrainerOptions, ensure_corpus, local_threads,
+    model_config, sample,
+};
+
+const EXAMPLES: &str = "\
+Examples:
+  trireme train configs/quickstart.toml
+      Trains a small model on this repository's own text with two workers.
+  trireme train my.toml --workers 4 --set training.steps=2000 --set optimizer.lr=1e-3
+      Four local workers; two keys set over the file.
+  torchrun --nproc-per-node 8 --no-python trireme train my.toml
+      Workers started by another launcher: torchrun, srun and mpirun are understood.
+
+All that a run leaves is in its folder, runs/<name>: config.toml, metrics.jsonl, events.out.tfevents.* for TensorBoard, logs,
+and checkpoints/step-N. Run the command again to go on from the newest checkpoint. `trireme config --explain` tells every key.";
+
+/// Train a model as a config file says.
+///
+/// Starts the workers of this host itself, unless RANK and WORLD_SIZE (torchrun), SLURM_PROCID or OMPI_COMM_WORLD_RANK is
+/// set: then it is one worker of that world.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct TrainArgs {
+    /// The config file.
+    config: PathBuf,
+    /// Number of local workers; as `--set launch.workers=N`.
+    #[arg(long, value_name = "N")]
+    workers: Option<usize>,
+    /// Set a key over what the file says; the value is TOML or a bare string.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    overrides: Vec<String>,
+}
+
+/// Runs `trireme train`.
+pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
+    let environment = WorkerEnvironment::of_this_process()?;
+    let mut overrides = args.overrides.clone();
+    overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
+    let world_size = environment.as_ref().map(|environment| environment.world_size);
+    let config = Config::load(&args.config, &overrides, world_size)?;
+    match environment {
+        Some(environment) => work(&config, &environment, started),
+        None if config.world_size() > 1 => launch(&config, started),
+        None => train(&config, single(), 1, started),
+    }
+}
+
+fn log_folder(config: &Config) -> PathBuf {
+    config.run_folder().join("logs")
+}
+
+/// Finds what is wrong before any worker starts, then starts them.
+fn launch(config: &Config, started: Instant) -> Result<()> {
+    prepare_corpus(config)?;
+    let corpus = Corpus::open(&config.data().folder).map_err(TrainError::from)?;
+    model_config(config, corpus.train.vocabulary_size())?;
+    let log_folder = log_folder(config);
+    std::fs::create_dir_all(&log_folder)
+        .map_err(|source| TrainError::RunFolder { path: log_folder.clone(), source })?;
+    let world = LocalWorld {
+        num_workers: config.world_size(),
+        master_port: config.launch().master_port,
+        log_folder: &log_folder,
+    };
+    let command = this_command()?;
+    run_local_workers(world, |_| {
+        let mut worker = std::process::Command::new(command.get_program());
+        worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
+        worker
+    })?;
+    Ok(())
+}
+
+fn prepare_corpus(config: &Config) -> Result<()> {
+    let display = Display::new();
+    let made = ensure_corpus(config, &display);
+    display.clear();
+    made?;
+    Ok(())
+}
+
+/// One worker of a world that a launcher has started.
+fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> Result<()> {
+    let comm = config.comm();
+    let timeout = Duration::from_secs_f64(comm.timeout_seconds);
+    let options = JoinOptions {
+        master_addr: environment.master_addr.clone(),
+        master_port: environment.master_port,
+        transport: match comm.transport {
+            Transport::Auto => TransportChoice::Auto,
+            Transport::Shm => TransportChoice::Shm,
+            Transport::Tcp => TransportChoice::Tcp,
+        },
+        job: config.run().name.clone(),
+        group: GroupOptions { timeout, ..GroupOptions::default() },
+        ..JoinOptions::new(environment.rank, environment.world_size)
+    };
+    train(config, join(&options)?, environment.local_world_size, started)
+}
+
+/// Trains on one rank of `group`; rank 0 shows the run and what came of it.
+fn train(config: &Config, group: Group, local_world_size: usize, started: Instant) -> Result<()> {
+    let is_root = group.rank() == Rank::ROOT;
+    let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
+    if is_root {
+        prepare_corpus(config)?;
+    }
+    group.barrier()?;
+    let options = TrainerOptions { num_threads: local_threads(config, local_world_size), started };
+    let mut trainer = Trainer::new(config, group, options, &mut console)?;
+    let summary = trainer.run()?;
+    // The others must not outrun rank 0's last words: their exit would look like a loss.
+    trainer.executor().group().barrier()?;
+    if is_root {
+        let mut report = Report { config, lines: Vec::new() };
+        report.results(&trainer, &summary)?;
+        let text = sample_text(config, &trainer)?;
+        report.whereabouts(&summary);
+        drop(trainer);
+        console.finish();
+        let (results, rest) = report.lines.split_at(report.lines.len().min(1));
+        results.iter().for_each(|line| console.line(line));
+        if let Some(text) = text {
+            console.line(&format!("\n--- sample ---\n{text}\n--------------\n"));
+        }
+        rest.iter().for_each(|line| console.line(line));
+    }
+    Ok(())
+}
+
+struct Report<'a> {
+    config: &'a Config,
+    lines: Vec<String>,
+}
+
+impl Report<'_> {
+    /// How good the model is, beside what counting pairs of tokens achieves.
+    fn results(&mut self, trainer: &Trainer<'_>, summary: &RunSummary) -> Result<()> {
+        let (train, validation) = trainer.tokens();
+        if let (Some(loss), Some(validation)) = (summary.validation_loss, validation) {
+            let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
+            let verdict = if loss < baseline { "below" } else { "not below" };
+            self.lines.push(format!(
+                "validation loss {loss:.4} nats a token, {verdict} the bigram baseline's {baseline:.4}"
+            ));
+        }
+        Ok(())
+    }
+
+    /// Where everything is, and what to try next.
+    fn whereabouts(&mut self, summary: &RunSummary) {
+        let folder = self.config.run_folder();
+        let folder = folder.display();
+        self.lines
+            .push(format!("the run is in {folder}: metrics.jsonl, config.toml, logs, TensorBoard events"));
+        if let Some(path) = &summary.checkpoint {
+            self.lines.push(format!("the last checkpoint is {}", path.display()));
+        }
+        self.lines.push("try next:".to_owned());
+        self.lines.push(format!("  trireme generate {folder} --prompt \"fn main\" --temperature 0.7"));
+        self.lines
+            .push(format!("  trireme checkpoint export {folder} exported   # a Hugging Face directory"));
+        self.lines.push(format!("  tensorboard --logdir {}", self.config.run().folder.display()));
+    }
+}
+
+fn sample_text(config: &Config, trainer: &Trainer<'_>) -> Result<Option<String>> {
+    let generate = config.generate();
+    if generate.num_tokens == 0 {
+        return Ok(None);
+    }
+    let settings = SampleSettings {
+        prompt: generate.prompt.clone(),
+        num_tokens: generate.num_tokens,
+        sampling: Sampling {
+            temperature: generate.temperature as f32,
+            top_k: generate.top_k,
+            top_p: generate.top_p as f32,
+        },
+        seed: generate.seed,
+        stop_at_end: false,
+    };
+    let executor = trainer.executor();
+    let mut text = settings.prompt.clone();
+    let take = |piece: &str| text.push_str(piece);
+    sample(executor.model(), executor.parameters(), executor.device(), trainer.tokenizer(), &settings, take)?;
+    Ok(Some(text))
+}

@@ -1,0 +1,162 @@
+//! What a person sees of a run, and how commands end.
+
+use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::fs::{File, OpenOptions};
+use std::io::{IsTerminal, Write};
+use std::path::Path;
+use std::sync::Mutex;
+use trireme_comm::CommError;
+use trireme_train::metrics::{LogLine, StepRecord};
+use trireme_train::{Observer, RunFacts, TrainError};
+
+/// Log of rank 0 under a launcher, where errors go instead of the terminal: the launcher shows its end.
+static ROOT_LOG: Mutex<Option<File>> = Mutex::new(None);
+
+/// Tells of an error with all its causes; returns the exit code.
+pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
+    let mut text = format!("error: {error}");
+    let mut last = error.to_string();
+    for cause in error.chain().skip(1) {
+        let cause = cause.to_string();
+        // Errors that pass on another's text name it once.
+        if !last.contains(&cause) {
+            text.push_str(&format!("\n  because: {cause}"));
+        }
+        last = cause;
+    }
+    let mut log = ROOT_LOG.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let written = log.as_mut().map(|log| writeln!(log, "{text}").is_ok());
+    if written != Some(true) && !matches!(error.downcast_ref(), Some(LaunchError::Interrupted { .. })) {
+        eprintln!("{text}");
+    }
+    if let Some(error) = error.downcast_ref::<LaunchError>() {
+        return error.exit_code();
+    }
+    let lost_peer = error.downcast_ref::<TrainError>().and_then(TrainError::comm).or(error.downcast_ref());
+    match lost_peer {
+        Some(CommError::PeerLost { .. } | CommError::PeerLeft { .. } | CommError::PeerFailed { .. }) => {
+            LOST_PEER_EXIT_CODE
+        }
+        _ => 1,
+    }
+}
+
+/// Shows a run: rank 0 a progress bar on a terminal and lines elsewhere, the other ranks lines in their logs.
+pub(crate) struct Console {
+    is_root: bool,
+    log_interval: u64,
+    bar: Option<ProgressBar>,
+    /// Rank 0's copy of its lines; the other ranks' output is their log.
+    log: Option<File>,
+    first_step_shown: bool,
+}
+
+impl Console {
+    /// A console for one rank; rank 0 also writes to `log_folder/rank-0.log`, which exists.
+    pub(crate) fn new(is_root: bool, log_interval: u64, log_folder: &Path) -> anyhow::Result<Self> {
+        let mut log = None;
+        if is_root {
+            std::fs::create_dir_all(log_folder)
+                .map_err(|source| TrainError::RunFolder { path: log_folder.to_owned(), source })?;
+            let path = log_folder.join("rank-0.log");
+            let open = || OpenOptions::new().create(true).append(true).open(&path);
+            let failed = |source| TrainError::RunFolder { path: path.clone(), source };
+            log = Some(open().map_err(failed)?);
+            if launch::has_launcher() {
+                let mut slot = ROOT_LOG.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+                *slot = Some(open().map_err(failed)?);
+            }
+        }
+        Ok(Console { is_root, log_interval, bar: None, log, first_step_shown: false })
+    }
+
+    /// Prints a line, above the bar if there is one.
+    pub(crate) fn line(&mut self, text: &str) {
+        match &self.bar {
+            Some(bar) if !bar.is_finished() => bar.suspend(|| println!("{text}")),
+            _ => println!("{text}"),
+        }
+        self.log_line(text);
+    }
+
+    fn log_line(&mut self, text: &str) {
+        // A log that cannot be written is no reason to stop: the run's record is metrics.jsonl, and that is checked.
+        if let Some(log) = &mut self.log {
+            let _ = writeln!(log, "{text}");
+        }
+    }
+
+    /// Takes the bar away.
+    pub(crate) fn finish(&mut self) {
+        if let Some(bar) = self.bar.take() {
+            bar.finish_and_clear();
+        }
+    }
+}
+
+impl Observer for Console {
+    fn notice(&mut self, text: &str) {
+        if self.is_root {
+            self.line(&format!("note: {text}"));
+        }
+    }
+
+    fn begin(&mut self, facts: &RunFacts) {
+        let RunFacts { model, num_parameters, world_size, num_threads, transport, .. } = facts;
+        let workers = match world_size {
+            1 => format!("1 worker x {num_threads} threads"),
+            _ => format!("{world_size} workers x {num_threads} threads over {transport}"),
+        };
+        let millions = *num_parameters as f64 / 1e6;
+        self.line(&format!("model: {model}; {millions:.2} M parameters"));
+        self.line(&format!(
+            "data: {} tokens to train on, {} a step; {workers}",
+            facts.num_tokens, facts.tokens_per_step
+        ));
+        match facts.resumed_step {
+            0 => self.line(&format!("training {} steps", facts.steps)),
+            step if step >= facts.steps => self.line(&format!(
+                "the run has reached its last step, {step}; set [training] steps higher to go on, or [checkpoint] resume \
+                 = \"never\" to start anew"
+            )),
+            step => self.line(&format!("going on after step {step} of {}", facts.steps)),
+        }
+        if self.is_root && std::io::stderr().is_terminal() && facts.resumed_step < facts.steps {
+            let template = "{wide_bar} {pos}/{len}  {msg}  time left {eta}";
+            let style = ProgressStyle::with_template(template).expect("the template is well formed");
+            let bar = ProgressBar::new(facts.steps).with_style(style).with_position(facts.resumed_step);
+            bar.reset_eta();
+            self.bar = Some(bar);
+        }
+    }
+
+    fn step(&mut self, record: &StepRecord) {
+        if let (Some(seconds), false) = (record.seconds_to_first_step, self.first_step_shown) {
+            self.first_step_shown = true;
+            self.line(&format!("seconds_to_first_step: {seconds:.3}"));
+        }
+        let is_due = record.step.is_multiple_of(self.log_interval) || record.validation_loss.is_some();
+        match &self.bar {
+            Some(bar) => {
+                bar.set_position(record.step);
+                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", record.loss, record.tokens_per_second));
+                if record.validation_loss.is_some() {
+                    self.line(&LogLine(record).to_string());
+                } else if is_due {
+                    self.log_line(&LogLine(record).to_string());
+                }
+            }
+            None if is_due || record.seconds_to_first_step.is_some() => {
+                self.line(&LogLine(record).to_string())
+            }
+            None => {}
+        }
+    }
+
+    fn checkpoint(&mut self, step: u64, path: &Path) {
+        if self.is_root {
+            self.line(&format!("checkpoint of step {step}: {}", path.display()));
+        }
+    }
+}

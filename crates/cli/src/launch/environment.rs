@@ -1,0 +1,326 @@
+//! What the environment says of the world this process belongs to.
+//!
+//! The first family of variables counts that describes a worker:
+//!
+//! 1. torchrun's: `RANK`, `WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, and `LOCAL_RANK` with
+//!    `LOCAL_WORLD_SIZE`. Without the last two, a loopback `MASTER_ADDR` means that the whole world is on this
+//!    host, and another address that this worker is alone on its host.
+//! 2. Open MPI's: `OMPI_COMM_WORLD_RANK`, `_SIZE`, `_LOCAL_RANK`, `_LOCAL_SIZE`.
+//! 3. SLURM's: `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` or `SLURM_NTASKS`, `SLURM_LOCALID`, and the number of tasks
+//!    of each node.
+//! 4. PMI's: `PMI_RANK`, `PMI_SIZE`, and `MPI_LOCALRANKID` with `MPI_LOCALNRANKS`.
+//!
+//! `MASTER_ADDR` and `MASTER_PORT` may be set beside any family; alone they make no worker. Without them the
+//! workers meet on the first host of SLURM's list, or on this one if all are here, at a port that
+//! follows from the job's name.
+//!
+//! SLURM sets some of its variables where nobody asked for a worker. A batch script has `SLURM_PROCID` = 0 and
+//! all of `SLURM_NTASKS`, but `ENVIRONMENT` = `BATCH` and no `SLURM_STEP_ID`, which `srun` sets for its tasks;
+//! the shell of `salloc` has no `SLURM_PROCID`; an interactive shell is the only task of its step.
+//! None of them is a worker, and nor is the only process of a PMI world.
+
+use super::LaunchError;
+use super::host_list::{first_host, tasks_on_node};
+use std::net::IpAddr;
+use trireme_base::Rank;
+
+/// More workers than any launcher starts; a larger number is a mistake.
+const WORLD_SIZE_MAX: usize = 1 << 20;
+
+/// torchrun's default, for launchers that name no job.
+const DEFAULT_MASTER_PORT: u16 = 29_500;
+
+/// What a worker must know of its world to join it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct WorkerEnvironment {
+    /// This worker.
+    pub(crate) rank: Rank,
+    /// Number of workers.
+    pub(crate) world_size: usize,
+    /// This worker among those of its host.
+    pub(crate) local_rank: usize,
+    /// Number of workers on this host.
+    pub(crate) local_world_size: usize,
+    /// Name or address of the host on which rank 0 listens.
+    pub(crate) master_addr: String,
+    /// The TCP port on which rank 0 listens.
+    pub(crate) master_port: u16,
+}
+
+impl WorkerEnvironment {
+    /// What the variables of this process say; none if it is no worker.
+    pub(crate) fn of_this_process() -> Result<Option<Self>, LaunchError> {
+        Self::from_variables(&|name| std::env::var(name).ok())
+    }
+
+    /// What the given variables say; none if they make no worker.
+    pub(crate) fn from_variables(
+        lookup: &dyn Fn(&str) -> Option<String>,
+    ) -> Result<Option<Self>, LaunchError> {
+        let variables = Variables { lookup };
+        let family = if variables.has("RANK") {
+            Some(torchrun(&variables)?)
+        } else if let Some(present) = variables.first_of(&["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"]) {
+            Some(open_mpi(&variables, present)?)
+        } else if let Some(family) = slurm(&variables)? {
+            Some(family)
+        } else {
+            pmi(&variables)?
+        };
+        match (family, variables.first_of(&["WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"])) {
+            (Some(family), _) => family.into_worker(&variables).map(Some),
+            (None, Some(present)) => Err(LaunchError::MissingVariable { present, missing: "RANK" }),
+            (None, None) => Ok(None),
+        }
+    }
+}
+
+/// The environment, with empty variables taken as unset.
+struct Variables<'a> {
+    lookup: &'a dyn Fn(&str) -> Option<String>,
+}
+
+impl Variables<'_> {
+    fn text(&self, name: &str) -> Option<String> {
+        (self.lookup)(name).filter(|value| !value.is_empty())
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.text(name).is_some()
+    }
+
+    fn first_of(&self, names: &[&'static str]) -> Option<&'static str> {
+        names.iter().copied().find(|name| self.has(name))
+    }
+
+    fn number(&self, variable: &'static str, max: usize) -> Result<Option<usize>, LaunchError> {
+        let Some(value) = self.text(variable) else { return Ok(None) };
+        match value.trim().parse() {
+            Ok(number) if number <= max => Ok(Some(number)),
+            _ => {
+                let expected = format!("a whole number from 0 to {max}");
+                Err(LaunchError::UnfitVariable { variable, value, expected })
+            }
+        }
+    }
+
+    /// A number that must be there because `present` is.
+    fn count(&self, variable: &'static str, present: &'static str) -> Result<Count, LaunchError> {
+        match self.number(variable, WORLD_SIZE_MAX)? {
+            Some(value) => Ok(Count { variable, value }),
+            None => Err(LaunchError::MissingVariable { present, missing: variable }),
+        }
+    }
+}
+
+/// A number and the variable that it is from.
+#[derive(Clone, Copy)]
+struct Count {
+    variable: &'static str,
+    value: usize,
+}
+
+impl Count {
+    fn contradicts(self, other: Count) -> LaunchError {
+        LaunchError::ContradictoryVariables {
+            first: self.variable,
+            first_value: self.value,
+            second: other.variable,
+            second_value: other.value,
+        }
+    }
+
+    fn must_be_below(self, other: Count) -> Result<(), LaunchError> {
+        if self.value < other.value { Ok(()) } else { Err(self.contradicts(other)) }
+    }
+
+    fn must_be_at_most(self, other: Count) -> Result<(), LaunchError> {
+        if self.value <= other.value { Ok(()) } else { Err(self.contradicts(other)) }
+    }
+
+    fn must_equal(self, other: Count) -> Result<(), LaunchError> {
+        if self.value == other.value { Ok(()) } else { Err(self.contradicts(other)) }
+    }
+}
+
+/// What one family of variables says.
+struct Family {
+    rank: Count,
+    world_size: Count,
+    /// Rank and number of workers on this host.
+    local: Option<(Count, Count)>,
+    /// Where rank 0 is, if the family knows.
+    first_host: Option<String>,
+    /// What distinguishes this world from others on the same hosts.
+    job: Option<String>,
+}
+
+impl Family {
+    fn into_worker(self, variables: &Variables<'_>) -> Result<WorkerEnvironment, LaunchError> {
+        self.check(variables)?;
+        let master_addr = self.master_addr(variables)?;
+        let is_loopback = master_addr == "localhost"
+            || master_addr.parse().is_ok_and(|address: IpAddr| address.is_loopback());
+        let (local_rank, local_world_size) = match self.local {
+            Some((rank, size)) => (rank.value, size.value),
+            None if is_loopback => (self.rank.value, self.world_size.value),
+            None => (0, 1),
+        };
+        let master_port = match variables.number("MASTER_PORT", usize::from(u16::MAX))? {
+            Some(0) => {
+                return Err(LaunchError::UnfitVariable {
+                    variable: "MASTER_PORT",
+                    value: "0".to_owned(),
+                    expected: "the number of a port that all workers know".to_owned(),
+                });
+            }
+            Some(port) => port as u16,
+            None => self.job.as_deref().map_or(DEFAULT_MASTER_PORT, port_of_job),
+        };
+        Ok(WorkerEnvironment {
+            rank: Rank(self.rank.value),
+            world_size: self.world_size.value,
+            local_rank,
+            local_world_size,
+            master_addr,
+            master_port,
+        })
+    }
+
+    fn check(&self, variables: &Variables<'_>) -> Result<(), LaunchError> {
+        self.rank.must_be_below(self.world_size)?;
+        if let Some((rank, size)) = self.local {
+            rank.must_be_below(size)?;
+            size.must_be_at_most(self.world_size)?;
+            rank.must_be_at_most(self.rank)?;
+        }
+        // Scripts export it beside the variables of another launcher.
+        if let Some(value) = variables.number("WORLD_SIZE", WORLD_SIZE_MAX)? {
+            Count { variable: "WORLD_SIZE", value }.must_equal(self.world_size)?;
+        }
+        Ok(())
+    }
+
+    fn master_addr(&self, variables: &Variables<'_>) -> Result<String, LaunchError> {
+        if let Some(address) = variables.text("MASTER_ADDR") {
+            return Ok(address);
+        }
+        if self.local.is_some_and(|(_, size)| size.value == self.world_size.value) {
+            return Ok("127.0.0.1".to_owned());
+        }
+        let missing = LaunchError::MissingVariable { present: self.rank.variable, missing: "MASTER_ADDR" };
+        self.first_host.clone().ok_or(missing)
+    }
+}
+
+fn torchrun(variables: &Variables<'_>) -> Result<Family, LaunchError> {
+    let rank = variables.count("RANK", "RANK")?;
+    let world_size = variables.count("WORLD_SIZE", "RANK")?;
+    for missing in ["MASTER_ADDR", "MASTER_PORT"] {
+        if !variables.has(missing) {
+            return Err(LaunchError::MissingVariable { present: "RANK", missing });
+        }
+    }
+    let local = local_counts(variables, "LOCAL_RANK", "LOCAL_WORLD_SIZE")?;
+    Ok(Family { rank, world_size, local, first_host: None, job: None })
+}
+
+fn open_mpi(variables: &Variables<'_>, present: &'static str) -> Result<Family, LaunchError> {
+    Ok(Family {
+        rank: variables.count("OMPI_COMM_WORLD_RANK", present)?,
+        world_size: variables.count("OMPI_COMM_WORLD_SIZE", present)?,
+        local: Some((
+            variables.count("OMPI_COMM_WORLD_LOCAL_RANK", present)?,
+            variables.count("OMPI_COMM_WORLD_LOCAL_SIZE", present)?,
+        )),
+        first_host: None,
+        job: variables.text("PMIX_NAMESPACE").or_else(|| variables.text("OMPI_MCA_ess_base_jobid")),
+    })
+}
+
+fn slurm(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
+    let is_batch_script = variables.text("ENVIRONMENT").as_deref() == Some("BATCH")
+        && variables.first_of(&["SLURM_STEP_ID", "SLURM_STEPID"]).is_none();
+    if is_batch_script || !variables.has("SLURM_PROCID") {
+        return Ok(None);
+    }
+    let rank = variables.count("SLURM_PROCID", "SLURM_PROCID")?;
+    let num_tasks = variables.first_of(&["SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"]).unwrap_or("SLURM_NTASKS");
+    let world_size = variables.count(num_tasks, "SLURM_PROCID")?;
+    if world_size.value == 1 {
+        return Ok(None);
+    }
+    // Another MPI's launcher inside of a SLURM job starts its own processes by srun.
+    for (variable, count) in [("PMI_RANK", rank), ("PMI_SIZE", world_size)] {
+        if let Some(value) = variables.number(variable, WORLD_SIZE_MAX)? {
+            Count { variable, value }.must_equal(count)?;
+        }
+    }
+    let local_rank = variables.count("SLURM_LOCALID", "SLURM_PROCID")?;
+    let hosts = variables.text("SLURM_STEP_NODELIST").or_else(|| variables.text("SLURM_JOB_NODELIST"));
+    let job = variables.text("SLURM_JOB_ID").map(|job| {
+        // Steps of one job may run side by side.
+        format!("{job}.{}", variables.text("SLURM_STEP_ID").unwrap_or_default())
+    });
+    Ok(Some(Family {
+        rank,
+        world_size,
+        local: Some((local_rank, slurm_local_world_size(variables)?)),
+        // The launch node comes last: it is where srun was called, and need not be part of the job.
+        first_host: hosts
+            .and_then(|hosts| first_host(&hosts))
+            .or_else(|| variables.text("SLURM_LAUNCH_NODE_IPADDR")),
+        job,
+    }))
+}
+
+fn slurm_local_world_size(variables: &Variables<'_>) -> Result<Count, LaunchError> {
+    let node = variables.number("SLURM_NODEID", WORLD_SIZE_MAX)?.unwrap_or(0);
+    for variable in ["SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"] {
+        let Some(value) = variables.text(variable) else { continue };
+        return match tasks_on_node(&value, node) {
+            Some(value) if value <= WORLD_SIZE_MAX => Ok(Count { variable, value }),
+            _ => {
+                let expected =
+                    format!("the number of tasks of each node, such as 4(x2), with one for node {node}");
+                Err(LaunchError::UnfitVariable { variable, value, expected })
+            }
+        };
+    }
+    variables.count("SLURM_NTASKS_PER_NODE", "SLURM_PROCID")
+}
+
+fn pmi(variables: &Variables<'_>) -> Result<Option<Family>, LaunchError> {
+    let Some(present) = variables.first_of(&["PMI_RANK", "PMI_SIZE"]) else { return Ok(None) };
+    let rank = variables.count("PMI_RANK", present)?;
+    let world_size = variables.count("PMI_SIZE", present)?;
+    if world_size.value == 1 {
+        return Ok(None);
+    }
+    let local = local_counts(variables, "MPI_LOCALRANKID", "MPI_LOCALNRANKS")?;
+    let job = variables.text("SLURM_JOB_ID").or_else(|| variables.text("PMI_ID"));
+    Ok(Some(Family { rank, world_size, local, first_host: None, job }))
+}
+
+/// The place on this host where both variables are set; an error where only one is.
+fn local_counts(
+    variables: &Variables<'_>,
+    rank: &'static str,
+    size: &'static str,
+) -> Result<Option<(Count, Count)>, LaunchError> {
+    match variables.first_of(&[rank, size]) {
+        Some(present) => Ok(Some((variables.count(rank, present)?, variables.count(size, present)?))),
+        None => Ok(None),
+    }
+}
+
+/// A port from 20000 to 29999 that follows from the job's name: all workers find the same one, and two jobs
+/// on one host are unlikely to. Linux gives outgoing connections ports from 32768 on.
+fn port_of_job(job: &str) -> u16 {
+    let hash = job.bytes().fold(0_u32, |hash, byte| hash.wrapping_mul(31).wrapping_add(u32::from(byte)));
+    20_000 + (hash % 10_000) as u16
+}
+
+#[cfg(test)]
+#[path = "environment_tests.rs"]
+mod tests;

@@ -1,0 +1,151 @@
+use super::worker_processes::signal_name;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+use trireme_base::Rank;
+
+/// Workers could not be started, or did not end well; or the environment describes no possible worker.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum LaunchError {
+    /// Some of the variables that make a worker are set and some are not.
+    #[error(
+        "{present} is set and {missing} is not; set both, or unset {present} to let this command start the \
+         workers"
+    )]
+    MissingVariable {
+        /// A variable that is set.
+        present: &'static str,
+        /// What belongs to it.
+        missing: &'static str,
+    },
+    /// A variable does not hold what it should.
+    #[error("the environment variable {variable} is '{value}'; expected {expected}")]
+    UnfitVariable {
+        /// The variable.
+        variable: &'static str,
+        /// Its value.
+        value: String,
+        /// What should be there.
+        expected: String,
+    },
+    /// Two variables cannot both be right.
+    #[error(
+        "the environment variables {first} = {first_value} and {second} = {second_value} contradict each \
+         other; correct one, or unset those that are not meant"
+    )]
+    ContradictoryVariables {
+        /// One variable.
+        first: &'static str,
+        /// Its value.
+        first_value: usize,
+        /// The other variable.
+        second: &'static str,
+        /// Its value.
+        second_value: usize,
+    },
+    /// A log file cannot be made.
+    #[error("cannot write the log of rank {rank} to {}", path.display())]
+    Log {
+        /// The worker.
+        rank: Rank,
+        /// Its log.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// No TCP port could be had for the workers to meet.
+    #[error(
+        "cannot use TCP port {port} of 127.0.0.1; set [launch] master_port to another one, or to 0 for any"
+    )]
+    Port {
+        /// The port, 0 for any.
+        port: u16,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A worker could not be started.
+    #[error("cannot start rank {rank} as {program}")]
+    Start {
+        /// The worker.
+        rank: Rank,
+        /// The program.
+        program: String,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The operating system refused what watching over processes needs.
+    #[error("cannot watch over the workers")]
+    Watch {
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A worker died, and the others have been ended. Of several deaths this is the first that was not
+    /// itself the loss of a peer.
+    #[error("{}", describe_death(*rank, death, log, last_lines))]
+    WorkerDied {
+        /// The worker that died.
+        rank: Rank,
+        /// How it died.
+        death: Death,
+        /// Where its log is.
+        log: PathBuf,
+        /// The end of its log.
+        last_lines: Vec<String>,
+    },
+    /// A signal, such as that of Ctrl-C, ended the launcher and so its workers.
+    #[error("ended by {}", signal_name(*signal))]
+    Interrupted {
+        /// The signal.
+        signal: i32,
+    },
+    /// The launcher is no more, and so this worker has no reason to be.
+    #[error("the launcher of this worker has ended")]
+    LauncherGone,
+}
+
+impl LaunchError {
+    /// What the launcher's process should end with: 128 and the signal where a signal ended it, as shells do.
+    pub(crate) fn exit_code(&self) -> u8 {
+        match self {
+            LaunchError::Interrupted { signal } => 128 + (*signal & 0x7f) as u8,
+            _ => 1,
+        }
+    }
+}
+
+/// How a process ended that did not end well.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Death {
+    /// It exited with this code, which is not 0.
+    Exit(i32),
+    /// This signal killed it.
+    Signal(i32),
+}
+
+impl fmt::Display for Death {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Death::Exit(code) => write!(f, "exited with code {code}"),
+            // SIGKILL: nobody else sends it unasked.
+            Death::Signal(9) => f.write_str("was killed by SIGKILL (by hand, or because memory ran out)"),
+            Death::Signal(signal) => write!(f, "was killed by {}", signal_name(*signal)),
+        }
+    }
+}
+
+fn describe_death(rank: Rank, death: &Death, log: &std::path::Path, last_lines: &[String]) -> String {
+    let mut text =
+        format!("rank {rank} {death}; the other workers have been ended. Its log is {}", log.display());
+    if !last_lines.is_empty() {
+        text.push_str(", which ends:");
+    }
+    for line in last_lines {
+        text.push_str("\n    ");
+        text.push_str(line);
+    }
+    text
+}

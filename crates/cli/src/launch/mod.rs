@@ -1,0 +1,13 @@
+//! How a process comes to be a worker of a world: by the environment that a launcher has set, or by starting
+//! the workers of this host itself.
+
+mod environment;
+mod error;
+mod host_list;
+mod supervisor;
+mod worker_processes;
+
+pub(crate) use environment::WorkerEnvironment;
+pub(crate) use error::LaunchError;
+pub(crate) use supervisor::{LocalWorld, run_local_workers, this_command};
+pub(crate) use worker_processes::{LOST_PEER_EXIT_CODE, die_with_parent, has_launcher};

@@ -1,0 +1,200 @@
+//! Starts the workers of this host and watches over them until all have ended.
+
+use super::LaunchError;
+use super::error::Death;
+use super::worker_processes::{WorkerProcesses, is_follower};
+use rustix::process::Signal;
+use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use std::io;
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::Command;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+use trireme_base::Rank;
+
+/// How long the death of a worker that has lost a peer waits for the death of that peer.
+const CAUSE_GRACE: Duration = Duration::from_secs(1);
+
+/// How long a worker has to end after SIGTERM.
+const TERMINATE_GRACE: Duration = Duration::from_secs(2);
+
+/// How long the workers have to end by themselves after Ctrl-C, which reaches them as well.
+const INTERRUPT_GRACE: Duration = Duration::from_secs(5);
+
+/// A world whose workers are all on this host.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct LocalWorld<'a> {
+    /// Number of workers, at least 1.
+    pub(crate) num_workers: usize,
+    /// The TCP port at which they meet; 0 takes a free one.
+    pub(crate) master_port: u16,
+    /// Folder of `rank-k.log`, one for each worker; it exists.
+    pub(crate) log_folder: &'a Path,
+}
+
+/// This program with the arguments it was called with.
+pub(crate) fn this_command() -> io::Result<Command> {
+    let mut command = Command::new(std::env::current_exe()?);
+    command.args(std::env::args_os().skip(1));
+    Ok(command)
+}
+
+/// Starts a worker for each rank with the command that `command` makes, and waits until all have ended.
+///
+/// The commands get torchrun's variables. What a worker prints goes to its log; what rank 0 prints, to
+/// where this process prints. If a worker dies, the others are ended: within 1 second the cause is found,
+/// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM and SIGHUP end the workers, too.
+/// No worker is left when this returns. The process should end then: the three signals no longer end it.
+///
+/// Call it from the main thread: workers that call [`die_with_parent`](super::die_with_parent) end with the
+/// thread that has started them.
+pub(crate) fn run_local_workers(
+    world: LocalWorld<'_>,
+    command: impl FnMut(Rank) -> Command,
+) -> Result<(), LaunchError> {
+    let (sender, signals) = channel();
+    // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
+    let _forwarder = SignalForwarder::start(sender).map_err(|source| LaunchError::Watch { source })?;
+    let workers = start_workers(world, command)?;
+    Watch { workers, signals: &signals }.until_all_have_ended()
+}
+
+fn start_workers(
+    world: LocalWorld<'_>,
+    mut command: impl FnMut(Rank) -> Command,
+) -> Result<WorkerProcesses, LaunchError> {
+    let port = master_port(world.master_port)
+        .map_err(|source| LaunchError::Port { port: world.master_port, source })?;
+    let mut workers = WorkerProcesses::new();
+    for rank in (0..world.num_workers).map(Rank) {
+        let mut command = command(rank);
+        command
+            .env("RANK", rank.to_string())
+            .env("WORLD_SIZE", world.num_workers.to_string())
+            .env("LOCAL_RANK", rank.to_string())
+            .env("LOCAL_WORLD_SIZE", world.num_workers.to_string())
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env("MASTER_PORT", port.to_string());
+        workers.start(rank, &mut command, world.log_folder.join(format!("rank-{rank}.log")))?;
+    }
+    Ok(workers)
+}
+
+/// The given port if it is free, or any free one for 0. Between this look and the bind of rank 0 another
+/// process may take it; rank 0 then says so.
+fn master_port(port: u16) -> io::Result<u16> {
+    Ok(TcpListener::bind(("127.0.0.1", port))?.local_addr()?.port())
+}
+
+/// Workers, and the signals that reach this process meanwhile.
+struct Watch<'a> {
+    workers: WorkerProcesses,
+    signals: &'a Receiver<i32>,
+}
+
+impl Watch<'_> {
+    fn until_all_have_ended(mut self) -> Result<(), LaunchError> {
+        loop {
+            self.reap()?;
+            match self.workers.dead() {
+                // Ctrl-C reaches the workers as well, and may end one before it is seen here.
+                Some((_, Death::Signal(SIGINT))) => return self.end_after_signal(SIGINT),
+                Some((rank, death)) => return self.end_after_death(rank, death),
+                None if !self.workers.are_running() => return Ok(()),
+                None => {}
+            }
+            match self.next_signal(None) {
+                Some(SIGCHLD) | None => {}
+                Some(signal) => return self.end_after_signal(signal),
+            }
+        }
+    }
+
+    /// The next signal, or none after `deadline`.
+    fn next_signal(&self, deadline: Option<Instant>) -> Option<i32> {
+        let received = match deadline {
+            Some(deadline) => self.signals.recv_timeout(deadline.saturating_duration_since(Instant::now())),
+            None => self.signals.recv().map_err(RecvTimeoutError::from),
+        };
+        match received {
+            Ok(signal) => Some(signal),
+            Err(RecvTimeoutError::Timeout) => None,
+            Err(RecvTimeoutError::Disconnected) => panic!("signals are forwarded as long as workers run"),
+        }
+    }
+
+    fn reap(&mut self) -> Result<(), LaunchError> {
+        self.workers.reap().map_err(|source| LaunchError::Watch { source })
+    }
+
+    /// Finds the cause of a first death, ends the other workers, and reports that cause.
+    fn end_after_death(mut self, mut rank: Rank, mut death: Death) -> Result<(), LaunchError> {
+        let deadline = Instant::now() + CAUSE_GRACE;
+        // A follower may be seen before the one it has followed.
+        while is_follower(death) && self.workers.are_running() && self.next_signal(Some(deadline)).is_some() {
+            self.reap()?;
+            (rank, death) = self.workers.dead().expect("the dead stay dead");
+        }
+        self.end_workers()?;
+        Err(self.workers.report(rank, death))
+    }
+
+    /// Ends the workers after a signal to this process, and reports the signal.
+    fn end_after_signal(mut self, signal: i32) -> Result<(), LaunchError> {
+        if signal == SIGINT {
+            self.wait_for_all(INTERRUPT_GRACE)?;
+        }
+        self.end_workers()?;
+        Err(LaunchError::Interrupted { signal })
+    }
+
+    /// Ends all workers: politely, and after a while by force.
+    fn end_workers(&mut self) -> Result<(), LaunchError> {
+        self.workers.send(Signal::TERM);
+        self.wait_for_all(TERMINATE_GRACE)?;
+        self.workers.kill().map_err(|source| LaunchError::Watch { source })
+    }
+
+    /// Waits until all workers have ended, for `grace` at most; a further signal to end cuts that short.
+    fn wait_for_all(&mut self, grace: Duration) -> Result<(), LaunchError> {
+        let deadline = Instant::now() + grace;
+        self.reap()?;
+        while self.workers.are_running() && self.next_signal(Some(deadline)) == Some(SIGCHLD) {
+            self.reap()?;
+        }
+        Ok(())
+    }
+}
+
+/// A thread that hands on the signals of interest.
+struct SignalForwarder {
+    handle: signal_hook::iterator::Handle,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl SignalForwarder {
+    fn start(sender: Sender<i32>) -> io::Result<Self> {
+        let mut signals = Signals::new([SIGCHLD, SIGINT, SIGTERM, SIGHUP])?;
+        let handle = signals.handle();
+        let forward =
+            move || signals.forever().take_while(|signal| sender.send(*signal).is_ok()).for_each(drop);
+        let thread = thread::Builder::new().name("signals".to_owned()).spawn(forward)?;
+        Ok(SignalForwarder { handle, thread: Some(thread) })
+    }
+}
+
+impl Drop for SignalForwarder {
+    fn drop(&mut self) {
+        self.handle.close();
+        if let Some(thread) = self.thread.take() {
+            thread.join().expect("forwarding signals cannot panic");
+        }
+    }
+}
+
+#[cfg(test)]
+#[path = "supervisor_tests.rs"]
+mod tests;

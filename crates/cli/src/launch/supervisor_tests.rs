@@ -1,0 +1,175 @@
+//! Workers are shells here. Each notes its process id, so that it can be seen to be gone.
+
+use super::*;
+use std::fs;
+use std::path::PathBuf;
+
+struct Scene {
+    folder: tempfile::TempDir,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Scene { folder: tempfile::tempdir().unwrap() }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    fn world(&self, num_workers: usize) -> LocalWorld<'_> {
+        LocalWorld { num_workers, master_port: 0, log_folder: self.folder.path() }
+    }
+
+    /// A shell that notes its process id and then runs `script`.
+    fn shell(&self, script: &str) -> Command {
+        let mut command = Command::new("sh");
+        command.arg("-c").arg(format!("echo $$ > pid-$RANK; {script}")).current_dir(self.folder.path());
+        command
+    }
+
+    fn run(&self, scripts: &[&str]) -> Result<(), LaunchError> {
+        run_local_workers(self.world(scripts.len()), |rank| self.shell(scripts[rank.0]))
+    }
+
+    fn log(&self, rank: usize) -> String {
+        fs::read_to_string(self.path(&format!("rank-{rank}.log"))).unwrap()
+    }
+
+    /// Asserts that no worker is left, not even one that nobody has waited for.
+    fn assert_all_gone(&self) {
+        for entry in fs::read_dir(self.folder.path()).unwrap() {
+            let path = entry.unwrap().path();
+            if path.file_name().unwrap().to_str().unwrap().starts_with("pid-") {
+                let id = fs::read_to_string(&path).unwrap();
+                // Empty if the worker was killed while it wrote.
+                let is_gone = id.is_empty() || !Path::new("/proc").join(id.trim()).exists();
+                assert!(is_gone, "{}", path.display());
+            }
+        }
+    }
+}
+
+/// What the error tells of the one death that it reports.
+fn death(result: Result<(), LaunchError>) -> (usize, Death, Vec<String>) {
+    match result {
+        Err(LaunchError::WorkerDied { rank, death, last_lines, .. }) => (rank.0, death, last_lines),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Long enough to be ended, and not so long that a failed test leaves it for good.
+const FOREVER: &str = "exec sleep 60";
+
+#[test]
+fn workers_get_their_place_in_the_world_and_keep_logs() {
+    let scene = Scene::new();
+    fs::write(scene.path("rank-1.log"), "earlier\n").unwrap();
+    let place = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $MASTER_ADDR; echo $MASTER_PORT >&2";
+    scene.run(&[":", place, place]).unwrap();
+    let lines: Vec<String> = scene.log(1).lines().map(str::to_owned).collect();
+    assert_eq!(lines[..2], ["earlier", "1/3 1/3 127.0.0.1"]);
+    assert_ne!(lines[2].parse::<u16>().unwrap(), 0);
+    assert_eq!(scene.log(2), format!("2/3 2/3 127.0.0.1\n{}\n", lines[2]));
+    assert_eq!(scene.log(0), "");
+    scene.assert_all_gone();
+}
+
+#[test]
+fn a_death_ends_the_others_and_is_reported_once() {
+    let scene = Scene::new();
+    fs::write(scene.path("rank-2.log"), "of an earlier run\n").unwrap();
+    let result = scene.run(&[FOREVER, FOREVER, "echo loading; echo out of luck >&2; kill -SEGV $$"]);
+    let text = result.as_ref().unwrap_err().to_string();
+    assert_eq!(death(result), (2, Death::Signal(11), vec!["loading".to_owned(), "out of luck".to_owned()]));
+    assert!(text.starts_with("rank 2 was killed by SIGSEGV; "), "{text}");
+    assert!(text.ends_with("rank-2.log, which ends:\n    loading\n    out of luck"), "{text}");
+    scene.assert_all_gone();
+}
+
+#[test]
+fn the_cause_is_reported_and_not_the_follower_that_was_seen_first() {
+    let scene = Scene::new();
+    // A process is there until its death has been seen by the one that waits for it.
+    let after_0 = "until [ -s pid-0 ]; do sleep 0.01; done; \
+                   while kill -0 $(cat pid-0) 2>&-; do sleep 0.01; done; exit 3";
+    assert_eq!(death(scene.run(&["exit 74", after_0, FOREVER])), (1, Death::Exit(3), vec![]));
+    scene.assert_all_gone();
+}
+
+#[test]
+fn a_follower_without_a_cause_is_reported() {
+    let scene = Scene::new();
+    assert_eq!(death(scene.run(&[FOREVER, "exit 74"])), (1, Death::Exit(74), vec![]));
+    scene.assert_all_gone();
+}
+
+#[test]
+fn a_worker_that_does_not_heed_sigterm_is_killed() {
+    let scene = Scene::new();
+    let deaf = "trap '' TERM; touch deaf; exec sleep 60";
+    let result = scene.run(&[deaf, "until [ -e deaf ]; do sleep 0.01; done; exit 1"]);
+    assert_eq!(death(result), (1, Death::Exit(1), vec![]));
+    scene.assert_all_gone();
+}
+
+/// Runs two workers that would go on forever, and acts as if the signals had reached this process.
+fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
+    let (sender, signals) = channel();
+    let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
+    let workers = start_workers(scene.world(2), |_| scene.shell(FOREVER)).unwrap();
+    sent.iter().for_each(|signal| sender.send(*signal).unwrap());
+    Watch { workers, signals: &signals }.until_all_have_ended().unwrap_err()
+}
+
+#[test]
+fn signals_end_the_workers_and_give_the_exit_code_of_shells() {
+    // The second Ctrl-C is the impatient one.
+    for (sent, code) in [(&[SIGTERM][..], 143), (&[SIGHUP], 129), (&[SIGINT, SIGINT], 130)] {
+        let scene = Scene::new();
+        let error = interrupted_by(&scene, sent);
+        assert!(matches!(error, LaunchError::Interrupted { signal } if signal == sent[0]), "{error:?}");
+        assert_eq!(error.exit_code(), code);
+        scene.assert_all_gone();
+    }
+}
+
+#[test]
+fn a_worker_ended_by_ctrl_c_is_no_death_to_report() {
+    let scene = Scene::new();
+    let error = scene.run(&["kill -INT $$", "kill -INT $$"]).unwrap_err();
+    assert_eq!(error.exit_code(), 130, "{error:?}");
+    scene.assert_all_gone();
+}
+
+#[test]
+fn a_start_that_fails_leaves_no_worker() {
+    let scene = Scene::new();
+    let missing = |rank| {
+        if rank == Rank(0) {
+            return scene.shell(FOREVER);
+        }
+        // Rank 0 runs by now; it must have noted its process id to be looked for.
+        while fs::read_to_string(scene.path("pid-0")).unwrap_or_default().is_empty() {
+            thread::yield_now();
+        }
+        Command::new("./missing")
+    };
+    let error = run_local_workers(scene.world(2), missing).unwrap_err();
+    assert!(matches!(error, LaunchError::Start { rank: Rank(1), .. }), "{error:?}");
+    scene.assert_all_gone();
+
+    let folder = scene.path("missing");
+    let world = LocalWorld { log_folder: &folder, ..scene.world(1) };
+    let error = run_local_workers(world, |_| scene.shell(FOREVER)).unwrap_err();
+    assert!(matches!(error, LaunchError::Log { rank: Rank(0), .. }), "{error:?}");
+}
+
+#[test]
+fn a_busy_port_is_refused_before_any_worker_starts() {
+    let scene = Scene::new();
+    let busy = TcpListener::bind("127.0.0.1:0").unwrap();
+    let world = LocalWorld { master_port: busy.local_addr().unwrap().port(), ..scene.world(2) };
+    let error = run_local_workers(world, |_| panic!("a worker was started")).unwrap_err();
+    assert!(matches!(error, LaunchError::Port { .. }), "{error:?}");
+}

@@ -1,0 +1,224 @@
+use super::LaunchError;
+use super::error::Death;
+use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read, Seek, SeekFrom};
+use std::os::unix::process::{ExitStatusExt, parent_id};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use trireme_base::Rank;
+
+/// The exit code of a worker that ends because another one is gone: a follower, not the cause.
+pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
+
+/// Tells a worker the process id of the launcher that has started it.
+const LAUNCHER_VARIABLE: &str = "TRIREME_LAUNCHER_PID";
+
+/// Makes a worker that a launcher has started die with the launcher, however that dies. Every other process
+/// is left as it is. Call it before anything else, from a thread that lives as long as the process.
+pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
+    let Ok(launcher) = std::env::var(LAUNCHER_VARIABLE) else { return Ok(()) };
+    set_parent_process_death_signal(Some(Signal::KILL))
+        .map_err(|error| LaunchError::Watch { source: error.into() })?;
+    // A launcher that died before the line above sends nothing, and a worker without parent gets another one.
+    if launcher == parent_id().to_string() { Ok(()) } else { Err(LaunchError::LauncherGone) }
+}
+
+/// Whether a launcher of ours has started this process, and will tell of its death.
+pub(crate) fn has_launcher() -> bool {
+    std::env::var_os(LAUNCHER_VARIABLE).is_some()
+}
+
+/// The name of a signal, such as `SIGTERM`.
+pub(super) fn signal_name(signal: i32) -> String {
+    signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
+}
+
+/// The processes of the workers of this host. None outlives this value.
+pub(super) struct WorkerProcesses {
+    workers: Vec<Worker>,
+}
+
+struct Worker {
+    rank: Rank,
+    child: Child,
+    /// How it ended, once it has and has been waited for.
+    status: Option<ExitStatus>,
+    log: PathBuf,
+    /// Length of the log before this worker wrote to it.
+    log_start: u64,
+}
+
+impl WorkerProcesses {
+    /// No workers yet.
+    pub(super) fn new() -> Self {
+        WorkerProcesses { workers: Vec::new() }
+    }
+
+    /// Starts the worker `rank` with `command`, and appends what it prints to `log`. Rank 0 prints to
+    /// where the launcher does; if it keeps a log, it does so itself.
+    pub(super) fn start(
+        &mut self,
+        rank: Rank,
+        command: &mut Command,
+        log: PathBuf,
+    ) -> Result<(), LaunchError> {
+        let refuse_log = |source| LaunchError::Log { rank, path: log.clone(), source };
+        let log_file = OpenOptions::new().create(true).append(true).open(&log).map_err(refuse_log)?;
+        let log_start = log_file.metadata().map_err(refuse_log)?.len();
+        if rank != Rank::ROOT {
+            command.stdout(log_file.try_clone().map_err(refuse_log)?).stderr(log_file);
+        }
+        let child = command
+            .env(LAUNCHER_VARIABLE, std::process::id().to_string())
+            .stdin(Stdio::null())
+            .spawn()
+            .map_err(|source| {
+                let program = command.get_program().to_string_lossy().into_owned();
+                LaunchError::Start { rank, program, source }
+            })?;
+        self.workers.push(Worker { rank, child, status: None, log, log_start });
+        Ok(())
+    }
+
+    /// Notes which workers have ended.
+    pub(super) fn reap(&mut self) -> io::Result<()> {
+        for worker in self.workers.iter_mut().filter(|worker| worker.status.is_none()) {
+            worker.status = worker.child.try_wait()?;
+        }
+        Ok(())
+    }
+
+    /// Whether any worker has not ended.
+    pub(super) fn are_running(&self) -> bool {
+        self.workers.iter().any(|worker| worker.status.is_none())
+    }
+
+    /// The first worker, by rank, that died and not just because it lost a peer; else the first that died.
+    pub(super) fn dead(&self) -> Option<(Rank, Death)> {
+        let dead = || self.workers.iter().filter_map(|worker| Some((worker.rank, death(worker.status?)?)));
+        dead().find(|(_, death)| !is_follower(*death)).or_else(|| dead().next())
+    }
+
+    /// Sends `signal` to every worker that has not ended.
+    pub(super) fn send(&self, signal: Signal) {
+        for worker in self.workers.iter().filter(|worker| worker.status.is_none()) {
+            // A child that has not been waited for keeps its id, so this reaches it or nobody.
+            let _ = kill_process(Pid::from_child(&worker.child), signal);
+        }
+    }
+
+    /// Kills every worker that has not ended, and waits for it.
+    pub(super) fn kill(&mut self) -> io::Result<()> {
+        self.send(Signal::KILL);
+        for worker in self.workers.iter_mut().filter(|worker| worker.status.is_none()) {
+            worker.status = Some(worker.child.wait()?);
+        }
+        Ok(())
+    }
+
+    /// The error that tells of the death of the worker `rank`, with the end of its log.
+    pub(super) fn report(&self, rank: Rank, death: Death) -> LaunchError {
+        let worker = self.workers.iter().find(|worker| worker.rank == rank).expect("the rank was started");
+        // An unreadable log is no reason to withhold the rest.
+        let last_lines = last_lines(&worker.log, worker.log_start).unwrap_or_default();
+        LaunchError::WorkerDied { rank, death, log: worker.log.clone(), last_lines }
+    }
+}
+
+impl Drop for WorkerProcesses {
+    fn drop(&mut self) {
+        // Nothing is left to be done about a process that cannot be waited for.
+        let _ = self.kill();
+    }
+}
+
+fn death(status: ExitStatus) -> Option<Death> {
+    match (status.code(), status.signal()) {
+        (Some(0), _) => None,
+        (Some(code), _) => Some(Death::Exit(code)),
+        (None, signal) => Some(Death::Signal(signal.expect("a process exits or is killed by a signal"))),
+    }
+}
+
+/// Whether the worker says itself that it died of another one's death.
+pub(super) fn is_follower(death: Death) -> bool {
+    death == Death::Exit(i32::from(LOST_PEER_EXIT_CODE))
+}
+
+/// The last few lines of what a file holds from `start` on, without control characters.
+fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
+    const LINES_MAX: usize = 5;
+    const BYTES_MAX: u64 = 4096;
+    let mut file = File::open(path)?;
+    let start = start.max(file.metadata()?.len().saturating_sub(BYTES_MAX));
+    file.seek(SeekFrom::Start(start))?;
+    let mut bytes = Vec::new();
+    file.take(BYTES_MAX).read_to_end(&mut bytes)?;
+    let text = String::from_utf8_lossy(&bytes);
+    let printable = |line: &str| line.chars().filter(|c| !c.is_control()).collect::<String>();
+    let lines: Vec<String> = text.lines().map(printable).filter(|line| !line.trim().is_empty()).collect();
+    Ok(lines[lines.len().saturating_sub(LINES_MAX)..].to_vec())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{BufRead, BufReader};
+    use std::time::Duration;
+
+    const ROLE: &str = "TRIREME_TEST_ROLE";
+
+    /// This test program again, to run only the test below, in another role.
+    fn role(name: &str) -> Command {
+        let (_crate_name, module) = module_path!().split_once("::").unwrap();
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", "--nocapture", &format!("{module}::a_worker_dies_with_its_launcher")]);
+        command.env(ROLE, name);
+        command
+    }
+
+    #[test]
+    fn a_worker_dies_with_its_launcher() {
+        match std::env::var(ROLE).as_deref() {
+            Ok("launcher") => {
+                let mut worker = role("worker");
+                worker.env(LAUNCHER_VARIABLE, std::process::id().to_string());
+                worker.spawn().unwrap().wait().unwrap();
+            }
+            Ok("worker") => {
+                die_with_parent().unwrap();
+                println!("ready");
+                std::thread::sleep(Duration::from_secs(20));
+                println!("survived");
+            }
+            Ok("orphan") => assert!(matches!(die_with_parent(), Err(LaunchError::LauncherGone))),
+            _ => {
+                let mut launcher = role("launcher").stdout(Stdio::piped()).spawn().unwrap();
+                let mut printed = BufReader::new(launcher.stdout.take().unwrap()).lines().map(Result::unwrap);
+                assert!(printed.any(|line| line.contains("ready")));
+                launcher.kill().unwrap();
+                launcher.wait().unwrap();
+                // The worker holds the other end of the pipe: lines end when it does.
+                assert!(!printed.any(|line| line.contains("survived")));
+
+                let orphan = role("orphan").env(LAUNCHER_VARIABLE, "0").stdout(Stdio::null()).status();
+                assert!(orphan.unwrap().success());
+            }
+        }
+    }
+
+    #[test]
+    fn the_end_of_a_log_is_short_and_printable() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("rank-1.log");
+        std::fs::write(&path, "old\n").unwrap();
+        assert_eq!(last_lines(&path, 4).unwrap(), Vec::<String>::new());
+        std::fs::write(&path, "old\n1\n2\n\n3\n\x1b[31m4\r\n5\n6").unwrap();
+        assert_eq!(last_lines(&path, 4).unwrap(), ["2", "3", "[31m4", "5", "6"]);
+        assert_eq!(last_lines(&path, 16).unwrap(), ["4", "5", "6"]);
+        std::fs::write(&path, "x".repeat(1 << 20)).unwrap();
+        assert_eq!(last_lines(&path, 0).unwrap(), ["x".repeat(4096)]);
+        assert_eq!(last_lines(&path, 1 << 30).unwrap(), Vec::<String>::new());
+    }
+}

@@ -1,0 +1,109 @@
+//! A peer that does not keep to the protocol: its ends of the connections are in the test's hands.
+
+use super::*;
+use std::io::Write;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+use trireme_base::{DType, ReduceOp};
+
+struct Peer {
+    data: UnixStream,
+    control: UnixStream,
+}
+
+fn call(operation: Operation) -> Call {
+    Call { operation, sequence: 7, started: Instant::now(), timeout: Duration::from_secs(20) }
+}
+
+/// Rank 0 of two executes `operation` after the peer did `act`.
+fn outcome(
+    operation: Operation,
+    payload: &mut Payload,
+    act: impl FnOnce(&mut Peer),
+) -> Result<(), CommError> {
+    let (own_data, data) = UnixStream::pair().expect("sockets");
+    let (own_control, control) = UnixStream::pair().expect("sockets");
+    let row = |end: UnixStream| Vec::from([None, Some(OwnedFd::from(end))]);
+    let mut sockets =
+        Sockets::new(Rank(0), row(own_data), &GroupOptions::default()).expect("memory for a piece");
+    let mut watch = Control::new(row(own_control)).expect("an epoll instance");
+    let mut peer = Peer { data, control };
+    act(&mut peer);
+    sockets.execute(&call(operation), payload, &mut watch, &mut Cost::default())
+}
+
+const SUM: Operation = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 4 };
+
+fn vector() -> Payload {
+    Payload::Vector(crate::buffer::Storage::heap(16).expect("memory"))
+}
+
+fn header(call: &Call, payload_bytes: u64) -> [u8; frame::HEADER_BYTES] {
+    let (sequence, operation) = (call.sequence, call.operation);
+    frame::Header { sequence, operation, payload_bytes }.encode()
+}
+
+#[test]
+fn garbage_is_named_and_ends_the_operation() {
+    let failure = outcome(SUM, &mut vector(), |peer| {
+        peer.data.write_all(&[0xff; 4096]).expect("sent");
+    })
+    .expect_err("garbage");
+    assert!(matches!(failure, CommError::Protocol { rank: Rank(1), sequence: 7, .. }), "{failure}");
+}
+
+#[test]
+fn a_huge_length_is_not_believed() {
+    for bytes in [0, 15, 17, u64::MAX] {
+        let failure = outcome(SUM, &mut vector(), |peer| {
+            peer.data.write_all(&header(&call(SUM), bytes)).expect("sent");
+        })
+        .expect_err("another length");
+        assert!(matches!(failure, CommError::Protocol { .. }), "{failure}");
+    }
+}
+
+#[test]
+fn a_block_above_its_bound_is_refused_before_it_is_allocated() {
+    let mut blocks = Payload::Blocks(Vec::from([Vec::from([1]), Vec::new()]));
+    let failure = outcome(Operation::AllGatherBytes, &mut blocks, |peer| {
+        peer.data.write_all(&header(&call(Operation::AllGatherBytes), 8)).expect("sent");
+        peer.data.write_all(&u64::MAX.to_le_bytes()).expect("sent");
+    })
+    .expect_err("too long");
+    assert!(
+        matches!(failure, CommError::ControlDataTooLong { rank: Rank(1), bytes: u64::MAX, .. }),
+        "{failure}"
+    );
+}
+
+#[test]
+fn an_operation_out_of_turn_is_refused() {
+    let failure = outcome(SUM, &mut vector(), |peer| {
+        let late = Call { sequence: 6, ..call(SUM) };
+        peer.data.write_all(&header(&late, 16)).expect("sent");
+    })
+    .expect_err("the wrong turn");
+    assert!(failure.to_string().contains("16 bytes of operation 6"), "{failure}");
+}
+
+#[test]
+fn a_broken_connection_is_a_loss() {
+    let failure = outcome(SUM, &mut vector(), |peer| {
+        peer.data.write_all(&header(&call(SUM), 16)[..20]).expect("sent");
+        peer.data.shutdown(Shutdown::Both).expect("ended");
+        peer.control.shutdown(Shutdown::Both).expect("ended");
+    })
+    .expect_err("half a header");
+    assert!(matches!(failure, CommError::PeerLost { rank: Rank(1), .. }), "{failure}");
+}
+
+#[test]
+fn garbage_on_the_control_connection_ends_the_operation() {
+    let failure = outcome(SUM, &mut vector(), |peer| {
+        peer.control.write_all(&[0xff; 4096]).expect("sent");
+    })
+    .expect_err("garbage");
+    assert!(matches!(failure, CommError::Protocol { rank: Rank(1), .. }), "{failure}");
+}

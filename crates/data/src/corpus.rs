@@ -1,0 +1,28 @@
+use crate::{DataError, PrepareReport, TRAIN_FILE, TokenFile, VALIDATION_FILE};
+use std::path::Path;
+
+/// A prepared corpus, opened for training.
+#[derive(Debug)]
+pub struct Corpus {
+    /// The tokens to train on.
+    pub train: TokenFile,
+    /// The tokens held out, if any were.
+    pub validation: Option<TokenFile>,
+    /// How the corpus was made.
+    pub report: PrepareReport,
+}
+
+impl Corpus {
+    /// Opens what [`prepare`](crate::prepare) wrote into `folder`. The tokenizer beside it is not needed for
+    /// training; [`Tokenizer::load`](crate::Tokenizer::load) reads it.
+    ///
+    /// # Errors
+    /// If the folder holds no complete corpus, or a file of it is damaged.
+    pub fn open(folder: &Path) -> Result<Self, DataError> {
+        let report = PrepareReport::read(folder)?;
+        let train = TokenFile::open(&folder.join(TRAIN_FILE))?;
+        let validation =
+            report.validation.map(|_| TokenFile::open(&folder.join(VALIDATION_FILE))).transpose()?;
+        Ok(Corpus { train, validation, report })
+    }
+}

@@ -1,0 +1,279 @@
+use std::error::Error;
+use std::io;
+use std::path::PathBuf;
+
+/// What can go wrong between a text on disk and a batch of tokens.
+#[derive(Debug, thiserror::Error)]
+pub enum DataError {
+    /// A file or folder could not be read.
+    #[error("cannot read {path}")]
+    Read {
+        /// What was to be read.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+    /// A file or folder could not be written.
+    #[error("cannot write {path}; check the free space and the permissions there")]
+    Write {
+        /// What was to be written.
+        path: PathBuf,
+        /// The system's reason.
+        #[source]
+        source: io::Error,
+    },
+
+    /// The list of inputs is empty.
+    #[error("there is no input; name at least one text file, folder or JSON-lines file")]
+    NoInput,
+    /// An input that does not exist.
+    #[error("input {path} does not exist; paths are relative to the working folder")]
+    InputMissing {
+        /// The input as it was given.
+        path: PathBuf,
+    },
+    /// A named input that is a device, a pipe or the like.
+    #[error("input {path} is neither a file nor a folder; save what it gives to a file first")]
+    InputKind {
+        /// The input as it was given.
+        path: PathBuf,
+    },
+    /// A named input that holds NUL bytes.
+    #[error(
+        "input {path} is binary: it has a NUL byte at offset {offset}; \
+         give text in UTF-8 (UTF-16 must be converted, archives unpacked)"
+    )]
+    BinaryInput {
+        /// The input as it was given.
+        path: PathBuf,
+        /// Where the first NUL byte lies.
+        offset: u64,
+    },
+    /// The inputs hold no text at all.
+    #[error("the inputs hold no text; entries skipped: {skipped}")]
+    EmptyCorpus {
+        /// How many were skipped and why, in words.
+        skipped: String,
+    },
+    /// Bytes that are no UTF-8, where they are to be refused.
+    #[error(
+        "{path} is not valid UTF-8 at byte {offset}; convert it, or let each invalid sequence become U+FFFD \
+         (invalid UTF-8: replace)"
+    )]
+    InvalidUtf8 {
+        /// The file.
+        path: PathBuf,
+        /// Where the first invalid sequence starts, in bytes from the start of the file.
+        offset: u64,
+    },
+    /// A line of a JSON-lines file that is no JSON object.
+    #[error(
+        "{path}, line {line}, column {column}: {reason}; a JSON-lines file has one JSON object on every line \
+         (leave other files out by naming the extensions to read)"
+    )]
+    JsonLine {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// The column, from 1.
+        column: usize,
+        /// What is wrong there.
+        reason: String,
+    },
+    /// A JSON object without the text field.
+    #[error("{path}, line {line}: field '{field}' {found}; name the field that holds the text")]
+    JsonField {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// The field that was to hold the text.
+        field: String,
+        /// What was found instead.
+        found: String,
+    },
+    /// A line too long to be held in memory.
+    #[error(
+        "{path}, line {line} is longer than {bytes_max} bytes; split its document, or check that this is \
+         JSON-lines"
+    )]
+    JsonLineLength {
+        /// The file.
+        path: PathBuf,
+        /// The line, from 1.
+        line: u64,
+        /// The longest line that is read.
+        bytes_max: usize,
+    },
+
+    /// A share for validation that is no share.
+    #[error("validation fraction {fraction} is not in 0..1; 0.05 holds out a twentieth, 0 nothing")]
+    ValidationFraction {
+        /// The fraction asked for.
+        fraction: f64,
+    },
+    /// A vocabulary for training a BPE tokenizer that is too small or too large.
+    #[error(
+        "a BPE vocabulary of {vocabulary_size} is not in {smallest}..={largest}: the 256 bytes and \
+         <|endoftext|> take {smallest}"
+    )]
+    BpeVocabulary {
+        /// The size asked for.
+        vocabulary_size: usize,
+        /// The smallest size there can be.
+        smallest: usize,
+        /// The largest size there can be.
+        largest: usize,
+    },
+    /// Another process prepares into the same folder.
+    #[error("another process is preparing a corpus into {folder}; wait for it, or choose another folder")]
+    Busy {
+        /// The output folder.
+        folder: PathBuf,
+    },
+    /// The output folder has a file of its own under a name that is needed.
+    #[error("{path} exists and was not made by `trireme prepare`; move it away, or choose another folder")]
+    Occupied {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A folder without a complete prepared corpus.
+    #[error(
+        "{folder} holds no prepared corpus (no prepare.json); run `trireme prepare INPUT… --out {folder}`"
+    )]
+    NotPrepared {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// A report of an earlier preparation that cannot be understood.
+    #[error("{path} is damaged or from another version of Trireme; prepare the corpus again")]
+    Report {
+        /// The report file.
+        path: PathBuf,
+        /// What is wrong with it.
+        #[source]
+        source: serde_json::Error,
+    },
+
+    /// A tokenizer that cannot be loaded.
+    #[error("cannot load the tokenizer {path}; expected a Hugging Face tokenizer.json")]
+    LoadTokenizer {
+        /// The tokenizer's file.
+        path: PathBuf,
+        /// The tokenizer library's reason.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// A folder with no tokenizer, or with two.
+    #[error("{folder} holds {found}; expected either tokenizer.json or tokenizer.bytes.json")]
+    TokenizerFolder {
+        /// The folder.
+        folder: PathBuf,
+        /// What was found instead.
+        found: &'static str,
+    },
+    /// Training a tokenizer failed.
+    #[error("cannot train a BPE tokenizer")]
+    TrainTokenizer {
+        /// The tokenizer library's reason.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// The tokenizer refused a text.
+    #[error("the tokenizer cannot encode a text of {text_bytes} bytes")]
+    Encode {
+        /// The size of the text.
+        text_bytes: usize,
+        /// The tokenizer library's reason.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+    /// The tokenizer refused a sequence of tokens.
+    #[error("the tokenizer cannot decode {num_tokens} tokens")]
+    Decode {
+        /// The number of tokens.
+        num_tokens: usize,
+        /// The tokenizer library's reason.
+        #[source]
+        source: Box<dyn Error + Send + Sync>,
+    },
+
+    /// A vocabulary size that no token file can have.
+    #[error("a vocabulary of {vocabulary_size} is not in 1..={}", crate::VOCABULARY_SIZE_MAX)]
+    VocabularySize {
+        /// The size asked for.
+        vocabulary_size: usize,
+    },
+    /// A file that is something else than a token file.
+    #[error("{path} is no token file; `trireme prepare` makes token files from text")]
+    NotATokenFile {
+        /// The file.
+        path: PathBuf,
+    },
+    /// A token file of another version.
+    #[error(
+        "{path} is a token file of version {version}, and this Trireme reads version 1; \
+         it is newer or damaged: prepare the corpus again"
+    )]
+    TokenFileVersion {
+        /// The file.
+        path: PathBuf,
+        /// The version that it claims.
+        version: u32,
+    },
+    /// A token file that is shorter or longer than its header says.
+    #[error(
+        "{path} has {actual_bytes} bytes where its header asks for {expected_bytes}: it was cut off or \
+         overwritten; prepare the corpus again"
+    )]
+    TokenFileLength {
+        /// The file.
+        path: PathBuf,
+        /// The size that its header asks for.
+        expected_bytes: u64,
+        /// Its size.
+        actual_bytes: u64,
+    },
+    /// A token file whose bytes are not those that were written.
+    #[error("{path} is damaged: {what}; prepare the corpus again")]
+    TokenFileDamaged {
+        /// The file.
+        path: PathBuf,
+        /// Which part does not fit which.
+        what: &'static str,
+    },
+    /// A flat token file of an impossible size.
+    #[error("{path} has {actual_bytes} bytes; a flat token file holds at least one u16 and nothing else")]
+    FlatFileLength {
+        /// The file.
+        path: PathBuf,
+        /// Its size.
+        actual_bytes: u64,
+    },
+    /// A token outside the vocabulary.
+    #[error(
+        "{path}: token {id} lies outside the vocabulary of {vocabulary_size}; was it made with another \
+         tokenizer?"
+    )]
+    TokenOutsideVocabulary {
+        /// The token file.
+        path: PathBuf,
+        /// The token.
+        id: u32,
+        /// Every id must lie below this.
+        vocabulary_size: usize,
+    },
+    /// A corpus too small to cut one window from.
+    #[error(
+        "{num_tokens} tokens are too few for one sequence of {seq_len} and the token after it; \
+         use more text or a smaller seq_len"
+    )]
+    TooFewTokens {
+        /// The tokens there are.
+        num_tokens: u64,
+        /// The sequence length asked for.
+        seq_len: usize,
+    },
+}

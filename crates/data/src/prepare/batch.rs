@@ -1,0 +1,149 @@
+//! Documents on their way to the tokenizer: cut into pieces that are tokenized on their own, and packed into
+//! batches of about one size.
+
+use crate::tokenizer::SpaceAtCut;
+
+/// The longest piece in bytes: bounds what a tokenizer holds at once, however long the document.
+const PIECE_BYTES_MAX: usize = 128 << 10;
+/// A batch takes pieces until it has at least so many bytes.
+const BATCH_BYTES_MIN: usize = 128 << 10;
+
+/// What one tokenizing thread takes at a time.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    text: String,
+    pieces: Vec<Piece>,
+    /// Bytes of input read when this batch was complete.
+    pub(super) input_bytes_read: u64,
+}
+
+#[derive(Debug)]
+struct Piece {
+    /// In bytes of the batch's text.
+    end: usize,
+    ends_document: bool,
+}
+
+impl Batch {
+    pub(super) fn is_full(&self) -> bool {
+        self.text.len() >= BATCH_BYTES_MIN
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.pieces.is_empty()
+    }
+
+    /// The pieces in order, each with whether its document ends with it.
+    pub(super) fn pieces(&self) -> impl Iterator<Item = (&str, bool)> {
+        let mut start = 0;
+        self.pieces.iter().map(move |piece| {
+            let text = &self.text[start..piece.end];
+            start = piece.end;
+            (text, piece.ends_document)
+        })
+    }
+
+    fn push(&mut self, text: &str, ends_document: bool) {
+        self.text.push_str(text);
+        self.pieces.push(Piece { end: self.text.len(), ends_document });
+    }
+}
+
+/// The text of one document, as far as it was read and not yet put into a batch.
+#[derive(Debug, Default)]
+pub(super) struct DocumentText {
+    text: String,
+    /// The bytes before this are in a batch already.
+    start: usize,
+}
+
+impl DocumentText {
+    /// Where to append what is read next.
+    pub(super) fn buffer(&mut self) -> &mut String {
+        self.text.drain(..std::mem::take(&mut self.start));
+        &mut self.text
+    }
+
+    /// Whether there is enough text to cut a piece off it.
+    pub(super) fn exceeds_piece(&self) -> bool {
+        self.text.len() - self.start > PIECE_BYTES_MAX
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.start == self.text.len()
+    }
+
+    /// Moves the next piece into `batch`: all that is left, which ends the document, or a part of it.
+    pub(super) fn move_piece(&mut self, batch: &mut Batch, space_at_cut: SpaceAtCut) {
+        let rest = &self.text[self.start..];
+        if rest.len() <= PIECE_BYTES_MAX {
+            batch.push(rest, true);
+            self.start = self.text.len();
+            return;
+        }
+        let (end, next) = cut(rest, PIECE_BYTES_MAX, space_at_cut);
+        batch.push(&rest[..end], false);
+        self.start += next;
+    }
+}
+
+/// Where to cut `text`, at most `bytes_max` from its start: the end of the piece, and the start of the next.
+///
+/// The last space between two letters is a boundary between words for every tokenizer that splits text into
+/// words, so the tokens do not depend on the cut. Where the second half of the piece has none (a text without
+/// spaces), the cut falls between two characters, and may part a word.
+fn cut(text: &str, bytes_max: usize, space_at_cut: SpaceAtCut) -> (usize, usize) {
+    let bytes = text.as_bytes();
+    let between_letters = |&at: &usize| {
+        bytes[at] == b' '
+            && text[..at].chars().next_back().is_some_and(char::is_alphabetic)
+            && text[at + 1..].chars().next().is_some_and(char::is_alphabetic)
+    };
+    match (bytes_max / 2..bytes_max).rev().find(between_letters) {
+        Some(at) if space_at_cut == SpaceAtCut::Drop => (at, at + 1),
+        Some(at) => (at, at),
+        None => {
+            let end = (0..=bytes_max).rev().find(|&at| text.is_char_boundary(at)).unwrap_or(0);
+            (end, end)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn cuts_at_the_last_space_between_letters() {
+        assert_eq!(cut("ab cd ef gh", 8, SpaceAtCut::Keep), (5, 5));
+        assert_eq!(cut("ab cd ef gh", 8, SpaceAtCut::Drop), (5, 6));
+        assert_eq!(cut("ab cd ef  gh", 10, SpaceAtCut::Keep), (5, 5), "of two spaces neither");
+        assert_eq!(cut("ab 1 . \n  x, y z", 14, SpaceAtCut::Keep), (14, 14), "no space between letters");
+        assert_eq!(cut("да нет да", 8, SpaceAtCut::Keep), (4, 4));
+    }
+
+    #[test]
+    fn cuts_text_without_spaces_between_characters() {
+        assert_eq!(cut(&"a".repeat(20), 8, SpaceAtCut::Keep), (8, 8));
+        assert_eq!(cut(&"€".repeat(20), 8, SpaceAtCut::Keep), (6, 6));
+    }
+
+    #[test]
+    fn the_pieces_of_a_document_join_to_it() {
+        let text = "one two  three, ".repeat(PIECE_BYTES_MAX / 4);
+        let mut document = DocumentText::default();
+        document.buffer().push_str(&text);
+        let mut joined = String::new();
+        let mut num_ends = 0;
+        while !document.is_empty() {
+            let mut batch = Batch::default();
+            document.move_piece(&mut batch, SpaceAtCut::Keep);
+            for (piece, ends_document) in batch.pieces() {
+                assert!(piece.len() <= PIECE_BYTES_MAX);
+                joined.push_str(piece);
+                num_ends += usize::from(ends_document);
+            }
+        }
+        assert_eq!((joined, num_ends), (text, 1));
+    }
+}

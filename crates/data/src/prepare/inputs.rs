@@ -1,0 +1,174 @@
+use super::PrepareOptions;
+use crate::DataError;
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::fs::{self, Metadata};
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+/// Files and folders that were passed over, by reason.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Skipped {
+    /// Names that start with a dot.
+    pub hidden: u64,
+    /// Folders named `target`, where Cargo builds.
+    pub target_folders: u64,
+    /// Files without one of the extensions asked for.
+    pub other_extensions: u64,
+    /// Symbolic links, pipes, devices and sockets.
+    pub not_files: u64,
+    /// Files with a NUL byte near their beginning.
+    pub binary: u64,
+    /// Files and JSON objects without any text.
+    pub empty: u64,
+}
+
+impl Skipped {
+    /// All of them.
+    pub fn total(&self) -> u64 {
+        self.named().iter().map(|(_, count)| count).sum()
+    }
+
+    fn named(&self) -> [(&'static str, u64); 6] {
+        [
+            ("hidden", self.hidden),
+            ("target folders", self.target_folders),
+            ("other extensions", self.other_extensions),
+            ("no regular files", self.not_files),
+            ("binary", self.binary),
+            ("empty", self.empty),
+        ]
+    }
+}
+
+impl fmt::Display for Skipped {
+    /// `3 hidden, 1 binary`, or `none`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let parts: Vec<String> = self
+            .named()
+            .iter()
+            .filter(|(_, count)| *count > 0)
+            .map(|(name, count)| format!("{count} {name}"))
+            .collect();
+        f.pad(if parts.is_empty() { "none" } else { "" })?;
+        f.write_str(&parts.join(", "))
+    }
+}
+
+/// How the text lies in a file.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    /// The whole file is one document.
+    Text,
+    /// Each line is a JSON object with one document.
+    JsonLines,
+}
+
+#[derive(Debug)]
+pub(super) struct InputFile {
+    pub(super) path: PathBuf,
+    pub(super) format: Format,
+    pub(super) bytes: u64,
+    /// Whether the user named this very file, and so wants it read or refused.
+    pub(super) named: bool,
+    modified_nanoseconds: u128,
+}
+
+/// Every file to read, in the order in which it is read: the inputs as given, folders sorted by name.
+#[derive(Debug, Default)]
+pub(super) struct Inputs {
+    pub(super) files: Vec<InputFile>,
+    pub(super) bytes: u64,
+    pub(super) skipped: Skipped,
+}
+
+impl Inputs {
+    pub(super) fn collect(options: &PrepareOptions) -> Result<Self, DataError> {
+        if options.inputs.is_empty() {
+            return Err(DataError::NoInput);
+        }
+        let mut inputs = Inputs::default();
+        // The output may lie inside an input folder, and must not become input.
+        let out = fs::canonicalize(&options.out).ok();
+        for path in &options.inputs {
+            let metadata = match fs::metadata(path) {
+                Ok(metadata) => metadata,
+                Err(source) if source.kind() == std::io::ErrorKind::NotFound => {
+                    return Err(DataError::InputMissing { path: path.clone() });
+                }
+                Err(source) => return Err(DataError::Read { path: path.clone(), source }),
+            };
+            if metadata.is_dir() {
+                inputs.add_folder(path, &options.extensions, out.as_deref())?;
+            } else if metadata.is_file() {
+                inputs.add_file(path.clone(), &metadata, true);
+            } else {
+                return Err(DataError::InputKind { path: path.clone() });
+            }
+        }
+        Ok(inputs)
+    }
+
+    fn add_folder(
+        &mut self,
+        folder: &Path,
+        extensions: &[String],
+        out: Option<&Path>,
+    ) -> Result<(), DataError> {
+        let read = |source| DataError::Read { path: folder.to_owned(), source };
+        if out.is_some() && fs::canonicalize(folder).ok().as_deref() == out {
+            return Ok(());
+        }
+        let mut entries = fs::read_dir(folder).map_err(read)?.collect::<Result<Vec<_>, _>>().map_err(read)?;
+        entries.sort_by_key(|entry| entry.file_name());
+        for entry in entries {
+            let (path, name) = (entry.path(), entry.file_name());
+            // Of the link itself: links are not followed, so that no loop of them is.
+            let metadata =
+                entry.metadata().map_err(|source| DataError::Read { path: path.clone(), source })?;
+            if name.as_encoded_bytes().starts_with(b".") {
+                self.skipped.hidden += 1;
+            } else if metadata.is_dir() && name == "target" {
+                self.skipped.target_folders += 1;
+            } else if metadata.is_dir() {
+                self.add_folder(&path, extensions, out)?;
+            } else if !metadata.is_file() {
+                self.skipped.not_files += 1;
+            } else if !extensions.is_empty() && !has_extension(&path, extensions) {
+                self.skipped.other_extensions += 1;
+            } else {
+                self.add_file(path, &metadata, false);
+            }
+        }
+        Ok(())
+    }
+
+    fn add_file(&mut self, path: PathBuf, metadata: &Metadata, named: bool) {
+        let modified = metadata.modified().ok().and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+        let json_lines = ["jsonl", "ndjson", "json"].map(str::to_owned);
+        self.bytes += metadata.len();
+        self.files.push(InputFile {
+            format: if has_extension(&path, &json_lines) { Format::JsonLines } else { Format::Text },
+            path,
+            bytes: metadata.len(),
+            named,
+            modified_nanoseconds: modified.map_or(0, |age| age.as_nanos()),
+        });
+    }
+
+    /// Names the files' paths, sizes and times: the same value means that nothing was touched.
+    pub(super) fn fingerprint(&self) -> String {
+        let mut hasher = crc32fast::Hasher::new();
+        for file in &self.files {
+            hasher.update(file.path.as_os_str().as_encoded_bytes());
+            hasher.update(&[0]);
+            hasher.update(&file.bytes.to_le_bytes());
+            hasher.update(&file.modified_nanoseconds.to_le_bytes());
+        }
+        format!("{:08x}-{}-{}", hasher.finalize(), self.files.len(), self.bytes)
+    }
+}
+
+fn has_extension(path: &Path, extensions: &[String]) -> bool {
+    path.extension().is_some_and(|own| extensions.iter().any(|wanted| own.eq_ignore_ascii_case(wanted)))
+}

@@ -1,0 +1,109 @@
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde_json::Value;
+use std::borrow::Cow;
+use std::fmt;
+
+/// Names in a message, at most.
+const NAMES_SHOWN_MAX: usize = 8;
+
+/// What a line has under the field's name.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Field {
+    Text(String),
+    /// Something else, in words.
+    Unusable(String),
+}
+
+/// Takes one text field out of a JSON object and skips the others without storing them.
+pub(super) fn text_field(line: &str, field: &str) -> Result<Field, serde_json::Error> {
+    let mut deserializer = serde_json::Deserializer::from_str(line);
+    let found = FieldSeed(field).deserialize(&mut deserializer)?;
+    deserializer.end()?;
+    Ok(found)
+}
+
+struct FieldSeed<'a>(&'a str);
+
+impl<'de> DeserializeSeed<'de> for FieldSeed<'_> {
+    type Value = Field;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Field, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for FieldSeed<'_> {
+    type Value = Field;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON object")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Field, A::Error> {
+        let mut found = None;
+        let mut others = Vec::new();
+        while let Some(name) = map.next_key::<Cow<'_, str>>()? {
+            if name == self.0 {
+                found = Some(match map.next_value()? {
+                    Value::String(text) => Field::Text(text),
+                    other => Field::Unusable(format!("is {}, not a text", kind(&other))),
+                });
+            } else {
+                map.next_value::<IgnoredAny>()?;
+                if others.len() < NAMES_SHOWN_MAX {
+                    others.push(name.chars().take(40).collect::<String>());
+                }
+            }
+        }
+        Ok(found.unwrap_or_else(|| Field::Unusable(missing(&others))))
+    }
+}
+
+fn missing(others: &[String]) -> String {
+    if others.is_empty() {
+        return "is missing: the object is empty".to_owned();
+    }
+    format!("is missing; the fields here are {}", others.join(", "))
+}
+
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "true or false",
+        Value::Number(_) => "a number",
+        Value::String(_) => "a text",
+        Value::Array(_) => "a list",
+        Value::Object(_) => "an object",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn takes_the_field_whatever_stands_beside_it() {
+        let line = r#"{"id": [1, {"text": 2}], "text": "a\n\u00e9", "more": null}"#;
+        assert_eq!(text_field(line, "text").unwrap(), Field::Text("a\né".to_owned()));
+    }
+
+    #[test]
+    fn says_what_stands_in_its_place() {
+        let said = |line| match text_field(line, "text").unwrap() {
+            Field::Unusable(words) => words,
+            Field::Text(text) => panic!("{text}"),
+        };
+        assert_eq!(said(r#"{"text": 3}"#), "is a number, not a text");
+        assert_eq!(said(r#"{"body": "x", "id": 1}"#), "is missing; the fields here are body, id");
+        assert_eq!(said("{}"), "is missing: the object is empty");
+    }
+
+    #[test]
+    fn refuses_what_is_no_object() {
+        for line in
+            ["", "[1]", "\"text\"", "{\"text\": \"a\"", "{\"text\": \"a\"} {}", "{\"text\": \"\u{1}\"}"]
+        {
+            assert!(text_field(line, "text").is_err(), "{line}");
+        }
+    }
+}

@@ -1,0 +1,112 @@
+use super::inputs::Inputs;
+use super::utf8::InvalidUtf8;
+use crate::tokenizer::BPE_VOCABULARY_SIZE_MIN;
+use crate::{DataError, VOCABULARY_SIZE_MAX};
+use std::fmt;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::thread;
+
+/// Changes whenever the same inputs and options give other files than before.
+const OUTPUT_VERSION: u32 = 1;
+
+/// Which tokenizer turns the corpus into tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum TokenizerChoice {
+    /// [`Tokenizer::bytes`](crate::Tokenizer::bytes).
+    Bytes,
+    /// A Hugging Face `tokenizer.json`.
+    File(PathBuf),
+    /// A byte-level BPE, trained on the corpus itself; of a corpus above 128 MiB, on evenly spread parts of
+    /// it.
+    TrainBpe {
+        /// Tokens it may have at most, the 256 bytes and `<|endoftext|>` among them.
+        vocabulary_size: usize,
+    },
+}
+
+impl fmt::Display for TokenizerChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TokenizerChoice::Bytes => f.write_str("bytes"),
+            TokenizerChoice::File(path) => write!(f, "{}", path.display()),
+            TokenizerChoice::TrainBpe { vocabulary_size } => write!(f, "trained BPE of {vocabulary_size}"),
+        }
+    }
+}
+
+/// What [`prepare`](crate::prepare) reads, how, and where it writes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct PrepareOptions {
+    /// Text files, JSON-lines files (`.jsonl`, `.ndjson`, `.json`) and folders, read in this order.
+    ///
+    /// Folders are searched through to the bottom, sorted by name; hidden entries, folders named `target`,
+    /// symbolic links and binary files in them are passed over.
+    pub inputs: Vec<PathBuf>,
+    /// The folder for the token files, made if it is not there.
+    pub out: PathBuf,
+    /// The tokenizer.
+    pub tokenizer: TokenizerChoice,
+    /// The field of a JSON object that holds the text.
+    pub field: String,
+    /// If any are named, folders give only files with one of these extensions (without the dot).
+    pub extensions: Vec<String>,
+    /// What to do with bytes that are no UTF-8.
+    pub invalid_utf8: InvalidUtf8,
+    /// The share of tokens held out for validation, in `0..1`.
+    pub validation_fraction: f64,
+    /// Tokenizing threads, of which at most 256 are started; the output does not depend on it.
+    pub num_threads: NonZeroUsize,
+}
+
+impl PrepareOptions {
+    /// The defaults: bytes, field `text`, every extension, invalid UTF-8 replaced, a twentieth held out, all
+    /// cores.
+    pub fn new(inputs: Vec<PathBuf>, out: PathBuf) -> Self {
+        PrepareOptions {
+            inputs,
+            out,
+            tokenizer: TokenizerChoice::Bytes,
+            field: "text".to_owned(),
+            extensions: Vec::new(),
+            invalid_utf8: InvalidUtf8::Replace,
+            validation_fraction: 0.05,
+            num_threads: thread::available_parallelism().unwrap_or(NonZeroUsize::MIN),
+        }
+    }
+
+    pub(super) fn check(&self) -> Result<(), DataError> {
+        if !(0.0..1.0).contains(&self.validation_fraction) {
+            return Err(DataError::ValidationFraction { fraction: self.validation_fraction });
+        }
+        let (smallest, largest) = (BPE_VOCABULARY_SIZE_MIN, VOCABULARY_SIZE_MAX);
+        match self.tokenizer {
+            TokenizerChoice::TrainBpe { vocabulary_size }
+                if !(smallest..=largest).contains(&vocabulary_size) =>
+            {
+                Err(DataError::BpeVocabulary { vocabulary_size, smallest, largest })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Names everything that the output depends on.
+    pub(super) fn fingerprint(&self, inputs: &Inputs) -> Result<String, DataError> {
+        let mut hasher = crc32fast::Hasher::new();
+        let settings = (
+            OUTPUT_VERSION,
+            &self.tokenizer,
+            &self.field,
+            &self.extensions,
+            self.invalid_utf8,
+            self.validation_fraction,
+        );
+        hasher.update(format!("{settings:?}").as_bytes());
+        if let TokenizerChoice::File(path) = &self.tokenizer {
+            let read = |source| DataError::Read { path: path.clone(), source };
+            hasher.update(&fs::read(path).map_err(read)?);
+        }
+        Ok(format!("{:08x}-{}", hasher.finalize(), inputs.fingerprint()))
+    }
+}

@@ -1,0 +1,78 @@
+use super::{REPORT_FILE, Skipped};
+use crate::{DataError, TokenFileWriter, files};
+use serde::{Deserialize, Serialize};
+use std::fs::File;
+use std::io::Read;
+use std::path::Path;
+
+/// Far above what a report needs.
+const REPORT_BYTES_MAX: u64 = 16 << 20;
+
+/// One of the token files.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Part {
+    /// Its tokens, the ends of documents among them.
+    pub num_tokens: u64,
+    /// Its documents.
+    pub num_documents: u64,
+}
+
+impl Part {
+    pub(super) fn of(writer: &TokenFileWriter) -> Self {
+        Part { num_tokens: writer.num_tokens(), num_documents: writer.num_documents() }
+    }
+}
+
+/// What [`prepare`](crate::prepare) did; stored beside the token files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PrepareReport {
+    /// The inputs as they were given.
+    pub inputs: Vec<String>,
+    /// `bytes`, the path of a `tokenizer.json`, or that one was trained.
+    pub tokenizer: String,
+    /// Every token lies below this; the model's vocabulary must be at least as large.
+    pub vocabulary_size: usize,
+    /// The token after each document, if the tokenizer has one.
+    pub end_of_document: Option<u32>,
+    /// What there is to train on.
+    pub train: Part,
+    /// What was held out.
+    pub validation: Option<Part>,
+    /// Files that were read.
+    pub num_files: u64,
+    /// Bytes of all files, those found to be binary among them.
+    pub input_bytes: u64,
+    /// What was passed over.
+    pub skipped: Skipped,
+    /// Invalid UTF-8 sequences that became U+FFFD.
+    pub num_invalid_utf8_replaced: u64,
+    /// Names the inputs and options; see [`is_current`](crate::is_current).
+    pub fingerprint: String,
+}
+
+impl PrepareReport {
+    /// Reads the report of the corpus in `folder`.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be read or understood.
+    pub fn read(folder: &Path) -> Result<Self, DataError> {
+        let path = folder.join(REPORT_FILE);
+        let file = match File::open(&path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
+                return Err(DataError::NotPrepared { folder: folder.to_owned() });
+            }
+            opened => opened.map_err(|source| DataError::Read { path: path.clone(), source })?,
+        };
+        let mut json = Vec::new();
+        file.take(REPORT_BYTES_MAX)
+            .read_to_end(&mut json)
+            .map_err(|source| DataError::Read { path: path.clone(), source })?;
+        serde_json::from_slice(&json).map_err(|source| DataError::Report { path, source })
+    }
+
+    pub(super) fn write(&self, path: &Path) -> Result<(), DataError> {
+        let mut json = serde_json::to_vec_pretty(self).expect("a report has only texts and numbers");
+        json.push(b'\n');
+        files::replace(path, &json)
+    }
+}

@@ -1,0 +1,202 @@
+use crate::sampler::permuted;
+use crate::{DataError, TokenFile, TokenFileWriter};
+use std::ops::Range;
+
+const COPY_TOKENS: u64 = 64 << 10;
+const RELEASE_TOKENS: u64 = 8 << 20;
+/// Any value does, but the same corpus must be split the same way every time.
+const SELECTION_SEED: u64 = 0;
+/// Going on until the last token fits would favour tiny documents.
+const FRACTION_REACHED: f64 = 0.95;
+
+/// Which tokens are held out for validation.
+#[derive(Debug, PartialEq, Eq)]
+enum HeldOut {
+    /// These documents, as increasing indices.
+    Documents(Vec<u64>),
+    /// All tokens from this index on.
+    Tail(u64),
+}
+
+/// Goes through the documents in a fixed random order and holds out each that still fits into the fraction,
+/// until that is nearly reached: small and large documents are as likely, and the fraction is never exceeded.
+/// The tail of the corpus takes their place where they make up less than half the fraction: a single
+/// document, or a few large ones.
+fn held_out(all: &TokenFile, fraction: f64) -> HeldOut {
+    let wanted = fraction * all.num_tokens() as f64;
+    let mut documents = Vec::new();
+    let mut num_held_out = 0;
+    for position in 0..all.num_documents() {
+        if num_held_out as f64 >= FRACTION_REACHED * wanted {
+            break;
+        }
+        let index = permuted(position, all.num_documents(), SELECTION_SEED, 0);
+        let document = all.document(index);
+        let num_tokens = document.end - document.start;
+        if (num_held_out + num_tokens) as f64 <= wanted {
+            num_held_out += num_tokens;
+            documents.push(index);
+        }
+    }
+    if num_held_out as f64 >= wanted / 2.0 {
+        documents.sort_unstable();
+        HeldOut::Documents(documents)
+    } else {
+        HeldOut::Tail(all.num_tokens() - (wanted.round() as u64).max(1))
+    }
+}
+
+/// Copies each token of `all` to one of the two files; `on_progress` hears the tokens done.
+///
+/// Takes 8 bytes for each document held out.
+pub(super) fn split(
+    all: &TokenFile,
+    fraction: f64,
+    train: &mut TokenFileWriter,
+    validation: &mut TokenFileWriter,
+    on_progress: impl FnMut(u64),
+) -> Result<(), DataError> {
+    let held_out = held_out(all, fraction);
+    let mut copier = Copier { all, num_released: 0, on_progress };
+    for index in 0..all.num_documents() {
+        let document = all.document(index);
+        match &held_out {
+            HeldOut::Documents(indices) if indices.binary_search(&index).is_ok() => {
+                copier.copy(document, validation)?;
+            }
+            HeldOut::Documents(_) => copier.copy(document, train)?,
+            HeldOut::Tail(start) => {
+                let middle = *start.clamp(&document.start, &document.end);
+                copier.copy(document.start..middle, train)?;
+                copier.copy(middle..document.end, validation)?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Copies front to back and gives the memory of what is done back to the system: it would hold the whole
+/// file.
+struct Copier<'a, F> {
+    all: &'a TokenFile,
+    num_released: u64,
+    on_progress: F,
+}
+
+impl<F: FnMut(u64)> Copier<'_, F> {
+    /// Copies `tokens` as one document.
+    fn copy(&mut self, tokens: Range<u64>, to: &mut TokenFileWriter) -> Result<(), DataError> {
+        let mut buffer = vec![0; COPY_TOKENS.min(tokens.end - tokens.start) as usize];
+        for start in tokens.clone().step_by(COPY_TOKENS as usize) {
+            let part = &mut buffer[..COPY_TOKENS.min(tokens.end - start) as usize];
+            self.all.read_window(start, part)?;
+            to.push(part)?;
+            self.done(start + part.len() as u64);
+        }
+        to.end_document()
+    }
+
+    fn done(&mut self, num_done: u64) {
+        if num_done - self.num_released >= RELEASE_TOKENS {
+            self.all.release(self.num_released..num_done);
+            self.num_released = num_done;
+        }
+        (self.on_progress)(num_done);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn write(path: &std::path::Path, documents: &[Vec<u32>]) -> TokenFile {
+        let mut writer = TokenFileWriter::create(path, 1 << 16).unwrap();
+        for document in documents {
+            writer.push(document).unwrap();
+            writer.end_document().unwrap();
+        }
+        writer.finish().unwrap();
+        TokenFile::open(path).unwrap()
+    }
+
+    /// The documents of each half, as they come back.
+    fn split_documents(documents: &[Vec<u32>], fraction: f64) -> [Vec<Vec<u32>>; 2] {
+        let folder = tempfile::tempdir().unwrap();
+        let all = write(&folder.path().join("all"), documents);
+        let paths = ["train", "validation"].map(|name| folder.path().join(name));
+        let [mut train, mut validation] =
+            paths.each_ref().map(|path| TokenFileWriter::create(path, 1 << 16).unwrap());
+        split(&all, fraction, &mut train, &mut validation, |_| ()).unwrap();
+        train.finish().unwrap();
+        validation.finish().unwrap();
+        paths.map(|path| {
+            let file = TokenFile::open(&path).unwrap();
+            file.documents()
+                .map(|document| {
+                    let mut tokens = vec![0; (document.end - document.start) as usize];
+                    file.read_window(document.start, &mut tokens).unwrap();
+                    tokens
+                })
+                .collect()
+        })
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(64))]
+        #[test]
+        fn every_token_goes_to_one_side(
+            lengths in prop::collection::vec(1_u32..200, 1..60),
+            fraction in 0.01_f64..0.9,
+        ) {
+            let document = |(index, &length)| (0..length).map(|token| index as u32 * 256 + token).collect();
+            let documents: Vec<Vec<u32>> = lengths.iter().enumerate().map(document).collect();
+            let [train, validation] = split_documents(&documents, fraction);
+            let mut together = [train.concat(), validation.concat()].concat();
+            let mut expected = documents.concat();
+            together.sort_unstable();
+            expected.sort_unstable();
+            prop_assert_eq!(&together, &expected);
+            let share = validation.concat().len() as f64 / expected.len() as f64;
+            prop_assert!(share >= fraction / 2.0 - 1e-9);
+            prop_assert!(share <= fraction + 1.0 / expected.len() as f64, "{} {}", share, fraction);
+        }
+    }
+
+    #[test]
+    fn many_documents_stay_whole_and_are_spread() {
+        let documents: Vec<Vec<u32>> = (0..100).map(|document| vec![document; 10]).collect();
+        let [train, validation] = split_documents(&documents, 0.05);
+        assert!(validation.iter().all(|document| document.len() == 10));
+        assert_eq!((train.len(), validation.len()), (95, 5));
+        let indices: Vec<u32> = validation.iter().map(|document| document[0]).collect();
+        assert!(indices.is_sorted() && indices[0] < 50 && indices[4] >= 50, "{indices:?}");
+    }
+
+    #[test]
+    fn small_documents_are_not_favoured() {
+        let length = |document: u32| if document.is_multiple_of(2) { 100 } else { 4 };
+        let documents: Vec<Vec<u32>> = (0..1000).map(|document| vec![document; length(document)]).collect();
+        let [_, validation] = split_documents(&documents, 0.1);
+        let num_small = validation.iter().filter(|document| document.len() == 4).count();
+        assert!(
+            (35..=65).contains(&(num_small * 100 / validation.len())),
+            "{num_small} of {}",
+            validation.len()
+        );
+    }
+
+    #[test]
+    fn a_single_document_gives_its_tail() {
+        let [train, validation] = split_documents(&[(0..100).collect()], 0.05);
+        assert_eq!(train, [(0..95).collect::<Vec<u32>>()]);
+        assert_eq!(validation, [(95..100).collect::<Vec<u32>>()]);
+    }
+
+    #[test]
+    fn two_large_documents_give_the_tail_of_the_last() {
+        let [train, validation] = split_documents(&[(0..100).collect(), (100..200).collect()], 0.1);
+        assert_eq!(train.iter().map(Vec::len).collect::<Vec<_>>(), [100, 80]);
+        assert_eq!(validation, [(180..200).collect::<Vec<u32>>()]);
+    }
+}

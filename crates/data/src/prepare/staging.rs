@@ -1,0 +1,108 @@
+use crate::DataError;
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// Files in the making lie here, inside the output folder so that renaming them is atomic.
+const STAGING_FOLDER: &str = ".trireme-prepare";
+
+/// An output folder that shows either the old set of files or the new, and no half of one.
+///
+/// Files are made in a hidden folder beside their place. [`commit`](Self::commit) first removes the old mark
+/// of completeness, then moves the files, the new mark last. Without a commit everything goes when the value
+/// is dropped. The folder is locked meanwhile; a lock ends with its process, so a killed one leaves none.
+#[derive(Debug)]
+pub(super) struct Staging {
+    folder: PathBuf,
+    /// Holds the lock.
+    locked: File,
+    folder_was_made: bool,
+    stage: Stage,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Stage {
+    Making,
+    Committing,
+    Committed,
+}
+
+impl Staging {
+    /// Locks `folder`, making it if it is not there. Files named `names` in it must come from an earlier
+    /// commit, known by its `mark`: others are not overwritten.
+    pub(super) fn new(folder: &Path, names: &[&str], mark: &str) -> Result<Self, DataError> {
+        let write = |source| DataError::Write { path: folder.to_owned(), source };
+        let folder_was_made = !folder.exists();
+        fs::create_dir_all(folder).map_err(write)?;
+        let locked = File::open(folder).map_err(write)?;
+        match locked.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(DataError::Busy { folder: folder.to_owned() }),
+            Err(TryLockError::Error(source)) => return Err(write(source)),
+        }
+        // Between removing the old mark and setting the new one, only the staging folder tells.
+        let is_own = [mark, STAGING_FOLDER].iter().any(|name| folder.join(name).exists());
+        if let Some(name) = names.iter().find(|name| !is_own && folder.join(name).exists()) {
+            return Err(DataError::Occupied { path: folder.join(name) });
+        }
+        let staging = Staging { folder: folder.to_owned(), locked, folder_was_made, stage: Stage::Making };
+        staging.remove_leftovers().and_then(|()| fs::create_dir(staging.path(""))).map_err(write)?;
+        Ok(staging)
+    }
+
+    /// Where to make the file `name`.
+    pub(super) fn path(&self, name: &str) -> PathBuf {
+        self.folder.join(STAGING_FOLDER).join(name)
+    }
+
+    /// Puts the files `names` into the folder in place of those named by `old`, `mark` last.
+    pub(super) fn commit(mut self, old: &[&str], names: &[&str], mark: &str) -> Result<(), DataError> {
+        self.stage = Stage::Committing;
+        self.move_files(old, names, mark)
+            .map_err(|source| DataError::Write { path: self.folder.clone(), source })?;
+        self.stage = Stage::Committed;
+        Ok(())
+    }
+
+    fn move_files(&self, old: &[&str], names: &[&str], mark: &str) -> io::Result<()> {
+        for name in [mark].iter().chain(old) {
+            remove_if_there(&self.folder.join(name))?;
+        }
+        // The old set must be gone from the disk before the first new file can be there.
+        self.locked.sync_all()?;
+        for name in names {
+            fs::rename(self.path(name), self.folder.join(name))?;
+        }
+        self.locked.sync_all()?;
+        fs::rename(self.path(mark), self.folder.join(mark))?;
+        self.locked.sync_all()
+    }
+
+    fn remove_leftovers(&self) -> io::Result<()> {
+        match fs::remove_dir_all(self.folder.join(STAGING_FOLDER)) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+            _ => Ok(()),
+        }
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // A commit that failed half-way leaves the staging folder, which tells the next preparation that it may
+        // overwrite the files here.
+        if self.stage != Stage::Committing {
+            // Nobody is left to tell; the next preparation removes what is left.
+            let _ = self.remove_leftovers();
+        }
+        if self.folder_was_made && self.stage == Stage::Making {
+            let _ = fs::remove_dir(&self.folder);
+        }
+    }
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => Err(error),
+        _ => Ok(()),
+    }
+}

@@ -1,0 +1,211 @@
+//! Text to token ids and back.
+
+mod stream;
+mod train;
+
+pub use stream::StreamDecoder;
+pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
+
+use crate::{DataError, VOCABULARY_SIZE_MAX};
+use std::fs;
+use std::path::{Path, PathBuf};
+use tokenizers::ModelWrapper;
+
+/// A Hugging Face tokenizer, in the folder of a prepared corpus or of a model.
+pub const TOKENIZER_FILE: &str = "tokenizer.json";
+/// Marks the bytes tokenizer in the folder of a prepared corpus or of a model.
+pub const BYTES_TOKENIZER_FILE: &str = "tokenizer.bytes.json";
+
+const BYTES_TOKENIZER: &str =
+    "{\"tokenizer\": \"bytes\", \"vocabulary_size\": 257, \"end_of_document\": 256}\n";
+const BYTES_END_OF_DOCUMENT: u32 = 256;
+/// Several times the largest in use.
+const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
+/// The names under which known tokenizers have the token between two documents; the first present counts.
+const END_OF_DOCUMENT_NAMES: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>"];
+
+/// Turns text into token ids and back.
+///
+/// Encoding is a pure function of the text: padding, truncation and dropout that a `tokenizer.json` may ask
+/// for are left out, and no token is added around a text. The name of a special token that occurs in the text
+/// becomes that token, as in the Hugging Face library.
+#[derive(Debug)]
+pub struct Tokenizer {
+    kind: Kind,
+}
+
+#[derive(Debug)]
+enum Kind {
+    Bytes,
+    HuggingFace(Box<HuggingFace>),
+}
+
+#[derive(Debug)]
+struct HuggingFace {
+    tokenizer: tokenizers::Tokenizer,
+    /// The file as it was read, so that saving changes nothing in it.
+    json: Vec<u8>,
+    vocabulary_size: usize,
+    end_of_document: Option<u32>,
+}
+
+/// What becomes of the space at which a long text is cut into pieces, so that the pieces' tokens are those of
+/// the whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SpaceAtCut {
+    /// It starts the next piece: GPT-2 and its kin have tokens such as `Ġword`.
+    Keep,
+    /// It goes: the tokenizer itself puts a space before every text, as SentencePiece does.
+    Drop,
+}
+
+impl Tokenizer {
+    /// The bytes of the text as ids 0 to 255, and 256 for the end of a document. It needs no file and knows
+    /// every text.
+    pub fn bytes() -> Self {
+        Tokenizer { kind: Kind::Bytes }
+    }
+
+    /// Reads a Hugging Face `tokenizer.json`.
+    ///
+    /// # Errors
+    /// If the file cannot be read, is larger than 256 MiB, or is no tokenizer.
+    pub fn from_file(path: &Path) -> Result<Self, DataError> {
+        let read = |source| DataError::Read { path: path.to_owned(), source };
+        let bytes = fs::metadata(path).map_err(read)?.len();
+        if bytes > TOKENIZER_BYTES_MAX {
+            let source = format!("it has {bytes} bytes, more than {TOKENIZER_BYTES_MAX}").into();
+            return Err(DataError::LoadTokenizer { path: path.to_owned(), source });
+        }
+        Self::from_json(fs::read(path).map_err(read)?)
+            .map_err(|source| DataError::LoadTokenizer { path: path.to_owned(), source })
+    }
+
+    /// Loads the tokenizer of a prepared corpus or a model: [`TOKENIZER_FILE`] or [`BYTES_TOKENIZER_FILE`].
+    ///
+    /// # Errors
+    /// If the folder holds neither or both, or the file is no tokenizer.
+    pub fn load(folder: &Path) -> Result<Self, DataError> {
+        let file = folder.join(TOKENIZER_FILE);
+        let marker = folder.join(BYTES_TOKENIZER_FILE);
+        let refuse = |found| Err(DataError::TokenizerFolder { folder: folder.to_owned(), found });
+        match (file.exists(), marker.exists()) {
+            (true, true) => refuse("two tokenizers"),
+            (true, false) => Self::from_file(&file),
+            (false, true) => Ok(Self::bytes()),
+            (false, false) => refuse("no tokenizer"),
+        }
+    }
+
+    /// Writes the tokenizer into `folder`, for [`load`](Self::load), and returns the path of its file. A
+    /// loaded `tokenizer.json` is written back byte for byte.
+    ///
+    /// # Errors
+    /// If the file cannot be written; a file that was there is then as before.
+    pub fn save(&self, folder: &Path) -> Result<PathBuf, DataError> {
+        let (name, content) = self.file();
+        let path = folder.join(name);
+        crate::files::replace(&path, content)?;
+        Ok(path)
+    }
+
+    /// Name and content of the file that [`save`](Self::save) writes.
+    pub fn file(&self) -> (&'static str, &[u8]) {
+        match &self.kind {
+            Kind::Bytes => (BYTES_TOKENIZER_FILE, BYTES_TOKENIZER.as_bytes()),
+            Kind::HuggingFace(inner) => (TOKENIZER_FILE, &inner.json[..]),
+        }
+    }
+
+    /// Every id lies below this: one more than the largest id there is.
+    pub fn vocabulary_size(&self) -> usize {
+        match &self.kind {
+            Kind::Bytes => BYTES_END_OF_DOCUMENT as usize + 1,
+            Kind::HuggingFace(inner) => inner.vocabulary_size,
+        }
+    }
+
+    /// The id that [`prepare`](crate::prepare) puts after each document, if the tokenizer has one.
+    pub fn end_of_document(&self) -> Option<u32> {
+        match &self.kind {
+            Kind::Bytes => Some(BYTES_END_OF_DOCUMENT),
+            Kind::HuggingFace(inner) => inner.end_of_document,
+        }
+    }
+
+    /// Appends the tokens of `text` to `out`.
+    ///
+    /// # Errors
+    /// If the tokenizer has no token for a part of the text; the bytes tokenizer never fails.
+    pub fn encode(&self, text: &str, out: &mut Vec<u32>) -> Result<(), DataError> {
+        match &self.kind {
+            Kind::Bytes => out.extend(text.bytes().map(u32::from)),
+            Kind::HuggingFace(inner) => {
+                let encoding = inner
+                    .tokenizer
+                    .encode_fast(text, false)
+                    .map_err(|source| DataError::Encode { text_bytes: text.len(), source })?;
+                out.extend_from_slice(encoding.get_ids());
+            }
+        }
+        Ok(())
+    }
+
+    /// The text of `ids`. Special tokens, and ids that stand for nothing, give no text; bytes that are no
+    /// UTF-8 give U+FFFD.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot join the tokens; the bytes tokenizer never fails.
+    pub fn decode(&self, ids: &[u32]) -> Result<String, DataError> {
+        match &self.kind {
+            Kind::Bytes => {
+                let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
+                Ok(String::from_utf8_lossy(&bytes).into_owned())
+            }
+            Kind::HuggingFace(inner) => inner
+                .tokenizer
+                .decode(ids, true)
+                .map_err(|source| DataError::Decode { num_tokens: ids.len(), source }),
+        }
+    }
+
+    /// Decodes ids one at a time, as a model makes them.
+    pub fn stream_decoder(&self) -> StreamDecoder<'_> {
+        StreamDecoder::new(self)
+    }
+
+    /// Found by trying both on two words.
+    pub(crate) fn space_at_cut(&self) -> Result<SpaceAtCut, DataError> {
+        let ids = |texts: &[&str]| -> Result<Vec<u32>, DataError> {
+            let mut ids = Vec::new();
+            texts.iter().try_for_each(|text| self.encode(text, &mut ids))?;
+            Ok(ids)
+        };
+        let whole = ids(&["one two"])?;
+        let dropping = ids(&["one", " two"])? != whole && ids(&["one", "two"])? == whole;
+        Ok(if dropping { SpaceAtCut::Drop } else { SpaceAtCut::Keep })
+    }
+
+    fn from_json(json: Vec<u8>) -> Result<Self, tokenizers::Error> {
+        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json)?;
+        tokenizer.with_truncation(None)?.with_padding(None);
+        if let ModelWrapper::BPE(model) = tokenizer.get_model()
+            && model.dropout.is_some()
+        {
+            let mut model = model.clone();
+            model.dropout = None;
+            tokenizer.with_model(model);
+        }
+        let largest = tokenizer.get_vocab(true).into_values().max().ok_or("it has no tokens")?;
+        let vocabulary_size = largest as usize + 1;
+        if vocabulary_size > VOCABULARY_SIZE_MAX {
+            return Err(format!("its largest id is {largest}, above {}", VOCABULARY_SIZE_MAX - 1).into());
+        }
+        let end_of_document = END_OF_DOCUMENT_NAMES.iter().find_map(|name| tokenizer.token_to_id(name));
+        let inner = HuggingFace { tokenizer, json, vocabulary_size, end_of_document };
+        Ok(Tokenizer { kind: Kind::HuggingFace(Box::new(inner)) })
+    }
+}
+
+#[cfg(test)]
+mod tests;

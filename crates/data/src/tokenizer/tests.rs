@@ -1,0 +1,213 @@
+use super::*;
+use proptest::prelude::*;
+use serde_json::{Value, json};
+
+const TEXT: &str = "The quick brown fox jumps over the lazy dog. Größe, naïve café: 100 €! 𝄞\n";
+
+fn trained() -> Tokenizer {
+    let texts = (0..20).map(|_| TEXT.to_owned());
+    Tokenizer::train_bpe(texts, 310).unwrap()
+}
+
+/// A tokenizer as Llama 2 has it: a space is put before every text, and unknown characters become their
+/// bytes.
+fn sentence_piece() -> Value {
+    let mut vocabulary = serde_json::Map::new();
+    let bytes = (0..256).map(|byte| format!("<0x{byte:02X}>"));
+    let words = ["</s>", "▁", "o", "n", "e", "t", "w", "▁o", "▁on", "▁one", "▁t", "▁tw", "▁two"];
+    for (id, token) in bytes.chain(words.map(str::to_owned)).enumerate() {
+        vocabulary.insert(token, json!(id));
+    }
+    let merges = [["▁", "o"], ["▁o", "n"], ["▁on", "e"], ["▁", "t"], ["▁t", "w"], ["▁tw", "o"]];
+    json!({
+        "version": "1.0",
+        "added_tokens": [{"id": 256, "content": "</s>", "special": true, "normalized": false,
+                          "single_word": false, "lstrip": false, "rstrip": false}],
+        "normalizer": {"type": "Sequence", "normalizers": [
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]},
+        "pre_tokenizer": null,
+        "post_processor": null,
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0}]},
+        "model": {"type": "BPE", "byte_fallback": true, "vocab": vocabulary, "merges": merges}
+    })
+}
+
+fn from_value(json: &Value) -> Tokenizer {
+    Tokenizer::from_json(json.to_string().into_bytes()).unwrap()
+}
+
+fn encode(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
+    let mut ids = Vec::new();
+    tokenizer.encode(text, &mut ids).unwrap();
+    ids
+}
+
+fn stream(tokenizer: &Tokenizer, ids: &[u32]) -> Vec<String> {
+    let mut decoder = tokenizer.stream_decoder();
+    let mut pieces: Vec<String> = ids.iter().map(|&id| decoder.push(id).unwrap()).collect();
+    pieces.push(decoder.finish().unwrap());
+    pieces
+}
+
+#[test]
+fn bytes_are_their_own_ids() {
+    let tokenizer = Tokenizer::bytes();
+    assert_eq!(tokenizer.vocabulary_size(), 257);
+    assert_eq!(tokenizer.end_of_document(), Some(256));
+    assert_eq!(encode(&tokenizer, "aé"), [97, 0xc3, 0xa9]);
+    assert_eq!(tokenizer.decode(&[97, 256, 0xc3, 0xa9, 9999, 0xc3]).unwrap(), "aé\u{FFFD}");
+}
+
+#[test]
+fn a_trained_tokenizer_gives_the_text_back_in_fewer_tokens() {
+    let tokenizer = trained();
+    assert_eq!(tokenizer.vocabulary_size(), 310);
+    assert_eq!(tokenizer.end_of_document(), Some(0));
+    let ids = encode(&tokenizer, TEXT);
+    assert!(ids.len() < TEXT.len() * 2 / 3, "{} tokens", ids.len());
+    assert_eq!(tokenizer.decode(&ids).unwrap(), TEXT);
+    assert_eq!(encode(&tokenizer, "a<|endoftext|>").last(), Some(&0));
+}
+
+#[test]
+fn training_depends_on_the_text_alone() {
+    let halves = || TEXT.split_inclusive(' ').map(str::to_owned).cycle().take(300);
+    let reversed = halves().collect::<Vec<_>>().into_iter().rev();
+    let one = Tokenizer::train_bpe(halves(), 300).unwrap();
+    let other = Tokenizer::train_bpe(reversed, 300).unwrap();
+    let json = |tokenizer: Tokenizer| match tokenizer.kind {
+        Kind::HuggingFace(inner) => String::from_utf8(inner.json).unwrap(),
+        Kind::Bytes => panic!("a trained tokenizer is no bytes tokenizer"),
+    };
+    assert_eq!(json(one), json(other));
+}
+
+#[test]
+fn impossible_bpe_vocabularies_are_refused() {
+    for vocabulary_size in [0, 256, VOCABULARY_SIZE_MAX + 1] {
+        let error = Tokenizer::train_bpe(std::iter::empty(), vocabulary_size).unwrap_err();
+        assert!(matches!(error, DataError::BpeVocabulary { .. }), "{error}");
+    }
+}
+
+#[test]
+fn saving_and_loading_changes_no_byte() {
+    let folder = tempfile::tempdir().unwrap();
+    let tokenizer = trained();
+    let path = tokenizer.save(folder.path()).unwrap();
+    let loaded = Tokenizer::load(folder.path()).unwrap();
+    assert_eq!(encode(&loaded, TEXT), encode(&tokenizer, TEXT));
+    let before = fs::read(&path).unwrap();
+    loaded.save(folder.path()).unwrap();
+    assert_eq!(fs::read(&path).unwrap(), before);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left behind");
+}
+
+#[test]
+fn the_bytes_tokenizer_is_saved_as_a_mark() {
+    let folder = tempfile::tempdir().unwrap();
+    let refused = |expected: &str| {
+        let error = Tokenizer::load(folder.path()).unwrap_err().to_string();
+        assert!(error.contains(expected), "{error}");
+    };
+    refused("no tokenizer");
+    Tokenizer::bytes().save(folder.path()).unwrap();
+    assert_eq!(Tokenizer::load(folder.path()).unwrap().vocabulary_size(), 257);
+    let mark: Value =
+        serde_json::from_slice(&fs::read(folder.path().join(BYTES_TOKENIZER_FILE)).unwrap()).unwrap();
+    assert_eq!(mark["vocabulary_size"], Tokenizer::bytes().vocabulary_size());
+    assert_eq!(mark["end_of_document"], BYTES_END_OF_DOCUMENT);
+    trained().save(folder.path()).unwrap();
+    refused("two tokenizers");
+}
+
+#[test]
+fn broken_tokenizer_files_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join(TOKENIZER_FILE);
+    let mut huge_id = sentence_piece();
+    huge_id["model"]["vocab"]["▁two"] = json!(4_000_000_000_u32);
+    for content in ["", "{}", "not json", "{\"model\": {\"type\": \"BPE\"}}", &huge_id.to_string()] {
+        fs::write(&path, content).unwrap();
+        let error = Tokenizer::load(folder.path()).unwrap_err();
+        assert!(matches!(error, DataError::LoadTokenizer { .. }), "{error}");
+    }
+}
+
+#[test]
+fn padding_truncation_and_dropout_are_left_out() {
+    let mut json = sentence_piece();
+    json["truncation"] =
+        json!({"max_length": 2, "stride": 0, "strategy": "LongestFirst", "direction": "Right"});
+    json["padding"] = json!({"strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": null,
+                             "pad_id": 1, "pad_type_id": 0, "pad_token": "x"});
+    json["model"]["dropout"] = json!(0.9);
+    let tokenizer = from_value(&json);
+    let plain = from_value(&sentence_piece());
+    for text in ["one two one two", "two"] {
+        assert_eq!(encode(&tokenizer, text), encode(&plain, text));
+    }
+    assert_eq!(encode(&plain, "one two one two").len(), 4);
+}
+
+#[test]
+fn finds_what_to_do_with_the_space_at_a_cut() {
+    let sentence_piece = from_value(&sentence_piece());
+    assert_eq!(sentence_piece.space_at_cut().unwrap(), SpaceAtCut::Drop);
+    assert_eq!(sentence_piece.end_of_document(), Some(256));
+    assert_eq!(trained().space_at_cut().unwrap(), SpaceAtCut::Keep);
+    assert_eq!(Tokenizer::bytes().space_at_cut().unwrap(), SpaceAtCut::Keep);
+}
+
+#[test]
+fn a_stream_gives_each_character_when_it_is_complete() {
+    let pieces = stream(
+        &Tokenizer::bytes(),
+        "aé€b".as_bytes().iter().map(|&b| b.into()).collect::<Vec<_>>().as_slice(),
+    );
+    assert_eq!(pieces, ["a", "", "é", "", "", "€", "b", ""]);
+    let unfinished = stream(&Tokenizer::bytes(), &[97, 0xe2, 0x82]);
+    assert_eq!(unfinished, ["a", "", "", "\u{FFFD}"]);
+}
+
+#[test]
+fn streams_join_to_the_text_for_every_tokenizer() {
+    for tokenizer in [Tokenizer::bytes(), trained(), from_value(&sentence_piece())] {
+        for text in ["one two one", "two €é one 𝄞𝄞 two", TEXT, "", "\u{FFFD}two", "é\u{FFFD}"] {
+            let pieces = stream(&tokenizer, &encode(&tokenizer, text));
+            assert_eq!(pieces.concat(), text);
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn bytes_and_trained_tokenizers_lose_nothing(text in "\\PC{0,60}") {
+        for tokenizer in [Tokenizer::bytes(), trained_once()] {
+            let ids = encode(&tokenizer, &text);
+            prop_assert_eq!(&tokenizer.decode(&ids).unwrap(), &text);
+            prop_assert_eq!(&stream(&tokenizer, &ids).concat(), &text);
+        }
+    }
+
+    #[test]
+    fn a_stream_of_any_ids_joins_to_their_text(ids in prop::collection::vec(0_u32..300, 0..50)) {
+        let tokenizer = Tokenizer::bytes();
+        prop_assert_eq!(stream(&tokenizer, &ids).concat(), tokenizer.decode(&ids).unwrap());
+    }
+}
+
+fn trained_once() -> Tokenizer {
+    static JSON: std::sync::LazyLock<Vec<u8>> = std::sync::LazyLock::new(|| match trained().kind {
+        Kind::HuggingFace(inner) => inner.json,
+        Kind::Bytes => panic!("a trained tokenizer is no bytes tokenizer"),
+    });
+    Tokenizer::from_json(JSON.clone()).unwrap()
+}

@@ -1,0 +1,52 @@
+use super::{END_OF_DOCUMENT_NAMES, Tokenizer};
+use crate::{DataError, VOCABULARY_SIZE_MAX};
+use tokenizers::models::bpe::{BPE, BpeTrainer};
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+use tokenizers::{AddedToken, models::TrainerWrapper};
+
+/// The 256 bytes and the end of a document.
+pub(crate) const BPE_VOCABULARY_SIZE_MIN: usize = 257;
+
+impl Tokenizer {
+    /// Trains a byte-level BPE tokenizer as GPT-2 has it (Sennrich, Haddow, Birch: "Neural machine
+    /// translation of rare words with subword units", ACL 2016; over bytes: Radford et al., "Language models
+    /// are unsupervised multitask learners", 2019): id 0 is `<|endoftext|>`, ids 1 to 256 are the bytes, the
+    /// others the merges in the order in which they were learned. A small text may give fewer than
+    /// `vocabulary_size` tokens. The result depends on the texts alone, not on their order or the number of
+    /// threads.
+    ///
+    /// Uses all cores, in memory proportional to the number of distinct words.
+    ///
+    /// # Errors
+    /// If the vocabulary is too small or too large, or the tokenizer library fails.
+    pub fn train_bpe(
+        texts: impl Iterator<Item = String> + Send,
+        vocabulary_size: usize,
+    ) -> Result<Self, DataError> {
+        let (smallest, largest) = (BPE_VOCABULARY_SIZE_MIN, VOCABULARY_SIZE_MAX);
+        if !(smallest..=largest).contains(&vocabulary_size) {
+            return Err(DataError::BpeVocabulary { vocabulary_size, smallest, largest });
+        }
+        train(texts, vocabulary_size)
+            .and_then(Tokenizer::from_json)
+            .map_err(|source| DataError::TrainTokenizer { source })
+    }
+}
+
+fn train(
+    texts: impl Iterator<Item = String> + Send,
+    vocabulary_size: usize,
+) -> Result<Vec<u8>, tokenizers::Error> {
+    let byte_level = ByteLevel::default().add_prefix_space(false);
+    let mut tokenizer = tokenizers::Tokenizer::new(BPE::default());
+    tokenizer.with_pre_tokenizer(Some(byte_level)).with_decoder(Some(byte_level));
+    let trainer = BpeTrainer::builder()
+        .vocab_size(vocabulary_size)
+        .min_frequency(2)
+        .initial_alphabet(ByteLevel::alphabet().into_iter().collect())
+        .special_tokens(vec![AddedToken::from(END_OF_DOCUMENT_NAMES[0], true)])
+        .show_progress(false)
+        .build();
+    tokenizer.train(&mut TrainerWrapper::from(trainer), texts)?;
+    Ok(tokenizer.to_string(true)?.into_bytes())
+}

@@ -1,0 +1,164 @@
+//! What a run keeps in its checkpoints, and how it goes on from one.
+
+use crate::config::{Config, Resume};
+use crate::error::TrainError;
+use crate::observer::Observer;
+use crate::weights::{read_parameters, read_weights};
+use serde::{Deserialize, Serialize};
+use std::path::{Path, PathBuf};
+use trireme_base::Rank;
+use trireme_checkpoint::{
+    CONFIG_FILE, Checkpoint, ExtraFile, LatestCheckpoint, LocalTensor, OPTIMIZER_PREFIX, Snapshot,
+    checkpoints_folder, find_latest, save,
+};
+use trireme_data::Tokenizer;
+use trireme_parallel::{Executor, parameter_placements};
+use trireme_plan::Mesh;
+use trireme_tensor::Parameters;
+
+/// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
+/// counter, so the seed and the next sample are all of the generator's state.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct TrainingState {
+    /// Steps done.
+    pub(crate) step: u64,
+    /// Global index of the next sample.
+    pub(crate) next_sample: u64,
+    /// Tokens trained on.
+    pub(crate) tokens: u64,
+    /// Seed of the run.
+    pub(crate) seed: u64,
+    /// Tokens of a window.
+    pub(crate) seq_len: usize,
+    /// Names the corpus.
+    pub(crate) corpus: String,
+    /// Tokens of the corpus.
+    pub(crate) corpus_tokens: u64,
+}
+
+impl TrainingState {
+    /// Refuses a state whose samples come in another order than this run's.
+    fn check_order(&self, expected: &TrainingState, path: &Path) -> Result<(), TrainError> {
+        let checks = [
+            ("[training] seed", self.seed.to_string(), expected.seed.to_string()),
+            ("[training] seq_len", self.seq_len.to_string(), expected.seq_len.to_string()),
+            ("a corpus of", self.corpus_tokens.to_string(), expected.corpus_tokens.to_string()),
+            ("the corpus", self.corpus.clone(), expected.corpus.clone()),
+        ];
+        for (what, found, expected) in checks {
+            if found != expected {
+                return Err(TrainError::ResumeDiffers { path: path.to_owned(), what, found, expected });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Small files that go into every checkpoint.
+pub(crate) struct RunFiles {
+    /// Resolved config of the run.
+    pub(crate) config_toml: String,
+    /// The model's `config.json`.
+    pub(crate) model_json: String,
+}
+
+/// Writes a checkpoint of all ranks. Collective.
+pub(crate) fn write_checkpoint(
+    executor: &Executor,
+    run_folder: &Path,
+    state: &TrainingState,
+    files: &RunFiles,
+    tokenizer: &Tokenizer,
+    keep_latest_k: usize,
+) -> Result<PathBuf, TrainError> {
+    let group = executor.group();
+    let mesh = Mesh::data_parallel(group.world_size());
+    let mut tensors = Vec::new();
+    let parameters = executor.parameters();
+    add_tensors(&mut tensors, "", parameters, &mesh);
+    for (name, values) in executor.optimizer().states() {
+        add_tensors(&mut tensors, &format!("{OPTIMIZER_PREFIX}{name}."), values, &mesh);
+    }
+    let (tokenizer_name, tokenizer) = tokenizer.file();
+    let files = [
+        ExtraFile { name: "config.toml", contents: files.config_toml.as_bytes() },
+        ExtraFile { name: CONFIG_FILE, contents: files.model_json.as_bytes() },
+        ExtraFile { name: tokenizer_name, contents: tokenizer },
+    ];
+    let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
+    let snapshot =
+        Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
+    Ok(save(group, &checkpoints_folder(run_folder), &snapshot, keep_latest_k)?)
+}
+
+fn add_tensors<'a>(tensors: &mut Vec<LocalTensor<'a>>, prefix: &str, values: &'a Parameters, mesh: &Mesh) {
+    let table = values.table();
+    for (placement, info) in parameter_placements(table, mesh).into_iter().zip(table.parameters()) {
+        let name = format!("{prefix}{}", placement.name);
+        let bytes = bytemuck::cast_slice(&values.flat(info.unit).f32s()[info.range()]);
+        tensors.push(LocalTensor { placement: trireme_plan::TensorPlacement { name, ..placement }, bytes });
+    }
+}
+
+/// The checkpoint to go on from, if there is one. Rank 0 decides, for the others may see the folder later.
+pub(crate) fn find_resume(
+    config: &Config,
+    executor: &Executor,
+    observer: &mut dyn Observer,
+) -> Result<Option<Checkpoint>, TrainError> {
+    let group = executor.group();
+    let mut chosen = Ok(None);
+    if group.rank() == Rank::ROOT {
+        chosen = choose_checkpoint(config, observer);
+    }
+    // The error travels as an empty text after a mark, so that no rank waits for a failed one.
+    let message = match &chosen {
+        Ok(None) => String::new(),
+        Ok(Some(checkpoint)) => format!("+{}", checkpoint.path().display()),
+        Err(_) => "!".to_owned(),
+    };
+    let messages = group.all_gather_bytes(message.as_bytes())?;
+    if group.rank() == Rank::ROOT {
+        return chosen;
+    }
+    match String::from_utf8_lossy(&messages[0]).split_at_checked(1) {
+        Some(("+", path)) => Ok(Some(Checkpoint::open(Path::new(path))?)),
+        // Rank 0 ends with its own error, which this rank then hears as a lost peer.
+        _ => Ok(None),
+    }
+}
+
+fn choose_checkpoint(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpoint>, TrainError> {
+    match &config.checkpoint().resume {
+        Resume::Never => Ok(None),
+        Resume::From(path) => Ok(Some(Checkpoint::open(path)?)),
+        Resume::Auto => {
+            let LatestCheckpoint { checkpoint, skipped } =
+                find_latest(&checkpoints_folder(&config.run_folder()))?;
+            for skipped in skipped {
+                observer.notice(&format!("passed over {}: {}", skipped.path.display(), skipped.reason));
+            }
+            Ok(checkpoint)
+        }
+    }
+}
+
+/// Reads weights, optimizer state and position from a checkpoint; `expected` tells what order of samples
+/// this run has.
+pub(crate) fn restore(
+    checkpoint: &Checkpoint,
+    executor: &mut Executor,
+    expected: &TrainingState,
+) -> Result<TrainingState, TrainError> {
+    let path = checkpoint.path();
+    let unreadable = |source| TrainError::ResumeState { path: path.to_owned(), source };
+    let state: TrainingState = serde_json::from_value(checkpoint.state().clone()).map_err(unreadable)?;
+    state.check_order(expected, path)?;
+    let model = executor.model().clone();
+    let (parameters, optimizer) = executor.state_mut();
+    read_weights(&checkpoint.weights(), &model, parameters)?;
+    for (name, values) in optimizer.states_mut() {
+        read_parameters(checkpoint.tensors(), &format!("{OPTIMIZER_PREFIX}{name}."), values)?;
+    }
+    Ok(state)
+}

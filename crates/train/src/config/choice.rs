@@ -1,0 +1,196 @@
+//! Keys whose values are words.
+
+use super::nearest;
+use super::value::Value;
+use std::path::PathBuf;
+use toml::de::DeValue;
+
+/// Defines an enum of which each variant is written as one word.
+macro_rules! config_choice {
+    (
+        $(#[doc = $doc:literal])+
+        $name:ident { $($(#[doc = $variant_doc:literal])+ $variant:ident = $word:literal,)+ }
+    ) => {
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+        pub enum $name {
+            $($(#[doc = $variant_doc])+ $variant,)+
+        }
+
+        impl Value for $name {
+            fn expected() -> String {
+                one_of(&[$($word),+])
+            }
+
+            fn read(value: &DeValue<'_>) -> Result<Self, String> {
+                match value.as_str() {
+                    $(Some($word) => Ok($name::$variant),)+
+                    other => Err(refuse_word(other, &[$($word),+])),
+                }
+            }
+
+            fn write(&self) -> Option<toml::Value> {
+                match self {
+                    $($name::$variant => Some($word.into()),)+
+                }
+            }
+        }
+    };
+}
+
+fn one_of(words: &[&str]) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| format!("{word:?}")).collect();
+    match quoted.as_slice() {
+        [only] => format!("{only}, the only choice of this version"),
+        [first @ .., last] => format!("{} or {last}", first.join(", ")),
+        [] => unreachable!("a choice has at least one word"),
+    }
+}
+
+fn refuse_word(found: Option<&str>, words: &[&str]) -> String {
+    let hint = found.and_then(|found| nearest(found, words)).filter(|_| words.len() > 1);
+    match hint {
+        Some(word) => format!("{}; did you mean {word:?}?", one_of(words)),
+        None => one_of(words),
+    }
+}
+
+config_choice! {
+    /// The family a model belongs to.
+    Architecture {
+        /// Learned positions, LayerNorm, GELU.
+        Gpt2 = "gpt2",
+        /// Rotary positions, RMSNorm, SwiGLU, grouped-query attention.
+        Llama = "llama",
+    }
+}
+
+config_choice! {
+    /// What to do with bytes of the text that are no UTF-8.
+    InvalidUtf8 {
+        /// Take U+FFFD for them.
+        Replace = "replace",
+        /// Refuse the file.
+        Refuse = "refuse",
+    }
+}
+
+config_choice! {
+    /// The element type of weights, activations and gradients.
+    TrainingDtype {
+        /// IEEE 754 single precision.
+        F32 = "f32",
+    }
+}
+
+config_choice! {
+    /// Which other runs have the same bits as this one.
+    Determinism {
+        /// Every layout of the same global batch: gradients are summed in one canonical tree.
+        Layout = "layout",
+        /// The same layout only: gradients are summed in place.
+        Run = "run",
+    }
+}
+
+config_choice! {
+    /// The rule that turns gradients into new weights.
+    OptimizerName {
+        /// Adam with decoupled weight decay.
+        AdamW = "adamw",
+        /// Stochastic gradient descent with momentum.
+        Sgd = "sgd",
+    }
+}
+
+config_choice! {
+    /// How the learning rate falls after the warm-up.
+    Decay {
+        /// Along half a cosine.
+        Cosine = "cosine",
+        /// Along a line.
+        Linear = "linear",
+        /// Not at all until the last `decay_steps` of the run, then along a line (warm-up, stable, decay).
+        Wsd = "wsd",
+        /// Not at all.
+        Constant = "constant",
+    }
+}
+
+config_choice! {
+    /// What carries messages between workers.
+    Transport {
+        /// Shared memory if all workers are on one host, else TCP.
+        Auto = "auto",
+        /// Shared memory: all workers must be on one host.
+        Shm = "shm",
+        /// TCP sockets.
+        Tcp = "tcp",
+    }
+}
+
+/// What turns text into tokens.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Tokenizer {
+    /// Each byte is a token.
+    Bytes,
+    /// A Hugging Face `tokenizer.json`.
+    File(PathBuf),
+}
+
+impl Value for Tokenizer {
+    fn expected() -> String {
+        "\"bytes\" or the path of a tokenizer.json".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        match value.as_str() {
+            Some("bytes") => Ok(Tokenizer::Bytes),
+            // The ending tells a path from a misspelt word.
+            Some(path) if path.ends_with(".json") => Ok(Tokenizer::File(path.into())),
+            _ => Err(Self::expected()),
+        }
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        match self {
+            Tokenizer::Bytes => Some("bytes".into()),
+            Tokenizer::File(path) => path.write(),
+        }
+    }
+}
+
+/// Which checkpoint a run goes on from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Resume {
+    /// The newest complete one in the run's folder, or none if there is none.
+    Auto,
+    /// None: the run must be new.
+    Never,
+    /// The one in this folder.
+    From(PathBuf),
+}
+
+impl Value for Resume {
+    fn expected() -> String {
+        "\"auto\", \"never\" or the path of a checkpoint, with a '/' in it".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        match value.as_str() {
+            Some("auto") => Ok(Resume::Auto),
+            Some("never") => Ok(Resume::Never),
+            // The slash tells a path from a misspelt word.
+            Some(path) if path.contains('/') => Ok(Resume::From(path.into())),
+            _ => Err(Self::expected()),
+        }
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        match self {
+            Resume::Auto => Some("auto".into()),
+            Resume::Never => Some("never".into()),
+            Resume::From(path) => path.write(),
+        }
+    }
+}

@@ -1,0 +1,71 @@
+//! Writes configs: one with every key explained, and one that says what a run was.
+
+use super::mistake::ConfigError;
+use super::reader::section_hint;
+use super::section::{Key, Section};
+use super::sections::Sections;
+use super::validate::model_shape_keys;
+use super::{Config, ModelSource};
+
+/// Every key with its type, default and meaning, of one section or of all.
+pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
+    let defaults = Sections::default();
+    let Some(name) = section else {
+        let all: Vec<String> = defaults.all().map(|(name, section)| explain_section(name, section)).collect();
+        return Ok(all.join("\n"));
+    };
+    match defaults.get(name) {
+        Some(section) => Ok(explain_section(name, section)),
+        None => Err(ConfigError::UnknownSection { section: name.to_owned(), hint: section_hint(name) }),
+    }
+}
+
+fn explain_section(name: &str, section: &dyn Section) -> String {
+    let keys: Vec<String> = section.keys().iter().map(explain_key).collect();
+    format!("{}[{name}]\n{}", comment(section.docs()), keys.concat())
+}
+
+fn explain_key(key: &Key) -> String {
+    let docs = comment(key.docs);
+    let Key { name, expected, .. } = key;
+    match assignment(key) {
+        Some(default) => format!("\n{docs}# Expected: {expected}.\n{default}"),
+        None => format!("\n{docs}# Expected: {expected}. Not set by default.\n# {name} =\n"),
+    }
+}
+
+/// The line that sets the key to its value, if it has one.
+fn assignment(key: &Key) -> Option<String> {
+    let value = match key.value.as_ref()? {
+        // `1e-8` rather than `0.00000001`.
+        toml::Value::Float(number) if *number != 0.0 && number.abs() < 1e-3 => format!("{number:e}"),
+        value => value.to_string(),
+    };
+    Some(format!("{} = {value}\n", key.name))
+}
+
+fn comment(docs: &[&str]) -> String {
+    docs.iter().map(|line| format!("#{line}\n")).collect()
+}
+
+/// The config as a file that reads as the same config.
+pub(super) fn write(config: &Config) -> String {
+    let sections = config.sections.all().map(|(name, section)| {
+        let keys = section.keys();
+        let lines = keys.iter().filter(|key| counts(config, name, key)).filter_map(assignment);
+        format!("\n[{name}]\n{}", lines.collect::<String>())
+    });
+    format!(
+        "# The resolved configuration of this run; `trireme config --explain` tells what the keys mean.\n{}",
+        sections.collect::<String>()
+    )
+}
+
+/// Whether the key has a meaning in this config: the shape of a model is refused beside another
+/// description of the model.
+fn counts(config: &Config, section: &str, key: &Key) -> bool {
+    let described_elsewhere = !matches!(config.model_source(), ModelSource::Inline(_));
+    !(section == "model"
+        && described_elsewhere
+        && model_shape_keys(config.model()).any(|name| name == key.name))
+}

@@ -1,0 +1,99 @@
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+
+/// The config cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the config {}", path.display())]
+    Read {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The file is too large to be a config.
+    #[error("the config {} has more than {} bytes; is it another file?", path.display(), super::FILE_BYTES_MAX)]
+    TooLarge {
+        /// The file.
+        path: PathBuf,
+    },
+    /// The text holds mistakes: all of them, in the order of the text, those of `--set` last.
+    #[error("{}", list(mistakes))]
+    Invalid {
+        /// At least one.
+        mistakes: Vec<Mistake>,
+    },
+    /// There is no such section to explain.
+    #[error("there is no section [{section}]; {hint}")]
+    UnknownSection {
+        /// What was asked for.
+        section: String,
+        /// What there is.
+        hint: String,
+    },
+}
+
+fn list(mistakes: &[Mistake]) -> String {
+    let count = match mistakes.len() {
+        1 => "1 mistake".to_owned(),
+        count => format!("{count} mistakes"),
+    };
+    let lines: Vec<String> = mistakes.iter().map(|mistake| format!("\n  {mistake}")).collect();
+    format!("{count} in the config:{}", lines.concat())
+}
+
+/// One mistake in a config.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Mistake {
+    /// Where it is.
+    pub place: Place,
+    /// The offending text, on one line.
+    pub text: String,
+    /// What is wrong with it and what to write instead.
+    pub explanation: String,
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.place {
+            Place::File { path, line } => write!(f, "{}:{line}: ", path.display())?,
+            Place::Override { .. } => f.write_str("--set ")?,
+        }
+        write!(f, "{}: {}", self.text, self.explanation)
+    }
+}
+
+/// Where a key is set.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Place {
+    /// In the config file.
+    File {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+    },
+    /// On the command line.
+    Override {
+        /// Position among the `--set` options.
+        index: usize,
+    },
+}
+
+/// The one of `known` that `found` is most likely meant to be, if any is near.
+pub(super) fn nearest<'a>(found: &str, known: &[&'a str]) -> Option<&'a str> {
+    // `batch_size` for `local_batch_size` shares little by edits, and all by containment.
+    let similarity = |candidate: &str| {
+        let contains = found.len() >= 3 && (candidate.contains(found) || found.contains(candidate));
+        strsim::jaro_winkler(found, candidate).max(if contains { 0.85 } else { 0.0 })
+    };
+    known
+        .iter()
+        .map(|candidate| (similarity(candidate), *candidate))
+        .filter(|(similarity, _)| *similarity >= 0.8)
+        .max_by(|(a, _), (b, _)| a.total_cmp(b))
+        .map(|(_, candidate)| candidate)
+}

@@ -1,0 +1,135 @@
+//! The configuration of a run: one TOML file, one validator.
+//!
+//! The file is read loosely, key by key; then the keys are held against each other. Either all is well and
+//! there is a [`Config`], which cannot be wrong, or there is a list of all mistakes with their lines. What
+//! keys there are is said once, in `sections.rs`.
+//!
+//! Values that stand for another key's (such as `global_batch_size = 0`) are resolved, so that the config
+//! saved with a run tells all that counted.
+
+mod choice;
+mod explain;
+mod mistake;
+mod reader;
+mod section;
+mod sections;
+mod validate;
+mod value;
+
+#[cfg(test)]
+mod tests;
+
+pub use choice::{
+    Architecture, Decay, Determinism, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype, Transport,
+};
+pub use mistake::{ConfigError, Mistake, Place};
+pub use sections::{
+    Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer, Parallelism, Run,
+    Training,
+};
+
+use mistake::nearest;
+use reader::Loose;
+use sections::Sections;
+use std::fs::File;
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+/// The largest file that is read as a config.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
+/// The resolved configuration of a run; every value in it fits every other.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    sections: Sections,
+    world_size: usize,
+}
+
+/// Where the description of the model is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ModelSource<'a> {
+    /// In a Hugging Face `config.json` at this path.
+    File(&'a Path),
+    /// In the section `[model]` itself.
+    Inline(Architecture),
+    /// In the `config.json` of the directory that also holds the first weights.
+    InitFrom(&'a Path),
+}
+
+impl Config {
+    /// Reads the file `path`, applies `overrides` (each `section.key=value`, the value in TOML or a bare
+    /// string), and checks the whole.
+    ///
+    /// `world_size` is the number of workers where the environment has given one; without it,
+    /// `[launch] workers` counts.
+    ///
+    /// # Panics
+    /// If `world_size` is 0.
+    pub fn load(path: &Path, overrides: &[String], world_size: Option<usize>) -> Result<Self, ConfigError> {
+        let unreadable = |source| ConfigError::Read { path: path.to_owned(), source };
+        let mut text = String::new();
+        let file = File::open(path).map_err(unreadable)?;
+        file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(unreadable)?;
+        if text.len() as u64 > FILE_BYTES_MAX {
+            return Err(ConfigError::TooLarge { path: path.to_owned() });
+        }
+        Config::parse(&text, path, overrides, world_size)
+    }
+
+    /// As [`Config::load`], for a file `path` whose content is `text`.
+    ///
+    /// # Panics
+    /// If `world_size` is 0.
+    pub fn parse(
+        text: &str,
+        path: &Path,
+        overrides: &[String],
+        world_size: Option<usize>,
+    ) -> Result<Self, ConfigError> {
+        assert!(world_size != Some(0), "a world has at least one worker");
+        let loose = Loose::read(text, path, overrides);
+        validate::validate(loose, path, world_size).map_err(|mistakes| ConfigError::Invalid { mistakes })
+    }
+
+    /// Every key with its type, default and meaning, of one section or of all, in the form of a config file.
+    pub fn explain(section: Option<&str>) -> Result<String, ConfigError> {
+        explain::explain(section)
+    }
+
+    /// The config as a file from which [`Config::load`] reads the same config again.
+    pub fn to_toml(&self) -> String {
+        explain::write(self)
+    }
+
+    /// Number of workers.
+    pub fn world_size(&self) -> usize {
+        self.world_size
+    }
+
+    /// Microbatches that each worker computes in one step: the gradient accumulation.
+    pub fn num_microbatches(&self) -> usize {
+        let training = self.training();
+        training.global_batch_size / (training.local_batch_size * self.world_size)
+    }
+
+    /// Tokens in one step of all workers.
+    pub fn tokens_per_step(&self) -> u64 {
+        self.training().global_batch_size as u64 * self.training().seq_len as u64
+    }
+
+    /// The run's folder.
+    pub fn run_folder(&self) -> PathBuf {
+        self.run().folder.join(&self.run().name)
+    }
+
+    /// Where the description of the model is.
+    pub fn model_source(&self) -> ModelSource<'_> {
+        let model = self.model();
+        match (&model.config, model.architecture, &model.init_from) {
+            (Some(path), _, _) => ModelSource::File(path),
+            (None, Some(architecture), _) => ModelSource::Inline(architecture),
+            (None, None, Some(folder)) => ModelSource::InitFrom(folder),
+            (None, None, None) => unreachable!("the validator refuses a config without a model"),
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! Reads the file and the `--set` options key by key, and collects the mistakes of single keys.
+
+use super::mistake::{Mistake, Place, nearest};
+use super::section::{KeyError, Section};
+use super::sections::{LATER_PARALLELISM_KEYS, LATER_SECTIONS, Sections};
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
+use std::path::Path;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+/// A config whose keys have been read one by one; no key has been held against another.
+pub(super) struct Loose {
+    pub(super) sections: Sections,
+    /// Where each key was set, under its dotted name: `training.seq_len`.
+    pub(super) given: BTreeMap<String, Given>,
+    /// Keys that were set to something unfit, and sections in which something was not understood: there
+    /// the defaults need not be what the user meant.
+    pub(super) doubtful: BTreeSet<String>,
+    pub(super) mistakes: Vec<Mistake>,
+}
+
+/// Where a key was set, and with what text.
+pub(super) struct Given {
+    pub(super) place: Place,
+    pub(super) text: String,
+}
+
+impl Loose {
+    /// Reads `text`, the content of the file `path`, then the overrides.
+    pub(super) fn read(text: &str, path: &Path, overrides: &[String]) -> Self {
+        let mut loose = Loose {
+            sections: Sections::default(),
+            given: BTreeMap::new(),
+            doubtful: BTreeSet::new(),
+            mistakes: Vec::new(),
+        };
+        loose.read_file(&Source { text, path });
+        for (index, option) in overrides.iter().enumerate() {
+            loose.read_override(option, index);
+        }
+        loose
+    }
+
+    fn read_file(&mut self, source: &Source<'_>) {
+        let (document, errors) = DeTable::parse_recoverable(source.text);
+        for (section, keys) in document.get_ref() {
+            self.read_section(source, section, keys);
+        }
+        let broken = errors.into_iter().map(|error| {
+            let given = source.line(error.span().map_or(0, |span| span.start));
+            Mistake { place: given.place, text: given.text, explanation: error.message().to_owned() }
+        });
+        let mut broken: Vec<Mistake> = broken.collect();
+        // The first error of a line tends to cause the others.
+        broken.sort_by(|a, b| a.place.cmp(&b.place));
+        broken.dedup_by(|next, first| next.place == first.place);
+        if !broken.is_empty() {
+            // A broken line may have held anything.
+            self.doubtful.extend(Sections::NAMES.iter().map(|name| name.to_string()));
+            // What the parser made up to get past a broken line is not the user's mistake.
+            self.mistakes.retain(|mistake| broken.iter().all(|other| other.place != mistake.place));
+        }
+        self.mistakes.extend(broken);
+    }
+
+    fn read_section(
+        &mut self,
+        source: &Source<'_>,
+        section: &Spanned<impl AsRef<str>>,
+        keys: &Spanned<DeValue<'_>>,
+    ) {
+        let name = section.get_ref().as_ref();
+        let Some(table) = keys.get_ref().as_table() else {
+            let explanation = match Sections::NAMES.contains(&name) {
+                true => format!("expected a section: a line [{name}] with its keys below"),
+                false => outside_of_sections(&self.sections, name),
+            };
+            return self.refuse(source.given(section.span().start..keys.span().end), explanation);
+        };
+        if !Sections::NAMES.contains(&name) {
+            return self.refuse_section(source.line(section.span().start), name);
+        }
+        for (key, value) in table {
+            let given = source.given(key.span().start..value.span().end);
+            self.read_key(name, key.get_ref(), given, |target, key| target.read_key(key, value.get_ref()));
+        }
+    }
+
+    fn read_override(&mut self, option: &str, index: usize) {
+        let given = Given { place: Place::Override { index }, text: option.to_owned() };
+        let parts = option.split_once('=').and_then(|(name, raw)| Some((name.split_once('.')?, raw)));
+        let Some(((section, key), raw)) = parts else {
+            return self.refuse(given, "expected section.key=value".to_owned());
+        };
+        let (section, key, raw) = (section.trim(), key.trim(), raw.trim());
+        if !Sections::NAMES.contains(&section) {
+            return self.refuse_section(given, section);
+        }
+        self.read_key(section, key, given, |target, key| {
+            let bare = DeValue::String(raw.into());
+            match DeValue::parse(raw) {
+                // Where TOML takes `--set run.name=7` for a number, the bare string may still fit.
+                Ok(value) => target
+                    .read_key(key, value.get_ref())
+                    .or_else(|error| target.read_key(key, &bare).map_err(|_| error)),
+                Err(_) => target.read_key(key, &bare),
+            }
+        });
+    }
+
+    fn read_key(
+        &mut self,
+        section: &str,
+        key: &str,
+        given: Given,
+        read: impl FnOnce(&mut dyn Section, &str) -> Result<(), KeyError>,
+    ) {
+        let target = self.sections.get_mut(section).expect("the section's name was checked");
+        let name = format!("{section}.{key}");
+        match read(target, key) {
+            Ok(()) => {
+                self.given.insert(name, given);
+            }
+            Err(KeyError::Unknown) => {
+                self.doubtful.insert(section.to_owned());
+                let explanation = unknown_key(&self.sections, section, key);
+                self.refuse(given, explanation);
+            }
+            Err(KeyError::Unfit(expected)) => {
+                self.doubtful.insert(name);
+                self.refuse(given, format!("expected {expected}"));
+            }
+        }
+    }
+
+    fn refuse_section(&mut self, given: Given, name: &str) {
+        self.doubtful.extend(nearest(name, Sections::NAMES).map(str::to_owned));
+        self.refuse(given, unknown_section(name));
+    }
+
+    fn refuse(&mut self, given: Given, explanation: String) {
+        self.mistakes.push(Mistake { place: given.place, text: given.text, explanation });
+    }
+}
+
+fn unknown_section(name: &str) -> String {
+    if LATER_SECTIONS.contains(&name) {
+        return format!("the section [{name}] is not in this version");
+    }
+    format!("unknown section; {}", section_hint(name))
+}
+
+/// What to say of sections to someone who wrote `name`.
+pub(super) fn section_hint(name: &str) -> String {
+    match nearest(name, Sections::NAMES) {
+        Some(section) => format!("did you mean [{section}]?"),
+        None => format!("there are [{}]", Sections::NAMES.join("], [")),
+    }
+}
+
+fn outside_of_sections(sections: &Sections, key: &str) -> String {
+    match section_with(sections, key) {
+        Some(section) => format!("the key belongs into the section [{section}]"),
+        None => format!("unknown key outside of a section; {}", section_hint(key)),
+    }
+}
+
+fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
+    if section == "parallelism" && LATER_PARALLELISM_KEYS.contains(&key) {
+        return "not in this version; only data_parallel_replicate_degree".to_owned();
+    }
+    if let Some(other) = section_with(sections, key) {
+        return format!("unknown key in [{section}]; it belongs into [{other}]");
+    }
+    let known = key_names(sections.get(section).expect("the section's name was checked"));
+    match nearest(key, &known) {
+        Some(key) => format!("unknown key in [{section}]; did you mean '{key}'?"),
+        None => format!("unknown key in [{section}]; there are {}", known.join(", ")),
+    }
+}
+
+fn section_with(sections: &Sections, key: &str) -> Option<&'static str> {
+    sections.all().find(|(_, section)| key_names(*section).contains(&key)).map(|(name, _)| name)
+}
+
+fn key_names(section: &dyn Section) -> Vec<&'static str> {
+    section.keys().iter().map(|key| key.name).collect()
+}
+
+/// The config file, to say where in it something stands.
+struct Source<'a> {
+    text: &'a str,
+    path: &'a Path,
+}
+
+impl Source<'_> {
+    /// The text at `span`, cut to one line.
+    fn given(&self, span: Range<usize>) -> Given {
+        const SHOWN_CHARS_MAX: usize = 80;
+        let line = self.text.bytes().take(span.start).filter(|byte| *byte == b'\n').count() + 1;
+        let text = self.text.get(span).unwrap_or_default().trim();
+        let first = text.lines().next().unwrap_or_default();
+        let mut shown: String = first.chars().take(SHOWN_CHARS_MAX).collect();
+        if shown.len() < text.len() {
+            shown.push('…');
+        }
+        Given { place: Place::File { path: self.path.to_owned(), line }, text: shown }
+    }
+
+    /// The line on which `offset` lies.
+    fn line(&self, offset: usize) -> Given {
+        let is_newline = |byte: &u8| *byte == b'\n';
+        let (before, after) = self.text.as_bytes().split_at(offset.min(self.text.len()));
+        let start = before.iter().rposition(is_newline).map_or(0, |newline| newline + 1);
+        let end = before.len() + after.iter().position(is_newline).unwrap_or(after.len());
+        self.given(start..end)
+    }
+}

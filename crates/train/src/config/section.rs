@@ -1,0 +1,149 @@
+//! What a section is, and the macros that make sections out of lists of keys.
+
+use toml::de::DeValue;
+
+/// One section of the config: its keys, with types, defaults and meaning.
+pub(super) trait Section {
+    /// What the section is about, a line an element.
+    fn docs(&self) -> &'static [&'static str];
+
+    /// Its keys in the order in which they are explained and written.
+    fn keys(&self) -> Vec<Key>;
+
+    /// Sets one key.
+    fn read_key(&mut self, name: &str, value: &DeValue<'_>) -> Result<(), KeyError>;
+}
+
+/// What is known of a key.
+pub(super) struct Key {
+    /// Its name within the section.
+    pub(super) name: &'static str,
+    /// What it means, a line an element.
+    pub(super) docs: &'static [&'static str],
+    /// What may be written, to stand after "expected".
+    pub(super) expected: String,
+    /// Its value; none where the key is to be left out.
+    pub(super) value: Option<toml::Value>,
+}
+
+/// Why a key was not set.
+pub(super) enum KeyError {
+    /// The section has no such key.
+    Unknown,
+    /// The value does not fit; what was expected instead.
+    Unfit(String),
+}
+
+/// Defines a section: a struct with a field a key, its defaults, and its [`Section`].
+///
+/// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`.
+macro_rules! config_section {
+    (
+        $(#[doc = $doc:literal])+
+        $section:ident {
+            $(
+                $(#[doc = $key_doc:literal])+
+                $key:ident: $type:ty = $default:expr $(, within $range:expr)?;
+            )+
+        }
+    ) => {
+        $(#[doc = $doc])+
+        #[derive(Debug, Clone, PartialEq)]
+        pub struct $section {
+            $($(#[doc = $key_doc])+ pub $key: $type,)+
+        }
+
+        impl Default for $section {
+            fn default() -> Self {
+                $section { $($key: $default,)+ }
+            }
+        }
+
+        impl $crate::config::section::Section for $section {
+            fn docs(&self) -> &'static [&'static str] {
+                &[$($doc),+]
+            }
+
+            fn keys(&self) -> Vec<$crate::config::section::Key> {
+                vec![$(
+                    $crate::config::section::Key {
+                        name: stringify!($key),
+                        docs: &[$($key_doc),+],
+                        expected: config_section!(@expected $type $(, $range)?),
+                        value: $crate::config::value::Value::write(&self.$key),
+                    },
+                )+]
+            }
+
+            fn read_key(
+                &mut self,
+                name: &str,
+                value: &toml::de::DeValue<'_>,
+            ) -> Result<(), $crate::config::section::KeyError> {
+                use $crate::config::section::KeyError;
+                match name {
+                    $(stringify!($key) => {
+                        self.$key =
+                            config_section!(@read $type, value $(, $range)?).map_err(KeyError::Unfit)?;
+                    })+
+                    _ => return Err(KeyError::Unknown),
+                }
+                Ok(())
+            }
+        }
+    };
+    (@expected $type:ty) => { <$type as $crate::config::value::Value>::expected() };
+    (@expected $type:ty, $range:expr) => { $crate::config::value::expected_within::<$type>(&$range) };
+    (@read $type:ty, $value:expr) => { <$type as $crate::config::value::Value>::read($value) };
+    (@read $type:ty, $value:expr, $range:expr) => {
+        $crate::config::value::read_within::<$type>($value, &$range)
+    };
+}
+
+/// Defines [`Sections`](super::sections::Sections) and an accessor on [`Config`](super::Config) for each.
+macro_rules! config_sections {
+    ($($name:ident: $section:ident,)+) => {
+        /// All sections, read but not yet checked against each other.
+        #[derive(Debug, Clone, PartialEq, Default)]
+        pub(super) struct Sections {
+            $(pub(super) $name: $section,)+
+        }
+
+        impl Sections {
+            /// Names of the sections, in the order in which they are explained and written.
+            pub(super) const NAMES: &'static [&'static str] = &[$(stringify!($name)),+];
+
+            /// The section of this name.
+            pub(super) fn get(&self, name: &str) -> Option<&dyn Section> {
+                match name {
+                    $(stringify!($name) => Some(&self.$name),)+
+                    _ => None,
+                }
+            }
+
+            /// The section of this name, to set its keys.
+            pub(super) fn get_mut(&mut self, name: &str) -> Option<&mut dyn Section> {
+                match name {
+                    $(stringify!($name) => Some(&mut self.$name),)+
+                    _ => None,
+                }
+            }
+
+            /// Every section with its name.
+            pub(super) fn all(&self) -> impl Iterator<Item = (&'static str, &dyn Section)> {
+                [$((stringify!($name), &self.$name as &dyn Section)),+].into_iter()
+            }
+        }
+
+        impl $crate::config::Config {
+            $(
+                #[doc = concat!("The section `[", stringify!($name), "]`.")]
+                pub fn $name(&self) -> &$section {
+                    &self.sections.$name
+                }
+            )+
+        }
+    };
+}
+
+pub(super) use {config_section, config_sections};

@@ -1,0 +1,254 @@
+//! Every key of the config: name, type, default, limits and meaning, each said once. The reader, the
+//! validator, `trireme config --explain` and the written config follow from these lists.
+
+use super::choice::{
+    Architecture, Decay, Determinism, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype, Transport,
+};
+use super::section::{Section, config_section, config_sections};
+use super::value::{above, above_up_to};
+use std::net::IpAddr;
+use std::path::PathBuf;
+
+config_sections! {
+    run: Run,
+    model: Model,
+    data: Data,
+    training: Training,
+    optimizer: Optimizer,
+    lr_scheduler: LrScheduler,
+    parallelism: Parallelism,
+    checkpoint: Checkpoint,
+    comm: Comm,
+    metrics: Metrics,
+    launch: Launch,
+    generate: Generate,
+}
+
+/// Sections that the design names and this version does not have.
+pub(super) const LATER_SECTIONS: &[&str] = &["activation_checkpoint"];
+
+/// Keys of `[parallelism]` that the design names and this version does not have.
+pub(super) const LATER_PARALLELISM_KEYS: &[&str] = &[
+    "data_parallel_shard_degree",
+    "zero_stage",
+    "tensor_parallel_degree",
+    "context_parallel_degree",
+    "pipeline_parallel_degree",
+    "pipeline_parallel_schedule",
+    "expert_parallel_degree",
+];
+
+config_section! {
+    /// The run's name and place. Every path in the config is relative to the current directory.
+    Run {
+        /// Name of the run's folder; when empty, the name of the config file without `.toml`.
+        name: String = String::new();
+        /// Where the folders of runs are.
+        folder: PathBuf = "runs".into();
+    }
+}
+
+config_section! {
+    /// The model, given in one of three ways: `config`, the keys from `architecture` on, or `init_from`.
+    Model {
+        /// Path of a Hugging Face `config.json` that describes the model.
+        config: Option<PathBuf> = None;
+        /// Hugging Face directory whose `model.safetensors` (one file, or shards with an index) holds the
+        /// first weights; random weights without it. Its `config.json` counts where nothing else describes
+        /// the model.
+        init_from: Option<PathBuf> = None;
+        /// Family of the model; the keys below count only with it.
+        architecture: Option<Architecture> = None;
+        /// Number of tokens the model knows; 0 takes the tokenizer's.
+        vocab_size: usize = 0, within 0..=1 << 24;
+        /// Width of the residual stream.
+        hidden_size: usize = 384, within 1..=1 << 20;
+        /// Number of transformer blocks.
+        num_layers: usize = 6, within 1..=1 << 12;
+        /// Number of attention heads; divides `hidden_size`.
+        num_heads: usize = 6, within 1..=1 << 12;
+        /// Number of key-value heads (llama); divides `num_heads`; 0 makes it the same.
+        num_kv_heads: usize = 0, within 0..=1 << 12;
+        /// Width within the feed-forward layer; 0 takes 4 x `hidden_size` (gpt2), or 8/3 x `hidden_size`
+        /// rounded up to a multiple of 256 (llama).
+        intermediate_size: usize = 0, within 0..=1 << 22;
+        /// Longest sequence the model can take; 0 takes `[training] seq_len`.
+        max_position_embeddings: usize = 0, within 0..=1 << 24;
+        /// Whether the head uses the weights of the embedding.
+        tie_word_embeddings: bool = true;
+        /// Added to the variance in normalisations.
+        norm_eps: f64 = 1e-5, within above_up_to(0.0, 1.0);
+        /// Base of the rotary frequencies (llama).
+        rope_theta: f64 = 10_000.0, within above(0.0);
+        /// Standard deviation of the first random weights.
+        initializer_range: f64 = 0.02, within above(0.0);
+    }
+}
+
+config_section! {
+    /// The text and how it becomes tokens.
+    Data {
+        /// Files and folders of text, and JSON-lines; prepared into `folder` on first use.
+        inputs: Vec<PathBuf> = Vec::new();
+        /// Folder of prepared token files; when empty, `data` in the run's folder.
+        folder: PathBuf = PathBuf::new();
+        /// `bytes`, or the path of a Hugging Face `tokenizer.json`.
+        tokenizer: Tokenizer = Tokenizer::Bytes;
+        /// Vocabulary size of a byte-pair encoding to be trained on the inputs; 0 trains none.
+        train_bpe: usize = 0, within 0..=1 << 24;
+        /// Endings of the files to take from folders; an empty list takes every text file.
+        extensions: Vec<String> = Vec::new();
+        /// Key of the text in JSON-lines files.
+        field: String = "text".to_owned();
+        /// Whether to `replace` bytes that are no UTF-8, or to `refuse` their file.
+        invalid_utf8: InvalidUtf8 = InvalidUtf8::Replace;
+        /// Share of the tokens that is kept for validation.
+        validation_fraction: f64 = 0.05, within 0.0..=0.5;
+    }
+}
+
+config_section! {
+    /// The training itself.
+    Training {
+        /// Sequences in one microbatch of one worker.
+        local_batch_size: usize = 8, within 1..=1 << 20;
+        /// Sequences in one step of all workers; a multiple of `local_batch_size` x workers, the rest is
+        /// gradient accumulation. 0 takes just that product.
+        global_batch_size: usize = 0, within 0..;
+        /// Tokens in a sequence.
+        seq_len: usize = 256, within 1..=1 << 24;
+        /// Optimizer steps.
+        steps: u64 = 1000, within 1..;
+        /// Seed of the weights and of the order of the data.
+        seed: u64 = 0, within 0..;
+        /// Element type of weights, activations and gradients.
+        dtype: TrainingDtype = TrainingDtype::F32;
+        /// Threads of each worker; 0 shares the cores of the host among its workers.
+        threads: usize = 0, within 0..=1 << 12;
+        /// `layout` gives the same bits for any number of workers, microbatches and threads (workers in
+        /// powers of two); `run` gives them for this layout only, a little faster.
+        determinism: Determinism = Determinism::Layout;
+        /// Largest global norm of the gradients, to which larger ones are scaled; 0 leaves them as they are.
+        max_norm: f64 = 1.0, within 0.0..;
+        /// Steps from one validation to the next; 0 validates only at the end.
+        validation_interval: u64 = 0, within 0..;
+        /// Sequences in one validation; 0 takes all there are.
+        validation_windows: usize = 64, within 0..;
+    }
+}
+
+config_section! {
+    /// The optimizer.
+    Optimizer {
+        /// `adamw`, or `sgd` with momentum.
+        name: OptimizerName = OptimizerName::AdamW;
+        /// Largest learning rate.
+        lr: f64 = 3e-4, within 0.0..;
+        /// Decay of the mean of gradients (adamw).
+        beta1: f64 = 0.9, within 0.0..1.0;
+        /// Decay of the mean of squared gradients (adamw).
+        beta2: f64 = 0.95, within 0.0..1.0;
+        /// Added to the denominator of the update (adamw).
+        eps: f64 = 1e-8, within above(0.0);
+        /// Weight decay: decoupled from the gradient in adamw, added to it in sgd.
+        weight_decay: f64 = 0.1, within 0.0..;
+        /// Whether norms and biases decay as well.
+        decay_norms_and_biases: bool = false;
+        /// Decay of the velocity (sgd).
+        momentum: f64 = 0.9, within 0.0..1.0;
+        /// Whether to take Nesterov's step (sgd).
+        nesterov: bool = false;
+    }
+}
+
+config_section! {
+    /// The learning rate over the steps.
+    LrScheduler {
+        /// Steps in which the learning rate rises from 0 to `lr`.
+        warmup_steps: u64 = 0, within 0..;
+        /// How the learning rate falls: `cosine`, `linear`, `wsd` (warm-up, stable, decay) or `constant`.
+        decay: Decay = Decay::Cosine;
+        /// Steps of the fall. 0 takes all after the warm-up for `cosine` and `linear`, and the last fifth
+        /// of the run for `wsd`.
+        decay_steps: u64 = 0, within 0..;
+        /// Where the fall ends, as a part of `lr`.
+        min_lr_factor: f64 = 0.1, within 0.0..=1.0;
+    }
+}
+
+config_section! {
+    /// How the work is divided among the workers.
+    Parallelism {
+        /// Workers that hold the same weights and see different data; -1 takes all.
+        data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
+    }
+}
+
+config_section! {
+    /// Checkpoints, in `checkpoints/step-N` of the run's folder.
+    Checkpoint {
+        /// Whether to write any. The last step always writes one.
+        enable: bool = true;
+        /// Steps from one checkpoint to the next.
+        interval: u64 = 500, within 1..;
+        /// How many of the newest stay; 0 keeps all.
+        keep_latest_k: usize = 10, within 0..=1 << 20;
+        /// `auto` goes on from the newest complete checkpoint of the run, `never` starts anew, and a path
+        /// goes on from that checkpoint.
+        resume: Resume = Resume::Auto;
+    }
+}
+
+config_section! {
+    /// Messages between workers.
+    Comm {
+        /// `shm` (shared memory, one host), `tcp`, or `auto`.
+        transport: Transport = Transport::Auto;
+        /// Seconds after which a worker that waits for another one gives up and says for whom.
+        timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
+        /// Address at which this host is reached by the other workers; without it, the one from which
+        /// MASTER_ADDR is reached.
+        bind_address: Option<IpAddr> = None;
+    }
+}
+
+config_section! {
+    /// What is recorded of a run.
+    Metrics {
+        /// Steps from one log line to the next.
+        log_interval: u64 = 10, within 1..;
+        /// Whether to write `metrics.jsonl`, one JSON object a step.
+        jsonl: bool = true;
+        /// Whether to write event files for TensorBoard.
+        tensorboard: bool = true;
+    }
+}
+
+config_section! {
+    /// The workers that the command starts on this host. Nothing here counts where torchrun, SLURM or MPI
+    /// has started the workers.
+    Launch {
+        /// How many workers.
+        workers: usize = 1, within 1..=4096;
+        /// TCP port at which the workers meet; 0 takes a free one.
+        master_port: u16 = 0;
+    }
+}
+
+config_section! {
+    /// The sample that is printed at the end of a run.
+    Generate {
+        /// Text to go on from.
+        prompt: String = "\n".to_owned();
+        /// Number of tokens to add; 0 prints no sample.
+        num_tokens: usize = 256, within 0..=1 << 20;
+        /// Divides the logits; 0 always takes the likeliest token.
+        temperature: f64 = 0.8, within 0.0..;
+        /// Chooses among this many of the likeliest tokens; 0 among all.
+        top_k: usize = 0, within 0..=1 << 24;
+        /// Chooses among the fewest tokens that together have this probability.
+        top_p: f64 = 1.0, within above_up_to(0.0, 1.0);
+        /// Seed of the choice.
+        seed: u64 = 0, within 0..;
+    }
+}

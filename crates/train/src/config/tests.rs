@@ -1,0 +1,265 @@
+use super::*;
+use trireme_base::{Random, RandomKey};
+
+const SMALLEST: &str = "[model]\narchitecture = \"gpt2\"\n[data]\ninputs = [\"text.txt\"]\n";
+
+fn parse(text: &str, overrides: &[&str]) -> Result<Config, ConfigError> {
+    let overrides: Vec<String> = overrides.iter().map(|option| option.to_string()).collect();
+    Config::parse(text, Path::new("configs/try.toml"), &overrides, None)
+}
+
+fn good(text: &str, overrides: &[&str]) -> Config {
+    parse(text, overrides).unwrap_or_else(|error| panic!("{error}"))
+}
+
+fn mistakes(text: &str, overrides: &[&str]) -> Vec<String> {
+    match parse(text, overrides) {
+        Err(ConfigError::Invalid { mistakes }) => mistakes.iter().map(Mistake::to_string).collect(),
+        other => panic!("expected mistakes, found {other:?}"),
+    }
+}
+
+/// The one mistake of the smallest config with this override.
+fn mistake_of(option: &str) -> String {
+    let found = mistakes(SMALLEST, &[option]);
+    assert_eq!(found.len(), 1, "{found:?}");
+    found.into_iter().next().unwrap()
+}
+
+#[test]
+fn reports_every_mistake_with_its_line() {
+    let text = "\
+[modle]
+architecture = \"gpt2\"
+[training]
+local_batch_size = \"eight\"
+seq_length = 4
+steps = 0
+lr = 0.1
+[optimizer]
+name = \"adam\"
+beta1 = 1.0
+[parallelism]
+tensor_parallel_degree = 2
+[activation_checkpoint]
+mode = \"full\"
+[data]
+inputs = [\"a\", 7]
+";
+    let expected = "\
+configs/try.toml:1: [modle]: unknown section; did you mean [model]?
+configs/try.toml:4: local_batch_size = \"eight\": expected a whole number from 1 to 1048576
+configs/try.toml:5: seq_length = 4: unknown key in [training]; did you mean 'seq_len'?
+configs/try.toml:6: steps = 0: expected a whole number, 1 or more
+configs/try.toml:7: lr = 0.1: unknown key in [training]; it belongs into [optimizer]
+configs/try.toml:9: name = \"adam\": expected \"adamw\" or \"sgd\"; did you mean \"adamw\"?
+configs/try.toml:10: beta1 = 1.0: expected a number from 0 to below 1
+configs/try.toml:12: tensor_parallel_degree = 2: not in this version; only data_parallel_replicate_degree
+configs/try.toml:13: [activation_checkpoint]: the section [activation_checkpoint] is not in this version
+configs/try.toml:16: inputs = [\"a\", 7]: expected a list, each element a path
+--set training.stps=3: unknown key in [training]; did you mean 'steps'?
+--set run: expected section.key=value";
+    assert_eq!(mistakes(text, &["training.stps=3", "run"]).join("\n"), expected);
+}
+
+#[test]
+fn broken_toml_is_reported_beside_other_mistakes_and_causes_none() {
+    let text = "[training]\nseq_len = \nsteps = -1\n[optimizer\nlr = 1e-3\n";
+    let found = mistakes(text, &[]);
+    assert!(found[0].starts_with("configs/try.toml:2: seq_len =: "), "{found:?}");
+    assert!(
+        found[1].starts_with("configs/try.toml:3: steps = -1: expected a whole number, 1 or more"),
+        "{found:?}"
+    );
+    assert!(found[2].starts_with("configs/try.toml:4: [optimizer: "), "{found:?}");
+    assert!(!found.concat().contains("no model"), "{found:?}");
+}
+
+#[test]
+fn hostile_texts_end_in_mistakes() {
+    for text in [
+        "\u{feff}[model",
+        "=",
+        "training = 3",
+        "[[training]]\nsteps = 1",
+        "x = \"\u{1f600}",
+        "[training]\n\"",
+        "a.b.c.d = 1",
+        "training.steps.x = 1",
+        "[training]\nsteps = 99999999999999999999",
+        "[training]\nsteps = 1\nsteps = 2",
+        "[optimizer]\nlr = nan",
+        "[run]\nname = \"..\"",
+        "[run]\nname = \"a/b\"",
+        "\0",
+        "[model]\nconfig = 'x\u{e9}\n",
+    ] {
+        assert!(!mistakes(text, &[]).is_empty(), "{text:?}");
+    }
+    let deep = format!("a = {}", "[".repeat(100_000));
+    assert!(!mistakes(&deep, &[]).is_empty());
+}
+
+#[test]
+fn says_what_a_config_lacks() {
+    let found = mistakes("", &[]);
+    assert_eq!(found.len(), 2, "{found:?}");
+    assert!(found[0].starts_with("configs/try.toml:1: [model]: no model; set `config`"), "{found:?}");
+    assert!(found[1].starts_with("configs/try.toml:1: [data]: no data; set `inputs`"), "{found:?}");
+}
+
+#[test]
+fn holds_batch_sizes_against_the_world() {
+    let text = format!("{SMALLEST}[training]\nlocal_batch_size = 4\nglobal_batch_size = 24\n");
+    assert_eq!(good(&text, &["launch.workers=2"]).num_microbatches(), 3);
+    assert_eq!(
+        mistakes(&text, &["launch.workers=4"]),
+        ["configs/try.toml:7: global_batch_size = 24: global_batch_size 24 is no multiple of \
+          local_batch_size 4 x 4 workers = 16"]
+    );
+    // The environment's world counts, not the one that the config would start.
+    let config = Config::parse(&text, Path::new("try.toml"), &["launch.workers=5".into()], Some(3)).unwrap();
+    assert_eq!((config.world_size(), config.num_microbatches()), (3, 2));
+    assert!(
+        mistake_of("parallelism.data_parallel_replicate_degree=2").contains("number of workers, 1, or -1")
+    );
+}
+
+#[test]
+fn refuses_what_contradicts_itself() {
+    for (option, part) in [
+        ("model.config=gpt2/config.json", "`config` describes the model already"),
+        ("model.num_heads=5", "num_heads 5 does not divide hidden_size 384"),
+        ("model.num_kv_heads=2", "gpt2 has one key-value head a head"),
+        ("model.num_kv_heads=4", "num_kv_heads 4 does not divide num_heads 6"),
+        ("model.max_position_embeddings=255", "seq_len 256 is longer"),
+        ("data.train_bpe=256", "more than the 256 bytes"),
+        ("training.dtype=bf16", "expected \"f32\", the only choice of this version"),
+        ("checkpoint.resume=atuo", "with a '/' in it"),
+        ("data.tokenizer=byte", "or the path of a tokenizer.json"),
+        ("run.name=../elsewhere", "expected the name of one folder"),
+        ("generate.top_p=0", "expected a number above 0 and up to 1"),
+        ("optimizer.lr=inf", "expected a number, 0 or more"),
+        ("comm.bind_address=eth0", "expected an IP address"),
+    ] {
+        let found = mistakes(SMALLEST, &[option]).concat();
+        assert!(found.contains(part), "{option}: {found}");
+    }
+    let odd = mistakes(SMALLEST, &["model.architecture=llama", "model.hidden_size=30"]);
+    assert!(odd[0].contains("heads of even width"), "{odd:?}");
+    let no_family = "[model]\nconfig = \"c.json\"\nnum_layers = 3\n[data]\nfolder = \"d\"\n";
+    assert_eq!(
+        mistakes(no_family, &[]),
+        ["configs/try.toml:3: num_layers = 3: counts only with `architecture`; set that, or remove this key"]
+    );
+}
+
+#[test]
+fn overrides_take_toml_and_bare_strings_and_the_last_one_wins() {
+    let config = good(
+        SMALLEST,
+        &[
+            "run.name = 7",
+            "optimizer.lr=1",
+            "training.steps=5",
+            "training.steps=0x10",
+            "data.inputs=['a b', \"c\"]",
+            "generate.prompt=To be, or",
+            "model.init_from=here",
+            "model.init_from=",
+        ],
+    );
+    assert_eq!(config.run_folder(), Path::new("runs/7"));
+    assert_eq!(config.optimizer().lr, 1.0);
+    assert_eq!(config.training().steps, 16);
+    assert_eq!(config.data().inputs, [Path::new("a b"), Path::new("c")]);
+    assert_eq!(config.generate().prompt, "To be, or");
+    assert_eq!(config.model().init_from, None);
+}
+
+#[test]
+fn resolves_what_stands_for_other_keys() {
+    let config = good(SMALLEST, &["launch.workers=2", "lr_scheduler.warmup_steps=100"]);
+    assert_eq!(config.run_folder(), Path::new("runs/try"));
+    assert_eq!(config.data().folder, Path::new("runs/try/data"));
+    assert_eq!(config.training().global_batch_size, 16);
+    assert_eq!(config.tokens_per_step(), 16 * 256);
+    assert_eq!(config.lr_scheduler().decay_steps, 900);
+    assert_eq!(config.model_source(), ModelSource::Inline(Architecture::Gpt2));
+    let model = config.model();
+    assert_eq!((model.num_kv_heads, model.intermediate_size, model.max_position_embeddings), (6, 1536, 256));
+    let llama = good(SMALLEST, &["model.architecture=llama", "lr_scheduler.decay=wsd"]);
+    assert_eq!((llama.model().intermediate_size, llama.lr_scheduler().decay_steps), (1024, 200));
+}
+
+#[test]
+fn the_written_config_reads_as_the_same_config() {
+    let elsewhere = "[model]\nconfig = \"a/config.json\"\ninit_from = \"a\"\n[data]\nfolder = \"d\"\n";
+    let prompt = "generate.prompt=\"quote \\\" line\\n tab\\t backslash \\\\ nul\\u0000 é\"";
+    for (text, overrides) in [
+        (SMALLEST, vec![]),
+        (
+            SMALLEST,
+            vec![
+                prompt,
+                "data.extensions=['.txt', 'md']",
+                "comm.bind_address='::1'",
+                "training.seed=0x7fffffffffffffff",
+            ],
+        ),
+        (SMALLEST, vec!["data.tokenizer=a/tokenizer.json", "checkpoint.resume=runs/a/checkpoints/step-3"]),
+        (
+            SMALLEST,
+            vec![
+                "model.architecture=llama",
+                "launch.workers=3",
+                "lr_scheduler.decay=wsd",
+                "training.steps=3",
+            ],
+        ),
+        (elsewhere, vec!["data.inputs=['''it's''']"]),
+    ] {
+        let config = good(text, &overrides);
+        assert_eq!(good(&config.to_toml(), &[]), config, "{}", config.to_toml());
+    }
+    let mut random = Random::new(RandomKey::new(1, "config"), 0);
+    for _ in 0..200 {
+        // A positive, finite, normal number of any size.
+        let lr = f64::from_bits((random.next_u64() >> 2).max(1 << 52));
+        let config = good(SMALLEST, &[&format!("optimizer.lr={lr:e}")]);
+        assert_eq!(config.optimizer().lr, lr);
+        assert_eq!(good(&config.to_toml(), &[]), config);
+    }
+}
+
+#[test]
+fn explains_every_key_in_a_form_that_reads_as_the_defaults() {
+    let explained = Config::explain(None).unwrap();
+    let (model, data) = ("model.architecture=gpt2", "data.inputs=[\"text.txt\"]");
+    assert_eq!(good(&explained, &[model, data]), good(SMALLEST, &[]));
+    for (_, section) in Sections::default().all() {
+        for key in section.keys() {
+            assert!(explained.contains(&format!("{} =", key.name)), "{}", key.name);
+        }
+    }
+    let comm = Config::explain(Some("comm")).unwrap();
+    assert!(comm.starts_with("# Messages between workers.\n[comm]\n\n# `shm` (shared memory"), "{comm}");
+    assert!(comm.contains("# Expected: \"auto\", \"shm\" or \"tcp\".\ntransport = \"auto\"\n"), "{comm}");
+    assert!(comm.contains("Not set by default.\n# bind_address =\n"), "{comm}");
+    let error = Config::explain(Some("optimiser")).unwrap_err().to_string();
+    assert_eq!(error, "there is no section [optimiser]; did you mean [optimizer]?");
+}
+
+#[test]
+fn refuses_files_that_are_no_config() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("try.toml");
+    let load = || Config::load(&path, &[], None).unwrap_err();
+    assert!(matches!(load(), ConfigError::Read { .. }));
+    std::fs::write(&path, b"\xff\xfe").unwrap();
+    assert!(matches!(load(), ConfigError::Read { .. }));
+    std::fs::write(&path, vec![b'\n'; FILE_BYTES_MAX as usize + 1]).unwrap();
+    assert!(matches!(load(), ConfigError::TooLarge { .. }));
+    std::fs::write(&path, SMALLEST).unwrap();
+    assert_eq!(Config::load(&path, &[], None).unwrap(), good(SMALLEST, &[]));
+}

@@ -1,0 +1,245 @@
+//! Holds the keys against each other, and resolves those that stand for others.
+
+use super::Config;
+use super::choice::{Architecture, Decay, Tokenizer};
+use super::mistake::{Mistake, Place};
+use super::reader::Loose;
+use super::section::Section;
+use super::sections::{Model, Sections};
+use std::path::{Component, Path};
+
+/// Keys of `[model]` that count only with `architecture`: those listed after it.
+pub(super) fn model_shape_keys(model: &Model) -> impl Iterator<Item = &'static str> {
+    model.keys().into_iter().map(|key| key.name).skip_while(|name| *name != "architecture").skip(1)
+}
+
+/// The checked and resolved config, or all mistakes in the order of the text.
+pub(super) fn validate(
+    mut loose: Loose,
+    path: &Path,
+    world_size: Option<usize>,
+) -> Result<Config, Vec<Mistake>> {
+    let world_size = world_size.unwrap_or(loose.sections.launch.workers);
+    name_run(&mut loose.sections, path);
+    let mut checks = Checks { path, loose: &loose, mistakes: Vec::new() };
+    check_run(&mut checks);
+    check_model(&mut checks);
+    check_data(&mut checks);
+    check_training(&mut checks, world_size);
+    let mut mistakes = checks.mistakes;
+    mistakes.append(&mut loose.mistakes);
+    if !mistakes.is_empty() {
+        mistakes.sort_by(|a, b| a.place.cmp(&b.place));
+        return Err(mistakes);
+    }
+    resolve(&mut loose.sections, world_size);
+    Ok(Config { sections: loose.sections, world_size })
+}
+
+/// Checks between keys that have been read.
+struct Checks<'a> {
+    path: &'a Path,
+    loose: &'a Loose,
+    mistakes: Vec<Mistake>,
+}
+
+impl Checks<'_> {
+    /// Notes a mistake unless `holds`, at the first of `keys` that is set. Where one of them was refused
+    /// already, or none is set and the place is in doubt, it would be a mistake of our own.
+    fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
+        let doubtful = &self.loose.doubtful;
+        if holds || keys.iter().any(|key| doubtful.contains(*key)) {
+            return;
+        }
+        let (place, text) = match keys.iter().find_map(|key| self.loose.given.get(*key)) {
+            Some(given) => (given.place.clone(), given.text.clone()),
+            None => {
+                let (section, _) = keys[0].split_once('.').expect("keys are dotted");
+                if doubtful.contains(section) {
+                    return;
+                }
+                (Place::File { path: self.path.to_owned(), line: 1 }, format!("[{section}]"))
+            }
+        };
+        self.mistakes.push(Mistake { place, text, explanation: explain() });
+    }
+
+    fn is_given(&self, key: &str) -> bool {
+        self.loose.given.contains_key(key)
+    }
+}
+
+fn check_run(checks: &mut Checks<'_>) {
+    let name = &checks.loose.sections.run.name;
+    let is_plain = {
+        let mut components = Path::new(name).components();
+        matches!(components.next(), Some(Component::Normal(part)) if part == name.as_str())
+            && components.next().is_none()
+            && !name.chars().any(char::is_control)
+    };
+    checks.require(is_plain, &["run.name"], || format!("expected the name of one folder, found {name:?}"));
+}
+
+fn check_model(checks: &mut Checks<'_>) {
+    let model = &checks.loose.sections.model;
+    checks.require(
+        model.config.is_some() || model.architecture.is_some() || model.init_from.is_some(),
+        &["model.architecture", "model.config", "model.init_from"],
+        || {
+            "no model; set `config` to a Hugging Face config.json, or `architecture` to \"gpt2\" or \
+             \"llama\", or `init_from` to a Hugging Face directory"
+                .to_owned()
+        },
+    );
+    checks.require(
+        model.config.is_none() || model.architecture.is_none(),
+        &["model.architecture", "model.config"],
+        || "`config` describes the model already; remove one of the two".to_owned(),
+    );
+    if model.architecture.is_some() {
+        return check_model_shape(checks);
+    }
+    for key in model_shape_keys(model) {
+        let name = format!("model.{key}");
+        checks.require(!checks.is_given(&name), &[&name, "model.architecture"], || {
+            "counts only with `architecture`; set that, or remove this key".to_owned()
+        });
+    }
+}
+
+fn check_model_shape(checks: &mut Checks<'_>) {
+    let Sections { model, training, .. } = &checks.loose.sections;
+    let Model { hidden_size, num_heads, num_kv_heads, max_position_embeddings, .. } = *model;
+    let rotary = model.architecture == Some(Architecture::Llama);
+    let divides = hidden_size.is_multiple_of(num_heads);
+    checks.require(divides, &["model.num_heads", "model.hidden_size"], || {
+        format!("num_heads {num_heads} does not divide hidden_size {hidden_size}")
+    });
+    checks.require(
+        !rotary || !divides || (hidden_size / num_heads).is_multiple_of(2),
+        &["model.num_heads", "model.hidden_size"],
+        || {
+            let head = hidden_size / num_heads;
+            format!("rotary positions need heads of even width; hidden_size / num_heads is {head}")
+        },
+    );
+    checks.require(
+        num_kv_heads == 0 || num_heads.is_multiple_of(num_kv_heads),
+        &["model.num_kv_heads", "model.num_heads"],
+        || format!("num_kv_heads {num_kv_heads} does not divide num_heads {num_heads}"),
+    );
+    checks.require(
+        rotary || num_kv_heads == 0 || num_kv_heads == num_heads,
+        &["model.num_kv_heads", "model.num_heads", "model.architecture"],
+        || "gpt2 has one key-value head a head; remove num_kv_heads, or take llama".to_owned(),
+    );
+    checks.require(
+        max_position_embeddings == 0 || training.seq_len <= max_position_embeddings,
+        &["training.seq_len", "model.max_position_embeddings"],
+        || {
+            format!(
+                "seq_len {} is longer than the model's max_position_embeddings {max_position_embeddings}",
+                training.seq_len
+            )
+        },
+    );
+}
+
+fn check_data(checks: &mut Checks<'_>) {
+    let data = &checks.loose.sections.data;
+    checks.require(
+        !data.inputs.is_empty() || !data.folder.as_os_str().is_empty(),
+        &["data.inputs", "data.folder"],
+        || "no data; set `inputs` to text files or folders, or `folder` to a prepared folder".to_owned(),
+    );
+    checks.require(
+        data.train_bpe == 0 || data.tokenizer == Tokenizer::Bytes,
+        &["data.train_bpe", "data.tokenizer"],
+        || "`tokenizer` names a file already; remove one of the two".to_owned(),
+    );
+    checks.require(
+        data.train_bpe == 0 || !data.inputs.is_empty(),
+        &["data.train_bpe", "data.inputs"],
+        || "a byte-pair encoding is trained on `inputs`, and there are none".to_owned(),
+    );
+    // Every byte is a token, and there must be something to merge.
+    checks.require(data.train_bpe == 0 || data.train_bpe > 256, &["data.train_bpe"], || {
+        "expected 0, or more than the 256 bytes".to_owned()
+    });
+}
+
+fn check_training(checks: &mut Checks<'_>, world_size: usize) {
+    let Sections { training, parallelism, .. } = &checks.loose.sections;
+    let local = training.local_batch_size;
+    let smallest = local * world_size;
+    checks.require(
+        training.global_batch_size.is_multiple_of(smallest),
+        &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
+        || {
+            format!(
+                "global_batch_size {} is no multiple of local_batch_size {local} x {world_size} workers = {smallest}",
+                training.global_batch_size
+            )
+        },
+    );
+    let global = training.global_batch_size.max(smallest) as u64;
+    let num_tokens = global.checked_mul(training.seq_len as u64).and_then(|n| n.checked_mul(training.steps));
+    checks.require(
+        num_tokens.is_some(),
+        &["training.steps", "training.global_batch_size", "training.seq_len", "training.local_batch_size"],
+        || "steps x global_batch_size x seq_len is more tokens than can be counted".to_owned(),
+    );
+    let degree = parallelism.data_parallel_replicate_degree;
+    checks.require(
+        degree == -1 || usize::try_from(degree) == Ok(world_size),
+        &["parallelism.data_parallel_replicate_degree", "launch.workers"],
+        || format!("expected the number of workers, {world_size}, or -1 for all of them; found {degree}"),
+    );
+}
+
+fn name_run(sections: &mut Sections, path: &Path) {
+    if sections.run.name.is_empty() {
+        let stem = path.file_stem().and_then(|stem| stem.to_str());
+        sections.run.name = stem.unwrap_or_default().to_owned();
+    }
+}
+
+fn resolve(sections: &mut Sections, world_size: usize) {
+    let Sections { run, model, data, training, lr_scheduler, .. } = sections;
+    if let Some(architecture) = model.architecture {
+        resolve_model(model, architecture, training.seq_len);
+    }
+    if data.folder.as_os_str().is_empty() {
+        data.folder = run.folder.join(&run.name).join("data");
+    }
+    for extension in &mut data.extensions {
+        *extension = extension.trim_start_matches('.').to_owned();
+    }
+    if training.global_batch_size == 0 {
+        training.global_batch_size = training.local_batch_size * world_size;
+    }
+    if lr_scheduler.decay_steps == 0 {
+        let after_warmup = training.steps.saturating_sub(lr_scheduler.warmup_steps);
+        lr_scheduler.decay_steps = match lr_scheduler.decay {
+            Decay::Cosine | Decay::Linear => after_warmup,
+            Decay::Wsd => (training.steps / 5).min(after_warmup),
+            Decay::Constant => 0,
+        };
+    }
+}
+
+fn resolve_model(model: &mut Model, architecture: Architecture, seq_len: usize) {
+    if model.num_kv_heads == 0 {
+        model.num_kv_heads = model.num_heads;
+    }
+    if model.max_position_embeddings == 0 {
+        model.max_position_embeddings = seq_len;
+    }
+    if model.intermediate_size == 0 {
+        model.intermediate_size = match architecture {
+            Architecture::Gpt2 => 4 * model.hidden_size,
+            // Touvron et al., "LLaMA" (2023), section 2.2, in the multiples of its published code.
+            Architecture::Llama => (8 * model.hidden_size).div_ceil(3).next_multiple_of(256),
+        };
+    }
+}

@@ -1,0 +1,189 @@
+//! How a TOML value becomes a value of a key, and back.
+
+use std::fmt::Display;
+use std::net::IpAddr;
+use std::ops::{Bound, RangeBounds};
+use std::path::PathBuf;
+use toml::de::DeValue;
+
+/// A type that a key of the config can have.
+pub(super) trait Value: Sized {
+    /// What may be written, to stand after "expected".
+    fn expected() -> String;
+
+    /// The value, or what was expected instead.
+    fn read(value: &DeValue<'_>) -> Result<Self, String>;
+
+    /// The TOML that reads as this value; none where the key is to be left out.
+    fn write(&self) -> Option<toml::Value>;
+}
+
+/// Reads a value that must lie in `range`.
+pub(super) fn read_within<T>(value: &DeValue<'_>, range: &impl RangeBounds<T>) -> Result<T, String>
+where
+    T: Value + PartialOrd + Display,
+{
+    T::read(value).ok().filter(|value| range.contains(value)).ok_or_else(|| expected_within(range))
+}
+
+/// What may be written where a value must lie in `range`.
+pub(super) fn expected_within<T: Value + Display>(range: &impl RangeBounds<T>) -> String {
+    let kind = T::expected();
+    match (range.start_bound(), range.end_bound()) {
+        (Bound::Included(low), Bound::Included(high)) => format!("{kind} from {low} to {high}"),
+        (Bound::Included(low), Bound::Excluded(high)) => format!("{kind} from {low} to below {high}"),
+        (Bound::Included(low), Bound::Unbounded) => format!("{kind}, {low} or more"),
+        (Bound::Excluded(low), Bound::Included(high)) => format!("{kind} above {low} and up to {high}"),
+        (Bound::Excluded(low), Bound::Excluded(high)) => format!("{kind} above {low} and below {high}"),
+        (Bound::Excluded(low), Bound::Unbounded) => format!("{kind} above {low}"),
+        (Bound::Unbounded, Bound::Included(high)) => format!("{kind}, {high} or less"),
+        (Bound::Unbounded, Bound::Excluded(high)) => format!("{kind} below {high}"),
+        (Bound::Unbounded, Bound::Unbounded) => kind,
+    }
+}
+
+/// All numbers above `low`: a range that leaves out its start.
+pub(super) fn above(low: f64) -> (Bound<f64>, Bound<f64>) {
+    (Bound::Excluded(low), Bound::Unbounded)
+}
+
+/// All numbers above `low` and up to `high`.
+pub(super) fn above_up_to(low: f64, high: f64) -> (Bound<f64>, Bound<f64>) {
+    (Bound::Excluded(low), Bound::Included(high))
+}
+
+macro_rules! whole_number {
+    ($($type:ty),+) => {$(
+        impl Value for $type {
+            fn expected() -> String {
+                "a whole number".to_owned()
+            }
+
+            fn read(value: &DeValue<'_>) -> Result<Self, String> {
+                let integer = value.as_integer().ok_or_else(Self::expected)?;
+                // TOML promises no more than 64 bits with a sign, whatever the type could hold.
+                let number = i64::from_str_radix(integer.as_str(), integer.radix());
+                number.ok().and_then(|number| number.try_into().ok()).ok_or_else(Self::expected)
+            }
+
+            fn write(&self) -> Option<toml::Value> {
+                Some(toml::Value::Integer(
+                    i64::try_from(*self).expect("the number came from an i64 or is a small default"),
+                ))
+            }
+        }
+    )+};
+}
+
+whole_number!(u16, u64, usize, i64);
+
+impl Value for f64 {
+    fn expected() -> String {
+        "a number".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        let number = match value {
+            DeValue::Float(float) => float.as_str().parse().ok(),
+            // Users write `lr = 1`; the way back prints `1.0`.
+            DeValue::Integer(_) => i64::read(value).ok().map(|integer| integer as f64),
+            _ => None,
+        };
+        number.filter(|number: &f64| number.is_finite()).ok_or_else(Self::expected)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::Float(*self))
+    }
+}
+
+impl Value for bool {
+    fn expected() -> String {
+        "true or false".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        value.as_bool().ok_or_else(Self::expected)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::Boolean(*self))
+    }
+}
+
+impl Value for String {
+    fn expected() -> String {
+        "a string".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        value.as_str().map(str::to_owned).ok_or_else(Self::expected)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::String(self.clone()))
+    }
+}
+
+impl Value for PathBuf {
+    fn expected() -> String {
+        "a path".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        value.as_str().map(PathBuf::from).ok_or_else(Self::expected)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        let text = self.to_str().expect("a path that was read from TOML is valid UTF-8");
+        Some(toml::Value::String(text.to_owned()))
+    }
+}
+
+impl Value for IpAddr {
+    fn expected() -> String {
+        "an IP address".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        value.as_str().and_then(|text| text.parse().ok()).ok_or_else(Self::expected)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::String(self.to_string()))
+    }
+}
+
+/// A key that may be left out; an empty string takes back what an earlier line has set.
+impl<T: Value> Value for Option<T> {
+    fn expected() -> String {
+        T::expected()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        if value.as_str() == Some("") { Ok(None) } else { T::read(value).map(Some) }
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        self.as_ref().and_then(T::write)
+    }
+}
+
+impl<T: Value> Value for Vec<T> {
+    fn expected() -> String {
+        format!("a list, each element {}", T::expected())
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        let elements = value.as_array().ok_or_else(Self::expected)?;
+        let read = |element: &DeValue<'_>| match element.as_str() {
+            Some("") => Err("a list without empty strings".to_owned()),
+            _ => T::read(element).map_err(|_| Self::expected()),
+        };
+        elements.iter().map(|element| read(element.get_ref())).collect()
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(toml::Value::Array(self.iter().filter_map(T::write).collect()))
+    }
+}

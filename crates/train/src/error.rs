@@ -1,0 +1,154 @@
+use crate::metrics::MetricsError;
+use std::io;
+use std::path::PathBuf;
+use trireme_checkpoint::CheckpointError;
+use trireme_comm::CommError;
+use trireme_data::DataError;
+use trireme_model::ModelError;
+use trireme_parallel::ParallelError;
+use trireme_tensor::DeviceError;
+
+/// A run could not begin, go on or end.
+#[derive(Debug, thiserror::Error)]
+pub enum TrainError {
+    /// The model's description cannot be read.
+    #[error("cannot read the model's description {}", path.display())]
+    ReadModelConfig {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// The model's description is refused.
+    #[error("{}: {source}", path.display())]
+    ModelConfig {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: ModelError,
+    },
+    /// Weights without a description of their model.
+    #[error("{} has no config.json to tell what model its weights are for", path.display())]
+    NoModelConfig {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// The corpus has tokens that the model does not know.
+    #[error(
+        "the tokenizer of {} has {tokenizer} tokens, but the model's vocab_size is {model}; set [model] vocab_size = 0 to take the \
+         tokenizer's, or prepare the text with the model's own tokenizer",
+        folder.display()
+    )]
+    VocabularyTooSmall {
+        /// The corpus.
+        folder: PathBuf,
+        /// Tokens of the tokenizer.
+        tokenizer: usize,
+        /// Tokens of the model.
+        model: usize,
+    },
+    /// Sequences longer than the model can take.
+    #[error(
+        "[training] seq_len is {seq_len}, but the model takes at most {max_position_embeddings} positions"
+    )]
+    SequenceTooLong {
+        /// From the config.
+        seq_len: usize,
+        /// From the model.
+        max_position_embeddings: usize,
+    },
+    /// A folder or file of the run cannot be made.
+    #[error("cannot write {}", path.display())]
+    RunFolder {
+        /// The file or folder.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Another process trains into the same folder.
+    #[error("the run {} is in use by another process; wait for it, or set another [run] name", path.display())]
+    RunInUse {
+        /// The run's folder.
+        path: PathBuf,
+    },
+    /// A checkpoint is of another kind of run.
+    #[error(
+        "{} was written with {what} {found}, and this run has {expected}: the data would come in another order. Set it back, or start \
+         anew from these weights with [model] init_from and another [run] name",
+        path.display()
+    )]
+    ResumeDiffers {
+        /// The checkpoint.
+        path: PathBuf,
+        /// What differs.
+        what: &'static str,
+        /// In the checkpoint.
+        found: String,
+        /// In this run.
+        expected: String,
+    },
+    /// The state in a checkpoint makes no sense.
+    #[error("the training state in {} cannot be read", path.display())]
+    ResumeState {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: serde_json::Error,
+    },
+    /// A prompt longer than the model can take.
+    #[error(
+        "the prompt has {num_tokens} tokens; the model takes at most {max_position_embeddings} positions"
+    )]
+    PromptTooLong {
+        /// Tokens of the prompt.
+        num_tokens: usize,
+        /// From the model.
+        max_position_embeddings: usize,
+    },
+    /// An id that the model does not know.
+    #[error(
+        "the tokenizer gives token {token}, but the model's vocab_size is {vocab_size}; it is another model's tokenizer"
+    )]
+    ForeignToken {
+        /// The token.
+        token: u32,
+        /// Of the model.
+        vocab_size: usize,
+    },
+    /// The text.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The model.
+    #[error(transparent)]
+    Model(#[from] ModelError),
+    /// The device.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The other ranks.
+    #[error(transparent)]
+    Comm(#[from] CommError),
+    /// A step.
+    #[error(transparent)]
+    Parallel(#[from] ParallelError),
+    /// A checkpoint.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The record of the run.
+    #[error(transparent)]
+    Metrics(#[from] MetricsError),
+}
+
+impl TrainError {
+    /// The failure of communication behind this error, if that is what it was.
+    pub fn comm(&self) -> Option<&CommError> {
+        match self {
+            TrainError::Comm(error) | TrainError::Parallel(ParallelError::Comm(error)) => Some(error),
+            TrainError::Checkpoint(CheckpointError::Exchange { source, .. }) => Some(source),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! TensorBoard's event files, written by hand: protocol buffers of three messages, framed as TFRecords.
+//!
+//! A record is the payload's length (u64), a checksum of those eight bytes, the payload, and a checksum of the
+//! payload, all little-endian (`tensorflow/core/lib/io/record_writer.h`). The messages are those of
+//! `event.proto` and `summary.proto`; only the fields below are used.
+
+use super::{MetricsError, RECORD_BYTES, StepRecord};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+// The key of a field is its number in the message, then its wire type in the lowest three bits.
+const VARINT: u8 = 0;
+const FIXED64: u8 = 1;
+const BYTES: u8 = 2;
+const FIXED32: u8 = 5;
+const EVENT_WALL_TIME: u8 = 1 << 3 | FIXED64;
+const EVENT_STEP: u8 = 2 << 3 | VARINT;
+const EVENT_FILE_VERSION: u8 = 3 << 3 | BYTES;
+const EVENT_SUMMARY: u8 = 5 << 3 | BYTES;
+const EVENT_SESSION_LOG: u8 = 7 << 3 | BYTES;
+const SESSION_LOG_STATUS: u8 = 1 << 3 | VARINT;
+const SUMMARY_VALUE: u8 = 1 << 3 | BYTES;
+const VALUE_TAG: u8 = 1 << 3 | BYTES;
+const VALUE_SIMPLE_VALUE: u8 = 2 << 3 | FIXED32;
+
+/// `SessionLog.SessionStatus.START`.
+const STATUS_START: u64 = 1;
+
+/// One file of events. The buffers are kept from step to step, so that writing allocates nothing.
+#[derive(Debug)]
+pub(super) struct EventFile {
+    path: PathBuf,
+    file: File,
+    summary: Vec<u8>,
+    event: Vec<u8>,
+    record: Vec<u8>,
+}
+
+impl EventFile {
+    /// Creates `events.out.tfevents.<seconds since 1970>.<host>.<process id>` in `folder`.
+    ///
+    /// It begins with the format's version. After a resume it tells readers to forget what earlier
+    /// files of the folder hold for steps after `resumed_step`.
+    pub(super) fn create(
+        folder: &Path,
+        wall_time: Duration,
+        resumed_step: u64,
+    ) -> Result<Self, MetricsError> {
+        let host = rustix::system::uname().nodename().to_string_lossy().replace('/', "-");
+        let name = format!("events.out.tfevents.{}.{host}.{}", wall_time.as_secs(), std::process::id());
+        let path = folder.join(name);
+        let file = match OpenOptions::new().write(true).create_new(true).open(&path) {
+            Ok(file) => file,
+            Err(source) => return Err(MetricsError::Open { path, source }),
+        };
+        let buffer = || Vec::with_capacity(RECORD_BYTES);
+        let mut events = EventFile { path, file, summary: buffer(), event: buffer(), record: buffer() };
+        events
+            .write_event(wall_time, 0, |event, _| put_bytes(event, EVENT_FILE_VERSION, b"brain.Event:2"))?;
+        if resumed_step > 0 {
+            events.write_event(wall_time, resumed_step + 1, |event, session_log| {
+                session_log.push(SESSION_LOG_STATUS);
+                put_varint(session_log, STATUS_START);
+                put_bytes(event, EVENT_SESSION_LOG, session_log);
+            })?;
+        }
+        Ok(events)
+    }
+
+    /// Writes the scalars of a step as one event.
+    pub(super) fn write(&mut self, record: &StepRecord, wall_time: Duration) -> Result<(), MetricsError> {
+        self.write_event(wall_time, record.step, |event, summary| {
+            put_scalars(summary, record);
+            put_bytes(event, EVENT_SUMMARY, summary);
+        })
+    }
+
+    /// Writes one event; `fill` adds to the event what it is about, with an empty buffer for a nested message.
+    fn write_event(
+        &mut self,
+        wall_time: Duration,
+        step: u64,
+        fill: impl FnOnce(&mut Vec<u8>, &mut Vec<u8>),
+    ) -> Result<(), MetricsError> {
+        self.event.clear();
+        self.summary.clear();
+        self.event.push(EVENT_WALL_TIME);
+        self.event.extend_from_slice(&wall_time.as_secs_f64().to_le_bytes());
+        self.event.push(EVENT_STEP);
+        put_varint(&mut self.event, step);
+        fill(&mut self.event, &mut self.summary);
+        self.record.clear();
+        put_record(&mut self.record, &self.event);
+        let written = self.file.write_all(&self.record);
+        written.map_err(|source: io::Error| MetricsError::Write { path: self.path.clone(), source })
+    }
+}
+
+fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
+    let mut put = |folder: &str, name: &str, value: f64| put_scalar(summary, folder, name, value as f32);
+    put("train/", "loss", record.loss);
+    put("train/", "grad_norm", record.grad_norm);
+    put("train/", "lr", record.lr);
+    put("train/", "tokens", record.tokens as f64);
+    put("performance/", "tokens_per_second", record.tokens_per_second);
+    put("performance/", "step_seconds", record.step_seconds);
+    put("performance/", "comm_seconds_exposed", record.comm_seconds_exposed);
+    put("performance/", "comm_bytes", record.comm_bytes as f64);
+    for (category, bytes) in record.memory_peak_bytes.categories() {
+        put("memory_peak_bytes/", category, bytes as f64);
+    }
+    let measured_now_and_then = [
+        ("performance/", "mfu", record.mfu),
+        ("validation/", "loss", record.validation_loss),
+        ("performance/", "seconds_to_first_step", record.seconds_to_first_step),
+    ];
+    for (folder, name, value) in measured_now_and_then {
+        if let Some(value) = value {
+            put(folder, name, value);
+        }
+    }
+}
+
+/// Adds a `Summary.Value` whose tag is `folder` and `name` together.
+fn put_scalar(summary: &mut Vec<u8>, folder: &str, name: &str, value: f32) {
+    let tag_length = folder.len() + name.len();
+    let value_length = 1 + varint_length(tag_length as u64) + tag_length + 1 + size_of::<f32>();
+    summary.push(SUMMARY_VALUE);
+    put_varint(summary, value_length as u64);
+    summary.push(VALUE_TAG);
+    put_varint(summary, tag_length as u64);
+    summary.extend_from_slice(folder.as_bytes());
+    summary.extend_from_slice(name.as_bytes());
+    summary.push(VALUE_SIMPLE_VALUE);
+    summary.extend_from_slice(&value.to_le_bytes());
+}
+
+fn put_bytes(message: &mut Vec<u8>, key: u8, bytes: &[u8]) {
+    message.push(key);
+    put_varint(message, bytes.len() as u64);
+    message.extend_from_slice(bytes);
+}
+
+/// Seven bits a byte, the lowest first; the highest bit says that more follow.
+fn put_varint(message: &mut Vec<u8>, mut value: u64) {
+    while value >= 0x80 {
+        message.push(value as u8 | 0x80);
+        value >>= 7;
+    }
+    message.push(value as u8);
+}
+
+fn varint_length(value: u64) -> usize {
+    (64 - (value | 1).leading_zeros() as usize).div_ceil(7)
+}
+
+fn put_record(record: &mut Vec<u8>, payload: &[u8]) {
+    let length = (payload.len() as u64).to_le_bytes();
+    record.extend_from_slice(&length);
+    record.extend_from_slice(&masked_crc(&length).to_le_bytes());
+    record.extend_from_slice(payload);
+    record.extend_from_slice(&masked_crc(payload).to_le_bytes());
+}
+
+/// CRC-32C, turned and shifted so that a checksum over data that holds checksums stays strong.
+fn masked_crc(bytes: &[u8]) -> u32 {
+    crc32c::crc32c(bytes).rotate_right(15).wrapping_add(0xa282_ead8)
+}
+
+#[cfg(test)]
+#[path = "event_file_tests.rs"]
+mod tests;

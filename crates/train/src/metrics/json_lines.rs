@@ -1,0 +1,171 @@
+use super::{MetricsError, RECORD_BYTES, StepRecord};
+use serde::Deserialize;
+use std::fs::{File, OpenOptions};
+use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::path::PathBuf;
+
+/// No record comes near this length; a longer line is something else.
+const LINE_BYTES_MAX: u64 = 1 << 16;
+
+/// `metrics.jsonl`: a JSON object a step, each step once, in order.
+#[derive(Debug)]
+pub(super) struct JsonLines {
+    path: PathBuf,
+    file: File,
+    line: Vec<u8>,
+}
+
+impl JsonLines {
+    /// Opens or creates the file, and cuts off the records after `resumed_step`, with the torn line that a
+    /// crash may have left.
+    pub(super) fn open(path: PathBuf, resumed_step: u64) -> Result<Self, MetricsError> {
+        let refuse = |source| MetricsError::Open { path: path.clone(), source };
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .open(&path)
+            .map_err(refuse)?;
+        let kept_bytes = match kept_bytes(&file, resumed_step).map_err(refuse)? {
+            Scan::Records { kept_bytes } => kept_bytes,
+            Scan::Damaged { line } => return Err(MetricsError::Damaged { path, line }),
+        };
+        file.set_len(kept_bytes).and_then(|()| file.seek(SeekFrom::Start(kept_bytes))).map_err(refuse)?;
+        Ok(JsonLines { path, file, line: Vec::with_capacity(RECORD_BYTES) })
+    }
+
+    /// Appends one line, in one system call.
+    pub(super) fn write(&mut self, record: &StepRecord) -> Result<(), MetricsError> {
+        self.line.clear();
+        serde_json::to_writer(&mut self.line, record).expect("a record of numbers is JSON");
+        self.line.push(b'\n');
+        self.file
+            .write_all(&self.line)
+            .map_err(|source| MetricsError::Write { path: self.path.clone(), source })
+    }
+}
+
+enum Scan {
+    Records { kept_bytes: u64 },
+    Damaged { line: usize },
+}
+
+/// Length of the records up to `resumed_step`.
+fn kept_bytes(file: &File, resumed_step: u64) -> io::Result<Scan> {
+    #[derive(Deserialize)]
+    struct Step {
+        step: u64,
+    }
+
+    let mut reader = BufReader::new(file);
+    let mut kept_bytes = 0;
+    let mut text = Vec::new();
+    for line in 1.. {
+        text.clear();
+        let length = (&mut reader).take(LINE_BYTES_MAX).read_until(b'\n', &mut text)?;
+        if !text.ends_with(b"\n") && (length as u64) < LINE_BYTES_MAX {
+            break;
+        }
+        match serde_json::from_slice::<Step>(&text) {
+            Ok(Step { step }) if step <= resumed_step => kept_bytes += length as u64,
+            Ok(_) => break,
+            Err(_) => return Ok(Scan::Damaged { line }),
+        }
+    }
+    Ok(Scan::Records { kept_bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metrics::MemoryPeakBytes;
+    use serde_json::Value;
+    use std::path::Path;
+
+    fn record(step: u64) -> StepRecord {
+        StepRecord { step, loss: 1.0 / step as f64, ..StepRecord::default() }
+    }
+
+    fn write(path: &Path, resumed_step: u64, steps: impl IntoIterator<Item = u64>) {
+        let mut lines = JsonLines::open(path.to_owned(), resumed_step).unwrap();
+        steps.into_iter().for_each(|step| lines.write(&record(step)).unwrap());
+    }
+
+    fn steps(path: &Path) -> Vec<u64> {
+        let text = std::fs::read_to_string(path).unwrap();
+        text.lines()
+            .map(|line| serde_json::from_str::<Value>(line).unwrap()["step"].as_u64().unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn a_record_has_the_documented_keys_and_exact_numbers() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut lines = JsonLines::open(path.clone(), 0).unwrap();
+        let loss = f64::from(2.610_2_f32);
+        let memory_peak_bytes = MemoryPeakBytes { parameters: 7, ..Default::default() };
+        lines.write(&StepRecord { loss, grad_norm: f64::NAN, memory_peak_bytes, ..record(1) }).unwrap();
+        lines
+            .write(&StepRecord {
+                validation_loss: Some(f64::INFINITY),
+                seconds_to_first_step: Some(0.25),
+                ..record(2)
+            })
+            .unwrap();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let records: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let keys: Vec<&str> = records[0].as_object().unwrap().keys().map(String::as_str).collect();
+        let mut expected = [
+            "step",
+            "loss",
+            "grad_norm",
+            "lr",
+            "tokens",
+            "tokens_per_second",
+            "step_seconds",
+            "comm_seconds_exposed",
+            "comm_bytes",
+            "memory_peak_bytes",
+        ];
+        expected.sort_unstable();
+        assert_eq!(keys, expected);
+        assert_eq!(records[0]["loss"].as_f64().map(|loss| loss as f32), Some(2.610_2));
+        assert_eq!(records[0]["grad_norm"], Value::Null);
+        assert_eq!(records[0]["memory_peak_bytes"]["parameters"], 7);
+        assert_eq!(records[1]["validation_loss"], Value::Null);
+        assert_eq!(records[1]["seconds_to_first_step"], 0.25);
+    }
+
+    #[test]
+    fn resuming_leaves_each_step_once() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        write(&path, 0, 1..=7);
+        write(&path, 5, 6..=8);
+        assert_eq!(steps(&path), [1, 2, 3, 4, 5, 6, 7, 8]);
+        // A crash in the middle of a record leaves part of a line.
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, &text[..text.len() - 5]).unwrap();
+        write(&path, 8, [9]);
+        assert_eq!(steps(&path), [1, 2, 3, 4, 5, 6, 7, 9]);
+        write(&path, 0, [1]);
+        assert_eq!(steps(&path), [1]);
+    }
+
+    #[test]
+    fn does_not_cut_a_file_that_holds_something_else() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        write(&path, 0, 1..=2);
+        let records = std::fs::read_to_string(&path).unwrap();
+        for other in ["no json\n".to_owned(), "{}\n".to_owned(), "x".repeat(LINE_BYTES_MAX as usize + 9)] {
+            let text = format!("{records}{other}{records}");
+            std::fs::write(&path, &text).unwrap();
+            let error = JsonLines::open(path.clone(), 2).unwrap_err();
+            assert!(matches!(error, MetricsError::Damaged { line: 3, .. }), "{error}");
+            assert_eq!(std::fs::read_to_string(&path).unwrap(), text);
+        }
+    }
+}

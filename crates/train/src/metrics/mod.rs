@@ -1,0 +1,126 @@
+//! What is recorded of a run: one [`StepRecord`] a step, as a line of `metrics.jsonl`, as scalars for
+//! TensorBoard, and as a log line.
+//!
+//! Writing a record allocates nothing on the heap and costs one system call a file.
+
+mod event_file;
+mod json_lines;
+mod record;
+
+pub use record::{LogLine, MemoryPeakBytes, StepRecord};
+
+use event_file::EventFile;
+use json_lines::JsonLines;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
+
+/// Metrics cannot be written or taken up again.
+#[derive(Debug, thiserror::Error)]
+pub enum MetricsError {
+    /// A file of metrics cannot be opened.
+    #[error("cannot open the metrics file {}", path.display())]
+    Open {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A record cannot be written, as on a full disk.
+    #[error("cannot write to the metrics file {}", path.display())]
+    Write {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// Records of an earlier run cannot be read.
+    #[error("line {line} of {} is no record of a step; move the file away to go on without it", path.display())]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// The line, counted from 1.
+        line: usize,
+    },
+}
+
+/// Bytes of the buffers in which records are put together: more than the longest record, so that none grows.
+const RECORD_BYTES: usize = 4096;
+
+/// Which files to write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MetricsFiles {
+    /// `metrics.jsonl`.
+    pub jsonl: bool,
+    /// `events.out.tfevents.*`.
+    pub tensorboard: bool,
+}
+
+/// Writes the records of a run into its folder.
+#[derive(Debug)]
+pub struct MetricsWriter {
+    json_lines: Option<JsonLines>,
+    event_file: Option<EventFile>,
+}
+
+impl MetricsWriter {
+    /// Opens the files in `folder`, which exists, to go on after `resumed_step`: 0 for a new run.
+    ///
+    /// `metrics.jsonl` keeps the records up to that step and loses later ones, which the run is about to
+    /// write again. Event files of TensorBoard cannot be cut, as a reader may hold them open: a new one
+    /// starts, which tells the reader to forget the steps after `resumed_step`.
+    pub fn open(folder: &Path, files: MetricsFiles, resumed_step: u64) -> Result<Self, MetricsError> {
+        let json_lines =
+            files.jsonl.then(|| JsonLines::open(folder.join("metrics.jsonl"), resumed_step)).transpose()?;
+        let event_file =
+            files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
+        Ok(MetricsWriter { json_lines, event_file })
+    }
+
+    /// Writes the record of a step to each file.
+    pub fn write(&mut self, record: &StepRecord) -> Result<(), MetricsError> {
+        if let Some(json_lines) = &mut self.json_lines {
+            json_lines.write(record)?;
+        }
+        if let Some(event_file) = &mut self.event_file {
+            event_file.write(record, wall_time())?;
+        }
+        Ok(())
+    }
+}
+
+/// Time since 1970, as event files hold it.
+fn wall_time() -> Duration {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn writes_the_files_that_are_asked_for() {
+        for (jsonl, tensorboard) in [(true, true), (true, false), (false, true), (false, false)] {
+            let folder = tempfile::tempdir().unwrap();
+            let mut writer =
+                MetricsWriter::open(folder.path(), MetricsFiles { jsonl, tensorboard }, 0).unwrap();
+            writer.write(&StepRecord { step: 1, ..StepRecord::default() }).unwrap();
+            let names = || std::fs::read_dir(folder.path()).unwrap().map(|entry| entry.unwrap().file_name());
+            let count =
+                |start: &str| names().filter(|name| name.to_str().unwrap().starts_with(start)).count();
+            assert_eq!(count("metrics.jsonl"), usize::from(jsonl));
+            assert_eq!(count("events.out.tfevents."), usize::from(tensorboard));
+            assert_eq!(names().count(), usize::from(jsonl) + usize::from(tensorboard));
+        }
+    }
+
+    #[test]
+    fn a_missing_folder_is_an_error_that_names_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = MetricsFiles { jsonl: true, tensorboard: true };
+        let error = MetricsWriter::open(&folder.path().join("missing"), files, 0).unwrap_err();
+        assert!(error.to_string().ends_with("missing/metrics.jsonl"), "{error}");
+    }
+}

@@ -1,0 +1,132 @@
+use serde::Serialize;
+use std::fmt;
+
+/// What is recorded of one optimizer step. Numbers that are not finite are written as `null` in JSON.
+#[derive(Debug, Clone, PartialEq, Default, Serialize)]
+pub struct StepRecord {
+    /// The step, counted from 1.
+    pub step: u64,
+    /// Mean cross-entropy over the tokens of the step, in nats.
+    pub loss: f64,
+    /// Global norm of the gradients before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of the step.
+    pub lr: f64,
+    /// Tokens trained on since the beginning of the run.
+    pub tokens: u64,
+    /// Tokens a second of all workers together.
+    pub tokens_per_second: f64,
+    /// Wall time of the step.
+    pub step_seconds: f64,
+    /// Part of the step in which this worker computed nothing because it waited for others.
+    pub comm_seconds_exposed: f64,
+    /// Bytes that this worker sent.
+    pub comm_bytes: u64,
+    /// Most memory held by this worker so far.
+    pub memory_peak_bytes: MemoryPeakBytes,
+    /// Model FLOP/s as a part of the hardware's peak, where the peak is known.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub mfu: Option<f64>,
+    /// Mean cross-entropy over the validation windows, where this step measured it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub validation_loss: Option<f64>,
+    /// Time from the start of the command to the end of its first step, in the record of that step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub seconds_to_first_step: Option<f64>,
+}
+
+/// Most memory held so far, by what it is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize)]
+pub struct MemoryPeakBytes {
+    /// Weights.
+    pub parameters: u64,
+    /// Gradients, with the partial sums of accumulation.
+    pub gradients: u64,
+    /// State of the optimizer.
+    pub optimizer: u64,
+    /// Activations, with the scratch space of kernels.
+    pub activations: u64,
+    /// Buffers of messages.
+    pub communication: u64,
+}
+
+impl MemoryPeakBytes {
+    /// The categories with their names.
+    pub fn categories(&self) -> [(&'static str, u64); 5] {
+        [
+            ("parameters", self.parameters),
+            ("gradients", self.gradients),
+            ("optimizer", self.optimizer),
+            ("activations", self.activations),
+            ("communication", self.communication),
+        ]
+    }
+
+    /// All categories together.
+    pub fn total(&self) -> u64 {
+        self.categories().iter().map(|(_, bytes)| bytes).sum()
+    }
+}
+
+/// A record as a log line: `step: 40  loss: 2.6102  grad_norm: 0.91  tps: 10,842  memory: 0.31GiB`.
+#[derive(Debug, Clone, Copy)]
+pub struct LogLine<'a>(pub &'a StepRecord);
+
+impl fmt::Display for LogLine<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let record = self.0;
+        write!(f, "step: {}  loss: {:.4}", record.step, record.loss)?;
+        if let Some(loss) = record.validation_loss {
+            write!(f, "  validation_loss: {loss:.4}")?;
+        }
+        write!(f, "  grad_norm: {:.2}  tps: ", record.grad_norm)?;
+        write_grouped(f, record.tokens_per_second.round() as u64)?;
+        if let Some(mfu) = record.mfu {
+            write!(f, "  mfu: {:.1}%", 100.0 * mfu)?;
+        }
+        // Always GiB: a unit that changed between lines would make them hard to compare.
+        write!(f, "  memory: {:.2}GiB", record.memory_peak_bytes.total() as f64 / (1_u64 << 30) as f64)
+    }
+}
+
+/// Writes `number` with a comma between groups of three digits.
+fn write_grouped(f: &mut fmt::Formatter<'_>, number: u64) -> fmt::Result {
+    if number < 1000 {
+        return write!(f, "{number}");
+    }
+    write_grouped(f, number / 1000)?;
+    write!(f, ",{:03}", number % 1000)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_log_line_tells_what_is_known() {
+        let mut record = StepRecord {
+            step: 40,
+            loss: 2.610_24,
+            grad_norm: 0.912,
+            tokens_per_second: 10_841.7,
+            memory_peak_bytes: MemoryPeakBytes {
+                parameters: 1 << 28,
+                optimizer: 1 << 26,
+                ..Default::default()
+            },
+            ..StepRecord::default()
+        };
+        assert_eq!(
+            LogLine(&record).to_string(),
+            "step: 40  loss: 2.6102  grad_norm: 0.91  tps: 10,842  memory: 0.31GiB"
+        );
+        record.mfu = Some(0.3119);
+        record.validation_loss = Some(f64::NAN);
+        record.tokens_per_second = 1_002_003.0;
+        assert_eq!(
+            LogLine(&record).to_string(),
+            "step: 40  loss: 2.6102  validation_loss: NaN  grad_norm: 0.91  tps: 1,002,003  mfu: 31.2%  \
+             memory: 0.31GiB"
+        );
+    }
+}

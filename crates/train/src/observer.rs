@@ -1,0 +1,51 @@
+use crate::metrics::StepRecord;
+use std::path::Path;
+
+/// What is known of a run when its first step is about to begin.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RunFacts {
+    /// Family, sizes.
+    pub model: String,
+    /// Number of parameters.
+    pub num_parameters: usize,
+    /// Number of workers.
+    pub world_size: usize,
+    /// Threads of this worker.
+    pub num_threads: usize,
+    /// What carries messages between workers.
+    pub transport: String,
+    /// Tokens to train on.
+    pub num_tokens: u64,
+    /// Tokens in a step of all workers.
+    pub tokens_per_step: u64,
+    /// The step after which the run goes on: 0 for a new run.
+    pub resumed_step: u64,
+    /// The last step.
+    pub steps: u64,
+}
+
+/// Hears what happens during a run. Calls come from the trainer's thread and should be short.
+pub trait Observer {
+    /// Something a user should know and that is no error.
+    fn notice(&mut self, text: &str);
+
+    /// The first step is about to begin.
+    fn begin(&mut self, facts: &RunFacts);
+
+    /// A step has ended.
+    fn step(&mut self, record: &StepRecord);
+
+    /// A checkpoint was written.
+    fn checkpoint(&mut self, step: u64, path: &Path);
+}
+
+/// Tells nobody.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct Silent;
+
+impl Observer for Silent {
+    fn notice(&mut self, _: &str) {}
+    fn begin(&mut self, _: &RunFacts) {}
+    fn step(&mut self, _: &StepRecord) {}
+    fn checkpoint(&mut self, _: u64, _: &Path) {}
+}

@@ -1,0 +1,159 @@
+//! From a config to what a trainer needs: corpus, model, optimizer.
+
+use crate::config::{self, Config, ModelSource};
+use crate::error::TrainError;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use trireme_checkpoint::CONFIG_FILE;
+use trireme_data::{InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
+use trireme_model::{Architecture, ModelConfig};
+use trireme_optim::{AdamWSettings, Decay, LrSchedule, OptimizerKind, SgdSettings};
+use trireme_parallel::Determinism;
+
+/// Prepares the corpus that the config names, unless it is there and nothing has changed. Returns whether it was made
+/// anew.
+pub fn ensure_corpus(config: &Config, progress: &dyn Progress) -> Result<bool, TrainError> {
+    let data = config.data();
+    if data.inputs.is_empty() {
+        return Ok(false);
+    }
+    let options = prepare_options(data);
+    if is_current(&options)? {
+        return Ok(false);
+    }
+    prepare(&options, progress)?;
+    Ok(true)
+}
+
+fn prepare_options(data: &config::Data) -> PrepareOptions {
+    let tokenizer = match (&data.tokenizer, data.train_bpe) {
+        (config::Tokenizer::File(path), _) => TokenizerChoice::File(path.clone()),
+        (config::Tokenizer::Bytes, 0) => TokenizerChoice::Bytes,
+        (config::Tokenizer::Bytes, vocabulary_size) => TokenizerChoice::TrainBpe { vocabulary_size },
+    };
+    PrepareOptions {
+        tokenizer,
+        field: data.field.clone(),
+        extensions: data.extensions.clone(),
+        invalid_utf8: match data.invalid_utf8 {
+            config::InvalidUtf8::Replace => InvalidUtf8::Replace,
+            config::InvalidUtf8::Refuse => InvalidUtf8::Refuse,
+        },
+        validation_fraction: data.validation_fraction,
+        ..PrepareOptions::new(data.inputs.clone(), data.folder.clone())
+    }
+}
+
+/// Threads of one of `local_world_size` workers on this host: as the config says, or an equal share of the cores.
+pub fn local_threads(config: &Config, local_world_size: usize) -> usize {
+    match config.training().threads {
+        0 => std::thread::available_parallelism()
+            .map_or(1, NonZeroUsize::get)
+            .div_ceil(local_world_size.max(1)),
+        threads => threads,
+    }
+}
+
+/// The model that the config describes, for a corpus whose ids lie below `vocabulary_size`; and notices for the user.
+pub fn model_config(
+    config: &Config,
+    vocabulary_size: usize,
+) -> Result<(ModelConfig, Vec<String>), TrainError> {
+    let (model, notices) = match config.model_source() {
+        ModelSource::Inline(architecture) => {
+            (inline_model(config, architecture, vocabulary_size), Vec::new())
+        }
+        ModelSource::File(path) => read_model_config(path)?,
+        ModelSource::InitFrom(folder) => {
+            let path = folder.join(CONFIG_FILE);
+            if !path.is_file() {
+                return Err(TrainError::NoModelConfig { path: folder.to_owned() });
+            }
+            read_model_config(&path)?
+        }
+    };
+    if vocabulary_size > model.vocab_size {
+        let folder = config.data().folder.clone();
+        return Err(TrainError::VocabularyTooSmall {
+            folder,
+            tokenizer: vocabulary_size,
+            model: model.vocab_size,
+        });
+    }
+    let seq_len = config.training().seq_len;
+    if seq_len > model.max_position_embeddings {
+        let max_position_embeddings = model.max_position_embeddings;
+        return Err(TrainError::SequenceTooLong { seq_len, max_position_embeddings });
+    }
+    Ok((model, notices))
+}
+
+fn read_model_config(path: &Path) -> Result<(ModelConfig, Vec<String>), TrainError> {
+    let unreadable = |source| TrainError::ReadModelConfig { path: path.to_owned(), source };
+    let text = fs::read_to_string(path).map_err(unreadable)?;
+    let refused = |source| TrainError::ModelConfig { path: PathBuf::from(path), source };
+    Ok((ModelConfig::from_json(&text).map_err(refused)?, ModelConfig::notices(&text)))
+}
+
+fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_size: usize) -> ModelConfig {
+    let model = config.model();
+    ModelConfig {
+        architecture: match architecture {
+            config::Architecture::Gpt2 => Architecture::Gpt2,
+            config::Architecture::Llama => Architecture::Llama,
+        },
+        vocab_size: if model.vocab_size == 0 { vocabulary_size } else { model.vocab_size },
+        hidden_size: model.hidden_size,
+        num_layers: model.num_layers,
+        num_heads: model.num_heads,
+        num_kv_heads: model.num_kv_heads,
+        head_dim: model.hidden_size / model.num_heads,
+        intermediate_size: model.intermediate_size,
+        max_position_embeddings: model.max_position_embeddings,
+        norm_epsilon: model.norm_eps as f32,
+        tie_word_embeddings: model.tie_word_embeddings,
+        rope_theta: model.rope_theta,
+        attention_bias: architecture == config::Architecture::Gpt2,
+        mlp_bias: architecture == config::Architecture::Gpt2,
+        initializer_range: model.initializer_range as f32,
+    }
+}
+
+pub(crate) fn optimizer_kind(optimizer: &config::Optimizer) -> OptimizerKind {
+    match optimizer.name {
+        config::OptimizerName::AdamW => OptimizerKind::AdamW(AdamWSettings {
+            beta1: optimizer.beta1 as f32,
+            beta2: optimizer.beta2 as f32,
+            epsilon: optimizer.eps as f32,
+        }),
+        config::OptimizerName::Sgd => OptimizerKind::Sgd(SgdSettings {
+            momentum: optimizer.momentum as f32,
+            nesterov: optimizer.nesterov,
+        }),
+    }
+}
+
+pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
+    let scheduler = config.lr_scheduler();
+    LrSchedule {
+        peak: config.optimizer().lr,
+        warmup_steps: scheduler.warmup_steps,
+        decay: match scheduler.decay {
+            config::Decay::Constant => Decay::Constant,
+            config::Decay::Cosine => Decay::Cosine,
+            config::Decay::Linear => Decay::Linear,
+            config::Decay::Wsd => Decay::WarmupStableDecay,
+        },
+        decay_steps: scheduler.decay_steps,
+        total_steps: config.training().steps,
+        min_factor: scheduler.min_lr_factor,
+    }
+}
+
+pub(crate) fn determinism(config: &Config) -> Determinism {
+    match config.training().determinism {
+        config::Determinism::Layout => Determinism::Layout,
+        config::Determinism::Run => Determinism::Run,
+    }
+}

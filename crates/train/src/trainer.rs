@@ -1,0 +1,368 @@
+//! The loop of a run on one rank.
+
+use crate::checkpointing::{RunFiles, TrainingState, find_resume, restore, write_checkpoint};
+use crate::config::{Config, Resume};
+use crate::error::TrainError;
+use crate::metrics::{MemoryPeakBytes, MetricsFiles, MetricsWriter, StepRecord};
+use crate::observer::{Observer, RunFacts};
+use crate::setup::{determinism, lr_schedule, model_config, optimizer_kind};
+use crate::validation::Validation;
+use crate::weights::read_weights;
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use trireme_base::Rank;
+use trireme_checkpoint::ModelSource;
+use trireme_comm::Group;
+use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
+use trireme_model::{Batch, Model};
+use trireme_optim::{LrSchedule, Optimizer};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_schedule::single;
+use trireme_tensor::{Category, Device, DeviceOptions};
+
+/// What a trainer needs to know of its process.
+#[derive(Debug, Clone, Copy)]
+pub struct TrainerOptions {
+    /// Threads of this worker.
+    pub num_threads: usize,
+    /// When the command started, for `seconds_to_first_step`.
+    pub started: Instant,
+}
+
+/// What a run has come to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RunSummary {
+    /// Steps done, those of earlier runs included.
+    pub step: u64,
+    /// Loss of the last step of this run, if it made any.
+    pub loss: Option<f64>,
+    /// Last validation loss.
+    pub validation_loss: Option<f64>,
+    /// Last checkpoint that was written.
+    pub checkpoint: Option<PathBuf>,
+    /// From the start of the command to the end of the first step of this run.
+    pub seconds_to_first_step: Option<f64>,
+}
+
+/// One rank of a run.
+pub struct Trainer<'a> {
+    config: &'a Config,
+    observer: &'a mut dyn Observer,
+    options: TrainerOptions,
+    executor: Executor,
+    train: TokenFile,
+    sampler: Sampler,
+    validation: Option<Validation>,
+    schedule: LrSchedule,
+    state: TrainingState,
+    files: RunFiles,
+    metrics: Option<MetricsWriter>,
+    tokenizer: Tokenizer,
+    batches: Vec<Batch>,
+    window: Vec<u32>,
+    comm_bytes: u64,
+    /// Kept locked while the run goes on.
+    _lock: Option<File>,
+}
+
+impl<'a> Trainer<'a> {
+    /// Opens the corpus, builds the model, loads what there is to go on from, and opens the run's files. Collective:
+    /// all ranks of `group` call it with the same config.
+    pub fn new(
+        config: &'a Config,
+        group: Group,
+        options: TrainerOptions,
+        observer: &'a mut dyn Observer,
+    ) -> Result<Self, TrainError> {
+        let training = config.training();
+        let run_folder = config.run_folder();
+        let is_root = group.rank() == Rank::ROOT;
+        let lock = if is_root { Some(lock_run_folder(&run_folder)?) } else { None };
+        if is_root && config.checkpoint().resume == Resume::Never {
+            set_aside(&run_folder, observer)?;
+        }
+        let data_folder = &config.data().folder;
+        let Corpus { train, validation, report } = Corpus::open(data_folder)?;
+        let tokenizer = Tokenizer::load(data_folder)?;
+        let (model, notices) = model_config(config, train.vocabulary_size())?;
+        notices.iter().for_each(|notice| observer.notice(notice));
+        let sampler = Sampler::shuffled(train.num_tokens(), training.seq_len, training.seed)?;
+        let (batch_size, seq_len) = (training.local_batch_size, training.seq_len);
+        let new_validation =
+            |tokens| Validation::new(tokens, training.validation_windows, batch_size, seq_len, &group);
+        let validation = validation.map(new_validation).transpose()?;
+
+        let device = Device::cpu(DeviceOptions { num_threads: options.num_threads })?;
+        let model_json = format!("{:#}\n", model.to_json());
+        let expected = TrainingState {
+            step: 0,
+            next_sample: 0,
+            tokens: 0,
+            seed: training.seed,
+            seq_len,
+            corpus: report.fingerprint.clone(),
+            corpus_tokens: train.num_tokens(),
+        };
+        let mut executor = build_executor(config, Model::new(model, &device)?, group, &device)?;
+        let checkpoint = find_resume(config, &executor, observer)?;
+        let state = match checkpoint {
+            Some(checkpoint) => restore(&checkpoint, &mut executor, &expected)?,
+            None => expected,
+        };
+        executor.check_replicas()?;
+
+        let files = RunFiles { config_toml: config.to_toml(), model_json };
+        let metrics = if is_root { Some(open_run(config, &files, &executor, state.step)?) } else { None };
+        Ok(Trainer {
+            config,
+            observer,
+            options,
+            executor,
+            train,
+            sampler,
+            validation,
+            schedule: lr_schedule(config),
+            state,
+            files,
+            metrics,
+            tokenizer,
+            batches: Vec::new(),
+            window: vec![0; seq_len + 1],
+            comm_bytes: 0,
+            _lock: lock,
+        })
+    }
+
+    /// Trains to the last step. Collective.
+    pub fn run(&mut self) -> Result<RunSummary, TrainError> {
+        let training = self.config.training();
+        self.observer.begin(&self.facts());
+        let mut summary = RunSummary {
+            step: self.state.step,
+            loss: None,
+            validation_loss: None,
+            checkpoint: None,
+            seconds_to_first_step: None,
+        };
+        while self.state.step < training.steps {
+            let mut record = self.step()?;
+            if summary.seconds_to_first_step.is_none() {
+                record.seconds_to_first_step = Some(self.options.started.elapsed().as_secs_f64());
+                summary.seconds_to_first_step = record.seconds_to_first_step;
+            }
+            let step = self.state.step;
+            let is_last = step == training.steps;
+            let interval = training.validation_interval;
+            if is_last || (interval > 0 && step.is_multiple_of(interval)) {
+                record.validation_loss = self.validate()?;
+                summary.validation_loss = record.validation_loss.or(summary.validation_loss);
+            }
+            if let Some(metrics) = &mut self.metrics {
+                metrics.write(&record)?;
+            }
+            self.observer.step(&record);
+            (summary.step, summary.loss) = (step, Some(record.loss));
+            let checkpoint = self.config.checkpoint();
+            if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
+                summary.checkpoint = Some(self.save_checkpoint()?);
+            }
+        }
+        Ok(summary)
+    }
+
+    /// One training step.
+    pub fn step(&mut self) -> Result<StepRecord, TrainError> {
+        let began = Instant::now();
+        let training = self.config.training();
+        self.load_batches()?;
+        let step = self.state.step + 1;
+        let lr = self.schedule.lr(step);
+        let grad_norm =
+            if training.max_norm > 0.0 { GradNorm::Clip(training.max_norm) } else { GradNorm::Measure };
+        let plan = StepPlan { step, lr, grad_norm };
+        let outcome = self.executor.run(plan, &mut self.batches.drain(..))?;
+        let tokens = self.config.tokens_per_step();
+        self.state.step = step;
+        self.state.next_sample += training.global_batch_size as u64;
+        self.state.tokens += tokens;
+        let step_seconds = began.elapsed().as_secs_f64();
+        let comm_bytes = self.executor.group().statistics().payload_bytes;
+        let bytes_before = std::mem::replace(&mut self.comm_bytes, comm_bytes);
+        Ok(StepRecord {
+            step,
+            loss: outcome.loss,
+            grad_norm: outcome.grad_norm.unwrap_or(f64::NAN),
+            lr,
+            tokens: self.state.tokens,
+            tokens_per_second: tokens as f64 / step_seconds,
+            step_seconds,
+            comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
+            comm_bytes: comm_bytes - bytes_before,
+            memory_peak_bytes: memory_peaks(self.executor.device()),
+            ..StepRecord::default()
+        })
+    }
+
+    /// This rank's microbatches of the next step: a contiguous range of the global ones.
+    fn load_batches(&mut self) -> Result<(), TrainError> {
+        let training = self.config.training();
+        let per_rank = self.config.num_microbatches();
+        let first = self.executor.group().rank().0 * per_rank;
+        for microbatch in first..first + per_rank {
+            let mut batch =
+                Batch::zeros(self.executor.device(), training.local_batch_size, training.seq_len)?;
+            for row in 0..training.local_batch_size {
+                let index = self.state.next_sample + (microbatch * training.local_batch_size + row) as u64;
+                self.train.read_window(self.sampler.window(index).start, &mut self.window)?;
+                batch.set_row(row, &self.window);
+            }
+            self.batches.push(batch);
+        }
+        Ok(())
+    }
+
+    /// Mean loss on the held-out text, if any was held out. Collective.
+    pub fn validate(&mut self) -> Result<Option<f64>, TrainError> {
+        self.validation.as_mut().map(|validation| validation.run(&mut self.executor)).transpose()
+    }
+
+    fn save_checkpoint(&mut self) -> Result<PathBuf, TrainError> {
+        let keep = self.config.checkpoint().keep_latest_k;
+        let folder = self.config.run_folder();
+        let path =
+            write_checkpoint(&self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep)?;
+        self.observer.checkpoint(self.state.step, &path);
+        Ok(path)
+    }
+
+    fn facts(&self) -> RunFacts {
+        let model = self.executor.model().config();
+        RunFacts {
+            model: format!(
+                "{} with {} layers of width {}, {} heads, vocabulary {}",
+                model.architecture.name(),
+                model.num_layers,
+                model.hidden_size,
+                model.num_heads,
+                model.vocab_size
+            ),
+            num_parameters: self.executor.model().table().num_elements(),
+            world_size: self.executor.group().world_size(),
+            num_threads: self.options.num_threads,
+            transport: self.executor.group().transport().to_string(),
+            num_tokens: self.train.num_tokens(),
+            tokens_per_step: self.config.tokens_per_step(),
+            resumed_step: self.state.step,
+            steps: self.config.training().steps,
+        }
+    }
+
+    /// Model, parameters and device.
+    pub fn executor(&self) -> &Executor {
+        &self.executor
+    }
+
+    /// The corpus' tokenizer.
+    pub fn tokenizer(&self) -> &Tokenizer {
+        &self.tokenizer
+    }
+
+    /// The tokens trained on, and those held out.
+    pub fn tokens(&self) -> (&TokenFile, Option<&TokenFile>) {
+        (&self.train, self.validation.as_ref().map(Validation::tokens))
+    }
+}
+
+fn build_executor(
+    config: &Config,
+    model: Model,
+    group: Group,
+    device: &Device,
+) -> Result<Executor, TrainError> {
+    let (training, optimizer) = (config.training(), config.optimizer());
+    let mut parameters = model.initial_parameters(device, training.seed)?;
+    if let Some(folder) = &config.model().init_from {
+        read_weights(&ModelSource::open(folder)?.weights(), &model, &mut parameters)?;
+    }
+    let optimizer = Optimizer::new(
+        optimizer_kind(optimizer),
+        optimizer.weight_decay as f32,
+        optimizer.decay_norms_and_biases,
+        model.table(),
+        device,
+    )?;
+    let program = single::program(model.num_units(), config.num_microbatches());
+    let options = ExecutorOptions {
+        determinism: determinism(config),
+        local_batch_size: training.local_batch_size,
+        seq_len: training.seq_len,
+    };
+    Ok(Executor::new(model, parameters, optimizer, group.into(), device, program, options)?)
+}
+
+/// Writes the run's description and opens its metrics.
+fn open_run(
+    config: &Config,
+    files: &RunFiles,
+    executor: &Executor,
+    resumed_step: u64,
+) -> Result<MetricsWriter, TrainError> {
+    let folder = config.run_folder();
+    let write = |name: &str, contents: &str| {
+        let path = folder.join(name);
+        fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
+    };
+    write("config.toml", &files.config_toml)?;
+    write("program.txt", &executor.program().to_string())?;
+    let metrics = config.metrics();
+    let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
+    Ok(MetricsWriter::open(&folder, which, resumed_step)?)
+}
+
+fn lock_run_folder(folder: &Path) -> Result<File, TrainError> {
+    let path = folder.join(".lock");
+    let failed = |source| TrainError::RunFolder { path: path.clone(), source };
+    fs::create_dir_all(folder).map_err(failed)?;
+    let lock = File::create(&path).map_err(failed)?;
+    match lock.try_lock() {
+        Ok(()) => Ok(lock),
+        Err(TryLockError::WouldBlock) => Err(TrainError::RunInUse { path: folder.to_owned() }),
+        Err(TryLockError::Error(source)) => Err(failed(source)),
+    }
+}
+
+/// Moves what an earlier run left in `folder` into `previous-K` there, so that a new run begins and nothing is lost.
+fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<(), TrainError> {
+    let failed = |source| TrainError::RunFolder { path: folder.to_owned(), source };
+    let mut names = Vec::new();
+    for entry in fs::read_dir(folder).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let text = name.to_string_lossy();
+        if text == "checkpoints" || text == "metrics.jsonl" || text.starts_with("events.out.tfevents.") {
+            names.push(name);
+        }
+    }
+    if names.is_empty() {
+        return Ok(());
+    }
+    let free = (1..).map(|index| folder.join(format!("previous-{index}"))).find(|path| !path.exists());
+    let previous = free.expect("there are more numbers than folders");
+    fs::create_dir(&previous).map_err(failed)?;
+    for name in names {
+        fs::rename(folder.join(&name), previous.join(&name)).map_err(failed)?;
+    }
+    observer.notice(&format!("the earlier run was moved to {}", previous.display()));
+    Ok(())
+}
+
+fn memory_peaks(device: &Device) -> MemoryPeakBytes {
+    let peak = |category| device.memory().usage(category).peak as u64;
+    MemoryPeakBytes {
+        parameters: peak(Category::Parameters),
+        gradients: peak(Category::Gradients),
+        optimizer: peak(Category::Optimizer),
+        activations: peak(Category::Activations),
+        communication: peak(Category::Communication),
+    }
+}

@@ -1,0 +1,69 @@
+//! Loss on held-out text.
+
+use crate::error::TrainError;
+use trireme_base::ReduceOp;
+use trireme_comm::{Buffer, Group};
+use trireme_data::{Sampler, TokenFile};
+use trireme_model::Batch;
+use trireme_parallel::Executor;
+
+/// The windows of a validation, shared out among the ranks.
+pub(crate) struct Validation {
+    tokens: TokenFile,
+    sampler: Sampler,
+    num_windows: usize,
+    batch_size: usize,
+    seq_len: usize,
+    /// One loss a batch; a rank fills in its own, and the sum over ranks is exact, for the others add zeros.
+    losses: Option<Buffer<f64>>,
+    window: Vec<u32>,
+}
+
+impl Validation {
+    /// The first `num_windows` windows of `tokens` in the order of the file (0: all). Collective.
+    pub(crate) fn new(
+        tokens: TokenFile,
+        num_windows: usize,
+        batch_size: usize,
+        seq_len: usize,
+        group: &Group,
+    ) -> Result<Self, TrainError> {
+        let sampler = Sampler::sequential(tokens.num_tokens(), seq_len)?;
+        let available = usize::try_from(sampler.num_windows()).unwrap_or(usize::MAX);
+        let num_windows = if num_windows == 0 { available } else { available.min(num_windows) };
+        let losses = Some(group.buffer(num_windows.div_ceil(batch_size))?);
+        let window = vec![0; seq_len + 1];
+        Ok(Validation { tokens, sampler, num_windows, batch_size, seq_len, losses, window })
+    }
+
+    /// The tokens validated on.
+    pub(crate) fn tokens(&self) -> &TokenFile {
+        &self.tokens
+    }
+
+    /// Mean loss in nats a token; the same bits for any number of ranks. Collective.
+    pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<f64, TrainError> {
+        let (rank, world_size) = (executor.group().rank().0, executor.group().world_size());
+        let mut losses = self.losses.take().expect("validations follow each other");
+        losses.fill(0.0);
+        for (index, loss) in losses.iter_mut().enumerate().skip(rank).step_by(world_size) {
+            *loss = self.batch_loss(index, executor)?;
+        }
+        let losses = executor.group().all_reduce(losses, ReduceOp::Sum).wait()?;
+        let sum: f64 = losses.iter().sum();
+        self.losses = Some(losses);
+        Ok(sum / (self.num_windows * self.seq_len) as f64)
+    }
+
+    fn batch_loss(&mut self, index: usize, executor: &mut Executor) -> Result<f64, TrainError> {
+        let first = index * self.batch_size;
+        let rows = self.batch_size.min(self.num_windows - first);
+        let mut batch = Batch::zeros(executor.device(), rows, self.seq_len)?;
+        for row in 0..rows {
+            let window = self.sampler.window((first + row) as u64);
+            self.tokens.read_window(window.start, &mut self.window)?;
+            batch.set_row(row, &self.window);
+        }
+        Ok(executor.evaluate(batch)?)
+    }
+}

@@ -1,0 +1,101 @@
+//! Weights from checkpoints and Hugging Face directories.
+
+use crate::error::TrainError;
+use std::path::Path;
+use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
+use trireme_model::{Model, ModelConfig};
+use trireme_parallel::parameter_placements;
+use trireme_plan::{Extent, Mesh};
+use trireme_tensor::{Category, Device, Parameters};
+
+/// A model with its weights, for use without training.
+#[derive(Debug)]
+pub struct LoadedModel {
+    /// The model.
+    pub model: Model,
+    /// Its weights.
+    pub parameters: Parameters,
+    /// What the user should know: newer checkpoints that were passed over, settings without effect.
+    pub notices: Vec<String>,
+}
+
+/// Loads the model of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory.
+pub fn load_model(path: &Path, device: &Device) -> Result<LoadedModel, TrainError> {
+    let source = ModelSource::open(path)?;
+    let missing = || TrainError::NoModelConfig { path: source.path().to_owned() };
+    let text = source.read_file(CONFIG_FILE)?.ok_or_else(missing)?;
+    let text = String::from_utf8_lossy(&text);
+    let file = source.path().join(CONFIG_FILE);
+    let config = ModelConfig::from_json(&text)
+        .map_err(|error| TrainError::ModelConfig { path: file, source: error })?;
+    let mut notices = ModelConfig::notices(&text);
+    if let ModelSource::Checkpoint { skipped, .. } = &source {
+        notices.extend(
+            skipped
+                .iter()
+                .map(|skipped| format!("passed over {}: {}", skipped.path.display(), skipped.reason)),
+        );
+    }
+    let model = Model::new(config, device)?;
+    let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
+    read_weights(&source.weights(), &model, &mut parameters)?;
+    Ok(LoadedModel { model, parameters, notices })
+}
+
+/// Reads every parameter of `model`; missing, extra and mis-shaped tensors are errors, all named at once.
+pub(crate) fn read_weights(
+    stored: &StoredTensors,
+    model: &Model,
+    parameters: &mut Parameters,
+) -> Result<(), TrainError> {
+    let tied = model.config().tie_word_embeddings;
+    let stored = stored.renamed(|name| canonical_name(name, tied))?;
+    stored.check_against(&parameter_placements(model.table(), &Mesh::data_parallel(1)))?;
+    read_parameters(&stored, "", parameters)
+}
+
+/// Reads `prefix + name` for every parameter.
+pub(crate) fn read_parameters(
+    stored: &StoredTensors,
+    prefix: &str,
+    parameters: &mut Parameters,
+) -> Result<(), TrainError> {
+    parameters.for_each_mut(|info, values| {
+        let name = format!("{prefix}{}", info.name);
+        let extent = Extent::whole(info.shape.dims());
+        Ok(stored.read_into(&name, &extent, bytemuck::cast_slice_mut(values))?)
+    })
+}
+
+/// The name under which transformers saves a tensor; `None` for what is no parameter of its own.
+///
+/// The first GPT-2 checkpoints lack the leading `transformer.` and hold the causal mask; old llama
+/// checkpoints hold the rotary frequencies; some files repeat a tied output layer.
+fn canonical_name(name: &str, tied: bool) -> Option<String> {
+    let is_mask = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
+    if is_mask || name.ends_with(".rotary_emb.inv_freq") || (tied && name == "lm_head.weight") {
+        return None;
+    }
+    let bare_gpt2 = ["wte.", "wpe.", "h.", "ln_f."].iter().any(|start| name.starts_with(start));
+    Some(if bare_gpt2 { format!("transformer.{name}") } else { name.to_owned() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_old_files_become_those_of_today() {
+        let canonical = |name, tied| canonical_name(name, tied);
+        assert_eq!(canonical("h.0.ln_1.weight", true).as_deref(), Some("transformer.h.0.ln_1.weight"));
+        assert_eq!(canonical("transformer.wte.weight", true).as_deref(), Some("transformer.wte.weight"));
+        assert_eq!(canonical("h.0.attn.bias", true), None);
+        assert_eq!(canonical("model.layers.0.self_attn.rotary_emb.inv_freq", false), None);
+        assert_eq!(canonical("lm_head.weight", true), None);
+        assert_eq!(canonical("lm_head.weight", false).as_deref(), Some("lm_head.weight"));
+        assert_eq!(
+            canonical("transformer.h.0.attn.c_attn.bias", true).as_deref(),
+            Some("transformer.h.0.attn.c_attn.bias")
+        );
+    }
+}
