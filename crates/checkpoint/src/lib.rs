@@ -50,7 +50,7 @@ pub use export::{ModelExport, SHARD_BYTES_MAX, export};
 pub use files::ExtraFile;
 pub use folder::{LatestCheckpoint, SkippedCheckpoint, find_latest, list_checkpoints};
 pub use hugging_face::HuggingFaceDirectory;
-pub use model_source::{ModelSource, checkpoints_folder};
+pub use model_source::{CHECKPOINTS_FOLDER, ModelSource, checkpoints_folder};
 pub use safetensors::Dtype as StoredDType;
 pub use save::{LocalTensor, Snapshot, save};
 pub use save_plan::{PART_BYTES_MAX, WritePart, plan_save};

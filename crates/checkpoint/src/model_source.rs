@@ -7,7 +7,7 @@ use crate::stored::StoredTensors;
 use std::path::{Path, PathBuf};
 
 /// The subfolder of a run's folder with its checkpoints.
-const CHECKPOINTS_FOLDER: &str = "checkpoints";
+pub const CHECKPOINTS_FOLDER: &str = "checkpoints";
 
 /// Whatever a path given by a user holds that has a model's weights.
 #[derive(Debug)]

@@ -180,6 +180,15 @@ impl Group {
         Ok(Buffer::from_storage(storage))
     }
 
+    /// Bytes of its peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` the part
+    /// that this rank reduces, in every peer's buffer; else none.
+    pub fn peer_bytes_mapped(&self, num_bytes: usize) -> usize {
+        match self.transport {
+            TransportKind::Shm => num_bytes.div_ceil(self.world_size) * (self.world_size - 1),
+            _ => 0,
+        }
+    }
+
     /// Replaces each element by the reduction of all ranks' elements, in the canonical order of
     /// [`trireme_schedule::collective`], where steps and bytes are listed too.
     pub fn all_reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {

@@ -77,7 +77,9 @@ impl Gradients {
         let mut units = Vec::new();
         for unit in table.units() {
             let buffer = group.buffer::<f32>(unit.num_elements)?;
-            device.memory().add(Category::Gradients, size_of_val(&*buffer));
+            let num_bytes = size_of_val(&*buffer);
+            device.memory().add(Category::Gradients, num_bytes);
+            device.memory().add(Category::Communication, group.peer_bytes_mapped(num_bytes));
             units.push(UnitGradient {
                 shape: [unit.num_elements].into(),
                 reducible: Some(buffer),

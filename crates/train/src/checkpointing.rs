@@ -8,8 +8,8 @@ use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use trireme_base::Rank;
 use trireme_checkpoint::{
-    CONFIG_FILE, Checkpoint, ExtraFile, LatestCheckpoint, LocalTensor, OPTIMIZER_PREFIX, Snapshot,
-    checkpoints_folder, find_latest, save,
+    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, ExtraFile, LatestCheckpoint, LocalTensor, OPTIMIZER_PREFIX,
+    Snapshot, find_latest, list_checkpoints, save,
 };
 use trireme_data::Tokenizer;
 use trireme_parallel::{Executor, parameter_placements};
@@ -88,7 +88,7 @@ pub(crate) fn write_checkpoint(
     let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
     let snapshot =
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
-    Ok(save(group, &checkpoints_folder(run_folder), &snapshot, keep_latest_k)?)
+    Ok(save(group, &run_folder.join(CHECKPOINTS_FOLDER), &snapshot, keep_latest_k)?)
 }
 
 fn add_tensors<'a>(tensors: &mut Vec<LocalTensor<'a>>, prefix: &str, values: &'a Parameters, mesh: &Mesh) {
@@ -134,12 +134,21 @@ fn choose_checkpoint(config: &Config, observer: &mut dyn Observer) -> Result<Opt
         Resume::From(path) => Ok(Some(Checkpoint::open(path)?)),
         Resume::Auto => {
             let LatestCheckpoint { checkpoint, skipped } =
-                find_latest(&checkpoints_folder(&config.run_folder()))?;
+                find_latest(&config.run_folder().join(CHECKPOINTS_FOLDER))?;
             for skipped in skipped {
                 observer.notice(&format!("passed over {}: {}", skipped.path.display(), skipped.reason));
             }
             Ok(checkpoint)
         }
+    }
+}
+
+/// Refuses to go on after `step` where later checkpoints are: the run's next ones could not be told from them.
+pub(crate) fn check_newest(run_folder: &Path, step: u64) -> Result<(), TrainError> {
+    let folder = run_folder.join(CHECKPOINTS_FOLDER);
+    match list_checkpoints(&folder)?.last() {
+        Some(&(newest, _)) if newest > step => Err(TrainError::NewerCheckpoints { step, newest, folder }),
+        _ => Ok(()),
     }
 }
 

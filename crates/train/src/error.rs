@@ -90,6 +90,20 @@ pub enum TrainError {
         /// In this run.
         expected: String,
     },
+    /// Going on from a checkpoint would fork the run within one folder.
+    #[error(
+        "going on after step {step}, but {} holds checkpoints up to step {newest}; set another [run] name to branch off, or move them \
+         away",
+        folder.display()
+    )]
+    NewerCheckpoints {
+        /// The step to go on after.
+        step: u64,
+        /// The newest step in the folder.
+        newest: u64,
+        /// The run's checkpoints.
+        folder: PathBuf,
+    },
     /// The state in a checkpoint makes no sense.
     #[error("the training state in {} cannot be read", path.display())]
     ResumeState {

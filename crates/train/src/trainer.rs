@@ -1,6 +1,6 @@
 //! The loop of a run on one rank.
 
-use crate::checkpointing::{RunFiles, TrainingState, find_resume, restore, write_checkpoint};
+use crate::checkpointing::{RunFiles, TrainingState, check_newest, find_resume, restore, write_checkpoint};
 use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, MetricsFiles, MetricsWriter, StepRecord};
@@ -110,6 +110,9 @@ impl<'a> Trainer<'a> {
             Some(checkpoint) => restore(&checkpoint, &mut executor, &expected)?,
             None => expected,
         };
+        if is_root && config.checkpoint().enable {
+            check_newest(&run_folder, state.step)?;
+        }
         executor.check_replicas()?;
 
         let files = RunFiles { config_toml: config.to_toml(), model_json };
@@ -136,6 +139,11 @@ impl<'a> Trainer<'a> {
 
     /// Trains to the last step. Collective.
     pub fn run(&mut self) -> Result<RunSummary, TrainError> {
+        self.run_until(self.config.training().steps)
+    }
+
+    /// Trains until step `end` is done, or the last step if that comes first. Collective.
+    pub fn run_until(&mut self, end: u64) -> Result<RunSummary, TrainError> {
         let training = self.config.training();
         self.observer.begin(&self.facts());
         let mut summary = RunSummary {
@@ -145,7 +153,7 @@ impl<'a> Trainer<'a> {
             checkpoint: None,
             seconds_to_first_step: None,
         };
-        while self.state.step < training.steps {
+        while self.state.step < end.min(training.steps) {
             let mut record = self.step()?;
             if summary.seconds_to_first_step.is_none() {
                 record.seconds_to_first_step = Some(self.options.started.elapsed().as_secs_f64());

@@ -39,7 +39,8 @@ pub(super) struct EventFile {
 }
 
 impl EventFile {
-    /// Creates `events.out.tfevents.<seconds since 1970>.<host>.<process id>` in `folder`.
+    /// Creates `events.out.tfevents.<seconds since 1970>.<host>.<process id>.<number>` in `folder`; the number tells
+    /// apart what one process begins within one second.
     ///
     /// It begins with the format's version. After a resume it tells readers to forget what earlier
     /// files of the folder hold for steps after `resumed_step`.
@@ -50,10 +51,14 @@ impl EventFile {
     ) -> Result<Self, MetricsError> {
         let host = rustix::system::uname().nodename().to_string_lossy().replace('/', "-");
         let name = format!("events.out.tfevents.{}.{host}.{}", wall_time.as_secs(), std::process::id());
-        let path = folder.join(name);
-        let file = match OpenOptions::new().write(true).create_new(true).open(&path) {
-            Ok(file) => file,
-            Err(source) => return Err(MetricsError::Open { path, source }),
+        let mut number = 0;
+        let (path, file) = loop {
+            let path = folder.join(format!("{name}.{number}"));
+            match OpenOptions::new().write(true).create_new(true).open(&path) {
+                Ok(file) => break (path, file),
+                Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => number += 1,
+                Err(source) => return Err(MetricsError::Open { path, source }),
+            }
         };
         let buffer = || Vec::with_capacity(RECORD_BYTES);
         let mut events = EventFile { path, file, summary: buffer(), event: buffer(), record: buffer() };

@@ -1,0 +1,127 @@
+//! A run that was cut in two is the run that was not, to the last bit.
+
+mod common;
+
+use common::{job, trainer};
+use std::path::Path;
+use trireme_testkit::run_ranks;
+use trireme_train::config::Config;
+use trireme_train::metrics::StepRecord;
+use trireme_train::{Observer, RunFacts};
+
+/// Keeps the bits of what each step found.
+#[derive(Default)]
+struct Bits(Vec<(u64, u64, u64, Option<u64>)>);
+
+impl Observer for Bits {
+    fn notice(&mut self, _: &str) {}
+    fn begin(&mut self, _: &RunFacts) {}
+    fn checkpoint(&mut self, _: u64, _: &Path) {}
+
+    fn step(&mut self, record: &StepRecord) {
+        let validation = record.validation_loss.map(f64::to_bits);
+        self.0.push((record.step, record.loss.to_bits(), record.grad_norm.to_bits(), validation));
+    }
+}
+
+type Found = (Vec<(u64, u64, u64, Option<u64>)>, Vec<u32>);
+
+/// Steps of rank 0, and its parameters at the end.
+fn train(config: &Config) -> Found {
+    let ranks = run_ranks(config.world_size(), |group| {
+        let mut bits = Bits::default();
+        let mut trainer = trainer(config, group, &mut bits);
+        trainer.run().unwrap();
+        let parameters = trainer.executor().parameters();
+        let units = 0..parameters.table().units().len();
+        let weights =
+            units.flat_map(|unit| parameters.flat(unit).f32s().to_vec()).map(f32::to_bits).collect();
+        drop(trainer);
+        (bits.0, weights)
+    });
+    assert!(ranks.iter().all(|rank| *rank == ranks[0]), "ranks agree");
+    ranks.into_iter().next().unwrap()
+}
+
+#[test]
+fn twenty_steps_are_ten_and_ten_on_any_number_of_workers() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = train(&job(folder.path(), "whole", 1, 20, &[]));
+    assert_eq!(whole.0.len(), 20);
+    assert!(whole.0[4].3.is_some() && whole.0[3].3.is_none(), "validated every five steps");
+    for (first, second) in [(1, 1), (1, 2), (4, 1), (2, 4)] {
+        let name = format!("{first}-then-{second}");
+        let mut found = train(&job(folder.path(), &name, first, 10, &[])).0;
+        let rest = train(&job(folder.path(), &name, second, 20, &[]));
+        found.extend(&rest.0);
+        // The tenth step is the last of its run, and so validated; so is the tenth of the whole.
+        assert!(found == whole.0, "{name}: losses differ: {found:?} {:?}", whole.0);
+        assert!(rest.1 == whole.1, "{name}: weights differ");
+    }
+}
+
+#[test]
+fn metrics_hold_every_step_once_after_a_crash_between_checkpoints() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = train(&job(folder.path(), "whole", 2, 12, &[]));
+    let config = job(folder.path(), "crash", 2, 12, &[]);
+    // Eight steps, of which the checkpoint after five survives.
+    run_ranks(2, |group| {
+        let mut observer = trireme_train::Silent;
+        let mut short = trainer(&config, group, &mut observer);
+        short.run_until(8).unwrap();
+    });
+    let rest = train(&config);
+    assert!(rest.0[..] == whole.0[5..] && rest.1 == whole.1, "the run goes on after step 5");
+    let lines = std::fs::read_to_string(config.run_folder().join("metrics.jsonl")).unwrap();
+    let steps: Vec<u64> = lines
+        .lines()
+        .map(|line| serde_json::from_str::<serde_json::Value>(line).unwrap()["step"].as_u64().unwrap())
+        .collect();
+    assert_eq!(steps, (1..=12).collect::<Vec<u64>>());
+}
+
+#[test]
+fn another_order_of_samples_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    train(&job(folder.path(), "run", 1, 5, &[]));
+    for (key, what) in
+        [("training.seed=3", "seed 0, and this run has 3"), ("training.seq_len=20", "seq_len 24")]
+    {
+        // The model must not change with seq_len.
+        let config = job(folder.path(), "run", 1, 10, &[key, "model.max_position_embeddings=24"]);
+        let options = trireme_train::TrainerOptions { num_threads: 1, started: std::time::Instant::now() };
+        let mut observer = trireme_train::Silent;
+        let error = trireme_train::Trainer::new(&config, trireme_comm::single(), options, &mut observer);
+        let error = error.err().expect("a refusal").to_string();
+        assert!(error.contains(what) && error.contains("step-5"), "{error}");
+    }
+}
+
+#[test]
+fn starting_anew_moves_the_earlier_run_aside() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = train(&job(folder.path(), "run", 1, 5, &[]));
+    let config = job(folder.path(), "run", 1, 5, &["checkpoint.resume=never"]);
+    assert!(train(&config) == first);
+    let run = config.run_folder();
+    assert!(run.join("previous-1/checkpoints/step-5").is_dir() && run.join("checkpoints/step-5").is_dir());
+}
+
+#[test]
+fn a_fork_within_one_folder_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = job(folder.path(), "run", 1, 10, &[]);
+    train(&config);
+    let older = config.run_folder().join("checkpoints/step-5");
+    let resume = format!("checkpoint.resume={older:?}");
+    let fork = job(folder.path(), "run", 1, 10, &[&resume]);
+    let options = trireme_train::TrainerOptions { num_threads: 1, started: std::time::Instant::now() };
+    let mut observer = trireme_train::Silent;
+    let error =
+        trireme_train::Trainer::new(&fork, trireme_comm::single(), options, &mut observer).err().unwrap();
+    assert!(error.to_string().contains("going on after step 5"), "{error}");
+    // In a folder of its own the branch is welcome.
+    let branch = train(&job(folder.path(), "branch", 1, 10, &[&resume]));
+    assert_eq!(branch.0.first().unwrap().0, 6);
+}

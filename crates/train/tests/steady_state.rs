@@ -1,0 +1,42 @@
+//! After the first steps, steps allocate nothing, on any thread of any rank.
+
+mod common;
+
+use common::{job, trainer};
+use std::sync::Barrier;
+use trireme_testkit::{CountingAllocator, run_ranks};
+use trireme_train::Silent;
+use trireme_train::metrics::{MetricsFiles, MetricsWriter};
+
+#[global_allocator]
+static ALLOCATOR: CountingAllocator = CountingAllocator::new();
+
+#[test]
+fn steps_allocate_nothing() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = job(folder.path(), "run", 2, 1000, &["training.threads=2"]);
+    let everyone = Barrier::new(2);
+    run_ranks(2, |group| {
+        let mut observer = Silent;
+        let rank = group.rank().0;
+        let mut trainer = trainer(&config, group, &mut observer);
+        let metrics = folder.path().join(format!("metrics-{rank}"));
+        std::fs::create_dir(&metrics).unwrap();
+        let files = MetricsFiles { jsonl: true, tensorboard: true };
+        let mut metrics = MetricsWriter::open(&metrics, files, 0).unwrap();
+        let mut run = |num_steps| {
+            for _ in 0..num_steps {
+                metrics.write(&trainer.step().unwrap()).unwrap();
+            }
+        };
+        run(5);
+        everyone.wait();
+        let before = ALLOCATOR.num_allocations();
+        everyone.wait();
+        run(20);
+        everyone.wait();
+        let made = ALLOCATOR.num_allocations() - before;
+        everyone.wait();
+        assert_eq!(made, 0, "20 steps of 2 ranks allocated {made} times");
+    });
+}

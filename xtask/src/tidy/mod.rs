@@ -1,0 +1,44 @@
+//! Checks of the workspace that the compiler does not make. Each is a function from what was read to findings.
+
+mod dependencies;
+mod finding;
+mod form;
+mod manifest;
+mod rust_text;
+mod soundness;
+mod words;
+mod workspace;
+
+use anyhow::Result;
+use finding::Finding;
+use std::path::Path;
+use workspace::Workspace;
+
+/// Everything there is to mend or to consider in the workspace at `root`, by file and line.
+pub(crate) fn check(root: &Path) -> Result<Vec<Finding>> {
+    let workspace = Workspace::read(root)?;
+    let mut findings = dependencies::check(&workspace.architecture, &workspace.members);
+    findings.extend(dependencies::check_command_line_crates(&workspace.members));
+    findings.extend(manifest::check_lints(&workspace.manifest, &workspace.members));
+    for file in &workspace.texts {
+        findings.extend(form::check(file));
+    }
+    for file in &workspace.sources {
+        findings.extend(soundness::check(file));
+        findings.extend(words::check(file));
+    }
+    findings.sort();
+    Ok(findings)
+}
+
+#[cfg(test)]
+mod tests {
+    /// `cargo test --workspace` holds the style.
+    #[test]
+    fn the_workspace_is_tidy() {
+        let findings = super::check(crate::workspace_root()).expect("the workspace can be read");
+        let refused: Vec<String> =
+            findings.iter().filter(|finding| finding.is_refused()).map(ToString::to_string).collect();
+        assert!(refused.is_empty(), "{} to mend:\n{}", refused.len(), refused.join("\n"));
+    }
+}

@@ -1,0 +1,138 @@
+use super::finding::Finding;
+use super::rust_text::{Line, RustFile, contains_word};
+
+/// Crates that are functions of their arguments alone.
+const PURE_CRATES: [&str; 2] = ["plan", "schedule"];
+
+/// Crates that talk to a person.
+const COMMAND_CRATES: [&str; 2] = ["cli", "xtask"];
+
+/// A test whose child process does nothing until it is killed: no event ends its wait.
+const CHILD_TO_BE_KILLED: &str = "crates/cli/src/launch/worker_processes.rs";
+
+/// Words that do not belong in some part of the sources.
+struct Rule {
+    words: &'static [&'static str],
+    within: Within,
+    /// Whether the rule holds for the line of this index.
+    applies: fn(&RustFile, usize) -> bool,
+    remedy: &'static str,
+}
+
+#[derive(Clone, Copy)]
+enum Within {
+    Code,
+    CodeAndComments,
+}
+
+const RULES: &[Rule] = &[
+    Rule {
+        words: &["todo!", "unimplemented!", "dbg!"],
+        within: Within::Code,
+        applies: |_, _| true,
+        remedy: "write what is missing, or return an error",
+    },
+    Rule {
+        words: &["TODO", "FIXME", "XXX", "for now", "placeholder"],
+        within: Within::CodeAndComments,
+        applies: |_, _| true,
+        remedy: "do it now, or open an issue; the sources say what is",
+    },
+    Rule {
+        words: &["thread::sleep", "sleep("],
+        within: Within::Code,
+        applies: |file, index| file.is_test(index) && file.path != CHILD_TO_BE_KILLED,
+        remedy: "wait for the event itself: a join, a message, the end of a file",
+    },
+    Rule {
+        words: &["print!", "println!", "eprint!", "eprintln!"],
+        within: Within::Code,
+        applies: |file, index| !COMMAND_CRATES.contains(&file.crate_name()) && !file.is_test(index),
+        remedy: "return it, or hand it to an observer",
+    },
+    Rule {
+        words: &["Instant", "SystemTime", "SystemClock", "env::", "fs::", "net::", "process::", "thread::"],
+        within: Within::Code,
+        applies: is_pure,
+        remedy: "take it as an argument: this crate reads no clock, environment or file and starts nothing",
+    },
+    Rule {
+        words: &["HashMap", "HashSet"],
+        within: Within::Code,
+        applies: is_pure,
+        remedy: "use a BTreeMap, BTreeSet or Vec: what this crate makes has one order",
+    },
+];
+
+fn is_pure(file: &RustFile, _: usize) -> bool {
+    PURE_CRATES.contains(&file.crate_name())
+}
+
+/// No source has a word or call that does not belong there.
+pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
+    let mut findings = Vec::new();
+    for (index, line) in file.lines.iter().enumerate() {
+        for rule in RULES.iter().filter(|rule| (rule.applies)(file, index)) {
+            if let Some(word) = rule.words.iter().find(|word| stands_in(line, word, rule.within)) {
+                findings.push(Finding::refuse(&file.path, index + 1, format!("'{word}'"), rule.remedy));
+            }
+        }
+    }
+    findings
+}
+
+fn stands_in(line: &Line, word: &str, within: Within) -> bool {
+    let in_comment = matches!(within, Within::CodeAndComments) && contains_word(&line.comment, word);
+    in_comment || contains_word(&line.code, word)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn findings(path: &str, text: &str) -> Vec<String> {
+        check(&RustFile::parse(path, text)).iter().map(ToString::to_string).collect()
+    }
+
+    #[test]
+    fn unfinished_work_is_refused_everywhere() {
+        for text in ["todo!()", "dbg!(x);", "fn f() {} // TODO", "/// A placeholder.", "// Enough for now."] {
+            for path in ["crates/cli/src/main.rs", "crates/comm/tests/a.rs", "xtask/src/main.rs"] {
+                let found = findings(path, &format!("\n{text}"));
+                assert_eq!(found.len(), 1, "{text}");
+                assert!(found[0].starts_with(&format!("{path}:2: '")), "{found:?}");
+            }
+        }
+        assert!(findings("a.rs", "let todo = \"TODO: placeholder\"; // for nowhere").is_empty());
+    }
+
+    #[test]
+    fn tests_do_not_sleep_and_other_code_may() {
+        let sleep = "std::thread::sleep(pause);";
+        assert_eq!(findings("crates/comm/tests/a.rs", sleep).len(), 1);
+        assert_eq!(
+            findings("crates/comm/src/a.rs", &format!("#[cfg(test)]\nmod tests {{\n{sleep}\n}}")).len(),
+            1
+        );
+        assert!(findings("crates/comm/src/a.rs", sleep).is_empty());
+    }
+
+    #[test]
+    fn libraries_do_not_print() {
+        for call in ["println!(\"\");", "eprint!(\"\");"] {
+            assert_eq!(findings("crates/train/src/a.rs", call).len(), 1);
+            for path in ["crates/cli/src/a.rs", "xtask/src/a.rs", "crates/train/tests/a.rs"] {
+                assert!(findings(path, call).is_empty(), "{path}");
+            }
+        }
+    }
+
+    #[test]
+    fn pure_crates_reach_for_nothing() {
+        for text in ["use std::time::Instant;", "std::env::var(\"A\")", "fs::read(path)", "HashMap::new()"] {
+            assert_eq!(findings("crates/plan/src/a.rs", text).len(), 1, "{text}");
+            assert_eq!(findings("crates/schedule/src/a.rs", text).len(), 1, "{text}");
+            assert!(findings("crates/train/src/a.rs", text).is_empty(), "{text}");
+        }
+    }
+}

@@ -1,0 +1,127 @@
+use super::manifest::{Manifest, Member};
+use super::rust_text::RustFile;
+use anyhow::{Context, Result};
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Folders whose files are checked; what else lies in a checkout (builds, runs, a user's texts) is not ours.
+const FOLDERS: [&str; 7] = [".cargo", ".ci", "configs", "crates", "docs", "examples", "xtask"];
+
+/// The document with the table of dependencies.
+const ARCHITECTURE_FILE: &str = "ARCHITECTURE.md";
+
+/// A file as it was read.
+#[derive(Debug)]
+pub(crate) struct TextFile {
+    /// Relative to the workspace, with `/` between names.
+    pub(crate) path: String,
+    pub(crate) text: String,
+}
+
+/// All that the checks look at.
+pub(crate) struct Workspace {
+    pub(crate) architecture: TextFile,
+    pub(crate) manifest: Manifest,
+    /// The crates, xtask included.
+    pub(crate) members: Vec<Member>,
+    /// Every file written by hand whose form is checked.
+    pub(crate) texts: Vec<TextFile>,
+    pub(crate) sources: Vec<RustFile>,
+}
+
+impl Workspace {
+    pub(crate) fn read(root: &Path) -> Result<Self> {
+        let texts: Vec<TextFile> =
+            paths(root)?.iter().map(|path| read_text(root, path)).collect::<Result<_>>()?;
+        let manifest = Manifest::parse(read_text(root, &root.join("Cargo.toml"))?)?;
+        let local = manifest.local_dependencies();
+        let members = member_folders(root)?
+            .iter()
+            .map(|folder| Member::parse(read_text(root, &folder.join("Cargo.toml"))?, &local))
+            .collect::<Result<_>>()?;
+        let is_rust = |file: &&TextFile| file.path.ends_with(".rs");
+        let sources =
+            texts.iter().filter(is_rust).map(|file| RustFile::parse(&file.path, &file.text)).collect();
+        let architecture = read_text(root, &root.join(ARCHITECTURE_FILE))?;
+        Ok(Workspace { architecture, manifest, members, texts, sources })
+    }
+}
+
+/// Folders of the members: those of `crates`, and xtask.
+fn member_folders(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut folders = entries(&root.join("crates"))?;
+    folders.retain(|folder| folder.join("Cargo.toml").is_file());
+    folders.push(root.join("xtask"));
+    Ok(folders)
+}
+
+/// Files whose form is checked: those of [`FOLDERS`], and those in the root itself.
+fn paths(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut paths: Vec<PathBuf> = entries(root)?.into_iter().filter(|path| path.is_file()).collect();
+    for folder in FOLDERS.map(|name| root.join(name)) {
+        if folder.is_dir() {
+            add_files(&folder, &mut paths)?;
+        }
+    }
+    paths.retain(|path| is_checked(path));
+    Ok(paths)
+}
+
+fn add_files(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
+    for path in entries(folder)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        match path.is_dir() {
+            true if name == "target" || name.starts_with('.') => {}
+            true => add_files(&path, paths)?,
+            false => paths.push(path),
+        }
+    }
+    Ok(())
+}
+
+/// Whether a file is a text written by hand, by its name.
+fn is_checked(path: &Path) -> bool {
+    let by_extension = path
+        .extension()
+        .is_some_and(|extension| ["rs", "toml", "md"].iter().any(|known| extension == *known));
+    by_extension || path.ends_with(".ci/run")
+}
+
+/// What lies in a folder, by name.
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let cannot_read = || format!("cannot read the folder {}", folder.display());
+    let entries = fs::read_dir(folder).with_context(cannot_read)?;
+    let mut paths: Vec<PathBuf> =
+        entries.map(|entry| Ok(entry?.path())).collect::<Result<_>>().with_context(cannot_read)?;
+    paths.sort();
+    Ok(paths)
+}
+
+fn read_text(root: &Path, path: &Path) -> Result<TextFile> {
+    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let relative = path.strip_prefix(root).unwrap_or(path);
+    let names: Vec<_> = relative.iter().map(|name| name.to_string_lossy()).collect();
+    Ok(TextFile { path: names.join("/"), text })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sources_and_documents_are_checked_and_data_is_not() {
+        for name in ["README.md", "crates/base/src/lib.rs", "Cargo.toml", "/work/.ci/run"] {
+            assert!(is_checked(Path::new(name)), "{name}");
+        }
+        for name in ["Cargo.lock", "model.safetensors", "reference.json", "LICENSE-APACHE", "run"] {
+            assert!(!is_checked(Path::new(name)), "{name}");
+        }
+    }
+
+    #[test]
+    fn this_file_is_found() {
+        let workspace = Workspace::read(crate::workspace_root()).unwrap();
+        assert!(workspace.sources.iter().any(|source| source.path == "xtask/src/tidy/workspace.rs"));
+        assert!(workspace.members.iter().any(|member| member.name == "xtask"));
+    }
+}
