@@ -120,6 +120,9 @@ impl Device {
     ///
     /// Cost: `2 rows cols inner` floating-point operations.
     ///
+    /// # Errors
+    /// If there is no memory to pack the right factor.
+    ///
     /// # Panics
     /// If the shapes do not fit.
     pub(crate) fn matmul(
@@ -128,7 +131,7 @@ impl Device {
         (right, right_transpose): (View<'_>, Transpose),
         mut out: ViewMut<'_>,
         epilogue: MatmulEpilogue<'_>,
-    ) {
+    ) -> Result<(), DeviceError> {
         let sizes = |view: &View<'_>, transpose| match transpose {
             Transpose::No => (view.shape().rows(), view.shape().cols()),
             Transpose::Yes => (view.shape().cols(), view.shape().rows()),
@@ -137,13 +140,10 @@ impl Device {
             (sizes(&left, left_transpose), sizes(&right, right_transpose));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
         let size = Product { rows, cols, inner };
-        self.cpu.matmul(
-            size,
-            matrix(&left, left_transpose),
-            matrix(&right, right_transpose),
-            out.f32s(),
-            epilogue,
-        );
+        let mut scratch = self.activation([self.cpu.matmul_scratch(size)])?;
+        let (left, right) = (matrix(&left, left_transpose), matrix(&right, right_transpose));
+        self.cpu.matmul(size, left, right, out.f32s(), epilogue, scratch.view_mut().f32s());
+        Ok(())
     }
 
     /// Sums the rows of `x` into `out`, one value a column.

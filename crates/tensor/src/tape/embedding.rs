@@ -49,6 +49,7 @@ impl EmbeddingNode {
                 out.f32s().fill(0.0);
             }
             device.embedding_backward(values.get(self.ids), dy.view(), out);
+            Ok(())
         })?;
         if let Some(positions) = self.op.positions {
             cx.write_grad(&positions, |device, _, mut out, accumulate| {
@@ -56,6 +57,7 @@ impl EmbeddingNode {
                     out.f32s().fill(0.0);
                 }
                 device.position_backward(dy.view(), self.seq_len, out);
+                Ok(())
             })?;
         }
         Ok(self.y)

@@ -3,7 +3,7 @@ use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
 use crate::parameters::{ParameterSpan, Parameters};
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View};
+use crate::tensor::{Tensor, View, ViewMut};
 
 /// Which dim of a stored weight is the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -86,7 +86,7 @@ impl Tape {
             residual: residual.map(|residual| self.values.get(residual).f32s()),
         };
         let weight = (parameters.span(&op.weight), op.transposes().0);
-        self.device.matmul((input, Transpose::No), weight, y.view_mut(), epilogue);
+        self.device.matmul((input, Transpose::No), weight, y.view_mut(), epilogue)?;
         drop(activated);
         let y = self.input(y);
         self.record(|| Node::Linear(LinearNode { op: *op, x, residual, y }));
@@ -149,7 +149,7 @@ impl LinearNode {
         let inputs = self.op.weight.shape.num_elements() / self.op.outputs();
         let mut dx = cx.device.activation([rows, inputs])?;
         let weight = (cx.parameters.span(&self.op.weight), self.op.transposes().1);
-        cx.device.matmul((dy.view(), Transpose::No), weight, dx.view_mut(), MatmulEpilogue::Overwrite);
+        cx.device.matmul((dy.view(), Transpose::No), weight, dx.view_mut(), MatmulEpilogue::Overwrite)?;
         Ok(dx)
     }
 
@@ -162,10 +162,13 @@ impl LinearNode {
     ) -> Result<(), DeviceError> {
         cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
             let input = input.map_or_else(|| values.get(self.x), Tensor::view);
-            weight_grad(device, self.op.layout, input, dy.view(), out, accumulate);
+            weight_grad(device, self.op.layout, input, dy.view(), out, accumulate)
         })?;
         let Some(bias) = self.op.bias else { return Ok(()) };
-        cx.write_grad(&bias, |device, _, out, accumulate| device.column_sums(dy.view(), out, accumulate))
+        cx.write_grad(&bias, |device, _, out, accumulate| {
+            device.column_sums(dy.view(), out, accumulate);
+            Ok(())
+        })
     }
 }
 
@@ -175,14 +178,14 @@ pub(super) fn weight_grad(
     layout: WeightLayout,
     input: View<'_>,
     dy: View<'_>,
-    out: crate::tensor::ViewMut<'_>,
+    out: ViewMut<'_>,
     accumulate: bool,
-) {
+) -> Result<(), DeviceError> {
     let epilogue = if accumulate { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
     let (left, right) = match layout {
         WeightLayout::InputsFirst => (input, dy),
         WeightLayout::OutputsFirst => (dy, input),
     };
     debug_assert_eq!(out.shape(), Shape::from([left.shape().cols(), right.shape().cols()]));
-    device.matmul((left, Transpose::Yes), (right, Transpose::No), out, epilogue);
+    device.matmul((left, Transpose::Yes), (right, Transpose::No), out, epilogue)
 }

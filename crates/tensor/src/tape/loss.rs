@@ -64,7 +64,7 @@ impl Tape {
         let x = self.values.get(x);
         let mut logits = self.device.activation([x.shape().rows(), op.weight.shape.rows()])?;
         let weight = (parameters.span(&op.weight), Transpose::Yes);
-        self.device.matmul((x, Transpose::No), weight, logits.view_mut(), MatmulEpilogue::Overwrite);
+        self.device.matmul((x, Transpose::No), weight, logits.view_mut(), MatmulEpilogue::Overwrite)?;
         Ok(self.input(logits))
     }
 }
@@ -87,7 +87,7 @@ fn for_each_chunk(
             weight,
             logits.view_mut(),
             MatmulEpilogue::Overwrite,
-        );
+        )?;
         visit(first, logits)?;
     }
     Ok(())
@@ -127,10 +127,10 @@ impl LossNode {
                 weight,
                 out.rows(first, num_rows),
                 MatmulEpilogue::Overwrite,
-            );
+            )?;
             let input = x.rows(first, num_rows);
             let out = d_weight.reborrow();
-            weight_grad(cx.device, WeightLayout::OutputsFirst, input, logits, out, accumulate);
+            weight_grad(cx.device, WeightLayout::OutputsFirst, input, logits, out, accumulate)?;
             accumulate = true;
             Ok(())
         })?;

@@ -118,10 +118,10 @@ impl Backward<'_> {
     fn write_grad(
         &mut self,
         span: &ParameterSpan,
-        write: impl FnOnce(&Device, &Values, ViewMut<'_>, bool),
+        write: impl FnOnce(&Device, &Values, ViewMut<'_>, bool) -> Result<(), DeviceError>,
     ) -> Result<(), DeviceError> {
         let target = self.sink.target(span)?;
-        write(self.device, self.values, target.view, target.accumulate);
+        write(self.device, self.values, target.view, target.accumulate)?;
         self.sink.grad_ready(span);
         Ok(())
     }

@@ -65,12 +65,14 @@ impl NormNode {
     fn backward_weight(&self, cx: &mut Backward<'_>, dy: &Tensor) -> Result<(), DeviceError> {
         if let Some(bias) = self.op.bias {
             cx.write_grad(&bias, |device, _, out, accumulate| {
-                device.column_sums(dy.view(), out, accumulate)
+                device.column_sums(dy.view(), out, accumulate);
+                Ok(())
             })?;
         }
         cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
             let x = values.get(self.x);
             device.norm_backward_weight(x, dy.view(), self.statistics.view(), out, accumulate);
+            Ok(())
         })
     }
 }

@@ -178,11 +178,11 @@ impl Head<'_> {
     }
 
     /// Raw scores of a pair, rows of `num_keys`.
-    fn scores(&self, pair: BlockPair, scores: &mut Scores) {
+    fn scores(&self, cpu: &Cpu, pair: BlockPair, scores: &mut Scores) {
         let size = Product { rows: pair.num_queries, cols: pair.num_keys, inner: self.head_dim };
         let queries = self.queries.from(pair.first_query, 0);
         let keys = self.keys.from(pair.first_key, 0).transposed();
-        Tile::whole(&mut scores[..size.rows * size.cols], size).multiply(queries, keys, false);
+        Tile::whole(&mut scores[..size.rows * size.cols], size).multiply(cpu.features, queries, keys, false);
     }
 
     /// Output rows of one block of queries, and the logarithm of each row's sum of exponentials.
@@ -192,7 +192,7 @@ impl Head<'_> {
         let mut maxima = [f32::NEG_INFINITY; QUERY_BLOCK];
         let mut sums = [0.0_f32; QUERY_BLOCK];
         for pair in self.key_blocks(first_query, num_queries) {
-            self.scores(pair, &mut scores);
+            self.scores(cpu, pair, &mut scores);
             for (row, weights) in scores.chunks_exact_mut(pair.num_keys).take(num_queries).enumerate() {
                 let visible = self.num_visible(pair, row);
                 let (max, factor, sum) = soften_row(cpu.features, weights, visible, maxima[row], self.scale);
@@ -204,7 +204,12 @@ impl Head<'_> {
             }
             let weights = Matrix::row_major(&scores, pair.num_keys, false);
             let size = Product { rows: num_queries, cols: self.head_dim, inner: pair.num_keys };
-            out.with_size(size).multiply(weights, self.values.from(pair.first_key, 0), pair.first_key > 0);
+            out.with_size(size).multiply(
+                cpu.features,
+                weights,
+                self.values.from(pair.first_key, 0),
+                pair.first_key > 0,
+            );
         }
         for (row, log_sum) in log_sums.iter_mut().enumerate() {
             scale_row(cpu.features, out.row(row), 1.0 / sums[row]);
@@ -228,10 +233,15 @@ impl Head<'_> {
         }
         for pair in self.key_blocks(first_query, num_queries) {
             let BlockPair { first_key, num_keys, .. } = pair;
-            self.scores(pair, &mut weights);
+            self.scores(cpu, pair, &mut weights);
             let size = Product { rows: num_queries, cols: num_keys, inner: self.head_dim };
             let values = self.values.from(first_key, 0).transposed();
-            Tile::whole(&mut d_weights[..size.rows * size.cols], size).multiply(output.dy, values, false);
+            Tile::whole(&mut d_weights[..size.rows * size.cols], size).multiply(
+                cpu.features,
+                output.dy,
+                values,
+                false,
+            );
             let rows = weights.chunks_exact_mut(num_keys).zip(d_weights.chunks_exact_mut(num_keys));
             for (row, (weights, d_weights)) in rows.take(num_queries).enumerate() {
                 let visible = self.num_visible(pair, row);
@@ -243,10 +253,10 @@ impl Head<'_> {
             let to_keys = Product { rows: num_keys, cols: self.head_dim, inner: num_queries };
             let to_queries = Product { rows: num_queries, cols: self.head_dim, inner: num_keys };
             let queries = self.queries.from(first_query, 0);
-            grads.values(first_key, to_keys).multiply(weights.transposed(), output.dy, true);
-            grads.keys(first_key, to_keys).multiply(d_scores.transposed(), queries, true);
+            grads.values(first_key, to_keys).multiply(cpu.features, weights.transposed(), output.dy, true);
+            grads.keys(first_key, to_keys).multiply(cpu.features, d_scores.transposed(), queries, true);
             let d_queries = grads.queries(first_query, to_queries);
-            d_queries.multiply(d_scores, self.keys.from(first_key, 0), first_key > 0);
+            d_queries.multiply(cpu.features, d_scores, self.keys.from(first_key, 0), first_key > 0);
         }
     }
 }

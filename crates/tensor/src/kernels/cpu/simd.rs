@@ -7,7 +7,7 @@ use std::fmt;
 pub enum CpuFeatures {
     /// The target's baseline (SSE2 on x86-64).
     Portable,
-    /// 256-bit registers.
+    /// 256-bit registers, fused multiply-add.
     Avx2,
     /// 512-bit registers.
     Avx512,
@@ -25,7 +25,7 @@ impl CpuFeatures {
             {
                 return CpuFeatures::Avx512;
             }
-            if is_x86_feature_detected!("avx2") {
+            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
                 return CpuFeatures::Avx2;
             }
         }
