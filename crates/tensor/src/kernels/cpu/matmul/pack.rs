@@ -1,7 +1,26 @@
 //! Factors in the order in which the micro-kernel reads them.
 
 use super::Matrix;
-use crate::kernels::cpu::simd::CpuFeatures;
+use super::kernel::ROWS_MAX;
+use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
+
+for_each_simd_level! {
+    /// Copies rows of `cols` elements, a `stride` apart, to rows of `width`, filled up with zeros. By blocks of sixteen,
+    /// for a row is too short to pay for a call of `memcpy`.
+    fn copy_rows(source: &[f32], stride: usize, cols: usize, width: usize, out: &mut [f32]) {
+        for (row, out) in out.chunks_exact_mut(width).enumerate() {
+            let source = &source[row * stride..][..cols];
+            let (blocks, rest) = source.as_chunks::<16>();
+            let (out_blocks, out_rest) = out.split_at_mut(blocks.len() * 16);
+            for (out, block) in out_blocks.as_chunks_mut::<16>().0.iter_mut().zip(blocks) {
+                *out = *block;
+            }
+            let (out_rest, zeros) = out_rest.split_at_mut(rest.len());
+            out_rest.copy_from_slice(rest);
+            zeros.fill(0.0);
+        }
+    }
+}
 
 /// Copies `len x cols` elements of `right` to `out`, rows of `width >= cols` filled up with zeros.
 pub(super) fn right_panel(
@@ -14,11 +33,7 @@ pub(super) fn right_panel(
 ) {
     debug_assert!(cols <= width && out.len() == len * width && right.covers(len, cols));
     if right.col_stride == 1 {
-        for (row, out) in out.chunks_exact_mut(width).enumerate() {
-            let (filled, rest) = out.split_at_mut(cols);
-            filled.copy_from_slice(&right.data[row * right.row_stride..][..cols]);
-            rest.fill(0.0);
-        }
+        copy_rows(features, right.data, right.row_stride, cols, width, out);
         return;
     }
     let mut done = (0, 0);
@@ -56,10 +71,14 @@ pub(super) fn left_panel<'a>(
     let out = &mut out[..len * height];
     for (col, out) in out.chunks_exact_mut(height).enumerate() {
         let source = &left.data[col * left.col_stride..];
-        if left.row_stride == 1 {
-            out[..rows].copy_from_slice(&source[..rows]);
-        } else {
-            out[..rows].iter_mut().enumerate().for_each(|(row, out)| *out = source[row * left.row_stride]);
+        match out.first_chunk_mut() {
+            // A whole panel of the widest micro-kernel: three registers, no call.
+            Some(out) if rows == ROWS_MAX && left.row_stride == 1 => {
+                *out = *source.first_chunk::<ROWS_MAX>().expect("the left factor covers the panel");
+            }
+            _ => {
+                out[..rows].iter_mut().enumerate().for_each(|(row, out)| *out = source[row * left.row_stride])
+            }
         }
     }
     Matrix { data: out, row_stride: 1, col_stride: height }
