@@ -1,15 +1,13 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, random numbers, time.
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, random numbers.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
 mod bytes;
-mod clock;
 mod dtype;
 mod random;
 mod rank;
 
 pub use bytes::{Bytes, ParseBytesError};
-pub use clock::{Clock, SystemClock};
 pub use dtype::{DType, ParseDTypeError};
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};

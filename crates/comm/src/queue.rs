@@ -9,6 +9,10 @@ use crate::{CommError, CommStatistics, Operation};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 
+/// Room for as many pending operations as a step of a large model has units. How many there are at once depends on timing: the
+/// queue would otherwise still grow after many steps.
+const NUM_PENDING: usize = 1024;
+
 pub(crate) struct Queue {
     state: Mutex<State>,
     /// There may be something for the communication thread to do.
@@ -60,9 +64,9 @@ impl Queue {
         Queue {
             state: Mutex::new(State {
                 engine: Some(engine),
-                slots: Vec::new(),
-                free: Vec::new(),
-                waiting: VecDeque::new(),
+                slots: Vec::with_capacity(NUM_PENDING),
+                free: Vec::with_capacity(NUM_PENDING),
+                waiting: VecDeque::with_capacity(NUM_PENDING),
                 failure: None,
                 closed: false,
                 statistics: CommStatistics::default(),

@@ -45,7 +45,9 @@ impl LrSchedule {
         let from = match self.decay {
             Decay::Constant => return 1.0,
             Decay::Cosine | Decay::Linear => self.warmup_steps,
-            Decay::WarmupStableDecay => self.warmup_steps.max(self.total_steps.saturating_sub(self.decay_steps)),
+            Decay::WarmupStableDecay => {
+                self.warmup_steps.max(self.total_steps.saturating_sub(self.decay_steps))
+            }
         };
         let progress = (step.saturating_sub(from) as f64 / self.decay_steps.max(1) as f64).min(1.0);
         let left = match self.decay {
@@ -61,14 +63,18 @@ mod tests {
     use super::*;
 
     fn rates(decay: Decay, decay_steps: u64) -> Vec<f64> {
-        let schedule = LrSchedule { peak: 2.0, warmup_steps: 2, decay, decay_steps, total_steps: 10, min_factor: 0.1 };
+        let schedule =
+            LrSchedule { peak: 2.0, warmup_steps: 2, decay, decay_steps, total_steps: 10, min_factor: 0.1 };
         (1..=11).map(|step| (schedule.lr(step) * 1000.0).round() / 1000.0).collect()
     }
 
     #[test]
     fn rates_rise_then_fall_as_named() {
         assert_eq!(rates(Decay::Constant, 0)[..3], [1.0, 2.0, 2.0]);
-        assert_eq!(rates(Decay::Linear, 8), [1.0, 2.0, 1.775, 1.55, 1.325, 1.1, 0.875, 0.65, 0.425, 0.2, 0.2]);
+        assert_eq!(
+            rates(Decay::Linear, 8),
+            [1.0, 2.0, 1.775, 1.55, 1.325, 1.1, 0.875, 0.65, 0.425, 0.2, 0.2]
+        );
         assert_eq!(rates(Decay::Linear, 2), [1.0, 2.0, 1.1, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2, 0.2]);
         let cosine = rates(Decay::Cosine, 8);
         assert_eq!((cosine[1], cosine[5], cosine[9]), (2.0, 1.1, 0.2));

@@ -30,7 +30,7 @@ pub(crate) struct TrainingState {
     pub(crate) seed: u64,
     /// Tokens of a window.
     pub(crate) seq_len: usize,
-    /// Names the corpus.
+    /// Checksum of the corpus.
     pub(crate) corpus: String,
     /// Tokens of the corpus.
     pub(crate) corpus_tokens: u64,
@@ -43,7 +43,7 @@ impl TrainingState {
             ("[training] seed", self.seed.to_string(), expected.seed.to_string()),
             ("[training] seq_len", self.seq_len.to_string(), expected.seq_len.to_string()),
             ("a corpus of", self.corpus_tokens.to_string(), expected.corpus_tokens.to_string()),
-            ("the corpus", self.corpus.clone(), expected.corpus.clone()),
+            ("a corpus with checksum", self.corpus.clone(), expected.corpus.clone()),
         ];
         for (what, found, expected) in checks {
             if found != expected {

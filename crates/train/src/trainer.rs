@@ -83,7 +83,7 @@ impl<'a> Trainer<'a> {
             set_aside(&run_folder, observer)?;
         }
         let data_folder = &config.data().folder;
-        let Corpus { train, validation, report } = Corpus::open(data_folder)?;
+        let Corpus { train, validation, .. } = Corpus::open(data_folder)?;
         let tokenizer = Tokenizer::load(data_folder)?;
         let (model, notices) = model_config(config, train.vocabulary_size())?;
         notices.iter().for_each(|notice| observer.notice(notice));
@@ -101,7 +101,7 @@ impl<'a> Trainer<'a> {
             tokens: 0,
             seed: training.seed,
             seq_len,
-            corpus: report.fingerprint.clone(),
+            corpus: format!("{:08x}", train.fingerprint().unwrap_or_default()),
             corpus_tokens: train.num_tokens(),
         };
         let mut executor = build_executor(config, Model::new(model, &device)?, group, &device)?;

@@ -10,6 +10,9 @@
 //!    of each node.
 //! 4. PMI's: `PMI_RANK`, `PMI_SIZE`, and `MPI_LOCALRANKID` with `MPI_LOCALNRANKS`.
 //!
+//! torchrun's own store may keep listening on `MASTER_PORT` (`TORCHELASTIC_USE_AGENT_STORE`); the workers then meet at the
+//! next port.
+//!
 //! `MASTER_ADDR` and `MASTER_PORT` may be set beside any family; alone they make no worker. Without them the
 //! workers meet on the first host of SLURM's list, or on this one if all are here, at a port that
 //! follows from the job's name.
@@ -173,6 +176,9 @@ impl Family {
                     value: "0".to_owned(),
                     expected: "the number of a port that all workers know".to_owned(),
                 });
+            }
+            Some(port) if variables.text("TORCHELASTIC_USE_AGENT_STORE").as_deref() == Some("True") => {
+                (port as u16).checked_add(1).unwrap_or(u16::MAX - 1)
             }
             Some(port) => port as u16,
             None => self.job.as_deref().map_or(DEFAULT_MASTER_PORT, port_of_job),

@@ -41,6 +41,11 @@ fn torchrun() {
     for address in ["127.0.0.1", "localhost", "::1"] {
         assert_eq!(worker(&format!("{here}={address}")), (1, 2, 1, 2, format!("{address}:29400")));
     }
+    // torchrun's store keeps the port.
+    let store = "TORCHELASTIC_USE_AGENT_STORE=True";
+    assert_eq!(worker(&format!("{remote} {store}")).4, "node1:29401");
+    assert_eq!(worker(&format!("{store} RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=65535")).4, "a:65534");
+    assert_eq!(worker(&format!("{remote} TORCHELASTIC_USE_AGENT_STORE=False")).4, "node1:29400");
     // torchrun under srun: its own variables count.
     assert_eq!(worker(&format!("{remote} {SRUN}")).0, 5);
     assert_eq!(worker(&format!("RANK=0 WORLD_SIZE=1 MASTER_ADDR=a MASTER_PORT=1 {SRUN}")).1, 1);

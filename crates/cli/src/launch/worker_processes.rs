@@ -14,6 +14,9 @@ pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
 /// Tells a worker the process id of the launcher that has started it.
 const LAUNCHER_VARIABLE: &str = "TRIREME_LAUNCHER_PID";
 
+/// Tells rank 0 which file is its log.
+const ERROR_LOG_VARIABLE: &str = "TRIREME_ERROR_LOG";
+
 /// Makes a worker that a launcher has started die with the launcher, however that dies. Every other process
 /// is left as it is. Call it before anything else, from a thread that lives as long as the process.
 pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
@@ -24,9 +27,10 @@ pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
     if launcher == parent_id().to_string() { Ok(()) } else { Err(LaunchError::LauncherGone) }
 }
 
-/// Whether a launcher of ours has started this process, and will tell of its death.
-pub(crate) fn has_launcher() -> bool {
-    std::env::var_os(LAUNCHER_VARIABLE).is_some()
+/// Where this process should write its last words: none but rank 0 under a launcher of ours, whose output is
+/// the launcher's and not its log. The launcher shows the end of the log.
+pub(crate) fn error_log() -> Option<PathBuf> {
+    std::env::var_os(ERROR_LOG_VARIABLE).map(PathBuf::from)
 }
 
 /// The name of a signal, such as `SIGTERM`.
@@ -56,7 +60,7 @@ impl WorkerProcesses {
     }
 
     /// Starts the worker `rank` with `command`, and appends what it prints to `log`. Rank 0 prints to
-    /// where the launcher does; if it keeps a log, it does so itself.
+    /// where the launcher does, keeps its log itself, and finds there where to write its error.
     pub(super) fn start(
         &mut self,
         rank: Rank,
@@ -66,7 +70,9 @@ impl WorkerProcesses {
         let refuse_log = |source| LaunchError::Log { rank, path: log.clone(), source };
         let log_file = OpenOptions::new().create(true).append(true).open(&log).map_err(refuse_log)?;
         let log_start = log_file.metadata().map_err(refuse_log)?.len();
-        if rank != Rank::ROOT {
+        if rank == Rank::ROOT {
+            command.env(ERROR_LOG_VARIABLE, &log);
+        } else {
             command.stdout(log_file.try_clone().map_err(refuse_log)?).stderr(log_file);
         }
         let child = command
@@ -146,7 +152,8 @@ pub(super) fn is_follower(death: Death) -> bool {
     death == Death::Exit(i32::from(LOST_PEER_EXIT_CODE))
 }
 
-/// The last few lines of what a file holds from `start` on, without control characters.
+/// The error at the end of what a file holds from `start` on, or the last few lines; without control
+/// characters.
 fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
     const LINES_MAX: usize = 5;
     const BYTES_MAX: u64 = 4096;
@@ -158,7 +165,8 @@ fn last_lines(path: &Path, start: u64) -> io::Result<Vec<String>> {
     let text = String::from_utf8_lossy(&bytes);
     let printable = |line: &str| line.chars().filter(|c| !c.is_control()).collect::<String>();
     let lines: Vec<String> = text.lines().map(printable).filter(|line| !line.trim().is_empty()).collect();
-    Ok(lines[lines.len().saturating_sub(LINES_MAX)..].to_vec())
+    let error = lines.iter().rposition(|line| line.starts_with("error: "));
+    Ok(lines[error.unwrap_or(lines.len().saturating_sub(LINES_MAX))..].to_vec())
 }
 
 #[cfg(test)]
@@ -217,6 +225,9 @@ mod tests {
         std::fs::write(&path, "old\n1\n2\n\n3\n\x1b[31m4\r\n5\n6").unwrap();
         assert_eq!(last_lines(&path, 4).unwrap(), ["2", "3", "[31m4", "5", "6"]);
         assert_eq!(last_lines(&path, 16).unwrap(), ["4", "5", "6"]);
+        let error = ["error: all of", "  1", "  2", "  3", "  4", "  5", "  6"];
+        std::fs::write(&path, format!("old\n1\n2\n{}\n", error.join("\n"))).unwrap();
+        assert_eq!(last_lines(&path, 4).unwrap(), error);
         std::fs::write(&path, "x".repeat(1 << 20)).unwrap();
         assert_eq!(last_lines(&path, 0).unwrap(), ["x".repeat(4096)]);
         assert_eq!(last_lines(&path, 1 << 30).unwrap(), Vec::<String>::new());

@@ -32,6 +32,8 @@ pub struct TokenFile {
 struct Tables {
     documents: Range<usize>,
     checksums: Range<usize>,
+    /// CRC-32 over both.
+    checksum: u32,
 }
 
 impl TokenFile {
@@ -53,8 +55,11 @@ impl TokenFile {
         let bytes = map(path)?;
         let (header, layout) = Header::parse(&bytes, path)?;
         verify_tables(&bytes, &header, &layout, path)?;
-        let tables =
-            Tables { documents: in_memory(&layout.documents), checksums: in_memory(&layout.checksums) };
+        let tables = Tables {
+            documents: in_memory(&layout.documents),
+            checksums: in_memory(&layout.checksums),
+            checksum: header.tables_checksum,
+        };
         let tokens = in_memory(&layout.tokens);
         Ok(Self::new(path, bytes, header.dtype, header.vocabulary_size, tokens, Some(tables)))
     }
@@ -123,6 +128,12 @@ impl TokenFile {
     /// How the ids are stored: u16 or u32.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Tells files with other tokens or documents apart, wherever and whenever they were made: a checksum over the
+    /// checksums of all blocks. A flat file has none.
+    pub fn fingerprint(&self) -> Option<u32> {
+        self.tables.as_ref().map(|tables| tables.checksum)
     }
 
     /// The token range of document `index`.

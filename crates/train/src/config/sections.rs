@@ -6,7 +6,6 @@ use super::choice::{
 };
 use super::section::{Section, config_section, config_sections};
 use super::value::{above, above_up_to};
-use std::net::IpAddr;
 use std::path::PathBuf;
 
 config_sections! {
@@ -206,9 +205,6 @@ config_section! {
         transport: Transport = Transport::Auto;
         /// Seconds after which a worker that waits for another one gives up and says for whom.
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
-        /// Address at which this host is reached by the other workers; without it, the one from which
-        /// MASTER_ADDR is reached.
-        bind_address: Option<IpAddr> = None;
     }
 }
 

@@ -8,6 +8,10 @@ use super::section::Section;
 use super::sections::{Model, Sections};
 use std::path::{Component, Path};
 
+/// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
+/// into memory.
+const NUM_MICROBATCHES_MAX: usize = 1 << 16;
+
 /// Keys of `[model]` that count only with `architecture`: those listed after it.
 pub(super) fn model_shape_keys(model: &Model) -> impl Iterator<Item = &'static str> {
     model.keys().into_iter().map(|key| key.name).skip_while(|name| *name != "architecture").skip(1)
@@ -178,6 +182,18 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
         || {
             format!(
                 "global_batch_size {} is no multiple of local_batch_size {local} x {world_size} workers = {smallest}",
+                training.global_batch_size
+            )
+        },
+    );
+    let num_microbatches = training.global_batch_size / smallest;
+    checks.require(
+        num_microbatches <= NUM_MICROBATCHES_MAX,
+        &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
+        || {
+            format!(
+                "global_batch_size {} makes {num_microbatches} microbatches a step on each of {world_size} workers, \
+                 more than {NUM_MICROBATCHES_MAX}; set a larger local_batch_size",
                 training.global_batch_size
             )
         },

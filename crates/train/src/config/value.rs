@@ -1,7 +1,6 @@
 //! How a TOML value becomes a value of a key, and back.
 
 use std::fmt::Display;
-use std::net::IpAddr;
 use std::ops::{Bound, RangeBounds};
 use std::path::PathBuf;
 use toml::de::DeValue;
@@ -137,20 +136,6 @@ impl Value for PathBuf {
     fn write(&self) -> Option<toml::Value> {
         let text = self.to_str().expect("a path that was read from TOML is valid UTF-8");
         Some(toml::Value::String(text.to_owned()))
-    }
-}
-
-impl Value for IpAddr {
-    fn expected() -> String {
-        "an IP address".to_owned()
-    }
-
-    fn read(value: &DeValue<'_>) -> Result<Self, String> {
-        value.as_str().and_then(|text| text.parse().ok()).ok_or_else(Self::expected)
-    }
-
-    fn write(&self) -> Option<toml::Value> {
-        Some(toml::Value::String(self.to_string()))
     }
 }
 
