@@ -8,6 +8,7 @@ pub mod config;
 mod error;
 pub mod metrics;
 mod observer;
+mod run_folder;
 mod sample;
 mod setup;
 mod trainer;

@@ -3,13 +3,14 @@
 use crate::checkpointing::{RunFiles, TrainingState, check_newest, find_resume, restore, write_checkpoint};
 use crate::config::{Config, Resume};
 use crate::error::TrainError;
-use crate::metrics::{MemoryPeakBytes, MetricsFiles, MetricsWriter, StepRecord};
+use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
+use crate::run_folder;
 use crate::setup::{determinism, lr_schedule, model_config, optimizer_kind};
 use crate::validation::Validation;
 use crate::weights::read_weights;
-use std::fs::{self, File, TryLockError};
-use std::path::{Path, PathBuf};
+use std::fs::File;
+use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Rank;
 use trireme_checkpoint::ModelSource;
@@ -17,7 +18,7 @@ use trireme_comm::Group;
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
 use trireme_optim::{LrSchedule, Optimizer};
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::single;
 use trireme_tensor::{Category, Device, DeviceOptions};
 
@@ -78,45 +79,26 @@ impl<'a> Trainer<'a> {
         let training = config.training();
         let run_folder = config.run_folder();
         let is_root = group.rank() == Rank::ROOT;
-        let lock = if is_root { Some(lock_run_folder(&run_folder)?) } else { None };
+        let lock = if is_root { Some(run_folder::lock(&run_folder)?) } else { None };
         if is_root && config.checkpoint().resume == Resume::Never {
-            set_aside(&run_folder, observer)?;
+            run_folder::set_aside(&run_folder, observer)?;
         }
         let data_folder = &config.data().folder;
         let Corpus { train, validation, .. } = Corpus::open(data_folder)?;
         let tokenizer = Tokenizer::load(data_folder)?;
+        let sampler = Sampler::shuffled(train.num_tokens(), training.seq_len, training.seed)?;
+        let validation = validation.map(|tokens| Validation::new(tokens, training, &group)).transpose()?;
         let (model, notices) = model_config(config, train.vocabulary_size())?;
         notices.iter().for_each(|notice| observer.notice(notice));
-        let sampler = Sampler::shuffled(train.num_tokens(), training.seq_len, training.seed)?;
-        let (batch_size, seq_len) = (training.local_batch_size, training.seq_len);
-        let new_validation =
-            |tokens| Validation::new(tokens, training.validation_windows, batch_size, seq_len, &group);
-        let validation = validation.map(new_validation).transpose()?;
+        notice_determinism(config, group.world_size(), observer);
 
-        let device = Device::cpu(DeviceOptions { num_threads: options.num_threads })?;
         let model_json = format!("{:#}\n", model.to_json());
-        let expected = TrainingState {
-            step: 0,
-            next_sample: 0,
-            tokens: 0,
-            seed: training.seed,
-            seq_len,
-            corpus: format!("{:08x}", train.fingerprint().unwrap_or_default()),
-            corpus_tokens: train.num_tokens(),
-        };
+        let device = Device::cpu(DeviceOptions { num_threads: options.num_threads })?;
         let mut executor = build_executor(config, Model::new(model, &device)?, group, &device)?;
-        let checkpoint = find_resume(config, &executor, observer)?;
-        let state = match checkpoint {
-            Some(checkpoint) => restore(&checkpoint, &mut executor, &expected)?,
-            None => expected,
-        };
-        if is_root && config.checkpoint().enable {
-            check_newest(&run_folder, state.step)?;
-        }
-        executor.check_replicas()?;
-
+        let state = resume(config, &mut executor, &train, observer)?;
         let files = RunFiles { config_toml: config.to_toml(), model_json };
-        let metrics = if is_root { Some(open_run(config, &files, &executor, state.step)?) } else { None };
+        let metrics =
+            if is_root { Some(run_folder::open(config, &files, &executor, state.step)?) } else { None };
         Ok(Trainer {
             config,
             observer,
@@ -131,7 +113,7 @@ impl<'a> Trainer<'a> {
             metrics,
             tokenizer,
             batches: Vec::new(),
-            window: vec![0; seq_len + 1],
+            window: vec![0; training.seq_len + 1],
             comm_bytes: 0,
             _lock: lock,
         })
@@ -282,6 +264,45 @@ impl<'a> Trainer<'a> {
     }
 }
 
+/// Says when the bits of this layout are its own.
+fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
+    let num_microbatches = config.num_microbatches();
+    let is_canonical = world_size.is_power_of_two() && num_microbatches.is_power_of_two();
+    if determinism(config) == Determinism::Layout && !is_canonical {
+        observer.notice(&format!(
+            "{world_size} workers x {num_microbatches} microbatches: bits are the same from run to run, but on other numbers \
+             of workers only where both numbers are powers of two"
+        ));
+    }
+}
+
+/// Goes on from a checkpoint if there is one, else begins at the first sample. Collective.
+fn resume(
+    config: &Config,
+    executor: &mut Executor,
+    train: &TokenFile,
+    observer: &mut dyn Observer,
+) -> Result<TrainingState, TrainError> {
+    let beginning = TrainingState {
+        step: 0,
+        next_sample: 0,
+        tokens: 0,
+        seed: config.training().seed,
+        seq_len: config.training().seq_len,
+        corpus: format!("{:08x}", train.fingerprint().unwrap_or_default()),
+        corpus_tokens: train.num_tokens(),
+    };
+    let state = match find_resume(config, executor, observer)? {
+        Some(checkpoint) => restore(&checkpoint, executor, &beginning)?,
+        None => beginning,
+    };
+    if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
+        check_newest(&config.run_folder(), state.step)?;
+    }
+    executor.check_replicas()?;
+    Ok(state)
+}
+
 fn build_executor(
     config: &Config,
     model: Model,
@@ -307,61 +328,6 @@ fn build_executor(
         seq_len: training.seq_len,
     };
     Ok(Executor::new(model, parameters, optimizer, group.into(), device, program, options)?)
-}
-
-/// Writes the run's description and opens its metrics.
-fn open_run(
-    config: &Config,
-    files: &RunFiles,
-    executor: &Executor,
-    resumed_step: u64,
-) -> Result<MetricsWriter, TrainError> {
-    let folder = config.run_folder();
-    let write = |name: &str, contents: &str| {
-        let path = folder.join(name);
-        fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
-    };
-    write("config.toml", &files.config_toml)?;
-    write("program.txt", &executor.program().to_string())?;
-    let metrics = config.metrics();
-    let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
-    Ok(MetricsWriter::open(&folder, which, resumed_step)?)
-}
-
-fn lock_run_folder(folder: &Path) -> Result<File, TrainError> {
-    let path = folder.join(".lock");
-    let failed = |source| TrainError::RunFolder { path: path.clone(), source };
-    fs::create_dir_all(folder).map_err(failed)?;
-    let lock = File::create(&path).map_err(failed)?;
-    match lock.try_lock() {
-        Ok(()) => Ok(lock),
-        Err(TryLockError::WouldBlock) => Err(TrainError::RunInUse { path: folder.to_owned() }),
-        Err(TryLockError::Error(source)) => Err(failed(source)),
-    }
-}
-
-/// Moves what an earlier run left in `folder` into `previous-K` there, so that a new run begins and nothing is lost.
-fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<(), TrainError> {
-    let failed = |source| TrainError::RunFolder { path: folder.to_owned(), source };
-    let mut names = Vec::new();
-    for entry in fs::read_dir(folder).map_err(failed)? {
-        let name = entry.map_err(failed)?.file_name();
-        let text = name.to_string_lossy();
-        if text == "checkpoints" || text == "metrics.jsonl" || text.starts_with("events.out.tfevents.") {
-            names.push(name);
-        }
-    }
-    if names.is_empty() {
-        return Ok(());
-    }
-    let free = (1..).map(|index| folder.join(format!("previous-{index}"))).find(|path| !path.exists());
-    let previous = free.expect("there are more numbers than folders");
-    fs::create_dir(&previous).map_err(failed)?;
-    for name in names {
-        fs::rename(folder.join(&name), previous.join(&name)).map_err(failed)?;
-    }
-    observer.notice(&format!("the earlier run was moved to {}", previous.display()));
-    Ok(())
 }
 
 fn memory_peaks(device: &Device) -> MemoryPeakBytes {

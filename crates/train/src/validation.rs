@@ -1,5 +1,6 @@
 //! Loss on held-out text.
 
+use crate::config::Training;
 use crate::error::TrainError;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Group};
@@ -20,17 +21,15 @@ pub(crate) struct Validation {
 }
 
 impl Validation {
-    /// The first `num_windows` windows of `tokens` in the order of the file (0: all). Collective.
-    pub(crate) fn new(
-        tokens: TokenFile,
-        num_windows: usize,
-        batch_size: usize,
-        seq_len: usize,
-        group: &Group,
-    ) -> Result<Self, TrainError> {
+    /// The first windows of `tokens` in the order of the file, as many as the config says (0: all). Collective.
+    pub(crate) fn new(tokens: TokenFile, training: &Training, group: &Group) -> Result<Self, TrainError> {
+        let (seq_len, batch_size) = (training.seq_len, training.local_batch_size);
         let sampler = Sampler::sequential(tokens.num_tokens(), seq_len)?;
         let available = usize::try_from(sampler.num_windows()).unwrap_or(usize::MAX);
-        let num_windows = if num_windows == 0 { available } else { available.min(num_windows) };
+        let num_windows = match training.validation_windows {
+            0 => available,
+            asked => available.min(asked),
+        };
         let losses = Some(group.buffer(num_windows.div_ceil(batch_size))?);
         let window = vec![0; seq_len + 1];
         Ok(Validation { tokens, sampler, num_windows, batch_size, seq_len, losses, window })
