@@ -3,6 +3,7 @@
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{Arena, OutOfMemory};
 use crate::kernels::cpu::matmul::{Matrix, Product};
+use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::{
     AdamWStep, AttentionShape, CacheSpan, CpuFeatures, MatmulEpilogue, MomentumStep, Rotary,
@@ -183,32 +184,31 @@ impl Device {
         self.cpu.swiglu_backward(gate_up.f32s(), dy.f32s(), cols);
     }
 
-    /// Normalises each row of `x`: layer normalisation if `centred`, else RMS normalisation. `statistics` is
-    /// `rows x 2`.
+    /// Normalises each row of `x`; `statistics` is `rows x 2`.
     pub(crate) fn norm(
         &self,
         x: View<'_>,
         weight: View<'_>,
         bias: Option<View<'_>>,
-        (epsilon, centred): (f32, bool),
+        kind: NormKind,
         mut y: ViewMut<'_>,
         mut statistics: ViewMut<'_>,
     ) {
         let bias = bias.map(|bias| bias.f32s());
-        self.cpu.norm(x.f32s(), weight.f32s(), bias, epsilon, centred, y.f32s(), statistics.f32s());
+        self.cpu.norm(x.f32s(), weight.f32s(), bias, kind, y.f32s(), statistics.f32s());
     }
 
     /// Gradient of [`Device::norm`] with respect to `x`, written or added.
     pub(crate) fn norm_backward_input(
         &self,
-        (x, weight, dy): (View<'_>, View<'_>, View<'_>),
-        statistics: View<'_>,
-        centred: bool,
+        (x, weight, statistics): (View<'_>, View<'_>, View<'_>),
+        kind: NormKind,
+        dy: View<'_>,
         mut dx: ViewMut<'_>,
         accumulate: bool,
     ) {
-        let (x, weight, dy) = (x.f32s(), weight.f32s(), dy.f32s());
-        self.cpu.norm_backward_input(x, weight, dy, statistics.f32s(), centred, dx.f32s(), accumulate);
+        let rows = Normalised { x: x.f32s(), weight: weight.f32s(), statistics: statistics.f32s(), kind };
+        self.cpu.norm_backward_input(rows, dy.f32s(), dx.f32s(), accumulate);
     }
 
     /// Gradient of [`Device::norm`] with respect to the weight, written or added.

@@ -1,5 +1,6 @@
 use super::{Backward, Node, Tape, Var};
 use crate::device::DeviceError;
+use crate::kernels::cpu::norm::NormKind;
 use crate::parameters::{ParameterSpan, Parameters};
 use crate::tensor::Tensor;
 
@@ -14,6 +15,12 @@ pub struct Norm {
     pub epsilon: f32,
     /// Layer normalisation, which subtracts the mean; else RMS normalisation.
     pub centred: bool,
+}
+
+impl Norm {
+    fn kind(&self) -> NormKind {
+        NormKind { epsilon: self.epsilon, centred: self.centred }
+    }
 }
 
 #[derive(Debug)]
@@ -32,8 +39,7 @@ impl Tape {
         let mut y = self.device.activation(shape)?;
         let mut statistics = self.device.activation([shape.rows(), 2])?;
         let (weight, bias) = (parameters.span(&op.weight), op.bias.map(|bias| parameters.span(&bias)));
-        let kind = (op.epsilon, op.centred);
-        self.device.norm(input, weight, bias, kind, y.view_mut(), statistics.view_mut());
+        self.device.norm(input, weight, bias, op.kind(), y.view_mut(), statistics.view_mut());
         let y = self.input(y);
         self.record(|| Node::Norm(NormNode { op: *op, x, y, statistics }));
         Ok(y)
@@ -55,9 +61,8 @@ impl NormNode {
             None => (cx.device.activation(dy.shape())?, false),
         };
         let weight = cx.parameters.span(&self.op.weight);
-        let operands = (cx.values.get(self.x), weight, dy.view());
-        let statistics = self.statistics.view();
-        cx.device.norm_backward_input(operands, statistics, self.op.centred, dx.view_mut(), accumulate);
+        let rows = (cx.values.get(self.x), weight, self.statistics.view());
+        cx.device.norm_backward_input(rows, self.op.kind(), dy.view(), dx.view_mut(), accumulate);
         cx.grads[self.x.0] = Some(dx);
         Ok(())
     }

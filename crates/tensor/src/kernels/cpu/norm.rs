@@ -60,19 +60,37 @@ for_each_simd_level! {
     }
 }
 
+/// Which normalisation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct NormKind {
+    /// Added to the variance or mean square.
+    pub(crate) epsilon: f32,
+    /// Layer normalisation, else RMS normalisation.
+    pub(crate) centred: bool,
+}
+
+/// Rows that were normalised.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Normalised<'a> {
+    pub(crate) x: &'a [f32],
+    pub(crate) weight: &'a [f32],
+    /// [`STATISTICS`] values a row.
+    pub(crate) statistics: &'a [f32],
+    pub(crate) kind: NormKind,
+}
+
 impl Cpu {
-    /// Normalises each row of `x`; `centred` chooses layer normalisation over RMS normalisation.
-    /// `statistics` receives [`STATISTICS`] values a row.
+    /// Normalises each row of `x`; `statistics` receives [`STATISTICS`] values a row.
     pub(crate) fn norm(
         &self,
         x: &[f32],
         weight: &[f32],
         bias: Option<&[f32]>,
-        epsilon: f32,
-        centred: bool,
+        kind: NormKind,
         y: &mut [f32],
         statistics: &mut [f32],
     ) {
+        let NormKind { epsilon, centred } = kind;
         let cols = weight.len();
         let rows = x.len() / cols;
         assert!(x.len() == y.len() && x.len() == rows * cols && statistics.len() == rows * STATISTICS);
@@ -91,14 +109,12 @@ impl Cpu {
     /// Gradient of [`Cpu::norm`] with respect to `x`, written to `dx` or added to it.
     pub(crate) fn norm_backward_input(
         &self,
-        x: &[f32],
-        weight: &[f32],
+        rows: Normalised<'_>,
         dy: &[f32],
-        statistics: &[f32],
-        centred: bool,
         dx: &mut [f32],
         accumulate: bool,
     ) {
+        let Normalised { x, weight, statistics, kind: NormKind { centred, .. } } = rows;
         let cols = weight.len();
         let rows = x.len() / cols;
         assert!(x.len() == dx.len() && x.len() == dy.len() && x.len() == rows * cols);
@@ -174,9 +190,11 @@ mod tests {
             let (weight, bias) = (random(cols, "weight"), random(cols, "bias"));
             let bias = if centred { bias } else { vec![0.0; cols] };
             let (mut y, mut statistics) = (vec![0.0; rows * cols], vec![0.0; rows * STATISTICS]);
-            cpu.norm(&x, &weight, centred.then_some(&bias[..]), 1e-5, centred, &mut y, &mut statistics);
+            let kind = NormKind { epsilon: 1e-5, centred };
+            cpu.norm(&x, &weight, centred.then_some(&bias[..]), kind, &mut y, &mut statistics);
             let mut dx = vec![1.0; rows * cols];
-            cpu.norm_backward_input(&x, &weight, &dy, &statistics, centred, &mut dx, true);
+            let normalised = Normalised { x: &x, weight: &weight, statistics: &statistics, kind };
+            cpu.norm_backward_input(normalised, &dy, &mut dx, true);
             let mut d_weight = vec![f32::NAN; cols];
             cpu.norm_backward_weight(&x, &dy, &statistics, &mut d_weight, false);
 

@@ -103,7 +103,7 @@ pub(crate) fn exp(x: f32) -> f32 {
     p = p * r + 8.333_452e-3;
     p = p * r + 4.166_579_6e-2;
     p = p * r + 1.666_666_5e-1;
-    p = p * r + 5.000_000_1e-1;
+    p = p * r + 0.5;
     let mantissa = p * (r * r) + r + 1.0;
     let exponent = shifted.to_bits().wrapping_sub(ROUNDER.to_bits());
     // Two factors, because 2^128 alone is infinite.

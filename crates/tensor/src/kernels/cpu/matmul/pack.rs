@@ -111,15 +111,16 @@ unsafe fn transpose_16x16(source: &[f32], source_stride: usize, out: &mut [f32],
             _mm512_castpd_ps(_mm512_unpackhi_pd(t1, t3)),
         ];
     }
-    for col in 0..4 {
-        let even = |a: usize, b: usize| _mm512_shuffle_f32x4::<0x88>(quads[a][col], quads[b][col]);
-        let odd = |a: usize, b: usize| _mm512_shuffle_f32x4::<0xdd>(quads[a][col], quads[b][col]);
-        let (even_low, even_high, odd_low, odd_high) = (even(0, 1), even(2, 3), odd(0, 1), odd(2, 3));
+    let [q0, q1, q2, q3] = quads;
+    for (col, ((a, b), (c, d))) in q0.into_iter().zip(q1).zip(q2.into_iter().zip(q3)).enumerate() {
+        let even = |a, b| _mm512_shuffle_f32x4::<0x88>(a, b);
+        let odd = |a, b| _mm512_shuffle_f32x4::<0xdd>(a, b);
+        let (even_low, even_high, odd_low, odd_high) = (even(a, b), even(c, d), odd(a, b), odd(c, d));
         let columns = [
-            _mm512_shuffle_f32x4::<0x88>(even_low, even_high),
-            _mm512_shuffle_f32x4::<0x88>(odd_low, odd_high),
-            _mm512_shuffle_f32x4::<0xdd>(even_low, even_high),
-            _mm512_shuffle_f32x4::<0xdd>(odd_low, odd_high),
+            even(even_low, even_high),
+            even(odd_low, odd_high),
+            odd(even_low, even_high),
+            odd(odd_low, odd_high),
         ];
         for (lane, column) in columns.into_iter().enumerate() {
             // SAFETY: 16 elements to each of 16 rows, in bounds by the assertion.
