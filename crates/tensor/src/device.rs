@@ -96,6 +96,12 @@ impl Device {
         &self.counter
     }
 
+    /// Refuses what can never fit, before any of it is taken: `num_bytes` for `category`, if that is more than all the
+    /// memory of the device.
+    pub fn check_room(&self, num_bytes: usize, category: Category) -> Result<(), DeviceError> {
+        Ok(self.arena.check_room(num_bytes, category)?)
+    }
+
     /// A tensor with unspecified contents.
     pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
         let block = self.arena.take(shape.num_elements() * dtype.size(), category)?;

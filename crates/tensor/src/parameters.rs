@@ -131,6 +131,7 @@ impl Parameters {
         device: &Device,
         category: Category,
     ) -> Result<Self, DeviceError> {
+        device.check_room(table.num_elements().saturating_mul(size_of::<f32>()), category)?;
         let flat = |unit: &UnitInfo| device.zeros([unit.num_elements].into(), DType::F32, category);
         let flats = table.units().iter().map(flat).collect::<Result<_, _>>()?;
         Ok(Parameters { table: Arc::clone(table), flats })

@@ -70,21 +70,28 @@ impl Arena {
         }
     }
 
+    /// Refuses early what can never fit.
+    pub(crate) fn check_room(&self, len: usize, category: Category) -> Result<(), OutOfMemory> {
+        if len <= self.reserved { Ok(()) } else { Err(self.out_of_memory(len, category)) }
+    }
+
+    fn out_of_memory(&self, len: usize, category: Category) -> OutOfMemory {
+        let usage = |&category: &Category| {
+            format!("{category} {}", Bytes(self.counter.usage(category).current as u64))
+        };
+        OutOfMemory {
+            requested: Bytes(len as u64),
+            category,
+            reserved: Bytes(self.reserved as u64),
+            in_use: Category::ALL.iter().map(usage).collect::<Vec<_>>().join(", "),
+        }
+    }
+
     /// Takes a block of `len` bytes, with whatever its last user left in it.
     pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block, OutOfMemory> {
         let padded = len.next_multiple_of(ALIGNMENT);
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(offset) = free.take(padded) else {
-            let usage = |&category: &Category| {
-                format!("{category} {}", Bytes(self.counter.usage(category).current as u64))
-            };
-            return Err(OutOfMemory {
-                requested: Bytes(len as u64),
-                category,
-                reserved: Bytes(self.reserved as u64),
-                in_use: Category::ALL.iter().map(usage).collect::<Vec<_>>().join(", "),
-            });
-        };
+        let Some(offset) = free.take(padded) else { return Err(self.out_of_memory(len, category)) };
         self.counter.add(category, padded);
         Ok(Block { arena: Arc::clone(self), offset, len, category })
     }
