@@ -60,6 +60,9 @@ pub struct ModelConfig {
 /// Sizes beyond which a config is taken for damaged rather than large.
 const SIZE_MAX: u64 = 1 << 24;
 
+/// As [`SIZE_MAX`], for blocks: each has names and descriptions of its own.
+const LAYERS_MAX: usize = 4096;
+
 /// A `config.json` being read.
 struct Reader<'a> {
     map: &'a Map<String, Value>,
@@ -149,7 +152,8 @@ impl ModelConfig {
         let fits = |key: &str, found: usize, divides: bool, expected: String| {
             if divides { Ok(()) } else { Err(wrong(key, &json!(found), &expected)) }
         };
-        let heads = self.num_heads;
+        let (heads, layers) = (self.num_heads, self.num_layers);
+        fits("num_hidden_layers", layers, layers <= LAYERS_MAX, format!("at most {LAYERS_MAX} layers"))?;
         fits(
             "num_key_value_heads",
             self.num_kv_heads,
@@ -310,6 +314,7 @@ mod tests {
             (&GPT2.replace("48", "50"), "a divisor of n_embd 50"),
             (&GPT2.replace("48", "-1"), "whole number"),
             (&GPT2.replace("48", "99999999999"), "16777216"),
+            (&GPT2.replace(r#""n_layer":2"#, r#""n_layer":5000"#), "at most 4096 layers"),
             (&LLAMA.replace("default", "llama3"), "rotary scaling"),
             (
                 &LLAMA.replace(r#""num_key_value_heads":2"#, r#""num_key_value_heads":4"#),
