@@ -85,7 +85,7 @@ fn ln(x: f32) -> f32 {
         -1.666_805_7e-1,
         2.000_071_4e-1,
         -2.499_999_4e-1,
-        3.333_333_1e-1,
+        3.333_333e-1,
     ];
     let exponent = (x.to_bits() >> 23) as i32 - 126;
     let mantissa = f32::from_bits(x.to_bits() & 0x007f_ffff | 0x3f00_0000);

@@ -18,10 +18,12 @@ pub(crate) const MODEL_FILE: &str = "model.safetensors";
 /// The file that says which shard holds which tensor.
 pub(crate) const INDEX_FILE: &str = "model.safetensors.index.json";
 
-/// Files of a model directory that describe the model or its tokenizer and travel with the weights.
-pub(crate) const MODEL_FILES: [&str; 7] = [
+/// Files of a model directory that describe the model or its tokenizer and travel with the weights. All but
+/// the mark of a tokenizer that takes bytes as they are have the names that transformers gives them.
+pub(crate) const MODEL_FILES: [&str; 8] = [
     CONFIG_FILE,
     "tokenizer.json",
+    "tokenizer.bytes.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "generation_config.json",

@@ -66,14 +66,15 @@ pub fn save(
     keep_latest_k: usize,
 ) -> Result<PathBuf, CheckpointError> {
     let saving = Saving { group, folder, snapshot };
-    if group.rank() != Rank::ROOT {
-        return saving.run(None, keep_latest_k);
-    }
-    let partial_name = step_name(snapshot.step) + &partial_suffix();
-    let result = saving.run(Some(&partial_name), keep_latest_k);
+    let partial_name = (group.rank() == Rank::ROOT).then(|| step_name(snapshot.step) + &partial_suffix());
+    let result = saving.run(partial_name.as_deref(), keep_latest_k);
     if result.is_err() {
         // Best effort: the error to report is the first one, and the next save tries again.
-        let _ = fs::remove_dir_all(folder.join(&partial_name));
+        if let Some(name) = partial_name {
+            let _ = fs::remove_dir_all(folder.join(name));
+        }
+        // A rank that ends may end the others: none does before rank 0 has cleaned up.
+        let _ = group.barrier();
     }
     result
 }

@@ -2,19 +2,56 @@
 
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
 use indicatif::{ProgressBar, ProgressStyle};
+use signal_hook::consts::SIGINT;
 use std::fs::{File, OpenOptions};
-use std::io::{IsTerminal, Write};
+use std::io::{self, IsTerminal, Write};
 use std::path::Path;
-use std::sync::Mutex;
 use trireme_comm::CommError;
 use trireme_train::metrics::{LogLine, StepRecord};
 use trireme_train::{Observer, RunFacts, TrainError};
 
-/// Log of rank 0 under a launcher, where errors go instead of the terminal: the launcher shows its end.
-static ROOT_LOG: Mutex<Option<File>> = Mutex::new(None);
+/// Standard output, for what a command was asked to print. A reader that has seen enough, such as `head`, is
+/// no error.
+pub(crate) struct Output;
+
+impl Write for Output {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        read_enough(io::stdout().write(bytes), bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        read_enough(io::stdout().flush(), ())
+    }
+}
+
+fn read_enough<T>(result: io::Result<T>, done: T) -> io::Result<T> {
+    result.or_else(|error| match error.kind() {
+        io::ErrorKind::BrokenPipe => Ok(done),
+        kind => Err(io::Error::new(kind, format!("cannot write to standard output: {error}"))),
+    })
+}
+
+/// Tells something that is no result, on the error output.
+pub(crate) fn remark(text: &str) {
+    // Nobody listening is no reason to stop.
+    let _ = writeln!(io::stderr(), "{text}");
+}
 
 /// Tells of an error with all its causes; returns the exit code.
 pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
+    let text = describe(error);
+    // A launcher shows the end of the log: on the terminal as well, the error would stand there twice.
+    let is_logged = launch::error_log().is_some_and(|log| append_line(&log, &text).is_ok());
+    // Who presses Ctrl-C needs no telling.
+    let is_known = matches!(error.downcast_ref(), Some(LaunchError::Interrupted { signal: SIGINT }));
+    if !is_logged && !is_known {
+        remark(&text);
+    }
+    exit_code(error)
+}
+
+/// The error and its causes, a line each; what came from outside cannot steer the terminal.
+fn describe(error: &anyhow::Error) -> String {
     let mut text = format!("error: {error}");
     let mut last = error.to_string();
     for cause in error.chain().skip(1) {
@@ -25,11 +62,15 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
         }
         last = cause;
     }
-    let mut log = ROOT_LOG.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let written = log.as_mut().map(|log| writeln!(log, "{text}").is_ok());
-    if written != Some(true) && !matches!(error.downcast_ref(), Some(LaunchError::Interrupted { .. })) {
-        eprintln!("{text}");
-    }
+    let is_plain = |c: char| c == '\n' || !c.is_control();
+    text.chars().map(|c| if is_plain(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
+}
+
+fn append_line(path: &Path, text: &str) -> io::Result<()> {
+    writeln!(OpenOptions::new().append(true).open(path)?, "{text}")
+}
+
+fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<LaunchError>() {
         return error.exit_code();
     }
@@ -60,22 +101,19 @@ impl Console {
             std::fs::create_dir_all(log_folder)
                 .map_err(|source| TrainError::RunFolder { path: log_folder.to_owned(), source })?;
             let path = log_folder.join("rank-0.log");
-            let open = || OpenOptions::new().create(true).append(true).open(&path);
-            let failed = |source| TrainError::RunFolder { path: path.clone(), source };
-            log = Some(open().map_err(failed)?);
-            if launch::has_launcher() {
-                let mut slot = ROOT_LOG.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-                *slot = Some(open().map_err(failed)?);
-            }
+            let file = OpenOptions::new().create(true).append(true).open(&path);
+            log = Some(file.map_err(|source| TrainError::RunFolder { path, source })?);
         }
         Ok(Console { is_root, log_interval, bar: None, log, first_step_shown: false })
     }
 
     /// Prints a line, above the bar if there is one.
     pub(crate) fn line(&mut self, text: &str) {
+        // A run goes on when nobody looks any more: the line is in the log as well.
+        let print = || drop(writeln!(Output, "{text}"));
         match &self.bar {
-            Some(bar) if !bar.is_finished() => bar.suspend(|| println!("{text}")),
-            _ => println!("{text}"),
+            Some(bar) if !bar.is_finished() => bar.suspend(print),
+            _ => print(),
         }
         self.log_line(text);
     }
@@ -92,6 +130,13 @@ impl Console {
         if let Some(bar) = self.bar.take() {
             bar.finish_and_clear();
         }
+    }
+}
+
+impl Drop for Console {
+    fn drop(&mut self) {
+        // An error begins on a line of its own.
+        self.finish();
     }
 }
 

@@ -8,19 +8,21 @@ mod started;
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;
 
+const EXAMPLES: &str = r#"A first run needs nothing but a config:
+
+    trireme train configs/quickstart.toml
+
+To train on a text of your own:
+
+    trireme prepare book.txt --out corpus
+    trireme train configs/quickstart.toml --set run.name=book \
+        --set 'data.inputs=[]' --set data.folder=corpus
+    trireme generate runs/book --prompt "Once"
+"#;
+
 /// Distributed deep-learning training: one binary, one config file.
-///
-/// A first run needs nothing but a config:
-///
-///     trireme train configs/quickstart.toml
-///
-/// To train on a text of your own:
-///
-///     trireme prepare book.txt --out corpus
-///     trireme train configs/quickstart.toml --set 'data.inputs=[]' --set data.folder=corpus --set run.name=book
-///     trireme generate runs/book --prompt "Once"
 #[derive(Debug, Parser)]
-#[command(version, verbatim_doc_comment)]
+#[command(version, after_help = EXAMPLES)]
 struct Arguments {
     #[command(subcommand)]
     command: Command,

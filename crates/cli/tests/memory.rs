@@ -10,7 +10,19 @@ fn peak_memory_is_within_a_tenth_of_what_is_counted() {
     std::fs::write(folder.path().join("config.json"), MODEL).unwrap();
     for workers in ["1", "2"] {
         let output = Command::new(env!("CARGO_BIN_EXE_trireme"))
-            .args(["bench", "step", "--json", "--steps", "2", "--warmup", "1", "--batch", "6", "--threads", "1"])
+            .args([
+                "bench",
+                "step",
+                "--json",
+                "--steps",
+                "2",
+                "--warmup",
+                "1",
+                "--batch",
+                "6",
+                "--threads",
+                "1",
+            ])
             .args(["--workers", workers, "--model"])
             .arg(folder.path())
             .output()

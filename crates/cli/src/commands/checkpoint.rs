@@ -1,5 +1,6 @@
 //! `trireme checkpoint`: look into checkpoints and model directories, and export models.
 
+use crate::console::{Output, remark};
 use anyhow::{Context, bail};
 use clap::{Args, Subcommand};
 use serde::Serialize;
@@ -12,7 +13,7 @@ use trireme_checkpoint::{
     checkpoints_folder, export, list_checkpoints,
 };
 
-/// Arguments of `trireme checkpoint`.
+/// Look into checkpoints, and export models from them.
 #[derive(Debug, Args)]
 pub(crate) struct CheckpointArgs {
     #[command(subcommand)]
@@ -54,7 +55,7 @@ enum CheckpointCommand {
 
 /// Runs `trireme checkpoint`.
 pub(crate) fn run(args: &CheckpointArgs) -> anyhow::Result<()> {
-    let mut out = std::io::stdout().lock();
+    let mut out = Output;
     match &args.command {
         CheckpointCommand::Inspect { path, json, verify } => inspect(path, *json, *verify, &mut out),
         CheckpointCommand::Export { path, out: target, max_shard_size, force } => {
@@ -88,7 +89,7 @@ fn open(path: &Path) -> anyhow::Result<ModelSource> {
     if let ModelSource::Checkpoint { skipped, .. } = &source {
         for skipped in skipped {
             let reason = with_sources(&skipped.reason);
-            eprintln!("warning: {} is passed over: {reason}", skipped.path.display());
+            remark(&format!("warning: {} is passed over: {reason}", skipped.path.display()));
         }
     }
     Ok(source)

@@ -1,5 +1,8 @@
-use anyhow::{Context, Result};
-use std::io::{self, Write};
+//! `trireme config`.
+
+use crate::console::Output;
+use anyhow::Result;
+use std::io::Write;
 use std::path::PathBuf;
 use trireme_train::config::Config;
 
@@ -24,9 +27,5 @@ pub(crate) fn run(args: &ConfigArgs) -> Result<()> {
         (None, Some(file)) => Config::load(file, &args.overrides, None)?.to_toml(),
         (None, None) => unreachable!("the file is required without --explain"),
     };
-    match io::stdout().write_all(text.as_bytes()) {
-        // The reader, such as `head`, has seen enough.
-        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
-        other => other.context("cannot write to standard output"),
-    }
+    Ok(Output.write_all(text.as_bytes())?)
 }

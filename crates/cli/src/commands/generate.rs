@@ -1,5 +1,6 @@
 //! `trireme generate`.
 
+use crate::console::{Output, remark};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
 use std::path::PathBuf;
@@ -23,13 +24,13 @@ pub(crate) struct GenerateArgs {
     #[arg(long, value_name = "N", default_value_t = 256)]
     num_tokens: usize,
     /// Divides the logits: below 1 more likely, above 1 more varied text; 0 always takes the likeliest token.
-    #[arg(long, default_value_t = 0.8)]
+    #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
     /// Choose among this many of the likeliest tokens; 0 means all.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
     /// Choose among the fewest tokens that together have this probability.
-    #[arg(long, value_name = "P", default_value_t = 1.0)]
+    #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f32,
     /// Seed of the choice.
     #[arg(long, default_value_t = 0)]
@@ -47,13 +48,15 @@ pub(crate) struct GenerateArgs {
 
 /// Runs `trireme generate`.
 pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
-    let is_rate = |rate: f32| rate.is_finite() && rate >= 0.0;
-    if !is_rate(args.temperature) || !is_rate(args.top_p) || args.top_p > 1.0 || args.top_p == 0.0 {
-        bail!("--temperature must be 0 or more, and --top-p above 0 and at most 1");
+    if !(args.temperature.is_finite() && args.temperature >= 0.0) {
+        bail!("--temperature is {}; it must be 0 or more", args.temperature);
+    }
+    if !(args.top_p > 0.0 && args.top_p <= 1.0) {
+        bail!("--top-p is {}; it must be above 0 and at most 1", args.top_p);
     }
     let device = Device::cpu(DeviceOptions { num_threads: args.threads })?;
     let LoadedModel { model, parameters, notices } = load_model(&args.path, &device)?;
-    notices.iter().for_each(|notice| eprintln!("note: {notice}"));
+    notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;
     let settings = SampleSettings {
         prompt: args.prompt.clone(),
@@ -62,21 +65,16 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         seed: args.seed,
         stop_at_end: !args.ignore_end,
     };
-    let mut output = std::io::stdout();
-    let mut failure = None;
+    let mut written = Ok(());
     let mut show = |piece: &str| {
-        let written = output.write_all(piece.as_bytes()).and_then(|()| output.flush());
-        failure = failure.take().or(written.err());
+        if written.is_ok() {
+            written = Output.write_all(piece.as_bytes()).and_then(|()| Output.flush());
+        }
     };
     show(&settings.prompt);
     sample(&model, &parameters, &device, &tokenizer, &settings, &mut show)?;
     show("\n");
-    match failure {
-        // The reader, such as `head`, has seen enough.
-        Some(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
-        Some(error) => Err(error).context("cannot write to standard output"),
-        None => Ok(()),
-    }
+    Ok(written?)
 }
 
 fn tokenizer(args: &GenerateArgs) -> Result<Tokenizer> {
@@ -85,9 +83,8 @@ fn tokenizer(args: &GenerateArgs) -> Result<Tokenizer> {
         Some(path) => Ok(Tokenizer::from_file(path)?),
         None => {
             let source = ModelSource::open(&args.path)?;
-            Tokenizer::load(source.path()).with_context(|| {
-                format!("{} has no tokenizer; name one with --tokenizer", source.path().display())
-            })
+            Tokenizer::load(source.path())
+                .context("cannot take the model's tokenizer; name one with --tokenizer")
         }
     }
 }

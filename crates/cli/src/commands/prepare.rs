@@ -1,5 +1,6 @@
 //! `trireme prepare`: text to token files.
 
+use crate::console::{Output, remark};
 use anyhow::bail;
 use clap::{Args, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
@@ -78,7 +79,7 @@ enum OnInvalidUtf8 {
 /// Runs `trireme prepare`.
 pub(crate) fn run(args: &PrepareArgs) -> anyhow::Result<()> {
     let options = options(args)?;
-    let mut out = std::io::stdout().lock();
+    let mut out = Output;
     let report = if is_current(&options)? {
         writeln!(out, "nothing to do: {} is up to date", options.out.display())?;
         PrepareReport::read(&options.out)?
@@ -173,8 +174,7 @@ impl Progress for Display {
             None if shown.last_line.elapsed() >= LINE_INTERVAL => {
                 shown.last_line = Instant::now();
                 let percent = done.saturating_mul(100) / total.max(1);
-                // Nobody reading the progress is no reason to stop.
-                let _ = writeln!(std::io::stderr(), "{}: {percent}%", title(phase));
+                remark(&format!("{}: {percent}%", title(phase)));
             }
             None => {}
         }

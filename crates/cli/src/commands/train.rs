@@ -8,8 +8,9 @@ use anyhow::Result;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
+use trireme_checkpoint::ModelSource;
 use trireme_comm::{Group, GroupOptions, JoinOptions, TransportChoice, join, single};
-use trireme_data::{Corpus, bigram_baseline};
+use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
 use trireme_train::config::{Config, Transport};
 use trireme_train::{
@@ -26,8 +27,9 @@ Examples:
   torchrun --nproc-per-node 8 --no-python trireme train my.toml
       Workers started by another launcher: torchrun, srun and mpirun are understood.
 
-All that a run leaves is in its folder, runs/<name>: config.toml, metrics.jsonl, events.out.tfevents.* for TensorBoard, logs,
-and checkpoints/step-N. Run the command again to go on from the newest checkpoint. `trireme config --explain` tells every key.";
+All that a run leaves is in its folder, runs/<name>: config.toml, metrics.jsonl, logs,
+events.out.tfevents.* for TensorBoard, and checkpoints/step-N. Run the command again to go on from
+the newest checkpoint; Ctrl-C ends a run. `trireme config --explain` tells every key.";
 
 /// Train a model as a config file says.
 ///
@@ -55,20 +57,36 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     let config = Config::load(&args.config, &overrides, world_size)?;
     match environment {
         Some(environment) => work(&config, &environment, started),
-        None if config.world_size() > 1 => launch(&config, started),
-        None => train(&config, single(), 1, started),
+        None => {
+            check(&config)?;
+            match config.world_size() {
+                1 => train(&config, single(), 1, started),
+                _ => launch(&config, started),
+            }
+        }
     }
+}
+
+/// Prepares the corpus, and finds what does not fit it before a worker starts or a file of the run is made.
+fn check(config: &Config) -> Result<()> {
+    prepare_corpus(config)?;
+    let corpus = Corpus::open(&config.data().folder).map_err(TrainError::from)?;
+    model_config(config, corpus.train.vocabulary_size())?;
+    let training = config.training();
+    Sampler::shuffled(corpus.train.num_tokens(), training.seq_len, training.seed)
+        .map_err(TrainError::from)?;
+    if let Some(folder) = &config.model().init_from {
+        ModelSource::open(folder).map_err(TrainError::from)?;
+    }
+    Ok(())
 }
 
 fn log_folder(config: &Config) -> PathBuf {
     config.run_folder().join("logs")
 }
 
-/// Finds what is wrong before any worker starts, then starts them.
+/// Starts the workers of this host and waits for them.
 fn launch(config: &Config, started: Instant) -> Result<()> {
-    prepare_corpus(config)?;
-    let corpus = Corpus::open(&config.data().folder).map_err(TrainError::from)?;
-    model_config(config, corpus.train.vocabulary_size())?;
     let log_folder = log_folder(config);
     std::fs::create_dir_all(&log_folder)
         .map_err(|source| TrainError::RunFolder { path: log_folder.clone(), source })?;
@@ -110,73 +128,67 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
         group: GroupOptions { timeout, ..GroupOptions::default() },
         ..JoinOptions::new(environment.rank, environment.world_size)
     };
-    train(config, join(&options)?, environment.local_world_size, started)
+    let group = join(&options)?;
+    if group.rank() == Rank::ROOT {
+        prepare_corpus(config)?;
+    }
+    group.barrier()?;
+    train(config, group, environment.local_world_size, started)
 }
 
 /// Trains on one rank of `group`; rank 0 shows the run and what came of it.
 fn train(config: &Config, group: Group, local_world_size: usize, started: Instant) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
-    if is_root {
-        prepare_corpus(config)?;
-    }
-    group.barrier()?;
     let options = TrainerOptions { num_threads: local_threads(config, local_world_size), started };
     let mut trainer = Trainer::new(config, group, options, &mut console)?;
     let summary = trainer.run()?;
     // The others must not outrun rank 0's last words: their exit would look like a loss.
     trainer.executor().group().barrier()?;
     if is_root {
-        let mut report = Report { config, lines: Vec::new() };
-        report.results(&trainer, &summary)?;
+        let verdict = verdict(&trainer, &summary)?;
         let text = sample_text(config, &trainer)?;
-        report.whereabouts(&summary);
         drop(trainer);
         console.finish();
-        let (results, rest) = report.lines.split_at(report.lines.len().min(1));
-        results.iter().for_each(|line| console.line(line));
+        if let Some(verdict) = verdict {
+            console.line(&verdict);
+        }
         if let Some(text) = text {
             console.line(&format!("\n--- sample ---\n{text}\n--------------\n"));
         }
-        rest.iter().for_each(|line| console.line(line));
+        whereabouts(config, &summary).iter().for_each(|line| console.line(line));
     }
     Ok(())
 }
 
-struct Report<'a> {
-    config: &'a Config,
-    lines: Vec<String>,
+/// How good the model is, beside what counting pairs of tokens achieves.
+fn verdict(trainer: &Trainer<'_>, summary: &RunSummary) -> Result<Option<String>> {
+    let (train, validation) = trainer.tokens();
+    let (Some(loss), Some(validation)) = (summary.validation_loss, validation) else { return Ok(None) };
+    let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
+    let verdict = if loss < baseline { "below" } else { "not below" };
+    Ok(Some(format!("validation loss {loss:.4} nats a token, {verdict} the bigram baseline's {baseline:.4}")))
 }
 
-impl Report<'_> {
-    /// How good the model is, beside what counting pairs of tokens achieves.
-    fn results(&mut self, trainer: &Trainer<'_>, summary: &RunSummary) -> Result<()> {
-        let (train, validation) = trainer.tokens();
-        if let (Some(loss), Some(validation)) = (summary.validation_loss, validation) {
-            let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
-            let verdict = if loss < baseline { "below" } else { "not below" };
-            self.lines.push(format!(
-                "validation loss {loss:.4} nats a token, {verdict} the bigram baseline's {baseline:.4}"
-            ));
-        }
-        Ok(())
-    }
-
-    /// Where everything is, and what to try next.
-    fn whereabouts(&mut self, summary: &RunSummary) {
-        let folder = self.config.run_folder();
-        let folder = folder.display();
-        self.lines
-            .push(format!("the run is in {folder}: metrics.jsonl, config.toml, logs, TensorBoard events"));
-        if let Some(path) = &summary.checkpoint {
-            self.lines.push(format!("the last checkpoint is {}", path.display()));
-        }
-        self.lines.push("try next:".to_owned());
-        self.lines.push(format!("  trireme generate {folder} --prompt \"fn main\" --temperature 0.7"));
-        self.lines
-            .push(format!("  trireme checkpoint export {folder} exported   # a Hugging Face directory"));
-        self.lines.push(format!("  tensorboard --logdir {}", self.config.run().folder.display()));
-    }
+/// Where everything is, and what to try next.
+fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
+    let folder = config.run_folder();
+    let folder = folder.display();
+    let mut lines =
+        vec![format!("the run is in {folder}: metrics.jsonl, config.toml, logs, TensorBoard events")];
+    lines
+        .extend(summary.checkpoint.as_ref().map(|path| format!("the last checkpoint is {}", path.display())));
+    let prompt = match config.generate().prompt.as_str() {
+        blank if blank.trim().is_empty() => String::new(),
+        prompt => format!(" --prompt {prompt:?}"),
+    };
+    lines.extend([
+        "try next:".to_owned(),
+        format!("  trireme generate {folder}{prompt} --temperature 0.7"),
+        format!("  trireme checkpoint export {folder} exported   # a Hugging Face directory"),
+        format!("  tensorboard --logdir {}", config.run().folder.display()),
+    ]);
+    lines
 }
 
 fn sample_text(config: &Config, trainer: &Trainer<'_>) -> Result<Option<String>> {

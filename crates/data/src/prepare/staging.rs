@@ -16,7 +16,8 @@ pub(super) struct Staging {
     folder: PathBuf,
     /// Holds the lock.
     locked: File,
-    folder_was_made: bool,
+    /// The folder and those above it, as far as they were not there; the innermost first.
+    folders_made: Vec<PathBuf>,
     stage: Stage,
 }
 
@@ -32,7 +33,8 @@ impl Staging {
     /// commit, known by its `mark`: others are not overwritten.
     pub(super) fn new(folder: &Path, names: &[&str], mark: &str) -> Result<Self, DataError> {
         let write = |source| DataError::Write { path: folder.to_owned(), source };
-        let folder_was_made = !folder.exists();
+        let folders_made =
+            folder.ancestors().take_while(|folder| !folder.exists()).map(PathBuf::from).collect();
         fs::create_dir_all(folder).map_err(write)?;
         let locked = File::open(folder).map_err(write)?;
         match locked.try_lock() {
@@ -45,7 +47,7 @@ impl Staging {
         if let Some(name) = names.iter().find(|name| !is_own && folder.join(name).exists()) {
             return Err(DataError::Occupied { path: folder.join(name) });
         }
-        let staging = Staging { folder: folder.to_owned(), locked, folder_was_made, stage: Stage::Making };
+        let staging = Staging { folder: folder.to_owned(), locked, folders_made, stage: Stage::Making };
         staging.remove_leftovers().and_then(|()| fs::create_dir(staging.path(""))).map_err(write)?;
         Ok(staging)
     }
@@ -94,8 +96,9 @@ impl Drop for Staging {
             // Nobody is left to tell; the next preparation removes what is left.
             let _ = self.remove_leftovers();
         }
-        if self.folder_was_made && self.stage == Stage::Making {
-            let _ = fs::remove_dir(&self.folder);
+        if self.stage == Stage::Making {
+            // As far as they are empty.
+            let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
         }
     }
 }

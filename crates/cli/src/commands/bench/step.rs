@@ -1,9 +1,11 @@
 //! `trireme bench step`.
 
-use crate::launch::{LocalWorld, WorkerEnvironment, run_local_workers, this_command};
+use crate::console::Output;
+use crate::launch::{LaunchError, LocalWorld, WorkerEnvironment, run_local_workers, this_command};
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
@@ -18,8 +20,9 @@ use trireme_tensor::{Category, Device, DeviceOptions};
 
 /// Time training steps of a model with random weights.
 ///
-/// A step reads its batch, runs forward, loss, backward and AdamW on every parameter (lr 3e-4, betas 0.9 and 0.95, eps 1e-8, weight decay
-/// 0.1), without clipping. Sequences follow each other in the file, shared out among the workers.
+/// A step reads its batch, runs forward, loss, backward and AdamW on every parameter (lr 3e-4, betas 0.9 and
+/// 0.95, eps 1e-8, weight decay 0.1), without clipping. Sequences follow each other in the file, shared out
+/// among the workers.
 #[derive(Debug, clap::Args)]
 pub(crate) struct StepArgs {
     /// Folder with the config.json of a gpt2 or llama model.
@@ -43,7 +46,8 @@ pub(crate) struct StepArgs {
     /// What carries messages between workers.
     #[arg(long, default_value = "auto")]
     transport: TransportChoice,
-    /// Let the workers run side by side without any communication: the bound of data parallelism on this machine.
+    /// Let the workers run side by side without any communication: the bound of data parallelism on this
+    /// machine.
     #[arg(long)]
     independent: bool,
     /// Timed steps.
@@ -105,40 +109,31 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
             };
             measure(args, join(&options)?, started)
         }
-        None if args.workers > 1 => launch(args, started),
+        None if args.workers > 1 => {
+            // Before workers start, for each of them would find the same mistake.
+            read_model(&args.model)?;
+            launch(args, started)
+        }
         None => measure(args, single(), started),
     }
 }
 
 fn launch(args: &StepArgs, started: Instant) -> Result<()> {
-    let logs = LogFolder::new()?;
-    let world = LocalWorld { num_workers: args.workers, master_port: 0, log_folder: &logs.0 };
+    let logs = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
+    std::fs::create_dir_all(&logs).with_context(|| format!("cannot make the folder {}", logs.display()))?;
+    let world = LocalWorld { num_workers: args.workers, master_port: 0, log_folder: &logs };
     let command = this_command()?;
-    run_local_workers(world, |_| {
+    let ended = run_local_workers(world, |_| {
         let mut worker = std::process::Command::new(command.get_program());
         worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
         worker
-    })?;
-    Ok(())
-}
-
-/// A folder for the workers' logs that goes with the command.
-struct LogFolder(PathBuf);
-
-impl LogFolder {
-    fn new() -> Result<Self> {
-        let path = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
-        std::fs::create_dir_all(&path)
-            .with_context(|| format!("cannot make the folder {}", path.display()))?;
-        Ok(LogFolder(path))
-    }
-}
-
-impl Drop for LogFolder {
-    fn drop(&mut self) {
+    });
+    // Of a worker's death the error names the log; else nobody will look for it.
+    if !matches!(ended, Err(LaunchError::WorkerDied { .. })) {
         // What cannot be removed from the temporary folder is the system's to remove.
-        let _ = std::fs::remove_dir_all(&self.0);
+        let _ = std::fs::remove_dir_all(&logs);
     }
+    Ok(ended?)
 }
 
 /// Where tokens come from.
@@ -290,26 +285,29 @@ fn peak_rss_bytes() -> Result<u64> {
 
 fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
     if args.json {
-        println!("{}", serde_json::to_string(measurement)?);
+        writeln!(Output, "{}", serde_json::to_string(measurement)?)?;
         return Ok(());
     }
     let Measurement { model, params, world_size, threads, batch_per_rank, seq, .. } = measurement;
-    println!(
+    writeln!(
+        Output,
         "{model}: {params} parameters, {world_size} workers x {threads} threads, {batch_per_rank} x {seq} tokens each"
-    );
-    println!(
+    )?;
+    writeln!(
+        Output,
         "  {:.0} tokens/s (median), {:.0} (best); {:.1} ms a step, {:.1} ms of it waiting for communication",
         measurement.tokens_per_second_median,
         measurement.tokens_per_second_best,
         measurement.step_ms_median,
         measurement.comm_exposed_ms_median,
-    );
-    println!(
+    )?;
+    writeln!(
+        Output,
         "  first step after {:.3} s; peak memory {} a worker, {} of it counted; loss {:.4}",
         measurement.seconds_to_first_step,
         trireme_base::Bytes(measurement.peak_rss_bytes),
         trireme_base::Bytes(measurement.memory_counted_bytes),
         measurement.final_loss,
-    );
+    )?;
     Ok(())
 }

@@ -1,0 +1,121 @@
+//! Configs and arguments with mistakes.
+
+use crate::common::{Scene, tells};
+
+const MISTAKEN: &str = "\
+[model]
+architecture = \"gpt3\"
+hiden_size = 32
+num_layers = \"one\"
+[data]
+inputs = \"text.txt\"
+[training]
+seq_len = 16.5
+stesp = 4
+local_batch_size = 0
+[optimiser]
+lr = 1
+[checkpoint]
+interval =
+";
+
+#[test]
+fn all_mistakes_are_told_at_once_with_their_lines() {
+    let scene = Scene::new();
+    scene.write("mistaken.toml", MISTAKEN);
+    for command in ["train mistaken.toml", "config mistaken.toml"] {
+        let error = scene.refused_without_trace(command);
+        tells(
+            &error,
+            &[
+                "9 mistakes",
+                "mistaken.toml:2: architecture = \"gpt3\": expected \"gpt2\" or \"llama\"; did you mean \"gpt2\"?",
+                "mistaken.toml:3: hiden_size = 32: unknown key in [model]; did you mean 'hidden_size'?",
+                "mistaken.toml:4: num_layers = \"one\": expected a whole number",
+                "mistaken.toml:6: inputs = \"text.txt\": expected a list",
+                "mistaken.toml:8: seq_len = 16.5: expected a whole number",
+                "mistaken.toml:9: stesp = 4: unknown key in [training]; did you mean 'steps'?",
+                "mistaken.toml:10: local_batch_size = 0: expected a whole number from 1",
+                "mistaken.toml:11: [optimiser]: unknown section; did you mean [optimizer]?",
+                "mistaken.toml:14: interval =:",
+            ],
+        );
+        assert_eq!(error.lines().count(), 10, "{error}");
+    }
+}
+
+#[test]
+fn values_that_cannot_be() {
+    let scene = Scene::with_corpus();
+    for (setting, facts) in [
+        (
+            "training.global_batch_size=7",
+            &["--set training.global_batch_size=7", "no multiple", "2 x 2 workers = 4"] as &[&str],
+        ),
+        ("training.global_batch_size=4611686018427387904", &["microbatches", "more than 65536"]),
+        ("training.local_batch_size=-1", &["expected a whole number from 1"]),
+        ("training.steps=many", &["expected a whole number, 1 or more"]),
+        ("training.dtype=bf16", &["expected \"f32\""]),
+        ("launch.workers=0", &["expected a whole number from 1"]),
+        ("model.num_heads=5", &["num_heads 5 does not divide hidden_size 32"]),
+        ("comm.bind_address=::1", &["unknown key in [comm]"]),
+        ("run.name=../elsewhere", &["expected the name of one folder"]),
+        ("checkpoint.resume=atuo", &["expected \"auto\", \"never\" or the path"]),
+        ("nonsense", &["--set nonsense: expected section.key=value"]),
+        ("model.hidden_size=1048576 --set model.vocab_size=16777216", &["out of memory", "for parameters"]),
+    ] {
+        let error = scene.run(&format!("train tiny.toml --workers 2 --set {setting}")).refused();
+        tells(&error, facts);
+        assert!(!scene.path("runs/tiny/checkpoints").exists(), "{setting}");
+    }
+}
+
+#[test]
+fn files_that_are_no_config() {
+    let scene = Scene::new();
+    scene.write("latin.toml", b"[run]\nname = \"caf\xe9\"\n");
+    scene.write("binary.toml", b"\x1b[31m\0".repeat(9));
+    tells(&scene.refused_without_trace("train nowhere.toml"), &["cannot read the config nowhere.toml"]);
+    tells(&scene.refused_without_trace("train ."), &["cannot read the config .", "directory"]);
+    tells(&scene.refused_without_trace("train latin.toml"), &["latin.toml", "UTF-8"]);
+    let error = scene.refused_without_trace("train binary.toml");
+    tells(&error, &["binary.toml:1"]);
+    assert!(!error.contains(['\0', '\x1b']), "what is in a file does not reach the terminal: {error:?}");
+}
+
+#[test]
+fn checkpoints_that_this_run_cannot_go_on_from() {
+    let scene = Scene::with_corpus();
+    let error = scene.run("train tiny.toml --workers 1 --set checkpoint.resume=./nowhere").refused();
+    tells(&error, &["./nowhere holds no checkpoint"]);
+    scene.run("train tiny.toml --workers 1").succeeded();
+    let before = scene.read("runs/tiny/metrics.jsonl");
+    for workers in [1, 2] {
+        let command =
+            format!("train tiny.toml --workers {workers} --set training.steps=6 --set training.seed=9");
+        tells(&scene.run(&command).refused(), &["runs/tiny/checkpoints/step-4", "seed 0", "has 9"]);
+        let command =
+            format!("train tiny.toml --workers {workers} --set training.steps=6 --set model.num_layers=2");
+        tells(
+            &scene.run(&command).refused(),
+            &["runs/tiny/checkpoints/step-4", "missing: 'transformer.h.1."],
+        );
+    }
+    assert_eq!(scene.read("runs/tiny/metrics.jsonl"), before);
+    assert_eq!(scene.whole_checkpoints("tiny"), 2);
+}
+
+#[test]
+fn arguments_that_cannot_be() {
+    let scene = Scene::new();
+    tells(&scene.refused_without_trace("generate nowhere"), &["nowhere"]);
+    tells(&scene.refused_without_trace("generate . --temperature -1 "), &["--temperature is -1"]);
+    tells(&scene.refused_without_trace("generate . --top-p 2"), &["--top-p is 2"]);
+    tells(&scene.refused_without_trace("checkpoint list ."), &["holds no checkpoint"]);
+    tells(&scene.refused_without_trace("checkpoint export nowhere out"), &["nowhere"]);
+    tells(&scene.refused_without_trace("config --explain optimiser"), &["did you mean [optimizer]?"]);
+    tells(&scene.refused_without_trace("bench step --model nowhere --workers 2"), &["nowhere/config.json"]);
+    let outcome = scene.run("trian tiny.toml");
+    assert_eq!(outcome.code, Some(2));
+    tells(&outcome.stderr, &["unrecognized subcommand 'trian'", "'train'"]);
+}

@@ -1,0 +1,89 @@
+//! Text and token files that cannot be trained on.
+
+use crate::common::{Scene, tells};
+
+#[test]
+fn inputs_that_are_no_text() {
+    let scene = Scene::new();
+    scene.write("empty.txt", "");
+    scene.write("binary.dat", b"some\0thing".repeat(50));
+    scene.write("latin.txt", [b"caf\xe9 ".repeat(9).as_slice(), b"more".as_slice()].concat());
+    scene.write("broken.jsonl", "{\"text\": \"fine\"}\n{\"text\": \n");
+    scene.write("fields.jsonl", "{\"text\": \"fine\"}\n{\"body\": \"what?\"}\n");
+    for (arguments, facts) in [
+        ("nowhere.txt", &["input nowhere.txt does not exist"] as &[&str]),
+        ("empty.txt", &["no text", "1 empty"]),
+        ("binary.dat", &["binary.dat is binary", "offset 4"]),
+        ("latin.txt --invalid-utf8 refuse", &["latin.txt is not valid UTF-8", "byte 3"]),
+        ("broken.jsonl", &["broken.jsonl, line 2"]),
+        ("fields.jsonl", &["fields.jsonl, line 2", "field 'text'"]),
+        ("text.txt --tokenizer none.json", &["no tokenizer none.json"]),
+        ("text.txt --tokenizer tiny.toml", &["cannot load the tokenizer tiny.toml"]),
+        ("text.txt --train-bpe 100", &["vocabulary of 100", "257"]),
+        ("text.txt --validation-fraction 2", &["validation fraction 2"]),
+    ] {
+        tells(&scene.refused_without_trace(&format!("prepare {arguments} --out corpus")), facts);
+    }
+    for (input, fact) in [("nowhere.txt", "nowhere.txt"), ("empty.txt", "no text"), ("binary.dat", "binary")]
+    {
+        let error = scene.refused_without_trace(&format!("train tiny.toml --set data.inputs=['{input}']"));
+        tells(&error, &[fact]);
+    }
+}
+
+#[test]
+fn a_failed_preparation_leaves_the_earlier_corpus() {
+    let scene = Scene::with_corpus();
+    scene.write("binary.dat", [0; 9]);
+    scene.refused_without_trace("prepare text.txt binary.dat --out corpus");
+    scene.run("train tiny.toml --workers 1").succeeded();
+}
+
+#[test]
+fn invalid_utf8_is_replaced_and_counted() {
+    let scene = Scene::new();
+    scene.write("latin.txt", b"caf\xe9 au lait, ".repeat(60));
+    let printed = scene.run("prepare latin.txt --out corpus").succeeded();
+    tells(&printed, &["replaced 60 invalid UTF-8 sequences by U+FFFD"]);
+}
+
+#[test]
+fn a_tokenizer_larger_than_the_vocabulary_of_the_model() {
+    let scene = Scene::with_corpus();
+    for workers in [1, 2] {
+        let command = format!("train tiny.toml --set model.vocab_size=100 --workers {workers}");
+        tells(&scene.refused_without_trace(&command), &["257 tokens", "vocab_size is 100", "corpus"]);
+    }
+}
+
+#[test]
+fn token_files_that_are_not_what_was_written() {
+    let assert_refused = |damage: fn(&Scene), facts: &[&str]| {
+        let scene = Scene::with_corpus();
+        damage(&scene);
+        for workers in [1, 2] {
+            tells(&scene.refused_without_trace(&format!("train tiny.toml --workers {workers}")), facts);
+        }
+    };
+    assert_refused(|scene| scene.cut("corpus/train.tokens", 10), &["corpus/train.tokens", "cut off"]);
+    assert_refused(
+        |scene| scene.flip_bit("corpus/train.tokens"),
+        &["corpus/train.tokens is damaged", "checksum"],
+    );
+    assert_refused(
+        |scene| scene.write("corpus/train.tokens", "text"),
+        &["corpus/train.tokens is no token file"],
+    );
+    assert_refused(|scene| scene.write("corpus/prepare.json", "{"), &["corpus/prepare.json is damaged"]);
+    assert_refused(
+        |scene| std::fs::remove_dir_all(scene.path("corpus")).unwrap(),
+        &["corpus holds no prepared corpus"],
+    );
+}
+
+#[test]
+fn a_text_shorter_than_one_sequence() {
+    let scene = Scene::with_corpus();
+    let error = scene.refused_without_trace("train tiny.toml --set training.seq_len=100000");
+    tells(&error, &["too few for one sequence of 100000"]);
+}

@@ -1,0 +1,259 @@
+//! A folder with a text and a config in it, commands run there, and what came of them.
+
+mod running;
+mod weights;
+
+pub(crate) use running::{Running, kill, poll};
+pub(crate) use weights::Weights;
+
+use std::collections::BTreeMap;
+use std::ffi::OsStr;
+use std::fs;
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use tempfile::TempDir;
+
+/// Trains in a few tenths of a second.
+const CONFIG: &str = "\
+[model]
+architecture = \"gpt2\"
+hidden_size = 32
+num_layers = 1
+num_heads = 2
+[data]
+inputs = [\"text.txt\"]
+[training]
+local_batch_size = 2
+global_batch_size = 8
+seq_len = 16
+steps = 4
+threads = 1
+[checkpoint]
+interval = 2
+[metrics]
+log_interval = 1
+[launch]
+workers = 2
+[generate]
+num_tokens = 8
+";
+
+/// Beginnings of the variables by which other launchers, or an outer run, would be taken for this one's.
+const LAUNCHER_VARIABLES: [&str; 10] = [
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "GROUP_",
+    "SLURM_",
+    "OMPI_",
+    "PMI_",
+    "TORCHELASTIC_",
+    "TRIREME_",
+];
+
+/// A folder of its own with `text.txt` and `tiny.toml`.
+pub(crate) struct Scene {
+    folder: TempDir,
+}
+
+impl Scene {
+    pub(crate) fn new() -> Self {
+        let scene = Scene { folder: tempfile::tempdir().unwrap() };
+        let words = ["one", "two", "three", "five", "eight", "thirteen", "owls"];
+        let line = |index: usize| format!("{} {}\n", words[index % 7], words[index * index % 5]);
+        scene.write("text.txt", (0..1500).map(line).collect::<String>());
+        scene.write("tiny.toml", CONFIG);
+        scene
+    }
+
+    /// The same with the text prepared in `corpus`, and a config that says so.
+    pub(crate) fn with_corpus() -> Self {
+        let scene = Scene::new();
+        scene.run("prepare text.txt --out corpus").succeeded();
+        scene.write("tiny.toml", CONFIG.replace("inputs = [\"text.txt\"]", "folder = \"corpus\""));
+        scene
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    pub(crate) fn read(&self, name: &str) -> String {
+        fs::read_to_string(self.path(name)).unwrap()
+    }
+
+    pub(crate) fn write(&self, name: &str, content: impl AsRef<[u8]>) {
+        fs::write(self.path(name), content).unwrap();
+    }
+
+    /// Changes one bit in the middle of a file.
+    pub(crate) fn flip_bit(&self, name: &str) {
+        let mut content = fs::read(self.path(name)).unwrap();
+        let middle = content.len() / 2;
+        content[middle] ^= 4;
+        self.write(name, content);
+    }
+
+    /// Takes the last `num_bytes` from a file.
+    pub(crate) fn cut(&self, name: &str, num_bytes: usize) {
+        let content = fs::read(self.path(name)).unwrap();
+        self.write(name, &content[..content.len() - num_bytes]);
+    }
+
+    /// `trireme` with these words as its arguments.
+    pub(crate) fn command(&self, arguments: &str) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_trireme"));
+        command.args(arguments.split_whitespace());
+        self.prepare(&mut command);
+        command
+    }
+
+    /// The same, unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
+    pub(crate) fn command_on_full_disk(&self, num_blocks: usize, arguments: &str) -> Command {
+        let mut command = Command::new("sh");
+        // Ignoring the signal turns it into an error of the write, as a full disk is one.
+        let script = format!("trap '' XFSZ; ulimit -f {num_blocks}; exec \"$@\"");
+        command.args(["-c", &script, "sh", env!("CARGO_BIN_EXE_trireme")]);
+        command.args(arguments.split_whitespace());
+        self.prepare(&mut command);
+        command
+    }
+
+    fn prepare(&self, command: &mut Command) {
+        let is_launchers = |name: &OsStr| {
+            name.to_str().is_some_and(|name| LAUNCHER_VARIABLES.iter().any(|start| name.starts_with(start)))
+        };
+        for (name, _) in std::env::vars_os().filter(|(name, _)| is_launchers(name)) {
+            command.env_remove(name);
+        }
+        // A panic would show itself by its backtrace.
+        command.env("RUST_BACKTRACE", "1").current_dir(self.folder.path()).stdin(Stdio::null());
+    }
+
+    /// One worker of a world of two, as torchrun starts it.
+    pub(crate) fn worker(&self, rank: usize, master_port: u16, arguments: &str) -> Command {
+        let mut command = self.command(arguments);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2").env("LOCAL_RANK", rank.to_string());
+        command.env("LOCAL_WORLD_SIZE", "2").env("MASTER_ADDR", "127.0.0.1");
+        command.env("MASTER_PORT", master_port.to_string());
+        command
+    }
+
+    /// Runs `trireme` with these words as its arguments.
+    pub(crate) fn run(&self, arguments: &str) -> Outcome {
+        Running::start(self.command(arguments)).end()
+    }
+
+    /// Every file of the scene with its content, and every folder.
+    pub(crate) fn everything(&self) -> BTreeMap<PathBuf, Option<Vec<u8>>> {
+        let mut found = BTreeMap::new();
+        let mut folders = vec![self.folder.path().to_owned()];
+        while let Some(folder) = folders.pop() {
+            for path in entries(&folder) {
+                if path.is_dir() {
+                    folders.push(path.clone());
+                    found.insert(path, None);
+                } else {
+                    let content = fs::read(&path).unwrap();
+                    found.insert(path, Some(content));
+                }
+            }
+        }
+        found
+    }
+
+    /// Names in a folder, in order; none if there is no such folder.
+    pub(crate) fn names(&self, folder: &str) -> Vec<String> {
+        let name = |path: PathBuf| path.file_name().unwrap().to_str().unwrap().to_owned();
+        let folder = self.path(folder);
+        if folder.exists() { entries(&folder).into_iter().map(name).collect() } else { Vec::new() }
+    }
+
+    /// The error of a command that leaves everything as it was.
+    pub(crate) fn refused_without_trace(&self, arguments: &str) -> String {
+        let before = self.everything();
+        let error = self.run(arguments).refused();
+        let after = self.everything();
+        let names = |everything: &BTreeMap<PathBuf, _>| everything.keys().cloned().collect::<Vec<_>>();
+        assert_eq!(names(&after), names(&before), "{error}");
+        assert!(after == before, "a file has changed: {error}");
+        error
+    }
+
+    /// Steps in the run's `metrics.jsonl`, with the bits of their losses.
+    pub(crate) fn losses(&self, run: &str) -> Vec<(u64, u64)> {
+        let parse = |line: &str| {
+            let record: serde_json::Value = serde_json::from_str(line).unwrap();
+            (record["step"].as_u64().unwrap(), record["loss"].as_f64().unwrap().to_bits())
+        };
+        self.read(&format!("runs/{run}/metrics.jsonl")).lines().map(parse).collect()
+    }
+
+    /// Asserts that the checkpoints of a run are whole, and that there are some; returns how many.
+    pub(crate) fn whole_checkpoints(&self, run: &str) -> usize {
+        let listed = self.run(&format!("checkpoint list runs/{run}")).succeeded();
+        assert!(!listed.contains("cannot be used"), "{listed}");
+        self.run(&format!("checkpoint inspect runs/{run} --verify --json")).succeeded();
+        listed.lines().count()
+    }
+}
+
+fn entries(folder: &Path) -> Vec<PathBuf> {
+    let mut paths: Vec<PathBuf> = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    paths.sort();
+    paths
+}
+
+/// A port that nobody listens on.
+pub(crate) fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}
+
+/// What a command has printed, and how it ended.
+#[derive(Debug)]
+pub(crate) struct Outcome {
+    /// None if a signal killed it.
+    pub(crate) code: Option<i32>,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Outcome {
+    /// What a command has printed that did what it was told, without a word of complaint.
+    pub(crate) fn succeeded(self) -> String {
+        assert!(self.code == Some(0) && self.stderr.is_empty(), "{self:?}");
+        self.stdout
+    }
+
+    /// The error of a command that has ended in just one.
+    pub(crate) fn refused(self) -> String {
+        assert_eq!(self.code, Some(1), "{self:?}");
+        self.one_error()
+    }
+
+    /// The one error: a line, and its causes and details indented below, each fact once.
+    pub(crate) fn one_error(self) -> String {
+        let mut lines = self.stderr.lines();
+        assert!(lines.next().is_some_and(|line| line.starts_with("error: ")), "{self:?}");
+        assert!(lines.all(|line| line.starts_with("  ")), "{self:?}");
+        for word in ["panicked", "backtrace", "RUST_BACKTRACE"] {
+            assert!(!self.stderr.contains(word), "{self:?}");
+        }
+        let mut facts: Vec<&str> = self.stderr.lines().map(str::trim).collect();
+        facts.sort_unstable();
+        let num_facts = facts.len();
+        facts.dedup();
+        assert_eq!(facts.len(), num_facts, "a line stands twice: {self:?}");
+        self.stderr
+    }
+}
+
+/// Asserts that a message tells every fact.
+#[track_caller]
+pub(crate) fn tells(message: &str, facts: &[&str]) {
+    for fact in facts {
+        assert!(message.contains(fact), "does not tell '{fact}': {message}");
+    }
+}

@@ -1,0 +1,156 @@
+use super::Outcome;
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::CommandExt;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+/// Far above what anything here takes on a busy machine: a test that would wait for ever ends all the same.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// How soon a run must have ended after the death of a worker.
+const DEATH_TO_END: Duration = Duration::from_secs(5);
+
+/// A command that runs. It does not outlive this value.
+pub(crate) struct Running {
+    child: Child,
+    lines: Receiver<String>,
+    printed: String,
+    stderr: JoinHandle<String>,
+    workers: Vec<i32>,
+}
+
+impl Running {
+    /// Starts a command, with a process group of its own: what Ctrl-C on a terminal reaches.
+    pub(crate) fn start(mut command: Command) -> Self {
+        command.stdout(Stdio::piped()).stderr(Stdio::piped()).process_group(0);
+        let mut child = command.spawn().unwrap();
+        let stdout = BufReader::new(child.stdout.take().unwrap());
+        let mut stderr = child.stderr.take().unwrap();
+        let (sender, lines) = channel();
+        thread::spawn(move || {
+            let text = |line: Vec<u8>| String::from_utf8_lossy(&line).into_owned();
+            stdout.split(b'\n').map_while(Result::ok).all(|line| sender.send(text(line)).is_ok())
+        });
+        let stderr = thread::spawn(move || {
+            let mut bytes = Vec::new();
+            stderr.read_to_end(&mut bytes).unwrap();
+            String::from_utf8_lossy(&bytes).into_owned()
+        });
+        Running { child, lines, printed: String::new(), stderr, workers: Vec::new() }
+    }
+
+    /// Reads what the command prints until a line starts like this.
+    pub(crate) fn until(&mut self, start: &str) {
+        loop {
+            let line = self.lines.recv_timeout(PATIENCE);
+            let line = line.unwrap_or_else(|_| panic!("no line '{start}' after:\n{}", self.printed));
+            self.printed += &format!("{line}\n");
+            if line.starts_with(start) {
+                return;
+            }
+        }
+    }
+
+    /// Process id of a worker that the command has started, once it has.
+    pub(crate) fn worker(&mut self, rank: usize) -> Pid {
+        let launcher = self.child.id().to_string();
+        let mark = format!("RANK={rank}");
+        let id = poll(|| {
+            let processes = std::fs::read_dir("/proc").unwrap().filter_map(Result::ok);
+            let mut ids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
+            ids.find(|id| parent(*id).as_deref() == Some(&launcher) && has_variable(*id, &mark))
+        });
+        self.workers.push(id);
+        Pid::from_raw(id).unwrap()
+    }
+
+    /// Notes the workers of a world of two, which must be gone in the end.
+    pub(crate) fn watch_workers(&mut self) {
+        self.worker(0);
+        self.worker(1);
+    }
+
+    /// The command's own process.
+    pub(crate) fn process(&self) -> Pid {
+        Pid::from_child(&self.child)
+    }
+
+    /// Sends a signal to the command and all that it has started, as a terminal does.
+    pub(crate) fn interrupt(&self) {
+        kill_process_group(self.process(), Signal::INT).unwrap();
+    }
+
+    /// Waits for the end.
+    pub(crate) fn end(self) -> Outcome {
+        self.end_within(PATIENCE)
+    }
+
+    /// Waits for the end, which the death of a worker must bring about at once.
+    pub(crate) fn end_after_death(self) -> Outcome {
+        self.end_within(DEATH_TO_END)
+    }
+
+    fn end_within(mut self, patience: Duration) -> Outcome {
+        let deadline = Instant::now() + patience;
+        // Its output ends when the last of its processes does.
+        while let Ok(line) = self.lines.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
+            self.printed += &format!("{line}\n");
+        }
+        assert!(Instant::now() < deadline, "still running after {patience:?}:\n{}", self.printed);
+        let status = self.child.wait().unwrap();
+        // A worker whose launcher was killed dies a moment after it.
+        poll(|| self.workers.iter().all(|worker| !is_alive(*worker)).then_some(()));
+        let stderr = std::mem::replace(&mut self.stderr, thread::spawn(String::new)).join().unwrap();
+        Outcome { code: status.code(), stdout: std::mem::take(&mut self.printed), stderr }
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // After an end in good order there is nothing to kill; its workers die with a launcher.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Kills a process without a chance to say a word.
+pub(crate) fn kill(process: Pid) {
+    kill_process(process, Signal::KILL).unwrap();
+}
+
+/// Looks again and again until there is something to see.
+pub(crate) fn poll<T>(mut look: impl FnMut() -> Option<T>) -> T {
+    let deadline = Instant::now() + PATIENCE;
+    let (_sender, nothing) = channel::<()>();
+    loop {
+        if let Some(seen) = look() {
+            return seen;
+        }
+        assert!(Instant::now() < deadline, "nothing to see for {PATIENCE:?}");
+        let _ = nothing.recv_timeout(Duration::from_millis(1));
+    }
+}
+
+/// State and parent of a process, and all the kernel tells after them.
+fn status(id: i32) -> Option<Vec<String>> {
+    let stat = std::fs::read_to_string(format!("/proc/{id}/stat")).ok()?;
+    // The name, in parentheses, may hold anything.
+    Some(stat.rsplit_once(')')?.1.split_whitespace().map(str::to_owned).collect())
+}
+
+fn parent(id: i32) -> Option<String> {
+    status(id)?.into_iter().nth(1)
+}
+
+/// Whether there is such a process, and not just a dead one that nobody has waited for.
+fn is_alive(id: i32) -> bool {
+    status(id).is_some_and(|status| status[0] != "Z")
+}
+
+fn has_variable(id: i32, variable: &str) -> bool {
+    let environment = std::fs::read(format!("/proc/{id}/environ")).unwrap_or_default();
+    environment.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes())
+}

@@ -1,0 +1,59 @@
+use serde_json::{Map, Value, json};
+use std::path::Path;
+
+/// A safetensors file taken apart, to be put together wrongly.
+pub(crate) struct Weights {
+    header: Map<String, Value>,
+    data: Vec<u8>,
+}
+
+impl Weights {
+    pub(crate) fn read(path: &Path) -> Self {
+        let content = std::fs::read(path).unwrap();
+        let (length, rest) = content.split_at(8);
+        let (header, data) = rest.split_at(u64::from_le_bytes(length.try_into().unwrap()) as usize);
+        Weights { header: serde_json::from_slice(header).unwrap(), data: data.to_vec() }
+    }
+
+    /// The same weights without the tensors that are not `kept`.
+    pub(crate) fn filtered(self, kept: impl Fn(&str) -> bool) -> Self {
+        let mut filtered = Weights { header: Map::new(), data: Vec::new() };
+        for (name, entry) in self.header {
+            let range = |index: usize| entry["data_offsets"][index].as_u64().map(|offset| offset as usize);
+            let (Some(start), Some(end)) = (range(0), range(1)) else {
+                filtered.header.insert(name, entry);
+                continue;
+            };
+            if kept(&name) {
+                filtered.add(&name, entry["shape"].clone(), &self.data[start..end]);
+            }
+        }
+        filtered
+    }
+
+    /// The same weights and one more.
+    pub(crate) fn with(mut self, name: &str) -> Self {
+        self.add(name, json!([2]), &[0; 8]);
+        self
+    }
+
+    /// The same weights, one of them with the shape of its transpose.
+    pub(crate) fn transposed(mut self, name: &str) -> Self {
+        self.header[name]["shape"].as_array_mut().unwrap().reverse();
+        self
+    }
+
+    pub(crate) fn write(&self, path: &Path) {
+        let header = serde_json::to_vec(&self.header).unwrap();
+        let parts = [&(header.len() as u64).to_le_bytes()[..], &header, &self.data];
+        std::fs::write(path, parts.concat()).unwrap();
+    }
+
+    fn add(&mut self, name: &str, shape: Value, bytes: &[u8]) {
+        let start = self.data.len();
+        self.data.extend_from_slice(bytes);
+        let offsets = [start, self.data.len()];
+        let entry = json!({ "dtype": "F32", "shape": shape, "data_offsets": offsets });
+        self.header.insert(name.to_owned(), entry);
+    }
+}

@@ -1,0 +1,157 @@
+//! Workers and launchers that die in any phase.
+
+use crate::common::{Outcome, Running, Scene, free_port, kill, poll, tells};
+use rustix::process::{Signal, kill_process};
+use std::fs::File;
+use std::process::Command;
+
+const ENDLESS: &str = "--set training.steps=1000000000";
+
+/// Asserts that the end is told once, with all that helps; and that the run can go on.
+fn assert_death_of(rank: usize, scene: &Scene, outcome: Outcome) {
+    let error = outcome.refused();
+    let log = format!("runs/tiny/logs/rank-{rank}.log");
+    tells(
+        &error,
+        &[&format!("rank {rank} was killed by SIGKILL"), "the other workers have been ended", &log],
+    );
+    assert!(scene.path(&log).exists());
+}
+
+#[test]
+fn before_the_workers_have_met() {
+    let scene = Scene::with_corpus();
+    std::fs::create_dir_all(scene.path("runs/tiny/logs")).unwrap();
+    // Opening a pipe waits for its other end: the launcher has started rank 0, and gets no further.
+    let pipe = scene.path("runs/tiny/logs/rank-1.log");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    let mut run = Running::start(scene.command("train tiny.toml"));
+    kill(run.worker(0));
+    let _other_end = File::open(&pipe).unwrap();
+    assert_death_of(0, &scene, run.end_after_death());
+    assert!(!scene.path("runs/tiny/checkpoints").exists());
+    std::fs::remove_file(&pipe).unwrap();
+    scene.run("train tiny.toml").succeeded();
+}
+
+#[test]
+fn during_the_steps() {
+    for (transport, victim) in [("shm", 0), ("shm", 1), ("tcp", 0), ("tcp", 1)] {
+        let scene = Scene::with_corpus();
+        let train = format!("train tiny.toml --set comm.transport={transport} --set checkpoint.interval=5");
+        let mut run = Running::start(scene.command(&format!("{train} {ENDLESS}")));
+        run.until("checkpoint of step 5:");
+        let workers = [run.worker(0), run.worker(1)];
+        kill(workers[victim]);
+        assert_death_of(victim, &scene, run.end_after_death());
+        let num_steps = scene.losses("tiny").len();
+        assert!(scene.whole_checkpoints("tiny") > 0);
+        let printed = scene.run(&format!("{train} --set training.steps={}", num_steps + 5)).succeeded();
+        tells(&printed, &["going on after step "]);
+        let steps: Vec<u64> = scene.losses("tiny").iter().map(|(step, _)| *step).collect();
+        assert_eq!(steps, (1..=num_steps as u64 + 5).collect::<Vec<_>>());
+    }
+}
+
+#[test]
+fn during_a_checkpoint() {
+    for victim in [0, 1] {
+        let scene = Scene::with_corpus();
+        let train = "train tiny.toml --set checkpoint.interval=1";
+        let mut run = Running::start(scene.command(&format!("{train} {ENDLESS}")));
+        run.until("checkpoint of step 1:");
+        let workers = [run.worker(0), run.worker(1)];
+        let is_being_written =
+            || scene.names("runs/tiny/checkpoints").iter().any(|name| name.contains(".partial-"));
+        poll(|| {
+            kill_process(workers[victim], Signal::STOP).unwrap();
+            if is_being_written() {
+                return Some(());
+            }
+            kill_process(workers[victim], Signal::CONT).unwrap();
+            None
+        });
+        kill(workers[victim]);
+        assert_death_of(victim, &scene, run.end_after_death());
+        assert!(scene.whole_checkpoints("tiny") > 0);
+        let num_steps = scene.losses("tiny").len();
+        let printed = scene.run(&format!("{train} --set training.steps={}", num_steps + 2)).succeeded();
+        tells(&printed, &["going on after step "]);
+        assert!(!is_being_written(), "what was half-written is gone");
+    }
+}
+
+#[test]
+fn under_another_launcher() {
+    for (transport, victim) in [("shm", 0), ("tcp", 1)] {
+        let scene = Scene::with_corpus();
+        let port = free_port();
+        let train = format!("train tiny.toml --set comm.transport={transport} {ENDLESS}");
+        let [mut first, second] = [0, 1].map(|rank| Running::start(scene.worker(rank, port, &train)));
+        first.until("step: 5 ");
+        let (dead, survivor) = if victim == 0 { (first, second) } else { (second, first) };
+        kill(dead.process());
+        let outcome = survivor.end_after_death();
+        assert_eq!(outcome.code, Some(74), "{outcome:?}");
+        tells(&outcome.one_error(), &[&format!("rank {victim} was lost"), "its log may say why"]);
+        assert!(scene.whole_checkpoints("tiny") > 0);
+    }
+}
+
+#[test]
+fn ctrl_c_ends_a_run_without_a_word() {
+    for workers in [1, 2] {
+        let scene = Scene::with_corpus();
+        let train = format!("train tiny.toml --workers {workers} {ENDLESS}");
+        let mut run = Running::start(scene.command(&train));
+        run.until("checkpoint of step 4:");
+        if workers > 1 {
+            run.watch_workers();
+        }
+        run.interrupt();
+        let outcome = run.end_after_death();
+        // A single process dies of the signal itself, which shells count as 130 as well.
+        assert_eq!(outcome.code, if workers == 1 { None } else { Some(130) }, "{outcome:?}");
+        assert_eq!(outcome.stderr, "");
+        assert!(scene.whole_checkpoints("tiny") > 0);
+    }
+}
+
+#[test]
+fn a_launcher_that_is_ended_ends_its_workers() {
+    for signal in [Signal::TERM, Signal::KILL] {
+        let scene = Scene::with_corpus();
+        let mut run = Running::start(scene.command(&format!("train tiny.toml {ENDLESS}")));
+        run.until("checkpoint of step 2:");
+        run.watch_workers();
+        kill_process(run.process(), signal).unwrap();
+        let outcome = run.end_after_death();
+        match signal {
+            Signal::TERM => {
+                assert_eq!(outcome.code, Some(128 + 15), "{outcome:?}");
+                assert_eq!(outcome.one_error(), "error: ended by SIGTERM\n");
+            }
+            _ => assert_eq!(outcome.code, None, "{outcome:?}"),
+        }
+        assert!(scene.whole_checkpoints("tiny") > 0);
+    }
+}
+
+#[test]
+fn a_preparation_that_is_killed_is_begun_anew() {
+    let scene = Scene::new();
+    scene.write("long.txt", scene.read("text.txt").repeat(300));
+    let prepare = "prepare long.txt --out corpus --train-bpe 300";
+    let run = Running::start(scene.command(prepare));
+    poll(|| scene.names("corpus").iter().any(|name| name.starts_with('.')).then_some(()));
+    kill(run.process());
+    assert_eq!(run.end().code, None);
+    let train = "train tiny.toml --set data.inputs=[] --set data.folder=corpus";
+    tells(&scene.run(train).refused(), &["corpus holds no prepared corpus"]);
+    // It may tell of its progress, if the machine is slow.
+    assert_eq!(scene.run(prepare).code, Some(0));
+    assert_eq!(
+        scene.names("corpus"),
+        ["prepare.json", "tokenizer.json", "train.tokens", "validation.tokens"]
+    );
+}

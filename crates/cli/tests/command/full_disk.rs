@@ -1,0 +1,100 @@
+//! Disks that fill up, and readers that go away.
+
+use crate::common::{Running, Scene, tells};
+use std::fs::File;
+use std::process::Stdio;
+
+#[test]
+fn prepare_leaves_nothing() {
+    let scene = Scene::new();
+    let before = scene.everything();
+    let error =
+        Running::start(scene.command_on_full_disk(8, "prepare text.txt --out corpus")).end().refused();
+    tells(&error, &["cannot write corpus/", "free space", "File too large"]);
+    assert!(scene.everything() == before);
+    scene.run("prepare text.txt --out corpus").succeeded();
+}
+
+#[test]
+fn a_checkpoint_leaves_the_earlier_one() {
+    for workers in [1, 2] {
+        let scene = Scene::with_corpus();
+        let train = format!("train tiny.toml --workers {workers} --set comm.transport=tcp");
+        scene.run(&format!("{train} --set training.steps=2")).succeeded();
+        let error = Running::start(scene.command_on_full_disk(100, &train)).end().refused();
+        tells(&error, &["checkpoint of step 4 was not saved", "step-4", "free space", "File too large"]);
+        assert_eq!(scene.names("runs/tiny/checkpoints"), ["latest", "step-2"]);
+        assert_eq!(scene.whole_checkpoints("tiny"), 1);
+        tells(&scene.run(&train).succeeded(), &["going on after step 2 of 4"]);
+        assert_eq!(scene.losses("tiny").iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    }
+}
+
+#[test]
+fn metrics_and_exports_name_their_file() {
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --workers 1 --set training.steps=100 --set checkpoint.interval=100";
+    let error = Running::start(scene.command_on_full_disk(4, train)).end().refused();
+    tells(&error, &["cannot write to the metrics file runs/tiny/", "File too large"]);
+    // What the disk took of a record is cut off by the run that goes on.
+    scene.run("train tiny.toml --workers 1").succeeded();
+    assert_eq!(scene.losses("tiny").len(), 4);
+    let before = scene.everything();
+    let error =
+        Running::start(scene.command_on_full_disk(16, "checkpoint export runs/tiny out")).end().refused();
+    tells(&error, &["out.partial-", "model.safetensors", "File too large"]);
+    assert!(scene.everything() == before);
+}
+
+#[test]
+fn memory_to_share_that_cannot_be_had() {
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --set comm.transport=shm";
+    let error = Running::start(scene.command_on_full_disk(16, train)).end().refused();
+    tells(&error, &["shm transport cannot be used", "choose transport auto or tcp"]);
+}
+
+#[test]
+fn output_that_cannot_be_written_is_an_error() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --workers 1").succeeded();
+    scene.run("checkpoint export runs/tiny model").succeeded();
+    for arguments in [
+        "checkpoint list runs/tiny",
+        "checkpoint inspect runs/tiny",
+        "config tiny.toml",
+        "generate runs/tiny --num-tokens 4",
+        "prepare text.txt --out corpus",
+        "bench step --model model --batch 1 --seq 8 --steps 1 --warmup 0 --threads 1",
+    ] {
+        let mut command = scene.command(arguments);
+        let full = File::options().write(true).open("/dev/full").unwrap();
+        let output = command.stdout(full).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        let expected = "error: cannot write to standard output: No space left on device (os error 28)\n";
+        assert_eq!((output.status.code(), error.as_str()), (Some(1), expected), "{arguments}");
+    }
+}
+
+#[test]
+fn a_reader_that_has_seen_enough_is_none() {
+    let scene = Scene::with_corpus();
+    for arguments in [
+        "train tiny.toml --workers 1",
+        "train tiny.toml --workers 2 --set run.name=two",
+        "checkpoint inspect runs/tiny",
+        "config --explain",
+        "generate runs/tiny --num-tokens 4",
+    ] {
+        let mut child =
+            scene.command(arguments).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+        drop(child.stdout.take());
+        let output = child.wait_with_output().unwrap();
+        assert!(output.status.success() && output.stderr.is_empty(), "{arguments}: {output:?}");
+    }
+    // Nobody has read how the runs went, and still they went to their ends.
+    for run in ["tiny", "two"] {
+        assert_eq!(scene.whole_checkpoints(run), 2);
+        tells(&scene.read(&format!("runs/{run}/logs/rank-0.log")), &["step: 4 ", "the run is in"]);
+    }
+}

@@ -1,0 +1,100 @@
+//! From a text to a model and on: what works when all is well.
+
+use crate::common::{Running, Scene, free_port, tells};
+
+#[test]
+fn from_text_to_text() {
+    let scene = Scene::with_corpus();
+    let printed = scene.run("train tiny.toml").succeeded();
+    tells(
+        &printed,
+        &[
+            "2 workers x 1 threads",
+            "seconds_to_first_step: ",
+            "step: 4  loss: ",
+            "the bigram baseline's",
+            "--- sample ---",
+            "the run is in runs/tiny",
+            "the last checkpoint is runs/tiny/checkpoints/step-4",
+            "trireme generate runs/tiny",
+        ],
+    );
+    for name in ["config.toml", "program.txt", "metrics.jsonl", "logs", "checkpoints"] {
+        assert!(scene.path("runs/tiny").join(name).exists(), "{name}");
+    }
+    assert_eq!(scene.names("runs/tiny/checkpoints"), ["latest", "step-2", "step-4"]);
+    assert_eq!(scene.whole_checkpoints("tiny"), 2);
+    // The resolved config is a config.
+    scene.run("config runs/tiny/config.toml").succeeded();
+    let inspected = scene.run("checkpoint inspect runs/tiny").succeeded();
+    tells(&inspected, &["step: 4", "transformer.wte.weight", "[257, 32]", "weights: 16 tensors"]);
+
+    scene.run("checkpoint export runs/tiny model").succeeded();
+    tells(&scene.run("checkpoint inspect model").succeeded(), &["hugging_face", "weights: 16 tensors"]);
+    let generate = "--num-tokens 40 --seed 3 --prompt one";
+    let text = scene.run(&format!("generate runs/tiny {generate}")).succeeded();
+    assert!(text.starts_with("one"), "{text}");
+    assert_eq!(scene.run(&format!("generate model {generate}")).succeeded(), text);
+
+    let printed = scene.run("train tiny.toml --set training.steps=6").succeeded();
+    tells(&printed, &["going on after step 4 of 6", "step: 6 "]);
+    assert_eq!(scene.losses("tiny").iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+}
+
+#[test]
+fn an_exported_model_is_trained_on() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    scene.run("checkpoint export runs/tiny model --max-shard-size 40KiB").succeeded();
+    tells(&scene.read("model/model.safetensors.index.json"), &["model-00002-of-"]);
+    let config = scene.read("tiny.toml");
+    let (_, sections) = config.split_once("[data]").unwrap();
+    scene.write("more.toml", format!("[model]\ninit_from = \"model\"\n[data]{sections}"));
+    scene.run("train more.toml").succeeded();
+    let (first, more) = (scene.losses("tiny"), scene.losses("more"));
+    let loss = |record: &(u64, u64)| f64::from_bits(record.1);
+    assert_eq!(first.len(), more.len());
+    assert!(
+        first.iter().zip(&more).any(|(first, more)| loss(first) != loss(more)),
+        "it starts from new weights"
+    );
+}
+
+#[test]
+fn the_launcher_does_not_change_the_run() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --workers 1 --set run.name=alone").succeeded();
+    scene.run("train tiny.toml --set run.name=launched").succeeded();
+    let alone = scene.losses("alone");
+    assert_eq!(alone.len(), 4);
+    assert_eq!(scene.losses("launched"), alone);
+    for transport in ["tcp", "shm"] {
+        let port = free_port();
+        let train = format!("train tiny.toml --set comm.transport={transport} --set run.name={transport}");
+        let [first, second] = [0, 1].map(|rank| Running::start(scene.worker(rank, port, &train)));
+        tells(&first.end().succeeded(), &[&format!("over {transport}"), "the run is in"]);
+        second.end().succeeded();
+        assert_eq!(scene.losses(transport), alone, "{transport}");
+    }
+}
+
+#[test]
+fn help_teaches_and_fits_a_terminal() {
+    let scene = Scene::new();
+    for command in [
+        "",
+        "train",
+        "prepare",
+        "generate",
+        "checkpoint",
+        "checkpoint inspect",
+        "config",
+        "bench",
+        "bench step",
+    ] {
+        let help = scene.run(&format!("{command} --help")).succeeded();
+        assert!(help.lines().all(|line| line.chars().count() <= 100), "{help}");
+        assert!(!help.contains("Arguments of"), "{help}");
+    }
+    tells(&scene.run("train --help").succeeded(), &["Examples:", "config --explain"]);
+}

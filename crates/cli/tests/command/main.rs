@@ -1,0 +1,10 @@
+//! The built command, run as its users run it: in a folder of its own, with real files and processes.
+
+mod bad_config;
+mod bad_text;
+mod bad_weights;
+mod common;
+mod deaths;
+mod full_disk;
+mod journey;
+mod places;

@@ -1,0 +1,84 @@
+//! Folders that cannot be written, ports and folders that are taken, and environments that contradict themselves.
+
+use crate::common::{Running, Scene, tells};
+use std::net::TcpListener;
+
+#[test]
+fn folders_that_cannot_be_written() {
+    // Root may write into any folder, but nobody into a file.
+    let scene = Scene::with_corpus();
+    let under_a_file = "text.txt/below";
+    for (arguments, facts) in [
+        (
+            format!("prepare text.txt --out {under_a_file}"),
+            &["cannot write text.txt/below", "permissions"] as &[&str],
+        ),
+        (
+            format!("train tiny.toml --set run.folder={under_a_file}"),
+            &["cannot write text.txt/below/tiny/logs"],
+        ),
+        (
+            format!("train tiny.toml --workers 1 --set run.folder={under_a_file}"),
+            &["cannot write text.txt/below/tiny/logs"],
+        ),
+    ] {
+        let error = scene.refused_without_trace(&arguments);
+        tells(&error, facts);
+        tells(&error, &["Not a directory"]);
+    }
+    scene.run("train tiny.toml --workers 1").succeeded();
+    let error = scene.refused_without_trace("checkpoint export runs/tiny text.txt/below");
+    tells(&error, &["text.txt/below", "Not a directory"]);
+    let error = scene.refused_without_trace("checkpoint export runs/tiny corpus");
+    tells(&error, &["corpus is not empty"]);
+}
+
+#[test]
+fn a_file_where_checkpoints_belong() {
+    let scene = Scene::with_corpus();
+    std::fs::create_dir_all(scene.path("runs/tiny")).unwrap();
+    scene.write("runs/tiny/checkpoints", "mine");
+    tells(&scene.run("train tiny.toml").refused(), &["runs/tiny/checkpoints", "Not a directory"]);
+    assert_eq!(scene.read("runs/tiny/checkpoints"), "mine");
+}
+
+#[test]
+fn a_port_that_is_taken() {
+    let scene = Scene::with_corpus();
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let error = scene.run(&format!("train tiny.toml --set launch.master_port={port}")).refused();
+    tells(&error, &[&format!("TCP port {port}"), "[launch] master_port", "Address already in use"]);
+    let error = Running::start(scene.worker(0, port, "train tiny.toml")).end().refused();
+    tells(&error, &[&format!("127.0.0.1:{port}"), "MASTER_PORT", "Address already in use"]);
+    assert!(!scene.path("runs/tiny/metrics.jsonl").exists());
+}
+
+#[test]
+fn a_run_that_another_process_trains() {
+    let scene = Scene::with_corpus();
+    let mut first = Running::start(scene.command("train tiny.toml --set training.steps=1000000000"));
+    first.until("step: 2 ");
+    for workers in [1, 2] {
+        let error = scene.run(&format!("train tiny.toml --workers {workers}")).refused();
+        tells(&error, &["runs/tiny is in use by another process"]);
+    }
+    first.until("step: 3 ");
+}
+
+#[test]
+fn environments_that_describe_no_worker() {
+    let scene = Scene::with_corpus();
+    let before = scene.everything();
+    for (variables, facts) in [
+        ("RANK=0", ["RANK is set", "WORLD_SIZE is not"]),
+        ("RANK=x WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1", ["RANK is 'x'", "expected"]),
+        ("RANK=2 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=1", ["RANK = 2", "WORLD_SIZE = 2"]),
+        ("RANK=0 WORLD_SIZE=2 MASTER_ADDR=a..b MASTER_PORT=1", ["'a..b'", "MASTER_ADDR"]),
+    ] {
+        let mut command = scene.command("train tiny.toml");
+        command.envs(variables.split(' ').filter_map(|variable| variable.split_once('=')));
+        tells(&Running::start(command).end().refused(), &facts);
+        assert!(scene.everything() == before);
+    }
+}
