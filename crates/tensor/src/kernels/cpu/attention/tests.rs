@@ -1,6 +1,6 @@
-use super::super::simd::CpuFeatures;
-use super::super::threads::ThreadPool;
 use super::*;
+use crate::kernels::cpu::simd::CpuFeatures;
+use crate::kernels::cpu::threads::ThreadPool;
 use trireme_base::RandomKey;
 
 fn cpu(threads: usize) -> Cpu {
