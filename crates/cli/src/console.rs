@@ -74,6 +74,9 @@ fn exit_code(error: &anyhow::Error) -> u8 {
     if let Some(error) = error.downcast_ref::<LaunchError>() {
         return error.exit_code();
     }
+    if matches!(error.downcast_ref(), Some(TrainError::NoCheckpointChosen)) {
+        return LOST_PEER_EXIT_CODE;
+    }
     let lost_peer = error.downcast_ref::<TrainError>().and_then(TrainError::comm).or(error.downcast_ref());
     match lost_peer {
         Some(CommError::PeerLost { .. } | CommError::PeerLeft { .. } | CommError::PeerFailed { .. }) => {

@@ -111,7 +111,7 @@ pub(crate) fn find_resume(
     if group.rank() == Rank::ROOT {
         chosen = choose_checkpoint(config, observer);
     }
-    // The error travels as an empty text after a mark, so that no rank waits for a failed one.
+    // A failure travels as a mark, so that no rank waits for a failed one.
     let message = match &chosen {
         Ok(None) => String::new(),
         Ok(Some(checkpoint)) => format!("+{}", checkpoint.path().display()),
@@ -123,8 +123,8 @@ pub(crate) fn find_resume(
     }
     match String::from_utf8_lossy(&messages[0]).split_at_checked(1) {
         Some(("+", path)) => Ok(Some(Checkpoint::open(Path::new(path))?)),
-        // Rank 0 ends with its own error, which this rank then hears as a lost peer.
-        _ => Ok(None),
+        None => Ok(None),
+        Some(_) => Err(TrainError::NoCheckpointChosen),
     }
 }
 

@@ -76,8 +76,8 @@ pub enum TrainError {
     },
     /// A checkpoint is of another kind of run.
     #[error(
-        "{} was written with {what} {found}, and this run has {expected}: the data would come in another order. Set it back, or start \
-         anew from these weights with [model] init_from and another [run] name",
+        "{} was written with {what} {found}, and this run has {expected}: the data would come in another order. Set it back, start \
+         anew with [checkpoint] resume = \"never\", or go on from these weights with [model] init_from and another [run] name",
         path.display()
     )]
     ResumeDiffers {
@@ -103,6 +103,20 @@ pub enum TrainError {
         newest: u64,
         /// The run's checkpoints.
         folder: PathBuf,
+    },
+    /// Rank 0 failed to find the checkpoint to go on from, and tells why itself.
+    #[error("rank 0 could not choose a checkpoint to go on from; its own error says why")]
+    NoCheckpointChosen,
+    /// Too little text was held out.
+    #[error(
+        "only {num_tokens} tokens are held out for validation, fewer than one sequence of seq_len {seq_len} needs; raise [data] \
+         validation_fraction, set it to 0 to validate nothing, or lower [training] seq_len"
+    )]
+    ValidationTooShort {
+        /// Tokens held out.
+        num_tokens: u64,
+        /// From the config.
+        seq_len: usize,
     },
     /// The state in a checkpoint makes no sense.
     #[error("the training state in {} cannot be read", path.display())]

@@ -18,6 +18,6 @@ mod weights;
 pub use error::TrainError;
 pub use observer::{Observer, RunFacts, Silent};
 pub use sample::{SampleSettings, sample};
-pub use setup::{ensure_corpus, local_threads, model_config};
+pub use setup::{CorpusState, ensure_corpus, local_threads, model_config, share_of_cores};
 pub use trainer::{RunSummary, Trainer, TrainerOptions};
 pub use weights::{LoadedModel, load_model};

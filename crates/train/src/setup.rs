@@ -5,25 +5,41 @@ use crate::error::TrainError;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use trireme_checkpoint::CONFIG_FILE;
-use trireme_data::{InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, list_checkpoints};
+use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, ModelConfig};
 use trireme_optim::{AdamWSettings, Decay, LrSchedule, OptimizerKind, SgdSettings};
 use trireme_parallel::Determinism;
 
-/// Prepares the corpus that the config names, unless it is there and nothing has changed. Returns whether it was made
-/// anew.
-pub fn ensure_corpus(config: &Config, progress: &dyn Progress) -> Result<bool, TrainError> {
+/// How [`ensure_corpus`] found the corpus.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum CorpusState {
+    /// As it should be.
+    Current,
+    /// It was prepared.
+    Made,
+    /// Its inputs have changed, but the run goes on with what it began with.
+    Kept,
+}
+
+/// Prepares the corpus that the config names, unless it is there and nothing has changed, or a run that has begun with it is
+/// to go on: another corpus would be another order of samples.
+pub fn ensure_corpus(config: &Config, progress: &dyn Progress) -> Result<CorpusState, TrainError> {
     let data = config.data();
     if data.inputs.is_empty() {
-        return Ok(false);
+        return Ok(CorpusState::Current);
     }
     let options = prepare_options(data);
     if is_current(&options)? {
-        return Ok(false);
+        return Ok(CorpusState::Current);
+    }
+    let has_begun = !list_checkpoints(&config.run_folder().join(CHECKPOINTS_FOLDER))?.is_empty();
+    if has_begun && config.checkpoint().resume != config::Resume::Never && Corpus::open(&data.folder).is_ok()
+    {
+        return Ok(CorpusState::Kept);
     }
     prepare(&options, progress)?;
-    Ok(true)
+    Ok(CorpusState::Made)
 }
 
 fn prepare_options(data: &config::Data) -> PrepareOptions {
@@ -45,12 +61,15 @@ fn prepare_options(data: &config::Data) -> PrepareOptions {
     }
 }
 
-/// Threads of one of `local_world_size` workers on this host: as the config says, or an equal share of the cores.
+/// An equal share of this host's cores for each of `local_world_size` workers, at least one.
+pub fn share_of_cores(local_world_size: usize) -> usize {
+    (std::thread::available_parallelism().map_or(1, NonZeroUsize::get) / local_world_size.max(1)).max(1)
+}
+
+/// Threads of one of `local_world_size` workers on this host: as the config says, or its share of the cores.
 pub fn local_threads(config: &Config, local_world_size: usize) -> usize {
     match config.training().threads {
-        0 => std::thread::available_parallelism()
-            .map_or(1, NonZeroUsize::get)
-            .div_ceil(local_world_size.max(1)),
+        0 => share_of_cores(local_world_size),
         threads => threads,
     }
 }

@@ -62,7 +62,6 @@ pub struct Trainer<'a> {
     tokenizer: Tokenizer,
     batches: Vec<Batch>,
     window: Vec<u32>,
-    comm_bytes: u64,
     /// Kept locked while the run goes on.
     _lock: Option<File>,
 }
@@ -80,9 +79,6 @@ impl<'a> Trainer<'a> {
         let run_folder = config.run_folder();
         let is_root = group.rank() == Rank::ROOT;
         let lock = if is_root { Some(run_folder::lock(&run_folder)?) } else { None };
-        if is_root && config.checkpoint().resume == Resume::Never {
-            run_folder::set_aside(&run_folder, observer)?;
-        }
         let data_folder = &config.data().folder;
         let Corpus { train, validation, .. } = Corpus::open(data_folder)?;
         let tokenizer = Tokenizer::load(data_folder)?;
@@ -95,6 +91,10 @@ impl<'a> Trainer<'a> {
         let model_json = format!("{:#}\n", model.to_json());
         let device = Device::cpu(DeviceOptions { num_threads: options.num_threads })?;
         let mut executor = build_executor(config, Model::new(model, &device)?, group, &device)?;
+        // Only now, when nothing but the resume itself can still be refused.
+        if is_root && config.checkpoint().resume == Resume::Never {
+            run_folder::set_aside(&run_folder, observer)?;
+        }
         let state = resume(config, &mut executor, &train, observer)?;
         let files = RunFiles { config_toml: config.to_toml(), model_json };
         let metrics =
@@ -114,7 +114,6 @@ impl<'a> Trainer<'a> {
             tokenizer,
             batches: Vec::new(),
             window: vec![0; training.seq_len + 1],
-            comm_bytes: 0,
             _lock: lock,
         })
     }
@@ -164,6 +163,7 @@ impl<'a> Trainer<'a> {
     /// One training step.
     pub fn step(&mut self) -> Result<StepRecord, TrainError> {
         let began = Instant::now();
+        let bytes_before = self.executor.group().statistics().payload_bytes;
         let training = self.config.training();
         self.load_batches()?;
         let step = self.state.step + 1;
@@ -178,7 +178,6 @@ impl<'a> Trainer<'a> {
         self.state.tokens += tokens;
         let step_seconds = began.elapsed().as_secs_f64();
         let comm_bytes = self.executor.group().statistics().payload_bytes;
-        let bytes_before = std::mem::replace(&mut self.comm_bytes, comm_bytes);
         Ok(StepRecord {
             step,
             loss: outcome.loss,

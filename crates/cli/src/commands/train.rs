@@ -1,8 +1,8 @@
 //! `trireme train`.
 
 use super::prepare::Display;
-use crate::console::Console;
-use crate::launch::{LocalWorld, WorkerEnvironment, run_local_workers, this_command};
+use crate::console::{Console, remark};
+use crate::launch::{LocalWorld, WorkerEnvironment, error_log, run_local_workers, this_command};
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::Result;
 use std::path::PathBuf;
@@ -14,8 +14,8 @@ use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
 use trireme_train::config::{Config, Transport};
 use trireme_train::{
-    RunSummary, SampleSettings, TrainError, Trainer, TrainerOptions, ensure_corpus, local_threads,
-    model_config, sample,
+    CorpusState, RunSummary, SampleSettings, TrainError, Trainer, TrainerOptions, ensure_corpus,
+    local_threads, model_config, sample,
 };
 
 const EXAMPLES: &str = "\
@@ -75,6 +75,11 @@ fn check(config: &Config) -> Result<()> {
     let training = config.training();
     Sampler::shuffled(corpus.train.num_tokens(), training.seq_len, training.seed)
         .map_err(TrainError::from)?;
+    if let Some(num_tokens) = corpus.validation.map(|tokens| tokens.num_tokens())
+        && num_tokens <= training.seq_len as u64
+    {
+        return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
+    }
     if let Some(folder) = &config.model().init_from {
         ModelSource::open(folder).map_err(TrainError::from)?;
     }
@@ -106,9 +111,15 @@ fn launch(config: &Config, started: Instant) -> Result<()> {
 
 fn prepare_corpus(config: &Config) -> Result<()> {
     let display = Display::new();
-    let made = ensure_corpus(config, &display);
+    let state = ensure_corpus(config, &display);
     display.clear();
-    made?;
+    // Under a launcher of ours, the launcher has said so.
+    if state? == CorpusState::Kept && error_log().is_none() {
+        remark(
+            "note: the inputs have changed; the run goes on with the corpus it began with ([checkpoint] resume = \"never\" \
+             begins anew with the new one)",
+        );
+    }
     Ok(())
 }
 

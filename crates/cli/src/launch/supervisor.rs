@@ -177,13 +177,23 @@ struct SignalForwarder {
 
 impl SignalForwarder {
     fn start(sender: Sender<i32>) -> io::Result<Self> {
-        let mut signals = Signals::new([SIGCHLD, SIGINT, SIGTERM, SIGHUP])?;
+        let ignored = ignored_signals();
+        // What is ignored from the start, as by nohup, stays so, here and in the workers.
+        let asked = [SIGINT, SIGHUP].into_iter().filter(|signal| ignored & 1 << (signal - 1) == 0);
+        let mut signals = Signals::new([SIGCHLD, SIGTERM].into_iter().chain(asked))?;
         let handle = signals.handle();
         let forward =
             move || signals.forever().take_while(|signal| sender.send(*signal).is_ok()).for_each(drop);
         let thread = thread::Builder::new().name("signals".to_owned()).spawn(forward)?;
         Ok(SignalForwarder { handle, thread: Some(thread) })
     }
+}
+
+/// The signals that this process ignores, signal `n` as bit `n - 1`; none if the system does not tell.
+fn ignored_signals() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok()).unwrap_or(0)
 }
 
 impl Drop for SignalForwarder {

@@ -124,8 +124,9 @@ config_section! {
         dtype: TrainingDtype = TrainingDtype::F32;
         /// Threads of each worker; 0 shares the cores of the host among its workers.
         threads: usize = 0, within 0..=1 << 12;
-        /// `layout` gives the same bits for any number of workers, microbatches and threads (workers in
-        /// powers of two); `run` gives them for this layout only, a little faster.
+        /// `layout` gives the same bits for any number of workers and threads, at the same local and
+        /// global_batch_size (workers, and microbatches of each, in powers of two); `run` gives them for this
+        /// layout only, a little faster.
         determinism: Determinism = Determinism::Layout;
         /// Largest global norm of the gradients, to which larger ones are scaled; 0 leaves them as they are.
         max_norm: f64 = 1.0, within 0.0..;

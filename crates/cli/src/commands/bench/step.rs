@@ -193,7 +193,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
     let world = Arc::new(world);
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from).div_ceil(world_size),
+        0 => trireme_train::share_of_cores(world_size),
         threads => threads,
     };
     let device = Device::cpu(DeviceOptions { num_threads })?;

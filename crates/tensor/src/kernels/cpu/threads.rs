@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, TryLockError};
 use std::thread::JoinHandle;
 
 /// How often an idle thread looks for work before it sleeps: some tens of microseconds, which
@@ -16,6 +16,8 @@ type Task<'a> = dyn Fn(usize) + Sync + 'a;
 /// Threads that run the tasks of a kernel. The calling thread is one of them, so a pool of one has no
 /// thread of its own and runs everything in place.
 pub(crate) struct ThreadPool {
+    /// Held while a kernel runs.
+    running: Mutex<()>,
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
 }
@@ -65,7 +67,7 @@ impl ThreadPool {
             num_jobs: AtomicU64::new(0),
             next_task: AtomicUsize::new(0),
         });
-        let mut pool = ThreadPool { shared, workers: Vec::new() };
+        let mut pool = ThreadPool { running: Mutex::new(()), shared, workers: Vec::new() };
         for index in 1..num_threads {
             let shared = Arc::clone(&pool.shared);
             let worker = std::thread::Builder::new().name(format!("kernel-{index}"));
@@ -81,8 +83,15 @@ impl ThreadPool {
     /// Runs `task(0) … task(num_tasks - 1)`, each once, in any order and on any thread; returns when
     /// all have ended. A panic in a task is passed on. Allocates nothing.
     ///
-    /// Not reentrant: a task must not call `run`.
+    /// # Panics
+    /// If another kernel runs: tasks must not call `run`, and a device serves one thread at a time.
     pub(crate) fn run(&self, num_tasks: usize, task: &Task<'_>) {
+        let _running = match self.running.try_lock() {
+            Ok(running) => running,
+            // A task's panic was passed on by an earlier call.
+            Err(TryLockError::Poisoned(running)) => running.into_inner(),
+            Err(TryLockError::WouldBlock) => panic!("kernels of one device run one at a time"),
+        };
         if self.workers.is_empty() || num_tasks <= 1 {
             (0..num_tasks).for_each(task);
             return;
@@ -238,5 +247,15 @@ mod tests {
             assert!(outcome.is_err());
         }
         pool.run(8, &|_| ());
+    }
+
+    #[test]
+    fn a_kernel_within_a_kernel_is_refused() {
+        for num_threads in [1, 2] {
+            let pool = ThreadPool::new(num_threads).unwrap();
+            let nested = || pool.run(2, &|_| pool.run(2, &|_| ()));
+            assert!(catch_unwind(AssertUnwindSafe(nested)).is_err());
+            pool.run(2, &|_| ());
+        }
     }
 }

@@ -37,11 +37,19 @@ impl Micro {
 
     /// `tile = left panel`, plus the tile where `accumulate` is set; `panel` holds `len` rows of `self.cols`.
     ///
-    /// The tile must lie in memory that the caller owns.
+    /// # Safety
+    /// The tile's elements are in bounds and belong to the caller.
     #[inline]
-    pub(super) fn run(&self, len: usize, left: Matrix<'_>, panel: &[f32], tile: MicroTile, accumulate: bool) {
+    pub(super) unsafe fn run(
+        &self,
+        len: usize,
+        left: Matrix<'_>,
+        panel: &[f32],
+        tile: MicroTile,
+        accumulate: bool,
+    ) {
         assert!(left.covers(tile.rows, len) && panel.len() == len * self.cols);
-        debug_assert!(tile.rows <= self.rows && tile.cols <= self.cols);
+        assert!(tile.rows <= self.rows && tile.cols <= self.cols);
         if tile.cols == self.cols {
             self.dispatch(len, left, panel, tile, accumulate);
             return;

@@ -242,7 +242,7 @@ impl Tile {
 
     /// The part of the tile that one call of the micro-kernel makes.
     fn part(&self, row: usize, rows: usize, col: usize, cols: usize) -> MicroTile {
-        debug_assert!(row + rows <= self.size.rows && col + cols <= self.size.cols);
+        assert!(row + rows <= self.size.rows && col + cols <= self.size.cols);
         // SAFETY: within the tile by the line above.
         let start = unsafe { self.start.add(row * self.row_stride + col) };
         MicroTile { start, row_stride: self.row_stride, rows, cols }
@@ -271,7 +271,8 @@ impl Tile {
                 pack::right_panel(features, right.from(first, col), len, panel_cols, micro.cols, panel);
                 for row in (0..rows).step_by(micro.rows) {
                     let part = self.part(row, micro.rows.min(rows - row), col, panel_cols);
-                    micro.run(len, left.from(row, first), panel, part, accumulate || first > 0);
+                    // SAFETY: a part of this tile, whose owner calls.
+                    unsafe { micro.run(len, left.from(row, first), panel, part, accumulate || first > 0) };
                 }
             }
         }
@@ -303,7 +304,8 @@ impl Tile {
                     // SAFETY: packing has ended, and no one writes to the panels.
                     let panel = unsafe { right.data.range(offset, len * micro.cols) };
                     let part = self.part(row, panel_rows, col, micro.cols.min(cols - col));
-                    micro.run(len, left, panel, part, epilogue.accumulate || first > 0);
+                    // SAFETY: a part of this tile, whose owner calls.
+                    unsafe { micro.run(len, left, panel, part, epilogue.accumulate || first > 0) };
                 }
             }
         }
