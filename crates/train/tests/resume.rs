@@ -109,6 +109,18 @@ fn starting_anew_moves_the_earlier_run_aside() {
 }
 
 #[test]
+fn a_run_keeps_the_corpus_it_began_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let whole = train(&job(folder.path(), "whole", 1, 10, &[]));
+    train(&job(folder.path(), "run", 1, 5, &[]));
+    std::fs::write(folder.path().join("text.txt"), "another text ".repeat(3000)).unwrap();
+    let rest = train(&job(folder.path(), "run", 2, 10, &[]));
+    assert!(rest.0[..] == whole.0[5..], "the inputs have changed, the run has not");
+    let anew = train(&job(folder.path(), "run", 1, 10, &["checkpoint.resume=never"]));
+    assert!(anew.0[9] != whole.0[9], "a run that begins anew takes the new text");
+}
+
+#[test]
 fn a_fork_within_one_folder_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let config = job(folder.path(), "run", 1, 10, &[]);
