@@ -8,6 +8,10 @@ pub enum DType {
     F32,
     /// IEEE 754 double precision.
     F64,
+    /// IEEE 754 half precision.
+    F16,
+    /// bfloat16: the upper half of an f32.
+    Bf16,
     /// Unsigned 8-bit integer.
     U8,
     /// Unsigned 16-bit integer.
@@ -23,7 +27,7 @@ impl DType {
     pub const fn size(self) -> usize {
         match self {
             DType::U8 => 1,
-            DType::U16 => 2,
+            DType::U16 | DType::F16 | DType::Bf16 => 2,
             DType::F32 | DType::U32 => 4,
             DType::F64 | DType::U64 => 8,
         }
@@ -33,6 +37,8 @@ impl DType {
         match self {
             DType::F32 => "f32",
             DType::F64 => "f64",
+            DType::F16 => "f16",
+            DType::Bf16 => "bf16",
             DType::U8 => "u8",
             DType::U16 => "u16",
             DType::U32 => "u32",
@@ -49,14 +55,15 @@ impl fmt::Display for DType {
 
 /// The text is no dtype.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no dtype; expected one of f32, f64, u8, u16, u32, u64")]
+#[error("'{0}' is no dtype; expected one of f32, f64, f16, bf16, u8, u16, u32, u64")]
 pub struct ParseDTypeError(pub String);
 
 impl FromStr for DType {
     type Err = ParseDTypeError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        [DType::F32, DType::F64, DType::U8, DType::U16, DType::U32, DType::U64]
+        use DType::{Bf16, F16, F32, F64, U8, U16, U32, U64};
+        [F32, F64, F16, Bf16, U8, U16, U32, U64]
             .into_iter()
             .find(|dtype| dtype.name() == text)
             .ok_or_else(|| ParseDTypeError(text.to_owned()))

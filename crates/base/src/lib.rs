@@ -4,10 +4,12 @@
 
 mod bytes;
 mod dtype;
+mod half;
 mod random;
 mod rank;
 
 pub use bytes::{Bytes, ParseBytesError};
 pub use dtype::{DType, ParseDTypeError};
+pub use half::{Bf16, F16};
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};

@@ -144,6 +144,8 @@ pub(crate) fn stored(dtype: DType) -> StoredDType {
     match dtype {
         DType::F32 => StoredDType::F32,
         DType::F64 => StoredDType::F64,
+        DType::F16 => StoredDType::F16,
+        DType::Bf16 => StoredDType::BF16,
         DType::U8 => StoredDType::U8,
         DType::U16 => StoredDType::U16,
         DType::U32 => StoredDType::U32,

@@ -10,7 +10,7 @@ use std::fs::File;
 use std::io::{BufReader, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use trireme_base::DType;
+use trireme_base::{Bf16, DType, F16};
 use trireme_plan::{Extent, TensorPlacement};
 
 const READ_BUFFER_BYTES: usize = 256 << 10;
@@ -195,8 +195,8 @@ fn read_part(
         reader.skip_to(run.source * stored_size)?;
         let place = &mut out[run.destination * size..(run.destination + run.len) * size];
         match dtype {
-            StoredDType::BF16 => reader.fill_widened(place, |bits| f32::from_bits(u32::from(bits) << 16))?,
-            StoredDType::F16 => reader.fill_widened(place, f16_to_f32)?,
+            StoredDType::BF16 => reader.fill_widened(place, |bits| Bf16::from_bits(bits).to_f32())?,
+            StoredDType::F16 => reader.fill_widened(place, |bits| F16::from_bits(bits).to_f32())?,
             _ => reader.fill(place)?,
         }
     }
@@ -269,48 +269,5 @@ impl<'a> PartReader<'a> {
             self.part.offset
         );
         Err(damaged(&self.part.file, reason))
-    }
-}
-
-/// Exact conversion of an IEEE 754 half.
-fn f16_to_f32(bits: u16) -> f32 {
-    let sign = u32::from(bits & 0x8000) << 16;
-    let exponent = u32::from(bits >> 10 & 0x1f);
-    let fraction = u32::from(bits & 0x3ff);
-    let magnitude = match exponent {
-        // Subnormal: a multiple of 2^-24.
-        0 => (fraction as f32 / 16_777_216.0).to_bits(),
-        // Infinity and NaN.
-        0x1f => 0x7f80_0000 | fraction << 13,
-        // The exponent's bias is 15 in a half and 127 in a single.
-        _ => (exponent + 112) << 23 | fraction << 13,
-    };
-    f32::from_bits(sign | magnitude)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn halves_convert_exactly() {
-        for (bits, value) in [
-            (0x0000, 0.0),
-            (0x3c00, 1.0),
-            (0xc000, -2.0),
-            (0x7bff, 65504.0),
-            (0x0001, 2.0_f32.powi(-24)),
-            (0x03ff, 1023.0 * 2.0_f32.powi(-24)),
-            (0x0400, 2.0_f32.powi(-14)),
-            (0x3555, 0.333_251_95),
-            (0x7c00, f32::INFINITY),
-            (0xfc00, f32::NEG_INFINITY),
-        ] {
-            assert_eq!(f16_to_f32(bits), value, "{bits:04x}");
-        }
-        assert!(f16_to_f32(0x8000).is_sign_negative());
-        assert!(f16_to_f32(0x7e00).is_nan());
-        let finite: Vec<f32> = (0..0x7c00).map(f16_to_f32).collect();
-        assert!(finite.windows(2).all(|pair| pair[0] < pair[1]));
     }
 }

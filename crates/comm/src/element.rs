@@ -1,9 +1,9 @@
 use bytemuck::Pod;
-use trireme_base::{DType, ReduceOp};
+use trireme_base::{Bf16, DType, F16, ReduceOp};
 
-/// A type whose vectors can be communicated and reduced: `f32`, `f64`, `u8`, `u32`, `u64`.
+/// A type whose vectors can be communicated and reduced: `f32`, `f64`, [`F16`], [`Bf16`], `u8`, `u32`, `u64`.
 ///
-/// Sums of integers wrap. With `Max` and `Min` of floats NaN wins.
+/// Sums of integers wrap; a sum of two 16-bit floats is taken in f32 and rounded to nearest even. With `Max` and `Min` of floats NaN wins.
 pub trait Element: Pod + Send + Sync + private::Reduce {
     /// The name of the type on the wire.
     const DTYPE: DType;
@@ -37,6 +37,25 @@ macro_rules! float_element {
     };
 }
 
+macro_rules! half_element {
+    ($type:ty, $dtype:expr) => {
+        impl Element for $type {
+            const DTYPE: DType = $dtype;
+        }
+        impl private::Reduce for $type {
+            fn sum(left: Self, right: Self) -> Self {
+                Self::from_f32(left.to_f32() + right.to_f32())
+            }
+            fn max(left: Self, right: Self) -> Self {
+                Self::from_f32(private::Reduce::max(left.to_f32(), right.to_f32()))
+            }
+            fn min(left: Self, right: Self) -> Self {
+                Self::from_f32(private::Reduce::min(left.to_f32(), right.to_f32()))
+            }
+        }
+    };
+}
+
 macro_rules! integer_element {
     ($type:ty, $dtype:expr) => {
         impl Element for $type {
@@ -58,6 +77,8 @@ macro_rules! integer_element {
 
 float_element!(f32, DType::F32);
 float_element!(f64, DType::F64);
+half_element!(F16, DType::F16);
+half_element!(Bf16, DType::Bf16);
 integer_element!(u8, DType::U8);
 integer_element!(u32, DType::U32);
 integer_element!(u64, DType::U64);
@@ -77,6 +98,8 @@ pub(crate) fn reduce_into(own: &mut [u8], other: &[u8], dtype: DType, op: Reduce
     match dtype {
         DType::F32 => reduce_typed::<f32>(own, other, op, side),
         DType::F64 => reduce_typed::<f64>(own, other, op, side),
+        DType::F16 => reduce_typed::<F16>(own, other, op, side),
+        DType::Bf16 => reduce_typed::<Bf16>(own, other, op, side),
         DType::U8 => reduce_typed::<u8>(own, other, op, side),
         DType::U32 => reduce_typed::<u32>(own, other, op, side),
         DType::U64 => reduce_typed::<u64>(own, other, op, side),

@@ -4,7 +4,7 @@ use crate::error::ModelError;
 use crate::model::{Model, Step};
 use trireme_base::{DType, Random};
 use trireme_tensor::tape::{KeyValueCache, Recording};
-use trireme_tensor::{Category, Device, Parameters, Tape};
+use trireme_tensor::{Category, Device, Parameters, Precision, Tape};
 
 /// How the next token is chosen from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -99,7 +99,7 @@ impl<'a> Generation<'a> {
         let step = Step { parameters: self.parameters, shape: (1, tokens.len()) };
         let mut x = ids;
         for unit in 0..self.model.num_units() - 1 {
-            let mut tape = Tape::new(self.device, Recording::Off);
+            let mut tape = Tape::new(self.device, Recording::Off, Precision::F32);
             let cache = unit.checked_sub(1).map(|layer| &mut self.caches[layer]);
             let input = tape.input(x);
             let output = self.model.forward_at(unit, &mut tape, step, input, self.position, cache)?;
@@ -108,7 +108,7 @@ impl<'a> Generation<'a> {
         self.position += tokens.len();
         let mut last = self.device.empty([1, x.shape().cols()].into(), DType::F32, Category::Activations)?;
         last.view_mut().f32s().copy_from_slice(x.view().rows(tokens.len() - 1, 1).f32s());
-        let mut tape = Tape::new(self.device, Recording::Off);
+        let mut tape = Tape::new(self.device, Recording::Off, Precision::F32);
         let input = tape.input(last);
         let logits = self.model.forward_logits(&mut tape, step, input)?;
         Ok(tape.take_value(logits).view().f32s().to_vec())

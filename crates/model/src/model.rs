@@ -148,17 +148,19 @@ impl Model {
         }
     }
 
-    /// Runs the head as a loss over `targets`; see [`Tape::loss`] for when it is known.
+    /// Runs the head as a loss over `targets`; see [`Tape::loss`] for when it is known, and for the scale of
+    /// gradients.
     pub fn forward_loss(
         &self,
         tape: &mut Tape,
         step: Step<'_>,
         x: Var,
         targets: Var,
+        loss_scale: f32,
     ) -> Result<(), DeviceError> {
         let (norm, loss) = self.head();
         let normed = tape.norm(step.parameters, norm, x)?;
-        tape.loss(step.parameters, loss, normed, targets)
+        tape.loss(step.parameters, loss, normed, targets, loss_scale)
     }
 
     /// Runs the head as logits: `[rows, vocab_size]`.

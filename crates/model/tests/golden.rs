@@ -10,7 +10,7 @@ use trireme_model::{Batch, Model, ModelConfig, Step};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
     AdamWStep, Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan,
-    ParameterTable, Parameters, Tape,
+    ParameterTable, Parameters, Precision, Tape,
 };
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
@@ -96,7 +96,7 @@ impl Golden {
             self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
         input.view_mut().u32s().copy_from_slice(ids);
         let step = Step { parameters: &self.parameters, shape };
-        let mut tape = Tape::new(&self.device, Recording::Off);
+        let mut tape = Tape::new(&self.device, Recording::Off, Precision::F32);
         let mut x = tape.input(input);
         for unit in 0..self.model.num_units() - 1 {
             x = self.model.forward(unit, &mut tape, step, x).unwrap();
@@ -118,15 +118,15 @@ impl Golden {
         let mut tapes = Vec::new();
         let mut x = batch.inputs;
         for unit in 0..self.model.num_units() - 1 {
-            let mut tape = Tape::new(&self.device, recording);
+            let mut tape = Tape::new(&self.device, recording, Precision::F32);
             let input = tape.input(x);
             let output = self.model.forward(unit, &mut tape, step, input).unwrap();
             x = tape.take_value(output);
             tapes.push((tape, input, output));
         }
-        let mut head = Tape::new(&self.device, recording);
+        let mut head = Tape::new(&self.device, recording, Precision::F32);
         let (input, targets) = (head.input(x), head.input(batch.targets));
-        self.model.forward_loss(&mut head, step, input, targets).unwrap();
+        self.model.forward_loss(&mut head, step, input, targets, 1.0).unwrap();
         if let Some(sink) = sink {
             head.backward(&self.parameters, None, sink).unwrap();
             let mut grad = head.take_grad(input);

@@ -11,11 +11,13 @@ use trireme_model::{Batch, Model, Step};
 use trireme_optim::{Optimizer, StepSettings, clip_coefficient};
 use trireme_schedule::{Action, Program, validate};
 use trireme_tensor::tape::Recording;
-use trireme_tensor::{Device, Parameters, Tape, Tensor, Var};
+use trireme_tensor::{Device, Parameters, Precision, Tape, Tensor, Var};
 
 /// How steps are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExecutorOptions {
+    /// What activations are kept in and products are made of.
+    pub precision: Precision,
     /// What decides the order of sums over the batch.
     pub determinism: Determinism,
     /// Sequences of a microbatch.
@@ -224,7 +226,10 @@ impl Executor {
 
     fn forward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         let in_flight = &mut self.in_flight;
-        let mut tape = in_flight.spare_tapes.pop().unwrap_or_else(|| Tape::new(&self.device, Recording::On));
+        let mut tape = in_flight
+            .spare_tapes
+            .pop()
+            .unwrap_or_else(|| Tape::new(&self.device, Recording::On, self.options.precision));
         let step = Step {
             parameters: &self.parameters,
             shape: (self.options.local_batch_size, self.options.seq_len),
@@ -234,7 +239,7 @@ impl Executor {
         let output = if unit + 1 == self.program.num_units {
             let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
             let targets = tape.input(targets);
-            self.model.forward_loss(&mut tape, step, input, targets)?;
+            self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
             None
         } else {
             let output = self.model.forward(unit, &mut tape, step, input)?;
@@ -314,14 +319,14 @@ impl Executor {
         let step = Step { parameters: &self.parameters, shape: (shape.rows(), shape.cols()) };
         let mut activation = batch.inputs;
         for unit in 0..self.program.num_units - 1 {
-            let mut tape = Tape::new(&self.device, Recording::Off);
+            let mut tape = Tape::new(&self.device, Recording::Off, self.options.precision);
             let input = tape.input(activation);
             let output = self.model.forward(unit, &mut tape, step, input)?;
             activation = tape.take_value(output);
         }
-        let mut tape = Tape::new(&self.device, Recording::Off);
+        let mut tape = Tape::new(&self.device, Recording::Off, self.options.precision);
         let (input, targets) = (tape.input(activation), tape.input(batch.targets));
-        self.model.forward_loss(&mut tape, step, input, targets)?;
+        self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
         Ok(tape.loss_sum().expect("a tape that does not record computes the loss at once"))
     }
 }

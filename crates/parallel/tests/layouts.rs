@@ -5,7 +5,7 @@ use trireme_model::{Model, ModelConfig};
 use trireme_optim::{AdamWSettings, Optimizer, OptimizerKind};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::single;
-use trireme_tensor::{Device, DeviceOptions};
+use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::{random_batch, run_ranks, small_models};
 
 const SHAPE: (usize, usize) = (2, 17);
@@ -24,7 +24,12 @@ fn executor(
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
     let optimizer = Optimizer::new(kind, 0.1, false, model.table(), &device).unwrap();
     let program = single::program(model.num_units(), accumulation);
-    let options = ExecutorOptions { determinism, local_batch_size: SHAPE.0, seq_len: SHAPE.1 };
+    let options = ExecutorOptions {
+        precision: Precision::F32,
+        determinism,
+        local_batch_size: SHAPE.0,
+        seq_len: SHAPE.1,
+    };
     Executor::new(model, parameters, optimizer, group.into(), &device, program, options).unwrap()
 }
 

@@ -1,6 +1,6 @@
 //! From a config to what a trainer needs: corpus, model, optimizer.
 
-use crate::config::{self, Config, ModelSource};
+use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
 use std::fs;
 use std::num::NonZeroUsize;
@@ -10,6 +10,7 @@ use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoic
 use trireme_model::{Architecture, ModelConfig};
 use trireme_optim::{AdamWSettings, Decay, LrSchedule, OptimizerKind, SgdSettings};
 use trireme_parallel::Determinism;
+use trireme_tensor::Precision;
 
 /// How [`ensure_corpus`] found the corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -167,6 +168,14 @@ pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
         decay_steps: scheduler.decay_steps,
         total_steps: config.training().steps,
         min_factor: scheduler.min_lr_factor,
+    }
+}
+
+pub(crate) fn precision(config: &Config) -> Precision {
+    match config.training().dtype {
+        TrainingDtype::F32 => Precision::F32,
+        TrainingDtype::Bf16 => Precision::Bf16,
+        TrainingDtype::F16 => Precision::F16,
     }
 }
 

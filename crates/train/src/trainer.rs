@@ -6,7 +6,7 @@ use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
-use crate::setup::{determinism, lr_schedule, model_config, optimizer_kind};
+use crate::setup::{determinism, lr_schedule, model_config, optimizer_kind, precision};
 use crate::validation::Validation;
 use crate::weights::read_weights;
 use std::fs::File;
@@ -322,6 +322,7 @@ fn build_executor(
     )?;
     let program = single::program(model.num_units(), config.num_microbatches());
     let options = ExecutorOptions {
+        precision: precision(config),
         determinism: determinism(config),
         local_batch_size: training.local_batch_size,
         seq_len: training.seq_len,

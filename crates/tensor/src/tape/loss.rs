@@ -28,6 +28,7 @@ pub(super) struct LossNode {
     op: LossHead,
     x: Var,
     targets: Var,
+    loss_scale: f32,
 }
 
 impl Tape {
@@ -36,15 +37,18 @@ impl Tape {
     /// A recording tape computes nothing yet: backward makes each chunk's logits once, and takes loss and
     /// gradients from them. Without recording the loss is there at once ([`Tape::loss_sum`]). Memory: one chunk of
     /// logits, at most 64 MiB or 16 rows.
+    ///
+    /// Every gradient of the backward pass that starts here is multiplied by `loss_scale`; the loss itself is not.
     pub fn loss(
         &mut self,
         parameters: &Parameters,
         op: &LossHead,
         x: Var,
         targets: Var,
+        loss_scale: f32,
     ) -> Result<(), DeviceError> {
         if self.recording == Recording::On {
-            self.nodes.push(Node::Loss(LossNode { op: *op, x, targets }));
+            self.nodes.push(Node::Loss(LossNode { op: *op, x, targets, loss_scale }));
             return Ok(());
         }
         let (x, targets) = (self.values.get(x), self.values.get(targets));
@@ -106,11 +110,11 @@ fn losses(
 }
 
 impl LossNode {
-    /// Gradients of the mean loss over the rows; returns the sum of the losses.
+    /// Gradients of the mean loss over the rows, times the loss scale; returns the sum of the losses.
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<f64, DeviceError> {
         let (x, targets) = (cx.values.get(self.x), cx.values.get(self.targets));
         let rows = x.shape().rows();
-        let scale = 1.0 / rows as f32;
+        let scale = self.loss_scale / rows as f32;
         let mut dx = cx.device.activation(x.shape())?;
         let mut sum = 0.0;
         let target = cx.sink.target(&self.op.weight)?;

@@ -18,6 +18,7 @@ pub use norm::Norm;
 
 use crate::device::{Device, DeviceError};
 use crate::parameters::{ParameterSpan, Parameters};
+use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 
 /// A value on a tape.
@@ -68,6 +69,7 @@ pub enum Recording {
 pub struct Tape {
     device: Device,
     recording: Recording,
+    precision: Precision,
     values: Values,
     grads: Vec<Option<Tensor>>,
     nodes: Vec<Node>,
@@ -128,11 +130,12 @@ impl Backward<'_> {
 }
 
 impl Tape {
-    /// An empty tape.
-    pub fn new(device: &Device, recording: Recording) -> Self {
+    /// An empty tape, whose operations work in `precision`.
+    pub fn new(device: &Device, recording: Recording, precision: Precision) -> Self {
         Tape {
             device: device.clone(),
             recording,
+            precision,
             values: Values::default(),
             grads: Vec::new(),
             nodes: Vec::new(),

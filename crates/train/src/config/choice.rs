@@ -76,10 +76,14 @@ config_choice! {
 }
 
 config_choice! {
-    /// The element type of weights, activations and gradients.
+    /// What activations are kept in and products are made of.
     TrainingDtype {
         /// IEEE 754 single precision.
         F32 = "f32",
+        /// bfloat16.
+        Bf16 = "bf16",
+        /// IEEE 754 half precision, with loss scaling.
+        F16 = "f16",
     }
 }
 

@@ -120,7 +120,7 @@ config_section! {
         steps: u64 = 1000, within 1..;
         /// Seed of the weights and of the order of the data.
         seed: u64 = 0, within 0..;
-        /// Element type of weights, activations and gradients.
+        /// What activations are kept in and products are made of. Weights, their gradients and the optimizer stay f32.
         dtype: TrainingDtype = TrainingDtype::F32;
         /// Threads of each worker; 0 shares the cores of the host among its workers.
         threads: usize = 0, within 0..=1 << 12;

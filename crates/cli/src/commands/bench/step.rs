@@ -16,7 +16,7 @@ use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, Optimizer, OptimizerKind};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::single as single_stage;
-use trireme_tensor::{Category, Device, DeviceOptions};
+use trireme_tensor::{Category, Device, DeviceOptions, Precision};
 
 /// Time training steps of a model with random weights.
 ///
@@ -28,9 +28,9 @@ pub(crate) struct StepArgs {
     /// Folder with the config.json of a gpt2 or llama model.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// Element type to compute in.
-    #[arg(long, value_parser = ["f32"], default_value = "f32")]
-    dtype: String,
+    /// What activations are kept in and products are made of: f32, bf16 or f16.
+    #[arg(long, default_value = "f32", value_parser = parse_precision)]
+    dtype: Precision,
     /// Sequences of one worker's batch.
     #[arg(long, value_name = "B", default_value_t = 8)]
     batch: usize,
@@ -65,6 +65,13 @@ pub(crate) struct StepArgs {
     /// Print one line of JSON.
     #[arg(long)]
     json: bool,
+}
+
+fn parse_precision(text: &str) -> Result<Precision, String> {
+    [Precision::F32, Precision::Bf16, Precision::F16]
+        .into_iter()
+        .find(|precision| precision.to_string() == text)
+        .ok_or_else(|| "expected f32, bf16 or f16".to_owned())
 }
 
 /// What is printed; the keys are those of common PyTorch timing scripts, units last.
@@ -184,8 +191,12 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
     let optimizer = Optimizer::new(kind, 0.1, true, model.table(), device)?;
     let program = single_stage::program(model.num_units(), 1);
-    let options =
-        ExecutorOptions { determinism: Determinism::Layout, local_batch_size: args.batch, seq_len: args.seq };
+    let options = ExecutorOptions {
+        precision: args.dtype,
+        determinism: Determinism::Layout,
+        local_batch_size: args.batch,
+        seq_len: args.seq,
+    };
     Ok(Executor::new(model, parameters, optimizer, group, device, program, options)?)
 }
 
@@ -236,7 +247,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             version: env!("CARGO_PKG_VERSION"),
             model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
             params: executor.model().table().num_elements(),
-            dtype: args.dtype.clone(),
+            dtype: args.dtype.to_string(),
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
