@@ -3,7 +3,8 @@ use trireme_base::{Bf16, DType, F16, ReduceOp};
 
 /// A type whose vectors can be communicated and reduced: `f32`, `f64`, [`F16`], [`Bf16`], `u8`, `u32`, `u64`.
 ///
-/// Sums of integers wrap; a sum of two 16-bit floats is taken in f32 and rounded to nearest even. With `Max` and `Min` of floats NaN wins.
+/// Sums of integers wrap; a sum of two 16-bit floats is taken in f32 and rounded to nearest even. With `Max` and `Min` of
+/// floats NaN wins.
 pub trait Element: Pod + Send + Sync + private::Reduce {
     /// The name of the type on the wire.
     const DTYPE: DType;
@@ -147,6 +148,25 @@ mod tests {
         assert_eq!(reduced(2_u32, 3, ReduceOp::Max, Side::Left), 3);
         assert_eq!(reduced(2_u64, 3, ReduceOp::Min, Side::Right), 2);
         assert_eq!(reduced(1.5_f32, -2.0, ReduceOp::Min, Side::Right), -2.0);
+    }
+
+    #[test]
+    fn sums_of_halves_are_rounded_once() {
+        let sum = |left: f32, right: f32| {
+            let bf16 = reduced(Bf16::from_f32(left), Bf16::from_f32(right), ReduceOp::Sum, Side::Left);
+            let f16 = reduced(F16::from_f32(left), F16::from_f32(right), ReduceOp::Sum, Side::Left);
+            (bf16.to_f32(), f16.to_f32())
+        };
+        // Half a unit in the last place of 256 in bf16: to even, down and up; f16 has three bits more.
+        assert_eq!(sum(256.0, 1.0), (256.0, 257.0));
+        assert_eq!(sum(258.0, 1.0), (260.0, 259.0));
+        assert_eq!(sum(65_504.0, 65_504.0), (131_072.0, f32::INFINITY));
+        for op in [ReduceOp::Max, ReduceOp::Min, ReduceOp::Sum] {
+            for side in [Side::Left, Side::Right] {
+                assert!(reduced(F16::from_f32(f32::NAN), F16::from_f32(1.0), op, side).to_f32().is_nan());
+                assert!(reduced(Bf16::from_f32(1.0), Bf16::from_f32(f32::NAN), op, side).to_f32().is_nan());
+            }
+        }
     }
 
     #[test]

@@ -31,7 +31,8 @@ pub enum Operation {
 /// The encoding of an operation: tag, reduction, dtype, root, length.
 pub(crate) const OPERATION_WORDS: usize = 2;
 
-const DTYPES: [DType; 6] = [DType::F32, DType::F64, DType::U8, DType::U16, DType::U32, DType::U64];
+const DTYPES: [DType; 8] =
+    [DType::F32, DType::F64, DType::F16, DType::Bf16, DType::U8, DType::U16, DType::U32, DType::U64];
 const REDUCE_OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
 
 impl Operation {

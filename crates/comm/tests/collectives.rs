@@ -4,10 +4,10 @@ mod support;
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use support::{TRANSPORTS, on_ranks, small_pieces};
-use trireme_base::{Rank, ReduceOp};
+use trireme_base::{Bf16, F16, Rank, ReduceOp};
 use trireme_comm::{CONTROL_BYTES_MAX, Element, Group, GroupOptions, TransportKind, Work, single};
 
-/// Around the borders of short_bytes_max (16 f32), a piece (32 f32), cache lines and shares of four ranks.
+/// Around the borders of short_bytes_max (16 f32, 32 f16), a piece (twice that), cache lines and shares of four ranks.
 const LENGTHS: [usize; 14] = [0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 1000, 4099];
 const REDUCE_OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
 
@@ -31,9 +31,10 @@ fn balanced<T: Copy>(leaves: &[T], combine: &impl Fn(T, T) -> T) -> T {
     }
 }
 
-trait Value: Element + PartialOrd {
+trait Value: Element {
     fn of(rank: usize, index: usize) -> Self;
     fn sum(self, other: Self) -> Self;
+    fn is_above(self, other: Self) -> bool;
 }
 
 macro_rules! float_value {
@@ -50,6 +51,25 @@ macro_rules! float_value {
             fn sum(self, other: Self) -> Self {
                 self + other
             }
+            fn is_above(self, other: Self) -> bool {
+                self > other
+            }
+        }
+    };
+}
+
+macro_rules! half_value {
+    ($type:ty) => {
+        impl Value for $type {
+            fn of(rank: usize, index: usize) -> Self {
+                <$type>::from_f32(f32::of(rank, index))
+            }
+            fn sum(self, other: Self) -> Self {
+                <$type>::from_f32(self.to_f32() + other.to_f32())
+            }
+            fn is_above(self, other: Self) -> bool {
+                self.to_f32() > other.to_f32()
+            }
         }
     };
 }
@@ -63,12 +83,17 @@ macro_rules! integer_value {
             fn sum(self, other: Self) -> Self {
                 self.wrapping_add(other)
             }
+            fn is_above(self, other: Self) -> bool {
+                self > other
+            }
         }
     };
 }
 
 float_value!(f32);
 float_value!(f64);
+half_value!(F16);
+half_value!(Bf16);
 integer_value!(u8);
 integer_value!(u32);
 integer_value!(u64);
@@ -78,14 +103,14 @@ fn expected<T: Value>(op: ReduceOp, world_size: usize, index: usize) -> T {
     oracle(&values, &|left, right| match op {
         ReduceOp::Sum => left.sum(right),
         ReduceOp::Max => {
-            if left > right {
+            if left.is_above(right) {
                 left
             } else {
                 right
             }
         }
         ReduceOp::Min => {
-            if left < right {
+            if right.is_above(left) {
                 left
             } else {
                 right
@@ -152,10 +177,13 @@ fn every_operation_on_every_transport_and_world() {
                 assert_eq!(group.world_size(), world_size);
                 check_all_reduce::<f32>(&group);
                 check_all_reduce::<f64>(&group);
+                check_all_reduce::<F16>(&group);
+                check_all_reduce::<Bf16>(&group);
                 check_all_reduce::<u8>(&group);
                 check_all_reduce::<u32>(&group);
                 check_all_reduce::<u64>(&group);
                 check_broadcast::<f32>(&group);
+                check_broadcast::<Bf16>(&group);
                 check_broadcast::<u8>(&group);
                 check_all_gather(&group);
             });

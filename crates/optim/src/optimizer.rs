@@ -36,11 +36,11 @@ pub enum OptimizerKind {
 /// What changes from step to step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepSettings {
-    /// Number of the step, from 1.
+    /// Number of the update, from 1: skipped steps do not count, for they leave the moments as they are.
     pub step: u64,
     /// Learning rate.
     pub lr: f64,
-    /// Factor for every gradient: mean over microbatches, and clipping.
+    /// Factor for every gradient: mean over microbatches, loss scale, and clipping.
     pub grad_scale: f64,
 }
 

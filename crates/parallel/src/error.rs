@@ -1,3 +1,4 @@
+use crate::step::NonFinite;
 use trireme_base::Rank;
 use trireme_comm::CommError;
 use trireme_model::ModelError;
@@ -35,10 +36,28 @@ pub enum ParallelError {
     NotFinite {
         /// The step.
         step: u64,
-        /// "loss" or "gradient norm".
-        what: &'static str,
+        /// What it is.
+        what: NonFinite,
         /// Its value.
         value: f64,
+    },
+    /// Loss or gradients became infinite or NaN at a loss scale that cannot fall; parameters are as before the step.
+    #[error(
+        "step {step}: the {what} is {value} in f16 at a loss scale of {loss_scale}, which cannot fall, after {skipped_steps} \
+         skipped steps; parameters were left as before the step. Try [training] dtype = \"bf16\", a lower [optimizer] lr, or \
+         loss_scale = 0 if it is set"
+    )]
+    LossScaleExhausted {
+        /// The step.
+        step: u64,
+        /// What is not finite.
+        what: NonFinite,
+        /// Its value.
+        value: f64,
+        /// The scale: the smallest dynamic one, or the static one.
+        loss_scale: u32,
+        /// Steps skipped since the beginning of the run.
+        skipped_steps: u64,
     },
     /// Replicas that should be equal are not.
     #[error(

@@ -1,63 +1,18 @@
 //! Runs step programs.
 
 use crate::error::ParallelError;
-use crate::gradients::{Determinism, Gradients};
+use crate::gradients::Gradients;
+use crate::step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::tree::TreeSum;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_model::{Batch, Model, Step};
-use trireme_optim::{Optimizer, StepSettings, clip_coefficient};
+use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings, clip_coefficient};
 use trireme_schedule::{Action, Program, validate};
 use trireme_tensor::tape::Recording;
-use trireme_tensor::{Device, Parameters, Precision, Tape, Tensor, Var};
-
-/// How steps are run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ExecutorOptions {
-    /// What activations are kept in and products are made of.
-    pub precision: Precision,
-    /// What decides the order of sums over the batch.
-    pub determinism: Determinism,
-    /// Sequences of a microbatch.
-    pub local_batch_size: usize,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
-}
-
-/// What is done with the gradients' global norm.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub enum GradNorm {
-    /// It is not computed.
-    Off,
-    /// It is computed and reported.
-    Measure,
-    /// Longer gradients are scaled down to this norm.
-    Clip(f64),
-}
-
-/// What changes from step to step.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepPlan {
-    /// Number of the step, from 1.
-    pub step: u64,
-    /// Learning rate.
-    pub lr: f64,
-    /// What is done with the gradients' norm.
-    pub grad_norm: GradNorm,
-}
-
-/// What a step found; the same on all ranks but for the times.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct StepOutcome {
-    /// Mean loss over the global batch, in nats a token, before the update.
-    pub loss: f64,
-    /// Global norm of the mean gradient before clipping, if it was computed.
-    pub grad_norm: Option<f64>,
-    /// Time in which this rank waited for communication with nothing else to do.
-    pub comm_exposed: Duration,
-}
+use trireme_tensor::{Device, Parameters, Tape, Tensor, Var};
 
 /// A unit's forward pass of one microbatch, kept for its backward.
 struct Pass {
@@ -91,6 +46,7 @@ pub struct Executor {
     optimizer: Optimizer,
     gradients: Gradients,
     in_flight: InFlight,
+    loss_scaler: LossScaler,
     losses: TreeSum<f64>,
     loss_buffer: Option<Buffer<f64>>,
     loss_reduction: Option<Work<Buffer<f64>>>,
@@ -108,7 +64,8 @@ impl Executor {
         options: ExecutorOptions,
     ) -> Result<Self, ParallelError> {
         validate(&program, 1)?;
-        let gradients = Gradients::new(model.table(), device, &group, options.determinism)?;
+        let ExecutorOptions { determinism, reduce_dtype, loss_scaling, .. } = options;
+        let gradients = Gradients::new(model.table(), device, &group, determinism, reduce_dtype)?;
         let loss_buffer = Some(group.buffer(1)?);
         let none = |len: usize| (0..len).map(|_| None).collect();
         let in_flight = InFlight {
@@ -128,6 +85,7 @@ impl Executor {
             optimizer,
             gradients,
             in_flight,
+            loss_scaler: LossScaler::new(loss_scaling),
             losses: TreeSum::new(),
             loss_buffer,
             loss_reduction: None,
@@ -169,6 +127,16 @@ impl Executor {
         (&mut self.parameters, &mut self.optimizer)
     }
 
+    /// The scale of the loss.
+    pub fn loss_scaler(&self) -> &LossScaler {
+        &self.loss_scaler
+    }
+
+    /// The scale of the loss, to load; alike on all ranks.
+    pub fn loss_scaler_mut(&mut self) -> &mut LossScaler {
+        &mut self.loss_scaler
+    }
+
     /// Compares the parameters of all ranks; collective.
     pub fn check_replicas(&self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
@@ -187,6 +155,13 @@ impl Executor {
     }
 
     /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order.
+    ///
+    /// With a dynamic loss scale, a step that overflows is skipped on all ranks: it leaves parameters and optimizer as
+    /// they are, and halves the scale.
+    ///
+    /// # Errors
+    /// [`ParallelError::NotFinite`] and [`ParallelError::LossScaleExhausted`] before anything is updated; and what device,
+    /// model and group refuse.
     pub fn run(
         &mut self,
         plan: StepPlan,
@@ -196,7 +171,7 @@ impl Executor {
         if batches.len() < expected {
             return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
         }
-        let mut outcome = None;
+        let mut finished = None;
         for index in 0..self.program.actions.len() {
             match self.program.actions[index] {
                 Action::Forward { unit, microbatch } => {
@@ -210,18 +185,18 @@ impl Executor {
                 Action::Backward { unit, microbatch } => self.backward(unit, microbatch)?,
                 Action::ReduceGrad { unit } => self.gradients.reduce(unit, &self.group),
                 Action::Step { unit } => {
-                    let (found, grad_scale) = match outcome {
-                        Some(found) => found,
-                        None => *outcome.insert(self.finish_gradients(plan)?),
+                    let (_, update) = match finished {
+                        Some(finished) => finished,
+                        None => *finished.insert(self.finish_gradients(plan)?),
                     };
-                    debug_assert!(found.loss.is_finite());
-                    let settings = StepSettings { step: plan.step, lr: plan.lr, grad_scale };
-                    let grads = self.gradients.reduced(unit);
-                    self.optimizer.step_unit(&self.device, &mut self.parameters, unit, grads, settings);
+                    if let Some(settings) = update {
+                        let grads = self.gradients.reduced(unit);
+                        self.optimizer.step_unit(&self.device, &mut self.parameters, unit, grads, settings);
+                    }
                 }
             }
         }
-        Ok(outcome.expect("a valid program steps every unit").0)
+        Ok(finished.expect("a valid program steps every unit").0)
     }
 
     fn forward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
@@ -239,7 +214,8 @@ impl Executor {
         let output = if unit + 1 == self.program.num_units {
             let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
             let targets = tape.input(targets);
-            self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
+            let loss_scale = self.loss_scaler.scale() as f32;
+            self.model.forward_loss(&mut tape, step, input, targets, loss_scale)?;
             None
         } else {
             let output = self.model.forward(unit, &mut tape, step, input)?;
@@ -282,8 +258,13 @@ impl Executor {
         self.loss_reduction = Some(self.group.all_reduce(buffer, ReduceOp::Sum));
     }
 
-    /// Waits for all reductions; the outcome of the step, and the factor for every gradient.
-    fn finish_gradients(&mut self, plan: StepPlan) -> Result<(StepOutcome, f64), ParallelError> {
+    /// Waits for all reductions; the outcome of the step, and how to update, unless it is to be skipped.
+    ///
+    /// All ranks decide alike without a further message, for the sums that they look at have the same bits.
+    fn finish_gradients(
+        &mut self,
+        plan: StepPlan,
+    ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
         let began = Instant::now();
         let buffer = self.loss_reduction.take().expect("the loss was reduced").wait()?;
         let waited_for_loss = began.elapsed();
@@ -292,25 +273,45 @@ impl Executor {
         let loss = buffer[0] / (num_microbatches * rows) as f64;
         self.loss_buffer = Some(buffer);
         let comm_exposed = waited_for_loss + self.gradients.wait()?;
-        let not_finite = |what, value| ParallelError::NotFinite { step: plan.step, what, value };
-        if !loss.is_finite() {
-            return Err(not_finite("loss", loss));
-        }
-        // Microbatch gradients are means over their rows: their sum becomes the mean here, once.
-        let mut grad_scale = 1.0 / num_microbatches as f64;
-        let mut grad_norm = None;
-        if plan.grad_norm != GradNorm::Off {
+        let loss_scale = self.loss_scaler.scale();
+        // Microbatch gradients are means over their rows: their sum becomes the mean here, once, and loses the loss scale.
+        let mut grad_scale = 1.0 / num_microbatches as f64 / f64::from(loss_scale);
+        let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
+        let grad_norm = (is_scaled || plan.grad_norm != GradNorm::Off).then(|| {
             let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit));
-            let norm = (0..self.program.num_units).map(squares).sum::<f64>().sqrt() * grad_scale;
-            if !norm.is_finite() {
-                return Err(not_finite("gradient norm", norm));
-            }
-            if let GradNorm::Clip(norm_max) = plan.grad_norm {
-                grad_scale *= clip_coefficient(norm, norm_max);
-            }
-            grad_norm = Some(norm);
+            (0..self.program.num_units).map(squares).sum::<f64>().sqrt() * grad_scale
+        });
+        let skipped = match grad_norm {
+            _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
+            Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
+            _ => None,
+        };
+        let cause = skipped.map(|(what, _)| what);
+        let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped: cause, comm_exposed };
+        if let Some((what, value)) = skipped {
+            self.back_off(plan.step, what, value)?;
+            return Ok((outcome, None));
         }
-        Ok((StepOutcome { loss, grad_norm, comm_exposed }, grad_scale))
+        self.loss_scaler.succeed();
+        if let (GradNorm::Clip(norm_max), Some(norm)) = (plan.grad_norm, grad_norm) {
+            grad_scale *= clip_coefficient(norm, norm_max);
+        }
+        // Bias corrections of the moments count the updates that made them.
+        let step = plan.step - self.loss_scaler.skipped_steps();
+        Ok((outcome, Some(StepSettings { step, lr: plan.lr, grad_scale })))
+    }
+
+    /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.
+    fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<(), ParallelError> {
+        if self.loss_scaler.scaling() == LossScaling::Off {
+            return Err(ParallelError::NotFinite { step, what, value });
+        }
+        let loss_scale = self.loss_scaler.scale();
+        if self.loss_scaler.back_off().is_none() {
+            let skipped_steps = self.loss_scaler.skipped_steps();
+            return Err(ParallelError::LossScaleExhausted { step, what, value, loss_scale, skipped_steps });
+        }
+        Ok(())
     }
 
     /// Sum of the losses of a batch's rows in nats, without training; not collective.

@@ -1,14 +1,15 @@
 //! Gradients of every unit: accumulated over microbatches, reduced over ranks.
 
 use crate::error::ParallelError;
+use crate::reduction::Reduction;
 use crate::tree::TreeSum;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use trireme_base::{DType, ReduceOp};
-use trireme_comm::{Buffer, Group, Work};
+use trireme_base::DType;
+use trireme_comm::{Buffer, Group};
 use trireme_tensor::{
-    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Shape, Tensor, View,
-    ViewMut,
+    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Precision, Shape,
+    Tensor, View, ViewMut,
 };
 
 /// What decides the order of sums over the batch.
@@ -53,7 +54,7 @@ struct UnitGradient {
     /// Being written by backward.
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
-    reduction: Option<Work<Buffer<f32>>>,
+    reduction: Reduction,
 }
 
 /// Gradients of all units of a rank.
@@ -67,25 +68,24 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    /// Takes memory for every unit's gradient from the group.
+    /// Takes memory for every unit's gradient from the group; gradients are rounded to `reduce_dtype` to be reduced.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         device: &Device,
         group: &Group,
         determinism: Determinism,
+        reduce_dtype: Precision,
     ) -> Result<Self, ParallelError> {
         let mut units = Vec::new();
         for unit in table.units() {
             let buffer = group.buffer::<f32>(unit.num_elements)?;
-            let num_bytes = size_of_val(&*buffer);
-            device.memory().add(Category::Gradients, num_bytes);
-            device.memory().add(Category::Communication, group.peer_bytes_mapped(num_bytes));
+            device.memory().add(Category::Gradients, size_of_val(&*buffer));
             units.push(UnitGradient {
                 shape: [unit.num_elements].into(),
                 reducible: Some(buffer),
                 open: None,
                 sum: TreeSum::new(),
-                reduction: None,
+                reduction: Reduction::new(unit.num_elements, reduce_dtype, device, group)?,
             });
         }
         let written = vec![false; table.parameters().len()];
@@ -117,15 +117,15 @@ impl Gradients {
         let Gradient::Reducible(buffer) = sum else {
             unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
         };
-        state.reduction = Some(group.all_reduce(buffer, ReduceOp::Sum));
+        state.reduction.start(buffer, device, group);
     }
 
     /// Waits for every reduction; returns how long.
     pub(crate) fn wait(&mut self) -> Result<Duration, ParallelError> {
         let began = Instant::now();
         for state in &mut self.units {
-            if let Some(reduction) = state.reduction.take() {
-                state.reducible = Some(reduction.wait()?);
+            if let Some(sum) = state.reduction.wait(&self.device)? {
+                state.reducible = Some(sum);
             }
         }
         Ok(began.elapsed())

@@ -7,9 +7,12 @@ mod error;
 mod executor;
 mod gradients;
 mod placement;
+mod reduction;
+mod step;
 mod tree;
 
 pub use error::ParallelError;
-pub use executor::{Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan};
+pub use executor::Executor;
 pub use gradients::Determinism;
 pub use placement::parameter_placements;
+pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};

@@ -2,6 +2,8 @@
 
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{Arena, OutOfMemory};
+use crate::kernels::cpu::cross_entropy::VocabularyChunk;
+use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
@@ -9,6 +11,7 @@ use crate::kernels::{
     AdamWStep, AttentionShape, CacheSpan, CpuFeatures, MatmulEpilogue, MomentumStep, Rotary,
 };
 use crate::memory::{Category, MemoryCounter};
+use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use std::sync::Arc;
@@ -120,10 +123,27 @@ impl Device {
 
     /// An f32 tensor for activations, with unspecified contents.
     pub(crate) fn activation(&self, shape: impl Into<Shape>) -> Result<Tensor, DeviceError> {
-        self.empty(shape.into(), DType::F32, Category::Activations)
+        self.activation_of(shape, DType::F32)
     }
 
-    /// `out = op(left) op(right) + epilogue` for matrices; `out` is `rows x cols`.
+    /// A tensor for activations, with unspecified contents.
+    pub(crate) fn activation_of(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+        self.empty(shape.into(), dtype, Category::Activations)
+    }
+
+    /// `y = x`, elementwise, from any of f32, bf16 and f16 to any, rounded to nearest even.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub fn convert(&self, x: View<'_>, mut y: ViewMut<'_>) {
+        assert_eq!(x.shape(), y.shape());
+        with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
+            self.cpu.convert::<X, Y>(x.elements(), y.elements());
+        }));
+    }
+
+    /// `out = op(left) op(right) + epilogue` for matrices, with factors rounded to `precision` and sums in f32; `out` is
+    /// `rows x cols`.
     ///
     /// Cost: `2 rows cols inner` floating-point operations.
     ///
@@ -134,6 +154,7 @@ impl Device {
     /// If the shapes do not fit.
     pub(crate) fn matmul(
         &self,
+        precision: Precision,
         (left, left_transpose): (View<'_>, Transpose),
         (right, right_transpose): (View<'_>, Transpose),
         mut out: ViewMut<'_>,
@@ -147,15 +168,15 @@ impl Device {
             (sizes(&left, left_transpose), sizes(&right, right_transpose));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
         let size = Product { rows, cols, inner };
-        let mut scratch = self.activation([self.cpu.matmul_scratch(size)])?;
-        let (left, right) = (matrix(&left, left_transpose), matrix(&right, right_transpose));
-        self.cpu.matmul(size, left, right, out.f32s(), epilogue, scratch.view_mut().f32s());
+        let mut scratch = self.activation_of([self.cpu.matmul_scratch(precision, size)], DType::U32)?;
+        let factors = (matrix(&left, left_transpose), matrix(&right, right_transpose));
+        self.cpu.matmul(precision, size, factors, out.floats(), epilogue, scratch.view_mut().u32s());
         Ok(())
     }
 
     /// Sums the rows of `x` into `out`, one value a column.
     pub(crate) fn column_sums(&self, x: View<'_>, mut out: ViewMut<'_>, accumulate: bool) {
-        self.cpu.column_sums(x.f32s(), out.f32s(), accumulate);
+        with_element!(x.dtype() => |T| self.cpu.column_sums::<T>(x.elements(), out.f32s(), accumulate));
     }
 
     /// Sum of the squares of `x`, in f64.
@@ -170,24 +191,26 @@ impl Device {
 
     /// `y = gelu(x)`, with the tanh approximation.
     pub(crate) fn gelu(&self, x: View<'_>, mut y: ViewMut<'_>) {
-        self.cpu.gelu(x.f32s(), y.f32s());
+        with_element!(x.dtype() => |T| self.cpu.gelu::<T>(x.elements(), y.elements()));
     }
 
     /// In place: `x` becomes `gelu(x)`, and `dy` the gradient of `x`.
     pub(crate) fn gelu_backward(&self, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
-        self.cpu.gelu_backward(x.f32s(), dy.f32s());
+        with_element!(x.dtype() => |T| self.cpu.gelu_backward::<T>(x.elements(), dy.elements()));
     }
 
     /// `y = silu(gate) * up` for rows `gate | up`.
     pub(crate) fn swiglu(&self, gate_up: View<'_>, mut y: ViewMut<'_>) {
         let cols = y.shape().cols();
-        self.cpu.swiglu(gate_up.f32s(), y.f32s(), cols);
+        with_element!(y.dtype() => |T| self.cpu.swiglu::<T>(gate_up.elements(), y.elements(), cols));
     }
 
     /// In place: `gate_up` becomes its gradient, and `dy` the output.
     pub(crate) fn swiglu_backward(&self, mut gate_up: ViewMut<'_>, mut dy: ViewMut<'_>) {
         let cols = dy.shape().cols();
-        self.cpu.swiglu_backward(gate_up.f32s(), dy.f32s(), cols);
+        with_element!(dy.dtype() => |T| {
+            self.cpu.swiglu_backward::<T>(gate_up.elements(), dy.elements(), cols);
+        });
     }
 
     /// Normalises each row of `x`; `statistics` is `rows x 2`.
@@ -201,7 +224,9 @@ impl Device {
         mut statistics: ViewMut<'_>,
     ) {
         let bias = bias.map(|bias| bias.f32s());
-        self.cpu.norm(x.f32s(), weight.f32s(), bias, kind, y.f32s(), statistics.f32s());
+        with_element!(y.dtype() => |T| {
+            self.cpu.norm::<T>(x.f32s(), weight.f32s(), bias, kind, y.elements(), statistics.f32s());
+        });
     }
 
     /// Gradient of [`Device::norm`] with respect to `x`, written or added.
@@ -214,7 +239,9 @@ impl Device {
         accumulate: bool,
     ) {
         let rows = Normalised { x: x.f32s(), weight: weight.f32s(), statistics: statistics.f32s(), kind };
-        self.cpu.norm_backward_input(rows, dy.f32s(), dx.f32s(), accumulate);
+        with_element!(dy.dtype() => |T| {
+            self.cpu.norm_backward_input::<T>(rows, dy.elements(), dx.f32s(), accumulate);
+        });
     }
 
     /// Gradient of [`Device::norm`] with respect to the weight, written or added.
@@ -226,7 +253,10 @@ impl Device {
         mut d_weight: ViewMut<'_>,
         accumulate: bool,
     ) {
-        self.cpu.norm_backward_weight(x.f32s(), dy.f32s(), statistics.f32s(), d_weight.f32s(), accumulate);
+        let (x, statistics, d_weight) = (x.f32s(), statistics.f32s(), d_weight.f32s());
+        with_element!(dy.dtype() => |T| {
+            self.cpu.norm_backward_weight::<T>(x, dy.elements(), statistics, d_weight, accumulate);
+        });
     }
 
     /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`.
@@ -260,21 +290,32 @@ impl Device {
         rotary: Rotary<'_>,
         inverse: bool,
     ) {
-        self.cpu.rotary(qkv.f32s(), shape, rotary, inverse);
+        with_element!(qkv.dtype() => |T| self.cpu.rotary::<T>(qkv.elements(), shape, rotary, inverse));
     }
 
     /// Causal attention; `log_sums` is `batch x num_heads x seq_len`.
+    ///
+    /// # Errors
+    /// If there is no scratch memory.
     pub(crate) fn attention(
         &self,
         qkv: View<'_>,
         shape: AttentionShape,
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
-    ) {
-        self.cpu.attention(qkv.f32s(), shape, y.f32s(), log_sums.f32s());
+    ) -> Result<(), DeviceError> {
+        let mut scratch = self.activation([self.cpu.attention_scratch(shape, false)])?;
+        let (log_sums, mut scratch) = (log_sums.f32s(), scratch.view_mut());
+        with_element!(qkv.dtype() => |T| {
+            self.cpu.attention::<T>(qkv.elements(), shape, y.elements(), log_sums, scratch.f32s());
+        });
+        Ok(())
     }
 
-    /// Causal attention after the positions of a cache, which takes the new keys and values.
+    /// Causal attention after the positions of a cache, which takes the new keys and values; all in f32.
+    ///
+    /// # Errors
+    /// If there is no scratch memory.
     pub(crate) fn attention_cached(
         &self,
         qkv: View<'_>,
@@ -282,30 +323,58 @@ impl Device {
         cache: &mut CacheSpan<'_>,
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
-    ) {
-        self.cpu.attention_cached(qkv.f32s(), shape, cache, y.f32s(), log_sums.f32s());
+    ) -> Result<(), DeviceError> {
+        let mut scratch = self.activation([self.cpu.attention_scratch(shape, false)])?;
+        let mut scratch = scratch.view_mut();
+        self.cpu.attention_cached(qkv.f32s(), shape, cache, y.f32s(), log_sums.f32s(), scratch.f32s());
+        Ok(())
     }
 
     /// Gradient of [`Device::attention`] with respect to `qkv`.
+    ///
+    /// # Errors
+    /// If there is no scratch memory.
     pub(crate) fn attention_backward(
         &self,
         qkv: View<'_>,
         shape: AttentionShape,
         (y, log_sums, dy): (View<'_>, View<'_>, View<'_>),
         mut d_qkv: ViewMut<'_>,
-    ) {
-        self.cpu.attention_backward(qkv.f32s(), shape, y.f32s(), log_sums.f32s(), dy.f32s(), d_qkv.f32s());
+    ) -> Result<(), DeviceError> {
+        let mut scratch = self.activation([self.cpu.attention_scratch(shape, true)])?;
+        let mut scratch = scratch.view_mut();
+        with_element!(qkv.dtype() => |T| {
+            let output = (y.elements(), log_sums.f32s(), dy.elements());
+            self.cpu.attention_backward::<T>(qkv.elements(), shape, output, d_qkv.elements(), scratch.f32s());
+        });
+        Ok(())
     }
 
-    /// Losses of rows of logits in nats; with a scale the logits become their scaled gradient.
-    pub(crate) fn cross_entropy(
+    /// Takes a chunk of logits into the `statistics` of their rows, `rows x 3`.
+    pub(crate) fn softmax_statistics(
         &self,
-        mut logits: ViewMut<'_>,
+        logits: View<'_>,
         targets: View<'_>,
-        mut losses: ViewMut<'_>,
-        gradient_scale: Option<f32>,
+        chunk: VocabularyChunk,
+        mut statistics: ViewMut<'_>,
     ) {
-        self.cpu.cross_entropy(logits.f32s(), targets.u32s(), losses.f32s(), gradient_scale);
+        self.cpu.softmax_statistics(logits.f32s(), targets.u32s(), chunk, statistics.f32s());
+    }
+
+    /// Gradient of the rows' losses with respect to a chunk of logits, for the statistics of all chunks.
+    pub(crate) fn cross_entropy_gradient(
+        &self,
+        logits: View<'_>,
+        targets: View<'_>,
+        chunk: VocabularyChunk,
+        statistics: View<'_>,
+        scale: f32,
+        mut gradient: ViewMut<'_>,
+    ) {
+        let (logits, targets, statistics) = (logits.f32s(), targets.u32s(), statistics.f32s());
+        with_element!(gradient.dtype() => |T| {
+            self.cpu.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient.elements());
+        });
     }
 
     /// One AdamW update.
@@ -332,5 +401,5 @@ impl Device {
 }
 
 fn matrix<'a>(view: &View<'a>, transpose: Transpose) -> Matrix<'a> {
-    Matrix::row_major(view.f32s(), view.shape().cols(), transpose == Transpose::Yes)
+    Matrix::row_major(view.floats(), view.shape().cols(), transpose == Transpose::Yes)
 }

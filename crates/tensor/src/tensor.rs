@@ -1,6 +1,7 @@
 use crate::kernels::cpu::arena::Block;
+use crate::kernels::cpu::element::{Element, Floats, FloatsMut};
 use crate::shape::Shape;
-use trireme_base::DType;
+use trireme_base::{Bf16, DType, F16};
 
 /// A row-major array that owns its memory on a device.
 #[derive(Debug)]
@@ -63,9 +64,32 @@ impl<'a> View<'a> {
         View { bytes: bytemuck::cast_slice(values), shape, dtype: DType::F32 }
     }
 
+    /// Host memory as a bf16 array.
+    ///
+    /// # Panics
+    /// If the length is not the shape's.
+    pub fn from_bf16s(values: &'a [Bf16], shape: Shape) -> Self {
+        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
+        View { bytes: bytemuck::cast_slice(values), shape, dtype: DType::Bf16 }
+    }
+
+    /// Host memory as an f16 array.
+    ///
+    /// # Panics
+    /// If the length is not the shape's.
+    pub fn from_f16s(values: &'a [F16], shape: Shape) -> Self {
+        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
+        View { bytes: bytemuck::cast_slice(values), shape, dtype: DType::F16 }
+    }
+
     /// Sizes of the dims.
     pub fn shape(&self) -> Shape {
         self.shape
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Elements in memory order.
@@ -73,8 +97,28 @@ impl<'a> View<'a> {
     /// # Panics
     /// If the elements are no f32.
     pub fn f32s(&self) -> &'a [f32] {
-        assert_eq!(self.dtype, DType::F32);
+        self.elements()
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no `T`.
+    pub(crate) fn elements<T: Element>(&self) -> &'a [T] {
+        assert_eq!(self.dtype, T::DTYPE);
         bytemuck::cast_slice(self.bytes)
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no floats that kernels compute with.
+    pub(crate) fn floats(&self) -> Floats<'a> {
+        match self.dtype {
+            DType::Bf16 => Floats::Bf16(self.elements()),
+            DType::F16 => Floats::F16(self.elements()),
+            _ => Floats::F32(self.elements()),
+        }
     }
 
     /// Elements in memory order.
@@ -120,9 +164,32 @@ impl<'a> ViewMut<'a> {
         ViewMut { bytes: bytemuck::cast_slice_mut(values), shape, dtype: DType::F32 }
     }
 
+    /// Host memory as a bf16 array.
+    ///
+    /// # Panics
+    /// If the length is not the shape's.
+    pub fn from_bf16s(values: &'a mut [Bf16], shape: Shape) -> Self {
+        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
+        ViewMut { bytes: bytemuck::cast_slice_mut(values), shape, dtype: DType::Bf16 }
+    }
+
+    /// Host memory as an f16 array.
+    ///
+    /// # Panics
+    /// If the length is not the shape's.
+    pub fn from_f16s(values: &'a mut [F16], shape: Shape) -> Self {
+        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
+        ViewMut { bytes: bytemuck::cast_slice_mut(values), shape, dtype: DType::F16 }
+    }
+
     /// Sizes of the dims.
     pub fn shape(&self) -> Shape {
         self.shape
+    }
+
+    /// Element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
     }
 
     /// Elements in memory order.
@@ -130,8 +197,28 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If the elements are no f32.
     pub fn f32s(&mut self) -> &mut [f32] {
-        assert_eq!(self.dtype, DType::F32);
+        self.elements()
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no `T`.
+    pub(crate) fn elements<T: Element>(&mut self) -> &mut [T] {
+        assert_eq!(self.dtype, T::DTYPE);
         bytemuck::cast_slice_mut(self.bytes)
+    }
+
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no floats that kernels compute with.
+    pub(crate) fn floats(&mut self) -> FloatsMut<'_> {
+        match self.dtype {
+            DType::Bf16 => FloatsMut::Bf16(self.elements()),
+            DType::F16 => FloatsMut::F16(self.elements()),
+            _ => FloatsMut::F32(self.elements()),
+        }
     }
 
     /// Elements in memory order.

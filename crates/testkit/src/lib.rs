@@ -1,8 +1,12 @@
-//! Test helpers: ranks as threads, small models, and a counting allocator. For tests only.
+//! Test helpers: ranks as threads, small models, a counting allocator, and AMX on any machine. For tests only.
 
 mod allocations;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+mod amx_emulator;
 
 pub use allocations::CountingAllocator;
+#[cfg(all(target_arch = "x86_64", target_os = "linux"))]
+pub use amx_emulator::emulate_amx;
 
 use trireme_base::{Random, RandomKey};
 use trireme_comm::{Group, inproc_world};

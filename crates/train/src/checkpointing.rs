@@ -4,6 +4,7 @@ use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::observer::Observer;
 use crate::weights::{read_parameters, read_weights};
+use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
 use trireme_base::Rank;
@@ -11,7 +12,8 @@ use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, ExtraFile, LatestCheckpoint, LocalTensor, OPTIMIZER_PREFIX,
     Snapshot, find_latest, list_checkpoints, save,
 };
-use trireme_data::Tokenizer;
+use trireme_data::{TokenFile, Tokenizer};
+use trireme_optim::LossScalerState;
 use trireme_parallel::{Executor, parameter_placements};
 use trireme_plan::Mesh;
 use trireme_tensor::Parameters;
@@ -34,6 +36,9 @@ pub(crate) struct TrainingState {
     pub(crate) corpus: String,
     /// Tokens of the corpus.
     pub(crate) corpus_tokens: u64,
+    /// The loss scale and the steps skipped for it; versions without f16 have none, and skipped none.
+    #[serde(default)]
+    pub(crate) loss_scaler: LossScalerState,
 }
 
 impl TrainingState {
@@ -100,8 +105,36 @@ fn add_tensors<'a>(tensors: &mut Vec<LocalTensor<'a>>, prefix: &str, values: &'a
     }
 }
 
+/// Goes on from a checkpoint if there is one, else begins at the first sample. Collective.
+pub(crate) fn resume(
+    config: &Config,
+    executor: &mut Executor,
+    train: &TokenFile,
+    observer: &mut dyn Observer,
+) -> Result<TrainingState, TrainError> {
+    let beginning = TrainingState {
+        step: 0,
+        next_sample: 0,
+        tokens: 0,
+        seed: config.training().seed,
+        seq_len: config.training().seq_len,
+        corpus: format!("{:08x}", train.fingerprint().unwrap_or_default()),
+        corpus_tokens: train.num_tokens(),
+        loss_scaler: executor.loss_scaler().state(),
+    };
+    let state = match find_resume(config, executor, observer)? {
+        Some(checkpoint) => restore(&checkpoint, executor, &beginning)?,
+        None => beginning,
+    };
+    if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
+        check_newest(&config.run_folder(), state.step)?;
+    }
+    executor.check_replicas()?;
+    Ok(state)
+}
+
 /// The checkpoint to go on from, if there is one. Rank 0 decides, for the others may see the folder later.
-pub(crate) fn find_resume(
+fn find_resume(
     config: &Config,
     executor: &Executor,
     observer: &mut dyn Observer,
@@ -144,7 +177,7 @@ fn choose_checkpoint(config: &Config, observer: &mut dyn Observer) -> Result<Opt
 }
 
 /// Refuses to go on after `step` where later checkpoints are: the run's next ones could not be told from them.
-pub(crate) fn check_newest(run_folder: &Path, step: u64) -> Result<(), TrainError> {
+fn check_newest(run_folder: &Path, step: u64) -> Result<(), TrainError> {
     let folder = run_folder.join(CHECKPOINTS_FOLDER);
     match list_checkpoints(&folder)?.last() {
         Some(&(newest, _)) if newest > step => Err(TrainError::NewerCheckpoints { step, newest, folder }),
@@ -154,7 +187,7 @@ pub(crate) fn check_newest(run_folder: &Path, step: u64) -> Result<(), TrainErro
 
 /// Reads weights, optimizer state and position from a checkpoint; `expected` tells what order of samples
 /// this run has.
-pub(crate) fn restore(
+fn restore(
     checkpoint: &Checkpoint,
     executor: &mut Executor,
     expected: &TrainingState,
@@ -163,6 +196,13 @@ pub(crate) fn restore(
     let unreadable = |source| TrainError::ResumeState { path: path.to_owned(), source };
     let state: TrainingState = serde_json::from_value(checkpoint.state().clone()).map_err(unreadable)?;
     state.check_order(expected, path)?;
+    if state.loss_scaler.skipped_steps > state.step {
+        return Err(unreadable(serde_json::Error::custom("more steps were skipped than made")));
+    }
+    executor
+        .loss_scaler_mut()
+        .restore(state.loss_scaler)
+        .map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
     let (parameters, optimizer) = executor.state_mut();
     read_weights(&checkpoint.weights(), &model, parameters)?;

@@ -1,16 +1,20 @@
-//! From a config to what a trainer needs: corpus, model, optimizer.
+//! From a config to what a trainer needs: corpus, model, optimizer, executor.
 
 use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
+use crate::observer::Observer;
+use crate::weights::read_weights;
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, list_checkpoints};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, ModelSource as WeightsSource, list_checkpoints};
+use trireme_comm::Group;
 use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
-use trireme_model::{Architecture, ModelConfig};
-use trireme_optim::{AdamWSettings, Decay, LrSchedule, OptimizerKind, SgdSettings};
-use trireme_parallel::Determinism;
-use trireme_tensor::Precision;
+use trireme_model::{Architecture, Model, ModelConfig};
+use trireme_optim::{AdamWSettings, Decay, LossScaling, LrSchedule, Optimizer, OptimizerKind, SgdSettings};
+use trireme_parallel::{Determinism, Executor, ExecutorOptions};
+use trireme_schedule::single;
+use trireme_tensor::{Device, Precision};
 
 /// How [`ensure_corpus`] found the corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -140,7 +144,7 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
     }
 }
 
-pub(crate) fn optimizer_kind(optimizer: &config::Optimizer) -> OptimizerKind {
+fn optimizer_kind(optimizer: &config::Optimizer) -> OptimizerKind {
     match optimizer.name {
         config::OptimizerName::AdamW => OptimizerKind::AdamW(AdamWSettings {
             beta1: optimizer.beta1 as f32,
@@ -171,17 +175,81 @@ pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
     }
 }
 
-pub(crate) fn precision(config: &Config) -> Precision {
-    match config.training().dtype {
+fn precision(dtype: TrainingDtype) -> Precision {
+    match dtype {
         TrainingDtype::F32 => Precision::F32,
         TrainingDtype::Bf16 => Precision::Bf16,
         TrainingDtype::F16 => Precision::F16,
     }
 }
 
-pub(crate) fn determinism(config: &Config) -> Determinism {
+fn determinism(config: &Config) -> Determinism {
     match config.training().determinism {
         config::Determinism::Layout => Determinism::Layout,
         config::Determinism::Run => Determinism::Run,
     }
+}
+
+fn loss_scaling(training: &config::Training) -> LossScaling {
+    match (training.dtype, training.loss_scale) {
+        (TrainingDtype::F32 | TrainingDtype::Bf16, _) => LossScaling::Off,
+        (TrainingDtype::F16, 0) => LossScaling::Dynamic {
+            initial: training.loss_scale_initial,
+            growth_interval: training.loss_scale_growth_interval,
+        },
+        (TrainingDtype::F16, scale) => LossScaling::Static(scale),
+    }
+}
+
+/// Says when the bits of this layout are its own.
+pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
+    if determinism(config) == Determinism::Run {
+        return;
+    }
+    let reduce_dtype = config.training().reduce_dtype;
+    let num_microbatches = config.num_microbatches();
+    let is_canonical = world_size.is_power_of_two() && num_microbatches.is_power_of_two();
+    if reduce_dtype != TrainingDtype::F32 && world_size > 1 {
+        observer.notice(&format!(
+            "gradients are rounded to {} and summed over {world_size} workers: bits are the same from run to run, but not on other \
+             numbers of workers",
+            precision(reduce_dtype)
+        ));
+    } else if !is_canonical {
+        observer.notice(&format!(
+            "{world_size} workers x {num_microbatches} microbatches: bits are the same from run to run, but on other numbers \
+             of workers only where both numbers are powers of two"
+        ));
+    }
+}
+
+/// The model with its first weights, its optimizer and its program on one rank.
+pub(crate) fn build_executor(
+    config: &Config,
+    model: Model,
+    group: Group,
+    device: &Device,
+) -> Result<Executor, TrainError> {
+    let (training, optimizer) = (config.training(), config.optimizer());
+    let mut parameters = model.initial_parameters(device, training.seed)?;
+    if let Some(folder) = &config.model().init_from {
+        read_weights(&WeightsSource::open(folder)?.weights(), &model, &mut parameters)?;
+    }
+    let optimizer = Optimizer::new(
+        optimizer_kind(optimizer),
+        optimizer.weight_decay as f32,
+        optimizer.decay_norms_and_biases,
+        model.table(),
+        device,
+    )?;
+    let program = single::program(model.num_units(), config.num_microbatches());
+    let options = ExecutorOptions {
+        precision: precision(training.dtype),
+        reduce_dtype: precision(training.reduce_dtype),
+        loss_scaling: loss_scaling(training),
+        determinism: determinism(config),
+        local_batch_size: training.local_batch_size,
+        seq_len: training.seq_len,
+    };
+    Ok(Executor::new(model, parameters, optimizer, group.into(), device, program, options)?)
 }

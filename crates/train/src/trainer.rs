@@ -1,25 +1,22 @@
 //! The loop of a run on one rank.
 
-use crate::checkpointing::{RunFiles, TrainingState, check_newest, find_resume, restore, write_checkpoint};
+use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
 use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
-use crate::setup::{determinism, lr_schedule, model_config, optimizer_kind, precision};
+use crate::setup::{build_executor, lr_schedule, model_config, notice_determinism};
 use crate::validation::Validation;
-use crate::weights::read_weights;
 use std::fs::File;
 use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Rank;
-use trireme_checkpoint::ModelSource;
 use trireme_comm::Group;
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
-use trireme_optim::{LrSchedule, Optimizer};
-use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::single;
+use trireme_optim::{LossScaling, LrSchedule};
+use trireme_parallel::{Executor, GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_tensor::{Category, Device, DeviceOptions};
 
 /// What a trainer needs to know of its process.
@@ -176,8 +173,11 @@ impl<'a> Trainer<'a> {
         self.state.step = step;
         self.state.next_sample += training.global_batch_size as u64;
         self.state.tokens += tokens;
+        self.state.loss_scaler = self.executor.loss_scaler().state();
+        self.notice_skipped(&outcome);
         let step_seconds = began.elapsed().as_secs_f64();
         let comm_bytes = self.executor.group().statistics().payload_bytes;
+        let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
         Ok(StepRecord {
             step,
             loss: outcome.loss,
@@ -189,8 +189,23 @@ impl<'a> Trainer<'a> {
             comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
             comm_bytes: comm_bytes - bytes_before,
             memory_peak_bytes: memory_peaks(self.executor.device()),
+            loss_scale: is_scaled.then_some(outcome.loss_scale),
+            skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
             ..StepRecord::default()
         })
+    }
+
+    /// Tells of a step that was skipped; such a step is done as far as data and schedule go.
+    fn notice_skipped(&mut self, outcome: &StepOutcome) {
+        let what = match outcome.skipped {
+            None => return,
+            Some(NonFinite::Loss) => "the loss",
+            Some(NonFinite::GradNorm) => "gradients",
+        };
+        let (from, to) = (outcome.loss_scale, self.executor.loss_scaler().scale());
+        let step = self.state.step;
+        self.observer
+            .notice(&format!("step {step}: {what} overflowed in f16; skipped, loss scale {from} → {to}"));
     }
 
     /// This rank's microbatches of the next step: a contiguous range of the global ones.
@@ -261,73 +276,6 @@ impl<'a> Trainer<'a> {
     pub fn tokens(&self) -> (&TokenFile, Option<&TokenFile>) {
         (&self.train, self.validation.as_ref().map(Validation::tokens))
     }
-}
-
-/// Says when the bits of this layout are its own.
-fn notice_determinism(config: &Config, world_size: usize, observer: &mut dyn Observer) {
-    let num_microbatches = config.num_microbatches();
-    let is_canonical = world_size.is_power_of_two() && num_microbatches.is_power_of_two();
-    if determinism(config) == Determinism::Layout && !is_canonical {
-        observer.notice(&format!(
-            "{world_size} workers x {num_microbatches} microbatches: bits are the same from run to run, but on other numbers \
-             of workers only where both numbers are powers of two"
-        ));
-    }
-}
-
-/// Goes on from a checkpoint if there is one, else begins at the first sample. Collective.
-fn resume(
-    config: &Config,
-    executor: &mut Executor,
-    train: &TokenFile,
-    observer: &mut dyn Observer,
-) -> Result<TrainingState, TrainError> {
-    let beginning = TrainingState {
-        step: 0,
-        next_sample: 0,
-        tokens: 0,
-        seed: config.training().seed,
-        seq_len: config.training().seq_len,
-        corpus: format!("{:08x}", train.fingerprint().unwrap_or_default()),
-        corpus_tokens: train.num_tokens(),
-    };
-    let state = match find_resume(config, executor, observer)? {
-        Some(checkpoint) => restore(&checkpoint, executor, &beginning)?,
-        None => beginning,
-    };
-    if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
-        check_newest(&config.run_folder(), state.step)?;
-    }
-    executor.check_replicas()?;
-    Ok(state)
-}
-
-fn build_executor(
-    config: &Config,
-    model: Model,
-    group: Group,
-    device: &Device,
-) -> Result<Executor, TrainError> {
-    let (training, optimizer) = (config.training(), config.optimizer());
-    let mut parameters = model.initial_parameters(device, training.seed)?;
-    if let Some(folder) = &config.model().init_from {
-        read_weights(&ModelSource::open(folder)?.weights(), &model, &mut parameters)?;
-    }
-    let optimizer = Optimizer::new(
-        optimizer_kind(optimizer),
-        optimizer.weight_decay as f32,
-        optimizer.decay_norms_and_biases,
-        model.table(),
-        device,
-    )?;
-    let program = single::program(model.num_units(), config.num_microbatches());
-    let options = ExecutorOptions {
-        precision: precision(config),
-        determinism: determinism(config),
-        local_batch_size: training.local_batch_size,
-        seq_len: training.seq_len,
-    };
-    Ok(Executor::new(model, parameters, optimizer, group.into(), device, program, options)?)
 }
 
 fn memory_peaks(device: &Device) -> MemoryPeakBytes {

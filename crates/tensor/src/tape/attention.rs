@@ -76,7 +76,8 @@ pub(super) struct AttentionNode {
 }
 
 impl Tape {
-    /// Causal attention over `qkv` (`[batch * seq_len, qkv_cols]`, f32); `[batch * seq_len, output_cols]`. With a
+    /// Causal attention over `qkv` (`[batch * seq_len, qkv_cols]`, in the tape's precision); `[batch * seq_len, output_cols]`,
+    /// likewise. With a
     /// rotary table, queries and keys are rotated first, in place: no other operation may read `qkv`.
     pub fn attention(
         &mut self,
@@ -85,9 +86,10 @@ impl Tape {
         qkv: Var,
     ) -> Result<Var, DeviceError> {
         self.rotate(shape, rotary, qkv, 0);
-        let mut y = self.device.activation([shape.rows(), shape.output_cols()])?;
+        let dtype = self.values.get(qkv).dtype();
+        let mut y = self.device.activation_of([shape.rows(), shape.output_cols()], dtype)?;
         let mut log_sums = self.device.activation([shape.batch, shape.num_heads, shape.seq_len])?;
-        self.device.attention(self.values.get(qkv), shape, y.view_mut(), log_sums.view_mut());
+        self.device.attention(self.values.get(qkv), shape, y.view_mut(), log_sums.view_mut())?;
         let y = self.input(y);
         self.record(|| Node::Attention(AttentionNode { shape, rotary: rotary.cloned(), qkv, y, log_sums }));
         Ok(y)
@@ -96,7 +98,7 @@ impl Tape {
     /// As [`Tape::attention`] for rows that follow the positions of `cache`, which takes them in.
     ///
     /// # Panics
-    /// If the tape records, or the cache is full.
+    /// If the tape records, its precision is not f32, or the cache is full.
     pub fn attention_cached(
         &mut self,
         shape: AttentionShape,
@@ -117,7 +119,7 @@ impl Tape {
             &mut span,
             y.view_mut(),
             log_sums.view_mut(),
-        );
+        )?;
         cache.len += shape.seq_len;
         Ok(self.input(y))
     }
@@ -139,9 +141,9 @@ impl AttentionNode {
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
         let dy = cx.take_grad(self.y);
         let qkv = cx.values.get(self.qkv);
-        let mut d_qkv = cx.device.activation(qkv.shape())?;
+        let mut d_qkv = cx.device.activation_of(qkv.shape(), qkv.dtype())?;
         let output = (cx.values.get(self.y), self.log_sums.view(), dy.view());
-        cx.device.attention_backward(qkv, self.shape, output, d_qkv.view_mut());
+        cx.device.attention_backward(qkv, self.shape, output, d_qkv.view_mut())?;
         if let Some(rotary) = &self.rotary {
             cx.device.rotary(d_qkv.view_mut(), self.shape, rotary.at(0), true);
         }

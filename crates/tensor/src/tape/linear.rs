@@ -2,8 +2,10 @@ use super::{Backward, Node, Tape, Var};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
 use crate::parameters::{ParameterSpan, Parameters};
+use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
+use trireme_base::DType;
 
 /// Which dim of a stored weight is the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -68,7 +70,8 @@ pub(super) struct LinearNode {
 }
 
 impl Tape {
-    /// `activation(x) W + bias + residual` for `x` of `[rows, inputs]`, f32; `[rows, outputs]`.
+    /// `activation(x) W + bias + residual` for `x` of `[rows, inputs]`, in the tape's precision; `[rows, outputs]`, likewise, or f32
+    /// with a residual, which is f32.
     pub fn linear(
         &mut self,
         parameters: &Parameters,
@@ -77,7 +80,8 @@ impl Tape {
         residual: Option<Var>,
     ) -> Result<Var, DeviceError> {
         let rows = self.values.get(x).shape().rows();
-        let mut y = self.device.activation([rows, op.outputs()])?;
+        let dtype = if residual.is_some() { DType::F32 } else { self.precision.dtype() };
+        let mut y = self.device.activation_of([rows, op.outputs()], dtype)?;
         let activated = activate(&self.device, op.activation, self.values.get(x))?;
         let input = activated.as_ref().map_or(self.values.get(x), Tensor::view);
         let bias = op.bias.map(|bias| parameters.span(&bias));
@@ -86,7 +90,7 @@ impl Tape {
             residual: residual.map(|residual| self.values.get(residual).f32s()),
         };
         let weight = (parameters.span(&op.weight), op.transposes().0);
-        self.device.matmul((input, Transpose::No), weight, y.view_mut(), epilogue)?;
+        self.device.matmul(self.precision, (input, Transpose::No), weight, y.view_mut(), epilogue)?;
         drop(activated);
         let y = self.input(y);
         self.record(|| Node::Linear(LinearNode { op: *op, x, residual, y }));
@@ -103,12 +107,12 @@ fn activate(
     Ok(match activation {
         InputActivation::Identity => None,
         InputActivation::Gelu => {
-            let mut y = device.activation(x.shape())?;
+            let mut y = device.activation_of(x.shape(), x.dtype())?;
             device.gelu(x, y.view_mut());
             Some(y)
         }
         InputActivation::SwiGlu => {
-            let mut y = device.activation([rows, cols / 2])?;
+            let mut y = device.activation_of([rows, cols / 2], x.dtype())?;
             device.swiglu(x, y.view_mut());
             Some(y)
         }
@@ -147,9 +151,10 @@ impl LinearNode {
     fn backward_input(&self, cx: &Backward<'_>, dy: &Tensor) -> Result<Tensor, DeviceError> {
         let rows = dy.shape().rows();
         let inputs = self.op.weight.shape.num_elements() / self.op.outputs();
-        let mut dx = cx.device.activation([rows, inputs])?;
+        let mut dx = cx.device.activation_of([rows, inputs], cx.precision.dtype())?;
         let weight = (cx.parameters.span(&self.op.weight), self.op.transposes().1);
-        cx.device.matmul((dy.view(), Transpose::No), weight, dx.view_mut(), MatmulEpilogue::Overwrite)?;
+        let epilogue = MatmulEpilogue::Overwrite;
+        cx.device.matmul(cx.precision, (dy.view(), Transpose::No), weight, dx.view_mut(), epilogue)?;
         Ok(dx)
     }
 
@@ -160,9 +165,10 @@ impl LinearNode {
         input: Option<&Tensor>,
         dy: &Tensor,
     ) -> Result<(), DeviceError> {
+        let precision = cx.precision;
         cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
             let input = input.map_or_else(|| values.get(self.x), Tensor::view);
-            weight_grad(device, self.op.layout, input, dy.view(), out, accumulate)
+            weight_grad(device, precision, self.op.layout, input, dy.view(), out, accumulate)
         })?;
         let Some(bias) = self.op.bias else { return Ok(()) };
         cx.write_grad(&bias, |device, _, out, accumulate| {
@@ -175,6 +181,7 @@ impl LinearNode {
 /// `input^T dy` in the weight's layout, written or added.
 pub(super) fn weight_grad(
     device: &Device,
+    precision: Precision,
     layout: WeightLayout,
     input: View<'_>,
     dy: View<'_>,
@@ -187,5 +194,5 @@ pub(super) fn weight_grad(
         WeightLayout::OutputsFirst => (dy, input),
     };
     debug_assert_eq!(out.shape(), Shape::from([left.shape().cols(), right.shape().cols()]));
-    device.matmul((left, Transpose::Yes), (right, Transpose::No), out, epilogue)
+    device.matmul(precision, (left, Transpose::Yes), (right, Transpose::No), out, epilogue)
 }

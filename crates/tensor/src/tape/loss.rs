@@ -2,13 +2,23 @@ use super::linear::weight_grad;
 use super::{Backward, Node, Recording, Tape, Var, WeightLayout};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
+use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
 use crate::parameters::{ParameterSpan, Parameters};
+use crate::precision::Precision;
+use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
 
-/// Bytes of logits held at once; part of the result's bits, for the weight's gradient is summed chunk by chunk.
-const LOGITS_BYTES_MAX: usize = 64 << 20;
+/// Bytes of logits held at once; part of the result's bits, for sums over the vocabulary are taken chunk by chunk.
+const LOGITS_BYTES_MAX: usize = 32 << 20;
+
+/// Chunks of the vocabulary are at least so wide: a product of fewer columns is mostly packing.
+const CHUNK_COLS_MIN: usize = 2048;
 
 /// The output layer with the cross-entropy: `loss = -log softmax(x W^T)[target]`.
+///
+/// Logits are f32 and exist for a chunk of the vocabulary at a time. If there are several chunks, backward makes each twice:
+/// for the sums of the softmax, and for the gradient (Wijmans et al., "Cut your losses in large-vocabulary language models",
+/// 2024): a third more work in this layer, for memory that does not grow with the vocabulary.
 #[derive(Debug, Clone, Copy)]
 pub struct LossHead {
     /// `[vocabulary, cols]`; may belong to another unit (tied to the embedding).
@@ -16,10 +26,52 @@ pub struct LossHead {
 }
 
 impl LossHead {
-    /// Rows whose logits are held at once.
-    fn chunk_rows(&self, rows: usize) -> usize {
-        let row_bytes = self.weight.shape.rows() * size_of::<f32>();
-        (LOGITS_BYTES_MAX / row_bytes).max(16).min(rows)
+    /// Columns of the vocabulary whose logits are held at once for `rows` rows.
+    fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone {
+        let vocabulary = self.weight.shape.rows();
+        let len = (LOGITS_BYTES_MAX / (size_of::<f32>() * rows.max(1))).max(CHUNK_COLS_MIN).min(vocabulary);
+        let first = (0..vocabulary).step_by(len.max(1));
+        first.map(move |first| VocabularyChunk { first, len: len.min(vocabulary - first) })
+    }
+
+    /// The part of the weight that belongs to a chunk.
+    fn chunk_span(&self, chunk: VocabularyChunk) -> ParameterSpan {
+        let cols = self.weight.shape.cols();
+        let (offset, shape) = (self.weight.offset + chunk.first * cols, Shape::from([chunk.len, cols]));
+        ParameterSpan { offset, shape, ..self.weight }
+    }
+
+    fn chunk_logits(
+        &self,
+        (device, precision): (&Device, Precision),
+        parameters: &Parameters,
+        x: View<'_>,
+        chunk: VocabularyChunk,
+    ) -> Result<Tensor, DeviceError> {
+        let mut logits = device.activation([x.shape().rows(), chunk.len])?;
+        let weight = (parameters.span(&self.chunk_span(chunk)), Transpose::Yes);
+        let (left, epilogue) = ((x, Transpose::No), MatmulEpilogue::Overwrite);
+        device.matmul(precision, left, weight, logits.view_mut(), epilogue)?;
+        Ok(logits)
+    }
+
+    /// What the softmax of every row sums to, and the logits if one chunk held them all.
+    fn statistics(
+        &self,
+        (device, precision): (&Device, Precision),
+        parameters: &Parameters,
+        x: View<'_>,
+        targets: View<'_>,
+    ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+        let rows = x.shape().rows();
+        let mut statistics = device.activation([rows, STATISTICS])?;
+        let mut whole = None;
+        for chunk in self.chunks(rows) {
+            let logits = self.chunk_logits((device, precision), parameters, x, chunk)?;
+            device.softmax_statistics(logits.view(), targets, chunk, statistics.view_mut());
+            whole = (chunk.len == self.weight.shape.rows()).then_some(logits);
+        }
+        Ok((statistics, whole))
     }
 }
 
@@ -32,11 +84,11 @@ pub(super) struct LossNode {
 }
 
 impl Tape {
-    /// The loss of predicting `targets` (u32, one a row) from `x` (`[rows, cols]`, f32).
+    /// The loss of predicting `targets` (u32, one a row) from `x` (`[rows, cols]`, in the tape's precision).
     ///
-    /// A recording tape computes nothing yet: backward makes each chunk's logits once, and takes loss and
-    /// gradients from them. Without recording the loss is there at once ([`Tape::loss_sum`]). Memory: one chunk of
-    /// logits, at most 64 MiB or 16 rows.
+    /// A recording tape computes nothing yet: backward makes the logits, and takes loss and gradients from them. Without
+    /// recording the loss is there at once ([`Tape::loss_sum`]). Memory: the logits of a chunk of the vocabulary, at most 32 MiB or
+    /// 2048 columns.
     ///
     /// Every gradient of the backward pass that starts here is multiplied by `loss_scale`; the loss itself is not.
     pub fn loss(
@@ -53,60 +105,22 @@ impl Tape {
         }
         let (x, targets) = (self.values.get(x), self.values.get(targets));
         let targets = targets.part(0, [x.shape().rows()].into());
-        let mut sum = 0.0;
-        for_each_chunk(&self.device, op, parameters, x, |first, mut logits| {
-            let targets = targets.part(first, [logits.shape().rows()].into());
-            sum += losses(&self.device, &mut logits, targets, None)?;
-            Ok(())
-        })?;
-        self.loss_sum = Some(sum);
+        let (statistics, _) = op.statistics((&self.device, self.precision), parameters, x, targets)?;
+        self.loss_sum = Some(sum_of_losses(&statistics));
         Ok(())
     }
 
-    /// Logits of every row: `[rows, vocabulary]`. For generation and tests; training never holds them all.
+    /// Logits of every row: `[rows, vocabulary]`, f32. For generation and tests; training never holds them all.
     pub fn logits(&mut self, parameters: &Parameters, op: &LossHead, x: Var) -> Result<Var, DeviceError> {
         let x = self.values.get(x);
-        let mut logits = self.device.activation([x.shape().rows(), op.weight.shape.rows()])?;
-        let weight = (parameters.span(&op.weight), Transpose::Yes);
-        self.device.matmul((x, Transpose::No), weight, logits.view_mut(), MatmulEpilogue::Overwrite)?;
+        let whole = VocabularyChunk { first: 0, len: op.weight.shape.rows() };
+        let logits = op.chunk_logits((&self.device, self.precision), parameters, x, whole)?;
         Ok(self.input(logits))
     }
 }
 
-fn for_each_chunk(
-    device: &Device,
-    op: &LossHead,
-    parameters: &Parameters,
-    x: View<'_>,
-    mut visit: impl FnMut(usize, Tensor) -> Result<(), DeviceError>,
-) -> Result<(), DeviceError> {
-    let rows = x.shape().rows();
-    let chunk = op.chunk_rows(rows);
-    for first in (0..rows).step_by(chunk.max(1)) {
-        let num_rows = chunk.min(rows - first);
-        let mut logits = device.activation([num_rows, op.weight.shape.rows()])?;
-        let weight = (parameters.span(&op.weight), Transpose::Yes);
-        device.matmul(
-            (x.rows(first, num_rows), Transpose::No),
-            weight,
-            logits.view_mut(),
-            MatmulEpilogue::Overwrite,
-        )?;
-        visit(first, logits)?;
-    }
-    Ok(())
-}
-
-/// Sum of the rows' losses; with a scale the logits become their gradient.
-fn losses(
-    device: &Device,
-    logits: &mut Tensor,
-    targets: View<'_>,
-    gradient_scale: Option<f32>,
-) -> Result<f64, DeviceError> {
-    let mut losses = device.activation([logits.shape().rows()])?;
-    device.cross_entropy(logits.view_mut(), targets, losses.view_mut(), gradient_scale);
-    Ok(losses.view().f32s().iter().map(|&loss| f64::from(loss)).sum())
+fn sum_of_losses(statistics: &Tensor) -> f64 {
+    statistics.view().f32s().chunks_exact(STATISTICS).map(|row| f64::from(row_loss(row))).sum()
 }
 
 impl LossNode {
@@ -114,32 +128,33 @@ impl LossNode {
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<f64, DeviceError> {
         let (x, targets) = (cx.values.get(self.x), cx.values.get(self.targets));
         let rows = x.shape().rows();
+        let targets = targets.part(0, [rows].into());
         let scale = self.loss_scale / rows as f32;
-        let mut dx = cx.device.activation(x.shape())?;
-        let mut sum = 0.0;
+        let (device, precision) = (cx.device, cx.precision);
+        let (statistics, mut whole) = self.op.statistics((device, precision), cx.parameters, x, targets)?;
+        // Sums over the vocabulary, so f32 until they are complete.
+        let mut dx = device.activation(x.shape())?;
         let target = cx.sink.target(&self.op.weight)?;
-        let (mut d_weight, mut accumulate) = (target.view, target.accumulate);
-        for_each_chunk(cx.device, &self.op, cx.parameters, x, |first, mut logits| {
-            let num_rows = logits.shape().rows();
-            let targets = targets.part(first, [num_rows].into());
-            sum += losses(cx.device, &mut logits, targets, Some(scale))?;
-            let weight = (cx.parameters.span(&self.op.weight), Transpose::No);
-            let out = &mut dx.view_mut();
-            let logits = logits.view();
-            cx.device.matmul(
-                (logits, Transpose::No),
-                weight,
-                out.rows(first, num_rows),
-                MatmulEpilogue::Overwrite,
-            )?;
-            let input = x.rows(first, num_rows);
-            let out = d_weight.reborrow();
-            weight_grad(cx.device, WeightLayout::OutputsFirst, input, logits, out, accumulate)?;
-            accumulate = true;
-            Ok(())
-        })?;
+        let (mut d_weight, accumulate) = (target.view, target.accumulate);
+        for chunk in self.op.chunks(rows) {
+            let logits = match whole.take() {
+                Some(logits) => logits,
+                None => self.op.chunk_logits((device, precision), cx.parameters, x, chunk)?,
+            };
+            let mut gradient = device.activation_of(logits.shape(), precision.dtype())?;
+            let (logits, saved) = (logits.view(), statistics.view());
+            device.cross_entropy_gradient(logits, targets, chunk, saved, scale, gradient.view_mut());
+            let span = self.op.chunk_span(chunk);
+            let weight = (cx.parameters.span(&span), Transpose::No);
+            let epilogue =
+                if chunk.first == 0 { MatmulEpilogue::Overwrite } else { MatmulEpilogue::Accumulate };
+            device.matmul(precision, (gradient.view(), Transpose::No), weight, dx.view_mut(), epilogue)?;
+            let out = d_weight.reborrow().into_part(span.offset - self.op.weight.offset, span.shape);
+            let layout = WeightLayout::OutputsFirst;
+            weight_grad(device, precision, layout, x, gradient.view(), out, accumulate)?;
+        }
         cx.sink.grad_ready(&self.op.weight);
         cx.add_grad(self.x, dx);
-        Ok(sum)
+        Ok(sum_of_losses(&statistics))
     }
 }

@@ -97,6 +97,7 @@ impl Values {
 /// What backward of one operation works with.
 struct Backward<'a> {
     device: &'a Device,
+    precision: Precision,
     parameters: &'a Parameters,
     values: &'a mut Values,
     grads: &'a mut [Option<Tensor>],
@@ -189,6 +190,7 @@ impl Tape {
         while let Some(node) = self.nodes.pop() {
             let mut cx = Backward {
                 device: &self.device,
+                precision: self.precision,
                 parameters,
                 values: &mut self.values,
                 grads: &mut self.grads,

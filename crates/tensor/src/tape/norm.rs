@@ -32,11 +32,11 @@ pub(super) struct NormNode {
 }
 
 impl Tape {
-    /// Normalises each row of `x` (`[rows, cols]`, f32).
+    /// Normalises each row of `x` (`[rows, cols]`, f32); the result is in the tape's precision.
     pub fn norm(&mut self, parameters: &Parameters, op: &Norm, x: Var) -> Result<Var, DeviceError> {
         let input = self.values.get(x);
         let shape = input.shape();
-        let mut y = self.device.activation(shape)?;
+        let mut y = self.device.activation_of(shape, self.precision.dtype())?;
         let mut statistics = self.device.activation([shape.rows(), 2])?;
         let (weight, bias) = (parameters.span(&op.weight), op.bias.map(|bias| parameters.span(&bias)));
         self.device.norm(input, weight, bias, op.kind(), y.view_mut(), statistics.view_mut());

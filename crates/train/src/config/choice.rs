@@ -76,13 +76,13 @@ config_choice! {
 }
 
 config_choice! {
-    /// What activations are kept in and products are made of.
+    /// Floating-point numbers of the training.
     TrainingDtype {
         /// IEEE 754 single precision.
         F32 = "f32",
-        /// bfloat16.
+        /// bfloat16: the range of f32, fewer digits.
         Bf16 = "bf16",
-        /// IEEE 754 half precision, with loss scaling.
+        /// IEEE 754 half precision: more digits than bf16, and so little range that gradients need loss scaling.
         F16 = "f16",
     }
 }

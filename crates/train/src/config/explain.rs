@@ -3,9 +3,9 @@
 use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
-use super::sections::Sections;
+use super::sections::{LOSS_SCALE_KEYS, Sections};
 use super::validate::model_shape_keys;
-use super::{Config, ModelSource};
+use super::{Config, ModelSource, TrainingDtype};
 
 /// Every key with its type, default and meaning, of one section or of all.
 pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
@@ -61,11 +61,15 @@ pub(super) fn write(config: &Config) -> String {
     )
 }
 
-/// Whether the key has a meaning in this config: the shape of a model is refused beside another
-/// description of the model.
+/// Whether the key has a meaning in this config: the shape of a model has none beside another description of
+/// the model, nor a loss scale without f16.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
-    let described_elsewhere = !matches!(config.model_source(), ModelSource::Inline(_));
-    !(section == "model"
-        && described_elsewhere
-        && model_shape_keys(config.model()).any(|name| name == key.name))
+    match section {
+        "model" => {
+            matches!(config.model_source(), ModelSource::Inline(_))
+                || model_shape_keys(config.model()).all(|name| name != key.name)
+        }
+        "training" => config.training().dtype == TrainingDtype::F16 || !LOSS_SCALE_KEYS.contains(&key.name),
+        _ => true,
+    }
 }

@@ -7,6 +7,13 @@ use super::choice::{
 use super::section::{Section, config_section, config_sections};
 use super::value::{above, above_up_to};
 use std::path::PathBuf;
+use trireme_optim::LossScaling;
+
+const LOSS_SCALE_MAX: u32 = LossScaling::SCALE_MAX;
+
+/// Keys of `[training]` that count only with `dtype = "f16"`.
+pub(super) const LOSS_SCALE_KEYS: [&str; 3] =
+    ["loss_scale", "loss_scale_initial", "loss_scale_growth_interval"];
 
 config_sections! {
     run: Run,
@@ -122,6 +129,20 @@ config_section! {
         seed: u64 = 0, within 0..;
         /// What activations are kept in and products are made of. Weights, their gradients and the optimizer stay f32.
         dtype: TrainingDtype = TrainingDtype::F32;
+        /// What gradients are rounded to before they are summed over the workers: `bf16` and `f16` halve the bytes of
+        /// messages, and give the same bits for the same number of workers only. `f16` needs `dtype = "f16"`.
+        reduce_dtype: TrainingDtype = TrainingDtype::F32;
+        /// Factor of the loss that keeps small gradients above zero in f16 (`--loss-scale` of Megatron-LM, `loss_scale`
+        /// of DeepSpeed). 0 finds it: where gradients overflow it halves and the step is skipped, which uses up its
+        /// data and its place in the schedule, and changes no weight. A power of two up to 2^24 stays, and an
+        /// overflow ends the run. Counts only with `dtype = "f16"`.
+        loss_scale: u32 = 0, within 0..=LOSS_SCALE_MAX;
+        /// Where `loss_scale = 0` begins, a power of two (Megatron-LM's `--initial-loss-scale`, `init_scale` of
+        /// PyTorch's GradScaler).
+        loss_scale_initial: u32 = 1 << 16, within 1..=LOSS_SCALE_MAX;
+        /// Steps without an overflow after which `loss_scale = 0` doubles it (Megatron-LM's `--loss-scale-window`,
+        /// `growth_interval` of PyTorch's GradScaler).
+        loss_scale_growth_interval: u64 = 2000, within 1..;
         /// Threads of each worker; 0 shares the cores of the host among its workers.
         threads: usize = 0, within 0..=1 << 12;
         /// `layout` gives the same bits for any number of workers and threads, at the same local and

@@ -134,7 +134,8 @@ fn refuses_what_contradicts_itself() {
         ("model.num_kv_heads=4", "num_kv_heads 4 does not divide num_heads 6"),
         ("model.max_position_embeddings=255", "seq_len 256 is longer"),
         ("data.train_bpe=256", "more than the 256 bytes"),
-        ("training.dtype=bf16", "expected \"f32\", the only choice of this version"),
+        ("training.dtype=fp16", "expected \"f32\", \"bf16\" or \"f16\"; did you mean \"f16\"?"),
+        ("training.reduce_dtype=f16", "only dtype = \"f16\" scales the loss"),
         ("checkpoint.resume=atuo", "with a '/' in it"),
         ("data.tokenizer=byte", "or the path of a tokenizer.json"),
         ("run.name=../elsewhere", "expected the name of one folder"),
@@ -152,6 +153,43 @@ fn refuses_what_contradicts_itself() {
         mistakes(no_family, &[]),
         ["configs/try.toml:3: num_layers = 3: counts only with `architecture`; set that, or remove this key"]
     );
+}
+
+#[test]
+fn loss_scales_count_only_in_f16_and_are_powers_of_two() {
+    let text = format!("{SMALLEST}[training]\ndtype = \"bf16\"\nloss_scale_growth_interval = 100\n");
+    assert_eq!(
+        mistakes(&text, &["training.loss_scale=1024"]),
+        [
+            "configs/try.toml:7: loss_scale_growth_interval = 100: counts only with dtype = \"f16\"; set that, or remove \
+             this key",
+            "--set training.loss_scale=1024: counts only with dtype = \"f16\"; set that, or remove this key",
+        ]
+    );
+    for (options, part) in [
+        (["training.loss_scale=1000", ""], "expected a power of two, such as 512 or 1024"),
+        (["training.loss_scale=33554432", ""], "expected a whole number from 0 to 16777216"),
+        (["training.loss_scale=-1", ""], "expected a whole number from 0 to 16777216"),
+        (["training.loss_scale_initial=0", ""], "expected a whole number from 1 to 16777216"),
+        (["training.loss_scale_initial=3", ""], "expected a power of two, such as 2 or 4"),
+        (["training.loss_scale_growth_interval=0", ""], "expected a whole number, 1 or more"),
+        (
+            ["training.loss_scale_initial=2", "training.loss_scale=8"],
+            "only with loss_scale = 0, and that is 8",
+        ),
+    ] {
+        let options: Vec<&str> = options.into_iter().filter(|option| !option.is_empty()).collect();
+        let found = mistakes(SMALLEST, &[&["training.dtype=f16"], &options[..]].concat());
+        assert!(found.len() == 1 && found[0].contains(part), "{options:?}: {found:?}");
+        assert!(found[0].starts_with(&format!("--set {}: ", options[0])), "{found:?}");
+    }
+    // A misspelt dtype is one mistake, not another at each key that counts with it.
+    let found = mistakes(SMALLEST, &["training.dtype=half", "training.loss_scale=8"]);
+    assert_eq!(found.len(), 1, "{found:?}");
+    let options = ["training.dtype=f16", "training.loss_scale_initial=1024", "training.reduce_dtype=f16"];
+    let training = good(SMALLEST, &options).training().clone();
+    assert_eq!((training.loss_scale, training.loss_scale_initial), (0, 1024));
+    assert!(!good(SMALLEST, &[]).to_toml().contains("loss_scale"));
 }
 
 #[test]
@@ -210,6 +248,8 @@ fn the_written_config_reads_as_the_same_config() {
             ],
         ),
         (elsewhere, vec!["data.inputs=['''it's''']"]),
+        (SMALLEST, vec!["training.dtype=f16", "training.loss_scale_growth_interval=7"]),
+        (SMALLEST, vec!["training.dtype=f16", "training.loss_scale=64", "training.reduce_dtype=bf16"]),
     ] {
         let config = good(text, &overrides);
         assert_eq!(good(&config.to_toml(), &[]), config, "{}", config.to_toml());

@@ -1,11 +1,11 @@
 //! Holds the keys against each other, and resolves those that stand for others.
 
 use super::Config;
-use super::choice::{Architecture, Decay, Tokenizer};
+use super::choice::{Architecture, Decay, Tokenizer, TrainingDtype};
 use super::mistake::{Mistake, Place};
 use super::reader::Loose;
 use super::section::Section;
-use super::sections::{Model, Sections};
+use super::sections::{LOSS_SCALE_KEYS, Model, Sections, Training};
 use std::path::{Component, Path};
 
 /// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
@@ -30,6 +30,7 @@ pub(super) fn validate(
     check_model(&mut checks);
     check_data(&mut checks);
     check_training(&mut checks, world_size);
+    check_loss_scale(&mut checks);
     let mut mistakes = checks.mistakes;
     mistakes.append(&mut loose.mistakes);
     if !mistakes.is_empty() {
@@ -211,6 +212,41 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
         &["parallelism.data_parallel_replicate_degree", "launch.workers"],
         || format!("expected the number of workers, {world_size}, or -1 for all of them; found {degree}"),
     );
+}
+
+fn check_loss_scale(checks: &mut Checks<'_>) {
+    let training = &checks.loose.sections.training;
+    let Training { dtype, reduce_dtype, loss_scale, loss_scale_initial, .. } = *training;
+    let is_f16 = dtype == TrainingDtype::F16;
+    checks.require(
+        reduce_dtype != TrainingDtype::F16 || is_f16,
+        &["training.reduce_dtype", "training.dtype"],
+        || {
+            "only dtype = \"f16\" scales the loss, and without that small gradients would become zero in f16; take \"bf16\""
+                .to_owned()
+        },
+    );
+    let defaults = Training::default().keys();
+    for (key, default) in training.keys().into_iter().zip(defaults) {
+        if !LOSS_SCALE_KEYS.contains(&key.name) || key.value == default.value {
+            continue;
+        }
+        let name = format!("training.{}", key.name);
+        checks.require(is_f16, &[&name, "training.dtype"], || {
+            "counts only with dtype = \"f16\"; set that, or remove this key".to_owned()
+        });
+        checks.require(
+            !is_f16 || loss_scale == 0 || key.name == "loss_scale",
+            &[&name, "training.loss_scale"],
+            || format!("counts only with loss_scale = 0, and that is {loss_scale}; remove one of the two"),
+        );
+    }
+    for (name, scale) in [("loss_scale", loss_scale), ("loss_scale_initial", loss_scale_initial)] {
+        checks.require(scale == 0 || scale.is_power_of_two(), &[&format!("training.{name}")], || {
+            let below = 1_u32 << scale.ilog2();
+            format!("expected a power of two, such as {below} or {}", 2 * below)
+        });
+    }
 }
 
 fn name_run(sections: &mut Sections, path: &Path) {

@@ -74,7 +74,7 @@ macro_rules! whole_number {
     )+};
 }
 
-whole_number!(u16, u64, usize, i64);
+whole_number!(u16, u32, u64, usize, i64);
 
 impl Value for f64 {
     fn expected() -> String {

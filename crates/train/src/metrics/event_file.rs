@@ -116,12 +116,14 @@ fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
     for (category, bytes) in record.memory_peak_bytes.categories() {
         put("memory_peak_bytes/", category, bytes as f64);
     }
-    let measured_now_and_then = [
+    let not_in_every_record = [
+        ("train/", "loss_scale", record.loss_scale.map(f64::from)),
+        ("train/", "skipped_steps", record.skipped_steps.map(|steps| steps as f64)),
         ("performance/", "mfu", record.mfu),
         ("validation/", "loss", record.validation_loss),
         ("performance/", "seconds_to_first_step", record.seconds_to_first_step),
     ];
-    for (folder, name, value) in measured_now_and_then {
+    for (folder, name, value) in not_in_every_record {
         if let Some(value) = value {
             put(folder, name, value);
         }

@@ -126,6 +126,7 @@ fn a_step_is_one_event_with_all_its_scalars() {
     };
     let without = written(0, std::slice::from_ref(&record));
     record.validation_loss = Some(3.25);
+    (record.loss_scale, record.skipped_steps) = (Some(1 << 16), Some(3));
     let file = written(0, &[record]);
     let events = payloads(&file);
     let [Field::Number(1, wall_time), Field::Number(2, 300), Field::Bytes(5, summary)] =
@@ -140,7 +141,9 @@ fn a_step_is_one_event_with_all_its_scalars() {
     assert!(scalar("train/grad_norm").is_nan());
     assert_eq!(scalar("memory_peak_bytes/activations"), 8_589_934_592.0);
     assert_eq!(scalar("validation/loss"), 3.25);
-    assert!(!String::from_utf8_lossy(&without).contains("validation/loss"));
+    assert_eq!((scalar("train/loss_scale"), scalar("train/skipped_steps")), (65_536.0, 3.0));
+    let without = String::from_utf8_lossy(&without);
+    assert!(!without.contains("validation/loss") && !without.contains("loss_scale"));
 }
 
 #[test]

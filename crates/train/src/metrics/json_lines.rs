@@ -111,6 +111,8 @@ mod tests {
             .write(&StepRecord {
                 validation_loss: Some(f64::INFINITY),
                 seconds_to_first_step: Some(0.25),
+                loss_scale: Some(1 << 16),
+                skipped_steps: Some(3),
                 ..record(2)
             })
             .unwrap();
@@ -136,6 +138,7 @@ mod tests {
         assert_eq!(records[0]["memory_peak_bytes"]["parameters"], 7);
         assert_eq!(records[1]["validation_loss"], Value::Null);
         assert_eq!(records[1]["seconds_to_first_step"], 0.25);
+        assert_eq!((&records[1]["loss_scale"], &records[1]["skipped_steps"]), (&65_536.into(), &3.into()));
     }
 
     #[test]

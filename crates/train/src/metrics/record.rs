@@ -1,7 +1,8 @@
 use serde::Serialize;
 use std::fmt;
 
-/// What is recorded of one optimizer step. Numbers that are not finite are written as `null` in JSON.
+/// What is recorded of one step. Numbers that are not finite are written as `null` in JSON: of a skipped step, the norm of the
+/// gradients or the loss.
 #[derive(Debug, Clone, PartialEq, Default, Serialize)]
 pub struct StepRecord {
     /// The step, counted from 1.
@@ -24,6 +25,12 @@ pub struct StepRecord {
     pub comm_bytes: u64,
     /// Most memory held by this worker so far.
     pub memory_peak_bytes: MemoryPeakBytes,
+    /// Factor of the loss in this step's backward, in runs with `dtype = "f16"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub loss_scale: Option<u32>,
+    /// Steps skipped since the beginning of the run because gradients overflowed, in runs with `dtype = "f16"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped_steps: Option<u64>,
     /// Model FLOP/s as a part of the hardware's peak, where the peak is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
@@ -81,6 +88,9 @@ impl fmt::Display for LogLine<'_> {
         }
         write!(f, "  grad_norm: {:.2}  tps: ", record.grad_norm)?;
         write_grouped(f, record.tokens_per_second.round() as u64)?;
+        if let (Some(scale), Some(skipped)) = (record.loss_scale, record.skipped_steps) {
+            write!(f, "  loss_scale: {scale}  skipped: {skipped}")?;
+        }
         if let Some(mfu) = record.mfu {
             write!(f, "  mfu: {:.1}%", 100.0 * mfu)?;
         }
@@ -127,6 +137,11 @@ mod tests {
             LogLine(&record).to_string(),
             "step: 40  loss: 2.6102  validation_loss: NaN  grad_norm: 0.91  tps: 1,002,003  mfu: 31.2%  \
              memory: 0.31GiB"
+        );
+        let scaled = StepRecord { loss_scale: Some(32_768), skipped_steps: Some(2), ..StepRecord::default() };
+        assert_eq!(
+            LogLine(&scaled).to_string(),
+            "step: 0  loss: 0.0000  grad_norm: 0.00  tps: 0  loss_scale: 32768  skipped: 2  memory: 0.00GiB"
         );
     }
 }

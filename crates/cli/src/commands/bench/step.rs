@@ -13,7 +13,7 @@ use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Group, JoinOptions, TransportChoice, join, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
-use trireme_optim::{AdamWSettings, Optimizer, OptimizerKind};
+use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::single as single_stage;
 use trireme_tensor::{Category, Device, DeviceOptions, Precision};
@@ -193,6 +193,8 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
     let program = single_stage::program(model.num_units(), 1);
     let options = ExecutorOptions {
         precision: args.dtype,
+        reduce_dtype: Precision::F32,
+        loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
         determinism: Determinism::Layout,
         local_batch_size: args.batch,
         seq_len: args.seq,

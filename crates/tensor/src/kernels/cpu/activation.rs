@@ -1,5 +1,6 @@
 //! Activation functions between two linear layers.
 
+use super::element::Element;
 use super::simd::{exp, for_each_simd_level, sigmoid};
 use super::{Cpu, SharedSlice};
 
@@ -18,43 +19,42 @@ fn gelu(x: f32) -> (f32, f32) {
 }
 
 for_each_simd_level! {
-    fn gelu_forward(x: &[f32], y: &mut [f32]) {
+    fn gelu_forward<T: Element>(x: &[T], y: &mut [T]) {
         for (y, &x) in y.iter_mut().zip(x) {
-            *y = gelu(x).0;
+            *y = T::from_f32(gelu(x.to_f32()).0);
         }
     }
 
-    fn gelu_backward(x: &mut [f32], dy: &mut [f32]) {
+    fn gelu_backward<T: Element>(x: &mut [T], dy: &mut [T]) {
         for (x, dy) in x.iter_mut().zip(dy) {
-            let (y, slope) = gelu(*x);
-            *x = y;
-            *dy *= slope;
+            let (y, slope) = gelu(x.to_f32());
+            *x = T::from_f32(y);
+            *dy = T::from_f32(dy.to_f32() * slope);
         }
     }
 
-    fn swiglu_forward(gate: &[f32], up: &[f32], y: &mut [f32]) {
-        for ((y, &gate), &up) in y.iter_mut().zip(gate).zip(up) {
-            *y = gate * sigmoid(gate) * up;
+    fn swiglu_forward<T: Element>(gate: &[T], up: &[T], y: &mut [T]) {
+        for ((y, gate), up) in y.iter_mut().zip(gate).zip(up) {
+            let gate = gate.to_f32();
+            *y = T::from_f32(gate * sigmoid(gate) * up.to_f32());
         }
     }
 
-    fn swiglu_backward(gate: &mut [f32], up: &mut [f32], dy: &mut [f32]) {
+    fn swiglu_backward<T: Element>(gate: &mut [T], up: &mut [T], dy: &mut [T]) {
         for ((gate, up), dy) in gate.iter_mut().zip(up).zip(dy) {
-            let s = sigmoid(*gate);
-            let silu = *gate * s;
-            let y = silu * *up;
-            let d_gate = *dy * *up * (s + silu * (1.0 - s));
-            let d_up = *dy * silu;
-            *dy = y;
-            *gate = d_gate;
-            *up = d_up;
+            let (gate_value, up_value, d_value) = (gate.to_f32(), up.to_f32(), dy.to_f32());
+            let s = sigmoid(gate_value);
+            let silu = gate_value * s;
+            *dy = T::from_f32(silu * up_value);
+            *gate = T::from_f32(d_value * up_value * (s + silu * (1.0 - s)));
+            *up = T::from_f32(d_value * silu);
         }
     }
 }
 
 impl Cpu {
     /// `y = gelu(x)` with the tanh approximation, elementwise.
-    pub(crate) fn gelu(&self, x: &[f32], y: &mut [f32]) {
+    pub(crate) fn gelu<T: Element>(&self, x: &[T], y: &mut [T]) {
         assert_eq!(x.len(), y.len());
         let out = SharedSlice::new(y);
         self.for_row_blocks(x.len(), 1, |first, len| {
@@ -65,7 +65,7 @@ impl Cpu {
 
     /// In place, given the input `x` and the gradient `dy` of the output: `x` becomes the output and `dy`
     /// the gradient of the input, in one pass, for both need the same exponential.
-    pub(crate) fn gelu_backward(&self, x: &mut [f32], dy: &mut [f32]) {
+    pub(crate) fn gelu_backward<T: Element>(&self, x: &mut [T], dy: &mut [T]) {
         assert_eq!(x.len(), dy.len());
         let len = x.len();
         let (x, dy) = (SharedSlice::new(x), SharedSlice::new(dy));
@@ -76,7 +76,7 @@ impl Cpu {
     }
 
     /// `y = silu(gate) * up` for rows `gate | up` of `2 cols` elements.
-    pub(crate) fn swiglu(&self, gate_up: &[f32], y: &mut [f32], cols: usize) {
+    pub(crate) fn swiglu<T: Element>(&self, gate_up: &[T], y: &mut [T], cols: usize) {
         assert_eq!(gate_up.len(), 2 * y.len());
         let out = SharedSlice::new(y);
         self.for_row_blocks(gate_up.len() / (2 * cols), cols, |first, rows| {
@@ -90,7 +90,7 @@ impl Cpu {
 
     /// In place, given the input rows `gate | up` and the gradient `dy` of the output: `gate_up` becomes
     /// its own gradient and `dy` the output, in one pass.
-    pub(crate) fn swiglu_backward(&self, gate_up: &mut [f32], dy: &mut [f32], cols: usize) {
+    pub(crate) fn swiglu_backward<T: Element>(&self, gate_up: &mut [T], dy: &mut [T], cols: usize) {
         assert_eq!(gate_up.len(), 2 * dy.len());
         let rows = gate_up.len() / (2 * cols);
         let (gate_up, dy) = (SharedSlice::new(gate_up), SharedSlice::new(dy));

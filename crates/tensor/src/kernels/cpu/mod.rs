@@ -1,4 +1,4 @@
-//! Kernels for the CPU, in f32.
+//! Kernels for the CPU. They compute in f32; activations and factors of products may be stored in 16 bits.
 //!
 //! Bits do not depend on the number of threads: work is cut into tasks by shape alone, and no sum
 //! is split between tasks. Nor do they depend on the SIMD level outside of matrix products: sums run in
@@ -8,6 +8,7 @@ pub(crate) mod activation;
 pub(crate) mod arena;
 pub(crate) mod attention;
 pub(crate) mod cross_entropy;
+pub(crate) mod element;
 pub(crate) mod embedding;
 pub(crate) mod matmul;
 pub(crate) mod norm;

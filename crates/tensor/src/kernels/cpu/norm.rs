@@ -2,6 +2,7 @@
 //!
 //! Both are `y = (x - mean) * scale * weight + bias` a row; RMS normalisation has mean 0 and no bias.
 
+use super::element::Element;
 use super::reduce::{COLUMN_BLOCK, put, sum_rows};
 use super::simd::{for_each_simd_level, sum_map, sum_zip};
 use super::{Cpu, SharedSlice};
@@ -10,7 +11,7 @@ use super::{Cpu, SharedSlice};
 pub(crate) const STATISTICS: usize = 2;
 
 for_each_simd_level! {
-    fn forward_row(x: &[f32], weight: &[f32], bias: Option<&[f32]>, epsilon: f32, centred: bool, y: &mut [f32]) -> [f32; 2] {
+    fn forward_row<T: Element>(x: &[f32], weight: &[f32], bias: Option<&[f32]>, epsilon: f32, centred: bool, y: &mut [T]) -> [f32; 2] {
         let count = x.len() as f32;
         let mean = if centred { sum_map(x, |x| x) / count } else { 0.0 };
         let variance = sum_map(x, |x| (x - mean) * (x - mean)) / count;
@@ -18,42 +19,42 @@ for_each_simd_level! {
         match bias {
             Some(bias) => {
                 for (((y, &x), &weight), &bias) in y.iter_mut().zip(x).zip(weight).zip(bias) {
-                    *y = (x - mean) * scale * weight + bias;
+                    *y = T::from_f32((x - mean) * scale * weight + bias);
                 }
             }
             None => {
                 for ((y, &x), &weight) in y.iter_mut().zip(x).zip(weight) {
-                    *y = (x - mean) * scale * weight;
+                    *y = T::from_f32((x - mean) * scale * weight);
                 }
             }
         }
         [mean, scale]
     }
 
-    fn backward_row(x: &[f32], weight: &[f32], dy: &[f32], statistics: [f32; 2], centred: bool, dx: &mut [f32], accumulate: bool) {
+    fn backward_row<T: Element>(x: &[f32], weight: &[f32], dy: &[T], statistics: [f32; 2], centred: bool, dx: &mut [f32], accumulate: bool) {
         let [mean, scale] = statistics;
         let count = x.len() as f32;
-        let along = sum_zip(x, dy, weight, |x, dy, weight| dy * weight * (x - mean)) * scale / count;
-        let level = if centred { sum_zip(dy, weight, weight, |dy, weight, _| dy * weight) / count } else { 0.0 };
+        let along = sum_zip(x, dy, weight, |x, dy, weight| dy.to_f32() * weight * (x - mean)) * scale / count;
+        let level = if centred { sum_zip(dy, weight, weight, |dy, weight, _| dy.to_f32() * weight) / count } else { 0.0 };
         if accumulate {
-            for (((dx, &x), &dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
-                *dx += scale * (dy * weight - level - (x - mean) * scale * along);
+            for (((dx, &x), dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
+                *dx += scale * (dy.to_f32() * weight - level - (x - mean) * scale * along);
             }
         } else {
-            for (((dx, &x), &dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
-                *dx = scale * (dy * weight - level - (x - mean) * scale * along);
+            for (((dx, &x), dy), &weight) in dx.iter_mut().zip(x).zip(dy).zip(weight) {
+                *dx = scale * (dy.to_f32() * weight - level - (x - mean) * scale * along);
             }
         }
     }
 
-    fn weight_block(x: &[f32], dy: &[f32], statistics: &[f32], cols: usize, first: usize, out: &mut [f32], accumulate: bool) {
+    fn weight_block<T: Element>(x: &[f32], dy: &[T], statistics: &[f32], cols: usize, first: usize, out: &mut [f32], accumulate: bool) {
         let width = out.len();
         let total = sum_rows(x.len() / cols, width, |row, partial| {
             let [mean, scale] = [statistics[row * STATISTICS], statistics[row * STATISTICS + 1]];
             let x = &x[row * cols + first..row * cols + first + width];
             let dy = &dy[row * cols + first..row * cols + first + width];
-            for ((partial, &x), &dy) in partial.iter_mut().zip(x).zip(dy) {
-                *partial += dy * (x - mean) * scale;
+            for ((partial, &x), dy) in partial.iter_mut().zip(x).zip(dy) {
+                *partial += dy.to_f32() * (x - mean) * scale;
             }
         });
         put(out, &total[..width], accumulate);
@@ -81,13 +82,13 @@ pub(crate) struct Normalised<'a> {
 
 impl Cpu {
     /// Normalises each row of `x`; `statistics` receives [`STATISTICS`] values a row.
-    pub(crate) fn norm(
+    pub(crate) fn norm<T: Element>(
         &self,
         x: &[f32],
         weight: &[f32],
         bias: Option<&[f32]>,
         kind: NormKind,
-        y: &mut [f32],
+        y: &mut [T],
         statistics: &mut [f32],
     ) {
         let NormKind { epsilon, centred } = kind;
@@ -107,10 +108,10 @@ impl Cpu {
     }
 
     /// Gradient of [`Cpu::norm`] with respect to `x`, written to `dx` or added to it.
-    pub(crate) fn norm_backward_input(
+    pub(crate) fn norm_backward_input<T: Element>(
         &self,
         rows: Normalised<'_>,
-        dy: &[f32],
+        dy: &[T],
         dx: &mut [f32],
         accumulate: bool,
     ) {
@@ -140,10 +141,10 @@ impl Cpu {
     }
 
     /// Gradient of [`Cpu::norm`] with respect to the weight; the bias' is the column sum of `dy`.
-    pub(crate) fn norm_backward_weight(
+    pub(crate) fn norm_backward_weight<T: Element>(
         &self,
         x: &[f32],
-        dy: &[f32],
+        dy: &[T],
         statistics: &[f32],
         d_weight: &mut [f32],
         accumulate: bool,

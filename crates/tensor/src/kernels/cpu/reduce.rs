@@ -1,5 +1,6 @@
-//! Sums down the columns of a matrix, and over whole buffers.
+//! Sums down the columns of a matrix and over whole buffers, and conversions.
 
+use super::element::Element;
 use super::simd::{for_each_simd_level, sum_map};
 use super::{Cpu, SharedSlice};
 
@@ -42,17 +43,21 @@ pub(crate) fn sum_rows(
 }
 
 for_each_simd_level! {
-    fn column_block(x: &[f32], cols: usize, first: usize, out: &mut [f32], accumulate: bool) {
+    fn column_block<T: Element>(x: &[T], cols: usize, first: usize, out: &mut [f32], accumulate: bool) {
         let width = out.len();
         let total = sum_rows(x.len() / cols, width, |row, partial| {
             let row = &x[row * cols + first..row * cols + first + width];
-            partial.iter_mut().zip(row).for_each(|(partial, &x)| *partial += x);
+            partial.iter_mut().zip(row).for_each(|(partial, x)| *partial += x.to_f32());
         });
         put(out, &total[..width], accumulate);
     }
 
     fn squares(x: &[f32]) -> f32 {
         sum_map(x, |x| x * x)
+    }
+
+    fn convert<T: Element, U: Element>(x: &[T], y: &mut [U]) {
+        y.iter_mut().zip(x).for_each(|(y, x)| *y = U::from_f32(x.to_f32()));
     }
 
     fn add_assign(out: &mut [f32], term: &[f32]) {
@@ -62,7 +67,7 @@ for_each_simd_level! {
 
 impl Cpu {
     /// Sums the rows of `x` into `out`, one value a column.
-    pub(crate) fn column_sums(&self, x: &[f32], out: &mut [f32], accumulate: bool) {
+    pub(crate) fn column_sums<T: Element>(&self, x: &[T], out: &mut [f32], accumulate: bool) {
         let cols = out.len();
         assert!(cols > 0 && x.len().is_multiple_of(cols));
         let out = SharedSlice::new(out);
@@ -91,6 +96,16 @@ impl Cpu {
             total += sums.iter().sum::<f64>();
         }
         total
+    }
+
+    /// `y = x`, elementwise, rounded to nearest even.
+    pub(crate) fn convert<T: Element, U: Element>(&self, x: &[T], y: &mut [U]) {
+        assert_eq!(x.len(), y.len());
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(x.len(), 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            convert(self.features, &x[first..first + len], unsafe { out.range(first, len) });
+        });
     }
 
     /// `out += term`, elementwise.

@@ -1,5 +1,6 @@
 //! Run-time choice of the SIMD level, and the elementary functions of the kernels.
 
+use super::matmul::amx;
 use std::fmt;
 
 /// SIMD levels that kernels are compiled for, from the narrowest.
@@ -11,9 +12,22 @@ pub enum CpuFeatures {
     Avx2,
     /// 512-bit registers.
     Avx512,
+    /// AVX-512 with products of bf16 pairs (`vdpbf16ps`).
+    Avx512Bf16,
+    /// Also tiles with products of bf16 (AMX).
+    AmxBf16,
 }
 
 impl CpuFeatures {
+    /// Every level, from the narrowest.
+    pub const ALL: [CpuFeatures; 5] = [
+        CpuFeatures::Portable,
+        CpuFeatures::Avx2,
+        CpuFeatures::Avx512,
+        CpuFeatures::Avx512Bf16,
+        CpuFeatures::AmxBf16,
+    ];
+
     /// The widest level that this machine has.
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
@@ -23,7 +37,11 @@ impl CpuFeatures {
                 && is_x86_feature_detected!("avx512bw")
                 && is_x86_feature_detected!("avx512dq")
             {
-                return CpuFeatures::Avx512;
+                return match is_x86_feature_detected!("avx512bf16") {
+                    true if amx::detect() => CpuFeatures::AmxBf16,
+                    true => CpuFeatures::Avx512Bf16,
+                    false => CpuFeatures::Avx512,
+                };
             }
             if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
                 return CpuFeatures::Avx2;
@@ -39,6 +57,8 @@ impl fmt::Display for CpuFeatures {
             CpuFeatures::Portable => "portable",
             CpuFeatures::Avx2 => "avx2",
             CpuFeatures::Avx512 => "avx512",
+            CpuFeatures::Avx512Bf16 => "avx512_bf16",
+            CpuFeatures::AmxBf16 => "amx_bf16",
         })
     }
 }
@@ -47,32 +67,36 @@ impl fmt::Display for CpuFeatures {
 ///
 /// The level given must come from [`CpuFeatures::detect`] or lie below it.
 macro_rules! for_each_simd_level {
-    ($($(#[$meta:meta])* $vis:vis fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
+    ($($(#[$meta:meta])* $vis:vis fn $name:ident$(<$($generic:ident: $bound:path),+>)?($($arg:ident: $ty:ty),* $(,)?) $(-> $ret:ty)? $body:block)*) => {$(
         $(#[$meta])*
         #[allow(clippy::too_many_arguments)]
-        $vis fn $name(features: $crate::kernels::cpu::simd::CpuFeatures, $($arg: $ty),*) $(-> $ret)? {
+        $vis fn $name$(<$($generic: $bound),+>)?(features: $crate::kernels::cpu::simd::CpuFeatures, $($arg: $ty),*) $(-> $ret)? {
             #[inline(always)]
             #[allow(clippy::too_many_arguments)]
-            fn portable($($arg: $ty),*) $(-> $ret)? $body
+            fn portable$(<$($generic: $bound),+>)?($($arg: $ty),*) $(-> $ret)? $body
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512vl,avx512bw,avx512dq")]
             #[allow(clippy::too_many_arguments)]
-            fn avx512($($arg: $ty),*) $(-> $ret)? { portable($($arg),*) }
+            fn avx512$(<$($generic: $bound),+>)?($($arg: $ty),*) $(-> $ret)? { portable$(::<$($generic),+>)?($($arg),*) }
 
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2")]
             #[allow(clippy::too_many_arguments)]
-            fn avx2($($arg: $ty),*) $(-> $ret)? { portable($($arg),*) }
+            fn avx2$(<$($generic: $bound),+>)?($($arg: $ty),*) $(-> $ret)? { portable$(::<$($generic),+>)?($($arg),*) }
 
             match features {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the level was detected on this machine.
-                $crate::kernels::cpu::simd::CpuFeatures::Avx512 => unsafe { avx512($($arg),*) },
+                level if level >= $crate::kernels::cpu::simd::CpuFeatures::Avx512 => unsafe {
+                    avx512$(::<$($generic),+>)?($($arg),*)
+                },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: the level was detected on this machine.
-                $crate::kernels::cpu::simd::CpuFeatures::Avx2 => unsafe { avx2($($arg),*) },
-                _ => portable($($arg),*),
+                $crate::kernels::cpu::simd::CpuFeatures::Avx2 => unsafe {
+                    avx2$(::<$($generic),+>)?($($arg),*)
+                },
+                _ => portable$(::<$($generic),+>)?($($arg),*),
             }
         }
     )*};
@@ -142,7 +166,12 @@ pub(crate) fn sum_map(x: &[f32], term: impl Fn(f32) -> f32) -> f32 {
 
 /// Sum of `term(x[i], y[i], z[i])`, in [`LANES`] partial sums.
 #[inline(always)]
-pub(crate) fn sum_zip(x: &[f32], y: &[f32], z: &[f32], term: impl Fn(f32, f32, f32) -> f32) -> f32 {
+pub(crate) fn sum_zip<X: Copy, Y: Copy, Z: Copy>(
+    x: &[X],
+    y: &[Y],
+    z: &[Z],
+    term: impl Fn(X, Y, Z) -> f32,
+) -> f32 {
     let mut lanes = [0.0_f32; LANES];
     let (x_chunks, x_rest) = x.as_chunks::<LANES>();
     let (y_chunks, y_rest) = y.as_chunks::<LANES>();

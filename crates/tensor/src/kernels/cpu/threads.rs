@@ -11,7 +11,8 @@ use std::thread::JoinHandle;
 /// bridges the gap between two kernels but not a wait for another rank.
 const SPINS_BEFORE_SLEEP: usize = 4_000;
 
-type Task<'a> = dyn Fn(usize) + Sync + 'a;
+/// Called with the thread's index and the task's.
+type Task<'a> = dyn Fn(usize, usize) + Sync + 'a;
 
 /// Threads that run the tasks of a kernel. The calling thread is one of them, so a pool of one has no
 /// thread of its own and runs everything in place.
@@ -71,7 +72,7 @@ impl ThreadPool {
         for index in 1..num_threads {
             let shared = Arc::clone(&pool.shared);
             let worker = std::thread::Builder::new().name(format!("kernel-{index}"));
-            pool.workers.push(worker.spawn(move || shared.work())?);
+            pool.workers.push(worker.spawn(move || shared.work(index))?);
         }
         Ok(pool)
     }
@@ -85,7 +86,13 @@ impl ThreadPool {
     ///
     /// # Panics
     /// If another kernel runs: tasks must not call `run`, and a device serves one thread at a time.
-    pub(crate) fn run(&self, num_tasks: usize, task: &Task<'_>) {
+    pub(crate) fn run(&self, num_tasks: usize, task: &(dyn Fn(usize) + Sync + '_)) {
+        self.run_on_threads(num_tasks, &|_, index| task(index));
+    }
+
+    /// As [`ThreadPool::run`] for tasks that keep memory of the thread: `task(thread, index)` with `thread` below
+    /// [`ThreadPool::num_threads`], and never two at a time with the same one.
+    pub(crate) fn run_on_threads(&self, num_tasks: usize, task: &Task<'_>) {
         let _running = match self.running.try_lock() {
             Ok(running) => running,
             // A task's panic was passed on by an earlier call.
@@ -93,7 +100,7 @@ impl ThreadPool {
             Err(TryLockError::WouldBlock) => panic!("kernels of one device run one at a time"),
         };
         if self.workers.is_empty() || num_tasks <= 1 {
-            (0..num_tasks).for_each(task);
+            (0..num_tasks).for_each(|index| task(0, index));
             return;
         }
         // SAFETY: only the lifetime is erased; this function ends after the last worker has left the job.
@@ -108,7 +115,7 @@ impl ThreadPool {
                 self.shared.job_posted.notify_all();
             }
         }
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.shared.share(job)));
+        let outcome = catch_unwind(AssertUnwindSafe(|| self.shared.share(job, 0)));
 
         let mut state = self.shared.lock();
         state.job = None;
@@ -140,7 +147,7 @@ impl Shared {
     }
 
     /// Takes tasks until none is left.
-    fn share(&self, job: Job) {
+    fn share(&self, job: Job, thread: usize) {
         // SAFETY: the caller is inside of the job, so `ThreadPool::run` has not returned.
         let task = unsafe { &*job.task };
         loop {
@@ -148,14 +155,14 @@ impl Shared {
             if index >= job.num_tasks {
                 return;
             }
-            task(index);
+            task(thread, index);
         }
     }
 
-    fn work(&self) {
+    fn work(&self, thread: usize) {
         let mut num_seen = 0;
         while let Some(job) = self.enter(&mut num_seen) {
-            let outcome = catch_unwind(AssertUnwindSafe(|| self.share(job)));
+            let outcome = catch_unwind(AssertUnwindSafe(|| self.share(job, thread)));
             let mut state = self.lock();
             if let Err(payload) = outcome {
                 state.panic.get_or_insert(payload);

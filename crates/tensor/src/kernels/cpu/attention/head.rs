@@ -1,26 +1,29 @@
 //! One head of one sequence, block by block.
 
-use crate::kernels::cpu::matmul::{Matrix, Product, Tile};
+use crate::kernels::cpu::Cpu;
+use crate::kernels::cpu::element::Element;
+use crate::kernels::cpu::matmul::{Matrix, Micro, Product, Tile, Workspace};
 use crate::kernels::cpu::simd::{exp, for_each_simd_level, max_of, sum_map, sum_zip};
-use crate::kernels::cpu::{Cpu, SharedSlice};
 
-/// Queries and keys in a block of scores: 64 KiB, which stays in the second-level cache.
+/// Queries and keys in a block of scores: 64 KiB in f32, which stays in the second-level cache.
 pub(super) const QUERY_BLOCK: usize = 64;
 const KEY_BLOCK: usize = 256;
 
-type Scores = [f32; QUERY_BLOCK * KEY_BLOCK];
+type Scores<T> = [T; QUERY_BLOCK * KEY_BLOCK];
 
 for_each_simd_level! {
-    /// Turns one row of raw scores into weights; returns the new maximum, the factor for what was summed
+    /// Turns one row of raw scores into `weights`; returns the new maximum, the factor for what was summed
     /// under the old one, and the sum of the weights.
-    fn soften_row(scores: &mut [f32], visible: usize, old_max: f32, scale: f32) -> (f32, f32, f32) {
-        let (seen, hidden) = scores.split_at_mut(visible);
-        hidden.fill(0.0);
+    fn soften_row<T: Element>(scores: &mut [f32], visible: usize, old_max: f32, scale: f32, weights: &mut [T]) -> (f32, f32, f32) {
+        let seen = &mut scores[..visible];
         let block_max = max_of(seen);
         let max = if block_max > old_max { block_max } else { old_max };
         for score in seen.iter_mut() {
             *score = exp((*score - max) * scale);
         }
+        let (seen_weights, hidden) = weights.split_at_mut(visible);
+        seen_weights.iter_mut().zip(&*seen).for_each(|(weight, &score)| *weight = T::from_f32(score));
+        hidden.fill(T::zeroed());
         (max, exp((old_max - max) * scale), sum_map(seen, |weight| weight))
     }
 
@@ -28,20 +31,31 @@ for_each_simd_level! {
         row.iter_mut().for_each(|x| *x *= factor);
     }
 
-    fn dot(x: &[f32], y: &[f32]) -> f32 {
-        sum_zip(x, y, y, |x, y, _| x * y)
+    fn dot<T: Element>(x: &[T], y: &[T]) -> f32 {
+        sum_zip(x, y, y, |x, y, _| x.to_f32() * y.to_f32())
     }
 
-    /// `weights` holds raw scores and becomes weights; `d_weights` becomes the gradient of the raw scores.
-    fn backward_row(weights: &mut [f32], d_weights: &mut [f32], visible: usize, log_sum: f32, delta: f32, scale: f32) {
-        let (seen, hidden) = weights.split_at_mut(visible);
-        hidden.fill(0.0);
-        d_weights[visible..].fill(0.0);
-        for (weight, d_weight) in seen.iter_mut().zip(d_weights) {
-            *weight = exp(*weight * scale - log_sum);
-            *d_weight = *weight * (*d_weight - delta) * scale;
+    /// From raw scores and the gradient of the weights: weights, and the gradient of the raw scores.
+    fn backward_row<T: Element>(scores: &[f32], d_weights: &[f32], visible: usize, row: RowFacts, weights: &mut [T], d_scores: &mut [T]) {
+        let rows = weights.iter_mut().zip(d_scores.iter_mut()).zip(scores).zip(d_weights).take(visible);
+        for (((weight, d_score), &score), &d_weight) in rows {
+            let value = exp(score * row.scale - row.log_sum);
+            *weight = T::from_f32(value);
+            *d_score = T::from_f32(value * (d_weight - row.delta) * row.scale);
         }
+        weights[visible..].fill(T::zeroed());
+        d_scores[visible..].fill(T::zeroed());
     }
+}
+
+/// What backward needs of a row of scores.
+#[derive(Clone, Copy)]
+struct RowFacts {
+    /// Logarithm of the sum of exponentials.
+    log_sum: f32,
+    /// The row's output times its gradient.
+    delta: f32,
+    scale: f32,
 }
 
 /// Queries of one head and sequence, with the keys and values they may see.
@@ -84,129 +98,141 @@ impl Head<'_> {
         (self.num_earlier + pair.first_query + row + 1).saturating_sub(pair.first_key).min(pair.num_keys)
     }
 
-    /// Raw scores of a pair, rows of `num_keys`.
-    fn scores(&self, cpu: &Cpu, pair: BlockPair, scores: &mut Scores) {
-        let size = Product { rows: pair.num_queries, cols: pair.num_keys, inner: self.head_dim };
-        let queries = self.queries.from(pair.first_query, 0);
-        let keys = self.keys.from(pair.first_key, 0).transposed();
-        Tile::whole(&mut scores[..size.rows * size.cols], size).multiply(cpu.features, queries, keys, false);
-    }
-
-    /// Output rows of one block of queries, and the logarithm of each row's sum of exponentials.
-    pub(super) fn forward(&self, cpu: &Cpu, first_query: usize, out: &Tile, log_sums: &mut [f32]) {
+    /// Output rows of one block of queries (`log_sums.len() x head_dim`), and the logarithm of each row's sum of exponentials.
+    pub(super) fn forward<T: Element>(
+        &self,
+        cpu: &Cpu,
+        first_query: usize,
+        out: &mut [f32],
+        log_sums: &mut [f32],
+    ) {
         let num_queries = log_sums.len();
-        let mut scores: Scores = [0.0; QUERY_BLOCK * KEY_BLOCK];
+        let micro = Micro::new(cpu.features, T::PRECISION);
+        let mut workspace = Workspace::new();
+        let mut scores: Scores<f32> = [0.0; QUERY_BLOCK * KEY_BLOCK];
+        let mut weights: Scores<T> = [T::zeroed(); QUERY_BLOCK * KEY_BLOCK];
         let mut maxima = [f32::NEG_INFINITY; QUERY_BLOCK];
         let mut sums = [0.0_f32; QUERY_BLOCK];
         for pair in self.key_blocks(first_query, num_queries) {
-            self.scores(cpu, pair, &mut scores);
-            for (row, weights) in scores.chunks_exact_mut(pair.num_keys).take(num_queries).enumerate() {
+            let len = num_queries * pair.num_keys;
+            let (scores, weights) = (&mut scores[..len], &mut weights[..len]);
+            self.scores(micro, &mut workspace, pair, scores);
+            let rows = scores.chunks_exact_mut(pair.num_keys).zip(weights.chunks_exact_mut(pair.num_keys));
+            for (row, (scores, weights)) in rows.enumerate() {
                 let visible = self.num_visible(pair, row);
-                let (max, factor, sum) = soften_row(cpu.features, weights, visible, maxima[row], self.scale);
+                let (max, factor, sum) =
+                    soften_row(cpu.features, scores, visible, maxima[row], self.scale, weights);
                 maxima[row] = max;
                 sums[row] = sums[row] * factor + sum;
                 if pair.first_key > 0 {
-                    scale_row(cpu.features, out.row(row), factor);
+                    scale_row(cpu.features, &mut out[row * self.head_dim..][..self.head_dim], factor);
                 }
             }
-            let weights = Matrix::row_major(&scores, pair.num_keys, false);
+            let factors = (block(weights, pair.num_keys), self.values.from(pair.first_key, 0));
             let size = Product { rows: num_queries, cols: self.head_dim, inner: pair.num_keys };
-            out.with_size(size).multiply(
-                cpu.features,
-                weights,
-                self.values.from(pair.first_key, 0),
-                pair.first_key > 0,
-            );
+            Tile::whole(out, size).multiply(micro, &mut workspace, factors, pair.first_key > 0);
         }
         for (row, log_sum) in log_sums.iter_mut().enumerate() {
-            scale_row(cpu.features, out.row(row), 1.0 / sums[row]);
+            scale_row(cpu.features, &mut out[row * self.head_dim..][..self.head_dim], 1.0 / sums[row]);
             *log_sum = maxima[row] * self.scale + sums[row].ln();
         }
     }
 
+    /// Raw scores of a pair, rows of `num_keys`.
+    fn scores(&self, micro: Micro, workspace: &mut Workspace, pair: BlockPair, scores: &mut [f32]) {
+        let size = Product { rows: pair.num_queries, cols: pair.num_keys, inner: self.head_dim };
+        let queries = self.queries.from(pair.first_query, 0);
+        let keys = self.keys.from(pair.first_key, 0).transposed();
+        Tile::whole(scores, size).multiply(micro, workspace, (queries, keys), false);
+    }
+
     /// Adds one block of queries' share to the gradients of keys and values, and writes its own.
-    pub(super) fn backward(
+    pub(super) fn backward<T: Element>(
         &self,
         cpu: &Cpu,
         first_query: usize,
-        output: OutputRows<'_>,
-        grads: &HeadGrads<'_>,
+        output: OutputRows<'_, T>,
+        grads: &mut HeadGrads<'_>,
     ) {
-        let num_queries = output.log_sums.len();
-        let mut weights: Scores = [0.0; QUERY_BLOCK * KEY_BLOCK];
-        let mut d_weights: Scores = [0.0; QUERY_BLOCK * KEY_BLOCK];
+        let (num_queries, dim) = (output.log_sums.len(), self.head_dim);
+        let micro = Micro::new(cpu.features, T::PRECISION);
+        let mut workspace = Workspace::new();
+        let mut scores: Scores<f32> = [0.0; QUERY_BLOCK * KEY_BLOCK];
+        let mut d_weights: Scores<f32> = [0.0; QUERY_BLOCK * KEY_BLOCK];
+        let mut weights: Scores<T> = [T::zeroed(); QUERY_BLOCK * KEY_BLOCK];
+        let mut d_scores: Scores<T> = [T::zeroed(); QUERY_BLOCK * KEY_BLOCK];
         let mut deltas = [0.0_f32; QUERY_BLOCK];
         for (row, delta) in deltas.iter_mut().enumerate().take(num_queries) {
-            let row = |matrix: Matrix<'_>| -> std::ops::Range<usize> {
-                let start = row * matrix.row_stride;
-                start..start + self.head_dim
-            };
-            let (y, dy) = (&output.y.data[row(output.y)], &output.dy.data[row(output.dy)]);
-            *delta = dot(cpu.features, y, dy);
+            let start = row * output.cols;
+            *delta = dot(cpu.features, &output.y[start..start + dim], &output.dy[start..start + dim]);
         }
+        let queries = self.queries.from(first_query, 0);
+        let dy = block(output.dy, output.cols);
         for pair in self.key_blocks(first_query, num_queries) {
             let BlockPair { first_key, num_keys, .. } = pair;
-            self.scores(cpu, pair, &mut weights);
-            let size = Product { rows: num_queries, cols: num_keys, inner: self.head_dim };
+            let len = num_queries * num_keys;
+            let (scores, d_weights) = (&mut scores[..len], &mut d_weights[..len]);
+            self.scores(micro, &mut workspace, pair, scores);
+            let size = Product { rows: num_queries, cols: num_keys, inner: dim };
             let values = self.values.from(first_key, 0).transposed();
-            Tile::whole(&mut d_weights[..size.rows * size.cols], size).multiply(
-                cpu.features,
-                output.dy,
-                values,
-                false,
-            );
-            let rows = weights.chunks_exact_mut(num_keys).zip(d_weights.chunks_exact_mut(num_keys));
-            for (row, (weights, d_weights)) in rows.take(num_queries).enumerate() {
-                let visible = self.num_visible(pair, row);
-                let (log_sum, delta) = (output.log_sums[row], deltas[row]);
-                backward_row(cpu.features, weights, d_weights, visible, log_sum, delta, self.scale);
+            Tile::whole(d_weights, size).multiply(micro, &mut workspace, (dy, values), false);
+            for row in 0..num_queries {
+                let range = row * num_keys..(row + 1) * num_keys;
+                backward_row(
+                    cpu.features,
+                    &scores[range.clone()],
+                    &d_weights[range.clone()],
+                    self.num_visible(pair, row),
+                    RowFacts { log_sum: output.log_sums[row], delta: deltas[row], scale: self.scale },
+                    &mut weights[range.clone()],
+                    &mut d_scores[range],
+                );
             }
-            let weights = Matrix::row_major(&weights, num_keys, false);
-            let d_scores = Matrix::row_major(&d_weights, num_keys, false);
-            let to_keys = Product { rows: num_keys, cols: self.head_dim, inner: num_queries };
-            let to_queries = Product { rows: num_queries, cols: self.head_dim, inner: num_keys };
-            let queries = self.queries.from(first_query, 0);
-            grads.values(first_key, to_keys).multiply(cpu.features, weights.transposed(), output.dy, true);
-            grads.keys(first_key, to_keys).multiply(cpu.features, d_scores.transposed(), queries, true);
-            let d_queries = grads.queries(first_query, to_queries);
-            d_queries.multiply(cpu.features, d_scores, self.keys.from(first_key, 0), first_key > 0);
+            let (weights, d_scores) = (block(&weights, num_keys), block(&d_scores, num_keys));
+            let to_keys = Product { rows: num_keys, cols: dim, inner: num_queries };
+            let rows = first_key * dim..(first_key + num_keys) * dim;
+            Tile::whole(&mut grads.values[rows.clone()], to_keys).multiply(
+                micro,
+                &mut workspace,
+                (weights.transposed(), dy),
+                true,
+            );
+            Tile::whole(&mut grads.keys[rows], to_keys).multiply(
+                micro,
+                &mut workspace,
+                (d_scores.transposed(), queries),
+                true,
+            );
+            let to_queries = Product { rows: num_queries, cols: dim, inner: num_keys };
+            Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(
+                micro,
+                &mut workspace,
+                (d_scores, self.keys.from(first_key, 0)),
+                first_key > 0,
+            );
         }
     }
+}
+
+/// Rows of `cols` elements as a factor.
+fn block<T: Element>(values: &[T], cols: usize) -> Matrix<'_> {
+    Matrix::row_major(T::floats(values), cols, false)
 }
 
 /// What backward knows about one block of output rows.
 #[derive(Clone, Copy)]
-pub(super) struct OutputRows<'a> {
-    pub(super) y: Matrix<'a>,
-    pub(super) dy: Matrix<'a>,
+pub(super) struct OutputRows<'a, T> {
+    /// Rows of the head, `cols` apart.
+    pub(super) y: &'a [T],
+    /// Their gradient.
+    pub(super) dy: &'a [T],
+    pub(super) cols: usize,
     pub(super) log_sums: &'a [f32],
 }
 
-/// Where the gradients of one head go within the gradient of `qkv`.
+/// Sums of the gradients of a block of queries, and of a key-value head, in rows of the head's width.
 pub(super) struct HeadGrads<'a> {
-    pub(super) d_qkv: &'a SharedSlice<'a, f32>,
-    pub(super) cols: usize,
-    pub(super) query: usize,
-    pub(super) key: usize,
-    pub(super) value: usize,
-}
-
-impl HeadGrads<'_> {
-    fn tile(&self, start: usize, row: usize, size: Product) -> Tile {
-        // SAFETY: one task owns this sequence's columns of the head and of its key-value head, and holds
-        // one tile at a time.
-        unsafe { Tile::new(self.d_qkv, start + row * self.cols, self.cols, size) }
-    }
-
-    fn queries(&self, row: usize, size: Product) -> Tile {
-        self.tile(self.query, row, size)
-    }
-
-    fn keys(&self, row: usize, size: Product) -> Tile {
-        self.tile(self.key, row, size)
-    }
-
-    fn values(&self, row: usize, size: Product) -> Tile {
-        self.tile(self.value, row, size)
-    }
+    pub(super) queries: &'a mut [f32],
+    pub(super) keys: &'a mut [f32],
+    pub(super) values: &'a mut [f32],
 }

@@ -6,7 +6,8 @@
 
 mod head;
 
-use super::matmul::{Matrix, Product, Tile};
+use super::element::Element;
+use super::matmul::Matrix;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
 use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK};
@@ -89,22 +90,34 @@ pub(crate) struct CacheSpan<'a> {
 }
 
 for_each_simd_level! {
-    fn rotate_row(row: &mut [f32], head_dim: usize, cos: &[f32], sin: &[f32], direction: f32) {
+    fn rotate_row<T: Element>(row: &mut [T], head_dim: usize, cos: &[f32], sin: &[f32], direction: f32) {
         for head in row.chunks_exact_mut(head_dim) {
             let (a, b) = head.split_at_mut(head_dim / 2);
             for (((a, b), &cos), &sin) in a.iter_mut().zip(b).zip(cos).zip(sin) {
                 let sin = sin * direction;
-                let (x, y) = (*a, *b);
-                *a = x * cos - y * sin;
-                *b = y * cos + x * sin;
+                let (x, y) = (a.to_f32(), b.to_f32());
+                *a = T::from_f32(x * cos - y * sin);
+                *b = T::from_f32(y * cos + x * sin);
             }
         }
     }
 }
 
+for_each_simd_level! {
+    fn round_row<T: Element>(sums: &[f32], out: &mut [T]) {
+        out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::from_f32(sum));
+    }
+}
+
 impl Cpu {
     /// Rotates the query and key heads of `qkv` in place; `inverse` turns the other way, which is the gradient.
-    pub(crate) fn rotary(&self, qkv: &mut [f32], shape: AttentionShape, rotary: Rotary<'_>, inverse: bool) {
+    pub(crate) fn rotary<T: Element>(
+        &self,
+        qkv: &mut [T],
+        shape: AttentionShape,
+        rotary: Rotary<'_>,
+        inverse: bool,
+    ) {
         let cols = shape.qkv_cols();
         let rotated = shape.value_col(0);
         let half = shape.head_dim / 2;
@@ -121,13 +134,27 @@ impl Cpu {
         });
     }
 
+    /// f32 elements of scratch memory that attention needs: forward a block of outputs for each thread, backward also the sums
+    /// of a key-value head's gradients.
+    pub(crate) fn attention_scratch(&self, shape: AttentionShape, backward: bool) -> usize {
+        let rows = QUERY_BLOCK + if backward { 2 * shape.seq_len } else { 0 };
+        self.threads.num_threads() * rows * shape.head_dim
+    }
+
     /// Causal attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
     /// a head and row (`batch x num_heads x seq_len`).
-    pub(crate) fn attention(&self, qkv: &[f32], shape: AttentionShape, y: &mut [f32], log_sums: &mut [f32]) {
+    pub(crate) fn attention<T: Element>(
+        &self,
+        qkv: &[T],
+        shape: AttentionShape,
+        y: &mut [T],
+        log_sums: &mut [f32],
+        scratch: &mut [f32],
+    ) {
         let cols = shape.qkv_cols();
         assert!(qkv.len() == shape.rows() * cols && log_sums.len() == shape.rows() * shape.num_heads);
-        let rows = Matrix::row_major(qkv, cols, false);
-        self.attend(shape, y, log_sums, &|sequence, head| {
+        let rows = Matrix::row_major(T::floats(qkv), cols, false);
+        self.attend(shape, y, log_sums, scratch, &|sequence, head| {
             let (first, kv_head) = (sequence * shape.seq_len, head / shape.heads_per_kv_head());
             Head {
                 queries: rows.from(first, head * shape.head_dim),
@@ -149,6 +176,7 @@ impl Cpu {
         cache: &mut CacheSpan<'_>,
         y: &mut [f32],
         log_sums: &mut [f32],
+        scratch: &mut [f32],
     ) {
         let (cols, kv_cols, capacity) = (shape.qkv_cols(), shape.kv_cols(), cache.capacity);
         assert!(cache.len + shape.seq_len <= capacity, "the cache has room for {capacity} positions");
@@ -158,10 +186,10 @@ impl Cpu {
             cache.keys[range.clone()].copy_from_slice(&qkv[shape.key_col(0)..][..kv_cols]);
             cache.values[range].copy_from_slice(&qkv[shape.value_col(0)..][..kv_cols]);
         }
-        let queries = Matrix::row_major(qkv, cols, false);
-        let keys = Matrix::row_major(cache.keys, kv_cols, false);
-        let values = Matrix::row_major(cache.values, kv_cols, false);
-        self.attend(shape, y, log_sums, &|sequence, head| {
+        let queries = Matrix::row_major(f32::floats(qkv), cols, false);
+        let keys = Matrix::row_major(f32::floats(cache.keys), kv_cols, false);
+        let values = Matrix::row_major(f32::floats(cache.values), kv_cols, false);
+        self.attend(shape, y, log_sums, scratch, &|sequence, head| {
             let kv_col = head / shape.heads_per_kv_head() * shape.head_dim;
             Head {
                 queries: queries.from(sequence * shape.seq_len, head * shape.head_dim),
@@ -174,80 +202,105 @@ impl Cpu {
         });
     }
 
-    fn attend<'a>(
+    fn attend<'a, T: Element>(
         &self,
         shape: AttentionShape,
-        y: &mut [f32],
+        y: &mut [T],
         log_sums: &mut [f32],
+        scratch: &mut [f32],
         head_of: &(dyn Fn(usize, usize) -> Head<'a> + Sync),
     ) {
         let blocks = shape.seq_len.div_ceil(QUERY_BLOCK);
-        let out_cols = shape.output_cols();
-        let (y, log_sums) = (SharedSlice::new(y), SharedSlice::new(log_sums));
-        self.threads.run(shape.batch * shape.num_heads * blocks, &|task| {
+        let (out_cols, dim) = (shape.output_cols(), shape.head_dim);
+        let (y, log_sums, scratch) =
+            (SharedSlice::new(y), SharedSlice::new(log_sums), SharedSlice::new(scratch));
+        self.threads.run_on_threads(shape.batch * shape.num_heads * blocks, &|thread, task| {
             let (sequence_head, first) = (task / blocks, task % blocks * QUERY_BLOCK);
             let (sequence, head) = (sequence_head / shape.num_heads, sequence_head % shape.num_heads);
             let num_queries = QUERY_BLOCK.min(shape.seq_len - first);
-            let start = (sequence * shape.seq_len + first) * out_cols + head * shape.head_dim;
-            let size = Product { rows: num_queries, cols: shape.head_dim, inner: 0 };
-            // SAFETY: this task alone has these rows of this head.
-            let (out, log_sums) = unsafe {
+            let start = (sequence * shape.seq_len + first) * out_cols + head * dim;
+            // SAFETY: this task alone has these rows of this head, and this thread its part of the scratch memory.
+            let (log_sums, sums) = unsafe {
                 let log_sums = log_sums.range(sequence_head * shape.seq_len + first, num_queries);
-                (Tile::new(&y, start, out_cols, size), log_sums)
+                (log_sums, scratch.range(thread * QUERY_BLOCK * dim, num_queries * dim))
             };
-            head_of(sequence, head).forward(self, first, &out, log_sums);
+            head_of(sequence, head).forward::<T>(self, first, sums, log_sums);
+            // SAFETY: as above.
+            unsafe { self.put_rows(sums, &y, (start, out_cols), dim) };
         });
     }
 
-    /// Gradient of [`Cpu::attention`] with respect to `qkv`.
-    pub(crate) fn attention_backward(
+    /// Rounds rows of `dim` sums to rows of `out` that begin at `start` and are `stride` apart.
+    ///
+    /// # Safety
+    /// No one else reaches these rows.
+    unsafe fn put_rows<T: Element>(
         &self,
-        qkv: &[f32],
-        shape: AttentionShape,
-        y: &[f32],
-        log_sums: &[f32],
-        dy: &[f32],
-        d_qkv: &mut [f32],
+        sums: &[f32],
+        out: &SharedSlice<'_, T>,
+        (start, stride): (usize, usize),
+        dim: usize,
     ) {
-        let (cols, out_cols, seq_len) = (shape.qkv_cols(), shape.output_cols(), shape.seq_len);
+        for (row, sums) in sums.chunks_exact(dim).enumerate() {
+            // SAFETY: the caller has the row.
+            round_row(self.features, sums, unsafe { out.range(start + row * stride, dim) });
+        }
+    }
+
+    /// Gradient of [`Cpu::attention`] with respect to `qkv`.
+    pub(crate) fn attention_backward<T: Element>(
+        &self,
+        qkv: &[T],
+        shape: AttentionShape,
+        (y, log_sums, dy): (&[T], &[f32], &[T]),
+        d_qkv: &mut [T],
+        scratch: &mut [f32],
+    ) {
+        let (cols, out_cols, seq_len, dim) =
+            (shape.qkv_cols(), shape.output_cols(), shape.seq_len, shape.head_dim);
         assert!(qkv.len() == d_qkv.len() && y.len() == dy.len() && y.len() == shape.rows() * out_cols);
-        let rows = Matrix::row_major(qkv, cols, false);
-        let d_qkv = SharedSlice::new(d_qkv);
-        self.threads.run(shape.batch * shape.num_kv_heads, &|task| {
+        let rows = Matrix::row_major(T::floats(qkv), cols, false);
+        let (d_qkv, scratch) = (SharedSlice::new(d_qkv), SharedSlice::new(scratch));
+        let scratch_len = (QUERY_BLOCK + 2 * seq_len) * dim;
+        self.threads.run_on_threads(shape.batch * shape.num_kv_heads, &|thread, task| {
             let (sequence, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
             let first = sequence * seq_len;
-            for row in first..first + seq_len {
-                for col in [shape.key_col(kv_head), shape.value_col(kv_head)] {
-                    // SAFETY: this task alone has the columns of this key-value head in this sequence.
-                    unsafe { d_qkv.range(row * cols + col, shape.head_dim).fill(0.0) };
-                }
-            }
+            // SAFETY: each thread has its own part.
+            let sums = unsafe { scratch.range(thread * scratch_len, scratch_len) };
+            let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
+            keys_values.fill(0.0);
+            let (keys, values) = keys_values.split_at_mut(seq_len * dim);
+            let mut grads = HeadGrads { queries, keys, values };
             let per_kv_head = shape.heads_per_kv_head();
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
                 let parts = Head {
-                    queries: rows.from(first, head * shape.head_dim),
+                    queries: rows.from(first, head * dim),
                     keys: rows.from(first, shape.key_col(kv_head)),
                     values: rows.from(first, shape.value_col(kv_head)),
                     num_earlier: 0,
-                    head_dim: shape.head_dim,
+                    head_dim: dim,
                     scale: shape.scale(),
                 };
-                let grads = HeadGrads {
-                    d_qkv: &d_qkv,
-                    cols,
-                    query: first * cols + head * shape.head_dim,
-                    key: first * cols + shape.key_col(kv_head),
-                    value: first * cols + shape.value_col(kv_head),
-                };
                 for query in (0..seq_len).step_by(QUERY_BLOCK) {
-                    let row = |data| {
-                        Matrix::row_major(data, out_cols, false).from(first + query, head * shape.head_dim)
-                    };
+                    let num_queries = QUERY_BLOCK.min(seq_len - query);
                     let saved = (sequence * shape.num_heads + head) * seq_len + query;
-                    let log_sums = &log_sums[saved..saved + QUERY_BLOCK.min(seq_len - query)];
-                    let output = OutputRows { y: row(y), dy: row(dy), log_sums };
-                    parts.backward(self, query, output, &grads);
+                    let offset = (first + query) * out_cols + head * dim;
+                    let output = OutputRows {
+                        y: &y[offset..],
+                        dy: &dy[offset..],
+                        cols: out_cols,
+                        log_sums: &log_sums[saved..saved + num_queries],
+                    };
+                    parts.backward(self, query, output, &mut grads);
+                    let place = ((first + query) * cols + head * dim, cols);
+                    // SAFETY: this task alone has the query heads of its key-value head in this sequence.
+                    unsafe { self.put_rows(&grads.queries[..num_queries * dim], &d_qkv, place, dim) };
                 }
+            }
+            // SAFETY: this task alone has the columns of this key-value head in this sequence.
+            unsafe {
+                self.put_rows(grads.keys, &d_qkv, (first * cols + shape.key_col(kv_head), cols), dim);
+                self.put_rows(grads.values, &d_qkv, (first * cols + shape.value_col(kv_head), cols), dim);
             }
         });
     }

@@ -59,9 +59,11 @@ fn outputs_and_gradients_match_f64_for_any_number_of_threads() {
             let cpu = cpu(threads);
             let mut y = vec![f32::NAN; dy.len()];
             let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
-            cpu.attention(&qkv, shape, &mut y, &mut log_sums);
+            let mut scratch = vec![f32::NAN; cpu.attention_scratch(shape, false)];
+            cpu.attention(&qkv, shape, &mut y, &mut log_sums, &mut scratch);
             let mut d_qkv = vec![f32::NAN; qkv.len()];
-            cpu.attention_backward(&qkv, shape, &y, &log_sums, &dy, &mut d_qkv);
+            let mut scratch = vec![f32::NAN; cpu.attention_scratch(shape, true)];
+            cpu.attention_backward(&qkv, shape, (&y, &log_sums, &dy), &mut d_qkv, &mut scratch);
             (y, d_qkv)
         };
         let (y, d_qkv) = run(1);
@@ -115,7 +117,8 @@ fn a_cache_continues_where_it_stopped() {
         let mut y = vec![f32::NAN; part_shape.rows() * shape.output_cols()];
         let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
         let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
-        cpu.attention_cached(&rows, part_shape, &mut cache, &mut y, &mut log_sums);
+        let mut scratch = vec![f32::NAN; cpu.attention_scratch(part_shape, false)];
+        cpu.attention_cached(&rows, part_shape, &mut cache, &mut y, &mut log_sums, &mut scratch);
         for (row, y) in y.chunks_exact(shape.output_cols()).enumerate() {
             let at = (row / part * shape.seq_len + len + row % part) * shape.output_cols();
             for (found, expected) in y.iter().zip(&exact[at..]) {

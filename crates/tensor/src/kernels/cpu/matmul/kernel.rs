@@ -1,20 +1,56 @@
-//! The micro-kernels: a few rows times a panel, with the sums in registers.
+//! The micro-kernels: a few rows times a panel, with the sums in registers or tiles.
 
-use super::Matrix;
+#[cfg(target_arch = "x86_64")]
+use super::amx;
+use super::words::WordKind;
 use crate::kernels::cpu::simd::CpuFeatures;
+use crate::precision::Precision;
+use std::marker::PhantomData;
 
 /// Most columns and rows of any micro-kernel.
 pub(super) const COLS_MAX: usize = 32;
-pub(super) const ROWS_MAX: usize = 12;
+pub(super) const ROWS_MAX: usize = 32;
 
-/// The micro-kernel of a SIMD level.
+/// Words of the inner dim that are summed in registers before they are added to the result: a panel of the right factor
+/// (32 KiB) stays in the first-level cache.
+pub(super) const INNER_BLOCK: usize = 256;
+
+/// The micro-kernel for a SIMD level and a precision.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Micro {
-    features: CpuFeatures,
+pub(crate) struct Micro {
+    pub(super) features: CpuFeatures,
+    pub(super) words: WordKind,
     /// Columns of a panel.
     pub(super) cols: usize,
     /// Rows of one call at most. Rows x columns fill the registers: 24 of 32, or 12 of 16, hold sums.
     pub(super) rows: usize,
+    /// Blocks of the inner dim have a multiple of so many words.
+    pub(super) step: usize,
+    /// The left factor is read by rows of words, all `rows` of them.
+    pub(super) row_major: bool,
+}
+
+/// The left factor as a micro-kernel reads it: words, at strides in bytes.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Left<'a> {
+    start: *const u8,
+    row_bytes: usize,
+    word_bytes: usize,
+    lifetime: PhantomData<&'a [u32]>,
+}
+
+impl<'a> Left<'a> {
+    /// Words of `num_terms` elements each; strides in elements.
+    pub(super) fn new<T>(source: &'a [T], row_stride: usize, term_stride: usize, num_terms: usize) -> Self {
+        let size = size_of::<T>();
+        let word_bytes = term_stride * num_terms * size;
+        Left {
+            start: source.as_ptr().cast(),
+            row_bytes: row_stride * size,
+            word_bytes,
+            lifetime: PhantomData,
+        }
+    }
 }
 
 /// The part of a result that one call makes.
@@ -26,39 +62,87 @@ pub(super) struct MicroTile {
     pub(super) cols: usize,
 }
 
+/// What a thread holds while it runs micro-kernels.
+pub(super) struct Session {
+    #[cfg(target_arch = "x86_64")]
+    _tiles: Option<amx::TileConfig>,
+}
+
 impl Micro {
-    pub(super) fn new(features: CpuFeatures) -> Self {
-        match features {
-            CpuFeatures::Avx512 => Micro { features, cols: 32, rows: 12 },
-            CpuFeatures::Avx2 => Micro { features, cols: 16, rows: 6 },
-            CpuFeatures::Portable => Micro { features, cols: 16, rows: 4 },
+    pub(crate) fn new(features: CpuFeatures, precision: Precision) -> Self {
+        let words = WordKind::new(features, precision);
+        let (rows, cols) = match features {
+            CpuFeatures::Portable => (4, 16),
+            CpuFeatures::Avx2 => (6, 16),
+            CpuFeatures::Avx512 | CpuFeatures::Avx512Bf16 | CpuFeatures::AmxBf16 => (12, 32),
+        };
+        let micro = Micro { features, words, cols, rows, step: 1, row_major: false };
+        #[cfg(target_arch = "x86_64")]
+        if features == CpuFeatures::AmxBf16 && words == WordKind::Bf16Pair {
+            return Micro { rows: amx::ROWS, cols: amx::COLS, step: amx::STEP, row_major: true, ..micro };
+        }
+        micro
+    }
+
+    /// First word and length of each block of an inner dim of `inner` elements: equal but for the last.
+    pub(super) fn inner_blocks(&self, inner: usize) -> impl Iterator<Item = (usize, usize)> {
+        let num_words = self.padded_words(inner);
+        let len =
+            num_words.div_ceil(num_words.div_ceil(INNER_BLOCK).max(1)).next_multiple_of(self.step).max(1);
+        (0..num_words).step_by(len).map(move |first| (first, len.min(num_words - first)))
+    }
+
+    /// Words of the inner dim, with those that fill it up.
+    pub(super) fn padded_words(&self, inner: usize) -> usize {
+        inner.div_ceil(self.words.num_terms()).next_multiple_of(self.step)
+    }
+
+    /// First element and number of elements in the block of `len` words from word `first` on.
+    pub(super) fn terms(&self, first: usize, len: usize, inner: usize) -> (usize, usize) {
+        let (first, len) = (first * self.words.num_terms(), len * self.words.num_terms());
+        (first, len.min(inner.saturating_sub(first)))
+    }
+
+    /// Whether the left factor can be read where it lies for that many rows.
+    pub(super) fn takes_rows(&self, rows: usize) -> bool {
+        !self.row_major || rows == self.rows
+    }
+
+    /// To be held by a thread while it calls [`Micro::run`].
+    pub(super) fn begin(&self) -> Session {
+        Session {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: micro-kernels by rows of words are those of AMX, which was detected.
+            _tiles: self.row_major.then(|| unsafe { amx::TileConfig::load() }),
         }
     }
 
-    /// `tile = left panel`, plus the tile where `accumulate` is set; `panel` holds `len` rows of `self.cols`.
+    /// `tile = left panel`, plus the tile where `accumulate` is set; `panel` holds `len` rows of `self.cols` words.
     ///
     /// # Safety
-    /// The tile's elements are in bounds and belong to the caller.
+    /// The left factor has `len` words in each row of the tile (of `self.rows` rows if read by rows of words), the tile's elements
+    /// are in bounds and belong to the caller, and this thread holds the session.
     #[inline]
     pub(super) unsafe fn run(
         &self,
         len: usize,
-        left: Matrix<'_>,
-        panel: &[f32],
+        left: Left<'_>,
+        panel: &[u32],
         tile: MicroTile,
         accumulate: bool,
     ) {
-        assert!(left.covers(tile.rows, len) && panel.len() == len * self.cols);
-        assert!(tile.rows <= self.rows && tile.cols <= self.cols);
-        if tile.cols == self.cols {
-            self.dispatch(len, left, panel, tile, accumulate);
+        assert!(panel.len() == len * self.cols && tile.rows <= self.rows && tile.cols <= self.cols);
+        if tile.cols == self.cols && self.takes_rows(tile.rows) {
+            // SAFETY: the caller vouches for the operands.
+            unsafe { self.dispatch(len, left, panel, tile, accumulate) };
             return;
         }
         // A panel that reaches beyond the result goes through a whole tile on the stack.
         let mut whole = [0.0_f32; COLS_MAX * ROWS_MAX];
-        let start = whole.as_mut_ptr();
-        let wide = MicroTile { start, row_stride: self.cols, cols: self.cols, ..tile };
-        self.dispatch(len, left, panel, wide, false);
+        let rows = if self.row_major { self.rows } else { tile.rows };
+        let wide = MicroTile { start: whole.as_mut_ptr(), row_stride: self.cols, cols: self.cols, rows };
+        // SAFETY: the caller vouches for the factors; the tile is our own.
+        unsafe { self.dispatch(len, left, panel, wide, false) };
         for (row, sums) in whole.chunks_exact(self.cols).take(tile.rows).enumerate() {
             // SAFETY: the tile's rows lie in memory that the caller owns.
             let out =
@@ -69,116 +153,125 @@ impl Micro {
         }
     }
 
+    /// # Safety
+    /// As [`Micro::run`], for a tile of whole width.
     #[inline]
-    fn dispatch(&self, len: usize, left: Matrix<'_>, panel: &[f32], tile: MicroTile, accumulate: bool) {
+    unsafe fn dispatch(&self, len: usize, left: Left<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
         macro_rules! by_rows {
             ($kernel:ident: $($rows:literal)+) => {
                 match tile.rows {
-                    // SAFETY: the SIMD level was detected; `run` has checked that left and panel cover the product,
-                    // and the tile belongs to the caller.
+                    // SAFETY: the SIMD level was detected; the caller vouches for the operands.
                     $($rows => unsafe { $kernel::<$rows>(len, left, panel, tile, accumulate) },)+
                     rows => unreachable!("a micro-kernel of {rows} rows"),
                 }
             };
         }
-        match self.features {
+        match (self.features, self.words) {
             #[cfg(target_arch = "x86_64")]
-            CpuFeatures::Avx512 => by_rows!(avx512: 1 2 3 4 5 6 7 8 9 10 11 12),
+            (CpuFeatures::AmxBf16, WordKind::Bf16Pair) => {
+                let (start, stride) = (tile.start, tile.row_stride);
+                // SAFETY: AMX was detected and its tiles are configured; the caller vouches for the operands.
+                unsafe {
+                    amx::multiply(len, left.start, left.row_bytes, panel.as_ptr(), start, stride, accumulate)
+                }
+            }
             #[cfg(target_arch = "x86_64")]
-            CpuFeatures::Avx2 => by_rows!(avx2: 1 2 3 4 5 6),
+            (_, WordKind::Bf16Pair) => by_rows!(avx512_bf16: 1 2 3 4 5 6 7 8 9 10 11 12),
+            #[cfg(target_arch = "x86_64")]
+            (CpuFeatures::Avx2, _) => by_rows!(avx2: 1 2 3 4 5 6),
+            #[cfg(target_arch = "x86_64")]
+            (features, _) if features >= CpuFeatures::Avx512 => by_rows!(avx512: 1 2 3 4 5 6 7 8 9 10 11 12),
             _ => by_rows!(portable: 1 2 3 4),
         }
     }
 }
 
-/// # Safety
-/// The machine has AVX-512F; `left` covers `ROWS x len`; `panel` holds `len x 32` elements; the tile's `ROWS x 32` elements
-/// belong to the caller.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx512f")]
-unsafe fn avx512<const ROWS: usize>(
-    len: usize,
-    left: Matrix<'_>,
-    panel: &[f32],
-    tile: MicroTile,
-    accumulate: bool,
-) {
-    use std::arch::x86_64::*;
-    let (a, b) = (left.data.as_ptr(), panel.as_ptr());
-    let mut sums = [[_mm512_setzero_ps(); 2]; ROWS];
-    for k in 0..len {
-        // SAFETY: row `k` of the panel.
-        let (b0, b1) = unsafe { (_mm512_loadu_ps(b.add(k * 32)), _mm512_loadu_ps(b.add(k * 32 + 16))) };
-        for (row, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: `left` covers element `(row, k)`.
-            let a = _mm512_set1_ps(unsafe { *a.add(row * left.row_stride + k * left.col_stride) });
-            sum[0] = _mm512_fmadd_ps(a, b0, sum[0]);
-            sum[1] = _mm512_fmadd_ps(a, b1, sum[1]);
-        }
-    }
-    for (row, sum) in sums.into_iter().enumerate() {
-        for (half, sum) in sum.into_iter().enumerate() {
-            // SAFETY: the tile's elements belong to the caller.
-            unsafe {
-                let out = tile.start.add(row * tile.row_stride + half * 16);
-                let sum = if accumulate { _mm512_add_ps(_mm512_loadu_ps(out), sum) } else { sum };
-                _mm512_storeu_ps(out, sum);
+/// A micro-kernel whose sums fill two registers a row: each word of the left factor meets a row of the panel.
+macro_rules! register_kernel {
+    ($(#[$doc:meta])* $name:ident, $features:literal, $lanes:literal,
+        $zero:ident, $load:ident, $broadcast:ident, $add:ident, $store:ident, |$a:ident, $b:ident, $sum:ident| $multiply:expr) => {
+        $(#[$doc])*
+        ///
+        /// # Safety
+        /// The machine has the features; `left` has `len` words in each of `ROWS` rows; `panel` holds `len` rows; the tile's `ROWS` rows
+        /// belong to the caller.
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = $features)]
+        unsafe fn $name<const ROWS: usize>(len: usize, left: Left<'_>, panel: &[u32], tile: MicroTile, accumulate: bool) {
+            use std::arch::x86_64::*;
+            let (start, panel) = (left.start, panel.as_ptr().cast::<f32>());
+            let mut sums = [[$zero(); 2]; ROWS];
+            for word in 0..len {
+                // SAFETY: a row of the panel.
+                let b = unsafe { [$load(panel.add(word * 2 * $lanes)), $load(panel.add(word * 2 * $lanes + $lanes))] };
+                for (row, sums) in sums.iter_mut().enumerate() {
+                    // SAFETY: the left factor has this word.
+                    let a = unsafe { start.add(row * left.row_bytes + word * left.word_bytes).cast::<f32>().read_unaligned() };
+                    let $a = $broadcast(a);
+                    for (sum, $b) in sums.iter_mut().zip(b) {
+                        let $sum = *sum;
+                        *sum = $multiply;
+                    }
+                }
+            }
+            for (row, sums) in sums.into_iter().enumerate() {
+                for (half, sum) in sums.into_iter().enumerate() {
+                    // SAFETY: the tile's elements belong to the caller.
+                    unsafe {
+                        let out = tile.start.add(row * tile.row_stride + half * $lanes);
+                        $store(out, if accumulate { $add($load(out), sum) } else { sum });
+                    }
+                }
             }
         }
-    }
+    };
 }
 
-/// # Safety
-/// The machine has AVX2 and FMA; otherwise as [`avx512`], with 16 columns.
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-unsafe fn avx2<const ROWS: usize>(
-    len: usize,
-    left: Matrix<'_>,
-    panel: &[f32],
-    tile: MicroTile,
-    accumulate: bool,
-) {
-    use std::arch::x86_64::*;
-    let (a, b) = (left.data.as_ptr(), panel.as_ptr());
-    let mut sums = [[_mm256_setzero_ps(); 2]; ROWS];
-    for k in 0..len {
-        // SAFETY: row `k` of the panel.
-        let (b0, b1) = unsafe { (_mm256_loadu_ps(b.add(k * 16)), _mm256_loadu_ps(b.add(k * 16 + 8))) };
-        for (row, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: `left` covers element `(row, k)`.
-            let a = _mm256_set1_ps(unsafe { *a.add(row * left.row_stride + k * left.col_stride) });
-            sum[0] = _mm256_fmadd_ps(a, b0, sum[0]);
-            sum[1] = _mm256_fmadd_ps(a, b1, sum[1]);
-        }
-    }
-    for (row, sum) in sums.into_iter().enumerate() {
-        for (half, sum) in sum.into_iter().enumerate() {
-            // SAFETY: the tile's elements belong to the caller.
-            unsafe {
-                let out = tile.start.add(row * tile.row_stride + half * 8);
-                let sum = if accumulate { _mm256_add_ps(_mm256_loadu_ps(out), sum) } else { sum };
-                _mm256_storeu_ps(out, sum);
-            }
-        }
-    }
-}
+register_kernel!(
+    /// Panels of 32 f32.
+    avx512, "avx512f", 16,
+    _mm512_setzero_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_add_ps, _mm512_storeu_ps,
+    |a, b, sum| _mm512_fmadd_ps(a, b, sum)
+);
 
+register_kernel!(
+    /// Panels of 32 pairs of bf16. The sum of a pair's products is added to an f32; subnormal values count as zero
+    /// (`vdpbf16ps`: Intel, "Software developer's manual", volume 2).
+    avx512_bf16, "avx512f,avx512bf16", 16,
+    _mm512_setzero_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_add_ps, _mm512_storeu_ps,
+    |a, b, sum| {
+        // Registers of words are loaded as f32, whose bits loads leave alone.
+        let pairs = |words| unsafe { std::mem::transmute::<__m512, __m512bh>(words) };
+        _mm512_dpbf16_ps(sum, pairs(a), pairs(b))
+    }
+);
+
+register_kernel!(
+    /// Panels of 16 f32.
+    avx2, "avx2,fma", 8,
+    _mm256_setzero_ps, _mm256_loadu_ps, _mm256_set1_ps, _mm256_add_ps, _mm256_storeu_ps,
+    |a, b, sum| _mm256_fmadd_ps(a, b, sum)
+);
+
+/// Panels of 16 f32.
+///
 /// # Safety
-/// As [`avx512`], with 16 columns and no demand on the machine.
+/// As [`avx512`], with no demand on the machine.
 unsafe fn portable<const ROWS: usize>(
     len: usize,
-    left: Matrix<'_>,
-    panel: &[f32],
+    left: Left<'_>,
+    panel: &[u32],
     tile: MicroTile,
     accumulate: bool,
 ) {
     let mut sums = [[0.0_f32; 16]; ROWS];
-    for (k, b) in panel.as_chunks::<16>().0.iter().enumerate().take(len) {
+    for (word, b) in panel.as_chunks::<16>().0.iter().enumerate().take(len) {
         for (row, sums) in sums.iter_mut().enumerate() {
-            let a = left.data[row * left.row_stride + k * left.col_stride];
+            let offset = row * left.row_bytes + word * left.word_bytes;
+            // SAFETY: the left factor has this word.
+            let a = unsafe { left.start.add(offset).cast::<f32>().read_unaligned() };
             for (sum, &b) in sums.iter_mut().zip(b) {
-                *sum += a * b;
+                *sum += a * f32::from_bits(b);
             }
         }
     }

@@ -1,105 +1,258 @@
 //! Factors in the order in which the micro-kernel reads them.
 
 use super::Matrix;
-use super::kernel::ROWS_MAX;
+use super::kernel::{INNER_BLOCK, Left, Micro, ROWS_MAX};
+use super::words::{Bf16PairWord, F32Word, RoundedBf16Word, RoundedF16Word, Word, WordKind, across, along};
+use crate::kernels::cpu::element::{Element, Floats, with_floats};
 use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
+use std::mem::MaybeUninit;
+
+/// Words on a side of the blocks that are transposed at a time.
+const SIDE: usize = 16;
+
+/// Words that may be written beyond the end of a left panel.
+const SLACK: usize = SIDE;
+
+/// Memory for a panel of a left factor.
+pub(super) type LeftBuffer = StackWords<{ INNER_BLOCK * ROWS_MAX + SLACK }>;
+
+/// Words that are zeroed when they are first asked for: most products need few of them.
+pub(super) struct StackWords<const N: usize> {
+    words: [MaybeUninit<u32>; N],
+    num_zeroed: usize,
+}
+
+impl<const N: usize> StackWords<N> {
+    #[inline(always)]
+    pub(super) fn new() -> Self {
+        StackWords { words: [const { MaybeUninit::uninit() }; N], num_zeroed: 0 }
+    }
+
+    pub(super) fn get(&mut self, len: usize) -> &mut [u32] {
+        for word in &mut self.words[self.num_zeroed.min(len)..len] {
+            word.write(0);
+        }
+        self.num_zeroed = self.num_zeroed.max(len);
+        // SAFETY: the first `num_zeroed >= len` words were written.
+        unsafe { std::slice::from_raw_parts_mut(self.words.as_mut_ptr().cast(), len) }
+    }
+}
+
+/// Runs an expression for the kind of word, with its type as `$word`.
+macro_rules! with_word {
+    ($kind:expr => |$word:ident| $body:expr) => {
+        match $kind {
+            WordKind::F32 => {
+                type $word = F32Word;
+                $body
+            }
+            WordKind::RoundedBf16 => {
+                type $word = RoundedBf16Word;
+                $body
+            }
+            WordKind::RoundedF16 => {
+                type $word = RoundedF16Word;
+                $body
+            }
+            WordKind::Bf16Pair => {
+                type $word = Bf16PairWord;
+                $body
+            }
+        }
+    };
+}
+
+/// The part of a factor that a panel is made of: `lines` are rows of a left factor or columns of a right one.
+#[derive(Clone, Copy)]
+pub(super) struct Span {
+    /// Elements along the inner dim.
+    pub(super) inner: usize,
+    pub(super) lines: usize,
+    /// Words along the inner dim of the panel; those beyond `inner` are zero.
+    pub(super) len: usize,
+}
 
 for_each_simd_level! {
-    /// Copies rows of `cols` elements, a `stride` apart, to rows of `width`, filled up with zeros. By blocks of sixteen,
-    /// for a row is too short to pay for a call of `memcpy`.
-    fn copy_rows(source: &[f32], stride: usize, cols: usize, width: usize, out: &mut [f32]) {
-        for (row, out) in out.chunks_exact_mut(width).enumerate() {
-            let source = &source[row * stride..][..cols];
-            let (blocks, rest) = source.as_chunks::<16>();
-            let (out_blocks, out_rest) = out.split_at_mut(blocks.len() * 16);
-            for (out, block) in out_blocks.as_chunks_mut::<16>().0.iter_mut().zip(blocks) {
-                *out = *block;
+    /// The lines lie side by side: `len` rows of `width` words.
+    fn across_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+        for (word, out) in out.chunks_exact_mut(width).enumerate().take(span.len) {
+            let line = |index: usize| (index < span.inner).then(|| &source[index * stride..][..span.lines]);
+            let first = word * W::TERMS;
+            let (out, zeros) = out.split_at_mut(span.lines);
+            across::<W, T>(line(first), line(first + W::TERMS - 1), out);
+            zeros.fill(0);
+        }
+    }
+
+    /// As `across_panel` for a width below sixteen, writing sixteen words a row: the next row covers what is too much.
+    fn across_narrow_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+        for word in 0..span.len {
+            let line = |index: usize| (index < span.inner).then(|| &source[index * stride..]);
+            let (low, high) = (line(word * W::TERMS), line(word * W::TERMS + W::TERMS - 1));
+            let out = &mut out[word * width..][..SIDE];
+            match (low.and_then(|x| x.first_chunk::<SIDE>()), high.and_then(|x| x.first_chunk::<SIDE>())) {
+                (Some(low), Some(high)) => across::<W, T>(Some(low), Some(high), out),
+                _ => {
+                    let (low, high) = (low.map(|x| &x[..span.lines]), high.map(|x| &x[..span.lines]));
+                    across::<W, T>(low, high, &mut out[..span.lines]);
+                }
             }
-            let (out_rest, zeros) = out_rest.split_at_mut(rest.len());
-            out_rest.copy_from_slice(rest);
-            zeros.fill(0.0);
+        }
+    }
+
+    /// The lines follow each other, `stride` apart: as `len` rows of `width` words.
+    fn along_panel_transposed<W: Word, T: Element>(level: CpuFeatures, in_place: bool, source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+        for first_word in (0..span.len).step_by(SIDE) {
+            let first = first_word * W::TERMS;
+            let num_words = SIDE.min(span.len - first_word);
+            let inner = (SIDE * W::TERMS).min(span.inner.saturating_sub(first));
+            for first_line in (0..width).step_by(SIDE) {
+                let num_lines = SIDE.min(span.lines.saturating_sub(first_line));
+                let out = &mut out[first_word * width + first_line..];
+                let whole = num_words == SIDE && width - first_line >= SIDE;
+                if in_place && whole && num_lines == SIDE && inner == SIDE * W::TERMS {
+                    let block = &source[first_line * stride + first..][..(SIDE - 1) * stride + inner];
+                    // SAFETY: sixteen lines of sixteen words, in bounds by the line above.
+                    unsafe { transpose(level, block.as_ptr().cast(), stride * size_of::<T>(), out, width) };
+                    continue;
+                }
+                let mut block = [0; SIDE * SIDE];
+                for (line, words) in block.as_chunks_mut::<SIDE>().0.iter_mut().enumerate().take(num_lines) {
+                    along::<W, T>(&source[(first_line + line) * stride + first..][..inner], words);
+                }
+                if whole {
+                    // SAFETY: the block has sixteen lines of sixteen words.
+                    unsafe { transpose(level, block.as_ptr().cast(), SIDE * size_of::<u32>(), out, width) };
+                    continue;
+                }
+                for word in 0..num_words {
+                    for line in 0..SIDE.min(width - first_line) {
+                        out[word * width + line] = block[line * SIDE + word];
+                    }
+                }
+            }
+        }
+    }
+
+    /// The lines lie side by side: as rows of `len` words, a multiple of sixteen, for lines in a multiple of sixteen.
+    fn across_panel_transposed<W: Word, T: Element>(level: CpuFeatures, source: &[T], stride: usize, span: Span, out: &mut [u32]) {
+        for first_word in (0..span.len).step_by(SIDE) {
+            for first_line in (0..span.lines).step_by(SIDE) {
+                let num_lines = SIDE.min(span.lines - first_line);
+                let mut block = [0; SIDE * SIDE];
+                for (word, words) in block.as_chunks_mut::<SIDE>().0.iter_mut().enumerate() {
+                    let first = (first_word + word) * W::TERMS;
+                    let line = |index: usize| {
+                        (index < span.inner).then(|| &source[index * stride + first_line..][..num_lines])
+                    };
+                    across::<W, T>(line(first), line(first + W::TERMS - 1), &mut words[..num_lines]);
+                }
+                let out = &mut out[first_line * span.len + first_word..];
+                // SAFETY: the block has sixteen lines of sixteen words.
+                unsafe { transpose(level, block.as_ptr().cast(), SIDE * size_of::<u32>(), out, span.len) };
+            }
+        }
+    }
+
+    /// The lines follow each other, `stride` apart: as rows of `len` words.
+    fn along_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, out: &mut [u32]) {
+        for (line, out) in out.chunks_exact_mut(span.len).enumerate().take(span.lines) {
+            along::<W, T>(&source[line * stride..][..span.inner], out);
         }
     }
 }
 
-/// Copies `len x cols` elements of `right` to `out`, rows of `width >= cols` filled up with zeros.
-pub(super) fn right_panel(
-    features: CpuFeatures,
-    right: Matrix<'_>,
-    len: usize,
-    cols: usize,
-    width: usize,
-    out: &mut [f32],
-) {
-    debug_assert!(cols <= width && out.len() == len * width && right.covers(len, cols));
-    if right.col_stride == 1 {
-        copy_rows(features, right.data, right.row_stride, cols, width, out);
-        return;
-    }
-    let mut done = (0, 0);
-    #[cfg(target_arch = "x86_64")]
-    if features == CpuFeatures::Avx512 && right.row_stride == 1 {
-        done = (len / 16 * 16, cols / 16 * 16);
-        for row in (0..done.0).step_by(16) {
-            for col in (0..done.1).step_by(16) {
-                let source = &right.data[row + col * right.col_stride..];
-                // SAFETY: AVX-512 was detected; the 16 x 16 elements lie in the source, which covers the panel, and
-                // in the panel.
-                unsafe { transpose_16x16(source, right.col_stride, &mut out[row * width + col..], width) };
-            }
-        }
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = features;
-    for row in 0..len {
-        let first = if row < done.0 { done.1 } else { 0 };
-        for col in first..cols {
-            out[row * width + col] = right.data[row * right.row_stride + col * right.col_stride];
-        }
-        out[row * width + cols..(row + 1) * width].fill(0.0);
-    }
+/// Whether words are what lies in memory.
+fn in_place(kind: WordKind, values: Floats<'_>) -> bool {
+    matches!((kind, values), (WordKind::F32, Floats::F32(_)) | (WordKind::Bf16Pair, Floats::Bf16(_)))
 }
 
-/// Copies `rows x len` elements of `left` to `out`, column by column of `height >= rows`; returns them as a matrix.
+/// A panel of the right factor: `span.len` rows of `micro.cols` words, filled up with zeros.
+pub(super) fn right_panel(micro: Micro, right: Matrix<'_>, span: Span, out: &mut [u32]) {
+    let (features, width) = (micro.features, micro.cols);
+    assert!(span.lines <= width && out.len() == span.len * width && right.covers(span.inner, span.lines));
+    let in_place = in_place(micro.words, right.values);
+    with_word!(micro.words => |W| with_floats!(right.values => |source| {
+        if right.col_stride == 1 {
+            across_panel::<W, _>(features, source, right.row_stride, span, width, out);
+        } else {
+            assert_eq!(right.row_stride, 1, "a factor is row-major or transposed");
+            along_panel_transposed::<W, _>(features, features, in_place, source, right.col_stride, span, width, out);
+        }
+    }));
+}
+
+/// A panel of the left factor as the micro-kernel reads it: where it lies, or in `buffer`.
 pub(super) fn left_panel<'a>(
-    left: Matrix<'_>,
-    rows: usize,
-    len: usize,
-    height: usize,
-    out: &'a mut [f32],
-) -> Matrix<'a> {
-    let out = &mut out[..len * height];
-    for (col, out) in out.chunks_exact_mut(height).enumerate() {
-        let source = &left.data[col * left.col_stride..];
-        match out.first_chunk_mut() {
-            // A whole panel of the widest micro-kernel: three registers, no call.
-            Some(out) if rows == ROWS_MAX && left.row_stride == 1 => {
-                *out = *source.first_chunk::<ROWS_MAX>().expect("the left factor covers the panel");
-            }
-            _ => {
-                out[..rows].iter_mut().enumerate().for_each(|(row, out)| *out = source[row * left.row_stride])
-            }
+    micro: Micro,
+    left: Matrix<'a>,
+    span: Span,
+    buffer: &'a mut LeftBuffer,
+) -> Left<'a> {
+    let features = micro.features;
+    assert!(span.lines <= micro.rows && left.covers(span.lines, span.inner));
+    let is_whole = span.inner == span.len * micro.words.num_terms();
+    if left.col_stride == 1 {
+        if in_place(micro.words, left.values) && is_whole && micro.takes_rows(span.lines) {
+            return with_floats!(left.values => |source| Left::new(source, left.row_stride, 1, micro.words.num_terms()));
         }
+        let out = buffer.get(micro.rows * span.len);
+        with_word!(micro.words => |W| with_floats!(left.values => |source| {
+            along_panel::<W, _>(features, source, left.row_stride, span, out);
+        }));
+        return Left::new(out, span.len, 1, 1);
     }
-    Matrix { data: out, row_stride: 1, col_stride: height }
+    assert_eq!(left.row_stride, 1, "a factor is row-major or transposed");
+    let out = buffer.get(micro.rows * span.len + SLACK);
+    with_word!(micro.words => |W| with_floats!(left.values => |source| {
+        if micro.row_major {
+            across_panel_transposed::<W, _>(features, features, source, left.col_stride, span, out);
+            return Left::new(out, span.len, 1, 1);
+        }
+        across_narrow_panel::<W, _>(features, source, left.col_stride, span, micro.rows, out);
+    }));
+    Left::new(out, 1, micro.rows, 1)
 }
 
-/// `out[j * out_stride + i] = source[i * source_stride + j]` for `i, j < 16`.
+/// Transposes sixteen lines of sixteen words, `row_bytes` apart, to rows of `out` that are `width` words apart.
 ///
 /// # Safety
-/// The machine has AVX-512F.
+/// The words lie in memory that can be read; they need not be aligned.
+#[inline(always)]
+unsafe fn transpose(level: CpuFeatures, source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
+    assert!(out.len() >= (SIDE - 1) * width + SIDE);
+    #[cfg(target_arch = "x86_64")]
+    if level >= CpuFeatures::Avx512 {
+        // SAFETY: AVX-512 was detected, and the caller vouches for the source.
+        unsafe { transpose_16x16(source, row_bytes, out, width) };
+        return;
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = level;
+    for line in 0..SIDE {
+        for word in 0..SIDE {
+            // SAFETY: the caller vouches for the source.
+            let value = unsafe { source.add(line * row_bytes).cast::<u32>().add(word).read_unaligned() };
+            out[word * width + line] = value;
+        }
+    }
+}
+
+/// `out[j * width + i]` becomes word `j` of line `i`, for `i, j < 16`.
+///
+/// # Safety
+/// The machine has AVX-512F; sixteen lines of sixteen words, `row_bytes` apart, can be read at `source`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose_16x16(source: &[f32], source_stride: usize, out: &mut [f32], out_stride: usize) {
+unsafe fn transpose_16x16(source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
     use std::arch::x86_64::*;
-    assert!(source.len() >= 15 * source_stride + 16 && out.len() >= 15 * out_stride + 16);
+    assert!(out.len() >= 15 * width + 16);
     // `quads[g][c]` lane `l` holds rows `4g..4g + 4` of column `4l + c`.
     let mut quads = [[_mm512_setzero_ps(); 4]; 4];
     for (group, quad) in quads.iter_mut().enumerate() {
-        // SAFETY: 16 elements from each of 16 rows, in bounds by the assertion.
-        let row = |index: usize| unsafe {
-            _mm512_loadu_ps(source.as_ptr().add((4 * group + index) * source_stride))
-        };
+        // SAFETY: sixteen words of one line; the caller vouches for them.
+        let row =
+            |index: usize| unsafe { _mm512_loadu_ps(source.add((4 * group + index) * row_bytes).cast()) };
         let (r0, r1, r2, r3) = (row(0), row(1), row(2), row(3));
         let low = |a, b| _mm512_castps_pd(_mm512_unpacklo_ps(a, b));
         let high = |a, b| _mm512_castps_pd(_mm512_unpackhi_ps(a, b));
@@ -124,7 +277,7 @@ unsafe fn transpose_16x16(source: &[f32], source_stride: usize, out: &mut [f32],
         ];
         for (lane, column) in columns.into_iter().enumerate() {
             // SAFETY: 16 elements to each of 16 rows, in bounds by the assertion.
-            unsafe { _mm512_storeu_ps(out.as_mut_ptr().add((4 * lane + col) * out_stride), column) };
+            unsafe { _mm512_storeu_ps(out.as_mut_ptr().add((4 * lane + col) * width).cast(), column) };
         }
     }
 }

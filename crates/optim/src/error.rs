@@ -1,0 +1,12 @@
+use crate::LossScaling;
+
+/// The state of an optimizer makes no sense.
+#[derive(Debug, thiserror::Error)]
+pub enum OptimError {
+    /// A loss scale out of bounds.
+    #[error("the loss scale is {scale}, but it must be a power of two from 1 to {}", LossScaling::SCALE_MAX)]
+    LossScale {
+        /// The scale.
+        scale: u32,
+    },
+}

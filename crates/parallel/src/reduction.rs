@@ -1,0 +1,178 @@
+//! How the gradient of a unit is summed over the ranks: in f32 where it lies, or rounded to 16 bits.
+
+use crate::error::ParallelError;
+use trireme_base::{Bf16, F16, ReduceOp};
+use trireme_comm::{Buffer, Element, Group, Work};
+use trireme_tensor::{Category, Device, Precision, Shape, View, ViewMut};
+
+/// The reduction of one unit's gradient, step after step.
+pub(crate) enum Reduction {
+    /// In f32, in the gradient's own memory.
+    InPlace(Option<Work<Buffer<f32>>>),
+    /// In bf16, in memory beside it.
+    Bf16(Rounded<Bf16>),
+    /// In f16, in memory beside it.
+    F16(Rounded<F16>),
+}
+
+impl Reduction {
+    /// A reduction of `len` elements over `group`. A world of one has nothing to send, so it rounds nothing.
+    ///
+    /// 16 bits take memory for the rounded gradient.
+    pub(crate) fn new(
+        len: usize,
+        dtype: Precision,
+        device: &Device,
+        group: &Group,
+    ) -> Result<Self, ParallelError> {
+        let dtype = if group.world_size() == 1 { Precision::F32 } else { dtype };
+        let num_bytes = len * dtype.dtype().size();
+        let own_bytes = if dtype == Precision::F32 { 0 } else { num_bytes };
+        device.memory().add(Category::Communication, own_bytes + group.peer_bytes_mapped(num_bytes));
+        Ok(match dtype {
+            Precision::F32 => Reduction::InPlace(None),
+            Precision::Bf16 => Reduction::Bf16(Rounded::new(len, group)?),
+            Precision::F16 => Reduction::F16(Rounded::new(len, group)?),
+        })
+    }
+
+    /// Starts the reduction of this rank's `sum`.
+    pub(crate) fn start(&mut self, sum: Buffer<f32>, device: &Device, group: &Group) {
+        match self {
+            Reduction::InPlace(work) => *work = Some(group.all_reduce(sum, ReduceOp::Sum)),
+            Reduction::Bf16(rounded) => rounded.start(sum, device, group),
+            Reduction::F16(rounded) => rounded.start(sum, device, group),
+        }
+    }
+
+    /// Waits for the reduction, if one was started; the sum over all ranks.
+    pub(crate) fn wait(&mut self, device: &Device) -> Result<Option<Buffer<f32>>, ParallelError> {
+        match self {
+            Reduction::InPlace(work) => Ok(work.take().map(Work::wait).transpose()?),
+            Reduction::Bf16(rounded) => rounded.wait(device),
+            Reduction::F16(rounded) => rounded.wait(device),
+        }
+    }
+}
+
+/// A reduction in 16 bits. Sums of two are taken in f32 and rounded, so the order of the ranks counts, and the
+/// canonical one is kept.
+pub(crate) struct Rounded<T> {
+    /// Present while nothing is under way.
+    narrow: Option<Buffer<T>>,
+    under_way: Option<UnderWay<T>>,
+}
+
+struct UnderWay<T> {
+    /// Takes the result.
+    wide: Buffer<f32>,
+    work: Work<Buffer<T>>,
+}
+
+impl<T: Half> Rounded<T> {
+    fn new(len: usize, group: &Group) -> Result<Self, ParallelError> {
+        Ok(Rounded { narrow: Some(group.buffer(len)?), under_way: None })
+    }
+
+    fn start(&mut self, wide: Buffer<f32>, device: &Device, group: &Group) {
+        let mut narrow = self.narrow.take().expect("a unit is reduced once a step");
+        let shape = Shape::from([wide.len()]);
+        device.convert(View::from_f32s(&wide, shape), T::view_mut(&mut narrow, shape));
+        let work = group.all_reduce(narrow, ReduceOp::Sum);
+        self.under_way = Some(UnderWay { wide, work });
+    }
+
+    fn wait(&mut self, device: &Device) -> Result<Option<Buffer<f32>>, ParallelError> {
+        let Some(UnderWay { mut wide, work }) = self.under_way.take() else { return Ok(None) };
+        let narrow = work.wait()?;
+        let shape = Shape::from([wide.len()]);
+        device.convert(T::view(&narrow, shape), ViewMut::from_f32s(&mut wide, shape));
+        self.narrow = Some(narrow);
+        Ok(Some(wide))
+    }
+}
+
+/// A 16-bit float that both the group and the device know.
+pub(crate) trait Half: Element {
+    fn view(values: &[Self], shape: Shape) -> View<'_>;
+    fn view_mut(values: &mut [Self], shape: Shape) -> ViewMut<'_>;
+}
+
+impl Half for Bf16 {
+    fn view(values: &[Self], shape: Shape) -> View<'_> {
+        View::from_bf16s(values, shape)
+    }
+
+    fn view_mut(values: &mut [Self], shape: Shape) -> ViewMut<'_> {
+        ViewMut::from_bf16s(values, shape)
+    }
+}
+
+impl Half for F16 {
+    fn view(values: &[Self], shape: Shape) -> View<'_> {
+        View::from_f16s(values, shape)
+    }
+
+    fn view_mut(values: &mut [Self], shape: Shape) -> ViewMut<'_> {
+        ViewMut::from_f16s(values, shape)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_tensor::DeviceOptions;
+    use trireme_testkit::run_ranks;
+
+    const LEN: usize = 1000;
+
+    /// What a rank gives: numbers that every rounding changes; and on single ranks, what f16 or no float can hold.
+    fn value(rank: usize, index: usize) -> f32 {
+        match (rank, index) {
+            (1, 3) => 70_000.0,
+            (1, 4) => f32::INFINITY,
+            (0, 5) => f32::NAN,
+            (_, 6) => 40_000.0,
+            _ => ((rank * 31 + index * 17) % 101) as f32 / 7.0 - 3.0,
+        }
+    }
+
+    /// The canonical tree over four ranks, rounded at every node.
+    fn oracle(index: usize, round: &impl Fn(f32) -> f32) -> f32 {
+        let leaf = |rank| round(value(rank, index));
+        round(round(leaf(0) + leaf(1)) + round(leaf(2) + leaf(3)))
+    }
+
+    fn check(dtype: Precision, round: impl Fn(f32) -> f32) {
+        let ranks = run_ranks(4, |group| {
+            let device = Device::cpu(DeviceOptions { num_threads: 2 }).unwrap();
+            let mut reduction = Reduction::new(LEN, dtype, &device, &group).unwrap();
+            let mut buffer = group.buffer::<f32>(LEN).unwrap();
+            // The second round finds the buffers of the first.
+            for _ in 0..2 {
+                assert!(reduction.wait(&device).unwrap().is_none(), "nothing is under way");
+                buffer.iter_mut().enumerate().for_each(|(index, x)| *x = value(group.rank().0, index));
+                reduction.start(buffer, &device, &group);
+                buffer = reduction.wait(&device).unwrap().expect("it was started");
+            }
+            buffer.to_vec()
+        });
+        for sums in &ranks {
+            for (index, &sum) in sums.iter().enumerate() {
+                let expected = oracle(index, &round);
+                let is_same = sum.to_bits() == expected.to_bits() || (sum.is_nan() && expected.is_nan());
+                assert!(is_same, "{dtype}, {index}: {sum} instead of {expected}");
+            }
+        }
+    }
+
+    #[test]
+    fn sums_are_rounded_at_every_node_and_overflow_for_all() {
+        check(Precision::F32, |x| x);
+        check(Precision::Bf16, |x| Bf16::from_f32(x).to_f32());
+        check(Precision::F16, |x| F16::from_f32(x).to_f32());
+        let f16 = |x| F16::from_f32(x).to_f32();
+        assert!([3, 4, 6].into_iter().all(|index| oracle(index, &f16) == f32::INFINITY));
+        assert!(oracle(5, &f16).is_nan());
+    }
+}

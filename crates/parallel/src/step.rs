@@ -1,0 +1,80 @@
+//! What a step is told, and what it tells.
+
+use crate::gradients::Determinism;
+use std::fmt;
+use std::time::Duration;
+use trireme_optim::LossScaling;
+use trireme_tensor::Precision;
+
+/// How steps are run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ExecutorOptions {
+    /// What activations are kept in and products are made of.
+    pub precision: Precision,
+    /// What gradients are rounded to before they are summed over ranks: 16 bits halve the bytes of messages. A world of
+    /// one rounds nothing.
+    pub reduce_dtype: Precision,
+    /// How the loss is scaled. Without scaling, a step that finds something infinite or NaN is an error; f16 needs it.
+    pub loss_scaling: LossScaling,
+    /// What decides the order of sums over the batch.
+    pub determinism: Determinism,
+    /// Sequences of a microbatch.
+    pub local_batch_size: usize,
+    /// Tokens of a sequence.
+    pub seq_len: usize,
+}
+
+/// What is done with the gradients' global norm.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum GradNorm {
+    /// It is not computed, unless the loss is scaled: then it tells of overflows.
+    Off,
+    /// It is computed and reported.
+    Measure,
+    /// Longer gradients are scaled down to this norm.
+    Clip(f64),
+}
+
+/// What changes from step to step.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepPlan {
+    /// Number of the step in its schedule, from 1; skipped steps count.
+    pub step: u64,
+    /// Learning rate.
+    pub lr: f64,
+    /// What is done with the gradients' norm.
+    pub grad_norm: GradNorm,
+}
+
+/// What a step found; the same on all ranks but for the times.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepOutcome {
+    /// Mean loss over the global batch, in nats a token, before the update.
+    pub loss: f64,
+    /// Global norm of the mean gradient before clipping, without the loss scale, if it was computed.
+    pub grad_norm: Option<f64>,
+    /// The scale of the loss in this step's backward.
+    pub loss_scale: u32,
+    /// Why the step was skipped, if it was: parameters and optimizer are as before, and the loss scale has fallen.
+    pub skipped: Option<NonFinite>,
+    /// Time in which this rank waited for communication with nothing else to do.
+    pub comm_exposed: Duration,
+}
+
+/// What was infinite or NaN.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NonFinite {
+    /// The mean loss: the forward pass went beyond its range.
+    Loss,
+    /// The global norm of the gradients: some gradient went beyond its range, on some rank or in the sum over ranks.
+    GradNorm,
+}
+
+impl fmt::Display for NonFinite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            NonFinite::Loss => "loss",
+            NonFinite::GradNorm => "gradient norm",
+        })
+    }
+}

@@ -1,0 +1,165 @@
+//! The element types of activations.
+
+use crate::precision::Precision;
+use bytemuck::Pod;
+use trireme_base::{Bf16, DType, F16};
+
+/// A float that kernels read and write, and compute with as f32.
+pub(crate) trait Element: Pod + Send + Sync + PartialEq + std::fmt::Debug {
+    const DTYPE: DType;
+
+    /// What products of such elements are made of.
+    const PRECISION: Precision;
+
+    /// Elements in memory, as a factor of a product.
+    fn floats(values: &[Self]) -> Floats<'_>;
+
+    /// The value.
+    fn to_f32(self) -> f32;
+
+    /// The nearest value, ties to even.
+    fn from_f32(value: f32) -> Self;
+
+    /// The nearest bf16, ties to even.
+    #[inline(always)]
+    fn to_bf16(self) -> Bf16 {
+        Bf16::from_f32(self.to_f32())
+    }
+}
+
+impl Element for f32 {
+    const DTYPE: DType = DType::F32;
+    const PRECISION: Precision = Precision::F32;
+
+    fn floats(values: &[Self]) -> Floats<'_> {
+        Floats::F32(values)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for Bf16 {
+    const DTYPE: DType = DType::Bf16;
+    const PRECISION: Precision = Precision::Bf16;
+
+    fn floats(values: &[Self]) -> Floats<'_> {
+        Floats::Bf16(values)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        Bf16::from_f32(value)
+    }
+
+    #[inline(always)]
+    fn to_bf16(self) -> Bf16 {
+        self
+    }
+}
+
+impl Element for F16 {
+    const DTYPE: DType = DType::F16;
+    const PRECISION: Precision = Precision::F16;
+
+    fn floats(values: &[Self]) -> Floats<'_> {
+        Floats::F16(values)
+    }
+
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self.to_f32()
+    }
+
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        F16::from_f32(value)
+    }
+}
+
+/// Evaluates an expression with `$element` as the type that a dtype stands for.
+macro_rules! with_element {
+    ($dtype:expr => |$element:ident| $body:expr) => {
+        match $dtype {
+            trireme_base::DType::F32 => {
+                type $element = f32;
+                $body
+            }
+            trireme_base::DType::Bf16 => {
+                type $element = trireme_base::Bf16;
+                $body
+            }
+            trireme_base::DType::F16 => {
+                type $element = trireme_base::F16;
+                $body
+            }
+            dtype => panic!("no kernel computes with {dtype}"),
+        }
+    };
+}
+pub(crate) use with_element;
+
+/// Elements in memory, of any of the types.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Floats<'a> {
+    F32(&'a [f32]),
+    Bf16(&'a [Bf16]),
+    F16(&'a [F16]),
+}
+
+/// As [`Floats`], to write.
+#[derive(Debug)]
+pub(crate) enum FloatsMut<'a> {
+    F32(&'a mut [f32]),
+    Bf16(&'a mut [Bf16]),
+    F16(&'a mut [F16]),
+}
+
+/// Evaluates an expression for whichever type of elements there is, with the slice as `$x`.
+macro_rules! with_floats {
+    ($floats:expr => |$x:ident| $body:expr) => {
+        match $floats {
+            $crate::kernels::cpu::element::Floats::F32($x) => $body,
+            $crate::kernels::cpu::element::Floats::Bf16($x) => $body,
+            $crate::kernels::cpu::element::Floats::F16($x) => $body,
+        }
+    };
+}
+pub(crate) use with_floats;
+
+impl Floats<'_> {
+    pub(crate) fn len(&self) -> usize {
+        with_floats!(self => |x| x.len())
+    }
+
+    /// The elements from `start` on.
+    pub(crate) fn from(&self, start: usize) -> Self {
+        match *self {
+            Floats::F32(x) => Floats::F32(&x[start..]),
+            Floats::Bf16(x) => Floats::Bf16(&x[start..]),
+            Floats::F16(x) => Floats::F16(&x[start..]),
+        }
+    }
+}
+
+impl FloatsMut<'_> {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            FloatsMut::F32(x) => x.len(),
+            FloatsMut::Bf16(x) => x.len(),
+            FloatsMut::F16(x) => x.len(),
+        }
+    }
+}

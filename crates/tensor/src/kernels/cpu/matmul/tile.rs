@@ -1,0 +1,230 @@
+//! Rectangles of a result, each made by one task.
+
+use super::kernel::{COLS_MAX, INNER_BLOCK, Micro, MicroTile};
+use super::pack::{self, LeftBuffer, Span, StackWords};
+use super::{Matrix, PackedRight, Product};
+use crate::kernels::cpu::SharedSlice;
+use crate::kernels::cpu::element::Element;
+use crate::kernels::cpu::simd::for_each_simd_level;
+use std::mem::MaybeUninit;
+
+/// Tiles of the result, one a task. Columns: a block of the right factor (512 KiB) stays in the second-level cache.
+/// Rows: whole panels of every micro-kernel, and tasks enough for many threads.
+pub(super) const TILE_ROWS: usize = 96;
+pub(super) const TILE_COLS: usize = 512;
+
+for_each_simd_level! {
+    /// Rounds `sums` with what is added to them.
+    fn put_row<T: Element>(sums: &[f32], bias: Option<&[f32]>, residual: Option<&[f32]>, out: &mut [T]) {
+        match (bias, residual) {
+            (None, None) => {
+                out.iter_mut().zip(sums).for_each(|(out, &sum)| *out = T::from_f32(sum));
+            }
+            (Some(bias), None) => {
+                for ((out, &sum), &bias) in out.iter_mut().zip(sums).zip(bias) {
+                    *out = T::from_f32(sum + bias);
+                }
+            }
+            (bias, Some(residual)) => {
+                for (index, ((out, &sum), &residual)) in out.iter_mut().zip(sums).zip(residual).enumerate() {
+                    *out = T::from_f32(sum + bias.map_or(0.0, |bias| bias[index]) + residual);
+                }
+            }
+        }
+    }
+
+    fn add_row(out: &mut [f32], bias: Option<&[f32]>, residual: Option<&[f32]>) {
+        if let Some(bias) = bias {
+            out.iter_mut().zip(bias).for_each(|(out, &bias)| *out += bias);
+        }
+        if let Some(residual) = residual {
+            out.iter_mut().zip(residual).for_each(|(out, &residual)| *out += residual);
+        }
+    }
+}
+
+/// What a tile is added to.
+#[derive(Clone, Copy, Default)]
+pub(super) struct TileEpilogue<'a> {
+    pub(super) accumulate: bool,
+    pub(super) bias: Option<&'a [f32]>,
+    /// From the tile's first element on, in rows of `residual_stride`.
+    pub(super) residual: Option<&'a [f32]>,
+    pub(super) residual_stride: usize,
+}
+
+impl<'a> TileEpilogue<'a> {
+    fn bias(&self, cols: usize) -> Option<&'a [f32]> {
+        self.bias.map(|bias| &bias[..cols])
+    }
+
+    fn residual(&self, row: usize, cols: usize) -> Option<&'a [f32]> {
+        self.residual.map(|residual| &residual[row * self.residual_stride..][..cols])
+    }
+}
+
+/// A rectangle of a row-major result that one task owns.
+pub(crate) struct Tile {
+    start: *mut f32,
+    row_stride: usize,
+    size: Product,
+}
+
+impl Tile {
+    /// The rectangle of `size.rows x size.cols` that begins at element `offset`.
+    ///
+    /// # Safety
+    /// While the tile lives, no one else reaches its elements.
+    pub(crate) unsafe fn new(
+        out: &SharedSlice<'_, f32>,
+        offset: usize,
+        row_stride: usize,
+        size: Product,
+    ) -> Self {
+        assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
+        // SAFETY: in bounds by the line above.
+        Tile { start: unsafe { out.as_ptr().add(offset) }, row_stride, size }
+    }
+
+    /// A tile that is a whole buffer.
+    pub(crate) fn whole(out: &mut [f32], size: Product) -> Self {
+        assert_eq!(out.len(), size.rows * size.cols);
+        Tile { start: out.as_mut_ptr(), row_stride: size.cols, size }
+    }
+
+    /// A row of the rectangle.
+    #[allow(clippy::mut_from_ref)]
+    pub(crate) fn row(&self, row: usize) -> &mut [f32] {
+        assert!(row < self.size.rows);
+        // SAFETY: rows of the tile lie in the result (checked in `new`) and belong to the tile's owner.
+        unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.row_stride), self.size.cols) }
+    }
+
+    /// The part of the tile that one call of the micro-kernel makes.
+    fn part(&self, row: usize, rows: usize, col: usize, cols: usize) -> MicroTile {
+        assert!(row + rows <= self.size.rows && col + cols <= self.size.cols);
+        // SAFETY: within the tile by the line above.
+        let start = unsafe { self.start.add(row * self.row_stride + col) };
+        MicroTile { start, row_stride: self.row_stride, rows, cols }
+    }
+
+    /// `tile = left right`, plus the tile where `accumulate` is set, for factors small enough to be packed on the
+    /// way. Runs on the calling thread.
+    pub(crate) fn multiply(
+        &self,
+        micro: Micro,
+        workspace: &mut Workspace,
+        (left, right): (Matrix<'_>, Matrix<'_>),
+        accumulate: bool,
+    ) {
+        let Product { rows, cols, inner } = self.size;
+        assert!(left.covers(rows, inner) && right.covers(inner, cols), "operands cover the product");
+        if inner == 0 && !accumulate {
+            (0..rows).for_each(|row| self.row(row).fill(0.0));
+        }
+        let _session = micro.begin();
+        for (first, len) in micro.inner_blocks(inner) {
+            let (first_term, num_terms) = micro.terms(first, len, inner);
+            let span = |lines| Span { inner: num_terms, lines, len };
+            for col in (0..cols).step_by(micro.cols) {
+                let panel_cols = micro.cols.min(cols - col);
+                let panel = workspace.panel.get(len * micro.cols);
+                pack::right_panel(micro, right.from(first_term, col), span(panel_cols), panel);
+                for row in (0..rows).step_by(micro.rows) {
+                    let panel_rows = micro.rows.min(rows - row);
+                    let (span, buffer) = (span(panel_rows), &mut workspace.left);
+                    let left = pack::left_panel(micro, left.from(row, first_term), span, buffer);
+                    let part = self.part(row, panel_rows, col, panel_cols);
+                    // SAFETY: a part of this tile, whose owner calls; the left panel covers it.
+                    unsafe { micro.run(len, left, panel, part, accumulate || first > 0) };
+                }
+            }
+        }
+    }
+
+    /// As [`Tile::multiply`] with a packed right factor, from its column `right_col` on.
+    pub(super) fn multiply_packed(
+        &self,
+        right: &PackedRight<'_>,
+        right_col: usize,
+        left: Matrix<'_>,
+        accumulate: bool,
+    ) {
+        let Product { rows, cols, inner } = self.size;
+        let micro = right.micro;
+        if inner == 0 && !accumulate {
+            (0..rows).for_each(|row| self.row(row).fill(0.0));
+        }
+        let _session = micro.begin();
+        let mut buffer = LeftBuffer::new();
+        for (first, len) in micro.inner_blocks(inner) {
+            let (first_term, num_terms) = micro.terms(first, len, inner);
+            for row in (0..rows).step_by(micro.rows) {
+                let panel_rows = micro.rows.min(rows - row);
+                let span = Span { inner: num_terms, lines: panel_rows, len };
+                let left = pack::left_panel(micro, left.from(row, first_term), span, &mut buffer);
+                for col in (0..cols).step_by(micro.cols) {
+                    let offset = right.offset(first, len, right_col + col);
+                    // SAFETY: packing has ended, and no one writes to the panels.
+                    let panel = unsafe { right.data.range(offset, len * micro.cols) };
+                    let part = self.part(row, panel_rows, col, micro.cols.min(cols - col));
+                    // SAFETY: a part of this tile, whose owner calls; the left panel covers it.
+                    unsafe { micro.run(len, left, panel, part, accumulate || first > 0) };
+                }
+            }
+        }
+    }
+
+    /// Adds what the epilogue adds after the product.
+    pub(super) fn finish(&self, micro: Micro, epilogue: &TileEpilogue<'_>) {
+        if epilogue.bias.is_none() && epilogue.residual.is_none() {
+            return;
+        }
+        let cols = self.size.cols;
+        for row in 0..self.size.rows {
+            add_row(micro.features, self.row(row), epilogue.bias(cols), epilogue.residual(row, cols));
+        }
+    }
+}
+
+/// Memory of one thread for factors that are packed on the way; on its stack, for it is needed for a moment only.
+pub(crate) struct Workspace {
+    panel: StackWords<{ INNER_BLOCK * COLS_MAX }>,
+    left: LeftBuffer,
+}
+
+impl Workspace {
+    pub(crate) fn new() -> Self {
+        Workspace { panel: StackWords::new(), left: StackWords::new() }
+    }
+}
+
+/// Makes a tile of 16-bit elements: summed in f32 beside the result, then rounded into it.
+///
+/// # Safety
+/// No one else reaches the elements of the rectangle of `size` at `offset` of `out`.
+pub(super) unsafe fn rounded_tile<T: Element>(
+    out: &SharedSlice<'_, T>,
+    (offset, row_stride): (usize, usize),
+    size: Product,
+    (right, right_col): (&PackedRight<'_>, usize),
+    left: Matrix<'_>,
+    epilogue: &TileEpilogue<'_>,
+) {
+    assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
+    let mut sums = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * TILE_COLS];
+    assert!(size.rows * size.cols <= sums.len() && !epilogue.accumulate);
+    let tile = Tile { start: sums.as_mut_ptr().cast(), row_stride: size.cols, size };
+    tile.multiply_packed(right, right_col, left, false);
+    for row in 0..size.rows {
+        // SAFETY: in bounds by the assertion; the caller has the rectangle.
+        let out = unsafe { out.range(offset + row * row_stride, size.cols) };
+        let (bias, residual) = (epilogue.bias(size.cols), epilogue.residual(row, size.cols));
+        put_row(right.micro.features, tile.row(row), bias, residual, out);
+    }
+}
+
+/// Elements from the first of a rectangle to its last.
+fn extent(row_stride: usize, size: Product) -> usize {
+    if size.rows == 0 || size.cols == 0 { 0 } else { (size.rows - 1) * row_stride + size.cols }
+}

@@ -1,0 +1,279 @@
+//! The tiles of a thread and what the instructions do to them. (Intel 64 and IA-32 Architectures Software
+//! Developer's Manual, volume 2: LDTILECFG, TILELOADD, TILESTORED, TDPBF16PS.)
+
+use super::decode::{Instruction, Rows};
+
+const NUM_TILES: usize = 8;
+const ROWS_MAX: usize = 16;
+const ROW_BYTES_MAX: usize = 64;
+
+/// Elements of f32, or pairs of bf16, in a row.
+const ROW_ELEMENTS_MAX: usize = ROW_BYTES_MAX / 4;
+
+type Row = [u8; ROW_BYTES_MAX];
+type Tile = [Row; ROWS_MAX];
+
+const ZERO: Tile = [[0; ROW_BYTES_MAX]; ROWS_MAX];
+
+/// The rows and bytes of a tile that count; all else is zero.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Shape {
+    rows: usize,
+    row_bytes: usize,
+}
+
+/// The tiles of one thread.
+#[derive(Debug)]
+pub(super) struct Tiles {
+    shapes: [Shape; NUM_TILES],
+    data: [Tile; NUM_TILES],
+}
+
+impl Tiles {
+    /// Tiles that are not configured.
+    pub(super) const RELEASED: Tiles =
+        Tiles { shapes: [Shape { rows: 0, row_bytes: 0 }; NUM_TILES], data: [ZERO; NUM_TILES] };
+
+    /// Executes an instruction; none, and no effect, where hardware would refuse it.
+    ///
+    /// # Safety
+    /// The memory that the instruction names may be read or written.
+    pub(super) unsafe fn execute(&mut self, instruction: Instruction) -> Option<()> {
+        match instruction {
+            Instruction::LoadConfig { address } => {
+                // SAFETY: the caller's promise.
+                let config = unsafe { (address as *const [u8; 64]).read_unaligned() };
+                *self = Tiles { shapes: read_config(&config)?, ..Tiles::RELEASED };
+            }
+            Instruction::Release => *self = Tiles::RELEASED,
+            Instruction::Zero { tile } => {
+                self.shape(tile)?;
+                self.data[tile] = ZERO;
+            }
+            Instruction::Load { tile, rows } => {
+                let shape = self.shape(tile)?;
+                self.data[tile] = ZERO;
+                for (address, row) in addresses(rows).zip(&mut self.data[tile][..shape.rows]) {
+                    // SAFETY: the caller's promise; a row is no longer than the array.
+                    unsafe { (address as *const u8).copy_to(row.as_mut_ptr(), shape.row_bytes) };
+                }
+            }
+            Instruction::Store { tile, rows } => {
+                let shape = self.shape(tile)?;
+                for (address, row) in addresses(rows).zip(&self.data[tile][..shape.rows]) {
+                    // SAFETY: as above.
+                    unsafe { (address as *mut u8).copy_from(row.as_ptr(), shape.row_bytes) };
+                }
+            }
+            Instruction::DotProduct { sum, left, right } => self.dot_product(sum, left, right)?,
+        }
+        Some(())
+    }
+
+    /// The shape of a tile that is configured.
+    fn shape(&self, tile: usize) -> Option<Shape> {
+        let shape = self.shapes[tile];
+        (shape.rows > 0 && shape.row_bytes.is_multiple_of(4)).then_some(shape)
+    }
+
+    /// Adds the product of `left` and `right` to `sum`. Even and odd elements of pairs are summed apart, each
+    /// in order of the pairs and from zero on; the two sums are added, then added to the element.
+    fn dot_product(&mut self, sum: usize, left: usize, right: usize) -> Option<()> {
+        let (shape, left_shape, right_shape) = (self.shape(sum)?, self.shape(left)?, self.shape(right)?);
+        let distinct = sum != left && sum != right && left != right;
+        let fit = left_shape.rows == shape.rows
+            && right_shape.row_bytes == shape.row_bytes
+            && left_shape.row_bytes / 4 == right_shape.rows;
+        if !distinct || !fit {
+            return None;
+        }
+        let cols = shape.row_bytes / 4;
+        for row in 0..shape.rows {
+            let mut sums = [[0.0_f32; 2]; ROW_ELEMENTS_MAX];
+            for pair in 0..right_shape.rows {
+                let left = bf16_pair(&self.data[left][row], pair);
+                for (col, [even, odd]) in sums[..cols].iter_mut().enumerate() {
+                    let right = bf16_pair(&self.data[right][pair], col);
+                    *even = multiply_add(left[0], right[0], *even);
+                    *odd = multiply_add(left[1], right[1], *odd);
+                }
+            }
+            let out = self.data[sum][row].as_chunks_mut::<4>().0;
+            for (out, [even, odd]) in out.iter_mut().zip(&sums[..cols]) {
+                *out = add(f32::from_le_bytes(*out), add(*even, *odd)).to_le_bytes();
+            }
+        }
+        Some(())
+    }
+}
+
+/// The shapes of a configuration; none if it is not valid, or one for a restart.
+fn read_config(bytes: &[u8; 64]) -> Option<[Shape; NUM_TILES]> {
+    match bytes[0] {
+        0 => return Some(Tiles::RELEASED.shapes),
+        1 => {}
+        _ => return None,
+    }
+    let (row_bytes, rows) = (&bytes[16..32], &bytes[48..56]);
+    let mut reserved = bytes[1..16].iter().chain(&bytes[32..48]).chain(&bytes[56..]);
+    let shapes = std::array::from_fn(|tile| Shape {
+        rows: usize::from(rows[tile]),
+        row_bytes: usize::from(u16::from_le_bytes([row_bytes[2 * tile], row_bytes[2 * tile + 1]])),
+    });
+    let is_valid = |shape: &Shape| {
+        shape.rows <= ROWS_MAX
+            && shape.row_bytes <= ROW_BYTES_MAX
+            && (shape.rows == 0) == (shape.row_bytes == 0)
+    };
+    (reserved.all(|&byte| byte == 0) && shapes.iter().all(is_valid)).then_some(shapes)
+}
+
+fn addresses(rows: Rows) -> impl Iterator<Item = u64> {
+    (0..).map(move |row: u64| rows.first.wrapping_add(row.wrapping_mul(rows.stride)))
+}
+
+/// A pair of a row, as f32.
+fn bf16_pair(row: &Row, pair: usize) -> [f32; 2] {
+    let word = u32::from_le_bytes(row.as_chunks::<4>().0[pair]);
+    [f32::from_bits(word << 16), f32::from_bits(word & 0xffff_0000)]
+}
+
+fn add(a: f32, b: f32) -> f32 {
+    multiply_add(a, 1.0, b)
+}
+
+/// `a b + c`, rounded once, to the nearest and ties to even; denormals are zero, among the operands and as
+/// the result.
+fn multiply_add(a: f32, b: f32, c: f32) -> f32 {
+    // What lies below is denormal after rounding to 24 bits.
+    const NORMAL_MIN: f64 = f32::MIN_POSITIVE as f64 * (1.0 - 1.0 / (1 << 25) as f64);
+    let [a, b, c] = [a, b, c].map(|x| f64::from(if x.is_subnormal() { 0.0_f32.copysign(x) } else { x }));
+    // The product is exact, and the sum plus its error is (Knuth, "The Art of Computer Programming", 4.2.2).
+    let product = a * b;
+    let sum = product + c;
+    let from_c = sum - product;
+    let error = (product - (sum - from_c)) + (c - from_c);
+    if !sum.is_finite() {
+        return sum as f32;
+    }
+    // An odd last bit stands for all that was rounded away, so that rounding again is as rounding once.
+    let bits = sum.to_bits();
+    let odd = match error {
+        0.0 => bits,
+        _ if bits & 1 == 1 => bits,
+        _ if (error > 0.0) == (sum > 0.0) => bits + 1,
+        _ => bits - 1,
+    };
+    let sum = f64::from_bits(odd);
+    if sum.abs() < NORMAL_MIN { 0.0_f32.copysign(sum as f32) } else { sum as f32 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_base::{Random, RandomKey};
+
+    const TINY: f32 = f32::MIN_POSITIVE;
+
+    #[test]
+    fn a_multiply_add_rounds_once() {
+        let mut random = Random::new(RandomKey::new(1, "multiply-add"), 0);
+        // Exponents within 2^±40 of each other, where sums cancel, lose bits, or swallow an operand.
+        let mut value = || {
+            let bits = random.below(1 << 32) as u32;
+            f32::from_bits((bits & 0x807f_ffff) | ((107 + bits % 41) << 23))
+        };
+        for _ in 0..200_000 {
+            let (a, b, c) = (value(), value(), value());
+            assert_eq!(multiply_add(a, b, c).to_bits(), a.mul_add(b, c).to_bits(), "{a:e} {b:e} {c:e}");
+        }
+        // 641 * 6700417 is 2^32 + 1: half a unit of 1 and a little, that an f64 cannot hold beside the 1.
+        let (half_unit, scale) = (2.0_f32.powi(-24), 2.0_f32.powi(-28));
+        assert_eq!(multiply_add(641.0 * scale, 6_700_417.0 * scale, 1.0), 1.0 + 2.0 * half_unit);
+        assert_eq!(
+            multiply_add(-641.0 * scale, 6_700_417.0 * scale, 1.0 + 4.0 * half_unit),
+            1.0 + 2.0 * half_unit
+        );
+        assert_eq!(add(1.0, half_unit), 1.0);
+    }
+
+    #[test]
+    fn denormals_are_zeros() {
+        let below = f32::from_bits(TINY.to_bits() - 1);
+        assert_eq!(add(below, 0.0), 0.0);
+        assert_eq!(add(below, TINY), TINY);
+        assert_eq!(multiply_add(below, 1e30, 0.0), 0.0);
+        assert_eq!(multiply_add(TINY, 0.5, 0.0), 0.0);
+        assert!(multiply_add(-TINY, 0.5, -0.0).is_sign_negative());
+        // Just below the normal values: what rounds to one of them with 24 bits, and what does not.
+        let little = 2.0_f32.powi(-13);
+        assert_eq!(multiply_add(TINY * (1.0 + little), 1.0 - little, 0.0), TINY);
+        assert_eq!(multiply_add(TINY, 1.0 - 2.0_f32.powi(-24), 0.0), 0.0);
+    }
+
+    #[test]
+    fn infinities_and_nan_go_through() {
+        assert_eq!(multiply_add(f32::INFINITY, -2.0, 1.0), f32::NEG_INFINITY);
+        assert_eq!(multiply_add(f32::MAX, f32::MAX, 0.0), f32::INFINITY);
+        assert!(multiply_add(f32::INFINITY, 0.0, 1.0).is_nan());
+        assert!(add(f32::INFINITY, f32::NEG_INFINITY).is_nan());
+        assert!(multiply_add(f32::INFINITY, TINY / 2.0, 1.0).is_nan());
+    }
+
+    /// A configuration of tiles with `rows` rows of `row_bytes` bytes.
+    fn config(row_bytes: [u8; NUM_TILES], rows: [u8; NUM_TILES]) -> [u8; 64] {
+        let mut bytes = [0; 64];
+        bytes[0] = 1;
+        for tile in 0..NUM_TILES {
+            bytes[16 + 2 * tile] = row_bytes[tile];
+            bytes[48 + tile] = rows[tile];
+        }
+        bytes
+    }
+
+    #[test]
+    fn sums_of_even_and_odd_elements_are_apart() {
+        let shapes = read_config(&config([4, 8, 4, 0, 0, 0, 0, 0], [1, 1, 2, 0, 0, 0, 0, 0])).unwrap();
+        let mut tiles = Tiles { shapes, ..Tiles::RELEASED };
+        let pair = |low: f32, high: f32| (low.to_bits() >> 16 | high.to_bits()).to_le_bytes();
+        let big = 16_777_216.0;
+        tiles.data[1][0][..4].copy_from_slice(&pair(big, -big));
+        tiles.data[1][0][4..8].copy_from_slice(&pair(1.0, 1.0));
+        tiles.data[2][0][..4].copy_from_slice(&pair(1.0, 1.0));
+        tiles.data[2][1][..4].copy_from_slice(&pair(1.0, 1.0));
+        tiles.dot_product(0, 1, 2).unwrap();
+        // 2^24 + 1 is a tie and stays 2^24, -2^24 + 1 is exact; one after the other would give 2.
+        assert_eq!(f32::from_le_bytes(tiles.data[0][0][..4].try_into().unwrap()), 1.0);
+    }
+
+    #[test]
+    fn products_of_tiles_that_do_not_fit_are_refused() {
+        let shapes = read_config(&config([4, 8, 4, 8, 6, 8, 12, 6], [1, 1, 2, 2, 2, 2, 1, 1])).unwrap();
+        let mut tiles = Tiles { shapes, ..Tiles::RELEASED };
+        assert_eq!(tiles.dot_product(0, 1, 2), Some(()));
+        for (left, right, what) in [(3, 2, "rows"), (1, 5, "columns"), (6, 2, "inner dim")] {
+            assert_eq!(tiles.dot_product(0, left, right), None, "{what}");
+        }
+        assert_eq!(tiles.dot_product(7, 1, 4), None, "columns and a half");
+        tiles.shapes = [Shape { rows: 1, row_bytes: 4 }; NUM_TILES];
+        for (sum, left, right) in [(0, 0, 1), (0, 1, 0), (0, 1, 1)] {
+            assert_eq!(tiles.dot_product(sum, left, right), None, "tiles {sum} {left} {right}");
+        }
+        tiles.shapes = Tiles::RELEASED.shapes;
+        assert_eq!(tiles.dot_product(0, 1, 2), None, "not configured");
+    }
+
+    #[test]
+    fn configurations_that_are_not_valid_are_refused() {
+        let valid = config([4, 8, 4, 0, 0, 0, 0, 64], [1, 1, 2, 0, 0, 0, 0, 16]);
+        assert!(read_config(&valid).is_some());
+        assert_eq!(read_config(&[0; 64]), Some(Tiles::RELEASED.shapes));
+        for (at, byte) in
+            [(0, 2), (1, 1), (2, 1), (16, 68), (17, 1), (32, 1), (47, 1), (48, 17), (48, 0), (52, 1), (63, 1)]
+        {
+            let mut bytes = valid;
+            bytes[at] = byte;
+            assert_eq!(read_config(&bytes), None, "byte {at} is {byte}");
+        }
+    }
+}
