@@ -53,7 +53,7 @@ struct Golden {
 
 impl Golden {
     fn open(folder: &Path, num_threads: usize) -> Self {
-        let device = Device::cpu(DeviceOptions { num_threads }).unwrap();
+        let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
         let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
         let config = ModelConfig::from_json(&String::from_utf8(read("config.json")).unwrap()).unwrap();
         let model = Model::new(config, &device).unwrap();

@@ -1,9 +1,9 @@
 //! Loss scaling: a factor of the loss that keeps the gradients of a backward pass in f16 within its range
 //! (Micikevicius et al., "Mixed precision training", 2018, section 3.2).
 //!
-//! Without it, gradients below 6e-8 would become zero in f16. A dynamic scale is as large as the gradients allow: it halves when they
-//! overflow, and such a step is skipped; it doubles after many steps without an overflow. PyTorch's `GradScaler` and
-//! Megatron-LM's `DynamicGradScaler` do the same.
+//! Without it, gradients below 6e-8 would become zero in f16. A dynamic scale is as large as the gradients allow: it
+//! halves when they overflow, and such a step is skipped; it doubles after many steps without an overflow. PyTorch's
+//! `GradScaler` and Megatron-LM's `DynamicGradScaler` do the same.
 
 use crate::error::OptimError;
 use serde::{Deserialize, Serialize};

@@ -159,7 +159,7 @@ mod tests {
     }
 
     fn run(kind: OptimizerKind, decay_all: bool, num_steps: u64) -> Vec<f32> {
-        let device = Device::cpu(DeviceOptions { num_threads: 1 }).unwrap();
+        let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let table = table();
         let mut parameters = Parameters::zeros(&table, &device, Category::Parameters).unwrap();
         parameters.flat_mut(0).f32s().fill(1.0);

@@ -5,7 +5,7 @@ use crate::gradients::Gradients;
 use crate::step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::tree::TreeSum;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_model::{Batch, Model, Step};
@@ -265,30 +265,23 @@ impl Executor {
         &mut self,
         plan: StepPlan,
     ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
-        let began = Instant::now();
-        let buffer = self.loss_reduction.take().expect("the loss was reduced").wait()?;
-        let waited_for_loss = began.elapsed();
-        let num_microbatches = self.program.num_microbatches * self.group.world_size();
-        let rows = self.options.local_batch_size * self.options.seq_len;
-        let loss = buffer[0] / (num_microbatches * rows) as f64;
-        self.loss_buffer = Some(buffer);
-        let comm_exposed = waited_for_loss + self.gradients.wait()?;
+        let (loss, comm_exposed) = self.finish_reductions()?;
         let loss_scale = self.loss_scaler.scale();
-        // Microbatch gradients are means over their rows: their sum becomes the mean here, once, and loses the loss scale.
-        let mut grad_scale = 1.0 / num_microbatches as f64 / f64::from(loss_scale);
+        // Microbatch gradients are means over their rows: their sum becomes the mean here, once, without the loss scale.
+        let mut grad_scale = 1.0 / self.num_global_microbatches() as f64 / f64::from(loss_scale);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
         let grad_norm = (is_scaled || plan.grad_norm != GradNorm::Off).then(|| {
             let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit));
             (0..self.program.num_units).map(squares).sum::<f64>().sqrt() * grad_scale
         });
-        let skipped = match grad_norm {
+        let overflow = match grad_norm {
             _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
             Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
             _ => None,
         };
-        let cause = skipped.map(|(what, _)| what);
-        let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped: cause, comm_exposed };
-        if let Some((what, value)) = skipped {
+        let skipped = overflow.map(|(what, _)| what);
+        let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed };
+        if let Some((what, value)) = overflow {
             self.back_off(plan.step, what, value)?;
             return Ok((outcome, None));
         }
@@ -299,6 +292,22 @@ impl Executor {
         // Bias corrections of the moments count the updates that made them.
         let step = plan.step - self.loss_scaler.skipped_steps();
         Ok((outcome, Some(StepSettings { step, lr: plan.lr, grad_scale })))
+    }
+
+    /// Waits for all reductions; the mean loss over the global batch, and how long it waited.
+    fn finish_reductions(&mut self) -> Result<(f64, Duration), ParallelError> {
+        let began = Instant::now();
+        let buffer = self.loss_reduction.take().expect("the loss was reduced").wait()?;
+        let waited_for_loss = began.elapsed();
+        let rows = self.options.local_batch_size * self.options.seq_len;
+        let loss = buffer[0] / (self.num_global_microbatches() * rows) as f64;
+        self.loss_buffer = Some(buffer);
+        Ok((loss, waited_for_loss + self.gradients.wait()?))
+    }
+
+    /// Microbatches of a step on all ranks.
+    fn num_global_microbatches(&self) -> usize {
+        self.program.num_microbatches * self.group.world_size()
     }
 
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.

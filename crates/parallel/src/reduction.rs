@@ -145,7 +145,7 @@ mod tests {
 
     fn check(dtype: Precision, round: impl Fn(f32) -> f32) {
         let ranks = run_ranks(4, |group| {
-            let device = Device::cpu(DeviceOptions { num_threads: 2 }).unwrap();
+            let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
             let mut reduction = Reduction::new(LEN, dtype, &device, &group).unwrap();
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
             // The second round finds the buffers of the first.

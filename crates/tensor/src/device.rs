@@ -22,6 +22,8 @@ use trireme_base::DType;
 pub struct DeviceOptions {
     /// Threads that kernels may use, the calling one included; 0 means one for each core.
     pub num_threads: usize,
+    /// Use no higher SIMD level than this; `None` means the highest that the machine has.
+    pub features_max: Option<CpuFeatures>,
 }
 
 /// A device refused.
@@ -80,7 +82,9 @@ impl Device {
             ThreadPool::new(num_threads).map_err(|source| DeviceError::Threads { num_threads, source })?;
         let counter = Arc::new(MemoryCounter::default());
         let arena = Arena::reserve(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
-        let cpu = Cpu { threads, features: CpuFeatures::detect() };
+        let detected = CpuFeatures::detect();
+        let features = options.features_max.map_or(detected, |most| most.min(detected));
+        let cpu = Cpu { threads, features };
         Ok(Device { cpu: Arc::new(cpu), arena: Arc::new(arena), counter })
     }
 
@@ -168,8 +172,9 @@ impl Device {
             (sizes(&left, left_transpose), sizes(&right, right_transpose));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
         let size = Product { rows, cols, inner };
-        let mut scratch = self.activation_of([self.cpu.matmul_scratch(precision, size)], DType::U32)?;
         let factors = (matrix(&left, left_transpose), matrix(&right, right_transpose));
+        let num_words = self.cpu.matmul_scratch(precision, size, factors.0);
+        let mut scratch = self.activation_of([num_words], DType::U32)?;
         self.cpu.matmul(precision, size, factors, out.floats(), epilogue, scratch.view_mut().u32s());
         Ok(())
     }

@@ -42,6 +42,15 @@ pub(crate) struct TrainingState {
 }
 
 impl TrainingState {
+    /// Reads the state of a checkpoint.
+    fn read(state: &serde_json::Value) -> Result<Self, serde_json::Error> {
+        let state = TrainingState::deserialize(state)?;
+        if state.loss_scaler.skipped_steps > state.step {
+            return Err(serde_json::Error::custom("more steps were skipped than were made"));
+        }
+        Ok(state)
+    }
+
     /// Refuses a state whose samples come in another order than this run's.
     fn check_order(&self, expected: &TrainingState, path: &Path) -> Result<(), TrainError> {
         let checks = [
@@ -194,15 +203,10 @@ fn restore(
 ) -> Result<TrainingState, TrainError> {
     let path = checkpoint.path();
     let unreadable = |source| TrainError::ResumeState { path: path.to_owned(), source };
-    let state: TrainingState = serde_json::from_value(checkpoint.state().clone()).map_err(unreadable)?;
+    let state = TrainingState::read(checkpoint.state()).map_err(unreadable)?;
     state.check_order(expected, path)?;
-    if state.loss_scaler.skipped_steps > state.step {
-        return Err(unreadable(serde_json::Error::custom("more steps were skipped than made")));
-    }
-    executor
-        .loss_scaler_mut()
-        .restore(state.loss_scaler)
-        .map_err(|error| unreadable(serde_json::Error::custom(error)))?;
+    let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
+    restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
     let (parameters, optimizer) = executor.state_mut();
     read_weights(&checkpoint.weights(), &model, parameters)?;
@@ -210,4 +214,27 @@ fn restore(
         read_parameters(checkpoint.tensors(), &format!("{OPTIMIZER_PREFIX}{name}."), values)?;
     }
     Ok(state)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn a_state_without_a_loss_scale_has_skipped_nothing() {
+        let mut state = json!({
+            "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "seq_len": 24, "corpus": "01234567", "corpus_tokens": 9,
+        });
+        let older = TrainingState::read(&state).unwrap();
+        assert_eq!((older.step, older.loss_scaler), (5, LossScalerState::default()));
+        state["loss_scaler"] = json!({"scale": 512, "good_steps": 2, "skipped_steps": 5});
+        let read = TrainingState::read(&state).unwrap();
+        assert_eq!(read.loss_scaler, LossScalerState { scale: Some(512), good_steps: 2, skipped_steps: 5 });
+        assert_eq!(serde_json::to_value(&read).unwrap(), state);
+        state["loss_scaler"]["skipped_steps"] = json!(6);
+        assert!(TrainingState::read(&state).unwrap_err().to_string().contains("more steps were skipped"));
+        state["loss_scaler"] = json!({"scale": -1, "good_steps": 2, "skipped_steps": 5});
+        assert!(TrainingState::read(&state).is_err());
+    }
 }

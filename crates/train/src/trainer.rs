@@ -86,7 +86,8 @@ impl<'a> Trainer<'a> {
         notice_determinism(config, group.world_size(), observer);
 
         let model_json = format!("{:#}\n", model.to_json());
-        let device = Device::cpu(DeviceOptions { num_threads: options.num_threads })?;
+        let device =
+            Device::cpu(DeviceOptions { num_threads: options.num_threads, ..DeviceOptions::default() })?;
         let mut executor = build_executor(config, Model::new(model, &device)?, group, &device)?;
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {

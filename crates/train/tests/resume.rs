@@ -9,9 +9,20 @@ use trireme_train::config::Config;
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts};
 
-/// Keeps the bits of what each step found.
+/// What a step found, as bits.
+#[derive(Debug, Clone, Copy, PartialEq)]
+struct StepBits {
+    step: u64,
+    loss: u64,
+    grad_norm: u64,
+    validation: Option<u64>,
+    loss_scale: Option<u32>,
+    skipped_steps: Option<u64>,
+}
+
+/// Keeps what each step found.
 #[derive(Default)]
-struct Bits(Vec<(u64, u64, u64, Option<u64>)>);
+struct Bits(Vec<StepBits>);
 
 impl Observer for Bits {
     fn notice(&mut self, _: &str) {}
@@ -19,12 +30,18 @@ impl Observer for Bits {
     fn checkpoint(&mut self, _: u64, _: &Path) {}
 
     fn step(&mut self, record: &StepRecord) {
-        let validation = record.validation_loss.map(f64::to_bits);
-        self.0.push((record.step, record.loss.to_bits(), record.grad_norm.to_bits(), validation));
+        self.0.push(StepBits {
+            step: record.step,
+            loss: record.loss.to_bits(),
+            grad_norm: record.grad_norm.to_bits(),
+            validation: record.validation_loss.map(f64::to_bits),
+            loss_scale: record.loss_scale,
+            skipped_steps: record.skipped_steps,
+        });
     }
 }
 
-type Found = (Vec<(u64, u64, u64, Option<u64>)>, Vec<u32>);
+type Found = (Vec<StepBits>, Vec<u32>);
 
 /// Steps of rank 0, and its parameters at the end.
 fn train(config: &Config) -> Found {
@@ -43,21 +60,64 @@ fn train(config: &Config) -> Found {
     ranks.into_iter().next().unwrap()
 }
 
-#[test]
-fn twenty_steps_are_ten_and_ten_on_any_number_of_workers() {
+/// Trains 20 steps at once with `first` workers, and 10 and 10 with each pair of numbers of workers; returns the
+/// steps.
+fn check_cut_runs(workers: &[(usize, usize)], keys: &[&str]) -> Vec<StepBits> {
     let folder = tempfile::tempdir().unwrap();
-    let whole = train(&job(folder.path(), "whole", 1, 20, &[]));
+    let whole = train(&job(folder.path(), "whole", workers[0].0, 20, keys));
     assert_eq!(whole.0.len(), 20);
-    assert!(whole.0[4].3.is_some() && whole.0[3].3.is_none(), "validated every five steps");
-    for (first, second) in [(1, 1), (1, 2), (4, 1), (2, 4)] {
+    for (first, second) in workers {
         let name = format!("{first}-then-{second}");
-        let mut found = train(&job(folder.path(), &name, first, 10, &[])).0;
-        let rest = train(&job(folder.path(), &name, second, 20, &[]));
+        let mut found = train(&job(folder.path(), &name, *first, 10, keys)).0;
+        let rest = train(&job(folder.path(), &name, *second, 20, keys));
         found.extend(&rest.0);
         // The tenth step is the last of its run, and so validated; so is the tenth of the whole.
-        assert!(found == whole.0, "{name}: losses differ: {found:?} {:?}", whole.0);
-        assert!(rest.1 == whole.1, "{name}: weights differ");
+        assert!(found == whole.0, "{name}, {keys:?}: steps differ: {found:?} {:?}", whole.0);
+        assert!(rest.1 == whole.1, "{name}, {keys:?}: weights differ");
     }
+    whole.0
+}
+
+#[test]
+fn twenty_steps_are_ten_and_ten_on_any_number_of_workers() {
+    let steps = check_cut_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &[]);
+    assert!(steps[4].validation.is_some() && steps[3].validation.is_none(), "validated every five steps");
+    assert!(steps.iter().all(|step| step.loss_scale.is_none()));
+}
+
+#[test]
+fn twenty_steps_are_ten_and_ten_in_16_bits() {
+    check_cut_runs(&[(1, 1), (2, 4)], &["training.dtype=bf16"]);
+    let keys =
+        ["training.dtype=f16", "training.loss_scale_initial=64", "training.loss_scale_growth_interval=4"];
+    // The cut after step 10 is half way from one growth to the next.
+    let scales: Vec<_> =
+        check_cut_runs(&[(1, 2), (4, 1)], &keys)[..14].iter().map(|step| step.loss_scale.unwrap()).collect();
+    assert_eq!(scales, [64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 256, 256, 512, 512]);
+}
+
+#[test]
+fn skipped_steps_survive_the_cut() {
+    let keys = [
+        "training.dtype=f16",
+        "training.reduce_dtype=f16",
+        "training.loss_scale_initial=131072",
+        "training.loss_scale_growth_interval=1",
+    ];
+    let steps = check_cut_runs(&[(2, 2)], &keys);
+    let skipped: Vec<u64> = steps.iter().map(|step| step.skipped_steps.unwrap()).collect();
+    assert!(skipped[0] == 1 && (2..10).contains(&skipped[9]), "{skipped:?}");
+    assert!(skipped[19] > skipped[9], "it grew until gradients overflowed again: {skipped:?}");
+    let is_skipped = |step: &StepBits| !f64::from_bits(step.grad_norm).is_finite();
+    assert_eq!(steps.iter().filter(|step| is_skipped(step)).count() as u64, skipped[19]);
+}
+
+#[test]
+fn f16_goes_on_from_bf16_with_its_own_scale() {
+    let folder = tempfile::tempdir().unwrap();
+    train(&job(folder.path(), "run", 1, 5, &["training.dtype=bf16"]));
+    let rest = train(&job(folder.path(), "run", 1, 10, &["training.dtype=f16"])).0;
+    assert_eq!((rest[0].step, rest[0].loss_scale), (6, Some(65_536)));
 }
 
 #[test]
@@ -135,5 +195,5 @@ fn a_fork_within_one_folder_is_refused() {
     assert!(error.to_string().contains("going on after step 5"), "{error}");
     // In a folder of its own the branch is welcome.
     let branch = train(&job(folder.path(), "branch", 1, 10, &[&resume]));
-    assert_eq!(branch.0.first().unwrap().0, 6);
+    assert_eq!(branch.0[0].step, 6);
 }

@@ -13,8 +13,14 @@ static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 #[test]
 fn steps_allocate_nothing() {
+    let f16 = ["training.dtype=f16", "training.reduce_dtype=bf16", "training.loss_scale_initial=256"];
+    check(&[]);
+    check(&f16);
+}
+
+fn check(keys: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
-    let config = job(folder.path(), "run", 2, 1000, &["training.threads=2"]);
+    let config = job(folder.path(), "run", 2, 1000, &[&["training.threads=2"], keys].concat());
     let everyone = Barrier::new(2);
     run_ranks(2, |group| {
         let mut observer = Silent;
@@ -37,6 +43,6 @@ fn steps_allocate_nothing() {
         everyone.wait();
         let made = ALLOCATOR.num_allocations() - before;
         everyone.wait();
-        assert_eq!(made, 0, "20 steps of 2 ranks allocated {made} times");
+        assert_eq!(made, 0, "20 steps of 2 ranks allocated {made} times: {keys:?}");
     });
 }

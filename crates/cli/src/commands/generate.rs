@@ -54,7 +54,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if !(args.top_p > 0.0 && args.top_p <= 1.0) {
         bail!("--top-p is {}; it must be above 0 and at most 1", args.top_p);
     }
-    let device = Device::cpu(DeviceOptions { num_threads: args.threads })?;
+    let device = Device::cpu(DeviceOptions { num_threads: args.threads, ..DeviceOptions::default() })?;
     let LoadedModel { model, parameters, notices } = load_model(&args.path, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;

@@ -34,7 +34,7 @@ pub fn executor(
     accumulation: usize,
     options: ExecutorOptions,
 ) -> Executor {
-    let device = Device::cpu(DeviceOptions { num_threads }).unwrap();
+    let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
     let model = Model::new(config.clone(), &device).unwrap();
     let parameters = model.initial_parameters(&device, 1).unwrap();
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });

@@ -7,4 +7,5 @@ pub use cpu::attention::AttentionShape;
 pub(crate) use cpu::attention::{CacheSpan, Rotary};
 pub(crate) use cpu::matmul::MatmulEpilogue;
 pub use cpu::optimizer::{AdamWStep, MomentumStep};
+pub use cpu::peak::{Traffic, Unit};
 pub use cpu::simd::CpuFeatures;

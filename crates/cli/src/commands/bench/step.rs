@@ -209,7 +209,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
         0 => trireme_train::share_of_cores(world_size),
         threads => threads,
     };
-    let device = Device::cpu(DeviceOptions { num_threads })?;
+    let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() })?;
     let group = if args.independent { Arc::new(single()) } else { Arc::clone(&world) };
     let mut executor = build(args, group, &device)?;
     let tokens = Tokens::open(args, executor.model().config().vocab_size)?;

@@ -13,6 +13,7 @@ pub(crate) mod embedding;
 pub(crate) mod matmul;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
+pub(crate) mod peak;
 pub(crate) mod reduce;
 pub(crate) mod simd;
 pub(crate) mod threads;

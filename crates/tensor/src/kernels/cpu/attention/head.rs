@@ -9,7 +9,29 @@ use crate::kernels::cpu::simd::{exp, for_each_simd_level, max_of, sum_map, sum_z
 pub(super) const QUERY_BLOCK: usize = 64;
 const KEY_BLOCK: usize = 256;
 
-type Scores<T> = [T; QUERY_BLOCK * KEY_BLOCK];
+/// Scores of a block.
+const NUM_SCORES: usize = QUERY_BLOCK * KEY_BLOCK;
+
+/// Blocks of scores of a thread.
+pub(super) struct Scratch<'a, T> {
+    scores: &'a mut [f32],
+    weights: &'a mut [T],
+    d_weights: &'a mut [f32],
+    d_scores: &'a mut [T],
+}
+
+impl<'a, T: Element> Scratch<'a, T> {
+    /// f32 elements of its memory; forward needs the first half.
+    pub(super) const LEN: usize = 4 * NUM_SCORES;
+
+    pub(super) fn new(memory: &'a mut [f32]) -> Self {
+        let mut blocks = memory.chunks_mut(NUM_SCORES);
+        let mut block = || blocks.next().unwrap_or_default();
+        let (scores, weights, d_weights, d_scores) = (block(), block(), block(), block());
+        let (weights, d_scores) = (bytemuck::cast_slice_mut(weights), bytemuck::cast_slice_mut(d_scores));
+        Scratch { scores, weights, d_weights, d_scores }
+    }
+}
 
 for_each_simd_level! {
     /// Turns one row of raw scores into `weights`; returns the new maximum, the factor for what was summed
@@ -103,19 +125,18 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
+        scratch: &mut Scratch<'_, T>,
         out: &mut [f32],
         log_sums: &mut [f32],
     ) {
         let num_queries = log_sums.len();
         let micro = Micro::new(cpu.features, T::PRECISION);
         let mut workspace = Workspace::new();
-        let mut scores: Scores<f32> = [0.0; QUERY_BLOCK * KEY_BLOCK];
-        let mut weights: Scores<T> = [T::zeroed(); QUERY_BLOCK * KEY_BLOCK];
         let mut maxima = [f32::NEG_INFINITY; QUERY_BLOCK];
         let mut sums = [0.0_f32; QUERY_BLOCK];
         for pair in self.key_blocks(first_query, num_queries) {
             let len = num_queries * pair.num_keys;
-            let (scores, weights) = (&mut scores[..len], &mut weights[..len]);
+            let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
             self.scores(micro, &mut workspace, pair, scores);
             let rows = scores.chunks_exact_mut(pair.num_keys).zip(weights.chunks_exact_mut(pair.num_keys));
             for (row, (scores, weights)) in rows.enumerate() {
@@ -151,16 +172,13 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
+        scratch: &mut Scratch<'_, T>,
         output: OutputRows<'_, T>,
         grads: &mut HeadGrads<'_>,
     ) {
         let (num_queries, dim) = (output.log_sums.len(), self.head_dim);
         let micro = Micro::new(cpu.features, T::PRECISION);
         let mut workspace = Workspace::new();
-        let mut scores: Scores<f32> = [0.0; QUERY_BLOCK * KEY_BLOCK];
-        let mut d_weights: Scores<f32> = [0.0; QUERY_BLOCK * KEY_BLOCK];
-        let mut weights: Scores<T> = [T::zeroed(); QUERY_BLOCK * KEY_BLOCK];
-        let mut d_scores: Scores<T> = [T::zeroed(); QUERY_BLOCK * KEY_BLOCK];
         let mut deltas = [0.0_f32; QUERY_BLOCK];
         for (row, delta) in deltas.iter_mut().enumerate().take(num_queries) {
             let start = row * output.cols;
@@ -171,24 +189,25 @@ impl Head<'_> {
         for pair in self.key_blocks(first_query, num_queries) {
             let BlockPair { first_key, num_keys, .. } = pair;
             let len = num_queries * num_keys;
-            let (scores, d_weights) = (&mut scores[..len], &mut d_weights[..len]);
+            let (scores, d_weights) = (&mut scratch.scores[..len], &mut scratch.d_weights[..len]);
+            let (weights, d_scores) = (&mut scratch.weights[..len], &mut scratch.d_scores[..len]);
             self.scores(micro, &mut workspace, pair, scores);
             let size = Product { rows: num_queries, cols: num_keys, inner: dim };
             let values = self.values.from(first_key, 0).transposed();
             Tile::whole(d_weights, size).multiply(micro, &mut workspace, (dy, values), false);
-            for row in 0..num_queries {
+            for (row, &delta) in deltas.iter().enumerate().take(num_queries) {
                 let range = row * num_keys..(row + 1) * num_keys;
                 backward_row(
                     cpu.features,
                     &scores[range.clone()],
                     &d_weights[range.clone()],
                     self.num_visible(pair, row),
-                    RowFacts { log_sum: output.log_sums[row], delta: deltas[row], scale: self.scale },
+                    RowFacts { log_sum: output.log_sums[row], delta, scale: self.scale },
                     &mut weights[range.clone()],
                     &mut d_scores[range],
                 );
             }
-            let (weights, d_scores) = (block(&weights, num_keys), block(&d_scores, num_keys));
+            let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
             let to_keys = Product { rows: num_keys, cols: dim, inner: num_queries };
             let rows = first_key * dim..(first_key + num_keys) * dim;
             Tile::whole(&mut grads.values[rows.clone()], to_keys).multiply(

@@ -10,7 +10,7 @@ use super::element::Element;
 use super::matmul::Matrix;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
-use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK};
+use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
 
 /// Sizes of an attention operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,11 +134,10 @@ impl Cpu {
         });
     }
 
-    /// f32 elements of scratch memory that attention needs: forward a block of outputs for each thread, backward also the sums
-    /// of a key-value head's gradients.
+    /// f32 elements of scratch memory that attention needs: for each thread blocks of scores, a block of outputs, and in backward
+    /// the sums of a key-value head's gradients.
     pub(crate) fn attention_scratch(&self, shape: AttentionShape, backward: bool) -> usize {
-        let rows = QUERY_BLOCK + if backward { 2 * shape.seq_len } else { 0 };
-        self.threads.num_threads() * rows * shape.head_dim
+        self.threads.num_threads() * scratch_len(shape, backward)
     }
 
     /// Causal attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
@@ -211,7 +210,7 @@ impl Cpu {
         head_of: &(dyn Fn(usize, usize) -> Head<'a> + Sync),
     ) {
         let blocks = shape.seq_len.div_ceil(QUERY_BLOCK);
-        let (out_cols, dim) = (shape.output_cols(), shape.head_dim);
+        let (out_cols, dim, scratch_len) = (shape.output_cols(), shape.head_dim, scratch_len(shape, false));
         let (y, log_sums, scratch) =
             (SharedSlice::new(y), SharedSlice::new(log_sums), SharedSlice::new(scratch));
         self.threads.run_on_threads(shape.batch * shape.num_heads * blocks, &|thread, task| {
@@ -220,11 +219,13 @@ impl Cpu {
             let num_queries = QUERY_BLOCK.min(shape.seq_len - first);
             let start = (sequence * shape.seq_len + first) * out_cols + head * dim;
             // SAFETY: this task alone has these rows of this head, and this thread its part of the scratch memory.
-            let (log_sums, sums) = unsafe {
+            let (log_sums, scratch) = unsafe {
                 let log_sums = log_sums.range(sequence_head * shape.seq_len + first, num_queries);
-                (log_sums, scratch.range(thread * QUERY_BLOCK * dim, num_queries * dim))
+                (log_sums, scratch.range(thread * scratch_len, scratch_len))
             };
-            head_of(sequence, head).forward::<T>(self, first, sums, log_sums);
+            let (sums, blocks) = scratch.split_at_mut(QUERY_BLOCK * dim);
+            let sums = &mut sums[..num_queries * dim];
+            head_of(sequence, head).forward::<T>(self, first, &mut Scratch::new(blocks), sums, log_sums);
             // SAFETY: as above.
             unsafe { self.put_rows(sums, &y, (start, out_cols), dim) };
         });
@@ -261,12 +262,14 @@ impl Cpu {
         assert!(qkv.len() == d_qkv.len() && y.len() == dy.len() && y.len() == shape.rows() * out_cols);
         let rows = Matrix::row_major(T::floats(qkv), cols, false);
         let (d_qkv, scratch) = (SharedSlice::new(d_qkv), SharedSlice::new(scratch));
-        let scratch_len = (QUERY_BLOCK + 2 * seq_len) * dim;
+        let scratch_len = scratch_len(shape, true);
         self.threads.run_on_threads(shape.batch * shape.num_kv_heads, &|thread, task| {
             let (sequence, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
             let first = sequence * seq_len;
             // SAFETY: each thread has its own part.
             let sums = unsafe { scratch.range(thread * scratch_len, scratch_len) };
+            let (sums, blocks) = sums.split_at_mut((QUERY_BLOCK + 2 * seq_len) * dim);
+            let mut blocks = Scratch::new(blocks);
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
             keys_values.fill(0.0);
             let (keys, values) = keys_values.split_at_mut(seq_len * dim);
@@ -291,7 +294,7 @@ impl Cpu {
                         cols: out_cols,
                         log_sums: &log_sums[saved..saved + num_queries],
                     };
-                    parts.backward(self, query, output, &mut grads);
+                    parts.backward(self, query, &mut blocks, output, &mut grads);
                     let place = ((first + query) * cols + head * dim, cols);
                     // SAFETY: this task alone has the query heads of its key-value head in this sequence.
                     unsafe { self.put_rows(&grads.queries[..num_queries * dim], &d_qkv, place, dim) };
@@ -303,6 +306,14 @@ impl Cpu {
                 self.put_rows(grads.values, &d_qkv, (first * cols + shape.value_col(kv_head), cols), dim);
             }
         });
+    }
+}
+
+/// f32 elements of scratch memory of one thread.
+fn scratch_len(shape: AttentionShape, backward: bool) -> usize {
+    match backward {
+        false => Scratch::<f32>::LEN / 2 + QUERY_BLOCK * shape.head_dim,
+        true => Scratch::<f32>::LEN + (QUERY_BLOCK + 2 * shape.seq_len) * shape.head_dim,
     }
 }
 

@@ -42,7 +42,7 @@ pub(crate) fn detect() -> bool {
 }
 
 #[allow(unused_unsafe)] // CPUID is safe in compilers later than the oldest that this crate takes.
-fn machine_has_tiles() -> bool {
+pub(crate) fn machine_has_tiles() -> bool {
     const OSXSAVE: u32 = 1 << 27;
     const AMX_TILE_AND_BF16: u32 = 1 << 24 | 1 << 22;
     const TILE_CONFIG_AND_DATA: u64 = 1 << 17 | 1 << 18;
@@ -103,7 +103,7 @@ static LAYOUT: Layout = Layout {
 ///
 /// One at a time a thread: dropping one releases the tiles. While they are configured, the system saves and
 /// restores them whenever it switches threads, so a kernel holds this no longer than it multiplies.
-pub(super) struct TileConfig {
+pub(crate) struct TileConfig {
     of_this_thread: PhantomData<*const ()>,
 }
 
@@ -112,7 +112,7 @@ impl TileConfig {
     ///
     /// # Safety
     /// The process may execute AMX instructions: [`detect`] has said so, or a test emulates them.
-    pub(super) unsafe fn load() -> Self {
+    pub(crate) unsafe fn load() -> Self {
         // SAFETY: the caller's promise; the layout is valid.
         unsafe { asm!("ldtilecfg [{}]", in(reg) &LAYOUT, options(nostack, readonly, preserves_flags)) };
         TileConfig { of_this_thread: PhantomData }

@@ -103,9 +103,15 @@ impl Micro {
         (first, len.min(inner.saturating_sub(first)))
     }
 
-    /// Whether the left factor can be read where it lies for that many rows.
+    /// Whether a call takes that many rows.
     pub(super) fn takes_rows(&self, rows: usize) -> bool {
         !self.row_major || rows == self.rows
+    }
+
+    /// Whether rows of a left factor, `row_bytes` apart, are best read where they lie. Tiles are read by whole rows: each is
+    /// one cache line if they are aligned, and if they lie far enough from each other's places in the first-level cache.
+    pub(super) fn reads_rows(&self, row_bytes: usize) -> bool {
+        !self.row_major || (row_bytes.is_multiple_of(64) && !row_bytes.is_multiple_of(2048))
     }
 
     /// To be held by a thread while it calls [`Micro::run`].
@@ -240,7 +246,7 @@ register_kernel!(
     avx512_bf16, "avx512f,avx512bf16", 16,
     _mm512_setzero_ps, _mm512_loadu_ps, _mm512_set1_ps, _mm512_add_ps, _mm512_storeu_ps,
     |a, b, sum| {
-        // Registers of words are loaded as f32, whose bits loads leave alone.
+        // SAFETY: both are 512 bits; words were loaded as f32, whose bits loads leave alone.
         let pairs = |words| unsafe { std::mem::transmute::<__m512, __m512bh>(words) };
         _mm512_dpbf16_ps(sum, pairs(a), pairs(b))
     }

@@ -13,6 +13,8 @@
 pub(crate) mod amx;
 mod kernel;
 mod pack;
+#[cfg(target_arch = "x86_64")]
+mod pairs;
 mod tile;
 mod words;
 
@@ -85,9 +87,10 @@ pub(crate) struct Product {
 
 impl Cpu {
     /// 32-bit words of scratch memory that [`Cpu::matmul`] needs.
-    pub(crate) fn matmul_scratch(&self, precision: Precision, size: Product) -> usize {
+    pub(crate) fn matmul_scratch(&self, precision: Precision, size: Product, left: Matrix<'_>) -> usize {
         let micro = Micro::new(self.features, precision);
-        micro.padded_words(size.inner) * size.cols.min(GROUP_COLS).next_multiple_of(micro.cols)
+        let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };
+        left + PackedRight::num_words(micro, size)
     }
 
     /// `out = left right + epilogue`, `out` row-major and contiguous; factors are rounded to `precision` as they are packed.
@@ -112,11 +115,11 @@ impl Cpu {
         match out {
             FloatsMut::F32(out) => {
                 let out = SharedSlice::new(out);
-                self.for_tiles(precision, size, right, scratch, |at| {
+                self.for_tiles(precision, size, (left, right), scratch, |at| {
                     // SAFETY: tiles do not overlap, and this task alone has this one.
                     let tile = unsafe { Tile::new(&out, at.row * cols + at.col, cols, at.size) };
                     let epilogue = epilogue.from(at.row, at.col, cols);
-                    tile.multiply_packed(at.right, at.right_col, left.from(at.row, 0), epilogue.accumulate);
+                    tile.multiply_packed(at.left, (at.right, at.right_col), epilogue.accumulate);
                     tile.finish(at.right.micro, &epilogue);
                 });
             }
@@ -140,26 +143,28 @@ impl Cpu {
     ) {
         let cols = size.cols;
         let out = SharedSlice::new(out);
-        self.for_tiles(precision, size, right, scratch, |at| {
+        self.for_tiles(precision, size, (left, right), scratch, |at| {
             let (place, epilogue) = ((at.row * cols + at.col, cols), epilogue.from(at.row, at.col, cols));
             let right = (at.right, at.right_col);
             // SAFETY: tiles do not overlap, and this task alone has this one.
-            unsafe { rounded_tile(&out, place, at.size, right, left.from(at.row, 0), &epilogue) };
+            unsafe { rounded_tile(&out, place, at.size, right, at.left, &epilogue) };
         });
     }
 
-    /// Packs `right`, and runs `task` for each tile of the result.
+    /// Packs the factors, and runs `task` for each tile of the result.
     fn for_tiles(
         &self,
         precision: Precision,
         size: Product,
-        right: Matrix<'_>,
+        (left, right): (Matrix<'_>, Matrix<'_>),
         scratch: &mut [u32],
         task: impl Fn(TileTask<'_>) + Sync,
     ) {
         let Product { rows, cols, inner } = size;
         let micro = Micro::new(self.features, precision);
         assert!(right.covers(inner, cols), "{right:?} {size:?}");
+        let (scratch, left_words) = scratch.split_at_mut(PackedRight::num_words(micro, size));
+        let packed = packs_left(micro, size, left).then(|| self.pack_left(micro, size, left, left_words));
         for first_col in (0..cols).step_by(GROUP_COLS) {
             let group_cols = GROUP_COLS.min(cols - first_col);
             let panels = PackedRight {
@@ -176,9 +181,37 @@ impl Cpu {
                     cols: TILE_COLS.min(group_cols - right_col),
                     inner,
                 };
-                task(TileTask { row, col: first_col + right_col, size, right: &panels, right_col });
+                let left = match &packed {
+                    Some(packed) => LeftFactor::Packed(packed, row),
+                    None => LeftFactor::InMemory(left.from(row, 0)),
+                };
+                task(TileTask { row, col: first_col + right_col, size, left, right: &panels, right_col });
             });
         }
+    }
+
+    fn pack_left<'a>(
+        &self,
+        micro: Micro,
+        size: Product,
+        left: Matrix<'_>,
+        words: &'a mut [u32],
+    ) -> PackedLeft<'a> {
+        let by_rows = pack::by_rows(micro, left);
+        let panels = PackedLeft { micro, size, by_rows, data: SharedSlice::new(words) };
+        self.threads.run(size.rows.div_ceil(micro.rows), &|panel| {
+            let row = panel * micro.rows;
+            let lines = micro.rows.min(size.rows - row);
+            for (block, (first, len)) in micro.inner_blocks(size.inner).enumerate() {
+                let (first_term, num_terms) = micro.terms(first, len, size.inner);
+                let (offset, words) = panels.place(row, (block, first, len));
+                // SAFETY: panels do not overlap, and this task alone has this one.
+                let out = unsafe { panels.data.range(offset, words) };
+                let span = Span { inner: num_terms, lines, len };
+                pack::pack_left_panel(micro, left.from(row, first_term), span, out);
+            }
+        });
+        panels
     }
 
     fn pack_right(&self, panels: &PackedRight<'_>, right: Matrix<'_>) {
@@ -203,6 +236,7 @@ struct TileTask<'a> {
     row: usize,
     col: usize,
     size: Product,
+    left: LeftFactor<'a>,
     right: &'a PackedRight<'a>,
     /// Column of the panels at which the tile begins.
     right_col: usize,
@@ -215,7 +249,50 @@ struct PackedRight<'a> {
     data: SharedSlice<'a, u32>,
 }
 
+/// Whether a left factor is packed once for all tiles: if it cannot be read where it lies, and several tiles read the same
+/// rows.
+fn packs_left(micro: Micro, size: Product, left: Matrix<'_>) -> bool {
+    size.cols > TILE_COLS && !pack::can_stay(micro, left, size.inner)
+}
+
+/// A left factor in panels: for each panel of rows, for each block of the inner dim, what the micro-kernel reads.
+struct PackedLeft<'a> {
+    micro: Micro,
+    size: Product,
+    by_rows: bool,
+    data: SharedSlice<'a, u32>,
+}
+
+impl PackedLeft<'_> {
+    fn num_words(micro: Micro, size: Product) -> usize {
+        size.rows.div_ceil(micro.rows) * Self::panel_words(micro, size.inner)
+    }
+
+    fn panel_words(micro: Micro, inner: usize) -> usize {
+        micro.inner_blocks(inner).map(|(_, len)| pack::left_words(micro, len)).sum()
+    }
+
+    /// Offset and length of the panel that begins at `row` in the `block`th block, the words `first..first + len`.
+    fn place(&self, row: usize, (block, first, len): (usize, usize, usize)) -> (usize, usize) {
+        let panel = row / self.micro.rows * Self::panel_words(self.micro, self.size.inner);
+        (panel + first * self.micro.rows + block * pack::SLACK, pack::left_words(self.micro, len))
+    }
+}
+
+/// Rows of a left factor from a tile's first on.
+#[derive(Clone, Copy)]
+enum LeftFactor<'a> {
+    InMemory(Matrix<'a>),
+    /// Packed, from this row on.
+    Packed(&'a PackedLeft<'a>, usize),
+}
+
 impl PackedRight<'_> {
+    /// Words of the widest group.
+    fn num_words(micro: Micro, size: Product) -> usize {
+        micro.padded_words(size.inner) * size.cols.min(GROUP_COLS).next_multiple_of(micro.cols)
+    }
+
     /// Where the panel that begins at column `col` lies in the block of words `first..first + len`.
     fn offset(&self, first: usize, len: usize, col: usize) -> usize {
         first * self.size.cols.next_multiple_of(self.micro.cols) + len * col

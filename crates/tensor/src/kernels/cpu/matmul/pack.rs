@@ -2,16 +2,18 @@
 
 use super::Matrix;
 use super::kernel::{INNER_BLOCK, Left, Micro, ROWS_MAX};
+#[cfg(target_arch = "x86_64")]
+use super::pairs;
 use super::words::{Bf16PairWord, F32Word, RoundedBf16Word, RoundedF16Word, Word, WordKind, across, along};
 use crate::kernels::cpu::element::{Element, Floats, with_floats};
 use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
 use std::mem::MaybeUninit;
 
 /// Words on a side of the blocks that are transposed at a time.
-const SIDE: usize = 16;
+pub(super) const SIDE: usize = 16;
 
 /// Words that may be written beyond the end of a left panel.
-const SLACK: usize = SIDE;
+pub(super) const SLACK: usize = SIDE;
 
 /// Memory for a panel of a left factor.
 pub(super) type LeftBuffer = StackWords<{ INNER_BLOCK * ROWS_MAX + SLACK }>;
@@ -171,6 +173,12 @@ fn in_place(kind: WordKind, values: Floats<'_>) -> bool {
 pub(super) fn right_panel(micro: Micro, right: Matrix<'_>, span: Span, out: &mut [u32]) {
     let (features, width) = (micro.features, micro.cols);
     assert!(span.lines <= width && out.len() == span.len * width && right.covers(span.inner, span.lines));
+    #[cfg(target_arch = "x86_64")]
+    if let (WordKind::Bf16Pair, Floats::F32(source)) = (micro.words, right.values) {
+        // SAFETY: words of pairs are for machines with AVX512-BF16.
+        unsafe { pairs::right_panel(source, (right.row_stride, right.col_stride), span, width, out) };
+        return;
+    }
     let in_place = in_place(micro.words, right.values);
     with_word!(micro.words => |W| with_floats!(right.values => |source| {
         if right.col_stride == 1 {
@@ -182,6 +190,25 @@ pub(super) fn right_panel(micro: Micro, right: Matrix<'_>, span: Span, out: &mut
     }));
 }
 
+/// Words of a packed panel of a left factor.
+pub(super) fn left_words(micro: Micro, len: usize) -> usize {
+    micro.rows * len + SLACK
+}
+
+/// Whether whole panels of a left factor are read where they lie.
+pub(super) fn can_stay(micro: Micro, left: Matrix<'_>, inner: usize) -> bool {
+    let row_bytes = left.row_stride * size_of::<u32>() / micro.words.num_terms();
+    left.col_stride == 1
+        && in_place(micro.words, left.values)
+        && inner == micro.padded_words(inner) * micro.words.num_terms()
+        && micro.reads_rows(row_bytes)
+}
+
+/// Whether packed panels have rows of words, or columns.
+pub(super) fn by_rows(micro: Micro, left: Matrix<'_>) -> bool {
+    micro.row_major || left.col_stride == 1
+}
+
 /// A panel of the left factor as the micro-kernel reads it: where it lies, or in `buffer`.
 pub(super) fn left_panel<'a>(
     micro: Micro,
@@ -189,29 +216,40 @@ pub(super) fn left_panel<'a>(
     span: Span,
     buffer: &'a mut LeftBuffer,
 ) -> Left<'a> {
+    if can_stay(micro, left, span.inner) && micro.takes_rows(span.lines) {
+        let num_terms = micro.words.num_terms();
+        assert!(left.covers(span.lines, span.inner) && span.inner == span.len * num_terms);
+        return with_floats!(left.values => |source| Left::new(source, left.row_stride, 1, num_terms));
+    }
+    let out = buffer.get(left_words(micro, span.len));
+    pack_left_panel(micro, left, span, out);
+    packed_left(micro, by_rows(micro, left), span.len, out)
+}
+
+/// Packs a panel of the left factor into [`left_words`].
+pub(super) fn pack_left_panel(micro: Micro, left: Matrix<'_>, span: Span, out: &mut [u32]) {
     let features = micro.features;
     assert!(span.lines <= micro.rows && left.covers(span.lines, span.inner));
-    let is_whole = span.inner == span.len * micro.words.num_terms();
-    if left.col_stride == 1 {
-        if in_place(micro.words, left.values) && is_whole && micro.takes_rows(span.lines) {
-            return with_floats!(left.values => |source| Left::new(source, left.row_stride, 1, micro.words.num_terms()));
-        }
-        let out = buffer.get(micro.rows * span.len);
-        with_word!(micro.words => |W| with_floats!(left.values => |source| {
-            along_panel::<W, _>(features, source, left.row_stride, span, out);
-        }));
-        return Left::new(out, span.len, 1, 1);
-    }
-    assert_eq!(left.row_stride, 1, "a factor is row-major or transposed");
-    let out = buffer.get(micro.rows * span.len + SLACK);
+    assert_eq!(out.len(), left_words(micro, span.len));
+    let whole = micro.rows * span.len;
     with_word!(micro.words => |W| with_floats!(left.values => |source| {
-        if micro.row_major {
-            across_panel_transposed::<W, _>(features, features, source, left.col_stride, span, out);
-            return Left::new(out, span.len, 1, 1);
+        if left.col_stride == 1 {
+            along_panel::<W, _>(features, source, left.row_stride, span, &mut out[..whole]);
+        } else {
+            assert_eq!(left.row_stride, 1, "a factor is row-major or transposed");
+            if micro.row_major {
+                across_panel_transposed::<W, _>(features, features, source, left.col_stride, span, out);
+            } else {
+                across_narrow_panel::<W, _>(features, source, left.col_stride, span, micro.rows, out);
+            }
         }
-        across_narrow_panel::<W, _>(features, source, left.col_stride, span, micro.rows, out);
     }));
-    Left::new(out, 1, micro.rows, 1)
+}
+
+/// A packed panel of `len` words a row, to be read.
+pub(super) fn packed_left(micro: Micro, by_rows: bool, len: usize, words: &[u32]) -> Left<'_> {
+    assert_eq!(words.len(), left_words(micro, len));
+    if by_rows { Left::new(words, len, 1, 1) } else { Left::new(words, 1, micro.rows, 1) }
 }
 
 /// Transposes sixteen lines of sixteen words, `row_bytes` apart, to rows of `out` that are `width` words apart.
@@ -244,7 +282,7 @@ unsafe fn transpose(level: CpuFeatures, source: *const u8, row_bytes: usize, out
 /// The machine has AVX-512F; sixteen lines of sixteen words, `row_bytes` apart, can be read at `source`.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx512f")]
-unsafe fn transpose_16x16(source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
+pub(super) unsafe fn transpose_16x16(source: *const u8, row_bytes: usize, out: &mut [u32], width: usize) {
     use std::arch::x86_64::*;
     assert!(out.len() >= 15 * width + 16);
     // `quads[g][c]` lane `l` holds rows `4g..4g + 4` of column `4l + c`.

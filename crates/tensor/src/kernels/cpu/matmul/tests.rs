@@ -70,7 +70,7 @@ fn run<T: Element>(
     epilogue: MatmulEpilogue<'_>,
 ) {
     let cpu = Cpu { threads: ThreadPool::new(threads).unwrap(), features };
-    let mut scratch = vec![u32::MAX; cpu.matmul_scratch(precision, size)];
+    let mut scratch = vec![u32::MAX; cpu.matmul_scratch(precision, size, factors.0)];
     let out = match T::DTYPE {
         DType::F32 => FloatsMut::F32(bytemuck::cast_slice_mut(out)),
         DType::Bf16 => FloatsMut::Bf16(bytemuck::cast_slice_mut(out)),

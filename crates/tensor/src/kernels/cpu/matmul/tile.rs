@@ -2,7 +2,7 @@
 
 use super::kernel::{COLS_MAX, INNER_BLOCK, Micro, MicroTile};
 use super::pack::{self, LeftBuffer, Span, StackWords};
-use super::{Matrix, PackedRight, Product};
+use super::{LeftFactor, Matrix, PackedRight, Product};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::simd::for_each_simd_level;
@@ -145,9 +145,8 @@ impl Tile {
     /// As [`Tile::multiply`] with a packed right factor, from its column `right_col` on.
     pub(super) fn multiply_packed(
         &self,
-        right: &PackedRight<'_>,
-        right_col: usize,
-        left: Matrix<'_>,
+        left: LeftFactor<'_>,
+        (right, right_col): (&PackedRight<'_>, usize),
         accumulate: bool,
     ) {
         let Product { rows, cols, inner } = self.size;
@@ -157,12 +156,22 @@ impl Tile {
         }
         let _session = micro.begin();
         let mut buffer = LeftBuffer::new();
-        for (first, len) in micro.inner_blocks(inner) {
+        for (block, (first, len)) in micro.inner_blocks(inner).enumerate() {
             let (first_term, num_terms) = micro.terms(first, len, inner);
             for row in (0..rows).step_by(micro.rows) {
                 let panel_rows = micro.rows.min(rows - row);
                 let span = Span { inner: num_terms, lines: panel_rows, len };
-                let left = pack::left_panel(micro, left.from(row, first_term), span, &mut buffer);
+                let left = match left {
+                    LeftFactor::InMemory(left) => {
+                        pack::left_panel(micro, left.from(row, first_term), span, &mut buffer)
+                    }
+                    LeftFactor::Packed(panels, first_row) => {
+                        let (offset, words) = panels.place(first_row + row, (block, first, len));
+                        // SAFETY: packing has ended, and no one writes to the panels.
+                        let words = unsafe { panels.data.range(offset, words) };
+                        pack::packed_left(micro, panels.by_rows, len, words)
+                    }
+                };
                 for col in (0..cols).step_by(micro.cols) {
                     let offset = right.offset(first, len, right_col + col);
                     // SAFETY: packing has ended, and no one writes to the panels.
@@ -207,20 +216,20 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     out: &SharedSlice<'_, T>,
     (offset, row_stride): (usize, usize),
     size: Product,
-    (right, right_col): (&PackedRight<'_>, usize),
-    left: Matrix<'_>,
+    right: (&PackedRight<'_>, usize),
+    left: LeftFactor<'_>,
     epilogue: &TileEpilogue<'_>,
 ) {
     assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * TILE_COLS];
     assert!(size.rows * size.cols <= sums.len() && !epilogue.accumulate);
     let tile = Tile { start: sums.as_mut_ptr().cast(), row_stride: size.cols, size };
-    tile.multiply_packed(right, right_col, left, false);
+    tile.multiply_packed(left, right, false);
     for row in 0..size.rows {
         // SAFETY: in bounds by the assertion; the caller has the rectangle.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };
         let (bias, residual) = (epilogue.bias(size.cols), epilogue.residual(row, size.cols));
-        put_row(right.micro.features, tile.row(row), bias, residual, out);
+        put_row(right.0.micro.features, tile.row(row), bias, residual, out);
     }
 }
 

@@ -1,0 +1,119 @@
+//! Panels of bf16 pairs from f32, with the instructions that round: weights and residual gradients come this way in every
+//! product.
+
+use super::pack::{SIDE, Span, transpose_16x16};
+use std::arch::x86_64::*;
+
+/// As [`super::pack::right_panel`], from f32. Subnormal values become zero, as in the product itself.
+///
+/// # Safety
+/// The machine has AVX-512 (F, BW, VL, DQ) and AVX512-BF16.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")]
+pub(super) unsafe fn right_panel(
+    source: &[f32],
+    (row_stride, col_stride): (usize, usize),
+    span: Span,
+    width: usize,
+    out: &mut [u32],
+) {
+    assert!(out.len() == span.len * width && width.is_multiple_of(SIDE));
+    if col_stride == 1 {
+        across(source, row_stride, span, width, out);
+    } else {
+        along(source, col_stride, span, width, out);
+    }
+}
+
+/// Rows and words that are asked for ahead of their use: rows lie too far apart for the processor to guess the next one.
+const ROWS_AHEAD: usize = 16;
+const TERMS_AHEAD: usize = 64;
+
+/// Asks for the cache line of an element, if there is one.
+#[inline]
+fn prefetch(source: &[f32], index: usize) {
+    // SAFETY: a prefetch of any address changes nothing.
+    unsafe { _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(index).cast()) };
+}
+
+/// Lanes of the block that begins at `first` of `num`.
+fn mask(first: usize, num: usize) -> __mmask16 {
+    let lanes = num.saturating_sub(first).min(SIDE) as u32;
+    ((1_u32 << lanes) - 1) as __mmask16
+}
+
+/// Elements of the lines from `first` on, zero where the mask is not set.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn load(source: &[f32], first: usize, mask: __mmask16) -> __m512 {
+    let lanes = (__mmask16::BITS - mask.leading_zeros()) as usize;
+    assert!(lanes == 0 || first + lanes <= source.len());
+    // SAFETY: the lanes that are read lie in the source; a lane that the mask leaves out is not touched.
+    unsafe { _mm512_maskz_loadu_ps(mask, source.as_ptr().wrapping_add(first)) }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn store(out: &mut [u32], words: __m512i) {
+    // SAFETY: sixteen words.
+    unsafe { _mm512_storeu_si512(out[..SIDE].as_mut_ptr().cast(), words) };
+}
+
+/// The lines lie side by side: two rows make a row of words.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+    // Lane `l` of the first row goes to half-word `2l`, of the second to `2l + 1`.
+    let mut order = [0_u16; 2 * SIDE];
+    for (index, place) in order.iter_mut().enumerate() {
+        *place = (index / 2 + index % 2 * SIDE) as u16;
+    }
+    // SAFETY: 32 half-words.
+    let order = unsafe { _mm512_loadu_si512(order.as_ptr().cast()) };
+    for (word, out) in out.chunks_exact_mut(width).enumerate() {
+        for first in (0..width).step_by(SIDE) {
+            let row = |index: usize| {
+                let mask = if index < span.inner { mask(first, span.lines) } else { 0 };
+                prefetch(source, (index + ROWS_AHEAD) * stride + first);
+                load(source, index * stride + first, mask)
+            };
+            let halves = _mm512_cvtne2ps_pbh(row(2 * word + 1), row(2 * word));
+            // SAFETY: both are 512 bits.
+            let halves = unsafe { std::mem::transmute::<__m512bh, __m512i>(halves) };
+            store(&mut out[first..], _mm512_permutexvar_epi16(order, halves));
+        }
+    }
+}
+
+/// The lines follow each other: blocks of sixteen lines of sixteen words are transposed.
+#[target_feature(enable = "avx512f,avx512bw,avx512bf16")]
+fn along(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+    let mut block = [0_u32; SIDE * SIDE];
+    let mut columns = [0_u32; SIDE * SIDE];
+    for first_word in (0..span.len).step_by(SIDE) {
+        for first_line in (0..width).step_by(SIDE) {
+            for (line, words) in block.as_chunks_mut::<SIDE>().0.iter_mut().enumerate() {
+                let line = first_line + line;
+                let term = |first: usize| {
+                    let mask = if line < span.lines { mask(first, span.inner) } else { 0 };
+                    prefetch(source, line * stride + first + TERMS_AHEAD);
+                    load(source, line * stride + first, mask)
+                };
+                let halves = _mm512_cvtne2ps_pbh(term(2 * first_word + SIDE), term(2 * first_word));
+                // SAFETY: both are 512 bits.
+                store(words, unsafe { std::mem::transmute::<__m512bh, __m512i>(halves) });
+            }
+            let num_words = SIDE.min(span.len - first_word);
+            let (source, row_bytes) = (block.as_ptr().cast(), SIDE * size_of::<u32>());
+            if num_words == SIDE {
+                let out = &mut out[first_word * width + first_line..];
+                // SAFETY: the block has sixteen lines of sixteen words.
+                unsafe { transpose_16x16(source, row_bytes, out, width) };
+                continue;
+            }
+            // SAFETY: as above.
+            unsafe { transpose_16x16(source, row_bytes, &mut columns, SIDE) };
+            for (word, columns) in columns.as_chunks::<SIDE>().0.iter().enumerate().take(num_words) {
+                out[(first_word + word) * width + first_line..][..SIDE].copy_from_slice(columns);
+            }
+        }
+    }
+}

@@ -1,0 +1,286 @@
+//! What arithmetic units and memory do with no kernel around them: the bounds that kernels are compared with.
+
+use super::simd::{CpuFeatures, for_each_simd_level};
+use super::{Cpu, SharedSlice};
+use crate::precision::Precision;
+use std::fmt;
+
+/// Words of memory that one task of [`Cpu::stream`] goes through.
+const STREAM_BLOCK: usize = 16 * 1024;
+
+/// A unit of the processor that products of matrices run on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Unit {
+    /// A multiplication and an addition of f32 in the narrowest registers (128 bits on x86-64).
+    MulAdd128,
+    /// Fused multiply-adds of f32 in 256-bit registers (AVX2, FMA).
+    Fma256,
+    /// Fused multiply-adds of f32 in 512-bit registers (AVX-512).
+    Fma512,
+    /// Products of bf16 pairs in 512-bit registers (`vdpbf16ps`, AVX512-BF16).
+    DotBf16,
+    /// Products of tiles of bf16 (`tdpbf16ps`, AMX).
+    TileBf16,
+}
+
+impl Unit {
+    /// The unit that products of a precision run on at a SIMD level.
+    pub fn of(features: CpuFeatures, precision: Precision) -> Self {
+        match (features, precision) {
+            (CpuFeatures::Portable, _) => Unit::MulAdd128,
+            (CpuFeatures::Avx2, _) => Unit::Fma256,
+            (CpuFeatures::Avx512Bf16, Precision::Bf16) => Unit::DotBf16,
+            (CpuFeatures::AmxBf16, Precision::Bf16) => Unit::TileBf16,
+            (CpuFeatures::Avx512 | CpuFeatures::Avx512Bf16 | CpuFeatures::AmxBf16, _) => Unit::Fma512,
+        }
+    }
+
+    /// The lowest SIMD level that has the unit.
+    pub fn features(self) -> CpuFeatures {
+        match self {
+            Unit::MulAdd128 => CpuFeatures::Portable,
+            Unit::Fma256 => CpuFeatures::Avx2,
+            Unit::Fma512 => CpuFeatures::Avx512,
+            Unit::DotBf16 => CpuFeatures::Avx512Bf16,
+            Unit::TileBf16 => CpuFeatures::AmxBf16,
+        }
+    }
+
+    /// Floating-point operations in one round of [`run`].
+    fn operations(self) -> u64 {
+        match self {
+            Unit::MulAdd128 => 12 * 4 * 2,
+            Unit::Fma256 => 12 * 8 * 2,
+            Unit::Fma512 => 24 * 16 * 2,
+            Unit::DotBf16 => 24 * 16 * 4,
+            Unit::TileBf16 => 4 * 16 * 16 * 32 * 2,
+        }
+    }
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Unit::MulAdd128 => "mul+add 128",
+            Unit::Fma256 => "fma 256",
+            Unit::Fma512 => "fma 512",
+            Unit::DotBf16 => "vdpbf16ps",
+            Unit::TileBf16 => "tdpbf16ps",
+        })
+    }
+}
+
+/// Bytes of memory that a kernel goes through.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Traffic {
+    /// Read only.
+    pub read: usize,
+    /// Read, and written where they were read.
+    pub updated: usize,
+    /// Written only.
+    pub written: usize,
+}
+
+impl Traffic {
+    /// Bytes that memory holds of it.
+    pub fn extent(&self) -> usize {
+        self.read + self.updated + self.written
+    }
+
+    /// Bytes that move between memory and registers.
+    pub fn moved(&self) -> usize {
+        self.read + 2 * self.updated + self.written
+    }
+}
+
+impl Cpu {
+    /// Lets a unit do nothing but its operation, `rounds` times on each thread at once; returns how many floating-point
+    /// operations that were.
+    ///
+    /// # Panics
+    /// If the SIMD level has no such unit.
+    pub(crate) fn run_unit(&self, unit: Unit, rounds: u64) -> u64 {
+        assert!(self.features >= unit.features(), "{unit} is beyond {}", self.features);
+        let num_threads = self.threads.num_threads();
+        self.threads.run(num_threads, &|_| run(unit, rounds));
+        num_threads as u64 * rounds * unit.operations()
+    }
+
+    /// Goes through memory as plain loops do that compute next to nothing: updates one part in place, copies from one to
+    /// another, and only reads or only writes what is left over.
+    ///
+    /// # Panics
+    /// If `memory` has fewer words than the traffic.
+    pub(crate) fn stream(&self, traffic: Traffic, memory: &mut [u32]) {
+        let words = |bytes: usize| bytes / size_of::<u32>();
+        let (updated, memory) = memory.split_at_mut(words(traffic.updated));
+        let (read, memory) = memory.split_at_mut(words(traffic.read));
+        let written = SharedSlice::new(&mut memory[..words(traffic.written)]);
+        let (updated, read) = (SharedSlice::new(updated), &*read);
+        let num_updates = updated.len.div_ceil(STREAM_BLOCK);
+        let num_others = read.len().max(written.len).div_ceil(STREAM_BLOCK);
+        self.threads.run(num_updates + num_others, &|index| {
+            let part = |index: usize, len: usize| {
+                let first = (index * STREAM_BLOCK).min(len);
+                (first, STREAM_BLOCK.min(len - first))
+            };
+            if index < num_updates {
+                let (first, len) = part(index, updated.len);
+                // SAFETY: parts do not overlap.
+                increment(self.features, unsafe { updated.range(first, len) });
+                return;
+            }
+            let (first, len) = part(index - num_updates, read.len());
+            let from = &read[first..first + len];
+            let (first, len) = part(index - num_updates, written.len);
+            // SAFETY: parts do not overlap.
+            copy_or_touch(self.features, from, unsafe { written.range(first, len) });
+        });
+    }
+}
+
+for_each_simd_level! {
+    fn increment(x: &mut [u32]) {
+        x.iter_mut().for_each(|x| *x = x.wrapping_add(1));
+    }
+
+    fn copy_or_touch(from: &[u32], to: &mut [u32]) {
+        let num_copies = from.len().min(to.len());
+        let ((from, read), (to, written)) = (from.split_at(num_copies), to.split_at_mut(num_copies));
+        to.iter_mut().zip(from).for_each(|(to, from)| *to = from.wrapping_add(1));
+        written.fill(1);
+        std::hint::black_box(read.iter().fold(0_u32, |sum, &x| sum ^ x));
+    }
+}
+
+/// Each round does the unit's operation once for each of the sums that registers or tiles hold. They are so many that none waits
+/// for its last operation: it has at least six cycles to end, of which it needs four or five (tiles: 64 of 52).
+#[cfg(target_arch = "x86_64")]
+fn run(unit: Unit, rounds: u64) {
+    use super::matmul::amx::TileConfig;
+    use std::arch::asm;
+
+    /// Words that are small and not subnormal as f32, and as two bf16: sums stay finite.
+    const FACTORS: [u32; 256] = [0x3a83_3a83; 256];
+
+    macro_rules! repeat {
+        ($sums:literal: $($load:literal),+; $zero:literal; $($operation:literal),+) => {
+            asm!(
+                $($load,)+
+                concat!(".irp i, ", $sums), $zero, ".endr",
+                "2:",
+                concat!(".irp i, ", $sums), $($operation,)+ ".endr",
+                "dec rcx",
+                "jnz 2b",
+                in("rsi") FACTORS.as_ptr(), in("rdx") 64, inout("rcx") rounds.max(1) => _,
+                clobber_abi("sysv64"), options(readonly, nostack),
+            )
+        };
+    }
+    // SAFETY: the machine has the unit, as `Cpu::run_unit` has checked. The code reads the factors, and changes registers that
+    // a call may change.
+    unsafe {
+        match unit {
+            Unit::MulAdd128 => {
+                repeat!("0,1,2,3,4,5,6,7,8,9,10,11": "movups xmm15, [rsi]"; "xorps xmm\\i, xmm\\i";
+                "movaps xmm14, xmm15", "mulps xmm14, xmm15", "addps xmm\\i, xmm14")
+            }
+            Unit::Fma256 => {
+                repeat!("0,1,2,3,4,5,6,7,8,9,10,11": "vmovups ymm15, [rsi]"; "vxorps ymm\\i, ymm\\i, ymm\\i";
+                "vfmadd231ps ymm\\i, ymm15, ymm15")
+            }
+            Unit::Fma512 => {
+                repeat!("0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23": "vmovups zmm31, [rsi]"; "vpxord zmm\\i, zmm\\i, zmm\\i";
+                "vfmadd231ps zmm\\i, zmm31, zmm31")
+            }
+            Unit::DotBf16 => {
+                repeat!("0,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23": "vmovups zmm31, [rsi]"; "vpxord zmm\\i, zmm\\i, zmm\\i";
+                "vdpbf16ps zmm\\i, zmm31, zmm31")
+            }
+            Unit::TileBf16 => {
+                let _tiles = TileConfig::load();
+                repeat!("0,1,2,3": "tileloadd tmm4, [rsi + rdx*1]", "tileloadd tmm5, [rsi + rdx*1]"; "tilezero tmm\\i";
+                    "tdpbf16ps tmm\\i, tmm4, tmm5")
+            }
+        }
+        if unit > Unit::MulAdd128 {
+            asm!("vzeroupper", clobber_abi("sysv64"), options(nomem, nostack));
+        }
+    }
+}
+
+/// As above, as the compiler makes it.
+#[cfg(not(target_arch = "x86_64"))]
+fn run(_: Unit, rounds: u64) {
+    let factor = std::hint::black_box(1e-3_f32);
+    let mut sums = [[0.0_f32; 4]; 12];
+    for _ in 0..rounds {
+        let product = std::hint::black_box(factor) * factor;
+        sums.iter_mut().flatten().for_each(|sum| *sum += product * factor);
+    }
+    std::hint::black_box(sums);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::cpu::threads::ThreadPool;
+
+    fn cpu(num_threads: usize) -> Cpu {
+        Cpu { threads: ThreadPool::new(num_threads).unwrap(), features: CpuFeatures::detect() }
+    }
+
+    #[test]
+    fn every_unit_of_the_machine_runs_and_leaves_the_floats_of_its_caller_alone() {
+        let units = [Unit::MulAdd128, Unit::Fma256, Unit::Fma512, Unit::DotBf16, Unit::TileBf16];
+        for num_threads in [1, 3] {
+            let cpu = cpu(num_threads);
+            for unit in units.into_iter().filter(|unit| unit.features() <= cpu.features) {
+                let floats: Vec<f64> = (0..32).map(f64::from).collect();
+                let sum = |floats: &[f64]| floats.iter().fold(0.5, |sum, x| sum + x);
+                let before = sum(&floats);
+                let operations = cpu.run_unit(unit, 10);
+                assert_eq!(operations, num_threads as u64 * 10 * unit.operations());
+                assert_eq!(sum(&floats), before);
+            }
+        }
+    }
+
+    #[test]
+    fn a_unit_beyond_the_level_is_refused() {
+        let cpu = Cpu { features: CpuFeatures::Portable, ..cpu(1) };
+        let run = std::panic::AssertUnwindSafe(|| cpu.run_unit(Unit::Fma256, 1));
+        assert!(std::panic::catch_unwind(run).is_err());
+    }
+
+    #[test]
+    fn every_level_and_precision_has_a_unit_that_the_level_has() {
+        for features in CpuFeatures::ALL {
+            for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+                assert!(Unit::of(features, precision).features() <= features, "{features} {precision}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_stream_goes_through_every_word_once() {
+        let len = 2 * STREAM_BLOCK + 7;
+        for (read, updated, written) in [(0, 0, 0), (len, 0, 5), (5, 7, len), (3, len, 3), (len, len, len)] {
+            let bytes = |words: usize| words * size_of::<u32>();
+            let traffic = Traffic { read: bytes(read), updated: bytes(updated), written: bytes(written) };
+            assert_eq!(traffic.extent(), bytes(read + updated + written));
+            assert_eq!(traffic.moved(), bytes(read + 2 * updated + written));
+            let mut memory = vec![4; read + updated + written + 1];
+            cpu(2).stream(traffic, &mut memory);
+            let (found_updated, rest) = memory.split_at(updated);
+            let (found_read, rest) = rest.split_at(read);
+            let (found_written, rest) = rest.split_at(written);
+            assert!(found_updated.iter().all(|&word| word == 5));
+            assert!(found_read.iter().all(|&word| word == 4));
+            let copies = read.min(written);
+            assert!(found_written[..copies].iter().all(|&word| word == 5));
+            assert!(found_written[copies..].iter().all(|&word| word == 1));
+            assert_eq!(rest, [4]);
+        }
+    }
+}

@@ -1,0 +1,256 @@
+//! Measures the kernels of a device, beside what its units and its memory do with no kernel around them.
+//!
+//! Other programs slow every figure down and nothing speeds one up, so that the best of several runs tells what the machine can
+//! do, and the median what to expect of it.
+
+mod step;
+
+pub use crate::kernels::{Traffic, Unit};
+pub use step::{KernelFigure, Limit, StepSizes, Work};
+
+use crate::device::{Device, DeviceError, Transpose};
+use crate::kernels::{CpuFeatures, MatmulEpilogue};
+use crate::memory::Category;
+use crate::precision::Precision;
+use crate::shape::Shape;
+use crate::tensor::Tensor;
+use std::convert::Infallible;
+use std::fmt;
+use std::time::{Duration, Instant};
+use trireme_base::{DType, RandomKey};
+
+/// A unit runs this long at least before it is timed, so that to wake threads up takes no share of it.
+const UNIT_SECONDS_MIN: f64 = 1e-3;
+
+/// More runs say no more.
+const NUM_RUNS_MAX: usize = 1000;
+
+/// Seconds that one run took.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Timing {
+    /// The fastest.
+    pub best: f64,
+    /// Half of the runs were faster.
+    pub median: f64,
+}
+
+impl Timing {
+    fn of(mut seconds: Vec<f64>) -> Self {
+        seconds.sort_by(f64::total_cmp);
+        Timing { best: seconds[0], median: seconds[seconds.len() / 2] }
+    }
+}
+
+/// Which factors of a product are read transposed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Transposes {
+    /// None: `y = x W`, as forward has it.
+    NN,
+    /// The right one: `dx = dy W^T`, the gradient of the input.
+    NT,
+    /// The left one: `dW += x^T dy`, the gradient of the weight.
+    TN,
+}
+
+impl Transposes {
+    /// All that training needs.
+    pub const ALL: [Transposes; 3] = [Transposes::NN, Transposes::NT, Transposes::TN];
+
+    fn split(self) -> (Transpose, Transpose) {
+        match self {
+            Transposes::NN => (Transpose::No, Transpose::No),
+            Transposes::NT => (Transpose::No, Transpose::Yes),
+            Transposes::TN => (Transpose::Yes, Transpose::No),
+        }
+    }
+}
+
+impl fmt::Display for Transposes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Transposes::NN => "NN",
+            Transposes::NT => "NT",
+            Transposes::TN => "TN",
+        })
+    }
+}
+
+/// Sizes of a product: `rows x inner` times `inner x cols`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductSizes {
+    /// Rows of the result.
+    pub rows: usize,
+    /// Columns of the result.
+    pub cols: usize,
+    /// Terms of each sum.
+    pub inner: usize,
+}
+
+impl ProductSizes {
+    /// Floating-point operations: a multiplication and an addition a term.
+    pub fn operations(&self) -> f64 {
+        2.0 * self.rows as f64 * self.cols as f64 * self.inner as f64
+    }
+}
+
+impl fmt::Display for ProductSizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ProductSizes { rows, cols, inner } = self;
+        f.pad(&format!("{rows}x{cols}x{inner}"))
+    }
+}
+
+/// Why this machine has no such SIMD level; `None` if it has.
+pub fn why_absent(features: CpuFeatures) -> Option<&'static str> {
+    if features <= CpuFeatures::detect() {
+        return None;
+    }
+    #[cfg(target_arch = "x86_64")]
+    if features == CpuFeatures::AmxBf16 && crate::kernels::cpu::matmul::amx::machine_has_tiles() {
+        return Some("the system refuses its permission to use AMX (arch_prctl ARCH_REQ_XCOMP_PERM)");
+    }
+    Some(match features {
+        CpuFeatures::Portable => unreachable!("every machine has the lowest level"),
+        CpuFeatures::Avx2 => "this processor has no AVX2 with FMA",
+        CpuFeatures::Avx512 => "this processor has no AVX-512 (F, VL, BW and DQ)",
+        CpuFeatures::Avx512Bf16 => "this processor has no AVX512-BF16",
+        CpuFeatures::AmxBf16 => "this processor has no AMX for bf16, or the system does not enable it",
+    })
+}
+
+/// Measures a device for about the same time a figure.
+#[derive(Debug, Clone)]
+pub struct Probe {
+    device: Device,
+    duration: Duration,
+}
+
+impl Probe {
+    /// A probe that runs what it measures once to warm up, then again and again for `duration`, at least once.
+    pub fn new(device: &Device, duration: Duration) -> Self {
+        Probe { device: device.clone(), duration }
+    }
+
+    /// Floating-point operations a second of a unit that finds all it needs in registers, on all threads of the device.
+    ///
+    /// # Panics
+    /// If the device's SIMD level has no such unit.
+    pub fn peak(&self, unit: Unit) -> f64 {
+        let (mut rounds, mut operations) = (1024, 0);
+        loop {
+            let Ok(timing) = self.time(|_| operations = self.device.run_unit(unit, rounds));
+            if timing.best >= UNIT_SECONDS_MIN {
+                return operations as f64 / timing.best;
+            }
+            rounds *= 2;
+        }
+    }
+
+    /// Times plain loops that go through memory and compute next to nothing.
+    ///
+    /// # Errors
+    /// If the device has not as much memory.
+    pub fn stream(&self, traffic: Traffic) -> Result<Timing, DeviceError> {
+        let shape = [traffic.extent().div_ceil(size_of::<u32>())].into();
+        let mut memory = self.device.empty(shape, DType::U32, Category::Activations)?;
+        let Ok(timing) = self.time(|_| self.device.stream(traffic, memory.view_mut()));
+        Ok(timing)
+    }
+
+    /// Times a product of factors that lie in memory as those of training do: activations in `precision`, weights in f32; NN and NT
+    /// make activations, TN adds to an f32 gradient.
+    ///
+    /// # Errors
+    /// If the device has no memory for the factors.
+    pub fn product(
+        &self,
+        precision: Precision,
+        transposes: Transposes,
+        sizes: ProductSizes,
+    ) -> Result<Timing, DeviceError> {
+        let ProductSizes { rows, cols, inner } = sizes;
+        let activation = precision.dtype();
+        let (left_shape, right_shape, right_dtype, out_dtype, epilogue) = match transposes {
+            Transposes::NN => ([rows, inner], [inner, cols], DType::F32, activation, MatmulEpilogue::Overwrite),
+            Transposes::NT => ([rows, inner], [cols, inner], DType::F32, activation, MatmulEpilogue::Overwrite),
+            Transposes::TN => ([inner, rows], [inner, cols], activation, DType::F32, MatmulEpilogue::Accumulate),
+        };
+        let left = self.random(left_shape, activation)?;
+        let right = self.random(right_shape, right_dtype)?;
+        let mut out = self.random([rows, cols], out_dtype)?;
+        self.time_product(precision, transposes, [&left, &right], &mut out, epilogue)
+    }
+
+    fn time_product(
+        &self,
+        precision: Precision,
+        transposes: Transposes,
+        [left, right]: [&Tensor; 2],
+        out: &mut Tensor,
+        epilogue: MatmulEpilogue<'_>,
+    ) -> Result<Timing, DeviceError> {
+        let (left_transpose, right_transpose) = transposes.split();
+        self.time(|_| {
+            let (left, right) = ((left.view(), left_transpose), (right.view(), right_transpose));
+            self.device.matmul(precision, left, right, out.view_mut(), epilogue)
+        })
+    }
+
+    /// Times `run`. What it does before it sets the instant anew does not count.
+    fn time<R: Ran>(&self, mut run: impl FnMut(&mut Instant) -> R) -> Result<Timing, R::Error> {
+        seconds_of(&mut run)?;
+        let began = Instant::now();
+        let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
+        while seconds.is_empty() || (began.elapsed() < self.duration && seconds.len() < NUM_RUNS_MAX) {
+            seconds.push(seconds_of(&mut run)?);
+        }
+        Ok(Timing::of(seconds))
+    }
+
+    /// A tensor of normal values of standard deviation 0.5.
+    fn random(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+        let shape = shape.into();
+        let mut values = self.device.empty(shape, DType::F32, Category::Activations)?;
+        RandomKey::new(0, "probe").fill_normal(values.view_mut().f32s(), 0.5);
+        if dtype == DType::F32 {
+            return Ok(values);
+        }
+        let mut rounded = self.device.empty(shape, dtype, Category::Activations)?;
+        self.device.convert(values.view(), rounded.view_mut());
+        Ok(rounded)
+    }
+}
+
+/// Seconds of one run, from the instant that it leaves.
+fn seconds_of<R: Ran>(run: &mut impl FnMut(&mut Instant) -> R) -> Result<f64, R::Error> {
+    let mut start = Instant::now();
+    run(&mut start).result()?;
+    // A clock may stand still for less than its resolution; speeds stay finite.
+    Ok(start.elapsed().max(Duration::from_nanos(1)).as_secs_f64())
+}
+
+/// What kernels return: some need memory, and may fail.
+trait Ran {
+    type Error;
+
+    fn result(self) -> Result<(), Self::Error>;
+}
+
+impl Ran for () {
+    type Error = Infallible;
+
+    fn result(self) -> Result<(), Infallible> {
+        Ok(())
+    }
+}
+
+impl Ran for Result<(), DeviceError> {
+    type Error = DeviceError;
+
+    fn result(self) -> Result<(), DeviceError> {
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests;
