@@ -17,6 +17,10 @@ const LOGITS_TOLERANCE: f64 = 1e-4;
 const LOSS_TOLERANCE: f64 = 1e-5;
 const GRAD_TOLERANCE: f64 = 1e-4;
 const TRAIN_TOLERANCE: f64 = 1e-4;
+/// All gradients of a model in bf16 or f16, relative to those in f32; and those of each parameter.
+const MIXED_GRAD_TOLERANCE: f64 = 1.2e-2;
+const MIXED_PARAMETER_TOLERANCE: f64 = 2.5e-2;
+const MIXED_LOSS_TOLERANCE: f64 = 2e-3;
 
 /// Takes gradients into one flat buffer a unit.
 struct FlatGrads {
@@ -107,6 +111,18 @@ impl Golden {
 
     /// Mean loss of predicting each token from those before it; gradients go to `sink`, if there is one.
     fn loss(&self, ids: &[u32], shape: (usize, usize), sink: Option<&mut FlatGrads>) -> f64 {
+        self.loss_in(Precision::F32, 1.0, ids, shape, sink)
+    }
+
+    /// As [`Golden::loss`] in a precision, with gradients times `loss_scale`.
+    fn loss_in(
+        &self,
+        precision: Precision,
+        loss_scale: f32,
+        ids: &[u32],
+        shape: (usize, usize),
+        sink: Option<&mut FlatGrads>,
+    ) -> f64 {
         let seq_len = shape.1 - 1;
         let mut batch = Batch::zeros(&self.device, shape.0, seq_len).unwrap();
         for (row, window) in ids.chunks_exact(shape.1).enumerate() {
@@ -118,15 +134,15 @@ impl Golden {
         let mut tapes = Vec::new();
         let mut x = batch.inputs;
         for unit in 0..self.model.num_units() - 1 {
-            let mut tape = Tape::new(&self.device, recording, Precision::F32);
+            let mut tape = Tape::new(&self.device, recording, precision);
             let input = tape.input(x);
             let output = self.model.forward(unit, &mut tape, step, input).unwrap();
             x = tape.take_value(output);
             tapes.push((tape, input, output));
         }
-        let mut head = Tape::new(&self.device, recording, Precision::F32);
+        let mut head = Tape::new(&self.device, recording, precision);
         let (input, targets) = (head.input(x), head.input(batch.targets));
-        self.model.forward_loss(&mut head, step, input, targets, 1.0).unwrap();
+        self.model.forward_loss(&mut head, step, input, targets, loss_scale).unwrap();
         if let Some(sink) = sink {
             head.backward(&self.parameters, None, sink).unwrap();
             let mut grad = head.take_grad(input);
@@ -186,6 +202,45 @@ fn logits_loss_and_every_gradient() {
         let names = golden.reference().names().into_iter().filter(|name| name.starts_with("grad.")).count();
         assert_eq!(names, golden.model.table().parameters().len(), "{folder:?}: every gradient was compared");
         println!("{folder:?}: worst gradient {worst:?}");
+    }
+}
+
+#[test]
+fn gradients_in_16_bits_are_close_to_those_in_f32() {
+    for folder in folders() {
+        let golden = Golden::open(&folder, 2);
+        let (ids, shape) = golden.ids("input_ids");
+        let expected_loss = f64::from(golden.floats("loss")[0]);
+        // Small gradients would be lost in f16 without the scale.
+        for (precision, loss_scale) in [(Precision::Bf16, 1.0), (Precision::F16, 1024.0)] {
+            let mut sink = FlatGrads::new(golden.model.table(), &golden.device);
+            let loss = golden.loss_in(precision, loss_scale, &ids, (shape[0], shape[1]), Some(&mut sink));
+            let error = (loss - expected_loss).abs();
+            assert!(error < MIXED_LOSS_TOLERANCE, "{folder:?} {precision}: loss off by {error}");
+            let (mut all_found, mut all_expected, mut worst) = (Vec::new(), Vec::new(), (0.0, ""));
+            for info in golden.model.table().parameters() {
+                let unit = sink.grads.flat(info.unit);
+                let found: Vec<f32> = unit.f32s()[info.range()].iter().map(|x| x / loss_scale).collect();
+                let expected = golden.floats(&format!("grad.{}", info.name));
+                let distance = relative_distance(&found, &expected);
+                let name = &info.name;
+                assert!(distance > 0.0, "{precision} leaves no trace in the gradient of {name}");
+                assert!(
+                    distance < MIXED_PARAMETER_TOLERANCE,
+                    "{folder:?} {precision}: {name} off by {distance}"
+                );
+                if distance > worst.0 {
+                    worst = (distance, name);
+                }
+                all_found.extend(found);
+                all_expected.extend(expected);
+            }
+            let distance = relative_distance(&all_found, &all_expected);
+            println!(
+                "{folder:?} {precision}: loss off by {error:.1e}, gradients by {distance:.1e}, worst {worst:?}"
+            );
+            assert!(distance < MIXED_GRAD_TOLERANCE, "{folder:?} {precision}: gradients off by {distance}");
+        }
     }
 }
 
