@@ -87,8 +87,8 @@ for_each_simd_level! {
     }
 
     /// As `across_panel` for a width below sixteen, writing sixteen words a row: the next row covers what is too much.
-    fn across_narrow_panel<W: Word, T: Element>(source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
-        for word in 0..span.len {
+    fn across_narrow_panel<W: Word, T: Element>(first_word: usize, source: &[T], stride: usize, span: Span, width: usize, out: &mut [u32]) {
+        for word in first_word..span.len {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..]);
             let (low, high) = (line(word * W::TERMS), line(word * W::TERMS + W::TERMS - 1));
             let out = &mut out[word * width..][..SIDE];
@@ -240,10 +240,22 @@ pub(super) fn pack_left_panel(micro: Micro, left: Matrix<'_>, span: Span, out: &
             if micro.row_major {
                 across_panel_transposed::<W, _>(features, features, source, left.col_stride, span, out);
             } else {
-                across_narrow_panel::<W, _>(features, source, left.col_stride, span, micro.rows, out);
+                let first_word = narrow_panel_of_pairs(micro, left, span, out);
+                across_narrow_panel::<W, _>(features, first_word, source, left.col_stride, span, micro.rows, out);
             }
         }
     }));
+}
+
+/// The first words of a narrow panel by the machine's own instructions, where it has them; returns how many.
+fn narrow_panel_of_pairs(micro: Micro, left: Matrix<'_>, span: Span, out: &mut [u32]) -> usize {
+    #[cfg(target_arch = "x86_64")]
+    if let (WordKind::Bf16Pair, Floats::Bf16(source)) = (micro.words, left.values) {
+        // SAFETY: words of pairs are for machines with AVX512-BF16.
+        return unsafe { pairs::narrow_panel(source, left.col_stride, span, micro.rows, out) };
+    }
+    let _ = (micro, left, span, out);
+    0
 }
 
 /// A packed panel of `len` words a row, to be read.

@@ -1,8 +1,9 @@
-//! Panels of bf16 pairs from f32, with the instructions that round: weights and residual gradients come this way in every
-//! product.
+//! What products of bf16 pairs spend outside of the micro-kernel, with the machine's own instructions: panels from f32 (weights,
+//! gradients of the residual stream), and transposed panels.
 
 use super::pack::{SIDE, Span, transpose_16x16};
 use std::arch::x86_64::*;
+use trireme_base::Bf16;
 
 /// As [`super::pack::right_panel`], from f32. Subnormal values become zero, as in the product itself.
 ///
@@ -33,6 +34,36 @@ const TERMS_AHEAD: usize = 64;
 fn prefetch(source: &[f32], index: usize) {
     // SAFETY: a prefetch of any address changes nothing.
     unsafe { _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(index).cast()) };
+}
+
+/// The first words of `super::pack::across_narrow_panel` for bf16: those whose sixteen lanes of both lines lie in `source`. Returns how
+/// many.
+///
+/// # Safety
+/// The machine has AVX-512 (F, BW, VL).
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) unsafe fn narrow_panel(
+    source: &[Bf16],
+    stride: usize,
+    span: Span,
+    width: usize,
+    out: &mut [u32],
+) -> usize {
+    let whole_lines = if source.len() < SIDE { 0 } else { (source.len() - SIDE) / stride + 1 };
+    let num_words = (whole_lines.min(span.inner) / 2).min(span.len);
+    assert!(num_words == 0 || (num_words - 1) * width + SIDE <= out.len());
+    for word in 0..num_words {
+        // SAFETY: lines `2 word` and `2 word + 1` are whole, so sixteen elements can be read from each; the words' place was
+        // checked above.
+        unsafe {
+            let line = |line: usize| {
+                _mm512_cvtepu16_epi32(_mm256_loadu_si256(source.as_ptr().add(line * stride).cast()))
+            };
+            let words = _mm512_or_si512(line(2 * word), _mm512_slli_epi32::<16>(line(2 * word + 1)));
+            _mm512_storeu_si512(out.as_mut_ptr().add(word * width).cast(), words);
+        }
+    }
+    num_words
 }
 
 /// Lanes of the block that begins at `first` of `num`.
