@@ -208,3 +208,27 @@ impl Observer for Console {
         }
     }
 }
+
+/// A line on the terminal that names what is being measured; nothing where there is no terminal.
+pub(crate) struct Measuring(ProgressBar);
+
+impl Measuring {
+    /// Names nothing yet.
+    pub(crate) fn new() -> Self {
+        let style =
+            ProgressStyle::with_template("measuring {wide_msg}").expect("the template is well formed");
+        Measuring(ProgressBar::new_spinner().with_style(style))
+    }
+
+    /// Names what comes next.
+    pub(crate) fn tell(&self, what: &str) {
+        self.0.set_message(what.to_owned());
+        self.0.tick();
+    }
+}
+
+impl Drop for Measuring {
+    fn drop(&mut self) {
+        self.0.finish_and_clear();
+    }
+}

@@ -35,6 +35,7 @@ enum Command {
     Generate(commands::generate::GenerateArgs),
     Checkpoint(commands::checkpoint::CheckpointArgs),
     Config(commands::config::ConfigArgs),
+    Doctor(commands::doctor::DoctorArgs),
     Bench(commands::bench::BenchArgs),
 }
 
@@ -47,6 +48,7 @@ fn main() -> ExitCode {
             Command::Generate(args) => commands::generate::run(&args),
             Command::Checkpoint(args) => commands::checkpoint::run(&args),
             Command::Config(args) => commands::config::run(&args),
+            Command::Doctor(args) => commands::doctor::run(&args),
             Command::Bench(args) => commands::bench::run(&args, started),
         });
     match result {

@@ -32,6 +32,11 @@ impl Block {
         }
     }
 
+    /// In the order of forward.
+    pub(crate) fn linear_layers(&self) -> [&Linear; 4] {
+        [&self.qkv, &self.attention_output, &self.mlp_in, &self.mlp_out]
+    }
+
     /// `x` is `[batch * seq_len, hidden]`; so is the result.
     pub(crate) fn forward(
         &self,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Embedding, KeyValueCache, LossHead, Norm, RotaryTable};
 use trireme_tensor::{
-    Category, Device, DeviceError, ParameterInfo, ParameterTable, Parameters, Tape, Tensor, Var,
+    Category, Device, DeviceError, ParameterId, ParameterInfo, ParameterTable, Parameters, Tape, Tensor, Var,
 };
 
 /// A part of the model that is run, reduced and stepped as one.
@@ -95,6 +95,15 @@ impl Model {
     /// Number of units: the embedding, one a block, the head.
     pub fn num_units(&self) -> usize {
         self.units.len()
+    }
+
+    /// The first parameter of the weight of each linear layer of the blocks: those that fp8 is for.
+    pub fn linear_layers(&self) -> Vec<ParameterId> {
+        let blocks = self.units.iter().filter_map(|unit| match unit {
+            Unit::Block(block) => Some(block.linear_layers()),
+            Unit::Embedding(_) | Unit::Head { .. } => None,
+        });
+        blocks.flatten().map(|linear| linear.weight.first).collect()
     }
 
     /// Random initial parameters. A parameter's values depend on the seed and its name alone.

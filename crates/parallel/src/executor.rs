@@ -1,6 +1,7 @@
 //! Runs step programs.
 
 use crate::error::ParallelError;
+use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::tree::TreeSum;
@@ -12,7 +13,7 @@ use trireme_model::{Batch, Model, Step};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings, clip_coefficient};
 use trireme_schedule::{Action, Program, validate};
 use trireme_tensor::tape::Recording;
-use trireme_tensor::{Device, Parameters, Tape, Tensor, Var};
+use trireme_tensor::{Device, Fp8State, Parameters, Tape, Tensor, Var};
 
 /// A unit's forward pass of one microbatch, kept for its backward.
 struct Pass {
@@ -47,6 +48,7 @@ pub struct Executor {
     gradients: Gradients,
     in_flight: InFlight,
     loss_scaler: LossScaler,
+    fp8: Option<AgreedScales>,
     losses: TreeSum<f64>,
     loss_buffer: Option<Buffer<f64>>,
     loss_reduction: Option<Work<Buffer<f64>>>,
@@ -67,6 +69,7 @@ impl Executor {
         let ExecutorOptions { determinism, reduce_dtype, loss_scaling, .. } = options;
         let gradients = Gradients::new(model.table(), device, &group, determinism, reduce_dtype)?;
         let loss_buffer = Some(group.buffer(1)?);
+        let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, &group)).transpose()?;
         let none = |len: usize| (0..len).map(|_| None).collect();
         let in_flight = InFlight {
             activations: none(program.num_microbatches),
@@ -86,6 +89,7 @@ impl Executor {
             gradients,
             in_flight,
             loss_scaler: LossScaler::new(loss_scaling),
+            fp8,
             losses: TreeSum::new(),
             loss_buffer,
             loss_reduction: None,
@@ -135,6 +139,16 @@ impl Executor {
     /// The scale of the loss, to load; alike on all ranks.
     pub fn loss_scaler_mut(&mut self) -> &mut LossScaler {
         &mut self.loss_scaler
+    }
+
+    /// The scales of fp8, if the model works in it.
+    pub fn fp8_state(&self) -> Option<&Fp8State> {
+        self.fp8.as_ref().map(AgreedScales::state)
+    }
+
+    /// The scales of fp8, to load; alike on all ranks.
+    pub fn fp8_state_mut(&mut self) -> Option<&mut Fp8State> {
+        self.fp8.as_mut().map(AgreedScales::state_mut)
     }
 
     /// Compares the parameters of all ranks; collective.
@@ -204,7 +218,7 @@ impl Executor {
         let mut tape = in_flight
             .spare_tapes
             .pop()
-            .unwrap_or_else(|| Tape::new(&self.device, Recording::On, self.options.precision));
+            .unwrap_or_else(|| new_tape(&self.device, Recording::On, &self.options, self.fp8.as_ref()));
         let step = Step {
             parameters: &self.parameters,
             shape: (self.options.local_batch_size, self.options.seq_len),
@@ -302,7 +316,12 @@ impl Executor {
         let rows = self.options.local_batch_size * self.options.seq_len;
         let loss = buffer[0] / (self.num_global_microbatches() * rows) as f64;
         self.loss_buffer = Some(buffer);
-        Ok((loss, waited_for_loss + self.gradients.wait()?))
+        let waited = waited_for_loss + self.gradients.wait()?;
+        let waited_for_scales = match &mut self.fp8 {
+            Some(fp8) => fp8.advance(&self.group)?,
+            None => Duration::ZERO,
+        };
+        Ok((loss, waited + waited_for_scales))
     }
 
     /// Microbatches of a step on all ranks.
@@ -327,16 +346,27 @@ impl Executor {
     pub fn evaluate(&mut self, batch: Batch) -> Result<f64, ParallelError> {
         let shape = batch.inputs.shape();
         let step = Step { parameters: &self.parameters, shape: (shape.rows(), shape.cols()) };
+        let new_tape = || new_tape(&self.device, Recording::Off, &self.options, self.fp8.as_ref());
         let mut activation = batch.inputs;
         for unit in 0..self.program.num_units - 1 {
-            let mut tape = Tape::new(&self.device, Recording::Off, self.options.precision);
+            let mut tape = new_tape();
             let input = tape.input(activation);
             let output = self.model.forward(unit, &mut tape, step, input)?;
             activation = tape.take_value(output);
         }
-        let mut tape = Tape::new(&self.device, Recording::Off, self.options.precision);
+        let mut tape = new_tape();
         let (input, targets) = (tape.input(activation), tape.input(batch.targets));
         self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
         Ok(tape.loss_sum().expect("a tape that does not record computes the loss at once"))
     }
+}
+
+fn new_tape(
+    device: &Device,
+    recording: Recording,
+    options: &ExecutorOptions,
+    fp8: Option<&AgreedScales>,
+) -> Tape {
+    let scales = fp8.map(|fp8| Arc::clone(fp8.state().scales()));
+    Tape::new(device, recording, options.precision).with_fp8(scales)
 }

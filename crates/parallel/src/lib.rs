@@ -5,6 +5,7 @@
 
 mod error;
 mod executor;
+mod fp8;
 mod gradients;
 mod placement;
 mod reduction;

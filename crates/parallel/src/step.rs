@@ -4,13 +4,16 @@ use crate::gradients::Determinism;
 use std::fmt;
 use std::time::Duration;
 use trireme_optim::LossScaling;
-use trireme_tensor::Precision;
+use trireme_tensor::{Fp8Recipe, Precision};
 
 /// How steps are run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ExecutorOptions {
     /// What activations are kept in and products are made of.
     pub precision: Precision,
+    /// How the blocks' linear layers work in fp8, which is emulated in bf16 and needs that `precision`; `None` for not at
+    /// all.
+    pub fp8: Option<Fp8Recipe>,
     /// What gradients are rounded to before they are summed over ranks: 16 bits halve the bytes of messages. A world of
     /// one rounds nothing.
     pub reduce_dtype: Precision,

@@ -1,5 +1,6 @@
 //! The boundary between what is computed and the hardware that computes it.
 
+use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{Arena, OutOfMemory};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
@@ -8,7 +9,7 @@ use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::{
-    AdamWStep, AttentionShape, CacheSpan, CpuFeatures, MatmulEpilogue, MomentumStep, Rotary,
+    AdamWStep, AttentionShape, CacheSpan, CpuFeatures, MatmulEpilogue, MomentumStep, Rotary, Traffic, Unit,
 };
 use crate::memory::{Category, MemoryCounter};
 use crate::precision::Precision;
@@ -144,6 +145,24 @@ impl Device {
         with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
             self.cpu.convert::<X, Y>(x.elements(), y.elements());
         }));
+    }
+
+    /// `y = fp8(x * 2^scale_exponent) / 2^scale_exponent`, elementwise, rounded to nearest even and saturated; `y` is bf16.
+    /// Returns the largest finite `|x|`.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub(crate) fn quantize_fp8(
+        &self,
+        x: View<'_>,
+        format: Fp8Format,
+        scale_exponent: i32,
+        mut y: ViewMut<'_>,
+    ) -> f32 {
+        assert_eq!(x.shape(), y.shape());
+        with_element!(x.dtype() => |T| {
+            self.cpu.quantize_fp8::<T>(x.elements(), y.elements(), format, scale_exponent)
+        })
     }
 
     /// `out = op(left) op(right) + epilogue` for matrices, with factors rounded to `precision` and sums in f32; `out` is
@@ -402,6 +421,16 @@ impl Device {
         step: MomentumStep,
     ) {
         self.cpu.momentum(parameters.f32s(), grads.f32s(), velocity.f32s(), step);
+    }
+
+    /// Lets a unit of every thread do nothing but its operation; returns how many floating-point operations that were.
+    pub(crate) fn run_unit(&self, unit: Unit, rounds: u64) -> u64 {
+        self.cpu.run_unit(unit, rounds)
+    }
+
+    /// Goes through memory and computes next to nothing.
+    pub(crate) fn stream(&self, traffic: Traffic, mut memory: ViewMut<'_>) {
+        self.cpu.stream(traffic, memory.u32s());
     }
 }
 

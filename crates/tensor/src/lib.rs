@@ -6,15 +6,18 @@
 //! decided below [`Device`].
 
 mod device;
+mod fp8;
 mod kernels;
 mod memory;
 mod parameters;
 mod precision;
+pub mod probe;
 mod shape;
 pub mod tape;
 mod tensor;
 
 pub use device::{Device, DeviceError, DeviceOptions};
+pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{AdamWStep, AttentionShape, CpuFeatures, MomentumStep};
 pub use memory::{Category, MemoryCounter, MemoryUsage};
 pub use parameters::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable, Parameters, UnitInfo};

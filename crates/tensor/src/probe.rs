@@ -1,12 +1,13 @@
 //! Measures the kernels of a device, beside what its units and its memory do with no kernel around them.
 //!
-//! Other programs slow every figure down and nothing speeds one up, so that the best of several runs tells what the machine can
-//! do, and the median what to expect of it.
+//! Other programs slow every figure down and nothing speeds one up, so that the best of several runs tells what the
+//! machine can do, and the median what to expect of it.
 
+mod figure;
 mod step;
 
 pub use crate::kernels::{Traffic, Unit};
-pub use step::{KernelFigure, Limit, StepSizes, Work};
+pub use figure::{KernelFigure, Limit, Peaks, StepSizes, Work};
 
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::{CpuFeatures, MatmulEpilogue};
@@ -20,9 +21,13 @@ use std::time::{Duration, Instant};
 use trireme_base::{DType, RandomKey};
 
 /// A unit runs this long at least before it is timed, so that to wake threads up takes no share of it.
-const UNIT_SECONDS_MIN: f64 = 1e-3;
+const UNIT_DURATION_MIN: Duration = Duration::from_millis(1);
 
-/// More runs say no more.
+/// So many runs make a median, if they take no longer than this.
+const NUM_RUNS_MIN: usize = 3;
+const RUNS_MIN_DURATION: Duration = Duration::from_secs(1);
+
+/// More say no more.
 const NUM_RUNS_MAX: usize = 1000;
 
 /// Seconds that one run took.
@@ -126,24 +131,30 @@ pub struct Probe {
 }
 
 impl Probe {
-    /// A probe that runs what it measures once to warm up, then again and again for `duration`, at least once.
+    /// A probe that runs what it measures once to warm up, then again and again for `duration`: at least three times,
+    /// but once is enough for what takes seconds.
     pub fn new(device: &Device, duration: Duration) -> Self {
         Probe { device: device.clone(), duration }
     }
 
-    /// Floating-point operations a second of a unit that finds all it needs in registers, on all threads of the device.
+    /// Floating-point operations a second of a unit that finds all it needs in registers, on all threads of the
+    /// device.
     ///
     /// # Panics
     /// If the device's SIMD level has no such unit.
     pub fn peak(&self, unit: Unit) -> f64 {
-        let (mut rounds, mut operations) = (1024, 0);
+        let mut rounds = 1024;
         loop {
-            let Ok(timing) = self.time(|_| operations = self.device.run_unit(unit, rounds));
-            if timing.best >= UNIT_SECONDS_MIN {
-                return operations as f64 / timing.best;
+            let start = Instant::now();
+            self.device.run_unit(unit, rounds);
+            if start.elapsed() >= UNIT_DURATION_MIN {
+                break;
             }
             rounds *= 2;
         }
+        let mut operations = 0;
+        let Ok(timing) = self.time(|_| operations = self.device.run_unit(unit, rounds));
+        operations as f64 / timing.best
     }
 
     /// Times plain loops that go through memory and compute next to nothing.
@@ -157,8 +168,8 @@ impl Probe {
         Ok(timing)
     }
 
-    /// Times a product of factors that lie in memory as those of training do: activations in `precision`, weights in f32; NN and NT
-    /// make activations, TN adds to an f32 gradient.
+    /// Times a product of factors that lie in memory as those of training do: activations in `precision`, weights in
+    /// f32; NN and NT make activations, TN adds to an f32 gradient.
     ///
     /// # Errors
     /// If the device has no memory for the factors.
@@ -171,9 +182,15 @@ impl Probe {
         let ProductSizes { rows, cols, inner } = sizes;
         let activation = precision.dtype();
         let (left_shape, right_shape, right_dtype, out_dtype, epilogue) = match transposes {
-            Transposes::NN => ([rows, inner], [inner, cols], DType::F32, activation, MatmulEpilogue::Overwrite),
-            Transposes::NT => ([rows, inner], [cols, inner], DType::F32, activation, MatmulEpilogue::Overwrite),
-            Transposes::TN => ([inner, rows], [inner, cols], activation, DType::F32, MatmulEpilogue::Accumulate),
+            Transposes::NN => {
+                ([rows, inner], [inner, cols], DType::F32, activation, MatmulEpilogue::Overwrite)
+            }
+            Transposes::NT => {
+                ([rows, inner], [cols, inner], DType::F32, activation, MatmulEpilogue::Overwrite)
+            }
+            Transposes::TN => {
+                ([inner, rows], [inner, cols], activation, DType::F32, MatmulEpilogue::Accumulate)
+            }
         };
         let left = self.random(left_shape, activation)?;
         let right = self.random(right_shape, right_dtype)?;
@@ -201,8 +218,16 @@ impl Probe {
         seconds_of(&mut run)?;
         let began = Instant::now();
         let mut seconds = Vec::with_capacity(NUM_RUNS_MAX);
-        while seconds.is_empty() || (began.elapsed() < self.duration && seconds.len() < NUM_RUNS_MAX) {
+        loop {
             seconds.push(seconds_of(&mut run)?);
+            let duration = if seconds.len() < NUM_RUNS_MIN {
+                self.duration.max(RUNS_MIN_DURATION)
+            } else {
+                self.duration
+            };
+            if began.elapsed() >= duration || seconds.len() == NUM_RUNS_MAX {
+                break;
+            }
         }
         Ok(Timing::of(seconds))
     }

@@ -2,6 +2,7 @@
 
 use crate::config::{Config, Resume};
 use crate::error::TrainError;
+use crate::fp8::{add_histories, read_histories};
 use crate::observer::Observer;
 use crate::weights::{read_parameters, read_weights};
 use serde::de::Error as _;
@@ -92,6 +93,9 @@ pub(crate) fn write_checkpoint(
     add_tensors(&mut tensors, "", parameters, &mesh);
     for (name, values) in executor.optimizer().states() {
         add_tensors(&mut tensors, &format!("{OPTIMIZER_PREFIX}{name}."), values, &mesh);
+    }
+    if let Some(state) = executor.fp8_state() {
+        add_histories(&mut tensors, state, parameters.table(), &mesh);
     }
     let (tokenizer_name, tokenizer) = tokenizer.file();
     let files = [
@@ -212,6 +216,9 @@ fn restore(
     read_weights(&checkpoint.weights(), &model, parameters)?;
     for (name, values) in optimizer.states_mut() {
         read_parameters(checkpoint.tensors(), &format!("{OPTIMIZER_PREFIX}{name}."), values)?;
+    }
+    if let Some(fp8) = executor.fp8_state_mut() {
+        read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }
     Ok(state)
 }

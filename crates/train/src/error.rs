@@ -127,6 +127,20 @@ pub enum TrainError {
         #[source]
         source: serde_json::Error,
     },
+    /// A history of fp8 makes no sense.
+    #[error(
+        "{name} of shape {shape:?} in {} is no history of fp8, which is [3, steps] of numbers that are finite and not negative; go on \
+         from another checkpoint, or without [training] fp8",
+        path.display()
+    )]
+    Fp8History {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
     /// A prompt longer than the model can take.
     #[error(
         "the prompt has {num_tokens} tokens; the model takes at most {max_position_embeddings} positions"

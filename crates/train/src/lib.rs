@@ -6,6 +6,7 @@
 mod checkpointing;
 pub mod config;
 mod error;
+mod fp8;
 pub mod metrics;
 mod observer;
 mod run_folder;
@@ -16,6 +17,7 @@ mod validation;
 mod weights;
 
 pub use error::TrainError;
+pub use fp8::FP8_NOTICE;
 pub use observer::{Observer, RunFacts, Silent};
 pub use sample::{SampleSettings, sample};
 pub use setup::{CorpusState, ensure_corpus, local_threads, model_config, share_of_cores};

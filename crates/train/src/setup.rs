@@ -2,6 +2,7 @@
 
 use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
+use crate::fp8;
 use crate::observer::Observer;
 use crate::weights::read_weights;
 use std::fs;
@@ -245,6 +246,7 @@ pub(crate) fn build_executor(
     let program = single::program(model.num_units(), config.num_microbatches());
     let options = ExecutorOptions {
         precision: precision(training.dtype),
+        fp8: fp8::recipe(training),
         reduce_dtype: precision(training.reduce_dtype),
         loss_scaling: loss_scaling(training),
         determinism: determinism(config),

@@ -1,8 +1,9 @@
 //! The loop of a run on one rank.
 
 use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
-use crate::config::{Config, Resume};
+use crate::config::{Config, Fp8, Resume};
 use crate::error::TrainError;
+use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
@@ -84,6 +85,9 @@ impl<'a> Trainer<'a> {
         let (model, notices) = model_config(config, train.vocabulary_size())?;
         notices.iter().for_each(|notice| observer.notice(notice));
         notice_determinism(config, group.world_size(), observer);
+        if training.fp8 != Fp8::Off {
+            observer.notice(FP8_NOTICE);
+        }
 
         let model_json = format!("{:#}\n", model.to_json());
         let device =

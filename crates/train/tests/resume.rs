@@ -97,6 +97,15 @@ fn twenty_steps_are_ten_and_ten_in_16_bits() {
 }
 
 #[test]
+fn twenty_steps_are_ten_and_ten_in_fp8() {
+    for (fp8, amax_history_len) in [("hybrid", 3), ("e4m3", 1)] {
+        let (fp8, len) =
+            (format!("training.fp8={fp8}"), format!("training.fp8_amax_history_len={amax_history_len}"));
+        check_cut_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &["training.dtype=bf16", &fp8, &len]);
+    }
+}
+
+#[test]
 fn skipped_steps_survive_the_cut() {
     let keys = [
         "training.dtype=f16",

@@ -16,6 +16,7 @@ fn steps_allocate_nothing() {
     let f16 = ["training.dtype=f16", "training.reduce_dtype=bf16", "training.loss_scale_initial=256"];
     check(&[]);
     check(&f16);
+    check(&["training.dtype=bf16", "training.fp8=hybrid"]);
 }
 
 fn check(keys: &[&str]) {

@@ -7,4 +7,5 @@ mod common;
 mod deaths;
 mod full_disk;
 mod journey;
+mod measuring;
 mod places;

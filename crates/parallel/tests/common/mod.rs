@@ -15,6 +15,7 @@ pub const STEPS: u64 = 3;
 /// In f32, summed in the canonical order.
 pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     precision: Precision::F32,
+    fp8: None,
     reduce_dtype: Precision::F32,
     loss_scaling: LossScaling::Off,
     determinism: Determinism::Layout,

@@ -1,5 +1,6 @@
-use super::{Backward, Node, Tape, Var};
+use super::{Backward, Node, Recording, Tape, Var};
 use crate::device::{Device, DeviceError, Transpose};
+use crate::fp8::{Fp8Layer, Fp8Scales, Operand};
 use crate::kernels::MatmulEpilogue;
 use crate::parameters::{ParameterSpan, Parameters};
 use crate::precision::Precision;
@@ -59,6 +60,40 @@ impl Linear {
             WeightLayout::OutputsFirst => (Transpose::Yes, Transpose::No),
         }
     }
+
+    /// How the layer works in fp8, if it does.
+    fn fp8<'a>(&self, scales: Option<&'a Fp8Scales>, recording: Recording) -> Option<Fp8Layer<'a>> {
+        scales?.layer(self.weight.first, recording == Recording::On)
+    }
+}
+
+/// A factor of a product.
+enum Factor<'a> {
+    Unrounded(View<'a>),
+    /// To fp8, in bf16.
+    Rounded(Tensor),
+}
+
+impl Factor<'_> {
+    fn view(&self) -> View<'_> {
+        match self {
+            Factor::Unrounded(values) => *values,
+            Factor::Rounded(values) => values.view(),
+        }
+    }
+}
+
+/// What products read for `values`.
+fn factor<'a>(
+    device: &Device,
+    fp8: Option<Fp8Layer<'_>>,
+    operand: Operand,
+    values: View<'a>,
+) -> Result<Factor<'a>, DeviceError> {
+    Ok(match fp8 {
+        None => Factor::Unrounded(values),
+        Some(layer) => Factor::Rounded(layer.quantize(device, operand, values)?),
+    })
 }
 
 #[derive(Debug)]
@@ -84,13 +119,17 @@ impl Tape {
         let mut y = self.device.activation_of([rows, op.outputs()], dtype)?;
         let activated = activate(&self.device, op.activation, self.values.get(x))?;
         let input = activated.as_ref().map_or(self.values.get(x), Tensor::view);
+        let fp8 = op.fp8(self.fp8.as_deref(), self.recording);
+        let input = factor(&self.device, fp8, Operand::Input, input)?;
+        let weight = factor(&self.device, fp8, Operand::Weight, parameters.span(&op.weight))?;
         let bias = op.bias.map(|bias| parameters.span(&bias));
         let epilogue = MatmulEpilogue::Add {
             bias: bias.as_ref().map(View::f32s),
             residual: residual.map(|residual| self.values.get(residual).f32s()),
         };
-        let weight = (parameters.span(&op.weight), op.transposes().0);
-        self.device.matmul(self.precision, (input, Transpose::No), weight, y.view_mut(), epilogue)?;
+        let (left, right) = ((input.view(), Transpose::No), (weight.view(), op.transposes().0));
+        self.device.matmul(self.precision, left, right, y.view_mut(), epilogue)?;
+        drop(input);
         drop(activated);
         let y = self.input(y);
         self.record(|| Node::Linear(LinearNode { op: *op, x, residual, y }));
@@ -122,25 +161,29 @@ fn activate(
 impl LinearNode {
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
         let dy = cx.take_grad(self.y);
-        let mut d_input = self.backward_input(cx, &dy)?;
+        let fp8 = self.op.fp8(cx.fp8, Recording::On);
+        let dy_factor = factor(cx.device, fp8, Operand::OutputGrad, dy.view())?;
+        let mut d_input = self.backward_input(cx, dy_factor.view())?;
         match self.op.activation {
             InputActivation::Identity => {
-                self.backward_weight(cx, None, &dy)?;
+                self.backward_weight(cx, None, dy_factor.view())?;
                 cx.add_grad(self.x, d_input);
             }
             InputActivation::Gelu => {
                 let mut x = cx.values.take(self.x);
                 cx.device.gelu_backward(x.view_mut(), d_input.view_mut());
-                self.backward_weight(cx, Some(&x), &dy)?;
+                self.backward_weight(cx, Some(&x), dy_factor.view())?;
                 cx.add_grad(self.x, d_input);
             }
             InputActivation::SwiGlu => {
                 let mut x = cx.values.take(self.x);
                 cx.device.swiglu_backward(x.view_mut(), d_input.view_mut());
-                self.backward_weight(cx, Some(&d_input), &dy)?;
+                self.backward_weight(cx, Some(&d_input), dy_factor.view())?;
                 cx.add_grad(self.x, x);
             }
         }
+        drop(dy_factor);
+        self.backward_bias(cx, &dy)?;
         if let Some(residual) = self.residual {
             cx.add_grad(residual, dy);
         }
@@ -148,13 +191,14 @@ impl LinearNode {
     }
 
     /// Gradient of what the matrix is applied to.
-    fn backward_input(&self, cx: &Backward<'_>, dy: &Tensor) -> Result<Tensor, DeviceError> {
+    fn backward_input(&self, cx: &Backward<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
         let rows = dy.shape().rows();
         let inputs = self.op.weight.shape.num_elements() / self.op.outputs();
         let mut dx = cx.device.activation_of([rows, inputs], cx.precision.dtype())?;
-        let weight = (cx.parameters.span(&self.op.weight), self.op.transposes().1);
-        let epilogue = MatmulEpilogue::Overwrite;
-        cx.device.matmul(cx.precision, (dy.view(), Transpose::No), weight, dx.view_mut(), epilogue)?;
+        let fp8 = self.op.fp8(cx.fp8, Recording::On);
+        let weight = factor(cx.device, fp8, Operand::Weight, cx.parameters.span(&self.op.weight))?;
+        let (left, right) = ((dy, Transpose::No), (weight.view(), self.op.transposes().1));
+        cx.device.matmul(cx.precision, left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
         Ok(dx)
     }
 
@@ -163,13 +207,18 @@ impl LinearNode {
         &self,
         cx: &mut Backward<'_>,
         input: Option<&Tensor>,
-        dy: &Tensor,
+        dy: View<'_>,
     ) -> Result<(), DeviceError> {
-        let precision = cx.precision;
+        let (precision, fp8) = (cx.precision, self.op.fp8(cx.fp8, Recording::On));
         cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
             let input = input.map_or_else(|| values.get(self.x), Tensor::view);
-            weight_grad(device, precision, self.op.layout, input, dy.view(), out, accumulate)
-        })?;
+            // Rounded again rather than kept: its scale is still that of the step.
+            let input = factor(device, fp8, Operand::Input, input)?;
+            weight_grad(device, precision, self.op.layout, input.view(), dy, out, accumulate)
+        })
+    }
+
+    fn backward_bias(&self, cx: &mut Backward<'_>, dy: &Tensor) -> Result<(), DeviceError> {
         let Some(bias) = self.op.bias else { return Ok(()) };
         cx.write_grad(&bias, |device, _, out, accumulate| {
             device.column_sums(dy.view(), out, accumulate);
@@ -196,3 +245,6 @@ pub(super) fn weight_grad(
     debug_assert_eq!(out.shape(), Shape::from([left.shape().cols(), right.shape().cols()]));
     device.matmul(precision, (left, Transpose::Yes), (right, Transpose::No), out, epilogue)
 }
+
+#[cfg(test)]
+mod tests;

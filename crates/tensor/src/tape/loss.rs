@@ -27,7 +27,7 @@ pub struct LossHead {
 
 impl LossHead {
     /// Columns of the vocabulary whose logits are held at once for `rows` rows.
-    fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone {
+    pub(crate) fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone {
         let vocabulary = self.weight.shape.rows();
         let len = (LOGITS_BYTES_MAX / (size_of::<f32>() * rows.max(1))).max(CHUNK_COLS_MIN).min(vocabulary);
         let first = (0..vocabulary).step_by(len.max(1));

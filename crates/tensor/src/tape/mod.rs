@@ -17,9 +17,11 @@ pub use loss::LossHead;
 pub use norm::Norm;
 
 use crate::device::{Device, DeviceError};
+use crate::fp8::Fp8Scales;
 use crate::parameters::{ParameterSpan, Parameters};
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
+use std::sync::Arc;
 
 /// A value on a tape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,6 +72,7 @@ pub struct Tape {
     device: Device,
     recording: Recording,
     precision: Precision,
+    fp8: Option<Arc<Fp8Scales>>,
     values: Values,
     grads: Vec<Option<Tensor>>,
     nodes: Vec<Node>,
@@ -98,6 +101,7 @@ impl Values {
 struct Backward<'a> {
     device: &'a Device,
     precision: Precision,
+    fp8: Option<&'a Fp8Scales>,
     parameters: &'a Parameters,
     values: &'a mut Values,
     grads: &'a mut [Option<Tensor>],
@@ -137,11 +141,21 @@ impl Tape {
             device: device.clone(),
             recording,
             precision,
+            fp8: None,
             values: Values::default(),
             grads: Vec::new(),
             nodes: Vec::new(),
             loss_sum: None,
         }
+    }
+
+    /// The same tape, whose linear layers work in fp8 as far as `scales` has them. If the tape records, amaxes go there.
+    ///
+    /// # Panics
+    /// If the tape's precision is not bf16, in which products of fp8 are exact.
+    pub fn with_fp8(self, scales: Option<Arc<Fp8Scales>>) -> Self {
+        assert!(scales.is_none() || self.precision == Precision::Bf16, "fp8 is emulated in bf16");
+        Tape { fp8: scales, ..self }
     }
 
     /// Forgets everything but its capacity, so that a reused tape allocates nothing.
@@ -191,6 +205,7 @@ impl Tape {
             let mut cx = Backward {
                 device: &self.device,
                 precision: self.precision,
+                fp8: self.fp8.as_deref(),
                 parameters,
                 values: &mut self.values,
                 grads: &mut self.grads,

@@ -88,6 +88,18 @@ config_choice! {
 }
 
 config_choice! {
+    /// What the blocks' linear layers multiply.
+    Fp8 {
+        /// Numbers of the training's dtype.
+        Off = "off",
+        /// Those rounded to 4 bits of exponent and 3 of fraction.
+        E4m3 = "e4m3",
+        /// The same, but gradients to 5 bits of exponent and 2 of fraction.
+        Hybrid = "hybrid",
+    }
+}
+
+config_choice! {
     /// Which other runs have the same bits as this one.
     Determinism {
         /// Every layout of the same global batch: gradients are summed in one canonical tree.

@@ -3,9 +3,9 @@
 use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
-use super::sections::{LOSS_SCALE_KEYS, Sections};
+use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Sections};
 use super::validate::model_shape_keys;
-use super::{Config, ModelSource, TrainingDtype};
+use super::{Config, Fp8, ModelSource, TrainingDtype};
 
 /// Every key with its type, default and meaning, of one section or of all.
 pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
@@ -62,14 +62,18 @@ pub(super) fn write(config: &Config) -> String {
 }
 
 /// Whether the key has a meaning in this config: the shape of a model has none beside another description of
-/// the model, nor a loss scale without f16.
+/// the model, nor a loss scale without f16, nor a history of fp8 without fp8.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
     match section {
         "model" => {
             matches!(config.model_source(), ModelSource::Inline(_))
                 || model_shape_keys(config.model()).all(|name| name != key.name)
         }
-        "training" => config.training().dtype == TrainingDtype::F16 || !LOSS_SCALE_KEYS.contains(&key.name),
+        "training" => {
+            let training = config.training();
+            (training.dtype == TrainingDtype::F16 || !LOSS_SCALE_KEYS.contains(&key.name))
+                && (training.fp8 != Fp8::Off || !FP8_KEYS.contains(&key.name))
+        }
         _ => true,
     }
 }

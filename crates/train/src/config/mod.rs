@@ -20,13 +20,16 @@ mod value;
 mod tests;
 
 pub use choice::{
-    Architecture, Decay, Determinism, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype, Transport,
+    Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype,
+    Transport,
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
     Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer, Parallelism, Run,
     Training,
 };
+
+pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 
 use mistake::nearest;
 use reader::Loose;

@@ -2,7 +2,8 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    Architecture, Decay, Determinism, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype, Transport,
+    Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype,
+    Transport,
 };
 use super::section::{Section, config_section, config_sections};
 use super::value::{above, above_up_to};
@@ -14,6 +15,12 @@ const LOSS_SCALE_MAX: u32 = LossScaling::SCALE_MAX;
 /// Keys of `[training]` that count only with `dtype = "f16"`.
 pub(super) const LOSS_SCALE_KEYS: [&str; 3] =
     ["loss_scale", "loss_scale_initial", "loss_scale_growth_interval"];
+
+/// Keys of `[training]` that count only with `fp8`.
+pub(super) const FP8_KEYS: [&str; 2] = ["fp8_amax_history_len", "fp8_margin"];
+
+/// The longest history of amaxes; a few numbers a layer and step.
+pub(crate) const FP8_AMAX_HISTORY_LEN_MAX: usize = 4096;
 
 config_sections! {
     run: Run,
@@ -129,6 +136,16 @@ config_section! {
         seed: u64 = 0, within 0..;
         /// What activations are kept in and products are made of. Weights, their gradients and the optimizer stay f32.
         dtype: TrainingDtype = TrainingDtype::F32;
+        /// Emulates 8-bit floats to study convergence: what the blocks' linear layers multiply is rounded as fp8 would
+        /// round it, `e4m3` all of it, `hybrid` gradients to E5M2 (the recipes of NVIDIA's Transformer Engine). Nothing
+        /// becomes faster. Needs `dtype = "bf16"`.
+        fp8: Fp8 = Fp8::Off;
+        /// Steps whose largest magnitudes give the scale of a tensor (`amax_history_len` of Transformer Engine). Counts
+        /// only with `fp8`.
+        fp8_amax_history_len: usize = 16, within 1..=FP8_AMAX_HISTORY_LEN_MAX;
+        /// Scales leave room for values 2^fp8_margin times larger than those of earlier steps (`margin` of Transformer
+        /// Engine). Counts only with `fp8`.
+        fp8_margin: u32 = 0, within 0..=16;
         /// What gradients are rounded to before they are summed over the workers: `bf16` and `f16` halve the bytes of
         /// messages, and give the same bits for the same number of workers only. `f16` needs `dtype = "f16"`.
         reduce_dtype: TrainingDtype = TrainingDtype::F32;

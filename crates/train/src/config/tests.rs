@@ -193,6 +193,37 @@ fn loss_scales_count_only_in_f16_and_are_powers_of_two() {
 }
 
 #[test]
+fn fp8_needs_bf16_and_its_keys_need_fp8() {
+    let text = format!("{SMALLEST}[training]\nfp8 = \"hybrid\"\nfp8_margin = 1\n");
+    assert_eq!(
+        mistakes(&text, &[]),
+        [
+            "configs/try.toml:6: fp8 = \"hybrid\": fp8 is emulated with products in bf16; set dtype = \"bf16\", or remove this key"
+        ]
+    );
+    assert_eq!(mistakes(&text, &["training.dtype=f16"]).len(), 1);
+    let training = good(&text, &["training.dtype=bf16"]).training().clone();
+    assert_eq!((training.fp8, training.fp8_amax_history_len, training.fp8_margin), (Fp8::Hybrid, 16, 1));
+    assert_eq!(
+        mistakes(&text, &["training.dtype=bf16", "training.fp8=off", "training.fp8_amax_history_len=4"]),
+        [
+            "configs/try.toml:7: fp8_margin = 1: counts only with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key",
+            "--set training.fp8_amax_history_len=4: counts only with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key",
+        ]
+    );
+    for (option, part) in [
+        ("training.fp8=e4m4", "expected \"off\", \"e4m3\" or \"hybrid\"; did you mean \"e4m3\"?"),
+        ("training.fp8_amax_history_len=0", "expected a whole number from 1 to 4096"),
+        ("training.fp8_amax_history_len=4097", "expected a whole number from 1 to 4096"),
+        ("training.fp8_margin=17", "expected a whole number from 0 to 16"),
+    ] {
+        let found = mistakes(&text, &["training.dtype=bf16", option]);
+        assert!(found.len() == 1 && found[0].contains(part), "{option}: {found:?}");
+    }
+    assert!(!good(SMALLEST, &[]).to_toml().contains("fp8_"));
+}
+
+#[test]
 fn overrides_take_toml_and_bare_strings_and_the_last_one_wins() {
     let config = good(
         SMALLEST,
@@ -249,6 +280,7 @@ fn the_written_config_reads_as_the_same_config() {
         ),
         (elsewhere, vec!["data.inputs=['''it's''']"]),
         (SMALLEST, vec!["training.dtype=f16", "training.loss_scale_growth_interval=7"]),
+        (SMALLEST, vec!["training.dtype=bf16", "training.fp8=e4m3", "training.fp8_amax_history_len=7"]),
         (SMALLEST, vec!["training.dtype=f16", "training.loss_scale=64", "training.reduce_dtype=bf16"]),
     ] {
         let config = good(text, &overrides);

@@ -1,11 +1,11 @@
 //! Holds the keys against each other, and resolves those that stand for others.
 
 use super::Config;
-use super::choice::{Architecture, Decay, Tokenizer, TrainingDtype};
+use super::choice::{Architecture, Decay, Fp8, Tokenizer, TrainingDtype};
 use super::mistake::{Mistake, Place};
 use super::reader::Loose;
 use super::section::Section;
-use super::sections::{LOSS_SCALE_KEYS, Model, Sections, Training};
+use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
 use std::path::{Component, Path};
 
 /// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
@@ -31,6 +31,7 @@ pub(super) fn validate(
     check_data(&mut checks);
     check_training(&mut checks, world_size);
     check_loss_scale(&mut checks);
+    check_fp8(&mut checks);
     let mut mistakes = checks.mistakes;
     mistakes.append(&mut loose.mistakes);
     if !mistakes.is_empty() {
@@ -226,17 +227,13 @@ fn check_loss_scale(checks: &mut Checks<'_>) {
                 .to_owned()
         },
     );
-    let defaults = Training::default().keys();
-    for (key, default) in training.keys().into_iter().zip(defaults) {
-        if !LOSS_SCALE_KEYS.contains(&key.name) || key.value == default.value {
-            continue;
-        }
-        let name = format!("training.{}", key.name);
+    for key in changed_keys(training, &LOSS_SCALE_KEYS) {
+        let name = format!("training.{key}");
         checks.require(is_f16, &[&name, "training.dtype"], || {
             "counts only with dtype = \"f16\"; set that, or remove this key".to_owned()
         });
         checks.require(
-            !is_f16 || loss_scale == 0 || key.name == "loss_scale",
+            !is_f16 || loss_scale == 0 || key == "loss_scale",
             &[&name, "training.loss_scale"],
             || format!("counts only with loss_scale = 0, and that is {loss_scale}; remove one of the two"),
         );
@@ -247,6 +244,29 @@ fn check_loss_scale(checks: &mut Checks<'_>) {
             format!("expected a power of two, such as {below} or {}", 2 * below)
         });
     }
+}
+
+fn check_fp8(checks: &mut Checks<'_>) {
+    let training = &checks.loose.sections.training;
+    let is_on = training.fp8 != Fp8::Off;
+    checks.require(
+        !is_on || training.dtype == TrainingDtype::Bf16,
+        &["training.fp8", "training.dtype"],
+        || "fp8 is emulated with products in bf16; set dtype = \"bf16\", or remove this key".to_owned(),
+    );
+    for key in changed_keys(training, &FP8_KEYS) {
+        checks.require(is_on, &[&format!("training.{key}"), "training.fp8"], || {
+            "counts only with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key".to_owned()
+        });
+    }
+}
+
+/// Those of `keys` of `[training]` that do not have their default.
+fn changed_keys(training: &Training, keys: &[&str]) -> impl Iterator<Item = &'static str> {
+    let pairs = training.keys().into_iter().zip(Training::default().keys());
+    pairs
+        .filter(|(key, default)| keys.contains(&key.name) && key.value != default.value)
+        .map(|(key, _)| key.name)
 }
 
 fn name_run(sections: &mut Sections, path: &Path) {

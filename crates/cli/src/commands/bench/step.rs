@@ -16,7 +16,8 @@ use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::single as single_stage;
-use trireme_tensor::{Category, Device, DeviceOptions, Precision};
+use trireme_tensor::{Category, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
+use trireme_train::FP8_NOTICE;
 
 /// Time training steps of a model with random weights.
 ///
@@ -31,6 +32,10 @@ pub(crate) struct StepArgs {
     /// What activations are kept in and products are made of: f32, bf16 or f16.
     #[arg(long, default_value = "f32", value_parser = parse_precision)]
     dtype: Precision,
+    /// Emulate fp8 in the blocks' linear layers: e4m3, or hybrid, which takes E5M2 for gradients. Needs --dtype bf16, and
+    /// nothing becomes faster.
+    #[arg(long, value_name = "FORMATS", value_parser = parse_fp8)]
+    fp8: Option<Fp8Formats>,
     /// Sequences of one worker's batch.
     #[arg(long, value_name = "B", default_value_t = 8)]
     batch: usize,
@@ -67,11 +72,18 @@ pub(crate) struct StepArgs {
     json: bool,
 }
 
-fn parse_precision(text: &str) -> Result<Precision, String> {
+pub(super) fn parse_precision(text: &str) -> Result<Precision, String> {
     [Precision::F32, Precision::Bf16, Precision::F16]
         .into_iter()
         .find(|precision| precision.to_string() == text)
         .ok_or_else(|| "expected f32, bf16 or f16".to_owned())
+}
+
+fn parse_fp8(text: &str) -> Result<Fp8Formats, String> {
+    [Fp8Formats::E4m3, Fp8Formats::Hybrid]
+        .into_iter()
+        .find(|formats| formats.to_string() == text)
+        .ok_or_else(|| "expected e4m3 or hybrid".to_owned())
 }
 
 /// What is printed; the keys are those of common PyTorch timing scripts, units last.
@@ -82,6 +94,8 @@ struct Measurement {
     model: String,
     params: usize,
     dtype: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    fp8: Option<String>,
     strategy: &'static str,
     compile: bool,
     device: &'static str,
@@ -104,6 +118,11 @@ struct Measurement {
 pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
     if args.batch == 0 || args.seq == 0 || args.workers == 0 || args.steps == 0 {
         bail!("--batch, --seq, --workers and --steps must be at least 1");
+    }
+    if let Some(formats) = args.fp8
+        && args.dtype != Precision::Bf16
+    {
+        bail!("--fp8 {formats} is emulated with products in bf16; add --dtype bf16");
     }
     match WorkerEnvironment::of_this_process()? {
         Some(environment) => {
@@ -172,7 +191,7 @@ impl Tokens {
     }
 }
 
-fn read_model(folder: &Path) -> Result<ModelConfig> {
+pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
     let path = folder.join("config.json");
     let text = std::fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
     ModelConfig::from_json(&text).with_context(|| path.display().to_string())
@@ -193,6 +212,7 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
     let program = single_stage::program(model.num_units(), 1);
     let options = ExecutorOptions {
         precision: args.dtype,
+        fp8: args.fp8.map(Fp8Recipe::new),
         reduce_dtype: Precision::F32,
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
         determinism: Determinism::Layout,
@@ -250,6 +270,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             model: args.model.file_name().unwrap_or(args.model.as_os_str()).to_string_lossy().into_owned(),
             params: executor.model().table().num_elements(),
             dtype: args.dtype.to_string(),
+            fp8: args.fp8.map(|formats| format!("{formats} (emulated)")),
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
@@ -322,5 +343,8 @@ fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
         trireme_base::Bytes(measurement.memory_counted_bytes),
         measurement.final_loss,
     )?;
+    if measurement.fp8.is_some() {
+        writeln!(Output, "  {FP8_NOTICE}")?;
+    }
     Ok(())
 }

@@ -10,12 +10,15 @@ pub(crate) mod attention;
 pub(crate) mod cross_entropy;
 pub(crate) mod element;
 pub(crate) mod embedding;
+pub(crate) mod fp8;
 pub(crate) mod matmul;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod peak;
 pub(crate) mod reduce;
 pub(crate) mod simd;
+#[cfg(test)]
+pub(crate) mod test_support;
 pub(crate) mod threads;
 
 use simd::CpuFeatures;

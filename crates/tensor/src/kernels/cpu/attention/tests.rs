@@ -1,149 +1,378 @@
+mod reference;
+
 use super::*;
+use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::simd::CpuFeatures;
-use crate::kernels::cpu::threads::ThreadPool;
-use trireme_base::RandomKey;
+use crate::kernels::cpu::test_support::{
+    DTYPES, Exact, affordable, assert_close, cases, exactly, narrow, not_finite, random, run, run_at_levels,
+    widen,
+};
+use proptest::prelude::*;
+use reference::Reference;
+use trireme_base::{Bf16, F16};
 
-fn cpu(threads: usize) -> Cpu {
-    Cpu { threads: ThreadPool::new(threads).unwrap(), features: CpuFeatures::detect() }
+const fn shape(
+    batch: usize,
+    seq_len: usize,
+    num_heads: usize,
+    num_kv_heads: usize,
+    head_dim: usize,
+) -> AttentionShape {
+    AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim }
 }
 
-fn random(len: usize, name: &str) -> Vec<f32> {
-    let mut values = vec![0.0; len];
-    RandomKey::new(9, name).fill_normal(&mut values, 1.0);
-    values
+/// From the smallest on: around a block of queries, more than a block of keys, heads of odd and of common sizes, grouped.
+const SHAPES: [AttentionShape; 9] = [
+    shape(1, 1, 1, 1, 1),
+    shape(2, 3, 2, 1, 3),
+    shape(2, 1, 3, 3, 64),
+    shape(1, 63, 2, 1, 7),
+    shape(1, 64, 2, 2, 64),
+    shape(2, 65, 3, 1, 5),
+    shape(2, 70, 6, 2, 1),
+    shape(1, 257, 2, 1, 100),
+    shape(2, 300, 4, 2, 6),
+];
+
+/// What a layer is given, and what comes back to it.
+struct Inputs<T> {
+    shape: AttentionShape,
+    qkv: Vec<T>,
+    dy: Vec<T>,
 }
 
-/// Output of every head in f64, without blocks.
-fn naive(qkv: &[f64], shape: AttentionShape) -> Vec<f64> {
-    let (cols, dim) = (shape.qkv_cols(), shape.head_dim);
-    let mut y = vec![0.0; shape.rows() * shape.output_cols()];
-    for row in 0..shape.rows() {
-        let first = row / shape.seq_len * shape.seq_len;
-        for head in 0..shape.num_heads {
-            let kv_head = head / (shape.num_heads / shape.num_kv_heads);
-            let at = |row: usize, col: usize| &qkv[row * cols + col..row * cols + col + dim];
-            let query = at(row, head * dim);
-            let dot =
-                |key: &[f64]| query.iter().zip(key).map(|(q, k)| q * k).sum::<f64>() / (dim as f64).sqrt();
-            let weights: Vec<f64> =
-                (first..=row).map(|key| dot(at(key, shape.key_col(kv_head))).exp()).collect();
-            let sum: f64 = weights.iter().sum();
-            for (key, weight) in (first..=row).zip(&weights) {
-                let value = at(key, shape.value_col(kv_head));
-                for (i, value) in value.iter().enumerate() {
-                    y[row * shape.output_cols() + head * dim + i] += weight / sum * value;
-                }
+impl<T: Element> Inputs<T> {
+    fn new(shape: AttentionShape) -> Self {
+        let qkv = narrow(&random(shape.rows() * shape.qkv_cols(), "qkv"));
+        let dy = narrow(&random(shape.rows() * shape.output_cols(), "dy"));
+        Inputs { shape, qkv, dy }
+    }
+
+    /// The output, its logarithms of sums, and the gradient.
+    fn run_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
+        let Inputs { shape, qkv, dy } = self;
+        let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
+        let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
+        let mut scratch = vec![f32::NAN; cpu.attention_scratch(*shape, false)];
+        cpu.attention(qkv, *shape, &mut y, &mut log_sums, &mut scratch);
+        let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
+        let mut scratch = vec![f32::NAN; cpu.attention_scratch(*shape, true)];
+        cpu.attention_backward(qkv, *shape, (&y, &log_sums, dy), &mut d_qkv, &mut scratch);
+        [widen(&y), log_sums, widen(&d_qkv)]
+    }
+
+    fn run(&self) -> Vec<(CpuFeatures, [Vec<f32>; 3])> {
+        run_at_levels(|cpu| self.run_on(cpu))
+    }
+}
+
+fn check<T: Element>(shape: AttentionShape) {
+    let inputs = Inputs::<T>::new(shape);
+    let exact = Reference::new(&exactly(&inputs.qkv), &exactly(&inputs.dy), shape);
+    let num_terms = shape.seq_len * shape.heads_per_kv_head() + shape.head_dim;
+    for (features, [y, log_sums, d_qkv]) in inputs.run() {
+        assert_close::<T>(&(features, "output", shape), &y, exact.y.iter().copied(), num_terms);
+        assert_close::<f32>(&(features, "sums", shape), &log_sums, exact.log_sums.iter().copied(), num_terms);
+        assert_close::<T>(&(features, "gradient", shape), &d_qkv, exact.d_qkv.iter().copied(), num_terms);
+    }
+}
+
+#[test]
+fn outputs_and_gradients_match_f64() {
+    for &shape in affordable(&SHAPES, 2) {
+        for dtype in DTYPES {
+            with_element!(dtype => |T| check::<T>(shape));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(12))]
+
+    #[test]
+    fn outputs_and_gradients_of_any_shape(
+        (batch, seq_len, head_dim) in (1_usize..3, 1_usize..if cfg!(miri) { 5 } else { 80 }, 1_usize..24),
+        (num_kv_heads, group) in (1_usize..3, 1_usize..3),
+        dtype in 0..DTYPES.len(),
+    ) {
+        let shape = shape(batch, seq_len, num_kv_heads * group, num_kv_heads, head_dim);
+        with_element!(DTYPES[dtype] => |T| check::<T>(shape));
+    }
+}
+
+#[test]
+fn the_gradient_is_linear_to_the_last_bit() {
+    let shape = shape(1, 33, 2, 1, 5);
+    fn check<T: Element>(shape: AttentionShape, factor: f32) {
+        let small = Inputs::<T>::new(shape);
+        let dy = small.dy.iter().map(|dy| T::from_f32(dy.to_f32() * factor)).collect();
+        let large = Inputs { dy, qkv: small.qkv.clone(), ..small };
+        for ((features, [_, _, small]), (_, [_, _, large])) in small.run().into_iter().zip(large.run()) {
+            let scaled: Vec<f32> = small.iter().map(|x| x * factor).collect();
+            assert_eq!(scaled, large, "{features}");
+        }
+    }
+    for factor in [2.0_f32.powi(16), 2.0_f32.powi(90)] {
+        check::<f32>(shape, factor);
+        check::<Bf16>(shape, factor);
+    }
+}
+
+#[test]
+fn a_score_far_above_the_others_takes_all() {
+    fn check<T: Element>(size: f32) {
+        let mut inputs = Inputs::<T>::new(shape(1, 20, 1, 1, 4));
+        let shape = inputs.shape;
+        for (index, x) in inputs.qkv.iter_mut().enumerate() {
+            if index % shape.qkv_cols() < shape.value_col(0) {
+                *x = T::from_f32(x.to_f32() * size);
+            }
+        }
+        let exact = exactly(&inputs.qkv);
+        let part = |row: usize, col: usize| &exact[row * shape.qkv_cols() + col..][..shape.head_dim];
+        for (features, [y, log_sums, d_qkv]) in inputs.run() {
+            for row in 0..shape.seq_len {
+                let score = |key: &usize| -> f64 {
+                    part(row, 0).iter().zip(part(*key, shape.key_col(0))).map(|(q, k)| q * k).sum()
+                };
+                let winner = (0..=row).max_by(|a, b| score(a).total_cmp(&score(b))).unwrap();
+                let expected = part(winner, shape.value_col(0));
+                let found = exactly(&y[row * shape.head_dim..][..shape.head_dim]);
+                assert_eq!(found, expected, "{features}: row {row} is value {winner}");
+            }
+            assert!(log_sums.iter().chain(&d_qkv).all(|x| x.is_finite()), "{features}");
+        }
+    }
+    check::<f32>(1e12);
+    check::<Bf16>(1e12);
+    check::<F16>(200.0);
+}
+
+/// Where what is not finite may come to, and where it must.
+struct Reach<'a> {
+    may: &'a dyn Fn(Place) -> bool,
+    must: &'a dyn Fn(Place) -> bool,
+}
+
+/// A row and a head of an output, or of the queries, keys or values of a gradient.
+#[derive(Clone, Copy, Debug)]
+struct Place {
+    sequence: usize,
+    position: usize,
+    kind: Kind,
+    kv_head: usize,
+    head: usize,
+    col: usize,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Output,
+    Query,
+    Key,
+    Value,
+}
+
+impl Place {
+    fn of_output(index: usize, shape: AttentionShape) -> Self {
+        let (row, col) = (index / shape.output_cols(), index % shape.output_cols());
+        Place { kind: Kind::Output, ..Place::of_row(row, col / shape.head_dim, col, shape) }
+    }
+
+    fn of_gradient(index: usize, shape: AttentionShape) -> Self {
+        let (row, col) = (index / shape.qkv_cols(), index % shape.qkv_cols());
+        let per_kv_head = shape.heads_per_kv_head();
+        let (kind, head) = match col / shape.head_dim {
+            head if head < shape.num_heads => (Kind::Query, head),
+            head if head < shape.num_heads + shape.num_kv_heads => {
+                (Kind::Key, (head - shape.num_heads) * per_kv_head)
+            }
+            head => (Kind::Value, (head - shape.num_heads - shape.num_kv_heads) * per_kv_head),
+        };
+        Place { kind, ..Place::of_row(row, head, col, shape) }
+    }
+
+    fn of_row(row: usize, head: usize, col: usize, shape: AttentionShape) -> Self {
+        let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
+        let kv_head = head / shape.heads_per_kv_head();
+        Place { sequence, position, kind: Kind::Output, kv_head, head, col: col % shape.head_dim }
+    }
+
+    /// Index into `qkv`.
+    fn in_qkv(self, shape: AttentionShape) -> usize {
+        let start = match self.kind {
+            Kind::Query => self.head * shape.head_dim,
+            Kind::Key => shape.key_col(self.kv_head),
+            Kind::Value => shape.value_col(self.kv_head),
+            Kind::Output => unreachable!("an output lies elsewhere"),
+        };
+        (self.sequence * shape.seq_len + self.position) * shape.qkv_cols() + start + self.col
+    }
+
+    fn in_output(self, shape: AttentionShape) -> usize {
+        let row = self.sequence * shape.seq_len + self.position;
+        row * shape.output_cols() + self.head * shape.head_dim + self.col
+    }
+}
+
+impl Reach<'_> {
+    fn check(
+        &self,
+        clean: &[f32],
+        found: &[f32],
+        place_of: impl Fn(usize) -> Place,
+        what: &dyn std::fmt::Debug,
+    ) {
+        let may = (0..clean.len()).filter(|&index| (self.may)(place_of(index)));
+        let mut untouched = found.to_vec();
+        for index in may {
+            let place = place_of(index);
+            assert!(!(self.must)(place) || !found[index].is_finite(), "{what:?} is hidden from {place:?}");
+            untouched[index] = clean[index];
+        }
+        assert!(not_finite(clean, &untouched).is_empty(), "{what:?} reaches what does not depend on it");
+    }
+}
+
+#[test]
+fn what_is_not_finite_stays_in_its_sequence_and_group_of_heads() {
+    let shape = shape(2, 70, 4, 2, 5);
+    fn check<T: Element>(shape: AttentionShape, value: f32) {
+        let inputs = Inputs::<T>::new(shape);
+        let clean = inputs.run();
+        let base = Place { sequence: 0, position: 66, kind: Kind::Query, kv_head: 1, head: 2, col: 3 };
+        for kind in [Kind::Query, Kind::Key, Kind::Value, Kind::Output] {
+            let culprit = Place { kind, ..base };
+            let mut spoilt = Inputs { qkv: inputs.qkv.clone(), dy: inputs.dy.clone(), ..inputs };
+            match kind {
+                Kind::Output => spoilt.dy[culprit.in_output(shape)] = T::from_f32(value),
+                _ => spoilt.qkv[culprit.in_qkv(shape)] = T::from_f32(value),
+            }
+            for ((features, clean), (_, found)) in clean.iter().zip(spoilt.run()) {
+                let what = (features, T::DTYPE, kind, value);
+                let in_group = |at: Place| at.sequence == culprit.sequence && at.kv_head == culprit.kv_head;
+                let later = |at: Place| in_group(at) && at.position >= culprit.position;
+                let own_row =
+                    |at: Place| in_group(at) && at.position == culprit.position && at.head == culprit.head;
+                let nowhere = |_: Place| false;
+                // A hidden value has the weight 0 within its block of keys, and 0 times what is not finite is NaN.
+                let same_col = |at: Place| in_group(at) && at.col == culprit.col;
+                let reach = match kind {
+                    Kind::Query => Reach { may: &own_row, must: &own_row },
+                    // A score of negative infinity has the weight 0.
+                    Kind::Key if value.is_nan() => Reach { may: &later, must: &later },
+                    Kind::Key => Reach { may: &later, must: &nowhere },
+                    Kind::Value => Reach { may: &same_col, must: &|at| later(at) && same_col(at) },
+                    Kind::Output => Reach { may: &nowhere, must: &nowhere },
+                };
+                reach.check(&clean[0], &found[0], |index| Place::of_output(index, shape), &what);
+                let sees = |at: Place| in_group(at) && at.position <= culprit.position;
+                let must = |at: Place| match (kind, at.kind) {
+                    (Kind::Query, Kind::Query) => own_row(at),
+                    (Kind::Query, _) | (Kind::Output, Kind::Key) => sees(at),
+                    (Kind::Output, Kind::Query) => own_row(at),
+                    (Kind::Output, _) => sees(at) && same_col(at),
+                    (Kind::Key | Kind::Value, Kind::Query) => later(at) && value.is_nan(),
+                    (Kind::Key | Kind::Value, _) => false,
+                };
+                let reach = Reach { may: &in_group, must: &must };
+                reach.check(&clean[2], &found[2], |index| Place::of_gradient(index, shape), &what);
             }
         }
     }
-    y
-}
-
-fn wide(values: &[f32]) -> Vec<f64> {
-    values.iter().map(|&x| f64::from(x)).collect()
-}
-
-/// Longer than two blocks of keys and one of queries, none of them full; and the smallest.
-const SHAPES: [AttentionShape; 3] = [
-    AttentionShape { batch: 2, seq_len: 300, num_heads: 4, num_kv_heads: 2, head_dim: 6 },
-    AttentionShape { batch: 1, seq_len: 65, num_heads: 3, num_kv_heads: 3, head_dim: 16 },
-    AttentionShape { batch: 2, seq_len: 1, num_heads: 1, num_kv_heads: 1, head_dim: 2 },
-];
-
-#[test]
-fn outputs_and_gradients_match_f64_for_any_number_of_threads() {
-    for shape in SHAPES {
-        let qkv = random(shape.rows() * shape.qkv_cols(), "qkv");
-        let dy = random(shape.rows() * shape.output_cols(), "dy");
-        let run = |threads: usize| {
-            let cpu = cpu(threads);
-            let mut y = vec![f32::NAN; dy.len()];
-            let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
-            let mut scratch = vec![f32::NAN; cpu.attention_scratch(shape, false)];
-            cpu.attention(&qkv, shape, &mut y, &mut log_sums, &mut scratch);
-            let mut d_qkv = vec![f32::NAN; qkv.len()];
-            let mut scratch = vec![f32::NAN; cpu.attention_scratch(shape, true)];
-            cpu.attention_backward(&qkv, shape, (&y, &log_sums, &dy), &mut d_qkv, &mut scratch);
-            (y, d_qkv)
-        };
-        let (y, d_qkv) = run(1);
-        assert_eq!((&y, &d_qkv), (&run(3).0, &run(3).1), "bits depend on the number of threads");
-        let exact = naive(&wide(&qkv), shape);
-        for (found, expected) in y.iter().zip(&exact) {
-            assert!((f64::from(*found) - expected).abs() < 1e-5, "{found} instead of {expected}");
-        }
-        // Directional derivatives, each along a random direction within one kind of columns.
-        let loss =
-            |qkv: &[f64]| naive(qkv, shape).iter().zip(&dy).map(|(y, dy)| y * f64::from(*dy)).sum::<f64>();
-        let direction = random(qkv.len(), "direction");
-        for (from, to) in [
-            (0, shape.key_col(0)),
-            (shape.key_col(0), shape.value_col(0)),
-            (shape.value_col(0), shape.qkv_cols()),
-        ] {
-            let masked = |index: usize| {
-                let inside = (from..to).contains(&(index % shape.qkv_cols()));
-                if inside { f64::from(direction[index]) } else { 0.0 }
-            };
-            let shifted = |by: f64| -> Vec<f64> {
-                qkv.iter().enumerate().map(|(index, &x)| f64::from(x) + by * masked(index)).collect()
-            };
-            let expected = (loss(&shifted(1e-4)) - loss(&shifted(-1e-4))) / 2e-4;
-            let found: f64 = d_qkv.iter().enumerate().map(|(index, &g)| f64::from(g) * masked(index)).sum();
-            let error = (found - expected).abs() / expected.abs().max(1.0);
-            assert!(error < 1e-4, "{shape:?} columns {from}..{to}: {found} instead of {expected}");
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for dtype in DTYPES {
+            with_element!(dtype => |T| check::<T>(shape, value));
         }
     }
 }
 
 #[test]
 fn a_cache_continues_where_it_stopped() {
-    let shape = SHAPES[0];
-    let cpu = cpu(2);
-    let qkv = random(shape.rows() * shape.qkv_cols(), "qkv");
-    let exact = naive(&wide(&qkv), shape);
+    let shape = if cfg!(miri) { shape(2, 5, 2, 1, 3) } else { shape(2, 300, 4, 2, 6) };
+    let Inputs { qkv, dy, .. } = Inputs::<f32>::new(shape);
+    let exact = Reference::new(&exactly(&qkv), &exactly(&dy), shape).y;
     let capacity = shape.seq_len + 3;
-    let mut keys = vec![f32::NAN; shape.batch * capacity * shape.kv_cols()];
-    let mut values = keys.clone();
-    let mut len = 0;
-    for part in [290, 1, 9] {
-        let part_shape = AttentionShape { seq_len: part, ..shape };
-        let rows: Vec<f32> = (0..shape.batch)
-            .flat_map(|sequence| {
+    let parts = [shape.seq_len - 4, 1, 3];
+    let outputs = run_at_levels(|cpu| {
+        let mut keys = vec![f32::NAN; shape.batch * capacity * shape.kv_cols()];
+        let (mut values, mut len) = (keys.clone(), 0);
+        parts.map(|part| {
+            let part_shape = AttentionShape { seq_len: part, ..shape };
+            let rows = |sequence: usize| {
                 let start = (sequence * shape.seq_len + len) * shape.qkv_cols();
-                qkv[start..start + part * shape.qkv_cols()].to_vec()
-            })
-            .collect();
-        let mut y = vec![f32::NAN; part_shape.rows() * shape.output_cols()];
-        let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
-        let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
-        let mut scratch = vec![f32::NAN; cpu.attention_scratch(part_shape, false)];
-        cpu.attention_cached(&rows, part_shape, &mut cache, &mut y, &mut log_sums, &mut scratch);
-        for (row, y) in y.chunks_exact(shape.output_cols()).enumerate() {
-            let at = (row / part * shape.seq_len + len + row % part) * shape.output_cols();
-            for (found, expected) in y.iter().zip(&exact[at..]) {
-                assert!((f64::from(*found) - expected).abs() < 1e-5, "{found} instead of {expected}");
-            }
+                qkv[start..start + part * shape.qkv_cols()].iter().copied()
+            };
+            let rows: Vec<f32> = (0..shape.batch).flat_map(rows).collect();
+            let mut y = vec![f32::NAN; part_shape.rows() * shape.output_cols()];
+            let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
+            let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
+            let mut scratch = vec![f32::NAN; cpu.attention_scratch(part_shape, false)];
+            cpu.attention_cached(&rows, part_shape, &mut cache, &mut y, &mut log_sums, &mut scratch);
+            len += part;
+            y
+        })
+    });
+    for (features, outputs) in outputs {
+        let mut first = 0;
+        for (part, y) in parts.iter().zip(&outputs) {
+            let exact_rows = (0..shape.batch).flat_map(|sequence| {
+                let start = (sequence * shape.seq_len + first) * shape.output_cols();
+                exact[start..start + part * shape.output_cols()].iter().copied()
+            });
+            assert_close::<f32>(
+                &(features, "rows from", first),
+                y,
+                exact_rows,
+                shape.seq_len + shape.head_dim,
+            );
+            first += part;
         }
-        len += part;
     }
 }
 
 #[test]
-fn rotating_back_undoes_rotation() {
-    let shape = SHAPES[1];
-    let original = random(shape.rows() * shape.qkv_cols(), "qkv");
-    let angles = random((shape.seq_len + 7) * shape.head_dim / 2, "angles");
-    let (cos, sin): (Vec<f32>, Vec<f32>) = angles.iter().map(|angle| (angle.cos(), angle.sin())).unzip();
-    let rotary = Rotary { cos: &cos, sin: &sin, first_position: 7 };
-    let mut qkv = original.clone();
-    cpu(2).rotary(&mut qkv, shape, rotary, false);
-    let moved = |from: usize, to: usize| {
-        let rows = qkv.chunks_exact(shape.qkv_cols()).zip(original.chunks_exact(shape.qkv_cols()));
-        rows.flat_map(|(a, b)| a[from..to].iter().zip(&b[from..to])).filter(|(a, b)| a != b).count()
-    };
-    assert!(moved(0, shape.value_col(0)) > shape.rows());
-    assert_eq!(moved(shape.value_col(0), shape.qkv_cols()), 0, "values are not rotated");
-    cpu(2).rotary(&mut qkv, shape, rotary, true);
-    assert!(qkv.iter().zip(&original).all(|(a, b)| (a - b).abs() < 1e-5));
+fn rotations_match_f64_and_are_undone_by_their_inverse() {
+    fn check<T: Element>(shape: AttentionShape) {
+        let (cols, half) = (shape.qkv_cols(), shape.head_dim / 2);
+        let qkv = Inputs::<T>::new(shape).qkv;
+        let angles = random((shape.seq_len + 7) * half, "angles");
+        let (cos, sin): (Vec<f32>, Vec<f32>) =
+            angles.iter().map(|angle| angle.sin_cos()).map(|(s, c)| (c, s)).unzip();
+        let rotary = Rotary { cos: &cos, sin: &sin, first_position: 7 };
+        let [turned, back] = run(|cpu| {
+            [false, true].map(|inverse| {
+                let mut qkv = qkv.clone();
+                cpu.rotary(&mut qkv, shape, rotary, inverse);
+                widen(&qkv)
+            })
+        });
+        let x = exactly(&qkv);
+        for (found, direction) in [(turned, 1.0), (back, -1.0)] {
+            let exact = (0..x.len()).map(|index| {
+                let (row, col, i) = (index / cols, index % cols, index % cols % shape.head_dim);
+                if col >= shape.value_col(0) || i >= 2 * half {
+                    return Exact { value: x[index], ..Exact::default() };
+                }
+                let angle = (7 + row % shape.seq_len) * half + i % half;
+                let (cos, sin) = (f64::from(cos[angle]), direction * f64::from(sin[angle]));
+                let (along, across) = if i < half {
+                    (x[index] * cos, -x[index + half] * sin)
+                } else {
+                    (x[index] * cos, x[index - half] * sin)
+                };
+                Exact::new(along + across, along.abs() + across.abs())
+            });
+            assert_close::<T>(&("rotated", shape, direction), &found, exact, 0);
+        }
+    }
+    // The last: more than one task.
+    for &shape in affordable(
+        &[shape(2, 3, 2, 1, 2), shape(2, 9, 3, 3, 5), shape(1, 4, 1, 1, 1), shape(2, 65, 4, 2, 64)],
+        3,
+    ) {
+        for dtype in DTYPES {
+            with_element!(dtype => |T| check::<T>(shape));
+        }
+    }
 }

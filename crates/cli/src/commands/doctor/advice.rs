@@ -1,0 +1,173 @@
+//! What will hurt on this machine, and what to do about it.
+
+use super::Uses;
+use super::machine::Machine;
+use serde::Serialize;
+use trireme_base::Bytes;
+use trireme_tensor::CpuFeatures;
+use trireme_tensor::probe::why_absent;
+
+/// A process with less to itself may not even start.
+const MEMORY_BYTES_MIN: u64 = 1 << 30;
+
+/// A warning; its fields are keys of `--json`.
+#[derive(Debug, Serialize)]
+pub(super) struct Advice {
+    pub(super) problem: String,
+    pub(super) advice: String,
+}
+
+/// Every warning that applies; `is_debug` tells that this program checks itself.
+pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Advice> {
+    let mut found = Vec::new();
+    let mut warn = |problem: String, advice: &str| found.push(Advice { problem, advice: advice.to_owned() });
+    let Machine { num_cores, num_cores_available, .. } = *machine;
+    if is_debug {
+        warn(
+            "this is a development build: it checks its own arithmetic, and all figures are low".to_owned(),
+            "Build with cargo build --release.",
+        );
+    }
+    if let Some(load) = machine.load.filter(|load| *load >= 0.5 * num_cores as f64) {
+        warn(
+            format!(
+                "the machine has been busy, with a load of {load:.2} on {num_cores} cores: figures may be low"
+            ),
+            "Stop other programs, wait a minute and run this again.",
+        );
+    }
+    if num_cores_available < num_cores {
+        warn(
+            format!("this process may use {num_cores_available} of {num_cores} cores"),
+            "If more are meant for it, look for a quota of the container or a binding by the launcher.",
+        );
+    }
+    if uses.threads != num_cores_available {
+        warn(
+            format!("{} threads were measured where {num_cores_available} cores can be used", uses.threads),
+            "More threads than cores take turns, fewer leave cores idle: 0 takes as many as there are.",
+        );
+    }
+    if machine.threads_per_core > 1 {
+        warn(
+            format!("{} logical cores share the units of one core", machine.threads_per_core),
+            "A kernel fills them with one thread: try [training] threads = half as many, and compare steps.",
+        );
+    }
+    if let Some(limit) = machine.memory_limit_bytes {
+        warn(
+            format!("this process may use {} of the machine's memory", Bytes(limit)),
+            "The system kills what takes more: choose [training] local_batch_size and seq_len for it.",
+        );
+    }
+    if let Some(available) = machine.memory_available_bytes.filter(|bytes| *bytes < MEMORY_BYTES_MIN) {
+        warn(
+            format!("only {} of memory are available", Bytes(available)),
+            "Stop other programs: models of a hundred million parameters take some GiB.",
+        );
+    }
+    if machine.huge_pages.as_deref() == Some("never") {
+        warn(
+            "the system gives no huge pages: addresses of large tensors take longer to find".to_owned(),
+            "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+        );
+    }
+    if cfg!(target_arch = "x86_64") && CpuFeatures::detect() < CpuFeatures::Avx2 {
+        warn(
+            "this processor has no AVX2, or the hypervisor hides it: products are several times slower"
+                .to_owned(),
+            "On a virtual machine, choose a CPU model that passes on what the host has.",
+        );
+    }
+    if machine.instruction_sets.contains(&"amx_bf16")
+        && let Some(why) = why_absent(CpuFeatures::AmxBf16)
+    {
+        warn(
+            format!("this processor has AMX, which bf16 products cannot use: {why}"),
+            "Linux gives it since 5.16, if no system call filter of a container keeps it back.",
+        );
+    }
+    for transport in uses.transports.iter().filter(|transport| transport.error.is_some()) {
+        warn(
+            format!("the transport {} {transport}", transport.name),
+            "Training with several workers on this host takes the other one; one worker needs none.",
+        );
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::transports::TransportFigure;
+    use super::*;
+
+    /// A machine with two cores of its own, and what is used of it.
+    fn quiet() -> (Machine, Uses) {
+        let machine = Machine {
+            processor: None,
+            architecture: "x86_64",
+            num_cores: 2,
+            num_cores_available: 2,
+            threads_per_core: 1,
+            hypervisor: None,
+            instruction_sets: Vec::new(),
+            caches: Vec::new(),
+            memory_bytes: Some(8 << 30),
+            memory_available_bytes: Some(4 << 30),
+            memory_limit_bytes: None,
+            huge_pages: Some("madvise".to_owned()),
+            dev_shm_bytes: None,
+            load: Some(0.1),
+        };
+        let shm = TransportFigure {
+            name: "shm".to_owned(),
+            error: None,
+            all_reduce_seconds: Some(1.0),
+            all_reduce_bytes: 1,
+        };
+        let transports = Vec::from([shm]);
+        (machine, Uses { features: String::new(), threads: 2, products: Vec::new(), transports })
+    }
+
+    /// Warnings after a change, besides those of a processor without AVX2.
+    fn after(change: impl FnOnce(&mut Machine, &mut Uses)) -> Vec<String> {
+        let (mut machine, mut uses) = quiet();
+        change(&mut machine, &mut uses);
+        let found = warnings(&machine, &uses, false);
+        assert!(found.iter().all(|warning| !warning.problem.is_empty() && !warning.advice.is_empty()));
+        let is_of_change = |problem: &String| !problem.contains("no AVX2");
+        found.into_iter().map(|warning| warning.problem).filter(is_of_change).collect()
+    }
+
+    #[test]
+    fn a_quiet_machine_has_no_warnings_and_each_trouble_has_its_own() {
+        assert!(after(|_, _| ()).is_empty());
+        for (found, fact) in [
+            (after(|machine, _| machine.load = Some(1.0)), "load of 1.00 on 2 cores"),
+            (after(|machine, _| machine.num_cores = 4), "may use 2 of 4 cores"),
+            (after(|_, uses| uses.threads = 3), "3 threads were measured where 2 cores"),
+            (after(|machine, _| machine.threads_per_core = 2), "2 logical cores share"),
+            (after(|machine, _| machine.memory_limit_bytes = Some(1 << 30)), "may use 1.00GiB"),
+            (after(|machine, _| machine.memory_available_bytes = Some(5 << 20)), "only 5.00MiB"),
+            (after(|machine, _| machine.huge_pages = Some("never".to_owned())), "no huge pages"),
+            (
+                after(|_, uses| {
+                    uses.transports[0].all_reduce_seconds = None;
+                    uses.transports[0].error = Some("forbidden".to_owned());
+                }),
+                "the transport shm cannot be used: forbidden",
+            ),
+        ] {
+            assert!(found.len() == 1 && found[0].contains(fact), "{fact}: {found:?}");
+        }
+    }
+
+    #[test]
+    fn a_development_build_and_amx_that_is_kept_back_are_told() {
+        let (machine, uses) = quiet();
+        let in_debug = warnings(&machine, &uses, true).len();
+        assert_eq!(in_debug, warnings(&machine, &uses, false).len() + 1);
+        let found = after(|machine, _| machine.instruction_sets.push("amx_bf16"));
+        assert_eq!(found.len(), usize::from(CpuFeatures::detect() < CpuFeatures::AmxBf16), "{found:?}");
+    }
+}

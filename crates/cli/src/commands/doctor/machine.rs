@@ -1,0 +1,289 @@
+//! What the system tells of the machine.
+
+use serde::Serialize;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Instruction sets that matter to the kernels or are often asked for, as Linux calls them.
+const INSTRUCTION_SETS: [&str; 16] = [
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512vl",
+    "avx512bw",
+    "avx512dq",
+    "avx512_bf16",
+    "avx512_fp16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "sve",
+    "bf16",
+];
+
+/// The machine as far as the system tells of it; its fields are keys of `--json`.
+#[derive(Debug, Serialize)]
+pub(super) struct Machine {
+    /// Name of the processor.
+    pub(super) processor: Option<String>,
+    pub(super) architecture: &'static str,
+    /// Logical ones that are online.
+    pub(super) num_cores: usize,
+    /// Those that this process may use.
+    pub(super) num_cores_available: usize,
+    pub(super) threads_per_core: usize,
+    /// Maker and name of a virtual machine.
+    pub(super) hypervisor: Option<String>,
+    pub(super) instruction_sets: Vec<&'static str>,
+    pub(super) caches: Vec<Cache>,
+    pub(super) memory_bytes: Option<u64>,
+    pub(super) memory_available_bytes: Option<u64>,
+    /// What a container or a slice of the system limits this process to, if that is less.
+    pub(super) memory_limit_bytes: Option<u64>,
+    /// When the system gives huge pages: always, madvise or never.
+    pub(super) huge_pages: Option<String>,
+    /// Size of /dev/shm.
+    pub(super) dev_shm_bytes: Option<u64>,
+    /// Processes that ran or wanted to, mean over the last minute.
+    pub(super) load: Option<f64>,
+}
+
+/// A cache of the first core.
+#[derive(Debug, Serialize, PartialEq)]
+pub(super) struct Cache {
+    /// Such as L1d.
+    pub(super) name: String,
+    pub(super) bytes: u64,
+    /// Logical cores that share it.
+    pub(super) num_cores: usize,
+}
+
+impl Machine {
+    /// Reads what there is below `root`, which is `/` but for tests. What the system does not tell stays unknown.
+    pub(super) fn read(root: &Path) -> Self {
+        let system = System { root };
+        let processor = system.text("proc/cpuinfo");
+        let memory = system.text("proc/meminfo");
+        let bytes = |key| Some(number(field(&memory, key)?.strip_suffix("kB")?)? * 1024);
+        let flags = field(&processor, "flags").or(field(&processor, "Features")).unwrap_or_default();
+        let has = |flag: &str| flags.split_whitespace().any(|found| found == flag);
+        let per_package = |key| field(&processor, key).and_then(number);
+        let threads_per_core = match (per_package("siblings"), per_package("cpu cores")) {
+            (Some(threads), Some(cores)) => threads.checked_div(cores).unwrap_or(1).max(1) as usize,
+            _ => 1,
+        };
+        let memory_bytes = bytes("MemTotal");
+        Machine {
+            processor: field(&processor, "model name").map(str::to_owned),
+            architecture: std::env::consts::ARCH,
+            num_cores: processor.lines().filter(|line| line.starts_with("processor")).count().max(1),
+            num_cores_available: trireme_train::share_of_cores(1),
+            threads_per_core,
+            hypervisor: has("hypervisor").then(|| system.hypervisor()),
+            instruction_sets: INSTRUCTION_SETS.into_iter().filter(|set| has(set)).collect(),
+            caches: system.caches(),
+            memory_bytes,
+            memory_available_bytes: bytes("MemAvailable"),
+            memory_limit_bytes: system
+                .memory_limit()
+                .filter(|limit| memory_bytes.is_none_or(|all| *limit < all)),
+            huge_pages: chosen(&system.text("sys/kernel/mm/transparent_hugepage/enabled")),
+            dev_shm_bytes: rustix::fs::statvfs(root.join("dev/shm"))
+                .ok()
+                .map(|files| files.f_frsize.saturating_mul(files.f_blocks)),
+            load: system.text("proc/loadavg").split_whitespace().next().and_then(|load| load.parse().ok()),
+        }
+    }
+}
+
+/// The files by which the system tells of itself.
+struct System<'a> {
+    root: &'a Path,
+}
+
+impl System<'_> {
+    /// A file's text; empty if there is no such file.
+    fn text(&self, path: impl AsRef<Path>) -> String {
+        fs::read(self.root.join(path))
+            .map_or_else(|_| String::new(), |text| String::from_utf8_lossy(&text).into_owned())
+    }
+
+    fn hypervisor(&self) -> String {
+        let known = ["sys_vendor", "product_name"].map(|name| self.text(format!("sys/class/dmi/id/{name}")));
+        match known.map(|text| text.trim().to_owned()) {
+            [maker, name] if maker.is_empty() && name.is_empty() => {
+                "of a kind that the system does not tell".to_owned()
+            }
+            [maker, name] => format!("{maker} {name}").trim().to_owned(),
+        }
+    }
+
+    fn caches(&self) -> Vec<Cache> {
+        let cache = |index: usize| {
+            let text = |name| self.text(format!("sys/devices/system/cpu/cpu0/cache/index{index}/{name}"));
+            let kind = match text("type").trim() {
+                "Data" => "d",
+                "Instruction" => "i",
+                _ => "",
+            };
+            let name = format!("L{}{kind}", number(text("level").trim())?);
+            Some(Cache {
+                name,
+                bytes: size(text("size").trim())?,
+                num_cores: list_len(text("shared_cpu_list").trim()),
+            })
+        };
+        (0..16).map_while(cache).filter(|cache| !cache.name.ends_with('i')).collect()
+    }
+
+    /// The least of the limits of the control groups that this process is in.
+    fn memory_limit(&self) -> Option<u64> {
+        let groups = self.text("proc/self/cgroup");
+        let limits = groups.lines().flat_map(|line| {
+            // `0::/path` of the second version, `4:memory:/path` of the first.
+            let mut parts = line.splitn(3, ':').skip(1);
+            let (mount, file) = match parts.next() {
+                Some("") => ("sys/fs/cgroup", "memory.max"),
+                Some("memory") => ("sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+                _ => return Vec::new(),
+            };
+            let group = PathBuf::from(parts.next().unwrap_or_default().trim_start_matches('/'));
+            group
+                .ancestors()
+                .filter_map(|group| number(self.text(Path::new(mount).join(group).join(file)).trim()))
+                .collect()
+        });
+        limits.min()
+    }
+}
+
+/// The value of a line `key : value`.
+fn field<'a>(text: &'a str, key: &str) -> Option<&'a str> {
+    let mut lines = text.lines().filter_map(|line| line.split_once(':'));
+    lines.find(|(found, _)| found.trim() == key).map(|(_, value)| value.trim())
+}
+
+fn number(text: &str) -> Option<u64> {
+    text.trim().parse().ok()
+}
+
+/// Bytes of a size such as `48K` or `1M`.
+fn size(text: &str) -> Option<u64> {
+    let unit = match text.chars().last()? {
+        'K' => 1 << 10,
+        'M' => 1 << 20,
+        'G' => 1 << 30,
+        _ => 1,
+    };
+    number(text.trim_end_matches(['K', 'M', 'G']))?.checked_mul(unit)
+}
+
+/// Length of a list such as `0-3,8`.
+fn list_len(list: &str) -> usize {
+    let len = |part: &str| {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last) = (number(first)?, number(last)?);
+        usize::try_from(last.checked_sub(first)?.checked_add(1)?).ok()
+    };
+    list.split(',').filter_map(len).fold(0, usize::saturating_add)
+}
+
+/// The word in brackets, of `always [madvise] never`.
+fn chosen(text: &str) -> Option<String> {
+    let (_, rest) = text.split_once('[')?;
+    Some(rest.split_once(']')?.0.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PROCESSOR: &str = "\
+processor\t: 0
+model name\t: Intel(R) Xeon(R) Platinum 8481C
+siblings\t: 4
+cpu cores\t: 2
+flags\t\t: fpu avx2 fma avx512f avx512_bf16 hypervisor amx_bf16 amx_tile
+processor\t: 1
+model name\t: Intel(R) Xeon(R) Platinum 8481C
+";
+
+    fn write(root: &Path, path: &str, text: &str) {
+        let path = root.join(path);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(path, text).unwrap();
+    }
+
+    #[test]
+    fn everything_that_is_told_is_read() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        for (path, text) in [
+            ("proc/cpuinfo", PROCESSOR),
+            ("proc/meminfo", "MemTotal:  2048 kB\nMemFree: 1 kB\nMemAvailable:  1024 kB\n"),
+            ("proc/loadavg", "1.25 0.5 0.25 3/85 2663\n"),
+            ("proc/self/cgroup", "4:memory:/a/b\n3:cpu:/\n0::/\n"),
+            ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
+            ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "1000\n"),
+            ("sys/fs/cgroup/memory.max", "max\n"),
+            ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
+            ("sys/class/dmi/id/sys_vendor", "QEMU\n"),
+            ("sys/class/dmi/id/product_name", "Standard PC\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index0/level", "1\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index0/type", "Data\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index0/size", "48K\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index0/shared_cpu_list", "0\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index1/level", "1\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index1/type", "Instruction\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index1/size", "32K\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index2/level", "3\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index2/type", "Unified\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index2/size", "2M\n"),
+            ("sys/devices/system/cpu/cpu0/cache/index2/shared_cpu_list", "0-1,4\n"),
+        ] {
+            write(root, path, text);
+        }
+        let machine = Machine::read(root);
+        assert_eq!(machine.processor.as_deref(), Some("Intel(R) Xeon(R) Platinum 8481C"));
+        assert_eq!((machine.num_cores, machine.threads_per_core), (2, 2));
+        assert_eq!(machine.hypervisor.as_deref(), Some("QEMU Standard PC"));
+        assert_eq!(
+            machine.instruction_sets,
+            ["avx2", "fma", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16"]
+        );
+        let cache = |name: &str, bytes, num_cores| Cache { name: name.to_owned(), bytes, num_cores };
+        assert_eq!(machine.caches, [cache("L1d", 48 << 10, 1), cache("L3", 2 << 20, 3)]);
+        assert_eq!((machine.memory_bytes, machine.memory_available_bytes), (Some(2 << 20), Some(1 << 20)));
+        assert_eq!((machine.memory_limit_bytes, machine.load), (Some(1000), Some(1.25)));
+        assert_eq!(machine.huge_pages.as_deref(), Some("madvise"));
+    }
+
+    #[test]
+    fn what_is_not_told_or_makes_no_sense_stays_unknown() {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        let nothing = Machine::read(root);
+        assert_eq!((nothing.num_cores, nothing.threads_per_core), (1, 1));
+        assert!(nothing.processor.is_none() && nothing.hypervisor.is_none() && nothing.caches.is_empty());
+        assert!(nothing.memory_bytes.is_none() && nothing.memory_limit_bytes.is_none());
+        for (path, text) in [
+            ("proc/cpuinfo", "siblings: 4\ncpu cores: 0\nflags: hypervisor"),
+            ("proc/meminfo", "MemTotal: many kB\nMemAvailable: 5\n"),
+            ("proc/loadavg", "low"),
+            ("proc/self/cgroup", "0\n::\n0::/../../x\n"),
+            ("sys/kernel/mm/transparent_hugepage/enabled", "[always"),
+            ("sys/devices/system/cpu/cpu0/cache/index0/level", "1"),
+            ("sys/devices/system/cpu/cpu0/cache/index0/size", "99999999999999999999K"),
+        ] {
+            write(root, path, text);
+        }
+        let nonsense = Machine::read(root);
+        assert!(nonsense.memory_bytes.is_none() && nonsense.memory_available_bytes.is_none());
+        assert!(nonsense.caches.is_empty() && nonsense.huge_pages.is_none() && nonsense.load.is_none());
+        assert_eq!(nonsense.threads_per_core, 1);
+        assert_eq!([list_len("0-3,8"), list_len("3-0"), list_len("x"), list_len("")], [5, 0, 0, 0]);
+    }
+}

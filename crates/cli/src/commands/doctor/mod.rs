@@ -1,0 +1,231 @@
+//! `trireme doctor`.
+
+mod advice;
+mod machine;
+mod products;
+mod transports;
+
+use crate::commands::bench::seconds;
+use crate::console::{Measuring, Output};
+use advice::Advice;
+use anyhow::{Context, Result};
+use machine::Machine;
+use products::{PRECISIONS, ProductFigure};
+use serde::Serialize;
+use std::io::Write;
+use std::path::Path;
+use std::time::Duration;
+use transports::TransportFigure;
+use trireme_base::Bytes;
+use trireme_tensor::probe::{ProductSizes, Unit, why_absent};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Precision};
+
+const SIZES: [ProductSizes; 1] = [ProductSizes { rows: 512, cols: 512, inner: 512 }];
+const THOROUGH_SIZES: [ProductSizes; 2] = [
+    ProductSizes { rows: 2048, cols: 2304, inner: 768 },
+    ProductSizes { rows: 4096, cols: 4096, inner: 1024 },
+];
+
+/// Rows and columns of a product at most: its factors take a few GiB.
+const SIZE_MAX: usize = 1 << 14;
+
+const HELP: &str = "\
+How to read it:
+  A product of matrices can be no faster than the unit of the processor that
+  multiplies. The column peak is what that unit did just now in a loop that
+  never touches memory, the others what Trireme's kernel made of it. NN is the
+  product of forward, NT the gradient of the input, TN the gradient of the
+  weight. Speeds are the best of several runs. Kernels marked * are those that
+  training uses; the others are for machines that have less. Percentages of
+  large products (--thorough) tell what a large model reaches, those of small
+  ones include all that a call costs.
+
+Examples:
+  trireme doctor
+      A look at the machine, in a few seconds.
+  trireme doctor --thorough
+      Products of the sizes of real models, on one thread and on all.
+  trireme doctor --shape 2048x1152x384 --seconds 1
+      The product that you care about, measured longer.
+  trireme doctor --json | jq '.warnings'
+      What a script wants to know.
+
+The exit code is 0 unless something prevents training on this machine.";
+
+/// Show this machine, what Trireme uses of it, and how fast its matrix products are.
+///
+/// Warnings at the end tell what will hurt, and what to do about it. Nothing is changed or written.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct DoctorArgs {
+    /// Threads to measure besides one; 0 means one for each core that this process may use.
+    #[arg(long, value_name = "K", default_value_t = 0)]
+    threads: usize,
+    /// Sizes of a product: rows x columns x inner dim. Can be given several times; 512x512x512 by default.
+    #[arg(long = "shape", value_name = "MxNxK", value_parser = parse_sizes)]
+    sizes: Vec<ProductSizes>,
+    /// Measure products of 2048x2304x768 and of 4096x4096x1024; takes minutes.
+    #[arg(long, conflicts_with = "sizes")]
+    thorough: bool,
+    /// Measure each figure for this long.
+    #[arg(long, value_name = "SECONDS", default_value = "0.03", value_parser = seconds)]
+    seconds: Duration,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+fn parse_sizes(text: &str) -> Result<ProductSizes, String> {
+    let number = |text: &str| text.parse().ok().filter(|number| (1..=SIZE_MAX).contains(number));
+    match text.split('x').map(number).collect::<Vec<_>>()[..] {
+        [Some(rows), Some(cols), Some(inner)] => Ok(ProductSizes { rows, cols, inner }),
+        _ => Err(format!("expected three numbers from 1 to {SIZE_MAX}, such as 512x512x512")),
+    }
+}
+
+/// What is printed; the fields are the keys of `--json`.
+#[derive(Debug, Serialize)]
+struct Report {
+    version: &'static str,
+    machine: Machine,
+    uses: Uses,
+    products: Vec<ProductFigure>,
+    warnings: Vec<Advice>,
+}
+
+/// What Trireme uses of the machine.
+#[derive(Debug, Serialize)]
+struct Uses {
+    features: String,
+    threads: usize,
+    products: Vec<ProductKernel>,
+    transports: Vec<TransportFigure>,
+}
+
+/// What makes products of a precision.
+#[derive(Debug, Serialize)]
+struct ProductKernel {
+    precision: String,
+    unit: String,
+    /// Values are rounded to the precision, then multiplied as f32.
+    is_emulated: bool,
+    /// Why faster ones do not.
+    not_used: Vec<String>,
+}
+
+impl ProductKernel {
+    fn of(precision: Precision) -> Self {
+        let unit = Unit::of(CpuFeatures::detect(), precision);
+        let mut faster: Vec<Unit> = CpuFeatures::ALL.map(|level| Unit::of(level, precision)).into();
+        faster.dedup();
+        let reason = |other: Unit| why_absent(other.features()).map(|why| format!("no {other}: {why}"));
+        ProductKernel {
+            precision: precision.to_string(),
+            unit: unit.to_string(),
+            is_emulated: precision != Precision::F32 && unit <= Unit::Fma512,
+            not_used: faster.into_iter().filter(|other| *other > unit).filter_map(reason).collect(),
+        }
+    }
+}
+
+/// Runs `trireme doctor`.
+pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
+    // Before anything here makes it busy.
+    let machine = Machine::read(Path::new("/"));
+    let threads = match args.threads {
+        0 => machine.num_cores_available,
+        threads => threads,
+    };
+    Device::cpu(DeviceOptions { num_threads: threads, ..DeviceOptions::default() })
+        .context("training cannot start on this machine")?;
+    let measuring = Measuring::new();
+    measuring.tell("transports between workers");
+    let uses = Uses {
+        features: CpuFeatures::detect().to_string(),
+        threads,
+        products: PRECISIONS.map(ProductKernel::of).into(),
+        transports: transports::check(),
+    };
+    let sizes = match (&args.sizes[..], args.thorough) {
+        (_, true) => &THOROUGH_SIZES[..],
+        ([], false) => &SIZES,
+        (given, false) => given,
+    };
+    let products = products::measure(sizes, threads, args.seconds, &measuring)?;
+    drop(measuring);
+    let warnings = advice::warnings(&machine, &uses, cfg!(debug_assertions));
+    let report = Report { version: env!("CARGO_PKG_VERSION"), machine, uses, products, warnings };
+    if args.json {
+        writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?;
+        return Ok(());
+    }
+    print_machine(&report.machine)?;
+    print_uses(&report.uses)?;
+    products::print(&report.products)?;
+    for Advice { problem, advice } in &report.warnings {
+        writeln!(Output, "\nwarning: {problem}\n  {advice}")?;
+    }
+    Ok(())
+}
+
+fn print_machine(machine: &Machine) -> Result<()> {
+    let known = |text: Option<String>| text.unwrap_or_else(|| "unknown".to_owned());
+    let size = |bytes: Option<u64>| known(bytes.map(|bytes| Bytes(bytes).to_string()));
+    let line = |name: &str, value: String| writeln!(Output, "  {name:<14}{value}");
+    writeln!(Output, "machine")?;
+    line("processor", format!("{} ({})", known(machine.processor.clone()), machine.architecture))?;
+    line(
+        "cores",
+        format!("{}, {} of them for this process", machine.num_cores, machine.num_cores_available),
+    )?;
+    if let Some(hypervisor) = &machine.hypervisor {
+        line("virtual", hypervisor.clone())?;
+    }
+    line("instructions", machine.instruction_sets.join(" "))?;
+    let caches = machine.caches.iter().map(|cache| {
+        let shared =
+            if cache.num_cores > 1 { format!(" for {} cores", cache.num_cores) } else { String::new() };
+        format!("{} {}{shared}", cache.name, Bytes(cache.bytes))
+    });
+    line("caches", caches.collect::<Vec<_>>().join(", "))?;
+    line(
+        "memory",
+        format!("{}, {} available", size(machine.memory_bytes), size(machine.memory_available_bytes)),
+    )?;
+    line("huge pages", known(machine.huge_pages.clone()))?;
+    line("/dev/shm", format!("{} (not needed: workers share memory by memfd)", size(machine.dev_shm_bytes)))?;
+    line("load", known(machine.load.map(|load| format!("{load:.2} in the last minute"))))?;
+    Ok(())
+}
+
+fn print_uses(uses: &Uses) -> Result<()> {
+    let line = |name: &str, value: &str| writeln!(Output, "  {name:<14}{value}");
+    writeln!(Output, "\nTrireme uses")?;
+    line("SIMD level", &uses.features)?;
+    line("threads", &uses.threads.to_string())?;
+    for kernel in &uses.products {
+        let rounded = if kernel.is_emulated { ", of values rounded and widened to f32" } else { "" };
+        line(&format!("{} products", kernel.precision), &format!("{}{rounded}", kernel.unit))?;
+        for reason in &kernel.not_used {
+            line("", reason)?;
+        }
+    }
+    for transport in &uses.transports {
+        line(&format!("{} transport", transport.name), &transport.to_string())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_are_three_numbers_within_bounds() {
+        assert_eq!(parse_sizes("3x16384x5"), Ok(ProductSizes { rows: 3, cols: 16384, inner: 5 }));
+        for wrong in ["", "3", "3x4", "3x4x5x6", "0x4x5", "3x16385x5", "3x4x-5", "3x4xx5", "axbxc", "3x4x5x"]
+        {
+            assert!(parse_sizes(wrong).is_err(), "{wrong}");
+        }
+    }
+}

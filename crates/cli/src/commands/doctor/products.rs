@@ -1,0 +1,143 @@
+//! How fast the kernels for matrix products are.
+
+use crate::console::{Measuring, Output};
+
+use anyhow::{Context, Result};
+use serde::Serialize;
+use std::io::Write;
+use std::time::Duration;
+use trireme_tensor::probe::{Probe, ProductSizes, Transposes, Unit};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Precision};
+
+pub(super) const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
+
+/// Speed of one kernel; its fields are keys of `--json`.
+#[derive(Debug, Serialize)]
+pub(super) struct ProductFigure {
+    pub(super) precision: String,
+    /// SIMD level of the kernel.
+    pub(super) features: String,
+    /// What multiplies.
+    pub(super) unit: String,
+    /// Whether training of this precision uses this kernel.
+    pub(super) is_used: bool,
+    pub(super) threads: usize,
+    pub(super) rows: usize,
+    pub(super) cols: usize,
+    pub(super) inner: usize,
+    /// Operations a second of the unit with all it needs in registers, in 1e9.
+    pub(super) peak_gflops: f64,
+    /// By which factors are read transposed.
+    pub(super) transposes: Vec<TransposeFigure>,
+}
+
+#[derive(Debug, Serialize)]
+pub(super) struct TransposeFigure {
+    pub(super) transposes: String,
+    pub(super) gflops_best: f64,
+    pub(super) gflops_median: f64,
+    /// Best, of the unit's peak.
+    pub(super) fraction_of_peak: f64,
+}
+
+/// Every kernel that this machine can run: precision, and the lowest SIMD level that has its unit.
+fn kernels() -> Vec<(Precision, Unit)> {
+    let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= CpuFeatures::detect());
+    let mut kernels: Vec<_> = PRECISIONS
+        .into_iter()
+        .flat_map(|precision| levels.clone().map(move |level| (precision, Unit::of(level, precision))))
+        .collect();
+    // Levels that change nothing for a precision stand beside each other.
+    kernels.dedup();
+    kernels
+}
+
+/// Measures every kernel for products of these sizes, on one thread and on `num_threads`.
+pub(super) fn measure(
+    sizes: &[ProductSizes],
+    num_threads: usize,
+    duration: Duration,
+    measuring: &Measuring,
+) -> Result<Vec<ProductFigure>> {
+    let mut figures = Vec::new();
+    let thread_counts = if num_threads == 1 { vec![1] } else { vec![1, num_threads] };
+    for size in sizes {
+        for (precision, unit) in kernels() {
+            for &num_threads in &thread_counts {
+                measuring.tell(&format!("{precision} on {unit}, {num_threads} threads: {size}"));
+                figures.push(measure_kernel(precision, unit, *size, num_threads, duration)?);
+            }
+        }
+    }
+    Ok(figures)
+}
+
+fn measure_kernel(
+    precision: Precision,
+    unit: Unit,
+    sizes: ProductSizes,
+    num_threads: usize,
+    duration: Duration,
+) -> Result<ProductFigure> {
+    let device = Device::cpu(DeviceOptions { num_threads, features_max: Some(unit.features()) })?;
+    let probe = Probe::new(&device, duration);
+    let peak = probe.peak(unit);
+    let transposes = Transposes::ALL.into_iter().map(|transposes| {
+        let timing = probe.product(precision, transposes, sizes)?;
+        let speed = |seconds: f64| sizes.operations() / seconds;
+        Ok(TransposeFigure {
+            transposes: transposes.to_string(),
+            gflops_best: speed(timing.best) / 1e9,
+            gflops_median: speed(timing.median) / 1e9,
+            fraction_of_peak: speed(timing.best) / peak,
+        })
+    });
+    let transposes: Result<_> = transposes.collect();
+    Ok(ProductFigure {
+        precision: precision.to_string(),
+        features: unit.features().to_string(),
+        unit: unit.to_string(),
+        is_used: unit == Unit::of(CpuFeatures::detect(), precision),
+        threads: num_threads,
+        rows: sizes.rows,
+        cols: sizes.cols,
+        inner: sizes.inner,
+        peak_gflops: peak / 1e9,
+        transposes: transposes.with_context(|| format!("products of {sizes}"))?,
+    })
+}
+
+/// Prints a table for each size.
+pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
+    let mut last = None;
+    for figure in figures {
+        let ProductFigure { rows, cols, inner, .. } = figure;
+        if last.replace((rows, cols, inner)) != Some((rows, cols, inner)) {
+            writeln!(
+                Output,
+                "\nproducts of {rows}x{cols}x{inner}, in GFLOP/s and per cent of the unit's peak"
+            )?;
+            let heads = figure.transposes.iter().map(|figure| format!("{:>14}", figure.transposes));
+            writeln!(
+                Output,
+                "  {:<16} {:>11} {:>9}{}",
+                "kernel",
+                "threads",
+                "peak",
+                heads.collect::<String>()
+            )?;
+        }
+        let mark = if figure.is_used { '*' } else { ' ' };
+        write!(
+            Output,
+            "{mark} {:<4} {:<11} {:>11} {:>9.1}",
+            figure.precision, figure.unit, figure.threads, figure.peak_gflops
+        )?;
+        for TransposeFigure { gflops_best, fraction_of_peak, .. } in &figure.transposes {
+            write!(Output, " {gflops_best:>7.1} {:>4.0}%", fraction_of_peak * 100.0)?;
+        }
+        writeln!(Output)?;
+    }
+    writeln!(Output, "* is what training uses")?;
+    Ok(())
+}

@@ -1,0 +1,134 @@
+//! `trireme doctor` and `trireme bench kernels`: what they tell makes sense. How fast anything is, is not tested.
+
+use crate::common::{Outcome, Scene, tells};
+use serde_json::Value;
+
+const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,
+    "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}"#;
+
+fn parse(text: &str) -> Value {
+    serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+#[track_caller]
+fn positive(value: &Value) -> f64 {
+    let number = value.as_f64().unwrap_or_else(|| panic!("no number: {value}"));
+    assert!(number > 0.0 && number.is_finite(), "{number}");
+    number
+}
+
+fn texts<'a>(list: &'a Value, key: &str) -> Vec<&'a str> {
+    list.as_array().unwrap().iter().map(|entry| entry[key].as_str().unwrap()).collect()
+}
+
+/// The complaint about an option that makes no sense.
+fn misused(outcome: Outcome) -> String {
+    assert!(outcome.code == Some(2) && outcome.stdout.is_empty(), "{outcome:?}");
+    outcome.stderr
+}
+
+#[test]
+fn the_doctor_tells_what_there_is_and_measures_every_product_kernel() {
+    let scene = Scene::new();
+    let found = parse(&scene.run("doctor --json --shape 24x40x16 --threads 2 --seconds 0").succeeded());
+
+    let machine = &found["machine"];
+    positive(&machine["num_cores"]);
+    positive(&machine["memory_bytes"]);
+    assert!(positive(&machine["memory_available_bytes"]) < positive(&machine["memory_bytes"]));
+
+    let uses = &found["uses"];
+    assert_eq!(uses["threads"], 2);
+    assert_eq!(texts(&uses["products"], "precision"), ["f32", "bf16", "f16"]);
+    assert_eq!(texts(&uses["transports"], "name"), ["shm", "tcp"]);
+    for transport in uses["transports"].as_array().unwrap() {
+        assert!(transport["error"].is_null(), "{transport}");
+        positive(&transport["all_reduce_seconds"]);
+    }
+
+    let products = found["products"].as_array().unwrap();
+    for product in products {
+        assert_eq!([&product["rows"], &product["cols"], &product["inner"]], [24, 40, 16]);
+        positive(&product["peak_gflops"]);
+        assert_eq!(texts(&product["transposes"], "transposes"), ["NN", "NT", "TN"]);
+        for figure in product["transposes"].as_array().unwrap() {
+            assert!(positive(&figure["gflops_median"]) <= positive(&figure["gflops_best"]), "{figure}");
+            positive(&figure["fraction_of_peak"]);
+        }
+    }
+    for kernel in uses["products"].as_array().unwrap() {
+        for threads in [1, 2] {
+            let is_its = |product: &&Value| {
+                product["is_used"] == true
+                    && product["precision"] == kernel["precision"]
+                    && product["threads"] == threads
+            };
+            let used: Vec<&Value> = products.iter().filter(is_its).collect();
+            assert!(used.len() == 1 && used[0]["unit"] == kernel["unit"], "{kernel}: {used:?}");
+        }
+    }
+}
+
+#[test]
+fn the_doctor_tells_people_and_refuses_what_makes_no_sense() {
+    let scene = Scene::new();
+    let told = scene.run("doctor --shape 8x8x8 --shape 3x5x7 --threads 1 --seconds 0").succeeded();
+    tells(
+        &told,
+        &["machine", "Trireme uses", "products of 8x8x8", "products of 3x5x7", "* f32", "* bf16", "* f16"],
+    );
+    tells(&scene.run("doctor --help").succeeded(), &["How to read it", "--thorough"]);
+    tells(&misused(scene.run("doctor --shape 8x8")), &["8x8", "such as 512x512x512"]);
+    tells(&misused(scene.run("doctor --seconds=-1")), &["-1", "seconds from 0 to 3600"]);
+    tells(&misused(scene.run("doctor --thorough --shape 8x8x8")), &["--thorough", "--shape"]);
+}
+
+#[test]
+fn kernels_of_a_step_are_measured_beside_their_bounds() {
+    let scene = Scene::new();
+    scene.write("config.json", LLAMA);
+    let arguments = "bench kernels --model . --batch 2 --seq 16 --threads 2 --seconds 0";
+    let found = parse(&scene.run(&format!("{arguments} --dtype f32,bf16,f16 --json")).succeeded());
+    positive(&found["copy_bytes_per_second"]);
+    assert_eq!(texts(&found["steps"], "dtype"), ["f32", "bf16", "f16"]);
+    for step in found["steps"].as_array().unwrap() {
+        positive(&step["product_peak_gflops"]);
+        positive(&step["arithmetic_peak_gflops"]);
+        let (mut bound, mut measured) = (0.0, 0.0);
+        for kernel in step["kernels"].as_array().unwrap() {
+            positive(&kernel["moved_bytes"]);
+            positive(&kernel["fraction_of_bound"]);
+            let calls = kernel["calls"].as_f64().unwrap();
+            bound += calls * positive(&kernel["bound_us"]) / 1e3;
+            measured += calls * positive(&kernel["median_us"]) / 1e3;
+        }
+        let is_close = |key: &str, sum: f64| (positive(&step[key]) - sum).abs() <= 1e-9 * sum;
+        assert!(is_close("bound_ms", bound) && is_close("measured_ms", measured), "{step}");
+        let names = texts(&step["kernels"], "name");
+        for name in
+            ["qkv: forward", "mlp out: weight gradient", "attention: backward", "rotary", "adamw: block"]
+        {
+            assert!(names.contains(&name), "{name}: {names:?}");
+        }
+    }
+
+    let one = parse(&scene.run(&format!("{arguments} --dtype f16 --only statistics --json")).succeeded());
+    assert_eq!(texts(&one["steps"][0]["kernels"], "name"), ["softmax statistics"]);
+    let table = scene.run(&format!("{arguments} --dtype bf16")).succeeded();
+    let rows: Vec<&str> = table.lines().filter(|line| line.starts_with('|')).collect();
+    assert!(rows.len() > 20, "{table}");
+    assert!(rows.iter().all(|row| row.matches('|').count() == rows[0].matches('|').count()), "{table}");
+}
+
+#[test]
+fn kernels_of_no_model_are_refused() {
+    let scene = Scene::new();
+    scene.write("config.json", LLAMA);
+    let refused = |arguments: &str| scene.run(&format!("bench kernels {arguments}")).refused();
+    tells(&refused("--model nowhere"), &["nowhere/config.json"]);
+    tells(&refused("--model . --seq 17"), &["--seq 17", "16 positions"]);
+    tells(&refused("--model . --batch 0 --seq 4"), &["--batch", "at least 1"]);
+    tells(&refused("--model . --batch 1 --seq 4 --seconds 0 --only conv2d"), &["'conv2d'", "--only"]);
+    tells(&misused(scene.run("bench kernels --batch 4")), &["--model"]);
+    tells(&misused(scene.run("bench kernels --dtype f8")), &["f8", "f32, bf16 or f16"]);
+}

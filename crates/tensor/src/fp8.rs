@@ -1,0 +1,406 @@
+//! Training in 8-bit floats, emulated: factors of products are rounded as fp8 would round them.
+//!
+//! Formats and their use are those of Micikevicius et al. ("FP8 formats for deep learning", 2022): the products of linear layers
+//! are made of fp8, and everything else stays as it is. A factor is multiplied by a scale before it is rounded, so that its
+//! largest values use the format's range; the scale follows from the largest magnitudes ("amax") of the same factor in earlier steps
+//! (*delayed scaling*, as in NVIDIA's Transformer Engine), for then a value is read once.
+//!
+//! Scales are powers of two. So a rounded factor, divided by its scale again, is exact in bf16, the product of two of them is
+//! exact in f32, and a product of matrices in bf16 sums just the terms that fp8 hardware sums. What may differ is the sum: its order,
+//! and hardware that keeps fewer than f32's digits of it (about 14 bits on Hopper: DeepSeek-AI, "DeepSeek-V3 technical report",
+//! 2024, section 3.3.2).
+
+use crate::device::{Device, DeviceError};
+use crate::parameters::ParameterId;
+use crate::tensor::{Tensor, View};
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use trireme_base::DType;
+
+/// A format of 8-bit floats, with a sign.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fp8Format {
+    /// 4 bits of exponent, 3 of fraction: from 2^-9 to 448.
+    E4m3,
+    /// 5 bits of exponent, 2 of fraction: from 2^-16 to 57344.
+    E5m2,
+}
+
+impl Fp8Format {
+    /// Bits of fraction.
+    pub(crate) const fn fraction_bits(self) -> u32 {
+        match self {
+            Fp8Format::E4m3 => 3,
+            Fp8Format::E5m2 => 2,
+        }
+    }
+
+    /// Exponent of the smallest normal value.
+    pub(crate) const fn exponent_min(self) -> i32 {
+        match self {
+            Fp8Format::E4m3 => -6,
+            Fp8Format::E5m2 => -14,
+        }
+    }
+
+    /// The largest finite value.
+    pub(crate) const fn max(self) -> f32 {
+        match self {
+            Fp8Format::E4m3 => 448.0,
+            Fp8Format::E5m2 => 57_344.0,
+        }
+    }
+}
+
+/// Which formats factors are rounded to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fp8Formats {
+    /// E4M3 for all.
+    E4m3,
+    /// E4M3 for inputs and weights, and E5M2, which has more range and fewer digits, for gradients.
+    Hybrid,
+}
+
+impl fmt::Display for Fp8Formats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Fp8Formats::E4m3 => "e4m3",
+            Fp8Formats::Hybrid => "hybrid",
+        })
+    }
+}
+
+/// How linear layers work in fp8.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Fp8Recipe {
+    /// Which formats factors are rounded to.
+    pub formats: Fp8Formats,
+    /// Steps whose amaxes a scale follows from; at least 1.
+    pub amax_history_len: usize,
+    /// Scales leave room for values `2^margin` times larger than those of earlier steps.
+    pub margin: u32,
+}
+
+impl Fp8Recipe {
+    /// With a history of 16 steps, and no margin.
+    pub const fn new(formats: Fp8Formats) -> Self {
+        Fp8Recipe { formats, amax_history_len: 16, margin: 0 }
+    }
+
+    const fn format(&self, operand: Operand) -> Fp8Format {
+        match (self.formats, operand) {
+            (Fp8Formats::E4m3, _) | (_, Operand::Input | Operand::Weight) => Fp8Format::E4m3,
+            (Fp8Formats::Hybrid, Operand::OutputGrad) => Fp8Format::E5m2,
+        }
+    }
+
+    /// Exponent of the largest power of two with `amax * scale * 2^margin` at most the format's maximum.
+    fn scale_exponent(&self, operand: Operand, amax: f32) -> i32 {
+        // The quotient of two f32s is exact enough in f64 not to be rounded up to a power of two.
+        let quotient = f64::from(self.format(operand).max()) / f64::from(amax);
+        let exponent = (quotient.to_bits() >> 52) as i32 - 1023;
+        exponent.saturating_sub_unsigned(self.margin).clamp(-SCALE_EXPONENT_MAX, SCALE_EXPONENT_MAX)
+    }
+}
+
+/// Scales lie between two to minus this and two to this: beyond, rounded values would not be normal in bf16.
+pub(crate) const SCALE_EXPONENT_MAX: i32 = 100;
+
+/// What a linear layer's products read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Operand {
+    /// What the weight is applied to.
+    Input,
+    Weight,
+    /// Gradient of the output, before a bias and a residual.
+    OutputGrad,
+}
+
+/// Number of [`Operand`]s of a layer.
+const OPERANDS: usize = 3;
+
+/// Scales of a step, and the amaxes found in it: what tapes share.
+#[derive(Debug)]
+pub struct Fp8Scales {
+    recipe: Fp8Recipe,
+    /// First parameter of each layer's weight, ascending.
+    layers: Vec<ParameterId>,
+    /// By layer, then [`Operand`].
+    operands: Vec<OperandScale>,
+}
+
+/// Amaxes of one factor, as bits of f32s: for magnitudes, their order is that of the values.
+#[derive(Debug, Default)]
+struct OperandScale {
+    /// Largest of the history; 0 where nothing is known.
+    history_max: AtomicU32,
+    /// Largest of this step so far.
+    amax: AtomicU32,
+}
+
+/// One layer's part of [`Fp8Scales`].
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fp8Layer<'a> {
+    recipe: Fp8Recipe,
+    operands: &'a [OperandScale],
+    /// Whether amaxes count for the scales to come.
+    observes: bool,
+}
+
+impl Fp8Scales {
+    /// The layer whose weight begins with parameter `weight`, if it works in fp8. Of passes that train, the amaxes count
+    /// for the scales to come.
+    pub(crate) fn layer(&self, weight: ParameterId, trains: bool) -> Option<Fp8Layer<'_>> {
+        let layer = self.layers.binary_search(&weight).ok()?;
+        let operands = &self.operands[layer * OPERANDS..][..OPERANDS];
+        Some(Fp8Layer { recipe: self.recipe, operands, observes: trains })
+    }
+}
+
+impl Fp8Layer<'_> {
+    /// A copy of `values`, rounded as `operand`; bf16.
+    ///
+    /// Where nothing is known of earlier steps, the scale is that of the values themselves (*current scaling*).
+    pub(crate) fn quantize(
+        &self,
+        device: &Device,
+        operand: Operand,
+        values: View<'_>,
+    ) -> Result<Tensor, DeviceError> {
+        let (format, scale) = (self.recipe.format(operand), &self.operands[operand as usize]);
+        let mut rounded = device.activation_of(values.shape(), DType::Bf16)?;
+        let mut round = |exponent| device.quantize_fp8(values, format, exponent, rounded.view_mut());
+        let history_max = f32::from_bits(scale.history_max.load(Ordering::Relaxed));
+        // A pass that only finds the amax: what it writes is written over.
+        let reference = if history_max > 0.0 { history_max } else { round(0) };
+        let amax = round(self.recipe.scale_exponent(operand, reference));
+        if self.observes {
+            scale.amax.fetch_max(amax.to_bits(), Ordering::Relaxed);
+        }
+        Ok(rounded)
+    }
+}
+
+/// The scales of a model's layers from step to step.
+///
+/// All of it is a function of the amaxes given to [`Fp8State::advance`]: ranks that are given the same ones have the same
+/// scales.
+#[derive(Debug)]
+pub struct Fp8State {
+    scales: Arc<Fp8Scales>,
+    /// By layer, then [`Operand`]: amaxes of earlier steps, the newest first; 0 where there was none.
+    history: Vec<f32>,
+}
+
+impl Fp8State {
+    /// Nothing is known yet. `layers` has the first parameter of each layer's weight.
+    ///
+    /// # Panics
+    /// If the history has no room for a step.
+    pub fn new(recipe: Fp8Recipe, mut layers: Vec<ParameterId>) -> Self {
+        assert!(recipe.amax_history_len > 0, "scales follow from at least one step");
+        layers.sort_unstable();
+        let num_operands = layers.len() * OPERANDS;
+        let operands = (0..num_operands).map(|_| OperandScale::default()).collect();
+        let history = vec![0.0; num_operands * recipe.amax_history_len];
+        Fp8State { scales: Arc::new(Fp8Scales { recipe, layers, operands }), history }
+    }
+
+    /// How the layers work.
+    pub fn recipe(&self) -> &Fp8Recipe {
+        &self.scales.recipe
+    }
+
+    /// What tapes read and write.
+    pub fn scales(&self) -> &Arc<Fp8Scales> {
+        &self.scales
+    }
+
+    /// The first parameter of each layer's weight.
+    pub fn layers(&self) -> &[ParameterId] {
+        &self.scales.layers
+    }
+
+    /// Number of amaxes of a step.
+    pub fn num_amaxes(&self) -> usize {
+        self.scales.operands.len()
+    }
+
+    /// Takes the amaxes of the step out of the scales: of this rank's microbatches.
+    ///
+    /// # Panics
+    /// If there is no room for [`Fp8State::num_amaxes`].
+    pub fn take_amaxes(&mut self, amaxes: &mut [f32]) {
+        assert_eq!(amaxes.len(), self.num_amaxes());
+        for (amax, operand) in amaxes.iter_mut().zip(&self.scales.operands) {
+            *amax = f32::from_bits(operand.amax.swap(0, Ordering::Relaxed));
+        }
+    }
+
+    /// Ends a step: its `amaxes`, of all ranks, enter the history, and give new scales.
+    ///
+    /// # Panics
+    /// If they are not [`Fp8State::num_amaxes`].
+    pub fn advance(&mut self, amaxes: &[f32]) {
+        assert_eq!(amaxes.len(), self.num_amaxes());
+        let len = self.scales.recipe.amax_history_len;
+        for (history, amax) in self.history.chunks_exact_mut(len).zip(amaxes) {
+            history.copy_within(..len - 1, 1);
+            history[0] = *amax;
+        }
+        self.update_scales();
+    }
+
+    /// The history of a layer, to be kept: `[3, amax_history_len]` for input, weight and output gradient, the newest step
+    /// first, 0 where nothing is known.
+    pub fn history(&self, layer: usize) -> (&[f32], [usize; 2]) {
+        let len = self.scales.recipe.amax_history_len;
+        (&self.history[layer * OPERANDS * len..][..OPERANDS * len], [OPERANDS, len])
+    }
+
+    /// Goes on from a kept history of a layer, of which the newest steps count that there is room for. `false`, and nothing
+    /// changes, if it is none.
+    #[must_use = "a history may be refused"]
+    pub fn restore(&mut self, layer: usize, kept: &[f32], shape: &[usize]) -> bool {
+        let is_amax = |amax: &f32| amax.is_finite() && *amax >= 0.0;
+        let &[OPERANDS, kept_len] = shape else { return false };
+        if kept.len() != OPERANDS * kept_len || kept_len == 0 || !kept.iter().all(is_amax) {
+            return false;
+        }
+        let len = self.scales.recipe.amax_history_len;
+        let history = &mut self.history[layer * OPERANDS * len..][..OPERANDS * len];
+        history.fill(0.0);
+        for (history, kept) in history.chunks_exact_mut(len).zip(kept.chunks_exact(kept_len)) {
+            let num_steps = len.min(kept_len);
+            history[..num_steps].copy_from_slice(&kept[..num_steps]);
+        }
+        self.update_scales();
+        true
+    }
+
+    fn update_scales(&mut self) {
+        let histories = self.history.chunks_exact(self.scales.recipe.amax_history_len);
+        for (operand, history) in self.scales.operands.iter().zip(histories) {
+            let max = history.iter().copied().fold(0.0, f32::max);
+            operand.history_max.store(max.to_bits(), Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Operand::{Input, OutputGrad, Weight};
+
+    fn recipe(formats: Fp8Formats, amax_history_len: usize, margin: u32) -> Fp8Recipe {
+        Fp8Recipe { formats, amax_history_len, margin }
+    }
+
+    #[test]
+    fn a_scale_is_the_largest_power_of_two_that_leaves_room() {
+        let mut amaxes = vec![1.0_f32, 448.0, 57_344.0, 1e-20, 3e20, 1e-3, 0.7];
+        amaxes.extend(
+            [448.0_f32, 448.0 * 1024.0, 57_344.0 / 4096.0].iter().flat_map(|x| [x.next_down(), x.next_up()]),
+        );
+        for formats in [Fp8Formats::E4m3, Fp8Formats::Hybrid] {
+            for (operand, margin) in [(Input, 0), (Weight, 3), (OutputGrad, 0), (OutputGrad, 1)] {
+                let is_wide = formats == Fp8Formats::Hybrid && operand == OutputGrad;
+                let max = if is_wide { 57_344.0 } else { 448.0 };
+                for &amax in &amaxes {
+                    let exponent = recipe(formats, 1, margin).scale_exponent(operand, amax);
+                    let scaled = f64::from(amax) * 2.0_f64.powi(exponent + margin as i32);
+                    assert!(
+                        scaled <= max && 2.0 * scaled > max,
+                        "{formats}, {operand:?}, {amax:e}: 2^{exponent}"
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn scales_have_bounds() {
+        let recipe = recipe(Fp8Formats::Hybrid, 1, 16);
+        for (amax, exponent) in [(0.0, 100), (1e-45, 100), (1e-37, 100), (1e37, -100), (f32::MAX, -100)] {
+            for operand in [Input, Weight, OutputGrad] {
+                assert_eq!(recipe.scale_exponent(operand, amax), exponent, "{amax:e}");
+            }
+        }
+        let most = Fp8Recipe { margin: u32::MAX, ..recipe };
+        assert_eq!(most.scale_exponent(Input, 1.0), -100);
+    }
+
+    fn history_max(state: &Fp8State) -> Vec<f32> {
+        let operands = state.scales.operands.iter();
+        operands.map(|operand| f32::from_bits(operand.history_max.load(Ordering::Relaxed))).collect()
+    }
+
+    fn state(amax_history_len: usize) -> Fp8State {
+        let layers = vec![ParameterId(7), ParameterId(3)];
+        Fp8State::new(recipe(Fp8Formats::Hybrid, amax_history_len, 0), layers)
+    }
+
+    #[test]
+    fn histories_hold_the_newest_steps() {
+        let mut state = state(2);
+        assert_eq!(state.layers(), [ParameterId(3), ParameterId(7)]);
+        let mut found = Vec::new();
+        for step in [5.0, 4.0, 1.0, 2.0] {
+            state.advance(&[step, 10.0 * step, 0.0, 1.0, 1.0, 1.0]);
+            found.push(history_max(&state)[..3].to_vec());
+        }
+        let expected = [[5.0, 50.0, 0.0], [5.0, 50.0, 0.0], [4.0, 40.0, 0.0], [2.0, 20.0, 0.0]];
+        assert_eq!(found, expected);
+        assert_eq!(state.history(0), (&[2.0, 1.0, 20.0, 10.0, 0.0, 0.0][..], [3, 2]));
+    }
+
+    #[test]
+    fn a_step_has_the_largest_amax_of_its_passes() {
+        let device = Device::cpu(crate::DeviceOptions { num_threads: 1, ..Default::default() }).unwrap();
+        let mut state = state(2);
+        for values in [[1.0, -3.0], [2.0, f32::INFINITY], [0.5, f32::NAN]] {
+            let layer = state.scales().layer(ParameterId(7), true).unwrap();
+            layer.quantize(&device, Weight, View::from_f32s(&values, [2].into())).unwrap();
+        }
+        let mut amaxes = [1.0; 6];
+        state.take_amaxes(&mut amaxes);
+        assert_eq!(amaxes, [0.0, 0.0, 0.0, 0.0, 3.0, 0.0]);
+        state.take_amaxes(&mut amaxes);
+        assert_eq!(amaxes, [0.0; 6], "they are taken once");
+        assert!(state.scales().layer(ParameterId(5), true).is_none());
+    }
+
+    #[test]
+    fn a_kept_history_is_gone_on_from() {
+        let kept: Vec<f32> = (1..=9).map(|x| x as f32).collect();
+        for (len, expected) in [(2, [2.0, 5.0, 8.0]), (3, [3.0, 6.0, 9.0]), (5, [3.0, 6.0, 9.0])] {
+            let mut state = state(len);
+            assert!(state.restore(1, &kept, &[3, 3]));
+            assert_eq!(history_max(&state), [&[0.0; 3][..], &expected].concat());
+            state.advance(&[0.0; 6]);
+            let mut resumed = self::state(len);
+            let (history, shape) = state.history(1);
+            assert!(resumed.restore(1, history, &shape));
+            assert_eq!(resumed.history, state.history);
+            assert_eq!(history_max(&resumed), history_max(&state));
+        }
+    }
+
+    #[test]
+    fn what_is_no_history_is_refused() {
+        let mut state = state(3);
+        for (kept, shape) in [
+            (vec![1.0; 9], vec![9]),
+            (vec![1.0; 6], vec![2, 3]),
+            (vec![1.0; 8], vec![3, 3]),
+            (vec![], vec![3, 0]),
+            (vec![-1.0; 9], vec![3, 3]),
+            (vec![f32::NAN; 9], vec![3, 3]),
+            (vec![f32::INFINITY; 9], vec![3, 3]),
+        ] {
+            assert!(!state.restore(0, &kept, &shape), "{kept:?} {shape:?}");
+            assert_eq!(history_max(&state), [0.0; 6]);
+        }
+    }
+}

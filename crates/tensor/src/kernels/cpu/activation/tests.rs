@@ -1,0 +1,203 @@
+use super::*;
+use crate::kernels::cpu::element::with_element;
+use crate::kernels::cpu::test_support::{
+    DTYPES, Exact, affordable, assert_close, cases, exactly, narrow, not_finite, random, run, widen,
+};
+use proptest::prelude::*;
+
+/// Zeros, subnormal and tiny values, where the exponential begins to overflow, and the largest.
+const EDGES: [f32; 26] = [
+    0.0, -0.0, 1e-40, -1e-40, 1.2e-38, -1.2e-38, 1e-20, 0.5, -0.5, 5.5, -5.5, 10.0, -10.0, 20.0, -20.0, 88.5,
+    -88.5, 89.0, -89.0, 104.5, -104.5, 6e4, -6e4, 1e30, -1e30, 3e38,
+];
+
+/// The edges that an element type has, and random values: more than two tasks, and a rest.
+fn values<T: Element>(name: &str) -> Vec<T> {
+    let random: Vec<f32> =
+        random(if cfg!(miri) { 70 } else { 40_007 }, name).iter().map(|x| 4.0 * x).collect();
+    let mut values: Vec<T> = narrow(&EDGES);
+    values.retain(|x| x.to_f32().is_finite());
+    values.extend(narrow::<T>(&random));
+    values
+}
+
+/// `1 / (1 + e^-x)`, one minus that, and the magnitude of the error of the latter in f32, where it is a difference: a
+/// rounding of the sigmoid, or all there is once the sigmoid is 1.
+fn sigmoid_f64(x: f64) -> (f64, f64, f64) {
+    let (s, rest) = (1.0 / (1.0 + (-x).exp()), 1.0 / (1.0 + x.exp()));
+    (s, rest, (rest * 2.0_f64.powi(24)).min(1.0))
+}
+
+/// GELU and its slope.
+fn gelu_f64(x: f64) -> (Exact, Exact) {
+    let scale = (8.0 / std::f64::consts::PI).sqrt();
+    let argument = scale * (x + 0.044715 * x.powi(3));
+    let (s, rest, rest_magnitude) = sigmoid_f64(argument);
+    // The error of an argument is a relative one of its exponential.
+    let amplified = 1.0 + argument.abs().min(1e3) * rest;
+    let steepness = scale * (1.0 + 3.0 * 0.044715 * x * x);
+    // Where the sigmoid is 0 or 1, the product would be that of zero and infinity for the largest arguments.
+    let product = |factor: f64| if x * s * factor == 0.0 { 0.0 } else { x * s * factor * steepness };
+    let slope_magnitude = s + product(rest_magnitude).abs();
+    (Exact::new(x * s, (x * s).abs() * amplified), Exact::new(s + product(rest), slope_magnitude * amplified))
+}
+
+fn scaled(exact: Exact, factor: f64) -> Exact {
+    let Exact { value, in_f32, in_element } = exact;
+    Exact { value: value * factor, in_f32: in_f32 * factor.abs(), in_element: in_element * factor.abs() }
+}
+
+#[test]
+fn the_reference_is_the_published_formula() {
+    for step in -600..=600 {
+        let x = f64::from(step) / 100.0;
+        let tanh = |x: f64| ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x.powi(3))).tanh();
+        let published = |x: f64| 0.5 * x * (1.0 + tanh(x));
+        let (value, slope) = gelu_f64(x);
+        assert!((value.value - published(x)).abs() < 1e-14, "{x}");
+        assert!((slope.value - (published(x + 1e-5) - published(x - 1e-5)) / 2e-5).abs() < 1e-9, "{x}");
+    }
+}
+
+/// `y`, then what backward makes of `x` and `dy`.
+fn run_gelu<T: Element>(x: &[T], dy: &[T]) -> [Vec<f32>; 3] {
+    run(|cpu| {
+        let (mut y, mut input, mut dy) = (narrow::<T>(&vec![f32::NAN; x.len()]), x.to_vec(), dy.to_vec());
+        cpu.gelu(x, &mut y);
+        cpu.gelu_backward(&mut input, &mut dy);
+        [widen(&y), widen(&input), widen(&dy)]
+    })
+}
+
+fn check_gelu<T: Element>(x: &[T], dy: &[T]) {
+    let [y, again, dx] = run_gelu(x, dy);
+    assert_eq!(y, again, "backward gives the output back");
+    let exact: Vec<(Exact, Exact)> = exactly(x).into_iter().map(gelu_f64).collect();
+    assert_close::<T>(&"gelu", &y, exact.iter().map(|exact| exact.0), 0);
+    let dx_exact = exact.iter().zip(exactly(dy)).map(|(exact, dy)| scaled(exact.1, dy));
+    assert_close::<T>(&"gradient of gelu", &dx, dx_exact, 0);
+}
+
+/// `y`, then what backward makes of `gate | up` and `dy`.
+fn run_swiglu<T: Element>(gate_up: &[T], dy: &[T], cols: usize) -> [Vec<f32>; 3] {
+    run(|cpu| {
+        let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
+        let (mut gate_up, mut dy) = (gate_up.to_vec(), dy.to_vec());
+        cpu.swiglu(&gate_up, &mut y, cols);
+        cpu.swiglu_backward(&mut gate_up, &mut dy, cols);
+        [widen(&y), widen(&gate_up), widen(&dy)]
+    })
+}
+
+fn check_swiglu<T: Element>(gate_up: &[T], dy: &[T], cols: usize) {
+    let [y, d_gate_up, again] = run_swiglu(gate_up, dy, cols);
+    assert_eq!(y, again, "backward gives the output back");
+    let (gate_up, dy) = (exactly(gate_up), exactly(dy));
+    let gate_and_up = |index: usize| {
+        let (row, col) = (index / cols, index % cols);
+        (gate_up[row * 2 * cols + col], gate_up[row * 2 * cols + cols + col])
+    };
+    let exact_y = (0..dy.len()).map(|index| {
+        let (gate, up) = gate_and_up(index);
+        let y = gate * sigmoid_f64(gate).0 * up;
+        Exact::new(y, y.abs())
+    });
+    assert_close::<T>(&"swiglu", &y, exact_y, 0);
+    let exact_gradient = (0..gate_up.len()).map(|index| {
+        let (row, col) = (index / (2 * cols), index % (2 * cols));
+        let index = row * cols + col % cols;
+        let ((gate, up), dy) = (gate_and_up(index), dy[index]);
+        let (s, rest, rest_magnitude) = sigmoid_f64(gate);
+        let slope = Exact::new(s + gate * s * rest, s + (gate * s).abs() * rest_magnitude);
+        if col < cols { scaled(slope, dy * up) } else { Exact::new(dy * gate * s, (dy * gate * s).abs()) }
+    });
+    assert_close::<T>(&"gradient of swiglu", &d_gate_up, exact_gradient, 0);
+}
+
+#[test]
+fn values_and_gradients_match_f64() {
+    fn check<T: Element>() {
+        let (x, dy) = (values::<T>("x"), values::<T>("dy"));
+        let moderate: Vec<T> = narrow(&random(x.len(), "dy"));
+        check_gelu(&x, &moderate);
+        // Edges against each other overflow.
+        let (up, dy) = (&dy[EDGES.len()..], &moderate);
+        for &cols in affordable(&[1, 7, 16, 33, 400], 2) {
+            let rows = up.len() / cols;
+            let row = |row: usize| [&x[row * cols..][..cols], &up[row * cols..][..cols]].concat();
+            check_swiglu(&(0..rows).flat_map(row).collect::<Vec<T>>(), &dy[..rows * cols], cols);
+        }
+        check_gelu::<T>(&[], &[]);
+        check_swiglu::<T>(&[], &[], 3);
+    }
+    for dtype in DTYPES {
+        with_element!(dtype => |T| check::<T>());
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(24))]
+
+    #[test]
+    fn any_finite_value_has_a_finite_gradient(
+        x in proptest::collection::vec(prop::num::f32::NORMAL | prop::num::f32::SUBNORMAL | prop::num::f32::ZERO, 0..70),
+        dtype in 0..DTYPES.len(),
+    ) {
+        with_element!(DTYPES[dtype] => |T| {
+            let mut x: Vec<T> = narrow(&x);
+            x.retain(|x| x.to_f32().is_finite());
+            check_gelu(&x, &narrow::<T>(&random(x.len(), "dy")));
+        });
+    }
+
+    #[test]
+    fn rows_of_any_width(
+        (rows, cols) in (0_usize..9, 1_usize..70),
+        range in -20_i32..20,
+        dtype in 0..DTYPES.len(),
+    ) {
+        let scale = 2.0_f32.powi(range);
+        let gate_up: Vec<f32> = random(rows * 2 * cols, "gate_up").iter().map(|x| (scale * x).clamp(-6e4, 6e4)).collect();
+        with_element!(DTYPES[dtype] => |T| {
+            check_swiglu(&narrow::<T>(&gate_up), &narrow::<T>(&random(rows * cols, "dy")), cols);
+        });
+    }
+}
+
+#[test]
+fn what_is_not_finite_reaches_its_own_outputs_only() {
+    const COLS: usize = 33;
+    fn check<T: Element>() {
+        let (x, dy): (Vec<T>, Vec<T>) = (narrow(&random(4 * COLS, "x")), narrow(&random(2 * COLS, "dy")));
+        let clean_gelu = run_gelu(&x[..2 * COLS], &dy);
+        let clean_swiglu = run_swiglu(&x, &dy, COLS);
+        let spoilt = |clean: &[Vec<f32>; 3], found: [Vec<f32>; 3]| {
+            [0, 1, 2].map(|output| not_finite(&clean[output], &found[output]))
+        };
+        for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            for place in [0, 31, 32, COLS + 1] {
+                let with = |values: &[T], place: usize| {
+                    let mut values = values.to_vec();
+                    values[place] = T::from_f32(value);
+                    values
+                };
+                let found = spoilt(&clean_gelu, run_gelu(&with(&x[..2 * COLS], place), &dy));
+                assert_eq!(found, [vec![place], vec![place], vec![place]], "{value} into gelu");
+                let found = spoilt(&clean_gelu, run_gelu(&x[..2 * COLS], &with(&dy, place)));
+                assert_eq!(found, [vec![], vec![], vec![place]], "{value} into the gradient of gelu");
+
+                let (row, col) = (place / COLS, place % COLS);
+                let (gate, up) = (row * 2 * COLS + col, row * 2 * COLS + COLS + col);
+                let found = spoilt(&clean_swiglu, run_swiglu(&with(&x, gate), &dy, COLS));
+                assert_eq!(found, [vec![place], vec![gate, up], vec![place]], "{value} as a gate");
+                let found = spoilt(&clean_swiglu, run_swiglu(&with(&x, up), &dy, COLS));
+                assert_eq!(found, [vec![place], vec![gate], vec![place]], "{value} beside a gate");
+                let found = spoilt(&clean_swiglu, run_swiglu(&x, &with(&dy, place), COLS));
+                assert_eq!(found, [vec![], vec![gate, up], vec![]], "{value} into the gradient of swiglu");
+            }
+        }
+    }
+    for dtype in DTYPES {
+        with_element!(dtype => |T| check::<T>());
+    }
+}

@@ -1,0 +1,126 @@
+//! Attention in f64, with all scores at once.
+
+use super::*;
+
+/// Outputs, logarithms of the sums of exponentials, and gradients.
+pub(super) struct Reference {
+    pub(super) y: Vec<Exact>,
+    pub(super) log_sums: Vec<Exact>,
+    pub(super) d_qkv: Vec<Exact>,
+}
+
+/// One query against the keys that it sees.
+struct Row {
+    query: usize,
+    /// Where the rows of the keys and of the values begin in `qkv`.
+    keys: Vec<usize>,
+    values: Vec<usize>,
+    weights: Vec<f64>,
+    log_sum: f64,
+    /// The largest sum of magnitudes of the terms of a score.
+    score_magnitude: f64,
+}
+
+impl Row {
+    fn new(qkv: &[f64], shape: AttentionShape, row: usize, head: usize) -> Self {
+        let cols = shape.qkv_cols();
+        let first = row / shape.seq_len * shape.seq_len;
+        let kv_head = head / (shape.num_heads / shape.num_kv_heads);
+        let place = |col: usize| (first..=row).map(|row| row * cols + col).collect::<Vec<usize>>();
+        let query = row * cols + head * shape.head_dim;
+        let keys = place((shape.num_heads + kv_head) * shape.head_dim);
+        let values = place((shape.num_heads + shape.num_kv_heads + kv_head) * shape.head_dim);
+        let scale = 1.0 / (shape.head_dim as f64).sqrt();
+        let dot = |key: &usize, term: fn(f64) -> f64| {
+            (0..shape.head_dim).map(|i| term(qkv[query + i] * qkv[key + i])).sum::<f64>() * scale
+        };
+        let scores: Vec<f64> = keys.iter().map(|key| dot(key, |term| term)).collect();
+        let score_magnitude = keys.iter().map(|key| dot(key, f64::abs)).fold(0.0, f64::max);
+        let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
+        let log_sum = largest + sum.ln();
+        let weights = scores.iter().map(|score| (score - log_sum).exp()).collect();
+        Row { query, keys, values, weights, log_sum, score_magnitude }
+    }
+
+    /// How much larger errors of the scores make those of the weights: an error of an argument is a relative one of its
+    /// exponential, and weights are quotients of two.
+    fn amplified(&self) -> f64 {
+        1.0 + 2.0 * self.score_magnitude
+    }
+
+    /// The element `i` of the output.
+    fn output(&self, qkv: &[f64], i: usize) -> Exact {
+        let terms = || self.weights.iter().zip(&self.values).map(|(weight, value)| weight * qkv[value + i]);
+        let (value, magnitude) = (terms().sum::<f64>(), terms().map(f64::abs).sum::<f64>());
+        Exact { value, in_f32: magnitude * self.amplified(), in_element: value.abs() + magnitude }
+    }
+
+    /// Adds the row's share of the gradients.
+    fn backward(&self, qkv: &[f64], y: &[Exact], dy: &[f64], d_qkv: &mut [Exact]) {
+        let scale = 1.0 / (dy.len() as f64).sqrt();
+        let mut add = |index: usize, value: f64, magnitude: f64| {
+            d_qkv[index].value += value;
+            d_qkv[index].in_f32 += magnitude * self.amplified();
+            d_qkv[index].in_element += magnitude;
+        };
+        let delta: f64 = y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum();
+        // The output is rounded before it is used here.
+        let delta_magnitude: f64 = y.iter().zip(dy).map(|(y, dy)| y.in_element * dy.abs()).sum();
+        for ((&weight, &key), &value) in self.weights.iter().zip(&self.keys).zip(&self.values) {
+            let terms = || dy.iter().enumerate().map(|(i, dy)| dy * qkv[value + i]);
+            let d_score = weight * (terms().sum::<f64>() - delta) * scale;
+            let magnitude = weight * (terms().map(f64::abs).sum::<f64>() + delta_magnitude) * scale;
+            for (i, dy) in dy.iter().enumerate() {
+                add(self.query + i, d_score * qkv[key + i], magnitude * qkv[key + i].abs());
+                add(key + i, d_score * qkv[self.query + i], magnitude * qkv[self.query + i].abs());
+                add(value + i, weight * dy, weight * dy.abs());
+            }
+        }
+    }
+}
+
+impl Reference {
+    pub(super) fn new(qkv: &[f64], dy: &[f64], shape: AttentionShape) -> Self {
+        let dim = shape.head_dim;
+        let mut y = vec![Exact::default(); dy.len()];
+        let mut log_sums = vec![Exact::default(); shape.rows() * shape.num_heads];
+        let mut d_qkv = vec![Exact::default(); qkv.len()];
+        for row in 0..shape.rows() {
+            for head in 0..shape.num_heads {
+                let place = row * shape.output_cols() + head * dim;
+                let (y, dy) = (&mut y[place..place + dim], &dy[place..place + dim]);
+                let facts = Row::new(qkv, shape, row, head);
+                y.iter_mut().enumerate().for_each(|(i, y)| *y = facts.output(qkv, i));
+                let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
+                log_sums[(sequence * shape.num_heads + head) * shape.seq_len + position] =
+                    Exact::new(facts.log_sum, 1.0 + facts.score_magnitude);
+                facts.backward(qkv, y, dy, &mut d_qkv);
+            }
+        }
+        // The sums are rounded at the end.
+        d_qkv.iter_mut().for_each(|exact| exact.in_element += exact.value.abs());
+        Reference { y, log_sums, d_qkv }
+    }
+
+    fn loss(qkv: &[f64], dy: &[f64], shape: AttentionShape) -> f64 {
+        Reference::new(qkv, dy, shape).y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum()
+    }
+}
+
+#[test]
+fn the_gradients_of_the_reference_are_differences_of_its_outputs() {
+    let shape = shape(2, 4, 4, 2, 3);
+    let qkv = exactly(&random(shape.rows() * shape.qkv_cols(), "qkv"));
+    let dy = exactly(&random(shape.rows() * shape.output_cols(), "dy"));
+    let exact = Reference::new(&qkv, &dy, shape);
+    for (index, exact) in exact.d_qkv.iter().enumerate() {
+        let shifted = |by: f64| {
+            let mut qkv = qkv.clone();
+            qkv[index] += by;
+            Reference::loss(&qkv, &dy, shape)
+        };
+        let slope = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
+        assert!((exact.value - slope).abs() < 1e-8, "{index}: {} instead of {slope}", exact.value);
+    }
+}

@@ -1,0 +1,269 @@
+//! Rounding to 8-bit floats, whose values are kept in bf16.
+//!
+//! No machine code for fp8 is needed: adding a power of two whose unit in the last place is fp8's, and taking it away again,
+//! rounds to nearest even. There are no branches, so the loop becomes SIMD code.
+
+use super::element::Element;
+use super::simd::for_each_simd_level;
+use super::{Cpu, SharedSlice};
+use crate::fp8::Fp8Format;
+use std::sync::atomic::{AtomicU32, Ordering};
+use trireme_base::Bf16;
+
+const EXPONENT: u32 = 0x7f80_0000;
+const MAGNITUDE: u32 = 0x7fff_ffff;
+
+/// Bits of fraction of an f32.
+const FRACTION_BITS: u32 = 23;
+
+/// `2^exponent`, for exponents of normal values.
+#[inline(always)]
+fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((127 + exponent) as u32) << FRACTION_BITS)
+}
+
+/// How values become values of a format, divided by the scale again.
+#[derive(Clone, Copy)]
+struct Rounding {
+    scale: f32,
+    inverse_scale: f32,
+    max: f32,
+    /// Bits of the smallest normal value: below it the unit in the last place stays the same.
+    normal_min: u32,
+    /// From the bits of a power of two to those of the power whose unit in the last place is fp8's for the first.
+    to_rounder: u32,
+}
+
+impl Rounding {
+    fn new(format: Fp8Format, scale_exponent: i32) -> Self {
+        Rounding {
+            scale: power_of_two(scale_exponent),
+            inverse_scale: power_of_two(-scale_exponent),
+            max: format.max(),
+            normal_min: power_of_two(format.exponent_min()).to_bits(),
+            to_rounder: (FRACTION_BITS - format.fraction_bits()) << FRACTION_BITS,
+        }
+    }
+
+    #[inline(always)]
+    fn round(&self, x: f32) -> f32 {
+        let scaled = (x * self.scale).to_bits();
+        let magnitude = f32::from_bits(scaled & MAGNITUDE);
+        // NaN is not larger, and so survives.
+        let saturated = if magnitude > self.max { self.max } else { magnitude };
+        let power = (saturated.to_bits() & EXPONENT).max(self.normal_min);
+        let rounder = f32::from_bits(power + self.to_rounder);
+        let rounded = (saturated + rounder) - rounder;
+        f32::from_bits(rounded.to_bits() | (scaled & !MAGNITUDE)) * self.inverse_scale
+    }
+}
+
+for_each_simd_level! {
+    /// Returns the bits of the largest finite magnitude; they are ordered as the values are.
+    fn quantize<T: Element>(x: &[T], y: &mut [Bf16], rounding: Rounding) -> u32 {
+        let mut amax = 0;
+        for (y, x) in y.iter_mut().zip(x) {
+            let x = x.to_f32();
+            let magnitude = x.to_bits() & MAGNITUDE;
+            amax = amax.max(if magnitude < EXPONENT { magnitude } else { 0 });
+            *y = Bf16::from_f32(rounding.round(x));
+        }
+        amax
+    }
+}
+
+impl Cpu {
+    /// `y = fp8(x * 2^scale_exponent) / 2^scale_exponent`, elementwise, rounded to nearest even; larger values become the
+    /// format's largest, NaN stays NaN. Returns the largest finite `|x|`.
+    ///
+    /// Exact in bf16 while the results' exponents are those of normal values, which [`crate::fp8`] sees to.
+    pub(crate) fn quantize_fp8<T: Element>(
+        &self,
+        x: &[T],
+        y: &mut [Bf16],
+        format: Fp8Format,
+        scale_exponent: i32,
+    ) -> f32 {
+        assert_eq!(x.len(), y.len());
+        let (out, rounding) = (SharedSlice::new(y), Rounding::new(format, scale_exponent));
+        let amax = AtomicU32::new(0);
+        self.for_row_blocks(x.len(), 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            let y = unsafe { out.range(first, len) };
+            let found = quantize(self.features, &x[first..first + len], y, rounding);
+            // The largest is the largest in whatever order blocks come.
+            amax.fetch_max(found, Ordering::Relaxed);
+        });
+        f32::from_bits(amax.into_inner())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::simd::CpuFeatures;
+    use super::super::threads::ThreadPool;
+    use super::*;
+    use crate::fp8::SCALE_EXPONENT_MAX;
+    use proptest::prelude::*;
+    use trireme_base::F16;
+
+    const FORMATS: [Fp8Format; 2] = [Fp8Format::E4m3, Fp8Format::E5m2];
+
+    /// The value of a code as the papers define it; `None` for infinity and NaN.
+    fn decode(format: Fp8Format, code: u8) -> Option<f64> {
+        let (fraction_bits, bias, has_infinity) = match format {
+            Fp8Format::E4m3 => (3, 7, false),
+            Fp8Format::E5m2 => (2, 15, true),
+        };
+        let sign = if code & 0x80 == 0 { 1.0 } else { -1.0 };
+        let (exponent, fraction) = ((code & 0x7f) >> fraction_bits, code & ((1 << fraction_bits) - 1));
+        let is_special = if has_infinity { exponent == 31 } else { code & 0x7f == 0x7f };
+        let fraction = f64::from(fraction) / f64::from(1 << fraction_bits);
+        let magnitude = match exponent {
+            0 => fraction * 2.0_f64.powi(1 - bias),
+            _ => (1.0 + fraction) * 2.0_f64.powi(i32::from(exponent) - bias),
+        };
+        (!is_special).then_some(sign * magnitude)
+    }
+
+    /// The nearest value of the format by search through all its codes; of two, the one with the even code.
+    fn nearest(format: Fp8Format, x: f64) -> f64 {
+        if x.is_nan() {
+            return x;
+        }
+        // Beyond all values, where distances are still told apart.
+        let x = x.clamp(-1e6, 1e6);
+        let values = (0..=u8::MAX).filter_map(|code| Some((code, decode(format, code)?)));
+        let of_sign = values.filter(|(code, _)| (code & 0x80 != 0) == x.is_sign_negative());
+        let distance = |&(code, value): &(u8, f64)| ((value - x).abs(), code & 1);
+        let best = of_sign.min_by(|a, b| distance(a).partial_cmp(&distance(b)).unwrap());
+        best.expect("a format has values").1
+    }
+
+    fn levels() -> impl Iterator<Item = CpuFeatures> {
+        CpuFeatures::ALL.into_iter().filter(|&level| level <= CpuFeatures::detect())
+    }
+
+    fn quantized<T: Element>(
+        (features, threads): (CpuFeatures, usize),
+        x: &[T],
+        format: Fp8Format,
+        scale_exponent: i32,
+    ) -> (Vec<f64>, f32) {
+        let cpu = Cpu { threads: ThreadPool::new(threads).unwrap(), features };
+        let mut y = vec![Bf16::from_f32(1.5); x.len()];
+        let amax = cpu.quantize_fp8(x, &mut y, format, scale_exponent);
+        (y.into_iter().map(|y| f64::from(y.to_f32())).collect(), amax)
+    }
+
+    /// Compares with the search, at every level.
+    fn check<T: Element>(x: &[T], format: Fp8Format, scale_exponent: i32) {
+        let scale = 2.0_f64.powi(scale_exponent);
+        for features in levels() {
+            let (found, _) = quantized((features, 1), x, format, scale_exponent);
+            for (x, found) in x.iter().map(|x| f64::from(x.to_f32())).zip(found) {
+                let expected = nearest(format, x * scale) / scale;
+                let is_same = found.to_bits() == expected.to_bits() || (found.is_nan() && x.is_nan());
+                assert!(
+                    is_same,
+                    "{format:?}, 2^{scale_exponent}, {features}: {x:e} became {found:e}, not {expected:e}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn formats_are_those_of_the_paper() {
+        let (e4m3, e5m2) = (Fp8Format::E4m3, Fp8Format::E5m2);
+        for (format, code, value) in [
+            (e4m3, 0x7e, 448.0),
+            (e4m3, 0x08, 2.0_f64.powi(-6)),
+            (e4m3, 0x07, 0.875 * 2.0_f64.powi(-6)),
+            (e4m3, 0x81, -(2.0_f64.powi(-9))),
+            (e5m2, 0x7b, 57_344.0),
+            (e5m2, 0x04, 2.0_f64.powi(-14)),
+            (e5m2, 0x03, 0.75 * 2.0_f64.powi(-14)),
+            (e5m2, 0x81, -(2.0_f64.powi(-16))),
+        ] {
+            assert_eq!(decode(format, code), Some(value));
+        }
+        let largest = |format| (0..=u8::MAX).filter_map(|code| decode(format, code)).fold(0.0, f64::max);
+        assert!(FORMATS.iter().all(|format| largest(*format) == f64::from(format.max())));
+    }
+
+    #[test]
+    fn every_code_and_what_lies_between_rounds_to_the_nearest_even() {
+        for format in FORMATS {
+            let mut values: Vec<f64> = (0..=u8::MAX).filter_map(|code| decode(format, code)).collect();
+            values.sort_by(f64::total_cmp);
+            for scale_exponent in [0, 5, -SCALE_EXPONENT_MAX, SCALE_EXPONENT_MAX] {
+                let scale = 2.0_f64.powi(-scale_exponent);
+                let exact: Vec<f32> = values.iter().map(|value| (value * scale) as f32).collect();
+                for features in levels() {
+                    let (found, amax) = quantized((features, 1), &exact, format, scale_exponent);
+                    let wide = exact.iter().map(|&x| f64::from(x).to_bits());
+                    assert!(found.into_iter().map(f64::to_bits).eq(wide), "{format:?} at {features}");
+                    assert_eq!(amax, *exact.last().unwrap());
+                }
+                let halfway = values.windows(2).map(|pair| ((pair[0] + pair[1]) / 2.0 * scale) as f32);
+                let around: Vec<f32> = halfway.flat_map(|x| [x.next_down(), x, x.next_up()]).collect();
+                check(&around, format, scale_exponent);
+            }
+        }
+    }
+
+    #[test]
+    fn large_values_saturate_and_nan_stays() {
+        let values = [464.0, 480.0, 500.0, 61_439.0, 61_440.0, 65_536.0, 1e38, f32::MAX, f32::INFINITY];
+        let values: Vec<f32> = values.iter().flat_map(|&x| [x, -x]).chain([f32::NAN, -f32::NAN]).collect();
+        for format in FORMATS {
+            for features in levels() {
+                let (found, amax) = quantized((features, 1), &values, format, 0);
+                assert!(found[18..].iter().all(|x| x.is_nan()) && found[..18].iter().all(|x| x.is_finite()));
+                assert_eq!(found[16..18], [f64::from(format.max()), -f64::from(format.max())]);
+                assert_eq!(amax, f32::MAX, "infinity and NaN are passed over");
+            }
+            check(&values, format, 0);
+            check(&values, format, -100);
+        }
+    }
+
+    #[test]
+    fn lengths_and_threads_change_nothing() {
+        for len in [0, 1, 17, 16 * 1024 + 3, 100_000] {
+            let mut x = vec![0.0; len];
+            trireme_base::RandomKey::new(3, "fp8").fill_normal(&mut x, 1.0);
+            for format in FORMATS {
+                let one = quantized((CpuFeatures::Portable, 1), &x, format, 4);
+                assert_eq!(one.1, x.iter().fold(0.0, |amax, x| x.abs().max(amax)));
+                for features in levels() {
+                    assert_eq!(quantized((features, 3), &x, format, 4), one);
+                }
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_value_rounds_to_the_nearest_even(
+            bits in proptest::collection::vec(any::<u32>(), 1..40),
+            near in proptest::collection::vec((-20.0..20.0_f32, any::<bool>()), 1..40),
+            scale_exponent in -SCALE_EXPONENT_MAX..=SCALE_EXPONENT_MAX,
+        ) {
+            // Values of any size, and values of the sizes that the formats have.
+            let unscaled = |(log, negative): &(f32, bool)| {
+                let magnitude = log.exp2() * power_of_two(-scale_exponent);
+                if *negative { -magnitude } else { magnitude }
+            };
+            let values: Vec<f32> =
+                bits.iter().map(|&bits| f32::from_bits(bits)).chain(near.iter().map(unscaled)).collect();
+            let narrow: Vec<Bf16> = values.iter().map(|&x| Bf16::from_f32(x)).collect();
+            let half: Vec<F16> = values.iter().map(|&x| F16::from_f32(x)).collect();
+            for format in FORMATS {
+                check(&values, format, scale_exponent);
+                check(&narrow, format, scale_exponent);
+                check(&half, format, scale_exponent);
+            }
+        }
+    }
+}

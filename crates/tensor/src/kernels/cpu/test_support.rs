@@ -1,0 +1,172 @@
+//! What the tests of the kernels share: processors to run on, values, and how much rounding is allowed.
+
+use super::Cpu;
+use super::element::Element;
+use super::simd::{CpuFeatures, LANES};
+use super::threads::ThreadPool;
+use proptest::prelude::ProptestConfig;
+use std::fmt::Debug;
+use trireme_base::{DType, RandomKey};
+
+/// Element types that kernels compute with.
+pub(crate) const DTYPES: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
+
+/// The SIMD levels that this machine has; AMX is emulated where it has none.
+pub(crate) fn levels() -> impl Iterator<Item = CpuFeatures> {
+    // Miri interprets no signal handler.
+    #[cfg(all(target_arch = "x86_64", target_os = "linux", not(miri)))]
+    trireme_testkit::emulate_amx();
+    let detected = CpuFeatures::detect();
+    let emulates = cfg!(all(target_arch = "x86_64", target_os = "linux", not(miri)))
+        && detected >= CpuFeatures::Avx512Bf16;
+    CpuFeatures::ALL.into_iter().filter(move |&level| level <= detected || emulates)
+}
+
+/// A processor of some level and number of threads.
+pub(crate) fn cpu(features: CpuFeatures, num_threads: usize) -> Cpu {
+    Cpu { threads: ThreadPool::new(num_threads).unwrap(), features }
+}
+
+/// The outputs of a kernel at each level, with one thread and with three: their bits must be equal.
+pub(crate) fn run_at_levels<const N: usize>(
+    kernel: impl Fn(&Cpu) -> [Vec<f32>; N],
+) -> Vec<(CpuFeatures, [Vec<f32>; N])> {
+    let at_level = |features| {
+        let alone = kernel(&cpu(features, 1));
+        assert_same_bits(&alone, &kernel(&cpu(features, 3)), &format!("{features} with three threads"));
+        (features, alone)
+    };
+    levels().map(at_level).collect()
+}
+
+/// As [`run_at_levels`] for a kernel without matrix products, whose bits must not depend on the level either.
+pub(crate) fn run<const N: usize>(kernel: impl Fn(&Cpu) -> [Vec<f32>; N]) -> [Vec<f32>; N] {
+    let mut results = run_at_levels(kernel).into_iter();
+    let (_, first) = results.next().expect("every machine has the lowest level");
+    for (features, outputs) in results {
+        assert_same_bits(&first, &outputs, &format!("{features}"));
+    }
+    first
+}
+
+/// Bits, with one NaN for all: which of them an operation gives is not specified.
+fn bits(value: f32) -> u32 {
+    if value.is_nan() { f32::NAN.to_bits() } else { value.to_bits() }
+}
+
+fn assert_same_bits<const N: usize>(expected: &[Vec<f32>; N], found: &[Vec<f32>; N], what: &str) {
+    for (output, (expected, found)) in expected.iter().zip(found).enumerate() {
+        assert_eq!(expected.len(), found.len());
+        let differs = |index: &usize| bits(expected[*index]) != bits(found[*index]);
+        if let Some(index) = (0..expected.len()).find(differs) {
+            let (expected, found) = (expected[index], found[index]);
+            panic!("{what}: output {output}, element {index} is {found:e} instead of {expected:e}");
+        }
+    }
+}
+
+/// Normal variates of standard deviation 1.
+pub(crate) fn random(len: usize, name: &str) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    RandomKey::new(9, name).fill_normal(&mut values, 1.0);
+    values
+}
+
+/// Values rounded to an element type.
+pub(crate) fn narrow<T: Element>(values: &[f32]) -> Vec<T> {
+    values.iter().map(|&x| T::from_f32(x)).collect()
+}
+
+/// Elements as f32, exactly.
+pub(crate) fn widen<T: Element>(values: &[T]) -> Vec<f32> {
+    values.iter().map(|x| x.to_f32()).collect()
+}
+
+/// Elements as f64, exactly.
+pub(crate) fn exactly<T: Element>(values: &[T]) -> Vec<f64> {
+    values.iter().map(|x| f64::from(x.to_f32())).collect()
+}
+
+/// Indices of what is not finite in `after`; all else must have the bits it has in `before`.
+pub(crate) fn not_finite(before: &[f32], after: &[f32]) -> Vec<usize> {
+    assert_eq!(before.len(), after.len());
+    let spoilt: Vec<usize> = (0..after.len()).filter(|&index| !after[index].is_finite()).collect();
+    for index in (0..after.len()).filter(|&index| after[index].is_finite()) {
+        assert_eq!(before[index].to_bits(), after[index].to_bits(), "element {index} has changed");
+    }
+    spoilt
+}
+
+/// The first cases of a table, the small ones, where an interpreter runs the test a thousand times slower.
+pub(crate) fn affordable<C>(cases: &[C], num_small: usize) -> &[C] {
+    if cfg!(miri) { &cases[..num_small] } else { cases }
+}
+
+/// Settings of a property test of so many cases.
+pub(crate) fn cases(number: u32) -> ProptestConfig {
+    let cases = if cfg!(miri) { number.min(2) } else { number };
+    ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() }
+}
+
+/// The largest relative error of one rounding, the largest absolute error of one to a subnormal value, and the
+/// largest finite value.
+fn limits<T: Element>() -> (f64, f64, f64) {
+    match T::DTYPE {
+        DType::Bf16 => (2.0_f64.powi(-8), 2.0_f64.powi(-134), (2.0 - 2.0_f64.powi(-7)) * 2.0_f64.powi(127)),
+        DType::F16 => (2.0_f64.powi(-11), 2.0_f64.powi(-25), 65504.0),
+        _ => (2.0_f64.powi(-24), 2.0_f64.powi(-150), f64::from(f32::MAX)),
+    }
+}
+
+/// Roundings to f32 one after the other in a kernel apart from its sums: at most a dozen operations, among them
+/// an exponential with an error of five roundings.
+const NUM_ROUNDINGS: f64 = 16.0;
+
+/// Exponentials overflow, and what is divided by them is lost, a little below this; it is far below what a test looks at.
+const VANISHING: f64 = 1e-33;
+
+/// What a kernel should give, and what its rounding errors are in proportion to.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Exact {
+    pub(crate) value: f64,
+    /// Magnitudes, added up, of the terms that are computed in f32.
+    pub(crate) in_f32: f64,
+    /// Likewise of what is rounded to the element type: the value, and terms that are kept in between.
+    pub(crate) in_element: f64,
+}
+
+impl Exact {
+    /// A value of terms with these magnitudes.
+    pub(crate) fn new(value: f64, magnitude: f64) -> Self {
+        Exact { value, in_f32: magnitude, in_element: value.abs() }
+    }
+}
+
+/// Compares a kernel's results, which were stored as `T` and had up to `num_terms` terms, with exact ones.
+///
+/// The bound of an error is one of the analysis of rounding errors, to first order: a unit roundoff of `T`, once, and of f32 for
+/// each operation that follows another. Sums have their terms in [`LANES`] lanes; those of matrix products have one lane, but also
+/// errors that cancel.
+pub(crate) fn assert_close<T: Element>(
+    what: &impl Debug,
+    found: &[f32],
+    exact: impl IntoIterator<Item = Exact>,
+    num_terms: usize,
+) {
+    let (unit, smallest, largest) = limits::<T>();
+    let in_f32 = (NUM_ROUNDINGS + num_terms as f64 / LANES as f64) * limits::<f32>().0;
+    let mut num_exact = 0;
+    for (index, exact) in exact.into_iter().enumerate() {
+        let bound = unit * exact.in_element + in_f32 * exact.in_f32 + smallest + VANISHING;
+        let found = f64::from(found[index]);
+        let overflows = exact.value.abs() + bound > largest && found == exact.value.signum() * f64::INFINITY;
+        assert!(
+            (found - exact.value).abs() <= bound || overflows,
+            "{} {what:?}: element {index} is {found:e} instead of {:e}, which is not within {bound:e}",
+            T::DTYPE,
+            exact.value
+        );
+        num_exact += 1;
+    }
+    assert_eq!(found.len(), num_exact, "{what:?}");
+}

@@ -1,0 +1,167 @@
+//! Kernels that go over rows or elements and multiply no matrices.
+
+use super::{EXP, F32, Step, each};
+use crate::device::DeviceError;
+use crate::kernels::cpu::norm::NormKind;
+use crate::kernels::{AdamWStep, AttentionShape};
+use crate::memory::Category;
+use crate::probe::StepSizes;
+use crate::tensor::{Tensor, View};
+use std::time::Instant;
+use trireme_base::DType;
+
+impl Step<'_> {
+    pub(super) fn norms(&mut self) -> Result<(), DeviceError> {
+        let (rows, hidden, size) = (self.rows(), self.sizes.hidden, self.dtype().size());
+        let (device, calls) = (&self.probe.device, (2 * self.sizes.num_layers + 1) as f64);
+        let kind = NormKind { epsilon: 1e-5, centred: !self.sizes.is_llama };
+        let (x, mut dx, mut y) =
+            (self.tensor([rows, hidden])?, self.tensor([rows, hidden])?, self.activation([rows, hidden])?);
+        let (weight, mut d_weight) = (self.tensor([hidden])?, self.tensor([hidden])?);
+        let bias = (!self.sizes.is_llama).then(|| weight.view());
+        let mut statistics = self.tensor([rows, 2])?;
+        let (shape, num) = ([rows, hidden], rows * hidden);
+        self.kernel(("norm: forward", calls), &shape, each(num, 8, [F32, 0, size]), |_| {
+            device.norm(x.view(), weight.view(), bias, kind, y.view_mut(), statistics.view_mut());
+        })?;
+        self.kernel(("norm: input gradient", calls), &shape, each(num, 14, [F32 + size, F32, 0]), |_| {
+            let saved = (x.view(), weight.view(), statistics.view());
+            device.norm_backward_input(saved, kind, y.view(), dx.view_mut(), true);
+        })?;
+        self.kernel(("norm: weight gradient", calls), &shape, each(num, 4, [F32 + size, 0, 0]), |_| {
+            let (saved, out) = (statistics.view(), d_weight.view_mut());
+            device.norm_backward_weight(x.view(), y.view(), saved, out, false);
+        })
+    }
+
+    pub(super) fn activations(&mut self) -> Result<(), DeviceError> {
+        let (rows, cols, size) = (self.rows(), self.sizes.intermediate, self.dtype().size());
+        let (device, calls) = (&self.probe.device, self.sizes.num_layers as f64);
+        let (shape, num) = ([rows, cols], rows * cols);
+        let arguments = if self.sizes.is_llama { 2 * cols } else { cols };
+        let (x, mut dx) = (self.activation([rows, arguments])?, self.activation([rows, arguments])?);
+        let (dy, mut y) = (self.activation([rows, cols])?, self.activation([rows, cols])?);
+        // Backward works in place: every run gets what the first one got.
+        let refill = |dx: &mut Tensor, y: &mut Tensor| {
+            device.convert(x.view(), dx.view_mut());
+            device.convert(dy.view(), y.view_mut());
+        };
+        if self.sizes.is_llama {
+            self.kernel(("swiglu: forward", calls), &shape, each(num, EXP + 5, [2 * size, 0, size]), |_| {
+                device.swiglu(x.view(), y.view_mut());
+            })?;
+            self.kernel(("swiglu: backward", calls), &shape, each(num, EXP + 11, [0, 3 * size, 0]), |start| {
+                refill(&mut dx, &mut y);
+                *start = Instant::now();
+                device.swiglu_backward(dx.view_mut(), y.view_mut());
+            })
+        } else {
+            self.kernel(("gelu: forward", calls), &shape, each(num, EXP + 8, [size, 0, size]), |_| {
+                device.gelu(x.view(), y.view_mut());
+            })?;
+            self.kernel(("gelu: backward", calls), &shape, each(num, EXP + 16, [0, 2 * size, 0]), |start| {
+                refill(&mut dx, &mut y);
+                *start = Instant::now();
+                device.gelu_backward(dx.view_mut(), y.view_mut());
+            })
+        }
+    }
+
+    /// Gradients of biases.
+    pub(super) fn column_sums(&mut self) -> Result<(), DeviceError> {
+        let StepSizes { attention, hidden, num_layers, intermediate, .. } = *self.sizes;
+        let (device, rows) = (&self.probe.device, self.rows());
+        let (attention_calls, mlp_calls) = (
+            num_layers * usize::from(self.sizes.attention_bias),
+            num_layers * usize::from(self.sizes.mlp_bias),
+        );
+        let norm_calls = if self.sizes.is_llama { 0 } else { 2 * num_layers + 1 };
+        let mlp_cols = if self.sizes.is_llama { 2 * intermediate } else { intermediate };
+        for (name, cols, dtype, calls) in [
+            ("column sums: qkv", attention.qkv_cols(), self.dtype(), attention_calls),
+            ("column sums: mlp in", mlp_cols, self.dtype(), mlp_calls),
+            ("column sums: residual", hidden, DType::F32, attention_calls + mlp_calls),
+            ("column sums: norm", hidden, self.dtype(), norm_calls),
+        ] {
+            if calls == 0 {
+                continue;
+            }
+            let (x, mut sums) = (self.probe.random([rows, cols], dtype)?, self.tensor([cols])?);
+            let work = each(rows * cols, 1, [dtype.size(), 0, 0]);
+            self.kernel((name, calls as f64), &[rows, cols], work, |_| {
+                device.column_sums(x.view(), sums.view_mut(), false);
+            })?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn embedding(&mut self) -> Result<(), DeviceError> {
+        let StepSizes { hidden, vocabulary, is_llama, attention: AttentionShape { seq_len, .. }, .. } =
+            *self.sizes;
+        let (device, rows) = (&self.probe.device, self.rows());
+        let mut ids = device.zeros([rows].into(), DType::U32, Category::Activations)?;
+        // Spread over the table, as those of a text are.
+        let spread = |index: usize| (index.wrapping_mul(0x9e37_79b1) % vocabulary) as u32;
+        ids.view_mut().u32s().iter_mut().enumerate().for_each(|(index, id)| *id = spread(index));
+        let mut table = self.tensor([vocabulary, hidden])?;
+        let (mut positions, mut x) = (self.tensor([seq_len, hidden])?, self.tensor([rows, hidden])?);
+        let (shape, num) = ([rows, hidden], rows * hidden);
+        let learned = !is_llama;
+        self.kernel(
+            ("embedding: forward", 1.0),
+            &shape,
+            each(num, usize::from(learned), [F32, 0, F32]),
+            |_| {
+                let positions = learned.then(|| positions.view());
+                device.embedding(ids.view(), table.view(), positions, (seq_len, 0), x.view_mut());
+            },
+        )?;
+        self.kernel(("embedding: table gradient", 1.0), &shape, each(num, 1, [F32, F32, 0]), |_| {
+            device.embedding_backward(ids.view(), x.view(), table.view_mut());
+        })?;
+        if learned {
+            self.kernel(("embedding: position gradient", 1.0), &shape, each(num, 1, [F32, 0, 0]), |_| {
+                device.position_backward(x.view(), seq_len, positions.view_mut());
+            })?;
+        }
+        Ok(())
+    }
+
+    /// What goes over all parameters, for those of a block and those of the token embedding.
+    pub(super) fn whole_buffers(&mut self) -> Result<(), DeviceError> {
+        let StepSizes { attention, hidden, num_layers, intermediate, vocabulary, is_llama, is_tied, .. } =
+            *self.sizes;
+        let device = &self.probe.device;
+        let mlp = (if is_llama { 3 } else { 2 }) * intermediate;
+        let block = hidden * (attention.qkv_cols() + attention.output_cols() + mlp);
+        let tables = if is_tied { 1 } else { 2 };
+        for (part, num, calls) in [("block", block, num_layers), ("embedding", vocabulary * hidden, tables)] {
+            let (mut weights, gradients) = (self.tensor([num])?, self.tensor([num])?);
+            let (mut first, mut second) = (self.tensor([num])?, self.tensor([num])?);
+            // A square is not negative.
+            device.convert(View::from_f32s(&vec![0.5; num], [num].into()), second.view_mut());
+            let step = AdamWStep {
+                lr: 1e-4,
+                beta1: 0.9,
+                beta2: 0.95,
+                epsilon: 1e-8,
+                weight_decay: 0.1,
+                grad_scale: 1.0,
+                step: 1,
+            };
+            self.kernel(
+                (&format!("adamw: {part}"), calls as f64),
+                &[num],
+                each(num, 16, [F32, 3 * F32, 0]),
+                |_| {
+                    let moments = (first.view_mut(), second.view_mut());
+                    device.adamw(weights.view_mut(), gradients.view(), moments, step);
+                },
+            )?;
+        }
+        let (wide, mut narrow) = (self.tensor([block])?, self.probe.random([block], DType::Bf16)?);
+        self.kernel(("convert: f32 to bf16", 0.0), &[block], each(block, 0, [F32, 0, F32 / 2]), |_| {
+            device.convert(wide.view(), narrow.view_mut());
+        })
+    }
+}

@@ -1,0 +1,145 @@
+//! fp8 in a run: from the config, to checkpoints and back.
+
+use crate::config;
+use crate::error::TrainError;
+use std::path::Path;
+use trireme_base::DType;
+use trireme_checkpoint::{LocalTensor, OPTIMIZER_PREFIX, StoredTensors};
+use trireme_plan::{Extent, Mesh, TensorPlacement};
+use trireme_tensor::{Fp8Formats, Fp8Recipe, Fp8State, ParameterId, ParameterTable};
+
+/// What users must know of fp8 on a CPU.
+pub const FP8_NOTICE: &str = "fp8 is emulated on a CPU: values are rounded as fp8 would round them, products run in bf16, and nothing \
+                              becomes faster";
+
+/// How the config wants linear layers to work in fp8.
+pub(crate) fn recipe(training: &config::Training) -> Option<Fp8Recipe> {
+    let formats = match training.fp8 {
+        config::Fp8::Off => return None,
+        config::Fp8::E4m3 => Fp8Formats::E4m3,
+        config::Fp8::Hybrid => Fp8Formats::Hybrid,
+    };
+    let (amax_history_len, margin) = (training.fp8_amax_history_len, training.fp8_margin);
+    Some(Fp8Recipe { formats, amax_history_len, margin })
+}
+
+/// For each layer the name of its history in a checkpoint; that of the first parameter of its weight is part of it.
+fn names<'a>(state: &'a Fp8State, table: &'a ParameterTable) -> impl Iterator<Item = String> + 'a {
+    let name = |id: &ParameterId| &table.parameters()[id.0].name;
+    state.layers().iter().map(move |id| format!("{OPTIMIZER_PREFIX}fp8_amax_history.{}", name(id)))
+}
+
+/// Adds the amax history of every layer to a checkpoint.
+pub(crate) fn add_histories<'a>(
+    tensors: &mut Vec<LocalTensor<'a>>,
+    state: &'a Fp8State,
+    table: &ParameterTable,
+    mesh: &Mesh,
+) {
+    for (layer, name) in names(state, table).enumerate() {
+        let (history, shape) = state.history(layer);
+        let placement = TensorPlacement::replicated(name, &shape, DType::F32, mesh);
+        tensors.push(LocalTensor { placement, bytes: bytemuck::cast_slice(history) });
+    }
+}
+
+/// Reads the amax history of every layer, as far as the checkpoint at `path` has them: runs without fp8 have none.
+pub(crate) fn read_histories(
+    stored: &StoredTensors,
+    state: &mut Fp8State,
+    table: &ParameterTable,
+    path: &Path,
+) -> Result<(), TrainError> {
+    let names: Vec<String> = names(state, table).collect();
+    for (layer, name) in names.into_iter().enumerate() {
+        let Some(tensor) = stored.get(&name) else { continue };
+        let shape = tensor.shape();
+        // The size is checked before memory is taken for it, and all else by the state.
+        let is_small = matches!(shape, [3, len] if *len <= config::FP8_AMAX_HISTORY_LEN_MAX);
+        let restored = is_small && tensor.dtype() == Some(DType::F32) && {
+            let mut history = vec![0.0_f32; shape.iter().product()];
+            stored.read_into(&name, &Extent::whole(shape), bytemuck::cast_slice_mut(&mut history))?;
+            state.restore(layer, &history, shape)
+        };
+        if !restored {
+            let shape = shape.to_vec();
+            return Err(TrainError::Fp8History { path: path.to_owned(), name, shape });
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_checkpoint::{Checkpoint, Snapshot, save};
+
+    fn layers() -> (ParameterTable, Vec<ParameterId>) {
+        let mut table = ParameterTable::default();
+        table.begin_unit("block");
+        let spans = ["norm", "in", "out"].map(|name| table.add(name, &[2, 2]));
+        (table, spans[1..].iter().map(|span| span.first).collect())
+    }
+
+    fn state(layers: &[ParameterId], amax_history_len: usize) -> Fp8State {
+        Fp8State::new(Fp8Recipe { formats: Fp8Formats::Hybrid, amax_history_len, margin: 0 }, layers.to_vec())
+    }
+
+    fn saved(tensors: &[LocalTensor<'_>], folder: &Path) -> Checkpoint {
+        let (mesh, state) = (Mesh::data_parallel(1), serde_json::Value::Null);
+        let snapshot = Snapshot { step: 1, mesh: &mesh, tensors, state: &state, files: &[] };
+        Checkpoint::open(&save(&trireme_comm::single(), folder, &snapshot, 1).unwrap()).unwrap()
+    }
+
+    #[test]
+    fn histories_go_through_a_checkpoint_by_the_names_of_weights() {
+        let (table, layers) = layers();
+        let mut kept = state(&layers, 2);
+        kept.advance(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
+        kept.advance(&[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]);
+        let mut tensors = Vec::new();
+        add_histories(&mut tensors, &kept, &table, &Mesh::data_parallel(1));
+        let names: Vec<&str> = tensors.iter().map(|tensor| tensor.placement.name.as_str()).collect();
+        assert_eq!(names, ["optimizer.fp8_amax_history.in", "optimizer.fp8_amax_history.out"]);
+        let folder = tempfile::tempdir().unwrap();
+        let checkpoint = saved(&tensors, folder.path());
+        let mut found = state(&layers, 2);
+        read_histories(checkpoint.tensors(), &mut found, &table, folder.path()).unwrap();
+        assert!((0..2).all(|layer| found.history(layer) == kept.history(layer)));
+        // Another length takes what fits; a layer that is not there stays as it was.
+        let mut longer = state(&layers, 3);
+        let only_out =
+            checkpoint.tensors().renamed(|name| name.ends_with("out").then(|| name.to_owned())).unwrap();
+        read_histories(&only_out, &mut longer, &table, folder.path()).unwrap();
+        assert_eq!(longer.history(0).0, [0.0; 9]);
+        assert_eq!(longer.history(1).0, [0.4, 4.0, 0.0, 0.5, 5.0, 0.0, 0.6, 6.0, 0.0]);
+    }
+
+    #[test]
+    fn what_is_no_history_is_refused_by_name() {
+        let (table, layers) = layers();
+        let bad = [1.0, 2.0, f32::NAN];
+        let long = vec![1.0_f32; 3 * (config::FP8_AMAX_HISTORY_LEN_MAX + 1)];
+        let cases: [(&[f32], Vec<usize>, DType); 5] = [
+            (&bad, vec![3, 1], DType::F32),
+            (&bad[..2], vec![2, 1], DType::F32),
+            (&bad[..2], vec![2], DType::F32),
+            (&bad[..3], vec![3, 1], DType::U32),
+            (&long, vec![3, long.len() / 3], DType::F32),
+        ];
+        for (values, shape, dtype) in cases {
+            let name = "optimizer.fp8_amax_history.out";
+            let placement = TensorPlacement::replicated(name, &shape, dtype, &Mesh::data_parallel(1));
+            let folder = tempfile::tempdir().unwrap();
+            let checkpoint =
+                saved(&[LocalTensor { placement, bytes: bytemuck::cast_slice(values) }], folder.path());
+            let read =
+                read_histories(checkpoint.tensors(), &mut state(&layers, 1), &table, Path::new("step-1"));
+            let error = read.unwrap_err().to_string();
+            assert!(
+                error.starts_with(&format!("{name} of shape {shape:?} in step-1 is no history")),
+                "{error}"
+            );
+        }
+    }
+}
