@@ -1,5 +1,6 @@
 //! Run-time choice of the SIMD level, and the elementary functions of the kernels.
 
+use super::element::Element;
 use super::matmul::amx;
 use std::fmt;
 
@@ -117,8 +118,9 @@ pub(crate) fn exp(x: f32) -> f32 {
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     // Adding 1.5 * 2^23 leaves the nearest integer in the low bits.
     const ROUNDER: f32 = 12_582_912.0;
-    // Beyond these the scaling below gives 0 and infinity by itself.
-    let clamped = if x < -104.0 { -104.0 } else { x };
+    // Beyond these the scaling below gives 0 and infinity by itself. At the lower one both factors are 0: to multiply
+    // until the result is 0 would be slow.
+    let clamped = if x < -176.0 { -176.0 } else { x };
     let clamped = if clamped > 89.0 { 89.0 } else { clamped };
     let shifted = clamped.mul_add(LOG2_E, ROUNDER);
     let n = shifted - ROUNDER;
@@ -146,11 +148,24 @@ pub(crate) fn sigmoid(x: f32) -> f32 {
 /// Sum of the lanes, in a fixed tree.
 #[inline(always)]
 pub(crate) fn sum_lanes(lanes: [f32; LANES]) -> f32 {
-    let mut lanes = lanes;
+    fold_lanes(lanes, |a, b| a + b)
+}
+
+/// The largest lane; NaN is passed over.
+#[inline(always)]
+fn max_lane(lanes: [f32; LANES]) -> f32 {
+    fold_lanes(lanes, |a, b| if b > a { b } else { a })
+}
+
+#[inline(always)]
+fn fold_lanes(lanes: [f32; LANES], fold: impl Fn(f32, f32) -> f32) -> f32 {
+    // Hidden from the compiler, which would carry the tree's pairs into the loop that filled the lanes, in place of
+    // whole registers.
+    let mut lanes = std::hint::black_box(lanes);
     let mut width = LANES / 2;
     while width > 0 {
         for i in 0..width {
-            lanes[i] += lanes[i + width];
+            lanes[i] = fold(lanes[i], lanes[i + width]);
         }
         width /= 2;
     }
@@ -186,6 +201,27 @@ pub(crate) fn sum_zip<X: Copy, Y: Copy, Z: Copy>(
     sum_lanes(lanes)
 }
 
+/// Writes `map(x[i])` to `out[i]`; returns the sum of what was written before it was rounded, in [`LANES`] partial sums.
+#[inline(always)]
+pub(crate) fn sum_into<T: Element>(x: &[f32], out: &mut [T], map: impl Fn(f32) -> f32) -> f32 {
+    let mut lanes = [0.0_f32; LANES];
+    let (x_chunks, x_rest) = x.as_chunks::<LANES>();
+    let (out_chunks, out_rest) = out.as_chunks_mut::<LANES>();
+    for (x, out) in x_chunks.iter().zip(out_chunks) {
+        for lane in 0..LANES {
+            let value = map(x[lane]);
+            out[lane] = T::from_f32(value);
+            lanes[lane] += value;
+        }
+    }
+    for ((lane, &x), out) in lanes.iter_mut().zip(x_rest).zip(out_rest) {
+        let value = map(x);
+        *out = T::from_f32(value);
+        *lane += value;
+    }
+    sum_lanes(lanes)
+}
+
 /// The largest element, negative infinity for none; NaN is passed over.
 #[inline(always)]
 pub(crate) fn max_of(x: &[f32]) -> f32 {
@@ -196,7 +232,10 @@ pub(crate) fn max_of(x: &[f32]) -> f32 {
             lanes[lane] = if chunk[lane] > lanes[lane] { chunk[lane] } else { lanes[lane] };
         }
     }
-    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, &x| if x > max { x } else { max })
+    for (lane, &x) in lanes.iter_mut().zip(rest) {
+        *lane = if x > *lane { x } else { *lane };
+    }
+    max_lane(lanes)
 }
 
 #[cfg(test)]
@@ -218,7 +257,7 @@ mod tests {
     fn exp_keeps_the_special_values() {
         assert_eq!(exp(0.0), 1.0);
         assert_eq!(exp(f32::NEG_INFINITY), 0.0);
-        assert_eq!(exp(-104.5), 0.0);
+        assert!((0..80).all(|step| exp(-104.5 - step as f32) == 0.0));
         assert!((exp(-100.0) / 3.8e-44 - 1.0).abs() < 0.05, "subnormal results lose digits only");
         assert_eq!(exp(89.0), f32::INFINITY);
         assert_eq!(exp(f32::INFINITY), f32::INFINITY);

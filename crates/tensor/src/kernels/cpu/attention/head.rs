@@ -3,7 +3,7 @@
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::matmul::{Matrix, Micro, Product, Tile, Workspace};
-use crate::kernels::cpu::simd::{exp, for_each_simd_level, max_of, sum_map, sum_zip};
+use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip};
 
 /// Queries and keys in a block of scores: 64 KiB in f32, which stays in the second-level cache.
 pub(super) const QUERY_BLOCK: usize = 64;
@@ -34,50 +34,76 @@ impl<'a, T: Element> Scratch<'a, T> {
 }
 
 for_each_simd_level! {
-    /// Turns one row of raw scores into `weights`; returns the new maximum, the factor for what was summed
-    /// under the old one, and the sum of the weights.
-    fn soften_row<T: Element>(scores: &mut [f32], visible: usize, old_max: f32, scale: f32, weights: &mut [T]) -> (f32, f32, f32) {
-        let seen = &mut scores[..visible];
-        let block_max = max_of(seen);
-        let max = if block_max > old_max { block_max } else { old_max };
-        for score in seen.iter_mut() {
-            *score = exp((*score - max) * scale);
+    /// Turns raw scores of a block, rows of `num_keys`, into `weights`, and brings `rows` up to date.
+    fn soften<T: Element>(scores: &mut [f32], pair: BlockPair, scale: f32, rows: &mut [SoftRow], weights: &mut [T]) {
+        // In two passes, so that a row does not wait for what follows from the row before.
+        for (index, (row, scores)) in rows.iter_mut().zip(scores.chunks_exact_mut(pair.num_keys)).enumerate() {
+            let seen = pair.pad_visible(index, scores);
+            let block_max = max_of(seen);
+            let max = if block_max > row.max { block_max } else { row.max };
+            row.factor = if pair.first_key > 0 { exp((row.max - max) * scale) } else { 0.0 };
+            row.max = max;
         }
-        let (seen_weights, hidden) = weights.split_at_mut(visible);
-        seen_weights.iter_mut().zip(&*seen).for_each(|(weight, &score)| *weight = T::from_f32(score));
-        hidden.fill(T::zeroed());
-        (max, exp((old_max - max) * scale), sum_map(seen, |weight| weight))
+        let scores = scores.chunks_exact(pair.num_keys);
+        for (index, ((row, scores), weights)) in rows.iter_mut().zip(scores).zip(weights.chunks_exact_mut(pair.num_keys)).enumerate() {
+            let (weights, hidden) = weights.split_at_mut(pair.num_padded(index));
+            let sum = sum_into(&scores[..weights.len()], weights, |score| exp((score - row.max) * scale));
+            row.sum = row.sum * row.factor + sum;
+            hidden.fill(T::zeroed());
+        }
     }
 
-    fn scale_row(row: &mut [f32], factor: f32) {
-        row.iter_mut().for_each(|x| *x *= factor);
+    /// Multiplies each row of `out` by its factor.
+    fn scale_rows(out: &mut [f32], rows: &[SoftRow], factor: fn(&SoftRow) -> f32) {
+        let cols = out.len() / rows.len();
+        for (out, row) in out.chunks_exact_mut(cols).zip(rows) {
+            let factor = factor(row);
+            out.iter_mut().for_each(|x| *x *= factor);
+        }
     }
 
     fn dot<T: Element>(x: &[T], y: &[T]) -> f32 {
         sum_zip(x, y, y, |x, y, _| x.to_f32() * y.to_f32())
     }
 
-    /// From raw scores and the gradient of the weights: weights, and the gradient of the raw scores.
-    fn backward_row<T: Element>(scores: &[f32], d_weights: &[f32], visible: usize, row: RowFacts, weights: &mut [T], d_scores: &mut [T]) {
-        let rows = weights.iter_mut().zip(d_scores.iter_mut()).zip(scores).zip(d_weights).take(visible);
-        for (((weight, d_score), &score), &d_weight) in rows {
-            let value = exp(score * row.scale - row.log_sum);
-            *weight = T::from_f32(value);
-            *d_score = T::from_f32(value * (d_weight - row.delta) * row.scale);
+    /// From raw scores of a block and the gradient of the weights, both rows of `num_keys`: `weights`, and the gradient of the
+    /// raw scores.
+    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair, scale: f32, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
+        let raw = scores.chunks_exact(pair.num_keys).zip(d_weights.chunks_exact(pair.num_keys));
+        let out = weights.chunks_exact_mut(pair.num_keys).zip(d_scores.chunks_exact_mut(pair.num_keys));
+        for (index, ((row, (scores, d_weights)), (weights, d_scores))) in rows.iter().zip(raw).zip(out).enumerate() {
+            // What is computed for hidden scores is written over.
+            let padded = pair.num_padded(index);
+            let seen = scores[..padded].iter().zip(&d_weights[..padded]);
+            for ((weight, d_score), (&score, &d_weight)) in weights.iter_mut().zip(d_scores.iter_mut()).zip(seen) {
+                let value = exp(score * scale - row.log_sum);
+                *weight = T::from_f32(value);
+                *d_score = T::from_f32(value * (d_weight - row.delta) * scale);
+            }
+            let visible = pair.num_visible(index);
+            weights[visible..].fill(T::zeroed());
+            d_scores[visible..].fill(T::zeroed());
         }
-        weights[visible..].fill(T::zeroed());
-        d_scores[visible..].fill(T::zeroed());
     }
+}
+
+/// What forward knows of a row of scores after the blocks so far.
+#[derive(Clone, Copy)]
+struct SoftRow {
+    max: f32,
+    /// Of the exponentials.
+    sum: f32,
+    /// What sums of earlier blocks are multiplied by, for the maximum has grown since.
+    factor: f32,
 }
 
 /// What backward needs of a row of scores.
 #[derive(Clone, Copy)]
-struct RowFacts {
+struct SavedRow {
     /// Logarithm of the sum of exponentials.
     log_sum: f32,
     /// The row's output times its gradient.
     delta: f32,
-    scale: f32,
 }
 
 /// Queries of one head and sequence, with the keys and values they may see.
@@ -98,6 +124,27 @@ struct BlockPair {
     num_queries: usize,
     first_key: usize,
     num_keys: usize,
+    /// Keys before the first query.
+    num_earlier: usize,
+}
+
+impl BlockPair {
+    /// Number of keys of the pair that its query `row` sees.
+    fn num_visible(self, row: usize) -> usize {
+        (self.num_earlier + self.first_query + row + 1).saturating_sub(self.first_key).min(self.num_keys)
+    }
+
+    /// As many as there are in whole registers, as far as the pair has them: loops over rests are slow.
+    fn num_padded(self, row: usize) -> usize {
+        self.num_visible(row).next_multiple_of(LANES).min(self.num_keys)
+    }
+
+    /// Scores up to there, with hidden ones of negative infinity: their weight is 0.
+    fn pad_visible(self, row: usize, scores: &mut [f32]) -> &[f32] {
+        let padded = &mut scores[..self.num_padded(row)];
+        padded[self.num_visible(row)..].fill(f32::NEG_INFINITY);
+        padded
+    }
 }
 
 impl Head<'_> {
@@ -111,13 +158,9 @@ impl Head<'_> {
                 num_queries,
                 first_key,
                 num_keys: KEY_BLOCK.min(num_visible - first_key),
+                num_earlier: self.num_earlier,
             }
         })
-    }
-
-    /// Number of keys of the pair that its query `row` sees.
-    fn num_visible(&self, pair: BlockPair, row: usize) -> usize {
-        (self.num_earlier + pair.first_query + row + 1).saturating_sub(pair.first_key).min(pair.num_keys)
     }
 
     /// Output rows of one block of queries (`log_sums.len() x head_dim`), and the logarithm of each row's sum of exponentials.
@@ -132,30 +175,23 @@ impl Head<'_> {
         let num_queries = log_sums.len();
         let micro = Micro::new(cpu.features, T::PRECISION);
         let mut workspace = Workspace::new();
-        let mut maxima = [f32::NEG_INFINITY; QUERY_BLOCK];
-        let mut sums = [0.0_f32; QUERY_BLOCK];
+        let mut rows = [SoftRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
+        let rows = &mut rows[..num_queries];
         for pair in self.key_blocks(first_query, num_queries) {
             let len = num_queries * pair.num_keys;
             let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
             self.scores(micro, &mut workspace, pair, scores);
-            let rows = scores.chunks_exact_mut(pair.num_keys).zip(weights.chunks_exact_mut(pair.num_keys));
-            for (row, (scores, weights)) in rows.enumerate() {
-                let visible = self.num_visible(pair, row);
-                let (max, factor, sum) =
-                    soften_row(cpu.features, scores, visible, maxima[row], self.scale, weights);
-                maxima[row] = max;
-                sums[row] = sums[row] * factor + sum;
-                if pair.first_key > 0 {
-                    scale_row(cpu.features, &mut out[row * self.head_dim..][..self.head_dim], factor);
-                }
+            soften(cpu.features, scores, pair, self.scale, rows, weights);
+            if pair.first_key > 0 {
+                scale_rows(cpu.features, out, rows, |row| row.factor);
             }
             let factors = (block(weights, pair.num_keys), self.values.from(pair.first_key, 0));
             let size = Product { rows: num_queries, cols: self.head_dim, inner: pair.num_keys };
             Tile::whole(out, size).multiply(micro, &mut workspace, factors, pair.first_key > 0);
         }
-        for (row, log_sum) in log_sums.iter_mut().enumerate() {
-            scale_row(cpu.features, &mut out[row * self.head_dim..][..self.head_dim], 1.0 / sums[row]);
-            *log_sum = maxima[row] * self.scale + sums[row].ln();
+        scale_rows(cpu.features, out, rows, |row| 1.0 / row.sum);
+        for (row, log_sum) in rows.iter().zip(log_sums) {
+            *log_sum = row.max * self.scale + row.sum.ln();
         }
     }
 
@@ -179,10 +215,12 @@ impl Head<'_> {
         let (num_queries, dim) = (output.log_sums.len(), self.head_dim);
         let micro = Micro::new(cpu.features, T::PRECISION);
         let mut workspace = Workspace::new();
-        let mut deltas = [0.0_f32; QUERY_BLOCK];
-        for (row, delta) in deltas.iter_mut().enumerate().take(num_queries) {
-            let start = row * output.cols;
-            *delta = dot(cpu.features, &output.y[start..start + dim], &output.dy[start..start + dim]);
+        let mut rows = [SavedRow { log_sum: 0.0, delta: 0.0 }; QUERY_BLOCK];
+        let rows = &mut rows[..num_queries];
+        for (index, (row, &log_sum)) in rows.iter_mut().zip(output.log_sums).enumerate() {
+            let range = index * output.cols..index * output.cols + dim;
+            *row =
+                SavedRow { log_sum, delta: dot(cpu.features, &output.y[range.clone()], &output.dy[range]) };
         }
         let queries = self.queries.from(first_query, 0);
         let dy = block(output.dy, output.cols);
@@ -195,18 +233,7 @@ impl Head<'_> {
             let size = Product { rows: num_queries, cols: num_keys, inner: dim };
             let values = self.values.from(first_key, 0).transposed();
             Tile::whole(d_weights, size).multiply(micro, &mut workspace, (dy, values), false);
-            for (row, &delta) in deltas.iter().enumerate().take(num_queries) {
-                let range = row * num_keys..(row + 1) * num_keys;
-                backward_row(
-                    cpu.features,
-                    &scores[range.clone()],
-                    &d_weights[range.clone()],
-                    self.num_visible(pair, row),
-                    RowFacts { log_sum: output.log_sums[row], delta, scale: self.scale },
-                    &mut weights[range.clone()],
-                    &mut d_scores[range],
-                );
-            }
+            soften_backward(cpu.features, scores, d_weights, pair, self.scale, rows, weights, d_scores);
             let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
             let to_keys = Product { rows: num_keys, cols: dim, inner: num_queries };
             let rows = first_key * dim..(first_key + num_keys) * dim;
