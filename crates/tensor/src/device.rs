@@ -328,9 +328,10 @@ impl Device {
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let mut scratch = self.activation([self.cpu.attention_scratch(shape, false)])?;
-        let (log_sums, mut scratch) = (log_sums.f32s(), scratch.view_mut());
+        let log_sums = log_sums.f32s();
         with_element!(qkv.dtype() => |T| {
+            let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, false)])?;
+            let mut scratch = scratch.view_mut();
             self.cpu.attention::<T>(qkv.elements(), shape, y.elements(), log_sums, scratch.f32s());
         });
         Ok(())
@@ -348,7 +349,8 @@ impl Device {
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let mut scratch = self.activation([self.cpu.attention_scratch(shape, false)])?;
+        let num_elements = self.cpu.attention_scratch::<f32>(shape, cache.len, false);
+        let mut scratch = self.activation([num_elements])?;
         let mut scratch = scratch.view_mut();
         self.cpu.attention_cached(qkv.f32s(), shape, cache, y.f32s(), log_sums.f32s(), scratch.f32s());
         Ok(())
@@ -365,9 +367,9 @@ impl Device {
         (y, log_sums, dy): (View<'_>, View<'_>, View<'_>),
         mut d_qkv: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let mut scratch = self.activation([self.cpu.attention_scratch(shape, true)])?;
-        let mut scratch = scratch.view_mut();
         with_element!(qkv.dtype() => |T| {
+            let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, true)])?;
+            let mut scratch = scratch.view_mut();
             let output = (y.elements(), log_sums.f32s(), dy.elements());
             self.cpu.attention_backward::<T>(qkv.elements(), shape, output, d_qkv.elements(), scratch.f32s());
         });

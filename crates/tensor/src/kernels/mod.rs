@@ -1,4 +1,4 @@
-//! The one place of this crate with `unsafe`: memory, threads, SIMD and the calls into `gemm`.
+//! The one place of this crate with `unsafe`: memory, threads, SIMD and machine code.
 #![allow(unsafe_code)]
 
 pub(crate) mod cpu;

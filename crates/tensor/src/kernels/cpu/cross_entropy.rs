@@ -55,7 +55,8 @@ impl Cpu {
                 // SAFETY: rows do not overlap.
                 let saved = unsafe { statistics.range(row * STATISTICS, STATISTICS) };
                 if chunk.first == 0 {
-                    saved.copy_from_slice(&[f32::NEG_INFINITY, 0.0, 0.0]);
+                    // Not negative infinity: a chunk of such logits would be NaN, the difference of two.
+                    saved.copy_from_slice(&[f32::MIN, 0.0, 0.0]);
                 }
                 (saved[0], saved[1]) = row_statistics(self.features, logits, saved[0], saved[1]);
                 if let Some(column) = chunk.column(target) {
@@ -102,67 +103,4 @@ pub(crate) fn row_loss(statistics: &[f32]) -> f32 {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::simd::CpuFeatures;
-    use super::super::threads::ThreadPool;
-    use super::*;
-
-    /// Losses, and gradients by column, with the logits in chunks of `width`.
-    fn run(logits: &[f32], targets: &[u32], width: usize) -> (Vec<f32>, Vec<f32>) {
-        let cpu = Cpu { threads: ThreadPool::new(2).unwrap(), features: CpuFeatures::detect() };
-        let (rows, cols) = (targets.len(), logits.len() / targets.len());
-        let mut statistics = vec![f32::NAN; rows * STATISTICS];
-        let chunks: Vec<(VocabularyChunk, Vec<f32>)> = (0..cols)
-            .step_by(width)
-            .map(|first| {
-                let chunk = VocabularyChunk { first, len: width.min(cols - first) };
-                let part = |row: usize| &logits[row * cols + first..row * cols + first + chunk.len];
-                (chunk, (0..rows).flat_map(part).copied().collect())
-            })
-            .collect();
-        for (chunk, logits) in &chunks {
-            cpu.softmax_statistics(logits, targets, *chunk, &mut statistics);
-        }
-        let mut gradients = vec![0.0; logits.len()];
-        for (chunk, logits) in &chunks {
-            let mut part = vec![f32::NAN; logits.len()];
-            cpu.cross_entropy_gradient(logits, targets, *chunk, &statistics, 0.5, &mut part);
-            for row in 0..rows {
-                gradients[row * cols + chunk.first..][..chunk.len]
-                    .copy_from_slice(&part[row * chunk.len..(row + 1) * chunk.len]);
-            }
-        }
-        (statistics.chunks(STATISTICS).map(row_loss).collect(), gradients)
-    }
-
-    #[test]
-    fn losses_and_gradients_match_f64_however_the_vocabulary_is_cut() {
-        for (cols, width) in [(1, 1), (5, 5), (37, 37), (37, 10), (37, 1)] {
-            let targets = [0_u32, cols as u32 - 1, cols as u32 / 2];
-            let mut logits = vec![0.0; 3 * cols];
-            trireme_base::RandomKey::new(4, "logits").fill_normal(&mut logits, 3.0);
-            let (losses, gradients) = run(&logits, &targets, width);
-            for row in 0..3 {
-                let logits: Vec<f64> =
-                    logits[row * cols..(row + 1) * cols].iter().map(|&x| f64::from(x)).collect();
-                let sum: f64 = logits.iter().map(|x| x.exp()).sum();
-                let loss = sum.ln() - logits[targets[row] as usize];
-                assert!((f64::from(losses[row]) - loss).abs() < 1e-5);
-                for col in 0..cols {
-                    let hit = if col == targets[row] as usize { 1.0 } else { 0.0 };
-                    let expected = 0.5 * (logits[col].exp() / sum - hit);
-                    assert!((f64::from(gradients[row * cols + col]) - expected).abs() < 1e-6);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn huge_logits_stay_finite_and_nan_is_not_hidden() {
-        for width in [1, 2, 3] {
-            assert_eq!(run(&[1e4, -1e4, 0.0], &[0], width).0, [0.0]);
-            assert!(run(&[1.0, f32::NAN, 0.0], &[0], width).0[0].is_nan());
-            assert!(run(&[f32::INFINITY, 0.0, 0.0], &[0], width).0[0].is_nan());
-        }
-    }
-}
+mod tests;

@@ -32,7 +32,7 @@ impl Cpu {
     /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`; `out` is `ids.len() x cols`.
     ///
     /// # Panics
-    /// If an id lies outside of the table or a position outside of `positions`.
+    /// If there are no ids, an id lies outside of the table or a position outside of `positions`.
     pub(crate) fn embedding(
         &self,
         ids: &[u32],
@@ -82,3 +82,6 @@ impl Cpu {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;

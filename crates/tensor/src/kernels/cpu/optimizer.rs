@@ -103,3 +103,6 @@ impl Cpu {
         });
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -120,30 +120,4 @@ impl Cpu {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::super::simd::CpuFeatures;
-    use super::super::threads::ThreadPool;
-    use super::*;
-
-    #[test]
-    fn columns_and_squares_match_f64_for_odd_sizes() {
-        for (rows, cols) in [(1, 1), (129, 3), (300, 65), (7, 200)] {
-            let mut x = vec![0.0; rows * cols];
-            trireme_base::RandomKey::new(1, "x").fill_normal(&mut x, 1.0);
-            let mut results = Vec::new();
-            for threads in [1, 3] {
-                let cpu = Cpu { threads: ThreadPool::new(threads).unwrap(), features: CpuFeatures::detect() };
-                let mut out = vec![1.0; cols];
-                cpu.column_sums(&x, &mut out, true);
-                for (col, &sum) in out.iter().enumerate() {
-                    let expected: f64 = (0..rows).map(|row| f64::from(x[row * cols + col])).sum();
-                    assert!((f64::from(sum) - 1.0 - expected).abs() < 1e-4);
-                }
-                let expected: f64 = x.iter().map(|&x| f64::from(x).powi(2)).sum();
-                assert!((cpu.sum_of_squares(&x) - expected).abs() < 1e-5 * expected);
-                results.push((out, cpu.sum_of_squares(&x).to_bits()));
-            }
-            assert_eq!(results[0], results[1], "bits depend on the number of threads");
-        }
-    }
-}
+mod tests;

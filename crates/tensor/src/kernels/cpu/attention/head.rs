@@ -1,35 +1,46 @@
 //! One head of one sequence, block by block.
 
+use super::factors::{BackwardFactors, ForwardFactors};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
-use crate::kernels::cpu::matmul::{Matrix, Micro, Product, Tile, Workspace};
+use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, Product, RightPanels, Tile};
 use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip};
 
 /// Queries and keys in a block of scores: 64 KiB in f32, which stays in the second-level cache.
 pub(super) const QUERY_BLOCK: usize = 64;
-const KEY_BLOCK: usize = 256;
+pub(super) const KEY_BLOCK: usize = 256;
 
 /// Scores of a block.
 const NUM_SCORES: usize = QUERY_BLOCK * KEY_BLOCK;
 
-/// Blocks of scores of a thread.
+/// What a thread works in, a block of queries after the other.
 pub(super) struct Scratch<'a, T> {
     scores: &'a mut [f32],
     weights: &'a mut [T],
     d_weights: &'a mut [f32],
     d_scores: &'a mut [T],
+    /// Queries, and the gradient of their outputs, packed.
+    query_panels: &'a mut [u32],
 }
 
 impl<'a, T: Element> Scratch<'a, T> {
-    /// f32 elements of its memory; forward needs the first half.
-    pub(super) const LEN: usize = 4 * NUM_SCORES;
+    /// f32 elements of its memory, for heads of `head_dim`.
+    pub(super) fn num_elements(micro: Micro, head_dim: usize, backward: bool) -> usize {
+        match backward {
+            false => 2 * NUM_SCORES,
+            true => 4 * NUM_SCORES + 2 * RightPanels::num_words(micro, QUERY_BLOCK, head_dim),
+        }
+    }
 
     pub(super) fn new(memory: &'a mut [f32]) -> Self {
-        let mut blocks = memory.chunks_mut(NUM_SCORES);
-        let mut block = || blocks.next().unwrap_or_default();
-        let (scores, weights, d_weights, d_scores) = (block(), block(), block(), block());
-        let (weights, d_scores) = (bytemuck::cast_slice_mut(weights), bytemuck::cast_slice_mut(d_scores));
-        Scratch { scores, weights, d_weights, d_scores }
+        let (scores, memory) = memory.split_at_mut(NUM_SCORES);
+        let (weights, memory) = memory.split_at_mut(NUM_SCORES);
+        let weights = bytemuck::cast_slice_mut(weights);
+        // What forward has no use for is empty.
+        let (d_weights, memory) = memory.split_at_mut(NUM_SCORES.min(memory.len()));
+        let (d_scores, memory) = memory.split_at_mut(NUM_SCORES.min(memory.len()));
+        let (d_scores, query_panels) = (bytemuck::cast_slice_mut(d_scores), bytemuck::cast_slice_mut(memory));
+        Scratch { scores, weights, d_weights, d_scores, query_panels }
     }
 }
 
@@ -106,11 +117,9 @@ struct SavedRow {
     delta: f32,
 }
 
-/// Queries of one head and sequence, with the keys and values they may see.
+/// Queries of one head and sequence.
 pub(super) struct Head<'a> {
     pub(super) queries: Matrix<'a>,
-    pub(super) keys: Matrix<'a>,
-    pub(super) values: Matrix<'a>,
     /// Keys before the first query.
     pub(super) num_earlier: usize,
     pub(super) head_dim: usize,
@@ -168,26 +177,26 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
+        factors: ForwardFactors<'_>,
         scratch: &mut Scratch<'_, T>,
         out: &mut [f32],
         log_sums: &mut [f32],
     ) {
         let num_queries = log_sums.len();
-        let micro = Micro::new(cpu.features, T::PRECISION);
-        let mut workspace = Workspace::new();
         let mut rows = [SoftRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         for pair in self.key_blocks(first_query, num_queries) {
             let len = num_queries * pair.num_keys;
             let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
-            self.scores(micro, &mut workspace, pair, scores);
+            self.scores(pair, factors.keys_transposed, scores);
             soften(cpu.features, scores, pair, self.scale, rows, weights);
             if pair.first_key > 0 {
                 scale_rows(cpu.features, out, rows, |row| row.factor);
             }
-            let factors = (block(weights, pair.num_keys), self.values.from(pair.first_key, 0));
+            let weights = LeftFactor::InMemory(block(weights, pair.num_keys));
             let size = Product { rows: num_queries, cols: self.head_dim, inner: pair.num_keys };
-            Tile::whole(out, size).multiply(micro, &mut workspace, factors, pair.first_key > 0);
+            let values = factors.values.block(pair.first_key);
+            Tile::whole(out, size).multiply(weights, values, pair.first_key > 0);
         }
         scale_rows(cpu.features, out, rows, |row| 1.0 / row.sum);
         for (row, log_sum) in rows.iter().zip(log_sums) {
@@ -196,11 +205,10 @@ impl Head<'_> {
     }
 
     /// Raw scores of a pair, rows of `num_keys`.
-    fn scores(&self, micro: Micro, workspace: &mut Workspace, pair: BlockPair, scores: &mut [f32]) {
+    fn scores(&self, pair: BlockPair, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
         let size = Product { rows: pair.num_queries, cols: pair.num_keys, inner: self.head_dim };
-        let queries = self.queries.from(pair.first_query, 0);
-        let keys = self.keys.from(pair.first_key, 0).transposed();
-        Tile::whole(scores, size).multiply(micro, workspace, (queries, keys), false);
+        let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
+        Tile::whole(scores, size).multiply(queries, keys_transposed.from(pair.first_key), false);
     }
 
     /// Adds one block of queries' share to the gradients of keys and values, and writes its own.
@@ -208,13 +216,13 @@ impl Head<'_> {
         &self,
         cpu: &Cpu,
         first_query: usize,
+        factors: BackwardFactors<'_>,
         scratch: &mut Scratch<'_, T>,
         output: OutputRows<'_, T>,
         grads: &mut HeadGrads<'_>,
     ) {
         let (num_queries, dim) = (output.log_sums.len(), self.head_dim);
         let micro = Micro::new(cpu.features, T::PRECISION);
-        let mut workspace = Workspace::new();
         let mut rows = [SavedRow { log_sum: 0.0, delta: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
         for (index, (row, &log_sum)) in rows.iter_mut().zip(output.log_sums).enumerate() {
@@ -222,38 +230,35 @@ impl Head<'_> {
             *row =
                 SavedRow { log_sum, delta: dot(cpu.features, &output.y[range.clone()], &output.dy[range]) };
         }
-        let queries = self.queries.from(first_query, 0);
         let dy = block(output.dy, output.cols);
+        let (query_words, dy_words) = scratch.query_panels.split_at_mut(scratch.query_panels.len() / 2);
+        let queries = self.queries.from(first_query, 0);
+        let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
+        let dy_panels = RightPanels::pack(micro, (num_queries, dim), dy, dy_words);
         for pair in self.key_blocks(first_query, num_queries) {
             let BlockPair { first_key, num_keys, .. } = pair;
             let len = num_queries * num_keys;
             let (scores, d_weights) = (&mut scratch.scores[..len], &mut scratch.d_weights[..len]);
             let (weights, d_scores) = (&mut scratch.weights[..len], &mut scratch.d_scores[..len]);
-            self.scores(micro, &mut workspace, pair, scores);
+            self.scores(pair, factors.keys_transposed, scores);
             let size = Product { rows: num_queries, cols: num_keys, inner: dim };
-            let values = self.values.from(first_key, 0).transposed();
-            Tile::whole(d_weights, size).multiply(micro, &mut workspace, (dy, values), false);
+            let values = factors.values_transposed.from(first_key);
+            Tile::whole(d_weights, size).multiply(LeftFactor::InMemory(dy), values, false);
             soften_backward(cpu.features, scores, d_weights, pair, self.scale, rows, weights, d_scores);
             let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
             let to_keys = Product { rows: num_keys, cols: dim, inner: num_queries };
-            let rows = first_key * dim..(first_key + num_keys) * dim;
-            Tile::whole(&mut grads.values[rows.clone()], to_keys).multiply(
-                micro,
-                &mut workspace,
-                (weights.transposed(), dy),
-                true,
-            );
-            Tile::whole(&mut grads.keys[rows], to_keys).multiply(
-                micro,
-                &mut workspace,
-                (d_scores.transposed(), queries),
-                true,
-            );
+            let key_rows = first_key * dim..(first_key + num_keys) * dim;
+            for (grads, left, right) in
+                [(&mut *grads.values, weights, dy_panels), (&mut *grads.keys, d_scores, queries)]
+            {
+                let left = LeftFactor::InMemory(left.transposed());
+                Tile::whole(&mut grads[key_rows.clone()], to_keys).multiply(left, right, true);
+            }
             let to_queries = Product { rows: num_queries, cols: dim, inner: num_keys };
+            let (left, right) = (LeftFactor::InMemory(d_scores), factors.keys.block(first_key));
             Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(
-                micro,
-                &mut workspace,
-                (d_scores, self.keys.from(first_key, 0)),
+                left,
+                right,
                 first_key > 0,
             );
         }

@@ -4,13 +4,18 @@
 //! A row of `qkv` holds the query heads, then the key heads, then the value heads. With fewer key-value heads
 //! than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
 
+mod factors;
 mod head;
 
 use super::element::Element;
-use super::matmul::Matrix;
+use super::matmul::{Matrix, Micro};
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
+use factors::KeysValues;
 use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
+
+/// Queries of a task of forward, which share packed keys and values.
+const TASK_QUERIES: usize = 4 * QUERY_BLOCK;
 
 /// Sizes of an attention operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -134,10 +139,25 @@ impl Cpu {
         });
     }
 
-    /// f32 elements of scratch memory that attention needs: for each thread blocks of scores, a block of outputs, and in backward
-    /// the sums of a key-value head's gradients.
-    pub(crate) fn attention_scratch(&self, shape: AttentionShape, backward: bool) -> usize {
-        self.threads.num_threads() * scratch_len(shape, backward)
+    /// f32 elements of scratch memory that attention needs: for each thread blocks of scores, a block of outputs, packed keys and
+    /// values of a head, and in backward the sums of a key-value head's gradients. `num_earlier` positions are in a cache.
+    pub(crate) fn attention_scratch<T: Element>(
+        &self,
+        shape: AttentionShape,
+        num_earlier: usize,
+        backward: bool,
+    ) -> usize {
+        self.threads.num_threads() * self.scratch_len::<T>(shape, num_earlier, backward)
+    }
+
+    /// f32 elements of scratch memory of one thread.
+    fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
+        let (micro, dim) = (Micro::new(self.features, T::PRECISION), shape.head_dim);
+        let num_keys = num_earlier + shape.seq_len;
+        let num_sums = QUERY_BLOCK + if backward { 2 * shape.seq_len } else { 0 };
+        Scratch::<T>::num_elements(micro, dim, backward)
+            + KeysValues::num_words(micro, num_keys, dim, backward)
+            + num_sums * dim
     }
 
     /// Causal attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
@@ -153,16 +173,10 @@ impl Cpu {
         let cols = shape.qkv_cols();
         assert!(qkv.len() == shape.rows() * cols && log_sums.len() == shape.rows() * shape.num_heads);
         let rows = Matrix::row_major(T::floats(qkv), cols, false);
-        self.attend(shape, y, log_sums, scratch, &|sequence, head| {
+        self.attend(shape, 0, y, log_sums, scratch, &|sequence, head| {
             let (first, kv_head) = (sequence * shape.seq_len, head / shape.heads_per_kv_head());
-            Head {
-                queries: rows.from(first, head * shape.head_dim),
-                keys: rows.from(first, shape.key_col(kv_head)),
-                values: rows.from(first, shape.value_col(kv_head)),
-                num_earlier: 0,
-                head_dim: shape.head_dim,
-                scale: shape.scale(),
-            }
+            let (key_col, value_col) = (shape.key_col(kv_head), shape.value_col(kv_head));
+            [head * shape.head_dim, key_col, value_col].map(|col| rows.from(first, col))
         });
     }
 
@@ -188,46 +202,53 @@ impl Cpu {
         let queries = Matrix::row_major(f32::floats(qkv), cols, false);
         let keys = Matrix::row_major(f32::floats(cache.keys), kv_cols, false);
         let values = Matrix::row_major(f32::floats(cache.values), kv_cols, false);
-        self.attend(shape, y, log_sums, scratch, &|sequence, head| {
+        self.attend(shape, cache.len, y, log_sums, scratch, &|sequence, head| {
             let kv_col = head / shape.heads_per_kv_head() * shape.head_dim;
-            Head {
-                queries: queries.from(sequence * shape.seq_len, head * shape.head_dim),
-                keys: keys.from(sequence * capacity, kv_col),
-                values: values.from(sequence * capacity, kv_col),
-                num_earlier: cache.len,
-                head_dim: shape.head_dim,
-                scale: shape.scale(),
-            }
+            let queries = queries.from(sequence * shape.seq_len, head * shape.head_dim);
+            [queries, keys.from(sequence * capacity, kv_col), values.from(sequence * capacity, kv_col)]
         });
     }
 
+    /// `parts_of(sequence, head)` gives rows of queries, keys and values.
     fn attend<'a, T: Element>(
         &self,
         shape: AttentionShape,
+        num_earlier: usize,
         y: &mut [T],
         log_sums: &mut [f32],
         scratch: &mut [f32],
-        head_of: &(dyn Fn(usize, usize) -> Head<'a> + Sync),
+        parts_of: &(dyn Fn(usize, usize) -> [Matrix<'a>; 3] + Sync),
     ) {
-        let blocks = shape.seq_len.div_ceil(QUERY_BLOCK);
-        let (out_cols, dim, scratch_len) = (shape.output_cols(), shape.head_dim, scratch_len(shape, false));
+        let AttentionShape { seq_len, head_dim, num_heads, .. } = shape;
+        let (micro, out_cols) = (Micro::new(self.features, T::PRECISION), shape.output_cols());
+        let scratch_len = self.scratch_len::<T>(shape, num_earlier, false);
         let (y, log_sums, scratch) =
             (SharedSlice::new(y), SharedSlice::new(log_sums), SharedSlice::new(scratch));
-        self.threads.run_on_threads(shape.batch * shape.num_heads * blocks, &|thread, task| {
-            let (sequence_head, first) = (task / blocks, task % blocks * QUERY_BLOCK);
-            let (sequence, head) = (sequence_head / shape.num_heads, sequence_head % shape.num_heads);
-            let num_queries = QUERY_BLOCK.min(shape.seq_len - first);
-            let start = (sequence * shape.seq_len + first) * out_cols + head * dim;
-            // SAFETY: this task alone has these rows of this head, and this thread its part of the scratch memory.
-            let (log_sums, scratch) = unsafe {
-                let log_sums = log_sums.range(sequence_head * shape.seq_len + first, num_queries);
-                (log_sums, scratch.range(thread * scratch_len, scratch_len))
-            };
-            let (sums, blocks) = scratch.split_at_mut(QUERY_BLOCK * dim);
-            let sums = &mut sums[..num_queries * dim];
-            head_of(sequence, head).forward::<T>(self, first, &mut Scratch::new(blocks), sums, log_sums);
-            // SAFETY: as above.
-            unsafe { self.put_rows(sums, &y, (start, out_cols), dim) };
+        let parts = seq_len.div_ceil(TASK_QUERIES);
+        self.threads.run_on_threads(shape.batch * num_heads * parts, &|thread, task| {
+            let (sequence_head, first) = (task / parts, task % parts * TASK_QUERIES);
+            let (sequence, head) = (sequence_head / num_heads, sequence_head % num_heads);
+            let end = seq_len.min(first + TASK_QUERIES);
+            // SAFETY: each thread has its own part.
+            let scratch = unsafe { scratch.range(thread * scratch_len, scratch_len) };
+            let (blocks, scratch) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, head_dim, false));
+            let (sums, words) = scratch.split_at_mut(QUERY_BLOCK * head_dim);
+            let [queries, keys, values] = parts_of(sequence, head);
+            let keys_values = KeysValues { keys, values, num_keys: num_earlier + end, head_dim };
+            let factors = keys_values.forward_factors(micro, bytemuck::cast_slice_mut(words));
+            let parts = Head { queries, num_earlier, head_dim, scale: shape.scale() };
+            let mut blocks = Scratch::<T>::new(blocks);
+            for first in (first..end).step_by(QUERY_BLOCK) {
+                let num_queries = QUERY_BLOCK.min(end - first);
+                let sums = &mut sums[..num_queries * head_dim];
+                let start = (sequence * seq_len + first) * out_cols + head * head_dim;
+                // SAFETY: this task alone has these rows of this head.
+                unsafe {
+                    let log_sums = log_sums.range(sequence_head * seq_len + first, num_queries);
+                    parts.forward(self, first, factors, &mut blocks, sums, log_sums);
+                    self.put_rows(sums, &y, (start, out_cols), head_dim);
+                }
+            }
         });
     }
 
@@ -262,28 +283,31 @@ impl Cpu {
         assert!(qkv.len() == d_qkv.len() && y.len() == dy.len() && y.len() == shape.rows() * out_cols);
         let rows = Matrix::row_major(T::floats(qkv), cols, false);
         let (d_qkv, scratch) = (SharedSlice::new(d_qkv), SharedSlice::new(scratch));
-        let scratch_len = scratch_len(shape, true);
+        let scratch_len = self.scratch_len::<T>(shape, 0, true);
+        let micro = Micro::new(self.features, T::PRECISION);
         self.threads.run_on_threads(shape.batch * shape.num_kv_heads, &|thread, task| {
             let (sequence, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
             let first = sequence * seq_len;
             // SAFETY: each thread has its own part.
             let sums = unsafe { scratch.range(thread * scratch_len, scratch_len) };
-            let (sums, blocks) = sums.split_at_mut((QUERY_BLOCK + 2 * seq_len) * dim);
+            let (sums, scratch) = sums.split_at_mut((QUERY_BLOCK + 2 * seq_len) * dim);
+            let (blocks, words) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, dim, true));
             let mut blocks = Scratch::new(blocks);
+            let keys_values = KeysValues {
+                keys: rows.from(first, shape.key_col(kv_head)),
+                values: rows.from(first, shape.value_col(kv_head)),
+                num_keys: seq_len,
+                head_dim: dim,
+            };
+            let factors = keys_values.backward_factors(micro, bytemuck::cast_slice_mut(words));
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
             keys_values.fill(0.0);
             let (keys, values) = keys_values.split_at_mut(seq_len * dim);
             let mut grads = HeadGrads { queries, keys, values };
             let per_kv_head = shape.heads_per_kv_head();
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
-                let parts = Head {
-                    queries: rows.from(first, head * dim),
-                    keys: rows.from(first, shape.key_col(kv_head)),
-                    values: rows.from(first, shape.value_col(kv_head)),
-                    num_earlier: 0,
-                    head_dim: dim,
-                    scale: shape.scale(),
-                };
+                let queries = rows.from(first, head * dim);
+                let parts = Head { queries, num_earlier: 0, head_dim: dim, scale: shape.scale() };
                 for query in (0..seq_len).step_by(QUERY_BLOCK) {
                     let num_queries = QUERY_BLOCK.min(seq_len - query);
                     let saved = (sequence * shape.num_heads + head) * seq_len + query;
@@ -294,7 +318,7 @@ impl Cpu {
                         cols: out_cols,
                         log_sums: &log_sums[saved..saved + num_queries],
                     };
-                    parts.backward(self, query, &mut blocks, output, &mut grads);
+                    parts.backward(self, query, factors, &mut blocks, output, &mut grads);
                     let place = ((first + query) * cols + head * dim, cols);
                     // SAFETY: this task alone has the query heads of its key-value head in this sequence.
                     unsafe { self.put_rows(&grads.queries[..num_queries * dim], &d_qkv, place, dim) };
@@ -306,14 +330,6 @@ impl Cpu {
                 self.put_rows(grads.values, &d_qkv, (first * cols + shape.value_col(kv_head), cols), dim);
             }
         });
-    }
-}
-
-/// f32 elements of scratch memory of one thread.
-fn scratch_len(shape: AttentionShape, backward: bool) -> usize {
-    match backward {
-        false => Scratch::<f32>::LEN / 2 + QUERY_BLOCK * shape.head_dim,
-        true => Scratch::<f32>::LEN + (QUERY_BLOCK + 2 * shape.seq_len) * shape.head_dim,
     }
 }
 

@@ -53,10 +53,10 @@ impl<T: Element> Inputs<T> {
         let Inputs { shape, qkv, dy } = self;
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
-        let mut scratch = vec![f32::NAN; cpu.attention_scratch(*shape, false)];
+        let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, false)];
         cpu.attention(qkv, *shape, &mut y, &mut log_sums, &mut scratch);
         let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
-        let mut scratch = vec![f32::NAN; cpu.attention_scratch(*shape, true)];
+        let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
         cpu.attention_backward(qkv, *shape, (&y, &log_sums, dy), &mut d_qkv, &mut scratch);
         [widen(&y), log_sums, widen(&d_qkv)]
     }
@@ -307,7 +307,7 @@ fn a_cache_continues_where_it_stopped() {
             let mut y = vec![f32::NAN; part_shape.rows() * shape.output_cols()];
             let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
             let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
-            let mut scratch = vec![f32::NAN; cpu.attention_scratch(part_shape, false)];
+            let mut scratch = vec![f32::NAN; cpu.attention_scratch::<f32>(part_shape, len, false)];
             cpu.attention_cached(&rows, part_shape, &mut cache, &mut y, &mut log_sums, &mut scratch);
             len += part;
             y

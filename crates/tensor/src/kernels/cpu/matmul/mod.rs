@@ -23,8 +23,8 @@ use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 pub(crate) use kernel::Micro;
 use pack::Span;
+pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, TileEpilogue, rounded_tile};
-pub(crate) use tile::{Tile, Workspace};
 
 /// Columns of the right factor that are packed at a time; bounds the memory.
 const GROUP_COLS: usize = 2048;
@@ -46,7 +46,9 @@ impl<'a> Matrix<'a> {
 
     /// The matrix without its first rows and columns.
     pub(crate) fn from(self, row: usize, col: usize) -> Self {
-        Matrix { values: self.values.from(row * self.row_stride + col * self.col_stride), ..self }
+        let start = row * self.row_stride + col * self.col_stride;
+        // A matrix without columns has rows, but no values.
+        Matrix { values: self.values.from(start.min(self.values.len())), ..self }
     }
 
     /// The same elements with rows and columns exchanged.
@@ -90,7 +92,7 @@ impl Cpu {
     pub(crate) fn matmul_scratch(&self, precision: Precision, size: Product, left: Matrix<'_>) -> usize {
         let micro = Micro::new(self.features, precision);
         let left = if packs_left(micro, size, left) { PackedLeft::num_words(micro, size) } else { 0 };
-        left + PackedRight::num_words(micro, size)
+        left + RightPanels::num_words(micro, size.inner, size.cols.min(GROUP_COLS))
     }
 
     /// `out = left right + epilogue`, `out` row-major and contiguous; factors are rounded to `precision` as they are packed.
@@ -119,8 +121,8 @@ impl Cpu {
                     // SAFETY: tiles do not overlap, and this task alone has this one.
                     let tile = unsafe { Tile::new(&out, at.row * cols + at.col, cols, at.size) };
                     let epilogue = epilogue.from(at.row, at.col, cols);
-                    tile.multiply_packed(at.left, (at.right, at.right_col), epilogue.accumulate);
-                    tile.finish(at.right.micro, &epilogue);
+                    tile.multiply(at.left, at.right, epilogue.accumulate);
+                    tile.finish(self.features, &epilogue);
                 });
             }
             FloatsMut::Bf16(out) => {
@@ -145,9 +147,8 @@ impl Cpu {
         let out = SharedSlice::new(out);
         self.for_tiles(precision, size, (left, right), scratch, |at| {
             let (place, epilogue) = ((at.row * cols + at.col, cols), epilogue.from(at.row, at.col, cols));
-            let right = (at.right, at.right_col);
             // SAFETY: tiles do not overlap, and this task alone has this one.
-            unsafe { rounded_tile(&out, place, at.size, right, at.left, &epilogue) };
+            unsafe { rounded_tile(&out, place, at.size, (at.left, at.right), &epilogue) };
         });
     }
 
@@ -163,16 +164,12 @@ impl Cpu {
         let Product { rows, cols, inner } = size;
         let micro = Micro::new(self.features, precision);
         assert!(right.covers(inner, cols), "{right:?} {size:?}");
-        let (scratch, left_words) = scratch.split_at_mut(PackedRight::num_words(micro, size));
+        let group_words = RightPanels::num_words(micro, inner, cols.min(GROUP_COLS));
+        let (scratch, left_words) = scratch.split_at_mut(group_words);
         let packed = packs_left(micro, size, left).then(|| self.pack_left(micro, size, left, left_words));
         for first_col in (0..cols).step_by(GROUP_COLS) {
             let group_cols = GROUP_COLS.min(cols - first_col);
-            let panels = PackedRight {
-                micro,
-                size: Product { cols: group_cols, ..size },
-                data: SharedSlice::new(&mut *scratch),
-            };
-            self.pack_right(&panels, right.from(0, first_col));
+            let panels = self.pack_right(micro, (inner, group_cols), right.from(0, first_col), scratch);
             let col_tiles = group_cols.div_ceil(TILE_COLS);
             self.threads.run(rows.div_ceil(TILE_ROWS) * col_tiles, &|index| {
                 let (row, right_col) = (index / col_tiles * TILE_ROWS, index % col_tiles * TILE_COLS);
@@ -185,7 +182,7 @@ impl Cpu {
                     Some(packed) => LeftFactor::Packed(packed, row),
                     None => LeftFactor::InMemory(left.from(row, 0)),
                 };
-                task(TileTask { row, col: first_col + right_col, size, left, right: &panels, right_col });
+                task(TileTask { row, col: first_col + right_col, size, left, right: panels.from(right_col) });
             });
         }
     }
@@ -214,21 +211,46 @@ impl Cpu {
         panels
     }
 
-    fn pack_right(&self, panels: &PackedRight<'_>, right: Matrix<'_>) {
-        let (micro, inner) = (panels.micro, panels.size.inner);
-        let num_panels = panels.size.cols.div_ceil(micro.cols);
-        self.threads.run(num_panels, &|panel| {
-            let col = panel * micro.cols;
-            let lines = micro.cols.min(panels.size.cols - col);
-            for (first, len) in micro.inner_blocks(inner) {
-                let (first_term, num_terms) = micro.terms(first, len, inner);
-                // SAFETY: panels do not overlap, and this task alone has this one.
-                let out = unsafe { panels.data.range(panels.offset(first, len, col), len * micro.cols) };
-                let span = Span { inner: num_terms, lines, len };
-                pack::right_panel(micro, right.from(first_term, col), span, out);
-            }
+    fn pack_right<'a>(
+        &self,
+        micro: Micro,
+        (inner, cols): (usize, usize),
+        right: Matrix<'_>,
+        words: &'a mut [u32],
+    ) -> RightPanels<'a> {
+        let out = SharedSlice::new(&mut *words);
+        self.threads.run(cols.div_ceil(micro.cols), &|panel| {
+            // SAFETY: this task alone has this panel.
+            unsafe { pack_panel(micro, (inner, cols), right, panel * micro.cols, &out) };
         });
+        RightPanels::new(micro, (inner, cols), words)
     }
+}
+
+/// Packs the panel of a right factor of `inner x cols` that begins at column `col`.
+///
+/// # Safety
+/// No one else reaches the words of this panel.
+unsafe fn pack_panel(
+    micro: Micro,
+    (inner, cols): (usize, usize),
+    right: Matrix<'_>,
+    col: usize,
+    out: &SharedSlice<'_, u32>,
+) {
+    let lines = micro.cols.min(cols - col);
+    for (first, len) in micro.inner_blocks(inner) {
+        let (first_term, num_terms) = micro.terms(first, len, inner);
+        let offset = panel_offset(micro, cols, (first, len), col);
+        // SAFETY: panels do not overlap, and the caller has this one.
+        let out = unsafe { out.range(offset, len * micro.cols) };
+        pack::right_panel(micro, right.from(first_term, col), Span { inner: num_terms, lines, len }, out);
+    }
+}
+
+/// Where a panel lies that begins at column `col`, of the words `first..first + len` of the inner dim.
+fn panel_offset(micro: Micro, cols: usize, (first, len): (usize, usize), col: usize) -> usize {
+    first * cols.next_multiple_of(micro.cols) + len * col
 }
 
 /// One tile of a result, and the panels it is made from.
@@ -237,16 +259,66 @@ struct TileTask<'a> {
     col: usize,
     size: Product,
     left: LeftFactor<'a>,
-    right: &'a PackedRight<'a>,
-    /// Column of the panels at which the tile begins.
-    right_col: usize,
+    right: RightPanels<'a>,
 }
 
-/// A right factor in panels: for each block of the inner dim, for each panel of columns, rows of the panel's width.
-struct PackedRight<'a> {
+/// A packed right factor: for each block of the inner dim, for each panel of columns, rows of the panel's width.
+#[derive(Clone, Copy)]
+pub(crate) struct RightPanels<'a> {
     micro: Micro,
-    size: Product,
-    data: SharedSlice<'a, u32>,
+    inner: usize,
+    cols: usize,
+    /// The column that a tile begins at.
+    first_col: usize,
+    words: &'a [u32],
+}
+
+impl<'a> RightPanels<'a> {
+    /// Words that a packed factor of `inner x cols` takes.
+    pub(crate) fn num_words(micro: Micro, inner: usize, cols: usize) -> usize {
+        micro.padded_words(inner) * cols.next_multiple_of(micro.cols)
+    }
+
+    /// A factor of `inner x cols` that was packed into `words`.
+    pub(crate) fn new(micro: Micro, (inner, cols): (usize, usize), words: &'a [u32]) -> Self {
+        let words = &words[..Self::num_words(micro, inner, cols)];
+        RightPanels { micro, inner, cols, first_col: 0, words }
+    }
+
+    /// Packs a factor of `inner x cols` on the calling thread.
+    pub(crate) fn pack(
+        micro: Micro,
+        (inner, cols): (usize, usize),
+        right: Matrix<'_>,
+        words: &'a mut [u32],
+    ) -> Self {
+        assert!(right.covers(inner, cols), "{right:?} is smaller than {inner} x {cols}");
+        let out = SharedSlice::new(&mut *words);
+        for col in (0..cols).step_by(micro.cols) {
+            // SAFETY: nothing else runs.
+            unsafe { pack_panel(micro, (inner, cols), right, col, &out) };
+        }
+        Self::new(micro, (inner, cols), words)
+    }
+
+    /// The factor without its first columns, which are whole panels.
+    pub(crate) fn from(self, col: usize) -> Self {
+        assert!(col.is_multiple_of(self.micro.cols), "panels are not cut");
+        RightPanels { first_col: self.first_col + col, ..self }
+    }
+
+    /// Words of the block of the inner dim that begins at word `first`.
+    fn block_len(&self, first: usize) -> usize {
+        let block = self.micro.inner_blocks(self.inner).find(|block| block.0 == first);
+        block.expect("a product cuts its inner dim as its factors do").1
+    }
+
+    /// The first `len` words of the panel that begins at column `col`, of a block (its first word and length).
+    fn panel(&self, block: (usize, usize), len: usize, col: usize) -> &'a [u32] {
+        assert!(len <= block.1 && self.first_col + col < self.cols);
+        let offset = panel_offset(self.micro, self.cols, block, self.first_col + col);
+        &self.words[offset..offset + len * self.micro.cols]
+    }
 }
 
 /// Whether a left factor is packed once for all tiles: if it cannot be read where it lies, and several tiles read the same
@@ -256,7 +328,7 @@ fn packs_left(micro: Micro, size: Product, left: Matrix<'_>) -> bool {
 }
 
 /// A left factor in panels: for each panel of rows, for each block of the inner dim, what the micro-kernel reads.
-struct PackedLeft<'a> {
+pub(crate) struct PackedLeft<'a> {
     micro: Micro,
     size: Product,
     by_rows: bool,
@@ -281,22 +353,10 @@ impl PackedLeft<'_> {
 
 /// Rows of a left factor from a tile's first on.
 #[derive(Clone, Copy)]
-enum LeftFactor<'a> {
+pub(crate) enum LeftFactor<'a> {
     InMemory(Matrix<'a>),
     /// Packed, from this row on.
     Packed(&'a PackedLeft<'a>, usize),
-}
-
-impl PackedRight<'_> {
-    /// Words of the widest group.
-    fn num_words(micro: Micro, size: Product) -> usize {
-        micro.padded_words(size.inner) * size.cols.min(GROUP_COLS).next_multiple_of(micro.cols)
-    }
-
-    /// Where the panel that begins at column `col` lies in the block of words `first..first + len`.
-    fn offset(&self, first: usize, len: usize, col: usize) -> usize {
-        first * self.size.cols.next_multiple_of(self.micro.cols) + len * col
-    }
 }
 
 impl<'a> MatmulEpilogue<'a> {

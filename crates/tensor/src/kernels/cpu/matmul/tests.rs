@@ -1,148 +1,47 @@
+mod special;
+
 use super::*;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::simd::CpuFeatures;
-use crate::kernels::cpu::threads::ThreadPool;
+use crate::kernels::cpu::test_support::{
+    DTYPES, Exact, affordable, assert_close, cases, cpu, exactly, levels, narrow, random, run_at_levels,
+    widen,
+};
 use proptest::prelude::*;
-use trireme_base::{Bf16, DType, F16, RandomKey};
+use trireme_base::{Bf16, DType, F16};
 
-fn random(len: usize, name: &str) -> Vec<f32> {
-    let mut values = vec![0.0; len];
-    RandomKey::new(5, name).fill_normal(&mut values, 1.0);
-    values
-}
+const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
 
-/// The levels that this machine has; AMX is emulated where it has none.
-fn levels() -> impl Iterator<Item = CpuFeatures> {
-    #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
-    trireme_testkit::emulate_amx();
-    let detected = CpuFeatures::detect();
-    let emulates =
-        cfg!(all(target_arch = "x86_64", target_os = "linux")) && detected >= CpuFeatures::Avx512Bf16;
-    CpuFeatures::ALL.into_iter().filter(move |&level| level <= detected || emulates)
-}
-
-/// What a product is made of.
+/// What a product is made of, and what is added to it.
 #[derive(Clone, Copy, Debug)]
 struct Case {
     size: Product,
     left_transposed: bool,
     right_transposed: bool,
-    precision: Precision,
-    left: DType,
-    right: DType,
-    out: DType,
+    kind: Kind,
+    has_bias: bool,
+    has_residual: bool,
 }
 
-/// Values of a factor in its dtype; kept beside them as f64 what the product takes them for.
-struct Factor<T> {
-    values: Vec<T>,
-    rounded: Vec<f64>,
-    cols: usize,
-    transposed: bool,
-}
-
-impl<T: Element> Factor<T> {
-    fn new(values: &[f32], precision: Precision, (rows, cols): (usize, usize), transposed: bool) -> Self {
-        let values: Vec<T> = values.iter().map(|&x| T::from_f32(x)).collect();
-        let round = |x: f32| match precision {
-            Precision::F32 => x,
-            Precision::Bf16 => Bf16::from_f32(x).to_f32(),
-            Precision::F16 => F16::from_f32(x).to_f32(),
-        };
-        let rounded = values.iter().map(|x| f64::from(round(x.to_f32()))).collect();
-        Factor { values, rounded, cols: if transposed { rows } else { cols }, transposed }
-    }
-
-    fn matrix(&self) -> Matrix<'_> {
-        Matrix::row_major(T::floats(&self.values), self.cols, self.transposed)
-    }
-
-    fn at(&self, row: usize, col: usize) -> f64 {
-        self.rounded[if self.transposed { col * self.cols + row } else { row * self.cols + col }]
-    }
-}
-
-fn run<T: Element>(
-    (features, threads): (CpuFeatures, usize),
-    (precision, size): (Precision, Product),
-    factors: (Matrix<'_>, Matrix<'_>),
-    out: &mut [T],
-    epilogue: MatmulEpilogue<'_>,
-) {
-    let cpu = Cpu { threads: ThreadPool::new(threads).unwrap(), features };
-    let mut scratch = vec![u32::MAX; cpu.matmul_scratch(precision, size, factors.0)];
-    let out = match T::DTYPE {
-        DType::F32 => FloatsMut::F32(bytemuck::cast_slice_mut(out)),
-        DType::Bf16 => FloatsMut::Bf16(bytemuck::cast_slice_mut(out)),
-        _ => FloatsMut::F16(bytemuck::cast_slice_mut(out)),
-    };
-    cpu.matmul(precision, size, factors, out, epilogue, &mut scratch);
-}
-
-/// Every level and several thread counts against sums in f64.
-fn check(case: Case) {
-    with_element!(case.left => |L| with_element!(case.right => |R| with_element!(case.out => |T| check_typed::<L, R, T>(case))));
-}
-
-fn check_typed<L: Element, R: Element, T: Element>(case: Case) {
-    let Case { size, precision, .. } = case;
-    let Product { rows, cols, inner } = size;
-    let left =
-        Factor::<L>::new(&random(rows * inner, "left"), precision, (rows, inner), case.left_transposed);
-    let right =
-        Factor::<R>::new(&random(inner * cols, "right"), precision, (inner, cols), case.right_transposed);
-    let (bias, residual) = (random(cols, "bias"), random(rows * cols, "residual"));
-    let factors = (left.matrix(), right.matrix());
-    for features in levels() {
-        let product = |threads, epilogue| {
-            let mut out = vec![T::from_f32(f32::NAN); rows * cols];
-            run((features, threads), (precision, size), factors, &mut out, epilogue);
-            out
-        };
-        let added = MatmulEpilogue::Add { bias: Some(&bias), residual: Some(&residual) };
-        let (plain, once) = (product(1, MatmulEpilogue::Overwrite), product(1, added));
-        assert_eq!(once, product(3, added), "{features} {case:?}: bits depend on the number of threads");
-        let mut twice = once.clone();
-        if T::DTYPE == DType::F32 {
-            run((features, 1), (precision, size), factors, &mut twice, MatmulEpilogue::Accumulate);
-        }
-        for (index, ((plain, once), twice)) in plain.iter().zip(&once).zip(&twice).enumerate() {
-            let (row, col) = (index / cols, index % cols);
-            let terms = (0..inner).map(|k| left.at(row, k) * right.at(k, col));
-            let (sum, magnitude) = terms.fold((0.0, 0.0), |(s, m), x| (s + x, m + x.abs()));
-            let added = f64::from(bias[col]) + f64::from(residual[index]);
-            let close = |found: &T, expected: f64, what: &str| {
-                // Summation in f32, and one rounding of the result.
-                let unit = match T::DTYPE {
-                    DType::Bf16 => 2.0_f64.powi(-8),
-                    DType::F16 => 2.0_f64.powi(-11),
-                    _ => 2.0_f64.powi(-23),
-                };
-                let bound = 2e-6 * (magnitude + added.abs() + 1.0) + unit * expected.abs();
-                let error = (f64::from(found.to_f32()) - expected).abs();
-                assert!(error <= bound, "{features} {case:?} {what} at {row},{col}: off by {error}");
-            };
-            close(plain, sum, "plain");
-            close(once, sum + added, "with bias and residual");
-            if T::DTYPE == DType::F32 {
-                close(twice, 2.0 * sum + added, "accumulated");
-            }
+impl Case {
+    /// One of the four layouts, with all that can be added.
+    fn new((rows, cols, inner): (usize, usize, usize), layout: usize, kind: Kind) -> Self {
+        Case {
+            size: Product { rows, cols, inner },
+            left_transposed: layout & 1 == 1,
+            right_transposed: layout & 2 == 2,
+            kind,
+            has_bias: true,
+            has_residual: true,
         }
     }
 }
 
-const F32_CASE: Case = Case {
-    size: Product { rows: 0, cols: 0, inner: 0 },
-    left_transposed: false,
-    right_transposed: false,
-    precision: Precision::F32,
-    left: DType::F32,
-    right: DType::F32,
-    out: DType::F32,
-};
+/// A precision, and the dtypes of the left factor, the right one and the result.
+type Kind = (Precision, DType, DType, DType);
 
 /// What the tape multiplies: activations, weights and gradients, in each precision.
-const KINDS: [(Precision, DType, DType, DType); 9] = [
+const KINDS: [Kind; 9] = [
     (Precision::F32, DType::F32, DType::F32, DType::F32),
     (Precision::Bf16, DType::Bf16, DType::F32, DType::Bf16),
     (Precision::Bf16, DType::F32, DType::F32, DType::Bf16),
@@ -154,153 +53,274 @@ const KINDS: [(Precision, DType, DType, DType); 9] = [
     (Precision::F16, DType::F32, DType::F16, DType::F32),
 ];
 
+/// Where an element of a matrix of that size lies.
+fn place((row, col): (usize, usize), (rows, cols): (usize, usize), transposed: bool) -> usize {
+    if transposed { col * rows + row } else { row * cols + col }
+}
+
+/// Operands of a product as they lie in memory, before they are rounded to its dtypes.
+struct Operands {
+    case: Case,
+    left: Vec<f32>,
+    right: Vec<f32>,
+    bias: Vec<f32>,
+    residual: Vec<f32>,
+    /// What the result is added to where it is accumulated.
+    before: Vec<f32>,
+}
+
+/// Results of a product: written, with what is added, and accumulated, which 16-bit ones cannot be.
+type Results = [Vec<f32>; 3];
+
+impl Operands {
+    fn new(case: Case) -> Self {
+        let Product { rows, cols, inner } = case.size;
+        Operands {
+            case,
+            left: random(rows * inner, "left"),
+            right: random(inner * cols, "right"),
+            bias: random(cols, "bias"),
+            residual: random(rows * cols, "residual"),
+            before: random(rows * cols, "before"),
+        }
+    }
+
+    fn left_place(&self, row: usize, inner: usize) -> usize {
+        place((row, inner), (self.case.size.rows, self.case.size.inner), self.case.left_transposed)
+    }
+
+    fn right_place(&self, inner: usize, col: usize) -> usize {
+        place((inner, col), (self.case.size.inner, self.case.size.cols), self.case.right_transposed)
+    }
+
+    fn run(&self) -> Vec<(CpuFeatures, Results)> {
+        let (_, left, right, out) = self.case.kind;
+        with_element!(left => |L| with_element!(right => |R| with_element!(out => |T| self.run_typed::<L, R, T>())))
+    }
+
+    /// Matrices of the factors' values.
+    fn factors<'a>(&self, left: Floats<'a>, right: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
+        let Case { size, left_transposed, right_transposed, .. } = self.case;
+        let left_cols = if left_transposed { size.rows } else { size.inner };
+        let right_cols = if right_transposed { size.inner } else { size.cols };
+        (
+            Matrix::row_major(left, left_cols, left_transposed),
+            Matrix::row_major(right, right_cols, right_transposed),
+        )
+    }
+
+    fn run_typed<L: Element, R: Element, T: Element>(&self) -> Vec<(CpuFeatures, Results)> {
+        let Case { size, kind, has_bias, has_residual, .. } = self.case;
+        let (left, right) = (narrow::<L>(&self.left), narrow::<R>(&self.right));
+        let factors = self.factors(L::floats(&left), R::floats(&right));
+        let (bias, residual) =
+            (has_bias.then_some(&self.bias[..]), has_residual.then_some(&self.residual[..]));
+        run_at_levels(|cpu| {
+            let product = |before: &[f32], epilogue| {
+                let mut out = narrow::<T>(before);
+                multiply(cpu, (kind.0, size), factors, &mut out, epilogue);
+                widen(&out)
+            };
+            let empty = vec![f32::NAN; self.before.len()];
+            let accumulated = match T::DTYPE {
+                DType::F32 => product(&self.before, MatmulEpilogue::Accumulate),
+                _ => Vec::new(),
+            };
+            let added = MatmulEpilogue::Add { bias, residual };
+            [product(&empty, MatmulEpilogue::Overwrite), product(&empty, added), accumulated]
+        })
+    }
+
+    /// Each element's sum in f64, of factors rounded to the product's precision.
+    fn sums(&self) -> Vec<Exact> {
+        let (precision, left, right, _) = self.case.kind;
+        let round = |values: &[f32], dtype| {
+            let stored: Vec<f32> = with_element!(dtype => |T| widen(&narrow::<T>(values)));
+            match precision {
+                Precision::F32 => exactly(&stored),
+                Precision::Bf16 => exactly(&narrow::<Bf16>(&stored)),
+                Precision::F16 => exactly(&narrow::<F16>(&stored)),
+            }
+        };
+        let (left, right) = (round(&self.left, left), round(&self.right, right));
+        let Product { rows, cols, inner } = self.case.size;
+        let sum = |index: usize| {
+            let (row, col) = (index / cols, index % cols);
+            let terms = (0..inner)
+                .map(|inner| left[self.left_place(row, inner)] * right[self.right_place(inner, col)]);
+            let (sum, magnitude) =
+                terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
+            Exact::new(sum, magnitude)
+        };
+        (0..rows * cols).map(sum).collect()
+    }
+}
+
+fn multiply<T: Element>(
+    cpu: &Cpu,
+    (precision, size): (Precision, Product),
+    factors: (Matrix<'_>, Matrix<'_>),
+    out: &mut [T],
+    epilogue: MatmulEpilogue<'_>,
+) {
+    let mut scratch = vec![u32::MAX; cpu.matmul_scratch(precision, size, factors.0)];
+    let out = match T::DTYPE {
+        DType::F32 => FloatsMut::F32(bytemuck::cast_slice_mut(out)),
+        DType::Bf16 => FloatsMut::Bf16(bytemuck::cast_slice_mut(out)),
+        _ => FloatsMut::F16(bytemuck::cast_slice_mut(out)),
+    };
+    cpu.matmul(precision, size, factors, out, epilogue, &mut scratch);
+}
+
+/// The sum and two more terms.
+fn plus(sum: &Exact, terms: [f32; 2]) -> Exact {
+    let terms = terms.map(f64::from);
+    Exact::new(sum.value + terms[0] + terms[1], sum.in_f32 + terms[0].abs() + terms[1].abs())
+}
+
+fn check(case: Case) {
+    let operands = Operands::new(case);
+    let (sums, Product { cols, inner, .. }) = (operands.sums(), case.size);
+    for (features, [plain, added, accumulated]) in operands.run() {
+        let what = |what| (what, features, case);
+        with_element!(case.kind.3 => |T| {
+            assert_close::<T>(&what("product"), &plain, sums.iter().copied(), inner);
+            let exact = sums.iter().enumerate().map(|(index, sum)| {
+                let bias = if case.has_bias { operands.bias[index % cols] } else { 0.0 };
+                let residual = if case.has_residual { operands.residual[index] } else { 0.0 };
+                plus(sum, [bias, residual])
+            });
+            assert_close::<T>(&what("product with what is added"), &added, exact, inner);
+        });
+        if !accumulated.is_empty() {
+            let exact = sums.iter().zip(&operands.before).map(|(sum, &before)| plus(sum, [before, 0.0]));
+            assert_close::<f32>(&what("accumulated product"), &accumulated, exact, inner);
+        }
+    }
+}
+
 #[test]
 fn products_of_every_layout_and_odd_sizes() {
-    // The last three: more columns than are packed at a time, and several blocks of the inner dim.
+    // No rows, columns or terms; the edges of registers; the last five: several tiles of rows and of columns, more columns than
+    // are packed at a time, and several blocks of the inner dim.
     let sizes = [
         (1, 1, 1),
+        (130, 3, 0),
+        (0, 3, 2),
+        (3, 0, 2),
         (3, 5, 7),
         (33, 65, 20),
-        (257, 17, 40),
+        (193, 17, 33),
         (70, 600, 9),
         (13, 2070, 5),
         (14, 40, 530),
         (37, 33, 1031),
     ];
-    for (rows, cols, inner) in sizes {
-        for (precision, left, right, out) in KINDS {
-            for layout in 0..4 {
-                check(Case {
-                    size: Product { rows, cols, inner },
-                    left_transposed: layout & 1 == 1,
-                    right_transposed: layout & 2 == 2,
-                    precision,
-                    left,
-                    right,
-                    out,
-                });
-            }
+    for &size in affordable(&sizes, 5) {
+        for kind in KINDS {
+            (0..4).for_each(|layout| check(Case::new(size, layout, kind)));
         }
     }
 }
 
+/// Zero and one as often as many.
+fn lengths(max: usize) -> impl Strategy<Value = usize> {
+    prop_oneof![1 => 0_usize..2, 5 => 2_usize..max]
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(cases(256))]
 
     #[test]
-    fn products_of_any_size(
-        (rows, cols, inner) in (1_usize..120, 1_usize..120, 1_usize..600),
-        (left_transposed, right_transposed) in any::<(bool, bool)>(),
+    fn products_of_any_size_and_dtypes(
+        size in (lengths(100), lengths(100), lengths(100)),
+        layout in 0_usize..4,
+        precision in 0..PRECISIONS.len(),
+        (left, right, out) in (0..DTYPES.len(), 0..DTYPES.len(), 0..DTYPES.len()),
+        (has_bias, has_residual) in any::<(bool, bool)>(),
+    ) {
+        let kind = (PRECISIONS[precision], DTYPES[left], DTYPES[right], DTYPES[out]);
+        check(Case { has_bias, has_residual, ..Case::new(size, layout, kind) });
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(12))]
+
+    #[test]
+    fn products_that_cross_tiles_and_blocks(
+        size in (60_usize..120, prop_oneof![20_usize..60, 500_usize..530], prop_oneof![1_usize..40, 500_usize..600]),
+        layout in 0_usize..4,
         kind in 0..KINDS.len(),
     ) {
-        let (precision, left, right, out) = KINDS[kind];
-        let size = Product { rows, cols, inner };
-        check(Case { size, left_transposed, right_transposed, precision, left, right, out });
+        if !cfg!(miri) {
+            check(Case::new(size, layout, KINDS[kind]));
+        }
+    }
+}
+
+#[test]
+fn products_packed_on_the_way_match_f64() {
+    for size in [(1, 1, 1), (3, 5, 0), (33, 17, 40), (70, 64, 65), (13, 33, 1031)] {
+        for (index, kind) in KINDS.into_iter().enumerate() {
+            let operands = Operands::new(Case::new(size, index % 4, kind));
+            with_element!(kind.1 => |L| with_element!(kind.2 => |R| check_on_the_way::<L, R>(&operands)));
+        }
+    }
+}
+
+fn check_on_the_way<L: Element, R: Element>(operands: &Operands) {
+    let Case { size, kind, .. } = operands.case;
+    let (left, right) = (narrow::<L>(&operands.left), narrow::<R>(&operands.right));
+    let factors = operands.factors(L::floats(&left), R::floats(&right));
+    let sums = operands.sums();
+    for features in levels() {
+        let product = |before: &[f32], accumulate| {
+            let mut out = before.to_vec();
+            let micro = Micro::new(features, kind.0);
+            let mut words = vec![u32::MAX; RightPanels::num_words(micro, size.inner, size.cols)];
+            let right = RightPanels::pack(micro, (size.inner, size.cols), factors.1, &mut words);
+            Tile::whole(&mut out, size).multiply(LeftFactor::InMemory(factors.0), right, accumulate);
+            out
+        };
+        let what = (features, operands.case);
+        let plain = product(&vec![f32::NAN; operands.before.len()], false);
+        assert_close::<f32>(&what, &plain, sums.iter().copied(), size.inner);
+        let exact = sums.iter().zip(&operands.before).map(|(sum, &before)| plus(sum, [before, 0.0]));
+        assert_close::<f32>(&what, &product(&operands.before, true), exact, size.inner);
     }
 }
 
 #[test]
 fn f32_products_have_the_same_bits_with_registers_of_any_width() {
-    let size = Product { rows: 37, cols: 70, inner: 530 };
-    let (left, right) = (random(37 * 530, "left"), random(530 * 70, "right"));
-    let factors = (
-        Matrix::row_major(Floats::F32(&left), 530, false),
-        Matrix::row_major(Floats::F32(&right), 70, false),
-    );
-    let product = |features| {
-        let mut out = vec![f32::NAN; 37 * 70];
-        run((features, 1), (Precision::F32, size), factors, &mut out, MatmulEpilogue::Overwrite);
-        out
-    };
-    for features in levels().filter(|&level| level > CpuFeatures::Portable) {
-        assert_eq!(product(features), product(CpuFeatures::detect()), "{features}");
-    }
-}
-
-#[test]
-fn an_empty_sum_leaves_the_epilogue() {
-    let size = Product { rows: 2, cols: 3, inner: 0 };
-    let empty = Matrix::row_major(Floats::F32(&[]), 0, false);
-    for features in levels() {
-        for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-            let mut out = [f32::NAN; 6];
-            run((features, 1), (precision, size), (empty, empty), &mut out, MatmulEpilogue::Overwrite);
-            assert_eq!(out, [0.0; 6]);
-            let mut out = [Bf16::from_f32(f32::NAN); 6];
-            let bias = MatmulEpilogue::Add { bias: Some(&[1.0, 2.0, 3.0]), residual: None };
-            run((features, 1), (precision, size), (empty, empty), &mut out, bias);
-            assert_eq!(out.map(Bf16::to_f32), [1.0, 2.0, 3.0, 1.0, 2.0, 3.0]);
-        }
-    }
-}
-
-/// A product of 1 x `values.len()` with ones.
-fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32]) -> f32 {
-    let size = Product { rows: 1, cols: 1, inner: values.len() };
-    let ones = vec![1.0; values.len()];
-    let factors = (
-        Matrix::row_major(Floats::F32(values), values.len(), false),
-        Matrix::row_major(Floats::F32(&ones), 1, false),
-    );
-    let mut out = [0.0];
-    run((features, 1), (precision, size), factors, &mut out, MatmulEpilogue::Overwrite);
-    out[0]
-}
-
-#[test]
-fn what_is_not_finite_reaches_the_result_and_padding_does_not() {
-    for features in levels() {
-        for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
-            for place in [0, 1, 2, 16, 32] {
-                let mut values = vec![1.0; 33];
-                assert_eq!(sum_of(features, precision, &values), 33.0, "{features} {precision}");
-                values[place] = f32::INFINITY;
-                assert_eq!(sum_of(features, precision, &values), f32::INFINITY, "{features} {precision}");
-                values[32 - place] = f32::NEG_INFINITY;
-                assert!(
-                    place == 16 || sum_of(features, precision, &values).is_nan(),
-                    "{features} {precision}"
-                );
-                values[place] = f32::NAN;
-                assert!(
-                    place == 16 || sum_of(features, precision, &values).is_nan(),
-                    "{features} {precision}"
-                );
-            }
-        }
-    }
-}
-
-#[test]
-fn subnormal_factors_count_or_are_zero() {
-    let tiny = f32::MIN_POSITIVE / 2.0;
-    for features in levels() {
-        assert_eq!(sum_of(features, Precision::F32, &[tiny, 1.0]), 1.0);
-        let sum = sum_of(features, Precision::Bf16, &[tiny, tiny]);
-        assert!(sum == 0.0 || sum == 2.0 * tiny, "{features}: {sum:e}");
-        // The smallest f16 is normal as an f32: nothing is lost.
-        let smallest = F16::from_bits(1).to_f32();
-        assert_eq!(sum_of(features, Precision::F16, &[smallest, smallest]), 2.0 * smallest);
+    let operands = Operands::new(Case::new((37, 70, 530), 0, KINDS[0]));
+    let results = operands.run();
+    let fused: Vec<_> = results.iter().filter(|(level, _)| *level > CpuFeatures::Portable).collect();
+    for (features, found) in &fused {
+        assert_eq!(found, &fused[0].1, "{features}");
     }
 }
 
 #[test]
 fn one_wrong_stride_would_be_seen() {
-    // A case of the table above with its own check, so that a broken helper does not pass unseen.
-    let case = Case { size: Product { rows: 2, cols: 2, inner: 2 }, ..F32_CASE };
-    check(case);
+    // By hand, so that a broken helper does not pass unseen.
     let left = [1.0, 2.0, 3.0, 4.0];
     let identity = [1.0, 0.0, 0.0, 1.0];
+    let size = Product { rows: 2, cols: 2, inner: 2 };
     for (transposed, expected) in [(false, [1.0, 2.0, 3.0, 4.0]), (true, [1.0, 3.0, 2.0, 4.0])] {
-        let factors = (
-            Matrix::row_major(Floats::F32(&left), 2, transposed),
-            Matrix::row_major(Floats::F32(&identity), 2, false),
-        );
-        for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+        let left = Matrix::row_major(Floats::F32(&left), 2, transposed);
+        let right = Matrix::row_major(Floats::F32(&identity), 2, false);
+        for (features, precision) in levels().flat_map(|level| PRECISIONS.map(|precision| (level, precision)))
+        {
             let mut out = [0.0_f32; 4];
-            let size = Product { rows: 2, cols: 2, inner: 2 };
-            run((CpuFeatures::detect(), 1), (precision, size), factors, &mut out, MatmulEpilogue::Overwrite);
-            assert_eq!(out, expected, "{precision}");
+            multiply(
+                &cpu(features, 1),
+                (precision, size),
+                (left, right),
+                &mut out,
+                MatmulEpilogue::Overwrite,
+            );
+            assert_eq!(out, expected, "{features} {precision}");
         }
     }
 }

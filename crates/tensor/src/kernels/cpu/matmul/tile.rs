@@ -1,11 +1,11 @@
 //! Rectangles of a result, each made by one task.
 
-use super::kernel::{COLS_MAX, INNER_BLOCK, Micro, MicroTile};
-use super::pack::{self, LeftBuffer, Span, StackWords};
-use super::{LeftFactor, Matrix, PackedRight, Product};
+use super::kernel::MicroTile;
+use super::pack::{self, LeftBuffer, Span};
+use super::{LeftFactor, Product, RightPanels};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
-use crate::kernels::cpu::simd::for_each_simd_level;
+use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
 use std::mem::MaybeUninit;
 
 /// Tiles of the result, one a task. Columns: a block of the right factor (512 KiB) stays in the second-level cache.
@@ -108,47 +108,11 @@ impl Tile {
         MicroTile { start, row_stride: self.row_stride, rows, cols }
     }
 
-    /// `tile = left right`, plus the tile where `accumulate` is set, for factors small enough to be packed on the
-    /// way. Runs on the calling thread.
-    pub(crate) fn multiply(
-        &self,
-        micro: Micro,
-        workspace: &mut Workspace,
-        (left, right): (Matrix<'_>, Matrix<'_>),
-        accumulate: bool,
-    ) {
-        let Product { rows, cols, inner } = self.size;
-        assert!(left.covers(rows, inner) && right.covers(inner, cols), "operands cover the product");
-        if inner == 0 && !accumulate {
-            (0..rows).for_each(|row| self.row(row).fill(0.0));
-        }
-        let _session = micro.begin();
-        for (first, len) in micro.inner_blocks(inner) {
-            let (first_term, num_terms) = micro.terms(first, len, inner);
-            let span = |lines| Span { inner: num_terms, lines, len };
-            for col in (0..cols).step_by(micro.cols) {
-                let panel_cols = micro.cols.min(cols - col);
-                let panel = workspace.panel.get(len * micro.cols);
-                pack::right_panel(micro, right.from(first_term, col), span(panel_cols), panel);
-                for row in (0..rows).step_by(micro.rows) {
-                    let panel_rows = micro.rows.min(rows - row);
-                    let (span, buffer) = (span(panel_rows), &mut workspace.left);
-                    let left = pack::left_panel(micro, left.from(row, first_term), span, buffer);
-                    let part = self.part(row, panel_rows, col, panel_cols);
-                    // SAFETY: a part of this tile, whose owner calls; the left panel covers it.
-                    unsafe { micro.run(len, left, panel, part, accumulate || first > 0) };
-                }
-            }
-        }
-    }
-
-    /// As [`Tile::multiply`] with a packed right factor, from its column `right_col` on.
-    pub(super) fn multiply_packed(
-        &self,
-        left: LeftFactor<'_>,
-        (right, right_col): (&PackedRight<'_>, usize),
-        accumulate: bool,
-    ) {
+    /// `tile = left right`, plus the tile where `accumulate` is set. Runs on the calling thread. A left factor in memory is packed
+    /// on the way, a panel at a time.
+    ///
+    /// The right factor may have more terms than the product, if all of them are one block of the inner dim: the first ones count.
+    pub(crate) fn multiply(&self, left: LeftFactor<'_>, right: RightPanels<'_>, accumulate: bool) {
         let Product { rows, cols, inner } = self.size;
         let micro = right.micro;
         if inner == 0 && !accumulate {
@@ -158,6 +122,7 @@ impl Tile {
         let mut buffer = LeftBuffer::new();
         for (block, (first, len)) in micro.inner_blocks(inner).enumerate() {
             let (first_term, num_terms) = micro.terms(first, len, inner);
+            let right_block = (first, right.block_len(first));
             for row in (0..rows).step_by(micro.rows) {
                 let panel_rows = micro.rows.min(rows - row);
                 let span = Span { inner: num_terms, lines: panel_rows, len };
@@ -173,9 +138,7 @@ impl Tile {
                     }
                 };
                 for col in (0..cols).step_by(micro.cols) {
-                    let offset = right.offset(first, len, right_col + col);
-                    // SAFETY: packing has ended, and no one writes to the panels.
-                    let panel = unsafe { right.data.range(offset, len * micro.cols) };
+                    let panel = right.panel(right_block, len, col);
                     let part = self.part(row, panel_rows, col, micro.cols.min(cols - col));
                     // SAFETY: a part of this tile, whose owner calls; the left panel covers it.
                     unsafe { micro.run(len, left, panel, part, accumulate || first > 0) };
@@ -185,26 +148,14 @@ impl Tile {
     }
 
     /// Adds what the epilogue adds after the product.
-    pub(super) fn finish(&self, micro: Micro, epilogue: &TileEpilogue<'_>) {
+    pub(super) fn finish(&self, features: CpuFeatures, epilogue: &TileEpilogue<'_>) {
         if epilogue.bias.is_none() && epilogue.residual.is_none() {
             return;
         }
         let cols = self.size.cols;
         for row in 0..self.size.rows {
-            add_row(micro.features, self.row(row), epilogue.bias(cols), epilogue.residual(row, cols));
+            add_row(features, self.row(row), epilogue.bias(cols), epilogue.residual(row, cols));
         }
-    }
-}
-
-/// Memory of one thread for factors that are packed on the way; on its stack, for it is needed for a moment only.
-pub(crate) struct Workspace {
-    panel: StackWords<{ INNER_BLOCK * COLS_MAX }>,
-    left: LeftBuffer,
-}
-
-impl Workspace {
-    pub(crate) fn new() -> Self {
-        Workspace { panel: StackWords::new(), left: StackWords::new() }
     }
 }
 
@@ -216,20 +167,19 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     out: &SharedSlice<'_, T>,
     (offset, row_stride): (usize, usize),
     size: Product,
-    right: (&PackedRight<'_>, usize),
-    left: LeftFactor<'_>,
+    (left, right): (LeftFactor<'_>, RightPanels<'_>),
     epilogue: &TileEpilogue<'_>,
 ) {
     assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * TILE_COLS];
     assert!(size.rows * size.cols <= sums.len() && !epilogue.accumulate);
     let tile = Tile { start: sums.as_mut_ptr().cast(), row_stride: size.cols, size };
-    tile.multiply_packed(left, right, false);
+    tile.multiply(left, right, false);
     for row in 0..size.rows {
         // SAFETY: in bounds by the assertion; the caller has the rectangle.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };
         let (bias, residual) = (epilogue.bias(size.cols), epilogue.residual(row, size.cols));
-        put_row(right.0.micro.features, tile.row(row), bias, residual, out);
+        put_row(right.micro.features, tile.row(row), bias, residual, out);
     }
 }
 

@@ -1,0 +1,98 @@
+//! Keys and values as right factors of products, packed once for many blocks of queries.
+
+use super::head::KEY_BLOCK;
+use crate::kernels::cpu::matmul::{Matrix, Micro, RightPanels};
+
+/// Keys and values that the queries of a task see.
+#[derive(Clone, Copy)]
+pub(super) struct KeysValues<'a> {
+    pub(super) keys: Matrix<'a>,
+    pub(super) values: Matrix<'a>,
+    pub(super) num_keys: usize,
+    pub(super) head_dim: usize,
+}
+
+/// What forward multiplies with.
+#[derive(Clone, Copy)]
+pub(super) struct ForwardFactors<'a> {
+    pub(super) keys_transposed: RightPanels<'a>,
+    pub(super) values: RowBlocks<'a>,
+}
+
+/// What backward multiplies with.
+#[derive(Clone, Copy)]
+pub(super) struct BackwardFactors<'a> {
+    pub(super) keys_transposed: RightPanels<'a>,
+    pub(super) values_transposed: RightPanels<'a>,
+    pub(super) keys: RowBlocks<'a>,
+}
+
+impl KeysValues<'_> {
+    /// Words that the factors of at most `num_keys` keys take.
+    pub(super) fn num_words(micro: Micro, num_keys: usize, head_dim: usize, backward: bool) -> usize {
+        let transposed = RightPanels::num_words(micro, head_dim, num_keys);
+        let num_transposed = if backward { 2 } else { 1 };
+        num_transposed * transposed + RowBlocks::num_words(micro, num_keys, head_dim)
+    }
+
+    /// Packs them for forward.
+    pub(super) fn forward_factors<'a>(&self, micro: Micro, words: &'a mut [u32]) -> ForwardFactors<'a> {
+        let (keys, values) = words.split_at_mut(RightPanels::num_words(micro, self.head_dim, self.num_keys));
+        ForwardFactors {
+            keys_transposed: self.transposed(micro, self.keys, keys),
+            values: self.row_blocks(micro, self.values, values),
+        }
+    }
+
+    /// Packs them for backward.
+    pub(super) fn backward_factors<'a>(&self, micro: Micro, words: &'a mut [u32]) -> BackwardFactors<'a> {
+        let transposed_words = RightPanels::num_words(micro, self.head_dim, self.num_keys);
+        let (keys_transposed, words) = words.split_at_mut(transposed_words);
+        let (values_transposed, keys) = words.split_at_mut(transposed_words);
+        BackwardFactors {
+            keys_transposed: self.transposed(micro, self.keys, keys_transposed),
+            values_transposed: self.transposed(micro, self.values, values_transposed),
+            keys: self.row_blocks(micro, self.keys, keys),
+        }
+    }
+
+    fn transposed<'a>(&self, micro: Micro, rows: Matrix<'_>, words: &'a mut [u32]) -> RightPanels<'a> {
+        RightPanels::pack(micro, (self.head_dim, self.num_keys), rows.transposed(), words)
+    }
+
+    fn row_blocks<'a>(&self, micro: Micro, rows: Matrix<'_>, words: &'a mut [u32]) -> RowBlocks<'a> {
+        RowBlocks::pack(micro, (self.num_keys, self.head_dim), rows, words)
+    }
+}
+
+/// Keys or values, a row each, in blocks of [`KEY_BLOCK`].
+#[derive(Clone, Copy)]
+pub(super) struct RowBlocks<'a> {
+    micro: Micro,
+    num_rows: usize,
+    cols: usize,
+    words: &'a [u32],
+}
+
+impl<'a> RowBlocks<'a> {
+    fn num_words(micro: Micro, num_rows: usize, cols: usize) -> usize {
+        num_rows.div_ceil(KEY_BLOCK) * RightPanels::num_words(micro, KEY_BLOCK, cols)
+    }
+
+    fn pack(micro: Micro, (num_rows, cols): (usize, usize), rows: Matrix<'_>, words: &'a mut [u32]) -> Self {
+        let blocks = words.chunks_mut(RightPanels::num_words(micro, KEY_BLOCK, cols));
+        for (first, words) in (0..num_rows).step_by(KEY_BLOCK).zip(blocks) {
+            let len = KEY_BLOCK.min(num_rows - first);
+            RightPanels::pack(micro, (len, cols), rows.from(first, 0), words);
+        }
+        RowBlocks { micro, num_rows, cols, words }
+    }
+
+    /// The block that begins at row `first`.
+    pub(super) fn block(self, first: usize) -> RightPanels<'a> {
+        let RowBlocks { micro, num_rows, cols, words } = self;
+        assert!(first.is_multiple_of(KEY_BLOCK) && first < num_rows);
+        let start = first / KEY_BLOCK * RightPanels::num_words(micro, KEY_BLOCK, cols);
+        RightPanels::new(micro, (KEY_BLOCK.min(num_rows - first), cols), &words[start..])
+    }
+}

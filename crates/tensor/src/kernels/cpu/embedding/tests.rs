@@ -1,0 +1,201 @@
+use crate::kernels::cpu::test_support::{
+    Exact, affordable, assert_close, cases, cpu, exactly, levels, not_finite, random, run,
+};
+use proptest::prelude::*;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+/// What gradients hold before they are added to.
+const BEFORE: f32 = 0.5;
+
+/// Rows of the table of positions that no sequence reaches.
+const SPARE_POSITIONS: usize = 2;
+
+#[derive(Clone, Copy, Debug)]
+struct Case {
+    vocabulary: usize,
+    cols: usize,
+    sequences: usize,
+    seq_len: usize,
+    first_position: usize,
+}
+
+const fn case(vocabulary: usize, cols: usize, sequences: usize, seq_len: usize) -> Case {
+    Case { vocabulary, cols, sequences, seq_len, first_position: 0 }
+}
+
+/// From the smallest on; a table of one row, to which all is added; widths about those of registers and tasks; more rows of
+/// positions than a task has.
+const CASES: [Case; 9] = [
+    case(1, 1, 1, 1),
+    case(3, 15, 2, 3),
+    Case { first_position: 4, ..case(5, 17, 1, 2) },
+    case(1, 33, 2, 40),
+    case(7, 63, 3, 5),
+    case(7, 64, 1, 7),
+    case(7, 65, 3, 5),
+    Case { first_position: 1, ..case(11, 130, 2, 9) },
+    case(50, 60, 3, 300),
+];
+
+struct Inputs {
+    case: Case,
+    ids: Vec<u32>,
+    table: Vec<f32>,
+    positions: Vec<f32>,
+    dy: Vec<f32>,
+}
+
+impl Inputs {
+    fn new(case: Case) -> Self {
+        let Case { vocabulary, cols, sequences, seq_len, first_position } = case;
+        let num_ids = sequences * seq_len;
+        Inputs {
+            case,
+            ids: (0..num_ids).map(|index| (index * index * 5 % vocabulary) as u32).collect(),
+            table: random(vocabulary * cols, "table"),
+            positions: random((first_position + seq_len + SPARE_POSITIONS) * cols, "positions"),
+            dy: random(num_ids * cols, "dy"),
+        }
+    }
+
+    /// The output, the one without positions, and the gradients of the table and of the positions.
+    fn run(&self) -> [Vec<f32>; 4] {
+        let Case { cols, seq_len, first_position, .. } = self.case;
+        run(|cpu| {
+            let embed = |positions| {
+                let mut out = vec![f32::NAN; self.dy.len()];
+                cpu.embedding(&self.ids, &self.table, positions, (seq_len, first_position), &mut out);
+                out
+            };
+            let (mut d_table, mut d_positions) =
+                (vec![BEFORE; self.table.len()], vec![BEFORE; self.positions.len()]);
+            cpu.embedding_backward(&self.ids, &self.dy, &mut d_table);
+            cpu.position_backward(&self.dy, seq_len, cols, &mut d_positions);
+            [embed(Some(&self.positions)), embed(None), d_table, d_positions]
+        })
+    }
+
+    /// Where an element of the output has its token's part in the table, and its position's.
+    fn sources(&self, index: usize) -> (usize, usize) {
+        let Case { cols, seq_len, first_position, .. } = self.case;
+        let (row, col) = (index / cols, index % cols);
+        (self.ids[row] as usize * cols + col, (first_position + row % seq_len) * cols + col)
+    }
+}
+
+/// Sums in f64, from `BEFORE` on, of the elements of `dy` that each of `len` destinations has.
+fn scattered(dy: &[f32], len: usize, destination: impl Fn(usize) -> usize) -> Vec<Exact> {
+    let before = f64::from(BEFORE);
+    let mut sums = vec![(before, before); len];
+    for (index, dy) in exactly(dy).into_iter().enumerate() {
+        let (sum, magnitude) = &mut sums[destination(index)];
+        *sum += dy;
+        *magnitude += dy.abs();
+    }
+    sums.into_iter().map(|(sum, magnitude)| Exact::new(sum, magnitude)).collect()
+}
+
+fn check(inputs: &Inputs) {
+    let case = inputs.case;
+    let [out, tokens, d_table, d_positions] = inputs.run();
+    for (index, (out, token)) in out.iter().zip(&tokens).enumerate() {
+        let (in_table, in_positions) = inputs.sources(index);
+        let (expected, position) = (inputs.table[in_table], inputs.positions[in_positions]);
+        assert_eq!(token.to_bits(), expected.to_bits(), "{case:?}: element {index}");
+        // One sum is rounded as it is in f64.
+        let sum = (f64::from(expected) + f64::from(position)) as f32;
+        assert_eq!(out.to_bits(), sum.to_bits(), "{case:?}: element {index} with its position");
+    }
+    let num_rows = inputs.ids.len();
+    let exact = scattered(&inputs.dy, d_table.len(), |index| inputs.sources(index).0);
+    assert_close::<f32>(&("gradient of the table", case), &d_table, exact, num_rows);
+    // Gradients hold those of the positions that sequences begin with, wherever they began.
+    let skipped = case.first_position * case.cols;
+    let exact = scattered(&inputs.dy, d_positions.len(), |index| inputs.sources(index).1 - skipped);
+    assert_close::<f32>(&("gradient of the positions", case), &d_positions, exact, num_rows);
+}
+
+#[test]
+fn rows_and_gradients_match_f64() {
+    for &case in affordable(&CASES, 4) {
+        check(&Inputs::new(case));
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(32))]
+
+    #[test]
+    fn tables_and_sequences_of_any_size(
+        (vocabulary, cols) in (1_usize..30, 1_usize..140),
+        (sequences, seq_len, first_position) in (1_usize..5, 1_usize..20, 0_usize..4),
+        ids in proptest::collection::vec(any::<u32>(), 80),
+        scale in prop_oneof![Just(1.0_f32), Just(1e-40), Just(1e30)],
+    ) {
+        let case = Case { vocabulary, cols, sequences, seq_len, first_position };
+        let mut inputs = Inputs::new(case);
+        inputs.ids.iter_mut().zip(ids).for_each(|(id, random)| *id = random % vocabulary as u32);
+        for values in [&mut inputs.table, &mut inputs.positions, &mut inputs.dy] {
+            values.iter_mut().for_each(|value| *value *= scale);
+        }
+        check(&inputs);
+    }
+}
+
+#[test]
+fn gradients_of_one_token_are_added_in_the_order_of_rows() {
+    // Any other order would round differently: the small ones vanish beside the large one.
+    let cols = 70;
+    let rows = [1.0, 2.0_f32.powi(30), 1.0, -(2.0_f32.powi(30)), 0.25];
+    let dy: Vec<f32> = rows.iter().flat_map(|&value| vec![value; cols]).collect();
+    let [d_table, d_positions] = run(|cpu| {
+        let (mut d_table, mut d_positions) = (vec![0.0; 2 * cols], vec![0.0; cols]);
+        cpu.embedding_backward(&[1; 5], &dy, &mut d_table);
+        cpu.position_backward(&dy, 1, cols, &mut d_positions);
+        [d_table, d_positions]
+    });
+    assert_eq!(d_table, [vec![0.0; cols], vec![0.25; cols]].concat());
+    assert_eq!(d_positions, vec![0.25; cols]);
+}
+
+#[test]
+fn what_is_not_finite_reaches_its_row_and_column_only() {
+    let case = Case { first_position: 1, ..case(4, 67, 2, 3) };
+    let with = |spoil: &dyn Fn(&mut Inputs)| {
+        let mut inputs = Inputs::new(case);
+        inputs.ids = vec![2, 0, 2, 1, 3, 2];
+        spoil(&mut inputs);
+        inputs.run()
+    };
+    let clean = with(&|_| ());
+    let spoilt = |found: [Vec<f32>; 4]| [0, 1, 2, 3].map(|output| not_finite(&clean[output], &found[output]));
+    for value in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+        for col in [0, 31, 64, 66] {
+            let at = |rows: &[usize]| rows.iter().map(|row| row * case.cols + col).collect::<Vec<_>>();
+            let found = with(&|inputs| inputs.table[2 * case.cols + col] = value);
+            assert_eq!(spoilt(found), [at(&[0, 2, 5]), at(&[0, 2, 5]), vec![], vec![]]);
+            // The third position is the second of each sequence.
+            let found = with(&|inputs| inputs.positions[2 * case.cols + col] = value);
+            assert_eq!(spoilt(found), [at(&[1, 4]), vec![], vec![], vec![]]);
+            let found = with(&|inputs| inputs.dy[4 * case.cols + col] = value);
+            assert_eq!(spoilt(found), [vec![], vec![], at(&[3]), at(&[1])]);
+        }
+    }
+}
+
+#[test]
+fn ids_and_positions_outside_of_their_tables_are_refused() {
+    let panics = |test: &dyn Fn()| catch_unwind(AssertUnwindSafe(test)).is_err();
+    for level in levels() {
+        let embed = |id: u32, positions: Option<&[f32]>, first: usize| {
+            cpu(level, 1).embedding(&[0, id], &[0.0; 6], positions, (2, first), &mut [0.0; 4]);
+        };
+        let backward = |id: u32| cpu(level, 1).embedding_backward(&[0, id], &[0.0; 4], &mut [0.0; 6]);
+        embed(2, Some(&[0.0; 6]), 1);
+        backward(2);
+        assert!(panics(&|| embed(3, None, 0)) && panics(&|| embed(u32::MAX, None, 0)));
+        assert!(panics(&|| embed(2, Some(&[0.0; 6]), 2)));
+        assert!(panics(&|| backward(3)) && panics(&|| backward(u32::MAX)));
+        assert!(panics(&|| cpu(level, 1).position_backward(&[0.0; 4], 2, 2, &mut [0.0; 3])));
+    }
+}
