@@ -64,6 +64,22 @@ macro_rules! with_word {
     };
 }
 
+/// Lines that are asked for ahead of their use: they lie too far apart for the processor to guess the next one.
+pub(super) const LINES_AHEAD: usize = 16;
+
+/// Asks for the cache line of an element, if there is one.
+#[inline(always)]
+pub(super) fn prefetch<T>(source: &[T], index: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch of any address changes nothing.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(index).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = (source, index);
+}
+
 /// The part of a factor that a panel is made of: `lines` are rows of a left factor or columns of a right one.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
@@ -80,6 +96,9 @@ for_each_simd_level! {
         for (word, out) in out.chunks_exact_mut(width).enumerate().take(span.len) {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..][..span.lines]);
             let first = word * W::TERMS;
+            for index in first + LINES_AHEAD..first + LINES_AHEAD + W::TERMS {
+                (0..span.lines).step_by(SIDE).for_each(|line| prefetch(source, index * stride + line));
+            }
             let (out, zeros) = out.split_at_mut(span.lines);
             across::<W, T>(line(first), line(first + W::TERMS - 1), out);
             zeros.fill(0);
@@ -91,6 +110,10 @@ for_each_simd_level! {
         for word in first_word..span.len {
             let line = |index: usize| (index < span.inner).then(|| &source[index * stride..]);
             let (low, high) = (line(word * W::TERMS), line(word * W::TERMS + W::TERMS - 1));
+            // A line may begin anywhere, and so lie in two cache lines.
+            let ahead = (word * W::TERMS + LINES_AHEAD) * stride;
+            prefetch(source, ahead);
+            prefetch(source, ahead + SIDE - 1);
             let out = &mut out[word * width..][..SIDE];
             match (low.and_then(|x| x.first_chunk::<SIDE>()), high.and_then(|x| x.first_chunk::<SIDE>())) {
                 (Some(low), Some(high)) => across::<W, T>(Some(low), Some(high), out),

@@ -1,7 +1,7 @@
 //! What products of bf16 pairs spend outside of the micro-kernel, with the machine's own instructions: panels from f32 (weights,
 //! gradients of the residual stream), and transposed panels.
 
-use super::pack::{SIDE, Span, transpose_16x16};
+use super::pack::{LINES_AHEAD, SIDE, Span, prefetch, transpose_16x16};
 use std::arch::x86_64::*;
 use trireme_base::Bf16;
 
@@ -25,16 +25,8 @@ pub(super) unsafe fn right_panel(
     }
 }
 
-/// Rows and words that are asked for ahead of their use: rows lie too far apart for the processor to guess the next one.
-const ROWS_AHEAD: usize = 16;
+/// Elements of a line that are asked for ahead of their use.
 const TERMS_AHEAD: usize = 64;
-
-/// Asks for the cache line of an element, if there is one.
-#[inline]
-fn prefetch(source: &[f32], index: usize) {
-    // SAFETY: a prefetch of any address changes nothing.
-    unsafe { _mm_prefetch::<_MM_HINT_T0>(source.as_ptr().wrapping_add(index).cast()) };
-}
 
 /// The first words of `super::pack::across_narrow_panel` for bf16: those whose sixteen lanes of both lines lie in `source`. Returns how
 /// many.
@@ -103,7 +95,7 @@ fn across(source: &[f32], stride: usize, span: Span, width: usize, out: &mut [u3
         for first in (0..width).step_by(SIDE) {
             let row = |index: usize| {
                 let mask = if index < span.inner { mask(first, span.lines) } else { 0 };
-                prefetch(source, (index + ROWS_AHEAD) * stride + first);
+                prefetch(source, (index + LINES_AHEAD) * stride + first);
                 load(source, index * stride + first, mask)
             };
             let halves = _mm512_cvtne2ps_pbh(row(2 * word + 1), row(2 * word));
