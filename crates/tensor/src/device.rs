@@ -119,10 +119,7 @@ impl Device {
     /// A tensor of zeros.
     pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
         let mut tensor = self.empty(shape, dtype, category)?;
-        match dtype {
-            DType::U32 => tensor.view_mut().u32s().fill(0),
-            _ => tensor.view_mut().f32s().fill(0.0),
-        }
+        tensor.view_mut().zero();
         Ok(tensor)
     }
 

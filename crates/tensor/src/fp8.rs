@@ -207,11 +207,6 @@ impl Fp8State {
         Fp8State { scales: Arc::new(Fp8Scales { recipe, layers, operands }), history }
     }
 
-    /// How the layers work.
-    pub fn recipe(&self) -> &Fp8Recipe {
-        &self.scales.recipe
-    }
-
     /// What tapes read and write.
     pub fn scales(&self) -> &Arc<Fp8Scales> {
         &self.scales

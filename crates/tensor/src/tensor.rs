@@ -230,6 +230,11 @@ impl<'a> ViewMut<'a> {
         bytemuck::cast_slice_mut(self.bytes)
     }
 
+    /// Sets every element to zero, whose bits are zero in every dtype.
+    pub(crate) fn zero(&mut self) {
+        self.bytes.fill(0);
+    }
+
     /// The same array for a shorter time.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
         ViewMut { bytes: self.bytes, shape: self.shape, dtype: self.dtype }

@@ -132,3 +132,19 @@ fn kernels_of_no_model_are_refused() {
     tells(&misused(scene.run("bench kernels --batch 4")), &["--model"]);
     tells(&misused(scene.run("bench kernels --dtype f8")), &["f8", "f32, bf16 or f16"]);
 }
+
+#[test]
+fn steps_in_16_bits_tell_what_they_did() {
+    let scene = Scene::new();
+    scene.write("config.json", LLAMA);
+    let arguments = "bench step --model . --batch 1 --seq 8 --threads 1 --steps 1 --warmup 0";
+    let f16 = format!("{arguments} --workers 2 --dtype f16 --reduce-dtype f16 --json");
+    let found = parse(&scene.run(&f16).succeeded());
+    assert_eq!([&found["dtype"], &found["reduce_dtype"]], ["f16", "f16"]);
+    assert!(found["skipped_steps"].as_u64().is_some_and(|steps| steps <= 1), "{found}");
+    let told = scene.run(&format!("{arguments} --dtype bf16 --fp8 hybrid")).succeeded();
+    tells(&told, &["fp8 is emulated"]);
+    let refused = |options: &str| scene.run(&format!("{arguments} {options}")).refused();
+    tells(&refused("--reduce-dtype f16"), &["--reduce-dtype f16", "--dtype f16"]);
+    tells(&refused("--fp8 e4m3"), &["--fp8 e4m3", "--dtype bf16"]);
+}

@@ -138,7 +138,7 @@ config_section! {
         dtype: TrainingDtype = TrainingDtype::F32;
         /// Emulates 8-bit floats to study convergence: what the blocks' linear layers multiply is rounded as fp8 would
         /// round it, `e4m3` all of it, `hybrid` gradients to E5M2 (the recipes of NVIDIA's Transformer Engine). Nothing
-        /// becomes faster. Needs `dtype = "bf16"`.
+        /// becomes faster. Values beyond the format's range become its largest, infinities among them. Needs `dtype = "bf16"`.
         fp8: Fp8 = Fp8::Off;
         /// Steps whose largest magnitudes give the scale of a tensor (`amax_history_len` of Transformer Engine). Counts
         /// only with `fp8`.

@@ -36,6 +36,9 @@ pub(crate) struct StepArgs {
     /// nothing becomes faster.
     #[arg(long, value_name = "FORMATS", value_parser = parse_fp8)]
     fp8: Option<Fp8Formats>,
+    /// What gradients are rounded to before they are summed over the workers: f32, bf16 or, with --dtype f16, f16.
+    #[arg(long, value_name = "DTYPE", default_value = "f32", value_parser = parse_precision)]
+    reduce_dtype: Precision,
     /// Sequences of one worker's batch.
     #[arg(long, value_name = "B", default_value_t = 8)]
     batch: usize,
@@ -96,6 +99,7 @@ struct Measurement {
     dtype: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     fp8: Option<String>,
+    reduce_dtype: String,
     strategy: &'static str,
     compile: bool,
     device: &'static str,
@@ -110,6 +114,8 @@ struct Measurement {
     seconds_to_first_step: f64,
     peak_rss_bytes: u64,
     final_loss: f64,
+    /// Steps of the timed ones whose gradients overflowed in f16: they leave the optimizer out.
+    skipped_steps: usize,
     memory_counted_bytes: u64,
     comm_exposed_ms_median: f64,
 }
@@ -123,6 +129,9 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
         && args.dtype != Precision::Bf16
     {
         bail!("--fp8 {formats} is emulated with products in bf16; add --dtype bf16");
+    }
+    if args.reduce_dtype == Precision::F16 && args.dtype != Precision::F16 {
+        bail!("--reduce-dtype f16 needs a loss scale; add --dtype f16, or take bf16");
     }
     match WorkerEnvironment::of_this_process()? {
         Some(environment) => {
@@ -213,7 +222,7 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),
-        reduce_dtype: Precision::F32,
+        reduce_dtype: args.reduce_dtype,
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
         determinism: Determinism::Layout,
         local_batch_size: args.batch,
@@ -235,7 +244,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
     let tokens = Tokens::open(args, executor.model().config().vocab_size)?;
     let mut window = vec![0; args.seq + 1];
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
-    let (mut first, mut loss) = (None, f64::NAN);
+    let (mut first, mut loss, mut skipped_steps) = (None, f64::NAN, 0);
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
         let mut batch = Batch::zeros(&device, args.batch, args.seq)?;
@@ -249,6 +258,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
         if step >= args.warmup {
             seconds.push(began.elapsed().as_secs_f64());
             exposed.push(outcome.comm_exposed.as_secs_f64());
+            skipped_steps += usize::from(outcome.skipped.is_some());
         }
         loss = outcome.loss;
         first.get_or_insert_with(|| started.elapsed().as_secs_f64());
@@ -271,6 +281,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             params: executor.model().table().num_elements(),
             dtype: args.dtype.to_string(),
             fp8: args.fp8.map(|formats| format!("{formats} (emulated)")),
+            reduce_dtype: args.reduce_dtype.to_string(),
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
@@ -289,6 +300,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             seconds_to_first_step: worst(0),
             peak_rss_bytes: worst(1) as u64,
             final_loss: loss,
+            skipped_steps,
             memory_counted_bytes: Category::ALL.iter().map(|&c| device.memory().usage(c).peak as u64).sum(),
             comm_exposed_ms_median: worst(3) * 1e3,
         },
@@ -343,6 +355,13 @@ fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
         trireme_base::Bytes(measurement.memory_counted_bytes),
         measurement.final_loss,
     )?;
+    if measurement.skipped_steps > 0 {
+        writeln!(
+            Output,
+            "  {} steps overflowed in f16 and left the optimizer out; a longer --warmup lets the loss scale settle",
+            measurement.skipped_steps
+        )?;
+    }
     if measurement.fp8.is_some() {
         writeln!(Output, "  {FP8_NOTICE}")?;
     }

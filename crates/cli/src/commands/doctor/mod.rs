@@ -136,8 +136,12 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
         0 => machine.num_cores_available,
         threads => threads,
     };
-    Device::cpu(DeviceOptions { num_threads: threads, ..DeviceOptions::default() })
-        .context("training cannot start on this machine")?;
+    Device::cpu(DeviceOptions { num_threads: threads, ..DeviceOptions::default() }).context(
+        match args.threads {
+            0 => "training cannot start on this machine".to_owned(),
+            threads => format!("cannot measure with --threads {threads}"),
+        },
+    )?;
     let measuring = Measuring::new();
     measuring.tell("transports between workers");
     let uses = Uses {

@@ -146,15 +146,23 @@ impl Micro {
         // A panel that reaches beyond the result goes through a whole tile on the stack.
         let mut whole = [0.0_f32; COLS_MAX * ROWS_MAX];
         let rows = if self.row_major { self.rows } else { tile.rows };
+        // SAFETY: the tile's rows lie in memory that the caller owns.
+        let out_row = |row: usize| unsafe {
+            std::slice::from_raw_parts_mut(tile.start.add(row * tile.row_stride), tile.cols)
+        };
+        // AMX adds to what is there as it goes, the others in the end: an edge has the bits of a whole tile.
+        let is_added_first = accumulate && self.row_major;
+        if is_added_first {
+            for (row, sums) in whole.chunks_exact_mut(self.cols).take(tile.rows).enumerate() {
+                sums[..tile.cols].copy_from_slice(out_row(row));
+            }
+        }
         let wide = MicroTile { start: whole.as_mut_ptr(), row_stride: self.cols, cols: self.cols, rows };
         // SAFETY: the caller vouches for the factors; the tile is our own.
-        unsafe { self.dispatch(len, left, panel, wide, false) };
+        unsafe { self.dispatch(len, left, panel, wide, is_added_first) };
         for (row, sums) in whole.chunks_exact(self.cols).take(tile.rows).enumerate() {
-            // SAFETY: the tile's rows lie in memory that the caller owns.
-            let out =
-                unsafe { std::slice::from_raw_parts_mut(tile.start.add(row * tile.row_stride), tile.cols) };
-            for (out, &sum) in out.iter_mut().zip(sums) {
-                *out = if accumulate { *out + sum } else { sum };
+            for (out, &sum) in out_row(row).iter_mut().zip(sums) {
+                *out = if accumulate && !is_added_first { *out + sum } else { sum };
             }
         }
     }

@@ -6,7 +6,7 @@
 //! matrix multiplication", 2008.)
 //!
 //! Every element of a result is summed in one order: `inner` is cut into equal blocks of at most 256 words, by
-//! `inner` alone, and within a block words are added one by one. So the bits depend neither on threads nor on tiles, nor, in f32 on
+//! `inner` alone, and within a block words are added one by one (by AMX, sixteen at a time). So the bits depend neither on threads nor on tiles, nor, in f32 on
 //! machines with fused multiply-add, on the width of the registers. Nothing is allocated.
 
 #[cfg(target_arch = "x86_64")]

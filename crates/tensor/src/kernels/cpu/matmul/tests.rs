@@ -324,3 +324,30 @@ fn one_wrong_stride_would_be_seen() {
         }
     }
 }
+
+#[test]
+fn an_element_has_the_same_bits_at_an_edge_and_within() {
+    let (size, inner) = ((64, 96), 1100);
+    let (left, right) = (random(size.0 * inner, "left"), random(inner * size.1, "right"));
+    let left = narrow::<Bf16>(&left);
+    let before = random(size.0 * size.1, "before");
+    let factors = (
+        Matrix::row_major(Bf16::floats(&left), inner, false),
+        Matrix::row_major(f32::floats(&right), size.1, false),
+    );
+    for precision in [Precision::F32, Precision::Bf16] {
+        for level in levels() {
+            let product = |rows: usize, cols: usize| {
+                let from = |row: usize| before[row * size.1..][..cols].iter().copied();
+                let mut out: Vec<f32> = (0..rows).flat_map(from).collect();
+                let size = Product { rows, cols, inner };
+                multiply(&cpu(level, 1), (precision, size), factors, &mut out, MatmulEpilogue::Accumulate);
+                out
+            };
+            let (whole, cut) = (product(64, 96), product(33, 70));
+            for (row, cut) in cut.chunks_exact(70).enumerate() {
+                assert_eq!(cut, &whole[row * 96..][..70], "{precision} at {level}: row {row}");
+            }
+        }
+    }
+}
