@@ -20,6 +20,10 @@ pub enum DType {
     U32,
     /// Unsigned 64-bit integer.
     U64,
+    /// Signed 32-bit integer.
+    I32,
+    /// Signed 64-bit integer.
+    I64,
 }
 
 impl DType {
@@ -28,8 +32,8 @@ impl DType {
         match self {
             DType::U8 => 1,
             DType::U16 | DType::F16 | DType::Bf16 => 2,
-            DType::F32 | DType::U32 => 4,
-            DType::F64 | DType::U64 => 8,
+            DType::F32 | DType::U32 | DType::I32 => 4,
+            DType::F64 | DType::U64 | DType::I64 => 8,
         }
     }
 
@@ -43,6 +47,8 @@ impl DType {
             DType::U16 => "u16",
             DType::U32 => "u32",
             DType::U64 => "u64",
+            DType::I32 => "i32",
+            DType::I64 => "i64",
         }
     }
 }
@@ -55,15 +61,15 @@ impl fmt::Display for DType {
 
 /// The text is no dtype.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no dtype; expected one of f32, f64, f16, bf16, u8, u16, u32, u64")]
+#[error("'{0}' is no dtype; expected one of f32, f64, f16, bf16, u8, u16, u32, u64, i32, i64")]
 pub struct ParseDTypeError(pub String);
 
 impl FromStr for DType {
     type Err = ParseDTypeError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        use DType::{Bf16, F16, F32, F64, U8, U16, U32, U64};
-        [F32, F64, F16, Bf16, U8, U16, U32, U64]
+        use DType::{Bf16, F16, F32, F64, I32, I64, U8, U16, U32, U64};
+        [F32, F64, F16, Bf16, U8, U16, U32, U64, I32, I64]
             .into_iter()
             .find(|dtype| dtype.name() == text)
             .ok_or_else(|| ParseDTypeError(text.to_owned()))

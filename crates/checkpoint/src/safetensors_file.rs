@@ -150,6 +150,8 @@ pub(crate) fn stored(dtype: DType) -> StoredDType {
         DType::U16 => StoredDType::U16,
         DType::U32 => StoredDType::U32,
         DType::U64 => StoredDType::U64,
+        DType::I32 => StoredDType::I32,
+        DType::I64 => StoredDType::I64,
     }
 }
 
@@ -162,6 +164,8 @@ pub(crate) fn read_as(dtype: StoredDType) -> Option<DType> {
         StoredDType::U16 => Some(DType::U16),
         StoredDType::U32 => Some(DType::U32),
         StoredDType::U64 => Some(DType::U64),
+        StoredDType::I32 => Some(DType::I32),
+        StoredDType::I64 => Some(DType::I64),
         _ => None,
     }
 }

@@ -1,9 +1,11 @@
 use bytemuck::Pod;
 use trireme_base::{Bf16, DType, F16, ReduceOp};
+use trireme_schedule::collective::Side;
 
-/// A type whose vectors can be communicated and reduced: `f32`, `f64`, [`F16`], [`Bf16`], `u8`, `u32`, `u64`.
+/// A type whose vectors can be communicated and reduced: `f32`, `f64`, [`F16`], [`Bf16`], `u8`, `u32`, `u64`, `i32`,
+/// `i64`.
 ///
-/// Sums of integers wrap; a sum of two 16-bit floats is taken in f32 and rounded to nearest even. With `Max` and `Min` of
+/// Sums and products of integers wrap; those of two 16-bit floats are taken in f32 and rounded to nearest even. With `Max` and `Min` of
 /// floats NaN wins.
 pub trait Element: Pod + Send + Sync + private::Reduce {
     /// The name of the type on the wire.
@@ -14,8 +16,11 @@ mod private {
     /// How two elements become one; sealed, because the other side of a wire must know it too.
     pub trait Reduce: Copy {
         fn sum(left: Self, right: Self) -> Self;
+        fn prod(left: Self, right: Self) -> Self;
         fn max(left: Self, right: Self) -> Self;
         fn min(left: Self, right: Self) -> Self;
+        /// A sum over `num_ranks` becomes a mean; integers round toward zero.
+        fn mean_of(self, num_ranks: usize) -> Self;
     }
 }
 
@@ -27,6 +32,12 @@ macro_rules! float_element {
         impl private::Reduce for $type {
             fn sum(left: Self, right: Self) -> Self {
                 left + right
+            }
+            fn prod(left: Self, right: Self) -> Self {
+                left * right
+            }
+            fn mean_of(self, num_ranks: usize) -> Self {
+                self / num_ranks as $type
             }
             fn max(left: Self, right: Self) -> Self {
                 if left > right || left.is_nan() { left } else { right }
@@ -47,6 +58,12 @@ macro_rules! half_element {
             fn sum(left: Self, right: Self) -> Self {
                 Self::from_f32(left.to_f32() + right.to_f32())
             }
+            fn prod(left: Self, right: Self) -> Self {
+                Self::from_f32(left.to_f32() * right.to_f32())
+            }
+            fn mean_of(self, num_ranks: usize) -> Self {
+                Self::from_f32(self.to_f32() / num_ranks as f32)
+            }
             fn max(left: Self, right: Self) -> Self {
                 Self::from_f32(private::Reduce::max(left.to_f32(), right.to_f32()))
             }
@@ -66,6 +83,13 @@ macro_rules! integer_element {
             fn sum(left: Self, right: Self) -> Self {
                 left.wrapping_add(right)
             }
+            fn prod(left: Self, right: Self) -> Self {
+                left.wrapping_mul(right)
+            }
+            fn mean_of(self, num_ranks: usize) -> Self {
+                // Widened, for a group may have more ranks than an 8-bit number counts.
+                (self as i128 / num_ranks as i128) as $type
+            }
             fn max(left: Self, right: Self) -> Self {
                 left.max(right)
             }
@@ -83,37 +107,84 @@ half_element!(Bf16, DType::Bf16);
 integer_element!(u8, DType::U8);
 integer_element!(u32, DType::U32);
 integer_element!(u64, DType::U64);
+integer_element!(i32, DType::I32);
+integer_element!(i64, DType::I64);
 
-/// On which side of the operation the elements already there stand.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Side {
-    Left,
-    Right,
+/// Evaluates an expression for the element type that a dtype names.
+macro_rules! for_element {
+    ($dtype:expr, $type:ident => $expression:expr) => {
+        match $dtype {
+            DType::F32 => {
+                type $type = f32;
+                $expression
+            }
+            DType::F64 => {
+                type $type = f64;
+                $expression
+            }
+            DType::F16 => {
+                type $type = F16;
+                $expression
+            }
+            DType::Bf16 => {
+                type $type = Bf16;
+                $expression
+            }
+            DType::U8 => {
+                type $type = u8;
+                $expression
+            }
+            DType::U32 => {
+                type $type = u32;
+                $expression
+            }
+            DType::U64 => {
+                type $type = u64;
+                $expression
+            }
+            DType::I32 => {
+                type $type = i32;
+                $expression
+            }
+            DType::I64 => {
+                type $type = i64;
+                $expression
+            }
+            DType::U16 => unreachable!("u16 is no Element, so no buffer of it exists"),
+        }
+    };
 }
 
-/// Reduces `other` into `own`, both made of elements of `dtype`; `own` stands on `side`.
+/// Reduces `other` into `own`, both made of elements of `dtype`; `own` stands on `side`. A mean is a sum until
+/// [`finish_mean`].
 ///
 /// # Panics
 /// If the lengths differ, the bytes are not whole, aligned elements, or `dtype` has no [`Element`].
 pub(crate) fn reduce_into(own: &mut [u8], other: &[u8], dtype: DType, op: ReduceOp, side: Side) {
-    match dtype {
-        DType::F32 => reduce_typed::<f32>(own, other, op, side),
-        DType::F64 => reduce_typed::<f64>(own, other, op, side),
-        DType::F16 => reduce_typed::<F16>(own, other, op, side),
-        DType::Bf16 => reduce_typed::<Bf16>(own, other, op, side),
-        DType::U8 => reduce_typed::<u8>(own, other, op, side),
-        DType::U32 => reduce_typed::<u32>(own, other, op, side),
-        DType::U64 => reduce_typed::<u64>(own, other, op, side),
-        DType::U16 => unreachable!("u16 is no Element, so no buffer of it exists"),
+    for_element!(dtype, T => reduce_typed::<T>(own, other, op, side))
+}
+
+/// Turns sums over `num_ranks` ranks into means, if `op` is one.
+pub(crate) fn finish_mean(sums: &mut [u8], dtype: DType, op: ReduceOp, num_ranks: usize) {
+    if op != ReduceOp::Mean {
+        return;
     }
+    for_element!(dtype, T => divide::<T>(sums, num_ranks))
 }
 
 fn reduce_typed<T: Element>(own: &mut [u8], other: &[u8], op: ReduceOp, side: Side) {
     let (own, other) = (bytemuck::cast_slice_mut::<u8, T>(own), bytemuck::cast_slice::<u8, T>(other));
     match op {
-        ReduceOp::Sum => reduce_with(own, other, side, T::sum),
+        ReduceOp::Sum | ReduceOp::Mean => reduce_with(own, other, side, T::sum),
+        ReduceOp::Prod => reduce_with(own, other, side, T::prod),
         ReduceOp::Max => reduce_with(own, other, side, T::max),
         ReduceOp::Min => reduce_with(own, other, side, T::min),
+    }
+}
+
+fn divide<T: Element>(sums: &mut [u8], num_ranks: usize) {
+    for sum in bytemuck::cast_slice_mut::<u8, T>(sums) {
+        *sum = sum.mean_of(num_ranks);
     }
 }
 

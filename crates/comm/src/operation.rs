@@ -31,9 +31,20 @@ pub enum Operation {
 /// The encoding of an operation: tag, reduction, dtype, root, length.
 pub(crate) const OPERATION_WORDS: usize = 2;
 
-const DTYPES: [DType; 8] =
-    [DType::F32, DType::F64, DType::F16, DType::Bf16, DType::U8, DType::U16, DType::U32, DType::U64];
-const REDUCE_OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
+const DTYPES: [DType; 10] = [
+    DType::F32,
+    DType::F64,
+    DType::F16,
+    DType::Bf16,
+    DType::U8,
+    DType::U16,
+    DType::U32,
+    DType::U64,
+    DType::I32,
+    DType::I64,
+];
+const REDUCE_OPS: [ReduceOp; 5] =
+    [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
 
 impl Operation {
     /// The operation in two words; equal operations give equal words.

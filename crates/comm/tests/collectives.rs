@@ -9,7 +9,8 @@ use trireme_comm::{CONTROL_BYTES_MAX, Element, Group, GroupOptions, TransportKin
 
 /// Around the borders of short_bytes_max (16 f32, 32 f16), a piece (twice that), cache lines and shares of four ranks.
 const LENGTHS: [usize; 14] = [0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 1000, 4099];
-const REDUCE_OPS: [ReduceOp; 3] = [ReduceOp::Sum, ReduceOp::Max, ReduceOp::Min];
+const REDUCE_OPS: [ReduceOp; 5] =
+    [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
 
 /// The reduction in the documented order, by plain recursion.
 fn oracle<T: Copy>(values: &[T], combine: &impl Fn(T, T) -> T) -> T {
@@ -34,6 +35,8 @@ fn balanced<T: Copy>(leaves: &[T], combine: &impl Fn(T, T) -> T) -> T {
 trait Value: Element {
     fn of(rank: usize, index: usize) -> Self;
     fn sum(self, other: Self) -> Self;
+    fn product(self, other: Self) -> Self;
+    fn over(self, num_ranks: usize) -> Self;
     fn is_above(self, other: Self) -> bool;
 }
 
@@ -51,6 +54,12 @@ macro_rules! float_value {
             fn sum(self, other: Self) -> Self {
                 self + other
             }
+            fn product(self, other: Self) -> Self {
+                self * other
+            }
+            fn over(self, num_ranks: usize) -> Self {
+                self / num_ranks as $type
+            }
             fn is_above(self, other: Self) -> bool {
                 self > other
             }
@@ -67,6 +76,12 @@ macro_rules! half_value {
             fn sum(self, other: Self) -> Self {
                 <$type>::from_f32(self.to_f32() + other.to_f32())
             }
+            fn product(self, other: Self) -> Self {
+                <$type>::from_f32(self.to_f32() * other.to_f32())
+            }
+            fn over(self, num_ranks: usize) -> Self {
+                <$type>::from_f32(self.to_f32() / num_ranks as f32)
+            }
             fn is_above(self, other: Self) -> bool {
                 self.to_f32() > other.to_f32()
             }
@@ -78,10 +93,18 @@ macro_rules! integer_value {
     ($type:ty) => {
         impl Value for $type {
             fn of(rank: usize, index: usize) -> Self {
-                ((rank + 1) * 7919 + index * 104_729) as $type
+                let bits = ((rank + 1) * 7919 + index * 104_729) as $type;
+                // Of both signs, where the type has two.
+                if index % 2 == 1 { (0 as $type).wrapping_sub(bits) } else { bits }
             }
             fn sum(self, other: Self) -> Self {
                 self.wrapping_add(other)
+            }
+            fn product(self, other: Self) -> Self {
+                self.wrapping_mul(other)
+            }
+            fn over(self, num_ranks: usize) -> Self {
+                self / num_ranks as $type
             }
             fn is_above(self, other: Self) -> bool {
                 self > other
@@ -97,11 +120,14 @@ half_value!(Bf16);
 integer_value!(u8);
 integer_value!(u32);
 integer_value!(u64);
+integer_value!(i32);
+integer_value!(i64);
 
 fn expected<T: Value>(op: ReduceOp, world_size: usize, index: usize) -> T {
     let values: Vec<T> = (0..world_size).map(|rank| T::of(rank, index)).collect();
-    oracle(&values, &|left, right| match op {
-        ReduceOp::Sum => left.sum(right),
+    let reduced = oracle(&values, &|left, right| match op {
+        ReduceOp::Sum | ReduceOp::Mean => left.sum(right),
+        ReduceOp::Prod => left.product(right),
         ReduceOp::Max => {
             if left.is_above(right) {
                 left
@@ -116,7 +142,8 @@ fn expected<T: Value>(op: ReduceOp, world_size: usize, index: usize) -> T {
                 right
             }
         }
-    })
+    });
+    if op == ReduceOp::Mean { reduced.over(world_size) } else { reduced }
 }
 
 fn bits<T: Element>(values: &[T]) -> &[u8] {
@@ -182,6 +209,8 @@ fn every_operation_on_every_transport_and_world() {
                 check_all_reduce::<u8>(&group);
                 check_all_reduce::<u32>(&group);
                 check_all_reduce::<u64>(&group);
+                check_all_reduce::<i32>(&group);
+                check_all_reduce::<i64>(&group);
                 check_broadcast::<f32>(&group);
                 check_broadcast::<Bf16>(&group);
                 check_broadcast::<u8>(&group);

@@ -1,5 +1,5 @@
 use super::order::{Folding, Role};
-use super::{Action, Incoming, Outgoing, Step, assert_member};
+use super::{Action, Incoming, Outgoing, Span, Step, assert_member};
 use trireme_base::Rank;
 
 /// All-reduce of `len` elements for long vectors: reduce-scatter by vector halving and distance doubling,
@@ -17,13 +17,13 @@ pub fn all_reduce_halving_doubling(rank: Rank, world_size: usize, len: usize, st
         let mut range = 0..len;
         let mut distance = 1;
         while distance < folding.num_leaves {
-            let partner = Rank(folding.leader(leaf ^ distance));
+            let partner = folding.leader(leaf ^ distance);
             let middle = range.start.midpoint(range.end);
             let (lower, upper) = (range.start..middle, middle..range.end);
             let (kept, given) = if leaf & distance == 0 { (lower, upper) } else { (upper, lower) };
             steps.push(Step::both(
-                Outgoing { to: partner, range: given },
-                Incoming { from: partner, range: kept.clone(), action: Action::Reduce },
+                Outgoing::new(partner, Span::vector(given)),
+                Incoming::reduce(rank.0, partner, Span::vector(kept.clone())),
             ));
             range = kept;
             distance *= 2;
@@ -47,10 +47,10 @@ pub fn all_reduce_recursive_doubling(rank: Rank, world_size: usize, len: usize, 
     folded(rank, world_size, len, steps, |folding, leaf, steps| {
         let mut distance = 1;
         while distance < folding.num_leaves {
-            let partner = Rank(folding.leader(leaf ^ distance));
+            let partner = folding.leader(leaf ^ distance);
             steps.push(Step::both(
-                Outgoing { to: partner, range: 0..len },
-                Incoming { from: partner, range: 0..len, action: Action::Reduce },
+                Outgoing::new(partner, Span::vector(0..len)),
+                Incoming::reduce(rank.0, partner, Span::vector(0..len)),
             ));
             distance *= 2;
         }
@@ -69,16 +69,16 @@ fn folded(
     let folding = Folding::new(world_size);
     match folding.role(rank.0) {
         Role::Follower { leader } => {
-            steps.push(Step::send(leader, 0..len));
-            steps.push(Step::receive(leader, 0..len, Action::Copy));
+            steps.push(Step::send(Outgoing::new(leader, Span::vector(0..len))));
+            steps.push(Step::receive(Incoming::copy(leader, Span::vector(0..len))));
         }
         Role::Leader { leaf, follower } => {
             if let Some(follower) = follower {
-                steps.push(Step::receive(follower, 0..len, Action::Reduce));
+                steps.push(Step::receive(Incoming::reduce(rank.0, follower, Span::vector(0..len))));
             }
             among_leaves(&folding, leaf, steps);
             if let Some(follower) = follower {
-                steps.push(Step::send(follower, 0..len));
+                steps.push(Step::send(Outgoing::new(follower, Span::vector(0..len))));
             }
         }
     }
@@ -86,11 +86,11 @@ fn folded(
 
 /// The exchange that undoes a scattering one: each side gives back what it kept.
 fn mirrored(step: &Step) -> Step {
-    let (Some(send), Some(receive)) = (&step.send, &step.receive) else {
+    let Step::Exchange { send: Some(send), receive: Some(receive) } = step else {
         unreachable!("reduce-scatter by halving is made of exchanges");
     };
     Step::both(
-        Outgoing { to: receive.from, range: receive.range.clone() },
-        Incoming { from: send.to, range: send.range.clone(), action: Action::Copy },
+        Outgoing { to: receive.from, span: receive.span.clone() },
+        Incoming { from: send.to, span: send.span.clone(), action: Action::Copy },
     )
 }

@@ -36,15 +36,44 @@ pub use spread::{all_gather_pairwise, barrier_dissemination, broadcast_binomial}
 use std::ops::Range;
 use trireme_base::Rank;
 
-/// One step of one rank: at most one message out and one in, which travel at the same time.
-///
-/// What is sent is the range as it was before the step, even where the received message changes it.
+/// Memory that steps work on, in elements of the operation's dtype.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// What the operation gives back. An operation in place finds its input here, too.
+    Vector,
+    /// What an operation out of place reads, and leaves as it is.
+    Input,
+    /// Memory of the executor, as long as [`scratch_len`] of a rank's steps; undefined at first.
+    Scratch,
+}
+
+/// A range of elements of some memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Step {
-    /// The message to send.
-    pub send: Option<Outgoing>,
-    /// The message to wait for.
-    pub receive: Option<Incoming>,
+pub struct Span {
+    /// Where.
+    pub memory: Memory,
+    /// Which elements.
+    pub range: Range<usize>,
+}
+
+/// One step of one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// At most one message out and one in, which travel at the same time. What is sent are the elements as they
+    /// were before the step, even where the received message changes them.
+    Exchange {
+        /// The message to send.
+        send: Option<Outgoing>,
+        /// The message to wait for.
+        receive: Option<Incoming>,
+    },
+    /// Copies elements within the rank; the spans do not overlap.
+    Copy {
+        /// From here.
+        from: Span,
+        /// To here; as long as `from`.
+        to: Span,
+    },
 }
 
 /// A message out.
@@ -52,8 +81,8 @@ pub struct Step {
 pub struct Outgoing {
     /// Who gets it.
     pub to: Rank,
-    /// The elements of the buffer it carries; may be empty, and is sent all the same.
-    pub range: Range<usize>,
+    /// The elements it carries; may be empty, and is sent all the same.
+    pub span: Span,
 }
 
 /// A message in.
@@ -61,36 +90,101 @@ pub struct Outgoing {
 pub struct Incoming {
     /// Who sends it.
     pub from: Rank,
-    /// The elements of the buffer it is for.
-    pub range: Range<usize>,
+    /// The elements it is for.
+    pub span: Span,
     /// What becomes of them.
     pub action: Action,
 }
 
-/// What a received message does to the range it is for.
+/// What a received message does to the elements it is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
-    /// Replaces it.
+    /// Replaces them.
     Copy,
-    /// Is reduced with it; the left operand is the value of the lower rank.
-    Reduce,
+    /// Is reduced with them.
+    Reduce {
+        /// On which side of the operation the elements already there stand.
+        own: Side,
+    },
+}
+
+/// A side of an operation with two operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The left operand.
+    Left,
+    /// The right operand.
+    Right,
+}
+
+impl Span {
+    /// Elements of [`Memory::Vector`].
+    pub fn vector(range: Range<usize>) -> Self {
+        Span { memory: Memory::Vector, range }
+    }
+
+    /// Elements of [`Memory::Input`].
+    pub fn input(range: Range<usize>) -> Self {
+        Span { memory: Memory::Input, range }
+    }
+
+    /// Elements of [`Memory::Scratch`].
+    pub fn scratch(range: Range<usize>) -> Self {
+        Span { memory: Memory::Scratch, range }
+    }
+}
+
+impl Outgoing {
+    /// A message out.
+    pub fn new(to: usize, span: Span) -> Self {
+        Outgoing { to: Rank(to), span }
+    }
+}
+
+impl Incoming {
+    /// A message that replaces what was there.
+    pub fn copy(from: usize, span: Span) -> Self {
+        Incoming { from: Rank(from), span, action: Action::Copy }
+    }
+
+    /// A message that is reduced with what is there; the value of the lower rank is the left operand.
+    pub fn reduce(own: usize, from: usize, span: Span) -> Self {
+        let own = if own < from { Side::Left } else { Side::Right };
+        Incoming { from: Rank(from), span, action: Action::Reduce { own } }
+    }
 }
 
 impl Step {
     /// A message out only.
-    fn send(to: usize, range: Range<usize>) -> Self {
-        Step { send: Some(Outgoing { to: Rank(to), range }), receive: None }
+    pub fn send(send: Outgoing) -> Self {
+        Step::Exchange { send: Some(send), receive: None }
     }
 
     /// A message in only.
-    fn receive(from: usize, range: Range<usize>, action: Action) -> Self {
-        Step { send: None, receive: Some(Incoming { from: Rank(from), range, action }) }
+    pub fn receive(receive: Incoming) -> Self {
+        Step::Exchange { send: None, receive: Some(receive) }
     }
 
     /// A message out and one in.
-    fn both(send: Outgoing, receive: Incoming) -> Self {
-        Step { send: Some(send), receive: Some(receive) }
+    pub fn both(send: Outgoing, receive: Incoming) -> Self {
+        Step::Exchange { send: Some(send), receive: Some(receive) }
     }
+
+    fn spans(&self) -> impl Iterator<Item = &Span> {
+        let spans = match self {
+            Step::Exchange { send, receive } => {
+                [send.as_ref().map(|send| &send.span), receive.as_ref().map(|receive| &receive.span)]
+            }
+            Step::Copy { from, to } => [Some(from), Some(to)],
+        };
+        spans.into_iter().flatten()
+    }
+}
+
+/// Elements of [`Memory::Scratch`] that a rank's steps use.
+pub fn scratch_len(steps: &[Step]) -> usize {
+    let scratch = steps.iter().flat_map(Step::spans).filter(|span| span.memory == Memory::Scratch);
+    scratch.map(|span| span.range.end).max().unwrap_or(0)
 }
 
 /// Panics unless `rank` is one of `world_size` ranks: no algorithm has steps for another.

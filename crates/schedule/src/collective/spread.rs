@@ -1,4 +1,4 @@
-use super::{Action, Incoming, Outgoing, Step, assert_member};
+use super::{Incoming, Outgoing, Span, Step, assert_member};
 use std::ops::Range;
 use trireme_base::Rank;
 
@@ -19,12 +19,12 @@ pub fn broadcast_binomial(rank: Rank, world_size: usize, root: Rank, len: usize,
         distance *= 2;
     }
     if relative != 0 {
-        steps.push(Step::receive(absolute(relative - distance), 0..len, Action::Copy));
+        steps.push(Step::receive(Incoming::copy(absolute(relative - distance), Span::vector(0..len))));
     }
     while distance > 1 {
         distance /= 2;
         if relative + distance < world_size {
-            steps.push(Step::send(absolute(relative + distance), 0..len));
+            steps.push(Step::send(Outgoing::new(absolute(relative + distance), Span::vector(0..len))));
         }
     }
 }
@@ -44,8 +44,8 @@ pub fn all_gather_pairwise(rank: Rank, blocks: &[Range<usize>], steps: &mut Vec<
         let to = (rank.0 + distance) % world_size;
         let from = (rank.0 + world_size - distance) % world_size;
         steps.push(Step::both(
-            Outgoing { to: Rank(to), range: blocks[rank.0].clone() },
-            Incoming { from: Rank(from), range: blocks[from].clone(), action: Action::Copy },
+            Outgoing::new(to, Span::vector(blocks[rank.0].clone())),
+            Incoming::copy(from, Span::vector(blocks[from].clone())),
         ));
     }
 }
@@ -64,8 +64,8 @@ pub fn barrier_dissemination(rank: Rank, world_size: usize, steps: &mut Vec<Step
         let to = (rank.0 + distance) % world_size;
         let from = (rank.0 + world_size - distance) % world_size;
         steps.push(Step::both(
-            Outgoing { to: Rank(to), range: 0..0 },
-            Incoming { from: Rank(from), range: 0..0, action: Action::Copy },
+            Outgoing::new(to, Span::vector(0..0)),
+            Incoming::copy(from, Span::vector(0..0)),
         ));
         distance *= 2;
     }

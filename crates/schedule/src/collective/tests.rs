@@ -2,6 +2,13 @@ use super::*;
 use proptest::prelude::*;
 use std::collections::VecDeque;
 
+fn parts(step: &Step) -> (Option<&Outgoing>, Option<&Incoming>) {
+    match step {
+        Step::Exchange { send, receive } => (send.as_ref(), receive.as_ref()),
+        Step::Copy { .. } => (None, None),
+    }
+}
+
 /// Runs the steps of all ranks with messages that queue without bound, and returns the number of
 /// elements each rank sent. Panics if a rank waits for a message that is never sent, or if one is left
 /// over.
@@ -19,21 +26,23 @@ fn interpret(
         let mut moved = false;
         for rank in 0..world_size {
             let Some(step) = programs[rank].get(next[rank]) else { continue };
-            if let (Some(send), false) = (&step.send, sent_already[rank]) {
-                wires[rank * world_size + send.to.0].push_back(buffers[rank][send.range.clone()].to_vec());
-                num_sent[rank] += send.range.len();
+            let (send, receive) = parts(step);
+            if let (Some(send), false) = (send, sent_already[rank]) {
+                let range = send.span.range.clone();
+                num_sent[rank] += range.len();
+                wires[rank * world_size + send.to.0].push_back(buffers[rank][range].to_vec());
                 sent_already[rank] = true;
                 moved = true;
             }
-            if let Some(receive) = &step.receive {
+            if let Some(receive) = receive {
                 let Some(message) = wires[receive.from.0 * world_size + rank].pop_front() else { continue };
-                let target = &mut buffers[rank][receive.range.clone()];
+                let target = &mut buffers[rank][receive.span.range.clone()];
                 assert_eq!(message.len(), target.len(), "rank {rank}, step {}", next[rank]);
                 for (own, other) in target.iter_mut().zip(message) {
                     *own = match receive.action {
                         Action::Copy => other,
-                        Action::Reduce if receive.from.0 < rank => combine(other, *own),
-                        Action::Reduce => combine(*own, other),
+                        Action::Reduce { own: Side::Right } => combine(other, *own),
+                        Action::Reduce { own: Side::Left } => combine(*own, other),
                     };
                 }
             }
@@ -61,9 +70,9 @@ fn assert_needs_no_queue(programs: &[Vec<Step>]) {
         let mut moved = false;
         for rank in 0..programs.len() {
             let Some(step) = programs[rank].get(next[rank]) else { continue };
-            if let (Some(send), false) = (&step.send, done[rank].0) {
+            if let (Some(send), false) = (parts(step).0, done[rank].0) {
                 let to = send.to.0;
-                let waiting = programs[to].get(next[to]).and_then(|step| step.receive.as_ref());
+                let waiting = programs[to].get(next[to]).and_then(|step| parts(step).1);
                 if waiting.is_some_and(|receive| receive.from.0 == rank) && !done[to].1 {
                     done[rank].0 = true;
                     done[to].1 = true;
@@ -73,7 +82,8 @@ fn assert_needs_no_queue(programs: &[Vec<Step>]) {
         }
         for rank in 0..programs.len() {
             let Some(step) = programs[rank].get(next[rank]) else { continue };
-            if done[rank].0 == step.send.is_some() && done[rank].1 == step.receive.is_some() {
+            let (send, receive) = parts(step);
+            if done[rank].0 == send.is_some() && done[rank].1 == receive.is_some() {
                 next[rank] += 1;
                 done[rank] = (false, false);
                 moved = true;
@@ -215,7 +225,7 @@ fn the_barrier_hears_from_every_rank() {
         for round in 0..num_rounds {
             let before = heard.clone();
             for (rank, steps) in programs.iter().enumerate() {
-                let receive = steps[round].receive.as_ref().expect("every round receives");
+                let receive = parts(&steps[round]).1.expect("every round receives");
                 for other in 0..world_size {
                     heard[rank][other] |= before[receive.from.0][other];
                 }

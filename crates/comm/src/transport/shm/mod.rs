@@ -30,7 +30,7 @@ pub(crate) use mapping::PeerArena;
 
 use crate::buffer::{CacheLine, Memory, Storage};
 use crate::control::Control;
-use crate::element::{Side, reduce_into};
+use crate::element::{finish_mean, reduce_into};
 use crate::engine::{Call, Cost, Payload};
 use crate::group::CONTROL_BYTES_MAX;
 use crate::transport::Transport;
@@ -39,7 +39,7 @@ use board::Board;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_schedule::collective::{Term, canonical_terms, num_partials, owned_range};
+use trireme_schedule::collective::{Side, Term, canonical_terms, num_partials, owned_range};
 
 /// Where things lie in an arena: the board, then two stages, then buffers.
 const BOARD_BYTES: usize = 4096;
@@ -275,7 +275,9 @@ impl SharedMemory {
                 }
             }
         }
-        &partials[..num_bytes]
+        let result = &mut partials[..num_bytes];
+        finish_mean(result, dtype, op, self.world_size());
+        result
     }
 
     /// Where the vector of `rank` lies, as its board says.

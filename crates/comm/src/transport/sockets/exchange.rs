@@ -1,6 +1,6 @@
 use super::frame::{HEADER_BYTES, Header};
 use crate::control::{Control, TICK};
-use crate::element::{Side, reduce_into};
+use crate::element::reduce_into;
 use crate::engine::{Call, Cost};
 use crate::{CommError, Operation};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::time::Instant;
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_schedule::collective::{Action, Step};
+use trireme_schedule::collective::{self, Action, Side};
 
 /// The bytes an operation works on, and how they are reduced.
 pub(super) struct Vector<'a> {
@@ -81,23 +81,23 @@ impl<'a> Exchange<'a> {
     pub(super) fn new(
         own: Rank,
         call: &'a Call,
-        step: &Step,
+        (send, receive): (&Option<collective::Outgoing>, &Option<collective::Incoming>),
         peers: &'a [Option<OwnedFd>],
         vector: &Vector<'_>,
     ) -> Self {
         let socket = |rank: Rank| peers[rank.0].as_ref().expect("no algorithm sends to oneself");
-        let outgoing = step.send.as_ref().map(|send| {
-            let range = vector.byte_range(&send.range);
+        let outgoing = send.as_ref().map(|send| {
+            let range = vector.byte_range(&send.span.range);
             let header = Header::new(call, range.len()).encode();
             Outgoing { to: send.to, socket: socket(send.to), header, range, num_sent: 0 }
         });
-        let incoming = step.receive.as_ref().map(|receive| Incoming {
+        let incoming = receive.as_ref().map(|receive| Incoming {
             from: receive.from,
             own,
             socket: socket(receive.from),
             header: [0; HEADER_BYTES],
             num_header_bytes: 0,
-            range: vector.byte_range(&receive.range),
+            range: vector.byte_range(&receive.span.range),
             action: receive.action,
             num_placed: 0,
             num_pending: 0,
@@ -196,10 +196,11 @@ impl Incoming<'_> {
         let header_was_done = self.num_header_bytes == HEADER_BYTES;
         let moved = if !header_was_done {
             self.receive_header()
-        } else if self.action == Action::Reduce {
-            self.receive_piece(vector, piece, unsent)
         } else {
-            self.receive_in_place(vector)
+            match self.action {
+                Action::Reduce { own } => self.receive_piece(vector, own, piece, unsent),
+                Action::Copy => self.receive_in_place(vector),
+            }
         };
         let has_moved = moved.map_err(|Broken| control.reason_of_break(self.from, call))?;
         if !header_was_done && self.num_header_bytes == HEADER_BYTES {
@@ -224,6 +225,7 @@ impl Incoming<'_> {
     fn receive_piece(
         &mut self,
         vector: &mut Vector<'_>,
+        side: Side,
         piece: &mut [u8],
         unsent: Option<&Range<usize>>,
     ) -> Result<bool, Broken> {
@@ -237,7 +239,6 @@ impl Incoming<'_> {
             return Ok(num_read > 0);
         }
         let (dtype, op) = vector.reduction.expect("only reductions have reducing steps");
-        let side = if self.own < self.from { Side::Left } else { Side::Right };
         reduce_into(&mut vector.bytes[target], &piece[..piece_bytes], dtype, op, side);
         self.num_placed += piece_bytes;
         self.num_pending = 0;

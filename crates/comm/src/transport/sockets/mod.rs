@@ -12,6 +12,7 @@ mod tests;
 
 use crate::buffer::CacheLine;
 use crate::control::Control;
+use crate::element::finish_mean;
 use crate::engine::{Call, Cost, Payload};
 use crate::group::CONTROL_BYTES_MAX;
 use crate::transport::Transport;
@@ -84,7 +85,8 @@ impl Sockets {
     ) -> Result<(), CommError> {
         let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);
         for step in &self.steps {
-            Exchange::new(self.rank, call, step, &self.peers, &vector).run(
+            let Step::Exchange { send, receive } = step else { unreachable!("no algorithm in use copies") };
+            Exchange::new(self.rank, call, (send, receive), &self.peers, &vector).run(
                 &mut vector,
                 piece,
                 control,
@@ -145,7 +147,11 @@ impl Transport for Sockets {
             Payload::Vector(storage) => {
                 self.fill_steps(call.operation);
                 let vector = Vector::of(call.operation, storage.bytes_mut());
-                self.run_steps(call, vector, control, cost)
+                self.run_steps(call, vector, control, cost)?;
+                if let Operation::AllReduce { op, dtype, .. } = call.operation {
+                    finish_mean(storage.bytes_mut(), dtype, op, self.world_size());
+                }
+                Ok(())
             }
             Payload::Nothing => {
                 self.fill_steps(call.operation);
