@@ -5,16 +5,26 @@ use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 
-/// A vector that a group can communicate: 64-byte-aligned memory of the kind its transport handles best.
-///
-/// Made by [`Group::buffer`](crate::Group::buffer); an operation takes it and its
+/// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
 /// [`Work`](crate::Work) gives it back.
+///
+/// [`Group::buffer`](crate::Group::buffer) makes it in memory of the kind that the group's transport handles best,
+/// [`Buffer::private`] on the heap, where every group takes it, but through copies if its ranks share memory.
 pub struct Buffer<T> {
     storage: Storage,
     element: PhantomData<T>,
 }
 
 impl<T: Element> Buffer<T> {
+    /// A zeroed vector of `len` elements in this process's own memory.
+    ///
+    /// # Errors
+    /// [`CommError::Allocate`] if there is not so much memory.
+    pub fn private(len: usize) -> Result<Self, CommError> {
+        let bytes = len.saturating_mul(size_of::<T>());
+        Ok(Buffer::from_storage(Storage::heap(bytes)?))
+    }
+
     pub(crate) fn from_storage(storage: Storage) -> Self {
         Buffer { storage, element: PhantomData }
     }

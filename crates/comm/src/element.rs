@@ -164,6 +164,14 @@ pub(crate) fn reduce_into(own: &mut [u8], other: &[u8], dtype: DType, op: Reduce
     for_element!(dtype, T => reduce_typed::<T>(own, other, op, side))
 }
 
+/// Reduces `left` and `right` into `out`, all made of elements of `dtype`.
+///
+/// # Panics
+/// As [`reduce_into`].
+pub(crate) fn combine_into(out: &mut [u8], left: &[u8], right: &[u8], dtype: DType, op: ReduceOp) {
+    for_element!(dtype, T => combine_typed::<T>(out, left, right, op))
+}
+
 /// Turns sums over `num_ranks` ranks into means, if `op` is one.
 pub(crate) fn finish_mean(sums: &mut [u8], dtype: DType, op: ReduceOp, num_ranks: usize) {
     if op != ReduceOp::Mean {
@@ -182,6 +190,17 @@ fn reduce_typed<T: Element>(own: &mut [u8], other: &[u8], op: ReduceOp, side: Si
     }
 }
 
+fn combine_typed<T: Element>(out: &mut [u8], left: &[u8], right: &[u8], op: ReduceOp) {
+    let out = bytemuck::cast_slice_mut::<u8, T>(out);
+    let (left, right) = (bytemuck::cast_slice::<u8, T>(left), bytemuck::cast_slice::<u8, T>(right));
+    match op {
+        ReduceOp::Sum | ReduceOp::Mean => combine_with(out, left, right, T::sum),
+        ReduceOp::Prod => combine_with(out, left, right, T::prod),
+        ReduceOp::Max => combine_with(out, left, right, T::max),
+        ReduceOp::Min => combine_with(out, left, right, T::min),
+    }
+}
+
 fn divide<T: Element>(sums: &mut [u8], num_ranks: usize) {
     for sum in bytemuck::cast_slice_mut::<u8, T>(sums) {
         *sum = sum.mean_of(num_ranks);
@@ -194,6 +213,13 @@ fn reduce_with<T: Copy>(own: &mut [T], other: &[T], side: Side, combine: impl Fn
     match side {
         Side::Left => pairs.for_each(|(own, &other)| *own = combine(*own, other)),
         Side::Right => pairs.for_each(|(own, &other)| *own = combine(other, *own)),
+    }
+}
+
+fn combine_with<T: Copy>(out: &mut [T], left: &[T], right: &[T], combine: impl Fn(T, T) -> T) {
+    assert!(out.len() == left.len() && out.len() == right.len(), "reduced vectors have one length");
+    for ((out, &left), &right) in out.iter_mut().zip(left).zip(right) {
+        *out = combine(left, right);
     }
 }
 

@@ -11,8 +11,12 @@ use trireme_base::Rank;
 pub(crate) enum Payload {
     /// A barrier has none.
     Nothing,
-    /// The vector that is reduced or broadcast in place.
+    /// The vector of an operation in place.
     Vector(Storage),
+    /// The vectors of an operation out of place.
+    Pair { input: Storage, output: Storage },
+    /// Those of an all-to-all with blocks of any lengths: elements to and from each rank.
+    Variable { input: Storage, output: Storage, lens: [Vec<usize>; 2] },
     /// Control data of each rank: this rank's block before, all blocks after.
     Blocks(Vec<Vec<u8>>),
 }

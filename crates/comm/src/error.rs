@@ -1,5 +1,7 @@
-use crate::Operation;
+use crate::{Operation, Secret};
 use std::io;
+use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::Rank;
@@ -18,6 +20,51 @@ pub enum CommError {
     Resolve {
         /// What was asked for.
         address: String,
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// Strangers could reach the workers, and nothing would tell them from workers.
+    #[error(
+        "the workers would listen on {address}, where others can connect, and have no secret; set TRIREME_SECRET or \
+         [comm] secret_file to the same random text on all of them (openssl rand -hex 32), or [comm] \
+         require_secret = false if everybody on that network may join"
+    )]
+    SecretMissing {
+        /// Where a worker would listen, or look for rank 0.
+        address: IpAddr,
+    },
+    /// A text that is no secret.
+    #[error(
+        "a secret has {} to {} characters, and this one has {bytes}; take what `openssl rand -hex 32` prints",
+        Secret::BYTES_MIN,
+        Secret::BYTES_MAX
+    )]
+    SecretUnfit {
+        /// Its length.
+        bytes: usize,
+    },
+    /// The file of the secret cannot be used.
+    #[error("cannot take the secret from {}", path.display())]
+    SecretFile {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// The system has no random numbers.
+    #[error("the system gives no random numbers")]
+    Random {
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// The network interface where this worker should listen cannot be used.
+    #[error("cannot listen on the network interface '{interface}'; check [comm] interface")]
+    Interface {
+        /// Its name or address.
+        interface: String,
         /// Why not.
         #[source]
         source: Arc<io::Error>,
@@ -91,6 +138,23 @@ pub enum CommError {
         /// Who said so, and why.
         reason: String,
     },
+    /// A group could not be split.
+    #[error("the group could not be split: rank {rank} failed while {doing}: {reason}")]
+    Split {
+        /// Who failed.
+        rank: Rank,
+        /// What it was doing.
+        doing: String,
+        /// Why it failed.
+        reason: String,
+    },
+    /// The connections cannot be watched.
+    #[error("cannot watch the connections to the other ranks; there may be too many open files (ulimit -n)")]
+    Watch {
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
     /// The communication thread cannot be started.
     #[error("cannot start the communication thread")]
     Spawn {
@@ -107,12 +171,6 @@ pub enum CommError {
         #[source]
         source: Arc<io::Error>,
     },
-    /// The buffer was made by another group, whose memory this group's peers cannot reach.
-    #[error("the buffer given to {operation} belongs to another group; make it with this group's buffer()")]
-    ForeignBuffer {
-        /// What it was given to.
-        operation: Operation,
-    },
     /// A root outside of the group.
     #[error("{operation} names rank {root}, but the group has {world_size} ranks")]
     NoSuchRoot {
@@ -120,6 +178,24 @@ pub enum CommError {
         operation: Operation,
         /// The rank it names.
         root: Rank,
+        /// How many there are.
+        world_size: usize,
+    },
+    /// Vectors whose lengths do not fit the operation or each other.
+    #[error("{operation} was given vectors that do not fit: {what}")]
+    Lengths {
+        /// The operation's name.
+        operation: &'static str,
+        /// What was given, and what fits.
+        what: String,
+    },
+    /// A message to or from a rank that cannot be.
+    #[error("{operation} names rank {rank}; it must be another rank of the group, which has {world_size}")]
+    NoSuchPeer {
+        /// `send` or `receive`.
+        operation: &'static str,
+        /// The rank it names.
+        rank: Rank,
         /// How many there are.
         world_size: usize,
     },

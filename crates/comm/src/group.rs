@@ -1,10 +1,10 @@
-use crate::buffer::{Memory, Storage};
-use crate::control::Control;
+use crate::buffer::Storage;
 use crate::engine::{Engine, Payload};
+use crate::messages::{Messenger, Receipt};
 use crate::queue::Queue;
-use crate::transport::Fabric;
-use crate::transport::shm::Arena;
-use crate::transport::sockets::Sockets;
+use crate::rendezvous::Home;
+use crate::transport::Parts;
+use crate::transport::shm::{Arena, PeerArena};
 use crate::{
     Buffer, CommError, CommStatistics, Element, GroupOptions, JoinOptions, Operation, TransportKind, Work,
     rendezvous,
@@ -13,7 +13,8 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::thread::JoinHandle;
-use trireme_base::{Rank, ReduceOp};
+use trireme_base::Rank;
+use trireme_schedule::collective::Hosts;
 
 /// Bytes a rank may give to [`Group::all_gather_bytes`].
 pub const CONTROL_BYTES_MAX: usize = 1 << 20;
@@ -31,15 +32,16 @@ pub struct Group {
     rank: Rank,
     world_size: usize,
     transport: TransportKind,
-    allocator: Allocator,
+    hosts: Hosts,
+    /// Where buffers lie best; on the heap if there is none.
+    arena: Option<Arc<Arena>>,
+    peer_arenas: Vec<Option<PeerArena>>,
+    home: Home,
+    options: GroupOptions,
     /// Absent in a world of one, where every operation is complete when it is issued.
     executor: Option<Executor>,
-}
-
-/// Where a group's buffers come from.
-enum Allocator {
-    Heap,
-    Shared(Arc<Arena>),
+    /// Absent in a world of one.
+    messenger: Option<Messenger>,
 }
 
 struct Executor {
@@ -49,8 +51,7 @@ struct Executor {
 
 /// A world of one rank: every operation completes at once, and no thread is started.
 pub fn single() -> Group {
-    let (rank, world_size) = (Rank::ROOT, 1);
-    Group { rank, world_size, transport: TransportKind::Single, allocator: Allocator::Heap, executor: None }
+    Group::alone(None, Home::inproc(), &GroupOptions::default())
 }
 
 /// A world whose ranks are threads of this process, with default options: one group per rank, in rank order.
@@ -72,22 +73,19 @@ pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group
     if world_size == 1 {
         return Vec::from([single()]);
     }
-    let data = socket_pairs(world_size);
-    let control = socket_pairs(world_size);
-    let ranks = data.into_iter().zip(control).enumerate();
-    ranks
-        .map(|(rank, (data, control))| {
-            let rank = Rank(rank);
-            let sockets = Sockets::new(rank, data, options).expect("memory for one piece of a message");
-            let fabric = Fabric {
-                kind: TransportKind::Inproc,
-                control: Control::new(control).expect("a file descriptor to watch the peers"),
-                transport: Box::new(sockets),
-                arena: None,
-            };
-            Group::start(rank, world_size, fabric, options).expect("a communication thread")
-        })
-        .collect()
+    let [collectives, messages, control] = [0, 1, 2].map(|_| socket_pairs(world_size));
+    let rows = collectives.into_iter().zip(messages).zip(control).enumerate();
+    rows.map(|(rank, ((collectives, messages), control))| {
+        let parts = Parts {
+            rank: Rank(rank),
+            hosts: Hosts::single(world_size),
+            rows: [collectives, messages, control],
+            memory: None,
+            is_inproc: true,
+        };
+        Group::start(parts, Home::inproc(), options).expect("memory, file descriptors and a thread")
+    })
+    .collect()
 }
 
 /// One connected pair of sockets for each pair of ranks; row `r` holds the ends of rank `r`.
@@ -122,12 +120,9 @@ pub fn join(options: &JoinOptions) -> Result<Group, CommError> {
 
 impl Group {
     /// Starts a rank's communication thread.
-    pub(crate) fn start(
-        rank: Rank,
-        world_size: usize,
-        fabric: Fabric,
-        options: &GroupOptions,
-    ) -> Result<Self, CommError> {
+    pub(crate) fn start(parts: Parts, home: Home, options: &GroupOptions) -> Result<Self, CommError> {
+        let (rank, hosts) = (parts.rank, parts.hosts.clone());
+        let fabric = parts.assemble(options)?;
         let engine = Engine::new(fabric.control, fabric.transport, options.timeout);
         let queue = Arc::new(Queue::new(engine));
         let served = Arc::clone(&queue);
@@ -137,11 +132,74 @@ impl Group {
             .map_err(|source| CommError::Spawn { source: Arc::new(source) })?;
         Ok(Group {
             rank,
-            world_size,
+            world_size: hosts.world_size(),
             transport: fabric.kind,
-            allocator: fabric.arena.map_or(Allocator::Heap, Allocator::Shared),
+            hosts,
+            arena: fabric.arena,
+            peer_arenas: fabric.peer_arenas,
+            home,
+            options: options.clone(),
             executor: Some(Executor { queue, thread: Some(thread) }),
+            messenger: Some(Messenger::start(rank, fabric.message_links, options)?),
         })
+    }
+
+    /// A group of one rank, whose buffers lie in `arena`.
+    fn alone(arena: Option<Arc<Arena>>, home: Home, options: &GroupOptions) -> Self {
+        Group {
+            rank: Rank::ROOT,
+            world_size: 1,
+            transport: TransportKind::Single,
+            hosts: Hosts::single(1),
+            arena,
+            peer_arenas: vec![None],
+            home,
+            options: options.clone(),
+            executor: None,
+            messenger: None,
+        }
+    }
+
+    /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s
+    /// and then of their ranks here; `None` for ranks that give no color. All ranks call it, at the same place in
+    /// their sequence of operations. Each group has a communication thread of its own, so operations of
+    /// several groups run at the same time.
+    ///
+    /// Buffers of one group may be used with the other: they lie in the same memory.
+    ///
+    /// # Errors
+    /// [`CommError::Split`] on all ranks if one cannot connect, and whatever ends a group.
+    pub fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
+        if self.world_size == 1 {
+            let alone = || Group::alone(self.arena.clone(), self.home.clone(), &self.options);
+            return Ok(color.map(|_| alone()));
+        }
+        rendezvous::split(self, color, key)
+    }
+
+    /// Starts a group that was split from this one.
+    pub(crate) fn begin_split(&self, parts: Parts) -> Result<Group, CommError> {
+        if parts.hosts.world_size() == 1 {
+            return Ok(Group::alone(self.arena.clone(), self.home.clone(), &self.options));
+        }
+        Group::start(parts, self.home.clone(), &self.options)
+    }
+
+    /// Which ranks share a host.
+    pub fn hosts(&self) -> &Hosts {
+        &self.hosts
+    }
+
+    pub(crate) fn arena(&self) -> Option<&Arc<Arena>> {
+        self.arena.as_ref()
+    }
+
+    pub(crate) fn peer_arenas(&self) -> &[Option<PeerArena>] {
+        &self.peer_arenas
+    }
+
+    pub(crate) fn home(&self) -> &Home {
+        &self.home
     }
 
     /// This rank.
@@ -173,9 +231,9 @@ impl Group {
         let num_bytes = len
             .checked_mul(size_of::<T>())
             .ok_or_else(|| fail(std::io::Error::from(std::io::ErrorKind::OutOfMemory)))?;
-        let storage = match &self.allocator {
-            Allocator::Heap => Storage::heap(num_bytes)?,
-            Allocator::Shared(arena) => Storage::shared(arena.allocate(num_bytes).map_err(fail)?, num_bytes),
+        let storage = match &self.arena {
+            None => Storage::heap(num_bytes)?,
+            Some(arena) => Storage::shared(arena.allocate(num_bytes).map_err(fail)?, num_bytes),
         };
         Ok(Buffer::from_storage(storage))
     }
@@ -187,26 +245,6 @@ impl Group {
             TransportKind::Shm => num_bytes.div_ceil(self.world_size) * (self.world_size - 1),
             _ => 0,
         }
-    }
-
-    /// Replaces each element by the reduction of all ranks' elements, in the canonical order of
-    /// [`trireme_schedule::collective`], where steps and bytes are listed too.
-    pub fn all_reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        let operation = Operation::AllReduce { op, dtype: T::DTYPE, len: buffer.len() };
-        self.issue(operation, buffer)
-    }
-
-    /// Replaces each rank's elements by those of `root`.
-    ///
-    /// # Errors
-    /// From the work: [`CommError::NoSuchRoot`], and whatever ends a group.
-    pub fn broadcast<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        let operation = Operation::Broadcast { root, dtype: T::DTYPE, len: buffer.len() };
-        if root.0 >= self.world_size {
-            let world_size = self.world_size;
-            return Work::ready(Err(CommError::NoSuchRoot { operation, root, world_size }));
-        }
-        self.issue(operation, buffer)
     }
 
     /// Gives every rank a few bytes of every rank, in rank order, once all pending operations are done.
@@ -246,28 +284,91 @@ impl Group {
         self.executor.as_ref().map_or_else(CommStatistics::default, |executor| executor.queue.statistics())
     }
 
-    fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let storage = buffer.into_storage();
-        if !self.reaches(&storage) {
-            return Work::ready(Err(CommError::ForeignBuffer { operation }));
+    /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages from
+    /// one rank to another come in the order in which they were sent; for the rest, messages and the group's
+    /// operations may be issued in any order.
+    ///
+    /// # Errors
+    /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.
+    pub fn send<T: Element>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
+        self.message("send", buffer, to, Messenger::send)
+    }
+
+    /// Fills the vector with what another rank [sends](Group::send).
+    ///
+    /// # Errors
+    /// As [`send`](Group::send).
+    pub fn receive<T: Element>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
+        self.message("receive", buffer, from, Messenger::receive)
+    }
+
+    fn message<T: Element>(
+        &self,
+        name: &'static str,
+        buffer: Buffer<T>,
+        peer: Rank,
+        issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
+    ) -> Work<Buffer<T>> {
+        match &self.messenger {
+            Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
+                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
+                let receipt = issue(messenger, peer, operation, buffer.into_storage());
+                Work::message(receipt, Buffer::from_storage)
+            }
+            _ => {
+                let (operation, rank, world_size) = (name, peer, self.world_size);
+                Work::ready(Err(CommError::NoSuchPeer { operation, rank, world_size }))
+            }
         }
-        let Some(executor) = &self.executor else {
-            return Work::ready(Ok(Buffer::from_storage(storage)));
-        };
-        let ticket = executor.queue.submit(operation, Payload::Vector(storage));
+    }
+
+    /// Issues an operation on a vector.
+    pub(crate) fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        let Some(executor) = &self.executor else { return Work::ready(Ok(buffer)) };
+        let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
         Work::pending(ticket, |payload| match payload {
             Payload::Vector(storage) => Buffer::from_storage(storage),
             _ => unreachable!("an operation gives back the payload it took"),
         })
     }
 
-    /// Whether the peers can reach the memory as this group's transport needs.
-    fn reaches(&self, storage: &Storage) -> bool {
-        match (&self.allocator, storage.memory()) {
-            (Allocator::Heap, _) => true,
-            (Allocator::Shared(arena), Memory::Shared(region)) => region.is_in(arena),
-            (Allocator::Shared(_), Memory::Heap(_)) => false,
-        }
+    /// Issues an operation out of place.
+    pub(crate) fn issue_pair<T: Element>(
+        &self,
+        operation: Operation,
+        (input, mut output): (Buffer<T>, Buffer<T>),
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let Some(executor) = &self.executor else {
+            output.copy_from_slice(&input);
+            return Work::ready(Ok((input, output)));
+        };
+        let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
+        let ticket = executor.queue.submit(operation, payload);
+        Work::pending(ticket, |payload| match payload {
+            Payload::Pair { input, output } => (Buffer::from_storage(input), Buffer::from_storage(output)),
+            _ => unreachable!("an operation gives back the payload it took"),
+        })
+    }
+
+    /// Issues an all-to-all with blocks of any lengths.
+    pub(crate) fn issue_variable<T: Element>(
+        &self,
+        (input, mut output): (Buffer<T>, Buffer<T>),
+        lens: [Vec<usize>; 2],
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let Some(executor) = &self.executor else {
+            output.copy_from_slice(&input);
+            return Work::ready(Ok((input, output)));
+        };
+        let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
+        let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };
+        let ticket = executor.queue.submit(operation, payload);
+        Work::pending(ticket, |payload| match payload {
+            Payload::Variable { input, output, .. } => {
+                (Buffer::from_storage(input), Buffer::from_storage(output))
+            }
+            _ => unreachable!("an operation gives back the payload it took"),
+        })
     }
 }
 

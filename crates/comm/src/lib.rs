@@ -19,26 +19,41 @@
 //! it: the connections over which ranks learn of each other's end. `rendezvous` builds all of this.
 
 mod buffer;
+mod codec;
+mod collectives;
 mod control;
 mod element;
 mod engine;
 mod error;
+#[cfg(test)]
+mod fuzz;
 mod group;
+mod messages;
 mod notice;
 mod operation;
 mod options;
 mod queue;
 mod rendezvous;
+mod secret;
+mod selection;
 mod statistics;
 mod transport;
 mod words;
 mod work;
 
 pub use buffer::Buffer;
+pub use codec::{
+    Bucket, CodecName, Compression, CompressionError, CompressionOptions, CompressionStatistics, Compressor,
+    Matrix, ParseCodecError, Round, StateValues, UncompressedReason,
+};
 pub use element::Element;
 pub use error::CommError;
 pub use group::{CONTROL_BYTES_MAX, Group, inproc_world, inproc_world_with, join, single};
 pub use operation::Operation;
-pub use options::{GroupOptions, JoinOptions, ParseTransportError, TransportChoice, TransportKind};
+pub use options::{
+    GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TransportChoice, TransportKind,
+};
+pub use secret::Secret;
+use selection::Selection;
 pub use statistics::CommStatistics;
 pub use work::Work;

@@ -1,13 +1,26 @@
 use std::fmt;
 use trireme_base::{DType, Rank, ReduceOp};
 
-/// One collective operation, as all ranks must issue it: what differs between ranks is a mismatch.
+/// One operation of a group, as all ranks must issue it: what differs between ranks is a mismatch.
+///
+/// `len` is the number of elements of the whole vector, which is cut into one block a rank where blocks matter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Operation {
     /// Every rank gets the reduction of all ranks' vectors.
     AllReduce {
         /// How two elements become one.
         op: ReduceOp,
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements.
+        len: usize,
+    },
+    /// The root gets the reduction of all ranks' vectors.
+    Reduce {
+        /// How two elements become one.
+        op: ReduceOp,
+        /// Who gets it.
+        root: Rank,
         /// Type of the elements.
         dtype: DType,
         /// Number of elements.
@@ -22,10 +35,63 @@ pub enum Operation {
         /// Number of elements.
         len: usize,
     },
+    /// Every rank gets every rank's block.
+    AllGather {
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements of all blocks.
+        len: usize,
+    },
+    /// Every rank gets its block of the reduction of all ranks' vectors.
+    ReduceScatter {
+        /// How two elements become one.
+        op: ReduceOp,
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements of all blocks.
+        len: usize,
+    },
+    /// The root gets every rank's block.
+    Gather {
+        /// Who gets them.
+        root: Rank,
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements of all blocks.
+        len: usize,
+    },
+    /// Every rank gets its block of the root's vector.
+    Scatter {
+        /// Whose vector.
+        root: Rank,
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements of all blocks.
+        len: usize,
+    },
+    /// Every rank gets, from every rank, the block that is for it.
+    AllToAll {
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements of all blocks of a rank.
+        len: usize,
+    },
+    /// As [`AllToAll`](Operation::AllToAll), with blocks of any lengths.
+    AllToAllVariable {
+        /// Type of the elements.
+        dtype: DType,
+    },
     /// Every rank gets the bytes of all ranks; their lengths may differ.
     AllGatherBytes,
     /// Nobody goes on before everybody has come.
     Barrier,
+    /// One rank's vector goes to one other.
+    Message {
+        /// Type of the elements.
+        dtype: DType,
+        /// Number of elements.
+        len: usize,
+    },
 }
 
 /// The encoding of an operation: tag, reduction, dtype, root, length.
@@ -47,33 +113,107 @@ const REDUCE_OPS: [ReduceOp; 5] =
     [ReduceOp::Sum, ReduceOp::Mean, ReduceOp::Prod, ReduceOp::Max, ReduceOp::Min];
 
 impl Operation {
+    /// The word for the operation, as users call it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Operation::AllReduce { .. } => "all_reduce",
+            Operation::Reduce { .. } => "reduce",
+            Operation::Broadcast { .. } => "broadcast",
+            Operation::AllGather { .. } => "all_gather",
+            Operation::ReduceScatter { .. } => "reduce_scatter",
+            Operation::Gather { .. } => "gather",
+            Operation::Scatter { .. } => "scatter",
+            Operation::AllToAll { .. } => "all_to_all",
+            Operation::AllToAllVariable { .. } => "all_to_all_variable",
+            Operation::AllGatherBytes => "all_gather_bytes",
+            Operation::Barrier => "barrier",
+            Operation::Message { .. } => "message",
+        }
+    }
+
+    /// Type and number of the elements; bytes where there are none.
+    pub fn elements(self) -> (DType, usize) {
+        match self {
+            Operation::AllReduce { dtype, len, .. }
+            | Operation::Reduce { dtype, len, .. }
+            | Operation::Broadcast { dtype, len, .. }
+            | Operation::AllGather { dtype, len }
+            | Operation::ReduceScatter { dtype, len, .. }
+            | Operation::Gather { dtype, len, .. }
+            | Operation::Scatter { dtype, len, .. }
+            | Operation::AllToAll { dtype, len }
+            | Operation::Message { dtype, len } => (dtype, len),
+            Operation::AllToAllVariable { dtype } => (dtype, 0),
+            Operation::AllGatherBytes | Operation::Barrier => (DType::U8, 0),
+        }
+    }
+
+    /// How elements are reduced, if they are.
+    pub fn reduction(self) -> Option<ReduceOp> {
+        match self {
+            Operation::AllReduce { op, .. }
+            | Operation::Reduce { op, .. }
+            | Operation::ReduceScatter { op, .. } => Some(op),
+            _ => None,
+        }
+    }
+
+    /// The one rank that differs from the others, if there is one.
+    pub fn root(self) -> Option<Rank> {
+        match self {
+            Operation::Reduce { root, .. }
+            | Operation::Broadcast { root, .. }
+            | Operation::Gather { root, .. }
+            | Operation::Scatter { root, .. } => Some(root),
+            _ => None,
+        }
+    }
+
+    fn tag(self) -> u64 {
+        match self {
+            Operation::AllReduce { .. } => 1,
+            Operation::Broadcast { .. } => 2,
+            Operation::AllGatherBytes => 3,
+            Operation::Barrier => 4,
+            Operation::Reduce { .. } => 5,
+            Operation::AllGather { .. } => 6,
+            Operation::ReduceScatter { .. } => 7,
+            Operation::Gather { .. } => 8,
+            Operation::Scatter { .. } => 9,
+            Operation::AllToAll { .. } => 10,
+            Operation::AllToAllVariable { .. } => 11,
+            Operation::Message { .. } => 12,
+        }
+    }
+
     /// The operation in two words; equal operations give equal words.
     pub(crate) fn encode(self) -> [u64; OPERATION_WORDS] {
-        let word = |tag: u64, op: usize, dtype: usize, root: usize| {
-            tag | (op as u64) << 8 | (dtype as u64) << 16 | (root as u64) << 32
-        };
-        match self {
-            Operation::AllReduce { op, dtype, len } => {
-                [word(1, position(&REDUCE_OPS, op), position(&DTYPES, dtype), 0), len as u64]
-            }
-            Operation::Broadcast { root, dtype, len } => {
-                [word(2, 0, position(&DTYPES, dtype), root.0), len as u64]
-            }
-            Operation::AllGatherBytes => [word(3, 0, 0, 0), 0],
-            Operation::Barrier => [word(4, 0, 0, 0), 0],
-        }
+        let (dtype, len) = self.elements();
+        let op = self.reduction().map_or(0, |op| position(&REDUCE_OPS, op));
+        let dtype = position(&DTYPES, dtype);
+        let root = self.root().map_or(0, |root| root.0);
+        [self.tag() | (op as u64) << 8 | (dtype as u64) << 16 | (root as u64) << 32, len as u64]
     }
 
     /// Reads what [`encode`](Operation::encode) wrote; `None` if the words come from something else.
     pub(crate) fn decode(words: [u64; OPERATION_WORDS]) -> Option<Self> {
         let field = |shift: u32| usize::from((words[0] >> shift) as u8);
-        let (op, dtype) = (REDUCE_OPS.get(field(8)), DTYPES.get(field(16)));
+        let (op, dtype) = (*REDUCE_OPS.get(field(8))?, *DTYPES.get(field(16))?);
+        let root = Rank((words[0] >> 32) as usize);
         let len = usize::try_from(words[1]).ok()?;
         let operation = match field(0) {
-            1 => Operation::AllReduce { op: *op?, dtype: *dtype?, len },
-            2 => Operation::Broadcast { root: Rank((words[0] >> 32) as usize), dtype: *dtype?, len },
+            1 => Operation::AllReduce { op, dtype, len },
+            2 => Operation::Broadcast { root, dtype, len },
             3 => Operation::AllGatherBytes,
             4 => Operation::Barrier,
+            5 => Operation::Reduce { op, root, dtype, len },
+            6 => Operation::AllGather { dtype, len },
+            7 => Operation::ReduceScatter { op, dtype, len },
+            8 => Operation::Gather { root, dtype, len },
+            9 => Operation::Scatter { root, dtype, len },
+            10 => Operation::AllToAll { dtype, len },
+            11 => Operation::AllToAllVariable { dtype },
+            12 => Operation::Message { dtype, len },
             _ => return None,
         };
         (operation.encode() == words).then_some(operation)
@@ -86,14 +226,24 @@ fn position<T: PartialEq>(all: &[T], one: T) -> usize {
 
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (dtype, len) = self.elements();
+        f.write_str(self.name())?;
         match self {
-            Operation::AllReduce { op, dtype, len } => write!(f, "all_reduce({op}, {dtype} x {len})"),
-            Operation::Broadcast { root, dtype, len } => {
-                write!(f, "broadcast(from rank {root}, {dtype} x {len})")
-            }
-            Operation::AllGatherBytes => f.write_str("all_gather_bytes"),
-            Operation::Barrier => f.write_str("barrier"),
+            Operation::AllGatherBytes | Operation::Barrier => return Ok(()),
+            Operation::AllToAllVariable { .. } => return write!(f, "({dtype})"),
+            _ => f.write_str("(")?,
         }
+        if let Some(op) = self.reduction() {
+            write!(f, "{op}, ")?;
+        }
+        match self {
+            Operation::Broadcast { root, .. } | Operation::Scatter { root, .. } => {
+                write!(f, "from rank {root}, ")?;
+            }
+            Operation::Reduce { root, .. } | Operation::Gather { root, .. } => write!(f, "to rank {root}, ")?,
+            _ => {}
+        }
+        write!(f, "{dtype} x {len})")
     }
 }
 
@@ -106,9 +256,27 @@ mod tests {
     fn encodings_are_distinct_and_read_back() {
         let mut all = vec![Operation::AllGatherBytes, Operation::Barrier];
         for dtype in DTYPES {
+            all.push(Operation::AllToAllVariable { dtype });
             for len in [0, 1, usize::MAX] {
-                all.extend(REDUCE_OPS.map(|op| Operation::AllReduce { op, dtype, len }));
-                all.extend([0, 1, 70_000].map(|root| Operation::Broadcast { root: Rank(root), dtype, len }));
+                all.extend([
+                    Operation::AllGather { dtype, len },
+                    Operation::AllToAll { dtype, len },
+                    Operation::Message { dtype, len },
+                ]);
+                for op in REDUCE_OPS {
+                    all.extend([
+                        Operation::AllReduce { op, dtype, len },
+                        Operation::ReduceScatter { op, dtype, len },
+                        Operation::Reduce { op, root: Rank(3), dtype, len },
+                    ]);
+                }
+                for root in [0, 1, 70_000].map(Rank) {
+                    all.extend([
+                        Operation::Broadcast { root, dtype, len },
+                        Operation::Gather { root, dtype, len },
+                        Operation::Scatter { root, dtype, len },
+                    ]);
+                }
             }
         }
         for (index, operation) in all.iter().enumerate() {
@@ -117,9 +285,32 @@ mod tests {
         }
     }
 
+    #[test]
+    fn an_operation_reads_as_users_write_it() {
+        let (op, dtype, root) = (ReduceOp::Sum, DType::F32, Rank(2));
+        let shown = [
+            Operation::AllReduce { op, dtype, len: 7 },
+            Operation::Reduce { op, root, dtype, len: 7 },
+            Operation::Scatter { root, dtype, len: 7 },
+            Operation::AllToAllVariable { dtype },
+            Operation::Barrier,
+        ]
+        .map(|operation| operation.to_string());
+        assert_eq!(
+            shown,
+            [
+                "all_reduce(sum, f32 x 7)",
+                "reduce(sum, to rank 2, f32 x 7)",
+                "scatter(from rank 2, f32 x 7)",
+                "all_to_all_variable(f32)",
+                "barrier"
+            ]
+        );
+    }
+
     proptest! {
         #[test]
-        fn what_decodes_encodes_to_the_same_words(words in any::<[u64; 2]>(), tag in 0..6_u64) {
+        fn what_decodes_encodes_to_the_same_words(words in any::<[u64; 2]>(), tag in 0..14_u64) {
             for words in [words, [words[0] & 0xffff_ffff_0007_0300 | tag, words[1]], [tag, 0]] {
                 if let Some(operation) = Operation::decode(words) {
                     prop_assert_eq!(operation.encode(), words);

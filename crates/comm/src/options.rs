@@ -1,7 +1,11 @@
+use crate::Secret;
 use std::fmt;
+use std::net::SocketAddr;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::Rank;
+use trireme_schedule::collective::Algorithm;
 
 /// How a group runs its operations; the same on all ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -13,6 +17,11 @@ pub struct GroupOptions {
     pub short_bytes_max: usize,
     /// Work on long vectors proceeds by pieces of this size, so that a piece stays in cache.
     pub chunk_bytes: usize,
+    /// Whether every reduction follows the canonical order of [`trireme_schedule::collective`], so that all world
+    /// layouts, transports and algorithms give the same bits. Without it the same group gives the same bits.
+    pub keeps_order: bool,
+    /// The algorithm to take wherever it fits; the quickest one where it does not, or where none is named.
+    pub algorithm: Option<Algorithm>,
 }
 
 impl GroupOptions {
@@ -24,12 +33,18 @@ impl GroupOptions {
 
 impl Default for GroupOptions {
     fn default() -> Self {
-        GroupOptions { timeout: Duration::from_secs(300), short_bytes_max: 16 << 10, chunk_bytes: 64 << 10 }
+        GroupOptions {
+            timeout: Duration::from_secs(300),
+            short_bytes_max: 16 << 10,
+            chunk_bytes: 64 << 10,
+            keeps_order: true,
+            algorithm: None,
+        }
     }
 }
 
 /// How a worker process finds the others of its world.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct JoinOptions {
     /// This worker.
     pub rank: Rank,
@@ -43,6 +58,18 @@ pub struct JoinOptions {
     pub transport: TransportChoice,
     /// Name of the job: workers of another job are refused.
     pub job: String,
+    /// What all workers of the job know: who does not is refused. Without one, anybody who can connect may join.
+    pub secret: Option<Secret>,
+    /// Whether workers need a secret to listen on anything but a loopback address.
+    pub requires_secret: bool,
+    /// The network interface, by its name (`eth0`) or an address of it, where this worker listens for the others.
+    /// By default that from which it reaches rank 0, or where rank 0 listens.
+    pub interface: Option<String>,
+    /// The host that this worker counts as being on, by any name: workers that give the same one share memory. By
+    /// default what the operating system tells.
+    pub host: Option<String>,
+    /// Is told of those who are refused.
+    pub on_refusal: Option<OnRefusal>,
     /// How long to wait for all workers to come; at most a year.
     pub join_timeout: Duration,
     /// How the group runs its operations.
@@ -60,9 +87,53 @@ impl JoinOptions {
             master_port: 29500,
             transport: TransportChoice::Auto,
             job: String::new(),
+            secret: None,
+            requires_secret: true,
+            interface: None,
+            host: None,
+            on_refusal: None,
             join_timeout: Duration::from_secs(60),
             group: GroupOptions::default(),
         }
+    }
+}
+
+/// A connection that was turned away while a world joined; it changed nothing.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// Where it came from; none for a process of this host.
+    pub address: Option<SocketAddr>,
+    /// Why it was turned away.
+    pub reason: String,
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.address {
+            Some(address) => write!(f, "{address}: {}", self.reason),
+            None => write!(f, "a process of this host: {}", self.reason),
+        }
+    }
+}
+
+/// Called for the first refusals of a rendezvous, from the thread that joins.
+#[derive(Clone)]
+pub struct OnRefusal(Arc<dyn Fn(&Refusal) + Send + Sync>);
+
+impl OnRefusal {
+    /// Calls `listener`, which must not take long: meanwhile nobody joins.
+    pub fn new(listener: impl Fn(&Refusal) + Send + Sync + 'static) -> Self {
+        OnRefusal(Arc::new(listener))
+    }
+
+    pub(crate) fn tell(&self, refusal: &Refusal) {
+        (self.0)(refusal);
+    }
+}
+
+impl fmt::Debug for OnRefusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnRefusal")
     }
 }
 
@@ -117,6 +188,8 @@ pub enum TransportKind {
     Shm,
     /// TCP connections.
     Tcp,
+    /// Shared memory between the processes of each host, TCP connections between hosts.
+    ShmAndTcp,
 }
 
 impl fmt::Display for TransportKind {
@@ -126,6 +199,7 @@ impl fmt::Display for TransportKind {
             TransportKind::Inproc => "inproc",
             TransportKind::Shm => "shm",
             TransportKind::Tcp => "tcp",
+            TransportKind::ShmAndTcp => "shm+tcp",
         })
     }
 }

@@ -1,5 +1,7 @@
 use crate::CommError;
+use crate::buffer::Storage;
 use crate::engine::Payload;
+use crate::messages::Receipt;
 use crate::queue::Ticket;
 
 /// An operation that was issued and may not have ended; `wait` gives its result.
@@ -13,6 +15,7 @@ pub struct Work<T> {
 enum State<T> {
     Ready(Result<T, CommError>),
     Pending { ticket: Ticket, finish: fn(Payload) -> T },
+    Message { receipt: Receipt, finish: fn(Storage) -> T },
 }
 
 impl<T> Work<T> {
@@ -22,6 +25,10 @@ impl<T> Work<T> {
 
     pub(crate) fn pending(ticket: Ticket, finish: fn(Payload) -> T) -> Self {
         Work { state: State::Pending { ticket, finish } }
+    }
+
+    pub(crate) fn message(receipt: Receipt, finish: fn(Storage) -> T) -> Self {
+        Work { state: State::Message { receipt, finish } }
     }
 
     /// Blocks until the operation has ended on this rank.
@@ -35,6 +42,7 @@ impl<T> Work<T> {
         match self.state {
             State::Ready(result) => result,
             State::Pending { ticket, finish } => ticket.wait().map(finish),
+            State::Message { receipt, finish } => receipt.wait().map(finish),
         }
     }
 
@@ -43,6 +51,7 @@ impl<T> Work<T> {
         match &self.state {
             State::Ready(_) => true,
             State::Pending { ticket, .. } => ticket.is_done(),
+            State::Message { receipt, .. } => receipt.is_done(),
         }
     }
 }

@@ -5,9 +5,7 @@ mod support;
 use std::time::Duration;
 use support::{TRANSPORTS, on_ranks, small_pieces};
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_comm::{
-    Buffer, CommError, Element, Group, GroupOptions, Operation, TransportKind, Work, inproc_world,
-};
+use trireme_comm::{Buffer, CommError, Element, Group, GroupOptions, Operation, TransportKind, Work};
 
 fn zeros<T: Element>(group: &Group, len: usize) -> Buffer<T> {
     group.buffer(len).expect("memory")
@@ -167,14 +165,11 @@ fn a_deadline_names_who_is_missing() {
 
 #[test]
 fn what_one_rank_can_see_alone_does_not_end_the_group() {
-    let foreign = inproc_world(2);
     on_ranks(TransportKind::Shm, 2, &small_pieces(), |group| {
         let no_root = group.broadcast(zeros::<f32>(&group, 1), Rank(2)).wait();
         assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));
         let too_long = group.all_gather_bytes(&vec![0; trireme_comm::CONTROL_BYTES_MAX + 1]);
         assert!(matches!(too_long, Err(CommError::ControlDataTooLong { .. })));
-        let heap = foreign[group.rank().0].buffer::<f32>(4).expect("memory");
-        assert!(matches!(group.all_reduce(heap, ReduceOp::Sum).wait(), Err(CommError::ForeignBuffer { .. })));
         assert!(matches!(group.buffer::<f64>(usize::MAX / 2), Err(CommError::Allocate { .. })));
         assert!(matches!(group.buffer::<u8>(usize::MAX / 4), Err(CommError::Allocate { .. })));
         group.barrier().expect("the group goes on");

@@ -3,38 +3,14 @@
 mod support;
 
 use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::net::TcpListener;
 use std::time::Duration;
-use support::{join_all, join_options, small_pieces};
+use support::{check_world, join_all, join_options, ranks, small_pieces};
 use trireme_base::Rank;
-use trireme_comm::{CommError, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, join};
-
-fn ranks(options: &JoinOptions, ranks: &[usize]) -> Vec<JoinOptions> {
-    ranks.iter().map(|&rank| JoinOptions { rank: Rank(rank), ..options.clone() }).collect()
-}
+use trireme_comm::{CommError, GroupOptions, JoinOptions, Secret, TransportChoice, TransportKind, join};
 
 fn options(world_size: usize) -> JoinOptions {
     join_options(world_size, TransportChoice::Auto, &small_pieces())
-}
-
-fn check_world(groups: Vec<Result<Group, CommError>>, transport: TransportKind) {
-    std::thread::scope(|scope| {
-        for group in groups {
-            let group = group.expect("joined");
-            assert_eq!(group.transport(), transport);
-            scope.spawn(move || group.barrier().expect("everybody is connected"));
-        }
-    });
-}
-
-/// A connection to rank 0, as soon as it listens.
-fn knock(options: &JoinOptions) -> TcpStream {
-    loop {
-        if let Ok(stream) = TcpStream::connect((options.master_addr.as_str(), options.master_port)) {
-            return stream;
-        }
-        std::thread::yield_now();
-    }
 }
 
 #[test]
@@ -56,34 +32,15 @@ fn ipv6_works_where_the_host_has_it() {
 }
 
 #[test]
-fn strangers_are_refused_and_the_others_join() {
-    let options = options(3);
-    std::thread::scope(|scope| {
-        let joined = scope.spawn(|| join_all(&ranks(&options, &[0, 2])));
-        let mut silent = knock(&options);
-        let mut garbage = knock(&options);
-        garbage.write_all(b"GET / HTTP/1.1\r\n\r\n").expect("sent");
-        let mut answer = Vec::new();
-        // A reset instead of an orderly end is an answer too.
-        let _ = garbage.read_to_end(&mut answer);
-        assert!(String::from_utf8_lossy(&answer).contains("does not speak"), "{answer:?}");
-        silent.write_all(b"TRIR").expect("sent");
-
-        let other_world = JoinOptions { rank: Rank(1), world_size: 4, ..options.clone() };
-        let other_job = JoinOptions { rank: Rank(1), job: "another".to_owned(), ..options.clone() };
-        let other_options = GroupOptions { chunk_bytes: 4096, ..options.group.clone() };
-        let other_group = JoinOptions { rank: Rank(1), group: other_options, ..options.clone() };
-        for (stranger, why) in
-            [(other_world, "world_size 4"), (other_job, "another job"), (other_group, "options differ")]
-        {
-            let refused = join(&stranger).expect_err("refused");
-            let CommError::Refused { rank: Rank(1), reason, .. } = &refused else { panic!("{refused}") };
-            assert!(reason.contains(why), "{reason}");
-        }
-        let mut world = join_all(&ranks(&options, &[1]));
-        world.extend(joined.join().expect("no panic"));
-        check_world(world, TransportKind::Shm);
-    });
+fn ranks_meet_on_the_interface_that_is_asked_for() {
+    let tcp = join_options(2, TransportChoice::Tcp, &small_pieces());
+    for interface in ["lo", "127.0.0.1"] {
+        let options = JoinOptions { interface: Some(interface.to_owned()), ..tcp.clone() };
+        check_world(join_all(&ranks(&options, &[0, 1])), TransportKind::Tcp);
+    }
+    let options = JoinOptions { interface: Some("no interface".to_owned()), ..tcp };
+    let failure = join(&options).expect_err("there is none");
+    assert!(matches!(failure, CommError::Interface { .. }), "{failure}");
 }
 
 #[test]
@@ -147,7 +104,11 @@ fn an_address_that_names_no_host_is_refused() {
     let options = JoinOptions { master_addr: "no\0host".to_owned(), ..options(2) };
     assert!(matches!(join(&options), Err(CommError::Resolve { .. })));
     // An address of documentation (RFC 5737), which no host has.
-    let options = JoinOptions { master_addr: "192.0.2.1".to_owned(), ..options };
+    let options = JoinOptions {
+        master_addr: "192.0.2.1".to_owned(),
+        secret: Some(Secret::random().expect("random numbers")),
+        ..options
+    };
     assert!(matches!(join(&options), Err(CommError::Listen { .. })));
 }
 

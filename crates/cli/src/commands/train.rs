@@ -2,7 +2,9 @@
 
 use super::prepare::Display;
 use crate::console::{Console, remark};
-use crate::launch::{LocalWorld, WorkerEnvironment, error_log, run_local_workers, this_command};
+use crate::launch::{
+    LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers, this_command,
+};
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::Result;
 use std::path::PathBuf;
@@ -128,16 +130,16 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
     let comm = config.comm();
     let timeout = Duration::from_secs_f64(comm.timeout_seconds);
     let options = JoinOptions {
-        master_addr: environment.master_addr.clone(),
-        master_port: environment.master_port,
         transport: match comm.transport {
             Transport::Auto => TransportChoice::Auto,
             Transport::Shm => TransportChoice::Shm,
             Transport::Tcp => TransportChoice::Tcp,
         },
         job: config.run().name.clone(),
+        requires_secret: comm.require_secret,
+        interface: comm.interface.clone(),
         group: GroupOptions { timeout, ..GroupOptions::default() },
-        ..JoinOptions::new(environment.rank, environment.world_size)
+        ..join_options(environment, comm.secret_file.as_deref())?
     };
     let group = join(&options)?;
     if group.rank() == Rank::ROOT {

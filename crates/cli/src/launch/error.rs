@@ -3,6 +3,7 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 use trireme_base::Rank;
+use trireme_comm::CommError;
 
 /// Workers could not be started, or did not end well; or the environment describes no possible worker.
 #[derive(Debug, thiserror::Error)]
@@ -64,6 +65,13 @@ pub(crate) enum LaunchError {
         /// Why.
         #[source]
         source: io::Error,
+    },
+    /// No secret could be made for the workers.
+    #[error("cannot make a secret for the workers")]
+    Secret {
+        /// Why.
+        #[source]
+        source: CommError,
     },
     /// A worker could not be started.
     #[error("cannot start rank {rank} as {program}")]

@@ -2,6 +2,7 @@
 
 use super::LaunchError;
 use super::error::Death;
+use super::joining::SECRET_VARIABLE;
 use super::worker_processes::{WorkerProcesses, is_follower};
 use rustix::process::Signal;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
@@ -14,6 +15,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
+use trireme_comm::Secret;
 
 /// How long the death of a worker that has lost a peer waits for the death of that peer.
 const CAUSE_GRACE: Duration = Duration::from_secs(1);
@@ -44,7 +46,7 @@ pub(crate) fn this_command() -> io::Result<Command> {
 
 /// Starts a worker for each rank with the command that `command` makes, and waits until all have ended.
 ///
-/// The commands get torchrun's variables. What a worker prints goes to its log; what rank 0 prints, to
+/// The commands get torchrun's variables, and a secret that is made for this world. What a worker prints goes to its log; what rank 0 prints, to
 /// where this process prints. If a worker dies, the others are ended: within 1 second the cause is found,
 /// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM and SIGHUP end the workers, too.
 /// No worker is left when this returns. The process should end then: the three signals no longer end it.
@@ -68,6 +70,7 @@ fn start_workers(
 ) -> Result<WorkerProcesses, LaunchError> {
     let port = master_port(world.master_port)
         .map_err(|source| LaunchError::Port { port: world.master_port, source })?;
+    let secret = Secret::random().map_err(|source| LaunchError::Secret { source })?;
     let mut workers = WorkerProcesses::new();
     for rank in (0..world.num_workers).map(Rank) {
         let mut command = command(rank);
@@ -77,7 +80,8 @@ fn start_workers(
             .env("LOCAL_RANK", rank.to_string())
             .env("LOCAL_WORLD_SIZE", world.num_workers.to_string())
             .env("MASTER_ADDR", "127.0.0.1")
-            .env("MASTER_PORT", port.to_string());
+            .env("MASTER_PORT", port.to_string())
+            .env(SECRET_VARIABLE, secret.expose());
         workers.start(rank, &mut command, world.log_folder.join(format!("rank-{rank}.log")))?;
     }
     Ok(workers)

@@ -76,6 +76,19 @@ fn workers_get_their_place_in_the_world_and_keep_logs() {
 }
 
 #[test]
+fn every_world_has_a_secret_of_its_own() {
+    let scene = Scene::new();
+    let tell = "echo $TRIREME_SECRET";
+    scene.run(&[":", tell, tell]).unwrap();
+    scene.run(&[":", tell]).unwrap();
+    let (first, second) = (scene.log(2), scene.log(1));
+    assert_eq!(first.trim().len(), 64);
+    let (of_first, of_second) = second.split_once('\n').unwrap();
+    assert_eq!(of_first, first.trim());
+    assert!(of_second.trim().len() == 64 && of_second.trim() != of_first);
+}
+
+#[test]
 fn a_death_ends_the_others_and_is_reported_once() {
     let scene = Scene::new();
     fs::write(scene.path("rank-2.log"), "of an earlier run\n").unwrap();

@@ -9,3 +9,4 @@ mod full_disk;
 mod journey;
 mod measuring;
 mod places;
+mod strangers;

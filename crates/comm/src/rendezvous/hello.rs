@@ -1,20 +1,22 @@
+use super::handshake::Introduction;
+use super::key::Key;
 use super::wire::{ip_to_words, words_to_ip};
 use crate::{JoinOptions, words};
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 
-/// The first word of a hello: this protocol, first version.
-pub(super) const HELLO_MAGIC: [u8; 8] = *b"TRIRJOI1";
-const HELLO_WORDS: usize = 10;
-/// Bytes of a hello on the wire.
-pub(super) const HELLO_BYTES: usize = 8 * HELLO_WORDS;
+const WORDS: usize = 5 + PLACE_WORDS;
+/// Words of a place on the wire.
+pub(super) const PLACE_WORDS: usize = 6;
 
 /// How a rank introduces itself to rank 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Hello {
     pub(super) rank: u64,
     pub(super) world_size: u64,
-    /// Fingerprint of what must be the same on all ranks.
+    /// Fingerprint of the job's name.
     pub(super) job: u64,
+    /// Fingerprint of the other options that must be the same on all ranks.
+    pub(super) options: u64,
     /// Where the rank can be met.
     pub(super) place: Place,
 }
@@ -30,35 +32,49 @@ pub(super) struct Place {
     pub(super) address: SocketAddr,
 }
 
-impl Hello {
-    pub(super) fn encode(&self) -> [u8; HELLO_BYTES] {
-        let [host_high, host_low] = [(self.place.host >> 64) as u64, self.place.host as u64];
-        let [ip_high, ip_low] = ip_to_words(self.place.address.ip());
-        words::to_bytes([
-            u64::from_le_bytes(HELLO_MAGIC),
-            self.rank,
-            self.world_size,
-            self.job,
-            host_high,
-            host_low,
-            self.place.meeting,
-            ip_high,
-            ip_low,
-            u64::from(self.place.address.port()),
-        ])
+impl Place {
+    pub(super) fn to_words(self) -> [u64; PLACE_WORDS] {
+        let [ip_high, ip_low] = ip_to_words(self.address.ip());
+        let port = u64::from(self.address.port());
+        [(self.host >> 64) as u64, self.host as u64, self.meeting, ip_high, ip_low, port]
     }
 
-    /// Reads a hello; `None` if the bytes are none.
-    pub(super) fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
-        let [magic, rank, world_size, job, host_high, host_low, meeting, ip_high, ip_low, port] =
-            words::from_bytes(bytes);
-        if magic != u64::from_le_bytes(HELLO_MAGIC) {
-            return None;
+    /// Reads what [`to_words`](Place::to_words) wrote; `None` if the words are no place.
+    pub(super) fn from_words(words: [u64; PLACE_WORDS]) -> Option<Self> {
+        let [host_high, host_low, meeting, ip_high, ip_low, port] = words;
+        let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), u16::try_from(port).ok()?);
+        Some(Place { host: u128::from(host_high) << 64 | u128::from(host_low), meeting, address })
+    }
+}
+
+impl Introduction for Hello {
+    /// This protocol, second version.
+    const MAGIC: [u8; 8] = *b"TRIRJOI2";
+    const BYTES: usize = 8 * WORDS;
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let [magic, rank, world_size, job, options, place @ ..]: [u64; WORDS] =
+            words::from_bytes::<WORDS, { 8 * WORDS }>(bytes.try_into().ok()?);
+        let place = Place::from_words(place).filter(|_| magic == u64::from_le_bytes(Self::MAGIC))?;
+        Some(Hello { rank, world_size, job, options, place })
+    }
+}
+
+impl Hello {
+    pub(super) fn of(options: &JoinOptions, place: Place) -> Self {
+        Hello {
+            rank: options.rank.0 as u64,
+            world_size: options.world_size as u64,
+            job: fingerprint("job", &options.job),
+            options: options_fingerprint(options),
+            place,
         }
-        let ip: IpAddr = words_to_ip([ip_high, ip_low]);
-        let address = SocketAddr::new(ip, u16::try_from(port).ok()?);
-        let host = u128::from(host_high) << 64 | u128::from(host_low);
-        Some(Hello { rank, world_size, job, place: Place { host, meeting, address } })
+    }
+
+    pub(super) fn encode(&self) -> [u8; Self::BYTES] {
+        let magic = u64::from_le_bytes(Self::MAGIC);
+        let [a, b, c, d, e, f] = self.place.to_words();
+        words::to_bytes([magic, self.rank, self.world_size, self.job, self.options, a, b, c, d, e, f])
     }
 
     /// Why rank 0, with its own options, turns the sender away; `None` if it does not.
@@ -70,10 +86,11 @@ impl Hello {
                 self.world_size
             ));
         }
-        if self.job != fingerprint(options) {
-            return Some(
-                "it belongs to another job, or its communication options differ from rank 0's".to_owned(),
-            );
+        if self.job != fingerprint("job", &options.job) {
+            return Some(format!("it belongs to another job than rank 0, whose job is '{}'", options.job));
+        }
+        if self.options != options_fingerprint(options) {
+            return Some("its communication options differ from rank 0's".to_owned());
         }
         if self.rank == 0 {
             return Some("rank 0 is the rank that listens; a second one was started".to_owned());
@@ -82,27 +99,29 @@ impl Hello {
     }
 }
 
-/// What must be the same on all ranks, as one number (FNV-1a: finds mistakes, protects nothing).
-pub(super) fn fingerprint(options: &JoinOptions) -> u64 {
-    let JoinOptions { world_size, transport, job, group, .. } = options;
-    let text = format!(
-        "{world_size} {transport} {:?} {} {} {job}",
-        group.timeout, group.short_bytes_max, group.chunk_bytes
-    );
-    text.bytes()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+/// The options that must be the same on all ranks, as one number.
+fn options_fingerprint(options: &JoinOptions) -> u64 {
+    let JoinOptions { transport, group, .. } = options;
+    let text = format!("{transport} {group:?}");
+    fingerprint("options", &text)
+}
+
+/// The text as one number: finds mistakes. What protects is the secret.
+pub(super) fn fingerprint(purpose: &str, text: &str) -> u64 {
+    let tag = Key::of(None).tag(purpose, &[text.as_bytes()]);
+    u64::from_le_bytes(*tag.first_chunk().expect("a tag has more than eight bytes"))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::GroupOptions;
     use proptest::prelude::*;
     use trireme_base::Rank;
 
     fn hello(rank: u64, options: &JoinOptions) -> Hello {
         let address = "127.0.0.1:9".parse().expect("an address");
-        let place = Place { host: 1 << 100, meeting: 8, address };
-        Hello { rank, world_size: options.world_size as u64, job: fingerprint(options), place }
+        Hello { rank, ..Hello::of(options, Place { host: 1 << 100, meeting: 8, address }) }
     }
 
     #[test]
@@ -111,6 +130,7 @@ mod tests {
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));
         hello.place.address = "[fe80::7]:65535".parse().expect("an address");
         assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+        assert_eq!(Hello::decode(&hello.encode()[1..]), None);
     }
 
     #[test]
@@ -120,17 +140,20 @@ mod tests {
         for rank in [0, 4, u64::MAX] {
             assert!(hello(rank, &options).objection(&options).is_some(), "{rank}");
         }
-        let other_world = JoinOptions::new(Rank(0), 3);
-        assert!(hello(1, &other_world).objection(&options).is_some_and(|why| why.contains("world_size 3")));
-        let other_job = JoinOptions { job: "other".to_owned(), ..options.clone() };
-        assert!(hello(1, &other_job).objection(&options).is_some_and(|why| why.contains("job")));
+        let objects = |other: &JoinOptions, word: &str| {
+            let objection = hello(1, other).objection(&options);
+            assert!(objection.as_ref().is_some_and(|why| why.contains(word)), "{objection:?}");
+        };
+        objects(&JoinOptions::new(Rank(0), 3), "world_size 3");
+        objects(&JoinOptions { job: "other".to_owned(), ..options.clone() }, "another job");
+        let group = GroupOptions { chunk_bytes: 64, ..options.group.clone() };
+        objects(&JoinOptions { group, ..options.clone() }, "options differ");
     }
 
     proptest! {
         #[test]
-        fn any_bytes_are_read_or_refused(mut bytes in proptest::collection::vec(any::<u8>(), HELLO_BYTES)) {
-            bytes[..8].copy_from_slice(&HELLO_MAGIC);
-            let bytes: [u8; HELLO_BYTES] = bytes.try_into().expect("as many bytes as a hello");
+        fn any_bytes_are_read_or_refused(mut bytes in proptest::collection::vec(any::<u8>(), Hello::BYTES)) {
+            bytes[..8].copy_from_slice(&Hello::MAGIC);
             if let Some(hello) = Hello::decode(&bytes) {
                 prop_assert_eq!(Hello::decode(&hello.encode()), Some(hello));
             }

@@ -1,10 +1,9 @@
-//! The connections between all pairs of ranks. Of each pair the higher rank connects and introduces itself.
+//! The connections between all pairs of a group's members. Of each pair the higher one connects and introduces itself.
 
 use super::hello::Place;
-use super::message::Table;
-use super::wire::{invalid, receive_exact, send_all, wait_for};
+use super::session::{Gate, Session};
+use super::wire::{invalid, wait_for};
 use crate::transport::shm::{Arena, PeerArena};
-use crate::words;
 use rustix::event::PollFlags;
 use rustix::io::retry_on_intr;
 use rustix::net::sockopt::{
@@ -25,76 +24,165 @@ use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// A stranger at the door may take this long to say that it is none.
-const INTRODUCTION_MAX: Duration = Duration::from_secs(2);
-const MAGIC: u64 = u64::from_le_bytes(*b"TRIRMSH1");
-const INTRODUCTION_BYTES: usize = 32;
-
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    Data = 0,
-    Control = 1,
+pub(crate) enum Purpose {
+    /// Collective operations.
+    Collectives = 0,
+    /// Messages between two ranks.
+    Messages = 1,
+    /// Notices.
+    Control = 2,
 }
 
-/// How a rank introduces itself on a connection of the mesh.
-fn introduction(session: u64, rank: usize, purpose: Purpose) -> [u8; INTRODUCTION_BYTES] {
-    words::to_bytes([MAGIC, session, rank as u64, purpose as u64])
+impl Purpose {
+    const ALL: [Purpose; 3] = [Purpose::Collectives, Purpose::Messages, Purpose::Control];
+
+    fn of(word: u64) -> Option<Self> {
+        Purpose::ALL.into_iter().find(|&known| known as u64 == word)
+    }
 }
 
-/// Who introduced itself, if it is a member of the session.
-fn introduced(bytes: &[u8; INTRODUCTION_BYTES], session: u64, world_size: usize) -> Option<(usize, Purpose)> {
-    let [magic, their_session, rank, purpose] = words::from_bytes(bytes);
-    let purpose = [Purpose::Data, Purpose::Control].into_iter().find(|&known| known as u64 == purpose)?;
-    let rank = usize::try_from(rank).ok().filter(|&rank| rank < world_size)?;
-    (magic == MAGIC && their_session == session).then_some((rank, purpose))
+/// How two members are connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Route {
+    /// By sockets of their host.
+    Local,
+    /// By TCP.
+    Tcp,
 }
 
-/// One row of connections per purpose, in rank order, `None` for the own rank.
-pub(super) struct TcpMesh {
-    pub(super) data: Vec<Option<OwnedFd>>,
-    pub(super) control: Vec<Option<OwnedFd>>,
+/// Where a rank is met.
+pub(crate) struct Listeners {
+    pub(crate) tcp: Option<TcpListener>,
+    pub(crate) local: UnixListener,
 }
 
-/// Connects to all other ranks by TCP, with one connection for data and one for control each.
-pub(super) fn connect_tcp(
-    rank: Rank,
-    table: &Table,
-    listener: &TcpListener,
+/// Who is to be connected, and how.
+pub(super) struct Members<'a> {
+    /// This rank's place among the members.
+    pub(super) own: Rank,
+    pub(super) places: &'a [Place],
+    pub(super) routes: &'a [Route],
+    /// This rank's arena, if arenas are to be exchanged with the members of this host.
+    pub(super) arena: Option<&'a Arena>,
+    /// Bytes that any arena has at least.
+    pub(super) arena_bytes_min: usize,
+}
+
+/// One row of connections per purpose, in the order of the members, `None` for the own rank.
+pub(super) struct Mesh {
+    pub(super) rows: [Vec<Option<OwnedFd>>; 3],
+    /// The arenas of the members of this host, if they were exchanged.
+    pub(super) arenas: Vec<Option<PeerArena>>,
+}
+
+/// Connects to all other members.
+pub(super) fn connect(
+    session: &Session<'_>,
+    members: &Members<'_>,
+    listeners: &Listeners,
     deadline: Instant,
-) -> io::Result<TcpMesh> {
-    let world_size = table.places.len();
-    let mut rows: [Vec<Option<OwnedFd>>; 2] = [0, 1].map(|_| (0..world_size).map(|_| None).collect());
-    for (lower, place) in table.places[..rank.0].iter().enumerate() {
-        for purpose in [Purpose::Data, Purpose::Control] {
-            let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-            let stream = TcpStream::connect_timeout(&place.address, left).map_err(|error| {
-                in_context(error, format!("connecting to rank {lower} at {}", place.address))
-            })?;
-            send_all(&stream, &introduction(table.session, rank.0, purpose), deadline)?;
-            rows[purpose as usize][lower] = Some(tuned(stream, purpose)?);
+) -> io::Result<Mesh> {
+    let num_members = members.places.len();
+    let mut mesh = Mesh {
+        rows: [0, 1, 2].map(|_| (0..num_members).map(|_| None).collect()),
+        arenas: (0..num_members).map(|_| None).collect(),
+    };
+    for lower in 0..members.own.0 {
+        for purpose in Purpose::ALL {
+            call(session, members, lower, purpose, &mut mesh, deadline)
+                .map_err(|error| in_context(error, format!("connecting to rank {lower}")))?;
         }
     }
-    while let Some(absent) =
-        (rank.0 + 1..world_size).find(|&higher| rows.iter().any(|row| row[higher].is_none()))
-    {
-        wait_for(listener, PollFlags::IN, deadline)
-            .map_err(|error| in_context(error, format!("waiting for rank {absent} to connect")))?;
-        let (stream, _) = listener.accept()?;
-        let mut bytes = [0; INTRODUCTION_BYTES];
-        let patience = deadline.min(Instant::now() + INTRODUCTION_MAX);
-        if receive_exact(&stream, &mut bytes, patience).is_err() {
+    for route in [Route::Local, Route::Tcp] {
+        let awaited = (members.own.0 + 1..num_members).filter(|&higher| members.routes[higher] == route);
+        if awaited.clone().next().is_none() {
             continue;
         }
-        // A stranger is not answered; it learns from the closed connection.
-        let Some((from, purpose)) = introduced(&bytes, table.session, world_size) else { continue };
-        let place = &mut rows[purpose as usize][from];
-        if from > rank.0 && place.is_none() {
-            *place = Some(tuned(stream, purpose)?);
+        let mut gate = match (route, &listeners.tcp) {
+            (Route::Local, _) => session.accept(&listeners.local)?,
+            (Route::Tcp, Some(listener)) => session.accept(listener)?,
+            (Route::Tcp, None) => return Err(invalid("this rank listens for no connections by TCP")),
+        };
+        while let Some(absent) =
+            awaited.clone().find(|&higher| mesh.rows.iter().any(|row| row[higher].is_none()))
+        {
+            answer(&mut gate, members, route, &mut mesh, deadline)
+                .map_err(|error| in_context(error, format!("waiting for rank {absent} to connect")))?;
         }
     }
-    let [data, control] = rows;
-    Ok(TcpMesh { data, control })
+    Ok(mesh)
+}
+
+/// Connects to a lower member for one purpose.
+fn call(
+    session: &Session<'_>,
+    members: &Members<'_>,
+    lower: usize,
+    purpose: Purpose,
+    mesh: &mut Mesh,
+    deadline: Instant,
+) -> io::Result<()> {
+    let place = &members.places[lower];
+    let introduce = |socket: &dyn AsFd| {
+        session.introduce(socket.as_fd(), Rank(lower), purpose as u64, deadline).map(drop)
+    };
+    let socket: OwnedFd = match members.routes[lower] {
+        Route::Tcp => {
+            let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+            let stream = TcpStream::connect_timeout(&place.address, left)
+                .map_err(|error| in_context(error, format!("at {}", place.address)))?;
+            introduce(&stream)?;
+            tuned(stream, purpose)?
+        }
+        Route::Local => {
+            let stream = UnixStream::connect_addr(&local_address(place.meeting)?)?;
+            check_user(&stream)?;
+            introduce(&stream)?;
+            if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
+                send_arena(&stream, arena)?;
+                let memory = receive_arena(&stream, deadline)?;
+                mesh.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
+            }
+            stream.into()
+        }
+    };
+    mesh.rows[purpose as usize][lower] = Some(socket);
+    Ok(())
+}
+
+/// Takes the next connection of a higher member.
+fn answer(
+    gate: &mut Gate<'_>,
+    members: &Members<'_>,
+    route: Route,
+    mesh: &mut Mesh,
+    deadline: Instant,
+) -> io::Result<()> {
+    let is_expected = |from: Rank, purpose: u64| {
+        Purpose::of(purpose).is_some_and(|known| {
+            from > members.own
+                && members.routes[from.0] == route
+                && mesh.rows[known as usize][from.0].is_none()
+        })
+    };
+    let accepted = gate.next(deadline, is_expected)?;
+    let purpose = Purpose::of(accepted.purpose).expect("only known purposes are expected");
+    let socket = match route {
+        Route::Tcp => tuned(accepted.socket.into(), purpose)?,
+        Route::Local => {
+            check_user(&accepted.socket)?;
+            if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
+                let memory = receive_arena(&accepted.socket, deadline)?;
+                send_arena(&accepted.socket, arena)?;
+                mesh.arenas[accepted.from.0] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
+            }
+            accepted.socket
+        }
+    };
+    mesh.rows[purpose as usize][accepted.from.0] = Some(socket);
+    Ok(())
 }
 
 /// Sets what makes small messages quick, and what notices a dead host within 5 s.
@@ -111,15 +199,8 @@ fn tuned(stream: TcpStream, purpose: Purpose) -> io::Result<OwnedFd> {
     Ok(stream.into())
 }
 
-/// The control connections to all other ranks of this host, and their arenas.
-pub(super) struct ShmMesh {
-    pub(super) arena: std::sync::Arc<Arena>,
-    pub(super) arenas: Vec<Option<PeerArena>>,
-    pub(super) control: Vec<Option<OwnedFd>>,
-}
-
 /// The socket at which a rank is met by processes of its host. It has no file, and ends with the process.
-pub(super) fn listen_local(meeting: u64) -> io::Result<UnixListener> {
+pub(crate) fn listen_local(meeting: u64) -> io::Result<UnixListener> {
     UnixListener::bind_addr(&local_address(meeting)?)
 }
 
@@ -127,91 +208,35 @@ fn local_address(meeting: u64) -> io::Result<UnixAddr> {
     UnixAddr::from_abstract_name(format!("trireme-{meeting:016x}"))
 }
 
-/// Connects to all other ranks over sockets of this host, and maps each other's arenas.
-pub(super) fn connect_shm(
-    rank: Rank,
-    table: &Table,
-    listener: &UnixListener,
-    deadline: Instant,
-) -> io::Result<ShmMesh> {
-    let world_size = table.places.len();
-    let arena =
-        Arena::new(world_size).map_err(|error| in_context(error, "creating the shared memory".to_owned()))?;
-    let mut arenas: Vec<Option<PeerArena>> = (0..world_size).map(|_| None).collect();
-    let mut control: Vec<Option<OwnedFd>> = (0..world_size).map(|_| None).collect();
-    let own = introduction(table.session, rank.0, Purpose::Control);
-
-    for (lower, Place { meeting, .. }) in table.places[..rank.0].iter().enumerate() {
-        let meet = || -> io::Result<(OwnedFd, PeerArena)> {
-            let stream = UnixStream::connect_addr(&local_address(*meeting)?)?;
-            send_with_arena(&stream, &own, &arena)?;
-            let (bytes, memory) = receive_with_arena(&stream, deadline)?;
-            if introduced(&bytes, table.session, world_size) != Some((lower, Purpose::Control)) {
-                return Err(invalid("somebody else answered"));
-            }
-            Ok((stream.into(), PeerArena::map(&memory)?))
-        };
-        let (stream, peer) =
-            meet().map_err(|error| in_context(error, format!("sharing memory with rank {lower}")))?;
-        control[lower] = Some(stream);
-        arenas[lower] = Some(peer);
+/// Refuses to share memory with a process of another user.
+fn check_user(socket: impl AsFd) -> io::Result<()> {
+    if socket_peercred(socket)?.uid == geteuid() {
+        return Ok(());
     }
-    while let Some(absent) = (rank.0 + 1..world_size).find(|&higher| control[higher].is_none()) {
-        wait_for(listener, PollFlags::IN, deadline)
-            .map_err(|error| in_context(error, format!("waiting for rank {absent} to share memory")))?;
-        let (stream, _) = listener.accept()?;
-        let patience = deadline.min(Instant::now() + INTRODUCTION_MAX);
-        let Ok((bytes, memory)) = receive_with_arena(&stream, patience) else { continue };
-        let Some((from, Purpose::Control)) = introduced(&bytes, table.session, world_size) else { continue };
-        if from > rank.0 && control[from].is_none() {
-            send_with_arena(&stream, &own, &arena)?;
-            control[from] = Some(stream.into());
-            arenas[from] = Some(PeerArena::map(&memory)?);
-        }
-    }
-    Ok(ShmMesh { arena, arenas, control })
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, "the other process is another user's"))
 }
 
-fn send_with_arena(
-    stream: &UnixStream,
-    introduction: &[u8; INTRODUCTION_BYTES],
-    arena: &Arena,
-) -> io::Result<()> {
+fn send_arena(socket: impl AsFd, arena: &Arena) -> io::Result<()> {
     let memory = [arena.as_fd()];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     assert!(ancillary.push(SendAncillaryMessage::ScmRights(&memory)), "the space is for one descriptor");
-    let slices = [IoSlice::new(introduction)];
-    let num_sent = retry_on_intr(|| sendmsg(stream, &slices, &mut ancillary, SendFlags::NOSIGNAL))?;
-    if num_sent == INTRODUCTION_BYTES { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
+    let slices = [IoSlice::new(&[0])];
+    let num_sent = retry_on_intr(|| sendmsg(&socket, &slices, &mut ancillary, SendFlags::NOSIGNAL))?;
+    if num_sent == 1 { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
 }
 
-/// An introduction and the memory that came with it, from a process of the same user.
-fn receive_with_arena(
-    stream: &UnixStream,
-    deadline: Instant,
-) -> io::Result<([u8; INTRODUCTION_BYTES], OwnedFd)> {
-    if socket_peercred(stream)?.uid != geteuid() {
-        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "the other process is another user's"));
-    }
-    wait_for(stream, PollFlags::IN, deadline)?;
-    let mut bytes = [0; INTRODUCTION_BYTES];
+fn receive_arena(socket: impl AsFd, deadline: Instant) -> io::Result<OwnedFd> {
+    wait_for(&socket, PollFlags::IN, deadline)?;
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let received = recvmsg(
-        stream,
-        &mut [IoSliceMut::new(&mut bytes)],
-        &mut ancillary,
-        RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
-    )?;
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    recvmsg(&socket, &mut [IoSliceMut::new(&mut [0])], &mut ancillary, flags)?;
     let memory = ancillary.drain().find_map(|message| match message {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    match memory {
-        Some(memory) if received.bytes == INTRODUCTION_BYTES => Ok((bytes, memory)),
-        _ => Err(invalid("an introduction without memory")),
-    }
+    memory.ok_or_else(|| invalid("a message without memory"))
 }
 
 fn in_context(error: io::Error, doing: String) -> io::Error {

@@ -1,25 +1,25 @@
-//! What rank 0 and the others tell each other after the hello: a header of three words (magic, kind, length
-//! of the body), then the body.
+//! What is said after an introduction: a header of three words (magic, kind, length of the body), then the body.
 
-use super::hello::Place;
-use super::wire::{invalid, ip_to_words, receive_exact, send_all, words_to_ip};
+use super::hello::{PLACE_WORDS, Place};
+use super::key::{NONCE_BYTES, Nonce, Tag};
+use super::wire::{invalid, receive_exact};
 use crate::words;
 use std::io;
-use std::net::SocketAddr;
 use std::os::fd::AsFd;
 use std::time::Instant;
 
-const MAGIC: u64 = u64::from_le_bytes(*b"TRIRMSG1");
-const HEADER_BYTES: usize = 24;
-const PLACE_BYTES: usize = 48;
+const MAGIC: u64 = u64::from_le_bytes(*b"TRIRMSG2");
+pub(super) const HEADER_BYTES: usize = 24;
+const PLACE_BYTES: usize = 8 * PLACE_WORDS;
+const TABLE_HEAD_BYTES: usize = NONCE_BYTES + 8;
 /// Longer texts are cut.
-const TEXT_BYTES_MAX: usize = 4096;
+pub(super) const TEXT_BYTES_MAX: usize = 4096;
 
 /// Who is where, and how they shall connect.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Table {
-    /// Random number of this world, by which its members know each other's connections.
-    pub(super) session: u64,
+    /// Random number of this world, from which its members make the key of their connections.
+    pub(super) session: Nonce,
     /// Whether to try shared memory first.
     pub(super) tries_shm: bool,
     /// One place per rank.
@@ -28,85 +28,117 @@ pub(super) struct Table {
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Message {
-    /// Rank 0 ends the rendezvous for the receiver.
+    /// The sender has no business with the receiver.
     TurnedAway(String),
     Table(Table),
     /// A phase succeeded, or why not.
     Report(Result<(), String>),
+    /// The receiver shall prove that it has the key.
+    Challenge(Nonce),
+    /// The sender proves that it has the key.
+    Welcome(Tag),
 }
 
 impl Message {
-    pub(super) fn send(&self, socket: impl AsFd, deadline: Instant) -> io::Result<()> {
+    pub(super) fn encode(&self) -> Vec<u8> {
         let (kind, body) = match self {
             Message::TurnedAway(reason) => (1, text_body(reason)),
             Message::Table(table) => (2, table.encode()),
             Message::Report(Ok(())) => (3, Vec::new()),
             Message::Report(Err(reason)) => (4, text_body(reason)),
+            Message::Challenge(challenge) => (5, challenge.to_vec()),
+            Message::Welcome(proof) => (6, proof.to_vec()),
         };
-        let header: [u8; HEADER_BYTES] = words::to_bytes([MAGIC, kind, body.len() as u64]);
-        send_all(&socket, &header, deadline)?;
-        send_all(&socket, &body, deadline)
+        let mut bytes = words::to_bytes::<3, HEADER_BYTES>([MAGIC, kind, body.len() as u64]).to_vec();
+        bytes.extend(body);
+        bytes
     }
 
-    /// Receives a message in a world of `world_size`, which bounds its length.
-    pub(super) fn receive(socket: impl AsFd, world_size: usize, deadline: Instant) -> io::Result<Self> {
-        let mut header = [0; HEADER_BYTES];
-        receive_exact(&socket, &mut header, deadline)?;
-        let [magic, kind, length] = words::from_bytes(&header);
-        let table_bytes = 16 + PLACE_BYTES * world_size;
-        if magic != MAGIC || length > TEXT_BYTES_MAX.max(table_bytes) as u64 {
-            return Err(invalid("what answers there does not speak this program's rendezvous protocol"));
+    /// Reads a whole message; it may hold the table of a world of `world_size`.
+    pub(super) fn decode(bytes: &[u8], world_size: usize) -> io::Result<Self> {
+        let (header, body) =
+            bytes.split_first_chunk().ok_or_else(|| invalid("a message without a header"))?;
+        if body.len() != body_bytes(header, world_size)? {
+            return Err(invalid("a message of another length than it says"));
         }
-        let mut body = vec![0; length as usize];
-        receive_exact(&socket, &mut body, deadline)?;
-        let text = || String::from_utf8_lossy(&body).into_owned();
+        let [_, kind, length] = words::from_bytes(header);
+        let wrong = || invalid(format!("a rendezvous message of kind {kind} and {length} bytes"));
         match kind {
-            1 => Ok(Message::TurnedAway(text())),
-            2 if body.len() == table_bytes => Table::decode(&body).map(Message::Table),
+            1 => Ok(Message::TurnedAway(text(body))),
+            2 if body.len() == table_bytes(world_size) => {
+                Table::decode(body).map(Message::Table).ok_or_else(wrong)
+            }
             3 if body.is_empty() => Ok(Message::Report(Ok(()))),
-            4 => Ok(Message::Report(Err(text()))),
-            _ => Err(invalid(format!("a rendezvous message of kind {kind} and {length} bytes"))),
+            4 => Ok(Message::Report(Err(text(body)))),
+            5 => body.try_into().map(Message::Challenge).map_err(|_| wrong()),
+            6 => body.try_into().map(Message::Welcome).map_err(|_| wrong()),
+            _ => Err(wrong()),
         }
     }
+
+    /// Receives a message that is no table.
+    pub(super) fn receive(socket: impl AsFd, deadline: Instant) -> io::Result<Self> {
+        Message::decode(&receive_bytes(socket, 0, deadline)?, 0)
+    }
+}
+
+/// Receives the bytes of a message in a world of `world_size`, which bounds their number.
+pub(super) fn receive_bytes(socket: impl AsFd, world_size: usize, deadline: Instant) -> io::Result<Vec<u8>> {
+    let mut header = [0; HEADER_BYTES];
+    receive_exact(&socket, &mut header, deadline)?;
+    let mut bytes = vec![0; HEADER_BYTES + body_bytes(&header, world_size)?];
+    let (start, body) = bytes.split_at_mut(HEADER_BYTES);
+    start.copy_from_slice(&header);
+    receive_exact(&socket, body, deadline)?;
+    Ok(bytes)
+}
+
+/// The length of the body that follows the header, if that may be.
+pub(super) fn body_bytes(header: &[u8; HEADER_BYTES], world_size: usize) -> io::Result<usize> {
+    let [magic, _, length] = words::from_bytes(header);
+    if magic != MAGIC || length > TEXT_BYTES_MAX.max(table_bytes(world_size)) as u64 {
+        return Err(invalid("what answers there does not speak this program's rendezvous protocol"));
+    }
+    Ok(length as usize)
+}
+
+fn table_bytes(world_size: usize) -> usize {
+    TABLE_HEAD_BYTES + PLACE_BYTES * world_size
 }
 
 fn text_body(text: &str) -> Vec<u8> {
     text.as_bytes()[..text.len().min(TEXT_BYTES_MAX)].to_vec()
 }
 
+/// The text, without what could command a terminal.
+fn text(body: &[u8]) -> String {
+    String::from_utf8_lossy(body).chars().map(|c| if c.is_control() { ' ' } else { c }).collect()
+}
+
 impl Table {
     fn encode(&self) -> Vec<u8> {
-        let mut body = words::to_bytes::<2, 16>([self.session, u64::from(self.tries_shm)]).to_vec();
+        let mut body = self.session.to_vec();
+        body.extend(u64::from(self.tries_shm).to_le_bytes());
         for place in &self.places {
-            let [ip_high, ip_low] = ip_to_words(place.address.ip());
-            let port = u64::from(place.address.port());
-            let host = [(place.host >> 64) as u64, place.host as u64];
-            let words = [host[0], host[1], place.meeting, ip_high, ip_low, port];
-            body.extend(words::to_bytes::<6, PLACE_BYTES>(words));
+            body.extend(words::to_bytes::<PLACE_WORDS, PLACE_BYTES>(place.to_words()));
         }
         body
     }
 
-    fn decode(body: &[u8]) -> io::Result<Self> {
-        let (head, rest) = body.split_first_chunk::<16>().ok_or_else(|| invalid("a table without a head"))?;
-        let [session, tries_shm] = words::from_bytes(head);
-        let mut places = Vec::with_capacity(rest.len() / PLACE_BYTES);
-        let (chunks, []) = rest.as_chunks::<PLACE_BYTES>() else {
-            return Err(invalid("a table with a part of a place"));
-        };
-        for chunk in chunks {
-            let [host_high, host_low, meeting, ip_high, ip_low, port] = words::from_bytes(chunk);
-            let port = u16::try_from(port).map_err(|_| invalid("a table with a port that is none"))?;
-            let address = SocketAddr::new(words_to_ip([ip_high, ip_low]), port);
-            places.push(Place { host: u128::from(host_high) << 64 | u128::from(host_low), meeting, address });
-        }
-        Ok(Table { session, tries_shm: tries_shm == 1, places })
+    fn decode(body: &[u8]) -> Option<Self> {
+        let (session, rest) = body.split_first_chunk()?;
+        let (tries_shm, rest) = rest.split_first_chunk()?;
+        let (chunks, []) = rest.as_chunks::<PLACE_BYTES>() else { return None };
+        let places = chunks.iter().map(|chunk| Place::from_words(words::from_bytes(chunk)));
+        let tries_shm = u64::from_le_bytes(*tries_shm) == 1;
+        Some(Table { session: *session, tries_shm, places: places.collect::<Option<_>>()? })
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::wire::send_all;
     use std::io::Write;
     use std::os::unix::net::UnixStream;
     use std::time::Duration;
@@ -115,31 +147,44 @@ mod tests {
         Instant::now() + Duration::from_secs(20)
     }
 
-    #[test]
-    fn messages_arrive_as_they_were_sent() {
+    fn table() -> Table {
         let place = |meeting| Place {
             host: u128::MAX - 1,
             meeting,
             address: "[2001:db8::1]:4000".parse().expect("an address"),
         };
-        let table = Table { session: 77, tries_shm: true, places: vec![place(1), place(2)] };
-        let long = "é".repeat(TEXT_BYTES_MAX);
+        Table { session: [77; 32], tries_shm: true, places: vec![place(1), place(2)] }
+    }
+
+    #[test]
+    fn messages_read_back() {
         let messages = [
             Message::TurnedAway("because".to_owned()),
-            Message::Table(table),
+            Message::Table(table()),
             Message::Report(Ok(())),
             Message::Report(Err("no".to_owned())),
+            Message::Challenge([1; 32]),
+            Message::Welcome([2; 32]),
         ];
-        let (one, other) = UnixStream::pair().expect("sockets");
         for message in &messages {
-            message.send(&one, soon()).expect("sent");
-            assert_eq!(Message::receive(&other, 2, soon()).expect("received"), *message);
+            assert_eq!(Message::decode(&message.encode(), 2).expect("a message"), *message);
         }
-        Message::TurnedAway(long).send(&one, soon()).expect("sent");
-        let Message::TurnedAway(cut) = Message::receive(&other, 2, soon()).expect("received") else {
-            panic!("another message");
+        let refused = Message::decode(&Message::Table(table()).encode(), 3).expect_err("another world's");
+        assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
+    }
+
+    #[test]
+    fn texts_are_cut_and_command_no_terminal() {
+        let (one, other) = UnixStream::pair().expect("sockets");
+        let say = |text: String| {
+            send_all(&one, &Message::TurnedAway(text).encode(), soon()).expect("sent");
+            match Message::receive(&other, soon()).expect("received") {
+                Message::TurnedAway(text) => text,
+                message => panic!("{message:?}"),
+            }
         };
-        assert_eq!(cut.len(), TEXT_BYTES_MAX);
+        assert_eq!(say("é".repeat(TEXT_BYTES_MAX)).len(), TEXT_BYTES_MAX);
+        assert_eq!(say("a\x1b[2J\r\nb".to_owned()), "a [2J  b");
     }
 
     #[test]
@@ -147,7 +192,7 @@ mod tests {
         let (mut one, other) = UnixStream::pair().expect("sockets");
         let header: [u8; HEADER_BYTES] = words::to_bytes([MAGIC, 4, u64::MAX]);
         one.write_all(&header).expect("sent");
-        let refused = Message::receive(&other, 2, soon()).expect_err("refused");
+        let refused = receive_bytes(&other, 2, soon()).expect_err("refused");
         assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
     }
 
@@ -155,7 +200,7 @@ mod tests {
     fn another_protocol_is_refused() {
         let (mut one, other) = UnixStream::pair().expect("sockets");
         one.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").expect("sent");
-        let refused = Message::receive(&other, 2, soon()).expect_err("refused");
+        let refused = Message::receive(&other, soon()).expect_err("refused");
         assert_eq!(refused.kind(), io::ErrorKind::InvalidData);
     }
 }

@@ -1,45 +1,65 @@
 //! How the ranks of a world find each other and connect.
 //!
 //! 1. Rank 0 listens on the rendezvous address, the others connect to it (with retries, for it may start
-//!    last) and say hello: protocol version, rank, world size, job. Who does not belong is told why and
-//!    changes nothing.
+//!    last) and say hello: protocol version, rank, world size, job. Both prove that they know the job's secret
+//!    (`handshake`). Who does not belong is told why and changes nothing.
 //! 2. When all are there, rank 0 sends everyone the table of places and whether to try shared memory: it does
-//!    if that was asked for, or nothing was and all ranks run on one booted system.
+//!    if that was asked for, or nothing was and some ranks share a host. From then on messages to and from
+//!    rank 0 carry tags that only who knows the secret can make (`channel`).
 //! 3. Shared memory: processes of one host meet at abstract unix sockets and pass each other the descriptors
-//!    of their arenas. If any rank fails (say, it is in another network namespace), all of them go on with
-//!    TCP under [`TransportChoice::Auto`], and fail otherwise.
-//! 4. TCP: each pair of ranks has one connection for data and one for control.
+//!    of their arenas. If any rank fails, all of them go on with TCP under [`TransportChoice::Auto`], and fail
+//!    otherwise.
+//! 4. TCP between other ranks. Each pair has one connection for collective operations, one for messages and one for
+//!    control.
 //! 5. All ranks tell rank 0 that they are connected, and start when everyone is.
+//!
+//! On each connection of 3 and 4 both sides prove that they belong to the session that follows from the secret and the
+//! table (`session`). `docs/security.md` says what this protects.
 
+mod channel;
+mod doorway;
+#[cfg(test)]
+mod fuzz;
+mod handshake;
 mod hello;
+mod interface;
+mod key;
 mod lobby;
 mod mesh;
 mod message;
+mod refusals;
+mod session;
+mod split;
 mod star;
 mod wire;
 
-use crate::control::Control;
-use crate::transport::Fabric;
-use crate::transport::shm::SharedMemory;
-use crate::transport::sockets::Sockets;
-use crate::{CommError, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind};
+use crate::secret::random_bytes;
+use crate::transport::shm::{Arena, area_bytes};
+use crate::transport::{OwnMemory, Parts};
+use crate::{CommError, Group, GroupOptions, JoinOptions, TransportChoice};
 use hello::Place;
+use key::Key;
+pub(crate) use mesh::Purpose;
+use mesh::{Listeners, Members, Mesh, Route};
 use message::Table;
-use rustix::rand::{GetRandomFlags, getrandom};
-use star::{Meeting, Star};
+use refusals::Refusals;
+use session::Session;
+pub(crate) use split::{Home, split};
+use star::{Joining, Meeting, Star};
 use std::io;
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
-use std::os::unix::net::UnixListener;
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
+use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
+use trireme_schedule::collective::Hosts;
 
 /// Ranks in a world: what the tables that are sent around are bounded by.
 const WORLD_SIZE_MAX: usize = 1 << 16;
 /// As good as forever, and far from where times overflow.
 const TIMEOUT_MAX: Duration = Duration::from_secs(365 * 24 * 3600);
 /// Processes of one host need no longer to connect, once all of them are there.
-const SHM_CONNECT_MAX: Duration = Duration::from_secs(5);
+const LOCAL_CONNECT_MAX: Duration = Duration::from_secs(5);
 
 /// Refuses options that cannot be.
 pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
@@ -87,74 +107,112 @@ fn refuse(what: String) -> Result<(), CommError> {
 pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
     let deadline = Instant::now() + options.join_timeout;
     let addresses = resolve(options)?;
+    let interface = interface::address(options, &addresses)?;
+    check_secret(options, addresses.iter().map(SocketAddr::ip).chain(interface))?;
     let setting_up = |source| CommError::Rendezvous {
         doing: "setting up a socket for the ranks of this host".to_owned(),
         source: Arc::new(source),
     };
-    let (meeting, session) = (random().map_err(setting_up)?, random().map_err(setting_up)?);
+    let meeting = u64::from_ne_bytes(random_bytes().map_err(setting_up)?);
     let local = mesh::listen_local(meeting).map_err(setting_up)?;
-    let host = this_host();
+    let host = this_host(options);
     let place_at = |address| Place { host, meeting, address };
-    let Meeting { mut star, table, listener } = if options.rank == Rank::ROOT {
-        star::host(options, &addresses, place_at, session, deadline)?
-    } else {
-        star::visit(options, &addresses, place_at, deadline)?
-    };
+    let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::new(options));
+    let joining =
+        Joining { options, addresses: &addresses, interface, key: &key, refusals: &refusals, deadline };
+    let Meeting { mut star, table, listener } =
+        if options.rank == Rank::ROOT { joining.host(place_at)? } else { joining.visit(place_at)? };
+    let session = Session::new(&key, &table.session, options.rank, options.world_size, &refusals);
+    let interface = listener.local_addr().map_err(setting_up)?.ip();
+    let listeners = Listeners { tcp: Some(listener), local };
 
     // All ranks are here now: what is left does not depend on when they come.
-    let deadline = deadline.max(Instant::now() + 2 * SHM_CONNECT_MAX);
-    let shared =
-        table.tries_shm.then(|| share_memory(options, &mut star, &table, &local, deadline)).transpose()?;
-    let fabric = match shared {
-        Some(Ok(fabric)) => fabric,
+    let deadline = deadline.max(Instant::now() + 2 * LOCAL_CONNECT_MAX);
+    let mut connecting =
+        Connecting { options, session: &session, table: &table, listeners: &listeners, star: &mut star };
+    let parts = match table.tries_shm.then(|| connecting.share_memory(deadline)).transpose()? {
+        Some(Ok(parts)) => parts,
         Some(Err(reason)) if options.transport == TransportChoice::Shm => {
             return Err(CommError::ShmUnavailable { reason });
         }
-        _ => connect_by_tcp(options, &mut star, &table, &listener, deadline)?,
+        _ => connecting.by_tcp(deadline)?,
     };
-    Group::start(options.rank, options.world_size, fabric, &options.group)
+    let home = Home::new(key.derive("trireme: key of split groups", &[&table.session]), interface);
+    Group::start(parts, home, &options.group)
 }
 
-/// Connects by shared memory, if all ranks can; else the reasons why not.
-fn share_memory(
-    options: &JoinOptions,
-    star: &mut Star,
-    table: &Table,
-    local: &UnixListener,
-    deadline: Instant,
-) -> Result<Result<Fabric, String>, CommError> {
-    let doing = "sharing memory with the other ranks";
-    let patience = deadline.min(Instant::now() + SHM_CONNECT_MAX);
-    let own = mesh::connect_shm(options.rank, table, local, patience)
-        .and_then(|mesh| Ok((Control::new(mesh.control)?, mesh.arena, mesh.arenas)))
-        .map_err(|error| error.to_string());
-    let report = own.as_ref().map(drop).map_err(String::clone);
-    let outcome = star.agree(doing, report, deadline)?;
-    let (Ok(()), Ok((control, arena, arenas))) = (&outcome, own) else {
-        return Ok(Err(outcome.err().unwrap_or_else(|| doing.to_owned())));
-    };
-    let transport = SharedMemory::new(options.rank, Arc::clone(&arena), arenas, &options.group)?;
-    let kind = TransportKind::Shm;
-    Ok(Ok(Fabric { kind, control, transport: Box::new(transport), arena: Some(arena) }))
+/// A rank that has the table, and connects to all others.
+struct Connecting<'a> {
+    options: &'a JoinOptions,
+    session: &'a Session<'a>,
+    table: &'a Table,
+    listeners: &'a Listeners,
+    star: &'a mut Star,
 }
 
-fn connect_by_tcp(
-    options: &JoinOptions,
-    star: &mut Star,
-    table: &Table,
-    listener: &TcpListener,
-    deadline: Instant,
-) -> Result<Fabric, CommError> {
-    let doing = "connecting to the other ranks";
-    let wrap = |source| CommError::Rendezvous { doing: doing.to_owned(), source: Arc::new(source) };
-    let own = mesh::connect_tcp(options.rank, table, listener, deadline)
-        .and_then(|mesh| Ok((Control::new(mesh.control)?, mesh.data)));
-    let report = own.as_ref().map(drop).map_err(ToString::to_string);
-    let outcome = star.agree(doing, report, deadline)?;
-    let (control, data) = own.map_err(wrap)?;
-    outcome.map_err(|reason| wrap(io::Error::other(reason)))?;
-    let transport = Sockets::new(options.rank, data, &options.group)?;
-    Ok(Fabric { kind: TransportKind::Tcp, control, transport: Box::new(transport), arena: None })
+impl Connecting<'_> {
+    /// Shares memory with the ranks of this host, and connects to the others by TCP; the reasons why not if some rank
+    /// could not.
+    fn share_memory(&mut self, deadline: Instant) -> Result<Result<Parts, String>, CommError> {
+        let hosts = match self.options.transport {
+            TransportChoice::Shm => Hosts::single(self.options.world_size),
+            _ => hosts_of(&self.table.places),
+        };
+        let patience = deadline.min(Instant::now() + LOCAL_CONNECT_MAX);
+        let own =
+            OwnMemory::new(self.options.world_size, &hosts, self.options.rank).map_err(|e| e.to_string());
+        let routes = routes(&hosts, self.options.rank, Route::Local);
+        let connected = own.and_then(|memory| {
+            let mesh = self.mesh(&routes, Some(&memory.arena), patience).map_err(|e| e.to_string())?;
+            Ok((memory, mesh))
+        });
+        let report = connected.as_ref().map(drop).map_err(String::clone);
+        let outcome = self.star.agree("sharing memory with the other ranks", report, deadline)?;
+        Ok(outcome.and(connected).map(|(memory, mesh)| {
+            let memory = memory.with_peers(mesh.arenas, &hosts, self.options.rank);
+            Parts { rank: self.options.rank, hosts, rows: mesh.rows, memory: Some(memory), is_inproc: false }
+        }))
+    }
+
+    fn by_tcp(&mut self, deadline: Instant) -> Result<Parts, CommError> {
+        let doing = "connecting to the other ranks";
+        let wrap = |source| CommError::Rendezvous { doing: doing.to_owned(), source: Arc::new(source) };
+        let rank = self.options.rank;
+        let routes = vec![Route::Tcp; self.options.world_size];
+        let mesh = self.mesh(&routes, None, deadline);
+        let report = mesh.as_ref().map(drop).map_err(ToString::to_string);
+        let outcome = self.star.agree(doing, report, deadline)?;
+        let mesh = mesh.map_err(wrap)?;
+        outcome.map_err(|reason| wrap(io::Error::other(reason)))?;
+        let hosts = hosts_of(&self.table.places);
+        Ok(Parts { rank, hosts, rows: mesh.rows, memory: None, is_inproc: false })
+    }
+
+    fn mesh(&self, routes: &[Route], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
+        let members = Members {
+            own: self.options.rank,
+            places: &self.table.places,
+            routes,
+            arena,
+            arena_bytes_min: area_bytes(self.options.world_size),
+        };
+        mesh::connect(self.session, &members, self.listeners, deadline)
+    }
+}
+
+/// Who shares a host. A rank that does not know its host is alone.
+fn hosts_of(places: &[Place]) -> Hosts {
+    let ids = places.iter().enumerate().map(|(rank, place)| match place.host {
+        0 => (0, rank),
+        host => (host, 0),
+    });
+    Hosts::new(&ids.collect::<Vec<_>>())
+}
+
+/// How rank `own` is connected to all ranks: to those of its host by `within`, to others by TCP.
+fn routes(hosts: &Hosts, own: Rank, within: Route) -> Vec<Route> {
+    let route = |rank| if hosts.host_of(Rank(rank)) == hosts.host_of(own) { within } else { Route::Tcp };
+    (0..hosts.world_size()).map(route).collect()
 }
 
 fn resolve(options: &JoinOptions) -> Result<Vec<SocketAddr>, CommError> {
@@ -167,14 +225,28 @@ fn resolve(options: &JoinOptions) -> Result<Vec<SocketAddr>, CommError> {
     Ok(addresses)
 }
 
-fn random() -> io::Result<u64> {
-    let mut bytes = [0; 8];
-    getrandom(&mut bytes, GetRandomFlags::empty())?;
-    Ok(u64::from_ne_bytes(bytes))
+/// Refuses to be reachable by strangers without a secret to tell them by.
+fn check_secret(options: &JoinOptions, mut addresses: impl Iterator<Item = IpAddr>) -> Result<(), CommError> {
+    if options.secret.is_some() || !options.requires_secret {
+        return Ok(());
+    }
+    match addresses.find(|address| !address.to_canonical().is_loopback()) {
+        Some(address) => Err(CommError::SecretMissing { address }),
+        None => Ok(()),
+    }
 }
 
-/// A number that all processes of the running system share, and no others; 0 if it cannot be read.
-fn this_host() -> u128 {
+/// A number that the processes share that can reach each other within this host, and no others: those of one running
+/// system and one network namespace, in which local sockets are found. 0 if it cannot be known.
+fn this_host(options: &JoinOptions) -> u128 {
+    if let Some(name) = &options.host {
+        return u128::from(hello::fingerprint("host", name)) << 64 | 1;
+    }
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0)
+    let system = u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0);
+    match std::fs::metadata("/proc/self/ns/net") {
+        // Namespaces are numbered in the low bits of a system.
+        Ok(namespace) if system != 0 => system ^ u128::from(namespace.ino()) << 32,
+        _ => system,
+    }
 }

@@ -1,12 +1,16 @@
 //! The connections between rank 0 and everyone else, over which they agree how to connect.
 
-use super::hello::{Hello, Place, fingerprint};
+use super::channel::{Channel, End};
+use super::handshake::{Reception, introduce};
+use super::hello::{Hello, Place};
+use super::key::{Key, nonce};
 use super::lobby::{self, Guest};
 use super::message::{Message, Table};
-use super::wire::{invalid, send_all};
+use super::refusals::Refusals;
+use super::wire::invalid;
 use crate::{CommError, JoinOptions, TransportChoice};
 use std::io;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
@@ -19,10 +23,10 @@ const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 const COURTESY: Duration = Duration::from_secs(5);
 
 pub(super) enum Star {
-    /// Rank 0, with the streams to ranks 1, 2 …
-    Center { streams: Vec<TcpStream> },
+    /// Rank 0, with the channels to ranks 1, 2 …
+    Center { channels: Vec<Channel> },
     /// Another rank.
-    Ray { center: TcpStream, address: SocketAddr, rank: Rank, world_size: usize },
+    Ray { center: Channel, address: SocketAddr, rank: Rank, world_size: usize },
 }
 
 /// What a rank has when it is in: the star, the table, and its own listener for the mesh.
@@ -36,64 +40,98 @@ fn broken(doing: impl Into<String>, source: io::Error) -> CommError {
     CommError::Rendezvous { doing: doing.into(), source: Arc::new(source) }
 }
 
-/// Rank 0: waits for everyone and gives them the table.
-pub(super) fn host(
-    options: &JoinOptions,
-    addresses: &[SocketAddr],
-    place_at: impl Fn(SocketAddr) -> Place,
-    session: u64,
-    deadline: Instant,
-) -> Result<Meeting, CommError> {
-    let master = lobby::listen(addresses)?;
-    let setting_up = |source| broken("setting up rank 0", source);
-    let ip = master.local_addr().map_err(setting_up)?.ip();
-    let listener = TcpListener::bind((ip, 0)).map_err(setting_up)?;
-    let own = place_at(listener.local_addr().map_err(setting_up)?);
-
-    let guests: Vec<Guest> = lobby::gather(options, master, deadline)?.into_iter().flatten().collect();
-    let mut places = Vec::from([own]);
-    places.extend(guests.iter().map(|guest| guest.place));
-    let share_a_host = own.host != 0 && places.iter().all(|place| place.host == own.host);
-    let tries_shm = match options.transport {
-        TransportChoice::Shm => true,
-        TransportChoice::Tcp => false,
-        TransportChoice::Auto => share_a_host,
-    };
-    let table = Table { session, tries_shm, places };
-    let streams: Vec<_> = guests.into_iter().map(|guest| guest.stream).collect();
-    let mut star = Star::Center { streams };
-    star.tell_all(&Message::Table(table.clone()), deadline)?;
-    Ok(Meeting { star, table, listener })
+/// Who joins whom, and how it knows the others.
+pub(super) struct Joining<'a> {
+    pub(super) options: &'a JoinOptions,
+    /// Where rank 0 listens.
+    pub(super) addresses: &'a [SocketAddr],
+    /// Where this rank listens for the others, if not where it meets rank 0.
+    pub(super) interface: Option<IpAddr>,
+    /// The key that follows from the job's secret.
+    pub(super) key: &'a Key,
+    pub(super) refusals: &'a Refusals,
+    pub(super) deadline: Instant,
 }
 
-/// Another rank: reaches rank 0, introduces itself and gets the table.
-pub(super) fn visit(
-    options: &JoinOptions,
-    addresses: &[SocketAddr],
-    place_at: impl Fn(SocketAddr) -> Place,
-    deadline: Instant,
-) -> Result<Meeting, CommError> {
-    let (center, address) = reach(options, addresses, deadline)?;
-    let ip = center.local_addr().map_err(|source| broken("asking for the own address", source))?.ip();
-    let listening = |source| broken(format!("listening on {ip} for the other ranks"), source);
-    let listener = TcpListener::bind((ip, 0)).map_err(listening)?;
-    let hello = Hello {
-        rank: options.rank.0 as u64,
-        world_size: options.world_size as u64,
-        job: fingerprint(options),
-        place: place_at(listener.local_addr().map_err(listening)?),
-    };
-    let joining = |source| broken(format!("joining rank 0 at {address}"), source);
-    center.set_nodelay(true).map_err(joining)?;
-    send_all(&center, &hello.encode(), deadline).map_err(joining)?;
+impl Joining<'_> {
+    /// Rank 0: waits for everyone and gives them the table.
+    pub(super) fn host(&self, place_at: impl Fn(SocketAddr) -> Place) -> Result<Meeting, CommError> {
+        let setting_up = |source| broken("setting up rank 0", source);
+        let master = lobby::listen(self.addresses)?;
+        let listener = self.listen(master.local_addr().map_err(setting_up)?.ip())?;
+        let own = place_at(listener.local_addr().map_err(setting_up)?);
 
-    let (rank, world_size) = (options.rank, options.world_size);
-    let mut star = Star::Ray { center, address, rank, world_size };
-    let patience = Instant::now() + options.join_timeout + COURTESY;
-    match star.hear_center("waiting for the other ranks to join", patience)? {
-        Message::Table(table) => Ok(Meeting { star, table, listener }),
-        _ => Err(broken("waiting for the table of ranks", invalid("rank 0 sent something else"))),
+        let guests = lobby::gather(self.options, &master, self.key, self.refusals, self.deadline)?;
+        let guests: Vec<Guest> = guests.into_iter().flatten().collect();
+        let mut places = Vec::from([own]);
+        places.extend(guests.iter().map(|guest| guest.place));
+        let share_a_host = places.iter().enumerate().any(|(rank, place)| {
+            place.host != 0 && places[..rank].iter().any(|other| other.host == place.host)
+        });
+        let tries_shm = match self.options.transport {
+            TransportChoice::Shm => true,
+            TransportChoice::Tcp => false,
+            TransportChoice::Auto => share_a_host,
+        };
+        let table = Table { session: nonce().map_err(setting_up)?, tries_shm, places };
+        let mut star = Star::Center { channels: guests.into_iter().map(|guest| guest.channel).collect() };
+        star.tell_all(&Message::Table(table.clone()), self.deadline)?;
+        Ok(Meeting { star, table, listener })
     }
+
+    /// Another rank: reaches rank 0, introduces itself and gets the table.
+    pub(super) fn visit(&self, place_at: impl Fn(SocketAddr) -> Place) -> Result<Meeting, CommError> {
+        let JoinOptions { rank, world_size, join_timeout, .. } = *self.options;
+        let (center, address, listener) = self.enter(place_at)?;
+        let mut star = Star::Ray { center, address, rank, world_size };
+        let patience = Instant::now() + join_timeout + COURTESY;
+        match star.hear_center("waiting for the other ranks to join", patience)? {
+            Message::Table(table) => Ok(Meeting { star, table, listener }),
+            _ => Err(broken("waiting for the table of ranks", invalid("rank 0 sent something else"))),
+        }
+    }
+
+    /// Reaches rank 0 and is let in.
+    fn enter(
+        &self,
+        place_at: impl Fn(SocketAddr) -> Place,
+    ) -> Result<(Channel, SocketAddr, TcpListener), CommError> {
+        loop {
+            let (stream, address) = reach(self.options, self.addresses, self.deadline)?;
+            let joining = |source| broken(format!("joining rank 0 at {address}"), source);
+            stream.set_nodelay(true).map_err(joining)?;
+            let listener = self.listen(stream.local_addr().map_err(joining)?.ip())?;
+            let hello = Hello::of(self.options, place_at(listener.local_addr().map_err(joining)?));
+            match introduce(&stream, &hello.encode(), self.key, self.deadline) {
+                Ok(Reception::Welcome(key)) => {
+                    return Ok((Channel::new(stream, key, End::Ray), address, listener));
+                }
+                Ok(Reception::TurnedAway(reason)) => {
+                    let (rank, address) = (self.options.rank, address.to_string());
+                    return Err(CommError::Refused { rank, address, reason });
+                }
+                // Among many strangers, rank 0 may have hung up to make room.
+                Err(error) if has_hung_up(&error) && Instant::now() + RETRY_PAUSE < self.deadline => {
+                    std::thread::sleep(RETRY_PAUSE);
+                }
+                Err(error) => return Err(joining(error)),
+            }
+        }
+    }
+
+    /// Listens for the other ranks, on `ip` if the options name no interface.
+    fn listen(&self, ip: IpAddr) -> Result<TcpListener, CommError> {
+        let ip = self.interface.unwrap_or(ip);
+        let listening = |source| broken(format!("listening on {ip} for the other ranks"), source);
+        TcpListener::bind((ip, 0)).map_err(listening)
+    }
+}
+
+fn has_hung_up(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+    )
 }
 
 /// Connects to rank 0, as soon as it listens.
@@ -143,18 +181,18 @@ impl Star {
     ) -> Result<Result<(), String>, CommError> {
         match self {
             Star::Ray { center, .. } => {
-                Message::Report(own).send(&*center, deadline).map_err(|source| broken(doing, source))?;
+                center.send(&Message::Report(own), deadline).map_err(|source| broken(doing, source))?;
                 match self.hear_center(doing, deadline + COURTESY)? {
                     Message::Report(outcome) => Ok(outcome),
                     _ => Err(broken(doing, invalid("rank 0 sent something else"))),
                 }
             }
-            Star::Center { streams } => {
-                let world_size = streams.len() + 1;
+            Star::Center { channels } => {
+                let world_size = channels.len() + 1;
                 let mut reasons: Vec<String> =
                     own.err().map(|reason| format!("rank 0: {reason}")).into_iter().collect();
-                for (index, stream) in streams.iter().enumerate() {
-                    let reason = match Message::receive(stream, world_size, deadline) {
+                for (index, channel) in channels.iter_mut().enumerate() {
+                    let reason = match channel.receive(world_size, deadline) {
                         Ok(Message::Report(Ok(()))) => continue,
                         Ok(Message::Report(Err(reason))) => reason,
                         Ok(_) => "sent something else than its report".to_owned(),
@@ -173,7 +211,7 @@ impl Star {
         let Star::Ray { center, address, rank, world_size } = self else {
             unreachable!("rank 0 does not wait for itself");
         };
-        match Message::receive(&*center, *world_size, deadline).map_err(|source| broken(doing, source))? {
+        match center.receive(*world_size, deadline).map_err(|source| broken(doing, source))? {
             Message::TurnedAway(reason) => {
                 Err(CommError::Refused { rank: *rank, address: address.to_string(), reason })
             }
@@ -182,12 +220,12 @@ impl Star {
     }
 
     fn tell_all(&mut self, message: &Message, deadline: Instant) -> Result<(), CommError> {
-        let Star::Center { streams } = self else {
+        let Star::Center { channels } = self else {
             unreachable!("only rank 0 tells everyone");
         };
-        for (index, stream) in streams.iter().enumerate() {
-            message
-                .send(stream, deadline)
+        for (index, channel) in channels.iter_mut().enumerate() {
+            channel
+                .send(message, deadline)
                 .map_err(|source| broken(format!("telling rank {}", index + 1), source))?;
         }
         Ok(())

@@ -1,22 +1,21 @@
 //! What carries the data of a group.
 
+pub(crate) mod link;
+pub(crate) mod linked;
 pub(crate) mod shm;
-pub(crate) mod sockets;
 
 use crate::control::Control;
 use crate::engine::{Call, Cost, Payload};
-use crate::{CommError, TransportKind};
-use shm::Arena;
+use crate::rendezvous::Purpose;
+use crate::{CommError, GroupOptions, TransportKind};
+use link::{Link, RingLink, SocketLink};
+use linked::Linked;
+use shm::{Area, Arena, PeerArena, Region, RingPurpose, SharedMemory, area_bytes};
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
-
-/// All that connects one rank to its peers.
-pub(crate) struct Fabric {
-    pub(crate) kind: TransportKind,
-    pub(crate) control: Control,
-    pub(crate) transport: Box<dyn Transport>,
-    /// Where the group's buffers must lie; anywhere, if there is none.
-    pub(crate) arena: Option<Arc<Arena>>,
-}
+use trireme_base::Rank;
+use trireme_schedule::collective::Hosts;
 
 /// Executes operations among the ranks of one group.
 ///
@@ -34,4 +33,145 @@ pub(crate) trait Transport: Send {
 
     /// The operation failed on this rank: memory that peers may still write to must not be used again.
     fn abandon(&mut self) {}
+}
+
+/// What a rank has of a group before the group is made.
+pub(crate) struct Parts {
+    pub(crate) rank: Rank,
+    pub(crate) hosts: Hosts,
+    /// Connected stream sockets, one row for each [`Purpose`], in rank order, `None` for this rank.
+    pub(crate) rows: [Vec<Option<OwnedFd>>; 3],
+    /// Memory that ranks of this host share.
+    pub(crate) memory: Option<GroupMemory>,
+    /// Whether all ranks are threads of this process.
+    pub(crate) is_inproc: bool,
+}
+
+/// This rank's memory for a group, before the peers' is known.
+pub(crate) struct OwnMemory {
+    pub(crate) arena: Arc<Arena>,
+    pub(crate) area: Arc<Region>,
+}
+
+/// The memory of a group's ranks that share a host with this one.
+pub(crate) struct GroupMemory {
+    own: OwnMemory,
+    /// The arenas of the others.
+    peers: Vec<Option<PeerArena>>,
+    /// The areas of the ranks of this host, `None` for others.
+    areas: Vec<Option<Area>>,
+}
+
+/// All that connects one rank to its peers.
+pub(crate) struct Fabric {
+    pub(crate) kind: TransportKind,
+    pub(crate) control: Control,
+    pub(crate) transport: Box<dyn Transport>,
+    /// For messages to and from each rank.
+    pub(crate) message_links: Vec<Option<Link>>,
+    /// Where buffers lie best, and where those of the peers are.
+    pub(crate) arena: Option<Arc<Arena>>,
+    pub(crate) peer_arenas: Vec<Option<PeerArena>>,
+}
+
+impl OwnMemory {
+    /// A new arena for this process, and an area in it for the group of all ranks.
+    pub(crate) fn new(world_size: usize, hosts: &Hosts, rank: Rank) -> io::Result<Self> {
+        let arena = Arena::new(world_size)?;
+        let num_members = hosts.ranks(hosts.host_of(rank)).len();
+        // The first thing in an arena, so the peers know where it is.
+        let area = arena.allocate_for_good(area_bytes(num_members))?;
+        assert_eq!(area.offset(), 0, "an arena begins with its first region");
+        Ok(OwnMemory { arena, area: Arc::new(area) })
+    }
+
+    /// With the arenas of the others, in rank order; their areas are at the start.
+    pub(crate) fn with_peers(self, peers: Vec<Option<PeerArena>>, hosts: &Hosts, rank: Rank) -> GroupMemory {
+        let offsets = vec![0; peers.len()];
+        self.with_areas(peers, &offsets, hosts, rank)
+    }
+
+    /// With the arenas of the others, and where their areas are.
+    pub(crate) fn with_areas(
+        self,
+        peers: Vec<Option<PeerArena>>,
+        offsets: &[usize],
+        hosts: &Hosts,
+        rank: Rank,
+    ) -> GroupMemory {
+        let num_members = hosts.ranks(hosts.host_of(rank)).len();
+        let own_place = (Arc::clone(self.arena.mapping()), self.area.offset());
+        let place = |other: usize| match &peers[other] {
+            _ if other == rank.0 => Some(own_place.clone()),
+            Some(peer) => Some((Arc::clone(&peer.0), offsets[other])),
+            None => None,
+        };
+        let area = |other| place(other).map(|(memory, offset)| Area::new(memory, offset, num_members));
+        let areas = (0..peers.len()).map(area).collect();
+        GroupMemory { own: self, peers, areas }
+    }
+}
+
+impl Parts {
+    /// Puts the parts together.
+    pub(crate) fn assemble(self, options: &GroupOptions) -> Result<Fabric, CommError> {
+        let Parts { rank, hosts, rows, memory, is_inproc } = self;
+        let [collectives, messages, control] = rows;
+        let control =
+            Control::new(control).map_err(|source| CommError::Watch { source: Arc::new(source) })?;
+        let links = |sockets: Vec<Option<OwnedFd>>, purpose| {
+            let sockets = sockets.into_iter().enumerate();
+            let link = |(peer, socket): (usize, Option<OwnedFd>)| {
+                Some(link(socket?, purpose, (rank, Rank(peer)), &hosts, memory.as_ref()))
+            };
+            sockets.map(link).collect::<Vec<_>>()
+        };
+        let collective_links = links(collectives, Purpose::Collectives);
+        let message_links = links(messages, Purpose::Messages);
+        let shares_all = hosts.num_hosts() == 1;
+        let kind = match (&memory, is_inproc) {
+            (_, true) => TransportKind::Inproc,
+            (None, false) => TransportKind::Tcp,
+            (Some(_), false) if shares_all => TransportKind::Shm,
+            (Some(_), false) => TransportKind::ShmAndTcp,
+        };
+        let (arena, peer_arenas) = match &memory {
+            Some(memory) => (Some(Arc::clone(&memory.own.arena)), memory.peers.clone()),
+            None => (None, collective_links.iter().map(|_| None).collect()),
+        };
+        let shared = memory
+            .filter(|_| shares_all)
+            .map(|memory| {
+                let areas: Vec<Area> = memory.areas.into_iter().flatten().collect();
+                let members = (0..areas.len()).map(Rank).collect();
+                let own = (memory.own.arena, memory.own.area);
+                SharedMemory::new(rank.0, members, areas, own, options)
+            })
+            .transpose()?;
+        let transport = Box::new(Linked::new(rank, hosts, collective_links, shared, options)?);
+        Ok(Fabric { kind, control, transport, message_links, arena, peer_arenas })
+    }
+}
+
+/// The link to a peer: through memory that both map, if they do.
+fn link(
+    socket: OwnedFd,
+    purpose: Purpose,
+    (own, peer): (Rank, Rank),
+    hosts: &Hosts,
+    memory: Option<&GroupMemory>,
+) -> Link {
+    let shared = memory.and_then(|memory| {
+        Some((&memory.own.area, memory.areas[own.0].as_ref()?, memory.areas[peer.0].as_ref()?))
+    });
+    let Some((region, own_area, peer_area)) = shared else {
+        return Link::Socket(SocketLink::new(socket));
+    };
+    let purpose = match purpose {
+        Purpose::Messages => RingPurpose::Messages,
+        _ => RingPurpose::Collectives,
+    };
+    let outgoing = own_area.sender(purpose, hosts.local_rank(peer));
+    let incoming = peer_area.receiver(purpose, hosts.local_rank(own));
+    Link::Ring(RingLink::new(socket, outgoing, incoming, Arc::clone(region)))
 }

@@ -8,11 +8,13 @@ use trireme_comm::{
     CommError, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, inproc_world_with, join,
 };
 
-pub const TRANSPORTS: [TransportKind; 3] = [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp];
+pub const TRANSPORTS: [TransportKind; 4] =
+    [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp, TransportKind::ShmAndTcp];
 
 /// Thresholds so low that short vectors take the paths of long ones, in several pieces.
 pub fn small_pieces() -> GroupOptions {
-    GroupOptions { timeout: Duration::from_secs(60), short_bytes_max: 64, chunk_bytes: 128 }
+    let timeout = Duration::from_secs(60);
+    GroupOptions { timeout, short_bytes_max: 64, chunk_bytes: 128, ..GroupOptions::default() }
 }
 
 /// Options of one world: a loopback address that no other world of these tests has.
@@ -38,6 +40,7 @@ pub fn on_ranks<R: Send>(
 ) -> Vec<R> {
     let choice = match transport {
         TransportKind::Shm => TransportChoice::Shm,
+        TransportKind::ShmAndTcp => TransportChoice::Auto,
         _ => TransportChoice::Tcp,
     };
     if transport == TransportKind::Inproc {
@@ -45,13 +48,19 @@ pub fn on_ranks<R: Send>(
         return on_threads(groups.into_iter().map(|group| || body(group)));
     }
     let options = join_options(world_size, choice, options);
-    let ranks = (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), ..options.clone() });
+    // Ranks 0 and 1 share a host, ranks 2 and 3 another one.
+    let host = |rank: usize| (transport == TransportKind::ShmAndTcp).then(|| format!("host {}", rank / 2));
+    let ranks =
+        (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), host: host(rank), ..options.clone() });
     on_threads(ranks.map(|options| {
         let body = &body;
         move || {
             let group = join(&options).expect("the world joins");
-            if world_size > 1 {
-                assert_eq!(group.transport(), transport);
+            match (transport, world_size) {
+                (_, 1) => {}
+                // One host, where two ranks are all.
+                (TransportKind::ShmAndTcp, 2) => assert_eq!(group.transport(), TransportKind::Shm),
+                _ => assert_eq!(group.transport(), transport),
             }
             body(group)
         }
@@ -61,6 +70,22 @@ pub fn on_ranks<R: Send>(
 /// Joins all ranks at once; what each gets.
 pub fn join_all(options: &[JoinOptions]) -> Vec<Result<Group, CommError>> {
     on_threads(options.iter().map(|options| move || join(options)))
+}
+
+/// The options of some ranks of a world.
+pub fn ranks(options: &JoinOptions, ranks: &[usize]) -> Vec<JoinOptions> {
+    ranks.iter().map(|&rank| JoinOptions { rank: Rank(rank), ..options.clone() }).collect()
+}
+
+/// Asserts that all have joined, by `transport`, and are connected.
+pub fn check_world(groups: Vec<Result<Group, CommError>>, transport: TransportKind) {
+    std::thread::scope(|scope| {
+        for group in groups {
+            let group = group.expect("joined");
+            assert_eq!(group.transport(), transport);
+            scope.spawn(move || group.barrier().expect("everybody is connected"));
+        }
+    });
 }
 
 fn on_threads<R: Send, F: FnOnce() -> R + Send>(bodies: impl Iterator<Item = F>) -> Vec<R> {

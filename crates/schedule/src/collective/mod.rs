@@ -1,190 +1,121 @@
 //! Collective algorithms as per-rank steps: pure data that is executed, timed and tested alike.
 //!
 //! # Canonical order
-//! Every reduction gives each element as one fixed binary tree over the ranks, so all ranks, all
-//! algorithms of this module and all transports compute the same bits. For a power of two it pairs
+//! Every canonical reduction ([`is_canonical`]) gives each element as one fixed binary tree over the ranks, so all
+//! ranks, all such algorithms and all transports compute the same bits. For a power of two it pairs
 //! neighbours first: `(0 + 1) + (2 + 3)` for four ranks. Any other world size is `p + extra` ranks, with
 //! `p` the largest power of two below it: the first `2 * extra` ranks are folded into pairs, and the tree
 //! pairs the resulting `p` values: `((0 + 1) + 2) + (3 + 4)` for five ranks. The left operand always belongs
-//! to the lower ranks. [`canonical_terms`] writes the tree down.
+//! to the lower ranks. [`canonical_terms`] writes the tree down. Other reductions have an order of their own, the same in
+//! every run.
 //!
-//! # Cost
-//! `N` ranks, `p` the largest power of two not above `N`, `extra = N - p`, a vector of `D` bytes.
-//! Steps are those of the longest path; bytes are what one rank sends.
+//! # One entry
+//! [`steps`] makes the steps of a rank for a [`Collective`] by an [`Algorithm`]; [`algorithms_for`] lists those that fit, and
+//! [`choose`] takes the one that [`predict`] finds the fastest. A hierarchical algorithm is also a list of
+//! [`phases`], so that an executor may do those within a host by shared memory.
 //!
-//! | algorithm | steps | bytes sent by a rank |
-//! |---|---|---|
-//! | [`all_reduce_halving_doubling`] | `2 log2 p` (+ 2 if `extra > 0`) | `2 D (p - 1) / p`; folded pairs: + `D` each |
-//! | [`all_reduce_recursive_doubling`] | `log2 p` (+ 2 if `extra > 0`) | `D log2 p`; folded pairs: + `D` each |
-//! | [`broadcast_binomial`] | `ceil(log2 N)` | at most `D ceil(log2 N)` (the root); `D (N - 1)` over all ranks |
-//! | [`all_gather_pairwise`] | `N - 1` | own block `* (N - 1)` |
-//! | [`barrier_dissemination`] | `ceil(log2 N)` | 0 (headers only) |
-//! | direct, by [`owned_range`] | 2 synchronisations | reads and writes `2 D (N - 1) / N` of others' memory |
+//! Steps, bytes and sources of all algorithms are in `docs/collectives.md`; tests hold them to it.
 
-mod all_reduce;
+mod algorithm;
+mod all_gather;
+mod all_to_all;
+mod barrier;
+mod blocks;
+mod broadcast;
+mod cost;
 mod direct;
+mod double_tree;
+mod flat;
+mod halving;
+mod hierarchy;
+mod hosts;
+mod linear;
 mod order;
-mod spread;
+mod ring;
+mod simulate;
+mod step;
 #[cfg(test)]
 mod tests;
+mod tree;
 
-pub use all_reduce::{all_reduce_halving_doubling, all_reduce_recursive_doubling};
+pub use algorithm::{Algorithm, Collective, FlatAlgorithm, Hierarchy, Leaders, ParseAlgorithmError};
+pub use all_gather::all_gather_pairwise;
+pub use all_to_all::all_to_all_variable;
+pub use barrier::barrier_dissemination;
+pub use blocks::block;
+pub use broadcast::broadcast_binomial;
+pub use cost::{CostModel, DirectCost, LinkCost, choose, predict};
 pub use direct::owned_range;
+pub use halving::{all_reduce_halving_doubling, all_reduce_recursive_doubling};
+pub use hierarchy::{Members, Phase, phases};
+pub use hosts::Hosts;
 pub use order::{Term, canonical_terms, num_partials};
-pub use spread::{all_gather_pairwise, barrier_dissemination, broadcast_binomial};
+pub use simulate::simulate;
+pub use step::{Action, Incoming, Memory, Outgoing, Side, Span, Step, scratch_len};
 
-use std::ops::Range;
+use blocks::Blocks;
 use trireme_base::Rank;
 
-/// Memory that steps work on, in elements of the operation's dtype.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Memory {
-    /// What the operation gives back. An operation in place finds its input here, too.
-    Vector,
-    /// What an operation out of place reads, and leaves as it is.
-    Input,
-    /// Memory of the executor, as long as [`scratch_len`] of a rank's steps; undefined at first.
-    Scratch,
-}
-
-/// A range of elements of some memory.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Span {
-    /// Where.
-    pub memory: Memory,
-    /// Which elements.
-    pub range: Range<usize>,
-}
-
-/// One step of one rank.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Step {
-    /// At most one message out and one in, which travel at the same time. What is sent are the elements as they
-    /// were before the step, even where the received message changes them.
-    Exchange {
-        /// The message to send.
-        send: Option<Outgoing>,
-        /// The message to wait for.
-        receive: Option<Incoming>,
-    },
-    /// Copies elements within the rank; the spans do not overlap.
-    Copy {
-        /// From here.
-        from: Span,
-        /// To here; as long as `from`.
-        to: Span,
-    },
-}
-
-/// A message out.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Outgoing {
-    /// Who gets it.
-    pub to: Rank,
-    /// The elements it carries; may be empty, and is sent all the same.
-    pub span: Span,
-}
-
-/// A message in.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Incoming {
-    /// Who sends it.
-    pub from: Rank,
-    /// The elements it is for.
-    pub span: Span,
-    /// What becomes of them.
-    pub action: Action,
-}
-
-/// What a received message does to the elements it is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
-    /// Replaces them.
-    Copy,
-    /// Is reduced with them.
-    Reduce {
-        /// On which side of the operation the elements already there stand.
-        own: Side,
-    },
-}
-
-/// A side of an operation with two operands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Side {
-    /// The left operand.
-    Left,
-    /// The right operand.
-    Right,
-}
-
-impl Span {
-    /// Elements of [`Memory::Vector`].
-    pub fn vector(range: Range<usize>) -> Self {
-        Span { memory: Memory::Vector, range }
-    }
-
-    /// Elements of [`Memory::Input`].
-    pub fn input(range: Range<usize>) -> Self {
-        Span { memory: Memory::Input, range }
-    }
-
-    /// Elements of [`Memory::Scratch`].
-    pub fn scratch(range: Range<usize>) -> Self {
-        Span { memory: Memory::Scratch, range }
+/// Whether `algorithm` does `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all ranks that it works
+/// among on one host.
+pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
+    let world_size = hosts.world_size();
+    match algorithm {
+        Algorithm::Flat(FlatAlgorithm::Direct) => hosts.num_hosts() == 1,
+        Algorithm::Flat(flat) => {
+            flat.fits(collective, world_size, &Blocks::even(world_size, collective.len()))
+        }
+        Algorithm::Hierarchical(levels) => hierarchy::fits(collective, levels, hosts),
     }
 }
 
-impl Outgoing {
-    /// A message out.
-    pub fn new(to: usize, span: Span) -> Self {
-        Outgoing { to: Rank(to), span }
+/// All algorithms that do `collective` on these hosts, in the order in which ties are decided.
+pub fn algorithms_for(collective: Collective, hosts: &Hosts) -> Vec<Algorithm> {
+    let each = || FlatAlgorithm::ALL.into_iter();
+    let levels = [Leaders::One, Leaders::All].into_iter().flat_map(|leaders| {
+        each().flat_map(move |within| each().map(move |across| Hierarchy { leaders, within, across }))
+    });
+    let all = each().map(Algorithm::Flat).chain(levels.map(Algorithm::Hierarchical));
+    all.filter(|&algorithm| fits(collective, algorithm, hosts)).collect()
+}
+
+/// Whether every reduction follows the canonical order, so that the bits are those of all other canonical
+/// algorithms; operations that do not reduce have no order to keep.
+pub fn is_canonical(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
+    match algorithm {
+        Algorithm::Flat(flat) => flat.is_canonical(collective),
+        Algorithm::Hierarchical(levels) => hierarchy::is_canonical(collective, levels, hosts),
     }
 }
 
-impl Incoming {
-    /// A message that replaces what was there.
-    pub fn copy(from: usize, span: Span) -> Self {
-        Incoming { from: Rank(from), span, action: Action::Copy }
+/// Appends the steps of `rank` to `steps`.
+///
+/// # Panics
+/// If `rank` or the root is outside of the world, the algorithm does not fit ([`fits`]), it has no steps
+/// ([`FlatAlgorithm::Direct`]), or an all-to-all's length is no multiple of the world size.
+pub fn steps(collective: Collective, algorithm: Algorithm, hosts: &Hosts, rank: Rank, steps: &mut Vec<Step>) {
+    let world_size = hosts.world_size();
+    assert_member(rank, world_size);
+    if let Some(root) = collective.root() {
+        assert_member(root, world_size);
     }
-
-    /// A message that is reduced with what is there; the value of the lower rank is the left operand.
-    pub fn reduce(own: usize, from: usize, span: Span) -> Self {
-        let own = if own < from { Side::Left } else { Side::Right };
-        Incoming { from: Rank(from), span, action: Action::Reduce { own } }
+    if let Collective::AllToAll { len } = collective {
+        assert!(len.is_multiple_of(world_size), "{len} elements are no {world_size} equal blocks");
     }
-}
-
-impl Step {
-    /// A message out only.
-    pub fn send(send: Outgoing) -> Self {
-        Step::Exchange { send: Some(send), receive: None }
+    assert!(
+        fits(collective, algorithm, hosts),
+        "{algorithm} does not fit {collective} of {world_size} ranks"
+    );
+    match algorithm {
+        Algorithm::Flat(flat) => {
+            flat.steps(collective, rank, world_size, &Blocks::even(world_size, collective.len()), steps);
+        }
+        Algorithm::Hierarchical(levels) => {
+            hierarchy::for_each_phase(collective, levels, hosts, rank, &mut |phase| {
+                phase.steps(hosts, rank, steps);
+            });
+        }
     }
-
-    /// A message in only.
-    pub fn receive(receive: Incoming) -> Self {
-        Step::Exchange { send: None, receive: Some(receive) }
-    }
-
-    /// A message out and one in.
-    pub fn both(send: Outgoing, receive: Incoming) -> Self {
-        Step::Exchange { send: Some(send), receive: Some(receive) }
-    }
-
-    fn spans(&self) -> impl Iterator<Item = &Span> {
-        let spans = match self {
-            Step::Exchange { send, receive } => {
-                [send.as_ref().map(|send| &send.span), receive.as_ref().map(|receive| &receive.span)]
-            }
-            Step::Copy { from, to } => [Some(from), Some(to)],
-        };
-        spans.into_iter().flatten()
-    }
-}
-
-/// Elements of [`Memory::Scratch`] that a rank's steps use.
-pub fn scratch_len(steps: &[Step]) -> usize {
-    let scratch = steps.iter().flat_map(Step::spans).filter(|span| span.memory == Memory::Scratch);
-    scratch.map(|span| span.range.end).max().unwrap_or(0)
 }
 
 /// Panics unless `rank` is one of `world_size` ranks: no algorithm has steps for another.

@@ -244,6 +244,15 @@ config_section! {
         transport: Transport = Transport::Auto;
         /// Seconds after which a worker that waits for another one gives up and says for whom.
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
+        /// File with the secret that all workers share; nobody but its owner may read it. The environment
+        /// variable TRIREME_SECRET counts before it. Workers that the command starts on this host need neither.
+        secret_file: Option<PathBuf> = None;
+        /// Whether workers need a secret to listen where other hosts can connect. Without one, anybody on that
+        /// network may join.
+        require_secret: bool = true;
+        /// Network interface, by name (`eth0`) or address, on which each worker listens for the others; by default
+        /// the one by which it reaches rank 0.
+        interface: Option<String> = None;
     }
 }
 

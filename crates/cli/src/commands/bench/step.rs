@@ -1,7 +1,9 @@
 //! `trireme bench step`.
 
 use crate::console::Output;
-use crate::launch::{LaunchError, LocalWorld, WorkerEnvironment, run_local_workers, this_command};
+use crate::launch::{
+    LaunchError, LocalWorld, WorkerEnvironment, join_options, run_local_workers, this_command,
+};
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
@@ -136,11 +138,9 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
     match WorkerEnvironment::of_this_process()? {
         Some(environment) => {
             let options = JoinOptions {
-                master_addr: environment.master_addr,
-                master_port: environment.master_port,
                 transport: args.transport,
                 job: "bench".to_owned(),
-                ..JoinOptions::new(environment.rank, environment.world_size)
+                ..join_options(&environment, None)?
             };
             measure(args, join(&options)?, started)
         }

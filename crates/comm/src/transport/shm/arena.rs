@@ -1,4 +1,3 @@
-use super::BUFFERS_START;
 use super::mapping::Mapping;
 use rustix::fs::{
     FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
@@ -18,7 +17,7 @@ const ADDRESS_BYTES: usize = 1 << 45;
 /// The shared memory of one rank: address space for as much as the host has, memory only where buffers lie.
 pub(crate) struct Arena {
     memory: OwnedFd,
-    mapping: Mapping,
+    mapping: Arc<Mapping>,
     /// What no buffer has: sorted, and no two ranges touch. All of it reads as zero.
     free: Mutex<Vec<Range<usize>>>,
     /// Peers may still write to buffers that this rank has dropped.
@@ -32,16 +31,14 @@ impl Arena {
         let host_bytes = host.totalram as u64 * u64::from(host.mem_unit.max(1));
         let share = ADDRESS_BYTES / world_size;
         let len = usize::try_from(host_bytes).map_or(share, |bytes| bytes.min(share));
-        let len = (BUFFERS_START + len).next_multiple_of(page_size());
+        let len = len.next_multiple_of(page_size());
 
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let memory = memfd_create(c"trireme-arena", flags)?;
         ftruncate(&memory, len as u64)?;
         fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let mapping = Mapping::new(&memory, len)?;
-        let first_buffer = BUFFERS_START.next_multiple_of(page_size());
-        reserve(&memory, 0..first_buffer)?;
-        let everything = first_buffer..len;
+        let mapping = Arc::new(Mapping::new(&memory, len)?);
+        let everything = 0..len;
         Ok(Arc::new(Arena {
             memory,
             mapping,
@@ -58,15 +55,23 @@ impl Arena {
             self.give_back(range);
             return Err(error);
         }
-        Ok(Region { arena: Arc::clone(self), range })
+        Ok(Region { arena: Arc::clone(self), range, returns: true })
+    }
+
+    /// As [`allocate`](Arena::allocate), but never used again as long as the arena is there: peers may touch it
+    /// after this rank has done with it.
+    pub(crate) fn allocate_for_good(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
+        let mut region = self.allocate(num_bytes)?;
+        region.returns = false;
+        Ok(region)
     }
 
     /// From now on no memory is given out twice, because peers may still write to what was dropped.
-    pub(super) fn retire(&self) {
+    pub(crate) fn retire(&self) {
         self.is_retired.store(true, Ordering::Release);
     }
 
-    pub(super) fn mapping(&self) -> &Mapping {
+    pub(crate) fn mapping(&self) -> &Arc<Mapping> {
         &self.mapping
     }
 
@@ -116,11 +121,13 @@ fn reserve(memory: &OwnedFd, range: Range<usize>) -> io::Result<()> {
 pub(crate) struct Region {
     arena: Arc<Arena>,
     range: Range<usize>,
+    /// Whether the memory is given back in the end.
+    returns: bool,
 }
 
 impl Region {
     /// Where the region begins in its arena.
-    pub(super) fn offset(&self) -> usize {
+    pub(crate) fn offset(&self) -> usize {
         self.range.start
     }
 
@@ -145,7 +152,9 @@ impl Region {
 
 impl Drop for Region {
     fn drop(&mut self) {
-        self.arena.give_back(self.range.clone());
+        if self.returns {
+            self.arena.give_back(self.range.clone());
+        }
     }
 }
 

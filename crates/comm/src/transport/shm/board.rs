@@ -8,119 +8,172 @@ use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// How long to spin before sleeping: about what it costs to sleep and be woken.
-const SPIN: Duration = Duration::from_micros(10);
-/// Looks at the clock once in so many looks at the peer.
-const LOOKS_PER_CLOCK: u32 = 16;
+/// How long to look for a peer before sleeping: about what it costs to sleep and be woken.
+const PATIENCE: Duration = Duration::from_micros(20);
+/// Looks at the peer before the first look at the clock: what a peer takes that is just about to come.
+const NUM_QUICK_LOOKS: u32 = 200;
 
-/// What a rank tells its peers, at the start of its arena. Only its owner writes to it, but for
+/// What a rank tells its peers, at the start of its area. Only its owner writes to it, but for
 /// `num_sleepers`.
 #[repr(C)]
 pub(super) struct Board {
-    /// `2 * sequence` + the phase the owner is in, wrapping.
-    progress: Line<AtomicU32>,
-    /// Peers asleep until `progress` changes.
+    /// Meetings that the owner has come to, wrapping.
+    num_meetings: Line<AtomicU32>,
+    /// Peers asleep until `num_meetings` changes.
     num_sleepers: Line<AtomicU32>,
-    /// The latest operations of even and odd sequence number. The owner can be one operation ahead
-    /// of a peer that still reads the other one, but not two.
-    posts: [Line<Post>; 2],
+    /// What the owner posted last and before that. It can be one post ahead of a peer that still reads the
+    /// other one, but not two.
+    posts: [Line<Words>; 2],
 }
 
 /// Keeps what is written by different ranks or at different times in different cache lines.
 #[repr(C, align(64))]
 struct Line<T>(T);
 
-struct Post {
+struct Words {
     sequence: AtomicU64,
     operation: [AtomicU64; OPERATION_WORDS],
-    location: AtomicU64,
+    input: AtomicU64,
+    output: AtomicU64,
+}
+
+/// Where a rank's elements lie.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Location {
+    /// In no memory that others map.
+    Private,
+    /// The whole vector, from this offset of the rank's arena on.
+    Vector(usize),
+    /// The rank's own block of it, from this offset of the rank's arena on.
+    Block(usize),
+}
+
+impl Location {
+    const PRIVATE: u64 = u64::MAX;
+
+    /// Offsets are multiples of a cache line, which leaves the lowest bit free.
+    fn encode(self) -> u64 {
+        match self {
+            Location::Private => Location::PRIVATE,
+            Location::Vector(offset) => offset as u64,
+            Location::Block(offset) => offset as u64 | 1,
+        }
+    }
+
+    fn decode(word: u64) -> Self {
+        match word {
+            Location::PRIVATE => Location::Private,
+            word if word.is_multiple_of(2) => Location::Vector(word as usize),
+            word => Location::Block(word as usize - 1),
+        }
+    }
+}
+
+/// What a rank says when it comes to an operation.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Post {
+    pub(super) input: Location,
+    pub(super) output: Location,
+}
+
+impl Post {
+    /// Of an operation whose data goes through stages.
+    pub(super) const STAGED: Post = Post { input: Location::Private, output: Location::Private };
 }
 
 impl Board {
-    /// The owner has posted the operation.
-    pub(super) const POSTED: u32 = 1;
-    /// The owner no longer touches the peers' memory.
-    pub(super) const FINISHED: u32 = 2;
-
-    /// Publishes the owner's operation, and all memory it wrote before.
-    pub(super) fn post(&self, call: &Call, location: u64) {
-        let post = self.post_of(call);
-        post.sequence.store(call.sequence, Ordering::Relaxed);
-        post.location.store(location, Ordering::Relaxed);
-        for (word, value) in post.operation.iter().zip(call.operation.encode()) {
+    /// Writes down what the owner comes to its `turn`-th post with. It is seen after the next
+    /// [`arrive`](Board::arrive).
+    pub(super) fn post(&self, turn: usize, call: &Call, post: Post) {
+        let words = &self.posts[turn % 2].0;
+        words.sequence.store(call.sequence, Ordering::Relaxed);
+        words.input.store(post.input.encode(), Ordering::Relaxed);
+        words.output.store(post.output.encode(), Ordering::Relaxed);
+        for (word, value) in words.operation.iter().zip(call.operation.encode()) {
             word.store(value, Ordering::Relaxed);
         }
-        self.advance(call, Board::POSTED);
     }
 
-    /// Publishes that the owner has finished its part of the operation.
-    pub(super) fn finish(&self, call: &Call) {
-        self.advance(call, Board::FINISHED);
-    }
-
-    /// Fails unless the owner, `rank`, posted the operation that `own` is in.
-    pub(super) fn compare(&self, call: &Call, own: Rank, rank: Rank) -> Result<(), CommError> {
-        let post = self.post_of(call);
-        let words = [0, 1].map(|index: usize| post.operation[index].load(Ordering::Relaxed));
-        if post.sequence.load(Ordering::Relaxed) != call.sequence {
+    /// What the owner, `rank`, posted in its `turn`-th post, if that was for the operation that `own` is in.
+    pub(super) fn read(&self, turn: usize, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
+        let words = &self.posts[turn % 2].0;
+        let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));
+        if words.sequence.load(Ordering::Relaxed) != call.sequence {
             return Err(call.protocol(rank, "it posted an operation out of turn"));
         }
-        match Operation::decode(words) {
-            Some(operation) if operation == call.operation => Ok(()),
+        match Operation::decode(operation) {
+            Some(operation) if operation == call.operation => Ok(Post {
+                input: Location::decode(words.input.load(Ordering::Relaxed)),
+                output: Location::decode(words.output.load(Ordering::Relaxed)),
+            }),
             Some(operation) => Err(call.mismatch(own, rank, operation)),
             None => Err(call.protocol(rank, "it posted what is no operation")),
         }
     }
 
-    /// What the owner posted with the operation: the offset of its buffer, or the length of its block.
-    pub(super) fn location(&self, call: &Call) -> u64 {
-        self.post_of(call).location.load(Ordering::Relaxed)
+    /// Says that the owner has come to its `meeting`-th meeting, and publishes all memory it wrote before.
+    pub(super) fn arrive(&self, meeting: u32) {
+        self.num_meetings.0.store(meeting, Ordering::SeqCst);
+        if self.num_sleepers.0.load(Ordering::SeqCst) > 0 {
+            // Fails only for an address that is not mapped.
+            let _ = futex::wake(&self.num_meetings.0, futex::Flags::empty(), i32::MAX as u32);
+        }
     }
 
-    /// Waits until the owner is in `phase` of the operation or beyond: a short spin, then asleep.
+    /// Waits until the owner has come to the `meeting`-th meeting or a later one: looks for a moment, lets others have
+    /// the processor, then sleeps.
     pub(super) fn wait(
         &self,
-        phase: u32,
+        meeting: u32,
         call: &Call,
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
-        let target = progress_word(call, phase);
-        if has_reached(self.progress.0.load(Ordering::Acquire), target) {
+        if self.has_come(meeting) {
             return Ok(());
         }
         let since = Instant::now();
-        let result = if self.spin(target, since) { Ok(()) } else { self.sleep(target, call, control) };
+        let result = if self.look(meeting, since) { Ok(()) } else { self.sleep(meeting, call, control) };
         cost.waiting += since.elapsed();
         result
     }
 
-    fn spin(&self, target: u32, since: Instant) -> bool {
-        while since.elapsed() < SPIN {
-            for _ in 0..LOOKS_PER_CLOCK {
-                if has_reached(self.progress.0.load(Ordering::Acquire), target) {
-                    return true;
-                }
-                std::hint::spin_loop();
+    fn has_come(&self, meeting: u32) -> bool {
+        let behind = meeting.wrapping_sub(self.num_meetings.0.load(Ordering::Acquire));
+        behind == 0 || behind >= 1 << 31
+    }
+
+    fn look(&self, meeting: u32, since: Instant) -> bool {
+        for _ in 0..NUM_QUICK_LOOKS {
+            if self.has_come(meeting) {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        while since.elapsed() < PATIENCE {
+            // The peer may be waiting for this very processor.
+            std::thread::yield_now();
+            if self.has_come(meeting) {
+                return true;
             }
         }
         false
     }
 
-    fn sleep(&self, target: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
+    fn sleep(&self, meeting: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
         let tick = TICK.try_into().expect("a tick is short");
         loop {
-            // The count is raised before the progress is read, and the owner reads them the other way round:
-            // either it sees a sleeper, or the sleeper sees the progress.
+            // The count is raised before the meetings are read, and the owner reads them the other way round:
+            // either it sees a sleeper, or the sleeper sees that it has come.
             self.num_sleepers.0.fetch_add(1, Ordering::SeqCst);
-            let progress = self.progress.0.load(Ordering::SeqCst);
-            let slept = if has_reached(progress, target) {
+            let seen = self.num_meetings.0.load(Ordering::SeqCst);
+            let slept = if self.has_come(meeting) {
                 Ok(())
             } else {
-                futex::wait(&self.progress.0, futex::Flags::empty(), progress, Some(&tick))
+                futex::wait(&self.num_meetings.0, futex::Flags::empty(), seen, Some(&tick))
             };
             self.num_sleepers.0.fetch_sub(1, Ordering::SeqCst);
-            if has_reached(self.progress.0.load(Ordering::Acquire), target) {
+            if self.has_come(meeting) {
                 return Ok(());
             }
             match slept {
@@ -129,25 +182,4 @@ impl Board {
             }
         }
     }
-
-    fn advance(&self, call: &Call, phase: u32) {
-        self.progress.0.store(progress_word(call, phase), Ordering::SeqCst);
-        if self.num_sleepers.0.load(Ordering::SeqCst) > 0 {
-            // Fails only for an address that is not mapped.
-            let _ = futex::wake(&self.progress.0, futex::Flags::empty(), i32::MAX as u32);
-        }
-    }
-
-    fn post_of(&self, call: &Call) -> &Post {
-        &self.posts[(call.sequence % 2) as usize].0
-    }
-}
-
-fn progress_word(call: &Call, phase: u32) -> u32 {
-    (call.sequence as u32).wrapping_mul(2).wrapping_add(phase)
-}
-
-/// Whether `progress` is at or after `target`; they are never far apart.
-fn has_reached(progress: u32, target: u32) -> bool {
-    progress.wrapping_sub(target) < 1 << 31
 }

@@ -1,13 +1,12 @@
-use super::BUFFERS_START;
-use super::board::Board;
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 /// A whole arena, mapped into this process.
-pub(super) struct Mapping {
+pub(crate) struct Mapping {
     start: NonNull<u8>,
     len: usize,
 }
@@ -44,12 +43,6 @@ impl Mapping {
         );
         self.start.as_ptr().wrapping_add(offset)
     }
-
-    pub(super) fn board(&self) -> &Board {
-        // SAFETY: an arena begins with a page for the board, zero at first, which is a valid board; it is
-        // made of atomics only, and mapped as long as `self` is.
-        unsafe { self.start.cast::<Board>().as_ref() }
-    }
 }
 
 impl Drop for Mapping {
@@ -61,24 +54,19 @@ impl Drop for Mapping {
 }
 
 /// The arena of a peer.
-pub(crate) struct PeerArena {
-    mapping: Mapping,
-}
+#[derive(Clone)]
+pub(crate) struct PeerArena(pub(crate) Arc<Mapping>);
 
 impl PeerArena {
-    /// Maps what a peer sent, if it is an arena.
-    pub(crate) fn map(memory: &OwnedFd) -> io::Result<Self> {
+    /// Maps what a peer sent, if it is an arena of at least `num_bytes`.
+    pub(crate) fn map(memory: &OwnedFd, num_bytes: usize) -> io::Result<Self> {
         let refuse = |what| Err(io::Error::new(io::ErrorKind::InvalidData, what));
         if !fcntl_get_seals(memory)?.contains(SealFlags::SHRINK) {
             return refuse("the peer could shrink its memory under this process");
         }
         match usize::try_from(fstat(memory)?.st_size) {
-            Ok(len) if len >= BUFFERS_START => Ok(PeerArena { mapping: Mapping::new(memory, len)? }),
+            Ok(len) if len >= num_bytes => Ok(PeerArena(Arc::new(Mapping::new(memory, len)?))),
             _ => refuse("the peer's memory is too small for an arena"),
         }
-    }
-
-    pub(super) fn mapping(&self) -> &Mapping {
-        &self.mapping
     }
 }

@@ -37,6 +37,7 @@ impl Header {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fuzz::Fuzzer;
     use proptest::prelude::*;
 
     #[test]
@@ -46,6 +47,24 @@ mod tests {
         let mut other = header.encode();
         other[7] = b'2';
         assert_eq!(Header::decode(&other), None);
+    }
+
+    #[test]
+    fn hostile_headers_are_read_or_refused() {
+        let operation =
+            Operation::Broadcast { root: trireme_base::Rank(1), dtype: trireme_base::DType::F32, len: 9 };
+        let headers = [operation, Operation::Barrier]
+            .map(|operation| Header { sequence: 7, operation, payload_bytes: 36 }.encode().to_vec());
+        let mut fuzzer = Fuzzer::new("headers", headers.to_vec());
+        let mut num_read = 0;
+        for _ in 0..200_000 {
+            let bytes = fuzzer.next_array();
+            if let Some(header) = Header::decode(&bytes) {
+                assert_eq!(header.encode(), bytes);
+                num_read += 1;
+            }
+        }
+        assert!((10_000..190_000).contains(&num_read), "{num_read}");
     }
 
     proptest! {

@@ -1,8 +1,10 @@
 //! A peer that does not keep to the protocol: its ends of the connections are in the test's hands.
 
 use super::*;
+use crate::transport::link::SocketLink;
 use std::io::Write;
 use std::net::Shutdown;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 use trireme_base::{DType, ReduceOp};
@@ -25,12 +27,13 @@ fn outcome(
     let (own_data, data) = UnixStream::pair().expect("sockets");
     let (own_control, control) = UnixStream::pair().expect("sockets");
     let row = |end: UnixStream| Vec::from([None, Some(OwnedFd::from(end))]);
-    let mut sockets =
-        Sockets::new(Rank(0), row(own_data), &GroupOptions::default()).expect("memory for a piece");
+    let links = Vec::from([None, Some(Link::Socket(SocketLink::new(own_data.into())))]);
+    let mut linked = Linked::new(Rank(0), Hosts::single(2), links, None, &GroupOptions::default())
+        .expect("memory for a piece");
     let mut watch = Control::new(row(own_control)).expect("an epoll instance");
     let mut peer = Peer { data, control };
     act(&mut peer);
-    sockets.execute(&call(operation), payload, &mut watch, &mut Cost::default())
+    linked.execute(&call(operation), payload, &mut watch, &mut Cost::default())
 }
 
 const SUM: Operation = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 4 };

@@ -1,0 +1,59 @@
+//! How a worker joins its world.
+
+use super::WorkerEnvironment;
+use crate::console::remark;
+use std::path::Path;
+use trireme_comm::{CommError, JoinOptions, OnRefusal, Secret};
+
+/// Holds the secret that all workers of a job share. Only processes of the same user can read it.
+pub(super) const SECRET_VARIABLE: &str = "TRIREME_SECRET";
+
+/// The options of a worker whose place in the world is known; the rest at their defaults. The secret is that of the
+/// environment, else that of `secret_file`. Those who are refused while the world joins are told of on the error output.
+pub(crate) fn join_options(
+    environment: &WorkerEnvironment,
+    secret_file: Option<&Path>,
+) -> Result<JoinOptions, CommError> {
+    let text = std::env::var(SECRET_VARIABLE).ok();
+    let on_refusal =
+        OnRefusal::new(|refusal| remark(&format!("warning: refused to let in a connection: {refusal}")));
+    Ok(JoinOptions {
+        master_addr: environment.master_addr.clone(),
+        master_port: environment.master_port,
+        secret: secret(text.as_deref(), secret_file)?,
+        on_refusal: Some(on_refusal),
+        ..JoinOptions::new(environment.rank, environment.world_size)
+    })
+}
+
+/// The secret that is `text`, if that is set, else that of a file, if there is one.
+fn secret(text: Option<&str>, file: Option<&Path>) -> Result<Option<Secret>, CommError> {
+    match (text, file) {
+        (Some(text), _) if !text.is_empty() => Secret::new(text).map(Some),
+        (_, Some(file)) => Secret::read(file).map(Some),
+        _ => Ok(None),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::fs::PermissionsExt;
+
+    #[test]
+    fn the_environment_counts_before_the_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("secret");
+        std::fs::write(&path, "that of the file\n").unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let read = |text, file| secret(text, file).unwrap().map(|secret| secret.expose().to_owned());
+        assert_eq!(read(Some("that of the environment"), Some(&path)).unwrap(), "that of the environment");
+        for unset in [None, Some("")] {
+            assert_eq!(read(unset, Some(&path)).unwrap(), "that of the file");
+            assert_eq!(read(unset, None), None);
+        }
+        assert!(matches!(secret(Some("short"), Some(&path)), Err(CommError::SecretUnfit { bytes: 5 })));
+        let missing = folder.path().join("none");
+        assert!(matches!(secret(None, Some(&missing)), Err(CommError::SecretFile { .. })));
+    }
+}

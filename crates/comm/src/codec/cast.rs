@@ -1,0 +1,79 @@
+//! Messages that are the elements themselves, in f32 or rounded to 16 bits, and are summed by the all-reduce.
+
+use super::{Codec, CompressionError, Turn};
+use bytemuck::Pod;
+use std::fmt::Debug;
+use std::marker::PhantomData;
+use trireme_base::{Bf16, F16};
+
+/// f32, as it is.
+#[derive(Debug)]
+pub(super) struct Uncompressed;
+
+impl Codec for Uncompressed {
+    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+        bytemuck::cast_slice_mut(message).copy_from_slice(values);
+        values.fill(0.0);
+    }
+
+    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+        gradient.copy_from_slice(bytemuck::cast_slice(result));
+        Ok(())
+    }
+}
+
+/// Rounded to nearest even.
+#[derive(Debug)]
+pub(super) struct Rounded<T>(PhantomData<T>);
+
+impl<T> Rounded<T> {
+    pub(super) fn new() -> Self {
+        Rounded(PhantomData)
+    }
+}
+
+impl<T: Half> Codec for Rounded<T> {
+    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+        for (value, rounded) in values.iter_mut().zip(bytemuck::cast_slice_mut::<u8, T>(message)) {
+            *rounded = T::round(*value);
+            *value -= rounded.widen();
+        }
+    }
+
+    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+        for (gradient, sum) in gradient.iter_mut().zip(bytemuck::cast_slice::<u8, T>(result)) {
+            *gradient = sum.widen();
+        }
+        Ok(())
+    }
+}
+
+/// A 16-bit float.
+pub(super) trait Half: Pod + Debug + Send + Sync {
+    fn round(value: f32) -> Self;
+    fn widen(self) -> f32;
+}
+
+impl Half for F16 {
+    #[inline(always)]
+    fn round(value: f32) -> Self {
+        F16::from_f32(value)
+    }
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+}
+
+impl Half for Bf16 {
+    #[inline(always)]
+    fn round(value: f32) -> Self {
+        Bf16::from_f32(value)
+    }
+
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self.to_f32()
+    }
+}

@@ -1,0 +1,314 @@
+use super::codec_name::list;
+use super::fp8::Fp8Format;
+use super::quantized::Bits;
+use super::{Bucket, CodecName, CompressionError, Round, low_rank, one_bit, quantized, top_k};
+use std::fmt;
+use std::ops::RangeInclusive;
+use trireme_base::DType;
+
+/// What a user asks for: a codec, and the options that were given.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct CompressionOptions {
+    /// Which codec.
+    pub codec: CodecName,
+    /// `powersgd`: columns of the thin matrices, from 1 to 1024; 4 unless given.
+    pub rank: Option<usize>,
+    /// `top_k`, `random_k`: the part of the elements that a step sends, above 0 and at most 1; 0.01 unless given.
+    pub ratio: Option<f64>,
+    /// `int8`, `int4`, `one_bit`: elements that share a scale, a multiple of 64 up to 2^20; 256 unless given, 1024 with
+    /// `one_bit`.
+    pub block_len: Option<usize>,
+    /// `top_k`: momentum of velocities that are accumulated in place of gradients, from 0 to below 1; 0 unless given. The
+    /// optimizer must have none, then.
+    pub momentum: Option<f32>,
+    /// First steps of a run, which are compressed less: `top_k` and `random_k` begin with a ratio of 25 % and
+    /// divide it by four in equal intervals; all others send these steps uncompressed. 0 unless given.
+    pub warmup_steps: Option<u64>,
+    /// Whether what a message leaves out is added to the next step's gradient. Unless given: not with `f16`, `bf16`,
+    /// `int8` and `int4`.
+    pub error_feedback: Option<bool>,
+}
+
+/// A compression that can be: validated [`CompressionOptions`].
+#[derive(Debug, Clone, PartialEq)]
+pub struct Compression {
+    codec: CodecName,
+    pub(super) method: Method,
+    warmup_steps: u64,
+    error_feedback: bool,
+}
+
+/// A codec with its options.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Method {
+    None,
+    F16,
+    Bf16,
+    Fp8(Fp8Format),
+    Quantized { bits: Bits, block_len: usize },
+    OneBit { block_len: usize },
+    TopK { ratio: f64, momentum: f32 },
+    RandomK { ratio: f64 },
+    LowRank { rank: usize },
+}
+
+/// Why a step of a bucket is sent as f32 after all.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum UncompressedReason {
+    /// The codec is `none`.
+    NoCodec,
+    /// There is nobody to send to.
+    OneRank,
+    /// The run's first steps are to be uncompressed.
+    WarmUp,
+    /// The codec would send no fewer bytes: the bucket is too short, or the ranks are too many for its all-gather.
+    NoGain,
+}
+
+impl fmt::Display for UncompressedReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            UncompressedReason::NoCodec => "no compression",
+            UncompressedReason::OneRank => "one rank sends nothing",
+            UncompressedReason::WarmUp => "warm-up",
+            UncompressedReason::NoGain => "compression would send no fewer bytes",
+        })
+    }
+}
+
+const RANKS: RangeInclusive<usize> = 1..=1024;
+const BLOCK_LEN_UNIT: usize = 64;
+const BLOCK_LEN_MAX: usize = 1 << 20;
+
+impl Compression {
+    /// Refuses options that the codec does not have, and values that make no sense.
+    ///
+    /// # Errors
+    /// [`CompressionError::ForeignOption`] and [`CompressionError::Option`].
+    pub fn new(options: &CompressionOptions) -> Result<Self, CompressionError> {
+        options.refuse_foreign()?;
+        let method = match options.codec {
+            CodecName::None => Method::None,
+            CodecName::F16 => Method::F16,
+            CodecName::Bf16 => Method::Bf16,
+            CodecName::Fp8E4m3 => Method::Fp8(Fp8Format::E4m3),
+            CodecName::Fp8E5m2 => Method::Fp8(Fp8Format::E5m2),
+            CodecName::Int8 => Method::Quantized { bits: Bits::Eight, block_len: options.block_len(256)? },
+            CodecName::Int4 => Method::Quantized { bits: Bits::Four, block_len: options.block_len(256)? },
+            CodecName::OneBit => Method::OneBit { block_len: options.block_len(1024)? },
+            CodecName::TopK => Method::TopK { ratio: options.ratio()?, momentum: options.momentum()? },
+            CodecName::RandomK => Method::RandomK { ratio: options.ratio()? },
+            CodecName::PowerSgd => Method::LowRank { rank: options.rank()? },
+        };
+        let error_feedback = options.error_feedback.unwrap_or(options.codec.feeds_errors_back());
+        if !error_feedback && options.momentum.is_some_and(|momentum| momentum > 0.0) {
+            let allowed = "true with momentum, which corrects what is kept for later steps";
+            return Err(options.refuse("error_feedback", error_feedback, allowed));
+        }
+        let warmup_steps = options.warmup_steps.unwrap_or(0);
+        Ok(Compression { codec: options.codec, method, warmup_steps, error_feedback })
+    }
+
+    /// No compression.
+    pub const fn none() -> Self {
+        Compression { codec: CodecName::None, method: Method::None, warmup_steps: 0, error_feedback: false }
+    }
+
+    /// Which codec.
+    pub fn codec(&self) -> CodecName {
+        self.codec
+    }
+
+    /// Whether what a message leaves out is added to the next step's gradient.
+    pub fn error_feedback(&self) -> bool {
+        self.error_feedback
+    }
+
+    /// First steps of a run, which are compressed less.
+    pub fn warmup_steps(&self) -> u64 {
+        self.warmup_steps
+    }
+
+    /// Why step `step`, from 0, of a bucket is sent uncompressed, if it is.
+    ///
+    /// What is compressed in one step stays so later.
+    pub fn uncompressed_reason(
+        &self,
+        bucket: &Bucket,
+        world_size: usize,
+        step: u64,
+    ) -> Option<UncompressedReason> {
+        let bytes_sent: u64 =
+            self.codec_rounds(bucket, step).iter().map(|round| round.bytes_sent(world_size)).sum();
+        let lowers_ratio = matches!(self.method, Method::TopK { .. } | Method::RandomK { .. });
+        if self.method == Method::None {
+            Some(UncompressedReason::NoCodec)
+        } else if world_size == 1 {
+            Some(UncompressedReason::OneRank)
+        } else if bytes_sent >= Round::uncompressed(bucket.len()).bytes_sent(world_size) {
+            Some(UncompressedReason::NoGain)
+        } else if step < self.warmup_steps && !lowers_ratio {
+            Some(UncompressedReason::WarmUp)
+        } else {
+            None
+        }
+    }
+
+    /// The rounds of step `step`, from 0, of a bucket: one, or two with `powersgd`. They are the same on all ranks, and
+    /// after the warm-up in all steps.
+    pub fn rounds(&self, bucket: &Bucket, world_size: usize, step: u64) -> Vec<Round> {
+        match self.uncompressed_reason(bucket, world_size, step) {
+            Some(_) => vec![Round::uncompressed(bucket.len())],
+            None => self.codec_rounds(bucket, step),
+        }
+    }
+
+    /// Bytes of the messages that a rank gives to the rounds of a step; `docs/compression.md` has the formulas.
+    pub fn encoded_bytes(&self, bucket: &Bucket, world_size: usize, step: u64) -> usize {
+        self.rounds(bucket, world_size, step).into_iter().map(Round::num_bytes).sum()
+    }
+
+    fn codec_rounds(&self, bucket: &Bucket, step: u64) -> Vec<Round> {
+        let len = bucket.len();
+        let num_kept = |ratio| num_kept(len, ratio_at(ratio, self.warmup_steps, step));
+        match self.method {
+            Method::None => vec![Round::uncompressed(len)],
+            Method::F16 => vec![Round::AllReduce { dtype: DType::F16, len }],
+            Method::Bf16 => vec![Round::AllReduce { dtype: DType::Bf16, len }],
+            Method::Fp8(_) => vec![Round::AllGather { num_bytes: super::fp8::message_bytes(len) }],
+            Method::Quantized { bits, block_len } => {
+                vec![Round::AllGather { num_bytes: quantized::message_bytes(len, bits, block_len) }]
+            }
+            Method::OneBit { block_len } => {
+                vec![Round::AllGather { num_bytes: one_bit::message_bytes(len, block_len) }]
+            }
+            Method::TopK { ratio, .. } => {
+                vec![Round::AllGather { num_bytes: top_k::message_bytes(num_kept(ratio)) }]
+            }
+            Method::RandomK { ratio } => vec![Round::uncompressed(num_kept(ratio))],
+            Method::LowRank { rank } => low_rank::Layout::new(bucket, rank).rounds().to_vec(),
+        }
+    }
+}
+
+/// Elements that a ratio leaves of `len`: the nearest number, but at least one.
+fn num_kept(len: usize, ratio: f64) -> usize {
+    ((len as f64 * ratio).round() as usize).clamp(len.min(1), len)
+}
+
+/// The ratio at a step: 25 %, divided by four in equal intervals of the warm-up, until it is `last`.
+fn ratio_at(last: f64, warmup_steps: u64, step: u64) -> f64 {
+    const FIRST: f64 = 0.25;
+    if step >= warmup_steps {
+        return last;
+    }
+    let ratios =
+        || std::iter::successors(Some(FIRST), |ratio| Some(ratio / 4.0)).take_while(|&ratio| ratio > last);
+    let interval = u128::from(step) * ratios().count() as u128 / u128::from(warmup_steps);
+    ratios().nth(interval as usize).unwrap_or(last)
+}
+
+impl CompressionOptions {
+    fn refuse_foreign(&self) -> Result<(), CompressionError> {
+        use CodecName::{Int4, Int8, None, OneBit, PowerSgd, RandomK, TopK};
+        let lossy: Vec<CodecName> = CodecName::ALL.into_iter().filter(|&codec| codec != None).collect();
+        let options: [(&'static str, bool, &[CodecName]); 6] = [
+            ("rank", self.rank.is_some(), &[PowerSgd]),
+            ("ratio", self.ratio.is_some(), &[TopK, RandomK]),
+            ("block_len", self.block_len.is_some(), &[Int8, Int4, OneBit]),
+            ("momentum", self.momentum.is_some(), &[TopK]),
+            ("warmup_steps", self.warmup_steps.is_some(), &lossy),
+            ("error_feedback", self.error_feedback.is_some(), &lossy),
+        ];
+        let codec = self.codec;
+        match options.into_iter().find(|(_, is_given, owners)| *is_given && !owners.contains(&codec)) {
+            Some((option, _, owners)) => {
+                Err(CompressionError::ForeignOption { codec, option, owners: list(owners) })
+            }
+            Option::None => Ok(()),
+        }
+    }
+
+    fn refuse(&self, option: &'static str, value: impl ToString, allowed: &'static str) -> CompressionError {
+        CompressionError::Option { codec: self.codec, option, value: value.to_string(), allowed }
+    }
+
+    fn rank(&self) -> Result<usize, CompressionError> {
+        let rank = self.rank.unwrap_or(4);
+        let refused = || self.refuse("rank", rank, "from 1 to 1024");
+        RANKS.contains(&rank).then_some(rank).ok_or_else(refused)
+    }
+
+    fn ratio(&self) -> Result<f64, CompressionError> {
+        let ratio = self.ratio.unwrap_or(0.01);
+        let refused = || self.refuse("ratio", ratio, "above 0 and at most 1");
+        (ratio > 0.0 && ratio <= 1.0).then_some(ratio).ok_or_else(refused)
+    }
+
+    fn block_len(&self, default: usize) -> Result<usize, CompressionError> {
+        let len = self.block_len.unwrap_or(default);
+        let refused = || self.refuse("block_len", len, "a multiple of 64, from 64 to 1048576");
+        let is_allowed =
+            len.is_multiple_of(BLOCK_LEN_UNIT) && (BLOCK_LEN_UNIT..=BLOCK_LEN_MAX).contains(&len);
+        is_allowed.then_some(len).ok_or_else(refused)
+    }
+
+    fn momentum(&self) -> Result<f32, CompressionError> {
+        let momentum = self.momentum.unwrap_or(0.0);
+        let refused = || self.refuse("momentum", momentum, "from 0 to below 1");
+        (0.0..1.0).contains(&momentum).then_some(momentum).ok_or_else(refused)
+    }
+}
+
+impl fmt::Display for Compression {
+    /// The codec and its options, in the words of a config: `top_k (ratio = 0.01, error_feedback = true)`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.codec)?;
+        if self.method == Method::None {
+            return Ok(());
+        }
+        f.write_str(" (")?;
+        match self.method {
+            Method::Quantized { block_len, .. } | Method::OneBit { block_len } => {
+                write!(f, "block_len = {block_len}, ")?;
+            }
+            Method::TopK { ratio, momentum } => write!(f, "ratio = {ratio}, momentum = {momentum}, ")?,
+            Method::RandomK { ratio } => write!(f, "ratio = {ratio}, ")?,
+            Method::LowRank { rank } => write!(f, "rank = {rank}, ")?,
+            Method::None | Method::F16 | Method::Bf16 | Method::Fp8(_) => {}
+        }
+        write!(f, "warmup_steps = {}, error_feedback = {})", self.warmup_steps, self.error_feedback)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_ratio_falls_by_four_in_equal_intervals() {
+        let ratios = |last, warmup| (0..10).map(|step| ratio_at(last, warmup, step)).collect::<Vec<_>>();
+        let expected = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625, 0.001, 0.001];
+        assert_eq!(ratios(0.001, 8), expected);
+        assert_eq!(ratios(0.1, 3), [[0.25; 3].as_slice(), &[0.1; 7]].concat());
+        assert_eq!(ratios(0.25, 5), [0.25; 10]);
+        assert_eq!(ratios(1.0, 5), [1.0; 10]);
+        assert_eq!(ratio_at(0.01, u64::MAX, u64::MAX - 1), 0.015625);
+        // A ratio that no element survives ends, too.
+        assert_eq!(ratio_at(f64::MIN_POSITIVE, 2, 0), 0.25);
+    }
+
+    #[test]
+    fn at_least_one_element_is_kept() {
+        for (len, ratio, expected) in [
+            (0, 0.5, 0),
+            (1, 0.001, 1),
+            (100, 0.07, 7),
+            (10, 0.26, 3),
+            (10, 1.0, 10),
+            (3, f64::MIN_POSITIVE, 1),
+        ] {
+            assert_eq!(num_kept(len, ratio), expected, "{len} x {ratio}");
+        }
+    }
+}

@@ -1,0 +1,272 @@
+use super::cast::{Rounded, Uncompressed};
+use super::compression::Method;
+use super::fp8::Fp8;
+use super::low_rank::LowRank;
+use super::numbers::settle;
+use super::one_bit::OneBit;
+use super::quantized::Quantized;
+use super::random_k::RandomK;
+use super::top_k::TopK;
+use super::{Bucket, Codec, Compression, CompressionError, Round, Turn, UncompressedReason};
+use crate::Element;
+use trireme_base::{Bf16, F16, RandomKey, Rank};
+
+/// Compresses the reductions of one bucket, step after step.
+///
+/// A step is, for each of its [`rounds`](Compressor::rounds) in order: [`write`](Compressor::write) a message, exchange
+/// it as the round says, [`read`](Compressor::read) the result. After the last round the gradient is the sum over all
+/// ranks of what they sent, with equal bits on all of them. All ranks must be made with the same compression, bucket,
+/// world size and key.
+///
+/// Messages lie in the caller's memory. A step allocates nothing, but for those of the warm-up that change the rounds.
+#[derive(Debug)]
+pub struct Compressor {
+    compression: Compression,
+    bucket: Bucket,
+    rank: usize,
+    world_size: usize,
+    key: RandomKey,
+    codec: Box<dyn Codec>,
+    pub(super) state: State,
+    rounds: Vec<Round>,
+    uncompressed_reason: Option<UncompressedReason>,
+    next: Next,
+    statistics: CompressionStatistics,
+}
+
+/// What goes on from step to step, beside what the codec keeps.
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) step: u64,
+    /// What was not sent; only with error feedback.
+    pub(super) residual: Option<Vec<f32>>,
+}
+
+/// What the caller has to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Next {
+    Write { round: usize },
+    Read { round: usize },
+}
+
+/// What the last step of a bucket did on this rank.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct CompressionStatistics {
+    /// Euclidean norm of what this rank's messages left out, of the gradient and the residual before it. Elements that
+    /// are not finite do not count.
+    pub error_norm: f32,
+    /// Bytes sent, by [`Round::bytes_sent`].
+    pub bytes_sent: u64,
+    /// Bytes that an all-reduce of the gradient in f32 sends.
+    pub bytes_uncompressed: u64,
+}
+
+impl Compressor {
+    /// A compressor before the first step, for `bucket` of `rank`. `key` gives the codec's random numbers, and is
+    /// best made of the run's seed and the bucket's name.
+    ///
+    /// # Errors
+    /// [`CompressionError::BucketTooLong`] with `top_k` and `random_k`, from 2^32 elements on.
+    ///
+    /// # Panics
+    /// If the world has no such rank.
+    pub fn new(
+        compression: &Compression,
+        bucket: &Bucket,
+        rank: Rank,
+        world_size: usize,
+        key: RandomKey,
+    ) -> Result<Self, CompressionError> {
+        assert!(rank.0 < world_size, "rank {rank} in a world of {world_size}");
+        let has_indices = matches!(compression.method, Method::TopK { .. } | Method::RandomK { .. });
+        if has_indices && u32::try_from(bucket.len()).is_err() {
+            let codec = compression.codec();
+            return Err(CompressionError::BucketTooLong { codec, len: bucket.len() });
+        }
+        let is_never_compressed = compression.uncompressed_reason(bucket, world_size, u64::MAX).is_some();
+        let has_momentum = matches!(compression.method, Method::TopK { momentum, .. } if momentum > 0.0);
+        // Momentum replaces the optimizer's, and so is there even where nothing is compressed.
+        let (codec, keeps_residual): (Box<dyn Codec>, bool) = if is_never_compressed && !has_momentum {
+            (Box::new(Uncompressed), false)
+        } else {
+            (codec(compression, bucket), compression.error_feedback())
+        };
+        let residual = keeps_residual.then(|| vec![0.0; bucket.len()]);
+        let mut compressor = Compressor {
+            compression: compression.clone(),
+            bucket: bucket.clone(),
+            rank: rank.0,
+            world_size,
+            key,
+            codec,
+            state: State { step: 0, residual },
+            rounds: Vec::new(),
+            uncompressed_reason: None,
+            next: Next::Write { round: 0 },
+            statistics: CompressionStatistics::default(),
+        };
+        compressor.begin_step();
+        Ok(compressor)
+    }
+
+    /// The rounds of the step under way, or of the next one.
+    pub fn rounds(&self) -> &[Round] {
+        &self.rounds
+    }
+
+    /// Why that step goes uncompressed, if it does.
+    pub fn uncompressed_reason(&self) -> Option<UncompressedReason> {
+        self.uncompressed_reason
+    }
+
+    /// The compression it was made with.
+    pub fn compression(&self) -> &Compression {
+        &self.compression
+    }
+
+    /// Steps that were finished.
+    pub fn step(&self) -> u64 {
+        self.state.step
+    }
+
+    /// What the last finished step did.
+    pub fn statistics(&self) -> CompressionStatistics {
+        self.statistics
+    }
+
+    /// Bytes of the vectors that it holds: residual, velocity, factors.
+    pub fn num_bytes(&self) -> usize {
+        let residual_len = self.state.residual.as_ref().map_or(0, Vec::len);
+        let kept_len = self.codec.kept().map_or(0, |(_, values)| values.len());
+        (residual_len + kept_len) * size_of::<f32>()
+    }
+
+    /// Writes this rank's message of the next round. `gradient` is this rank's in all rounds of a step; in between, its
+    /// elements are the compressor's to change.
+    ///
+    /// Time: a few passes over the gradient; with `powersgd` `4 * rank` multiplications an element and step.
+    ///
+    /// # Panics
+    /// If it is time to [`read`](Compressor::read), or the round's message has another dtype or length, or the bucket
+    /// another length.
+    pub fn write<T: Element>(&mut self, gradient: &mut [f32], message: &mut [T]) {
+        let Next::Write { round } = self.next else {
+            panic!("{:?} comes before the next message", self.next)
+        };
+        assert_eq!(gradient.len(), self.bucket.len(), "the gradient is another bucket's");
+        let given = (T::DTYPE, message.len());
+        assert_eq!(given, self.rounds[round].message(), "a message of {:?}", self.rounds[round]);
+        self.next = Next::Read { round };
+        let turn = self.turn(round);
+        let values = match &mut self.state.residual {
+            Some(residual) => {
+                if round == 0 {
+                    self.codec.accumulate(residual, gradient);
+                }
+                residual
+            }
+            None => gradient,
+        };
+        let message = bytemuck::cast_slice_mut(message);
+        if self.uncompressed_reason.is_some() {
+            Uncompressed.encode(&turn, values, message);
+            self.statistics.error_norm = 0.0;
+        } else {
+            self.codec.encode(&turn, values, message);
+            if round + 1 == self.rounds.len() {
+                self.statistics.error_norm = settle(values);
+            }
+        }
+    }
+
+    /// Reads the result of the round: the sum of all messages, or all messages in rank order. After the last round
+    /// `gradient` is the sum over all ranks.
+    ///
+    /// Time: a pass over the gradient for each message of the result.
+    ///
+    /// # Errors
+    /// [`CompressionError::ResultLength`]; [`CompressionError::Message`] if a rank sent what its codec does not make. The
+    /// step is lost then, and with it the compressor.
+    ///
+    /// # Panics
+    /// If it is time to [`write`](Compressor::write), or the result has another dtype than the round, or the bucket
+    /// another length.
+    pub fn read<T: Element>(&mut self, gradient: &mut [f32], result: &[T]) -> Result<(), CompressionError> {
+        let Next::Read { round } = self.next else { panic!("{:?} comes before a result", self.next) };
+        assert_eq!(gradient.len(), self.bucket.len(), "the gradient is another bucket's");
+        assert_eq!(T::DTYPE, self.rounds[round].message().0, "the result of {:?}", self.rounds[round]);
+        let result: &[u8] = bytemuck::cast_slice(result);
+        let expected = match self.rounds[round] {
+            Round::AllReduce { .. } => self.rounds[round].num_bytes(),
+            Round::AllGather { num_bytes } => num_bytes * self.world_size,
+        };
+        if result.len() != expected {
+            let codec = self.compression.codec();
+            return Err(CompressionError::ResultLength { codec, round, found: result.len(), expected });
+        }
+        let turn = self.turn(round);
+        match self.uncompressed_reason {
+            Some(_) => Uncompressed.decode(&turn, result, gradient)?,
+            None => self.codec.decode(&turn, result, gradient)?,
+        }
+        self.next = Next::Write { round: round + 1 };
+        if round + 1 == self.rounds.len() {
+            self.end_step();
+        }
+        Ok(())
+    }
+
+    /// Gradients will be `factor` times larger from the next step on, because a loss scale has changed: what is kept of
+    /// earlier ones is scaled likewise. A power of two changes no digit.
+    pub fn rescale(&mut self, factor: f32) {
+        self.codec.rescale(factor);
+        self.state.residual.iter_mut().flatten().for_each(|value| *value *= factor);
+    }
+
+    fn turn(&self, round: usize) -> Turn {
+        let Compressor { rank, world_size, key, .. } = *self;
+        Turn { step: self.state.step, round, rank, world_size, key }
+    }
+
+    fn end_step(&mut self) {
+        self.statistics.bytes_sent = self.rounds.iter().map(|round| round.bytes_sent(self.world_size)).sum();
+        self.statistics.bytes_uncompressed =
+            Round::uncompressed(self.bucket.len()).bytes_sent(self.world_size);
+        self.state.step += 1;
+        if self.state.step <= self.compression.warmup_steps() {
+            self.begin_step();
+        }
+        self.next = Next::Write { round: 0 };
+    }
+
+    /// Finds the rounds of the step to come.
+    pub(super) fn begin_step(&mut self) {
+        let (bucket, step) = (&self.bucket, self.state.step);
+        self.rounds = self.compression.rounds(bucket, self.world_size, step);
+        self.uncompressed_reason = self.compression.uncompressed_reason(bucket, self.world_size, step);
+        self.next = Next::Write { round: 0 };
+    }
+
+    pub(super) fn codec(&self) -> &dyn Codec {
+        &*self.codec
+    }
+
+    pub(super) fn codec_mut(&mut self) -> &mut dyn Codec {
+        &mut *self.codec
+    }
+}
+
+fn codec(compression: &Compression, bucket: &Bucket) -> Box<dyn Codec> {
+    let len = bucket.len();
+    match compression.method {
+        Method::None => Box::new(Uncompressed),
+        Method::F16 => Box::new(Rounded::<F16>::new()),
+        Method::Bf16 => Box::new(Rounded::<Bf16>::new()),
+        Method::Fp8(format) => Box::new(Fp8 { format }),
+        Method::Quantized { bits, block_len } => Box::new(Quantized { bits, block_len }),
+        Method::OneBit { block_len } => Box::new(OneBit { block_len }),
+        Method::TopK { momentum, .. } => Box::new(TopK::new(len, momentum)),
+        Method::RandomK { .. } => Box::new(RandomK::new(len, !compression.error_feedback())),
+        Method::LowRank { rank } => Box::new(LowRank::new(bucket, rank)),
+    }
+}

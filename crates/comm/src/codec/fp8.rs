@@ -1,0 +1,209 @@
+//! 8-bit floats (Micikevicius et al., "FP8 formats for deep learning", 2022) with one scale a message.
+//!
+//! A message is the reciprocal of the scale (f32), then one byte an element. The scale is the largest power of two by
+//! which the largest finite magnitude stays within the format, so it changes no digit. E4M3 has no infinity: it sends NaN
+//! instead.
+
+use super::numbers::{INFINITY_BITS, exponent, largest_finite_magnitude, magnitude_bits, power_of_two};
+use super::{Codec, CompressionError, Turn};
+
+/// A format of 8-bit floats, with a sign.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fp8Format {
+    /// 4 bits of exponent, 3 of fraction: from 2^-9 to 448.
+    E4m3,
+    /// 5 bits of exponent, 2 of fraction: from 2^-16 to 57344.
+    E5m2,
+}
+
+const SCALE_BYTES: usize = size_of::<f32>();
+
+/// Elements that are summed over the ranks while they are in cache.
+const PIECE_LEN: usize = 1024;
+
+pub(super) const fn message_bytes(len: usize) -> usize {
+    SCALE_BYTES + len
+}
+
+/// The code of a value and the value of a code, for a format with `FRACTION_BITS` bits of fraction.
+struct Code<const FRACTION_BITS: u32>;
+
+impl<const FRACTION_BITS: u32> Code<FRACTION_BITS> {
+    const BIAS: u32 = (1 << (6 - FRACTION_BITS)) - 1;
+    /// E4M3 uses the highest exponent for numbers, but for one code; E5M2 keeps it for infinity and NaN, as IEEE 754
+    /// does.
+    const HAS_INFINITY: bool = FRACTION_BITS == 2;
+    const LARGEST: u32 = if Self::HAS_INFINITY { 0x7b } else { 0x7e };
+    const INFINITY: u32 = Self::LARGEST + 1;
+    const NAN: u32 = 0x7f;
+    /// Bits of an f32's fraction that are rounded away.
+    const SHIFT: u32 = 23 - FRACTION_BITS;
+    /// From the exponent of a code to that of an f32, in place.
+    const REBIAS: u32 = (127 - Self::BIAS) << 23;
+    /// Bits of the smallest normal value.
+    const NORMAL_MIN: u32 = (128 - Self::BIAS) << 23;
+    /// The distance of values below the normal ones.
+    const UNIT: f32 = power_of_two(1 - Self::BIAS as i32 - FRACTION_BITS as i32);
+    /// A number whose unit in the last place is `UNIT`.
+    const ANCHOR: f32 = Self::UNIT * power_of_two(23);
+
+    /// [`value`](Self::value) of every code.
+    const VALUES: &[f32; 256] = &{
+        let mut values = [0.0; 256];
+        let mut code = 0;
+        while code < values.len() {
+            values[code] = Self::value(code as u8);
+            code += 1;
+        }
+        values
+    };
+
+    fn largest() -> f32 {
+        Self::value(Self::LARGEST as u8)
+    }
+
+    /// The nearest value's, ties to even; finite values become finite ones. Free of branches, so that a loop over it
+    /// becomes SIMD code.
+    #[inline(always)]
+    fn of(value: f32) -> u8 {
+        let (sign, magnitude) = ((value.to_bits() >> 24) & 0x80, magnitude_bits(value));
+        let half_below = (1 << (Self::SHIFT - 1)) - 1 + ((magnitude >> Self::SHIFT) & 1);
+        let normal = magnitude.wrapping_sub(Self::REBIAS).wrapping_add(half_below) >> Self::SHIFT;
+        let subnormal =
+            (f32::from_bits(magnitude) + Self::ANCHOR).to_bits().wrapping_sub(Self::ANCHOR.to_bits());
+        let finite = if magnitude < Self::NORMAL_MIN { subnormal } else { normal };
+        let special = if magnitude > INFINITY_BITS { Self::NAN } else { Self::INFINITY };
+        (sign | if magnitude >= INFINITY_BITS { special } else { finite.min(Self::LARGEST) }) as u8
+    }
+
+    const fn value(code: u8) -> f32 {
+        let (sign, magnitude) = ((code as u32 & 0x80) << 24, code as u32 & 0x7f);
+        let bits = if magnitude > Self::LARGEST {
+            let is_infinity = Self::HAS_INFINITY && magnitude == Self::INFINITY;
+            if is_infinity { INFINITY_BITS } else { f32::NAN.to_bits() }
+        } else if magnitude < 1 << FRACTION_BITS {
+            (magnitude as f32 * Self::UNIT).to_bits()
+        } else {
+            (magnitude << Self::SHIFT) + Self::REBIAS
+        };
+        f32::from_bits(sign | bits)
+    }
+
+    fn encode(values: &mut [f32], message: &mut [u8]) {
+        let amax = largest_finite_magnitude(values);
+        let scale_exponent = exponent(f64::from(Self::largest()) / f64::from(amax)).clamp(-126, 126);
+        let (scale, reciprocal) = (power_of_two(scale_exponent), power_of_two(-scale_exponent));
+        let (header, codes) = message.split_at_mut(SCALE_BYTES);
+        header.copy_from_slice(&reciprocal.to_le_bytes());
+        for (value, code) in values.iter_mut().zip(codes) {
+            *code = Self::of(*value * scale);
+            *value -= Self::VALUES[usize::from(*code)] * reciprocal;
+        }
+    }
+
+    fn add(message: &[u8], start: usize, sums: &mut [f32]) {
+        let (header, codes) = message.split_at(SCALE_BYTES);
+        let reciprocal = f32::from_le_bytes(header.try_into().expect("a scale has four bytes"));
+        for (sum, &code) in sums.iter_mut().zip(&codes[start..]) {
+            *sum += Self::VALUES[usize::from(code)] * reciprocal;
+        }
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Fp8 {
+    pub(super) format: Fp8Format,
+}
+
+impl Codec for Fp8 {
+    fn encode(&mut self, _turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+        match self.format {
+            Fp8Format::E4m3 => Code::<3>::encode(values, message),
+            Fp8Format::E5m2 => Code::<2>::encode(values, message),
+        }
+    }
+
+    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+        let num_bytes = message_bytes(gradient.len());
+        for (piece, sums) in gradient.chunks_mut(PIECE_LEN).enumerate() {
+            sums.fill(0.0);
+            for message in result.chunks_exact(num_bytes) {
+                match self.format {
+                    Fp8Format::E4m3 => Code::<3>::add(message, piece * PIECE_LEN, sums),
+                    Fp8Format::E5m2 => Code::<2>::add(message, piece * PIECE_LEN, sums),
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The value of a code as the paper defines it; `None` for infinity and NaN.
+    fn defined(fraction_bits: i32, code: u8) -> Option<f64> {
+        let bias = (1 << (6 - fraction_bits)) - 1;
+        let (exponent, fraction) =
+            (i32::from(code & 0x7f) >> fraction_bits, i32::from(code) % (1 << fraction_bits));
+        let is_special = if fraction_bits == 2 { exponent == 31 } else { code & 0x7f == 0x7f };
+        let fraction = f64::from(fraction) / 2.0_f64.powi(fraction_bits);
+        let magnitude = match exponent {
+            0 => fraction * 2.0_f64.powi(1 - bias),
+            _ => (1.0 + fraction) * 2.0_f64.powi(exponent - bias),
+        };
+        (!is_special).then_some(if code & 0x80 == 0 { magnitude } else { -magnitude })
+    }
+
+    fn check<const FRACTION_BITS: u32>(largest: f32) {
+        assert_eq!(Code::<FRACTION_BITS>::largest(), largest);
+        for code in 0..=u8::MAX {
+            let value = Code::<FRACTION_BITS>::value(code);
+            match defined(FRACTION_BITS as i32, code) {
+                Some(expected) => assert_eq!(f64::from(value).to_bits(), expected.to_bits(), "{code:#x}"),
+                None => assert!(!value.is_finite(), "{code:#x} is {value}"),
+            }
+            assert!(value.is_nan() || Code::<FRACTION_BITS>::of(value) == code, "{code:#x}");
+        }
+        // Halfway between neighbours the even code wins, and a little more or less decides.
+        for code in 0..Code::<FRACTION_BITS>::LARGEST as u8 {
+            let (low, high) = (Code::<FRACTION_BITS>::value(code), Code::<FRACTION_BITS>::value(code + 1));
+            let halfway = (low + high) / 2.0;
+            let even = code + (code & 1);
+            for (value, expected) in
+                [(halfway.next_down(), code), (halfway, even), (halfway.next_up(), code + 1)]
+            {
+                assert_eq!(Code::<FRACTION_BITS>::of(value), expected, "{value}");
+                assert_eq!(Code::<FRACTION_BITS>::of(-value), expected | 0x80, "{value}");
+            }
+        }
+        for value in [largest * 1.5, f32::MAX] {
+            assert_eq!(Code::<FRACTION_BITS>::value(Code::<FRACTION_BITS>::of(value)), largest);
+        }
+        for value in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN] {
+            assert!(!Code::<FRACTION_BITS>::value(Code::<FRACTION_BITS>::of(value)).is_finite());
+        }
+    }
+
+    #[test]
+    fn codes_are_those_of_the_paper() {
+        check::<3>(448.0);
+        check::<2>(57_344.0);
+    }
+
+    #[test]
+    fn the_scale_uses_the_range_and_changes_no_digit() {
+        for amax in [448.0, 449.0, 1.0, 1e-30, 3e38, 1e-35] {
+            let mut values = [amax, -amax / 2.0, 0.0, f32::NAN];
+            let mut message = [0; message_bytes(4)];
+            Code::<3>::encode(&mut values, &mut message);
+            let mut sums = [0.0; 4];
+            Code::<3>::add(&message, 0, &mut sums);
+            assert!((sums[0] - amax).abs() <= amax / 16.0, "{amax}: {sums:?}");
+            assert!((sums[0] + values[0]).to_bits() == amax.to_bits() && sums[3].is_nan(), "{amax}");
+            let code = message[SCALE_BYTES] & 0x7f;
+            assert!(code >> 3 >= 14, "{amax} has the code {code:#x}, and not one of the highest exponents");
+        }
+    }
+}

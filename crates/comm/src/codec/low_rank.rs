@@ -1,0 +1,232 @@
+//! PowerSGD (Vogels, Karimireddy, Jaggi: "PowerSGD: practical low-rank gradient compression for distributed
+//! optimization", 2019): one step of subspace iteration, begun where the last one ended.
+//!
+//! For each matrix `M` of the bucket the ranks sum `P = M Q`, make the columns of the sum orthonormal, and sum `Q = M^T
+//! P`; the result is `P Q^T`. A rank's error is what it did not contribute to that, `M - P P^T M`. The first round
+//! carries the factors `P`, the second one the factors `Q`, and everything that lies in no matrix, or in one so small
+//! that its factors would be no shorter, as it is.
+//!
+//! Factors are kept column by column, so that all loops run over neighbours in memory.
+
+use super::numbers::{INFINITY_BITS, add_scaled, dot, exponent, largest_magnitude_bits, power_of_two};
+use super::{Bucket, Codec, CompressionError, Matrix, Round, Turn};
+use std::ops::Range;
+use trireme_base::RandomKey;
+
+/// A column that keeps no larger part of its length, once what the columns before it say is taken away, is rounding
+/// errors.
+const INDEPENDENT_PART_MIN: f32 = 1e-5;
+
+/// Where the factors of a bucket's matrices lie in the messages.
+#[derive(Debug)]
+pub(super) struct Layout {
+    factored: Vec<Factored>,
+    /// What is sent as it is.
+    plain: Vec<Range<usize>>,
+    p_len: usize,
+    q_len: usize,
+    plain_len: usize,
+}
+
+/// A matrix and its two factors.
+#[derive(Debug)]
+struct Factored {
+    matrix: Matrix,
+    p: Range<usize>,
+    q: Range<usize>,
+}
+
+impl Layout {
+    pub(super) fn new(bucket: &Bucket, rank: usize) -> Self {
+        let mut layout = Layout { factored: Vec::new(), plain: Vec::new(), p_len: 0, q_len: 0, plain_len: 0 };
+        let mut end = 0;
+        for &matrix in bucket.matrices() {
+            let Matrix { rows, cols, .. } = matrix;
+            if rank.saturating_mul(rows + cols) < rows * cols {
+                layout.add_plain(end..matrix.offset);
+                end = matrix.range().end;
+                let p = layout.p_len..layout.p_len + rank * rows;
+                let q = layout.q_len..layout.q_len + rank * cols;
+                (layout.p_len, layout.q_len) = (p.end, q.end);
+                layout.factored.push(Factored { matrix, p, q });
+            }
+        }
+        layout.add_plain(end..bucket.len());
+        layout
+    }
+
+    fn add_plain(&mut self, range: Range<usize>) {
+        if !range.is_empty() {
+            self.plain_len += range.len();
+            self.plain.push(range);
+        }
+    }
+
+    pub(super) fn rounds(&self) -> [Round; 2] {
+        [self.p_len, self.q_len + self.plain_len].map(Round::uncompressed)
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct LowRank {
+    layout: Layout,
+    /// The orthonormal factors, between the two rounds.
+    p: Vec<f32>,
+    /// The factors that the next step begins with; a column of zeros is drawn anew.
+    q: Vec<f32>,
+}
+
+impl LowRank {
+    pub(super) fn new(bucket: &Bucket, rank: usize) -> Self {
+        let layout = Layout::new(bucket, rank);
+        LowRank { p: vec![0.0; layout.p_len], q: vec![0.0; layout.q_len], layout }
+    }
+
+    /// `P = M Q`
+    fn encode_p(&mut self, turn: &Turn, values: &[f32], message: &mut [f32]) {
+        for Factored { matrix, p, q } in &self.layout.factored {
+            let q_first = (turn.step << 32).wrapping_add(q.start as u64);
+            for (column, q) in self.q[q.clone()].chunks_exact_mut(matrix.cols).enumerate() {
+                if largest_magnitude_bits(q) == 0 {
+                    fill_uniform(turn.key, q_first.wrapping_add((column * matrix.cols) as u64), q);
+                }
+            }
+            let (q, p) = (&self.q[q.clone()], &mut message[p.clone()]);
+            for (row, values) in values[matrix.range()].chunks_exact(matrix.cols).enumerate() {
+                let columns = p.chunks_exact_mut(matrix.rows).zip(q.chunks_exact(matrix.cols));
+                columns.for_each(|(p, q)| p[row] = dot(values, q));
+            }
+        }
+    }
+
+    fn decode_p(&mut self, sums: &[f32]) {
+        self.p.copy_from_slice(sums);
+        for Factored { matrix, p, .. } in &self.layout.factored {
+            make_orthonormal(&mut self.p[p.clone()], matrix.rows);
+        }
+    }
+
+    /// `Q = M^T P`
+    fn encode_q(&mut self, values: &mut [f32], message: &mut [f32]) {
+        let (factors, mut plain) = message.split_at_mut(self.layout.q_len);
+        factors.fill(0.0);
+        for Factored { matrix, p, q } in &self.layout.factored {
+            let (p, q) = (&self.p[p.clone()], &mut factors[q.clone()]);
+            for (row, values) in values[matrix.range()].chunks_exact(matrix.cols).enumerate() {
+                let columns = p.chunks_exact(matrix.rows).zip(q.chunks_exact_mut(matrix.cols));
+                columns.for_each(|(p, q)| add_scaled(q, p[row], values));
+            }
+            add_product(&mut values[matrix.range()], -1.0, p, q, matrix);
+        }
+        for range in &self.layout.plain {
+            let slots = plain.split_off_mut(..range.len()).expect("the message has all plain elements");
+            slots.copy_from_slice(&values[range.clone()]);
+            values[range.clone()].fill(0.0);
+        }
+    }
+
+    fn decode_q(&mut self, sums: &[f32], gradient: &mut [f32]) {
+        let (factors, mut plain) = sums.split_at(self.layout.q_len);
+        for Factored { matrix, p, q } in &self.layout.factored {
+            let gradient = &mut gradient[matrix.range()];
+            gradient.fill(0.0);
+            add_product(gradient, 1.0, &self.p[p.clone()], &factors[q.clone()], matrix);
+        }
+        for range in &self.layout.plain {
+            let sums = plain.split_off(..range.len()).expect("the message has all plain elements");
+            gradient[range.clone()].copy_from_slice(sums);
+        }
+        self.q.copy_from_slice(factors);
+        for Factored { matrix, q, .. } in &self.layout.factored {
+            self.q[q.clone()].chunks_exact_mut(matrix.cols).for_each(make_usable);
+        }
+    }
+}
+
+impl Codec for LowRank {
+    fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+        match turn.round {
+            0 => self.encode_p(turn, values, bytemuck::cast_slice_mut(message)),
+            _ => self.encode_q(values, bytemuck::cast_slice_mut(message)),
+        }
+    }
+
+    fn decode(&mut self, turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+        match turn.round {
+            0 => self.decode_p(bytemuck::cast_slice(result)),
+            _ => self.decode_q(bytemuck::cast_slice(result), gradient),
+        }
+        Ok(())
+    }
+
+    fn kept(&self) -> Option<(&'static str, &[f32])> {
+        Some(("q", &self.q))
+    }
+
+    fn kept_mut(&mut self) -> Option<(&'static str, &mut [f32])> {
+        Some(("q", &mut self.q))
+    }
+}
+
+/// `M += factor * P Q^T`
+fn add_product(values: &mut [f32], factor: f32, p: &[f32], q: &[f32], matrix: &Matrix) {
+    for (row, values) in values.chunks_exact_mut(matrix.cols).enumerate() {
+        for (p, q) in p.chunks_exact(matrix.rows).zip(q.chunks_exact(matrix.cols)) {
+            add_scaled(values, factor * p[row], q);
+        }
+    }
+}
+
+/// Numbers between -1 and 1, from position `first` of the stream on.
+fn fill_uniform(key: RandomKey, first: u64, values: &mut [f32]) {
+    for (position, value) in values.iter_mut().enumerate() {
+        let [word, ..] = key.words(first.wrapping_add(position as u64));
+        *value = (word >> 8) as f32 / 8_388_608.0 - 1.0;
+    }
+}
+
+/// Scales a column by a power of two so that its largest magnitude is from 1 to 2: products of such columns neither
+/// overflow nor vanish. One that is not finite becomes zeros.
+fn make_usable(column: &mut [f32]) {
+    match largest_magnitude_bits(column) {
+        0 => {}
+        INFINITY_BITS.. => column.fill(0.0),
+        bits => scale_to_one(column, f32::from_bits(bits)),
+    }
+}
+
+fn scale_to_one(column: &mut [f32], largest: f32) {
+    let scale_exponent = -exponent(f64::from(largest));
+    // In two factors: that of a subnormal number is no f32.
+    let half = scale_exponent / 2;
+    let factors = (power_of_two(half), power_of_two(scale_exponent - half));
+    column.iter_mut().for_each(|value| *value = *value * factors.0 * factors.1);
+}
+
+/// Makes columns of `rows` elements orthonormal by the modified Gram-Schmidt process, each column twice, so that rounding
+/// does not leave them oblique. Columns that depend on earlier ones become zeros; NaN and infinity make NaN of columns.
+fn make_orthonormal(columns: &mut [f32], rows: usize) {
+    for column in 0..columns.len() / rows {
+        let (earlier, rest) = columns.split_at_mut(column * rows);
+        let current = &mut rest[..rows];
+        let largest = largest_magnitude_bits(current);
+        if largest >= INFINITY_BITS {
+            current.fill(f32::NAN);
+            continue;
+        }
+        if largest == 0 {
+            continue;
+        }
+        scale_to_one(current, f32::from_bits(largest));
+        let len_before = dot(current, current).sqrt();
+        for _ in 0..2 {
+            for earlier in earlier.chunks_exact(rows) {
+                let part = dot(earlier, current);
+                add_scaled(current, -part, earlier);
+            }
+        }
+        let len = dot(current, current).sqrt();
+        let factor = if len <= INDEPENDENT_PART_MIN * len_before { 0.0 } else { 1.0 / len };
+        current.iter_mut().for_each(|value| *value *= factor);
+    }
+}

@@ -1,0 +1,132 @@
+//! Loops over f32s that several codecs need, written so that they become SIMD code: sums run in lanes, in one fixed
+//! order.
+
+/// Bits of an infinity; those of finite magnitudes are smaller, those of NaN larger.
+pub(super) const INFINITY_BITS: u32 = 0x7f80_0000;
+
+const LANES: usize = 16;
+
+/// The bits of `|value|`. They are ordered as magnitudes are, with infinity above all numbers, and NaN above that.
+#[inline(always)]
+pub(super) const fn magnitude_bits(value: f32) -> u32 {
+    value.to_bits() & 0x7fff_ffff
+}
+
+/// The largest of [`magnitude_bits`]; 0 of nothing.
+pub(super) fn largest_magnitude_bits(values: &[f32]) -> u32 {
+    largest_by(values, magnitude_bits)
+}
+
+/// The largest finite magnitude; 0 of nothing.
+pub(super) fn largest_finite_magnitude(values: &[f32]) -> f32 {
+    let finite_bits = |value| {
+        let bits = magnitude_bits(value);
+        if bits < INFINITY_BITS { bits } else { 0 }
+    };
+    f32::from_bits(largest_by(values, finite_bits))
+}
+
+#[inline(always)]
+fn largest_by(values: &[f32], bits_of: impl Fn(f32) -> u32) -> u32 {
+    let (chunks, rest) = values.as_chunks::<LANES>();
+    let mut largest = [0; LANES];
+    for chunk in chunks {
+        for (largest, &value) in largest.iter_mut().zip(chunk) {
+            *largest = bits_of(value).max(*largest);
+        }
+    }
+    let rest = rest.iter().map(|&value| bits_of(value));
+    largest.into_iter().chain(rest).max().unwrap_or(0)
+}
+
+/// Replaces what is not finite by 0, and returns the Euclidean norm.
+pub(super) fn settle(values: &mut [f32]) -> f32 {
+    fn settled(value: &mut f32) -> f64 {
+        *value = if magnitude_bits(*value) < INFINITY_BITS { *value } else { 0.0 };
+        f64::from(*value) * f64::from(*value)
+    }
+    let (chunks, rest) = values.as_chunks_mut::<LANES>();
+    let mut squares = [0.0; LANES];
+    for chunk in chunks {
+        for (square, value) in squares.iter_mut().zip(chunk) {
+            *square += settled(value);
+        }
+    }
+    let rest: f64 = rest.iter_mut().map(settled).sum();
+    (squares.iter().sum::<f64>() + rest).sqrt() as f32
+}
+
+/// Sum of products.
+pub(super) fn dot(x: &[f32], y: &[f32]) -> f32 {
+    let ((x_chunks, x_rest), (y_chunks, y_rest)) = (x.as_chunks::<LANES>(), y.as_chunks::<LANES>());
+    let mut sums = [0.0; LANES];
+    for (x, y) in x_chunks.iter().zip(y_chunks) {
+        for lane in 0..LANES {
+            sums[lane] += x[lane] * y[lane];
+        }
+    }
+    let rest: f32 = x_rest.iter().zip(y_rest).map(|(x, y)| x * y).sum();
+    sums.iter().sum::<f32>() + rest
+}
+
+/// `y += factor * x`.
+pub(super) fn add_scaled(y: &mut [f32], factor: f32, x: &[f32]) {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y += factor * x;
+    }
+}
+
+/// `2^exponent`, for exponents of normal values: from -126 to 127.
+#[inline(always)]
+pub(super) const fn power_of_two(exponent: i32) -> f32 {
+    f32::from_bits(((127 + exponent) as u32) << 23)
+}
+
+/// Exponent of the largest power of two that is not above a positive number.
+pub(super) fn exponent(positive: f64) -> i32 {
+    (positive.to_bits() >> 52) as i32 - 1023
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn magnitudes_are_found_in_lanes_and_behind_them() {
+        for len in [1, 15, 16, 17, 40] {
+            for place in 0..len {
+                let mut values = vec![-0.5; len];
+                values[place] = -3.0;
+                assert_eq!(largest_magnitude_bits(&values), 3.0_f32.to_bits());
+                assert_eq!(largest_finite_magnitude(&values), 3.0);
+                values[place] = f32::NEG_INFINITY;
+                assert_eq!(largest_magnitude_bits(&values), INFINITY_BITS);
+                assert_eq!(largest_finite_magnitude(&values), if len == 1 { 0.0 } else { 0.5 });
+                values[place] = -f32::NAN;
+                assert!(largest_magnitude_bits(&values) > INFINITY_BITS);
+                let norm = settle(&mut values);
+                assert!(values[place] == 0.0 && (norm - 0.5 * ((len - 1) as f32).sqrt()).abs() < 1e-6);
+            }
+        }
+        assert_eq!((largest_magnitude_bits(&[]), settle(&mut [])), (0, 0.0));
+    }
+
+    #[test]
+    fn products_are_summed_to_the_last_element() {
+        for len in [0, 1, 16, 17, 35] {
+            let x: Vec<f32> = (0..len).map(|i| i as f32).collect();
+            let mut y = vec![2.0; len];
+            assert_eq!(dot(&x, &y), (len * len.saturating_sub(1)) as f32);
+            add_scaled(&mut y, -2.0, &x);
+            assert!(y.iter().enumerate().all(|(i, &y)| y == 2.0 - 2.0 * i as f32));
+        }
+    }
+
+    #[test]
+    fn exponents_are_those_of_powers_below() {
+        for (value, expected) in [(1.0, 0), (1.999, 0), (0.5, -1), (448.0, 8), (f64::INFINITY, 1024)] {
+            assert_eq!(exponent(value), expected);
+        }
+        assert_eq!((power_of_two(-126), power_of_two(3)), (f32::MIN_POSITIVE, 8.0));
+    }
+}

@@ -1,0 +1,106 @@
+//! Random elements, drawn anew each step, the same on all ranks: no index travels, and the all-reduce sums the values
+//! (Stich, Cordonnier, Jaggi: "Sparsified SGD with memory", 2018).
+//!
+//! A message is the values (f32), by ascending index. Without error feedback they are multiplied by `len / k`, so that
+//! the expected value of what is sent is what was to be sent. A rank with anything not finite, drawn or not, sends NaN as
+//! its first value.
+
+use super::numbers::{INFINITY_BITS, largest_magnitude_bits};
+use super::{Codec, CompressionError, Turn};
+use trireme_base::{Random, RandomKey};
+
+const WORD_BITS: usize = u64::BITS as usize;
+
+/// Random words that a step has for itself: twice 2^32 draws need a few more.
+const WORDS_A_STEP: u64 = 1 << 34;
+
+#[derive(Debug)]
+pub(super) struct RandomK {
+    /// One bit an element: whether it is drawn.
+    drawn: Vec<u64>,
+    is_unbiased: bool,
+}
+
+impl RandomK {
+    pub(super) fn new(len: usize, is_unbiased: bool) -> Self {
+        RandomK { drawn: vec![0; len.div_ceil(WORD_BITS)], is_unbiased }
+    }
+
+    /// Draws `num_drawn` of `len` elements, each set of them with equal probability (Floyd's algorithm: Bentley, Floyd,
+    /// "A sample of brilliance", 1987).
+    fn draw(&mut self, key: RandomKey, step: u64, len: usize, num_drawn: usize) {
+        self.drawn.fill(0);
+        let mut random = Random::new(key, step.wrapping_mul(WORDS_A_STEP));
+        for last in len - num_drawn..len {
+            let index = random.below(last as u64 + 1) as usize;
+            let is_drawn = self.drawn[index / WORD_BITS] >> (index % WORD_BITS) & 1 == 1;
+            let index = if is_drawn { last } else { index };
+            self.drawn[index / WORD_BITS] |= 1 << (index % WORD_BITS);
+        }
+    }
+}
+
+/// Indices of the bits that are set, ascending.
+fn indices(drawn: &[u64]) -> impl Iterator<Item = usize> {
+    drawn.iter().enumerate().flat_map(|(word, &bits)| {
+        let words = std::iter::successors(Some(bits), |bits| Some(bits & bits.wrapping_sub(1)));
+        words.take_while(|&bits| bits != 0).map(move |bits| word * WORD_BITS + bits.trailing_zeros() as usize)
+    })
+}
+
+impl Codec for RandomK {
+    fn encode(&mut self, turn: &Turn, values: &mut [f32], message: &mut [u8]) {
+        let message: &mut [f32] = bytemuck::cast_slice_mut(message);
+        self.draw(turn.key, turn.step, values.len(), message.len());
+        let is_finite = largest_magnitude_bits(values) < INFINITY_BITS;
+        let factor = if self.is_unbiased { values.len() as f32 / message.len() as f32 } else { 1.0 };
+        for (slot, index) in message.iter_mut().zip(indices(&self.drawn)) {
+            *slot = factor * values[index];
+            values[index] -= *slot;
+        }
+        if !is_finite {
+            message[0] = f32::NAN;
+        }
+    }
+
+    fn decode(&mut self, _turn: &Turn, result: &[u8], gradient: &mut [f32]) -> Result<(), CompressionError> {
+        gradient.fill(0.0);
+        let sums: &[f32] = bytemuck::cast_slice(result);
+        for (&sum, index) in sums.iter().zip(indices(&self.drawn)) {
+            gradient[index] = sum;
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn drawn(step: u64, len: usize, num_drawn: usize) -> Vec<usize> {
+        let mut codec = RandomK::new(len, false);
+        codec.draw(RandomKey::new(5, "draw"), step, len, num_drawn);
+        indices(&codec.drawn).collect()
+    }
+
+    #[test]
+    fn a_draw_has_the_number_asked_for_in_order() {
+        for (len, num_drawn) in [(1, 1), (64, 1), (65, 64), (130, 130), (1000, 37)] {
+            let found = drawn(3, len, num_drawn);
+            assert_eq!(found.len(), num_drawn);
+            assert!(found.is_sorted_by(|a, b| a < b) && found.iter().all(|&index| index < len));
+        }
+        assert_ne!(drawn(3, 1000, 37), drawn(4, 1000, 37));
+    }
+
+    #[test]
+    fn every_element_is_drawn_equally_often() {
+        const STEPS: u64 = 4000;
+        let mut counts = [0_u32; 100];
+        for step in 0..STEPS {
+            drawn(step, 100, 10).into_iter().for_each(|index| counts[index] += 1);
+        }
+        // 400 expected, with a standard deviation of 19.
+        assert!(counts.iter().all(|count| (310..490).contains(count)), "{counts:?}");
+    }
+}

@@ -1,0 +1,88 @@
+//! What a compressor keeps in checkpoints.
+
+use super::{CompressionError, Compressor};
+
+/// A named vector of a kept state.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum StateValues<'a> {
+    /// Elements or factors.
+    F32(&'a [f32]),
+    /// Counts.
+    U64(&'a [u64]),
+}
+
+impl Compressor {
+    /// What a later compressor needs to go on with the same bits, between two steps: `step` always, `residual` with error
+    /// feedback, `velocity` of momentum, the factors `q` of `powersgd`. Residual and velocity differ from rank to rank.
+    pub fn state(&self) -> impl Iterator<Item = (&'static str, StateValues<'_>)> {
+        let step = ("step", StateValues::U64(std::slice::from_ref(&self.state.step)));
+        let residual = self.state.residual.as_deref().map(|values| ("residual", StateValues::F32(values)));
+        let kept = self.codec().kept().map(|(name, values)| (name, StateValues::F32(values)));
+        [Some(step), residual, kept].into_iter().flatten()
+    }
+
+    /// Goes on from what [`state`](Compressor::state) gave, in any order. A step under way is forgotten.
+    ///
+    /// In a world of another size, ranks may begin with any residuals that have the same sum over all ranks, such as
+    /// those of ranks that are gone added to others'; without them a run loses what was not sent yet.
+    ///
+    /// # Errors
+    /// [`CompressionError::State`], and nothing changes, unless the names and lengths are those of
+    /// [`state`](Compressor::state) and all numbers are finite.
+    pub fn load_state(&mut self, tensors: &[(&str, StateValues<'_>)]) -> Result<(), CompressionError> {
+        for (index, (name, found)) in tensors.iter().enumerate() {
+            let expected = self.state().find(|(expected, _)| expected == name);
+            let fault = match (expected.map(|(_, values)| values), found) {
+                (None, _) => Some("is not one of its tensors".to_owned()),
+                _ if tensors[..index].iter().any(|(earlier, _)| earlier == name) => {
+                    Some("comes twice".to_owned())
+                }
+                (Some(StateValues::F32(own)), StateValues::F32(found)) => fault(own, found),
+                (Some(StateValues::U64(own)), StateValues::U64(found)) => {
+                    (own.len() != found.len()).then(|| wrong_len(own.len(), found.len()))
+                }
+                _ => Some("has another dtype".to_owned()),
+            };
+            if let Some(fault) = fault {
+                return Err(self.refused(format!("'{name}' {fault}")));
+            }
+        }
+        let missing = self.state().find(|(name, _)| !tensors.iter().any(|(found, _)| found == name));
+        if let Some((name, _)) = missing {
+            return Err(self.refused(format!("'{name}' is missing")));
+        }
+        tensors.iter().for_each(|(name, values)| self.take(name, *values));
+        self.begin_step();
+        Ok(())
+    }
+
+    /// Takes a tensor that was found to be right.
+    fn take(&mut self, name: &str, values: StateValues<'_>) {
+        match values {
+            StateValues::U64(values) => self.state.step = values[0],
+            StateValues::F32(values) => {
+                let own = match &mut self.state.residual {
+                    Some(residual) if name == "residual" => residual.as_mut_slice(),
+                    _ => self.codec_mut().kept_mut().expect("the name is one of its tensors").1,
+                };
+                own.copy_from_slice(values);
+            }
+        }
+    }
+
+    fn refused(&self, what: String) -> CompressionError {
+        CompressionError::State { codec: self.compression().codec(), what }
+    }
+}
+
+fn fault(own: &[f32], found: &[f32]) -> Option<String> {
+    if own.len() != found.len() {
+        return Some(wrong_len(own.len(), found.len()));
+    }
+    let broken = found.iter().position(|value| !value.is_finite())?;
+    Some(format!("has {} as element {broken}", found[broken]))
+}
+
+fn wrong_len(own: usize, found: usize) -> String {
+    format!("has {found} elements instead of {own}")
+}

@@ -1,0 +1,124 @@
+//! Ranks as compressors in a row; what travels between them is copied.
+
+mod convergence;
+mod hostile;
+mod options;
+mod sums;
+
+use super::*;
+use crate::Element;
+use crate::element::reduce_into;
+use bytemuck::Zeroable;
+use trireme_base::{Bf16, DType, F16, Rank, ReduceOp};
+use trireme_schedule::collective::Side;
+
+/// All ranks of a world, with one bucket.
+struct World {
+    compressors: Vec<Compressor>,
+    /// What the bytes of a message are before it is written.
+    blank: u8,
+    /// The messages of the last step, by round, then rank.
+    messages: Vec<Vec<Vec<u8>>>,
+}
+
+impl World {
+    fn new(compression: &Compression, bucket: &Bucket, world_size: usize) -> Self {
+        World::seeded(compression, bucket, world_size, 1)
+    }
+
+    fn seeded(compression: &Compression, bucket: &Bucket, world_size: usize, seed: u64) -> Self {
+        let key = RandomKey::new(seed, "bucket");
+        let compressor = |rank| {
+            Compressor::new(compression, bucket, Rank(rank), world_size, key).expect("options are right")
+        };
+        World { compressors: (0..world_size).map(compressor).collect(), blank: 0, messages: Vec::new() }
+    }
+
+    /// One step; the result, which is the same on all ranks.
+    fn step(&mut self, gradients: &[Vec<f32>]) -> Vec<f32> {
+        self.messages.clear();
+        let mut gradients = gradients.to_vec();
+        let rounds = self.compressors[0].rounds().to_vec();
+        assert!(self.compressors.iter().all(|compressor| compressor.rounds() == rounds));
+        for round in rounds {
+            match round.message().0 {
+                DType::F32 => self.exchange::<f32>(round, &mut gradients),
+                DType::F16 => self.exchange::<F16>(round, &mut gradients),
+                DType::Bf16 => self.exchange::<Bf16>(round, &mut gradients),
+                DType::U8 => self.exchange::<u8>(round, &mut gradients),
+                dtype => panic!("no round carries {dtype}"),
+            }
+        }
+        let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<_>>();
+        assert!(
+            gradients.iter().all(|gradient| bits(gradient) == bits(&gradients[0])),
+            "ranks have other bits"
+        );
+        gradients.swap_remove(0)
+    }
+
+    fn exchange<T: Element + Zeroable>(&mut self, round: Round, gradients: &mut [Vec<f32>]) {
+        let mut messages = Vec::new();
+        for (compressor, gradient) in self.compressors.iter_mut().zip(gradients.iter_mut()) {
+            let mut message = vec![T::zeroed(); round.message().1];
+            bytemuck::cast_slice_mut(&mut message).fill(self.blank);
+            compressor.write(gradient, &mut message);
+            messages.push(message);
+        }
+        self.messages.push(messages.iter().map(|message| bytemuck::cast_slice(message).to_vec()).collect());
+        let result = match round {
+            Round::AllReduce { dtype, .. } => messages.into_iter().reduce(|mut sum, message| {
+                let (own, other) = (bytemuck::cast_slice_mut(&mut sum), bytemuck::cast_slice(&message));
+                reduce_into(own, other, dtype, ReduceOp::Sum, Side::Left);
+                sum
+            }),
+            Round::AllGather { .. } => Some(messages.concat()),
+        };
+        let result = result.expect("a world has ranks");
+        for (compressor, gradient) in self.compressors.iter_mut().zip(gradients) {
+            compressor.read(gradient, &result).expect("ranks understand each other");
+        }
+    }
+
+    fn residual(&self, rank: usize) -> Option<&[f32]> {
+        self.compressors[rank].state.residual.as_deref()
+    }
+}
+
+/// A codec's compression, with block lengths and ratios that suit short buckets.
+fn compression(codec: CodecName) -> Compression {
+    compression_with(codec, |_| {})
+}
+
+fn compression_with(codec: CodecName, change: impl FnOnce(&mut CompressionOptions)) -> Compression {
+    let mut options = CompressionOptions { codec, ..CompressionOptions::default() };
+    match codec {
+        CodecName::Int8 | CodecName::Int4 | CodecName::OneBit => options.block_len = Some(64),
+        CodecName::TopK | CodecName::RandomK => options.ratio = Some(0.1),
+        CodecName::PowerSgd => options.rank = Some(2),
+        _ => {}
+    }
+    change(&mut options);
+    Compression::new(&options).expect("options are right")
+}
+
+/// Every codec that leaves something out.
+fn lossy() -> impl Iterator<Item = CodecName> {
+    CodecName::ALL.into_iter().filter(|&codec| codec != CodecName::None)
+}
+
+/// Gradients of all ranks in a step.
+fn gradients(len: usize, world_size: usize, step: u64) -> Vec<Vec<f32>> {
+    let gradient = |rank: usize| {
+        let mut values = vec![0.0; len];
+        RandomKey::new(step, &format!("gradient of rank {rank}")).fill_normal(&mut values, 0.5);
+        values
+    };
+    (0..world_size).map(gradient).collect()
+}
+
+/// The sum over ranks, in f64.
+fn sum(gradients: &[Vec<f32>]) -> Vec<f64> {
+    let element = |index| gradients.iter().map(|gradient| f64::from(gradient[index])).sum();
+    (0..gradients[0].len()).map(element).collect()
+}

@@ -1,0 +1,225 @@
+//! The operations of a [`Group`] on vectors.
+//!
+//! Every rank issues the same operation with vectors of the same whole length and dtype. Where ranks have parts of a
+//! vector, rank `r` has [`block`]`(r, world_size, len)`: equal blocks, or the first ones longer by an element. In
+//! place, a block lies at its place within the whole vector, before the operation or after it; what else the
+//! vector then holds is unspecified. Out of place (`…_into`), the input stays as it is.
+//!
+//! Steps and bytes of each operation by each algorithm are listed in `docs/collectives.md`.
+//!
+//! # Errors
+//! From the [`Work`]s: [`CommError::NoSuchRoot`] and [`CommError::Lengths`], which this rank sees alone and which
+//! leave the group as it is, and whatever ends a group.
+
+use crate::{Buffer, CommError, Element, Group, Operation, Work};
+use trireme_base::{Rank, ReduceOp};
+use trireme_schedule::collective::block;
+
+impl Group {
+    /// Replaces each element by the reduction of all ranks' elements.
+    pub fn all_reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
+        self.issue(Operation::AllReduce { op, dtype: T::DTYPE, len: buffer.len() }, buffer)
+    }
+
+    /// The reduction of all ranks' inputs, as long as they are.
+    pub fn all_reduce_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+        op: ReduceOp,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let len = input.len();
+        let operation = Operation::AllReduce { op, dtype: T::DTYPE, len };
+        self.checked_pair(operation, len, len, (input, output))
+    }
+
+    /// Replaces the root's elements by the reduction of all ranks' elements.
+    pub fn reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
+        self.checked_root(Operation::Reduce { op, root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+    }
+
+    /// The reduction of all ranks' inputs at the root, as long as they are; the other outputs are empty.
+    pub fn reduce_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+        op: ReduceOp,
+        root: Rank,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let len = input.len();
+        let operation = Operation::Reduce { op, root, dtype: T::DTYPE, len };
+        self.checked_pair(operation, len, if root == self.rank() { len } else { 0 }, (input, output))
+    }
+
+    /// Replaces each rank's elements by those of `root`.
+    pub fn broadcast<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+        self.checked_root(Operation::Broadcast { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+    }
+
+    /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
+    pub fn all_gather<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        self.issue(Operation::AllGather { dtype: T::DTYPE, len: buffer.len() }, buffer)
+    }
+
+    /// The inputs of all ranks, one after the other; a rank's input is its block of the output.
+    pub fn all_gather_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let len = output.len();
+        let operation = Operation::AllGather { dtype: T::DTYPE, len };
+        self.checked_pair(operation, self.block_len(len), len, (input, output))
+    }
+
+    /// Replaces this rank's block by the reduction of all ranks' elements there.
+    pub fn reduce_scatter<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
+        self.issue(Operation::ReduceScatter { op, dtype: T::DTYPE, len: buffer.len() }, buffer)
+    }
+
+    /// This rank's block of the reduction of all ranks' inputs.
+    pub fn reduce_scatter_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+        op: ReduceOp,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let len = input.len();
+        let operation = Operation::ReduceScatter { op, dtype: T::DTYPE, len };
+        self.checked_pair(operation, len, self.block_len(len), (input, output))
+    }
+
+    /// Fills the root's vector with the blocks of all ranks, each of which has its own one in its place.
+    pub fn gather<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+        self.checked_root(Operation::Gather { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+    }
+
+    /// The inputs of all ranks, all of one length, one after the other at the root; the other outputs are empty.
+    pub fn gather_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+        root: Rank,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let (block_len, len) = (input.len(), input.len() * self.world_size());
+        let operation = Operation::Gather { root, dtype: T::DTYPE, len };
+        self.checked_pair(operation, block_len, if root == self.rank() { len } else { 0 }, (input, output))
+    }
+
+    /// Replaces each rank's block by that of the root's vector.
+    pub fn scatter<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
+        self.checked_root(Operation::Scatter { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
+    }
+
+    /// This rank's block of the root's input, all of one length; the other inputs are empty.
+    pub fn scatter_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+        root: Rank,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let (block_len, len) = (output.len(), output.len() * self.world_size());
+        let operation = Operation::Scatter { root, dtype: T::DTYPE, len };
+        self.checked_pair(operation, if root == self.rank() { len } else { 0 }, block_len, (input, output))
+    }
+
+    /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
+    pub fn all_to_all<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        let operation = Operation::AllToAll { dtype: T::DTYPE, len: buffer.len() };
+        match self.check_equal_blocks(operation, buffer.len()) {
+            Ok(()) => self.issue(operation, buffer),
+            Err(error) => Work::ready(Err(error)),
+        }
+    }
+
+    /// The `i`-th block of the output is this rank's block of rank `i`'s input. The length is a multiple of the world
+    /// size.
+    pub fn all_to_all_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let len = input.len();
+        let operation = Operation::AllToAll { dtype: T::DTYPE, len };
+        match self.check_equal_blocks(operation, len) {
+            Ok(()) => self.checked_pair(operation, len, len, (input, output)),
+            Err(error) => Work::ready(Err(error)),
+        }
+    }
+
+    /// As [`all_to_all_into`](Group::all_to_all_into), with `send_lens[j]` elements for rank `j` one after the other in
+    /// the input, and `receive_lens[i]` elements of rank `i` in the output. What rank `i` sends to `j` must be what `j`
+    /// receives from `i`.
+    pub fn all_to_all_variable<T: Element>(
+        &self,
+        input: Buffer<T>,
+        send_lens: &[usize],
+        output: Buffer<T>,
+        receive_lens: &[usize],
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
+        let own = self.rank().0;
+        for (lens, buffer, which) in [(send_lens, &input, "input"), (receive_lens, &output, "output")] {
+            let what = if lens.len() != self.world_size() {
+                format!("{} lengths of blocks for {} ranks", lens.len(), self.world_size())
+            } else if lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len)) != Some(buffer.len()) {
+                format!("the {which} has {} elements, its blocks {lens:?}", buffer.len())
+            } else if send_lens.get(own) != receive_lens.get(own) {
+                format!("rank {own} sends itself {:?} elements", [send_lens[own], receive_lens[own]])
+            } else {
+                continue;
+            };
+            return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
+        }
+        self.issue_variable((input, output), [send_lens.to_vec(), receive_lens.to_vec()])
+    }
+
+    fn block_len(&self, len: usize) -> usize {
+        block(self.rank(), self.world_size(), len).len()
+    }
+
+    fn check_equal_blocks(&self, operation: Operation, len: usize) -> Result<(), CommError> {
+        if len.is_multiple_of(self.world_size()) {
+            return Ok(());
+        }
+        let what = format!("{len} elements are no {} equal blocks", self.world_size());
+        Err(CommError::Lengths { operation: operation.name(), what })
+    }
+
+    fn check_root(&self, operation: Operation) -> Result<(), CommError> {
+        match operation.root() {
+            Some(root) if root.0 >= self.world_size() => {
+                Err(CommError::NoSuchRoot { operation, root, world_size: self.world_size() })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn checked_root<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        match self.check_root(operation) {
+            Ok(()) => self.issue(operation, buffer),
+            Err(error) => Work::ready(Err(error)),
+        }
+    }
+
+    fn checked_pair<T: Element>(
+        &self,
+        operation: Operation,
+        input_len: usize,
+        output_len: usize,
+        (input, output): (Buffer<T>, Buffer<T>),
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        if let Err(error) = self.check_root(operation) {
+            return Work::ready(Err(error));
+        }
+        if (input.len(), output.len()) != (input_len, output_len) {
+            let what = format!(
+                "an input of {} elements and an output of {}, where {input_len} and {output_len} belong",
+                input.len(),
+                output.len()
+            );
+            return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
+        }
+        self.issue_pair(operation, (input, output))
+    }
+}

@@ -1,0 +1,313 @@
+//! Messages between two ranks of a group, beside its collective operations.
+//!
+//! A courier moves them all at the same time: the thread that waits for one, or a thread of its own while nobody
+//! waits. They travel on links of their own, so they and the collective operations do not wait for each other, and
+//! ranks may issue them in any order that has the same messages of each pair in the same order.
+
+mod courier;
+
+use crate::buffer::Storage;
+use crate::transport::link::Link;
+use crate::{CommError, GroupOptions, Operation};
+use courier::{Courier, Direction, Parcel};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::io::{read, write};
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::Instant;
+use trireme_base::Rank;
+
+/// Rounds without anything to move before the courier sleeps; the last ones let others have the processor.
+const NUM_ROUNDS: u32 = 100;
+const NUM_YIELDS: u32 = 20;
+
+/// One rank's messages.
+pub(crate) struct Messenger {
+    office: Arc<Office>,
+    thread: Option<JoinHandle<()>>,
+}
+
+struct Office {
+    state: Mutex<State>,
+    /// There may be something for the courier's own thread to do.
+    submitted: Condvar,
+    /// Some message has ended, or the courier is back.
+    finished: Condvar,
+    /// Wakes the courier.
+    bell: OwnedFd,
+}
+
+struct State {
+    /// Absent while a thread moves messages, and after a failure.
+    courier: Option<Courier>,
+    /// Issued, and not yet known to the courier.
+    submitted: VecDeque<Parcel>,
+    slots: Vec<Slot>,
+    free: Vec<usize>,
+    num_pending: usize,
+    /// Threads that wait for a message: one of them is the courier.
+    num_waiting: usize,
+    is_asleep: bool,
+    is_closed: bool,
+    failure: Option<CommError>,
+}
+
+enum Slot {
+    Free,
+    Pending,
+    /// Nobody waits for what comes of it.
+    Abandoned,
+    Ended(Result<Storage, CommError>),
+    /// The owner has it, and is about to free the slot.
+    Taken,
+}
+
+/// The right to what comes of a message.
+pub(crate) struct Receipt {
+    office: Arc<Office>,
+    slot: usize,
+}
+
+impl Messenger {
+    /// Starts a rank's courier.
+    pub(crate) fn start(
+        own: Rank,
+        links: Vec<Option<Link>>,
+        options: &GroupOptions,
+    ) -> Result<Self, CommError> {
+        let failed = |source| CommError::Spawn { source: Arc::new(source) };
+        let courier = Courier::new(own, links, options.timeout, options.chunk_bytes)?;
+        let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+        let office = Arc::new(Office {
+            state: Mutex::new(State {
+                courier: Some(courier),
+                submitted: VecDeque::new(),
+                slots: Vec::new(),
+                free: Vec::new(),
+                num_pending: 0,
+                num_waiting: 0,
+                is_asleep: false,
+                is_closed: false,
+                failure: None,
+            }),
+            submitted: Condvar::new(),
+            finished: Condvar::new(),
+            bell: bell.map_err(|error| failed(error.into()))?,
+        });
+        let served = Arc::clone(&office);
+        let name = format!("messages-{own}");
+        let thread = std::thread::Builder::new().name(name).spawn(move || served.serve()).map_err(failed)?;
+        Ok(Messenger { office, thread: Some(thread) })
+    }
+
+    pub(crate) fn send(&self, to: Rank, operation: Operation, storage: Storage) -> Receipt {
+        self.submit(to, Direction::Out, operation, storage)
+    }
+
+    pub(crate) fn receive(&self, from: Rank, operation: Operation, storage: Storage) -> Receipt {
+        self.submit(from, Direction::In, operation, storage)
+    }
+
+    fn submit(&self, peer: Rank, direction: Direction, operation: Operation, storage: Storage) -> Receipt {
+        let office = &self.office;
+        let mut state = office.lock();
+        let failure = state.failure.clone();
+        let slot = state.fill_slot(failure.map_or(Slot::Pending, |failure| Slot::Ended(Err(failure))));
+        if state.failure.is_none() {
+            let issued = Instant::now();
+            state.submitted.push_back(Parcel { slot, peer, direction, operation, storage, issued });
+            state.num_pending += 1;
+            if state.is_asleep {
+                office.ring();
+            } else {
+                office.submitted.notify_one();
+            }
+        }
+        drop(state);
+        Receipt { office: Arc::clone(office), slot }
+    }
+
+    /// Ends at once, whatever is pending.
+    pub(crate) fn abort(&self, failure: CommError) {
+        self.office.lock().fail(failure);
+        self.office.wake_all();
+    }
+}
+
+impl Drop for Messenger {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.abort(CommError::Panicked);
+            return;
+        }
+        self.office.lock().is_closed = true;
+        self.office.wake_all();
+        let ended = self.thread.take().map(JoinHandle::join);
+        assert!(!matches!(ended, Some(Err(_))), "the courier's thread panicked; its message is above");
+    }
+}
+
+impl Office {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics while it holds the office")
+    }
+
+    /// Best effort: a bell that cannot be rung any louder has been heard, or will be.
+    fn ring(&self) {
+        let _ = write(&self.bell, &1_u64.to_ne_bytes());
+    }
+
+    fn wake_all(&self) {
+        self.ring();
+        self.submitted.notify_all();
+        self.finished.notify_all();
+    }
+
+    /// The courier's own thread: moves messages while nobody waits for one.
+    fn serve(&self) {
+        let mut state = self.lock();
+        while state.failure.is_none() && !(state.is_closed && state.num_pending == 0) {
+            let has_work = state.num_pending > 0 && state.num_waiting == 0;
+            state = match state.courier.take_if(|_| has_work) {
+                Some(courier) => self.deliver(state, courier, |state| state.num_waiting > 0),
+                None => self.submitted.wait(state).expect("no thread panics while it holds the office"),
+            };
+        }
+        // The connections end with the courier.
+        let courier = state.courier.take();
+        drop(state);
+        drop(courier);
+    }
+
+    /// Moves messages until there are none, or `is_enough`.
+    fn deliver<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        mut courier: Courier,
+        is_enough: impl Fn(&State) -> bool,
+    ) -> MutexGuard<'a, State> {
+        let mut num_idle = 0;
+        let result = loop {
+            state.exchange(&mut courier);
+            self.finished.notify_all();
+            if is_enough(&state) || courier.is_idle() || state.failure.is_some() {
+                break Ok(());
+            }
+            state.is_asleep = num_idle >= NUM_ROUNDS;
+            let sleeps = state.is_asleep;
+            drop(state);
+            let moved = if sleeps { courier.sleep(&self.bell).map(|()| false) } else { courier.advance() };
+            if sleeps {
+                // Heard; what it was rung for is found in the office.
+                let _ = read(&self.bell, &mut [0_u8; 8]);
+            }
+            num_idle = match moved {
+                Ok(false) if !sleeps && courier.is_worth_spinning() => num_idle + 1,
+                Ok(false) if !sleeps => NUM_ROUNDS,
+                _ => 0,
+            };
+            if num_idle + NUM_YIELDS > NUM_ROUNDS {
+                std::thread::yield_now();
+            }
+            state = self.lock();
+            state.is_asleep = false;
+            if let Err(failure) = moved {
+                break Err(failure);
+            }
+        };
+        match result {
+            Err(failure) => state.fail(failure),
+            Ok(()) if state.failure.is_none() => state.courier = Some(courier),
+            Ok(()) => {}
+        }
+        self.finished.notify_all();
+        self.submitted.notify_one();
+        state
+    }
+}
+
+impl State {
+    fn fill_slot(&mut self, slot: Slot) -> usize {
+        if let Some(index) = self.free.pop() {
+            self.slots[index] = slot;
+            return index;
+        }
+        self.slots.push(slot);
+        self.slots.len() - 1
+    }
+
+    /// Gives the courier what was issued, and takes what has ended.
+    fn exchange(&mut self, courier: &mut Courier) {
+        self.submitted.drain(..).for_each(|parcel| courier.take(parcel));
+        for (slot, storage) in courier.ended.drain(..) {
+            self.num_pending -= 1;
+            if matches!(self.slots[slot], Slot::Abandoned) {
+                self.release(slot);
+            } else {
+                self.slots[slot] = Slot::Ended(Ok(storage));
+            }
+        }
+    }
+
+    /// The first failure stays; whatever is pending fails with it.
+    fn fail(&mut self, failure: CommError) {
+        let failure = self.failure.get_or_insert(failure).clone();
+        self.submitted.clear();
+        self.num_pending = 0;
+        for slot in 0..self.slots.len() {
+            match self.slots[slot] {
+                Slot::Pending => self.slots[slot] = Slot::Ended(Err(failure.clone())),
+                Slot::Abandoned => self.release(slot),
+                Slot::Free | Slot::Ended(_) | Slot::Taken => {}
+            }
+        }
+    }
+
+    fn release(&mut self, slot: usize) {
+        self.slots[slot] = Slot::Free;
+        self.free.push(slot);
+    }
+}
+
+impl Receipt {
+    pub(crate) fn is_done(&self) -> bool {
+        matches!(self.office.lock().slots[self.slot], Slot::Ended(_))
+    }
+
+    pub(crate) fn wait(self) -> Result<Storage, CommError> {
+        let office = &self.office;
+        let is_done = |state: &State| matches!(state.slots[self.slot], Slot::Ended(_));
+        let mut state = office.lock();
+        state.num_waiting += 1;
+        while !is_done(&state) {
+            state = match state.courier.take() {
+                Some(courier) => office.deliver(state, courier, is_done),
+                None => {
+                    // The courier's own thread gives way to one that waits.
+                    office.ring();
+                    office.finished.wait(state).expect("no thread panics while it holds the office")
+                }
+            };
+        }
+        state.num_waiting -= 1;
+        if state.num_waiting == 0 && state.num_pending > 0 {
+            office.submitted.notify_one();
+        }
+        match std::mem::replace(&mut state.slots[self.slot], Slot::Taken) {
+            Slot::Ended(result) => result,
+            _ => unreachable!("the loop ends when the message has"),
+        }
+    }
+}
+
+impl Drop for Receipt {
+    fn drop(&mut self) {
+        let mut state = self.office.lock();
+        match state.slots[self.slot] {
+            Slot::Ended(_) | Slot::Taken => state.release(self.slot),
+            _ => state.slots[self.slot] = Slot::Abandoned,
+        }
+    }
+}

@@ -1,0 +1,152 @@
+use super::key::{Key, TAG_BYTES};
+use super::message::{Message, receive_bytes};
+use super::wire::{receive_exact, send_all};
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
+use std::io;
+use std::net::TcpStream;
+use std::time::Instant;
+
+/// A connection between rank 0 and another rank after their handshake. Each message is followed by a tag of its bytes,
+/// its number and its direction, so that nobody in between can change, repeat, leave out or turn around any.
+pub(super) struct Channel {
+    stream: TcpStream,
+    key: Key,
+    end: End,
+    num_sent: u64,
+    num_received: u64,
+}
+
+/// Which end of a channel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum End {
+    /// That of rank 0.
+    Center,
+    /// That of another rank.
+    Ray,
+}
+
+impl End {
+    /// The purpose of the tags on messages from this end.
+    fn purpose(self) -> &'static str {
+        match self {
+            End::Center => "trireme: message from rank 0",
+            End::Ray => "trireme: message to rank 0",
+        }
+    }
+
+    fn other(self) -> Self {
+        match self {
+            End::Center => End::Ray,
+            End::Ray => End::Center,
+        }
+    }
+}
+
+impl Channel {
+    /// The own end of a connection whose handshake gave `key`.
+    pub(super) fn new(stream: TcpStream, key: Key, end: End) -> Self {
+        Channel { stream, key, end, num_sent: 0, num_received: 0 }
+    }
+
+    pub(super) fn send(&mut self, message: &Message, deadline: Instant) -> io::Result<()> {
+        let mut bytes = message.encode();
+        let tag = self.key.tag(self.end.purpose(), &[&self.num_sent.to_le_bytes(), &bytes]);
+        bytes.extend(tag);
+        self.num_sent += 1;
+        send_all(&self.stream, &bytes, deadline)
+    }
+
+    /// Receives a message in a world of `world_size`, which bounds its length.
+    pub(super) fn receive(&mut self, world_size: usize, deadline: Instant) -> io::Result<Message> {
+        let bytes = receive_bytes(&self.stream, world_size, deadline)?;
+        let mut tag = [0; TAG_BYTES];
+        receive_exact(&self.stream, &mut tag, deadline)?;
+        let parts: [&[u8]; 2] = [&self.num_received.to_le_bytes(), &bytes];
+        if !self.key.verify(self.end.other().purpose(), &parts, &tag) {
+            let why = "somebody in between has changed a message";
+            return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+        }
+        self.num_received += 1;
+        Message::decode(&bytes, world_size)
+    }
+
+    /// Whether the other side has closed the connection, or speaks out of turn.
+    pub(super) fn has_gone(&self) -> bool {
+        let peeked = recv(&self.stream, &mut [0], RecvFlags::DONTWAIT | RecvFlags::PEEK);
+        !matches!(peeked, Err(Errno::AGAIN | Errno::INTR))
+    }
+
+    #[cfg(test)]
+    pub(super) fn stream(&self) -> &TcpStream {
+        &self.stream
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::{Read, Write};
+    use std::net::TcpListener;
+    use std::time::Duration;
+
+    fn soon() -> Instant {
+        Instant::now() + Duration::from_secs(20)
+    }
+
+    fn streams() -> [TcpStream; 2] {
+        let listener = TcpListener::bind("127.0.0.1:0").expect("a free port");
+        let one = TcpStream::connect(listener.local_addr().expect("an address")).expect("connected");
+        [one, listener.accept().expect("a connection").0]
+    }
+
+    /// What a message becomes on the wire as number `index` from `end`.
+    fn sealed(message: &Message, end: End, index: u64) -> Vec<u8> {
+        let [one, mut other] = streams();
+        let mut channel = Channel::new(one, Key::of(None), end);
+        channel.num_sent = index;
+        channel.send(message, soon()).expect("sent");
+        drop(channel);
+        let mut bytes = Vec::new();
+        other.read_to_end(&mut bytes).expect("received");
+        bytes
+    }
+
+    fn is_taken(wire: &[u8]) -> bool {
+        let [mut one, other] = streams();
+        one.write_all(wire).expect("sent");
+        match Channel::new(other, Key::of(None), End::Center).receive(4, soon()) {
+            Ok(_) => true,
+            Err(error) => {
+                let kinds = [io::ErrorKind::PermissionDenied, io::ErrorKind::InvalidData];
+                assert!(kinds.contains(&error.kind()), "{error}");
+                false
+            }
+        }
+    }
+
+    #[test]
+    fn messages_arrive_in_order_and_from_the_other_end_only() {
+        let message = Message::Report(Err("why".to_owned()));
+        let wire = sealed(&message, End::Ray, 0);
+        assert!(is_taken(&wire));
+        assert!(!is_taken(&sealed(&message, End::Ray, 1)), "one was left out");
+        assert!(!is_taken(&sealed(&message, End::Center, 0)), "an own message came back");
+        let [mut one, other] = streams();
+        one.write_all(&[wire.clone(), wire].concat()).expect("sent");
+        let mut channel = Channel::new(other, Key::of(None), End::Center);
+        assert_eq!(channel.receive(4, soon()).expect("the first"), message);
+        assert!(channel.receive(4, soon()).is_err(), "the same again");
+    }
+
+    #[test]
+    fn no_bit_can_be_changed() {
+        let wire = sealed(&Message::Report(Err("why".to_owned())), End::Ray, 0);
+        // The length is left: a longer message is waited for.
+        for bit in (0..8 * 16).chain(8 * 24..8 * wire.len()) {
+            let mut changed = wire.clone();
+            changed[bit / 8] ^= 1 << (bit % 8);
+            assert!(!is_taken(&changed), "{bit}");
+        }
+    }
+}

@@ -1,0 +1,202 @@
+//! Where connections come in: all are heard out at the same time, and who has the key is let in.
+
+use super::handshake::{Examination, Finding, Introduction, Member};
+use super::key::{Key, nonce};
+use super::message::Message;
+use super::refusals::Refusals;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, ioctl_fionbio};
+use rustix::net::{RecvFlags, SendFlags, SocketFlags, acceptfrom_with, recv, send};
+use std::collections::VecDeque;
+use std::io;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+/// A connection that has not proved to have the key after this long is closed.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Connections that have not proved to have the key.
+const NUM_VISITORS_MAX: usize = 256;
+/// When there are so many, the oldest makes room for the next, but has had this long.
+const STAY_MIN: Duration = Duration::from_millis(200);
+
+/// A listening socket, and the connections that are being heard out.
+pub(super) struct Doorway<'a, I> {
+    listener: BorrowedFd<'a>,
+    key: &'a Key,
+    refusals: &'a Refusals,
+    /// The oldest first.
+    visitors: VecDeque<Visitor<I>>,
+    /// Those who have the key and have not been let in.
+    members: VecDeque<(Door, Member<I>)>,
+}
+
+/// Somebody who has been let in.
+pub(super) struct Guest<I> {
+    pub(super) socket: OwnedFd,
+    pub(super) introduction: I,
+    /// The key for this connection alone.
+    pub(super) key: Key,
+}
+
+/// A connection that may be turned away.
+struct Door {
+    socket: OwnedFd,
+    address: Option<SocketAddr>,
+}
+
+/// A connection that has not proved to have the key.
+struct Visitor<I> {
+    door: Door,
+    examination: Examination<I>,
+    /// What has come of the turn that is being heard.
+    received: Vec<u8>,
+    since: Instant,
+}
+
+enum Heard<I> {
+    /// Not everything has been said yet.
+    Listening,
+    Member(Member<I>),
+    Refused(String),
+}
+
+impl<'a, I: Introduction> Doorway<'a, I> {
+    /// Takes a listening socket, which no longer blocks from then on.
+    pub(super) fn new(listener: &'a impl AsFd, key: &'a Key, refusals: &'a Refusals) -> io::Result<Self> {
+        ioctl_fionbio(listener, true)?;
+        let (visitors, members) = (VecDeque::new(), VecDeque::new());
+        Ok(Doorway { listener: listener.as_fd(), key, refusals, visitors, members })
+    }
+
+    /// The next one who has the key and to whom nothing is objected; none if none comes until the deadline.
+    pub(super) fn next(
+        &mut self,
+        deadline: Instant,
+        mut objection: impl FnMut(&I) -> Option<String>,
+    ) -> io::Result<Option<Guest<I>>> {
+        loop {
+            while let Some((door, member)) = self.members.pop_front() {
+                if let Some(reason) = objection(&member.introduction) {
+                    self.turn_away(door, &reason);
+                } else if !door.say(&Message::Welcome(member.welcome)) {
+                    self.turn_away(door, "it does not listen");
+                } else {
+                    let Member { introduction, key, .. } = member;
+                    return Ok(Some(Guest { socket: door.socket, introduction, key }));
+                }
+            }
+            if Instant::now() >= deadline {
+                return Ok(None);
+            }
+            self.sleep(deadline)?;
+            self.hear();
+            self.admit()?;
+        }
+    }
+
+    /// Waits until somebody speaks or knocks, or has been silent for too long.
+    fn sleep(&self, deadline: Instant) -> io::Result<()> {
+        let has_room = self.has_room();
+        let oldest = self.visitors.front().map(|oldest| oldest.since);
+        let until = [
+            oldest.map(|since| since + PATIENCE),
+            oldest.filter(|_| !has_room).map(|since| since + STAY_MIN),
+        ];
+        let until = until.into_iter().flatten().fold(deadline, Instant::min);
+        let left = until.saturating_duration_since(Instant::now()) + Duration::from_millis(1);
+        let timeout = Timespec::try_from(left).map_err(io::Error::other)?;
+        let sockets = self.visitors.iter().map(|visitor| visitor.door.socket.as_fd());
+        let watched = has_room.then_some(self.listener).into_iter().chain(sockets);
+        let mut polled: Vec<_> =
+            watched.map(|socket| PollFd::from_borrowed_fd(socket, PollFlags::IN)).collect();
+        match poll(&mut polled, Some(&timeout)) {
+            Ok(_) | Err(Errno::INTR) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether there is room for one more, be it that of the oldest visitor.
+    fn has_room(&self) -> bool {
+        let may_leave = |oldest: &Visitor<I>| oldest.since.elapsed() >= STAY_MIN;
+        self.visitors.len() < NUM_VISITORS_MAX || self.visitors.front().is_some_and(may_leave)
+    }
+
+    /// Accepts those who knock, as long as there is room.
+    fn admit(&mut self) -> io::Result<()> {
+        while self.has_room() {
+            match acceptfrom_with(self.listener, SocketFlags::CLOEXEC) {
+                Ok((socket, address)) => {
+                    let address = address.and_then(|address| SocketAddr::try_from(address).ok());
+                    if self.visitors.len() == NUM_VISITORS_MAX {
+                        let oldest = self.visitors.pop_front().expect("there are many visitors");
+                        self.turn_away(oldest.door, "it had not introduced itself when others came");
+                    }
+                    let examination = Examination::new(self.key.clone(), nonce()?);
+                    let (door, received, since) = (Door { socket, address }, Vec::new(), Instant::now());
+                    self.visitors.push_back(Visitor { door, examination, received, since });
+                }
+                Err(Errno::AGAIN) => break,
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(())
+    }
+
+    /// Listens to all visitors; those who have said enough are members or turned away.
+    fn hear(&mut self) {
+        for mut visitor in std::mem::take(&mut self.visitors) {
+            match visitor.listen() {
+                Heard::Listening => self.visitors.push_back(visitor),
+                Heard::Member(member) => self.members.push_back((visitor.door, member)),
+                Heard::Refused(reason) => self.turn_away(visitor.door, &reason),
+            }
+        }
+    }
+
+    fn turn_away(&self, door: Door, reason: &str) {
+        // Best effort: who was refused may not be listening.
+        door.say(&Message::TurnedAway(reason.to_owned()));
+        self.refusals.add(door.address, reason);
+    }
+}
+
+impl<I: Introduction> Visitor<I> {
+    fn listen(&mut self) -> Heard<I> {
+        let start = self.received.len();
+        self.received.resize(self.examination.turn_bytes(), 0);
+        let received = recv(&self.door.socket, &mut self.received[start..], RecvFlags::DONTWAIT);
+        self.received.truncate(start + received.map_or(0, |(_, num_read)| num_read));
+        match received {
+            Ok((_, 0)) => return Heard::Refused("it hung up before it had introduced itself".to_owned()),
+            Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
+            Err(error) => return Heard::Refused(format!("its connection broke: {error}")),
+        }
+        if let Err(reason) = self.examination.can_begin(&self.received) {
+            return Heard::Refused(reason.to_owned());
+        }
+        if self.received.len() == self.examination.turn_bytes() {
+            let turn = std::mem::take(&mut self.received);
+            return match self.examination.hear(&turn) {
+                Finding::Answer(answer) if self.door.say(&answer) => Heard::Listening,
+                Finding::Answer(_) => Heard::Refused("it does not listen".to_owned()),
+                Finding::Member(member) => Heard::Member(member),
+                Finding::Refused(reason) => Heard::Refused(reason.to_owned()),
+            };
+        }
+        if self.since.elapsed() > PATIENCE {
+            return Heard::Refused("it did not introduce itself in time".to_owned());
+        }
+        Heard::Listening
+    }
+}
+
+impl Door {
+    /// Sends a short message, if the connection takes it at once.
+    fn say(&self, message: &Message) -> bool {
+        let bytes = message.encode();
+        let sent = send(&self.socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+        sent.is_ok_and(|num_sent| num_sent == bytes.len())
+    }
+}

@@ -1,0 +1,132 @@
+//! Hostile introductions, messages and whole handshakes. For tests only.
+
+use super::handshake::{Examination, Finding, Introduction, proof};
+use super::hello::{Hello, Place};
+use super::key::{Key, NONCE_BYTES, Nonce};
+use super::message::{HEADER_BYTES, Message, TEXT_BYTES_MAX, Table, body_bytes};
+use super::session::PeerHello;
+use crate::fuzz::Fuzzer;
+use crate::{JoinOptions, Secret};
+use trireme_base::Rank;
+
+const WORLD_SIZE: usize = 4;
+
+fn place() -> Place {
+    Place { host: 1 << 100 | 7, meeting: 8, address: "[2001:db8::1]:4000".parse().expect("an address") }
+}
+
+fn hello() -> Hello {
+    Hello::of(&JoinOptions::new(Rank(1), WORLD_SIZE), place())
+}
+
+fn key() -> Key {
+    Key::of(Some(&Secret::new("0123456789abcdef").expect("long enough")))
+}
+
+#[test]
+fn hostile_hellos_are_read_or_refused() {
+    let options = JoinOptions::new(Rank(0), WORLD_SIZE);
+    let mut fuzzer = Fuzzer::new("hellos", vec![hello().encode().to_vec()]);
+    let mut num_welcome = 0;
+    for _ in 0..150_000 {
+        if let Some(hello) = Hello::decode(fuzzer.next()) {
+            assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+            if hello.objection(&options).is_none() {
+                assert!(
+                    (1..WORLD_SIZE as u64).contains(&hello.rank) && hello.world_size == WORLD_SIZE as u64
+                );
+                num_welcome += 1;
+            }
+        }
+    }
+    assert!(num_welcome > 1000, "{num_welcome}");
+}
+
+#[test]
+fn hostile_introductions_of_members_are_read_or_refused() {
+    let valid = [0, 1].map(|purpose| PeerHello { from: 3, to: 1, purpose }.encode().to_vec());
+    let mut fuzzer = Fuzzer::new("members", valid.to_vec());
+    for _ in 0..50_000 {
+        let bytes = fuzzer.next();
+        if let Some(hello) = PeerHello::decode(bytes) {
+            assert_eq!(hello.encode(), bytes);
+        }
+    }
+}
+
+#[test]
+fn hostile_messages_are_read_or_refused_within_their_bounds() {
+    let table = Table { session: [77; NONCE_BYTES], tries_shm: true, places: vec![place(); WORLD_SIZE] };
+    let messages = [
+        Message::TurnedAway("because".to_owned()),
+        Message::Table(table),
+        Message::Report(Ok(())),
+        Message::Report(Err("no".to_owned())),
+        Message::Challenge([1; NONCE_BYTES]),
+        Message::Welcome([2; NONCE_BYTES]),
+    ];
+    let valid: Vec<_> = messages.iter().map(Message::encode).collect();
+    let body_bytes_max = TEXT_BYTES_MAX.max(NONCE_BYTES + 8 + 48 * WORLD_SIZE);
+    let mut fuzzer = Fuzzer::new("messages", valid);
+    let mut num_read = 0;
+    for _ in 0..200_000 {
+        let bytes = fuzzer.next();
+        if let Some(header) = bytes.first_chunk::<HEADER_BYTES>()
+            && let Ok(num_bytes) = body_bytes(header, WORLD_SIZE)
+        {
+            assert!(num_bytes <= body_bytes_max, "{num_bytes}");
+        }
+        match Message::decode(bytes, WORLD_SIZE) {
+            Ok(Message::Table(table)) => assert_eq!(table.places.len(), WORLD_SIZE),
+            // A byte that is no UTF-8 becomes a character of three.
+            Ok(Message::TurnedAway(text) | Message::Report(Err(text))) => {
+                assert!(text.len() <= 3 * TEXT_BYTES_MAX && !text.contains(char::is_control));
+            }
+            Ok(Message::Report(Ok(())) | Message::Challenge(_) | Message::Welcome(_)) => {}
+            Err(_) => continue,
+        }
+        num_read += 1;
+    }
+    assert!((10_000..190_000).contains(&num_read), "{num_read}");
+}
+
+/// What the accepting side makes of two turns; whether it has found a member.
+fn is_let_in(turns: [&[u8]; 2], challenge: Nonce) -> bool {
+    let mut examination = Examination::<Hello>::new(key(), challenge);
+    for turn in turns {
+        if examination.can_begin(turn).is_err() {
+            return false;
+        }
+        match examination.hear(turn) {
+            Finding::Answer(answer) => assert_eq!(answer, Message::Challenge(challenge)),
+            Finding::Member(_) => return true,
+            Finding::Refused(_) => return false,
+        }
+        assert!(examination.turn_bytes() < 256);
+    }
+    false
+}
+
+#[test]
+fn no_handshake_succeeds_without_the_secret() {
+    let (challenge, earlier) = ([3; NONCE_BYTES], [4; NONCE_BYTES]);
+    let opening = [hello().encode().as_slice(), &[5; NONCE_BYTES]].concat();
+    let right = proof(&key(), &opening, &challenge);
+    assert!(is_let_in([&opening, &right], challenge), "an honest worker is let in");
+    let replayed = proof(&key(), &opening, &earlier);
+    let without = proof(&Key::of(None), &opening, &challenge);
+
+    let mut openings = Fuzzer::new("openings", vec![opening.clone()]);
+    let mut proofs =
+        Fuzzer::new("proofs", vec![right.to_vec(), replayed.to_vec(), without.to_vec(), challenge.to_vec()]);
+    for _ in 0..70_000 {
+        let (first, second) = (openings.next().to_vec(), proofs.next().to_vec());
+        let is_honest = |first: &[u8], second: &[u8]| first == opening && second == right;
+        for turns in [[&first, right.as_slice()], [&opening, &second], [&first, &second]] {
+            assert_eq!(is_let_in(turns, challenge), is_honest(turns[0], turns[1]), "{turns:?}");
+        }
+    }
+    for stale in [replayed, without, challenge] {
+        assert!(!is_let_in([&opening, &stale], challenge));
+    }
+}

@@ -1,0 +1,83 @@
+use crate::{JoinOptions, OnRefusal, Refusal};
+use std::net::SocketAddr;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// Refusals that are told and kept; the rest is counted, for a flood of strangers must not become one of warnings.
+const NUM_TOLD_MAX: usize = 16;
+
+/// Who was turned away while this rank joined.
+pub(super) struct Refusals {
+    listener: Option<OnRefusal>,
+    kept: Mutex<Kept>,
+}
+
+#[derive(Default)]
+struct Kept {
+    texts: Vec<String>,
+    num_more: usize,
+}
+
+impl Refusals {
+    pub(super) fn new(options: &JoinOptions) -> Self {
+        Refusals { listener: options.on_refusal.clone(), kept: Mutex::default() }
+    }
+
+    /// Refusals of which nobody is told.
+    pub(super) fn silent() -> Self {
+        Refusals { listener: None, kept: Mutex::default() }
+    }
+
+    pub(super) fn add(&self, address: Option<SocketAddr>, reason: &str) {
+        let mut kept = self.kept();
+        let mut refusal = Refusal { address, reason: reason.to_owned() };
+        if kept.texts.len() == NUM_TOLD_MAX {
+            kept.num_more += 1;
+            if kept.num_more > 1 {
+                return;
+            }
+            refusal.reason.push_str("; further refusals are not reported");
+        } else {
+            kept.texts.push(refusal.to_string());
+        }
+        drop(kept);
+        if let Some(listener) = &self.listener {
+            listener.tell(&refusal);
+        }
+    }
+
+    /// A text for each refusal, or for many of them.
+    pub(super) fn texts(&self) -> Vec<String> {
+        let kept = self.kept();
+        let more = (kept.num_more > 0).then(|| format!("and {} more", kept.num_more));
+        kept.texts.iter().cloned().chain(more).collect()
+    }
+
+    fn kept(&self) -> MutexGuard<'_, Kept> {
+        // Every change of it is a single one.
+        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use trireme_base::Rank;
+
+    #[test]
+    fn a_flood_of_refusals_is_told_in_a_few_lines() {
+        let num_told = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&num_told);
+        let on_refusal = OnRefusal::new(move |_| {
+            counted.fetch_add(1, Ordering::Relaxed);
+        });
+        let options = JoinOptions { on_refusal: Some(on_refusal), ..JoinOptions::new(Rank(0), 2) };
+        let refusals = Refusals::new(&options);
+        (0..1000).for_each(|_| refusals.add(None, "it said nothing"));
+        assert_eq!(num_told.load(Ordering::Relaxed), NUM_TOLD_MAX + 1);
+        let texts = refusals.texts();
+        assert_eq!(texts.len(), NUM_TOLD_MAX + 1);
+        assert_eq!(texts[NUM_TOLD_MAX], "and 984 more");
+    }
+}

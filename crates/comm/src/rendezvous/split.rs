@@ -1,0 +1,212 @@
+//! Groups of some ranks of a group.
+
+use super::LOCAL_CONNECT_MAX;
+use super::hello::{PLACE_WORDS, Place};
+use super::key::{Key, NONCE_BYTES, Nonce, nonce};
+use super::mesh::{self, Listeners, Members, Mesh, Route};
+use super::refusals::Refusals;
+use super::session::Session;
+use crate::secret::random_bytes;
+use crate::transport::shm::area_bytes;
+use crate::transport::{OwnMemory, Parts};
+use crate::{CommError, Group, TransportKind, words};
+use std::io;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
+use std::sync::Arc;
+use std::time::Instant;
+use trireme_base::Rank;
+use trireme_schedule::collective::Hosts;
+
+/// What this process's end of a world needs to make further groups of its ranks.
+#[derive(Clone)]
+pub(crate) struct Home {
+    key: Key,
+    /// Where other hosts reach this process; unset where all ranks are threads of it.
+    interface: Option<IpAddr>,
+}
+
+impl Home {
+    pub(super) fn new(key: Key, interface: IpAddr) -> Self {
+        Home { key, interface: Some(interface) }
+    }
+
+    /// Of ranks that are threads of one process.
+    pub(crate) fn inproc() -> Self {
+        Home { key: Key::of(None), interface: None }
+    }
+}
+
+/// A new group's ranks, by their ranks in the parent.
+struct Membership {
+    own: Rank,
+    ranks: Vec<Rank>,
+}
+
+/// What a member brings into the new group.
+struct Offer {
+    place: Place,
+    nonce: Nonce,
+    area_offset: usize,
+}
+
+const OFFER_BYTES: usize = 8 * (PLACE_WORDS + 1) + NONCE_BYTES;
+
+impl Offer {
+    fn encode(&self) -> Vec<u8> {
+        let [a, b, c, d, e, f] = self.place.to_words();
+        let words: [u8; 8 * (PLACE_WORDS + 1)] = words::to_bytes([a, b, c, d, e, f, self.area_offset as u64]);
+        [&words[..], &self.nonce].concat()
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; OFFER_BYTES] = bytes.try_into().ok()?;
+        let (words, nonce) = bytes.split_at(8 * (PLACE_WORDS + 1));
+        let words: [u64; PLACE_WORDS + 1] =
+            words::from_bytes::<{ PLACE_WORDS + 1 }, { 8 * (PLACE_WORDS + 1) }>(words.try_into().ok()?);
+        let [place @ .., area_offset] = words;
+        Some(Offer {
+            place: Place::from_words(place)?,
+            nonce: nonce.try_into().ok()?,
+            area_offset: usize::try_from(area_offset).ok()?,
+        })
+    }
+}
+
+/// Splits `parent`; all of its ranks take part, those without a color too.
+pub(crate) fn split(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
+    let membership = membership(parent, color, key)?;
+    let prepared = membership.as_ref().map(|membership| Preparation::new(parent, membership)).transpose();
+    let offer = prepared
+        .as_ref()
+        .map(|prepared| prepared.as_ref().map_or_else(Vec::new, |prepared| prepared.offer.encode()));
+    let offers = agree(parent, "preparing to connect", offer.map_err(ToString::to_string))?;
+
+    let connected = match (&membership, prepared) {
+        (Some(membership), Ok(Some(prepared))) => Some(prepared.connect(parent, membership, &offers)),
+        _ => None,
+    };
+    let report = match &connected {
+        Some(Err(error)) => Err(error.to_string()),
+        _ => Ok(Vec::new()),
+    };
+    agree(parent, "connecting", report)?;
+    let Some(Ok(parts)) = connected else { return Ok(None) };
+    parent.begin_split(parts).map(Some)
+}
+
+/// Everyone says how it went, with some bytes for the others; an error if it went wrong for anyone.
+fn agree(parent: &Group, doing: &str, own: Result<Vec<u8>, String>) -> Result<Vec<Vec<u8>>, CommError> {
+    let said = match own {
+        Ok(bytes) => [&[1], &bytes[..]].concat(),
+        Err(reason) => [&[0], reason.as_bytes()].concat(),
+    };
+    let mut all = parent.all_gather_bytes(&said)?;
+    for (rank, said) in all.iter_mut().enumerate() {
+        if said.first() != Some(&1) {
+            let reason = String::from_utf8_lossy(said.get(1..).unwrap_or_default()).into_owned();
+            return Err(CommError::Split { rank: Rank(rank), doing: doing.to_owned(), reason });
+        }
+        said.remove(0);
+    }
+    Ok(all)
+}
+
+/// The ranks of this rank's color, by their keys and then their ranks in the parent.
+fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Membership>, CommError> {
+    let own: [u8; 24] = words::to_bytes([u64::from(color.is_some()), color.unwrap_or(0), key]);
+    let all = parent.all_gather_bytes(&own)?;
+    let Some(color) = color else { return Ok(None) };
+    let mut ranks = Vec::new();
+    for (rank, said) in all.iter().enumerate() {
+        let said: &[u8; 24] = said.as_slice().try_into().map_err(|_| CommError::Split {
+            rank: Rank(rank),
+            doing: "telling its color".to_owned(),
+            reason: format!("it sent {} bytes", said.len()),
+        })?;
+        let [has_color, their_color, their_key] = words::from_bytes(said);
+        if has_color == 1 && their_color == color {
+            ranks.push((their_key, Rank(rank)));
+        }
+    }
+    ranks.sort();
+    let ranks: Vec<Rank> = ranks.into_iter().map(|(_, rank)| rank).collect();
+    let own = ranks.iter().position(|&rank| rank == parent.rank()).expect("a rank has its own color");
+    Ok(Some(Membership { own: Rank(own), ranks }))
+}
+
+/// A member that waits to be connected.
+struct Preparation {
+    offer: Offer,
+    listeners: Listeners,
+    hosts: Hosts,
+    memory: Option<OwnMemory>,
+}
+
+impl Preparation {
+    fn new(parent: &Group, membership: &Membership) -> io::Result<Self> {
+        let ids: Vec<usize> = membership.ranks.iter().map(|&rank| parent.hosts().host_of(rank)).collect();
+        let hosts = Hosts::new(&ids);
+        let memory = match parent.arena() {
+            None => None,
+            Some(arena) => {
+                let num_members = hosts.ranks(hosts.host_of(membership.own)).len();
+                let area = arena.allocate_for_good(area_bytes(num_members))?;
+                Some(OwnMemory { arena: Arc::clone(arena), area: Arc::new(area) })
+            }
+        };
+        let meeting = u64::from_ne_bytes(random_bytes()?);
+        let tcp = match parent.home().interface {
+            Some(ip) if parent.transport() != TransportKind::Shm => Some(TcpListener::bind((ip, 0))?),
+            _ => None,
+        };
+        let nowhere = SocketAddr::from((Ipv4Addr::UNSPECIFIED, 0));
+        let address = tcp.as_ref().map_or(Ok(nowhere), TcpListener::local_addr)?;
+        let area_offset = memory.as_ref().map_or(0, |memory| memory.area.offset());
+        let offer = Offer { place: Place { host: 0, meeting, address }, nonce: nonce()?, area_offset };
+        Ok(Preparation {
+            offer,
+            listeners: Listeners { tcp, local: mesh::listen_local(meeting)? },
+            hosts,
+            memory,
+        })
+    }
+
+    fn connect(self, parent: &Group, membership: &Membership, offers: &[Vec<u8>]) -> io::Result<Parts> {
+        let offers: Option<Vec<Offer>> =
+            membership.ranks.iter().map(|rank| Offer::decode(&offers[rank.0])).collect();
+        let offers = offers.ok_or_else(|| super::wire::invalid("a member's offer is none"))?;
+        let is_inproc = parent.transport() == TransportKind::Inproc;
+        let within = match self.memory.is_some() || is_inproc {
+            true => Route::Local,
+            false => Route::Tcp,
+        };
+        let places: Vec<Place> = offers.iter().map(|offer| offer.place).collect();
+        let members = Members {
+            own: membership.own,
+            places: &places,
+            routes: &super::routes(&self.hosts, membership.own, within),
+            arena: None,
+            arena_bytes_min: 0,
+        };
+        // A world's own options for refusals are gone by now; strangers are turned away in silence.
+        let refusals = Refusals::silent();
+        let session = Session::new(
+            &parent.home().key,
+            &offers[0].nonce,
+            membership.own,
+            membership.ranks.len(),
+            &refusals,
+        );
+        let deadline = Instant::now() + 2 * LOCAL_CONNECT_MAX;
+        let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, deadline)?;
+        let memory = self.memory.map(|memory| {
+            let is_near = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
+            let peers = membership.ranks.iter().enumerate();
+            let peers = peers
+                .map(|(index, rank)| parent.peer_arenas()[rank.0].clone().filter(|_| is_near(Rank(index))));
+            let offsets: Vec<usize> = offers.iter().map(|offer| offer.area_offset).collect();
+            memory.with_areas(peers.collect(), &offsets, &self.hosts, membership.own)
+        });
+        Ok(Parts { rank: membership.own, hosts: self.hosts, rows, memory, is_inproc })
+    }
+}

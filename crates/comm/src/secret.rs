@@ -1,0 +1,123 @@
+use crate::CommError;
+use rustix::rand::{GetRandomFlags, getrandom};
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
+use std::sync::Arc;
+
+/// What all workers of a job know and nobody else does: who knows it may join.
+///
+/// It never travels, and nothing prints it. Choose it at random, as [`Secret::random`] and `openssl rand -hex 32` do:
+/// who records how a worker joins can try out guesses in peace.
+#[derive(Clone)]
+pub struct Secret(String);
+
+impl Secret {
+    /// Fewer characters than this can be guessed.
+    pub const BYTES_MIN: usize = 16;
+    /// More are no secret but another file.
+    pub const BYTES_MAX: usize = 4096;
+
+    /// The secret that is `text`, without white space around it.
+    ///
+    /// # Errors
+    /// [`CommError::SecretUnfit`] if it is too short or too long.
+    pub fn new(text: &str) -> Result<Self, CommError> {
+        let text = text.trim();
+        if !(Self::BYTES_MIN..=Self::BYTES_MAX).contains(&text.len()) {
+            return Err(CommError::SecretUnfit { bytes: text.len() });
+        }
+        Ok(Secret(text.to_owned()))
+    }
+
+    /// A new secret of 256 random bits, as 64 hexadecimal digits.
+    ///
+    /// # Errors
+    /// [`CommError::Random`] if the system has no random numbers.
+    pub fn random() -> Result<Self, CommError> {
+        let bytes: [u8; 32] =
+            random_bytes().map_err(|source| CommError::Random { source: Arc::new(source) })?;
+        Ok(Secret(bytes.iter().map(|byte| format!("{byte:02x}")).collect()))
+    }
+
+    /// Reads the secret that is the text of a file, which nobody but its owner may read.
+    ///
+    /// # Errors
+    /// [`CommError::SecretFile`] if it cannot be read or others can read it, too; [`CommError::SecretUnfit`] as for
+    /// [`Secret::new`].
+    pub fn read(path: &Path) -> Result<Self, CommError> {
+        let text = read_private(path)
+            .map_err(|source| CommError::SecretFile { path: path.to_owned(), source: Arc::new(source) })?;
+        Secret::new(&text)
+    }
+
+    /// The secret itself, to be handed to a worker.
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret")
+    }
+}
+
+fn read_private(path: &Path) -> io::Result<String> {
+    let file = File::open(path)?;
+    let mode = file.metadata()?.permissions().mode() & 0o777;
+    if mode & 0o077 != 0 {
+        let why = format!("its mode is {mode:o}, so that others may use it; run chmod 600");
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
+    }
+    let mut text = String::new();
+    // One more than may be, so that what is too long is seen to be.
+    file.take(Secret::BYTES_MAX as u64 + 1).read_to_string(&mut text)?;
+    Ok(text)
+}
+
+/// Random numbers of the system, fit for keys.
+pub(crate) fn random_bytes<const BYTES: usize>() -> io::Result<[u8; BYTES]> {
+    let mut bytes = [0; BYTES];
+    let mut num_filled = 0;
+    while num_filled < BYTES {
+        num_filled += getrandom(&mut bytes[num_filled..], GetRandomFlags::empty())?;
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_long_and_not_shown() {
+        let secret = Secret::new("  correct horse battery staple\n").expect("long enough");
+        assert_eq!(secret.expose(), "correct horse battery staple");
+        assert!(!format!("{secret:?}").contains("horse"));
+        for unfit in ["", "0123456789abcde", "   0123456789abcde   ", &"x".repeat(4097)] {
+            assert!(matches!(Secret::new(unfit), Err(CommError::SecretUnfit { .. })), "{unfit}");
+        }
+        let [one, other] = [(); 2].map(|()| Secret::random().expect("random numbers"));
+        assert!(one.expose().len() == 64 && one.expose() != other.expose());
+    }
+
+    #[test]
+    fn a_file_that_others_can_read_holds_no_secret() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let path = folder.path().join("secret");
+        std::fs::write(&path, "0123456789abcdef\n").expect("written");
+        let set_mode = |mode| std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode));
+        set_mode(0o600).expect("an own file");
+        assert_eq!(Secret::read(&path).expect("readable").expose(), "0123456789abcdef");
+        for mode in [0o640, 0o604] {
+            set_mode(mode).expect("an own file");
+            assert!(matches!(Secret::read(&path), Err(CommError::SecretFile { .. })), "{mode:o}");
+        }
+        set_mode(0o400).expect("an own file");
+        std::fs::remove_file(&path).expect("an own file");
+        assert!(matches!(Secret::read(&path), Err(CommError::SecretFile { .. })));
+    }
+}

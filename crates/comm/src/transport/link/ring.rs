@@ -1,0 +1,90 @@
+use super::{Broken, Interest};
+use crate::transport::shm::{Corrupt, Region, RingReceiver, RingSender};
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+
+/// Two rings of bytes in memory that both ranks map, and a socket that wakes the one who sleeps. The kernel closes
+/// the socket with the process, so a sleeper learns of its peer's death.
+pub(crate) struct RingLink {
+    bell: OwnedFd,
+    outgoing: RingSender,
+    incoming: RingReceiver,
+    /// The peer has closed the bell: it is gone, but what it wrote before counts.
+    has_ended: bool,
+    /// Keeps the memory of the outgoing ring from other uses.
+    _area: Arc<Region>,
+}
+
+impl From<Corrupt> for Broken {
+    fn from(_: Corrupt) -> Self {
+        Broken
+    }
+}
+
+impl RingLink {
+    /// Takes a connected stream socket as the bell.
+    pub(crate) fn new(
+        bell: OwnedFd,
+        outgoing: RingSender,
+        incoming: RingReceiver,
+        area: Arc<Region>,
+    ) -> Self {
+        RingLink { bell, outgoing, incoming, has_ended: false, _area: area }
+    }
+
+    pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+        if self.has_ended {
+            return Err(Broken);
+        }
+        let mut num_sent = self.outgoing.write(header)?;
+        if num_sent == header.len() {
+            num_sent += self.outgoing.write(payload)?;
+        }
+        if num_sent > 0 && self.outgoing.takes_waking() {
+            self.ring();
+        }
+        Ok(num_sent)
+    }
+
+    pub(super) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
+        let num_read = self.incoming.read(bytes)?;
+        if num_read == 0 && self.has_ended {
+            return Err(Broken);
+        }
+        if num_read > 0 && self.incoming.takes_waking() {
+            self.ring();
+        }
+        Ok(num_read)
+    }
+
+    pub(super) fn prepare_sleep(&mut self, interest: Interest) -> Result<bool, Broken> {
+        Ok(match interest {
+            Interest::Send => self.outgoing.prepare_sleep()?,
+            Interest::Receive => self.incoming.prepare_sleep()?,
+        })
+    }
+
+    pub(super) fn end_sleep(&mut self, interest: Interest) {
+        match interest {
+            Interest::Send => self.outgoing.end_sleep(),
+            Interest::Receive => self.incoming.end_sleep(),
+        }
+        // Rings that were heard must not wake the next sleeper.
+        match recv(&self.bell, &mut [0; 64][..], RecvFlags::DONTWAIT) {
+            Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => {}
+            Ok((_, 0)) | Err(_) => self.has_ended = true,
+        }
+    }
+
+    pub(super) fn poll(&self) -> (BorrowedFd<'_>, PollFlags) {
+        (self.bell.as_fd(), PollFlags::IN)
+    }
+
+    /// Best effort: a bell full of rings wakes its owner anyway, and one that has ended has none.
+    fn ring(&self) {
+        let _ = send(&self.bell, &[1], SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+    }
+}

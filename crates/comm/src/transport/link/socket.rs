@@ -1,0 +1,44 @@
+use super::{Broken, Interest};
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
+use std::io::IoSlice;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// A connected stream socket.
+pub(crate) struct SocketLink {
+    socket: OwnedFd,
+}
+
+impl SocketLink {
+    pub(crate) fn new(socket: OwnedFd) -> Self {
+        SocketLink { socket }
+    }
+
+    pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+        let slices = [IoSlice::new(header), IoSlice::new(payload)];
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        match sendmsg(&self.socket, &slices, &mut SendAncillaryBuffer::default(), flags) {
+            Ok(num_sent) => Ok(num_sent),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(0),
+            Err(_) => Err(Broken),
+        }
+    }
+
+    pub(super) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
+        match recv(&self.socket, bytes, RecvFlags::DONTWAIT) {
+            Ok((_, 0)) => Err(Broken),
+            Ok((_, num_read)) => Ok(num_read),
+            Err(Errno::AGAIN | Errno::INTR) => Ok(0),
+            Err(_) => Err(Broken),
+        }
+    }
+
+    pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
+        let flags = match interest {
+            Interest::Send => PollFlags::OUT,
+            Interest::Receive => PollFlags::IN,
+        };
+        (self.socket.as_fd(), flags)
+    }
+}

@@ -1,0 +1,117 @@
+use crate::element::reduce_into;
+use std::ops::Range;
+use trireme_base::{DType, ReduceOp};
+use trireme_schedule::collective::{Memory, Side, Span};
+
+/// The memory that an operation's steps work on.
+pub(crate) struct Memories<'a> {
+    /// The vector, or the part of it that this rank has.
+    vector: &'a mut [u8],
+    /// Where that part begins in the whole vector, in bytes.
+    first: usize,
+    input: &'a [u8],
+    scratch: &'a mut [u8],
+    dtype: DType,
+    op: Option<ReduceOp>,
+}
+
+/// Bytes of one of the memories.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Place {
+    memory: Memory,
+    pub(super) bytes: Range<usize>,
+}
+
+impl Place {
+    pub(super) fn len(&self) -> usize {
+        self.bytes.len()
+    }
+
+    /// The bytes of this place from the `from`-th to before the `to`-th.
+    pub(super) fn part(&self, from: usize, to: usize) -> Place {
+        Place { memory: self.memory, bytes: self.bytes.start + from..self.bytes.start + to }
+    }
+
+    pub(super) fn overlaps(&self, other: &Place) -> bool {
+        self.memory == other.memory
+            && self.bytes.start < other.bytes.end
+            && other.bytes.start < self.bytes.end
+    }
+}
+
+impl<'a> Memories<'a> {
+    /// A vector in place.
+    pub(crate) fn new(vector: &'a mut [u8], dtype: DType, op: Option<ReduceOp>) -> Self {
+        Memories { vector, first: 0, input: &[], scratch: &mut [], dtype, op }
+    }
+
+    /// With the part of the vector that begins at element `first` only.
+    pub(super) fn with_first(self, first: usize) -> Self {
+        Memories { first: first * self.dtype.size(), ..self }
+    }
+
+    pub(super) fn with_input(self, input: &'a [u8]) -> Self {
+        Memories { input, ..self }
+    }
+
+    pub(super) fn with_scratch(self, scratch: &'a mut [u8]) -> Self {
+        Memories { scratch, ..self }
+    }
+
+    /// Where a span's bytes are.
+    pub(crate) fn place(&self, span: &Span) -> Place {
+        let element_bytes = self.dtype.size();
+        let first = if span.memory == Memory::Vector { self.first } else { 0 };
+        let bytes = if span.range.is_empty() {
+            0..0
+        } else {
+            span.range.start * element_bytes - first..span.range.end * element_bytes - first
+        };
+        Place { memory: span.memory, bytes }
+    }
+
+    pub(super) fn bytes(&self, place: &Place) -> &[u8] {
+        let memory = match place.memory {
+            Memory::Vector => &*self.vector,
+            Memory::Input => self.input,
+            Memory::Scratch => &*self.scratch,
+        };
+        &memory[place.bytes.clone()]
+    }
+
+    /// # Panics
+    /// If the place is in the input, which nothing may write to.
+    pub(super) fn bytes_mut(&mut self, place: &Place) -> &mut [u8] {
+        let memory = match place.memory {
+            Memory::Vector => &mut *self.vector,
+            Memory::Input => unreachable!("no step writes to the input"),
+            Memory::Scratch => &mut *self.scratch,
+        };
+        &mut memory[place.bytes.clone()]
+    }
+
+    /// Reduces received bytes into a place.
+    pub(super) fn reduce(&mut self, place: &Place, received: &[u8], own: Side) {
+        let (dtype, op) = (self.dtype, self.op.expect("only reductions have reducing steps"));
+        reduce_into(self.bytes_mut(place), received, dtype, op, own);
+    }
+
+    pub(super) fn copy(&mut self, from: &Span, to: &Span) {
+        let (from, to) = (self.place(from), self.place(to));
+        match (from.memory, to.memory) {
+            (Memory::Vector, Memory::Vector) => self.vector.copy_within(from.bytes, to.bytes.start),
+            (Memory::Scratch, Memory::Scratch) => self.scratch.copy_within(from.bytes, to.bytes.start),
+            (Memory::Vector, Memory::Scratch) => {
+                self.scratch[to.bytes].copy_from_slice(&self.vector[from.bytes]);
+            }
+            (Memory::Scratch, Memory::Vector) => {
+                self.vector[to.bytes].copy_from_slice(&self.scratch[from.bytes]);
+            }
+            (Memory::Input, _) => {
+                let input = self.input;
+                self.bytes_mut(&to).copy_from_slice(&input[from.bytes]);
+            }
+            (_, Memory::Input) => unreachable!("no step writes to the input"),
+        }
+    }
+}

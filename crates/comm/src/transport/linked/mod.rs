@@ -1,0 +1,342 @@
+//! Collectives over [links](super::link): executes the steps of [`trireme_schedule::collective`]. Where all ranks share
+//! a host, [`SharedMemory`] executes what it can instead.
+//!
+//! The message of each step is a frame: a header of five little-endian words (magic, sequence number, the operation in
+//! two words, payload length), then the payload. The receiver knows what must come, so a header that says anything else
+//! ends the operation, and no length from the wire is ever allocated.
+
+mod exchange;
+mod frame;
+mod memories;
+#[cfg(test)]
+mod tests;
+
+use crate::buffer::{CacheLine, Storage};
+use crate::control::Control;
+use crate::element::finish_mean;
+use crate::engine::{Call, Cost, Payload};
+use crate::group::CONTROL_BYTES_MAX;
+use crate::transport::Transport;
+use crate::transport::link::Link;
+use crate::transport::shm::{Operands, SharedMemory};
+use crate::{CommError, GroupOptions, Operation, Selection};
+use exchange::Exchange;
+pub(crate) use exchange::{Incoming, Outgoing, Trouble};
+pub(crate) use memories::Memories;
+use std::ops::Range;
+use trireme_base::{DType, Rank};
+use trireme_schedule::collective::{
+    Algorithm, Collective, FlatAlgorithm, Hosts, Step, all_gather_pairwise, all_to_all_variable, block,
+    scratch_len, steps,
+};
+
+pub(crate) struct Linked {
+    rank: Rank,
+    hosts: Hosts,
+    /// The connection to each rank, `None` for this one.
+    links: Vec<Option<Link>>,
+    /// Absent where ranks are on several hosts.
+    shared: Option<SharedMemory>,
+    selection: Selection,
+    /// Where a piece of a message lies before it is reduced.
+    piece: Vec<CacheLine>,
+    /// The steps of the operation under way, and their memory; kept from one operation to the next.
+    steps: Vec<Step>,
+    scratch: Vec<CacheLine>,
+    /// A vector for operations out of place that have none of their own.
+    vector: Vec<CacheLine>,
+}
+
+impl Linked {
+    /// Takes one link per peer, in rank order, `None` for this rank.
+    pub(crate) fn new(
+        rank: Rank,
+        hosts: Hosts,
+        links: Vec<Option<Link>>,
+        shared: Option<SharedMemory>,
+        options: &GroupOptions,
+    ) -> Result<Self, CommError> {
+        assert!(
+            shared.as_ref().is_none_or(|shared| shared.num_members() == links.len()),
+            "shared memory is for groups that lie on one host"
+        );
+        Ok(Linked {
+            rank,
+            hosts,
+            links,
+            shared,
+            selection: Selection::new(options),
+            piece: CacheLine::zeroed(options.chunk_bytes)?,
+            steps: Vec::new(),
+            scratch: Vec::new(),
+            vector: Vec::new(),
+        })
+    }
+
+    fn world_size(&self) -> usize {
+        self.links.len()
+    }
+
+    fn own_block(&self, len: usize) -> Range<usize> {
+        block(self.rank, self.world_size(), len)
+    }
+
+    /// Executes `self.steps`.
+    fn run_steps(
+        &mut self,
+        call: &Call,
+        memories: &mut Memories<'_>,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);
+        for step in &self.steps {
+            match step {
+                Step::Copy { from, to } => memories.copy(from, to),
+                Step::Exchange { send, receive } => {
+                    Exchange::new(self.rank, call, (send.as_ref(), receive.as_ref()), memories).run(
+                        &mut self.links,
+                        memories,
+                        piece,
+                        control,
+                        cost,
+                    )?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills `self.steps` for an operation that has an algorithm.
+    fn fill_steps(&mut self, collective: Collective, algorithm: Algorithm) {
+        self.steps.clear();
+        steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
+    }
+
+    /// Executes an operation in place, on a vector of which `bytes` hold what begins at element `first`.
+    fn in_place(
+        &mut self,
+        call: &Call,
+        (bytes, first): (&mut [u8], usize),
+        algorithm: Algorithm,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (dtype, len) = call.operation.elements();
+        let collective = collective(call.operation).expect("operations in place are collectives");
+        self.fill_steps(collective, algorithm);
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
+        let op = call.operation.reduction();
+        let mut memories =
+            Memories::new(&mut *bytes, dtype, op).with_first(first).with_scratch(scratch_bytes);
+        let result = self.run_steps(call, &mut memories, control, cost);
+        self.scratch = scratch;
+        result?;
+        if let Some(op) = op {
+            let range = match call.operation {
+                Operation::ReduceScatter { .. } => self.own_block(len),
+                Operation::Reduce { root, .. } if root != self.rank => 0..0,
+                _ => 0..len,
+            };
+            let result = &mut bytes[range.start * dtype.size()..range.end * dtype.size()];
+            finish_mean(result, dtype, op, self.world_size());
+        }
+        if let Operation::Broadcast { .. }
+        | Operation::Scatter { .. }
+        | Operation::Gather { .. }
+        | Operation::Reduce { .. } = call.operation
+        {
+            // Who has only sent knows nothing of the others: a mismatch must reach it, too.
+            self.fill_steps(Collective::Barrier, Algorithm::Flat(FlatAlgorithm::Dissemination));
+            self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)?;
+        }
+        Ok(())
+    }
+
+    /// Executes an operation out of place, by one in place.
+    fn out_of_place(
+        &mut self,
+        call: &Call,
+        (input, output): (&mut Storage, &mut Storage),
+        algorithm: Algorithm,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (dtype, len) = call.operation.elements();
+        let own = self.own_block(len);
+        let own_bytes = own.start * dtype.size()..own.end * dtype.size();
+        let is_root = call.operation.root().is_none_or(|root| root == self.rank);
+        // With a linear algorithm a rank touches nothing but its own block, unless it is the root.
+        let has_own_only = !is_root && algorithm == Algorithm::Flat(FlatAlgorithm::Linear);
+        match call.operation {
+            Operation::Gather { .. } if has_own_only => {
+                return self.in_place(call, (input.bytes_mut(), own.start), algorithm, control, cost);
+            }
+            Operation::Scatter { .. } if has_own_only => {
+                return self.in_place(call, (output.bytes_mut(), own.start), algorithm, control, cost);
+            }
+            _ => {}
+        }
+        let mut vector = std::mem::take(&mut self.vector);
+        let bytes = if output.bytes().len() == len * dtype.size() {
+            output.bytes_mut()
+        } else {
+            reserve(&mut vector, len * dtype.size())?
+        };
+        match call.operation {
+            Operation::AllGather { .. } | Operation::Gather { .. } => {
+                bytes[own_bytes.clone()].copy_from_slice(input.bytes());
+            }
+            Operation::Broadcast { .. } | Operation::Scatter { .. } if !is_root => {}
+            _ => bytes.copy_from_slice(input.bytes()),
+        }
+        let result = self.in_place(call, (bytes, 0), algorithm, control, cost);
+        if let Operation::ReduceScatter { .. } | Operation::Scatter { .. } = call.operation
+            && output.bytes().len() != len * dtype.size()
+        {
+            let block: &[u8] = bytemuck::cast_slice(&vector);
+            output.bytes_mut().copy_from_slice(&block[own_bytes]);
+        }
+        self.vector = vector;
+        result
+    }
+
+    fn vectors(
+        &mut self,
+        call: &Call,
+        (input, output): (&mut Storage, Option<&mut Storage>),
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let collective = collective(call.operation).expect("operations on vectors are collectives");
+        let (dtype, _) = call.operation.elements();
+        let algorithm =
+            self.selection.algorithm(collective, &self.hosts, dtype.size(), self.shared.is_some());
+        match (algorithm, &mut self.shared, output) {
+            (Algorithm::Flat(FlatAlgorithm::Direct), Some(shared), output) => {
+                shared.execute(call, Operands { input, output }, control, cost)
+            }
+            (_, _, None) => self.in_place(call, (input.bytes_mut(), 0), algorithm, control, cost),
+            (_, _, Some(output)) => self.out_of_place(call, (input, output), algorithm, control, cost),
+        }
+    }
+
+    fn variable(
+        &mut self,
+        call: &Call,
+        (input, output): (&Storage, &mut Storage),
+        [send_lens, receive_lens]: &[Vec<usize>; 2],
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (dtype, _) = call.operation.elements();
+        self.steps.clear();
+        all_to_all_variable(self.rank, send_lens, receive_lens, &mut self.steps);
+        let mut memories = Memories::new(output.bytes_mut(), dtype, None).with_input(input.bytes());
+        self.run_steps(call, &mut memories, control, cost)
+    }
+
+    fn barrier(&mut self, call: &Call, control: &mut Control, cost: &mut Cost) -> Result<(), CommError> {
+        match &mut self.shared {
+            Some(shared) => shared.barrier(call, control, cost),
+            None => {
+                self.fill_steps(Collective::Barrier, Algorithm::Flat(FlatAlgorithm::Dissemination));
+                self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)
+            }
+        }
+    }
+
+    /// Gathers the lengths of all blocks, then the blocks.
+    fn gather_blocks(
+        &mut self,
+        call: &Call,
+        blocks: &mut [Vec<u8>],
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        if let Some(shared) = &mut self.shared {
+            return shared.gather_blocks(call, blocks, control, cost);
+        }
+        let own = self.rank.0;
+        let mut lengths = vec![0_u64; self.world_size()];
+        lengths[own] = blocks[own].len() as u64;
+        let places: Vec<_> = (0..lengths.len()).map(|rank| 8 * rank..8 * (rank + 1)).collect();
+        self.steps.clear();
+        all_gather_pairwise(self.rank, &places, &mut self.steps);
+        let bytes = bytemuck::cast_slice_mut(&mut lengths);
+        self.run_steps(call, &mut Memories::new(bytes, DType::U8, None), control, cost)?;
+
+        let mut places = Vec::with_capacity(lengths.len());
+        let mut end = 0;
+        for (rank, &bytes) in lengths.iter().enumerate() {
+            if bytes > CONTROL_BYTES_MAX as u64 {
+                let bytes_max = CONTROL_BYTES_MAX;
+                return Err(CommError::ControlDataTooLong { rank: Rank(rank), bytes, bytes_max });
+            }
+            places.push(end..end + bytes as usize);
+            end += bytes as usize;
+        }
+        let mut gathered = vec![0; end];
+        gathered[places[own].clone()].copy_from_slice(&blocks[own]);
+        self.steps.clear();
+        all_gather_pairwise(self.rank, &places, &mut self.steps);
+        self.run_steps(call, &mut Memories::new(&mut gathered, DType::U8, None), control, cost)?;
+        for (block, place) in blocks.iter_mut().zip(places) {
+            *block = gathered[place].to_vec();
+        }
+        Ok(())
+    }
+}
+
+impl Transport for Linked {
+    fn execute(
+        &mut self,
+        call: &Call,
+        payload: &mut Payload,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        match payload {
+            Payload::Nothing => self.barrier(call, control, cost),
+            Payload::Blocks(blocks) => self.gather_blocks(call, blocks, control, cost),
+            Payload::Vector(storage) => self.vectors(call, (storage, None), control, cost),
+            Payload::Pair { input, output } => self.vectors(call, (input, Some(output)), control, cost),
+            Payload::Variable { input, output, lens } => {
+                self.variable(call, (input, output), lens, control, cost)
+            }
+        }
+    }
+
+    fn abandon(&mut self) {
+        if let Some(shared) = &mut self.shared {
+            shared.abandon();
+        }
+    }
+}
+
+/// The operation as the algorithms know it, if they do.
+fn collective(operation: Operation) -> Option<Collective> {
+    Some(match operation {
+        Operation::AllReduce { len, .. } => Collective::AllReduce { len },
+        Operation::Reduce { root, len, .. } => Collective::Reduce { root, len },
+        Operation::Broadcast { root, len, .. } => Collective::Broadcast { root, len },
+        Operation::AllGather { len, .. } => Collective::AllGather { len },
+        Operation::ReduceScatter { len, .. } => Collective::ReduceScatter { len },
+        Operation::Gather { root, len, .. } => Collective::Gather { root, len },
+        Operation::Scatter { root, len, .. } => Collective::Scatter { root, len },
+        Operation::AllToAll { len, .. } => Collective::AllToAll { len },
+        Operation::Barrier => Collective::Barrier,
+        Operation::AllToAllVariable { .. } | Operation::AllGatherBytes | Operation::Message { .. } => {
+            return None;
+        }
+    })
+}
+
+/// The first `num_bytes` of memory that grows when it must.
+fn reserve(memory: &mut Vec<CacheLine>, num_bytes: usize) -> Result<&mut [u8], CommError> {
+    if memory.len() * size_of::<CacheLine>() < num_bytes {
+        *memory = CacheLine::zeroed(num_bytes)?;
+    }
+    Ok(&mut bytemuck::cast_slice_mut(memory)[..num_bytes])
+}

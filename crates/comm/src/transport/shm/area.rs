@@ -1,0 +1,81 @@
+use super::board::Board;
+use super::mapping::Mapping;
+use super::ring::{RING_BYTES, RingReceiver, RingSender};
+use crate::GroupOptions;
+use crate::group::CONTROL_BYTES_MAX;
+use std::sync::Arc;
+
+const BOARD_BYTES: usize = 4096;
+/// One of the two stages through which short vectors go whole, and long private ones by windows.
+pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
+const _: () = assert!(size_of::<Board>() <= BOARD_BYTES);
+const _: () = assert!(STAGE_BYTES >= CONTROL_BYTES_MAX + 8 && STAGE_BYTES >= GroupOptions::SHORT_BYTES_LIMIT);
+
+/// What a ring carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RingPurpose {
+    /// The steps of collective operations.
+    Collectives = 0,
+    /// Messages between two ranks.
+    Messages = 1,
+}
+
+/// Bytes of an area: the board, two stages, then two rings to each of the members.
+pub(crate) fn area_bytes(num_members: usize) -> usize {
+    rings_start() + 2 * num_members * RING_BYTES
+}
+
+fn rings_start() -> usize {
+    BOARD_BYTES + 2 * STAGE_BYTES
+}
+
+/// What one rank of a group has in its arena for the group's use.
+#[derive(Clone)]
+pub(crate) struct Area {
+    memory: Arc<Mapping>,
+    offset: usize,
+    num_members: usize,
+}
+
+impl Area {
+    /// The area at `offset` of a rank's arena.
+    ///
+    /// # Panics
+    /// If it is not inside.
+    pub(crate) fn new(memory: Arc<Mapping>, offset: usize, num_members: usize) -> Self {
+        memory.at(offset, area_bytes(num_members));
+        Area { memory, offset, num_members }
+    }
+
+    pub(super) fn memory(&self) -> &Arc<Mapping> {
+        &self.memory
+    }
+
+    pub(super) fn board(&self) -> &Board {
+        let start = self.memory.at(self.offset, size_of::<Board>());
+        // SAFETY: inside of the mapping, which `self` keeps, and at the start of a page; a board is made of atomics
+        // only, and any bits are one.
+        unsafe { &*start.cast::<Board>() }
+    }
+
+    /// The first `num_bytes` of a stage; stages alternate with `turn`.
+    pub(super) fn stage(&self, turn: usize, num_bytes: usize) -> *mut u8 {
+        assert!(num_bytes <= STAGE_BYTES, "{num_bytes} bytes fit into a stage");
+        self.memory.at(self.offset + BOARD_BYTES + turn % 2 * STAGE_BYTES, num_bytes)
+    }
+
+    /// The sending end of the ring to member `receiver`, for the area's owner.
+    pub(crate) fn sender(&self, purpose: RingPurpose, receiver: usize) -> RingSender {
+        RingSender::new(Arc::clone(&self.memory), self.ring(purpose, receiver))
+    }
+
+    /// The receiving end of the owner's ring to member `receiver`, for that member.
+    pub(crate) fn receiver(&self, purpose: RingPurpose, receiver: usize) -> RingReceiver {
+        RingReceiver::new(Arc::clone(&self.memory), self.ring(purpose, receiver))
+    }
+
+    fn ring(&self, purpose: RingPurpose, receiver: usize) -> usize {
+        assert!(receiver < self.num_members, "member {receiver} is one of {}", self.num_members);
+        self.offset + rings_start() + (purpose as usize * self.num_members + receiver) * RING_BYTES
+    }
+}

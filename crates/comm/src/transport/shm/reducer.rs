@@ -1,0 +1,100 @@
+use super::view::View;
+use crate::CommError;
+use crate::buffer::CacheLine;
+use crate::element::{combine_into, finish_mean, reduce_into};
+use std::ops::Range;
+use trireme_base::{DType, ReduceOp};
+use trireme_schedule::collective::{Side, Term, canonical_terms, num_partials};
+
+/// Reduces what lies in several memories, piece by piece, in the canonical order.
+pub(super) struct Reducer {
+    num_members: usize,
+    terms: Vec<Term>,
+    /// The stack on which `terms` work, one piece each.
+    partials: Vec<CacheLine>,
+    piece_bytes: usize,
+}
+
+impl Reducer {
+    pub(super) fn new(num_members: usize, piece_bytes: usize) -> Result<Self, CommError> {
+        let piece_bytes = piece_bytes.next_multiple_of(size_of::<CacheLine>());
+        Ok(Reducer {
+            num_members,
+            terms: canonical_terms(num_members),
+            partials: CacheLine::zeroed(num_partials(num_members) * piece_bytes)?,
+            piece_bytes,
+        })
+    }
+
+    /// Reduces the bytes `range` of all `inputs` and gives each piece, with its place, to `put`.
+    ///
+    /// # Safety
+    /// The bytes are in all views, nobody else writes to them meanwhile, and `put` is called with a slice that is
+    /// none of theirs, after they have been read.
+    pub(super) unsafe fn reduce(
+        &mut self,
+        inputs: &[View],
+        range: Range<usize>,
+        (dtype, op): (DType, ReduceOp),
+        mut put: impl FnMut(Range<usize>, &[u8]),
+    ) {
+        let end = range.end;
+        for start in range.step_by(self.piece_bytes) {
+            let piece = start..end.min(start + self.piece_bytes);
+            let source = |member: usize| {
+                // SAFETY: the caller's promise.
+                unsafe { std::slice::from_raw_parts(inputs[member].bytes(&piece).cast_const(), piece.len()) }
+            };
+            let result = evaluate(
+                &self.terms,
+                bytemuck::cast_slice_mut(&mut self.partials),
+                self.piece_bytes,
+                piece.len(),
+                (dtype, op),
+                source,
+            );
+            finish_mean(result, dtype, op, self.num_members);
+            put(piece, result);
+        }
+    }
+}
+
+/// Runs the terms on a stack of partial results; the result is at its bottom.
+fn evaluate<'a, 'b>(
+    terms: &[Term],
+    partials: &'a mut [u8],
+    stride: usize,
+    num_bytes: usize,
+    (dtype, op): (DType, ReduceOp),
+    source: impl Fn(usize) -> &'b [u8],
+) -> &'a mut [u8] {
+    let mut depth = 0;
+    let mut rest = terms;
+    while let Some((term, after)) = rest.split_first() {
+        rest = after;
+        let (below, above) = partials.split_at_mut(depth * stride);
+        match (*term, after.first()) {
+            // Both at once, which saves writing the first one down.
+            (Term::Load(left), Some(Term::Reduce(right))) => {
+                combine_into(&mut above[..num_bytes], source(left.0), source(right.0), dtype, op);
+                depth += 1;
+                rest = &after[1..];
+            }
+            (Term::Load(rank), _) => {
+                above[..num_bytes].copy_from_slice(source(rank.0));
+                depth += 1;
+            }
+            (Term::Reduce(rank), _) => {
+                let top = &mut below[(depth - 1) * stride..][..num_bytes];
+                reduce_into(top, source(rank.0), dtype, op, Side::Left);
+            }
+            (Term::Combine, _) => {
+                let (left, right) = below.split_at_mut((depth - 1) * stride);
+                let left = &mut left[(depth - 2) * stride..][..num_bytes];
+                reduce_into(left, &right[..num_bytes], dtype, op, Side::Left);
+                depth -= 1;
+            }
+        }
+    }
+    &mut partials[..num_bytes]
+}

@@ -1,0 +1,44 @@
+use super::mapping::Mapping;
+use std::ops::Range;
+
+/// Where a vector, or a part of it, lies in some rank's arena. Ranges are bytes of the whole vector.
+#[derive(Clone, Copy)]
+pub(super) struct View {
+    /// Where the whole vector's first byte is, or would be.
+    start: *mut u8,
+    /// The part that is there.
+    first: usize,
+    end: usize,
+}
+
+// SAFETY: a view is an address; who may use it when is the protocol of this module's parent.
+unsafe impl Send for View {}
+
+impl View {
+    /// A view of the bytes `part` of a vector, which lie from `offset` on; `None` if that is not inside of the arena or
+    /// not where buffers begin.
+    pub(super) fn new(memory: &Mapping, offset: usize, part: Range<usize>) -> Option<Self> {
+        let is_inside = offset.is_multiple_of(64)
+            && offset.checked_add(part.len()).is_some_and(|end| end <= memory.len());
+        is_inside.then(|| View::at(memory.at(offset, part.len()), part))
+    }
+
+    /// A view of the bytes `part` of a vector, which lie from `start` on.
+    pub(super) fn at(start: *mut u8, part: Range<usize>) -> Self {
+        View { start: start.wrapping_sub(part.start), first: part.start, end: part.end }
+    }
+
+    /// The address of some bytes.
+    ///
+    /// # Panics
+    /// If they are not all there.
+    pub(super) fn bytes(&self, range: &Range<usize>) -> *mut u8 {
+        assert!(
+            self.first <= range.start && range.start <= range.end && range.end <= self.end,
+            "bytes {range:?} are among {}..{}",
+            self.first,
+            self.end
+        );
+        self.start.wrapping_add(range.start)
+    }
+}

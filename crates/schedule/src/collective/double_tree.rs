@@ -1,0 +1,196 @@
+//! All-reduce along two binary trees at once (Sanders, Speck, Träff: "Two-tree algorithms for full bandwidth
+//! broadcast, reduction and scan", 2009). Each tree carries half of the vector, chunk by chunk. A rank that passes on what
+//! it gets from others in one tree only hands in its own in the other, so all links are busy in both directions.
+
+use super::blocks::Blocks;
+use super::{Action, Incoming, Outgoing, Side, Span, Step};
+use trireme_base::Rank;
+
+/// Elements of a chunk, if there are not more than [`CHUNKS_MAX`].
+const CHUNK_LEN: usize = 16 * 1024;
+const CHUNKS_MAX: usize = 64;
+
+/// Chunks into which each half of a vector of `len` elements is cut.
+pub(super) fn num_chunks(len: usize) -> usize {
+    (len / 2).div_ceil(CHUNK_LEN).clamp(1, CHUNKS_MAX)
+}
+
+/// All-reduce of `len` elements: up both trees, then down both.
+///
+/// Time is cut into slots, the same on all ranks, in which a rank sends at most one message and receives at most one:
+/// an edge of colour `c` carries a chunk in every slot that is `c` modulo 2, beginning when the subtree below it can
+/// have reduced the first.
+pub(super) fn all_reduce(
+    rank: Rank,
+    world_size: usize,
+    len: usize,
+    num_chunks: usize,
+    steps: &mut Vec<Step>,
+) {
+    if world_size == 1 {
+        return;
+    }
+    let trees = Trees { world_size };
+    let own = trees.edges_of(rank.0);
+    let height = world_size.ilog2() as usize;
+    let chunk = |tree: usize, index: usize| {
+        let half = Blocks::even(2, len).of(tree);
+        let chunk = Blocks::even(num_chunks, half.len()).of(index);
+        Span::vector(half.start + chunk.start..half.start + chunk.end)
+    };
+    // The chunk that passes an edge in a slot, if it begins to carry `delay` pairs of slots after the first.
+    let passing = |edge: &Edge, slot: usize, delay: usize| {
+        let index = (slot / 2).checked_sub(delay).filter(|&index| index < num_chunks)?;
+        (slot % 2 == edge.colour).then(|| chunk(edge.tree, index))
+    };
+    let slots = || 0..2 * (num_chunks + height);
+    for slot in slots() {
+        let on = |edge: &Edge| passing(edge, slot, edge.level);
+        let send = own.up.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.parent, on(edge)?)));
+        let receive = own.down.iter().flatten().find_map(|edge| {
+            let action = Action::Reduce { own: edge.side_of_parent };
+            Some(Incoming { from: Rank(edge.child), span: on(edge)?, action })
+        });
+        push_exchange(send, receive, steps);
+    }
+    for slot in slots() {
+        // The edges of the root, which come first, belong to subtrees of at most `height - 1` levels.
+        let on = |edge: &Edge| passing(edge, slot, height - 1 - edge.level);
+        let send = own.down.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.child, on(edge)?)));
+        let receive = own.up.iter().flatten().find_map(|edge| Some(Incoming::copy(edge.parent, on(edge)?)));
+        push_exchange(send, receive, steps);
+    }
+}
+
+fn push_exchange(send: Option<Outgoing>, receive: Option<Incoming>, steps: &mut Vec<Step>) {
+    if send.is_some() || receive.is_some() {
+        steps.push(Step::Exchange { send, receive });
+    }
+}
+
+/// Two binary trees over the same ranks. A tree is a numbering of the ranks from 1: a number is below the one that
+/// has its lowest bit cleared and the next higher one set, so odd numbers are leaves and all others are not. The second
+/// numbering makes odd what is even in the first.
+struct Trees {
+    world_size: usize,
+}
+
+/// The way between a rank and its parent in one of the trees.
+#[derive(Debug, Clone, Copy)]
+struct Edge {
+    tree: usize,
+    child: usize,
+    parent: usize,
+    /// Levels below the child.
+    level: usize,
+    /// On which side of a reduction the parent's elements stand: numbers below its own come first.
+    side_of_parent: Side,
+    colour: usize,
+}
+
+/// All edges of a rank.
+struct Edges {
+    /// To its parents.
+    up: [Option<Edge>; 2],
+    /// To its children, which it has in one of the trees.
+    down: [Option<Edge>; 2],
+}
+
+/// An end of an edge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Child,
+    Parent,
+}
+
+impl Trees {
+    /// The number of a rank in a tree.
+    fn number(&self, tree: usize, rank: usize) -> usize {
+        match (tree, self.world_size.is_multiple_of(2)) {
+            (0, _) => rank + 1,
+            (_, true) => self.world_size - rank,
+            (_, false) => (rank + 1) % self.world_size + 1,
+        }
+    }
+
+    /// The rank of a number in a tree.
+    fn rank(&self, tree: usize, number: usize) -> usize {
+        match (tree, self.world_size.is_multiple_of(2)) {
+            (0, _) => number - 1,
+            (_, true) => self.world_size - number,
+            (_, false) => (number + self.world_size - 2) % self.world_size,
+        }
+    }
+
+    /// The number above, 0 for none. Where the rule leads out of the world, the next lower ancestor takes the place.
+    fn parent(&self, number: usize) -> usize {
+        let bit = number & number.wrapping_neg();
+        let above = (number ^ bit) | (bit << 1);
+        if above <= self.world_size { above } else { number ^ bit }
+    }
+
+    /// The other number that has the same parent.
+    fn sibling(&self, number: usize) -> Option<usize> {
+        self.children(self.parent(number)).into_iter().flatten().find(|&child| child != number)
+    }
+
+    fn children(&self, number: usize) -> [Option<usize>; 2] {
+        let bit = number & number.wrapping_neg();
+        let lower = (bit > 1).then(|| number - bit / 2);
+        let distances = std::iter::successors(Some(bit / 2), |&distance| Some(distance / 2));
+        let mut higher = distances.take_while(|&distance| distance > 0).map(|distance| number + distance);
+        [lower, higher.find(|&higher| higher <= self.world_size)]
+    }
+
+    fn edges_of(&self, rank: usize) -> Edges {
+        let numbers = [0, 1].map(|tree| self.number(tree, rank));
+        let inner = usize::from(numbers[0] % 2 == 1);
+        let children = self.children(numbers[inner]);
+        Edges {
+            up: [0, 1].map(|tree| self.edge(tree, numbers[tree])),
+            down: children.map(|child| self.edge(inner, child?)),
+        }
+    }
+
+    /// The edge above a number; `None` for the root.
+    fn edge(&self, tree: usize, number: usize) -> Option<Edge> {
+        let parent = self.parent(number);
+        (parent != 0).then(|| Edge {
+            tree,
+            child: self.rank(tree, number),
+            parent: self.rank(tree, parent),
+            level: number.trailing_zeros() as usize,
+            side_of_parent: if number < parent { Side::Right } else { Side::Left },
+            colour: self.colour((tree, number)),
+        })
+    }
+
+    /// 0 or 1, so that two edges between which a rank has to choose differ: those to its two parents, and those to its
+    /// two children. So an edge is bound to at most two others, and all form chains and rings, in which colours take
+    /// turns. The lowest edge of a chain has colour 0.
+    fn colour(&self, edge: (usize, usize)) -> usize {
+        let mut lowest = (edge, 0);
+        for first_end in [End::Child, End::Parent] {
+            let (mut at, mut end, mut colour) = (edge, first_end, 0);
+            while let Some(bound) = self.bound(at, end) {
+                if bound == edge {
+                    break;
+                }
+                at = bound;
+                end = if end == End::Child { End::Parent } else { End::Child };
+                colour = 1 - colour;
+                lowest = lowest.min((at, colour));
+            }
+        }
+        lowest.1
+    }
+
+    /// The other edge that the rank at an end has to choose between.
+    fn bound(&self, (tree, number): (usize, usize), end: End) -> Option<(usize, usize)> {
+        if end == End::Parent {
+            return self.sibling(number).map(|sibling| (tree, sibling));
+        }
+        let other = self.number(1 - tree, self.rank(tree, number));
+        (self.parent(other) != 0).then_some((1 - tree, other))
+    }
+}

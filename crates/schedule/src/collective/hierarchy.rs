@@ -1,0 +1,353 @@
+//! Two-level algorithms as a list of flat ones, each among some of the ranks.
+
+use super::blocks::Blocks;
+use super::{Collective, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, block};
+use std::mem::discriminant;
+use std::ops::Range;
+use trireme_base::Rank;
+
+/// A flat collective among some of the ranks: one part of a hierarchical one.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Phase {
+    /// Who takes part.
+    pub members: Members,
+    /// What they do. Its root is a number among the members, its length that of `range`.
+    pub collective: Collective,
+    /// How they do it. [`FlatAlgorithm::Direct`] occurs among the ranks of a host only.
+    pub algorithm: FlatAlgorithm,
+    /// The part of the whole vector that it is done on.
+    pub range: Range<usize>,
+    blocks: Blocks,
+}
+
+/// Some ranks of a world of several hosts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Members {
+    /// All ranks of a host.
+    Host(usize),
+    /// One rank of each host: `local_rank` is its number there. On the host of `root` it is the root instead.
+    Across {
+        /// Number on its host.
+        local_rank: usize,
+        /// The rank that must be among them.
+        root: Option<Rank>,
+    },
+}
+
+impl Members {
+    /// How many they are.
+    pub fn len(self, hosts: &Hosts) -> usize {
+        match self {
+            Members::Host(host) => hosts.ranks(host).len(),
+            Members::Across { .. } => hosts.num_hosts(),
+        }
+    }
+
+    /// The member with a number.
+    ///
+    /// # Panics
+    /// If there is no such member.
+    pub fn rank(self, hosts: &Hosts, index: usize) -> Rank {
+        match self {
+            Members::Host(host) => hosts.ranks(host)[index],
+            Members::Across { local_rank, root } => {
+                let root = root.filter(|&root| hosts.host_of(root) == index);
+                root.unwrap_or_else(|| hosts.ranks(index)[local_rank])
+            }
+        }
+    }
+
+    /// The number of a member.
+    fn index_of(self, hosts: &Hosts, rank: Rank) -> usize {
+        match self {
+            Members::Host(_) => hosts.local_rank(rank),
+            Members::Across { .. } => hosts.host_of(rank),
+        }
+    }
+}
+
+impl Phase {
+    /// Appends the steps of `rank` to `steps`.
+    ///
+    /// # Panics
+    /// If `rank` is no member, or the algorithm has no steps ([`FlatAlgorithm::Direct`]).
+    pub fn steps(&self, hosts: &Hosts, rank: Rank, steps: &mut Vec<Step>) {
+        let (index, count) = (self.members.index_of(hosts, rank), self.members.len(hosts));
+        assert_eq!(self.members.rank(hosts, index), rank, "only members have steps");
+        let first_step = steps.len();
+        self.algorithm.steps(self.collective, Rank(index), count, &self.blocks, steps);
+        for step in &mut steps[first_step..] {
+            step.relabel(|member| self.members.rank(hosts, member.0), self.range.start);
+        }
+    }
+
+    /// Where the members' blocks lie in `range`.
+    pub(super) fn blocks(&self) -> &Blocks {
+        &self.blocks
+    }
+
+    fn fits(&self, hosts: &Hosts) -> bool {
+        self.algorithm.fits(self.collective, self.members.len(hosts), &self.blocks)
+    }
+
+    fn is_canonical(&self) -> bool {
+        self.algorithm.is_canonical(self.collective)
+    }
+}
+
+/// Appends the phases of `rank` in a hierarchical algorithm to `phases`, in order. An executor may do a phase in its
+/// own way, or by [`Phase::steps`]. Phases with a single member are left out.
+///
+/// # Panics
+/// If `rank` or the root is outside of the world, or the hierarchy does not fit ([`fits`](super::fits)).
+pub fn phases(
+    collective: Collective,
+    hierarchy: Hierarchy,
+    hosts: &Hosts,
+    rank: Rank,
+    phases: &mut Vec<Phase>,
+) {
+    assert!(fits(collective, hierarchy, hosts), "the hierarchy does not fit {collective} on these hosts");
+    for_each_phase(collective, hierarchy, hosts, rank, &mut |phase| phases.push(phase));
+}
+
+/// Visits the phases of `rank` in order.
+pub(super) fn for_each_phase(
+    collective: Collective,
+    hierarchy: Hierarchy,
+    hosts: &Hosts,
+    rank: Rank,
+    visit: &mut dyn FnMut(Phase),
+) {
+    Phases { collective, hierarchy, hosts, rank }.visit(visit);
+}
+
+/// Whether there are two levels, and an algorithm for each phase.
+pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
+    use Collective as C;
+    let has_levels = 1 < hosts.num_hosts() && hosts.num_hosts() < hosts.world_size();
+    let are_equal = hosts.ranks_per_host().is_some();
+    // Blocks of a host are one range only if its ranks follow each other.
+    let suit_hosts = match (collective, hierarchy.leaders) {
+        (C::AllToAll { .. }, _) | (C::Gather { .. } | C::Scatter { .. }, Leaders::All) => false,
+        (C::AllGather { .. } | C::ReduceScatter { .. } | C::Gather { .. } | C::Scatter { .. }, _) => {
+            are_equal && hosts.are_runs()
+        }
+        (_, Leaders::All) => are_equal,
+        (_, Leaders::One) => true,
+    };
+    let level_fits = has_levels && suit_hosts && hierarchy.across != FlatAlgorithm::Direct;
+    level_fits && all_phases(collective, hierarchy, hosts, |phase| phase.fits(hosts))
+}
+
+/// Whether partial sums of hosts are subtrees of the canonical tree, and both levels keep its order.
+pub(super) fn is_canonical(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) -> bool {
+    let are_subtrees = hosts.are_runs() && hosts.ranks_per_host().is_some_and(usize::is_power_of_two);
+    let keeps_order = || all_phases(collective, hierarchy, hosts, Phase::is_canonical);
+    !collective.reduces() || (are_subtrees && keeps_order())
+}
+
+/// Whether all phases of all ranks pass; those of a host's leader are all that its ranks have.
+fn all_phases(
+    collective: Collective,
+    hierarchy: Hierarchy,
+    hosts: &Hosts,
+    passes: impl Fn(&Phase) -> bool,
+) -> bool {
+    let mut all_pass = true;
+    for host in 0..hosts.num_hosts() {
+        let rank = leaders_of(collective).rank(hosts, host);
+        for_each_phase(collective, hierarchy, hosts, rank, &mut |phase| all_pass &= passes(&phase));
+    }
+    all_pass
+}
+
+/// The one leader of each host: the root, or the lowest rank.
+pub(super) fn leaders_of(collective: Collective) -> Members {
+    Members::Across { local_rank: 0, root: collective.root() }
+}
+
+/// Makes the phases of one rank.
+struct Phases<'a> {
+    collective: Collective,
+    hierarchy: Hierarchy,
+    hosts: &'a Hosts,
+    rank: Rank,
+}
+
+impl Phases<'_> {
+    fn visit(&self, visit: &mut dyn FnMut(Phase)) {
+        let mut visit = |phase: Phase| {
+            if phase.members.len(self.hosts) > 1 {
+                visit(phase);
+            }
+        };
+        match self.hierarchy.leaders {
+            Leaders::One => self.visit_by_one(&mut visit),
+            Leaders::All => self.visit_by_all(&mut visit),
+        }
+    }
+
+    /// A host's leader has all that its host has, and speaks with the other leaders.
+    fn visit_by_one(&self, visit: &mut dyn FnMut(Phase)) {
+        use Collective as C;
+        let hosts = self.hosts;
+        let len = self.collective.len();
+        let leaders = leaders_of(self.collective);
+        let leader = leaders.rank(hosts, self.host());
+        let root = Rank(hosts.local_rank(leader));
+        let leads = leader == self.rank;
+        let whole = 0..len;
+        let among_leaders =
+            |collective| self.across(leaders, collective, 0..len, Blocks::even(hosts.num_hosts(), len));
+        // Each leader for the blocks of its host.
+        let by_host = |collective| {
+            let blocks = Blocks::of_hosts(hosts.world_size(), self.ranks_per_host(), len);
+            self.across(leaders, collective, 0..len, blocks)
+        };
+        let host_range = || self.range_of_host(self.host());
+        let host_len = || host_range().len();
+        match self.collective {
+            C::AllReduce { .. } => {
+                visit(self.within(C::Reduce { root, len }, whole.clone()));
+                leads.then(|| visit(among_leaders(C::AllReduce { len })));
+                visit(self.within(C::Broadcast { root, len }, whole));
+            }
+            C::Reduce { root: target, .. } => {
+                visit(self.within(C::Reduce { root, len }, whole));
+                let root = Rank(hosts.host_of(target));
+                leads.then(|| visit(among_leaders(C::Reduce { root, len })));
+            }
+            C::Broadcast { root: source, .. } => {
+                let source = Rank(hosts.host_of(source));
+                leads.then(|| visit(among_leaders(C::Broadcast { root: source, len })));
+                visit(self.within(C::Broadcast { root, len }, whole));
+            }
+            C::AllGather { .. } => {
+                visit(self.within(C::Gather { root, len: host_len() }, host_range()));
+                leads.then(|| visit(by_host(C::AllGather { len })));
+                visit(self.within(C::Broadcast { root, len }, whole));
+            }
+            C::ReduceScatter { .. } => {
+                visit(self.within(C::Reduce { root, len }, whole));
+                leads.then(|| visit(by_host(C::ReduceScatter { len })));
+                visit(self.within(C::Scatter { root, len: host_len() }, host_range()));
+            }
+            C::Gather { root: target, .. } => {
+                visit(self.within(C::Gather { root, len: host_len() }, host_range()));
+                let root = Rank(hosts.host_of(target));
+                leads.then(|| visit(by_host(C::Gather { root, len })));
+            }
+            C::Scatter { root: source, .. } => {
+                let source = Rank(hosts.host_of(source));
+                leads.then(|| visit(by_host(C::Scatter { root: source, len })));
+                visit(self.within(C::Scatter { root, len: host_len() }, host_range()));
+            }
+            C::Barrier => {
+                visit(self.within(C::Barrier, 0..0));
+                leads.then(|| visit(among_leaders(C::Barrier)));
+                visit(self.within(C::Barrier, 0..0));
+            }
+            C::AllToAll { .. } => unreachable!("no hierarchy fits"),
+        }
+    }
+
+    /// Each rank of a host has one block of what its host has, and speaks with those that have the same block.
+    fn visit_by_all(&self, visit: &mut dyn FnMut(Phase)) {
+        use Collective as C;
+        let hosts = self.hosts;
+        let len = self.collective.len();
+        let local_rank = hosts.local_rank(self.rank);
+        let column = Members::Across { local_rank, root: None };
+        let own = block(Rank(local_rank), self.ranks_per_host(), len);
+        let own_len = own.len();
+        let on_own = |collective| {
+            self.across(column, collective, own.clone(), Blocks::even(hosts.num_hosts(), own_len))
+        };
+        // Each for the own block of the whole.
+        let by_rank = |collective| {
+            let blocks = Blocks::of_column(hosts.world_size(), self.ranks_per_host(), local_rank, len);
+            self.across(column, collective, 0..len, blocks)
+        };
+        let each_host = (0..hosts.num_hosts()).map(|host| self.range_of_host(host));
+        match self.collective {
+            C::AllReduce { .. } => {
+                visit(self.within(C::ReduceScatter { len }, 0..len));
+                visit(on_own(C::AllReduce { len: own_len }));
+                visit(self.within(C::AllGather { len }, 0..len));
+            }
+            C::Reduce { root, .. } => {
+                visit(self.within(C::ReduceScatter { len }, 0..len));
+                let target = hosts.host_of(root);
+                visit(on_own(C::Reduce { root: Rank(target), len: own_len }));
+                let root = Rank(hosts.local_rank(root));
+                (self.host() == target).then(|| visit(self.within(C::Gather { root, len }, 0..len)));
+            }
+            C::Broadcast { root, .. } => {
+                let source = hosts.host_of(root);
+                let root = Rank(hosts.local_rank(root));
+                (self.host() == source).then(|| visit(self.within(C::Scatter { root, len }, 0..len)));
+                visit(on_own(C::Broadcast { root: Rank(source), len: own_len }));
+                visit(self.within(C::AllGather { len }, 0..len));
+            }
+            C::AllGather { .. } => {
+                visit(by_rank(C::AllGather { len }));
+                each_host.for_each(|range| visit(self.within(C::AllGather { len: range.len() }, range)));
+            }
+            C::ReduceScatter { .. } => {
+                each_host.for_each(|range| visit(self.within(C::ReduceScatter { len: range.len() }, range)));
+                visit(by_rank(C::ReduceScatter { len }));
+            }
+            C::Barrier => {
+                visit(self.within(C::Barrier, 0..0));
+                visit(on_own(C::Barrier));
+            }
+            C::Gather { .. } | C::Scatter { .. } | C::AllToAll { .. } => unreachable!("no hierarchy fits"),
+        }
+    }
+
+    fn host(&self) -> usize {
+        self.hosts.host_of(self.rank)
+    }
+
+    fn ranks_per_host(&self) -> usize {
+        self.hosts.ranks_per_host().expect("the hierarchy fits hosts of as many ranks each")
+    }
+
+    /// The blocks of the ranks of a host.
+    fn range_of_host(&self, host: usize) -> Range<usize> {
+        Blocks::of_hosts(self.hosts.world_size(), self.ranks_per_host(), self.collective.len()).of(host)
+    }
+
+    fn within(&self, collective: Collective, range: Range<usize>) -> Phase {
+        let members = Members::Host(self.host());
+        let blocks = Blocks::even(members.len(self.hosts), range.len());
+        let algorithm = self.hierarchy.within.part(self.collective, collective);
+        Phase { members, collective, algorithm, range, blocks }
+    }
+
+    fn across(&self, members: Members, collective: Collective, range: Range<usize>, blocks: Blocks) -> Phase {
+        let algorithm = self.hierarchy.across.part(self.collective, collective);
+        Phase { members, collective, algorithm, range, blocks }
+    }
+}
+
+impl FlatAlgorithm {
+    /// How this algorithm, chosen for one level of `whole`, does the phase `part` of it: halving and doubling have one
+    /// half each of an all-reduce, and nothing but binomial trees gathers and scatters on the way.
+    fn part(self, whole: Collective, part: Collective) -> FlatAlgorithm {
+        use FlatAlgorithm as A;
+        let is_same = discriminant(&whole) == discriminant(&part);
+        match (whole, self, part) {
+            _ if is_same || self == A::Direct => self,
+            (Collective::AllReduce { .. }, A::HalvingDoubling, Collective::ReduceScatter { .. }) => {
+                A::RecursiveHalving
+            }
+            (Collective::AllReduce { .. }, A::HalvingDoubling, Collective::AllGather { .. }) => {
+                A::RecursiveDoubling
+            }
+            (_, _, Collective::Gather { .. } | Collective::Scatter { .. }) => A::BinomialTree,
+            _ => self,
+        }
+    }
+}

@@ -1,0 +1,224 @@
+use std::fmt;
+use std::ops::Range;
+use trireme_base::Rank;
+
+/// Memory that steps work on, in elements of the operation's dtype.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Memory {
+    /// What the operation gives back. An operation in place finds its input here, too.
+    Vector,
+    /// What an operation out of place reads, and leaves as it is.
+    Input,
+    /// Memory of the executor, as long as [`scratch_len`] of a rank's steps; undefined at first.
+    Scratch,
+}
+
+/// A range of elements of some memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Span {
+    /// Where.
+    pub memory: Memory,
+    /// Which elements.
+    pub range: Range<usize>,
+}
+
+/// One step of one rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Step {
+    /// At most one message out and one in, which travel at the same time. What is sent are the elements as they
+    /// were before the step, even where the received message changes them.
+    Exchange {
+        /// The message to send.
+        send: Option<Outgoing>,
+        /// The message to wait for.
+        receive: Option<Incoming>,
+    },
+    /// Copies elements within the rank; the spans do not overlap.
+    Copy {
+        /// From here.
+        from: Span,
+        /// To here; as long as `from`.
+        to: Span,
+    },
+}
+
+/// A message out.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outgoing {
+    /// Who gets it.
+    pub to: Rank,
+    /// The elements it carries; may be empty, and is sent all the same.
+    pub span: Span,
+}
+
+/// A message in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Incoming {
+    /// Who sends it.
+    pub from: Rank,
+    /// The elements it is for.
+    pub span: Span,
+    /// What becomes of them.
+    pub action: Action,
+}
+
+/// What a received message does to the elements it is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Action {
+    /// Replaces them.
+    Copy,
+    /// Is reduced with them.
+    Reduce {
+        /// On which side of the operation the elements already there stand.
+        own: Side,
+    },
+}
+
+/// A side of an operation with two operands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Side {
+    /// The left operand.
+    Left,
+    /// The right operand.
+    Right,
+}
+
+impl Span {
+    /// Elements of [`Memory::Vector`].
+    pub fn vector(range: Range<usize>) -> Self {
+        Span { memory: Memory::Vector, range }
+    }
+
+    /// Elements of [`Memory::Input`].
+    pub fn input(range: Range<usize>) -> Self {
+        Span { memory: Memory::Input, range }
+    }
+
+    /// Elements of [`Memory::Scratch`].
+    pub fn scratch(range: Range<usize>) -> Self {
+        Span { memory: Memory::Scratch, range }
+    }
+}
+
+impl Outgoing {
+    /// A message out.
+    pub fn new(to: usize, span: Span) -> Self {
+        Outgoing { to: Rank(to), span }
+    }
+}
+
+impl Incoming {
+    /// A message that replaces what was there.
+    pub fn copy(from: usize, span: Span) -> Self {
+        Incoming { from: Rank(from), span, action: Action::Copy }
+    }
+
+    /// A message that is reduced with what is there; the value of the lower rank is the left operand.
+    pub fn reduce(own: usize, from: usize, span: Span) -> Self {
+        let own = if own < from { Side::Left } else { Side::Right };
+        Incoming { from: Rank(from), span, action: Action::Reduce { own } }
+    }
+}
+
+impl Step {
+    /// A message out only.
+    pub fn send(send: Outgoing) -> Self {
+        Step::Exchange { send: Some(send), receive: None }
+    }
+
+    /// A message in only.
+    pub fn receive(receive: Incoming) -> Self {
+        Step::Exchange { send: None, receive: Some(receive) }
+    }
+
+    /// A message out and one in.
+    pub fn both(send: Outgoing, receive: Incoming) -> Self {
+        Step::Exchange { send: Some(send), receive: Some(receive) }
+    }
+
+    /// Gives ranks other names, and moves elements of [`Memory::Vector`] `offset` elements on.
+    pub(super) fn relabel(&mut self, name: impl Fn(Rank) -> Rank, offset: usize) {
+        let shift = |span: &mut Span| {
+            if span.memory == Memory::Vector {
+                span.range = span.range.start + offset..span.range.end + offset;
+            }
+        };
+        match self {
+            Step::Exchange { send, receive } => {
+                if let Some(send) = send {
+                    send.to = name(send.to);
+                    shift(&mut send.span);
+                }
+                if let Some(receive) = receive {
+                    receive.from = name(receive.from);
+                    shift(&mut receive.span);
+                }
+            }
+            Step::Copy { from, to } => {
+                shift(from);
+                shift(to);
+            }
+        }
+    }
+
+    fn spans(&self) -> impl Iterator<Item = &Span> {
+        let spans = match self {
+            Step::Exchange { send, receive } => {
+                [send.as_ref().map(|send| &send.span), receive.as_ref().map(|receive| &receive.span)]
+            }
+            Step::Copy { from, to } => [Some(from), Some(to)],
+        };
+        spans.into_iter().flatten()
+    }
+}
+
+/// Elements of [`Memory::Scratch`] that a rank's steps use.
+pub fn scratch_len(steps: &[Step]) -> usize {
+    let scratch = steps.iter().flat_map(Step::spans).filter(|span| span.memory == Memory::Scratch);
+    scratch.map(|span| span.range.end).max().unwrap_or(0)
+}
+
+/// Writes `vector[16..32]`.
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let memory = match self.memory {
+            Memory::Vector => "vector",
+            Memory::Input => "input",
+            Memory::Scratch => "scratch",
+        };
+        write!(f, "{memory}[{}..{}]", self.range.start, self.range.end)
+    }
+}
+
+/// Writes `send 3 vector[0..16]`.
+impl fmt::Display for Outgoing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "send {} {}", self.to, self.span)
+    }
+}
+
+/// Writes `receive 2 vector[16..32]`, and `reduce left` behind it if the elements already there become the left
+/// operand, `reduce right` if they become the right one.
+impl fmt::Display for Incoming {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "receive {} {}", self.from, self.span)?;
+        match self.action {
+            Action::Copy => Ok(()),
+            Action::Reduce { own: Side::Left } => f.write_str(" reduce left"),
+            Action::Reduce { own: Side::Right } => f.write_str(" reduce right"),
+        }
+    }
+}
+
+/// Writes both halves of an exchange with a bar between them, or `copy vector[0..4] to scratch[0..4]`.
+impl fmt::Display for Step {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Step::Exchange { send: Some(send), receive: Some(receive) } => write!(f, "{send} | {receive}"),
+            Step::Exchange { send: Some(send), receive: None } => send.fmt(f),
+            Step::Exchange { send: None, receive: Some(receive) } => receive.fmt(f),
+            Step::Exchange { send: None, receive: None } => f.write_str("nothing"),
+            Step::Copy { from, to } => write!(f, "copy {from} to {to}"),
+        }
+    }
+}

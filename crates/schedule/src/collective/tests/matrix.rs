@@ -1,0 +1,137 @@
+//! Every collective × algorithm × world size × length × root against the oracle.
+
+use super::super::*;
+use super::interpreter::*;
+use super::oracle::*;
+
+/// All ranks' steps.
+pub(super) fn programs_of(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> Vec<Vec<Step>> {
+    programs(hosts.world_size(), |rank, out| steps(collective, algorithm, hosts, rank, out))
+}
+
+/// Executes an algorithm, and compares bits: of sums that depend on their order if it says it keeps it, else of
+/// sums that do not.
+pub(super) fn check(collective: Collective, algorithm: Algorithm, hosts: &Hosts) {
+    let world_size = hosts.world_size();
+    let what = format!("{collective:?} by {algorithm} on {hosts:?}");
+    let programs = programs_of(collective, algorithm, hosts);
+    assert_needs_no_queue(&programs);
+    let value = if is_canonical(collective, algorithm, hosts) { fractions } else { whole_numbers };
+    let mut memories = inputs(collective, world_size, value);
+    interpret(&programs, &mut memories, |a, b| a + b);
+    for (rank, memories) in memories.iter().enumerate() {
+        let (range, expected) = expected(collective, world_size, rank, value);
+        let got = &memories.vector[range];
+        let is_equal = got.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits());
+        assert!(is_equal && got.len() == expected.len(), "{what}, rank {rank}: {got:?}, not {expected:?}");
+    }
+}
+
+pub(super) fn has_steps(algorithm: &Algorithm) -> bool {
+    !algorithm.to_string().contains("direct")
+}
+
+#[test]
+fn every_flat_algorithm_gives_what_the_oracle_says() {
+    for world_size in 1..=17 {
+        let hosts = Hosts::single(world_size);
+        for len in lens(world_size) {
+            for collective in collectives(world_size, len) {
+                let algorithms = algorithms_for(collective, &hosts);
+                assert!(algorithms.len() >= 2, "{collective} has an algorithm besides direct");
+                algorithms
+                    .into_iter()
+                    .filter(has_steps)
+                    .for_each(|algorithm| check(collective, algorithm, &hosts));
+            }
+        }
+    }
+}
+
+/// Whatever the order is, all ranks of an all-reduce have the same bits.
+#[test]
+fn all_ranks_agree_on_every_bit() {
+    for world_size in 2..=17 {
+        let hosts = Hosts::single(world_size);
+        let collective = Collective::AllReduce { len: 2 * world_size + 1 };
+        for algorithm in algorithms_for(collective, &hosts).into_iter().filter(has_steps) {
+            let mut memories = inputs(collective, world_size, fractions);
+            interpret(&programs_of(collective, algorithm, &hosts), &mut memories, |a, b| a + b);
+            assert!(memories.iter().all(|other| other.vector == memories[0].vector), "{algorithm}");
+        }
+    }
+}
+
+/// Hosts of equally many ranks, host by host.
+pub(super) fn runs(num_hosts: usize, ranks_per_host: usize) -> Hosts {
+    Hosts::new(&Vec::from_iter((0..num_hosts * ranks_per_host).map(|rank| rank / ranks_per_host)))
+}
+
+/// Hosts of equally many ranks that are dealt out in turns.
+pub(super) fn turns(num_hosts: usize, ranks_per_host: usize) -> Hosts {
+    Hosts::new(&Vec::from_iter((0..num_hosts * ranks_per_host).map(|rank| rank % num_hosts)))
+}
+
+/// Some ways to place ranks: host by host, in turns, unequally.
+pub(super) fn placements() -> Vec<Hosts> {
+    let mut placements = Vec::new();
+    for (num_hosts, ranks_per_host) in [
+        (1, 1),
+        (2, 1),
+        (2, 2),
+        (2, 3),
+        (3, 2),
+        (2, 4),
+        (4, 2),
+        (3, 3),
+        (3, 4),
+        (4, 3),
+        (5, 2),
+        (7, 2),
+        (4, 4),
+    ] {
+        placements.push(runs(num_hosts, ranks_per_host));
+        placements.push(turns(num_hosts, ranks_per_host));
+    }
+    placements.extend(
+        [&[0, 1, 1, 1][..], &[4, 4, 4, 2, 2, 2, 2, 2], &[1, 0, 1, 0, 2, 1, 1], &[0, 1, 2, 2, 3, 3]]
+            .map(Hosts::new),
+    );
+    placements
+}
+
+#[test]
+fn every_hierarchy_gives_what_the_oracle_says() {
+    for hosts in placements() {
+        let world_size = hosts.world_size();
+        for len in [0, 1, world_size + 1, 3 * world_size + 2] {
+            for collective in collectives(world_size, len) {
+                let all = algorithms_for(collective, &hosts).into_iter().filter(has_steps);
+                all.filter(|algorithm| matches!(algorithm, Algorithm::Hierarchical(_)))
+                    .for_each(|algorithm| check(collective, algorithm, &hosts));
+            }
+        }
+    }
+}
+
+/// The claim of a hierarchy to be canonical is no stricter than it must be: other placements give other bits.
+#[test]
+fn other_placements_give_other_bits() {
+    let order_of = |hosts: &Hosts| {
+        let collective = Collective::AllReduce { len: 50 };
+        let levels = Hierarchy {
+            leaders: Leaders::One,
+            within: FlatAlgorithm::BinomialTree,
+            across: FlatAlgorithm::RecursiveDoubling,
+        };
+        let algorithm = Algorithm::Hierarchical(levels);
+        let mut memories = inputs(collective, hosts.world_size(), fractions);
+        interpret(&programs_of(collective, algorithm, hosts), &mut memories, |a, b| a + b);
+        let is_same = memories[0].vector == canonical(&vectors(hosts.world_size(), 50, fractions));
+        (is_canonical(collective, algorithm, hosts), is_same)
+    };
+    assert_eq!(order_of(&runs(3, 4)), (true, true));
+    for others in [turns(2, 4), runs(2, 3), Hosts::new(&[0, 1, 1, 1])] {
+        assert_eq!(order_of(&others), (false, false), "{others:?}");
+    }
+}

@@ -1,0 +1,124 @@
+//! What collectives are to give, naively.
+
+use super::super::*;
+use super::interpreter::*;
+use std::ops::Range;
+
+/// Whole numbers: every order of summing them gives the same.
+pub(super) fn whole_numbers(rank: usize, index: usize) -> f64 {
+    ((rank * 7919 + index * 104_729) % 1009) as f64
+}
+
+/// Not exactly summable: another order gives other bits.
+pub(super) fn fractions(rank: usize, index: usize) -> f64 {
+    1.0 / (3.0 + whole_numbers(rank, index))
+}
+
+pub(super) fn vectors(world_size: usize, len: usize, value: fn(usize, usize) -> f64) -> Vec<Vec<f64>> {
+    (0..world_size).map(|rank| (0..len).map(|index| value(rank, index)).collect()).collect()
+}
+
+/// What the ranks begin with: NaN where an operation must not look.
+pub(super) fn inputs(
+    collective: Collective,
+    world_size: usize,
+    value: fn(usize, usize) -> f64,
+) -> Vec<Memories> {
+    let len = collective.len();
+    let is_given = |rank: usize, index: usize| match collective {
+        Collective::AllReduce { .. }
+        | Collective::Reduce { .. }
+        | Collective::ReduceScatter { .. }
+        | Collective::AllToAll { .. }
+        | Collective::Barrier => true,
+        Collective::Broadcast { root, .. } | Collective::Scatter { root, .. } => rank == root.0,
+        Collective::AllGather { .. } | Collective::Gather { .. } => {
+            block(Rank(rank), world_size, len).contains(&index)
+        }
+    };
+    let element = |rank, index| if is_given(rank, index) { value(rank, index) } else { f64::NAN };
+    let vector = |rank| (0..len).map(|index| element(rank, index)).collect();
+    (0..world_size).map(|rank| Memories::in_place(vector(rank))).collect()
+}
+
+/// What `rank` must have in the end, and where.
+pub(super) fn expected(
+    collective: Collective,
+    world_size: usize,
+    rank: usize,
+    value: fn(usize, usize) -> f64,
+) -> (Range<usize>, Vec<f64>) {
+    let len = collective.len();
+    let all = vectors(world_size, len, value);
+    let own = block(Rank(rank), world_size, len);
+    let nothing = (0..0, Vec::new());
+    let gathered = || {
+        let owner =
+            |index: &usize| (0..world_size).find(|&rank| block(Rank(rank), world_size, len).contains(index));
+        (0..len).map(|index| all[owner(&index).expect("blocks cover")][index]).collect()
+    };
+    match collective {
+        Collective::Barrier => nothing,
+        Collective::AllReduce { .. } => (0..len, canonical(&all)),
+        Collective::Reduce { root, .. } if rank == root.0 => (0..len, canonical(&all)),
+        Collective::Gather { root, .. } if rank == root.0 => (0..len, gathered()),
+        Collective::Reduce { .. } | Collective::Gather { .. } => nothing,
+        Collective::Broadcast { root, .. } => (0..len, all[root.0].clone()),
+        Collective::Scatter { root, .. } => (own.clone(), all[root.0][own].to_vec()),
+        Collective::AllGather { .. } => (0..len, gathered()),
+        Collective::ReduceScatter { .. } => (own.clone(), canonical(&all)[own].to_vec()),
+        Collective::AllToAll { .. } => {
+            let each = 0..world_size;
+            (0..len, each.flat_map(|from| all[from][own.clone()].to_vec()).collect())
+        }
+    }
+}
+
+/// The sum in canonical order.
+pub(super) fn canonical(vectors: &[Vec<f64>]) -> Vec<f64> {
+    let merge = |left: Vec<f64>, right: &[f64]| left.iter().zip(right).map(|(a, b)| a + b).collect();
+    let mut stack: Vec<Vec<f64>> = Vec::new();
+    for term in canonical_terms(vectors.len()) {
+        match term {
+            Term::Load(rank) => stack.push(vectors[rank.0].clone()),
+            Term::Reduce(rank) => {
+                let top = stack.pop().expect("something to reduce");
+                stack.push(merge(top, &vectors[rank.0]));
+            }
+            Term::Combine => {
+                let right = stack.pop().expect("a right operand");
+                let left = stack.pop().expect("a left operand");
+                stack.push(merge(left, &right));
+            }
+        }
+        assert!(stack.len() <= num_partials(vectors.len()));
+    }
+    assert_eq!(stack.len(), 1);
+    stack.remove(0)
+}
+
+/// Every collective of `len` elements, with each of the roots.
+pub(super) fn collectives(world_size: usize, len: usize) -> Vec<Collective> {
+    let mut all = vec![
+        Collective::AllReduce { len },
+        Collective::AllGather { len },
+        Collective::ReduceScatter { len },
+        Collective::AllToAll { len: len * world_size },
+        Collective::Barrier,
+    ];
+    let some_roots = [0, 1, world_size / 2, world_size - 1];
+    for root in (0..world_size).filter(|root| world_size < 7 || some_roots.contains(root)).map(Rank) {
+        all.extend([
+            Collective::Reduce { root, len },
+            Collective::Broadcast { root, len },
+            Collective::Gather { root, len },
+            Collective::Scatter { root, len },
+        ]);
+    }
+    all
+}
+
+/// Awkward lengths: none, one, fewer than ranks, not divisible, larger.
+pub(super) fn lens(world_size: usize) -> [usize; 6] {
+    [0, 1, world_size - 1, world_size, 2 * world_size + 1, 5 * world_size + world_size / 2]
+}

@@ -1,0 +1,151 @@
+//! Simulated times against formulas, and what is chosen by them.
+
+use super::super::*;
+use super::matrix::{placements, programs_of, turns};
+use super::oracle::*;
+use FlatAlgorithm as A;
+
+const MODEL: CostModel = CostModel {
+    within: LinkCost { latency_seconds: 5e-6, seconds_per_byte: 2e-10 },
+    across: LinkCost { latency_seconds: 5e-5, seconds_per_byte: 8e-9 },
+    direct: Some(DirectCost { synchronisation_seconds: 2e-6, seconds_per_byte: 1e-10 }),
+    reduce_seconds_per_byte: 1e-10,
+    copy_seconds_per_byte: 5e-11,
+};
+
+fn assert_close(seconds: f64, expected: f64, within: f64, what: &str) {
+    assert!((seconds / expected - 1.0).abs() <= within, "{what}: {seconds} s, expected {expected} s");
+}
+
+#[test]
+fn simulated_times_are_those_of_the_formulas() {
+    let LinkCost { latency_seconds: alpha, seconds_per_byte: beta } = MODEL.within;
+    let (gamma, delta) = (MODEL.reduce_seconds_per_byte, MODEL.copy_seconds_per_byte);
+    for n in [2_usize, 4, 8, 16] {
+        let (len, hosts) = (n * n * 1000, Hosts::single(n));
+        let d = (4 * len) as f64;
+        let (ranks, log) = (n as f64, n.ilog2() as f64);
+        let most = d * (ranks - 1.0) / ranks;
+        let root = Rank(n - 1);
+        let formulas = [
+            (
+                Collective::AllReduce { len },
+                A::Ring,
+                2.0 * (ranks - 1.0) * alpha + most * (2.0 * beta + gamma),
+            ),
+            (
+                Collective::AllReduce { len },
+                A::HalvingDoubling,
+                2.0 * log * alpha + most * (2.0 * beta + gamma),
+            ),
+            (Collective::AllReduce { len }, A::RecursiveDoubling, log * (alpha + d * (beta + gamma))),
+            (Collective::AllReduce { len }, A::BinomialTree, log * (2.0 * alpha + d * (2.0 * beta + gamma))),
+            (Collective::Reduce { root, len }, A::BinomialTree, log * (alpha + d * (beta + gamma))),
+            (Collective::Broadcast { root, len }, A::BinomialTree, log * (alpha + d * beta)),
+            (
+                Collective::Broadcast { root, len },
+                A::ScatterAllGather,
+                (log + ranks - 1.0) * alpha + 2.0 * most * beta,
+            ),
+            (Collective::AllGather { len }, A::Ring, (ranks - 1.0) * alpha + most * beta),
+            (Collective::AllGather { len }, A::RecursiveDoubling, log * alpha + most * beta),
+            (Collective::AllGather { len }, A::Bruck, log * alpha + most * beta + d * delta),
+            (Collective::ReduceScatter { len }, A::Ring, (ranks - 1.0) * alpha + most * (beta + gamma)),
+            (
+                Collective::ReduceScatter { len },
+                A::RecursiveHalving,
+                (ranks - 1.0) * alpha + most * (beta + gamma),
+            ),
+            (Collective::Gather { root, len }, A::BinomialTree, log * alpha + most * beta),
+            (Collective::Scatter { root, len }, A::Linear, (ranks - 1.0) * alpha + most * beta),
+            (Collective::AllToAll { len }, A::Pairwise, (ranks - 1.0) * alpha + most * beta),
+            (
+                Collective::AllToAll { len },
+                A::Bruck,
+                log * (alpha + d / 2.0 * beta) + (2.0 + log) * d * delta,
+            ),
+            (Collective::Barrier, A::Dissemination, log * alpha),
+        ];
+        for (collective, algorithm, expected) in formulas {
+            let seconds = predict(collective, algorithm.into(), &hosts, 4, &MODEL);
+            assert_close(seconds, expected, 1e-9, &format!("{collective} by {algorithm}, {n} ranks"));
+        }
+    }
+}
+
+#[test]
+fn a_message_occupies_its_sender() {
+    let LinkCost { latency_seconds: alpha, seconds_per_byte: beta } = MODEL.within;
+    let long = || Span::vector(0..1000);
+    let short = || Span::vector(0..10);
+    let programs = [
+        vec![
+            Step::both(Outgoing::new(1, long()), Incoming::copy(1, short())),
+            Step::send(Outgoing::new(2, short())),
+        ],
+        vec![Step::both(Outgoing::new(0, short()), Incoming::copy(0, long()))],
+        vec![Step::receive(Incoming::copy(0, short()))],
+    ];
+    let seconds = simulate(&programs, &Hosts::single(3), 4, &MODEL);
+    assert_close(seconds, 2.0 * alpha + 4040.0 * beta, 1e-9, "a long message, then a short one");
+}
+
+#[test]
+fn ranks_of_a_host_share_its_link() {
+    let LinkCost { latency_seconds: alpha, seconds_per_byte: beta } = MODEL.across;
+    let span = || Span::vector(0..1000);
+    let send = |to| vec![Step::send(Outgoing::new(to, span()))];
+    let receive = |from| vec![Step::receive(Incoming::copy(from, span()))];
+    let programs = [send(2), send(3), receive(0), receive(1)];
+    let seconds = |ids: &[usize]| simulate(&programs, &Hosts::new(ids), 1, &MODEL);
+    assert_close(seconds(&[0, 1, 2, 3]), alpha + 1000.0 * beta, 1e-9, "each with a link of its own");
+    assert_close(seconds(&[0, 0, 1, 2]), alpha + 2000.0 * beta, 1e-9, "one link out");
+    assert_close(seconds(&[0, 1, 2, 2]), alpha + 2000.0 * beta, 1e-9, "one link in");
+}
+
+/// The sum over phases, each among its members alone, is near what all steps together take.
+#[test]
+fn phases_predict_what_whole_programs_take() {
+    for hosts in placements() {
+        let collective = Collective::AllReduce { len: 100 * hosts.world_size() * hosts.world_size() };
+        for algorithm in algorithms_for(collective, &hosts) {
+            if !algorithm.to_string().starts_with("hierarchical") || algorithm.to_string().contains("direct")
+            {
+                continue;
+            }
+            let predicted = predict(collective, algorithm, &hosts, 4, &MODEL);
+            let simulated = simulate(&programs_of(collective, algorithm, &hosts), &hosts, 4, &MODEL);
+            assert_close(predicted, simulated, 0.5, &format!("{algorithm} on {hosts:?}"));
+        }
+    }
+}
+
+#[test]
+fn choices_follow_size_and_topology() {
+    let chosen =
+        |collective, hosts: &Hosts, model: &CostModel| choose(collective, hosts, 4, model, false).to_string();
+    let sockets = CostModel { direct: None, ..MODEL };
+    let (short, long) = (Collective::AllReduce { len: 16 }, Collective::AllReduce { len: 1 << 22 });
+    assert_eq!(chosen(short, &Hosts::single(8), &sockets), "recursive_doubling");
+    assert_eq!(chosen(long, &Hosts::single(8), &sockets), "halving_doubling");
+    assert_eq!(chosen(long, &Hosts::single(7), &sockets), "ring");
+    assert_eq!(chosen(long, &Hosts::single(8), &MODEL), "direct");
+    assert!(chosen(long, &turns(4, 4), &sockets).starts_with("hierarchical:all"));
+    assert_eq!(chosen(short, &turns(4, 4), &MODEL), "hierarchical:all:direct:recursive_doubling");
+    let canonical = choose(long, &Hosts::single(7), 4, &sockets, true);
+    assert!(is_canonical(long, canonical, &Hosts::single(7)));
+}
+
+#[test]
+fn a_choice_does_not_depend_on_the_candidates_that_are_left_out() {
+    for hosts in placements() {
+        for collective in collectives(hosts.world_size(), 1000) {
+            let algorithm = choose(collective, &hosts, 4, &MODEL, true);
+            assert!(is_canonical(collective, algorithm, &hosts));
+            let fastest = predict(collective, algorithm, &hosts, 4, &MODEL);
+            let all = algorithms_for(collective, &hosts).into_iter();
+            let canonical = all.filter(|&other| is_canonical(collective, other, &hosts));
+            canonical.for_each(|other| assert!(predict(collective, other, &hosts, 4, &MODEL) >= fastest));
+        }
+    }
+}
