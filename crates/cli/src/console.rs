@@ -1,5 +1,6 @@
 //! What a person sees of a run, and how commands end.
 
+use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGINT;
@@ -71,6 +72,7 @@ fn append_line(path: &Path, text: &str) -> io::Result<()> {
 }
 
 fn exit_code(error: &anyhow::Error) -> u8 {
+    let error = error.downcast_ref::<Hang>().map_or(error, |hang| &hang.failure);
     if let Some(error) = error.downcast_ref::<LaunchError>() {
         return error.exit_code();
     }

@@ -2,6 +2,7 @@
 
 mod commands;
 mod console;
+mod hang;
 mod launch;
 mod started;
 
@@ -37,6 +38,7 @@ enum Command {
     Config(commands::config::ConfigArgs),
     Doctor(commands::doctor::DoctorArgs),
     Bench(commands::bench::BenchArgs),
+    FlightRecorder(commands::flight_recorder::FlightRecorderArgs),
 }
 
 fn main() -> ExitCode {
@@ -50,6 +52,7 @@ fn main() -> ExitCode {
             Command::Config(args) => commands::config::run(&args),
             Command::Doctor(args) => commands::doctor::run(&args),
             Command::Bench(args) => commands::bench::run(&args, started),
+            Command::FlightRecorder(args) => commands::flight_recorder::run(&args),
         });
     match result {
         Ok(()) => ExitCode::SUCCESS,

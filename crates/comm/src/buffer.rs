@@ -25,6 +25,14 @@ impl<T: Element> Buffer<T> {
         Ok(Buffer::from_storage(Storage::heap(bytes)?))
     }
 
+    /// Makes the vector shorter, or as long again as it was made.
+    ///
+    /// # Panics
+    /// If there is not so much memory.
+    pub(crate) fn set_len(&mut self, len: usize) {
+        self.storage.set_len(len * size_of::<T>());
+    }
+
     pub(crate) fn from_storage(storage: Storage) -> Self {
         Buffer { storage, element: PhantomData }
     }
@@ -93,6 +101,15 @@ impl Storage {
 
     pub(crate) fn memory(&self) -> &Memory {
         &self.memory
+    }
+
+    fn set_len(&mut self, num_bytes: usize) {
+        let num_bytes_max = match &self.memory {
+            Memory::Heap(lines) => size_of_val(&lines[..]),
+            Memory::Shared(region) => region.bytes().len(),
+        };
+        assert!(num_bytes <= num_bytes_max, "{num_bytes} bytes fit into {num_bytes_max}");
+        self.num_bytes = num_bytes;
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {

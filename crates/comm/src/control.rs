@@ -3,9 +3,11 @@
 //! A connection that ends without a goodbye is how a rank learns that a peer's process died: the kernel
 //! closes a dead process's sockets at once, and keepalive (see `rendezvous`) ends those of a dead host.
 
+use crate::Operation;
 use crate::engine::Call;
-use crate::error::CommError;
+use crate::error::{CommError, Crossing};
 use crate::notice::{Event, NOTICE_BYTES, Notice};
+use crate::recorder::{GATHER_MAX, GroupRecorder, ToldPlace};
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendFlags, recv, send};
@@ -16,8 +18,11 @@ use trireme_base::Rank;
 
 /// How long a wait lasts at most before it looks at the connections and the deadline again.
 pub(crate) const TICK: Duration = Duration::from_millis(50);
-/// After this time in one operation a rank tells the others where it is, so that all know who is missing.
+/// After this time in one operation a rank tells the others what it waits in, so that all know who is missing, and a
+/// rank that is in another operation ends both at once.
 const STALL: Duration = Duration::from_secs(1);
+/// After this time at most a rank tells its user that it waits.
+const WARN_MAX: Duration = Duration::from_secs(30);
 /// How long to look for the reason of a broken data connection on the control connection beside it.
 const REASON_WAIT: Duration = Duration::from_secs(1);
 
@@ -28,19 +33,33 @@ pub(crate) struct Control {
     epoll: OwnedFd,
     /// The operation that this rank last told its peers it is waiting in, plus one.
     told_waiting: u64,
+    /// The operation of which this rank last told its user that it takes long, plus one.
+    told_stall: u64,
+    /// A failure of a peer was seen while this rank was in no operation.
+    has_seen_trouble: bool,
+    /// Where this rank last told its peers that it is blocked.
+    told_blocked: Option<ToldPlace>,
+    recorder: GroupRecorder,
 }
 
 struct Peer {
     link: Link,
     /// Operations that the peer is known to have begun.
     num_begun: u64,
+    /// What it has told to wait in, until that is compared with what this rank does there.
+    waiting: Option<(u64, Operation)>,
+    /// It has told where it is when something went wrong.
+    has_told_place: bool,
+    /// Where it has told to be blocked.
+    blocked: Option<ToldPlace>,
 }
 
 enum Link {
     /// This rank itself.
     Own,
     Connected(Connection),
-    Ended(Ending),
+    /// With the connection, if the peer may still read from it.
+    Ended(Ending, Option<OwnedFd>),
 }
 
 /// How a peer's part in the group ended.
@@ -62,7 +81,7 @@ struct Connection {
 
 impl Control {
     /// Takes one connected stream socket per peer, in rank order, `None` for this rank.
-    pub(crate) fn new(sockets: Vec<Option<OwnedFd>>) -> io::Result<Self> {
+    pub(crate) fn new(sockets: Vec<Option<OwnedFd>>, recorder: GroupRecorder) -> io::Result<Self> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let mut peers = Vec::with_capacity(sockets.len());
         for (rank, socket) in sockets.into_iter().enumerate() {
@@ -74,22 +93,64 @@ impl Control {
                     Link::Connected(Connection { socket, received: [0; NOTICE_BYTES], num_received: 0 })
                 }
             };
-            peers.push(Peer { link, num_begun: 0 });
+            peers.push(Peer { link, num_begun: 0, waiting: None, has_told_place: false, blocked: None });
         }
-        Ok(Control { peers, epoll, told_waiting: 0 })
+        Ok(Control {
+            peers,
+            epoll,
+            told_waiting: 0,
+            told_stall: 0,
+            has_seen_trouble: false,
+            told_blocked: None,
+            recorder,
+        })
     }
 
     /// Reads what the peers said, and fails if it ends `call`.
     pub(crate) fn check(&mut self, call: &Call) -> Result<(), CommError> {
         if self.is_readable(Duration::ZERO).map_err(|source| call.wait_failed(source))? {
-            let world_size = self.peers.len();
-            self.peers.iter_mut().for_each(|peer| peer.read(world_size));
+            self.read();
         }
         let failure = self.peers.iter().enumerate().find_map(|(rank, peer)| match peer.link {
-            Link::Ended(ending) => self.failure_of(Rank(rank), ending, call),
+            Link::Ended(ending, _) => self.failure_of(Rank(rank), ending, call),
             Link::Own | Link::Connected(_) => None,
         });
-        failure.map_or(Ok(()), Err)
+        failure.or_else(|| self.difference(call)).or_else(|| self.crossing(call)).map_or(Ok(()), Err)
+    }
+
+    /// Reads what the peers said while this rank is in no operation, and has `sequence` as its next. Tells those who wait
+    /// for it why it does not come, if that is known. Whether, for the first time, one has failed or is lost.
+    pub(crate) fn look(&mut self, sequence: u64) -> bool {
+        if self.is_readable(Duration::ZERO).unwrap_or(false) {
+            self.read();
+        }
+        let is_awaited = |peer: &Peer| peer.waiting.is_some_and(|(theirs, _)| theirs >= sequence);
+        if self.peers.iter().any(is_awaited)
+            && let Some(place) = self.recorder.blocked_elsewhere()
+            && self.told_blocked.is_none_or(|told| told.operation_key() != place.operation_key())
+        {
+            self.told_blocked = Some(place);
+            self.tell(Notice { sequence, event: Event::Blocked(place) });
+        }
+        let has_trouble = self.peers.iter().any(|peer| match peer.link {
+            Link::Own | Link::Connected(_) => false,
+            Link::Ended(Ending::Said(notice), _) => notice.event != Event::Goodbye,
+            Link::Ended(..) => true,
+        });
+        has_trouble && !std::mem::replace(&mut self.has_seen_trouble, true)
+    }
+
+    /// Waits until each peer has told where it is or has ended, not for long.
+    pub(crate) fn gather(&mut self) {
+        let deadline = Instant::now() + GATHER_MAX;
+        loop {
+            self.read();
+            let is_open = |peer: &Peer| matches!(peer.link, Link::Connected(_)) && !peer.has_told_place;
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() || !self.peers.iter().any(is_open) || self.is_readable(left).is_err() {
+                return;
+            }
+        }
     }
 
     /// To be called at least every [`TICK`] while `call` waits: checks the peers and the deadline, and
@@ -102,7 +163,12 @@ impl Control {
         }
         if elapsed >= STALL.min(call.timeout / 4) && self.told_waiting <= call.sequence {
             self.told_waiting = call.sequence + 1;
-            self.tell(Notice { sequence: call.sequence, event: Event::Waiting });
+            let operation = call.operation;
+            self.tell(Notice { sequence: call.sequence, event: Event::Waiting { operation } });
+        }
+        if elapsed >= stall_warning(call.timeout) && self.told_stall <= call.sequence {
+            self.told_stall = call.sequence + 1;
+            self.recorder.tell_of_stall(call, &self.missing(call));
         }
         Ok(())
     }
@@ -110,20 +176,27 @@ impl Control {
     /// Why the data connection to `rank` broke: what that rank says, or else that it is lost.
     pub(crate) fn reason_of_break(&mut self, rank: Rank, call: &Call) -> CommError {
         let deadline = Instant::now() + REASON_WAIT;
-        while let Link::Connected(_) = self.peers[rank.0].link {
+        loop {
+            // The reason may have been heard before the break.
             if let Err(failure) = self.check(call) {
                 return failure;
             }
             let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() || self.is_readable(left).is_err() {
-                break;
+            let may_say_more = matches!(self.peers[rank.0].link, Link::Connected(_));
+            if !may_say_more || left.is_zero() || self.is_readable(left).is_err() {
+                return call.peer_lost(rank);
             }
         }
-        call.peer_lost(rank)
     }
 
-    /// Tells the peers why `call` has failed on this rank.
-    pub(crate) fn announce(&mut self, call: &Call, failure: &CommError) {
+    /// Tells the peers where this rank is.
+    pub(crate) fn tell_place(&mut self, sequence: u64, place: Option<ToldPlace>) {
+        self.tell(Notice { sequence, event: Event::Place(place) });
+    }
+
+    /// Tells the peers why operation `sequence` has failed on this rank, and where that is.
+    pub(crate) fn announce(&mut self, sequence: u64, failure: &CommError, place: Option<ToldPlace>) {
+        self.tell_place(sequence, place);
         let event = match *failure {
             CommError::PeerLost { rank, .. } => Event::Lost { rank },
             CommError::PeerLeft { rank, .. } => Event::Left { rank },
@@ -133,7 +206,7 @@ impl Control {
             CommError::TimedOut { .. } => Event::TimedOut,
             _ => Event::GaveUp,
         };
-        self.tell(Notice { sequence: call.sequence, event });
+        self.tell(Notice { sequence, event });
     }
 
     /// Tells the peers that this rank leaves before operation `sequence`.
@@ -145,8 +218,17 @@ impl Control {
     fn tell(&mut self, notice: Notice) {
         let bytes = notice.encode();
         for peer in &self.peers {
-            if let Link::Connected(connection) = &peer.link {
-                let _ = send(&connection.socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            if let Link::Connected(Connection { socket, .. }) | Link::Ended(_, Some(socket)) = &peer.link {
+                let _ = send(socket, &bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL);
+            }
+        }
+    }
+
+    fn read(&mut self) {
+        let world_size = self.peers.len();
+        for (rank, peer) in self.peers.iter_mut().enumerate() {
+            if let Some(ending) = peer.read(Rank(rank), world_size, &self.recorder) {
+                peer.end(ending, &self.epoll);
             }
         }
     }
@@ -189,8 +271,45 @@ impl Control {
                 missing if missing.is_empty() => call.peer_failed(rank),
                 missing => call.timed_out(missing),
             },
-            Event::Waiting | Event::GaveUp => call.peer_failed(rank),
+            Event::Waiting { .. } | Event::Place(_) | Event::Blocked(_) | Event::GaveUp => {
+                call.peer_failed(rank)
+            }
         })
+    }
+
+    /// The mismatch if a peer waits in another operation than this rank has, or had, in its place.
+    fn difference(&mut self, call: &Call) -> Option<CommError> {
+        let own = self.own()?;
+        self.peers.iter_mut().enumerate().find_map(|(rank, peer)| {
+            let (sequence, theirs) = peer.waiting.take_if(|(sequence, _)| *sequence <= call.sequence)?;
+            let issued = match sequence == call.sequence {
+                true => call.operation,
+                false => self.recorder.issued(sequence)?,
+            };
+            (issued != theirs).then(|| CommError::mismatch(sequence, (own, issued), (Rank(rank), theirs)))
+        })
+    }
+
+    /// The failure if a peer does not come because it waits in another group for this rank, which waits here.
+    fn crossing(&self, call: &Call) -> Option<CommError> {
+        let (other_rank, place) = self.peers.iter().enumerate().find_map(|(rank, peer)| {
+            let place = peer.blocked.filter(|_| peer.num_begun <= call.sequence)?;
+            self.recorder.is_crossed_by(&place).then_some((Rank(rank), place))
+        })?;
+        Some(CommError::CrossedGroups(Box::new(Crossing {
+            rank: self.own()?,
+            group: self.recorder.name().to_owned(),
+            sequence: call.sequence,
+            operation: call.operation,
+            other_rank,
+            other_group: place.group.as_str().to_owned(),
+            other_sequence: place.sequence,
+            other_operation: place.operation,
+        })))
+    }
+
+    fn own(&self) -> Option<Rank> {
+        self.peers.iter().position(|peer| matches!(peer.link, Link::Own)).map(Rank)
     }
 
     fn is_own(&self, rank: Rank) -> bool {
@@ -205,6 +324,11 @@ impl Control {
     }
 }
 
+/// How long an operation with this timeout takes before its user is told.
+pub(crate) fn stall_warning(timeout: Duration) -> Duration {
+    WARN_MAX.min(timeout / 2)
+}
+
 /// Becomes readable when there is something for [`check`](Control::check) to read.
 impl AsFd for Control {
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -213,41 +337,56 @@ impl AsFd for Control {
 }
 
 impl Peer {
-    /// Takes in everything that has come; the connection is closed when it has ended.
-    fn read(&mut self, world_size: usize) {
-        while let Link::Connected(connection) = &mut self.link {
-            let ending = match connection.read(world_size) {
-                Ok(None) => return,
-                Ok(Some(Notice { sequence, event: Event::Waiting })) => {
+    /// Takes in everything that has come; how the connection has ended, if it just has.
+    fn read(&mut self, rank: Rank, world_size: usize, recorder: &GroupRecorder) -> Option<Ending> {
+        let Link::Connected(connection) = &mut self.link else { return None };
+        loop {
+            match connection.read(world_size)? {
+                Ok(Notice { sequence, event: Event::Waiting { operation } }) => {
                     self.num_begun = self.num_begun.max(sequence.saturating_add(1));
-                    continue;
+                    self.waiting = Some((sequence, operation));
                 }
-                Ok(Some(notice)) => {
+                Ok(Notice { event: Event::Place(place), .. }) => {
+                    self.has_told_place = true;
+                    recorder.hear(rank, place);
+                }
+                Ok(Notice { event: Event::Blocked(place), .. }) => self.blocked = Some(place),
+                Ok(notice) => {
                     let has_begun = u64::from(notice.event != Event::Goodbye);
                     self.num_begun = self.num_begun.max(notice.sequence.saturating_add(has_begun));
-                    Ending::Said(notice)
+                    return Some(Ending::Said(notice));
                 }
-                Err(ending) => ending,
-            };
-            self.link = Link::Ended(ending);
+                Err(ending) => return Some(ending),
+            }
         }
+    }
+
+    /// Listens no more; a peer that failed may still be told where this rank is.
+    fn end(&mut self, ending: Ending, epoll: &OwnedFd) {
+        let Link::Connected(Connection { socket, .. }) = std::mem::replace(&mut self.link, Link::Own) else {
+            unreachable!("only who is connected can end")
+        };
+        // Fails only for what is not in it.
+        let _ = epoll::delete(epoll, &socket);
+        let may_read = matches!(ending, Ending::Said(notice) if notice.event != Event::Goodbye);
+        self.link = Link::Ended(ending, may_read.then_some(socket));
     }
 }
 
 impl Connection {
-    /// The next notice, if all of it has come.
-    fn read(&mut self, world_size: usize) -> Result<Option<Notice>, Ending> {
+    /// The next notice, if all of it has come, or the end.
+    fn read(&mut self, world_size: usize) -> Option<Result<Notice, Ending>> {
         let rest = &mut self.received[self.num_received..];
         match recv(&self.socket, rest, RecvFlags::DONTWAIT) {
-            Ok((_, 0)) => return Err(Ending::Lost),
+            Ok((_, 0)) => return Some(Err(Ending::Lost)),
             Ok((_, num_read)) => self.num_received += num_read,
-            Err(Errno::AGAIN | Errno::INTR) => return Ok(None),
-            Err(_) => return Err(Ending::Lost),
+            Err(Errno::AGAIN | Errno::INTR) => return None,
+            Err(_) => return Some(Err(Ending::Lost)),
         }
         if self.num_received < NOTICE_BYTES {
-            return Ok(None);
+            return None;
         }
         self.num_received = 0;
-        Notice::decode(&self.received, world_size).map(Some).ok_or(Ending::Garbage)
+        Some(Notice::decode(&self.received, world_size).ok_or(Ending::Garbage))
     }
 }

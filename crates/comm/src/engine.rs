@@ -1,5 +1,6 @@
 use crate::buffer::Storage;
 use crate::control::Control;
+use crate::recorder::{GroupRecorder, Issued, Occasion};
 use crate::transport::Transport;
 use crate::{CommError, CommStatistics, Operation};
 use std::io;
@@ -21,17 +22,25 @@ pub(crate) enum Payload {
     Blocks(Vec<Vec<u8>>),
 }
 
+/// Peers' notices are read before an operation if that was not done for this long.
+const LOOK_AROUND_INTERVAL: Duration = Duration::from_millis(1);
+
 /// Executes a group's operations, one at a time.
 pub(crate) struct Engine {
     control: Control,
     transport: Box<dyn Transport>,
     timeout: Duration,
     next_sequence: u64,
+    /// When the peers' notices were last read before an operation.
+    looked_around: Option<Instant>,
     statistics: CommStatistics,
+    recorder: GroupRecorder,
 }
 
 /// One operation under way on this rank, as its transport sees it.
 pub(crate) struct Call {
+    /// Whether the executing thread has nothing else to do for this rank, but to wait for this.
+    pub(crate) is_awaited: bool,
     pub(crate) operation: Operation,
     pub(crate) sequence: u64,
     pub(crate) started: Instant,
@@ -46,38 +55,91 @@ pub(crate) struct Cost {
 }
 
 impl Engine {
-    pub(crate) fn new(control: Control, transport: Box<dyn Transport>, timeout: Duration) -> Self {
-        Engine { control, transport, timeout, next_sequence: 0, statistics: CommStatistics::default() }
+    pub(crate) fn new(
+        control: Control,
+        transport: Box<dyn Transport>,
+        timeout: Duration,
+        recorder: GroupRecorder,
+    ) -> Self {
+        Engine {
+            control,
+            transport,
+            timeout,
+            next_sequence: 0,
+            looked_around: None,
+            statistics: CommStatistics::default(),
+            recorder,
+        }
     }
 
     pub(crate) fn statistics(&self) -> CommStatistics {
         self.statistics
     }
 
-    /// Executes the operation. After a failure, which the peers are told, the engine is of no use.
-    pub(crate) fn execute(&mut self, operation: Operation, payload: &mut Payload) -> Result<(), CommError> {
-        let call =
-            Call { operation, sequence: self.next_sequence, started: Instant::now(), timeout: self.timeout };
+    /// Executes the operation. After a failure, which the peers are told, the engine is of no use but to
+    /// [`leave`](Engine::leave). `is_awaited` is whether the calling thread has nothing else to do.
+    pub(crate) fn execute(
+        &mut self,
+        operation: Operation,
+        issued: Issued,
+        payload: &mut Payload,
+        is_awaited: bool,
+    ) -> Result<(), CommError> {
+        let (sequence, started, timeout) = (self.next_sequence, Instant::now(), self.timeout);
+        let call = Call { is_awaited, operation, sequence, started, timeout };
         self.next_sequence += 1;
+        self.recorder.begin(&call, issued);
         let mut cost = Cost::default();
         let result = self
-            .control
-            .check(&call)
+            .check_peers(&call)
             .and_then(|()| self.transport.execute(&call, payload, &mut self.control, &mut cost));
         self.statistics.num_operations += 1;
         self.statistics.payload_bytes += cost.payload_bytes;
-        self.statistics.busy += call.started.elapsed();
+        let ended = Instant::now();
+        self.statistics.busy += ended - call.started;
         self.statistics.waiting += cost.waiting;
+        self.recorder.end(&call, ended, &result);
         if let Err(failure) = &result {
-            self.transport.abandon();
-            self.control.announce(&call, failure);
+            self.transport.abandon(payload);
+            self.control.announce(call.sequence, failure, self.recorder.told_place());
+            self.recorder.recorder().write(Occasion::Failed);
         }
         result
     }
 
-    /// Ends this rank's part in good order.
-    pub(crate) fn leave(mut self) {
-        self.control.leave(self.next_sequence);
+    /// Fails if a peer has ended, as far as that is not long known: a look takes as long as a short operation, and who
+    /// waits looks anyway.
+    fn check_peers(&mut self, call: &Call) -> Result<(), CommError> {
+        if self.looked_around.is_some_and(|last| call.started < last + LOOK_AROUND_INTERVAL) {
+            return Ok(());
+        }
+        self.looked_around = Some(call.started);
+        self.control.check(call)
+    }
+
+    /// Sees what the peers say while this rank is in no operation. Who hears of a failure reports where it is.
+    pub(crate) fn look_around(&mut self) {
+        if self.control.look(self.next_sequence) {
+            self.control.tell_place(self.next_sequence, self.recorder.told_place());
+            self.recorder.recorder().write(Occasion::Failed);
+        }
+    }
+
+    /// Ends this rank's part: in good order, or after a failure, of which the peers know or are told now.
+    pub(crate) fn leave(mut self, failure: Option<CommError>) {
+        match (failure, self.recorder.failure()) {
+            (Some(_), _) => {}
+            // A message has failed, of which the peers do not know.
+            (None, Some(failure)) => {
+                self.control.announce(self.next_sequence, &failure, self.recorder.told_place());
+            }
+            (None, None) => return self.control.leave(self.next_sequence),
+        }
+        // Data connections end now, so that who waits at one learns of it.
+        drop(self.transport);
+        if self.recorder.recorder().gathers() {
+            self.control.gather();
+        }
     }
 }
 
@@ -113,9 +175,6 @@ impl Call {
 
     /// The failure if `rank` issued `theirs` where `own` issued this call's operation.
     pub(crate) fn mismatch(&self, own: Rank, rank: Rank, theirs: Operation) -> CommError {
-        let mut sides = [(own, self.operation), (rank, theirs)];
-        sides.sort_by_key(|(rank, _)| *rank);
-        let [(rank, operation), (other_rank, other_operation)] = sides;
-        CommError::Mismatch { sequence: self.sequence, rank, operation, other_rank, other_operation }
+        CommError::mismatch(self.sequence, (own, self.operation), (rank, theirs))
     }
 }

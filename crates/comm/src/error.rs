@@ -1,4 +1,5 @@
 use crate::{Operation, Secret};
+use std::fmt;
 use std::io;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -53,6 +54,20 @@ pub enum CommError {
         #[source]
         source: Arc<io::Error>,
     },
+    /// A file of the options for TLS cannot be used.
+    #[error("cannot use {} for TLS", path.display())]
+    TlsFile {
+        /// The file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: Arc<io::Error>,
+    },
+    /// TLS was asked for, and this program has none.
+    #[error(
+        "this program was built without TLS; build it with --features tls, or remove [comm] tls_certificate"
+    )]
+    TlsUnavailable,
     /// The system has no random numbers.
     #[error("the system gives no random numbers")]
     Random {
@@ -136,6 +151,12 @@ pub enum CommError {
     #[error("the shm transport cannot be used: {reason}; choose transport auto or tcp")]
     ShmUnavailable {
         /// Who said so, and why.
+        reason: String,
+    },
+    /// MPI was demanded and cannot be had.
+    #[error("the mpi transport cannot be used: {reason}")]
+    MpiUnavailable {
+        /// Why, and what to try.
         reason: String,
     },
     /// A group could not be split.
@@ -226,6 +247,9 @@ pub enum CommError {
         /// What that one issued.
         other_operation: Operation,
     },
+    /// Two ranks wait for each other in operations of different groups.
+    #[error("{0}; all ranks must issue the operations of several groups in one order")]
+    CrossedGroups(Box<Crossing>),
     /// A peer's process ended, or its connection broke, without a goodbye.
     #[error(
         "rank {rank} was lost at operation {sequence}, {operation}: its process died or its connection \
@@ -303,7 +327,57 @@ pub enum CommError {
     Panicked,
 }
 
-fn list(ranks: &[Rank]) -> String {
+/// Operations of different groups in which two ranks wait for each other.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Crossing {
+    /// This rank, in its group.
+    pub rank: Rank,
+    /// The name of the group.
+    pub group: String,
+    /// Position in the group's sequence of operations, from 0.
+    pub sequence: u64,
+    /// What this rank waits in.
+    pub operation: Operation,
+    /// The rank it waits for, in the same group.
+    pub other_rank: Rank,
+    /// The name of the group that the other rank waits in.
+    pub other_group: String,
+    /// Position in that group's sequence of operations, from 0.
+    pub other_sequence: u64,
+    /// What the other rank waits in.
+    pub other_operation: Operation,
+}
+
+impl fmt::Display for Crossing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Crossing { rank, group, sequence, operation, .. } = self;
+        write!(f, "rank {rank} waits in {operation} ({group} {sequence}) for rank {}, ", self.other_rank)?;
+        let Crossing { other_group, other_sequence, other_operation, .. } = self;
+        write!(f, "which waits in {other_operation} ({other_group} {other_sequence}) for rank {rank}")
+    }
+}
+
+impl CommError {
+    /// Two ranks issued different operations at the same place.
+    pub(crate) fn mismatch(sequence: u64, one: (Rank, Operation), other: (Rank, Operation)) -> Self {
+        let mut sides = [one, other];
+        sides.sort_by_key(|(rank, _)| *rank);
+        let [(rank, operation), (other_rank, other_operation)] = sides;
+        CommError::Mismatch { sequence, rank, operation, other_rank, other_operation }
+    }
+
+    /// Ranks of the group that were waited for, or lost.
+    pub(crate) fn missing(&self) -> Vec<Rank> {
+        match self {
+            CommError::TimedOut { missing, .. } => missing.clone(),
+            CommError::PeerLost { rank, .. } | CommError::PeerLeft { rank, .. } => Vec::from([*rank]),
+            CommError::CrossedGroups(crossing) => Vec::from([crossing.other_rank]),
+            _ => Vec::new(),
+        }
+    }
+}
+
+pub(crate) fn list(ranks: &[Rank]) -> String {
     if ranks.is_empty() {
         return "none".to_owned();
     }

@@ -1,6 +1,7 @@
 //! Hostile inputs for parsers, the same ones in every run. For tests only.
 
 use crate::notice::{Event, NOTICE_BYTES, Notice};
+use crate::recorder::{GroupName, Line, OperationState, ToldPlace};
 use crate::{Operation, words};
 use trireme_base::{DType, Random, RandomKey, Rank, ReduceOp};
 
@@ -112,7 +113,17 @@ fn hostile_operations_are_read_or_refused() {
 fn hostile_notices_are_read_or_refused() {
     let [first, second, ..] = operations();
     let mismatch = Event::Mismatch { sequence: 5, first: (Rank(0), first), second: (Rank(3), second) };
-    let events = [Event::Waiting, Event::Goodbye, Event::Lost { rank: Rank(1) }, mismatch, Event::TimedOut];
+    let place = Event::Place(Some(ToldPlace {
+        group: GroupName::of(format_args!("world/data")),
+        sequence: 3,
+        operation: first,
+        peer: None,
+        line: Line::of(format_args!("line 7: REDUCE_GRAD 2")),
+        state: OperationState::Running,
+        milliseconds: 40,
+    }));
+    let waiting = Event::Waiting { operation: second };
+    let events = [waiting, Event::Goodbye, Event::Lost { rank: Rank(1) }, mismatch, Event::TimedOut, place];
     let valid = events.map(|event| Notice { sequence: 8, event }.encode().to_vec());
     let mut fuzzer = Fuzzer::new("notices", valid.to_vec());
     let mut num_read = 0;

@@ -2,19 +2,23 @@ use crate::buffer::Storage;
 use crate::engine::{Engine, Payload};
 use crate::messages::{Messenger, Receipt};
 use crate::queue::Queue;
+use crate::recorder::{FlightRecorder, GroupRecorder, RecorderOptions};
 use crate::rendezvous::Home;
+use crate::selection::{Selection, typical_costs};
 use crate::transport::Parts;
-use crate::transport::shm::{Arena, PeerArena};
+use crate::transport::link::Connection;
+use crate::transport::shm::{Arena, PeerArena, area_bytes};
 use crate::{
     Buffer, CommError, CommStatistics, Element, GroupOptions, JoinOptions, Operation, TransportKind, Work,
-    rendezvous,
+    probe, rendezvous,
 };
-use std::os::fd::OwnedFd;
+use std::fmt;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
 use trireme_base::Rank;
-use trireme_schedule::collective::Hosts;
+use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// Bytes a rank may give to [`Group::all_gather_bytes`].
 pub const CONTROL_BYTES_MAX: usize = 1 << 20;
@@ -38,6 +42,11 @@ pub struct Group {
     peer_arenas: Vec<Option<PeerArena>>,
     home: Home,
     options: GroupOptions,
+    selection: Mutex<Selection>,
+    /// What communication in this world costs, once that was measured.
+    costs: Arc<OnceLock<CostModel>>,
+    recorder: FlightRecorder,
+    num_splits: AtomicU64,
     /// Absent in a world of one, where every operation is complete when it is issued.
     executor: Option<Executor>,
     /// Absent in a world of one.
@@ -47,11 +56,13 @@ pub struct Group {
 struct Executor {
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
+    recorder: GroupRecorder,
 }
 
 /// A world of one rank: every operation completes at once, and no thread is started.
 pub fn single() -> Group {
-    Group::alone(None, Home::inproc(), &GroupOptions::default())
+    let recorder = FlightRecorder::new(Rank::ROOT, 1, RecorderOptions::default());
+    Group::alone(None, Home::inproc(), &GroupOptions::default(), recorder)
 }
 
 /// A world whose ranks are threads of this process, with default options: one group per rank, in rank order.
@@ -81,23 +92,27 @@ pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group
             hosts: Hosts::single(world_size),
             rows: [collectives, messages, control],
             memory: None,
+            seats: None,
             is_inproc: true,
         };
-        Group::start(parts, Home::inproc(), options).expect("memory, file descriptors and a thread")
+        let recorder = FlightRecorder::new(Rank(rank), world_size, RecorderOptions::default());
+        let world = recorder.group("world".to_owned(), Rank(rank), (0..world_size).map(Rank).collect());
+        Group::start(parts, Home::inproc(), Arc::default(), options, world)
+            .expect("memory, file descriptors and a thread")
     })
     .collect()
 }
 
 /// One connected pair of sockets for each pair of ranks; row `r` holds the ends of rank `r`.
-fn socket_pairs(world_size: usize) -> Vec<Vec<Option<OwnedFd>>> {
-    let mut ends: Vec<Vec<Option<OwnedFd>>> =
+fn socket_pairs(world_size: usize) -> Vec<Vec<Option<Connection>>> {
+    let mut ends: Vec<Vec<Option<Connection>>> =
         (0..world_size).map(|_| (0..world_size).map(|_| None).collect()).collect();
     for second in 1..world_size {
         let (lower, upper) = ends.split_at_mut(second);
         for (first, row) in lower.iter_mut().enumerate() {
             let (one, other) = UnixStream::pair().expect("file descriptors for a pair of sockets");
-            row[second] = Some(one.into());
-            upper[0][first] = Some(other.into());
+            row[second] = Some(Connection::Plain(one.into()));
+            upper[0][first] = Some(Connection::Plain(other.into()));
         }
     }
     ends
@@ -115,16 +130,25 @@ pub fn join(options: &JoinOptions) -> Result<Group, CommError> {
     if options.world_size == 1 {
         return Ok(single());
     }
-    rendezvous::join(options)
+    let group = rendezvous::join(options)?;
+
+    group.measure_costs()?;
+    Ok(group)
 }
 
 impl Group {
     /// Starts a rank's communication thread.
-    pub(crate) fn start(parts: Parts, home: Home, options: &GroupOptions) -> Result<Self, CommError> {
+    pub(crate) fn start(
+        parts: Parts,
+        home: Home,
+        costs: Arc<OnceLock<CostModel>>,
+        options: &GroupOptions,
+        recorder: GroupRecorder,
+    ) -> Result<Self, CommError> {
         let (rank, hosts) = (parts.rank, parts.hosts.clone());
-        let fabric = parts.assemble(options)?;
-        let engine = Engine::new(fabric.control, fabric.transport, options.timeout);
-        let queue = Arc::new(Queue::new(engine));
+        let fabric = parts.assemble(&costs, options, &recorder)?;
+        let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
+        let queue = Arc::new(Queue::new(engine, recorder.clone()));
         let served = Arc::clone(&queue);
         let thread = std::thread::Builder::new()
             .name(format!("comm-{rank}"))
@@ -139,13 +163,22 @@ impl Group {
             peer_arenas: fabric.peer_arenas,
             home,
             options: options.clone(),
-            executor: Some(Executor { queue, thread: Some(thread) }),
-            messenger: Some(Messenger::start(rank, fabric.message_links, options)?),
+            selection: Mutex::new(fabric.selection),
+            costs,
+            recorder: recorder.recorder().clone(),
+            num_splits: AtomicU64::new(0),
+            executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
+            messenger: Some(Messenger::start(rank, fabric.message_links, options, recorder)?),
         })
     }
 
     /// A group of one rank, whose buffers lie in `arena`.
-    fn alone(arena: Option<Arc<Arena>>, home: Home, options: &GroupOptions) -> Self {
+    fn alone(
+        arena: Option<Arc<Arena>>,
+        home: Home,
+        options: &GroupOptions,
+        recorder: FlightRecorder,
+    ) -> Self {
         Group {
             rank: Rank::ROOT,
             world_size: 1,
@@ -155,6 +188,10 @@ impl Group {
             peer_arenas: vec![None],
             home,
             options: options.clone(),
+            selection: Mutex::new(Selection::new(Hosts::single(1), false, Arc::default(), options)),
+            costs: Arc::default(),
+            recorder,
+            num_splits: AtomicU64::new(0),
             executor: None,
             messenger: None,
         }
@@ -165,29 +202,85 @@ impl Group {
     /// their sequence of operations. Each group has a communication thread of its own, so operations of
     /// several groups run at the same time.
     ///
-    /// Buffers of one group may be used with the other: they lie in the same memory.
+    /// Buffers of one group may be used with the other: they lie in the same memory. Reports call the group by the number
+    /// of the split and its color, such as `world/0.1`.
     ///
     /// # Errors
     /// [`CommError::Split`] on all ranks if one cannot connect, and whatever ends a group.
     pub fn split(&self, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
-        if self.world_size == 1 {
-            let alone = || Group::alone(self.arena.clone(), self.home.clone(), &self.options);
-            return Ok(color.map(|_| alone()));
-        }
-        rendezvous::split(self, color, key)
+        let name = format!("{}.{}", self.num_splits.load(Ordering::Relaxed), color.unwrap_or(0));
+        self.split_named(&name, color, key)
     }
 
-    /// Starts a group that was split from this one.
-    pub(crate) fn begin_split(&self, parts: Parts) -> Result<Group, CommError> {
-        if parts.hosts.world_size() == 1 {
-            return Ok(Group::alone(self.arena.clone(), self.home.clone(), &self.options));
+    /// As [`split`](Group::split); reports call the groups by `name`, such as `world/data`.
+    ///
+    /// # Errors
+    /// As [`split`](Group::split).
+    pub fn split_named(&self, name: &str, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
+        self.num_splits.fetch_add(1, Ordering::Relaxed);
+        match (&self.executor, color) {
+            (Some(executor), _) => {
+                let name = format!("{}/{name}", executor.recorder.name());
+                rendezvous::split(self, name, color, key)
+            }
+            (None, Some(_)) => Ok(Some(self.split_alone())),
+            (None, None) => Ok(None),
         }
-        Group::start(parts, self.home.clone(), &self.options)
+    }
+
+    fn split_alone(&self) -> Group {
+        Group::alone(self.arena.clone(), self.home.clone(), &self.options, self.recorder.clone())
+    }
+
+    /// Starts a group called `name` that was split from this one, of which it has these ranks.
+    pub(crate) fn begin_split(&self, parts: Parts, name: String, ranks: &[Rank]) -> Result<Group, CommError> {
+        match &self.executor {
+            Some(executor) if ranks.len() > 1 => {
+                let members = ranks.iter().map(|rank| executor.recorder.members()[rank.0]).collect();
+                let recorder = self.recorder.group(name, parts.rank, members);
+                Group::start(parts, self.home.clone(), Arc::clone(&self.costs), &self.options, recorder)
+            }
+            _ => Ok(self.split_alone()),
+        }
+    }
+
+    /// What this rank's groups did last. The handle outlives the group.
+    pub fn flight_recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+
+    /// Says which line of a program issues what this group is given from now on, for reports; nothing says so no more. 56
+    /// bytes are kept. It takes no memory, and less than a microsecond.
+    pub fn set_line(&self, line: fmt::Arguments<'_>) {
+        if let Some(executor) = &self.executor {
+            executor.recorder.set_line(line);
+        }
     }
 
     /// Which ranks share a host.
     pub fn hosts(&self) -> &Hosts {
         &self.hosts
+    }
+
+    /// The algorithm by which this group does an operation on elements of so many bytes.
+    pub fn algorithm(&self, collective: Collective, element_bytes: usize) -> Algorithm {
+        let mut selection = self.selection.lock().expect("no thread panics while it chooses");
+        selection.algorithm(collective, element_bytes)
+    }
+
+    /// What communication costs, as algorithms are chosen by it: measured, given, or else typical.
+    pub fn costs(&self) -> CostModel {
+        let given = || self.options.costs.unwrap_or_else(|| typical_costs(self.arena.is_some()));
+        self.costs.get().copied().unwrap_or_else(given)
+    }
+
+    /// Measures what communication costs, if the options say so. All ranks of a new world call it before any operation.
+    pub(crate) fn measure_costs(&self) -> Result<(), CommError> {
+        if self.options.keeps_order && self.options.costs.is_none() && self.world_size > 1 {
+            let costs = probe::measure(self, typical_costs(self.arena.is_some()))?;
+            self.costs.set(costs).expect("a world's costs are measured once");
+        }
+        Ok(())
     }
 
     pub(crate) fn arena(&self) -> Option<&Arc<Arena>> {
@@ -236,6 +329,15 @@ impl Group {
             Some(arena) => Storage::shared(arena.allocate(num_bytes).map_err(fail)?, num_bytes),
         };
         Ok(Buffer::from_storage(storage))
+    }
+
+    /// Bytes of memory that the group itself takes besides buffers: what ranks of a host meet by, and the rings between
+    /// them.
+    pub fn fixed_bytes(&self) -> usize {
+        match (&self.arena, &self.executor) {
+            (Some(_), Some(_)) => area_bytes(self.hosts.ranks(self.hosts.host_of(self.rank)).len()),
+            _ => 0,
+        }
     }
 
     /// Bytes of its peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` the part
@@ -381,12 +483,13 @@ impl Drop for Executor {
         }
         self.queue.close();
         let ended = self.thread.take().map(JoinHandle::join);
+        self.recorder.drop_group();
         assert!(!matches!(ended, Some(Err(_))), "the communication thread panicked; its message is above");
     }
 }
 
-impl std::fmt::Debug for Group {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Debug for Group {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Group(rank {} of {}, {})", self.rank, self.world_size, self.transport)
     }
 }

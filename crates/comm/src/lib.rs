@@ -6,17 +6,19 @@
 //!
 //! # Invariants
 //! - This crate knows ranks, not axes, and bytes with a dtype, not tensors.
-//! - All reductions follow the canonical order of [`trireme_schedule::collective`], whatever the
-//!   transport and the algorithm: the same inputs give the same bits.
+//! - Unless [`GroupOptions::keeps_order`] is off, all reductions follow the canonical order of
+//!   [`trireme_schedule::collective`], whatever the transport and the algorithm: the same inputs give the same bits.
 //! - After a failed operation a group is of no use: everything pending and everything issued later
 //!   returns that failure. A rank's failure, its cause included, is told to its peers at once.
 //! - A steady state allocates nothing: repeating the same operations reuses what the first ones allocated.
 //! - Nothing a peer sends is trusted with an allocation before its length is checked.
 //!
 //! # Layers
-//! `group` and `work` (what users see) → `queue` (order, threads) → `engine` (one operation) → `transport`
-//! (`sockets` runs the steps of `schedule::collective`; `shm` the direct algorithm), with `control` beside
-//! it: the connections over which ranks learn of each other's end. `rendezvous` builds all of this.
+//! `group`, `collectives` and `work` (what users see) → `queue` (order, threads) → `engine` (one operation) →
+//! `transport::linked`, which runs the steps that `selection` has chosen over a link to each peer, or leaves the
+//! operation to `transport::shm` where ranks share memory. `messages` has links of its own. `control` is beside them: the
+//! connections over which ranks learn of each other's end. `rendezvous` builds all of this, and `recorder` notes what
+//! they do. `codec` is apart: it says what a compressed reduction sends, and sends nothing.
 
 mod buffer;
 mod codec;
@@ -25,6 +27,7 @@ mod control;
 mod element;
 mod engine;
 mod error;
+mod fusion;
 #[cfg(test)]
 mod fuzz;
 mod group;
@@ -32,7 +35,10 @@ mod messages;
 mod notice;
 mod operation;
 mod options;
+mod patience;
+mod probe;
 mod queue;
+mod recorder;
 mod rendezvous;
 mod secret;
 mod selection;
@@ -47,13 +53,19 @@ pub use codec::{
     Matrix, ParseCodecError, Round, StateValues, UncompressedReason,
 };
 pub use element::Element;
-pub use error::CommError;
+pub use error::{CommError, Crossing};
+pub use fusion::{FusedWork, Fusion};
 pub use group::{CONTROL_BYTES_MAX, Group, inproc_world, inproc_world_with, join, single};
 pub use operation::Operation;
 pub use options::{
-    GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TransportChoice, TransportKind,
+    GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions, TransportChoice,
+    TransportKind,
+};
+pub use recorder::{
+    Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,
+    IssuedOperation, MessagePeer, Occasion, OnStall, OperationReport, OperationState, Place, RankReport,
+    ReadReportsError, RecorderOptions, Side, Source, read_reports, remove_reports, report_path,
 };
 pub use secret::Secret;
-use selection::Selection;
 pub use statistics::CommStatistics;
 pub use work::Work;

@@ -1,4 +1,5 @@
-use crate::operation::{OPERATION_WORDS, Operation};
+use crate::operation::Operation;
+use crate::recorder::{Direction, GroupName, Line, OperationState, ToldPlace};
 use crate::words;
 use trireme_base::Rank;
 
@@ -12,8 +13,12 @@ pub(crate) struct Notice {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Event {
-    /// The sender has been in the operation for a while.
-    Waiting,
+    /// The sender has been in the operation, which is this one, for a while.
+    Waiting { operation: Operation },
+    /// Something is wrong, and this is where the sender is; nowhere before its first operation. More may follow.
+    Place(Option<ToldPlace>),
+    /// The sender is waited for, and the thread that would come waits here, in another group.
+    Blocked(ToldPlace),
     /// The sender leaves in good order before the operation.
     Goodbye,
     /// The operation failed on the sender because `rank` was lost.
@@ -28,18 +33,25 @@ pub(crate) enum Event {
     GaveUp,
 }
 
-const WORDS: usize = 5 + 2 * OPERATION_WORDS;
+const WORDS: usize = 17;
 
-/// Bytes of a notice on the wire: nine little-endian words (tag, sequence; sequence, ranks and operations of
-/// a mismatch; a lost rank stands where the first rank does).
+/// Bytes of a notice on the wire: seventeen little-endian words. First tag and sequence. Then sequence, ranks and
+/// operations of a mismatch; a lost rank stands where the first rank does, the operation of who waits where the first
+/// operation does. Of a place sequence, state with peer, milliseconds, operation, program line and group.
 pub(crate) const NOTICE_BYTES: usize = 8 * WORDS;
+
+const STATES: [OperationState; 4] =
+    [OperationState::Queued, OperationState::Running, OperationState::Done, OperationState::Failed];
 
 impl Notice {
     pub(crate) fn encode(self) -> [u8; NOTICE_BYTES] {
         let mut words = [0; WORDS];
         words[1] = self.sequence;
         words[0] = match self.event {
-            Event::Waiting => 1,
+            Event::Waiting { operation } => {
+                words[5..7].copy_from_slice(&operation.encode());
+                1
+            }
             Event::Goodbye => 2,
             Event::Lost { rank } => {
                 words[3] = rank.0 as u64;
@@ -57,6 +69,14 @@ impl Notice {
             }
             Event::TimedOut => 6,
             Event::GaveUp => 7,
+            Event::Place(place) => {
+                place.iter().for_each(|place| encode_place(place, &mut words));
+                8
+            }
+            Event::Blocked(place) => {
+                encode_place(&place, &mut words);
+                9
+            }
         };
         words::to_bytes(words)
     }
@@ -68,7 +88,7 @@ impl Notice {
             |index: usize| usize::try_from(words[index]).ok().filter(|&rank| rank < world_size).map(Rank);
         let operation = |first: usize| Operation::decode([words[first], words[first + 1]]);
         let event = match words[0] {
-            1 => Event::Waiting,
+            1 => Event::Waiting { operation: operation(5)? },
             2 => Event::Goodbye,
             3 => Event::Lost { rank: rank(3)? },
             4 => Event::Left { rank: rank(3)? },
@@ -79,10 +99,47 @@ impl Notice {
             },
             6 => Event::TimedOut,
             7 => Event::GaveUp,
+            8 if words[3] == 0 => Event::Place(None),
+            8 => Event::Place(Some(decode_place(&words)?)),
+            9 => Event::Blocked(decode_place(&words)?),
             _ => return None,
         };
         Some(Notice { sequence: words[1], event })
     }
+}
+
+fn encode_place(place: &ToldPlace, words: &mut [u64; WORDS]) {
+    let state =
+        1 + STATES.iter().position(|&state| state == place.state).expect("every state is in the table");
+    let (direction, peer) = match place.peer {
+        None => (0, 0),
+        Some((Direction::Send, peer)) => (1, peer.0),
+        Some((Direction::Receive, peer)) => (2, peer.0),
+    };
+    words[2] = place.sequence;
+    words[3] = state as u64 | direction << 8 | (peer as u64) << 32;
+    words[4] = place.milliseconds;
+    words[5..7].copy_from_slice(&place.operation.encode());
+    place.line.encode(&mut words[7..14]);
+    place.group.encode(&mut words[14..17]);
+}
+
+fn decode_place(words: &[u64; WORDS]) -> Option<ToldPlace> {
+    let peer = Rank((words[3] >> 32) as usize);
+    Some(ToldPlace {
+        group: GroupName::decode(&words[14..17])?,
+        sequence: words[2],
+        operation: Operation::decode([words[5], words[6]])?,
+        peer: match words[3] >> 8 & 0xff {
+            0 => None,
+            1 => Some((Direction::Send, peer)),
+            2 => Some((Direction::Receive, peer)),
+            _ => return None,
+        },
+        line: Line::decode(&words[7..14])?,
+        state: *STATES.get(((words[3] & 0xff) as usize).checked_sub(1)?)?,
+        milliseconds: words[4],
+    })
 }
 
 #[cfg(test)]
@@ -100,7 +157,28 @@ mod tests {
         };
         let lost = Event::Lost { rank: Rank(1) };
         let left = Event::Left { rank: Rank(2) };
-        for event in [Event::Waiting, Event::Goodbye, lost, left, mismatch, Event::TimedOut, Event::GaveUp] {
+        let place = ToldPlace {
+            group: GroupName::of(format_args!("world/data")),
+            sequence: 12,
+            operation,
+            peer: Some((Direction::Receive, Rank(70_000))),
+            line: Line::of(format_args!("step 3, line 7: REDUCE_GRAD 2")),
+            state: OperationState::Failed,
+            milliseconds: 1500,
+        };
+        let places = [None, Some(place), Some(ToldPlace { peer: None, ..place })].map(Event::Place);
+        let waiting = Event::Waiting { operation };
+        let others = [
+            Event::Blocked(place),
+            waiting,
+            Event::Goodbye,
+            lost,
+            left,
+            mismatch,
+            Event::TimedOut,
+            Event::GaveUp,
+        ];
+        for event in others.into_iter().chain(places) {
             let notice = Notice { sequence: u64::MAX - 1, event };
             assert_eq!(Notice::decode(&notice.encode(), 4), Some(notice));
         }
@@ -112,7 +190,7 @@ mod tests {
         #[test]
         fn any_bytes_are_read_or_refused(
             bytes in proptest::collection::vec(any::<u8>(), NOTICE_BYTES),
-            tag in 0..9_u8,
+            tag in 0..11_u8,
             world_size in 1..300_usize,
         ) {
             let mut bytes: [u8; NOTICE_BYTES] = bytes.try_into().expect("as many bytes as a notice");

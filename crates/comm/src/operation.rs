@@ -1,10 +1,13 @@
+use crate::recorder::OperationFields;
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use trireme_base::{DType, Rank, ReduceOp};
 
 /// One operation of a group, as all ranks must issue it: what differs between ranks is a mismatch.
 ///
 /// `len` is the number of elements of the whole vector, which is cut into one block a rank where blocks matter.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "OperationFields", try_from = "OperationFields")]
 pub enum Operation {
     /// Every rank gets the reduction of all ranks' vectors.
     AllReduce {
@@ -146,6 +149,12 @@ impl Operation {
             Operation::AllToAllVariable { dtype } => (dtype, 0),
             Operation::AllGatherBytes | Operation::Barrier => (DType::U8, 0),
         }
+    }
+
+    /// Bytes of the elements; 0 where their number differs between ranks.
+    pub fn bytes(self) -> u64 {
+        let (dtype, len) = self.elements();
+        (len as u64).saturating_mul(dtype.size() as u64)
     }
 
     /// How elements are reduced, if they are.

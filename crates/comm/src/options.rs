@@ -1,14 +1,15 @@
-use crate::Secret;
+use crate::{RecorderOptions, Secret};
 use std::fmt;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::Rank;
-use trireme_schedule::collective::Algorithm;
+use trireme_schedule::collective::{Algorithm, CostModel};
 
 /// How a group runs its operations; the same on all ranks.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct GroupOptions {
     /// How long an operation may take, from its start on this rank, before it fails; at most a year.
     pub timeout: Duration,
@@ -22,6 +23,9 @@ pub struct GroupOptions {
     pub keeps_order: bool,
     /// The algorithm to take wherever it fits; the quickest one where it does not, or where none is named.
     pub algorithm: Option<Algorithm>,
+    /// What communication costs, by which the quickest algorithm is found. Without it that is measured when a world is
+    /// made if `keeps_order`, for then no choice changes a bit, and else is typical.
+    pub costs: Option<CostModel>,
 }
 
 impl GroupOptions {
@@ -39,6 +43,7 @@ impl Default for GroupOptions {
             chunk_bytes: 64 << 10,
             keeps_order: true,
             algorithm: None,
+            costs: None,
         }
     }
 }
@@ -62,6 +67,8 @@ pub struct JoinOptions {
     pub secret: Option<Secret>,
     /// Whether workers need a secret to listen on anything but a loopback address.
     pub requires_secret: bool,
+    /// Encrypts what goes over TCP. Needs the cargo feature `tls`.
+    pub tls: Option<TlsOptions>,
     /// The network interface, by its name (`eth0`) or an address of it, where this worker listens for the others.
     /// By default that from which it reaches rank 0, or where rank 0 listens.
     pub interface: Option<String>,
@@ -74,6 +81,8 @@ pub struct JoinOptions {
     pub join_timeout: Duration,
     /// How the group runs its operations.
     pub group: GroupOptions,
+    /// What is done when something goes wrong, beside returning errors.
+    pub flight_recorder: RecorderOptions,
 }
 
 impl JoinOptions {
@@ -89,13 +98,29 @@ impl JoinOptions {
             job: String::new(),
             secret: None,
             requires_secret: true,
+            tls: None,
             interface: None,
             host: None,
             on_refusal: None,
             join_timeout: Duration::from_secs(60),
             group: GroupOptions::default(),
+            flight_recorder: RecorderOptions::default(),
         }
     }
+}
+
+/// What a worker needs for TLS 1.3 with the others: both sides of a connection show a certificate.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TlsOptions {
+    /// PEM file with this worker's certificate, and those between it and the authority's. It is for the DNS name
+    /// [`name`](TlsOptions::name), and for servers as well as clients.
+    pub certificate: PathBuf,
+    /// PEM file with the certificate's private key, which nobody but its owner may read.
+    pub key: PathBuf,
+    /// PEM file with the certificates of the authorities that have signed those of the workers.
+    pub authority: PathBuf,
+    /// The DNS name that every worker's certificate is for; it says that the holder is a worker, not where it runs.
+    pub name: String,
 }
 
 /// A connection that was turned away while a world joined; it changed nothing.
@@ -147,6 +172,8 @@ pub enum TransportChoice {
     Shm,
     /// TCP.
     Tcp,
+    /// MPI, whose launcher has started the workers; only in programs built with the feature `mpi`.
+    Mpi,
 }
 
 impl fmt::Display for TransportChoice {
@@ -155,13 +182,14 @@ impl fmt::Display for TransportChoice {
             TransportChoice::Auto => "auto",
             TransportChoice::Shm => "shm",
             TransportChoice::Tcp => "tcp",
+            TransportChoice::Mpi => "mpi",
         })
     }
 }
 
 /// The text names no transport.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no transport; expected one of auto, shm, tcp")]
+#[error("'{0}' is no transport; expected one of auto, shm, tcp, mpi")]
 pub struct ParseTransportError(pub String);
 
 impl FromStr for TransportChoice {
@@ -172,6 +200,7 @@ impl FromStr for TransportChoice {
             "auto" => Ok(TransportChoice::Auto),
             "shm" => Ok(TransportChoice::Shm),
             "tcp" => Ok(TransportChoice::Tcp),
+            "mpi" => Ok(TransportChoice::Mpi),
             _ => Err(ParseTransportError(text.to_owned())),
         }
     }
@@ -190,6 +219,8 @@ pub enum TransportKind {
     Tcp,
     /// Shared memory between the processes of each host, TCP connections between hosts.
     ShmAndTcp,
+    /// MPI.
+    Mpi,
 }
 
 impl fmt::Display for TransportKind {
@@ -200,6 +231,7 @@ impl fmt::Display for TransportKind {
             TransportKind::Shm => "shm",
             TransportKind::Tcp => "tcp",
             TransportKind::ShmAndTcp => "shm+tcp",
+            TransportKind::Mpi => "mpi",
         })
     }
 }

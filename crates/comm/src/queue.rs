@@ -5,15 +5,27 @@
 //! operation and puts it back. Slots for operations are reused, so that a steady state allocates nothing.
 
 use crate::engine::{Engine, Payload};
+use crate::recorder::{GroupRecorder, Issued};
 use crate::{CommError, CommStatistics, Operation};
 use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 /// Room for as many pending operations as a step of a large model has units. How many there are at once depends on timing: the
 /// queue would otherwise still grow after many steps.
 const NUM_PENDING: usize = 1024;
 
+/// How often the communication thread looks for short operations by itself, while there were some lately.
+const GLANCE: Duration = Duration::from_millis(1);
+/// How lately that is.
+const WATCH: Duration = Duration::from_millis(20);
+/// What counts as short for it.
+const QUICK_BYTES_MAX: usize = 64 << 10;
+/// How often the communication thread looks what the peers say while there is nothing to do.
+const LOOK_INTERVAL: Duration = Duration::from_millis(500);
+
 pub(crate) struct Queue {
+    recorder: GroupRecorder,
     state: Mutex<State>,
     /// There may be something for the communication thread to do.
     submitted: Condvar,
@@ -21,8 +33,14 @@ pub(crate) struct Queue {
     finished: Condvar,
 }
 
+/// What the communication thread has seen of the group's activity.
+struct Watch {
+    num_seen: u64,
+    idle_since: Instant,
+}
+
 struct State {
-    /// Absent while a thread executes an operation, and forever after a failure or the end.
+    /// Absent while a thread executes an operation, and forever after the end.
     engine: Option<Engine>,
     slots: Vec<Slot>,
     free: Vec<usize>,
@@ -31,6 +49,9 @@ struct State {
     failure: Option<CommError>,
     /// The group has been dropped: nothing more will be issued.
     closed: bool,
+    /// The communication thread looks for itself, every [`GLANCE`].
+    is_watched: bool,
+    num_issued: u64,
     statistics: CommStatistics,
 }
 
@@ -44,7 +65,7 @@ enum Progress {
     /// The slot is on the free list.
     Free,
     /// The operation is queued.
-    Waiting(Operation, Payload),
+    Waiting(Operation, Issued, Payload),
     /// Some thread executes the operation.
     Running,
     /// The result waits for its owner.
@@ -60,8 +81,9 @@ pub(crate) struct Ticket {
 }
 
 impl Queue {
-    pub(crate) fn new(engine: Engine) -> Self {
+    pub(crate) fn new(engine: Engine, recorder: GroupRecorder) -> Self {
         Queue {
+            recorder,
             state: Mutex::new(State {
                 engine: Some(engine),
                 slots: Vec::with_capacity(NUM_PENDING),
@@ -69,6 +91,8 @@ impl Queue {
                 waiting: VecDeque::with_capacity(NUM_PENDING),
                 failure: None,
                 closed: false,
+                is_watched: false,
+                num_issued: 0,
                 statistics: CommStatistics::default(),
             }),
             submitted: Condvar::new(),
@@ -78,8 +102,12 @@ impl Queue {
 
     /// Issues an operation, to be executed in the background.
     pub(crate) fn submit(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
+        let (dtype, len) = operation.elements();
         let ticket = self.enqueue(operation, payload);
-        self.submitted.notify_one();
+        // To wake a thread takes longer than a short operation, for which its issuer is likely to wait at once.
+        if len * dtype.size() > QUICK_BYTES_MAX || !self.lock().is_watched {
+            self.submitted.notify_one();
+        }
         ticket
     }
 
@@ -96,8 +124,9 @@ impl Queue {
         let mut state = self.lock();
         let progress = match &state.failure {
             Some(failure) => Progress::Finished(Err(failure.clone())),
-            None => Progress::Waiting(operation, payload),
+            None => Progress::Waiting(operation, self.recorder.issue(operation), payload),
         };
+        state.num_issued += 1;
         let is_waiting = state.failure.is_none();
         let slot = state.fill_slot(progress);
         if is_waiting {
@@ -109,18 +138,46 @@ impl Queue {
     /// Executes operations until the queue is closed and empty, or has failed: the communication thread.
     pub(crate) fn serve(&self) {
         let mut state = self.lock();
-        while state.failure.is_none() {
-            if state.engine.is_some() && !state.waiting.is_empty() {
-                state = self.execute_oldest(state);
-            } else if state.engine.is_some() && state.closed {
-                let engine = state.engine.take();
-                drop(state);
-                engine.into_iter().for_each(Engine::leave);
-                return;
-            } else {
-                state = self.submitted.wait(state).expect("no thread panics while it holds the queue");
-            }
+        let mut watch = Watch { num_seen: 0, idle_since: Instant::now() };
+        while state.failure.is_none() && !(state.closed && state.engine.is_some() && state.waiting.is_empty())
+        {
+            state = match &state.engine {
+                Some(_) if !state.waiting.is_empty() => self.execute_oldest(state, false),
+                _ => self.wait_and_look(state, &mut watch),
+            };
         }
+        let (engine, failure) = (state.engine.take(), state.failure.clone());
+        drop(state);
+        engine.into_iter().for_each(|engine| engine.leave(failure.clone()));
+    }
+
+    /// Waits for something to do; looks what the peers say when there is nothing for a while.
+    fn wait_and_look<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        watch: &mut Watch,
+    ) -> MutexGuard<'a, State> {
+        if watch.num_seen != state.num_issued {
+            *watch = Watch { num_seen: state.num_issued, idle_since: Instant::now() };
+        }
+        state.is_watched = watch.idle_since.elapsed() < WATCH;
+        let interval = if state.is_watched { GLANCE } else { LOOK_INTERVAL };
+        let waited = self.submitted.wait_timeout(state, interval);
+        let (mut state, waited) = waited.expect("no thread panics while it holds the queue");
+        let was_glance = std::mem::replace(&mut state.is_watched, false);
+        if was_glance || !waited.timed_out() || !state.waiting.is_empty() {
+            return state;
+        }
+        let Some(mut engine) = state.engine.take() else { return state };
+        drop(state);
+        engine.look_around();
+        let mut state = self.lock();
+        if state.failure.is_none() {
+            state.engine = Some(engine);
+        }
+        // Who came meanwhile to execute an operation found no engine.
+        self.finished.notify_all();
+        state
     }
 
     /// Lets the communication thread end after what was issued.
@@ -134,9 +191,10 @@ impl Queue {
     pub(crate) fn abort(&self, failure: CommError) {
         let engine = {
             let mut state = self.lock();
-            state.fail(failure);
+            state.fail(failure.clone());
             state.engine.take()
         };
+        self.recorder.fail(&failure, None);
         drop(engine);
         self.submitted.notify_one();
         self.finished.notify_all();
@@ -151,20 +209,26 @@ impl Queue {
     }
 
     /// Takes the engine out, executes the oldest operation, and puts it back.
-    fn execute_oldest<'a>(&'a self, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    fn execute_oldest<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        is_awaited: bool,
+    ) -> MutexGuard<'a, State> {
         let mut engine = state.engine.take().expect("the caller saw the engine in its place");
         let slot = state.waiting.pop_front().expect("the caller saw an operation waiting");
-        let Progress::Waiting(operation, mut payload) = state.slots[slot].replace(Progress::Running) else {
+        let Progress::Waiting(operation, issued, mut payload) = state.slots[slot].replace(Progress::Running)
+        else {
             unreachable!("a queued slot holds an operation");
         };
         drop(state);
 
         let guard = AbortOnPanic { queue: self, slot };
-        let result = engine.execute(operation, &mut payload);
+        let result = engine.execute(operation, issued, &mut payload, is_awaited);
         std::mem::forget(guard);
 
         let mut state = self.lock();
         state.statistics = engine.statistics();
+        let was_aborted = state.failure.is_some();
         match result {
             Ok(()) => state.finish(slot, Ok(payload)),
             Err(failure) => {
@@ -172,7 +236,7 @@ impl Queue {
                 state.fail(failure);
             }
         }
-        if state.failure.is_none() {
+        if !was_aborted {
             state.engine = Some(engine);
         }
         if !state.waiting.is_empty() || state.closed || state.failure.is_some() {
@@ -241,11 +305,12 @@ impl Ticket {
 
     pub(crate) fn wait(self) -> Result<Payload, CommError> {
         let queue = &self.queue;
+        let _wait = queue.recorder.wait();
         let mut state = queue.lock();
         loop {
             match &state.slots[self.slot].progress {
                 Progress::Finished(_) => break,
-                Progress::Waiting(..) if state.engine.is_some() => state = queue.execute_oldest(state),
+                Progress::Waiting(..) if state.engine.is_some() => state = queue.execute_oldest(state, true),
                 _ => state = queue.finished.wait(state).expect("no thread panics while it holds the queue"),
             }
         }

@@ -48,7 +48,8 @@ impl Secret {
     /// [`CommError::SecretFile`] if it cannot be read or others can read it, too; [`CommError::SecretUnfit`] as for
     /// [`Secret::new`].
     pub fn read(path: &Path) -> Result<Self, CommError> {
-        let text = read_private(path)
+        // One more than may be, so that what is too long is seen to be.
+        let text = read_private(path, Self::BYTES_MAX + 1)
             .map_err(|source| CommError::SecretFile { path: path.to_owned(), source: Arc::new(source) })?;
         Secret::new(&text)
     }
@@ -65,7 +66,8 @@ impl fmt::Debug for Secret {
     }
 }
 
-fn read_private(path: &Path) -> io::Result<String> {
+/// The start of a file that nobody but its owner may read, up to `bytes_max`.
+pub(crate) fn read_private(path: &Path, bytes_max: usize) -> io::Result<String> {
     let file = File::open(path)?;
     let mode = file.metadata()?.permissions().mode() & 0o777;
     if mode & 0o077 != 0 {
@@ -73,8 +75,7 @@ fn read_private(path: &Path) -> io::Result<String> {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
     let mut text = String::new();
-    // One more than may be, so that what is too long is seen to be.
-    file.take(Secret::BYTES_MAX as u64 + 1).read_to_string(&mut text)?;
+    file.take(bytes_max as u64).read_to_string(&mut text)?;
     Ok(text)
 }
 

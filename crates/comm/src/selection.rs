@@ -1,52 +1,100 @@
 use crate::GroupOptions;
-use trireme_schedule::collective::{Algorithm, Collective, FlatAlgorithm, Hosts, fits, is_canonical};
+use std::collections::HashMap;
+use std::sync::{Arc, OnceLock};
+use trireme_schedule::collective::{
+    Algorithm, Collective, CostModel, DirectCost, FlatAlgorithm, Hosts, LinkCost, choose, fits, is_canonical,
+};
 
-/// Chooses algorithms, the same ones on all ranks: what is asked for where it fits, else what suits the length.
+/// Choices that are kept; a step repeats far fewer operations.
+const NUM_KEPT_MAX: usize = 4096;
+
+/// Costs of links within a host when nothing was measured: memory that processes share, or loopback.
+const TYPICAL_MEMORY: LinkCost = LinkCost { latency_seconds: 3e-6, seconds_per_byte: 1.0 / 4e9 };
+const TYPICAL_LOOPBACK: LinkCost = LinkCost { latency_seconds: 20e-6, seconds_per_byte: 1.0 / 2e9 };
+/// That of a network of 10 Gbit/s.
+const TYPICAL_NETWORK: LinkCost = LinkCost { latency_seconds: 40e-6, seconds_per_byte: 1.0 / 1.2e9 };
+const TYPICAL_DIRECT: DirectCost = DirectCost { synchronisation_seconds: 3e-6, seconds_per_byte: 1.0 / 10e9 };
+/// Of one core.
+const TYPICAL_SECONDS_PER_BYTE: f64 = 1.0 / 10e9;
+
+/// What communication costs where nothing was measured.
+pub(crate) fn typical_costs(shares_memory: bool) -> CostModel {
+    CostModel {
+        within: if shares_memory { TYPICAL_MEMORY } else { TYPICAL_LOOPBACK },
+        across: TYPICAL_NETWORK,
+        direct: shares_memory.then_some(TYPICAL_DIRECT),
+        reduce_seconds_per_byte: TYPICAL_SECONDS_PER_BYTE,
+        copy_seconds_per_byte: TYPICAL_SECONDS_PER_BYTE,
+    }
+}
+
+/// Chooses algorithms, the same ones on all ranks: what is asked for where it fits, else what is predicted to be the
+/// fastest.
+#[derive(Clone)]
 pub(crate) struct Selection {
+    hosts: Hosts,
     asked: Option<Algorithm>,
     keeps_order: bool,
-    short_bytes_max: usize,
+    typical: CostModel,
+    /// What was measured, once it was: on all ranks between the same two operations.
+    measured: Arc<OnceLock<CostModel>>,
+    /// What was chosen, by typical costs or given ones and by measured ones.
+    chosen: [HashMap<(Collective, usize), Algorithm>; 2],
 }
 
 impl Selection {
-    pub(crate) fn new(options: &GroupOptions) -> Self {
+    pub(crate) fn new(
+        hosts: Hosts,
+        shares_memory: bool,
+        measured: Arc<OnceLock<CostModel>>,
+        options: &GroupOptions,
+    ) -> Self {
+        let typical = typical_costs(shares_memory);
         Selection {
+            hosts,
             asked: options.algorithm,
             keeps_order: options.keeps_order,
-            short_bytes_max: options.short_bytes_max,
+            typical: options.costs.map_or(typical, |given| CostModel {
+                direct: given.direct.filter(|_| shares_memory),
+                ..given
+            }),
+            measured,
+            chosen: [HashMap::new(), HashMap::new()],
         }
     }
 
     /// The algorithm for an operation on elements of so many bytes.
-    pub(crate) fn algorithm(
-        &self,
-        collective: Collective,
-        hosts: &Hosts,
-        element_bytes: usize,
-        shares_memory: bool,
-    ) -> Algorithm {
-        let may_take = |algorithm: &Algorithm| {
-            let is_direct = *algorithm == Algorithm::Flat(FlatAlgorithm::Direct);
-            (shares_memory || !is_direct)
-                && fits(collective, *algorithm, hosts)
-                && (!self.keeps_order || is_canonical(collective, *algorithm, hosts))
-        };
-        if let Some(asked) = self.asked.filter(may_take) {
-            return asked;
+    pub(crate) fn algorithm(&mut self, collective: Collective, element_bytes: usize) -> Algorithm {
+        let measured = self.measured.get();
+        let (model, which) = (*measured.unwrap_or(&self.typical), usize::from(measured.is_some()));
+        if let Some(&algorithm) = self.chosen[which].get(&(collective, element_bytes)) {
+            return algorithm;
         }
-        let is_short = collective.len() * element_bytes <= self.short_bytes_max;
-        let preferred: &[FlatAlgorithm] = match (collective, is_short) {
-            (Collective::AllReduce { .. }, true) => &[FlatAlgorithm::RecursiveDoubling],
-            (Collective::AllReduce { .. }, false) => &[FlatAlgorithm::HalvingDoubling],
-            (Collective::Reduce { .. } | Collective::Broadcast { .. }, _) => &[FlatAlgorithm::BinomialTree],
-            (Collective::AllGather { .. }, _) => &[FlatAlgorithm::Ring],
-            (Collective::ReduceScatter { .. }, _) => &[FlatAlgorithm::RecursiveHalving],
-            (Collective::Gather { .. } | Collective::Scatter { .. }, _) => &[FlatAlgorithm::Linear],
-            (Collective::AllToAll { .. }, _) => &[FlatAlgorithm::Pairwise],
-            (Collective::Barrier, _) => &[FlatAlgorithm::Dissemination],
+        let algorithm = self.choose(collective, element_bytes, &model);
+        if self.chosen[which].len() == NUM_KEPT_MAX {
+            self.chosen[which].clear();
+        }
+        self.chosen[which].insert((collective, element_bytes), algorithm);
+        algorithm
+    }
+
+    fn choose(&self, collective: Collective, element_bytes: usize, model: &CostModel) -> Algorithm {
+        let shares_memory = model.direct.is_some();
+        let may_take = |algorithm: &Algorithm| {
+            (shares_memory || !needs_shared_memory(*algorithm))
+                && fits(collective, *algorithm, &self.hosts)
+                && (!self.keeps_order || is_canonical(collective, *algorithm, &self.hosts))
         };
+        // Where all ranks share memory, no message is quicker than a look at it.
         let direct = Algorithm::Flat(FlatAlgorithm::Direct);
-        let candidates = std::iter::once(direct).chain(preferred.iter().map(|&flat| Algorithm::Flat(flat)));
-        candidates.into_iter().find(may_take).expect("each operation has an algorithm for any world")
+        let choose = || choose(collective, &self.hosts, element_bytes, model, self.keeps_order);
+        self.asked.filter(may_take).or(Some(direct).filter(may_take)).unwrap_or_else(choose)
+    }
+}
+
+fn needs_shared_memory(algorithm: Algorithm) -> bool {
+    match algorithm {
+        Algorithm::Flat(flat) => flat == FlatAlgorithm::Direct,
+        Algorithm::Hierarchical(levels) => levels.within == FlatAlgorithm::Direct,
     }
 }

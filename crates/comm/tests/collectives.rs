@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use support::{TRANSPORTS, on_ranks, small_pieces};
 use trireme_base::{Bf16, F16, Rank, ReduceOp};
 use trireme_comm::{CONTROL_BYTES_MAX, Element, Group, GroupOptions, TransportKind, Work, single};
+use trireme_schedule::collective::FlatAlgorithm;
 
 /// Around the borders of short_bytes_max (16 f32, 32 f16), a piece (twice that), cache lines and shares of four ranks.
 const LENGTHS: [usize; 14] = [0, 1, 2, 3, 5, 15, 16, 17, 31, 33, 64, 100, 1000, 4099];
@@ -206,24 +207,30 @@ fn a_quick_rank_does_not_overwrite_what_a_slow_one_still_reads() {
 fn bytes_moved_follow_the_formulas() {
     let (world_size, len) = (4, 1000);
     for transport in TRANSPORTS {
-        let moved = on_ranks(transport, world_size, &small_pieces(), |group| {
-            let long = group.buffer::<f32>(len).expect("memory");
-            let long = group.all_reduce(long, ReduceOp::Sum);
-            assert_eq!(long.wait().expect("reduced").len(), len);
-            let after_long = group.statistics();
-            let short = group.buffer::<f32>(16).expect("memory");
-            assert_eq!(group.all_reduce(short, ReduceOp::Sum).wait().expect("reduced").len(), 16);
-            group.barrier().expect("everybody came");
-            let end = group.statistics();
-            assert_eq!(end.num_operations, 3);
-            assert!(end.waiting <= end.busy);
-            (after_long.payload_bytes, end.payload_bytes - after_long.payload_bytes)
-        });
-        let long: u64 = moved.iter().map(|(long, _)| long).sum();
+        let moved = |algorithm: FlatAlgorithm, len| -> Vec<u64> {
+            let options = GroupOptions { algorithm: Some(algorithm.into()), ..small_pieces() };
+            on_ranks(transport, world_size, &options, |group| {
+                let vector = group.buffer::<f32>(len).expect("memory");
+                let vector = group.all_reduce(vector, ReduceOp::Sum).wait().expect("reduced");
+                assert_eq!(vector.len(), len);
+                group.barrier().expect("everybody came");
+                let statistics = group.statistics();
+                assert_eq!(statistics.num_operations, 2);
+                assert!(statistics.waiting <= statistics.busy);
+                statistics.payload_bytes
+            })
+        };
         // 2 D (N - 1) / N a rank, so 2 D (N - 1) in all.
+        let long: u64 = moved(FlatAlgorithm::HalvingDoubling, len).iter().sum();
         assert_eq!(long as usize, 2 * 4 * len * (world_size - 1), "{transport}");
-        let short = if transport == TransportKind::Shm { 64 * 3 } else { 64 * 2 };
-        assert!(moved.iter().all(|(_, bytes)| *bytes == short), "{transport}: {moved:?}");
+        let short = moved(FlatAlgorithm::RecursiveDoubling, 16);
+        assert!(short.iter().all(|&bytes| bytes == 64 * 2), "{transport}: {short:?}");
+        if transport == TransportKind::Shm {
+            let long: u64 = moved(FlatAlgorithm::Direct, len).iter().sum();
+            assert_eq!(long as usize, 2 * 4 * len * (world_size - 1));
+            let short = moved(FlatAlgorithm::Direct, 16);
+            assert!(short.iter().all(|&bytes| bytes == 64 * 3), "{short:?}");
+        }
     }
 }
 

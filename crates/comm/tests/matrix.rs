@@ -9,7 +9,7 @@ use oracle::{Value, expected};
 use support::{TRANSPORTS, on_ranks, small_pieces};
 use trireme_base::{Bf16, F16, Rank, ReduceOp};
 use trireme_comm::{Buffer, CommError, Element, Group, GroupOptions, TransportKind, Work};
-use trireme_schedule::collective::{FlatAlgorithm, block};
+use trireme_schedule::collective::{Algorithm, FlatAlgorithm, Hierarchy, Leaders, block};
 
 /// Around the borders of short_bytes_max, pieces, cache lines and blocks of up to five ranks.
 const LENGTHS: [usize; 9] = [0, 1, 3, 5, 16, 17, 64, 101, 1000];
@@ -233,6 +233,38 @@ fn every_algorithm_that_can_be_asked_for() {
                     check::<i32>(&group, kind, Place::Group, &[0, 1, 5, 101, 1000]);
                 }
             });
+        }
+    }
+}
+
+/// Two hosts of two ranks: shared memory, rings or sockets within, and across hosts what there is.
+#[test]
+fn hierarchical_algorithms_on_two_hosts() {
+    use FlatAlgorithm as A;
+    for transport in [TransportKind::ShmAndTcp, TransportKind::Tcp] {
+        for leaders in [Leaders::One, Leaders::All] {
+            for (within, across) in [
+                (A::Direct, A::Ring),
+                (A::Direct, A::HalvingDoubling),
+                (A::BinomialTree, A::BinomialTree),
+                (A::HalvingDoubling, A::RecursiveDoubling),
+                (A::Ring, A::Direct),
+            ] {
+                let algorithm = Some(Algorithm::Hierarchical(Hierarchy { leaders, within, across }));
+                let options = GroupOptions { algorithm, keeps_order: false, ..small_pieces() };
+                on_ranks(transport, 4, &options, |group| {
+                    for kind in kinds(4) {
+                        for place in [Place::Group, Place::Private] {
+                            check::<i32>(&group, kind, place, &[0, 1, 5, 101, 1000]);
+                        }
+                    }
+                });
+                // Two ranks a host: sums of neighbours are subtrees of the canonical tree.
+                let options = GroupOptions { algorithm, ..small_pieces() };
+                on_ranks(transport, 4, &options, |group| {
+                    check::<f32>(&group, Kind::AllReduce(ReduceOp::Sum), Place::Group, &[101, 1000]);
+                });
+            }
         }
     }
 }

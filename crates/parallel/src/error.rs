@@ -1,6 +1,6 @@
 use crate::step::NonFinite;
 use trireme_base::Rank;
-use trireme_comm::CommError;
+use trireme_comm::{CommError, CompressionError};
 use trireme_model::ModelError;
 use trireme_schedule::ProgramError;
 use trireme_tensor::DeviceError;
@@ -20,6 +20,9 @@ pub enum ParallelError {
     /// Communication failed.
     #[error(transparent)]
     Comm(#[from] CommError),
+    /// A compression that cannot be, or a compressed message that cannot be read.
+    #[error(transparent)]
+    Compression(#[from] CompressionError),
     /// A program was given too few microbatches.
     #[error("the program runs {expected} microbatches, but only {found} were given")]
     TooFewMicrobatches {

@@ -5,10 +5,11 @@ use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::tree::TreeSum;
+use crate::waiting::Waiting;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use trireme_base::{Rank, ReduceOp};
-use trireme_comm::{Buffer, Group, Work};
+use trireme_comm::{Buffer, CodecName, Compression, CompressionStatistics, Compressor, Group, Work};
 use trireme_model::{Batch, Model, Step};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings, clip_coefficient};
 use trireme_schedule::{Action, Program, validate};
@@ -66,8 +67,7 @@ impl Executor {
         options: ExecutorOptions,
     ) -> Result<Self, ParallelError> {
         validate(&program, 1)?;
-        let ExecutorOptions { determinism, reduce_dtype, loss_scaling, .. } = options;
-        let gradients = Gradients::new(model.table(), device, &group, determinism, reduce_dtype)?;
+        let gradients = Gradients::new(model.table(), device, &group, &options)?;
         let loss_buffer = Some(group.buffer(1)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, &group)).transpose()?;
         let none = |len: usize| (0..len).map(|_| None).collect();
@@ -88,7 +88,7 @@ impl Executor {
             optimizer,
             gradients,
             in_flight,
-            loss_scaler: LossScaler::new(loss_scaling),
+            loss_scaler: LossScaler::new(options.loss_scaling),
             fp8,
             losses: TreeSum::new(),
             loss_buffer,
@@ -151,6 +151,21 @@ impl Executor {
         self.fp8.as_mut().map(AgreedScales::state_mut)
     }
 
+    /// How gradients are compressed.
+    pub fn compression(&self) -> Compression {
+        self.options.compression
+    }
+
+    /// The compressors of the units whose gradients are compressed, each with the unit's name.
+    pub fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
+        self.gradients.compressors()
+    }
+
+    /// The same, to load; what is not a rank's own, alike on all ranks.
+    pub fn compressors_mut(&mut self) -> impl Iterator<Item = (&str, &mut Compressor)> {
+        self.gradients.compressors_mut()
+    }
+
     /// Compares the parameters of all ranks; collective.
     pub fn check_replicas(&self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
@@ -187,7 +202,10 @@ impl Executor {
         }
         let mut finished = None;
         for index in 0..self.program.actions.len() {
-            match self.program.actions[index] {
+            let action = self.program.actions[index];
+            // As in the program's text, which begins with a line of sizes.
+            self.group.set_line(format_args!("step {}, line {}: {action}", plan.step, index + 2));
+            match action {
                 Action::Forward { unit, microbatch } => {
                     if unit == 0 {
                         let batch = batches.next().expect("the number of microbatches was checked");
@@ -197,7 +215,7 @@ impl Executor {
                     self.forward(unit, microbatch)?;
                 }
                 Action::Backward { unit, microbatch } => self.backward(unit, microbatch)?,
-                Action::ReduceGrad { unit } => self.gradients.reduce(unit, &self.group),
+                Action::ReduceGrad { unit } => self.gradients.reduce(unit, &self.group)?,
                 Action::Step { unit } => {
                     let (_, update) = match finished {
                         Some(finished) => finished,
@@ -210,6 +228,7 @@ impl Executor {
                 }
             }
         }
+        self.group.set_line(format_args!(""));
         Ok(finished.expect("a valid program steps every unit").0)
     }
 
@@ -294,12 +313,16 @@ impl Executor {
             _ => None,
         };
         let skipped = overflow.map(|(what, _)| what);
-        let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed };
-        if let Some((what, value)) = overflow {
-            self.back_off(plan.step, what, value)?;
+        let compression = self.compression_statistics();
+        let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
+        match overflow {
+            Some((what, value)) => self.back_off(plan.step, what, value)?,
+            None => self.loss_scaler.succeed(),
+        }
+        self.rescale_compressors(loss_scale);
+        if skipped.is_some() {
             return Ok((outcome, None));
         }
-        self.loss_scaler.succeed();
         if let (GradNorm::Clip(norm_max), Some(norm)) = (plan.grad_norm, grad_norm) {
             grad_scale *= clip_coefficient(norm, norm_max);
         }
@@ -308,20 +331,38 @@ impl Executor {
         Ok((outcome, Some(StepSettings { step, lr: plan.lr, grad_scale })))
     }
 
+    /// What compression did in this step, in the units of the gradient's norm.
+    fn compression_statistics(&self) -> Option<CompressionStatistics> {
+        if self.options.compression.codec() == CodecName::None {
+            return None;
+        }
+        let mut statistics = self.gradients.compression_statistics(self.group.world_size());
+        // A scale is a power of two up to 2^24, and so an f32.
+        statistics.error_norm /= self.program.num_microbatches as f32 * self.loss_scaler.scale() as f32;
+        Some(statistics)
+    }
+
+    /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step.
+    fn rescale_compressors(&mut self, from: u32) {
+        let to = self.loss_scaler.scale();
+        if to != from {
+            let factor = to as f32 / from as f32;
+            self.gradients.compressors_mut().for_each(|(_, compressor)| compressor.rescale(factor));
+        }
+    }
+
     /// Waits for all reductions; the mean loss over the global batch, and how long it waited.
     fn finish_reductions(&mut self) -> Result<(f64, Duration), ParallelError> {
-        let began = Instant::now();
-        let buffer = self.loss_reduction.take().expect("the loss was reduced").wait()?;
-        let waited_for_loss = began.elapsed();
+        let mut waiting = Waiting::default();
+        let buffer = waiting.wait(self.loss_reduction.take().expect("the loss was reduced"))?;
         let rows = self.options.local_batch_size * self.options.seq_len;
         let loss = buffer[0] / (self.num_global_microbatches() * rows) as f64;
         self.loss_buffer = Some(buffer);
-        let waited = waited_for_loss + self.gradients.wait()?;
-        let waited_for_scales = match &mut self.fp8 {
-            Some(fp8) => fp8.advance(&self.group)?,
-            None => Duration::ZERO,
-        };
-        Ok((loss, waited + waited_for_scales))
+        self.gradients.wait(&self.group, &mut waiting)?;
+        if let Some(fp8) = &mut self.fp8 {
+            fp8.advance(&self.group, &mut waiting)?;
+        }
+        Ok((loss, waiting.total()))
     }
 
     /// Microbatches of a step on all ranks.

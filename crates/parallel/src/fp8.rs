@@ -1,7 +1,7 @@
 //! Scales of fp8 that all ranks agree on.
 
 use crate::error::ParallelError;
-use std::time::{Duration, Instant};
+use crate::waiting::Waiting;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Group};
 use trireme_model::Model;
@@ -31,16 +31,13 @@ impl AgreedScales {
         &mut self.state
     }
 
-    /// Ends a step: scales of the next one follow from the amaxes of all ranks. Returns how long it waited for them;
-    /// collective.
-    pub(crate) fn advance(&mut self, group: &Group) -> Result<Duration, ParallelError> {
+    /// Ends a step: scales of the next one follow from the amaxes of all ranks; collective.
+    pub(crate) fn advance(&mut self, group: &Group, waiting: &mut Waiting) -> Result<(), ParallelError> {
         let mut amaxes = self.amaxes.take().expect("a step ends after the one before");
         self.state.take_amaxes(&mut amaxes);
-        let began = Instant::now();
-        let amaxes = group.all_reduce(amaxes, ReduceOp::Max).wait()?;
-        let waited = began.elapsed();
+        let amaxes = waiting.wait(group.all_reduce(amaxes, ReduceOp::Max))?;
         self.state.advance(&amaxes);
         self.amaxes = Some(amaxes);
-        Ok(waited)
+        Ok(())
     }
 }

@@ -1,15 +1,17 @@
 //! Gradients of every unit: accumulated over microbatches, reduced over ranks.
 
+use crate::compressed::Compressed;
 use crate::error::ParallelError;
 use crate::reduction::Reduction;
+use crate::step::ExecutorOptions;
 use crate::tree::TreeSum;
+use crate::waiting::Waiting;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 use trireme_base::DType;
-use trireme_comm::{Buffer, Group};
+use trireme_comm::{Buffer, CompressionStatistics, Compressor, Group, Round};
 use trireme_tensor::{
-    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Precision, Shape,
-    Tensor, View, ViewMut,
+    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Shape, Tensor, View,
+    ViewMut,
 };
 
 /// What decides the order of sums over the batch.
@@ -68,28 +70,33 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    /// Takes memory for every unit's gradient from the group; gradients are rounded to `reduce_dtype` to be reduced.
+    /// Takes memory for every unit's gradient from the group.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         device: &Device,
         group: &Group,
-        determinism: Determinism,
-        reduce_dtype: Precision,
+        options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
+        device.memory().add(Category::Communication, group.fixed_bytes());
         let mut units = Vec::new();
-        for unit in table.units() {
+        for (index, unit) in table.units().iter().enumerate() {
             let buffer = group.buffer::<f32>(unit.num_elements)?;
             device.memory().add(Category::Gradients, size_of_val(&*buffer));
+            let reduction = match Compressed::new(table, index, options, device, group)? {
+                Some(compressed) => Reduction::Compressed(compressed),
+                None => Reduction::new(unit.num_elements, options.reduce_dtype, device, group)?,
+            };
             units.push(UnitGradient {
                 shape: [unit.num_elements].into(),
                 reducible: Some(buffer),
                 open: None,
                 sum: TreeSum::new(),
-                reduction: Reduction::new(unit.num_elements, reduce_dtype, device, group)?,
+                reduction,
             });
         }
         let written = vec![false; table.parameters().len()];
-        Ok(Gradients { device: device.clone(), determinism, table: Arc::clone(table), units, written })
+        let (device, table) = (device.clone(), Arc::clone(table));
+        Ok(Gradients { device, determinism: options.determinism, table, units, written })
     }
 
     /// Ends a microbatch's backward of `unit`: its gradient joins the sum.
@@ -109,7 +116,7 @@ impl Gradients {
     }
 
     /// Starts the reduction of `unit`'s gradient over the ranks.
-    pub(crate) fn reduce(&mut self, unit: usize, group: &Group) {
+    pub(crate) fn reduce(&mut self, unit: usize, group: &Group) -> Result<(), ParallelError> {
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
         let sum = state.sum.finish(|left, right| add(device, state.shape, left, right));
@@ -117,18 +124,60 @@ impl Gradients {
         let Gradient::Reducible(buffer) = sum else {
             unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
         };
-        state.reduction.start(buffer, device, group);
+        state.reduction.start(buffer, device, group)
     }
 
-    /// Waits for every reduction; returns how long.
-    pub(crate) fn wait(&mut self) -> Result<Duration, ParallelError> {
-        let began = Instant::now();
-        for state in &mut self.units {
-            if let Some(sum) = state.reduction.wait(&self.device)? {
-                state.reducible = Some(sum);
+    /// Waits for every reduction.
+    pub(crate) fn wait(&mut self, group: &Group, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        // A second message of one unit travels while the first ones of others are waited for.
+        while self.units.iter().any(|state| state.reduction.is_under_way()) {
+            // Backward starts with the last unit.
+            for state in self.units.iter_mut().rev() {
+                if let Some(sum) = state.reduction.advance(&self.device, group, waiting)? {
+                    state.reducible = Some(sum);
+                }
             }
         }
-        Ok(began.elapsed())
+        Ok(())
+    }
+
+    /// The compressors, each with its unit's name.
+    pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
+        let names = self.table.units().iter().map(|unit| unit.name.as_str());
+        names.zip(&self.units).filter_map(|(name, state)| match &state.reduction {
+            Reduction::Compressed(compressed) => Some((name, compressed.compressor())),
+            _ => None,
+        })
+    }
+
+    /// The same, to load.
+    pub(crate) fn compressors_mut(&mut self) -> impl Iterator<Item = (&str, &mut Compressor)> {
+        let names = self.table.units().iter().map(|unit| unit.name.as_str());
+        names.zip(&mut self.units).filter_map(|(name, state)| match &mut state.reduction {
+            Reduction::Compressed(compressed) => Some((name, compressed.compressor_mut())),
+            _ => None,
+        })
+    }
+
+    /// What compression did to all units in the last step, in the units of this rank's sums.
+    pub(crate) fn compression_statistics(&self, world_size: usize) -> CompressionStatistics {
+        let mut all = CompressionStatistics::default();
+        let mut squares = 0.0;
+        for state in &self.units {
+            let of_unit = match &state.reduction {
+                Reduction::Compressed(compressed) => compressed.compressor().statistics(),
+                _ => {
+                    let round = Round::AllReduce { dtype: DType::F32, len: state.shape.num_elements() };
+                    let bytes = round.bytes_sent(world_size);
+                    CompressionStatistics { error_norm: 0.0, bytes_sent: bytes, bytes_uncompressed: bytes }
+                }
+            };
+            all.bytes_sent += of_unit.bytes_sent;
+            all.bytes_uncompressed += of_unit.bytes_uncompressed;
+            squares += f64::from(of_unit.error_norm).powi(2);
+        }
+        all.error_norm = squares.sqrt() as f32;
+        all
     }
 
     /// The reduced gradient of `unit`: the sum over all microbatches of all ranks.

@@ -3,6 +3,7 @@
 //! [`Executor`] holds a rank's share of a model and runs programs; it decides nothing. What a program may contain is proven by
 //! `trireme_schedule::validate` before it runs.
 
+mod compressed;
 mod error;
 mod executor;
 mod fp8;
@@ -11,6 +12,7 @@ mod placement;
 mod reduction;
 mod step;
 mod tree;
+mod waiting;
 
 pub use error::ParallelError;
 pub use executor::Executor;

@@ -1,6 +1,8 @@
-//! How the gradient of a unit is summed over the ranks: in f32 where it lies, or rounded to 16 bits.
+//! How the gradient of a unit is summed over the ranks: in f32 where it lies, rounded to 16 bits, or compressed.
 
+use crate::compressed::Compressed;
 use crate::error::ParallelError;
+use crate::waiting::Waiting;
 use trireme_base::{Bf16, F16, ReduceOp};
 use trireme_comm::{Buffer, Element, Group, Work};
 use trireme_tensor::{Category, Device, Precision, Shape, View, ViewMut};
@@ -13,10 +15,12 @@ pub(crate) enum Reduction {
     Bf16(Rounded<Bf16>),
     /// In f16, in memory beside it.
     F16(Rounded<F16>),
+    /// In what a codec makes of it, in memory beside it.
+    Compressed(Compressed),
 }
 
 impl Reduction {
-    /// A reduction of `len` elements over `group`. A world of one has nothing to send, so it rounds nothing.
+    /// A reduction of `len` elements over `group` without compression. A world of one has nothing to send, so it rounds nothing.
     ///
     /// 16 bits take memory for the rounded gradient.
     pub(crate) fn new(
@@ -37,20 +41,44 @@ impl Reduction {
     }
 
     /// Starts the reduction of this rank's `sum`.
-    pub(crate) fn start(&mut self, sum: Buffer<f32>, device: &Device, group: &Group) {
+    pub(crate) fn start(
+        &mut self,
+        sum: Buffer<f32>,
+        device: &Device,
+        group: &Group,
+    ) -> Result<(), ParallelError> {
         match self {
             Reduction::InPlace(work) => *work = Some(group.all_reduce(sum, ReduceOp::Sum)),
             Reduction::Bf16(rounded) => rounded.start(sum, device, group),
             Reduction::F16(rounded) => rounded.start(sum, device, group),
+            Reduction::Compressed(compressed) => compressed.start(sum, device, group)?,
+        }
+        Ok(())
+    }
+
+    /// Whether a reduction was started and has not come to its sum.
+    pub(crate) fn is_under_way(&self) -> bool {
+        match self {
+            Reduction::InPlace(work) => work.is_some(),
+            Reduction::Bf16(rounded) => rounded.under_way.is_some(),
+            Reduction::F16(rounded) => rounded.under_way.is_some(),
+            Reduction::Compressed(compressed) => compressed.is_under_way(),
         }
     }
 
-    /// Waits for the reduction, if one was started; the sum over all ranks.
-    pub(crate) fn wait(&mut self, device: &Device) -> Result<Option<Buffer<f32>>, ParallelError> {
+    /// Waits for the message under way, if there is one; the sum over all ranks, unless that takes another message,
+    /// which is then under way.
+    pub(crate) fn advance(
+        &mut self,
+        device: &Device,
+        group: &Group,
+        waiting: &mut Waiting,
+    ) -> Result<Option<Buffer<f32>>, ParallelError> {
         match self {
-            Reduction::InPlace(work) => Ok(work.take().map(Work::wait).transpose()?),
-            Reduction::Bf16(rounded) => rounded.wait(device),
-            Reduction::F16(rounded) => rounded.wait(device),
+            Reduction::InPlace(work) => Ok(work.take().map(|work| waiting.wait(work)).transpose()?),
+            Reduction::Bf16(rounded) => rounded.wait(device, waiting),
+            Reduction::F16(rounded) => rounded.wait(device, waiting),
+            Reduction::Compressed(compressed) => compressed.advance(group, waiting),
         }
     }
 }
@@ -82,9 +110,9 @@ impl<T: Half> Rounded<T> {
         self.under_way = Some(UnderWay { wide, work });
     }
 
-    fn wait(&mut self, device: &Device) -> Result<Option<Buffer<f32>>, ParallelError> {
+    fn wait(&mut self, device: &Device, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
         let Some(UnderWay { mut wide, work }) = self.under_way.take() else { return Ok(None) };
-        let narrow = work.wait()?;
+        let narrow = waiting.wait(work)?;
         let shape = Shape::from([wide.len()]);
         device.convert(T::view(&narrow, shape), ViewMut::from_f32s(&mut wide, shape));
         self.narrow = Some(narrow);
@@ -150,10 +178,12 @@ mod tests {
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
             // The second round finds the buffers of the first.
             for _ in 0..2 {
-                assert!(reduction.wait(&device).unwrap().is_none(), "nothing is under way");
+                assert!(!reduction.is_under_way());
                 buffer.iter_mut().enumerate().for_each(|(index, x)| *x = value(group.rank().0, index));
-                reduction.start(buffer, &device, &group);
-                buffer = reduction.wait(&device).unwrap().expect("it was started");
+                reduction.start(buffer, &device, &group).unwrap();
+                assert!(reduction.is_under_way());
+                let sum = reduction.advance(&device, &group, &mut Waiting::default()).unwrap();
+                buffer = sum.expect("it was started");
             }
             buffer.to_vec()
         });

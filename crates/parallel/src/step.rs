@@ -3,11 +3,12 @@
 use crate::gradients::Determinism;
 use std::fmt;
 use std::time::Duration;
+use trireme_comm::{Compression, CompressionStatistics};
 use trireme_optim::LossScaling;
 use trireme_tensor::{Fp8Recipe, Precision};
 
 /// How steps are run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExecutorOptions {
     /// What activations are kept in and products are made of.
     pub precision: Precision,
@@ -15,8 +16,12 @@ pub struct ExecutorOptions {
     /// all.
     pub fp8: Option<Fp8Recipe>,
     /// What gradients are rounded to before they are summed over ranks: 16 bits halve the bytes of messages. A world of
-    /// one rounds nothing.
+    /// one rounds nothing, and what is compressed is not rounded as well.
     pub reduce_dtype: Precision,
+    /// How gradients are compressed before they are sent. Sums depend on the layout then, whatever `determinism` is.
+    pub compression: Compression,
+    /// Seed of the compression's random numbers; alike on all ranks.
+    pub seed: u64,
     /// How the loss is scaled. Without scaling, a step that finds something infinite or NaN is an error; f16 needs it.
     pub loss_scaling: LossScaling,
     /// What decides the order of sums over the batch.
@@ -49,7 +54,7 @@ pub struct StepPlan {
     pub grad_norm: GradNorm,
 }
 
-/// What a step found; the same on all ranks but for the times.
+/// What a step found; the same on all ranks but for times and compression.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {
     /// Mean loss over the global batch, in nats a token, before the update.
@@ -62,6 +67,9 @@ pub struct StepOutcome {
     pub skipped: Option<NonFinite>,
     /// Time in which this rank waited for communication with nothing else to do.
     pub comm_exposed: Duration,
+    /// What compression did on this rank to all units, if there is any. The norm of the error is that of what this rank's
+    /// mean gradient lacks in its messages, without the loss scale and before clipping, like `grad_norm`.
+    pub compression: Option<CompressionStatistics>,
 }
 
 /// What was infinite or NaN.

@@ -1,8 +1,11 @@
-//! Test helpers: ranks as threads, small models, a counting allocator, and AMX on any machine. For tests only.
+//! Test helpers: ranks as threads, small models, a counting allocator, AMX on any machine, and
+//! networks of hosts with lines as bad as wished for. For tests only.
 
 mod allocations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx_emulator;
+pub mod network;
+pub mod relay;
 
 pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]

@@ -1,5 +1,6 @@
 //! What a run keeps in its checkpoints, and how it goes on from one.
 
+use crate::compression::{CompressionState, add_compressors, read_compressors};
 use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::fp8::{add_histories, read_histories};
@@ -40,6 +41,9 @@ pub(crate) struct TrainingState {
     /// The loss scale and the steps skipped for it; versions without f16 have none, and skipped none.
     #[serde(default)]
     pub(crate) loss_scaler: LossScalerState,
+    /// Whose state is among the tensors, in checkpoints of runs that compress gradients.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) compression: Option<CompressionState>,
 }
 
 impl TrainingState {
@@ -48,6 +52,9 @@ impl TrainingState {
         let state = TrainingState::deserialize(state)?;
         if state.loss_scaler.skipped_steps > state.step {
             return Err(serde_json::Error::custom("more steps were skipped than were made"));
+        }
+        if let Some(compression) = &state.compression {
+            compression.check().map_err(serde_json::Error::custom)?;
         }
         Ok(state)
     }
@@ -97,12 +104,14 @@ pub(crate) fn write_checkpoint(
     if let Some(state) = executor.fp8_state() {
         add_histories(&mut tensors, state, parameters.table(), &mesh);
     }
+    add_compressors(&mut tensors, executor, &mesh);
     let (tokenizer_name, tokenizer) = tokenizer.file();
     let files = [
         ExtraFile { name: "config.toml", contents: files.config_toml.as_bytes() },
         ExtraFile { name: CONFIG_FILE, contents: files.model_json.as_bytes() },
         ExtraFile { name: tokenizer_name, contents: tokenizer },
     ];
+    let state = &TrainingState { compression: CompressionState::of(executor), ..state.clone() };
     let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
     let snapshot =
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
@@ -134,9 +143,10 @@ pub(crate) fn resume(
         corpus: format!("{:08x}", train.fingerprint().unwrap_or_default()),
         corpus_tokens: train.num_tokens(),
         loss_scaler: executor.loss_scaler().state(),
+        compression: None,
     };
     let state = match find_resume(config, executor, observer)? {
-        Some(checkpoint) => restore(&checkpoint, executor, &beginning)?,
+        Some(checkpoint) => restore(&checkpoint, executor, &beginning, observer)?,
         None => beginning,
     };
     if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
@@ -204,6 +214,7 @@ fn restore(
     checkpoint: &Checkpoint,
     executor: &mut Executor,
     expected: &TrainingState,
+    observer: &mut dyn Observer,
 ) -> Result<TrainingState, TrainError> {
     let path = checkpoint.path();
     let unreadable = |source| TrainError::ResumeState { path: path.to_owned(), source };
@@ -220,6 +231,7 @@ fn restore(
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }
+    read_compressors(checkpoint, state.compression.as_ref(), executor, observer)?;
     Ok(state)
 }
 
@@ -242,6 +254,22 @@ mod tests {
         state["loss_scaler"]["skipped_steps"] = json!(6);
         assert!(TrainingState::read(&state).unwrap_err().to_string().contains("more steps were skipped"));
         state["loss_scaler"] = json!({"scale": -1, "good_steps": 2, "skipped_steps": 5});
+        assert!(TrainingState::read(&state).is_err());
+    }
+
+    #[test]
+    fn kept_gradients_have_a_loss_scale() {
+        let mut state = json!({
+            "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "seq_len": 24, "corpus": "01234567", "corpus_tokens": 9,
+            "loss_scaler": {"scale": null, "good_steps": 0, "skipped_steps": 0},
+            "compression": {"codec": "top_k", "world_size": 2, "loss_scale": 64},
+        });
+        let read = TrainingState::read(&state).unwrap();
+        assert_eq!(serde_json::to_value(&read).unwrap(), state);
+        state["compression"]["loss_scale"] = json!(0);
+        let error = TrainingState::read(&state).unwrap_err().to_string();
+        assert!(error.contains("0 is no loss scale of compressed gradients"), "{error}");
+        state["compression"] = json!(7);
         assert!(TrainingState::read(&state).is_err());
     }
 }

@@ -2,7 +2,7 @@ use crate::metrics::MetricsError;
 use std::io;
 use std::path::PathBuf;
 use trireme_checkpoint::CheckpointError;
-use trireme_comm::CommError;
+use trireme_comm::{CommError, CompressionError};
 use trireme_data::DataError;
 use trireme_model::ModelError;
 use trireme_parallel::ParallelError;
@@ -140,6 +140,21 @@ pub enum TrainError {
         name: String,
         /// Its shape.
         shape: Vec<usize>,
+    },
+    /// What compressors have kept makes no sense.
+    #[error(
+        "what the compressor of {unit} has kept in {} cannot be gone on from; go on from another checkpoint, or with another [comm] \
+         compression, which begins without it",
+        path.display()
+    )]
+    CompressionState {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The unit whose gradient it compresses.
+        unit: String,
+        /// Why.
+        #[source]
+        source: CompressionError,
     },
     /// A prompt longer than the model can take.
     #[error(

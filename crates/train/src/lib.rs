@@ -4,6 +4,7 @@
 //! way goes to an [`Observer`].
 
 mod checkpointing;
+mod compression;
 pub mod config;
 mod error;
 mod fp8;
@@ -19,6 +20,7 @@ mod weights;
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
 pub use observer::{Observer, RunFacts, Silent};
+pub use run_folder::FLIGHT_RECORDER_FOLDER;
 pub use sample::{SampleSettings, sample};
 pub use setup::{CorpusState, ensure_corpus, local_threads, model_config, share_of_cores};
 pub use trainer::{RunSummary, Trainer, TrainerOptions};

@@ -9,6 +9,9 @@ use std::fs::{self, File, TryLockError};
 use std::path::Path;
 use trireme_parallel::Executor;
 
+/// Where workers write what they did last when something goes wrong, in a run's folder.
+pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
+
 /// Writes the run's description and opens its metrics.
 pub(crate) fn open(
     config: &Config,

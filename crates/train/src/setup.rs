@@ -248,6 +248,8 @@ pub(crate) fn build_executor(
         precision: precision(training.dtype),
         fp8: fp8::recipe(training),
         reduce_dtype: precision(training.reduce_dtype),
+        compression: config.compression(),
+        seed: training.seed,
         loss_scaling: loss_scaling(training),
         determinism: determinism(config),
         local_batch_size: training.local_batch_size,

@@ -1,6 +1,7 @@
 //! The loop of a run on one rank.
 
 use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
+use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Resume};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
@@ -93,6 +94,7 @@ impl<'a> Trainer<'a> {
         let device =
             Device::cpu(DeviceOptions { num_threads: options.num_threads, ..DeviceOptions::default() })?;
         let mut executor = build_executor(config, Model::new(model, &device)?, group, &device)?;
+        notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
@@ -183,6 +185,7 @@ impl<'a> Trainer<'a> {
         let step_seconds = began.elapsed().as_secs_f64();
         let comm_bytes = self.executor.group().statistics().payload_bytes;
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
+        let compression = outcome.compression;
         Ok(StepRecord {
             step,
             loss: outcome.loss,
@@ -194,6 +197,9 @@ impl<'a> Trainer<'a> {
             comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
             comm_bytes: comm_bytes - bytes_before,
             memory_peak_bytes: memory_peaks(self.executor.device()),
+            compression_bytes_saved: compression
+                .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),
+            compression_error_norm: compression.map(|found| f64::from(found.error_norm)),
             loss_scale: is_scaled.then_some(outcome.loss_scale),
             skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
             ..StepRecord::default()
@@ -233,12 +239,14 @@ impl<'a> Trainer<'a> {
 
     /// Mean loss on the held-out text, if any was held out. Collective.
     pub fn validate(&mut self) -> Result<Option<f64>, TrainError> {
+        self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
         self.validation.as_mut().map(|validation| validation.run(&mut self.executor)).transpose()
     }
 
     fn save_checkpoint(&mut self) -> Result<PathBuf, TrainError> {
         let keep = self.config.checkpoint().keep_latest_k;
         let folder = self.config.run_folder();
+        self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
         let path =
             write_checkpoint(&self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep)?;
         self.observer.checkpoint(self.state.step, &path);

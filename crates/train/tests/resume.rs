@@ -18,6 +18,7 @@ struct StepBits {
     validation: Option<u64>,
     loss_scale: Option<u32>,
     skipped_steps: Option<u64>,
+    compression_bytes_saved: Option<u64>,
 }
 
 /// Keeps what each step found.
@@ -37,6 +38,7 @@ impl Observer for Bits {
             validation: record.validation_loss.map(f64::to_bits),
             loss_scale: record.loss_scale,
             skipped_steps: record.skipped_steps,
+            compression_bytes_saved: record.compression_bytes_saved,
         });
     }
 }
@@ -102,6 +104,37 @@ fn twenty_steps_are_ten_and_ten_in_fp8() {
         let (fp8, len) =
             (format!("training.fp8={fp8}"), format!("training.fp8_amax_history_len={amax_history_len}"));
         check_cut_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &["training.dtype=bf16", &fp8, &len]);
+    }
+}
+
+#[test]
+fn twenty_steps_are_ten_and_ten_with_compression() {
+    let cases: [(usize, &str, &[&str]); 6] = [
+        (4, "top_k", &["comm.compression_ratio=0.05"]),
+        (4, "powersgd", &["comm.compression_rank=2"]),
+        // The cut is within the warm-up.
+        (2, "one_bit", &["comm.compression_warmup_steps=15", "comm.compression_block_len=64"]),
+        (2, "random_k", &["comm.compression_ratio=0.1", "comm.compression_warmup_steps=12"]),
+        (2, "int8", &[]),
+        (
+            2,
+            "top_k",
+            &[
+                "comm.compression_momentum=0.9",
+                "optimizer.name=sgd",
+                "optimizer.momentum=0",
+                "training.dtype=f16",
+                "training.loss_scale_initial=64",
+                "training.loss_scale_growth_interval=4",
+            ],
+        ),
+    ];
+    for (world_size, codec, keys) in cases {
+        let codec = format!("comm.compression={codec}");
+        let keys = [&[codec.as_str(), "training.determinism=run"], keys].concat();
+        let steps = check_cut_runs(&[(world_size, world_size)], &keys);
+        let saved = steps.iter().map(|step| step.compression_bytes_saved.unwrap());
+        assert!(saved.max() > Some(0), "{keys:?}");
     }
 }
 

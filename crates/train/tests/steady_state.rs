@@ -4,6 +4,7 @@ mod common;
 
 use common::{job, trainer};
 use std::sync::Barrier;
+use trireme_comm::CodecName;
 use trireme_testkit::{CountingAllocator, run_ranks};
 use trireme_train::Silent;
 use trireme_train::metrics::{MetricsFiles, MetricsWriter};
@@ -17,6 +18,15 @@ fn steps_allocate_nothing() {
     check(&[]);
     check(&f16);
     check(&["training.dtype=bf16", "training.fp8=hybrid"]);
+    for codec in CodecName::ALL {
+        // A loss scale that grows once in the counted steps rescales what is kept.
+        let scale = [
+            "training.dtype=f16",
+            "training.loss_scale_initial=64",
+            "training.loss_scale_growth_interval=15",
+        ];
+        check(&[&["training.determinism=run", &format!("comm.compression={codec}")], &scale[..]].concat());
+    }
 }
 
 fn check(keys: &[&str]) {

@@ -4,6 +4,7 @@ pub(crate) mod bench;
 pub(crate) mod checkpoint;
 pub(crate) mod config;
 pub(crate) mod doctor;
+pub(crate) mod flight_recorder;
 pub(crate) mod generate;
 pub(crate) mod prepare;
 pub(crate) mod train;

@@ -2,8 +2,10 @@
 
 use super::prepare::Display;
 use crate::console::{Console, remark};
+use crate::hang;
 use crate::launch::{
-    LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers, this_command,
+    LocalWorld, WorkerEnvironment, error_log, is_under_launcher, join_options, run_recorded_workers,
+    this_command,
 };
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::Result;
@@ -11,13 +13,15 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_checkpoint::ModelSource;
-use trireme_comm::{Group, GroupOptions, JoinOptions, TransportChoice, join, single};
+use trireme_comm::{
+    Group, GroupOptions, JoinOptions, OnStall, RecorderOptions, TlsOptions, TransportChoice, join, single,
+};
 use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
-use trireme_train::config::{Config, Transport};
+use trireme_train::config::{Comm, Config, Determinism, Transport};
 use trireme_train::{
-    CorpusState, RunSummary, SampleSettings, TrainError, Trainer, TrainerOptions, ensure_corpus,
-    local_threads, model_config, sample,
+    CorpusState, FLIGHT_RECORDER_FOLDER, RunSummary, SampleSettings, TrainError, Trainer, TrainerOptions,
+    ensure_corpus, local_threads, model_config, sample,
 };
 
 const EXAMPLES: &str = "\
@@ -102,8 +106,9 @@ fn launch(config: &Config, started: Instant) -> Result<()> {
         master_port: config.launch().master_port,
         log_folder: &log_folder,
     };
+    let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
     let command = this_command()?;
-    run_local_workers(world, |_| {
+    run_recorded_workers(world, &recorder_folder, |_| {
         let mut worker = std::process::Command::new(command.get_program());
         worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
         worker
@@ -134,19 +139,51 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
             Transport::Auto => TransportChoice::Auto,
             Transport::Shm => TransportChoice::Shm,
             Transport::Tcp => TransportChoice::Tcp,
+            Transport::Mpi => TransportChoice::Mpi,
         },
         job: config.run().name.clone(),
         requires_secret: comm.require_secret,
         interface: comm.interface.clone(),
-        group: GroupOptions { timeout, ..GroupOptions::default() },
+        tls: tls_options(comm),
+        group: GroupOptions {
+            timeout,
+            keeps_order: config.training().determinism == Determinism::Layout,
+            algorithm: comm.algorithm,
+            ..GroupOptions::default()
+        },
+        flight_recorder: RecorderOptions {
+            folder: Some(config.run_folder().join(FLIGHT_RECORDER_FOLDER)),
+            on_stall: Some(OnStall::new(|line| remark(&format!("warning: {line}")))),
+            // A launcher of ours reads what each worker writes.
+            gathers: !is_under_launcher(),
+        },
         ..join_options(environment, comm.secret_file.as_deref())?
     };
     let group = join(&options)?;
+    let recorder = group.flight_recorder().clone();
+    let result = prepare_and_train(config, group, environment.local_world_size, started);
+    match options.flight_recorder.gathers {
+        true => result.map_err(|failure| hang::explain(failure, &recorder)),
+        false => result,
+    }
+}
+
+fn prepare_and_train(config: &Config, group: Group, local_world_size: usize, started: Instant) -> Result<()> {
     if group.rank() == Rank::ROOT {
         prepare_corpus(config)?;
     }
     group.barrier()?;
-    train(config, group, environment.local_world_size, started)
+    train(config, group, local_world_size, started)
+}
+
+/// The files for TLS; the config has all of them or none.
+fn tls_options(comm: &Comm) -> Option<TlsOptions> {
+    Some(TlsOptions {
+        certificate: comm.tls_certificate.clone()?,
+        key: comm.tls_key.clone()?,
+        authority: comm.tls_ca.clone()?,
+        name: comm.tls_name.clone(),
+    })
 }
 
 /// Trains on one rank of `group`; rank 0 shows the run and what came of it.

@@ -1,4 +1,5 @@
 use super::worker_processes::signal_name;
+use crate::hang::indented;
 use std::fmt;
 use std::io;
 use std::path::PathBuf;
@@ -93,7 +94,7 @@ pub(crate) enum LaunchError {
     },
     /// A worker died, and the others have been ended. Of several deaths this is the first that was not
     /// itself the loss of a peer.
-    #[error("{}", describe_death(*rank, death, log, last_lines))]
+    #[error("{}{}", describe_death(*rank, death, log, last_lines), indented(table))]
     WorkerDied {
         /// The worker that died.
         rank: Rank,
@@ -103,6 +104,8 @@ pub(crate) enum LaunchError {
         log: PathBuf,
         /// The end of its log.
         last_lines: Vec<String>,
+        /// Where all workers were, if this is a failure between them.
+        table: Vec<String>,
     },
     /// A signal, such as that of Ctrl-C, ended the launcher and so its workers.
     #[error("ended by {}", signal_name(*signal))]

@@ -9,7 +9,9 @@ mod supervisor;
 mod worker_processes;
 
 pub(crate) use environment::WorkerEnvironment;
-pub(crate) use error::LaunchError;
+pub(crate) use error::{Death, LaunchError};
 pub(crate) use joining::join_options;
-pub(crate) use supervisor::{LocalWorld, run_local_workers, this_command};
-pub(crate) use worker_processes::{LOST_PEER_EXIT_CODE, die_with_parent, error_log};
+pub(crate) use supervisor::{LocalWorld, run_local_workers, run_recorded_workers, this_command};
+pub(crate) use worker_processes::{
+    LOST_PEER_EXIT_CODE, die_with_parent, error_log, is_under_launcher, signal_name,
+};

@@ -4,6 +4,7 @@ use super::LaunchError;
 use super::error::Death;
 use super::joining::SECRET_VARIABLE;
 use super::worker_processes::{WorkerProcesses, is_follower};
+use crate::hang;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -15,10 +16,16 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
-use trireme_comm::Secret;
+use trireme_comm::{Diagnosis, Occasion, RankReport, Secret, read_reports, remove_reports, report_path};
 
 /// How long the death of a worker that has lost a peer waits for the death of that peer.
 const CAUSE_GRACE: Duration = Duration::from_secs(1);
+
+/// How long the workers that are left have to report where they are, after the death of one.
+const REPORT_GRACE: Duration = Duration::from_millis(1500);
+
+/// How often to look for their reports meanwhile.
+const REPORT_LOOK: Duration = Duration::from_millis(20);
 
 /// How long a worker has to end after SIGTERM.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
@@ -57,11 +64,31 @@ pub(crate) fn run_local_workers(
     world: LocalWorld<'_>,
     command: impl FnMut(Rank) -> Command,
 ) -> Result<(), LaunchError> {
+    watch_local_workers(world, None, command)
+}
+
+/// As [`run_local_workers`], for workers that write the reports of their flight recorders to `recorder_folder`. When one
+/// dies, the others have 1.5 seconds to report where they are, and the error tells it.
+pub(crate) fn run_recorded_workers(
+    world: LocalWorld<'_>,
+    recorder_folder: &Path,
+    command: impl FnMut(Rank) -> Command,
+) -> Result<(), LaunchError> {
+    // Those of an earlier run would be taken for this one's.
+    remove_reports(recorder_folder).map_err(|source| LaunchError::Watch { source })?;
+    watch_local_workers(world, Some(recorder_folder), command)
+}
+
+fn watch_local_workers(
+    world: LocalWorld<'_>,
+    recorder_folder: Option<&Path>,
+    command: impl FnMut(Rank) -> Command,
+) -> Result<(), LaunchError> {
     let (sender, signals) = channel();
     // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
     let _forwarder = SignalForwarder::start(sender).map_err(|source| LaunchError::Watch { source })?;
     let workers = start_workers(world, command)?;
-    Watch { workers, signals: &signals }.until_all_have_ended()
+    Watch { workers, signals: &signals, recorder_folder }.until_all_have_ended()
 }
 
 fn start_workers(
@@ -97,6 +124,7 @@ fn master_port(port: u16) -> io::Result<u16> {
 struct Watch<'a> {
     workers: WorkerProcesses,
     signals: &'a Receiver<i32>,
+    recorder_folder: Option<&'a Path>,
 }
 
 impl Watch<'_> {
@@ -142,8 +170,29 @@ impl Watch<'_> {
             self.reap()?;
             (rank, death) = self.workers.dead().expect("the dead stay dead");
         }
+        let table = self.table(rank, death)?;
         self.end_workers()?;
-        Err(self.workers.report(rank, death))
+        Err(self.workers.report(rank, death, table))
+    }
+
+    /// What the workers report after the death of `rank`, put together; nothing if that worker ended for a reason of its
+    /// own, which it has told.
+    fn table(&mut self, rank: Rank, death: Death) -> Result<Vec<String>, LaunchError> {
+        let Some(folder) = self.recorder_folder else { return Ok(Vec::new()) };
+        let has_own_reason = matches!(death, Death::Exit(_)) && is_awaited(folder, rank);
+        if has_own_reason || !report_path(folder, rank.0).exists() {
+            return Ok(Vec::new());
+        }
+        let deadline = Instant::now() + REPORT_GRACE;
+        while Instant::now() < deadline && self.workers.active().any(|rank| is_awaited(folder, rank)) {
+            if !matches!(self.next_signal(Some(Instant::now() + REPORT_LOOK)), None | Some(SIGCHLD)) {
+                break;
+            }
+            self.reap()?;
+        }
+        // Reports that cannot be read are no reason to withhold the rest.
+        let reports = read_reports(folder).unwrap_or_default();
+        Ok(hang::lines(&Diagnosis::of(&reports), &self.workers.fates()))
     }
 
     /// Ends the workers after a signal to this process, and reports the signal.
@@ -157,6 +206,7 @@ impl Watch<'_> {
 
     /// Ends all workers: politely, and after a while by force.
     fn end_workers(&mut self) -> Result<(), LaunchError> {
+        self.workers.kill_stopped();
         self.workers.send(Signal::TERM);
         self.wait_for_all(TERMINATE_GRACE)?;
         self.workers.kill().map_err(|source| LaunchError::Watch { source })
@@ -171,6 +221,12 @@ impl Watch<'_> {
         }
         Ok(())
     }
+}
+
+/// Whether a worker has a flight recorder and has not yet reported a failure.
+fn is_awaited(recorder_folder: &Path, rank: Rank) -> bool {
+    let report = RankReport::read(recorder_folder, rank.0);
+    report.is_ok_and(|report| report.occasion != Occasion::Failed)
 }
 
 /// A thread that hands on the signals of interest.

@@ -132,7 +132,7 @@ fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(scene.world(2), |_| scene.shell(FOREVER)).unwrap();
     sent.iter().for_each(|signal| sender.send(*signal).unwrap());
-    Watch { workers, signals: &signals }.until_all_have_ended().unwrap_err()
+    Watch { workers, signals: &signals, recorder_folder: None }.until_all_have_ended().unwrap_err()
 }
 
 #[test]

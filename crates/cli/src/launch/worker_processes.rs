@@ -1,5 +1,6 @@
 use super::LaunchError;
 use super::error::Death;
+use crate::hang::{Fate, Fates};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
@@ -27,6 +28,11 @@ pub(crate) fn die_with_parent() -> Result<(), LaunchError> {
     if launcher == parent_id().to_string() { Ok(()) } else { Err(LaunchError::LauncherGone) }
 }
 
+/// Whether a launcher of ours has started this process.
+pub(crate) fn is_under_launcher() -> bool {
+    std::env::var_os(LAUNCHER_VARIABLE).is_some()
+}
+
 /// Where this process should write its last words: none but rank 0 under a launcher of ours, whose output is
 /// the launcher's and not its log. The launcher shows the end of the log.
 pub(crate) fn error_log() -> Option<PathBuf> {
@@ -34,7 +40,7 @@ pub(crate) fn error_log() -> Option<PathBuf> {
 }
 
 /// The name of a signal, such as `SIGTERM`.
-pub(super) fn signal_name(signal: i32) -> String {
+pub(crate) fn signal_name(signal: i32) -> String {
     signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
@@ -106,6 +112,30 @@ impl WorkerProcesses {
         dead().find(|(_, death)| !is_follower(*death)).or_else(|| dead().next())
     }
 
+    /// Workers that can still do something.
+    pub(super) fn active(&self) -> impl Iterator<Item = Rank> {
+        let is_active = |worker: &&Worker| worker.status.is_none() && !is_stopped(&worker.child);
+        self.workers.iter().filter(is_active).map(|worker| worker.rank)
+    }
+
+    /// What is seen of the workers that have not ended well or do not run.
+    pub(super) fn fates(&self) -> Fates {
+        let fate = |worker: &Worker| match worker.status {
+            Some(status) => death(status).map(Fate::Dead),
+            None => is_stopped(&worker.child).then_some(Fate::Stopped),
+        };
+        self.workers.iter().filter_map(|worker| Some((worker.rank.0, fate(worker)?))).collect()
+    }
+
+    /// Kills the workers that are stopped, who would not hear any other signal.
+    pub(super) fn kill_stopped(&self) {
+        for worker in
+            self.workers.iter().filter(|worker| worker.status.is_none() && is_stopped(&worker.child))
+        {
+            let _ = kill_process(Pid::from_child(&worker.child), Signal::KILL);
+        }
+    }
+
     /// Sends `signal` to every worker that has not ended.
     pub(super) fn send(&self, signal: Signal) {
         for worker in self.workers.iter().filter(|worker| worker.status.is_none()) {
@@ -123,12 +153,12 @@ impl WorkerProcesses {
         Ok(())
     }
 
-    /// The error that tells of the death of the worker `rank`, with the end of its log.
-    pub(super) fn report(&self, rank: Rank, death: Death) -> LaunchError {
+    /// The error that tells of the death of the worker `rank`, with the end of its log and a table of all workers.
+    pub(super) fn report(&self, rank: Rank, death: Death, table: Vec<String>) -> LaunchError {
         let worker = self.workers.iter().find(|worker| worker.rank == rank).expect("the rank was started");
         // An unreadable log is no reason to withhold the rest.
         let last_lines = last_lines(&worker.log, worker.log_start).unwrap_or_default();
-        LaunchError::WorkerDied { rank, death, log: worker.log.clone(), last_lines }
+        LaunchError::WorkerDied { rank, death, log: worker.log.clone(), last_lines, table }
     }
 }
 
@@ -137,6 +167,14 @@ impl Drop for WorkerProcesses {
         // Nothing is left to be done about a process that cannot be waited for.
         let _ = self.kill();
     }
+}
+
+/// Whether the process does not run until a signal lets it.
+fn is_stopped(child: &Child) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap_or_default();
+    // The name, in parentheses, may hold anything.
+    let state = stat.rsplit_once(')').and_then(|(_, rest)| rest.trim_start().chars().next());
+    matches!(state, Some('T' | 't'))
 }
 
 fn death(status: ExitStatus) -> Option<Death> {

@@ -6,6 +6,8 @@ mod bad_weights;
 mod common;
 mod deaths;
 mod full_disk;
+mod hangs;
+mod hosts;
 mod journey;
 mod measuring;
 mod places;

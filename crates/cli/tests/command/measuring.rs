@@ -44,6 +44,10 @@ fn the_doctor_tells_what_there_is_and_measures_every_product_kernel() {
     for transport in uses["transports"].as_array().unwrap() {
         assert!(transport["error"].is_null(), "{transport}");
         positive(&transport["all_reduce_seconds"]);
+        positive(&transport["message_latency_seconds"]);
+        let choices = transport["algorithms"].as_array().unwrap();
+        let direct = choices.iter().all(|choice| choice["algorithm"] == "direct");
+        assert_eq!(direct, transport["name"] == "shm", "{transport}");
     }
 
     let products = found["products"].as_array().unwrap();
@@ -147,4 +151,30 @@ fn steps_in_16_bits_tell_what_they_did() {
     let refused = |options: &str| scene.run(&format!("{arguments} {options}")).refused();
     tells(&refused("--reduce-dtype f16"), &["--reduce-dtype f16", "--dtype f16"]);
     tells(&refused("--fp8 e4m3"), &["--fp8 e4m3", "--dtype bf16"]);
+}
+
+#[test]
+fn the_collectives_of_workers_are_timed() {
+    let scene = Scene::new();
+    let sizes = "--min-bytes 4096 --max-bytes 65536 --factor 16 --iters 3 --warmup 1";
+    let ops = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,reduce,send";
+    for transport in ["shm --memory private", "shm", "tcp --algorithm ring --any-order"] {
+        let bench =
+            format!("bench collectives --workers 3 --json --transport {transport} --ops {ops} {sizes}");
+        let text = scene.run(&bench).succeeded();
+        let lines: Vec<serde_json::Value> =
+            text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        assert_eq!(lines.len(), 14, "{text}");
+        for line in &lines {
+            assert_eq!((&line["peer"], &line["world_size"]), (&"trireme".into(), &3.into()), "{line}");
+            for key in ["bytes", "iters", "median_us", "algbw_gbps", "busbw_gbps"] {
+                positive(&line[key]);
+            }
+        }
+        assert_eq!(lines[0]["algorithm"] == "ring", transport.contains("ring"), "{}", lines[0]);
+    }
+    let table = scene.run("bench collectives --ops all_reduce --max-bytes 4096 --iters 2").succeeded();
+    tells(&table, &["2 workers over shm, vectors in arena memory", "all_reduce", "GB/s", "direct"]);
+    let refused = scene.run("bench collectives --factor 1").one_error();
+    tells(&refused, &["--factor 2"]);
 }

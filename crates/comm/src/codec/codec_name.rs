@@ -45,7 +45,8 @@ impl CodecName {
         CodecName::PowerSgd,
     ];
 
-    const fn name(self) -> &'static str {
+    /// The name.
+    pub const fn name(self) -> &'static str {
         match self {
             CodecName::None => "none",
             CodecName::F16 => "f16",
@@ -59,6 +60,27 @@ impl CodecName {
             CodecName::RandomK => "random_k",
             CodecName::PowerSgd => "powersgd",
         }
+    }
+
+    /// The options that it has, by their names in [`CompressionOptions`](super::CompressionOptions).
+    pub const fn options(self) -> &'static [&'static str] {
+        match self {
+            CodecName::None => &[],
+            CodecName::F16 | CodecName::Bf16 | CodecName::Fp8E4m3 | CodecName::Fp8E5m2 => {
+                &["warmup_steps", "error_feedback"]
+            }
+            CodecName::Int8 | CodecName::Int4 | CodecName::OneBit => {
+                &["block_len", "warmup_steps", "error_feedback"]
+            }
+            CodecName::TopK => &["ratio", "momentum", "warmup_steps", "error_feedback"],
+            CodecName::RandomK => &["ratio", "warmup_steps", "error_feedback"],
+            CodecName::PowerSgd => &["rank", "warmup_steps", "error_feedback"],
+        }
+    }
+
+    /// The codecs that have an option.
+    pub(super) fn owners(option: &str) -> Vec<CodecName> {
+        CodecName::ALL.into_iter().filter(|codec| codec.options().contains(&option)).collect()
     }
 
     /// Whether what a message leaves out is kept for later steps, unless said otherwise: with codecs that are biased.

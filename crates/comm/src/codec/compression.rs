@@ -30,7 +30,7 @@ pub struct CompressionOptions {
 }
 
 /// A compression that can be: validated [`CompressionOptions`].
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Compression {
     codec: CodecName,
     pub(super) method: Method,
@@ -210,22 +210,22 @@ fn ratio_at(last: f64, warmup_steps: u64, step: u64) -> f64 {
 
 impl CompressionOptions {
     fn refuse_foreign(&self) -> Result<(), CompressionError> {
-        use CodecName::{Int4, Int8, None, OneBit, PowerSgd, RandomK, TopK};
-        let lossy: Vec<CodecName> = CodecName::ALL.into_iter().filter(|&codec| codec != None).collect();
-        let options: [(&'static str, bool, &[CodecName]); 6] = [
-            ("rank", self.rank.is_some(), &[PowerSgd]),
-            ("ratio", self.ratio.is_some(), &[TopK, RandomK]),
-            ("block_len", self.block_len.is_some(), &[Int8, Int4, OneBit]),
-            ("momentum", self.momentum.is_some(), &[TopK]),
-            ("warmup_steps", self.warmup_steps.is_some(), &lossy),
-            ("error_feedback", self.error_feedback.is_some(), &lossy),
+        let given = [
+            ("rank", self.rank.is_some()),
+            ("ratio", self.ratio.is_some()),
+            ("block_len", self.block_len.is_some()),
+            ("momentum", self.momentum.is_some()),
+            ("warmup_steps", self.warmup_steps.is_some()),
+            ("error_feedback", self.error_feedback.is_some()),
         ];
         let codec = self.codec;
-        match options.into_iter().find(|(_, is_given, owners)| *is_given && !owners.contains(&codec)) {
-            Some((option, _, owners)) => {
-                Err(CompressionError::ForeignOption { codec, option, owners: list(owners) })
+        let is_foreign = |&(option, is_given): &(&str, bool)| is_given && !codec.options().contains(&option);
+        match given.into_iter().find(is_foreign) {
+            Some((option, _)) => {
+                let owners = list(&CodecName::owners(option));
+                Err(CompressionError::ForeignOption { codec, option, owners })
             }
-            Option::None => Ok(()),
+            None => Ok(()),
         }
     }
 

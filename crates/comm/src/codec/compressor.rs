@@ -93,7 +93,7 @@ impl Compressor {
         };
         let residual = keeps_residual.then(|| vec![0.0; bucket.len()]);
         let mut compressor = Compressor {
-            compression: compression.clone(),
+            compression: *compression,
             bucket: bucket.clone(),
             rank: rank.0,
             world_size,

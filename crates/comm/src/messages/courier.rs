@@ -1,5 +1,8 @@
 use crate::buffer::{CacheLine, Storage};
+use crate::control::{TICK, stall_warning};
 use crate::engine::Call;
+use crate::patience::Patience;
+use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::{Interest, Link};
 use crate::transport::linked::{Incoming, Memories, Outgoing, Trouble};
 use crate::{CommError, Operation};
@@ -11,25 +14,32 @@ use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_schedule::collective::{Action, Span};
 
-/// How long a sleep lasts at most before the deadlines are looked at again.
-const TICK: Duration = Duration::from_millis(50);
-
-/// Which way a message goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Out,
-    In,
-}
-
 /// A message that was issued.
 pub(super) struct Parcel {
     /// Who waits for it.
     pub(super) slot: usize,
-    pub(super) peer: Rank,
-    pub(super) direction: Direction,
-    pub(super) operation: Operation,
-    pub(super) storage: Storage,
-    pub(super) issued: Instant,
+    peer: Rank,
+    direction: Direction,
+    operation: Operation,
+    storage: Storage,
+    issued: Instant,
+    /// Its number in the flight recorder.
+    number: u64,
+    /// The user was told that it takes long.
+    has_warned: bool,
+}
+
+impl Parcel {
+    pub(super) fn new(
+        slot: usize,
+        (direction, peer): (Direction, Rank),
+        operation: Operation,
+        storage: Storage,
+        issued: Instant,
+        number: u64,
+    ) -> Self {
+        Parcel { slot, peer, direction, operation, storage, issued, number, has_warned: false }
+    }
 }
 
 /// Moves messages between this rank and its peers. Those of one pair of ranks and one direction go in the order of
@@ -40,10 +50,14 @@ pub(super) struct Courier {
     lanes: Vec<Lanes>,
     timeout: Duration,
     piece: Vec<CacheLine>,
+    patience: Patience,
     /// Memory for the list of what is waited for.
     polled: Vec<PollFd<'static>>,
     /// Messages that have ended, with what came of them.
     pub(super) ended: Vec<(usize, Storage)>,
+    /// The number of the message that has failed, if one has.
+    pub(super) failed: Option<u64>,
+    recorder: GroupRecorder,
 }
 
 #[derive(Default)]
@@ -71,6 +85,7 @@ impl Courier {
         links: Vec<Option<Link>>,
         timeout: Duration,
         chunk_bytes: usize,
+        recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
         Ok(Courier {
             own,
@@ -78,16 +93,19 @@ impl Courier {
             links,
             timeout,
             piece: CacheLine::zeroed(chunk_bytes)?,
+            patience: Patience::new(),
             polled: Vec::new(),
             ended: Vec::new(),
+            failed: None,
+            recorder,
         })
     }
 
     pub(super) fn take(&mut self, parcel: Parcel) {
         let lanes = &mut self.lanes[parcel.peer.0];
         match parcel.direction {
-            Direction::Out => lanes.outgoing.waiting.push_back(parcel),
-            Direction::In => lanes.incoming.waiting.push_back(parcel),
+            Direction::Send => lanes.outgoing.waiting.push_back(parcel),
+            Direction::Receive => lanes.incoming.waiting.push_back(parcel),
         }
     }
 
@@ -96,9 +114,17 @@ impl Courier {
         self.lanes.iter().all(|lanes| lanes.outgoing.waiting.is_empty() && lanes.incoming.waiting.is_empty())
     }
 
-    /// Whether looking again soon costs less than sleeping.
-    pub(super) fn is_worth_spinning(&self) -> bool {
-        self.links.iter().flatten().any(Link::is_worth_spinning)
+    /// Looks for a while whether something can move, where that costs less than sleeping.
+    pub(super) fn look(&mut self, is_awaited: bool) -> bool {
+        let waited_for = || {
+            let lanes = self.links.iter().flatten().zip(&self.lanes);
+            lanes.flat_map(|(link, lanes)| lanes.interests().map(move |interest| (link, interest)))
+        };
+        if waited_for().any(|(link, _)| link.must_be_tried()) {
+            return self.patience.tries_again(is_awaited);
+        }
+        waited_for().any(|(link, _)| link.is_worth_looking())
+            && self.patience.look(is_awaited, || waited_for().any(|(link, interest)| link.is_ready(interest)))
     }
 
     /// Moves what moves; whether that was anything.
@@ -121,13 +147,17 @@ impl Courier {
         let link = self.links[peer.0].as_mut().expect("messages go to other ranks");
         let (dtype, len) = parcel.operation.elements();
         let memories = Memories::new(parcel.storage.bytes_mut(), dtype, None);
+        let number = parcel.number;
         let (call, outgoing) = lane.moving.get_or_insert_with(|| {
+            self.recorder.begin_message(number);
             let call = call(parcel.operation, lane.num_begun, parcel.issued, self.timeout);
             let outgoing = Outgoing::new(&call, peer, memories.place(&Span::vector(0..len)));
             (call, outgoing)
         });
-        let has_moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer))?;
+        let moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer));
+        let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         if outgoing.is_done() {
+            self.recorder.end_message(number);
             self.ended.extend(lane.end());
         }
         Ok(has_moved)
@@ -140,18 +170,22 @@ impl Courier {
         let link = self.links[peer.0].as_mut().expect("messages come from other ranks");
         let (dtype, len) = parcel.operation.elements();
         let mut memories = Memories::new(parcel.storage.bytes_mut(), dtype, None);
+        let number = parcel.number;
         let (call, incoming) = lane.moving.get_or_insert_with(|| {
+            self.recorder.begin_message(number);
             let call = call(parcel.operation, lane.num_begun, parcel.issued, self.timeout);
             let incoming = Incoming::new(own, peer, memories.place(&Span::vector(0..len)), Action::Copy);
             (call, incoming)
         });
         let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);
-        let has_moved =
+        let moved =
             incoming.advance(call, link, &mut memories, piece, None).map_err(|trouble| match trouble {
                 Trouble::Broken => call.peer_lost(peer),
                 Trouble::Refused(failure) => failure,
-            })?;
+            });
+        let has_moved = moved.inspect_err(|_| self.failed = Some(number))?;
         if incoming.is_done() {
+            self.recorder.end_message(number);
             self.ended.extend(lane.end());
         }
         Ok(has_moved)
@@ -164,13 +198,16 @@ impl Courier {
         if !is_ready {
             let mut polled: Vec<PollFd<'_>> = std::mem::take(&mut self.polled);
             polled.push(PollFd::from_borrowed_fd(bell.as_fd(), PollFlags::IN));
+            let mut sleep_max = TICK;
             for (link, lanes) in self.links.iter().zip(&self.lanes) {
                 for interest in lanes.interests() {
-                    let (socket, flags) = link.as_ref().expect("messages go to other ranks").poll(interest);
+                    let link = link.as_ref().expect("messages go to other ranks");
+                    let (socket, flags) = link.poll(interest);
                     polled.push(PollFd::from_borrowed_fd(socket, flags));
+                    sleep_max = sleep_max.min(link.nap().unwrap_or(TICK));
                 }
             }
-            let timeout = Timespec::try_from(TICK).expect("a tick is short");
+            let timeout = Timespec::try_from(sleep_max).expect("a tick is short");
             let result = poll(&mut polled, Some(&timeout));
             polled.clear();
             // The list is empty: this keeps its memory, and ends its borrows.
@@ -192,15 +229,22 @@ impl Courier {
         }
     }
 
-    fn check_deadlines(&self) -> Result<(), CommError> {
-        for (peer, lanes) in self.lanes.iter().enumerate() {
+    fn check_deadlines(&mut self) -> Result<(), CommError> {
+        for (peer, lanes) in self.lanes.iter_mut().enumerate() {
             for (parcel, num_begun) in [
-                (lanes.outgoing.waiting.front(), lanes.outgoing.num_begun),
-                (lanes.incoming.waiting.front(), lanes.incoming.num_begun),
+                (lanes.outgoing.waiting.front_mut(), lanes.outgoing.num_begun),
+                (lanes.incoming.waiting.front_mut(), lanes.incoming.num_begun),
             ] {
-                if let Some(parcel) = parcel.filter(|parcel| parcel.issued.elapsed() >= self.timeout) {
-                    let call = call(parcel.operation, num_begun, parcel.issued, self.timeout);
-                    return Err(call.timed_out(Vec::from([Rank(peer)])));
+                let Some(parcel) = parcel else { continue };
+                let (elapsed, peer) = (parcel.issued.elapsed(), Rank(peer));
+                let call = call(parcel.operation, num_begun, parcel.issued, self.timeout);
+                if elapsed >= self.timeout {
+                    self.failed = Some(parcel.number);
+                    return Err(call.timed_out(Vec::from([peer])));
+                }
+                if elapsed >= stall_warning(self.timeout) && !parcel.has_warned {
+                    parcel.has_warned = true;
+                    self.recorder.tell_of_message_stall(&call, (parcel.direction, peer), parcel.number);
                 }
             }
         }
@@ -213,6 +257,18 @@ impl Courier {
         });
         let oldest = parcels.min_by_key(|parcel| parcel.issued).expect("nobody sleeps without a message");
         call(oldest.operation, 0, oldest.issued, self.timeout)
+    }
+}
+
+impl Drop for Courier {
+    fn drop(&mut self) {
+        if self.is_idle() {
+            return;
+        }
+        let is_lent = self.links.iter_mut().flatten().fold(false, |is_lent, link| link.abandon() | is_lent);
+        if is_lent {
+            std::mem::forget(std::mem::take(&mut self.lanes));
+        }
     }
 }
 
@@ -233,5 +289,5 @@ impl<T> Lane<T> {
 }
 
 fn call(operation: Operation, sequence: u64, started: Instant, timeout: Duration) -> Call {
-    Call { operation, sequence, started, timeout }
+    Call { is_awaited: false, operation, sequence, started, timeout }
 }

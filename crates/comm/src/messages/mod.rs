@@ -7,9 +7,10 @@
 mod courier;
 
 use crate::buffer::Storage;
+use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::Link;
 use crate::{CommError, GroupOptions, Operation};
-use courier::{Courier, Direction, Parcel};
+use courier::{Courier, Parcel};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 use std::collections::VecDeque;
@@ -19,10 +20,6 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use trireme_base::Rank;
 
-/// Rounds without anything to move before the courier sleeps; the last ones let others have the processor.
-const NUM_ROUNDS: u32 = 100;
-const NUM_YIELDS: u32 = 20;
-
 /// One rank's messages.
 pub(crate) struct Messenger {
     office: Arc<Office>,
@@ -30,6 +27,7 @@ pub(crate) struct Messenger {
 }
 
 struct Office {
+    recorder: GroupRecorder,
     state: Mutex<State>,
     /// There may be something for the courier's own thread to do.
     submitted: Condvar,
@@ -47,6 +45,8 @@ struct State {
     slots: Vec<Slot>,
     free: Vec<usize>,
     num_pending: usize,
+    /// For each rank: messages that were issued to and from it.
+    num_issued: Vec<[u64; 2]>,
     /// Threads that wait for a message: one of them is the courier.
     num_waiting: usize,
     is_asleep: bool,
@@ -76,17 +76,21 @@ impl Messenger {
         own: Rank,
         links: Vec<Option<Link>>,
         options: &GroupOptions,
+        recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
         let failed = |source| CommError::Spawn { source: Arc::new(source) };
-        let courier = Courier::new(own, links, options.timeout, options.chunk_bytes)?;
+        let num_issued = vec![[0; 2]; links.len()];
+        let courier = Courier::new(own, links, options.timeout, options.chunk_bytes, recorder.clone())?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let office = Arc::new(Office {
+            recorder,
             state: Mutex::new(State {
                 courier: Some(courier),
                 submitted: VecDeque::new(),
                 slots: Vec::new(),
                 free: Vec::new(),
                 num_pending: 0,
+                num_issued,
                 num_waiting: 0,
                 is_asleep: false,
                 is_closed: false,
@@ -103,11 +107,11 @@ impl Messenger {
     }
 
     pub(crate) fn send(&self, to: Rank, operation: Operation, storage: Storage) -> Receipt {
-        self.submit(to, Direction::Out, operation, storage)
+        self.submit(to, Direction::Send, operation, storage)
     }
 
     pub(crate) fn receive(&self, from: Rank, operation: Operation, storage: Storage) -> Receipt {
-        self.submit(from, Direction::In, operation, storage)
+        self.submit(from, Direction::Receive, operation, storage)
     }
 
     fn submit(&self, peer: Rank, direction: Direction, operation: Operation, storage: Storage) -> Receipt {
@@ -117,7 +121,11 @@ impl Messenger {
         let slot = state.fill_slot(failure.map_or(Slot::Pending, |failure| Slot::Ended(Err(failure))));
         if state.failure.is_none() {
             let issued = Instant::now();
-            state.submitted.push_back(Parcel { slot, peer, direction, operation, storage, issued });
+            let num_issued = &mut state.num_issued[peer.0][direction as usize];
+            let way = (direction, peer);
+            let number = office.recorder.issue_message(way, *num_issued, operation, issued);
+            *num_issued += 1;
+            state.submitted.push_back(Parcel::new(slot, way, operation, storage, issued, number));
             state.num_pending += 1;
             if state.is_asleep {
                 office.ring();
@@ -131,6 +139,7 @@ impl Messenger {
 
     /// Ends at once, whatever is pending.
     pub(crate) fn abort(&self, failure: CommError) {
+        self.office.recorder.fail(&failure, None);
         self.office.lock().fail(failure);
         self.office.wake_all();
     }
@@ -171,7 +180,7 @@ impl Office {
         while state.failure.is_none() && !(state.is_closed && state.num_pending == 0) {
             let has_work = state.num_pending > 0 && state.num_waiting == 0;
             state = match state.courier.take_if(|_| has_work) {
-                Some(courier) => self.deliver(state, courier, |state| state.num_waiting > 0),
+                Some(courier) => self.deliver(state, courier, false, |state| state.num_waiting > 0),
                 None => self.submitted.wait(state).expect("no thread panics while it holds the office"),
             };
         }
@@ -181,39 +190,38 @@ impl Office {
         drop(courier);
     }
 
-    /// Moves messages until there are none, or `is_enough`.
+    /// Moves messages until there are none, or `is_enough`. `is_awaited` is whether this rank has nothing else to do.
     fn deliver<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
         mut courier: Courier,
+        is_awaited: bool,
         is_enough: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
-        let mut num_idle = 0;
+        let mut may_sleep = false;
         let result = loop {
             state.exchange(&mut courier);
             self.finished.notify_all();
             if is_enough(&state) || courier.is_idle() || state.failure.is_some() {
                 break Ok(());
             }
-            state.is_asleep = num_idle >= NUM_ROUNDS;
-            let sleeps = state.is_asleep;
+            state.is_asleep = may_sleep;
             drop(state);
-            let moved = if sleeps { courier.sleep(&self.bell).map(|()| false) } else { courier.advance() };
-            if sleeps {
+            let moved = match may_sleep {
+                true => courier.sleep(&self.bell).map(|()| true),
+                false => courier.advance(),
+            };
+            if may_sleep {
                 // Heard; what it was rung for is found in the office.
                 let _ = read(&self.bell, &mut [0_u8; 8]);
             }
-            num_idle = match moved {
-                Ok(false) if !sleeps && courier.is_worth_spinning() => num_idle + 1,
-                Ok(false) if !sleeps => NUM_ROUNDS,
-                _ => 0,
-            };
-            if num_idle + NUM_YIELDS > NUM_ROUNDS {
-                std::thread::yield_now();
-            }
+            may_sleep = matches!(moved, Ok(false)) && !courier.look(is_awaited);
             state = self.lock();
             state.is_asleep = false;
             if let Err(failure) = moved {
+                drop(state);
+                self.recorder.fail(&failure, courier.failed);
+                state = self.lock();
                 break Err(failure);
             }
         };
@@ -283,7 +291,7 @@ impl Receipt {
         state.num_waiting += 1;
         while !is_done(&state) {
             state = match state.courier.take() {
-                Some(courier) => office.deliver(state, courier, is_done),
+                Some(courier) => office.deliver(state, courier, true, is_done),
                 None => {
                     // The courier's own thread gives way to one that waits.
                     office.ring();

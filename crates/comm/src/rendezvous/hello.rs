@@ -101,8 +101,8 @@ impl Hello {
 
 /// The options that must be the same on all ranks, as one number.
 fn options_fingerprint(options: &JoinOptions) -> u64 {
-    let JoinOptions { transport, group, .. } = options;
-    let text = format!("{transport} {group:?}");
+    let JoinOptions { transport, tls, group, .. } = options;
+    let text = format!("{transport} {} {group:?}", tls.is_some());
     fingerprint("options", &text)
 }
 

@@ -1,8 +1,11 @@
 //! The connections between all pairs of a group's members. Of each pair the higher one connects and introduces itself.
 
+use super::encryption::encrypt;
 use super::hello::Place;
+use super::key::Key;
 use super::session::{Gate, Session};
 use super::wire::{invalid, wait_for};
+use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::event::PollFlags;
 use rustix::io::retry_on_intr;
@@ -68,11 +71,13 @@ pub(super) struct Members<'a> {
     pub(super) arena: Option<&'a Arena>,
     /// Bytes that any arena has at least.
     pub(super) arena_bytes_min: usize,
+    /// What encrypts data that goes by TCP.
+    pub(super) tls: Option<&'a Tls>,
 }
 
 /// One row of connections per purpose, in the order of the members, `None` for the own rank.
 pub(super) struct Mesh {
-    pub(super) rows: [Vec<Option<OwnedFd>>; 3],
+    pub(super) rows: [Vec<Option<Connection>>; 3],
     /// The arenas of the members of this host, if they were exchanged.
     pub(super) arenas: Vec<Option<PeerArena>>,
 }
@@ -125,16 +130,16 @@ fn call(
     deadline: Instant,
 ) -> io::Result<()> {
     let place = &members.places[lower];
-    let introduce = |socket: &dyn AsFd| {
-        session.introduce(socket.as_fd(), Rank(lower), purpose as u64, deadline).map(drop)
-    };
-    let socket: OwnedFd = match members.routes[lower] {
+    let introduce =
+        |socket: &dyn AsFd| session.introduce(socket.as_fd(), Rank(lower), purpose as u64, deadline);
+    let connection = match members.routes[lower] {
         Route::Tcp => {
             let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
             let stream = TcpStream::connect_timeout(&place.address, left)
                 .map_err(|error| in_context(error, format!("at {}", place.address)))?;
-            introduce(&stream)?;
-            tuned(stream, purpose)?
+            let key = introduce(&stream)?;
+            let socket = tuned(stream, purpose)?;
+            encrypted(socket, members, purpose, Side::Connecting, &key, deadline)?
         }
         Route::Local => {
             let stream = UnixStream::connect_addr(&local_address(place.meeting)?)?;
@@ -145,10 +150,10 @@ fn call(
                 let memory = receive_arena(&stream, deadline)?;
                 mesh.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
-            stream.into()
+            Connection::Plain(stream.into())
         }
     };
-    mesh.rows[purpose as usize][lower] = Some(socket);
+    mesh.rows[purpose as usize][lower] = Some(connection);
     Ok(())
 }
 
@@ -169,8 +174,11 @@ fn answer(
     };
     let accepted = gate.next(deadline, is_expected)?;
     let purpose = Purpose::of(accepted.purpose).expect("only known purposes are expected");
-    let socket = match route {
-        Route::Tcp => tuned(accepted.socket.into(), purpose)?,
+    let connection = match route {
+        Route::Tcp => {
+            let socket = tuned(accepted.socket.into(), purpose)?;
+            encrypted(socket, members, purpose, Side::Accepting, &accepted.key, deadline)?
+        }
         Route::Local => {
             check_user(&accepted.socket)?;
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
@@ -178,11 +186,26 @@ fn answer(
                 send_arena(&accepted.socket, arena)?;
                 mesh.arenas[accepted.from.0] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
-            accepted.socket
+            Connection::Plain(accepted.socket)
         }
     };
-    mesh.rows[purpose as usize][accepted.from.0] = Some(socket);
+    mesh.rows[purpose as usize][accepted.from.0] = Some(connection);
     Ok(())
+}
+
+/// Encrypts a connection that carries data, if that was asked for. Notices say no more than which operation a rank is in.
+fn encrypted(
+    socket: OwnedFd,
+    members: &Members<'_>,
+    purpose: Purpose,
+    side: Side,
+    key: &Key,
+    deadline: Instant,
+) -> io::Result<Connection> {
+    match members.tls.filter(|_| purpose != Purpose::Control) {
+        Some(tls) => Ok(Connection::Encrypted(Box::new(encrypt(socket, tls, side, key, deadline)?))),
+        None => Ok(Connection::Plain(socket)),
+    }
 }
 
 /// Sets what makes small messages quick, and what notices a dead host within 5 s.
@@ -194,7 +217,7 @@ fn tuned(stream: TcpStream, purpose: Purpose) -> io::Result<OwnedFd> {
         set_tcp_keepidle(&stream, Duration::from_secs(1))?;
         set_tcp_keepintvl(&stream, Duration::from_secs(1))?;
         set_tcp_keepcnt(&stream, 3)?;
-        set_tcp_user_timeout(&stream, 4000)?;
+        set_tcp_user_timeout(&stream, 3000)?;
     }
     Ok(stream.into())
 }

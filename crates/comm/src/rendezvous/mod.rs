@@ -11,13 +11,15 @@
 //!    otherwise.
 //! 4. TCP between other ranks. Each pair has one connection for collective operations, one for messages and one for
 //!    control.
-//! 5. All ranks tell rank 0 that they are connected, and start when everyone is.
+//! 5. All ranks tell rank 0 that they are connected, and start when everyone is. Under [`TransportChoice::Mpi`] they tell
+//!    each other before where MPI finds them (`seating`).
 //!
 //! On each connection of 3 and 4 both sides prove that they belong to the session that follows from the secret and the
-//! table (`session`). `docs/security.md` says what this protects.
+//! table (`session`). With TLS, those of 4 that carry data are then encrypted (`encryption`). `docs/security.md` says what this protects.
 
 mod channel;
 mod doorway;
+mod encryption;
 #[cfg(test)]
 mod fuzz;
 mod handshake;
@@ -28,12 +30,16 @@ mod lobby;
 mod mesh;
 mod message;
 mod refusals;
+mod seating;
 mod session;
 mod split;
 mod star;
 mod wire;
 
+use crate::recorder::{FlightRecorder, Occasion};
 use crate::secret::random_bytes;
+use crate::transport::link::Tls;
+use crate::transport::mpi::MpiProcess;
 use crate::transport::shm::{Arena, area_bytes};
 use crate::transport::{OwnMemory, Parts};
 use crate::{CommError, Group, GroupOptions, JoinOptions, TransportChoice};
@@ -73,6 +79,10 @@ pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
     if *master_port == 0 {
         return refuse("master_port is 0; the ranks must agree on a port from 1 to 65535".to_owned());
     }
+    if options.transport == TransportChoice::Mpi && options.tls.is_some() {
+        let what = "TLS encrypts connections by TCP, and with transport mpi MPI carries the data: leave one of them out";
+        return refuse(what.to_owned());
+    }
     check_timeout("join_timeout", *join_timeout)?;
     check_group_options(&options.group)
 }
@@ -105,8 +115,12 @@ fn refuse(what: String) -> Result<(), CommError> {
 
 /// Joins a world of at least two ranks.
 pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
+    if options.transport == TransportChoice::Mpi {
+        MpiProcess::start(options.rank, options.world_size)?;
+    }
     let deadline = Instant::now() + options.join_timeout;
     let addresses = resolve(options)?;
+    let tls = options.tls.as_ref().map(Tls::read).transpose()?;
     let interface = interface::address(options, &addresses)?;
     check_secret(options, addresses.iter().map(SocketAddr::ip).chain(interface))?;
     let setting_up = |source| CommError::Rendezvous {
@@ -128,17 +142,30 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
 
     // All ranks are here now: what is left does not depend on when they come.
     let deadline = deadline.max(Instant::now() + 2 * LOCAL_CONNECT_MAX);
-    let mut connecting =
-        Connecting { options, session: &session, table: &table, listeners: &listeners, star: &mut star };
+    let mut connecting = Connecting {
+        options,
+        session: &session,
+        table: &table,
+        listeners: &listeners,
+        tls: tls.as_ref(),
+        star: &mut star,
+    };
     let parts = match table.tries_shm.then(|| connecting.share_memory(deadline)).transpose()? {
+        _ if options.transport == TransportChoice::Mpi => connecting.by_mpi(deadline)?,
         Some(Ok(parts)) => parts,
         Some(Err(reason)) if options.transport == TransportChoice::Shm => {
             return Err(CommError::ShmUnavailable { reason });
         }
         _ => connecting.by_tcp(deadline)?,
     };
-    let home = Home::new(key.derive("trireme: key of split groups", &[&table.session]), interface);
-    Group::start(parts, home, &options.group)
+    let home = Home::new(key.derive("trireme: key of split groups", &[&table.session]), interface, tls);
+    let recorder = FlightRecorder::new(options.rank, options.world_size, options.flight_recorder.clone());
+    let members = (0..options.world_size).map(Rank).collect();
+    let world = recorder.group("world".to_owned(), options.rank, members);
+    let group = Group::start(parts, home, Arc::default(), &options.group, world)?;
+    // Tells a launcher that this rank will report.
+    recorder.write(Occasion::Joined);
+    Ok(group)
 }
 
 /// A rank that has the table, and connects to all others.
@@ -147,6 +174,7 @@ struct Connecting<'a> {
     session: &'a Session<'a>,
     table: &'a Table,
     listeners: &'a Listeners,
+    tls: Option<&'a Tls>,
     star: &'a mut Star,
 }
 
@@ -170,7 +198,8 @@ impl Connecting<'_> {
         let outcome = self.star.agree("sharing memory with the other ranks", report, deadline)?;
         Ok(outcome.and(connected).map(|(memory, mesh)| {
             let memory = memory.with_peers(mesh.arenas, &hosts, self.options.rank);
-            Parts { rank: self.options.rank, hosts, rows: mesh.rows, memory: Some(memory), is_inproc: false }
+            let rank = self.options.rank;
+            Parts { rank, hosts, rows: mesh.rows, memory: Some(memory), seats: None, is_inproc: false }
         }))
     }
 
@@ -185,7 +214,18 @@ impl Connecting<'_> {
         let mesh = mesh.map_err(wrap)?;
         outcome.map_err(|reason| wrap(io::Error::other(reason)))?;
         let hosts = hosts_of(&self.table.places);
-        Ok(Parts { rank, hosts, rows: mesh.rows, memory: None, is_inproc: false })
+        Ok(Parts { rank, hosts, rows: mesh.rows, memory: None, seats: None, is_inproc: false })
+    }
+
+    /// As by TCP, but MPI carries the data.
+    fn by_mpi(&mut self, deadline: Instant) -> Result<Parts, CommError> {
+        let parts = self.by_tcp(deadline)?;
+        let seats = seating::exchange(&parts.rows, deadline);
+        let report = seats.as_ref().map(drop).map_err(ToString::to_string);
+        let outcome = self.star.agree("taking seats in MPI's world", report, deadline)?;
+        let seats = seats?;
+        outcome.map_err(|reason| CommError::MpiUnavailable { reason })?;
+        Ok(Parts { seats: Some(seats), ..parts })
     }
 
     fn mesh(&self, routes: &[Route], arena: Option<&Arena>, deadline: Instant) -> io::Result<Mesh> {
@@ -195,6 +235,7 @@ impl Connecting<'_> {
             routes,
             arena,
             arena_bytes_min: area_bytes(self.options.world_size),
+            tls: self.tls,
         };
         mesh::connect(self.session, &members, self.listeners, deadline)
     }
@@ -244,7 +285,7 @@ fn this_host(options: &JoinOptions) -> u128 {
     }
     let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let system = u128::from_str_radix(&text.trim().replace('-', ""), 16).unwrap_or(0);
-    match std::fs::metadata("/proc/self/ns/net") {
+    match std::fs::metadata("/proc/thread-self/ns/net") {
         // Namespaces are numbered in the low bits of a system.
         Ok(namespace) if system != 0 => system ^ u128::from(namespace.ino()) << 32,
         _ => system,

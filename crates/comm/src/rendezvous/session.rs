@@ -27,6 +27,8 @@ pub(super) struct Accepted {
     pub(super) from: Rank,
     /// What the connection is for, as the connecting side has said.
     pub(super) purpose: u64,
+    /// A key that the two ends of this connection have.
+    pub(super) key: Key,
 }
 
 const WORDS: usize = 4;
@@ -125,7 +127,7 @@ impl Gate<'_> {
         })?;
         let guest = guest.ok_or(io::ErrorKind::TimedOut)?;
         let PeerHello { from, purpose, .. } = guest.introduction;
-        Ok(Accepted { socket: guest.socket, from: Rank(from as usize), purpose })
+        Ok(Accepted { socket: guest.socket, from: Rank(from as usize), purpose, key: guest.key })
     }
 }
 

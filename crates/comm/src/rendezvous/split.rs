@@ -5,8 +5,10 @@ use super::hello::{PLACE_WORDS, Place};
 use super::key::{Key, NONCE_BYTES, Nonce, nonce};
 use super::mesh::{self, Listeners, Members, Mesh, Route};
 use super::refusals::Refusals;
+use super::seating;
 use super::session::Session;
 use crate::secret::random_bytes;
+use crate::transport::link::Tls;
 use crate::transport::shm::area_bytes;
 use crate::transport::{OwnMemory, Parts};
 use crate::{CommError, Group, TransportKind, words};
@@ -23,16 +25,18 @@ pub(crate) struct Home {
     key: Key,
     /// Where other hosts reach this process; unset where all ranks are threads of it.
     interface: Option<IpAddr>,
+    /// What encrypts data that goes by TCP.
+    tls: Option<Tls>,
 }
 
 impl Home {
-    pub(super) fn new(key: Key, interface: IpAddr) -> Self {
-        Home { key, interface: Some(interface) }
+    pub(super) fn new(key: Key, interface: IpAddr, tls: Option<Tls>) -> Self {
+        Home { key, interface: Some(interface), tls }
     }
 
     /// Of ranks that are threads of one process.
     pub(crate) fn inproc() -> Self {
-        Home { key: Key::of(None), interface: None }
+        Home { key: Key::of(None), interface: None, tls: None }
     }
 }
 
@@ -72,8 +76,13 @@ impl Offer {
     }
 }
 
-/// Splits `parent`; all of its ranks take part, those without a color too.
-pub(crate) fn split(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
+/// Splits `parent` into groups that are called `name`; all of its ranks take part, those without a color too.
+pub(crate) fn split(
+    parent: &Group,
+    name: String,
+    color: Option<u64>,
+    key: u64,
+) -> Result<Option<Group>, CommError> {
     let membership = membership(parent, color, key)?;
     let prepared = membership.as_ref().map(|membership| Preparation::new(parent, membership)).transpose();
     let offer = prepared
@@ -90,8 +99,8 @@ pub(crate) fn split(parent: &Group, color: Option<u64>, key: u64) -> Result<Opti
         _ => Ok(Vec::new()),
     };
     agree(parent, "connecting", report)?;
-    let Some(Ok(parts)) = connected else { return Ok(None) };
-    parent.begin_split(parts).map(Some)
+    let (Some(Ok(parts)), Some(Membership { ranks, .. })) = (connected, membership) else { return Ok(None) };
+    parent.begin_split(parts, name, &ranks).map(Some)
 }
 
 /// Everyone says how it went, with some bytes for the others; an error if it went wrong for anyone.
@@ -187,6 +196,7 @@ impl Preparation {
             routes: &super::routes(&self.hosts, membership.own, within),
             arena: None,
             arena_bytes_min: 0,
+            tls: parent.home().tls.as_ref(),
         };
         // A world's own options for refusals are gone by now; strangers are turned away in silence.
         let refusals = Refusals::silent();
@@ -207,6 +217,10 @@ impl Preparation {
             let offsets: Vec<usize> = offers.iter().map(|offer| offer.area_offset).collect();
             memory.with_areas(peers.collect(), &offsets, &self.hosts, membership.own)
         });
-        Ok(Parts { rank: membership.own, hosts: self.hosts, rows, memory, is_inproc })
+        let seats = match parent.transport() {
+            TransportKind::Mpi => Some(seating::exchange(&rows, deadline).map_err(io::Error::other)?),
+            _ => None,
+        };
+        Ok(Parts { rank: membership.own, hosts: self.hosts, rows, memory, seats, is_inproc })
     }
 }

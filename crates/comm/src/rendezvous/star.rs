@@ -70,7 +70,7 @@ impl Joining<'_> {
         });
         let tries_shm = match self.options.transport {
             TransportChoice::Shm => true,
-            TransportChoice::Tcp => false,
+            TransportChoice::Tcp | TransportChoice::Mpi => false,
             TransportChoice::Auto => share_a_host,
         };
         let table = Table { session: nonce().map_err(setting_up)?, tries_shm, places };

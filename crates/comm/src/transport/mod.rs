@@ -2,20 +2,25 @@
 
 pub(crate) mod link;
 pub(crate) mod linked;
+pub(crate) mod mpi;
 pub(crate) mod shm;
 
+use crate::buffer::CacheLine;
 use crate::control::Control;
 use crate::engine::{Call, Cost, Payload};
+use crate::recorder::GroupRecorder;
 use crate::rendezvous::Purpose;
+use crate::selection::Selection;
 use crate::{CommError, GroupOptions, TransportKind};
-use link::{Link, RingLink, SocketLink};
+use link::{Connection, Link, RingLink, SocketLink};
 use linked::Linked;
+use mpi::{MpiLink, Seats};
 use shm::{Area, Arena, PeerArena, Region, RingPurpose, SharedMemory, area_bytes};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use trireme_base::Rank;
-use trireme_schedule::collective::Hosts;
+use trireme_schedule::collective::{CostModel, Hosts};
 
 /// Executes operations among the ranks of one group.
 ///
@@ -31,18 +36,21 @@ pub(crate) trait Transport: Send {
         cost: &mut Cost,
     ) -> Result<(), CommError>;
 
-    /// The operation failed on this rank: memory that peers may still write to must not be used again.
-    fn abandon(&mut self) {}
+    /// The operation failed on this rank: memory that others may still read or write must not be used again, and what the
+    /// payload has of it is taken out.
+    fn abandon(&mut self, payload: &mut Payload);
 }
 
 /// What a rank has of a group before the group is made.
 pub(crate) struct Parts {
     pub(crate) rank: Rank,
     pub(crate) hosts: Hosts,
-    /// Connected stream sockets, one row for each [`Purpose`], in rank order, `None` for this rank.
-    pub(crate) rows: [Vec<Option<OwnedFd>>; 3],
+    /// Connections with the peers, one row for each [`Purpose`], in rank order, `None` for this rank.
+    pub(crate) rows: [Vec<Option<Connection>>; 3],
     /// Memory that ranks of this host share.
     pub(crate) memory: Option<GroupMemory>,
+    /// Where MPI finds the ranks, if it carries the data.
+    pub(crate) seats: Option<Seats>,
     /// Whether all ranks are threads of this process.
     pub(crate) is_inproc: bool,
 }
@@ -67,6 +75,7 @@ pub(crate) struct Fabric {
     pub(crate) kind: TransportKind,
     pub(crate) control: Control,
     pub(crate) transport: Box<dyn Transport>,
+    pub(crate) selection: Selection,
     /// For messages to and from each rank.
     pub(crate) message_links: Vec<Option<Link>>,
     /// Where buffers lie best, and where those of the peers are.
@@ -114,23 +123,37 @@ impl OwnMemory {
 
 impl Parts {
     /// Puts the parts together.
-    pub(crate) fn assemble(self, options: &GroupOptions) -> Result<Fabric, CommError> {
-        let Parts { rank, hosts, rows, memory, is_inproc } = self;
+    pub(crate) fn assemble(
+        self,
+        measured: &Arc<OnceLock<CostModel>>,
+        options: &GroupOptions,
+        recorder: &GroupRecorder,
+    ) -> Result<Fabric, CommError> {
+        let Parts { rank, hosts, rows, memory, seats, is_inproc } = self;
         let [collectives, messages, control] = rows;
-        let control =
-            Control::new(control).map_err(|source| CommError::Watch { source: Arc::new(source) })?;
-        let links = |sockets: Vec<Option<OwnedFd>>, purpose| {
-            let sockets = sockets.into_iter().enumerate();
-            let link = |(peer, socket): (usize, Option<OwnedFd>)| {
-                Some(link(socket?, purpose, (rank, Rank(peer)), &hosts, memory.as_ref()))
+        let control = control.into_iter().map(|connection| connection.map(plain)).collect();
+        let control = Control::new(control, recorder.clone())
+            .map_err(|source| CommError::Watch { source: Arc::new(source) })?;
+        let piece_bytes = options.chunk_bytes.next_multiple_of(size_of::<CacheLine>());
+        let links = |connections: Vec<Option<Connection>>, purpose| {
+            let connections = connections.into_iter().enumerate();
+            let link = |(peer, connection): (usize, Option<Connection>)| {
+                Some(match &seats {
+                    Some(seats) => {
+                        let socket = plain(connection?);
+                        Link::Mpi(MpiLink::new(socket, seats, (Rank(peer), purpose), piece_bytes))
+                    }
+                    None => link(connection?, purpose, (rank, Rank(peer)), &hosts, memory.as_ref()),
+                })
             };
-            sockets.map(link).collect::<Vec<_>>()
+            connections.map(link).collect::<Vec<_>>()
         };
         let collective_links = links(collectives, Purpose::Collectives);
         let message_links = links(messages, Purpose::Messages);
         let shares_all = hosts.num_hosts() == 1;
         let kind = match (&memory, is_inproc) {
             (_, true) => TransportKind::Inproc,
+            _ if seats.is_some() => TransportKind::Mpi,
             (None, false) => TransportKind::Tcp,
             (Some(_), false) if shares_all => TransportKind::Shm,
             (Some(_), false) => TransportKind::ShmAndTcp,
@@ -140,27 +163,42 @@ impl Parts {
             None => (None, collective_links.iter().map(|_| None).collect()),
         };
         let shared = memory
-            .filter(|_| shares_all)
+            .filter(|_| hosts.ranks(hosts.host_of(rank)).len() > 1)
             .map(|memory| {
                 let areas: Vec<Area> = memory.areas.into_iter().flatten().collect();
-                let members = (0..areas.len()).map(Rank).collect();
+                let members = hosts.ranks(hosts.host_of(rank)).to_vec();
                 let own = (memory.own.arena, memory.own.area);
-                SharedMemory::new(rank.0, members, areas, own, options)
+                SharedMemory::new(hosts.local_rank(rank), members, areas, own, options)
             })
             .transpose()?;
-        let transport = Box::new(Linked::new(rank, hosts, collective_links, shared, options)?);
-        Ok(Fabric { kind, control, transport, message_links, arena, peer_arenas })
+        let selection = Selection::new(hosts.clone(), arena.is_some(), Arc::clone(measured), options);
+        let transport =
+            Linked::new(rank, hosts, collective_links, shared, arena.clone(), selection.clone(), options)?;
+        let transport = Box::new(transport);
+        Ok(Fabric { kind, control, transport, selection, message_links, arena, peer_arenas })
+    }
+}
+
+/// The socket of a connection that is never encrypted.
+fn plain(connection: Connection) -> OwnedFd {
+    match connection {
+        Connection::Plain(socket) => socket,
+        Connection::Encrypted(_) => unreachable!("only TCP connections for data are encrypted"),
     }
 }
 
 /// The link to a peer: through memory that both map, if they do.
 fn link(
-    socket: OwnedFd,
+    connection: Connection,
     purpose: Purpose,
     (own, peer): (Rank, Rank),
     hosts: &Hosts,
     memory: Option<&GroupMemory>,
 ) -> Link {
+    let socket = match connection {
+        Connection::Plain(socket) => socket,
+        Connection::Encrypted(link) => return Link::Tls(link),
+    };
     let shared = memory.and_then(|memory| {
         Some((&memory.own.area, memory.areas[own.0].as_ref()?, memory.areas[peer.0].as_ref()?))
     });

@@ -7,6 +7,7 @@ use trireme_base::Rank;
 use trireme_comm::{
     CommError, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, inproc_world_with, join,
 };
+use trireme_schedule::collective::{CostModel, DirectCost, LinkCost};
 
 pub const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp, TransportKind::ShmAndTcp];
@@ -14,7 +15,18 @@ pub const TRANSPORTS: [TransportKind; 4] =
 /// Thresholds so low that short vectors take the paths of long ones, in several pieces.
 pub fn small_pieces() -> GroupOptions {
     let timeout = Duration::from_secs(60);
-    GroupOptions { timeout, short_bytes_max: 64, chunk_bytes: 128, ..GroupOptions::default() }
+    let link = LinkCost { latency_seconds: 1e-5, seconds_per_byte: 1e-9 };
+    let direct = DirectCost { synchronisation_seconds: 1e-6, seconds_per_byte: 1e-10 };
+    let costs = CostModel {
+        within: link,
+        across: link,
+        direct: Some(direct),
+        reduce_seconds_per_byte: 1e-10,
+        copy_seconds_per_byte: 1e-10,
+    };
+    // Costs that are given: what is measured chooses now this algorithm, now that.
+    let costs = Some(costs);
+    GroupOptions { timeout, short_bytes_max: 64, chunk_bytes: 128, costs, ..GroupOptions::default() }
 }
 
 /// Options of one world: a loopback address that no other world of these tests has.
@@ -49,7 +61,7 @@ pub fn on_ranks<R: Send>(
     }
     let options = join_options(world_size, choice, options);
     // Ranks 0 and 1 share a host, ranks 2 and 3 another one.
-    let host = |rank: usize| (transport == TransportKind::ShmAndTcp).then(|| format!("host {}", rank / 2));
+    let host = |rank: usize| (transport != TransportKind::Shm).then(|| format!("host {}", rank / 2));
     let ranks =
         (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), host: host(rank), ..options.clone() });
     on_threads(ranks.map(|options| {

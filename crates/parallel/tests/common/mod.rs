@@ -1,7 +1,7 @@
 //! A small model in training.
 #![allow(dead_code, unreachable_pub)] // Each test binary uses a part of it.
 
-use trireme_comm::Group;
+use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan};
@@ -17,6 +17,8 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     precision: Precision::F32,
     fp8: None,
     reduce_dtype: Precision::F32,
+    compression: Compression::none(),
+    seed: 0,
     loss_scaling: LossScaling::Off,
     determinism: Determinism::Layout,
     local_batch_size: SHAPE.0,

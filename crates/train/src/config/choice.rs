@@ -4,6 +4,7 @@ use super::nearest;
 use super::value::Value;
 use std::path::PathBuf;
 use toml::de::DeValue;
+use trireme_schedule::collective::{Algorithm, ParseAlgorithmError};
 
 /// Defines an enum of which each variant is written as one word.
 macro_rules! config_choice {
@@ -38,7 +39,7 @@ macro_rules! config_choice {
     };
 }
 
-fn one_of(words: &[&str]) -> String {
+pub(super) fn one_of(words: &[&str]) -> String {
     let quoted: Vec<String> = words.iter().map(|word| format!("{word:?}")).collect();
     match quoted.as_slice() {
         [only] => format!("{only}, the only choice of this version"),
@@ -47,7 +48,7 @@ fn one_of(words: &[&str]) -> String {
     }
 }
 
-fn refuse_word(found: Option<&str>, words: &[&str]) -> String {
+pub(super) fn refuse_word(found: Option<&str>, words: &[&str]) -> String {
     let hint = found.and_then(|found| nearest(found, words)).filter(|_| words.len() > 1);
     match hint {
         Some(word) => format!("{}; did you mean {word:?}?", one_of(words)),
@@ -142,6 +143,8 @@ config_choice! {
         Shm = "shm",
         /// TCP sockets.
         Tcp = "tcp",
+        /// MPI, in a program built with it and started by its launcher.
+        Mpi = "mpi",
     }
 }
 
@@ -208,5 +211,20 @@ impl Value for Resume {
             Resume::Never => Some("never".into()),
             Resume::From(path) => path.write(),
         }
+    }
+}
+
+impl Value for Algorithm {
+    fn expected() -> String {
+        "the name of an algorithm, such as \"ring\" or \"hierarchical:all:direct:ring\"".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        let word = value.as_str().ok_or_else(Self::expected)?;
+        word.parse().map_err(|error: ParseAlgorithmError| error.to_string())
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(self.to_string().into())
     }
 }

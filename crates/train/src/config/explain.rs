@@ -1,5 +1,6 @@
 //! Writes configs: one with every key explained, and one that says what a run was.
 
+use super::compression;
 use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
@@ -62,7 +63,7 @@ pub(super) fn write(config: &Config) -> String {
 }
 
 /// Whether the key has a meaning in this config: the shape of a model has none beside another description of
-/// the model, nor a loss scale without f16, nor a history of fp8 without fp8.
+/// the model, nor a loss scale without f16, nor a history of fp8 without fp8, nor an option of another codec.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
     match section {
         "model" => {
@@ -74,6 +75,7 @@ fn counts(config: &Config, section: &str, key: &Key) -> bool {
             (training.dtype == TrainingDtype::F16 || !LOSS_SCALE_KEYS.contains(&key.name))
                 && (training.fp8 != Fp8::Off || !FP8_KEYS.contains(&key.name))
         }
+        "comm" => compression::counts(config.comm().compression, key.name),
         _ => true,
     }
 }

@@ -8,6 +8,7 @@
 //! saved with a run tells all that counted.
 
 mod choice;
+mod compression;
 mod explain;
 mod mistake;
 mod reader;

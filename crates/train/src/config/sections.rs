@@ -8,7 +8,9 @@ use super::choice::{
 use super::section::{Section, config_section, config_sections};
 use super::value::{above, above_up_to};
 use std::path::PathBuf;
+use trireme_comm::CodecName;
 use trireme_optim::LossScaling;
+use trireme_schedule::collective::Algorithm;
 
 const LOSS_SCALE_MAX: u32 = LossScaling::SCALE_MAX;
 
@@ -240,8 +242,13 @@ config_section! {
 config_section! {
     /// Messages between workers.
     Comm {
-        /// `shm` (shared memory, one host), `tcp`, or `auto`.
+        /// `shm` (shared memory, one host), `tcp`, `mpi` (in a program built with it, started by mpirun or srun), or
+        /// `auto`: `shm` within hosts and `tcp` between them.
         transport: Transport = Transport::Auto;
+        /// How collective operations are done wherever it fits, such as `ring`, `halving_doubling`, `direct` or
+        /// `hierarchical:all:direct:ring` (docs/collectives.md). Without it, the quickest way by the costs of the links,
+        /// which are measured at the start; `trireme doctor` shows it.
+        algorithm: Option<Algorithm> = None;
         /// Seconds after which a worker that waits for another one gives up and says for whom.
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
         /// File with the secret that all workers share; nobody but its owner may read it. The environment
@@ -253,6 +260,36 @@ config_section! {
         /// Network interface, by name (`eth0`) or address, on which each worker listens for the others; by default
         /// the one by which it reaches rank 0.
         interface: Option<String> = None;
+        /// PEM file with this worker's certificate: with it, data between hosts is encrypted by TLS, and every worker shows
+        /// a certificate. Needs a build with `--features tls`.
+        tls_certificate: Option<PathBuf> = None;
+        /// PEM file with the certificate's private key; nobody but its owner may read it.
+        tls_key: Option<PathBuf> = None;
+        /// PEM file with the certificates of the authorities that have signed those of the workers.
+        tls_ca: Option<PathBuf> = None;
+        /// DNS name that every worker's certificate is for.
+        tls_name: String = "trireme".to_owned();
+        /// How gradients are compressed before they are summed over the workers, which is for slow networks: `none`;
+        /// rounded to `f16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`; rounded at random to `int8` or `int4` (QSGD); `one_bit`, signs
+        /// with two scales; `top_k`, the largest elements (deep gradient compression); `random_k`, random elements;
+        /// `powersgd`, matrices of low rank. docs/compression.md says what each sends and when to use it. Needs
+        /// `determinism = "run"`. One worker compresses nothing.
+        compression: CodecName = CodecName::None;
+        /// `powersgd`: columns of the two thin matrices whose product a gradient becomes.
+        compression_rank: usize = 4, within 1..=1024;
+        /// `top_k`, `random_k`: part of the elements that a step sends.
+        compression_ratio: f64 = 0.01, within above_up_to(0.0, 1.0);
+        /// `int8`, `int4`, `one_bit`: elements that share a scale, a multiple of 64; 0 takes 256, or 1024 with `one_bit`.
+        compression_block_len: usize = 0, within 0..=1 << 20;
+        /// `top_k`: momentum that is accumulated before the largest elements are chosen (momentum correction of deep
+        /// gradient compression). It takes the place of the optimizer's: use `sgd` with `momentum = 0`.
+        compression_momentum: f64 = 0.0, within 0.0..1.0;
+        /// First steps with this compression, which are compressed less: `top_k` and `random_k` begin with a ratio of 25 %,
+        /// divided by four in equal intervals; all others send them as they are.
+        compression_warmup_steps: u64 = 0, within 0..;
+        /// Whether what a step does not send is kept and added to the next one's gradient: 4 bytes a parameter. By
+        /// default all do but `f16`, `bf16`, `int8` and `int4`.
+        compression_error_feedback: Option<bool> = None;
     }
 }
 

@@ -223,6 +223,128 @@ fn fp8_needs_bf16_and_its_keys_need_fp8() {
     assert!(!good(SMALLEST, &[]).to_toml().contains("fp8_"));
 }
 
+/// SGD without momentum in a run that may be compressed.
+const COMPRESSIBLE: [&str; 3] = ["training.determinism=run", "optimizer.name=sgd", "optimizer.momentum=0"];
+
+#[test]
+fn compression_has_the_options_of_its_codec() {
+    let compression = |options: &[&str]| {
+        let config = good(SMALLEST, &[&COMPRESSIBLE, options].concat());
+        (config.compression().to_string(), config.to_toml())
+    };
+    assert_eq!(compression(&[]).0, "none");
+    assert!(!compression(&["comm.compression_rank=4"]).1.contains("compression_"));
+    for (options, expected) in [
+        (
+            &["comm.compression=f16", "training.dtype=f16"][..],
+            "f16 (warmup_steps = 0, error_feedback = false)",
+        ),
+        (&["comm.compression=int4"], "int4 (block_len = 256, warmup_steps = 0, error_feedback = false)"),
+        (
+            &["comm.compression=one_bit", "comm.compression_block_len=64", "comm.compression_warmup_steps=9"],
+            "one_bit (block_len = 64, warmup_steps = 9, error_feedback = true)",
+        ),
+        (
+            &["comm.compression=top_k", "comm.compression_ratio=0.5", "comm.compression_momentum=0.5"],
+            "top_k (ratio = 0.5, momentum = 0.5, warmup_steps = 0, error_feedback = true)",
+        ),
+        (
+            &[
+                "comm.compression=powersgd",
+                "comm.compression_error_feedback=false",
+                "comm.compression_rank=1",
+            ],
+            "powersgd (rank = 1, warmup_steps = 0, error_feedback = false)",
+        ),
+    ] {
+        let (text, written) = compression(options);
+        assert_eq!(text, expected);
+        let is_written = |option| written.contains(&format!("compression_{option} ="));
+        assert_eq!(is_written("rank"), text.contains("rank"), "{written}");
+        assert_eq!(is_written("momentum"), text.contains("momentum"), "{written}");
+        assert!(is_written("warmup_steps"), "{written}");
+    }
+    let all = Config::explain(Some("comm")).unwrap();
+    assert!(all.contains("\"random_k\" or \"powersgd\".\ncompression = \"none\"\n"), "{all}");
+}
+
+#[test]
+fn compression_is_refused_where_it_makes_no_sense() {
+    let refused = |options: &[&str], part: &str| {
+        let found = mistakes(SMALLEST, &[&COMPRESSIBLE, options].concat());
+        assert!(found.len() == 1 && found[0].contains(part), "{options:?}: {found:?}");
+        assert!(found[0].starts_with(&format!("--set {}: ", options[0])), "{options:?}: {found:?}");
+    };
+    for (options, part) in [
+        (&["comm.compression=topk"][..], "or \"powersgd\"; did you mean \"top_k\"?"),
+        (&["comm.compression=bf16", "training.determinism=layout"], "set determinism = \"run\""),
+        (
+            &["comm.compression=int8", "training.reduce_dtype=bf16"],
+            "rounded to reduce_dtype as well; remove one",
+        ),
+        (&["comm.compression=f16"], "take \"bf16\", or set compression_error_feedback = true"),
+        (&["comm.compression_rank=2"], "counts only with compression = \"powersgd\""),
+        (
+            &["comm.compression_rank=2", "comm.compression=top_k"],
+            "counts only with compression = \"powersgd\"",
+        ),
+        (
+            &["comm.compression_ratio=0.1", "comm.compression=int8"],
+            "= \"top_k\" or \"random_k\"; set that, or remove",
+        ),
+        (&["comm.compression_block_len=64"], "= \"int8\", \"int4\" or \"one_bit\"; set that"),
+        (
+            &["comm.compression_momentum=0.9", "comm.compression=one_bit"],
+            "counts only with compression = \"top_k\"",
+        ),
+        (&["comm.compression_warmup_steps=9"], "counts only with compression = \"f16\", \"bf16\""),
+        (&["comm.compression_error_feedback=true"], "counts only with compression = \"f16\""),
+        (
+            &["comm.compression_block_len=65", "comm.compression=int8"],
+            "expected a multiple of 64, from 64 to 1048576",
+        ),
+        (&["comm.compression_rank=0", "comm.compression=powersgd"], "expected a whole number from 1 to 1024"),
+        (&["comm.compression_ratio=0", "comm.compression=top_k"], "expected a number above 0 and up to 1"),
+        (&["comm.compression_momentum=1", "comm.compression=top_k"], "expected a number from 0 to below 1"),
+        // As an f32 it is 1.
+        (&["comm.compression_momentum=0.9999999999", "comm.compression=top_k"], "expected from 0 to below 1"),
+        (
+            &[
+                "comm.compression_error_feedback=false",
+                "comm.compression=top_k",
+                "comm.compression_momentum=0.5",
+            ],
+            "expected true with momentum",
+        ),
+        (
+            &["comm.compression_momentum=0.5", "comm.compression=top_k", "optimizer.momentum=0.9"],
+            "set name = \"sgd\" and momentum = 0 in [optimizer]",
+        ),
+        (
+            &["comm.compression_momentum=0.5", "comm.compression=top_k", "optimizer.name=adamw"],
+            "set name = \"sgd\" and momentum = 0 in [optimizer]",
+        ),
+    ] {
+        refused(options, part);
+    }
+    // The default of determinism is told as well, at the key that is there.
+    assert!(
+        mistake_of("comm.compression=bf16").starts_with("--set comm.compression=bf16: sums of compressed")
+    );
+    // One mistake for each option that is another codec's.
+    let options = [
+        "comm.compression=f16",
+        "training.dtype=f16",
+        "comm.compression_rank=2",
+        "comm.compression_ratio=0.1",
+    ];
+    assert_eq!(mistakes(SMALLEST, &[&COMPRESSIBLE[..], &options].concat()).len(), 2);
+    good(
+        SMALLEST,
+        &["comm.compression=f16", "comm.compression_error_feedback=true", "training.determinism=run"],
+    );
+}
+
 #[test]
 fn overrides_take_toml_and_bare_strings_and_the_last_one_wins() {
     let config = good(
@@ -282,6 +404,19 @@ fn the_written_config_reads_as_the_same_config() {
         (SMALLEST, vec!["training.dtype=f16", "training.loss_scale_growth_interval=7"]),
         (SMALLEST, vec!["training.dtype=bf16", "training.fp8=e4m3", "training.fp8_amax_history_len=7"]),
         (SMALLEST, vec!["training.dtype=f16", "training.loss_scale=64", "training.reduce_dtype=bf16"]),
+        (
+            SMALLEST,
+            vec![
+                "training.determinism=run",
+                "comm.compression=one_bit",
+                "comm.compression_block_len=128",
+                "comm.compression_error_feedback=false",
+            ],
+        ),
+        (
+            SMALLEST,
+            vec!["training.determinism=run", "comm.compression=top_k", "comm.compression_warmup_steps=7"],
+        ),
     ] {
         let config = good(text, &overrides);
         assert_eq!(good(&config.to_toml(), &[]), config, "{}", config.to_toml());
@@ -297,6 +432,20 @@ fn the_written_config_reads_as_the_same_config() {
 }
 
 #[test]
+fn tls_needs_all_of_its_files() {
+    let text = format!("{SMALLEST}[comm]\ntls_certificate = \"worker.pem\"\ntls_key = \"worker.key\"\n");
+    assert_eq!(
+        mistakes(&text, &[]),
+        [
+            "configs/try.toml:6: tls_certificate = \"worker.pem\": TLS needs all of `tls_certificate`, `tls_key` and `tls_ca`"
+        ]
+    );
+    let whole = good(&text, &["comm.tls_ca=authority.pem"]);
+    assert_eq!(whole.comm().tls_name, "trireme");
+    assert_eq!(good(&whole.to_toml(), &[]), whole);
+}
+
+#[test]
 fn explains_every_key_in_a_form_that_reads_as_the_defaults() {
     let explained = Config::explain(None).unwrap();
     let (model, data) = ("model.architecture=gpt2", "data.inputs=[\"text.txt\"]");
@@ -308,11 +457,25 @@ fn explains_every_key_in_a_form_that_reads_as_the_defaults() {
     }
     let comm = Config::explain(Some("comm")).unwrap();
     assert!(comm.starts_with("# Messages between workers.\n[comm]\n\n# `shm` (shared memory"), "{comm}");
-    assert!(comm.contains("# Expected: \"auto\", \"shm\" or \"tcp\".\ntransport = \"auto\"\n"), "{comm}");
+    assert!(
+        comm.contains("# Expected: \"auto\", \"shm\", \"tcp\" or \"mpi\".\ntransport = \"auto\"\n"),
+        "{comm}"
+    );
     let model = Config::explain(Some("model")).unwrap();
     assert!(model.contains("Not set by default.\n# config =\n"), "{model}");
     let error = Config::explain(Some("optimiser")).unwrap_err().to_string();
     assert_eq!(error, "there is no section [optimiser]; did you mean [optimizer]?");
+}
+
+#[test]
+fn an_algorithm_that_changes_bits_needs_leave_to_do_so() {
+    let ring = "comm.algorithm=ring";
+    assert!(mistakes(SMALLEST, &[ring])[0].contains("would depend on the layout"));
+    assert!(mistakes(SMALLEST, &["comm.algorithm=rings"])[0].contains("algorithm"));
+    for kept in ["halving_doubling", "direct", "pairwise", "hierarchical:one:direct:ring"] {
+        good(SMALLEST, &[&format!("comm.algorithm={kept}")]);
+    }
+    good(SMALLEST, &[ring, "training.determinism=run"]);
 }
 
 #[test]

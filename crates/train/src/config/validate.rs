@@ -1,12 +1,14 @@
 //! Holds the keys against each other, and resolves those that stand for others.
 
 use super::Config;
-use super::choice::{Architecture, Decay, Fp8, Tokenizer, TrainingDtype};
+use super::choice::{Architecture, Decay, Determinism, Fp8, Tokenizer, TrainingDtype};
+use super::compression::check_compression;
 use super::mistake::{Mistake, Place};
 use super::reader::Loose;
 use super::section::Section;
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
 use std::path::{Component, Path};
+use trireme_schedule::collective::{Algorithm, Collective, Hosts, fits, is_canonical};
 
 /// Microbatches of one step on one worker: far above any use, and few enough for the step's program to fit
 /// into memory.
@@ -32,6 +34,9 @@ pub(super) fn validate(
     check_training(&mut checks, world_size);
     check_loss_scale(&mut checks);
     check_fp8(&mut checks);
+    check_tls(&mut checks);
+    check_algorithm(&mut checks);
+    check_compression(&mut checks);
     let mut mistakes = checks.mistakes;
     mistakes.append(&mut loose.mistakes);
     if !mistakes.is_empty() {
@@ -43,16 +48,16 @@ pub(super) fn validate(
 }
 
 /// Checks between keys that have been read.
-struct Checks<'a> {
+pub(super) struct Checks<'a> {
     path: &'a Path,
-    loose: &'a Loose,
+    pub(super) loose: &'a Loose,
     mistakes: Vec<Mistake>,
 }
 
 impl Checks<'_> {
     /// Notes a mistake unless `holds`, at the first of `keys` that is set. Where one of them was refused
     /// already, or none is set and the place is in doubt, it would be a mistake of our own.
-    fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
+    pub(super) fn require(&mut self, holds: bool, keys: &[&str], explain: impl FnOnce() -> String) {
         let doubtful = &self.loose.doubtful;
         if holds || keys.iter().any(|key| doubtful.contains(*key)) {
             return;
@@ -84,6 +89,35 @@ fn check_run(checks: &mut Checks<'_>) {
             && !name.chars().any(char::is_control)
     };
     checks.require(is_plain, &["run.name"], || format!("expected the name of one folder, found {name:?}"));
+}
+
+fn check_tls(checks: &mut Checks<'_>) {
+    let comm = &checks.loose.sections.comm;
+    let files = [&comm.tls_certificate, &comm.tls_key, &comm.tls_ca];
+    let num_set = files.iter().filter(|file| file.is_some()).count();
+    checks.require(
+        num_set == 0 || num_set == files.len(),
+        &["comm.tls_certificate", "comm.tls_key", "comm.tls_ca"],
+        || "TLS needs all of `tls_certificate`, `tls_key` and `tls_ca`".to_owned(),
+    );
+}
+
+/// Flat algorithms keep the order of sums or do not, whatever the world; of hierarchical ones the hosts decide.
+fn check_algorithm(checks: &mut Checks<'_>) {
+    let Sections { comm, training, .. } = &checks.loose.sections;
+    let Some(algorithm @ Algorithm::Flat(_)) = comm.algorithm else { return };
+    let (all_reduce, hosts) = (Collective::AllReduce { len: 8 }, Hosts::single(8));
+    let keeps_order = !fits(all_reduce, algorithm, &hosts) || is_canonical(all_reduce, algorithm, &hosts);
+    checks.require(
+        keeps_order || training.determinism == Determinism::Run,
+        &["comm.algorithm", "training.determinism"],
+        || {
+            format!(
+                "{algorithm} adds in an order of its own, so the bits would depend on the layout: set determinism = \"run\", \
+                 or take halving_doubling, recursive_doubling, binomial_tree or direct"
+            )
+        },
+    );
 }
 
 fn check_model(checks: &mut Checks<'_>) {
@@ -227,7 +261,7 @@ fn check_loss_scale(checks: &mut Checks<'_>) {
                 .to_owned()
         },
     );
-    for key in changed_keys(training, &LOSS_SCALE_KEYS) {
+    for key in changed_keys(training).filter(|key| LOSS_SCALE_KEYS.contains(key)) {
         let name = format!("training.{key}");
         checks.require(is_f16, &[&name, "training.dtype"], || {
             "counts only with dtype = \"f16\"; set that, or remove this key".to_owned()
@@ -254,19 +288,17 @@ fn check_fp8(checks: &mut Checks<'_>) {
         &["training.fp8", "training.dtype"],
         || "fp8 is emulated with products in bf16; set dtype = \"bf16\", or remove this key".to_owned(),
     );
-    for key in changed_keys(training, &FP8_KEYS) {
+    for key in changed_keys(training).filter(|key| FP8_KEYS.contains(key)) {
         checks.require(is_on, &[&format!("training.{key}"), "training.fp8"], || {
             "counts only with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key".to_owned()
         });
     }
 }
 
-/// Those of `keys` of `[training]` that do not have their default.
-fn changed_keys(training: &Training, keys: &[&str]) -> impl Iterator<Item = &'static str> {
-    let pairs = training.keys().into_iter().zip(Training::default().keys());
-    pairs
-        .filter(|(key, default)| keys.contains(&key.name) && key.value != default.value)
-        .map(|(key, _)| key.name)
+/// The keys of a section that do not have their default.
+pub(super) fn changed_keys<S: Section + Default>(section: &S) -> impl Iterator<Item = &'static str> + use<S> {
+    let pairs = section.keys().into_iter().zip(S::default().keys());
+    pairs.filter(|(key, default)| key.value != default.value).map(|(key, _)| key.name)
 }
 
 fn name_run(sections: &mut Sections, path: &Path) {

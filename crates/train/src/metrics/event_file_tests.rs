@@ -127,6 +127,7 @@ fn a_step_is_one_event_with_all_its_scalars() {
     let without = written(0, std::slice::from_ref(&record));
     record.validation_loss = Some(3.25);
     (record.loss_scale, record.skipped_steps) = (Some(1 << 16), Some(3));
+    (record.compression_bytes_saved, record.compression_error_norm) = (Some(1 << 20), Some(0.5));
     let file = written(0, &[record]);
     let events = payloads(&file);
     let [Field::Number(1, wall_time), Field::Number(2, 300), Field::Bytes(5, summary)] =
@@ -142,8 +143,12 @@ fn a_step_is_one_event_with_all_its_scalars() {
     assert_eq!(scalar("memory_peak_bytes/activations"), 8_589_934_592.0);
     assert_eq!(scalar("validation/loss"), 3.25);
     assert_eq!((scalar("train/loss_scale"), scalar("train/skipped_steps")), (65_536.0, 3.0));
+    assert_eq!(scalar("performance/compression_bytes_saved"), 1_048_576.0);
+    assert_eq!(scalar("train/compression_error_norm"), 0.5);
     let without = String::from_utf8_lossy(&without);
-    assert!(!without.contains("validation/loss") && !without.contains("loss_scale"));
+    for name in ["validation/loss", "loss_scale", "compression"] {
+        assert!(!without.contains(name), "{name}");
+    }
 }
 
 #[test]

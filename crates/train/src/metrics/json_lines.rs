@@ -113,6 +113,8 @@ mod tests {
                 seconds_to_first_step: Some(0.25),
                 loss_scale: Some(1 << 16),
                 skipped_steps: Some(3),
+                compression_bytes_saved: Some(1 << 20),
+                compression_error_norm: Some(0.5),
                 ..record(2)
             })
             .unwrap();
@@ -138,6 +140,8 @@ mod tests {
         assert_eq!(records[0]["memory_peak_bytes"]["parameters"], 7);
         assert_eq!(records[1]["validation_loss"], Value::Null);
         assert_eq!(records[1]["seconds_to_first_step"], 0.25);
+        let saved = (&records[1]["compression_bytes_saved"], &records[1]["compression_error_norm"]);
+        assert_eq!(saved, (&1_048_576.into(), &0.5.into()));
         assert_eq!((&records[1]["loss_scale"], &records[1]["skipped_steps"]), (&65_536.into(), &3.into()));
     }
 

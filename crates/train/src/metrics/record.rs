@@ -25,6 +25,14 @@ pub struct StepRecord {
     pub comm_bytes: u64,
     /// Most memory held by this worker so far.
     pub memory_peak_bytes: MemoryPeakBytes,
+    /// Bytes that this worker would have sent in addition without compression, by the formulas of
+    /// docs/compression.md, in runs with compression.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compression_bytes_saved: Option<u64>,
+    /// Norm of what this worker's mean gradient, with what earlier steps have kept of it, lacks in its messages, in the
+    /// units of `grad_norm`, in runs with compression.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub compression_error_norm: Option<f64>,
     /// Factor of the loss in this step's backward, in runs with `dtype = "f16"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub loss_scale: Option<u32>,

@@ -1,9 +1,12 @@
 //! `trireme bench`.
 
+mod collectives;
 mod kernels;
 mod step;
 
-use anyhow::Result;
+use crate::launch::{LaunchError, LocalWorld, run_local_workers, this_command};
+use crate::started::{STARTED_VARIABLE, to_variable};
+use anyhow::{Context, Result};
 use std::time::{Duration, Instant};
 
 /// Measure this machine and this build.
@@ -15,6 +18,7 @@ pub(crate) struct BenchArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum BenchCommand {
+    Collectives(collectives::CollectivesArgs),
     Kernels(kernels::KernelsArgs),
     Step(step::StepArgs),
 }
@@ -22,6 +26,7 @@ enum BenchCommand {
 /// Runs `trireme bench`.
 pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
     match &args.command {
+        BenchCommand::Collectives(args) => collectives::run(args, started),
         BenchCommand::Kernels(args) => kernels::run(args),
         BenchCommand::Step(args) => step::run(args, started),
     }
@@ -31,4 +36,23 @@ pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
     seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected seconds from 0 to 3600".to_owned())
+}
+
+/// Starts this command again for each worker, and waits until all have ended.
+fn launch_workers(num_workers: usize, started: Instant) -> Result<()> {
+    let logs = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
+    std::fs::create_dir_all(&logs).with_context(|| format!("cannot make the folder {}", logs.display()))?;
+    let world = LocalWorld { num_workers, master_port: 0, log_folder: &logs };
+    let command = this_command()?;
+    let ended = run_local_workers(world, |_| {
+        let mut worker = std::process::Command::new(command.get_program());
+        worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
+        worker
+    });
+    // Of a worker's death the error names the log; else nobody will look for it.
+    if !matches!(ended, Err(LaunchError::WorkerDied { .. })) {
+        // What cannot be removed from the temporary folder is the system's to remove.
+        let _ = std::fs::remove_dir_all(&logs);
+    }
+    Ok(ended?)
 }

@@ -1,10 +1,8 @@
 //! `trireme bench step`.
 
+use super::launch_workers;
 use crate::console::Output;
-use crate::launch::{
-    LaunchError, LocalWorld, WorkerEnvironment, join_options, run_local_workers, this_command,
-};
-use crate::started::{STARTED_VARIABLE, to_variable};
+use crate::launch::{WorkerEnvironment, join_options};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::io::Write;
@@ -12,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Random, RandomKey, Rank};
-use trireme_comm::{Group, JoinOptions, TransportChoice, join, single};
+use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, join, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
@@ -147,28 +145,10 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
         None if args.workers > 1 => {
             // Before workers start, for each of them would find the same mistake.
             read_model(&args.model)?;
-            launch(args, started)
+            launch_workers(args.workers, started)
         }
         None => measure(args, single(), started),
     }
-}
-
-fn launch(args: &StepArgs, started: Instant) -> Result<()> {
-    let logs = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
-    std::fs::create_dir_all(&logs).with_context(|| format!("cannot make the folder {}", logs.display()))?;
-    let world = LocalWorld { num_workers: args.workers, master_port: 0, log_folder: &logs };
-    let command = this_command()?;
-    let ended = run_local_workers(world, |_| {
-        let mut worker = std::process::Command::new(command.get_program());
-        worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
-        worker
-    });
-    // Of a worker's death the error names the log; else nobody will look for it.
-    if !matches!(ended, Err(LaunchError::WorkerDied { .. })) {
-        // What cannot be removed from the temporary folder is the system's to remove.
-        let _ = std::fs::remove_dir_all(&logs);
-    }
-    Ok(ended?)
 }
 
 /// Where tokens come from.
@@ -223,6 +203,8 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),
         reduce_dtype: args.reduce_dtype,
+        compression: Compression::none(),
+        seed: args.seed,
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
         determinism: Determinism::Layout,
         local_batch_size: args.batch,

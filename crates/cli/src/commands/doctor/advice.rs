@@ -124,6 +124,9 @@ mod tests {
             error: None,
             all_reduce_seconds: Some(1.0),
             all_reduce_bytes: 1,
+            message_latency_seconds: Some(1e-6),
+            message_seconds_per_byte: Some(1e-9),
+            algorithms: Vec::new(),
         };
         let transports = Vec::from([shm]);
         (machine, Uses { features: String::new(), threads: 2, products: Vec::new(), transports })

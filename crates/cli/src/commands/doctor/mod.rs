@@ -216,6 +216,9 @@ fn print_uses(uses: &Uses) -> Result<()> {
     }
     for transport in &uses.transports {
         line(&format!("{} transport", transport.name), &transport.to_string())?;
+        for choice in transport.choices() {
+            line("", &choice)?;
+        }
     }
     Ok(())
 }

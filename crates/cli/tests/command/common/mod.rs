@@ -121,7 +121,8 @@ impl Scene {
         command
     }
 
-    fn prepare(&self, command: &mut Command) {
+    /// Makes a command run in the scene's folder, without a terminal and without another launcher's variables.
+    pub(crate) fn prepare(&self, command: &mut Command) {
         let is_launchers = |name: &OsStr| {
             name.to_str().is_some_and(|name| LAUNCHER_VARIABLES.iter().any(|start| name.starts_with(start)))
         };
@@ -182,13 +183,18 @@ impl Scene {
         error
     }
 
-    /// Steps in the run's `metrics.jsonl`, with the bits of their losses.
+    /// The lines of the run's `metrics.jsonl`: one for each step.
+    pub(crate) fn records(&self, run: &str) -> Vec<serde_json::Value> {
+        let metrics = self.read(&format!("runs/{run}/metrics.jsonl"));
+        metrics.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    }
+
+    /// Steps of the run, with the bits of their losses.
     pub(crate) fn losses(&self, run: &str) -> Vec<(u64, u64)> {
-        let parse = |line: &str| {
-            let record: serde_json::Value = serde_json::from_str(line).unwrap();
+        let of_record = |record: &serde_json::Value| {
             (record["step"].as_u64().unwrap(), record["loss"].as_f64().unwrap().to_bits())
         };
-        self.read(&format!("runs/{run}/metrics.jsonl")).lines().map(parse).collect()
+        self.records(run).iter().map(of_record).collect()
     }
 
     /// Asserts that the checkpoints of a run are whole, and that there are some; returns how many.

@@ -2,12 +2,17 @@
 
 mod ring;
 mod socket;
+#[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
+mod tls;
 
 pub(crate) use ring::RingLink;
 pub(crate) use socket::SocketLink;
+pub(crate) use tls::{Tls, TlsLink};
 
+use super::mpi::MpiLink;
 use rustix::event::PollFlags;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 /// The connection is of no more use: it ended, broke, or carries what it cannot.
 #[derive(Debug)]
@@ -26,42 +31,92 @@ pub(crate) enum Interest {
 pub(crate) enum Link {
     /// Through the kernel.
     Socket(SocketLink),
+    /// Through the kernel, encrypted.
+    Tls(Box<TlsLink>),
     /// Through memory that both map.
     Ring(RingLink),
+    /// By MPI.
+    Mpi(MpiLink),
+}
+
+/// A connection with a peer that has been made, and is to become a link or carry notices.
+pub(crate) enum Connection {
+    Plain(OwnedFd),
+    Encrypted(Box<TlsLink>),
+}
+
+impl Connection {
+    /// The socket of a connection that is never encrypted: for notices, within a host, or beside MPI.
+    ///
+    /// # Panics
+    /// If it is encrypted.
+    pub(crate) fn socket(&self) -> &OwnedFd {
+        match self {
+            Connection::Plain(socket) => socket,
+            Connection::Encrypted(_) => unreachable!("only TCP connections for data are encrypted"),
+        }
+    }
+}
+
+/// Which side of a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Side {
+    /// It has connected.
+    Connecting,
+    /// It has accepted.
+    Accepting,
 }
 
 impl Link {
-    /// Sends what goes of a header and its payload, and says how many bytes that was.
+    /// Sends what goes of a header and its payload, and says how many bytes that was. The next call begins with the
+    /// byte after those; what was given stays where and as it is until then.
     pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
         match self {
             Link::Socket(link) => link.send(header, payload),
+            Link::Tls(link) => link.send(header, payload).map_err(|_| Broken),
             Link::Ring(link) => link.send(header, payload),
+            Link::Mpi(link) => link.send(header, payload),
         }
     }
 
-    /// Receives what has come, and says how many bytes that was.
+    /// Receives what has come of a header, and says how many bytes that was.
+    pub(crate) fn receive_header(&mut self, header: &mut [u8]) -> Result<usize, Broken> {
+        match self {
+            Link::Socket(link) => link.receive(header),
+            Link::Tls(link) => link.receive(header).map_err(|_| Broken),
+            Link::Ring(link) => link.receive(header),
+            Link::Mpi(link) => link.receive_header(header),
+        }
+    }
+
+    /// Receives what has come of a payload, and says how many bytes that was. The next call is for the rest, whose memory
+    /// nothing else uses until then.
     pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
         if bytes.is_empty() {
             return Ok(0);
         }
         match self {
             Link::Socket(link) => link.receive(bytes),
+            Link::Tls(link) => link.receive(bytes).map_err(|_| Broken),
             Link::Ring(link) => link.receive(bytes),
+            Link::Mpi(link) => link.receive(bytes),
         }
     }
 
     /// Says that the caller is about to sleep; whether it need not, because what it waits for is there.
     pub(crate) fn prepare_sleep(&mut self, interest: Interest) -> Result<bool, Broken> {
         match self {
-            Link::Socket(_) => Ok(false),
+            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) => Ok(false),
             Link::Ring(link) => link.prepare_sleep(interest),
         }
     }
 
     /// The caller is awake again.
     pub(crate) fn end_sleep(&mut self, interest: Interest) {
-        if let Link::Ring(link) = self {
-            link.end_sleep(interest);
+        match self {
+            Link::Socket(_) | Link::Tls(_) => {}
+            Link::Ring(link) => link.end_sleep(interest),
+            Link::Mpi(link) => link.end_sleep(),
         }
     }
 
@@ -69,12 +124,44 @@ impl Link {
     pub(crate) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         match self {
             Link::Socket(link) => link.poll(interest),
+            Link::Tls(link) => link.poll(interest),
             Link::Ring(link) => link.poll(),
+            Link::Mpi(link) => link.poll(),
+        }
+    }
+
+    /// How long to sleep at most, if nothing wakes the sleeper when bytes have come.
+    pub(crate) fn nap(&self) -> Option<Duration> {
+        match self {
+            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) => None,
+            Link::Mpi(link) => Some(link.nap()),
         }
     }
 
     /// Whether looking again soon costs less than sleeping.
-    pub(crate) fn is_worth_spinning(&self) -> bool {
+    pub(crate) fn is_worth_looking(&self) -> bool {
         matches!(self, Link::Ring(_))
+    }
+
+    /// Whether only a try shows that bytes can be sent or have come.
+    pub(crate) fn must_be_tried(&self) -> bool {
+        matches!(self, Link::Mpi(_))
+    }
+
+    /// The link is of no more use. Whether others may still read and write memory that was passed to it, which then must
+    /// never be freed.
+    pub(crate) fn abandon(&mut self) -> bool {
+        match self {
+            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) => false,
+            Link::Mpi(link) => link.abandon(),
+        }
+    }
+
+    /// Whether what somebody waits for is there, as far as that can be seen without the kernel.
+    pub(crate) fn is_ready(&self, interest: Interest) -> bool {
+        match self {
+            Link::Ring(link) => link.is_ready(interest),
+            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) => false,
+        }
     }
 }

@@ -60,6 +60,14 @@ impl RingLink {
         Ok(num_read)
     }
 
+    /// What cannot be told shows when it is used.
+    pub(super) fn is_ready(&self, interest: Interest) -> bool {
+        match interest {
+            Interest::Send => self.outgoing.has_room().unwrap_or(true),
+            Interest::Receive => self.incoming.has_unread().unwrap_or(true),
+        }
+    }
+
     pub(super) fn prepare_sleep(&mut self, interest: Interest) -> Result<bool, Broken> {
         Ok(match interest {
             Interest::Send => self.outgoing.prepare_sleep()?,

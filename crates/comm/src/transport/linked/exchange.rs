@@ -3,17 +3,13 @@ use super::memories::{Memories, Place};
 use crate::CommError;
 use crate::control::{Control, TICK};
 use crate::engine::{Call, Cost};
+use crate::patience::Patience;
 use crate::transport::link::{Broken, Interest, Link};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::time::Instant;
 use trireme_base::Rank;
 use trireme_schedule::collective::{self, Action};
-
-/// Looks at a link that peers fill without the kernel, before sleeping.
-const NUM_LOOKS: u32 = 400;
-/// The last ones of them let others have the processor.
-const NUM_YIELDS: u32 = 20;
 
 /// Why a message does not go on.
 pub(crate) enum Trouble {
@@ -86,10 +82,10 @@ impl<'a> Exchange<'a> {
         links: &mut [Option<Link>],
         memories: &mut Memories<'_>,
         piece: &mut [u8],
+        patience: &mut Patience,
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
-        let mut num_looks = 0;
         loop {
             let mut has_moved = false;
             if let Some(outgoing) = &mut self.outgoing {
@@ -116,17 +112,26 @@ impl<'a> Exchange<'a> {
                 return Ok(());
             }
             if has_moved {
-                num_looks = 0;
-            } else if num_looks < NUM_LOOKS && self.is_worth_spinning(links) {
-                num_looks += 1;
-                match num_looks + NUM_YIELDS < NUM_LOOKS {
-                    true => std::hint::spin_loop(),
-                    false => std::thread::yield_now(),
-                }
-            } else {
+                patience.has_succeeded();
+            } else if !self.look(links, piece.len(), patience) {
                 self.wait(links, piece.len(), control, cost)?;
             }
         }
+    }
+
+    /// Looks for a while whether something can move, where that costs less than sleeping.
+    fn look(&self, links: &mut [Option<Link>], piece_bytes: usize, patience: &mut Patience) -> bool {
+        let interests = self.interests(piece_bytes);
+        let mut waited_for = interests.into_iter().flatten();
+        if waited_for.any(|(rank, _)| link_to(links, rank).must_be_tried()) {
+            return patience.tries_again(self.call.is_awaited);
+        }
+        let mut waited_for = interests.into_iter().flatten();
+        waited_for.any(|(rank, _)| link_to(links, rank).is_worth_looking())
+            && patience.look(self.call.is_awaited, || {
+                let mut waited_for = interests.into_iter().flatten();
+                waited_for.any(|(rank, interest)| link_to(links, rank).is_ready(interest))
+            })
     }
 
     /// What this rank waits for, and from whom.
@@ -136,12 +141,6 @@ impl<'a> Exchange<'a> {
             self.outgoing.as_ref().map(|outgoing| (outgoing.to, Interest::Send)),
             incoming.map(|incoming| (incoming.from, Interest::Receive)),
         ]
-    }
-
-    fn is_worth_spinning(&self, links: &mut [Option<Link>]) -> bool {
-        let peers =
-            [self.outgoing.as_ref().map(|out| out.to), self.incoming.as_ref().map(|inward| inward.from)];
-        peers.into_iter().flatten().any(|rank| link_to(links, rank).is_worth_spinning())
     }
 
     /// Sleeps until something can move, a peer speaks on its control connection, or a tick is over.
@@ -178,12 +177,14 @@ impl<'a> Exchange<'a> {
     ) -> Result<(), CommError> {
         let watched = PollFd::new(control, PollFlags::IN);
         let mut polled = [watched.clone(), watched.clone(), watched];
+        let mut sleep_max = TICK;
         for (polled, (rank, interest)) in polled.iter_mut().zip(interests.into_iter().flatten()) {
-            let (socket, flags) =
-                links[rank.0].as_ref().expect("no algorithm sends to oneself").poll(interest);
+            let link = links[rank.0].as_ref().expect("no algorithm sends to oneself");
+            let (socket, flags) = link.poll(interest);
             *polled = PollFd::from_borrowed_fd(socket, flags);
+            sleep_max = sleep_max.min(link.nap().unwrap_or(TICK));
         }
-        let timeout = Timespec::try_from(TICK).expect("a tick is short");
+        let timeout = Timespec::try_from(sleep_max).expect("a tick is short");
         match poll(&mut polled, Some(&timeout)) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(self.call.wait_failed(error.into())),
@@ -258,7 +259,7 @@ impl Incoming {
     }
 
     fn receive_header(&mut self, link: &mut Link) -> Result<bool, Broken> {
-        let num_read = link.receive(&mut self.header[self.num_header_bytes..])?;
+        let num_read = link.receive_header(&mut self.header[self.num_header_bytes..])?;
         self.num_header_bytes += num_read;
         Ok(num_read > 0)
     }

@@ -16,18 +16,21 @@ use crate::control::Control;
 use crate::element::finish_mean;
 use crate::engine::{Call, Cost, Payload};
 use crate::group::CONTROL_BYTES_MAX;
+use crate::patience::Patience;
+use crate::selection::Selection;
 use crate::transport::Transport;
 use crate::transport::link::Link;
-use crate::transport::shm::{Operands, SharedMemory};
-use crate::{CommError, GroupOptions, Operation, Selection};
+use crate::transport::shm::{Arena, Operands, SharedMemory, Slot};
+use crate::{CommError, GroupOptions, Operation};
 use exchange::Exchange;
 pub(crate) use exchange::{Incoming, Outgoing, Trouble};
 pub(crate) use memories::Memories;
 use std::ops::Range;
-use trireme_base::{DType, Rank};
+use std::sync::Arc;
+use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::{
-    Algorithm, Collective, FlatAlgorithm, Hosts, Step, all_gather_pairwise, all_to_all_variable, block,
-    scratch_len, steps,
+    Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_gather_pairwise, all_to_all_variable,
+    block, phases, scratch_len, steps,
 };
 
 pub(crate) struct Linked {
@@ -35,13 +38,17 @@ pub(crate) struct Linked {
     hosts: Hosts,
     /// The connection to each rank, `None` for this one.
     links: Vec<Option<Link>>,
-    /// Absent where ranks are on several hosts.
+    /// The memory of the ranks of this host; absent where this rank shares with nobody.
     shared: Option<SharedMemory>,
+    /// Where the group's buffers lie, if they are shared.
+    arena: Option<Arc<Arena>>,
     selection: Selection,
+    patience: Patience,
     /// Where a piece of a message lies before it is reduced.
     piece: Vec<CacheLine>,
     /// The steps of the operation under way, and their memory; kept from one operation to the next.
     steps: Vec<Step>,
+    phases: Vec<Phase>,
     scratch: Vec<CacheLine>,
     /// A vector for operations out of place that have none of their own.
     vector: Vec<CacheLine>,
@@ -54,20 +61,21 @@ impl Linked {
         hosts: Hosts,
         links: Vec<Option<Link>>,
         shared: Option<SharedMemory>,
+        arena: Option<Arc<Arena>>,
+        selection: Selection,
         options: &GroupOptions,
     ) -> Result<Self, CommError> {
-        assert!(
-            shared.as_ref().is_none_or(|shared| shared.num_members() == links.len()),
-            "shared memory is for groups that lie on one host"
-        );
         Ok(Linked {
             rank,
             hosts,
             links,
             shared,
-            selection: Selection::new(options),
+            arena,
+            selection,
+            patience: Patience::new(),
             piece: CacheLine::zeroed(options.chunk_bytes)?,
             steps: Vec::new(),
+            phases: Vec::new(),
             scratch: Vec::new(),
             vector: Vec::new(),
         })
@@ -98,6 +106,7 @@ impl Linked {
                         &mut self.links,
                         memories,
                         piece,
+                        &mut self.patience,
                         control,
                         cost,
                     )?;
@@ -107,58 +116,100 @@ impl Linked {
         Ok(())
     }
 
-    /// Fills `self.steps` for an operation that has an algorithm.
-    fn fill_steps(&mut self, collective: Collective, algorithm: Algorithm) {
-        self.steps.clear();
-        steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
-    }
-
-    /// Executes an operation in place, on a vector of which `bytes` hold what begins at element `first`.
+    /// Executes an operation in place, on a vector of which `slot` holds what begins at element `first`.
     fn in_place(
         &mut self,
         call: &Call,
-        (bytes, first): (&mut [u8], usize),
+        (mut slot, first): (Slot<'_>, usize),
         algorithm: Algorithm,
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = call.operation.elements();
         let collective = collective(call.operation).expect("operations in place are collectives");
-        self.fill_steps(collective, algorithm);
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
-        let op = call.operation.reduction();
-        let mut memories =
-            Memories::new(&mut *bytes, dtype, op).with_first(first).with_scratch(scratch_bytes);
-        let result = self.run_steps(call, &mut memories, control, cost);
-        self.scratch = scratch;
-        result?;
-        if let Some(op) = op {
+        match algorithm {
+            Algorithm::Flat(_) => {
+                self.steps.clear();
+                steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
+                self.work_steps(call, &mut slot, first, control, cost)?;
+            }
+            Algorithm::Hierarchical(levels) => {
+                let mut list = std::mem::take(&mut self.phases);
+                list.clear();
+                phases(collective, levels, &self.hosts, self.rank, &mut list);
+                let result =
+                    list.iter().try_for_each(|phase| self.phase(call, phase, &mut slot, control, cost));
+                self.phases = list;
+                result?;
+            }
+        }
+        if let Some(op) = call.operation.reduction() {
             let range = match call.operation {
                 Operation::ReduceScatter { .. } => self.own_block(len),
                 Operation::Reduce { root, .. } if root != self.rank => 0..0,
                 _ => 0..len,
             };
-            let result = &mut bytes[range.start * dtype.size()..range.end * dtype.size()];
+            let result = &mut slot.bytes[range.start * dtype.size()..range.end * dtype.size()];
             finish_mean(result, dtype, op, self.world_size());
         }
-        if let Operation::Broadcast { .. }
-        | Operation::Scatter { .. }
-        | Operation::Gather { .. }
-        | Operation::Reduce { .. } = call.operation
-        {
+        if call.operation.root().is_some() {
             // Who has only sent knows nothing of the others: a mismatch must reach it, too.
-            self.fill_steps(Collective::Barrier, Algorithm::Flat(FlatAlgorithm::Dissemination));
-            self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)?;
+            self.barrier_by_links(call, control, cost)?;
         }
         Ok(())
+    }
+
+    /// Executes one phase of a hierarchical algorithm: in memory that its members share, or by its steps.
+    fn phase(
+        &mut self,
+        call: &Call,
+        phase: &Phase,
+        slot: &mut Slot<'_>,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (dtype, _) = call.operation.elements();
+        match (&mut self.shared, phase.algorithm) {
+            (Some(shared), FlatAlgorithm::Direct) if phase.collective == Collective::Barrier => {
+                shared.barrier(call, control, cost)
+            }
+            (Some(shared), FlatAlgorithm::Direct) => {
+                let bytes = phase.range.start * dtype.size()..phase.range.end * dtype.size();
+                let operands = Operands { input: slot.part(bytes), output: None };
+                shared.execute(call, part_of(call.operation, phase.collective), operands, control, cost)
+            }
+            _ => {
+                self.steps.clear();
+                phase.steps(&self.hosts, self.rank, &mut self.steps);
+                self.work_steps(call, slot, 0, control, cost)
+            }
+        }
+    }
+
+    /// Executes `self.steps` on a vector of which `slot` holds what begins at element `first`.
+    fn work_steps(
+        &mut self,
+        call: &Call,
+        slot: &mut Slot<'_>,
+        first: usize,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (dtype, _) = call.operation.elements();
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
+        let memories = Memories::new(slot.bytes, dtype, call.operation.reduction());
+        let mut memories = memories.with_first(first).with_scratch(scratch_bytes);
+        let result = self.run_steps(call, &mut memories, control, cost);
+        self.scratch = scratch;
+        result
     }
 
     /// Executes an operation out of place, by one in place.
     fn out_of_place(
         &mut self,
         call: &Call,
-        (input, output): (&mut Storage, &mut Storage),
+        (input, mut output): (Slot<'_>, Slot<'_>),
         algorithm: Algorithm,
         control: &mut Control,
         cost: &mut Cost,
@@ -171,32 +222,33 @@ impl Linked {
         let has_own_only = !is_root && algorithm == Algorithm::Flat(FlatAlgorithm::Linear);
         match call.operation {
             Operation::Gather { .. } if has_own_only => {
-                return self.in_place(call, (input.bytes_mut(), own.start), algorithm, control, cost);
+                return self.in_place(call, (input, own.start), algorithm, control, cost);
             }
             Operation::Scatter { .. } if has_own_only => {
-                return self.in_place(call, (output.bytes_mut(), own.start), algorithm, control, cost);
+                return self.in_place(call, (output, own.start), algorithm, control, cost);
             }
             _ => {}
         }
         let mut vector = std::mem::take(&mut self.vector);
-        let bytes = if output.bytes().len() == len * dtype.size() {
-            output.bytes_mut()
-        } else {
-            reserve(&mut vector, len * dtype.size())?
+        let is_whole = output.bytes.len() == len * dtype.size();
+        let mut slot = match is_whole {
+            true => output.part(0..len * dtype.size()),
+            false => Slot::private(reserve(&mut vector, len * dtype.size())?),
         };
         match call.operation {
             Operation::AllGather { .. } | Operation::Gather { .. } => {
-                bytes[own_bytes.clone()].copy_from_slice(input.bytes());
+                slot.bytes[own_bytes.clone()].copy_from_slice(input.bytes);
             }
-            Operation::Broadcast { .. } | Operation::Scatter { .. } if !is_root => {}
-            _ => bytes.copy_from_slice(input.bytes()),
+            Operation::Scatter { .. } if !is_root => {}
+            _ => slot.bytes.copy_from_slice(input.bytes),
         }
-        let result = self.in_place(call, (bytes, 0), algorithm, control, cost);
+        let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control, cost);
         if let Operation::ReduceScatter { .. } | Operation::Scatter { .. } = call.operation
-            && output.bytes().len() != len * dtype.size()
+            && !is_whole
+            && result.is_ok()
         {
             let block: &[u8] = bytemuck::cast_slice(&vector);
-            output.bytes_mut().copy_from_slice(&block[own_bytes]);
+            output.bytes.copy_from_slice(&block[own_bytes]);
         }
         self.vector = vector;
         result
@@ -211,13 +263,15 @@ impl Linked {
     ) -> Result<(), CommError> {
         let collective = collective(call.operation).expect("operations on vectors are collectives");
         let (dtype, _) = call.operation.elements();
-        let algorithm =
-            self.selection.algorithm(collective, &self.hosts, dtype.size(), self.shared.is_some());
+        let algorithm = self.selection.algorithm(collective, dtype.size());
+        let arena = self.arena.clone();
+        let input = Slot::new(input, arena.as_ref());
+        let output = output.map(|output| Slot::new(output, arena.as_ref()));
         match (algorithm, &mut self.shared, output) {
             (Algorithm::Flat(FlatAlgorithm::Direct), Some(shared), output) => {
-                shared.execute(call, Operands { input, output }, control, cost)
+                shared.execute(call, call.operation, Operands { input, output }, control, cost)
             }
-            (_, _, None) => self.in_place(call, (input.bytes_mut(), 0), algorithm, control, cost),
+            (_, _, None) => self.in_place(call, (input, 0), algorithm, control, cost),
             (_, _, Some(output)) => self.out_of_place(call, (input, output), algorithm, control, cost),
         }
     }
@@ -238,13 +292,28 @@ impl Linked {
     }
 
     fn barrier(&mut self, call: &Call, control: &mut Control, cost: &mut Cost) -> Result<(), CommError> {
-        match &mut self.shared {
+        match self.shared_by_all() {
             Some(shared) => shared.barrier(call, control, cost),
-            None => {
-                self.fill_steps(Collective::Barrier, Algorithm::Flat(FlatAlgorithm::Dissemination));
-                self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)
-            }
+            None => self.barrier_by_links(call, control, cost),
         }
+    }
+
+    fn barrier_by_links(
+        &mut self,
+        call: &Call,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        self.steps.clear();
+        let algorithm = Algorithm::Flat(FlatAlgorithm::Dissemination);
+        steps(Collective::Barrier, algorithm, &self.hosts, self.rank, &mut self.steps);
+        self.run_steps(call, &mut Memories::new(&mut [], DType::U8, None), control, cost)
+    }
+
+    /// The shared memory, if all ranks of the group share it.
+    fn shared_by_all(&mut self) -> Option<&mut SharedMemory> {
+        let world_size = self.world_size();
+        self.shared.as_mut().filter(|shared| shared.num_members() == world_size)
     }
 
     /// Gathers the lengths of all blocks, then the blocks.
@@ -255,7 +324,7 @@ impl Linked {
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
-        if let Some(shared) = &mut self.shared {
+        if let Some(shared) = self.shared_by_all() {
             return shared.gather_blocks(call, blocks, control, cost);
         }
         let own = self.rank.0;
@@ -277,15 +346,19 @@ impl Linked {
             places.push(end..end + bytes as usize);
             end += bytes as usize;
         }
-        let mut gathered = vec![0; end];
+        let mut vector = std::mem::take(&mut self.vector);
+        let gathered = reserve(&mut vector, end)?;
         gathered[places[own].clone()].copy_from_slice(&blocks[own]);
         self.steps.clear();
         all_gather_pairwise(self.rank, &places, &mut self.steps);
-        self.run_steps(call, &mut Memories::new(&mut gathered, DType::U8, None), control, cost)?;
-        for (block, place) in blocks.iter_mut().zip(places) {
-            *block = gathered[place].to_vec();
+        let result = self.run_steps(call, &mut Memories::new(gathered, DType::U8, None), control, cost);
+        if result.is_ok() {
+            for (block, place) in blocks.iter_mut().zip(places) {
+                *block = gathered[place].to_vec();
+            }
         }
-        Ok(())
+        self.vector = vector;
+        result
     }
 }
 
@@ -308,9 +381,16 @@ impl Transport for Linked {
         }
     }
 
-    fn abandon(&mut self) {
+    fn abandon(&mut self, payload: &mut Payload) {
         if let Some(shared) = &mut self.shared {
             shared.abandon();
+        }
+        let is_lent = self.links.iter_mut().flatten().fold(false, |is_lent, link| link.abandon() | is_lent);
+        if is_lent {
+            std::mem::forget(std::mem::replace(payload, Payload::Nothing));
+            for memory in [&mut self.piece, &mut self.scratch, &mut self.vector] {
+                std::mem::forget(std::mem::take(memory));
+            }
         }
     }
 }
@@ -331,6 +411,27 @@ fn collective(operation: Operation) -> Option<Collective> {
             return None;
         }
     })
+}
+
+/// A part of an operation: `collective`, on elements of the same type and reduced the same way. A mean is a sum until
+/// all parts are done.
+fn part_of(whole: Operation, collective: Collective) -> Operation {
+    let (dtype, _) = whole.elements();
+    let op = match whole.reduction() {
+        Some(ReduceOp::Mean) | None => ReduceOp::Sum,
+        Some(op) => op,
+    };
+    match collective {
+        Collective::AllReduce { len } => Operation::AllReduce { op, dtype, len },
+        Collective::Reduce { root, len } => Operation::Reduce { op, root, dtype, len },
+        Collective::Broadcast { root, len } => Operation::Broadcast { root, dtype, len },
+        Collective::AllGather { len } => Operation::AllGather { dtype, len },
+        Collective::ReduceScatter { len } => Operation::ReduceScatter { op, dtype, len },
+        Collective::Gather { root, len } => Operation::Gather { root, dtype, len },
+        Collective::Scatter { root, len } => Operation::Scatter { root, dtype, len },
+        Collective::AllToAll { len } => Operation::AllToAll { dtype, len },
+        Collective::Barrier => Operation::Barrier,
+    }
 }
 
 /// The first `num_bytes` of memory that grows when it must.

@@ -1,6 +1,7 @@
 //! A peer that does not keep to the protocol: its ends of the connections are in the test's hands.
 
 use super::*;
+use crate::recorder::{FlightRecorder, RecorderOptions};
 use crate::transport::link::SocketLink;
 use std::io::Write;
 use std::net::Shutdown;
@@ -15,7 +16,13 @@ struct Peer {
 }
 
 fn call(operation: Operation) -> Call {
-    Call { operation, sequence: 7, started: Instant::now(), timeout: Duration::from_secs(20) }
+    Call {
+        is_awaited: true,
+        operation,
+        sequence: 7,
+        started: Instant::now(),
+        timeout: Duration::from_secs(20),
+    }
 }
 
 /// Rank 0 of two executes `operation` after the peer did `act`.
@@ -28,9 +35,13 @@ fn outcome(
     let (own_control, control) = UnixStream::pair().expect("sockets");
     let row = |end: UnixStream| Vec::from([None, Some(OwnedFd::from(end))]);
     let links = Vec::from([None, Some(Link::Socket(SocketLink::new(own_data.into())))]);
-    let mut linked = Linked::new(Rank(0), Hosts::single(2), links, None, &GroupOptions::default())
-        .expect("memory for a piece");
-    let mut watch = Control::new(row(own_control)).expect("an epoll instance");
+    let (hosts, options) = (Hosts::single(2), GroupOptions::default());
+    let selection = Selection::new(hosts.clone(), false, Arc::default(), &options);
+    let mut linked =
+        Linked::new(Rank(0), hosts, links, None, None, selection, &options).expect("memory for a piece");
+    let recorder = FlightRecorder::new(Rank(0), 2, RecorderOptions::default());
+    let recorder = recorder.group("world".to_owned(), Rank(0), Vec::from([Rank(0), Rank(1)]));
+    let mut watch = Control::new(row(own_control), recorder).expect("an epoll instance");
     let mut peer = Peer { data, control };
     act(&mut peer);
     linked.execute(&call(operation), payload, &mut watch, &mut Cost::default())

@@ -2,16 +2,12 @@ use crate::CommError;
 use crate::control::{Control, TICK};
 use crate::engine::{Call, Cost};
 use crate::operation::{OPERATION_WORDS, Operation};
+use crate::patience::Patience;
 use rustix::io::Errno;
 use rustix::thread::futex;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 use trireme_base::Rank;
-
-/// How long to look for a peer before sleeping: about what it costs to sleep and be woken.
-const PATIENCE: Duration = Duration::from_micros(20);
-/// Looks at the peer before the first look at the clock: what a peer takes that is just about to come.
-const NUM_QUICK_LOOKS: u32 = 200;
 
 /// What a rank tells its peers, at the start of its area. Only its owner writes to it, but for
 /// `num_sleepers`.
@@ -51,20 +47,19 @@ pub(super) enum Location {
 impl Location {
     const PRIVATE: u64 = u64::MAX;
 
-    /// Offsets are multiples of a cache line, which leaves the lowest bit free.
     fn encode(self) -> u64 {
         match self {
             Location::Private => Location::PRIVATE,
-            Location::Vector(offset) => offset as u64,
-            Location::Block(offset) => offset as u64 | 1,
+            Location::Vector(offset) => (offset as u64) << 1,
+            Location::Block(offset) => (offset as u64) << 1 | 1,
         }
     }
 
     fn decode(word: u64) -> Self {
         match word {
             Location::PRIVATE => Location::Private,
-            word if word.is_multiple_of(2) => Location::Vector(word as usize),
-            word => Location::Block(word as usize - 1),
+            word if word.is_multiple_of(2) => Location::Vector((word >> 1) as usize),
+            word => Location::Block((word >> 1) as usize),
         }
     }
 }
@@ -120,12 +115,12 @@ impl Board {
         }
     }
 
-    /// Waits until the owner has come to the `meeting`-th meeting or a later one: looks for a moment, lets others have
-    /// the processor, then sleeps.
+    /// Waits until the owner has come to the `meeting`-th meeting or a later one: looks for a moment, then sleeps.
     pub(super) fn wait(
         &self,
         meeting: u32,
         call: &Call,
+        patience: &mut Patience,
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
@@ -133,7 +128,8 @@ impl Board {
             return Ok(());
         }
         let since = Instant::now();
-        let result = if self.look(meeting, since) { Ok(()) } else { self.sleep(meeting, call, control) };
+        let has_come = patience.look(call.is_awaited, || self.has_come(meeting));
+        let result = if has_come { Ok(()) } else { self.sleep(meeting, call, control) };
         cost.waiting += since.elapsed();
         result
     }
@@ -141,23 +137,6 @@ impl Board {
     fn has_come(&self, meeting: u32) -> bool {
         let behind = meeting.wrapping_sub(self.num_meetings.0.load(Ordering::Acquire));
         behind == 0 || behind >= 1 << 31
-    }
-
-    fn look(&self, meeting: u32, since: Instant) -> bool {
-        for _ in 0..NUM_QUICK_LOOKS {
-            if self.has_come(meeting) {
-                return true;
-            }
-            std::hint::spin_loop();
-        }
-        while since.elapsed() < PATIENCE {
-            // The peer may be waiting for this very processor.
-            std::thread::yield_now();
-            if self.has_come(meeting) {
-                return true;
-            }
-        }
-        false
     }
 
     fn sleep(&self, meeting: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {

@@ -94,6 +94,11 @@ impl RingSender {
         Ok(len)
     }
 
+    /// Whether anything can be written.
+    pub(crate) fn has_room(&self) -> Result<bool, Corrupt> {
+        Ok(self.room()? > 0)
+    }
+
     fn room(&self) -> Result<usize, Corrupt> {
         let read = self.place.state().read.0.load(Ordering::Acquire);
         match self.written.checked_sub(read) {
@@ -110,7 +115,7 @@ impl RingSender {
     /// Says that this end is about to sleep until there is room; whether there is some already.
     pub(crate) fn prepare_sleep(&self) -> Result<bool, Corrupt> {
         announce(&self.place.state().sender_sleeps.0);
-        Ok(self.room()? > 0)
+        self.has_room()
     }
 
     /// This end is awake again.
@@ -141,6 +146,11 @@ impl RingReceiver {
         Ok(len)
     }
 
+    /// Whether anything has come that was not read.
+    pub(crate) fn has_unread(&self) -> Result<bool, Corrupt> {
+        Ok(self.unread()? > 0)
+    }
+
     fn unread(&self) -> Result<usize, Corrupt> {
         let written = self.place.state().written.0.load(Ordering::Acquire);
         match written.checked_sub(self.read) {
@@ -157,7 +167,7 @@ impl RingReceiver {
     /// Says that this end is about to sleep until something is written; whether something is already.
     pub(crate) fn prepare_sleep(&self) -> Result<bool, Corrupt> {
         announce(&self.place.state().receiver_sleeps.0);
-        Ok(self.unread()? > 0)
+        self.has_unread()
     }
 
     /// This end is awake again.

@@ -15,10 +15,15 @@ pub(super) struct View {
 unsafe impl Send for View {}
 
 impl View {
-    /// A view of the bytes `part` of a vector, which lie from `offset` on; `None` if that is not inside of the arena or
-    /// not where buffers begin.
-    pub(super) fn new(memory: &Mapping, offset: usize, part: Range<usize>) -> Option<Self> {
-        let is_inside = offset.is_multiple_of(64)
+    /// A view of the bytes `part` of a vector, which lie from `offset` on; `None` if that is not inside of the arena, or
+    /// no place for elements of so many bytes.
+    pub(super) fn new(
+        memory: &Mapping,
+        offset: usize,
+        element_bytes: usize,
+        part: Range<usize>,
+    ) -> Option<Self> {
+        let is_inside = offset.is_multiple_of(element_bytes)
             && offset.checked_add(part.len()).is_some_and(|end| end <= memory.len());
         is_inside.then(|| View::at(memory.at(offset, part.len()), part))
     }

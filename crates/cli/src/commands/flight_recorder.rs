@@ -1,0 +1,98 @@
+//! `trireme flight-recorder`.
+
+use crate::console::Output;
+use crate::hang::{self, Fates};
+use anyhow::{Context, Result, bail};
+use serde::Serialize;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use trireme_comm::{Diagnosis, OperationState, RankReport, read_reports};
+use trireme_train::FLIGHT_RECORDER_FOLDER;
+
+const HELP: &str = "\
+How to read it:
+  Each worker notes the last operations of each of its groups. It writes them
+  down when it joins, when an operation takes long, and when one fails on it or
+  on another worker. The table tells where each one was then, for whom it waited, and since
+  when; and the first operation that was not the same on all.
+
+Examples:
+  trireme flight-recorder runs/quickstart
+      Where the workers were.
+  trireme flight-recorder runs/quickstart --rank 1
+      The last operations of rank 1, the newest at the end.
+  trireme flight-recorder runs/quickstart --json | jq '.diagnosis.disagreement'
+      What a script wants to know.";
+
+/// Show what the workers of a run did last, when something went wrong.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct FlightRecorderArgs {
+    /// A run's folder.
+    run_folder: PathBuf,
+    /// Show the last operations of one rank.
+    #[arg(long, value_name = "RANK")]
+    rank: Option<usize>,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+/// What is printed; the fields are the keys of `--json`.
+#[derive(Serialize)]
+struct Document {
+    diagnosis: Diagnosis,
+    reports: Vec<RankReport>,
+}
+
+/// Runs `trireme flight-recorder`.
+pub(crate) fn run(args: &FlightRecorderArgs) -> Result<()> {
+    let folder = args.run_folder.join(FLIGHT_RECORDER_FOLDER);
+    let mut reports = read_reports(&folder)
+        .with_context(|| format!("{} has no reports of several workers", args.run_folder.display()))?;
+    if let Some(rank) = args.rank {
+        reports.retain(|report| report.rank == rank);
+    }
+    match (&reports[..], args.rank, args.json) {
+        ([], Some(rank), _) => bail!("{} has no report of rank {rank}", folder.display()),
+        ([], None, _) => bail!("{} has no reports", folder.display()),
+        (_, _, true) => {
+            let document = Document { diagnosis: Diagnosis::of(&reports), reports };
+            writeln!(Output, "{}", serde_json::to_string_pretty(&document)?)?;
+        }
+        ([report, ..], Some(_), false) => print_operations(report)?,
+        (_, None, false) => print_table(&reports, &folder)?,
+    }
+    Ok(())
+}
+
+fn print_table(reports: &[RankReport], folder: &Path) -> Result<()> {
+    for line in hang::lines(&Diagnosis::of(reports), &Fates::new()) {
+        writeln!(Output, "{line}")?;
+    }
+    writeln!(Output, "reports: {}", folder.display())?;
+    Ok(())
+}
+
+fn print_operations(report: &RankReport) -> Result<()> {
+    for group in &report.groups {
+        let failure = group.failure.as_ref().map(|failure| format!(": {}", failure.text)).unwrap_or_default();
+        writeln!(Output, "{}, ranks {:?}{}", hang::plain(&group.name), group.members, hang::plain(&failure))?;
+        for operation in group.operations.iter().chain(&group.messages) {
+            let ago = report.written - operation.started.unwrap_or(operation.queued);
+            let took = match (operation.started, operation.ended) {
+                (Some(started), Some(ended)) => format!("{:.3} s", ended - started),
+                _ => String::new(),
+            };
+            let state = match operation.state {
+                OperationState::Queued => "queued",
+                OperationState::Running => "running",
+                OperationState::Done => "done",
+                OperationState::Failed => "failed",
+            };
+            let described = hang::plain(&hang::described(&group.name, operation));
+            writeln!(Output, "  {ago:9.3} s ago  {state:7}  {took:>10}  {described}")?;
+        }
+    }
+    Ok(())
+}

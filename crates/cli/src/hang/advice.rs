@@ -1,0 +1,113 @@
+use super::table::ranks;
+use super::{Fate, Fates};
+use crate::launch::Death;
+use trireme_comm::{Diagnosis, Difference, Finding, OperationState, Source};
+
+/// What to try, by the first cause that is seen.
+pub(super) fn advice(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
+    let found = [
+        of_processes(diagnosis, fates),
+        diagnosis.disagreement.as_ref().and_then(|found| of_difference(found.difference)),
+        of_crossed_groups(&diagnosis.findings),
+        of_missing_ranks(diagnosis),
+        of_program_lines(diagnosis),
+        of_slow_transfers(diagnosis),
+    ];
+    found.into_iter().flatten().next()
+}
+
+fn of_processes(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
+    fates.iter().find_map(|(&rank, fate)| match fate {
+        Fate::Stopped => {
+            let process = diagnosis.findings.get(rank)?.process_id;
+            let process = process.map_or_else(String::new, |id| format!(", process {id}"));
+            Some(format!(
+                "find out what has stopped rank {rank}{process}: SIGSTOP, a debugger, or a batch system that suspends jobs"
+            ))
+        }
+        Fate::Dead(Death::Signal(9)) => Some(format!(
+            "see whether memory ran out when rank {rank} was killed (dmesg | grep -i oom), and lower [training] local_batch_size \
+             if so"
+        )),
+        Fate::Dead(Death::Signal(_)) => Some(format!("look into the log of rank {rank}")),
+        Fate::Dead(Death::Exit(_)) => None,
+    })
+}
+
+fn of_difference(difference: Difference) -> Option<String> {
+    Some(
+        match difference {
+            Difference::Order | Difference::Operation => {
+                "all ranks must issue the same operations in the same order: compare their configs, their program.txt and the \
+                 version of the command"
+            }
+            Difference::Dtype => "compare [training] dtype and reduce_dtype of these ranks",
+            Difference::Size => "compare [model] and [training] of these ranks, and the version of the command",
+            Difference::Line => return None,
+        }
+        .to_owned(),
+    )
+}
+
+fn of_program_lines(diagnosis: &Diagnosis) -> Option<String> {
+    let differs = diagnosis.disagreement.as_ref().is_some_and(|found| found.difference == Difference::Line);
+    differs.then(|| {
+        "the ranks are at different lines of their programs: compare their configs and their program.txt"
+            .to_owned()
+    })
+}
+
+/// Two ranks that wait for each other in different groups.
+fn of_crossed_groups(findings: &[Finding]) -> Option<String> {
+    let group = |finding: &Finding| Some(finding.place.as_ref()?.group.clone());
+    findings.iter().find_map(|one| {
+        let other = one.waits_for.iter().filter_map(|&rank| findings.get(rank)).find(|other| {
+            other.waits_for.contains(&one.rank) && group(one).is_some() && group(one) != group(other)
+        })?;
+        Some(format!(
+            "ranks {} and {} wait for each other in different groups: issue operations of several groups in one order on all ranks",
+            one.rank, other.rank
+        ))
+    })
+}
+
+fn of_missing_ranks(diagnosis: &Diagnosis) -> Option<String> {
+    let waits = diagnosis.findings.iter().flat_map(|finding| &finding.waits_for);
+    let missing = waits.copied().min_by_key(|&rank| (is_waiting(diagnosis, rank), rank))?;
+    let finding = diagnosis.findings.get(missing)?;
+    let process = match (&finding.host, finding.process_id) {
+        (Some(host), Some(id)) => format!(" (process {id} on {host})"),
+        _ => String::new(),
+    };
+    Some(match finding.source {
+        Source::Nothing | Source::Earlier => format!(
+            "look for the process of rank {missing}{process}: it is dead, stopped or cannot be reached; its log may say why"
+        ),
+        Source::Own | Source::Told => format!(
+            "see what rank {missing}{process} does meanwhile, such as waiting for a slow disk; raise [comm] timeout_seconds if that \
+             is as it should be"
+        ),
+    })
+}
+
+/// Whether the rank itself waits for others: then it is not where to begin.
+fn is_waiting(diagnosis: &Diagnosis, rank: usize) -> bool {
+    diagnosis.findings.get(rank).is_some_and(|finding| !finding.waits_for.is_empty())
+}
+
+fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
+    let is_in_operation = |finding: &&Finding| {
+        let operation = finding.place.as_ref().and_then(|place| place.operation.as_ref());
+        operation.is_some_and(|operation| {
+            matches!(operation.state, OperationState::Running | OperationState::Failed)
+        })
+    };
+    let slow: Vec<usize> =
+        diagnosis.findings.iter().filter(is_in_operation).map(|finding| finding.rank).collect();
+    (!slow.is_empty()).then(|| {
+        format!(
+            "look into the logs of {}; if the network is slow, raise [comm] timeout_seconds",
+            ranks(&slow)
+        )
+    })
+}

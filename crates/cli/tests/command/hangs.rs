@@ -1,0 +1,131 @@
+//! What is told when workers die, stop, or do different things: one table.
+
+use crate::common::{Running, Scene, free_port, kill, tells};
+use rustix::process::{Signal, kill_process};
+use serde_json::Value;
+use std::process::Command;
+
+const ENDLESS: &str = "--set training.steps=1000000000 --workers 3 --set training.global_batch_size=12";
+
+/// The row of a rank in the table.
+#[track_caller]
+fn row(text: &str, rank: usize) -> String {
+    let mut lines = text.lines().skip_while(|line| !line.trim_start().starts_with("rank  state"));
+    let row = lines.find(|line| line.split_whitespace().next() == Some(&rank.to_string()));
+    row.unwrap_or_else(|| panic!("no row of rank {rank}: {text}")).to_owned()
+}
+
+#[test]
+fn a_killed_worker_is_told_with_what_the_others_were_doing() {
+    for transport in ["shm", "tcp"] {
+        let scene = Scene::with_corpus();
+        // Without checkpoints, which no line of the program makes.
+        let train = format!(
+            "train tiny.toml --set comm.transport={transport} {ENDLESS} --set checkpoint.interval=1000000000"
+        );
+        let mut run = Running::start(scene.command(&train));
+        run.until("step: 5 ");
+        kill(run.worker(1));
+        let error = run.end_after_death().refused();
+        tells(
+            &error,
+            &["rank 1 was killed by SIGKILL", "try: see whether memory ran out when rank 1 was killed"],
+        );
+        tells(&row(&error, 1), &["killed by SIGKILL", "it has not reported"]);
+        for survivor in [0, 2] {
+            tells(&row(&error, survivor), &["failed", "rank 1", ", world ", ", step ", "line "]);
+        }
+        // What was told can be looked at later.
+        let shown = scene.run("flight-recorder runs/tiny").succeeded();
+        tells(&row(&shown, 0), &["failed", "rank 1"]);
+        tells(&row(&shown, 1), &["silent"]);
+        let operations = scene.run("flight-recorder runs/tiny --rank 2").succeeded();
+        tells(&operations, &["world, ranks [0, 1, 2]: rank 1 was lost", "REDUCE_GRAD 0", "done", "failed"]);
+        let document = scene.run("flight-recorder runs/tiny --json").succeeded();
+        let document: Value = serde_json::from_str(&document).unwrap();
+        assert_eq!(document["diagnosis"]["findings"][0]["waits_for"], serde_json::json!([1]));
+        assert_eq!(document["reports"][2]["groups"][0]["name"], "world");
+    }
+}
+
+#[test]
+fn a_stopped_worker_is_told_after_the_deadline() {
+    let scene = Scene::with_corpus();
+    let mut run =
+        Running::start(scene.command(&format!("train tiny.toml --set comm.timeout_seconds=1 {ENDLESS}")));
+    run.until("step: 5 ");
+    let stopped = run.worker(2);
+    kill_process(stopped, Signal::STOP).unwrap();
+    let outcome = run.end();
+    assert_eq!(outcome.code, Some(1), "{outcome:?}");
+    let text = &outcome.stderr;
+    tells(text, &["warning: rank 0 has been waiting for rank 2 in all_reduce(", "it gives up after 1.0 s"]);
+    tells(text, &["error: rank ", "did not end within 1s; ranks that have not reached it: 2"]);
+    tells(text, &["try: find out what has stopped rank 2"]);
+    tells(&row(text, 2), &["stopped"]);
+    for survivor in [0, 1] {
+        tells(&row(text, survivor), &["failed", "rank 2", "all_reduce(sum, ", ", step ", "line "]);
+    }
+}
+
+/// Two workers, started by hand, of which the second has a config of its own.
+fn by_hand(scene: &Scene, common: &str, second: &str) -> [Running; 2] {
+    let port = free_port();
+    let worker = |rank, more: &str| -> Command {
+        scene.worker(rank, port, &format!("train tiny.toml {common} {more}"))
+    };
+    [Running::start(worker(0, "")), Running::start(worker(1, second))]
+}
+
+#[test]
+fn a_config_that_differs_is_told_without_a_launcher() {
+    let differing = [
+        ("training.reduce_dtype=bf16", "first mismatch: dtype of world ", "REDUCE_GRAD 2", "bf16 x "),
+        ("training.validation_interval=1", "first mismatch: operation of world ", ": validation", "f64 x "),
+    ];
+    for (set, mismatch, line, operation) in differing {
+        let scene = Scene::with_corpus();
+        let [first, second] = by_hand(&scene, "", &format!("--set {set}"));
+        let (first, second) = (first.end(), second.end());
+        assert!(first.code.is_some_and(|code| code != 0) && second.code.is_some_and(|code| code != 0));
+        let (error, other) = (first.one_error(), second.one_error());
+        tells(
+            &error,
+            &["differs between ranks", mismatch, "rank 1 issued all_reduce(sum, ", line, operation, "try: "],
+        );
+        tells(&row(&error, 1), &["failed", operation, line]);
+        // Only the first rank tells of all.
+        tells(&other, &["differs between ranks"]);
+        assert!(!other.contains("first mismatch"), "{other}");
+    }
+}
+
+#[test]
+fn without_a_launcher_the_first_survivor_tells_of_a_rank_that_is_lost_or_stopped() {
+    for (victim, signal) in [(0, Signal::KILL), (0, Signal::STOP), (1, Signal::STOP)] {
+        let scene = Scene::with_corpus();
+        let common = "--set comm.timeout_seconds=2 --set training.steps=1000000000";
+        let [mut first, second] = by_hand(&scene, common, "");
+        first.until("step: 5 ");
+        let (dead, survivor) = if victim == 0 { (first, second) } else { (second, first) };
+        kill_process(dead.process(), signal).unwrap();
+        let text = survivor.end().stderr;
+        kill(dead.process());
+        tells(&row(&text, victim), &["silent", "it has not reported"]);
+        tells(&row(&text, 1 - victim), &["failed", &format!("rank {victim}"), "line "]);
+        tells(&text, &[&format!("try: look for the process of rank {victim}")]);
+        drop(dead.end());
+    }
+}
+
+#[test]
+fn a_run_without_reports_is_refused() {
+    let scene = Scene::with_corpus();
+    tells(&scene.run("flight-recorder nowhere").refused(), &["nowhere has no reports of several workers"]);
+    scene.run("train tiny.toml").succeeded();
+    let shown = scene.run("flight-recorder runs/tiny").succeeded();
+    tells(&row(&shown, 1), &["in no operation", "none so far"]);
+    tells(&scene.run("flight-recorder runs/tiny --rank 2").refused(), &["no report of rank 2"]);
+    scene.write("runs/tiny/flight-recorder/rank-1.json", "{}");
+    tells(&scene.run("flight-recorder runs/tiny").refused(), &["rank-1.json is no flight recorder's report"]);
+}

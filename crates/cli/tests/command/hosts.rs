@@ -1,0 +1,152 @@
+//! Workers on hosts of their own, joined by links that are counted and that fail.
+
+use crate::common::{Outcome, Running, Scene, kill, tells};
+use rustix::process::{Signal, kill_process};
+use std::net::IpAddr;
+use std::time::Duration;
+use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Network};
+use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
+
+const ENDLESS: &str = "--set comm.transport=tcp --set training.steps=1000000000";
+
+/// A network, or the reason why the test does without.
+fn network() -> Option<Network> {
+    match Network::available() {
+        Ok(()) => Some(Network::new()),
+        Err(reason) => {
+            eprintln!("skipped: no networks can be made here: {reason}");
+            None
+        }
+    }
+}
+
+/// Hosts for a world of two.
+fn hosts() -> Option<[Host; 2]> {
+    network().map(|network| [(); 2].map(|()| network.add_host()))
+}
+
+/// `trireme` on each host, as torchrun starts one worker a host. They meet at an address of the first.
+fn start(scene: &Scene, hosts: &[Host; 2], master_addr: IpAddr, arguments: &str) -> [Running; 2] {
+    [0, 1].map(|rank| {
+        let mut command = hosts[rank].command(env!("CARGO_BIN_EXE_trireme"));
+        command.args(arguments.split_whitespace());
+        scene.prepare(&mut command);
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
+        command.env("LOCAL_RANK", "0").env("LOCAL_WORLD_SIZE", "1");
+        command.env("TRIREME_SECRET", "the secret of a test on its own network");
+        command.env("MASTER_ADDR", master_addr.to_string()).env("MASTER_PORT", "29500");
+        Running::start(command)
+    })
+}
+
+/// Asserts that the run ended because this rank was lost, and says so.
+fn assert_loss_of(rank: usize, outcome: Outcome) {
+    assert_eq!(outcome.code, Some(74), "{outcome:?}");
+    tells(&outcome.one_error(), &[&format!("rank {rank} was lost"), "its log may say why"]);
+}
+
+#[test]
+fn train_the_same_model_and_send_what_the_formula_says() {
+    let Some(hosts) = hosts() else { return };
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set run.name=local").succeeded();
+    let [ipv4, ipv6] = [IpAddr::from(hosts[0].ipv4()), hosts[0].ipv6().into()];
+    for (transport, address, header_bytes) in
+        [("auto", ipv4, IPV4_TCP_HEADER_BYTES), ("tcp", ipv6, IPV6_TCP_HEADER_BYTES)]
+    {
+        let before = hosts[0].link().traffic();
+        let train = format!("train tiny.toml --set run.name={transport} --set comm.transport={transport}");
+        for worker in start(&scene, &hosts, address, &train) {
+            tells(&worker.end().succeeded(), &["over tcp", "step: 4 "]);
+        }
+        assert_eq!(scene.losses(transport), scene.losses("local"));
+        let traffic = hosts[0].link().traffic() - before;
+        // Besides the gradients there are their frames, joining, measuring the link, and telling each other about
+        // checkpoints.
+        let reduced: u64 =
+            scene.records(transport).iter().map(|record| record["comm_bytes"].as_u64().unwrap()).sum();
+        let measuring = 10 << 20;
+        let bound = reduced + reduced / 50 + 8192 + measuring;
+        for volume in [traffic.sent, traffic.received] {
+            let payload = volume.payload_bytes(header_bytes);
+            let is_resent = traffic.num_resent_segments > 0;
+            assert!(
+                reduced <= payload && (payload <= bound || is_resent),
+                "{reduced} <= {payload} <= {bound}"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_line_that_delays_and_loses_changes_no_bit() {
+    if let Err(reason) = FrameRelay::available() {
+        eprintln!("skipped: no relays can be made here: {reason}");
+        return;
+    }
+    let Some(network) = network() else { return };
+    let conditions = Conditions { delay: Duration::from_millis(1), bits_per_second: Some(100_000_000) };
+    let (far, relay) = network.add_host_behind(conditions, Loss { fraction: 0.02, seed: 1 });
+    let hosts = [network.add_host(), far];
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --set comm.transport=tcp";
+    for worker in start(&scene, &hosts, hosts[0].ipv4().into(), &format!("{train} --set run.name=far")) {
+        worker.end().succeeded();
+    }
+    assert!([Towards::Near, Towards::Far].iter().all(|&towards| relay.counts(towards).num_lost > 0));
+    scene.run(&format!("{train} --set run.name=local")).succeeded();
+    assert_eq!(scene.losses("far"), scene.losses("local"));
+}
+
+#[test]
+fn each_names_the_other_when_the_link_between_them_is_cut() {
+    let Some(hosts) = hosts() else { return };
+    let scene = Scene::with_corpus();
+    let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &format!("train tiny.toml {ENDLESS}"));
+    workers.iter_mut().for_each(|worker| worker.until("step: 5 "));
+    hosts[1].link().cut();
+    for (worker, other) in workers.into_iter().zip([1, 0]) {
+        assert_loss_of(other, worker.end_after_death());
+    }
+    assert!(scene.whole_checkpoints("tiny") > 0);
+}
+
+#[test]
+fn a_worker_whose_process_is_killed_is_named() {
+    let Some(hosts) = hosts() else { return };
+    let scene = Scene::with_corpus();
+    let [mut survivor, victim] =
+        start(&scene, &hosts, hosts[0].ipv4().into(), &format!("train tiny.toml {ENDLESS}"));
+    survivor.until("step: 5 ");
+    kill(victim.process());
+    assert_loss_of(1, survivor.end_after_death());
+    assert_eq!(victim.end().code, None);
+}
+
+#[test]
+fn a_worker_whose_process_is_stopped_is_named() {
+    let Some(hosts) = hosts() else { return };
+    for stopped in [0, 1] {
+        let scene = Scene::with_corpus();
+        let train = format!("train tiny.toml {ENDLESS} --set comm.timeout_seconds=1");
+        let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &train);
+        workers.iter_mut().for_each(|worker| worker.until("step: 5 "));
+        let stopped_process = workers[stopped].process();
+        kill_process(stopped_process, Signal::STOP).unwrap();
+        let [first, second] = workers;
+        let (waiting, stopped_worker) = if stopped == 0 { (second, first) } else { (first, second) };
+        let outcome = waiting.end_after_death();
+        assert_eq!(outcome.code, Some(1), "{outcome:?}");
+        let names_it = format!("ranks that have not reached it: {stopped}");
+        let row = format!("     {stopped}  silent");
+        tells(
+            &outcome.stderr,
+            &["warning: rank", "did not end within 1s", &names_it, &row, "all_reduce(sum"],
+        );
+        kill_process(stopped_process, Signal::CONT).unwrap();
+        // It learns that it is alone.
+        let outcome = stopped_worker.end_after_death();
+        assert!(outcome.code.is_some_and(|code| code != 0), "{outcome:?}");
+        tells(&outcome.stderr, &["error: "]);
+    }
+}

@@ -1,0 +1,190 @@
+use crate::{Buffer, CommError, Element, Group, Work};
+use std::ops::Range;
+use std::sync::{Arc, Mutex, MutexGuard};
+use trireme_base::ReduceOp;
+
+/// Reduces many short vectors together, as few long ones: tensor fusion (Sergeev, Del Balso, "Horovod: fast and easy
+/// distributed deep learning in TensorFlow", 2018, section 5).
+///
+/// Vectors wait until they are as many elements as `len_max`, until one of them is waited for, or until
+/// [`flush`](Fusion::flush). So none waits for what may never come, and when a batch leaves does not depend on time: all
+/// ranks that issue and await the same vectors in the same order fuse the same ones. Each element is reduced as it
+/// would be alone, so under [`keeps_order`](crate::GroupOptions::keeps_order) the bits are those of single operations.
+///
+/// Costs a copy of each vector into the batch and one back; a vector of more than half of `len_max` goes alone, without.
+pub struct Fusion<T> {
+    group: Arc<Group>,
+    op: ReduceOp,
+    len_max: usize,
+    state: Arc<Mutex<State<T>>>,
+}
+
+struct State<T> {
+    open: Arc<Mutex<Batch<T>>>,
+    /// Memory of batches that have ended.
+    spare: Vec<Buffer<T>>,
+}
+
+struct Batch<T> {
+    memory: Progress<T>,
+    len: usize,
+    /// Vectors whose owners have not got them back.
+    num_vectors: usize,
+}
+
+enum Progress<T> {
+    /// Vectors are still taken in; there is no memory before the first.
+    Open(Option<Buffer<T>>),
+    Issued(Work<Buffer<T>>),
+    Ended(Result<Buffer<T>, CommError>),
+    /// The last owner has taken the memory back.
+    Spent,
+}
+
+/// A vector that is reduced alone or in a batch; `wait` gives it back.
+#[must_use = "a vector's reduction, or its failure, is seen by waiting for it"]
+pub struct FusedWork<T> {
+    part: Part<T>,
+}
+
+enum Part<T> {
+    Alone(Work<Buffer<T>>),
+    OfBatch { fusion: Fusion<T>, batch: Arc<Mutex<Batch<T>>>, range: Range<usize>, vector: Buffer<T> },
+}
+
+impl<T: Element> Fusion<T> {
+    /// Reductions of `group` by `op`, in batches of at most `len_max` elements.
+    pub fn new(group: Arc<Group>, op: ReduceOp, len_max: usize) -> Self {
+        let state = State { open: Batch::new(), spare: Vec::new() };
+        Fusion { group, op, len_max, state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// Replaces each element by the reduction of all ranks' elements.
+    ///
+    /// # Errors
+    /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and whatever ends a group.
+    pub fn all_reduce(&self, vector: Buffer<T>) -> FusedWork<T> {
+        let mut state = lock(&self.state);
+        if vector.len() > self.len_max / 2 {
+            self.close(&mut state);
+            return FusedWork { part: Part::Alone(self.group.all_reduce(vector, self.op)) };
+        }
+        if lock(&state.open).len + vector.len() > self.len_max {
+            self.close(&mut state);
+        }
+        let batch = Arc::clone(&state.open);
+        let mut open = lock(&batch);
+        let range = open.len..open.len + vector.len();
+        if let Err(failure) = self.put(&mut state, &mut open, &vector) {
+            return FusedWork { part: Part::Alone(Work::ready(Err(failure))) };
+        }
+        drop(open);
+        FusedWork { part: Part::OfBatch { fusion: self.clone(), batch, range, vector } }
+    }
+
+    /// Issues what waits for more. All ranks call it at the same place in the order of their operations.
+    pub fn flush(&self) {
+        self.close(&mut lock(&self.state));
+    }
+
+    fn put(&self, state: &mut State<T>, batch: &mut Batch<T>, vector: &[T]) -> Result<(), CommError> {
+        let Progress::Open(memory) = &mut batch.memory else {
+            unreachable!("an open batch takes vectors in")
+        };
+        let memory = match memory {
+            Some(memory) => memory,
+            None => {
+                let spare = state.spare.pop();
+                let whole = spare.map_or_else(|| self.group.buffer(self.len_max), Ok)?;
+                memory.insert(whole)
+            }
+        };
+        memory[batch.len..batch.len + vector.len()].copy_from_slice(vector);
+        batch.len += vector.len();
+        batch.num_vectors += 1;
+        Ok(())
+    }
+
+    /// Issues the open batch, if anything is in it.
+    fn close(&self, state: &mut State<T>) {
+        let mut batch = lock(&state.open);
+        if let Progress::Open(Some(_)) = &batch.memory {
+            let Progress::Open(Some(mut memory)) = std::mem::replace(&mut batch.memory, Progress::Spent)
+            else {
+                unreachable!("it was seen to be open")
+            };
+            memory.set_len(batch.len);
+            batch.memory = Progress::Issued(self.group.all_reduce(memory, self.op));
+            drop(batch);
+            state.open = Batch::new();
+        }
+    }
+
+    /// The part of a batch that belongs to one vector, once the batch has ended.
+    fn finish(
+        &self,
+        batch: &Arc<Mutex<Batch<T>>>,
+        range: Range<usize>,
+        mut vector: Buffer<T>,
+    ) -> Result<Buffer<T>, CommError> {
+        {
+            let mut state = lock(&self.state);
+            if Arc::ptr_eq(&state.open, batch) {
+                self.close(&mut state);
+            }
+        }
+        let mut batch = lock(batch);
+        if let Progress::Issued(_) = &batch.memory {
+            let Progress::Issued(work) = std::mem::replace(&mut batch.memory, Progress::Spent) else {
+                unreachable!("it was seen to be issued")
+            };
+            batch.memory = Progress::Ended(work.wait());
+        }
+        let Progress::Ended(result) = &batch.memory else { unreachable!("a batch ends once it is closed") };
+        let outcome = match result {
+            Ok(memory) => {
+                vector.copy_from_slice(&memory[range]);
+                Ok(vector)
+            }
+            Err(failure) => Err(failure.clone()),
+        };
+        batch.num_vectors -= 1;
+        if batch.num_vectors == 0
+            && let Progress::Ended(Ok(mut memory)) = std::mem::replace(&mut batch.memory, Progress::Spent)
+        {
+            memory.set_len(self.len_max);
+            lock(&self.state).spare.push(memory);
+        }
+        outcome
+    }
+}
+
+impl<T> Clone for Fusion<T> {
+    fn clone(&self) -> Self {
+        let (group, state) = (Arc::clone(&self.group), Arc::clone(&self.state));
+        Fusion { group, op: self.op, len_max: self.len_max, state }
+    }
+}
+
+impl<T> Batch<T> {
+    fn new() -> Arc<Mutex<Self>> {
+        Arc::new(Mutex::new(Batch { memory: Progress::Open(None), len: 0, num_vectors: 0 }))
+    }
+}
+
+impl<T: Element> FusedWork<T> {
+    /// Blocks until the vector has been reduced.
+    ///
+    /// # Errors
+    /// As [`Work::wait`].
+    pub fn wait(self) -> Result<Buffer<T>, CommError> {
+        match self.part {
+            Part::Alone(work) => work.wait(),
+            Part::OfBatch { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().expect("no thread panics while it fuses")
+}

@@ -1,0 +1,163 @@
+//! What communication costs, measured by a few messages when a world is made.
+
+use crate::{CommError, Group};
+use std::ops::Range;
+use std::time::Instant;
+use trireme_base::{Rank, ReduceOp};
+use trireme_schedule::collective::{CostModel, DirectCost, LinkCost};
+
+/// Messages of each length there and back, besides a first one; the quickest counts, for what disturbs only adds.
+const NUM_ROUNDS: usize = 4;
+const SHORT_BYTES: usize = 64;
+/// Lengths of messages by which a bandwidth is found, the longest that a link carries quickly.
+const LONGER_BYTES: [usize; 4] = [16 << 10, 64 << 10, 256 << 10, 1 << 20];
+/// A link on which a message there and back takes longer is not asked for longer ones, nor for more of them.
+const ROUND_SECONDS_MAX: f64 = 2e-3;
+/// What is reduced in shared memory.
+const DIRECT_BYTES: usize = 512 << 10;
+/// No link is quicker, whatever a clock says.
+const SECONDS_MIN: f64 = 1e-9;
+
+/// Measures a group's links. All ranks call it, and all get the same; what was not measured is as in `typical`.
+///
+/// Takes a few milliseconds, and a few messages between two ranks of a host and between two hosts: as long as the link carries
+/// in a millisecond or two.
+pub(crate) fn measure(group: &Group, typical: CostModel) -> Result<CostModel, CommError> {
+    let within = neighbours(group).map(|pair| link(group, pair)).transpose()?.flatten();
+    let across = strangers(group).map(|pair| link(group, pair)).transpose()?.flatten();
+    let direct = match typical.direct {
+        Some(_) if group.hosts().num_hosts() == 1 => Some(direct(group)?),
+        _ => None,
+    };
+    // What this rank has measured; zero where it has not.
+    let [within, across] = [within, across].map(|cost| cost.map_or([0.0; 2], of_link));
+    let direct = direct.map_or([0.0; 2], |cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
+    let own: Vec<u8> =
+        [within, across, direct].as_flattened().iter().flat_map(|value| value.to_le_bytes()).collect();
+    let all = group.all_gather_bytes(&own)?;
+    // The largest of what ranks have measured: they wait for the slowest.
+    let largest = |range: Range<usize>| {
+        let mut values = [0.0_f64; 2];
+        for bytes in &all {
+            let of_rank = bytes.get(range.clone()).unwrap_or_default().chunks_exact(8);
+            for (value, bytes) in values.iter_mut().zip(of_rank) {
+                *value = value.max(bytes.try_into().map_or(0.0, f64::from_le_bytes));
+            }
+        }
+        (values[1] > 0.0).then_some(values)
+    };
+    let to_link =
+        |[latency_seconds, seconds_per_byte]: [f64; 2]| LinkCost { latency_seconds, seconds_per_byte };
+    let to_direct = |[synchronisation_seconds, seconds_per_byte]: [f64; 2]| DirectCost {
+        synchronisation_seconds,
+        seconds_per_byte,
+    };
+    Ok(CostModel {
+        within: largest(0..16).map_or(typical.within, to_link),
+        across: largest(16..32).map_or(typical.across, to_link),
+        direct: typical.direct.map(|typical| largest(32..48).map_or(typical, to_direct)),
+        ..typical
+    })
+}
+
+fn of_link(cost: LinkCost) -> [f64; 2] {
+    [cost.latency_seconds, cost.seconds_per_byte]
+}
+
+/// Two ranks of one host.
+fn neighbours(group: &Group) -> Option<[Rank; 2]> {
+    let hosts = group.hosts();
+    let ranks = (0..hosts.num_hosts()).map(|host| hosts.ranks(host));
+    ranks.into_iter().find_map(|ranks| ranks.first_chunk::<2>().copied())
+}
+
+/// Two ranks of two hosts.
+fn strangers(group: &Group) -> Option<[Rank; 2]> {
+    let hosts = group.hosts();
+    (hosts.num_hosts() > 1).then(|| [hosts.ranks(0)[0], hosts.ranks(1)[0]])
+}
+
+/// The link between two ranks, measured by the first of them.
+fn link(group: &Group, [caller, answerer]: [Rank; 2]) -> Result<Option<LinkCost>, CommError> {
+    if group.rank() == answerer {
+        answer(group, caller)?;
+        return Ok(None);
+    }
+    if group.rank() != caller {
+        return Ok(None);
+    }
+    let (short, _) = call(group, answerer, SHORT_BYTES, LONGER_BYTES[0])?;
+    let mut cost = LinkCost { latency_seconds: short / 2.0, seconds_per_byte: SECONDS_MIN };
+    for (index, &bytes) in LONGER_BYTES.iter().enumerate() {
+        let next = LONGER_BYTES.get(index + 1).copied().unwrap_or(0);
+        let (seconds, told) = call(group, answerer, bytes, next)?;
+        cost.seconds_per_byte = (seconds - short).max(SECONDS_MIN) / (2 * (bytes - SHORT_BYTES)) as f64;
+        if told == 0 {
+            break;
+        }
+    }
+    Ok(Some(cost))
+}
+
+/// Seconds of the quickest of some messages there and back, and how long the next ones are, 0 if there are none: `next`,
+/// unless these were slow and not the shortest. Each message says how long the one after it is.
+fn call(group: &Group, answerer: Rank, bytes: usize, next: usize) -> Result<(f64, usize), CommError> {
+    let mut buffer = group.buffer::<u8>(bytes)?;
+    let mut quickest = f64::INFINITY;
+    let mut round = 0;
+    loop {
+        let is_slow = round > 0 && quickest > ROUND_SECONDS_MAX;
+        let told = match (is_slow, round < NUM_ROUNDS) {
+            (false, true) => bytes,
+            (true, _) if bytes > SHORT_BYTES => 0,
+            _ => next,
+        };
+        buffer[..8].copy_from_slice(&(told as u64).to_le_bytes());
+        let start = Instant::now();
+        buffer = group.send(buffer, answerer).wait()?;
+        buffer = group.receive(buffer, answerer).wait()?;
+        quickest = quickest.min(start.elapsed().as_secs_f64());
+        if told != bytes {
+            return Ok((quickest, told));
+        }
+        round += 1;
+    }
+}
+
+/// Sends back what comes, until it says that nothing more will.
+fn answer(group: &Group, caller: Rank) -> Result<(), CommError> {
+    let mut buffer = group.buffer::<u8>(SHORT_BYTES)?;
+    loop {
+        buffer = group.receive(buffer, caller).wait()?;
+        let told = u64::from_le_bytes(*buffer.first_chunk().expect("every message has a word")) as usize;
+        buffer = group.send(buffer, caller).wait()?;
+        if told == 0 {
+            return Ok(());
+        }
+        if told != buffer.len() {
+            buffer = group.buffer(told.min(LONGER_BYTES[LONGER_BYTES.len() - 1]))?;
+        }
+    }
+}
+
+/// Memory that all ranks share.
+fn direct(group: &Group) -> Result<DirectCost, CommError> {
+    let mut quickest = f64::INFINITY;
+    for _ in 0..=NUM_ROUNDS {
+        let start = Instant::now();
+        group.barrier()?;
+        quickest = quickest.min(start.elapsed().as_secs_f64());
+    }
+    let synchronisation_seconds = quickest;
+    let mut buffer = group.buffer::<f32>(DIRECT_BYTES / size_of::<f32>())?;
+    let mut quickest = f64::INFINITY;
+    for _ in 0..=NUM_ROUNDS {
+        let start = Instant::now();
+        buffer = group.all_reduce(buffer, ReduceOp::Max).wait()?;
+        quickest = quickest.min(start.elapsed().as_secs_f64());
+    }
+    let world_size = group.world_size() as f64;
+    let bytes = 2.0 * DIRECT_BYTES as f64 * (world_size - 1.0) / world_size;
+    let seconds_per_byte = (quickest - 2.0 * synchronisation_seconds).max(SECONDS_MIN) / bytes;
+    Ok(DirectCost { synchronisation_seconds, seconds_per_byte })
+}

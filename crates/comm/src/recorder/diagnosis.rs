@@ -1,0 +1,286 @@
+use super::report::{
+    GroupReport, IssuedOperation, Occasion, OperationReport, OperationState, Place, RankReport,
+};
+use crate::Operation;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::fmt;
+
+/// What the reports of some ranks tell of their world together.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Diagnosis {
+    /// One of each rank of the world, in their order.
+    pub findings: Vec<Finding>,
+    /// The first place in a group's sequence where ranks issued different things, if there is one.
+    pub disagreement: Option<Disagreement>,
+}
+
+/// What is known of one rank.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Finding {
+    /// The rank.
+    pub rank: usize,
+    /// Who says so.
+    pub source: Source,
+    /// Where it is, if anybody says so.
+    pub place: Option<Place>,
+    /// Ranks that have not begun what it is in, and ranks that it has lost.
+    pub waits_for: Vec<usize>,
+    /// What ended its group, in its own words.
+    pub failure: Option<String>,
+    /// Its host, if it has reported.
+    pub host: Option<String>,
+    /// Its process there.
+    pub process_id: Option<u32>,
+}
+
+/// Where the knowledge of a rank's place comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Source {
+    /// Its own report.
+    Own,
+    /// Its own report, from before something failed: it has not reported since.
+    Earlier,
+    /// What it told another rank.
+    Told,
+    /// Nowhere.
+    Nothing,
+}
+
+/// A place in a group's sequence where ranks issued different things.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Disagreement {
+    /// The group.
+    pub group: String,
+    /// The position in its sequence, from 0.
+    pub sequence: u64,
+    /// What differs.
+    pub difference: Difference,
+    /// Who issued what: that of most ranks first.
+    pub sides: Vec<Side>,
+}
+
+/// What differs between operations that should be the same.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Difference {
+    /// The same operations come in another order.
+    Order,
+    /// The operations, their reductions or roots, or the lines of the program that issued them.
+    Operation,
+    /// The type of the elements.
+    Dtype,
+    /// The number of elements.
+    Size,
+    /// The line of the program; the operations are the same.
+    Line,
+}
+
+/// What some ranks issued.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Side {
+    /// The operation.
+    pub operation: Operation,
+    /// The line of the program that issued it; empty if that is not known.
+    pub line: String,
+    /// Who.
+    pub ranks: Vec<usize>,
+}
+
+impl fmt::Display for Difference {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Difference::Order => "order",
+            Difference::Operation => "operation",
+            Difference::Dtype => "dtype",
+            Difference::Size => "size",
+            Difference::Line => "program line",
+        })
+    }
+}
+
+/// A group by its name and members.
+type GroupKey<'a> = (&'a str, &'a [usize]);
+
+/// What ranks issued in one group, by sequence and rank. The line is empty where it is not known.
+type Sequences<'a> = BTreeMap<u64, BTreeMap<usize, (Operation, &'a str)>>;
+
+impl Diagnosis {
+    /// Puts reports together, of one rank or several of the same world. One rank's report also holds what the others
+    /// have told it.
+    pub fn of(reports: &[RankReport]) -> Self {
+        // Others were left by an earlier world of another size.
+        let newest = reports.iter().max_by(|one, other| one.written.total_cmp(&other.written));
+        let world_size = newest.map_or(0, |report| report.world_size);
+        let reports: Vec<&RankReport> =
+            reports.iter().filter(|report| report.world_size == world_size).collect();
+        let reports = &reports[..];
+        let groups = group_sequences(reports);
+        let has_failed = reports.iter().any(|report| report.occasion == Occasion::Failed);
+        let findings = (0..world_size).map(|rank| find(rank, reports, has_failed)).collect();
+        let disagreement = first_disagreement(&groups, true).or_else(|| first_disagreement(&groups, false));
+        Diagnosis { findings, disagreement }
+    }
+}
+
+fn find(rank: usize, reports: &[&RankReport], has_failed: bool) -> Finding {
+    let own = reports.iter().copied().find(|report| report.rank == rank);
+    let is_late = |report: &RankReport| has_failed && report.occasion != Occasion::Failed;
+    let told = reports.iter().flat_map(|report| &report.groups).flat_map(|group| &group.heard);
+    let told = told.rev().find(|place| place.rank == rank);
+    let (source, place) = match (own, told) {
+        (Some(report), _) if !is_late(report) => (Source::Own, Some(report.place())),
+        (_, Some(place)) => (Source::Told, Some(place.clone())),
+        (Some(report), None) if report.occasion == Occasion::Stalled => {
+            (Source::Earlier, Some(report.place()))
+        }
+        _ => (Source::Nothing, None),
+    };
+    let failure = own.and_then(first_failure).map(|failure| failure.text.clone());
+    let waits_for = place.as_ref().map_or_else(Vec::new, |place| waits_for(place, own, reports));
+    Finding {
+        rank,
+        source,
+        place,
+        waits_for,
+        failure,
+        host: own.map(|report| report.host.clone()),
+        process_id: own.map(|report| report.process_id),
+    }
+}
+
+fn first_failure(report: &RankReport) -> Option<&super::FailureReport> {
+    let failures = report.groups.iter().filter_map(|group| group.failure.as_ref());
+    failures.min_by(|one, other| one.at.total_cmp(&other.at))
+}
+
+/// For whom a rank waits at a place: as its own failure says, else who is known not to have begun that operation.
+fn waits_for(place: &Place, own: Option<&RankReport>, reports: &[&RankReport]) -> Vec<usize> {
+    let Some(operation) = place.operation.as_ref().filter(|operation| is_waiting(operation)) else {
+        return Vec::new();
+    };
+    let group = |report: &RankReport| report.groups.iter().find(|group| group.name == place.group).cloned();
+    let failure = own.and_then(group).and_then(|group| group.failure);
+    match failure {
+        Some(failure) if !failure.missing.is_empty() => return failure.missing,
+        _ => {}
+    }
+    if let Some(peer) = operation.peer {
+        return Vec::from([peer.rank]);
+    }
+    let is_behind = |group: &GroupReport| {
+        group.members.contains(&place.rank)
+            && group.name == place.group
+            && group.num_issued <= operation.sequence
+    };
+    let behind = reports.iter().filter(|report| report.groups.iter().any(is_behind));
+    behind.map(|report| report.rank).collect()
+}
+
+fn is_waiting(operation: &OperationReport) -> bool {
+    matches!(operation.state, OperationState::Running | OperationState::Failed)
+}
+
+fn group_sequences<'a>(reports: &[&'a RankReport]) -> BTreeMap<GroupKey<'a>, Sequences<'a>> {
+    let mut groups: BTreeMap<GroupKey<'a>, Sequences<'a>> = BTreeMap::new();
+    for report in reports {
+        for group in &report.groups {
+            let sequences = groups.entry((&group.name, &group.members)).or_default();
+            let mut note = |rank, sequence: u64, issued: (Operation, _)| {
+                let ranks = sequences.entry(sequence).or_default();
+                match ranks.get(&rank) {
+                    Some((_, "")) | None => drop(ranks.insert(rank, issued)),
+                    Some(_) => {}
+                }
+            };
+            for operation in &group.operations {
+                note(report.rank, operation.sequence, (operation.operation, &*operation.line));
+            }
+            for place in group.heard.iter().filter(|place| place.group == group.name) {
+                if let Some(operation) = place.operation.as_ref().filter(|operation| operation.peer.is_none())
+                {
+                    note(place.rank, operation.sequence, (operation.operation, &*operation.line));
+                }
+            }
+            let mismatch = group.failure.iter().flat_map(|failure| &failure.mismatch);
+            for IssuedOperation { rank, sequence, operation } in mismatch {
+                note(*rank, *sequence, (*operation, ""));
+            }
+        }
+    }
+    groups
+}
+
+/// The first difference between operations, or else, between the lines of like operations.
+fn first_disagreement(
+    groups: &BTreeMap<GroupKey<'_>, Sequences<'_>>,
+    of_operations: bool,
+) -> Option<Disagreement> {
+    groups.iter().find_map(|((name, _), sequences)| {
+        let (sequence, ranks) = sequences.iter().find(|(_, ranks)| {
+            let differ = |one: &(Operation, &str), other: &(Operation, &str)| match of_operations {
+                true => one.0 != other.0,
+                false => one.1 != other.1 && !one.1.is_empty() && !other.1.is_empty(),
+            };
+            let first = ranks.values().next();
+            ranks.values().any(|issued| first.is_some_and(|first| differ(first, issued)))
+        })?;
+        let sides = sides(ranks, of_operations);
+        let difference = difference(&sides, *sequence, sequences);
+        Some(Disagreement { group: (*name).to_owned(), sequence: *sequence, difference, sides })
+    })
+}
+
+fn sides(ranks: &BTreeMap<usize, (Operation, &str)>, of_operations: bool) -> Vec<Side> {
+    let mut sides: Vec<Side> = Vec::new();
+    for (rank, (operation, line)) in ranks {
+        let same = |side: &&mut Side| match of_operations {
+            true => side.operation == *operation,
+            false => side.line == *line,
+        };
+        match sides.iter_mut().find(same) {
+            None => sides.push(Side {
+                operation: *operation,
+                line: (*line).to_owned(),
+                ranks: Vec::from([*rank]),
+            }),
+            Some(side) => {
+                side.ranks.push(*rank);
+                if side.line.is_empty() {
+                    side.line = (*line).to_owned();
+                }
+            }
+        }
+    }
+    sides.sort_by_key(|side| std::cmp::Reverse(side.ranks.len()));
+    sides
+}
+
+fn difference(sides: &[Side], sequence: u64, sequences: &Sequences<'_>) -> Difference {
+    let [one, other] = [&sides[0], &sides[1]];
+    // Whether a rank of `side` issues `operation` after this place.
+    let comes_later = |side: &Side, operation: Operation| {
+        let later = sequences
+            .range(sequence + 1..)
+            .flat_map(|(_, ranks)| side.ranks.iter().filter_map(|rank| ranks.get(rank)));
+        later.into_iter().any(|(issued, _)| *issued == operation)
+    };
+    let (first, second) = (one.operation, other.operation);
+    if first == second {
+        return Difference::Line;
+    }
+    let of_other_lines = one.line != other.line && !one.line.is_empty() && !other.line.is_empty();
+    if comes_later(one, second) && comes_later(other, first) {
+        return Difference::Order;
+    }
+    let are_alike = !of_other_lines
+        && first.name() == second.name()
+        && first.reduction() == second.reduction()
+        && first.root() == second.root();
+    match (are_alike, first.elements(), second.elements()) {
+        (false, ..) => Difference::Operation,
+        (true, (dtype, _), (other_dtype, _)) if dtype != other_dtype => Difference::Dtype,
+        _ => Difference::Size,
+    }
+}

@@ -1,0 +1,121 @@
+use super::report::RankReport;
+use std::fs::{self, File};
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+/// No report comes near this length.
+const FILE_BYTES_MAX: u64 = 64 << 20;
+/// Ranks in a world, as `rendezvous` bounds them.
+const WORLD_SIZE_MAX: usize = 1 << 16;
+
+/// Reports cannot be read.
+#[derive(Debug, thiserror::Error)]
+pub enum ReadReportsError {
+    /// The folder or a file cannot be read.
+    #[error("cannot read the flight recorder's {}", path.display())]
+    Read {
+        /// The folder or file.
+        path: PathBuf,
+        /// Why not.
+        #[source]
+        source: io::Error,
+    },
+    /// A file is no report.
+    #[error("{} is no flight recorder's report: {what}", path.display())]
+    NoReport {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+}
+
+/// The file of a rank's report.
+pub fn report_path(folder: &Path, rank: usize) -> PathBuf {
+    folder.join(format!("rank-{rank}.json"))
+}
+
+/// Writes a report in the place of an earlier one, which stays whole until then.
+pub(super) fn write_report(folder: &Path, report: &RankReport) -> io::Result<()> {
+    fs::create_dir_all(folder)?;
+    let path = report_path(folder, report.rank);
+    let aside = folder.join(format!(".rank-{}.json.partial", report.rank));
+    let mut text = serde_json::to_vec(report)?;
+    text.push(b'\n');
+    let written = File::create(&aside).and_then(|mut file| file.write_all(&text));
+    written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
+}
+
+/// The reports in a folder, by rank.
+///
+/// # Errors
+/// A folder or file that cannot be read, and the first file that is no report of its rank.
+pub fn read_reports(folder: &Path) -> Result<Vec<RankReport>, ReadReportsError> {
+    let unreadable = |source| ReadReportsError::Read { path: folder.to_owned(), source };
+    let ranks = ranks(folder).map_err(unreadable)?;
+    ranks.into_iter().map(|rank| RankReport::read(folder, rank)).collect()
+}
+
+/// Removes the reports in a folder, if there is one.
+pub fn remove_reports(folder: &Path) -> io::Result<()> {
+    if !folder.exists() {
+        return Ok(());
+    }
+    ranks(folder)?.into_iter().try_for_each(|rank| fs::remove_file(report_path(folder, rank)))
+}
+
+/// The ranks that have a report in a folder, in their order.
+fn ranks(folder: &Path) -> io::Result<Vec<usize>> {
+    let mut ranks = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let name = entry?.file_name();
+        let rank =
+            name.to_str().and_then(|name| name.strip_prefix("rank-")?.strip_suffix(".json")?.parse().ok());
+        ranks.extend(rank.filter(|&rank| report_path(folder, rank).ends_with(&name)));
+    }
+    ranks.sort_unstable();
+    Ok(ranks)
+}
+
+impl RankReport {
+    /// Reads a rank's report in a folder.
+    ///
+    /// # Errors
+    /// A file that cannot be read, or is no report of this rank.
+    pub fn read(folder: &Path, rank: usize) -> Result<Self, ReadReportsError> {
+        read_report(&report_path(folder, rank), rank)
+    }
+}
+
+fn read_report(path: &Path, rank: usize) -> Result<RankReport, ReadReportsError> {
+    let unreadable = |source| ReadReportsError::Read { path: path.to_owned(), source };
+    let refuse = |what: String| ReadReportsError::NoReport { path: path.to_owned(), what };
+    let mut text = Vec::new();
+    File::open(path)
+        .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text))
+        .map_err(unreadable)?;
+    if text.len() as u64 > FILE_BYTES_MAX {
+        return Err(refuse(format!("it is longer than {FILE_BYTES_MAX} bytes")));
+    }
+    let report: RankReport = serde_json::from_slice(&text).map_err(|error| refuse(error.to_string()))?;
+    if report.format != RankReport::FORMAT {
+        return Err(refuse(format!(
+            "its format is {}, and this program reads {}",
+            report.format,
+            RankReport::FORMAT
+        )));
+    }
+    if report.rank != rank || report.world_size > WORLD_SIZE_MAX {
+        return Err(refuse(format!("it says rank {} of {}", report.rank, report.world_size)));
+    }
+    let named = report.groups.iter().flat_map(|group| {
+        let heard = group.heard.iter().map(|place| place.rank);
+        let missing = group.failure.iter().flat_map(|failure| failure.missing.iter().copied());
+        let issued = group.failure.iter().flat_map(|failure| failure.mismatch.iter().map(|side| side.rank));
+        group.members.iter().copied().chain(heard).chain(missing).chain(issued)
+    });
+    match named.chain([rank]).find(|&named| named >= report.world_size) {
+        Some(named) => Err(refuse(format!("it names rank {named} of {}", report.world_size))),
+        None => Ok(report),
+    }
+}

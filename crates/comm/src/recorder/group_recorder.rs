@@ -1,0 +1,404 @@
+use super::report::{
+    Direction, FailureReport, GroupReport, IssuedOperation, MessagePeer, Occasion, OperationReport,
+    OperationState, Place, RankReport, ToldPlace,
+};
+use super::ring::{Issued, Record, Ring};
+use super::text::{GroupName, Line};
+use super::{Clock, FlightRecorder};
+use crate::engine::Call;
+use crate::error::list;
+use crate::{CommError, Operation};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::thread::{self, ThreadId};
+use std::time::Instant;
+use trireme_base::Rank;
+
+/// What is known of one group.
+pub(super) struct GroupLog {
+    name: String,
+    own: Rank,
+    members: Vec<Rank>,
+    state: Mutex<State>,
+}
+
+/// Which threads issue a group's operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Issuer {
+    Nobody,
+    One(ThreadId),
+    Several,
+}
+
+struct State {
+    issuer: Issuer,
+    /// The one thread that issues this group's operations waits for one of them.
+    is_awaited: bool,
+    line: Line,
+    operations: Ring,
+    messages: Ring,
+    num_issued: u64,
+    num_messages: u64,
+    failure: Option<(Instant, CommError)>,
+    /// By member: where it has told to be, and when.
+    heard: Vec<Option<(Instant, Option<ToldPlace>)>>,
+    is_dropped: bool,
+}
+
+impl GroupLog {
+    pub(super) fn new(name: String, own: Rank, members: Vec<Rank>) -> Self {
+        let state = State {
+            issuer: Issuer::Nobody,
+            is_awaited: false,
+            line: Line::EMPTY,
+            operations: Ring::new(),
+            messages: Ring::new(),
+            num_issued: 0,
+            num_messages: 0,
+            failure: None,
+            heard: vec![None; members.len()],
+            is_dropped: false,
+        };
+        GroupLog { name, own, members, state: Mutex::new(state) }
+    }
+
+    pub(super) fn is_dropped(&self) -> bool {
+        self.lock().is_dropped
+    }
+
+    pub(super) fn report(&self, clock: &Clock) -> GroupReport {
+        let state = self.lock();
+        let reports =
+            |ring: &Ring| ring.records().iter().map(|record| self.operation(record, clock)).collect();
+        let heard = state.heard.iter().enumerate().filter_map(|(member, heard)| {
+            let (at, told) = (*heard)?;
+            Some(ToldPlace::place(told, self.members[member], clock.unix(at)))
+        });
+        GroupReport {
+            name: self.name.clone(),
+            members: self.members.iter().map(|member| member.0).collect(),
+            num_issued: state.num_issued,
+            failure: state.failure.as_ref().map(|(at, failure)| self.failure(clock.unix(*at), failure)),
+            operations: reports(&state.operations),
+            messages: reports(&state.messages),
+            heard: heard.collect(),
+        }
+    }
+
+    fn operation(&self, record: &Record, clock: &Clock) -> OperationReport {
+        OperationReport {
+            sequence: record.sequence,
+            operation: record.operation,
+            peer: record
+                .peer
+                .map(|(direction, peer)| MessagePeer { direction, rank: self.members[peer.0].0 }),
+            line: record.issued.line.as_str().to_owned(),
+            state: match (record.started, record.ended) {
+                (_, Some(_)) if record.has_failed => OperationState::Failed,
+                (_, Some(_)) => OperationState::Done,
+                (Some(_), None) => OperationState::Running,
+                (None, None) => OperationState::Queued,
+            },
+            queued: clock.unix(record.issued.at),
+            started: record.started.map(|at| clock.unix(at)),
+            ended: record.ended.map(|at| clock.unix(at)),
+        }
+    }
+
+    fn failure(&self, at: f64, failure: &CommError) -> FailureReport {
+        let in_world = |rank: Rank| self.members[rank.0].0;
+        let mismatch = match *failure {
+            CommError::Mismatch { sequence, rank, operation, other_rank, other_operation } => {
+                [(rank, operation), (other_rank, other_operation)]
+                    .map(|(rank, operation)| IssuedOperation { rank: in_world(rank), sequence, operation })
+                    .into()
+            }
+            _ => Vec::new(),
+        };
+        let missing = failure.missing().into_iter().map(in_world).collect();
+        FailureReport { text: failure.to_string(), at, missing, mismatch }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().expect("no thread panics while it holds a group's records")
+    }
+}
+
+/// A thread waits for an operation as long as this lives.
+pub(crate) struct Wait<'a> {
+    log: Option<&'a GroupLog>,
+}
+
+impl Drop for Wait<'_> {
+    fn drop(&mut self) {
+        if let Some(log) = self.log {
+            log.lock().is_awaited = false;
+        }
+    }
+}
+
+/// Records what one group does.
+#[derive(Clone)]
+pub(crate) struct GroupRecorder {
+    recorder: FlightRecorder,
+    log: Arc<GroupLog>,
+}
+
+impl GroupRecorder {
+    pub(super) fn new(recorder: FlightRecorder, log: Arc<GroupLog>) -> Self {
+        GroupRecorder { recorder, log }
+    }
+
+    pub(crate) fn recorder(&self) -> &FlightRecorder {
+        &self.recorder
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.log.name
+    }
+
+    /// The members' ranks in the world.
+    pub(crate) fn members(&self) -> &[Rank] {
+        &self.log.members
+    }
+
+    /// What is issued from now on belongs to this line of a program.
+    pub(crate) fn set_line(&self, line: fmt::Arguments<'_>) {
+        let line = Line::of(line);
+        self.log.lock().line = line;
+    }
+
+    /// Notes that the next operation of the group was issued.
+    pub(crate) fn issue(&self, operation: Operation) -> Issued {
+        let mut state = self.log.lock();
+        let issued = Issued { line: state.line, at: Instant::now() };
+        let thread = Issuer::One(thread::current().id());
+        state.issuer = match state.issuer {
+            Issuer::Nobody => thread,
+            known if known == thread => thread,
+            _ => Issuer::Several,
+        };
+        let number = state.num_issued;
+        state.num_issued += 1;
+        state.operations.add(Record {
+            number,
+            sequence: number,
+            operation,
+            peer: None,
+            issued,
+            started: None,
+            ended: None,
+            has_failed: false,
+        });
+        issued
+    }
+
+    /// Notes that the execution of an operation begins.
+    pub(crate) fn begin(&self, call: &Call, issued: Issued) {
+        let mut state = self.log.lock();
+        match state.operations.find(call.sequence) {
+            Some(record) => record.started = Some(call.started),
+            // There was no room for it when it was issued; now all before it have ended.
+            None => state.operations.add(Record {
+                number: call.sequence,
+                sequence: call.sequence,
+                operation: call.operation,
+                peer: None,
+                issued,
+                started: Some(call.started),
+                ended: None,
+                has_failed: false,
+            }),
+        }
+    }
+
+    /// Notes how an operation has ended.
+    pub(crate) fn end(&self, call: &Call, ended: Instant, result: &Result<(), CommError>) {
+        let mut state = self.log.lock();
+        if let Some(record) = state.operations.find(call.sequence) {
+            record.ended = Some(ended);
+            record.has_failed = result.is_err();
+        }
+        if let Err(failure) = result {
+            state.failure.get_or_insert_with(|| (ended, failure.clone()));
+        }
+    }
+
+    /// Notes that the calling thread waits for an operation, until the value is dropped.
+    pub(crate) fn wait(&self) -> Wait<'_> {
+        let mut state = self.log.lock();
+        let is_issuer = state.issuer == Issuer::One(thread::current().id());
+        state.is_awaited |= is_issuer;
+        Wait { log: is_issuer.then_some(&*self.log) }
+    }
+
+    /// Where the one thread that issues this group's operations waits, if that is in another group.
+    pub(crate) fn blocked_elsewhere(&self) -> Option<ToldPlace> {
+        let issuer = self.log.lock().issuer;
+        let groups = self.recorder.groups().clone();
+        let now = Instant::now();
+        groups.iter().filter(|group| !Arc::ptr_eq(group, &self.log)).find_map(|group| {
+            let state = group.lock();
+            let is_blocked = matches!(issuer, Issuer::One(_)) && state.issuer == issuer && state.is_awaited;
+            let records = is_blocked.then(|| state.operations.records())?;
+            let record = records.into_iter().find(|record| record.ended.is_none())?;
+            let since = record.started.unwrap_or(record.issued.at);
+            Some(ToldPlace {
+                group: GroupName::of(format_args!("{}", group.name)),
+                sequence: record.sequence,
+                operation: record.operation,
+                peer: None,
+                line: record.issued.line,
+                state: OperationState::Running,
+                milliseconds: now.saturating_duration_since(since).as_millis() as u64,
+            })
+        })
+    }
+
+    /// Whether the thread that waits in this group is the one that another rank waits for at `place`, in another group:
+    /// then neither ever comes.
+    pub(crate) fn is_crossed_by(&self, place: &ToldPlace) -> bool {
+        let issuer = {
+            let state = self.log.lock();
+            if !state.is_awaited {
+                return false;
+            }
+            state.issuer
+        };
+        let groups = self.recorder.groups().clone();
+        let mut named =
+            groups.iter().filter(|group| group.name == place.group.as_str() && !group.is_dropped());
+        match (named.next(), named.next()) {
+            (Some(group), None) => {
+                let state = group.lock();
+                state.issuer == issuer && state.num_issued <= place.sequence
+            }
+            _ => false,
+        }
+    }
+
+    /// What this rank has issued as operation `sequence`, if that is still known.
+    pub(crate) fn issued(&self, sequence: u64) -> Option<Operation> {
+        self.log.lock().operations.find(sequence).map(|record| record.operation)
+    }
+
+    /// Notes that a message was issued, the `sequence`-th that goes its way; returns its number.
+    pub(crate) fn issue_message(
+        &self,
+        (direction, peer): (Direction, Rank),
+        sequence: u64,
+        operation: Operation,
+        at: Instant,
+    ) -> u64 {
+        let mut state = self.log.lock();
+        let issued = Issued { line: state.line, at };
+        let number = state.num_messages;
+        state.num_messages += 1;
+        state.messages.add(Record {
+            number,
+            sequence,
+            operation,
+            peer: Some((direction, peer)),
+            issued,
+            started: None,
+            ended: None,
+            has_failed: false,
+        });
+        number
+    }
+
+    /// Notes that a message is the next to go its way.
+    pub(crate) fn begin_message(&self, number: u64) {
+        if let Some(record) = self.log.lock().messages.find(number) {
+            record.started = Some(Instant::now());
+        }
+    }
+
+    /// Notes that a message has ended well.
+    pub(crate) fn end_message(&self, number: u64) {
+        if let Some(record) = self.log.lock().messages.find(number) {
+            record.ended = Some(Instant::now());
+        }
+    }
+
+    /// Notes what has ended the group beside its operations, and that message `number` has failed, if one has.
+    pub(crate) fn fail(&self, failure: &CommError, number: Option<u64>) {
+        let now = Instant::now();
+        let mut state = self.log.lock();
+        if let Some(record) = number.and_then(|number| state.messages.find(number)) {
+            record.ended = Some(now);
+            record.has_failed = true;
+        }
+        state.failure.get_or_insert_with(|| (now, failure.clone()));
+        drop(state);
+        self.recorder.write(Occasion::Failed);
+    }
+
+    /// What has ended the group on this rank.
+    pub(crate) fn failure(&self) -> Option<CommError> {
+        self.log.lock().failure.as_ref().map(|(_, failure)| failure.clone())
+    }
+
+    /// Notes where a member has told to be.
+    pub(crate) fn hear(&self, member: Rank, told: Option<ToldPlace>) {
+        self.log.lock().heard[member.0] = Some((Instant::now(), told));
+    }
+
+    /// Where this rank is, for its peers.
+    pub(crate) fn told_place(&self) -> Option<ToldPlace> {
+        let report: RankReport = self.recorder.report();
+        let place: Place = report.place();
+        ToldPlace::of(&place)
+    }
+
+    /// Says that an operation takes long, and for whom it waits.
+    pub(crate) fn tell_of_stall(&self, call: &Call, missing: &[Rank]) {
+        let whom = match missing {
+            [] => "to end, which all ranks have begun".to_owned(),
+            [one] => format!("for rank {}", self.in_world(*one)),
+            several => {
+                let ranks: Vec<Rank> = several.iter().map(|rank| self.in_world(*rank)).collect();
+                format!("for ranks {}", list(&ranks))
+            }
+        };
+        let line = self.log.lock().operations.find(call.sequence).map(|record| record.issued.line);
+        self.tell_of_wait(call, &whom, "operation", line);
+    }
+
+    /// Says that a message takes long.
+    pub(crate) fn tell_of_message_stall(
+        &self,
+        call: &Call,
+        (direction, peer): (Direction, Rank),
+        number: u64,
+    ) {
+        let whom = match direction {
+            Direction::Send => format!("for rank {} to receive", self.in_world(peer)),
+            Direction::Receive => format!("for rank {} to send", self.in_world(peer)),
+        };
+        let line = self.log.lock().messages.find(number).map(|record| record.issued.line);
+        self.tell_of_wait(call, &whom, "message", line);
+    }
+
+    fn tell_of_wait(&self, call: &Call, whom: &str, kind: &str, line: Option<Line>) {
+        let (own, name) = (self.in_world(self.log.own), &self.log.name);
+        let Call { sequence, operation, timeout, started, .. } = call;
+        let line = line.filter(|line| *line != Line::EMPTY);
+        let line = line.map_or_else(String::new, |line| format!(", {}", line.as_str()));
+        self.recorder.tell_of_stall(&format!(
+            "rank {own} has been waiting {whom} in {operation} ({name}, {kind} {sequence}{line}) for {:.1} s; it gives up after \
+             {:.1} s",
+            started.elapsed().as_secs_f64(),
+            timeout.as_secs_f64()
+        ));
+    }
+
+    fn in_world(&self, member: Rank) -> Rank {
+        self.log.members[member.0]
+    }
+
+    /// The group is no more.
+    pub(crate) fn drop_group(&self) {
+        self.log.lock().is_dropped = true;
+    }
+}

@@ -1,0 +1,174 @@
+//! The flight recorder: what each group of this rank did last, for the moment when something goes wrong.
+//!
+//! Every operation is noted when it is issued, when its execution begins and when it ends: three short locks and no
+//! allocation. When an operation takes long or fails, or a peer tells of a failure, the rank writes all of it to a file
+//! and tells its peers where it is. [`Diagnosis`] puts the reports of several ranks together.
+
+mod diagnosis;
+mod file;
+mod group_recorder;
+mod operation_fields;
+mod report;
+mod ring;
+mod text;
+
+pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, Side, Source};
+pub use file::{ReadReportsError, read_reports, remove_reports, report_path};
+pub(crate) use group_recorder::GroupRecorder;
+pub(crate) use operation_fields::OperationFields;
+pub(crate) use report::ToldPlace;
+pub use report::{
+    Direction, FailureReport, GroupReport, IssuedOperation, MessagePeer, Occasion, OperationReport,
+    OperationState, Place, RankReport,
+};
+pub(crate) use ring::Issued;
+pub(crate) use text::{GroupName, Line};
+
+use group_recorder::GroupLog;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime};
+use trireme_base::Rank;
+
+/// How long a rank whose group has failed waits for the others to tell where they are, if it does.
+pub(crate) const GATHER_MAX: Duration = Duration::from_millis(1500);
+
+/// Groups whose records are kept after they were dropped.
+const NUM_DROPPED_KEPT: usize = 8;
+
+/// What the flight recorder does when something goes wrong.
+#[derive(Debug, Clone, Default)]
+pub struct RecorderOptions {
+    /// Where this rank writes its report, as `rank-N.json`; nowhere by default. A file that cannot be written is left
+    /// out: it must not be what ends a run.
+    pub folder: Option<PathBuf>,
+    /// Is told of operations that take long: once each, at half of the timeout or after 30 s.
+    pub on_stall: Option<OnStall>,
+    /// Whether a failed group waits, when it is dropped, until the other ranks have told where they are, 1.5 s at most. For
+    /// where no launcher reads their files.
+    pub gathers: bool,
+}
+
+/// Called with a line that says who waits for whom, from the thread that waits.
+#[derive(Clone)]
+pub struct OnStall(Arc<dyn Fn(&str) + Send + Sync>);
+
+impl OnStall {
+    /// Calls `listener`, which must not take long.
+    pub fn new(listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
+        OnStall(Arc::new(listener))
+    }
+}
+
+impl fmt::Debug for OnStall {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("OnStall")
+    }
+}
+
+/// A handle on what this rank's groups did last, those split from its world included. It outlives the groups.
+#[derive(Clone)]
+pub struct FlightRecorder(Arc<Shared>);
+
+struct Shared {
+    rank: Rank,
+    world_size: usize,
+    options: RecorderOptions,
+    groups: Mutex<Vec<Arc<GroupLog>>>,
+    /// The worst that has happened; held while the file is written.
+    worst: Mutex<Occasion>,
+}
+
+impl FlightRecorder {
+    pub(crate) fn new(rank: Rank, world_size: usize, options: RecorderOptions) -> Self {
+        let worst = Mutex::new(Occasion::Joined);
+        FlightRecorder(Arc::new(Shared { rank, world_size, options, groups: Mutex::default(), worst }))
+    }
+
+    /// Begins to record a group, in which this rank is `own` and whose `members` have these ranks in the world.
+    pub(crate) fn group(&self, name: String, own: Rank, members: Vec<Rank>) -> GroupRecorder {
+        let log = Arc::new(GroupLog::new(name, own, members));
+        let mut groups = self.groups();
+        let num_dropped = groups.iter().filter(|group| group.is_dropped()).count();
+        if num_dropped >= NUM_DROPPED_KEPT {
+            let oldest = groups.iter().position(|group| group.is_dropped());
+            oldest.map(|oldest| groups.remove(oldest));
+        }
+        groups.push(Arc::clone(&log));
+        drop(groups);
+        GroupRecorder::new(self.clone(), log)
+    }
+
+    /// All that is recorded.
+    pub fn report(&self) -> RankReport {
+        self.report_on(*self.worst())
+    }
+
+    /// Writes the report to its file, if it has one.
+    pub(crate) fn write(&self, occasion: Occasion) {
+        let mut worst = self.worst();
+        *worst = occasion.max(*worst);
+        if let Some(folder) = &self.0.options.folder {
+            // Best effort, as the options say.
+            let _ = file::write_report(folder, &self.report_on(*worst));
+        }
+    }
+
+    pub(crate) fn tell_of_stall(&self, line: &str) {
+        if let Some(OnStall(listener)) = &self.0.options.on_stall {
+            listener(line);
+        }
+        self.write(Occasion::Stalled);
+    }
+
+    pub(crate) fn gathers(&self) -> bool {
+        self.0.options.gathers
+    }
+
+    fn report_on(&self, occasion: Occasion) -> RankReport {
+        let clock = Clock::now();
+        let groups: Vec<Arc<GroupLog>> = self.groups().clone();
+        RankReport {
+            format: RankReport::FORMAT,
+            rank: self.0.rank.0,
+            world_size: self.0.world_size,
+            host: rustix::system::uname().nodename().to_string_lossy().into_owned(),
+            process_id: std::process::id(),
+            occasion,
+            written: clock.unix_now,
+            groups: groups.iter().map(|group| group.report(&clock)).collect(),
+        }
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Vec<Arc<GroupLog>>> {
+        self.0.groups.lock().expect("no thread panics while it holds the list of groups")
+    }
+
+    fn worst(&self) -> MutexGuard<'_, Occasion> {
+        self.0.worst.lock().expect("no thread panics while it writes a report")
+    }
+}
+
+impl fmt::Debug for FlightRecorder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FlightRecorder(rank {} of {})", self.0.rank, self.0.world_size)
+    }
+}
+
+/// Turns instants into seconds since 1970.
+struct Clock {
+    now: Instant,
+    unix_now: f64,
+}
+
+impl Clock {
+    fn now() -> Self {
+        let unix = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        Clock { now: Instant::now(), unix_now: unix.as_secs_f64() }
+    }
+
+    fn unix(&self, at: Instant) -> f64 {
+        self.unix_now - self.now.saturating_duration_since(at).as_secs_f64()
+    }
+}

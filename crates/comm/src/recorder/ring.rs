@@ -1,0 +1,105 @@
+use super::report::Direction;
+use super::text::Line;
+use crate::Operation;
+use std::time::Instant;
+use trireme_base::Rank;
+
+/// How many operations, and how many messages, of each group are kept.
+pub(super) const NUM_KEPT: u64 = 256;
+
+/// What is known of an operation when it is issued.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Issued {
+    pub(crate) line: Line,
+    pub(crate) at: Instant,
+}
+
+/// One operation, or one message.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Record {
+    /// Place in the ring: counts what the group was given to do.
+    pub(super) number: u64,
+    /// Position among the operations of the group, or among the messages that go the same way.
+    pub(super) sequence: u64,
+    pub(super) operation: Operation,
+    /// The other side of a message.
+    pub(super) peer: Option<(Direction, Rank)>,
+    pub(super) issued: Issued,
+    pub(super) started: Option<Instant>,
+    pub(super) ended: Option<Instant>,
+    pub(super) has_failed: bool,
+}
+
+impl Record {
+    fn is_pending(&self) -> bool {
+        self.ended.is_none()
+    }
+}
+
+/// The last records. Those that have not ended are never overwritten.
+pub(super) struct Ring(Vec<Option<Record>>);
+
+impl Ring {
+    /// Takes no memory before the first record.
+    pub(super) fn new() -> Self {
+        Ring(Vec::new())
+    }
+
+    /// Adds a record, unless one that has not ended has its place: then there are too many of them to keep all.
+    pub(super) fn add(&mut self, record: Record) {
+        if self.0.is_empty() {
+            self.0.resize(NUM_KEPT as usize, None);
+        }
+        let place = &mut self.0[(record.number % NUM_KEPT) as usize];
+        if place.is_none_or(|earlier| !earlier.is_pending()) {
+            *place = Some(record);
+        }
+    }
+
+    pub(super) fn find(&mut self, number: u64) -> Option<&mut Record> {
+        let place = self.0.get_mut((number % NUM_KEPT) as usize)?;
+        place.as_mut().filter(|record| record.number == number)
+    }
+
+    /// In the order of issue.
+    pub(super) fn records(&self) -> Vec<Record> {
+        let mut records: Vec<Record> = self.0.iter().flatten().copied().collect();
+        records.sort_by_key(|record| record.number);
+        records
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(number: u64) -> Record {
+        Record {
+            number,
+            sequence: number,
+            operation: Operation::Barrier,
+            peer: None,
+            issued: Issued { line: Line::EMPTY, at: Instant::now() },
+            started: None,
+            ended: None,
+            has_failed: false,
+        }
+    }
+
+    #[test]
+    fn the_last_are_kept_and_what_has_not_ended_stays() {
+        let mut ring = Ring::new();
+        assert!(ring.records().is_empty() && ring.find(0).is_none());
+        for number in 0..3 * NUM_KEPT {
+            ring.add(record(number));
+            if let Some(added) = ring.find(number).filter(|_| number != NUM_KEPT + 5) {
+                added.ended = Some(Instant::now());
+            }
+        }
+        let kept: Vec<u64> = ring.records().iter().map(|record| record.number).collect();
+        let last = 2 * NUM_KEPT..3 * NUM_KEPT;
+        let expected = std::iter::once(NUM_KEPT + 5).chain(last.filter(|&number| number % NUM_KEPT != 5));
+        assert_eq!(kept, expected.collect::<Vec<_>>());
+        assert!(ring.find(2 * NUM_KEPT + 5).is_none());
+    }
+}

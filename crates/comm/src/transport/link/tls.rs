@@ -1,0 +1,238 @@
+//! Encrypted connections: TLS 1.3 (RFC 8446) with a certificate on both sides, by rustls.
+//!
+//! Every record costs a copy and an allocation of up to 16 KiB on either side, unlike the other links.
+
+use super::{Interest, Side};
+use crate::secret::read_private;
+use crate::{CommError, TlsOptions};
+use rustix::event::PollFlags;
+use rustix::net::{RecvFlags, SendFlags, recv, send};
+use rustls::client::Resumption;
+use rustls::crypto::ring;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::server::WebPkiClientVerifier;
+use rustls::version::TLS13;
+use rustls::{ClientConfig, ClientConnection, Connection, RootCertStore, ServerConfig, ServerConnection};
+use std::fs::File;
+use std::io::{self, IoSlice, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+
+/// Larger files hold no certificates.
+const FILE_BYTES_MAX: usize = 1 << 20;
+/// What is encrypted before any of it is sent.
+const ENCRYPTED_BYTES_MAX: usize = 64 << 10;
+/// Names the numbers that [`TlsLink::export`] takes from a connection (RFC 5705).
+const EXPORT_LABEL: &[u8] = b"EXPORTER-trireme";
+
+/// How this process makes encrypted connections.
+#[derive(Clone)]
+pub(crate) struct Tls {
+    client: Arc<ClientConfig>,
+    server: Arc<ServerConfig>,
+    name: ServerName<'static>,
+}
+
+impl Tls {
+    /// Reads the files that the options name.
+    pub(crate) fn read(options: &TlsOptions) -> Result<Self, CommError> {
+        let TlsOptions { certificate, key, authority, name } = options;
+        let in_file =
+            |path: &Path, source| CommError::TlsFile { path: path.to_owned(), source: Arc::new(source) };
+        let chain = read_certificates(certificate).map_err(|error| in_file(certificate, error))?;
+        let private = read_key(key).map_err(|error| in_file(key, error))?;
+        let roots = read_authorities(authority).map_err(|error| in_file(authority, error))?;
+        let name = ServerName::try_from(name.clone()).map_err(|_| CommError::Options {
+            what: format!("the name for TLS is '{name}'; it must be a DNS name, such as trireme"),
+        })?;
+        let (client, server) =
+            configure(chain, private, roots).map_err(|error| in_file(certificate, error))?;
+        Ok(Tls { client: Arc::new(client), server: Arc::new(server), name })
+    }
+
+    /// Starts to encrypt a connected stream socket. [`TlsLink::shake_hands`] comes first.
+    pub(crate) fn start(&self, socket: OwnedFd, side: Side) -> io::Result<TlsLink> {
+        let mut connection: Connection = match side {
+            Side::Connecting => ClientConnection::new(Arc::clone(&self.client), self.name.clone())
+                .map_err(io::Error::other)?
+                .into(),
+            Side::Accepting => {
+                ServerConnection::new(Arc::clone(&self.server)).map_err(io::Error::other)?.into()
+            }
+        };
+        connection.set_buffer_limit(Some(ENCRYPTED_BYTES_MAX));
+        Ok(TlsLink { socket, connection, num_encrypted: 0 })
+    }
+}
+
+fn configure(
+    chain: Vec<CertificateDer<'static>>,
+    key: PrivateKeyDer<'static>,
+    roots: RootCertStore,
+) -> io::Result<(ClientConfig, ServerConfig)> {
+    let (provider, roots) = (Arc::new(ring::default_provider()), Arc::new(roots));
+    let verifier = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
+        .build()
+        .map_err(io::Error::other)?;
+    let mut server = ServerConfig::builder_with_provider(Arc::clone(&provider))
+        .with_protocol_versions(&[&TLS13])
+        .map_err(io::Error::other)?
+        .with_client_cert_verifier(verifier)
+        .with_single_cert(chain.clone(), key.clone_key())
+        .map_err(io::Error::other)?;
+    // Every connection is made once.
+    server.send_tls13_tickets = 0;
+    let mut client = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(&[&TLS13])
+        .map_err(io::Error::other)?
+        .with_root_certificates(roots)
+        .with_client_auth_cert(chain, key)
+        .map_err(io::Error::other)?;
+    client.resumption = Resumption::disabled();
+    Ok((client, server))
+}
+
+fn read_certificates(path: &Path) -> io::Result<Vec<CertificateDer<'static>>> {
+    let mut bytes = Vec::new();
+    File::open(path)?.take(FILE_BYTES_MAX as u64).read_to_end(&mut bytes)?;
+    let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
+    let found = found.map_err(io::Error::other)?;
+    if found.is_empty() {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it holds no certificate in PEM form"));
+    }
+    Ok(found)
+}
+
+fn read_key(path: &Path) -> io::Result<PrivateKeyDer<'static>> {
+    let text = read_private(path, FILE_BYTES_MAX)?;
+    PrivateKeyDer::from_pem_slice(text.as_bytes()).map_err(io::Error::other)
+}
+
+fn read_authorities(path: &Path) -> io::Result<RootCertStore> {
+    let mut roots = RootCertStore::empty();
+    for certificate in read_certificates(path)? {
+        roots.add(certificate).map_err(io::Error::other)?;
+    }
+    Ok(roots)
+}
+
+/// An encrypted stream socket.
+pub(crate) struct TlsLink {
+    socket: OwnedFd,
+    connection: Connection,
+    /// Bytes that were given to [`send`](TlsLink::send) and encrypted, but not yet reported as sent.
+    num_encrypted: usize,
+}
+
+/// The socket, as the encryption reads from it and writes to it.
+struct Plain<'a>(BorrowedFd<'a>);
+
+impl Read for Plain<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        let (_, num_read) = recv(self.0, bytes, RecvFlags::DONTWAIT)?;
+        Ok(num_read)
+    }
+}
+
+impl Write for Plain<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        Ok(send(self.0, bytes, SendFlags::DONTWAIT | SendFlags::NOSIGNAL)?)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl TlsLink {
+    /// Goes on with the handshake; what to wait for before the next call, or none when it is complete.
+    pub(crate) fn shake_hands(&mut self) -> io::Result<Option<Interest>> {
+        loop {
+            if !self.flush()? {
+                return Ok(Some(Interest::Send));
+            }
+            if !self.connection.is_handshaking() {
+                return Ok(None);
+            }
+            if !self.pull()? {
+                return Ok(Some(Interest::Receive));
+            }
+        }
+    }
+
+    /// A number that the two ends of this connection have, and nobody in between.
+    pub(crate) fn export(&self) -> io::Result<[u8; 32]> {
+        self.connection.export_keying_material([0; 32], EXPORT_LABEL, None).map_err(io::Error::other)
+    }
+
+    /// Sends what goes, and says how many bytes that was. Bytes that were encrypted count when all of their records have
+    /// been sent, so that none is left behind when the caller is done.
+    pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> io::Result<usize> {
+        if self.num_encrypted == 0 {
+            let slices = [IoSlice::new(header), IoSlice::new(payload)];
+            self.num_encrypted = self.connection.writer().write_vectored(&slices)?;
+        }
+        if !self.flush()? {
+            return Ok(0);
+        }
+        Ok(std::mem::take(&mut self.num_encrypted))
+    }
+
+    /// Receives what has come, and says how many bytes that was.
+    pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        loop {
+            match self.connection.reader().read(bytes) {
+                Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(num_read) => return Ok(num_read),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                Err(error) => return Err(error),
+            }
+            if !self.pull()? {
+                return Ok(0);
+            }
+        }
+    }
+
+    /// What to poll. Bytes that were received and decrypted are no reason to wait: see [`receive`](TlsLink::receive).
+    pub(crate) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
+        let flags = match interest {
+            Interest::Send => PollFlags::OUT,
+            Interest::Receive => PollFlags::IN,
+        };
+        (self.socket.as_fd(), flags)
+    }
+
+    /// Sends the records that wait; whether all have gone.
+    fn flush(&mut self) -> io::Result<bool> {
+        while self.connection.wants_write() {
+            match self.connection.write_tls(&mut Plain(self.socket.as_fd())) {
+                Ok(_) => {}
+                Err(error) if is_momentary(&error) => return Ok(false),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Takes in what has come; whether that was anything.
+    fn pull(&mut self) -> io::Result<bool> {
+        match self.connection.read_tls(&mut Plain(self.socket.as_fd())) {
+            Ok(0) => return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the other side hung up")),
+            Ok(_) => {}
+            Err(error) if is_momentary(&error) => return Ok(false),
+            Err(error) => return Err(error),
+        }
+        if let Err(error) = self.connection.process_new_packets() {
+            // Tells the other side why, as far as it listens.
+            let _ = self.flush();
+            return Err(io::Error::new(io::ErrorKind::InvalidData, error));
+        }
+        Ok(true)
+    }
+}
+
+fn is_momentary(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted)
+}

@@ -1,0 +1,241 @@
+//! A connection for data by MPI. Of each frame the header and a short payload are one message, through memory of the
+//! link; a longer payload follows in fragments, from and into the memory of the operation.
+#![allow(unsafe_code)]
+
+use super::library::{Failed, Request};
+use super::{Route, Seats};
+use crate::rendezvous::Purpose;
+use crate::transport::link::Broken;
+use rustix::event::PollFlags;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, recv};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+use trireme_base::Rank;
+
+/// Bytes of a frame's first message at most.
+const FIRST_BYTES: usize = 1024;
+/// Messages of one frame under way at the same time.
+const NUM_FLIGHTS: usize = 8;
+/// What a peer sent before it ended arrives within this time.
+const ARRIVAL_MAX: Duration = Duration::from_secs(1);
+/// MPI has nothing to sleep on, so who waits for it looks again after this time.
+const NAP: Duration = Duration::from_micros(50);
+
+/// One rank's end of a connection by MPI, with a socket that tells when the peer's process has ended.
+pub(crate) struct MpiLink {
+    route: Route,
+    bell: OwnedFd,
+    /// Since when it is known that the peer's process has ended.
+    ended: Option<Instant>,
+    /// Length of all fragments of a frame but the last.
+    fragment_bytes: usize,
+    outgoing: Way,
+    incoming: Way,
+    /// The part of the incoming first message that nobody has taken.
+    rest: std::ops::Range<usize>,
+    is_abandoned: bool,
+}
+
+/// One direction.
+struct Way {
+    /// Memory of the first message of a frame.
+    first: Vec<u8>,
+    /// Messages under way, in order.
+    flights: VecDeque<Flight>,
+    /// Bytes of all of them.
+    num_flying: usize,
+}
+
+struct Flight {
+    request: Request,
+    num_bytes: usize,
+    /// Whether the bytes are not the link's own.
+    is_lent: bool,
+}
+
+impl From<Failed> for Broken {
+    fn from(_: Failed) -> Self {
+        Broken
+    }
+}
+
+impl MpiLink {
+    /// Takes a connected stream socket as the bell. `fragment_bytes` is the same on both sides.
+    pub(crate) fn new(
+        bell: OwnedFd,
+        seats: &Seats,
+        (peer, purpose): (Rank, Purpose),
+        fragment_bytes: usize,
+    ) -> Self {
+        let route = seats.route(peer, purpose);
+        route.communicator.open();
+        MpiLink {
+            route,
+            bell,
+            ended: None,
+            fragment_bytes,
+            outgoing: Way::new(),
+            incoming: Way::new(),
+            rest: 0..0,
+            is_abandoned: false,
+        }
+    }
+
+    /// Sends a header (or nothing, once that was sent) and its payload, and says how many bytes of both MPI has done
+    /// with. Until it has done with all, the caller keeps the payload as it is, and calls again with the rest.
+    pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+        let Route { communicator, peer, outgoing_tag: tag, .. } = self.route;
+        let way = &mut self.outgoing;
+        let num_bytes = header.len() + payload.len();
+        while way.num_flying < num_bytes && way.flights.len() < NUM_FLIGHTS {
+            let is_lent = way.num_flying >= header.len();
+            let message = if is_lent {
+                let fragment = &payload[way.num_flying - header.len()..];
+                &fragment[..fragment.len().min(self.fragment_bytes)]
+            } else {
+                way.first.clear();
+                way.first.extend_from_slice(header);
+                way.first.extend_from_slice(if num_bytes <= FIRST_BYTES { payload } else { &[] });
+                &way.first
+            };
+            // SAFETY: see "Lent memory" for the payload; the link's own memory is kept by it until the message has
+            // ended, and forever if it does not.
+            let request = unsafe { communicator.send(message, peer, tag)? };
+            let num_bytes = message.len();
+            way.take(Flight { request, num_bytes, is_lent });
+        }
+        let mut num_done = 0;
+        while let Some((flight, _)) = way.next_ended()? {
+            num_done += flight.num_bytes;
+        }
+        self.check(num_done)
+    }
+
+    /// Receives a frame's header, all of it or nothing.
+    pub(crate) fn receive_header(&mut self, header: &mut [u8]) -> Result<usize, Broken> {
+        if !self.rest.is_empty() {
+            return Err(Broken);
+        }
+        let Route { communicator, peer, incoming_tag: tag, .. } = self.route;
+        let way = &mut self.incoming;
+        if way.flights.is_empty() {
+            way.first.resize(FIRST_BYTES, 0);
+            // SAFETY: the link keeps its own memory until the message has ended, and forever if it does not.
+            let request = unsafe { communicator.receive(&mut way.first, peer, tag)? };
+            way.take(Flight { request, num_bytes: FIRST_BYTES, is_lent: false });
+        }
+        let Some((_, num_received)) = way.next_ended()? else { return self.check(0) };
+        header.copy_from_slice(way.first[..num_received].get(..header.len()).ok_or(Broken)?);
+        self.rest = header.len()..num_received;
+        Ok(header.len())
+    }
+
+    /// Receives into `bytes`, which end with the payload or a fragment, and says how many of them are there. The caller
+    /// keeps the others, and calls again with them until there are none.
+    pub(crate) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
+        if !self.rest.is_empty() {
+            let num_bytes = self.rest.len().min(bytes.len());
+            let from = self.rest.start;
+            bytes[..num_bytes].copy_from_slice(&self.incoming.first[from..from + num_bytes]);
+            self.rest.start += num_bytes;
+            return Ok(num_bytes);
+        }
+        let Route { communicator, peer, incoming_tag: tag, .. } = self.route;
+        let way = &mut self.incoming;
+        while way.num_flying < bytes.len() && way.flights.len() < NUM_FLIGHTS {
+            let free = &mut bytes[way.num_flying..];
+            let num_bytes = free.len().min(self.fragment_bytes);
+            // SAFETY: see "Lent memory"; these bytes are not part of what earlier messages fill.
+            let request = unsafe { communicator.receive(&mut free[..num_bytes], peer, tag)? };
+            way.take(Flight { request, num_bytes, is_lent: true });
+        }
+        let mut num_done = 0;
+        while let Some((flight, num_received)) = way.next_ended()? {
+            if num_received != flight.num_bytes {
+                return Err(Broken);
+            }
+            num_done += num_received;
+        }
+        self.check(num_done)
+    }
+
+    /// A link that has moved nothing for long after its peer's end is broken.
+    fn check(&self, num_moved: usize) -> Result<usize, Broken> {
+        match self.ended {
+            Some(ended) if num_moved == 0 && ended.elapsed() > ARRIVAL_MAX => Err(Broken),
+            _ => Ok(num_moved),
+        }
+    }
+
+    /// The caller is awake again.
+    pub(crate) fn end_sleep(&mut self) {
+        match recv(&self.bell, &mut [0; 64][..], RecvFlags::DONTWAIT) {
+            Ok((_, 1..)) | Err(Errno::AGAIN | Errno::INTR) => {}
+            Ok((_, 0)) | Err(_) => {
+                self.ended.get_or_insert_with(Instant::now);
+            }
+        }
+    }
+
+    /// What to poll while asleep.
+    pub(crate) fn poll(&self) -> (BorrowedFd<'_>, PollFlags) {
+        (self.bell.as_fd(), PollFlags::IN)
+    }
+
+    /// How long to sleep at most.
+    pub(crate) fn nap(&self) -> Duration {
+        NAP
+    }
+
+    /// The link is of no more use. Whether MPI still has memory that was passed to it, which then must never be freed.
+    pub(crate) fn abandon(&mut self) -> bool {
+        self.is_abandoned = true;
+        [&self.outgoing, &self.incoming].iter().any(|way| way.flights.iter().any(|flight| flight.is_lent))
+    }
+}
+
+impl Drop for MpiLink {
+    fn drop(&mut self) {
+        let ways = [&mut self.outgoing, &mut self.incoming];
+        if !self.is_abandoned && ways.iter().all(|way| way.flights.is_empty()) {
+            self.route.communicator.close();
+            return;
+        }
+        for way in ways {
+            if !way.flights.is_empty() {
+                // MPI may still use it.
+                std::mem::forget(std::mem::take(&mut way.first));
+            }
+        }
+    }
+}
+
+impl Way {
+    fn new() -> Self {
+        Way {
+            first: Vec::with_capacity(FIRST_BYTES),
+            flights: VecDeque::with_capacity(NUM_FLIGHTS),
+            num_flying: 0,
+        }
+    }
+
+    fn take(&mut self, flight: Flight) {
+        self.num_flying += flight.num_bytes;
+        self.flights.push_back(flight);
+    }
+
+    /// The oldest message, if it has ended, and the number of bytes received.
+    fn next_ended(&mut self) -> Result<Option<(Flight, usize)>, Broken> {
+        let Some(flight) = self.flights.front_mut() else { return Ok(None) };
+        let ended = match flight.request.test() {
+            Ok(None) => return Ok(None),
+            Ok(Some(num_received)) => Ok(num_received),
+            Err(failed) => Err(failed.into()),
+        };
+        let flight = self.flights.pop_front().expect("there is an oldest one");
+        self.num_flying -= flight.num_bytes;
+        ended.map(|num_received| Some((flight, num_received)))
+    }
+}

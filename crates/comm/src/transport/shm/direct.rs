@@ -1,0 +1,171 @@
+//! Operations on vectors that lie where all members can read and write them.
+
+use super::board::Location;
+use super::pull::{Contribution, Part, Pull, contribution, pulls};
+use super::view::View;
+use super::{Operands, SharedMemory};
+use crate::buffer::CacheLine;
+use crate::engine::{Call, Cost};
+use crate::{CommError, Operation};
+use std::ops::Range;
+use trireme_base::{DType, Rank, ReduceOp};
+use trireme_schedule::collective::owned_range;
+
+impl SharedMemory {
+    /// Finds the members' vectors by what they posted. Whether all that others read and write lies in arenas.
+    pub(super) fn collect_views(&mut self, call: &Call, operation: Operation) -> Result<bool, CommError> {
+        let (dtype, len) = operation.elements();
+        let num_members = self.members.len();
+        let (mut inputs, mut outputs) = (std::mem::take(&mut self.inputs), std::mem::take(&mut self.outputs));
+        inputs.clear();
+        outputs.clear();
+        for (member, post) in self.posts.iter().enumerate() {
+            let view = |location: Location, counts: bool| {
+                let (offset, part) = match location {
+                    Location::Vector(offset) => (offset, Part::Whole),
+                    Location::Block(offset) => (offset, Part::Block(member)),
+                    Location::Private => return Ok(None),
+                };
+                // A member that has no part in an operation may give an empty vector.
+                let range = if counts { part.range(num_members, len) } else { 0..0 };
+                let bytes = range.start * dtype.size()..range.end * dtype.size();
+                let refuse = || call.protocol(self.members[member], "its buffer lies outside of its arena");
+                View::new(self.areas[member].memory(), offset, dtype.size(), bytes)
+                    .ok_or_else(refuse)
+                    .map(Some)
+            };
+            let is_read = contribution(operation, member) != Contribution::Nothing;
+            let is_written = operation.root().is_none_or(|root| root.0 == member);
+            inputs.extend(view(post.input, is_read)?);
+            outputs.extend(view(post.output, is_written)?);
+        }
+        let all_see_inputs = inputs.len() == num_members;
+        let all_see_outputs = outputs.len() == num_members;
+        (self.inputs, self.outputs) = (inputs, outputs);
+        Ok(match operation {
+            Operation::AllReduce { .. } | Operation::Reduce { .. } => all_see_inputs && all_see_outputs,
+            _ => all_see_inputs,
+        })
+    }
+
+    /// Reduces this member's share of the vectors, and writes it into all outputs, or the root's.
+    pub(super) fn reduce_owned(
+        &mut self,
+        (dtype, op): (DType, ReduceOp),
+        len: usize,
+        root: Option<Rank>,
+        cost: &mut Cost,
+    ) {
+        let granule = size_of::<CacheLine>() / dtype.size();
+        let owned = owned_range(Rank(self.own), self.members.len(), len, granule);
+        let owned = owned.start * dtype.size()..owned.end * dtype.size();
+        let outputs = match root {
+            None => &self.outputs[..],
+            Some(root) => &self.outputs[root.0..=root.0],
+        };
+        let num_written =
+            if root.is_none() { self.others().count() } else { usize::from(root != Some(Rank(self.own))) };
+        cost.payload_bytes += (owned.len() * (self.others().count() + num_written)) as u64;
+        // SAFETY: all vectors are mapped as long as `self` is, and between the meetings only this member touches these
+        // bytes of them. Results are put where nobody reads any more: the piece itself has been read.
+        unsafe {
+            self.reducer.reduce(&self.inputs, owned, (dtype, op), |piece, result| {
+                for output in outputs {
+                    std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
+                }
+            });
+        }
+    }
+
+    /// Pulls from the members' vectors, which do not change until all have finished.
+    pub(super) fn pull_from_vectors(
+        &mut self,
+        operation: Operation,
+        operands: Operands<'_>,
+        cost: &mut Cost,
+    ) {
+        let (dtype, len) = operation.elements();
+        let out_of_place = operands.output.is_some();
+        let output = self.view_of_output(operation, operands);
+        let inputs = std::mem::take(&mut self.inputs);
+        let pulled = pulls(operation, self.own, self.members.len(), out_of_place);
+        for pull in pulled {
+            self.pull(pull, len, dtype, operation.reduction(), 0..len, &inputs, output, cost);
+        }
+        self.inputs = inputs;
+    }
+
+    pub(super) fn view_of_output(&self, operation: Operation, operands: Operands<'_>) -> View {
+        let (dtype, len) = operation.elements();
+        let part = match (&operands.output, operation) {
+            (Some(_), Operation::ReduceScatter { .. } | Operation::Scatter { .. }) => Part::Block(self.own),
+            _ => Part::Whole,
+        };
+        let bytes = operands.output.unwrap_or(operands.input).bytes;
+        let range = part.range(self.members.len(), len);
+        let first = range.start * dtype.size();
+        View::at(bytes.as_mut_ptr(), first..first + bytes.len())
+    }
+
+    /// Pulls a window of one part. `inputs` have what is read, and `output` what is written, at their places.
+    #[expect(clippy::too_many_arguments, reason = "two callers, and all of it changes from call to call")]
+    pub(super) fn pull(
+        &mut self,
+        pull: Pull,
+        len: usize,
+        dtype: DType,
+        op: Option<ReduceOp>,
+        window: Range<usize>,
+        inputs: &[View],
+        output: View,
+        cost: &mut Cost,
+    ) {
+        let num_members = self.members.len();
+        let bytes = |part: Part| {
+            let range = part.window(num_members, len, &window);
+            range.start * dtype.size()..range.end * dtype.size()
+        };
+        match pull {
+            Pull::Copy { from, source, target } => {
+                let (source, target) = (bytes(source), bytes(target));
+                let (from_bytes, to_bytes) = (inputs[from].bytes(&source), output.bytes(&target));
+                // SAFETY: both are mapped, no two members' memory overlaps, and nobody writes to the source, nor
+                // reads the target, before the next meeting.
+                unsafe { std::ptr::copy_nonoverlapping(from_bytes.cast_const(), to_bytes, source.len()) };
+                cost.payload_bytes += if from == self.own { 0 } else { source.len() as u64 };
+            }
+            Pull::Reduce(part) => {
+                let range = bytes(part);
+                cost.payload_bytes += (range.len() * (num_members - 1)) as u64;
+                let op = op.expect("only reductions reduce");
+                // SAFETY: as above; the output is this member's own, and is no input of another one here.
+                unsafe {
+                    self.reducer.reduce(inputs, range, (dtype, op), |piece, result| {
+                        std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
+                    });
+                }
+            }
+        }
+    }
+
+    /// Swaps blocks in place: of each pair of members each moves one half.
+    pub(super) fn swap_blocks(&mut self, dtype: DType, len: usize, cost: &mut Cost) {
+        let num_members = self.members.len();
+        for distance in 1..num_members {
+            let peer = (self.own + distance) % num_members;
+            let bytes = |part: Part| {
+                let range = part.range(num_members, len);
+                range.start * dtype.size()..range.end * dtype.size()
+            };
+            let (own_block, peer_block) = (bytes(Part::Block(peer)), bytes(Part::Block(self.own)));
+            let middle = own_block.len() / 2;
+            let half = if self.own < peer { 0..middle } else { middle..own_block.len() };
+            let one = self.inputs[self.own].bytes(&own_block).wrapping_add(half.start);
+            let other = self.inputs[peer].bytes(&peer_block).wrapping_add(half.start);
+            // SAFETY: both blocks are mapped and lie in different arenas, and of this pair of blocks this half is
+            // touched by this member only.
+            unsafe { std::ptr::swap_nonoverlapping(one, other, half.len()) };
+            cost.payload_bytes += 2 * half.len() as u64;
+        }
+    }
+}

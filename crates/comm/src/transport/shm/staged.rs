@@ -1,0 +1,184 @@
+//! Operations whose data goes through stages: short ones whole, others window by window.
+
+use super::area::STAGE_BYTES;
+use super::board::Post;
+use super::pull::{Contribution, Part, Pull, contribution, pulls, staging};
+use super::view::View;
+use super::{Operands, SharedMemory, Slot};
+use crate::buffer::CacheLine;
+use crate::control::Control;
+use crate::engine::{Call, Cost};
+use crate::{CommError, Operation};
+use std::ops::Range;
+use trireme_base::{Rank, ReduceOp};
+use trireme_schedule::collective::owned_range;
+
+/// What goes through a stage at a time of a vector that does not fit: little enough to stay in a core's cache, with what
+/// it is copied from.
+const WINDOW_BYTES: usize = 256 << 10;
+
+impl SharedMemory {
+    /// Executes the operation through the stages, window by window.
+    pub(super) fn staged(
+        &mut self,
+        call: &Call,
+        operation: Operation,
+        mut operands: Operands<'_>,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (dtype, len) = operation.elements();
+        let num_members = self.members.len();
+        let is_short = len * dtype.size() <= WINDOW_BYTES;
+        let stage_len = if is_short { STAGE_BYTES } else { WINDOW_BYTES } / dtype.size();
+        let (window_len, end) = staging(operation, num_members, stage_len);
+        // Windows begin at multiples of a cache line, so that vectors are aligned in the stage as elsewhere.
+        let window_len = (window_len & !63).max(64);
+        let out_of_place = operands.output.is_some();
+        if let (Operation::AllReduce { op, .. }, 3.., true) = (operation, num_members, len > window_len) {
+            return self.staged_by_shares(call, operation, op, operands, control, cost);
+        }
+        let mut inputs = std::mem::take(&mut self.inputs);
+        let mut first = 0;
+        loop {
+            let window = first..end.min(first + window_len);
+            let turn = self.next_stage();
+            self.fill_stage(operation, &mut operands, &window, turn, window_len);
+            self.meet_with(call, Post::STAGED, control, cost)?;
+            let reborrowed = Operands {
+                input: operands.input.reborrow(),
+                output: operands.output.as_mut().map(Slot::reborrow),
+            };
+            let output = self.view_of_output(operation, reborrowed);
+            for pull in pulls(operation, self.own, num_members, out_of_place) {
+                let part = match pull {
+                    Pull::Copy { source, .. } => source,
+                    Pull::Reduce(part) => part,
+                };
+                inputs.clear();
+                for member in 0..num_members {
+                    inputs.push(self.view_of_stage(operation, member, part, &window, turn, window_len));
+                }
+                self.pull(pull, len, dtype, operation.reduction(), window.clone(), &inputs, output, cost);
+            }
+            first = window.end;
+            if first >= end {
+                break;
+            }
+        }
+        self.inputs = inputs;
+        Ok(())
+    }
+
+    /// An all-reduce through the stages, in which each member reduces its share of a window for all.
+    fn staged_by_shares(
+        &mut self,
+        call: &Call,
+        operation: Operation,
+        op: ReduceOp,
+        mut operands: Operands<'_>,
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (dtype, len) = operation.elements();
+        let num_members = self.members.len();
+        let granule = size_of::<CacheLine>() / dtype.size();
+        let window_len = WINDOW_BYTES / dtype.size();
+        let mut inputs = std::mem::take(&mut self.inputs);
+        for first in (0..len).step_by(window_len) {
+            let window = first..len.min(first + window_len);
+            let turn = self.next_stage();
+            self.fill_stage(operation, &mut operands, &window, turn, window_len);
+            self.meet_with(call, Post::STAGED, control, cost)?;
+            let reborrowed = Operands {
+                input: operands.input.reborrow(),
+                output: operands.output.as_mut().map(Slot::reborrow),
+            };
+            let output = self.view_of_output(operation, reborrowed);
+            inputs.clear();
+            for member in 0..num_members {
+                inputs.push(self.view_of_stage(operation, member, Part::Whole, &window, turn, window_len));
+            }
+            let share = |member: usize| {
+                let share = owned_range(Rank(member), num_members, window.len(), granule);
+                (first + share.start) * dtype.size()..(first + share.end) * dtype.size()
+            };
+            let own_stage = inputs[self.own];
+            // SAFETY: the members' stages of this turn are mapped and filled, and of this share nobody else touches a
+            // byte before the next meeting; a piece has been read when its result is put in its place.
+            unsafe {
+                self.reducer.reduce(&inputs, share(self.own), (dtype, op), |piece, result| {
+                    std::ptr::copy_nonoverlapping(result.as_ptr(), own_stage.bytes(&piece), result.len());
+                    std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
+                });
+            }
+            self.meet(call, control, cost)?;
+            for member in self.others() {
+                let share = share(member);
+                let (from, to) = (inputs[member].bytes(&share), output.bytes(&share));
+                // SAFETY: the member has put its results there, and does not touch them before this one has come to
+                // the meeting of the next window; the output is this member's own.
+                unsafe { std::ptr::copy_nonoverlapping(from.cast_const(), to, share.len()) };
+                cost.payload_bytes += share.len() as u64;
+            }
+            cost.payload_bytes += (share(self.own).len() * (num_members - 1)) as u64;
+        }
+        self.inputs = inputs;
+        Ok(())
+    }
+
+    /// Copies what the peers need of this window into the own stage.
+    fn fill_stage(
+        &self,
+        operation: Operation,
+        operands: &mut Operands<'_>,
+        window: &Range<usize>,
+        turn: usize,
+        window_len: usize,
+    ) {
+        let (dtype, len) = operation.elements();
+        let num_members = self.members.len();
+        let out_of_place = operands.output.is_some();
+        let copy = |part: Part, from_first: usize| {
+            let range = part.window(num_members, len, window);
+            let view = self.view_of_stage(operation, self.own, part, window, turn, window_len);
+            let bytes = range.start * dtype.size()..range.end * dtype.size();
+            let source = &operands.input.bytes[bytes.start - from_first..bytes.end - from_first];
+            // SAFETY: this rank's stage of this turn, which the peers finished reading before they came to the last
+            // meeting; `source` lies on the heap or in a buffer.
+            unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), view.bytes(&bytes), source.len()) };
+        };
+        match contribution(operation, self.own) {
+            Contribution::Nothing => {}
+            Contribution::Whole => copy(Part::Whole, 0),
+            Contribution::EveryBlock => (0..num_members).for_each(|member| copy(Part::Block(member), 0)),
+            Contribution::OwnBlock => {
+                let part = Part::Block(self.own);
+                let first = if out_of_place { part.range(num_members, len).start * dtype.size() } else { 0 };
+                copy(part, first);
+            }
+        }
+    }
+
+    /// Where a window of a part lies in a member's stage.
+    fn view_of_stage(
+        &self,
+        operation: Operation,
+        member: usize,
+        part: Part,
+        window: &Range<usize>,
+        turn: usize,
+        window_len: usize,
+    ) -> View {
+        let (dtype, len) = operation.elements();
+        let index = match (contribution(operation, member), part) {
+            (Contribution::EveryBlock, Part::Block(block)) => block,
+            _ => 0,
+        };
+        let range = part.window(self.members.len(), len, window);
+        let first = index * window_len * dtype.size();
+        let bytes = range.start * dtype.size()..range.end * dtype.size();
+        let start = self.areas[member].stage(turn, first + bytes.len()).wrapping_add(first);
+        View::at(start, bytes)
+    }
+}

@@ -1,0 +1,64 @@
+use super::Link;
+use super::namespace::Namespace;
+use std::net::{Ipv4Addr, Ipv6Addr};
+use std::process::Command;
+use std::sync::Arc;
+
+/// The host's end of its link.
+pub(super) const DEVICE: &str = "eth0";
+
+/// A host of a [`Network`](super::Network): a network namespace with a loopback device and one link. It ends with this
+/// value; processes that run on it are their starter's to end.
+#[derive(Debug)]
+pub struct Host {
+    namespace: Arc<Namespace>,
+    link: Link,
+    number: u8,
+}
+
+impl Host {
+    /// Gives the device in the namespace its addresses.
+    pub(super) fn new(namespace: Arc<Namespace>, link: Link, number: u8) -> Self {
+        let host = Host { namespace, link, number };
+        for command in [
+            "ip link set lo up".to_owned(),
+            format!("ip link set {DEVICE} up"),
+            format!("ip addr add {}/24 dev {DEVICE}", host.ipv4()),
+            // No other host has the address: looking for one would make it usable only seconds later.
+            format!("ip addr add {}/64 dev {DEVICE} nodad", host.ipv6()),
+        ] {
+            host.namespace.run(&command);
+        }
+        host
+    }
+
+    /// The address in the network's IPv4 subnet, 10.77.0.0/24.
+    pub fn ipv4(&self) -> Ipv4Addr {
+        Ipv4Addr::new(10, 77, 0, self.number)
+    }
+
+    /// The unique local address in the network's IPv6 subnet, fd77::/64.
+    pub fn ipv6(&self) -> Ipv6Addr {
+        Ipv6Addr::new(0xfd77, 0, 0, 0, 0, 0, 0, self.number.into())
+    }
+
+    /// What connects it to the others.
+    pub fn link(&self) -> &Link {
+        &self.link
+    }
+
+    /// A command that will run on this host: `program`, to which the caller adds arguments and the rest. The spawned
+    /// process is the program itself, so that signals reach it.
+    pub fn command(&self, program: &str) -> Command {
+        self.namespace.command(program)
+    }
+
+    /// Runs `body` on a thread of this process that is on this host, as are the threads it starts. Sockets that it makes
+    /// stay on this host wherever they are used.
+    ///
+    /// # Panics
+    /// If `body` does.
+    pub fn enter<T: Send>(&self, body: impl FnOnce() -> T + Send) -> T {
+        self.namespace.enter(body)
+    }
+}

@@ -1,0 +1,104 @@
+use super::Conditions;
+use super::line::Line;
+use std::collections::VecDeque;
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, TcpStream};
+use std::time::Instant;
+
+/// What is read at once: small, so that a slow line passes it on evenly.
+const PIECE_BYTES: usize = 16 << 10;
+/// What is held at most; then nothing more is read, and the sender has to wait.
+const HELD_BYTES_MAX: usize = 1 << 20;
+
+/// One direction of a TCP connection through a relay.
+pub(super) struct Flow {
+    line: Line<Vec<u8>>,
+    arrived: VecDeque<u8>,
+    num_read: u64,
+    state: State,
+}
+
+#[derive(PartialEq, Eq)]
+enum State {
+    Open,
+    /// The source has said its last.
+    AtEnd,
+    /// The destination has been told so.
+    Ended,
+}
+
+impl Flow {
+    pub(super) fn new(conditions: Conditions) -> Self {
+        Flow { line: Line::new(conditions), arrived: VecDeque::new(), num_read: 0, state: State::Open }
+    }
+
+    /// Reads what has come, without waiting, and inverts the bytes of these indices.
+    pub(super) fn read(
+        &mut self,
+        mut source: &TcpStream,
+        corrupted: impl Iterator<Item = u64> + Clone,
+    ) -> io::Result<()> {
+        let mut piece = [0; PIECE_BYTES];
+        while self.can_read() {
+            let Some(num_bytes) = if_ready(source.read(&mut piece))? else { return Ok(()) };
+            let piece = &mut piece[..num_bytes];
+            if piece.is_empty() {
+                self.state = State::AtEnd;
+            }
+            for index in corrupted.clone().filter_map(|byte| byte.checked_sub(self.num_read)) {
+                if let Some(byte) = piece.get_mut(index as usize) {
+                    *byte = !*byte;
+                }
+            }
+            self.num_read += num_bytes as u64;
+            self.line.send(Instant::now(), num_bytes, piece.to_vec());
+        }
+        Ok(())
+    }
+
+    /// Writes what has arrived, as far as that goes without waiting.
+    pub(super) fn write(&mut self, mut destination: &TcpStream) -> io::Result<()> {
+        let now = Instant::now();
+        while let Some(piece) = self.line.receive(now) {
+            self.arrived.extend(piece);
+        }
+        while self.wants_to_write() {
+            let Some(num_bytes) = if_ready(destination.write(self.arrived.as_slices().0))? else {
+                return Ok(());
+            };
+            self.arrived.drain(..num_bytes);
+        }
+        if self.state == State::AtEnd && self.line.next_arrival().is_none() {
+            destination.shutdown(Shutdown::Write)?;
+            self.state = State::Ended;
+        }
+        Ok(())
+    }
+
+    pub(super) fn can_read(&self) -> bool {
+        self.state == State::Open && self.line.num_bytes() + self.arrived.len() < HELD_BYTES_MAX
+    }
+
+    pub(super) fn wants_to_write(&self) -> bool {
+        !self.arrived.is_empty()
+    }
+
+    pub(super) fn next_arrival(&self) -> Option<Instant> {
+        self.line.next_arrival()
+    }
+
+    pub(super) fn has_ended(&self) -> bool {
+        self.state == State::Ended
+    }
+}
+
+/// What was done, if anything could be.
+fn if_ready(outcome: io::Result<usize>) -> io::Result<Option<usize>> {
+    match outcome {
+        Ok(num_bytes) => Ok(Some(num_bytes)),
+        Err(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {
+            Ok(None)
+        }
+        Err(error) => Err(error),
+    }
+}

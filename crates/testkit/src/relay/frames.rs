@@ -1,0 +1,167 @@
+use super::line::Line;
+use super::waker::Waker;
+use super::{Conditions, Loss, Towards, tap};
+use rustix::event::{PollFd, PollFlags};
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Instant;
+
+/// Above a frame of 1500 bytes with its headers.
+const FRAME_BYTES_MAX: usize = 2048;
+/// What waits for its turn at most, as in a switch: further frames are dropped.
+const QUEUE_BYTES_MAX: usize = 1 << 20;
+/// Frames that are read before others are delivered.
+const NUM_FRAMES_AT_ONCE: usize = 64;
+
+/// Passes on Ethernet frames between two devices of the kernel, on a thread that ends with this value.
+#[derive(Debug)]
+pub struct FrameRelay {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// Frames that a relay has dealt with, in one direction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct FrameCounts {
+    /// All that came: lost, overflowed, delivered or under way.
+    pub num_sent: u64,
+    /// What [`Loss`] took.
+    pub num_lost: u64,
+    /// What came while a mebibyte was under way.
+    pub num_overflowed: u64,
+}
+
+#[derive(Debug)]
+struct Shared {
+    waker: Waker,
+    state: Mutex<State>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    is_paused: bool,
+    is_ended: bool,
+    counts: [FrameCounts; 2],
+}
+
+/// What the thread works on.
+struct Wire {
+    shared: Arc<Shared>,
+    /// By the direction towards them.
+    ends: [File; 2],
+    lines: [Line<Vec<u8>>; 2],
+    loss: Loss,
+}
+
+impl FrameRelay {
+    /// Whether the machine has what a relay needs besides a network, and if not, why.
+    pub fn available() -> Result<(), String> {
+        let opened = File::options().read(true).write(true).open(tap::FACTORY);
+        opened.map(drop).map_err(|error| format!("{}: {error}", tap::FACTORY))
+    }
+
+    /// A device with this name in the namespace of the calling thread.
+    pub(crate) fn open_device(name: &str) -> io::Result<File> {
+        tap::open(name)
+    }
+
+    /// Relays between two devices: the host's and the network's.
+    pub(crate) fn start(ends: [File; 2], conditions: Conditions, loss: Loss) -> Self {
+        let shared = Arc::new(Shared { waker: Waker::new(), state: Mutex::default() });
+        let lines = [(); 2].map(|()| Line::new(conditions));
+        let wire = Wire { shared: Arc::clone(&shared), ends, lines, loss };
+        FrameRelay { shared, thread: Some(std::thread::spawn(|| wire.run())) }
+    }
+
+    /// Holds all frames from the end of this call until [`resume`](FrameRelay::resume). Some thousand are kept.
+    pub fn pause(&self) {
+        self.tell(|state| state.is_paused = true);
+    }
+
+    /// Lets go of all frames that were held, and goes on.
+    pub fn resume(&self) {
+        self.tell(|state| state.is_paused = false);
+    }
+
+    /// What has come so far from the other end, on its way in this direction.
+    pub fn counts(&self, towards: Towards) -> FrameCounts {
+        self.shared.state().counts[towards as usize]
+    }
+
+    fn tell(&self, change: impl FnOnce(&mut State)) {
+        change(&mut self.shared.state());
+        self.shared.waker.wake();
+    }
+}
+
+impl Drop for FrameRelay {
+    fn drop(&mut self) {
+        self.tell(|state| state.is_ended = true);
+        if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join)
+            && !std::thread::panicking()
+        {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Wire {
+    fn run(mut self) {
+        let shared = Arc::clone(&self.shared);
+        loop {
+            // Held until all is done, so that nothing passes once somebody has been told that it does not.
+            let mut state = shared.state();
+            if state.is_ended {
+                return;
+            }
+            if state.is_paused {
+                drop(state);
+                shared.waker.wait(Vec::new(), None);
+                continue;
+            }
+            for towards in Towards::BOTH {
+                self.take_in(towards, &mut state.counts[towards as usize]);
+                self.deliver(towards);
+            }
+            drop(state);
+            let frames = self.ends.iter().map(|end| PollFd::new(end, PollFlags::IN)).collect();
+            let next_arrival = self.lines.iter().filter_map(Line::next_arrival).min();
+            shared.waker.wait(frames, next_arrival);
+        }
+    }
+
+    /// Takes what the other end has sent.
+    fn take_in(&mut self, towards: Towards, counts: &mut FrameCounts) {
+        let line = &mut self.lines[towards as usize];
+        let mut frame = [0; FRAME_BYTES_MAX];
+        for _ in 0..NUM_FRAMES_AT_ONCE {
+            let Ok(num_bytes) = self.ends[towards.source()].read(&mut frame) else { return };
+            let index = counts.num_sent;
+            counts.num_sent += 1;
+            if self.loss.takes(towards, index) {
+                counts.num_lost += 1;
+            } else if line.num_bytes() + num_bytes > QUEUE_BYTES_MAX {
+                counts.num_overflowed += 1;
+            } else {
+                line.send(Instant::now(), num_bytes, frame[..num_bytes].to_vec());
+            }
+        }
+    }
+
+    /// Hands over what has arrived.
+    fn deliver(&mut self, towards: Towards) {
+        let now = Instant::now();
+        while let Some(frame) = self.lines[towards as usize].receive(now) {
+            // A device that is down, or whose host is busy, loses it, as any device does.
+            let _ = self.ends[towards as usize].write(&frame);
+        }
+    }
+}

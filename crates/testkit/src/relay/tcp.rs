@@ -1,0 +1,222 @@
+use super::flow::Flow;
+use super::waker::Waker;
+use super::{Conditions, Towards};
+use rustix::event::{PollFd, PollFlags};
+use rustix::net::sockopt::set_socket_linger;
+use std::io;
+use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+/// Accepts TCP connections on the loopback device and passes their bytes on to a target, on a thread that ends with
+/// this value; so do the connections.
+///
+/// Towards each side it is a TCP of its own: what it holds back has been acknowledged, so no keepalive or retransmission
+/// of theirs fails. For a network that fails beneath TCP there is [`Link::cut`](crate::network::Link::cut).
+#[derive(Debug)]
+pub struct TcpRelay {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+#[derive(Debug)]
+struct Shared {
+    waker: Waker,
+    orders: Mutex<Orders>,
+}
+
+#[derive(Debug, Default)]
+struct Orders {
+    is_cut: bool,
+    is_reset: bool,
+    is_ended: bool,
+    corruptions: Vec<Corruption>,
+}
+
+/// A byte that is to be inverted.
+#[derive(Debug)]
+struct Corruption {
+    connection: usize,
+    towards: Towards,
+    byte: u64,
+}
+
+/// What the thread works on.
+struct Exchange {
+    shared: Arc<Shared>,
+    listener: TcpListener,
+    target: SocketAddr,
+    conditions: Conditions,
+    connections: Vec<Connection>,
+    num_accepted: usize,
+}
+
+struct Connection {
+    /// By the direction towards them.
+    ends: [TcpStream; 2],
+    flows: [Flow; 2],
+    number: usize,
+}
+
+impl TcpRelay {
+    /// Listens on a free port of 127.0.0.1.
+    ///
+    /// # Panics
+    /// If it cannot.
+    pub fn start(target: SocketAddr, conditions: Conditions) -> Self {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+        listener.set_nonblocking(true).expect("a mode that sockets have");
+        let address = listener.local_addr().expect("a bound socket has an address");
+        let shared = Arc::new(Shared { waker: Waker::new(), orders: Mutex::default() });
+        let exchange = Exchange {
+            shared: Arc::clone(&shared),
+            listener,
+            target,
+            conditions,
+            connections: Vec::new(),
+            num_accepted: 0,
+        };
+        TcpRelay { address, shared, thread: Some(std::thread::spawn(|| exchange.run())) }
+    }
+
+    /// Where to connect to, instead of to the target.
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Passes on nothing from the end of this call, no new connection and no end of one, and tells neither side.
+    pub fn cut(&self) {
+        self.tell(|orders| orders.is_cut = true);
+    }
+
+    /// Goes on after [`cut`](TcpRelay::cut); nothing is lost.
+    pub fn restore(&self) {
+        self.tell(|orders| orders.is_cut = false);
+    }
+
+    /// Ends all connections that there are with a reset (RST) to both sides.
+    pub fn reset(&self) {
+        self.tell(|orders| orders.is_reset = true);
+    }
+
+    /// Inverts all bits of one byte of a connection, if it has not passed yet. Connections count from 0 as they are
+    /// accepted, the bytes of each direction from 0, too.
+    pub fn corrupt(&self, connection: usize, towards: Towards, byte: u64) {
+        self.tell(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
+    }
+
+    fn tell(&self, change: impl FnOnce(&mut Orders)) {
+        change(&mut self.shared.orders());
+        self.shared.waker.wake();
+    }
+}
+
+impl Drop for TcpRelay {
+    fn drop(&mut self) {
+        self.tell(|orders| orders.is_ended = true);
+        if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join)
+            && !std::thread::panicking()
+        {
+            std::panic::resume_unwind(panic);
+        }
+    }
+}
+
+impl Shared {
+    fn orders(&self) -> MutexGuard<'_, Orders> {
+        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Exchange {
+    fn run(mut self) {
+        let shared = Arc::clone(&self.shared);
+        loop {
+            // Held until all is done, so that nothing passes once somebody has been told that it does not.
+            let mut orders = shared.orders();
+            if orders.is_ended {
+                return;
+            }
+            if std::mem::take(&mut orders.is_reset) {
+                self.connections.drain(..).for_each(Connection::reset);
+            }
+            if orders.is_cut {
+                drop(orders);
+                shared.waker.wait(Vec::new(), None);
+                continue;
+            }
+            self.accept();
+            self.pass_on(&orders.corruptions);
+            drop(orders);
+            self.wait();
+        }
+    }
+
+    fn accept(&mut self) {
+        while let Ok((near, _)) = self.listener.accept() {
+            // Who cannot be connected learns it from the end of the connection.
+            self.connections.extend(Connection::new(near, self.target, self.num_accepted, self.conditions));
+            self.num_accepted += 1;
+        }
+    }
+
+    fn pass_on(&mut self, corruptions: &[Corruption]) {
+        for mut connection in std::mem::take(&mut self.connections) {
+            match connection.pass_on(corruptions) {
+                Ok(()) if connection.has_ended() => {}
+                Ok(()) => self.connections.push(connection),
+                Err(_) => connection.reset(),
+            }
+        }
+    }
+
+    fn wait(&self) {
+        let mut ready = vec![PollFd::new(&self.listener, PollFlags::IN)];
+        for connection in &self.connections {
+            for (towards, flow) in Towards::BOTH.into_iter().zip(&connection.flows) {
+                if flow.can_read() {
+                    ready.push(PollFd::new(&connection.ends[towards.source()], PollFlags::IN));
+                }
+                if flow.wants_to_write() {
+                    ready.push(PollFd::new(&connection.ends[towards as usize], PollFlags::OUT));
+                }
+            }
+        }
+        let flows = self.connections.iter().flat_map(|connection| &connection.flows);
+        self.shared.waker.wait(ready, flows.filter_map(Flow::next_arrival).min());
+    }
+}
+
+impl Connection {
+    fn new(near: TcpStream, target: SocketAddr, number: usize, conditions: Conditions) -> io::Result<Self> {
+        let ends = [near, TcpStream::connect(target)?];
+        for end in &ends {
+            end.set_nonblocking(true)?;
+            end.set_nodelay(true)?;
+        }
+        Ok(Connection { ends, flows: [(); 2].map(|()| Flow::new(conditions)), number })
+    }
+
+    /// Reads and writes what can be without waiting; an error if one of the sides has broken off.
+    fn pass_on(&mut self, corruptions: &[Corruption]) -> io::Result<()> {
+        for (towards, flow) in Towards::BOTH.into_iter().zip(&mut self.flows) {
+            let is_here = |it: &&Corruption| it.connection == self.number && it.towards == towards;
+            let corrupted = corruptions.iter().filter(is_here).map(|corruption| corruption.byte);
+            flow.read(&self.ends[towards.source()], corrupted)?;
+            flow.write(&self.ends[towards as usize])?;
+        }
+        Ok(())
+    }
+
+    fn has_ended(&self) -> bool {
+        self.flows.iter().all(Flow::has_ended)
+    }
+
+    fn reset(self) {
+        for end in &self.ends {
+            let _ = set_socket_linger(end, Some(Duration::ZERO));
+        }
+    }
+}

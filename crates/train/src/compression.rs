@@ -1,0 +1,195 @@
+//! Compression of gradients in a run: what a user is told of it, and its way to checkpoints and back.
+
+use crate::error::TrainError;
+use crate::observer::Observer;
+use serde::{Deserialize, Serialize};
+use trireme_base::{DType, Rank};
+use trireme_checkpoint::{Checkpoint, LocalTensor, OPTIMIZER_PREFIX, StoredTensors};
+use trireme_comm::{CodecName, Compressor, StateValues};
+use trireme_parallel::Executor;
+use trireme_plan::{Mesh, Placement, TensorPlacement};
+
+/// What a compressor keeps that differs from rank to rank.
+const PER_RANK: [&str; 2] = ["residual", "velocity"];
+
+/// Says what the codec does in this run.
+pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observer) {
+    let (compression, world_size) = (executor.compression(), executor.group().world_size());
+    let (num_compressed, num_units) = (executor.compressors().count(), executor.model().num_units());
+    if compression.codec() == CodecName::None {
+        return;
+    }
+    observer.notice(&match (world_size, num_compressed) {
+        (1, _) => format!("compression {}: one worker sends nothing, so nothing is compressed", compression.codec()),
+        (_, 0) => format!(
+            "compression {compression} would send no fewer bytes among {world_size} workers, so gradients are sent as they are"
+        ),
+        _ => format!(
+            "gradients of {num_compressed} of {num_units} units are compressed by {compression}: their sums are approximate"
+        ),
+    });
+}
+
+/// Whose state is among a checkpoint's tensors.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct CompressionState {
+    codec: String,
+    world_size: usize,
+    /// The loss scale of the gradients that were kept.
+    loss_scale: u32,
+}
+
+impl CompressionState {
+    /// That of this run, if gradients are compressed in it.
+    pub(crate) fn of(executor: &Executor) -> Option<Self> {
+        executor.compressors().next()?;
+        Some(CompressionState {
+            codec: executor.compression().codec().to_string(),
+            world_size: executor.group().world_size(),
+            loss_scale: executor.loss_scaler().scale(),
+        })
+    }
+
+    /// Refuses what no run has saved.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if !self.loss_scale.is_power_of_two() {
+            return Err(format!("{} is no loss scale of compressed gradients", self.loss_scale));
+        }
+        Ok(())
+    }
+}
+
+/// Adds what every compressor has kept to a checkpoint.
+pub(crate) fn add_compressors<'a>(tensors: &mut Vec<LocalTensor<'a>>, executor: &'a Executor, mesh: &Mesh) {
+    for (unit, compressor) in executor.compressors() {
+        for (name, values) in compressor.state() {
+            let bytes = match values {
+                StateValues::F32(values) => bytemuck::cast_slice(values),
+                StateValues::U64(values) => bytemuck::cast_slice(values),
+            };
+            tensors.push(LocalTensor { placement: placement(unit, name, values, mesh), bytes });
+        }
+    }
+}
+
+fn name_prefix() -> String {
+    format!("{OPTIMIZER_PREFIX}compression_")
+}
+
+/// Where what a compressor keeps lies: what is a rank's own is a row of a matrix.
+fn placement(unit: &str, name: &str, values: StateValues<'_>, mesh: &Mesh) -> TensorPlacement {
+    let (dtype, len) = match values {
+        StateValues::F32(values) => (DType::F32, values.len()),
+        StateValues::U64(values) => (DType::U64, values.len()),
+    };
+    let full_name = format!("{}{name}.{unit}", name_prefix());
+    if !PER_RANK.contains(&name) {
+        return TensorPlacement::replicated(full_name, &[len], dtype, mesh);
+    }
+    let placements = vec![Placement::Shard { dim: 0 }; mesh.axes().len()];
+    TensorPlacement { name: full_name, shape: vec![mesh.num_ranks(), len], dtype, placements }
+}
+
+/// Reads what every compressor has kept, if `checkpoint` has the state of this run's compressors; else says what is
+/// lost. All ranks find the same, for they all read the manifest.
+pub(crate) fn read_compressors(
+    checkpoint: &Checkpoint,
+    saved: Option<&CompressionState>,
+    executor: &mut Executor,
+    observer: &mut dyn Observer,
+) -> Result<(), TrainError> {
+    let Some(saved) = saved else { return Ok(()) };
+    let (rank, mesh) = (executor.group().rank(), Mesh::data_parallel(executor.group().world_size()));
+    let is_kept = |name: &str| name.starts_with(&name_prefix());
+    let stored = checkpoint.tensors().renamed(|name| is_kept(name).then(|| name.to_owned()))?;
+    if let Err(difference) = check_fits(saved, &stored, executor, &mesh) {
+        let CompressionState { codec, world_size, .. } = saved;
+        let anew = match CompressionState::of(executor) {
+            Some(_) => ", and compression begins anew with its warm-up",
+            None => "",
+        };
+        observer.notice(&format!(
+            "{} has the state of compression {codec} on {world_size} workers, but {difference}. It was left out: \
+             what earlier steps have not sent yet is lost{anew}",
+            checkpoint.path().display()
+        ));
+        return Ok(());
+    }
+    let factor = executor.loss_scaler().scale() as f32 / saved.loss_scale as f32;
+    for (unit, compressor) in executor.compressors_mut() {
+        read_compressor(&stored, unit, compressor, rank, &mesh, checkpoint)?;
+        compressor.rescale(factor);
+    }
+    Ok(())
+}
+
+/// Why the state does not fit this run.
+fn check_fits(
+    saved: &CompressionState,
+    stored: &StoredTensors,
+    executor: &Executor,
+    mesh: &Mesh,
+) -> Result<(), String> {
+    let Some(own) = CompressionState::of(executor) else {
+        return Err("this run compresses nothing".to_owned());
+    };
+    if (&own.codec, own.world_size) != (&saved.codec, saved.world_size) {
+        return Err(format!("this run has {} on {}", own.codec, own.world_size));
+    }
+    let expected = executor.compressors().flat_map(|(unit, compressor)| {
+        compressor.state().map(move |(name, values)| placement(unit, name, values, mesh))
+    });
+    let expected: Vec<TensorPlacement> = expected.collect();
+    let differs = |_| format!("{} keeps something else", executor.compression());
+    stored.check_against(&expected).map_err(differs)
+}
+
+/// What a compressor has kept, as it was read.
+enum Kept {
+    F32(Vec<f32>),
+    U64(Vec<u64>),
+}
+
+impl Kept {
+    fn values(&self) -> StateValues<'_> {
+        match self {
+            Kept::F32(values) => StateValues::F32(values),
+            Kept::U64(values) => StateValues::U64(values),
+        }
+    }
+}
+
+/// Reads what a compressor of `rank` has kept; names and shapes were checked.
+fn read_compressor(
+    stored: &StoredTensors,
+    unit: &str,
+    compressor: &mut Compressor,
+    rank: Rank,
+    mesh: &Mesh,
+    checkpoint: &Checkpoint,
+) -> Result<(), TrainError> {
+    let read = |(name, own): (&'static str, StateValues<'_>)| {
+        let placement = placement(unit, name, own, mesh);
+        let extent = placement.extent(mesh, rank).expect("a state is placed on this mesh");
+        let kept = match own {
+            StateValues::F32(own) => {
+                let mut values = vec![0.0_f32; own.len()];
+                stored.read_into(&placement.name, &extent, bytemuck::cast_slice_mut(&mut values))?;
+                Kept::F32(values)
+            }
+            StateValues::U64(own) => {
+                let mut values = vec![0_u64; own.len()];
+                stored.read_into(&placement.name, &extent, bytemuck::cast_slice_mut(&mut values))?;
+                Kept::U64(values)
+            }
+        };
+        Ok::<_, TrainError>((name, kept))
+    };
+    let kept = compressor.state().map(read).collect::<Result<Vec<_>, _>>()?;
+    let values: Vec<_> = kept.iter().map(|(name, kept)| (*name, kept.values())).collect();
+    compressor.load_state(&values).map_err(|source| TrainError::CompressionState {
+        path: checkpoint.path().to_owned(),
+        unit: unit.to_owned(),
+        source,
+    })
+}

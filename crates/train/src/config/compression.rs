@@ -1,0 +1,116 @@
+//! The keys of `[comm]` that say how gradients are compressed.
+
+use super::choice::{OptimizerName, TrainingDtype, one_of, refuse_word};
+use super::sections::{Comm, Sections};
+use super::validate::{Checks, changed_keys};
+use super::value::Value;
+use super::{Config, Determinism};
+use toml::de::DeValue;
+use trireme_comm::{CodecName, Compression, CompressionError, CompressionOptions};
+
+const PREFIX: &str = "compression_";
+
+impl Value for CodecName {
+    fn expected() -> String {
+        one_of(&CodecName::ALL.map(CodecName::name))
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        let word = value.as_str();
+        let refuse = || refuse_word(word, &CodecName::ALL.map(CodecName::name));
+        word.and_then(|word| word.parse().ok()).ok_or_else(refuse)
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        Some(self.name().into())
+    }
+}
+
+impl Config {
+    /// How gradients are compressed before they are sent.
+    pub fn compression(&self) -> Compression {
+        Compression::new(&options(self.comm())).expect("the validator refuses what cannot be")
+    }
+}
+
+/// Whether a key of `[comm]` has a meaning beside this codec.
+pub(super) fn counts(codec: CodecName, key: &str) -> bool {
+    key.strip_prefix(PREFIX).is_none_or(|option| codec.options().contains(&option))
+}
+
+/// The codec with those of its options that do not stand for its own choice.
+fn options(comm: &Comm) -> CompressionOptions {
+    let has = |option| comm.compression.options().contains(&option);
+    CompressionOptions {
+        codec: comm.compression,
+        rank: has("rank").then_some(comm.compression_rank),
+        ratio: has("ratio").then_some(comm.compression_ratio),
+        block_len: Some(comm.compression_block_len).filter(|&len| has("block_len") && len > 0),
+        momentum: has("momentum").then_some(comm.compression_momentum as f32),
+        warmup_steps: has("warmup_steps").then_some(comm.compression_warmup_steps),
+        error_feedback: comm.compression_error_feedback.filter(|_| has("error_feedback")),
+    }
+}
+
+pub(super) fn check_compression(checks: &mut Checks<'_>) {
+    let comm = &checks.loose.sections.comm;
+    let codec = comm.compression;
+    for key in changed_keys(comm).filter(|key| !counts(codec, key)) {
+        let owners = CodecName::ALL.into_iter().filter(|&owner| counts(owner, key)).map(CodecName::name);
+        let owners: Vec<&str> = owners.collect();
+        checks.require(false, &[&format!("comm.{key}"), "comm.compression"], || {
+            format!("counts only with compression = {}; set that, or remove this key", one_of(&owners))
+        });
+    }
+    match Compression::new(&options(comm)) {
+        Ok(_) => {}
+        Err(CompressionError::Option { option, allowed, .. }) => {
+            let key = format!("comm.{PREFIX}{option}");
+            checks.require(false, &[&key, "comm.compression"], || format!("expected {allowed}"));
+        }
+        Err(error) => checks.require(false, &["comm.compression"], || error.to_string()),
+    }
+    if codec != CodecName::None {
+        check_surroundings(checks, codec);
+    }
+}
+
+/// Holds a codec against the rest of the run.
+fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
+    let Sections { comm, training, optimizer, .. } = &checks.loose.sections;
+    checks.require(
+        training.determinism == Determinism::Run,
+        &["comm.compression", "training.determinism"],
+        || {
+            "sums of compressed gradients depend on the number of workers, and determinism = \"layout\" promises that they do \
+             not; set determinism = \"run\""
+                .to_owned()
+        },
+    );
+    checks.require(
+        training.reduce_dtype == TrainingDtype::F32,
+        &["comm.compression", "training.reduce_dtype"],
+        || "gradients would be rounded to reduce_dtype as well; remove one of the two".to_owned(),
+    );
+    checks.require(
+        codec != CodecName::F16
+            || training.dtype == TrainingDtype::F16
+            || comm.compression_error_feedback == Some(true),
+        &["comm.compression", "training.dtype", "comm.compression_error_feedback"],
+        || {
+            "only dtype = \"f16\" scales the loss, and without that small gradients would become zero in f16; take \"bf16\", or \
+             set compression_error_feedback = true"
+                .to_owned()
+        },
+    );
+    let has_own_momentum = optimizer.name == OptimizerName::AdamW || optimizer.momentum > 0.0;
+    checks.require(
+        comm.compression_momentum == 0.0 || !counts(codec, "compression_momentum") || !has_own_momentum,
+        &["comm.compression_momentum", "optimizer.momentum", "optimizer.name"],
+        || {
+            "takes the place of the optimizer's momentum, and would count twice; set name = \"sgd\" and momentum = 0 in \
+             [optimizer], or remove this key"
+                .to_owned()
+        },
+    );
+}

@@ -1,0 +1,220 @@
+//! What a user sees of compressed gradients, and runs that change their compression or their layout.
+
+mod common;
+
+use common::{job, trainer};
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+use trireme_checkpoint::{Checkpoint, LocalTensor, Snapshot, StoredTensor, save};
+use trireme_plan::{Extent, Mesh, TensorPlacement};
+use trireme_testkit::run_ranks;
+use trireme_train::config::Config;
+use trireme_train::metrics::StepRecord;
+use trireme_train::{Observer, RunFacts, Silent, Trainer, TrainerOptions};
+
+/// Keeps notices and losses.
+#[derive(Default)]
+struct Heard {
+    notices: Vec<String>,
+    losses: Vec<f64>,
+}
+
+impl Observer for Heard {
+    fn notice(&mut self, text: &str) {
+        self.notices.push(text.to_owned());
+    }
+    fn begin(&mut self, _: &RunFacts) {}
+    fn step(&mut self, record: &StepRecord) {
+        self.losses.push(record.loss);
+    }
+    fn checkpoint(&mut self, _: u64, _: &Path) {}
+}
+
+fn config(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Config {
+    job(folder, "run", world_size, steps, &[&["training.determinism=run"], keys].concat())
+}
+
+/// Trains the run up to `steps`; what rank 0 told, when all ranks told the same.
+fn train(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Heard {
+    let config = config(folder, world_size, steps, keys);
+    let mut ranks = run_ranks(world_size, |group| {
+        let mut heard = Heard::default();
+        trainer(&config, group, &mut heard).run().unwrap();
+        heard
+    });
+    assert!(ranks.iter().all(|rank| rank.notices == ranks[0].notices && rank.losses == ranks[0].losses));
+    ranks.remove(0)
+}
+
+#[test]
+fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let top_k = "comm.compression=top_k";
+    let changes: [(usize, &[&str], &str, &str); 8] = [
+        (1, &[top_k], "one worker sends nothing, so nothing is compressed", ""),
+        (2, &[top_k], "gradients of 4 of 4 units are compressed by top_k (ratio = 0.01", ""),
+        // The same again loses nothing.
+        (2, &[top_k, "comm.compression_ratio=0.02"], "top_k (ratio = 0.02", ""),
+        (
+            4,
+            &[top_k],
+            "units are compressed by top_k",
+            "of compression top_k on 2 workers, but this run has top_k on 4.",
+        ),
+        (
+            4,
+            &[top_k, "comm.compression_error_feedback=false"],
+            "error_feedback = false",
+            "on 4 workers, but top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = false) keeps something \
+             else.",
+        ),
+        (4, &["comm.compression=one_bit"], "by one_bit (block_len = 1024", "but this run has one_bit on 4."),
+        (
+            1,
+            &["comm.compression=one_bit"],
+            "one worker",
+            "of compression one_bit on 4 workers, but this run compresses nothing.",
+        ),
+        (2, &[], "", ""),
+    ];
+    let mut first_loss = None;
+    for (index, (world_size, keys, about_codec, about_state)) in changes.into_iter().enumerate() {
+        let heard = train(folder.path(), world_size, 5 * (index as u64 + 1), keys);
+        let expected = [about_codec, about_state];
+        let expected: Vec<&str> = expected.into_iter().filter(|part| !part.is_empty()).collect();
+        assert_eq!(heard.notices.len(), expected.len(), "{:?}", heard.notices);
+        for (notice, part) in heard.notices.iter().zip(expected) {
+            assert!(notice.contains(part), "{notice}");
+        }
+        if !about_state.is_empty() {
+            let lost = "It was left out: what earlier steps have not sent yet is lost";
+            let anew = ", and compression begins anew with its warm-up";
+            let anew = if about_state.contains("compresses nothing") { "" } else { anew };
+            assert!(heard.notices[1].ends_with(&format!("{lost}{anew}")), "{:?}", heard.notices);
+        }
+        assert_eq!(heard.losses.len(), 5);
+        let first_loss = *first_loss.get_or_insert(heard.losses[0]);
+        assert!(heard.losses[4] < first_loss, "{:?}", heard.losses);
+    }
+}
+
+#[test]
+fn a_compression_that_gains_nothing_is_told() {
+    let folder = tempfile::tempdir().unwrap();
+    let heard = train(folder.path(), 8, 1, &["comm.compression=int8"]);
+    let expected = "compression int8 (block_len = 256, warmup_steps = 0, error_feedback = false) would send no fewer bytes among 8 \
+                    workers, so gradients are sent as they are";
+    assert_eq!(heard.notices, [expected]);
+}
+
+#[test]
+fn metrics_tell_what_is_saved_and_what_is_lost() {
+    let folder = tempfile::tempdir().unwrap();
+    let records = |name: &str, keys: &[&str]| -> Vec<Value> {
+        let keys = [&["training.determinism=run"], keys].concat();
+        let config = job(folder.path(), name, 2, 3, &keys);
+        run_ranks(2, |group| drop(trainer(&config, group, &mut Silent).run().unwrap()));
+        let text = std::fs::read_to_string(config.run_folder().join("metrics.jsonl")).unwrap();
+        text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    };
+    let (plain, top_k) = (records("plain", &[]), records("top_k", &["comm.compression=top_k"]));
+    for (plain, top_k) in plain.iter().zip(&top_k) {
+        assert!(
+            plain.get("compression_bytes_saved").is_none() && plain.get("compression_error_norm").is_none()
+        );
+        // Two ranks send a vector's length in an all-reduce, whatever its algorithm.
+        let bytes = |record: &Value, key: &str| record[key].as_u64().unwrap();
+        let saved = bytes(plain, "comm_bytes") - bytes(top_k, "comm_bytes");
+        assert_eq!(bytes(top_k, "compression_bytes_saved"), saved);
+        assert!(10 * saved > 9 * bytes(plain, "comm_bytes"), "nearly all of it: {saved}");
+        let error = top_k["compression_error_norm"].as_f64().unwrap();
+        let norm = top_k["grad_norm"].as_f64().unwrap();
+        assert!(error > 0.1 * norm, "much of the gradient is late: {error}, {norm}");
+    }
+    // What is late adds up over the steps.
+    let errors: Vec<f64> =
+        top_k.iter().map(|record| record["compression_error_norm"].as_f64().unwrap()).collect();
+    assert!(errors.is_sorted(), "{errors:?}");
+}
+
+#[test]
+fn the_loss_scale_of_kept_gradients_is_that_of_the_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = ["comm.compression=top_k", "training.dtype=f16"];
+    let run = |name: &str, steps, scale: &str| {
+        let keys = [&keys[..], &["training.determinism=run", scale]].concat();
+        let config = job(folder.path(), name, 2, steps, &keys);
+        run_ranks(2, |group| {
+            let mut heard = Heard::default();
+            trainer(&config, group, &mut heard).run().unwrap();
+            heard.losses
+        })
+        .remove(0)
+    };
+    // Activations in f16 have the same bits at both scales as long as no gradient underflows, and few do.
+    let whole = run("whole", 10, "training.loss_scale=1024");
+    run("cut", 5, "training.loss_scale=1024");
+    let rest = run("cut", 10, "training.loss_scale=4096");
+    for (rest, whole) in rest.iter().zip(&whole[5..]) {
+        assert!((rest / whole - 1.0).abs() < 1e-3, "{rest} instead of {whole}");
+    }
+}
+
+#[test]
+fn a_state_that_is_not_finite_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let keys = [
+        "training.determinism=run",
+        "comm.compression=top_k",
+        "comm.compression_momentum=0.5",
+        "optimizer.name=sgd",
+        "optimizer.momentum=0",
+    ];
+    let first = job(folder.path(), "first", 1, 5, &keys);
+    trainer(&first, trireme_comm::single(), &mut Silent).run().unwrap();
+    let damaged = folder.path().join("damaged");
+    let resume = |path: &Path| {
+        let config = job(
+            folder.path(),
+            "rest",
+            1,
+            10,
+            &[&keys[..], &[&format!("checkpoint.resume={path:?}")]].concat(),
+        );
+        let options = TrainerOptions { num_threads: 1, started: Instant::now() };
+        Trainer::new(&config, trireme_comm::single(), options, &mut Silent)
+            .err()
+            .map(|error| error.to_string())
+    };
+    let original = first.run_folder().join("checkpoints/step-5");
+    assert_eq!(resume(&original), None);
+    let path = copy_with_nan(&original, &damaged, "optimizer.compression_velocity.head");
+    let error = resume(&path).expect("a refusal");
+    assert!(
+        error.contains("the compressor of head has kept in") && error.contains("damaged/step-5"),
+        "{error}"
+    );
+}
+
+/// Saves the tensors of a checkpoint again, one of them beginning with NaN.
+fn copy_with_nan(original: &Path, folder: &Path, damaged: &str) -> PathBuf {
+    let (checkpoint, mesh) = (Checkpoint::open(original).unwrap(), Mesh::data_parallel(1));
+    let read = |(name, tensor): (&str, &StoredTensor)| {
+        let placement = TensorPlacement::replicated(name, tensor.shape(), tensor.dtype().unwrap(), &mesh);
+        let mut bytes = vec![0; tensor.stored_bytes() as usize];
+        checkpoint.tensors().read_into(name, &Extent::whole(tensor.shape()), &mut bytes).unwrap();
+        if name == damaged {
+            bytes[..4].copy_from_slice(&f32::NAN.to_le_bytes());
+        }
+        (placement, bytes)
+    };
+    let tensors: Vec<_> = checkpoint.tensors().iter().map(read).collect();
+    let tensors: Vec<LocalTensor<'_>> = tensors
+        .iter()
+        .map(|(placement, bytes)| LocalTensor { placement: placement.clone(), bytes })
+        .collect();
+    let snapshot =
+        Snapshot { step: 5, mesh: &mesh, tensors: &tensors, state: checkpoint.state(), files: &[] };
+    save(&trireme_comm::single(), folder, &snapshot, 1).unwrap()
+}
