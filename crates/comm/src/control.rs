@@ -294,7 +294,7 @@ impl Control {
     fn crossing(&self, call: &Call) -> Option<CommError> {
         let (other_rank, place) = self.peers.iter().enumerate().find_map(|(rank, peer)| {
             let place = peer.blocked.filter(|_| peer.num_begun <= call.sequence)?;
-            self.recorder.is_crossed_by(&place).then_some((Rank(rank), place))
+            self.recorder.is_crossed_by(Rank(rank), &place).then_some((Rank(rank), place))
         })?;
         Some(CommError::CrossedGroups(Box::new(Crossing {
             rank: self.own()?,

@@ -118,11 +118,16 @@ impl Engine {
     }
 
     /// Sees what the peers say while this rank is in no operation. Who hears of a failure reports where it is.
-    pub(crate) fn look_around(&mut self) {
-        if self.control.look(self.next_sequence) {
-            self.control.tell_place(self.next_sequence, self.recorder.told_place());
-            self.recorder.recorder().write(Occasion::Failed);
+    /// Returns, once, what an operation would fail with.
+    pub(crate) fn look_around(&mut self) -> Option<CommError> {
+        if !self.control.look(self.next_sequence) {
+            return None;
         }
+        self.control.tell_place(self.next_sequence, self.recorder.told_place());
+        self.recorder.recorder().write(Occasion::Failed);
+        let (operation, sequence) = (Operation::Barrier, self.next_sequence);
+        let (started, timeout) = (Instant::now(), self.timeout);
+        self.control.check(&Call { is_awaited: false, operation, sequence, started, timeout }).err()
     }
 
     /// Ends this rank's part: in good order, or after a failure, of which the peers know or are told now.

@@ -76,7 +76,7 @@ pub fn inproc_world(world_size: usize) -> Vec<Group> {
 /// A world whose ranks are threads of this process: one group per rank, in rank order.
 ///
 /// # Panics
-/// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (two per pair
+/// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (three per pair
 /// of ranks and rank) or threads left.
 pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
     assert!(world_size > 0, "a world has at least one rank");
@@ -148,7 +148,8 @@ impl Group {
         let (rank, hosts) = (parts.rank, parts.hosts.clone());
         let fabric = parts.assemble(&costs, options, &recorder)?;
         let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
-        let queue = Arc::new(Queue::new(engine, recorder.clone()));
+        let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
+        let queue = Arc::new(Queue::new(engine, Arc::clone(messenger.office()), recorder.clone()));
         let served = Arc::clone(&queue);
         let thread = std::thread::Builder::new()
             .name(format!("comm-{rank}"))
@@ -167,8 +168,8 @@ impl Group {
             costs,
             recorder: recorder.recorder().clone(),
             num_splits: AtomicU64::new(0),
-            executor: Some(Executor { queue, thread: Some(thread), recorder: recorder.clone() }),
-            messenger: Some(Messenger::start(rank, fabric.message_links, options, recorder)?),
+            executor: Some(Executor { queue, thread: Some(thread), recorder }),
+            messenger: Some(messenger),
         })
     }
 
@@ -289,6 +290,10 @@ impl Group {
 
     pub(crate) fn peer_arenas(&self) -> &[Option<PeerArena>] {
         &self.peer_arenas
+    }
+
+    pub(crate) fn options(&self) -> &GroupOptions {
+        &self.options
     }
 
     pub(crate) fn home(&self) -> &Home {

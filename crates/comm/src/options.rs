@@ -13,8 +13,8 @@ use trireme_schedule::collective::{Algorithm, CostModel};
 pub struct GroupOptions {
     /// How long an operation may take, from its start on this rank, before it fails; at most a year.
     pub timeout: Duration,
-    /// Vectors up to this size take the algorithm with the fewest steps, longer ones the algorithm that
-    /// moves the fewest bytes. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
+    /// Vectors up to this size go through stages of shared memory, with one synchronisation; longer ones are read and
+    /// written where they lie. At most [`SHORT_BYTES_LIMIT`](GroupOptions::SHORT_BYTES_LIMIT).
     pub short_bytes_max: usize,
     /// Work on long vectors proceeds by pieces of this size, so that a piece stays in cache.
     pub chunk_bytes: usize,
@@ -165,7 +165,7 @@ impl fmt::Debug for OnRefusal {
 /// What the user asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum TransportChoice {
-    /// Shared memory if all ranks are on one host and can map each other's memory, else TCP.
+    /// Shared memory between ranks that are on one host and can map each other's memory, TCP between others.
     #[default]
     Auto,
     /// Shared memory, or fail.

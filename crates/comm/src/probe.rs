@@ -127,17 +127,18 @@ fn call(group: &Group, answerer: Rank, bytes: usize, next: usize) -> Result<(f64
 /// Sends back what comes, until it says that nothing more will.
 fn answer(group: &Group, caller: Rank) -> Result<(), CommError> {
     let mut buffer = group.buffer::<u8>(SHORT_BYTES)?;
-    loop {
+    for _ in 0..(NUM_ROUNDS + 1) * (LONGER_BYTES.len() + 1) {
         buffer = group.receive(buffer, caller).wait()?;
         let told = u64::from_le_bytes(*buffer.first_chunk().expect("every message has a word")) as usize;
         buffer = group.send(buffer, caller).wait()?;
-        if told == 0 {
-            return Ok(());
+        if told != SHORT_BYTES && !LONGER_BYTES.contains(&told) {
+            break;
         }
         if told != buffer.len() {
-            buffer = group.buffer(told.min(LONGER_BYTES[LONGER_BYTES.len() - 1]))?;
+            buffer = group.buffer(told)?;
         }
     }
+    Ok(())
 }
 
 /// Memory that all ranks share.

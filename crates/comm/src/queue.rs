@@ -5,6 +5,7 @@
 //! operation and puts it back. Slots for operations are reused, so that a steady state allocates nothing.
 
 use crate::engine::{Engine, Payload};
+use crate::messages::Office;
 use crate::recorder::{GroupRecorder, Issued};
 use crate::{CommError, CommStatistics, Operation};
 use std::collections::VecDeque;
@@ -26,6 +27,8 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(500);
 
 pub(crate) struct Queue {
     recorder: GroupRecorder,
+    /// The group's messages, which end with it.
+    messages: Arc<Office>,
     state: Mutex<State>,
     /// There may be something for the communication thread to do.
     submitted: Condvar,
@@ -81,9 +84,10 @@ pub(crate) struct Ticket {
 }
 
 impl Queue {
-    pub(crate) fn new(engine: Engine, recorder: GroupRecorder) -> Self {
+    pub(crate) fn new(engine: Engine, messages: Arc<Office>, recorder: GroupRecorder) -> Self {
         Queue {
             recorder,
+            messages,
             state: Mutex::new(State {
                 engine: Some(engine),
                 slots: Vec::with_capacity(NUM_PENDING),
@@ -170,7 +174,12 @@ impl Queue {
         }
         let Some(mut engine) = state.engine.take() else { return state };
         drop(state);
-        engine.look_around();
+        let guard = AbortOnPanic { queue: self, slot: None };
+        let failure = engine.look_around();
+        std::mem::forget(guard);
+        if let Some(failure) = failure {
+            self.messages.abort(failure);
+        }
         let mut state = self.lock();
         if state.failure.is_none() {
             state.engine = Some(engine);
@@ -214,15 +223,16 @@ impl Queue {
         mut state: MutexGuard<'a, State>,
         is_awaited: bool,
     ) -> MutexGuard<'a, State> {
-        let mut engine = state.engine.take().expect("the caller saw the engine in its place");
         let slot = state.waiting.pop_front().expect("the caller saw an operation waiting");
         let Progress::Waiting(operation, issued, mut payload) = state.slots[slot].replace(Progress::Running)
         else {
             unreachable!("a queued slot holds an operation");
         };
+        // In a panic it is dropped before the payload, whose memory must not be used again.
+        let mut engine = state.engine.take().expect("the caller saw the engine in its place");
         drop(state);
 
-        let guard = AbortOnPanic { queue: self, slot };
+        let guard = AbortOnPanic { queue: self, slot: Some(slot) };
         let result = engine.execute(operation, issued, &mut payload, is_awaited);
         std::mem::forget(guard);
 
@@ -233,7 +243,8 @@ impl Queue {
             Ok(()) => state.finish(slot, Ok(payload)),
             Err(failure) => {
                 state.finish(slot, Err(failure.clone()));
-                state.fail(failure);
+                state.fail(failure.clone());
+                self.messages.abort(failure);
             }
         }
         if !was_aborted {
@@ -285,15 +296,17 @@ impl Slot {
     }
 }
 
-/// Turns a panic during an operation into a failure, for other threads may wait for the result.
+/// Turns a panic while the engine is out of its place into a failure, for other threads may wait for results.
 struct AbortOnPanic<'a> {
     queue: &'a Queue,
-    slot: usize,
+    slot: Option<usize>,
 }
 
 impl Drop for AbortOnPanic<'_> {
     fn drop(&mut self) {
-        self.queue.lock().finish(self.slot, Err(CommError::Panicked));
+        if let Some(slot) = self.slot {
+            self.queue.lock().finish(slot, Err(CommError::Panicked));
+        }
         self.queue.abort(CommError::Panicked);
     }
 }

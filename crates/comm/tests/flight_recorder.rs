@@ -210,6 +210,42 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
     }
 }
 
+/// Rows of a mesh have groups of one name. That rank 2 waits in the group of its row, for a slow rank 3, is no reason for
+/// rank 0 to give up waiting for it in the world.
+#[test]
+fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
+    let (sender, has_waited) = std::sync::mpsc::channel();
+    let has_waited = Mutex::new(has_waited);
+    let on_stall = OnStall::new(move |_| sender.send(()).expect("rank 3 listens"));
+    let options = join_options(4, TransportChoice::Tcp, &quick(Duration::from_secs(5)));
+    let options: Vec<JoinOptions> = ranks(&options, &[0, 1, 2, 3]);
+    std::thread::scope(|scope| {
+        for options in &options {
+            let flight_recorder = RecorderOptions {
+                on_stall: (options.rank == Rank(0)).then(|| on_stall.clone()),
+                ..RecorderOptions::default()
+            };
+            let options = JoinOptions { flight_recorder, ..options.clone() };
+            let has_waited = &has_waited;
+            scope.spawn(move || {
+                let world = join(&options).expect("joined");
+                let row = world.rank().0 as u64 / 2;
+                let data = world.split_named("data", Some(row), 0).expect("split").expect("a member");
+                data.barrier().expect("both are here");
+                if world.rank() == Rank(3) {
+                    // Slow, until rank 0 has waited for as long as it does without a word.
+                    let patience = Duration::from_secs(60);
+                    has_waited.lock().expect("not poisoned").recv_timeout(patience).expect("rank 0 waits");
+                }
+                if row == 1 {
+                    data.barrier().expect("both are here");
+                }
+                world.barrier().expect("everybody comes in the end");
+            });
+        }
+    });
+}
+
 #[test]
 fn equal_operations_of_different_lines_are_told() {
     let reports = on_ranks(TransportKind::Inproc, 2, &small_pieces(), |group| {

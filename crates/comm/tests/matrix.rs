@@ -282,6 +282,27 @@ fn vectors_above_the_default_thresholds() {
     }
 }
 
+/// The form of an operation is each rank's own affair.
+#[test]
+fn ranks_may_work_in_place_and_out_of_place_in_one_operation() {
+    for transport in TRANSPORTS {
+        on_ranks(transport, 4, &small_pieces(), |group| {
+            for kind in kinds(4).into_iter().filter(|kind| !matches!(kind, Kind::Broadcast(_))) {
+                for len in [4, 400, 4000] {
+                    if group.rank().0.is_multiple_of(2) {
+                        let buffer = in_place::<f32>(&group, kind, Place::Group, len).wait();
+                        compare(&group, kind, len, 0, &buffer.expect("it goes well"), "in place");
+                    } else {
+                        let (work, first) = out_of_place::<f32>(&group, kind, Place::Group, len);
+                        let (_, output) = work.wait().expect("it goes well");
+                        compare(&group, kind, len, first, &output, "out of place");
+                    }
+                }
+            }
+        });
+    }
+}
+
 #[test]
 fn blocks_of_any_lengths_go_from_all_to_all() {
     for transport in TRANSPORTS {

@@ -170,6 +170,22 @@ fn a_lost_or_silent_peer_is_named() {
 }
 
 #[test]
+fn a_failed_operation_ends_the_messages_of_its_group() {
+    for transport in TRANSPORTS {
+        on_ranks(transport, 3, &small_pieces(), |group| {
+            // Nobody sends it.
+            let from = Rank((group.rank().0 + 1) % 3);
+            let message = group.receive(group.buffer::<u8>(5).expect("memory"), from);
+            let len = 100 + group.rank().0 / 2;
+            let buffer = group.buffer::<f32>(len).expect("memory");
+            let sum = group.all_reduce(buffer, ReduceOp::Sum).wait();
+            assert!(matches!(sum, Err(CommError::Mismatch { .. })), "{transport}");
+            assert!(message.wait().is_err(), "{transport}");
+        });
+    }
+}
+
+#[test]
 fn messages_to_nobody_are_refused() {
     on_ranks(TransportKind::Inproc, 2, &small_pieces(), |group| {
         for peer in [group.rank(), Rank(2)] {

@@ -83,8 +83,8 @@ impl Reduction {
     }
 }
 
-/// A reduction in 16 bits. Sums of two are taken in f32 and rounded, so the order of the ranks counts, and the
-/// canonical one is kept.
+/// A reduction in 16 bits. Sums of two are taken in f32 and rounded, so the order of the ranks counts; which one that
+/// is, is the group's to say.
 pub(crate) struct Rounded<T> {
     /// Present while nothing is under way.
     narrow: Option<Buffer<T>>,

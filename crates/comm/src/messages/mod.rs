@@ -26,7 +26,8 @@ pub(crate) struct Messenger {
     thread: Option<JoinHandle<()>>,
 }
 
-struct Office {
+/// What a rank's messages wait in.
+pub(crate) struct Office {
     recorder: GroupRecorder,
     state: Mutex<State>,
     /// There may be something for the courier's own thread to do.
@@ -140,8 +141,12 @@ impl Messenger {
     /// Ends at once, whatever is pending.
     pub(crate) fn abort(&self, failure: CommError) {
         self.office.recorder.fail(&failure, None);
-        self.office.lock().fail(failure);
-        self.office.wake_all();
+        self.office.abort(failure);
+    }
+
+    /// Where the messages of this rank are.
+    pub(crate) fn office(&self) -> &Arc<Office> {
+        &self.office
     }
 }
 
@@ -159,6 +164,12 @@ impl Drop for Messenger {
 }
 
 impl Office {
+    /// Fails whatever is pending, and what is issued from now on: the group has failed.
+    pub(crate) fn abort(&self, failure: CommError) {
+        self.lock().fail(failure);
+        self.wake_all();
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no thread panics while it holds the office")
     }
@@ -250,12 +261,13 @@ impl State {
     fn exchange(&mut self, courier: &mut Courier) {
         self.submitted.drain(..).for_each(|parcel| courier.take(parcel));
         for (slot, storage) in courier.ended.drain(..) {
-            self.num_pending -= 1;
-            if matches!(self.slots[slot], Slot::Abandoned) {
-                self.release(slot);
-            } else {
-                self.slots[slot] = Slot::Ended(Ok(storage));
+            match self.slots[slot] {
+                Slot::Abandoned => self.release(slot),
+                Slot::Pending => self.slots[slot] = Slot::Ended(Ok(storage)),
+                // The group has failed meanwhile, and this message with it.
+                Slot::Free | Slot::Ended(_) | Slot::Taken => continue,
             }
+            self.num_pending -= 1;
         }
     }
 

@@ -255,9 +255,9 @@ impl GroupRecorder {
         })
     }
 
-    /// Whether the thread that waits in this group is the one that another rank waits for at `place`, in another group:
-    /// then neither ever comes.
-    pub(crate) fn is_crossed_by(&self, place: &ToldPlace) -> bool {
+    /// Whether the thread that waits in this group is the one that member `other` waits for at `place`, in another group
+    /// that both are in: then neither ever comes.
+    pub(crate) fn is_crossed_by(&self, other: Rank, place: &ToldPlace) -> bool {
         let issuer = {
             let state = self.log.lock();
             if !state.is_awaited {
@@ -266,8 +266,12 @@ impl GroupRecorder {
             state.issuer
         };
         let groups = self.recorder.groups().clone();
-        let mut named =
-            groups.iter().filter(|group| group.name == place.group.as_str() && !group.is_dropped());
+        // Groups of one split have one name and no member in common.
+        let other = self.in_world(other);
+        let is_theirs = |group: &&Arc<GroupLog>| {
+            GroupName::of(format_args!("{}", group.name)) == place.group && group.members.contains(&other)
+        };
+        let mut named = groups.iter().filter(is_theirs).filter(|group| !group.is_dropped());
         match (named.next(), named.next()) {
             (Some(group), None) => {
                 let state = group.lock();

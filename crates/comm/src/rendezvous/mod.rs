@@ -186,20 +186,23 @@ impl Connecting<'_> {
             TransportChoice::Shm => Hosts::single(self.options.world_size),
             _ => hosts_of(&self.table.places),
         };
-        let patience = deadline.min(Instant::now() + LOCAL_CONNECT_MAX);
+        // Those who share a host need no longer than that; a network between hosts may.
+        let is_local = hosts.num_hosts() == 1;
+        let patience = if is_local { deadline.min(Instant::now() + LOCAL_CONNECT_MAX) } else { deadline };
         let own =
             OwnMemory::new(self.options.world_size, &hosts, self.options.rank).map_err(|e| e.to_string());
         let routes = routes(&hosts, self.options.rank, Route::Local);
         let connected = own.and_then(|memory| {
             let mesh = self.mesh(&routes, Some(&memory.arena), patience).map_err(|e| e.to_string())?;
-            Ok((memory, mesh))
+            let memory =
+                memory.with_peers(mesh.arenas, &hosts, self.options.rank).map_err(|e| e.to_string())?;
+            Ok((memory, mesh.rows))
         });
         let report = connected.as_ref().map(drop).map_err(String::clone);
         let outcome = self.star.agree("sharing memory with the other ranks", report, deadline)?;
-        Ok(outcome.and(connected).map(|(memory, mesh)| {
-            let memory = memory.with_peers(mesh.arenas, &hosts, self.options.rank);
+        Ok(outcome.and(connected).map(|(memory, rows)| {
             let rank = self.options.rank;
-            Parts { rank, hosts, rows: mesh.rows, memory: Some(memory), seats: None, is_inproc: false }
+            Parts { rank, hosts, rows, memory: Some(memory), seats: None, is_inproc: false }
         }))
     }
 

@@ -207,9 +207,9 @@ impl Preparation {
             membership.ranks.len(),
             &refusals,
         );
-        let deadline = Instant::now() + 2 * LOCAL_CONNECT_MAX;
+        let deadline = Instant::now() + parent.options().timeout.max(2 * LOCAL_CONNECT_MAX);
         let Mesh { rows, .. } = mesh::connect(&session, &members, &self.listeners, deadline)?;
-        let memory = self.memory.map(|memory| {
+        let memory = self.memory.map(|memory| -> io::Result<_> {
             let is_near = |rank: Rank| self.hosts.host_of(rank) == self.hosts.host_of(membership.own);
             let peers = membership.ranks.iter().enumerate();
             let peers = peers
@@ -217,6 +217,7 @@ impl Preparation {
             let offsets: Vec<usize> = offers.iter().map(|offer| offer.area_offset).collect();
             memory.with_areas(peers.collect(), &offsets, &self.hosts, membership.own)
         });
+        let memory = memory.transpose()?;
         let seats = match parent.transport() {
             TransportKind::Mpi => Some(seating::exchange(&rows, deadline).map_err(io::Error::other)?),
             _ => None,

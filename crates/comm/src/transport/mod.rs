@@ -95,7 +95,12 @@ impl OwnMemory {
     }
 
     /// With the arenas of the others, in rank order; their areas are at the start.
-    pub(crate) fn with_peers(self, peers: Vec<Option<PeerArena>>, hosts: &Hosts, rank: Rank) -> GroupMemory {
+    pub(crate) fn with_peers(
+        self,
+        peers: Vec<Option<PeerArena>>,
+        hosts: &Hosts,
+        rank: Rank,
+    ) -> io::Result<GroupMemory> {
         let offsets = vec![0; peers.len()];
         self.with_areas(peers, &offsets, hosts, rank)
     }
@@ -107,7 +112,7 @@ impl OwnMemory {
         offsets: &[usize],
         hosts: &Hosts,
         rank: Rank,
-    ) -> GroupMemory {
+    ) -> io::Result<GroupMemory> {
         let num_members = hosts.ranks(hosts.host_of(rank)).len();
         let own_place = (Arc::clone(self.arena.mapping()), self.area.offset());
         let place = |other: usize| match &peers[other] {
@@ -115,9 +120,14 @@ impl OwnMemory {
             Some(peer) => Some((Arc::clone(&peer.0), offsets[other])),
             None => None,
         };
-        let area = |other| place(other).map(|(memory, offset)| Area::new(memory, offset, num_members));
-        let areas = (0..peers.len()).map(area).collect();
-        GroupMemory { own: self, peers, areas }
+        let area = |other: usize| {
+            let area = place(other).map(|(memory, offset)| Area::new(memory, offset, num_members));
+            let refuse =
+                || io::Error::new(io::ErrorKind::InvalidData, format!("rank {other} has its area nowhere"));
+            area.map(|area| area.ok_or_else(refuse)).transpose()
+        };
+        let areas = (0..peers.len()).map(area).collect::<io::Result<_>>()?;
+        Ok(GroupMemory { own: self, peers, areas })
     }
 }
 

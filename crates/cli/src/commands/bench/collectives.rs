@@ -24,7 +24,7 @@ pub(crate) struct CollectivesArgs {
     /// Worker processes on this host. Not counted where another launcher has started this process.
     #[arg(long, value_name = "W", default_value_t = 2)]
     workers: usize,
-    /// What carries the data: auto, shm or tcp.
+    /// What carries the data: auto, shm, tcp or mpi.
     #[arg(long, default_value = "auto")]
     transport: TransportChoice,
     /// The operations to time.
@@ -152,6 +152,9 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
         ..join_options(&environment, None)?
     };
     let group = join(&options)?;
+    if args.ops.contains(&Op::Send) && group.world_size() < 2 {
+        bail!("send takes two workers; set --workers 2 or more");
+    }
     if !args.unbound {
         bind(&group)?;
     }
@@ -176,7 +179,8 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
             if group.rank() == Rank::ROOT {
                 print(args, &measurement)?;
             }
-            bytes *= args.factor;
+            let Some(larger) = bytes.checked_mul(args.factor) else { break };
+            bytes = larger;
         }
     }
     group.barrier()?;

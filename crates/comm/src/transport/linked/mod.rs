@@ -395,6 +395,17 @@ impl Transport for Linked {
     }
 }
 
+impl Drop for Linked {
+    fn drop(&mut self) {
+        // In the middle of an operation peers may still write to this rank's memory.
+        if std::thread::panicking()
+            && let Some(shared) = &mut self.shared
+        {
+            shared.abandon();
+        }
+    }
+}
+
 /// The operation as the algorithms know it, if they do.
 fn collective(operation: Operation) -> Option<Collective> {
     Some(match operation {

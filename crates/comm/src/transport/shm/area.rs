@@ -38,13 +38,11 @@ pub(crate) struct Area {
 }
 
 impl Area {
-    /// The area at `offset` of a rank's arena.
-    ///
-    /// # Panics
-    /// If it is not inside.
-    pub(crate) fn new(memory: Arc<Mapping>, offset: usize, num_members: usize) -> Self {
-        memory.at(offset, area_bytes(num_members));
-        Area { memory, offset, num_members }
+    /// The area at `offset` of a rank's arena; `None` if it cannot be there.
+    pub(crate) fn new(memory: Arc<Mapping>, offset: usize, num_members: usize) -> Option<Self> {
+        let end = offset.checked_add(area_bytes(num_members))?;
+        let is_inside = offset.is_multiple_of(BOARD_BYTES) && end <= memory.len();
+        is_inside.then_some(Area { memory, offset, num_members })
     }
 
     pub(super) fn memory(&self) -> &Arc<Mapping> {

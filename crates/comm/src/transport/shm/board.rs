@@ -72,6 +72,27 @@ pub(super) struct Post {
 }
 
 impl Post {
+    /// Whether the result takes the input's place. Vectors in private memory count as one.
+    pub(super) fn is_in_place(&self) -> bool {
+        self.input == self.output
+    }
+
+    /// Whether blocks are where the operation has blocks, and vectors where it has vectors.
+    pub(super) fn fits(&self, operation: Operation) -> bool {
+        let is_block = |location: Location| matches!(location, Location::Block(_));
+        let (may_gather, may_scatter) = match operation {
+            Operation::AllGather { .. } | Operation::Gather { .. } => (true, false),
+            Operation::ReduceScatter { .. } | Operation::Scatter { .. } => (false, true),
+            _ => (false, false),
+        };
+        let is_one_block = |location, may_be| !is_block(location) || may_be;
+        is_one_block(self.input, may_gather)
+            && is_one_block(self.output, may_scatter)
+            && (self.is_in_place()
+                || is_block(self.input) == may_gather
+                || matches!(self.input, Location::Private))
+    }
+
     /// Of an operation whose data goes through stages.
     pub(super) const STAGED: Post = Post { input: Location::Private, output: Location::Private };
 }

@@ -19,7 +19,15 @@ impl SharedMemory {
         let (mut inputs, mut outputs) = (std::mem::take(&mut self.inputs), std::mem::take(&mut self.outputs));
         inputs.clear();
         outputs.clear();
+        let own_is_in_place = self.posts[self.own].is_in_place();
+        let mut all_have_one_form = true;
         for (member, post) in self.posts.iter().enumerate() {
+            all_have_one_form &= post.is_in_place() == own_is_in_place;
+            if !post.fits(operation) {
+                return Err(
+                    call.protocol(self.members[member], "its buffers are of another form than its operation")
+                );
+            }
             let view = |location: Location, counts: bool| {
                 let (offset, part) = match location {
                     Location::Vector(offset) => (offset, Part::Whole),
@@ -44,6 +52,8 @@ impl SharedMemory {
         (self.inputs, self.outputs) = (inputs, outputs);
         Ok(match operation {
             Operation::AllReduce { .. } | Operation::Reduce { .. } => all_see_inputs && all_see_outputs,
+            // Swapping in place writes into inputs, which nobody else may read meanwhile.
+            Operation::AllToAll { .. } => all_see_inputs && all_have_one_form,
             _ => all_see_inputs,
         })
     }
