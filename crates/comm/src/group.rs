@@ -2,18 +2,16 @@ use crate::buffer::Storage;
 use crate::engine::{Engine, Payload};
 use crate::messages::{Messenger, Receipt};
 use crate::queue::Queue;
-use crate::recorder::{FlightRecorder, GroupRecorder, RecorderOptions};
+use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::rendezvous::Home;
 use crate::selection::{Selection, typical_costs};
 use crate::transport::Parts;
-use crate::transport::link::Connection;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
 use crate::{
-    Buffer, CommError, CommStatistics, Element, GroupOptions, JoinOptions, Operation, TransportKind, Work,
-    probe, rendezvous,
+    Buffer, CommError, CommStatistics, Element, GroupOptions, Operation, TransportKind, Work, probe,
+    rendezvous,
 };
 use std::fmt;
-use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::thread::JoinHandle;
@@ -22,6 +20,13 @@ use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// Bytes a rank may give to [`Group::all_gather_bytes`].
 pub const CONTROL_BYTES_MAX: usize = 1 << 20;
+
+/// The length of a rank's control data, unless that is above [`CONTROL_BYTES_MAX`].
+pub(crate) fn check_control_bytes(rank: Rank, bytes: u64) -> Result<usize, CommError> {
+    let bytes_max = CONTROL_BYTES_MAX;
+    let len = usize::try_from(bytes).ok().filter(|&len| len <= bytes_max);
+    len.ok_or(CommError::ControlDataTooLong { rank, bytes, bytes_max })
+}
 
 /// One rank's end of a world of ranks that communicate.
 ///
@@ -57,83 +62,6 @@ struct Executor {
     queue: Arc<Queue>,
     thread: Option<JoinHandle<()>>,
     recorder: GroupRecorder,
-}
-
-/// A world of one rank: every operation completes at once, and no thread is started.
-pub fn single() -> Group {
-    let recorder = FlightRecorder::new(Rank::ROOT, 1, RecorderOptions::default());
-    Group::alone(None, Home::inproc(), &GroupOptions::default(), recorder)
-}
-
-/// A world whose ranks are threads of this process, with default options: one group per rank, in rank order.
-///
-/// # Panics
-/// As [`inproc_world_with`].
-pub fn inproc_world(world_size: usize) -> Vec<Group> {
-    inproc_world_with(world_size, &GroupOptions::default())
-}
-
-/// A world whose ranks are threads of this process: one group per rank, in rank order.
-///
-/// # Panics
-/// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (three per pair
-/// of ranks and rank) or threads left.
-pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
-    assert!(world_size > 0, "a world has at least one rank");
-    rendezvous::check_group_options(options).expect("options within their bounds");
-    if world_size == 1 {
-        return Vec::from([single()]);
-    }
-    let [collectives, messages, control] = [0, 1, 2].map(|_| socket_pairs(world_size));
-    let rows = collectives.into_iter().zip(messages).zip(control).enumerate();
-    rows.map(|(rank, ((collectives, messages), control))| {
-        let parts = Parts {
-            rank: Rank(rank),
-            hosts: Hosts::single(world_size),
-            rows: [collectives, messages, control],
-            memory: None,
-            seats: None,
-            is_inproc: true,
-        };
-        let recorder = FlightRecorder::new(Rank(rank), world_size, RecorderOptions::default());
-        let world = recorder.group("world".to_owned(), Rank(rank), (0..world_size).map(Rank).collect());
-        Group::start(parts, Home::inproc(), Arc::default(), options, world)
-            .expect("memory, file descriptors and a thread")
-    })
-    .collect()
-}
-
-/// One connected pair of sockets for each pair of ranks; row `r` holds the ends of rank `r`.
-fn socket_pairs(world_size: usize) -> Vec<Vec<Option<Connection>>> {
-    let mut ends: Vec<Vec<Option<Connection>>> =
-        (0..world_size).map(|_| (0..world_size).map(|_| None).collect()).collect();
-    for second in 1..world_size {
-        let (lower, upper) = ends.split_at_mut(second);
-        for (first, row) in lower.iter_mut().enumerate() {
-            let (one, other) = UnixStream::pair().expect("file descriptors for a pair of sockets");
-            row[second] = Some(Connection::Plain(one.into()));
-            upper[0][first] = Some(Connection::Plain(other.into()));
-        }
-    }
-    ends
-}
-
-/// Joins the world that `options` describe: meets the other ranks at rank 0's address, connects to them, and
-/// returns when all are connected.
-///
-/// # Errors
-/// Options out of bounds; an address that does not resolve, is not this host's or is taken; a rank 0 that is
-/// not reached or refuses this rank; ranks that do not come within the timeout; a transport that cannot be
-/// had.
-pub fn join(options: &JoinOptions) -> Result<Group, CommError> {
-    rendezvous::check_options(options)?;
-    if options.world_size == 1 {
-        return Ok(single());
-    }
-    let group = rendezvous::join(options)?;
-
-    group.measure_costs()?;
-    Ok(group)
 }
 
 impl Group {
@@ -174,7 +102,7 @@ impl Group {
     }
 
     /// A group of one rank, whose buffers lie in `arena`.
-    fn alone(
+    pub(crate) fn alone(
         arena: Option<Arc<Arena>>,
         home: Home,
         options: &GroupOptions,
@@ -359,13 +287,7 @@ impl Group {
     /// # Errors
     /// [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`], and whatever ends a group.
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        if mine.len() > CONTROL_BYTES_MAX {
-            return Err(CommError::ControlDataTooLong {
-                rank: self.rank,
-                bytes: mine.len() as u64,
-                bytes_max: CONTROL_BYTES_MAX,
-            });
-        }
+        check_control_bytes(self.rank, mine.len() as u64)?;
         let mut blocks = vec![Vec::new(); self.world_size];
         blocks[self.rank.0] = mine.to_vec();
         let Some(executor) = &self.executor else { return Ok(blocks) };

@@ -46,6 +46,7 @@ mod statistics;
 mod transport;
 mod words;
 mod work;
+mod world;
 
 pub use buffer::Buffer;
 pub use codec::{
@@ -55,7 +56,7 @@ pub use codec::{
 pub use element::Element;
 pub use error::{CommError, Crossing};
 pub use fusion::{FusedWork, Fusion};
-pub use group::{CONTROL_BYTES_MAX, Group, inproc_world, inproc_world_with, join, single};
+pub use group::{CONTROL_BYTES_MAX, Group};
 pub use operation::Operation;
 pub use options::{
     GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions, TransportChoice,
@@ -69,3 +70,4 @@ pub use recorder::{
 pub use secret::Secret;
 pub use statistics::CommStatistics;
 pub use work::Work;
+pub use world::{inproc_world, inproc_world_with, join, single};

@@ -81,7 +81,7 @@ impl Selection {
     fn choose(&self, collective: Collective, element_bytes: usize, model: &CostModel) -> Algorithm {
         let shares_memory = model.direct.is_some();
         let may_take = |algorithm: &Algorithm| {
-            (shares_memory || !needs_shared_memory(*algorithm))
+            (shares_memory || !algorithm.needs_shared_memory())
                 && fits(collective, *algorithm, &self.hosts)
                 && (!self.keeps_order || is_canonical(collective, *algorithm, &self.hosts))
         };
@@ -89,12 +89,5 @@ impl Selection {
         let direct = Algorithm::Flat(FlatAlgorithm::Direct);
         let choose = || choose(collective, &self.hosts, element_bytes, model, self.keeps_order);
         self.asked.filter(may_take).or(Some(direct).filter(may_take)).unwrap_or_else(choose)
-    }
-}
-
-fn needs_shared_memory(algorithm: Algorithm) -> bool {
-    match algorithm {
-        Algorithm::Flat(flat) => flat == FlatAlgorithm::Direct,
-        Algorithm::Hierarchical(levels) => levels.within == FlatAlgorithm::Direct,
     }
 }

@@ -1,8 +1,11 @@
 //! What a user sees of compressed gradients, and runs that change their compression or their layout.
 
 mod common;
+#[path = "common/heard.rs"]
+mod heard;
 
 use common::{job, trainer};
+use heard::Heard;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
@@ -10,26 +13,7 @@ use trireme_checkpoint::{Checkpoint, LocalTensor, Snapshot, StoredTensor, save};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_testkit::run_ranks;
 use trireme_train::config::Config;
-use trireme_train::metrics::StepRecord;
-use trireme_train::{Observer, RunFacts, Silent, Trainer, TrainerOptions};
-
-/// Keeps notices and losses.
-#[derive(Default)]
-struct Heard {
-    notices: Vec<String>,
-    losses: Vec<f64>,
-}
-
-impl Observer for Heard {
-    fn notice(&mut self, text: &str) {
-        self.notices.push(text.to_owned());
-    }
-    fn begin(&mut self, _: &RunFacts) {}
-    fn step(&mut self, record: &StepRecord) {
-        self.losses.push(record.loss);
-    }
-    fn checkpoint(&mut self, _: u64, _: &Path) {}
-}
+use trireme_train::{Silent, Trainer, TrainerOptions};
 
 fn config(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Config {
     job(folder, "run", world_size, steps, &[&["training.determinism=run"], keys].concat())

@@ -1,29 +1,13 @@
 //! What a user of fp8 is told, and runs that change to it and back.
 
 mod common;
+#[path = "common/heard.rs"]
+mod heard;
 
 use common::{job, trainer};
+use heard::Heard;
 use std::path::Path;
-use trireme_train::metrics::StepRecord;
-use trireme_train::{FP8_NOTICE, Observer, RunFacts};
-
-/// Keeps notices and losses.
-#[derive(Default)]
-struct Heard {
-    notices: Vec<String>,
-    losses: Vec<f64>,
-}
-
-impl Observer for Heard {
-    fn notice(&mut self, text: &str) {
-        self.notices.push(text.to_owned());
-    }
-    fn begin(&mut self, _: &RunFacts) {}
-    fn step(&mut self, record: &StepRecord) {
-        self.losses.push(record.loss);
-    }
-    fn checkpoint(&mut self, _: u64, _: &Path) {}
-}
+use trireme_train::FP8_NOTICE;
 
 /// Trains a run up to `steps`.
 fn train(folder: &Path, steps: u64, keys: &[&str]) -> Heard {

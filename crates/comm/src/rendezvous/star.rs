@@ -111,9 +111,7 @@ impl Joining<'_> {
                     return Err(CommError::Refused { rank, address, reason });
                 }
                 // Among many strangers, rank 0 may have hung up to make room.
-                Err(error) if has_hung_up(&error) && Instant::now() + RETRY_PAUSE < self.deadline => {
-                    std::thread::sleep(RETRY_PAUSE);
-                }
+                Err(error) if has_hung_up(&error) && pauses(self.deadline) => {}
                 Err(error) => return Err(joining(error)),
             }
         }
@@ -150,7 +148,7 @@ fn reach(
             }
         }
         let (address, source) = last.expect("a resolved name has an address");
-        if Instant::now() + RETRY_PAUSE > deadline {
+        if !pauses(deadline) {
             return Err(CommError::Unreachable {
                 rank: options.rank,
                 address: address.to_string(),
@@ -158,8 +156,16 @@ fn reach(
                 source: Arc::new(source),
             });
         }
+    }
+}
+
+/// Waits before the next attempt, if there is time for one.
+fn pauses(deadline: Instant) -> bool {
+    let has_time = Instant::now() + RETRY_PAUSE <= deadline;
+    if has_time {
         std::thread::sleep(RETRY_PAUSE);
     }
+    has_time
 }
 
 fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {

@@ -213,6 +213,16 @@ impl FlatAlgorithm {
     }
 }
 
+impl Algorithm {
+    /// Whether it is, or has phases that are, [direct](FlatAlgorithm::Direct).
+    pub fn needs_shared_memory(self) -> bool {
+        match self {
+            Algorithm::Flat(flat) => flat == FlatAlgorithm::Direct,
+            Algorithm::Hierarchical(levels) => levels.within == FlatAlgorithm::Direct,
+        }
+    }
+}
+
 impl From<FlatAlgorithm> for Algorithm {
     fn from(flat: FlatAlgorithm) -> Self {
         Algorithm::Flat(flat)

@@ -8,7 +8,7 @@ use trireme_base::Rank;
 ///
 /// # Panics
 /// If `rank` is not below `world_size`.
-pub fn barrier_dissemination(rank: Rank, world_size: usize, steps: &mut Vec<Step>) {
+pub(super) fn barrier_dissemination(rank: Rank, world_size: usize, steps: &mut Vec<Step>) {
     assert_member(rank, world_size);
     let mut distance = 1;
     while distance < world_size {

@@ -8,7 +8,13 @@ use trireme_base::Rank;
 ///
 /// # Panics
 /// If `rank` or `root` is not below `world_size`.
-pub fn broadcast_binomial(rank: Rank, world_size: usize, root: Rank, len: usize, steps: &mut Vec<Step>) {
+pub(super) fn broadcast_binomial(
+    rank: Rank,
+    world_size: usize,
+    root: Rank,
+    len: usize,
+    steps: &mut Vec<Step>,
+) {
     assert_member(rank, world_size);
     assert_member(root, world_size);
     let absolute = |relative: usize| (relative + root.0) % world_size;

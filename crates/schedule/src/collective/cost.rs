@@ -68,7 +68,7 @@ pub fn choose(
 ) -> Algorithm {
     let mut predictor = Predictor::new(collective, hosts, element_bytes, model);
     let candidates = algorithms_for(collective, hosts).into_iter().filter(|&algorithm| {
-        (model.direct.is_some() || !uses_direct(algorithm))
+        (model.direct.is_some() || !algorithm.needs_shared_memory())
             && (!canonical_only || is_canonical(collective, algorithm, hosts))
     });
     let timed = candidates.map(|algorithm| (predictor.predict(algorithm), algorithm));
@@ -76,13 +76,6 @@ pub fn choose(
         .reduce(|best, other| if other.0 < best.0 { other } else { best })
         .expect("every collective has a canonical algorithm with steps");
     fastest
-}
-
-fn uses_direct(algorithm: Algorithm) -> bool {
-    match algorithm {
-        Algorithm::Flat(flat) => flat == FlatAlgorithm::Direct,
-        Algorithm::Hierarchical(levels) => levels.within == FlatAlgorithm::Direct,
-    }
 }
 
 struct Predictor<'a> {

@@ -13,7 +13,7 @@ use trireme_base::Rank;
 ///
 /// # Panics
 /// If `rank` is not below `world_size`.
-pub fn all_reduce_halving_doubling(rank: Rank, world_size: usize, len: usize, steps: &mut Vec<Step>) {
+pub(super) fn all_reduce_halving_doubling(rank: Rank, world_size: usize, len: usize, steps: &mut Vec<Step>) {
     folded(rank, world_size, len, steps, |folding, leaf, steps| {
         let first_step = steps.len();
         halve(rank, leaf, folding.num_leaves, |leaf| folding.leader(leaf), len, steps);
@@ -32,7 +32,12 @@ pub fn all_reduce_halving_doubling(rank: Rank, world_size: usize, len: usize, st
 ///
 /// # Panics
 /// If `rank` is not below `world_size`.
-pub fn all_reduce_recursive_doubling(rank: Rank, world_size: usize, len: usize, steps: &mut Vec<Step>) {
+pub(super) fn all_reduce_recursive_doubling(
+    rank: Rank,
+    world_size: usize,
+    len: usize,
+    steps: &mut Vec<Step>,
+) {
     folded(rank, world_size, len, steps, |folding, leaf, steps| {
         let mut distance = 1;
         while distance < folding.num_leaves {

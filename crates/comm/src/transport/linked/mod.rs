@@ -5,6 +5,7 @@
 //! two words, payload length), then the payload. The receiver knows what must come, so a header that says anything else
 //! ends the operation, and no length from the wire is ever allocated.
 
+mod blocks;
 mod exchange;
 mod frame;
 mod memories;
@@ -15,7 +16,6 @@ use crate::buffer::{CacheLine, Storage};
 use crate::control::Control;
 use crate::element::finish_mean;
 use crate::engine::{Call, Cost, Payload};
-use crate::group::CONTROL_BYTES_MAX;
 use crate::patience::Patience;
 use crate::selection::Selection;
 use crate::transport::Transport;
@@ -29,8 +29,8 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::{
-    Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_gather_pairwise, all_to_all_variable,
-    block, phases, scratch_len, steps,
+    Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable, block, phases,
+    scratch_len, steps,
 };
 
 pub(crate) struct Linked {
@@ -314,51 +314,6 @@ impl Linked {
     fn shared_by_all(&mut self) -> Option<&mut SharedMemory> {
         let world_size = self.world_size();
         self.shared.as_mut().filter(|shared| shared.num_members() == world_size)
-    }
-
-    /// Gathers the lengths of all blocks, then the blocks.
-    fn gather_blocks(
-        &mut self,
-        call: &Call,
-        blocks: &mut [Vec<u8>],
-        control: &mut Control,
-        cost: &mut Cost,
-    ) -> Result<(), CommError> {
-        if let Some(shared) = self.shared_by_all() {
-            return shared.gather_blocks(call, blocks, control, cost);
-        }
-        let own = self.rank.0;
-        let mut lengths = vec![0_u64; self.world_size()];
-        lengths[own] = blocks[own].len() as u64;
-        let places: Vec<_> = (0..lengths.len()).map(|rank| 8 * rank..8 * (rank + 1)).collect();
-        self.steps.clear();
-        all_gather_pairwise(self.rank, &places, &mut self.steps);
-        let bytes = bytemuck::cast_slice_mut(&mut lengths);
-        self.run_steps(call, &mut Memories::new(bytes, DType::U8, None), control, cost)?;
-
-        let mut places = Vec::with_capacity(lengths.len());
-        let mut end = 0;
-        for (rank, &bytes) in lengths.iter().enumerate() {
-            if bytes > CONTROL_BYTES_MAX as u64 {
-                let bytes_max = CONTROL_BYTES_MAX;
-                return Err(CommError::ControlDataTooLong { rank: Rank(rank), bytes, bytes_max });
-            }
-            places.push(end..end + bytes as usize);
-            end += bytes as usize;
-        }
-        let mut vector = std::mem::take(&mut self.vector);
-        let gathered = reserve(&mut vector, end)?;
-        gathered[places[own].clone()].copy_from_slice(&blocks[own]);
-        self.steps.clear();
-        all_gather_pairwise(self.rank, &places, &mut self.steps);
-        let result = self.run_steps(call, &mut Memories::new(gathered, DType::U8, None), control, cost);
-        if result.is_ok() {
-            for (block, place) in blocks.iter_mut().zip(places) {
-                *block = gathered[place].to_vec();
-            }
-        }
-        self.vector = vector;
-        result
     }
 }
 

@@ -24,7 +24,7 @@ use trireme_base::Rank;
 /// This process as one of MPI's.
 #[derive(Clone, Copy)]
 pub(crate) struct MpiProcess {
-    library: &'static Library,
+    mpi: &'static Library,
 }
 
 /// Where MPI finds a rank of a group.
@@ -59,7 +59,7 @@ impl MpiProcess {
     /// Starts MPI in this process, if it has not been. The process must be `rank` of `world_size` for MPI, too.
     pub(crate) fn start(rank: Rank, world_size: usize) -> Result<Self, CommError> {
         let process = Self::of_this_process()?;
-        let (own, size) = (process.library.rank(), process.library.size());
+        let (own, size) = (process.mpi.rank(), process.mpi.size());
         if (own as usize, size as usize) != (rank.0, world_size) {
             return Err(unavailable(format!(
                 "to MPI this process is rank {own} of {size}, to the job it is rank {rank} of {world_size}; start all \
@@ -71,13 +71,13 @@ impl MpiProcess {
 
     /// This process, if MPI can be used.
     pub(crate) fn of_this_process() -> Result<Self, CommError> {
-        Ok(MpiProcess { library: Library::start().map_err(unavailable)? })
+        Ok(MpiProcess { mpi: Library::start().map_err(unavailable)? })
     }
 
     /// Takes a seat in a new group. The first time, all processes of MPI's world call it and wait for each other.
     pub(crate) fn take_seat(self) -> Result<Seat, CommError> {
         static NEXT_TAG: AtomicU32 = AtomicU32::new(0);
-        let communicator = self.library.communicator().map_err(unavailable)?;
+        let communicator = self.mpi.communicator().map_err(unavailable)?;
         let tag = NEXT_TAG.fetch_add(TAGS_PER_SEAT, Ordering::Relaxed);
         if tag > communicator.tag_max() - TAGS_PER_SEAT {
             return Err(unavailable(format!(
@@ -85,14 +85,14 @@ impl MpiProcess {
                 tag / TAGS_PER_SEAT
             )));
         }
-        Ok(Seat { process: self.library.rank(), tag })
+        Ok(Seat { process: self.mpi.rank(), tag })
     }
 
     /// The group whose other ranks have the seats `peers`.
     pub(crate) fn seats(self, own: Seat, peers: Vec<Option<Seat>>) -> Result<Seats, CommError> {
-        let communicator = self.library.communicator().map_err(unavailable)?;
+        let communicator = self.mpi.communicator().map_err(unavailable)?;
         let is_fit = |seat: &Seat| {
-            seat.process < self.library.size() && seat.tag <= communicator.tag_max() - TAGS_PER_SEAT
+            seat.process < self.mpi.size() && seat.tag <= communicator.tag_max() - TAGS_PER_SEAT
         };
         if let Some(rank) = peers.iter().position(|peer| peer.as_ref().is_some_and(|seat| !is_fit(seat))) {
             return Err(unavailable(format!("rank {rank} has told a place that MPI does not have")));

@@ -43,7 +43,7 @@ pub(crate) use ring::{Corrupt, RingReceiver, RingSender};
 use crate::buffer::{Memory, Storage};
 use crate::control::Control;
 use crate::engine::{Call, Cost};
-use crate::group::CONTROL_BYTES_MAX;
+use crate::group::check_control_bytes;
 use crate::patience::Patience;
 use crate::{CommError, GroupOptions, Operation};
 use board::{Location, Post};
@@ -87,6 +87,12 @@ pub(crate) struct Slot<'a> {
 pub(crate) struct Operands<'a> {
     pub(crate) input: Slot<'a>,
     pub(crate) output: Option<Slot<'a>>,
+}
+
+impl Operands<'_> {
+    fn reborrow(&mut self) -> Operands<'_> {
+        Operands { input: self.input.reborrow(), output: self.output.as_mut().map(Slot::reborrow) }
+    }
 }
 
 impl<'a> Slot<'a> {
@@ -185,12 +191,8 @@ impl SharedMemory {
             let head = self.areas[member].stage(turn, HEAD_BYTES);
             // SAFETY: its owner wrote it before it came, and does not again before this rank has come to the next meeting.
             unsafe { std::ptr::copy_nonoverlapping(head.cast_const(), length.as_mut_ptr(), HEAD_BYTES) };
-            let (bytes, bytes_max) = (u64::from_ne_bytes(length), CONTROL_BYTES_MAX);
-            if bytes > bytes_max as u64 {
-                let rank = self.members[member];
-                return Err(CommError::ControlDataTooLong { rank, bytes, bytes_max });
-            }
-            let mut block = vec![0; bytes as usize];
+            let len = check_control_bytes(self.members[member], u64::from_ne_bytes(length))?;
+            let mut block = vec![0; len];
             let stage = self.areas[member].stage(turn, HEAD_BYTES + block.len());
             // SAFETY: as above.
             unsafe {
@@ -201,7 +203,7 @@ impl SharedMemory {
                 );
             }
             blocks[member] = block;
-            cost.payload_bytes += bytes;
+            cost.payload_bytes += len as u64;
         }
         Ok(())
     }

@@ -4,7 +4,7 @@ use super::area::STAGE_BYTES;
 use super::board::Post;
 use super::pull::{Contribution, Part, Pull, contribution, pulls, staging};
 use super::view::View;
-use super::{Operands, SharedMemory, Slot};
+use super::{Operands, SharedMemory};
 use crate::buffer::CacheLine;
 use crate::control::Control;
 use crate::engine::{Call, Cost};
@@ -45,11 +45,7 @@ impl SharedMemory {
             let turn = self.next_stage();
             self.fill_stage(operation, &mut operands, &window, turn, window_len);
             self.meet_with(call, Post::STAGED, control, cost)?;
-            let reborrowed = Operands {
-                input: operands.input.reborrow(),
-                output: operands.output.as_mut().map(Slot::reborrow),
-            };
-            let output = self.view_of_output(operation, reborrowed);
+            let output = self.view_of_output(operation, operands.reborrow());
             for pull in pulls(operation, self.own, num_members, out_of_place) {
                 let part = match pull {
                     Pull::Copy { source, .. } => source,
@@ -90,11 +86,7 @@ impl SharedMemory {
             let turn = self.next_stage();
             self.fill_stage(operation, &mut operands, &window, turn, window_len);
             self.meet_with(call, Post::STAGED, control, cost)?;
-            let reborrowed = Operands {
-                input: operands.input.reborrow(),
-                output: operands.output.as_mut().map(Slot::reborrow),
-            };
-            let output = self.view_of_output(operation, reborrowed);
+            let output = self.view_of_output(operation, operands.reborrow());
             inputs.clear();
             for member in 0..num_members {
                 inputs.push(self.view_of_stage(operation, member, Part::Whole, &window, turn, window_len));

@@ -1,0 +1,51 @@
+use super::{Linked, Memories, reserve};
+use crate::CommError;
+use crate::control::Control;
+use crate::engine::{Call, Cost};
+use crate::group::check_control_bytes;
+use trireme_base::{DType, Rank};
+use trireme_schedule::collective::all_gather_pairwise;
+
+impl Linked {
+    /// Gathers the lengths of all blocks, then the blocks.
+    pub(super) fn gather_blocks(
+        &mut self,
+        call: &Call,
+        blocks: &mut [Vec<u8>],
+        control: &mut Control,
+        cost: &mut Cost,
+    ) -> Result<(), CommError> {
+        if let Some(shared) = self.shared_by_all() {
+            return shared.gather_blocks(call, blocks, control, cost);
+        }
+        let own = self.rank.0;
+        let mut lengths = vec![0_u64; self.world_size()];
+        lengths[own] = blocks[own].len() as u64;
+        let places: Vec<_> = (0..lengths.len()).map(|rank| 8 * rank..8 * (rank + 1)).collect();
+        self.steps.clear();
+        all_gather_pairwise(self.rank, &places, &mut self.steps);
+        let bytes = bytemuck::cast_slice_mut(&mut lengths);
+        self.run_steps(call, &mut Memories::new(bytes, DType::U8, None), control, cost)?;
+
+        let mut places = Vec::with_capacity(lengths.len());
+        let mut end = 0;
+        for (rank, &bytes) in lengths.iter().enumerate() {
+            let len = check_control_bytes(Rank(rank), bytes)?;
+            places.push(end..end + len);
+            end += len;
+        }
+        let mut vector = std::mem::take(&mut self.vector);
+        let gathered = reserve(&mut vector, end)?;
+        gathered[places[own].clone()].copy_from_slice(&blocks[own]);
+        self.steps.clear();
+        all_gather_pairwise(self.rank, &places, &mut self.steps);
+        let result = self.run_steps(call, &mut Memories::new(gathered, DType::U8, None), control, cost);
+        if result.is_ok() {
+            for (block, place) in blocks.iter_mut().zip(places) {
+                *block = gathered[place].to_vec();
+            }
+        }
+        self.vector = vector;
+        result
+    }
+}

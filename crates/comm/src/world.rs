@@ -1,0 +1,87 @@
+//! Where groups begin: a world of one, of threads, or of processes that join each other.
+
+use crate::recorder::{FlightRecorder, RecorderOptions};
+use crate::rendezvous::{self, Home};
+use crate::transport::Parts;
+use crate::transport::link::Connection;
+use crate::{CommError, Group, GroupOptions, JoinOptions};
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use trireme_base::Rank;
+use trireme_schedule::collective::Hosts;
+
+/// A world of one rank: every operation completes at once, and no thread is started.
+pub fn single() -> Group {
+    let recorder = FlightRecorder::new(Rank::ROOT, 1, RecorderOptions::default());
+    Group::alone(None, Home::inproc(), &GroupOptions::default(), recorder)
+}
+
+/// A world whose ranks are threads of this process, with default options: one group per rank, in rank order.
+///
+/// # Panics
+/// As [`inproc_world_with`].
+pub fn inproc_world(world_size: usize) -> Vec<Group> {
+    inproc_world_with(world_size, &GroupOptions::default())
+}
+
+/// A world whose ranks are threads of this process: one group per rank, in rank order.
+///
+/// # Panics
+/// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (three per pair
+/// of ranks and rank) or threads left.
+pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
+    assert!(world_size > 0, "a world has at least one rank");
+    rendezvous::check_group_options(options).expect("options within their bounds");
+    if world_size == 1 {
+        return Vec::from([single()]);
+    }
+    let [collectives, messages, control] = [0, 1, 2].map(|_| socket_pairs(world_size));
+    let rows = collectives.into_iter().zip(messages).zip(control).enumerate();
+    rows.map(|(rank, ((collectives, messages), control))| {
+        let parts = Parts {
+            rank: Rank(rank),
+            hosts: Hosts::single(world_size),
+            rows: [collectives, messages, control],
+            memory: None,
+            seats: None,
+            is_inproc: true,
+        };
+        let recorder = FlightRecorder::new(Rank(rank), world_size, RecorderOptions::default());
+        let world = recorder.group("world".to_owned(), Rank(rank), (0..world_size).map(Rank).collect());
+        Group::start(parts, Home::inproc(), Arc::default(), options, world)
+            .expect("memory, file descriptors and a thread")
+    })
+    .collect()
+}
+
+/// One connected pair of sockets for each pair of ranks; row `r` holds the ends of rank `r`.
+fn socket_pairs(world_size: usize) -> Vec<Vec<Option<Connection>>> {
+    let mut ends: Vec<Vec<Option<Connection>>> =
+        (0..world_size).map(|_| (0..world_size).map(|_| None).collect()).collect();
+    for second in 1..world_size {
+        let (lower, upper) = ends.split_at_mut(second);
+        for (first, row) in lower.iter_mut().enumerate() {
+            let (one, other) = UnixStream::pair().expect("file descriptors for a pair of sockets");
+            row[second] = Some(Connection::Plain(one.into()));
+            upper[0][first] = Some(Connection::Plain(other.into()));
+        }
+    }
+    ends
+}
+
+/// Joins the world that `options` describe: meets the other ranks at rank 0's address, connects to them, and
+/// returns when all are connected.
+///
+/// # Errors
+/// Options out of bounds; an address that does not resolve, is not this host's or is taken; a rank 0 that is
+/// not reached or refuses this rank; ranks that do not come within the timeout; a transport that cannot be
+/// had.
+pub fn join(options: &JoinOptions) -> Result<Group, CommError> {
+    rendezvous::check_options(options)?;
+    if options.world_size == 1 {
+        return Ok(single());
+    }
+    let group = rendezvous::join(options)?;
+    group.measure_costs()?;
+    Ok(group)
+}

@@ -1,0 +1,23 @@
+//! What a run tells.
+
+use std::path::Path;
+use trireme_train::metrics::StepRecord;
+use trireme_train::{Observer, RunFacts};
+
+/// Keeps notices and losses.
+#[derive(Default)]
+pub(crate) struct Heard {
+    pub(crate) notices: Vec<String>,
+    pub(crate) losses: Vec<f64>,
+}
+
+impl Observer for Heard {
+    fn notice(&mut self, text: &str) {
+        self.notices.push(text.to_owned());
+    }
+    fn begin(&mut self, _: &RunFacts) {}
+    fn step(&mut self, record: &StepRecord) {
+        self.losses.push(record.loss);
+    }
+    fn checkpoint(&mut self, _: u64, _: &Path) {}
+}
