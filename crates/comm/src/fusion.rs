@@ -12,6 +12,7 @@ use trireme_base::ReduceOp;
 /// would be alone, so under [`keeps_order`](crate::GroupOptions::keeps_order) the bits are those of single operations.
 ///
 /// Costs a copy of each vector into the batch and one back; a vector of more than half of `len_max` goes alone, without.
+/// Repeated steps of the same vectors allocate nothing.
 pub struct Fusion<T> {
     group: Arc<Group>,
     op: ReduceOp,
@@ -21,7 +22,9 @@ pub struct Fusion<T> {
 
 struct State<T> {
     open: Arc<Mutex<Batch<T>>>,
-    /// Memory of batches that have ended.
+    /// Batches whose vectors their owners have got back.
+    free: Vec<Arc<Mutex<Batch<T>>>>,
+    /// Memory for batches.
     spare: Vec<Buffer<T>>,
 }
 
@@ -55,8 +58,42 @@ enum Part<T> {
 impl<T: Element> Fusion<T> {
     /// Reductions of `group` by `op`, in batches of at most `len_max` elements.
     pub fn new(group: Arc<Group>, op: ReduceOp, len_max: usize) -> Self {
-        let state = State { open: Batch::new(), spare: Vec::new() };
+        let state = State { open: Batch::new(), free: Vec::new(), spare: Vec::new() };
         Fusion { group, op, len_max, state: Arc::new(Mutex::new(state)) }
+    }
+
+    /// Takes memory for the batches that vectors of these lengths make, in this order; how many bytes. Without it, they
+    /// take memory when they begin.
+    ///
+    /// # Errors
+    /// [`CommError::Allocate`].
+    pub fn reserve(&self, lens: impl IntoIterator<Item = usize>) -> Result<usize, CommError> {
+        let (mut num_batches, mut len_open) = (0, None);
+        for len in lens {
+            if !self.fuses(len) {
+                len_open = None;
+                continue;
+            }
+            len_open = Some(match len_open {
+                Some(open) if open + len <= self.len_max => open + len,
+                _ => {
+                    num_batches += 1;
+                    len
+                }
+            });
+        }
+        let mut state = lock(&self.state);
+        for _ in 0..num_batches {
+            let memory = self.group.buffer(self.len_max)?;
+            state.spare.push(memory);
+            state.free.push(Batch::new());
+        }
+        Ok(num_batches * self.len_max * size_of::<T>())
+    }
+
+    /// Whether a vector travels with others.
+    fn fuses(&self, len: usize) -> bool {
+        len <= self.len_max / 2 && self.len_max > 0
     }
 
     /// Replaces each element by the reduction of all ranks' elements.
@@ -65,7 +102,7 @@ impl<T: Element> Fusion<T> {
     /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and whatever ends a group.
     pub fn all_reduce(&self, vector: Buffer<T>) -> FusedWork<T> {
         let mut state = lock(&self.state);
-        if vector.len() > self.len_max / 2 {
+        if !self.fuses(vector.len()) {
             self.close(&mut state);
             return FusedWork { part: Part::Alone(self.group.all_reduce(vector, self.op)) };
         }
@@ -116,7 +153,7 @@ impl<T: Element> Fusion<T> {
             memory.set_len(batch.len);
             batch.memory = Progress::Issued(self.group.all_reduce(memory, self.op));
             drop(batch);
-            state.open = Batch::new();
+            state.open = state.free.pop().unwrap_or_else(Batch::new);
         }
     }
 
@@ -133,7 +170,8 @@ impl<T: Element> Fusion<T> {
                 self.close(&mut state);
             }
         }
-        let mut batch = lock(batch);
+        let shared = batch;
+        let mut batch = lock(shared);
         if let Progress::Issued(_) = &batch.memory {
             let Progress::Issued(work) = std::mem::replace(&mut batch.memory, Progress::Spent) else {
                 unreachable!("it was seen to be issued")
@@ -153,7 +191,11 @@ impl<T: Element> Fusion<T> {
             && let Progress::Ended(Ok(mut memory)) = std::mem::replace(&mut batch.memory, Progress::Spent)
         {
             memory.set_len(self.len_max);
-            lock(&self.state).spare.push(memory);
+            *batch = Batch::empty();
+            drop(batch);
+            let mut state = lock(&self.state);
+            state.spare.push(memory);
+            state.free.push(Arc::clone(shared));
         }
         outcome
     }
@@ -168,7 +210,11 @@ impl<T> Clone for Fusion<T> {
 
 impl<T> Batch<T> {
     fn new() -> Arc<Mutex<Self>> {
-        Arc::new(Mutex::new(Batch { memory: Progress::Open(None), len: 0, num_vectors: 0 }))
+        Arc::new(Mutex::new(Batch::empty()))
+    }
+
+    fn empty() -> Self {
+        Batch { memory: Progress::Open(None), len: 0, num_vectors: 0 }
     }
 }
 

@@ -2,7 +2,7 @@
 
 use crate::compressed::Compressed;
 use crate::error::ParallelError;
-use crate::reduction::Reduction;
+use crate::reduction::{Fusions, Reduction};
 use crate::step::ExecutorOptions;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
@@ -74,17 +74,18 @@ impl Gradients {
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         device: &Device,
-        group: &Group,
+        group: &Arc<Group>,
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
         device.memory().add(Category::Communication, group.fixed_bytes());
+        let fusions = Fusions::new(group, options.fusion_bytes);
         let mut units = Vec::new();
         for (index, unit) in table.units().iter().enumerate() {
             let buffer = group.buffer::<f32>(unit.num_elements)?;
             device.memory().add(Category::Gradients, size_of_val(&*buffer));
             let reduction = match Compressed::new(table, index, options, device, group)? {
                 Some(compressed) => Reduction::Compressed(compressed),
-                None => Reduction::new(unit.num_elements, options.reduce_dtype, device, group)?,
+                None => Reduction::new(unit.num_elements, options.reduce_dtype, &fusions, device, group)?,
             };
             units.push(UnitGradient {
                 shape: [unit.num_elements].into(),
@@ -94,6 +95,10 @@ impl Gradients {
                 reduction,
             });
         }
+        // Backward starts with the last unit.
+        let fused = units.iter().rev().filter(|unit| !matches!(unit.reduction, Reduction::Compressed(_)));
+        let lens = fused.map(|unit| unit.shape.num_elements());
+        fusions.reserve(lens, options.reduce_dtype, device, group)?;
         let written = vec![false; table.parameters().len()];
         let (device, table) = (device.clone(), Arc::clone(table));
         Ok(Gradients { device, determinism: options.determinism, table, units, written })

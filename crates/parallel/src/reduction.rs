@@ -3,20 +3,63 @@
 use crate::compressed::Compressed;
 use crate::error::ParallelError;
 use crate::waiting::Waiting;
+use std::sync::Arc;
 use trireme_base::{Bf16, F16, ReduceOp};
-use trireme_comm::{Buffer, Element, Group, Work};
+use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group, TransportKind};
 use trireme_tensor::{Category, Device, Precision, Shape, View, ViewMut};
 
 /// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
-    /// In f32, in the gradient's own memory.
-    InPlace(Option<Work<Buffer<f32>>>),
+    /// In f32: in the gradient's own memory, or with others if it is short.
+    Plain { fusion: Fusion<f32>, under_way: Option<FusedWork<f32>> },
     /// In bf16, in memory beside it.
     Bf16(Rounded<Bf16>),
     /// In f16, in memory beside it.
     F16(Rounded<F16>),
     /// In what a codec makes of it, in memory beside it.
     Compressed(Compressed),
+}
+
+/// What the short gradients of a step travel together by, whatever they are rounded to.
+pub(crate) struct Fusions {
+    f32: Fusion<f32>,
+    bf16: Fusion<Bf16>,
+    f16: Fusion<F16>,
+}
+
+impl Fusions {
+    /// Up to `num_bytes` at a time; 0 lets each gradient travel alone. So does a world that shares memory: there a message
+    /// costs no more than the copies that it would save.
+    pub(crate) fn new(group: &Arc<Group>, num_bytes: usize) -> Self {
+        let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
+        let num_bytes = if shares_memory { 0 } else { num_bytes };
+        Fusions {
+            f32: fusion(group, num_bytes),
+            bf16: fusion(group, num_bytes),
+            f16: fusion(group, num_bytes),
+        }
+    }
+
+    /// Takes memory for gradients of these lengths, in the order of their reductions.
+    pub(crate) fn reserve(
+        &self,
+        lens: impl Iterator<Item = usize>,
+        dtype: Precision,
+        device: &Device,
+        group: &Group,
+    ) -> Result<(), ParallelError> {
+        let num_bytes = match dtype {
+            Precision::F32 => self.f32.reserve(lens)?,
+            Precision::Bf16 => self.bf16.reserve(lens)?,
+            Precision::F16 => self.f16.reserve(lens)?,
+        };
+        device.memory().add(Category::Communication, num_bytes + group.peer_bytes_mapped(num_bytes));
+        Ok(())
+    }
+}
+
+fn fusion<T: Element>(group: &Arc<Group>, num_bytes: usize) -> Fusion<T> {
+    Fusion::new(Arc::clone(group), ReduceOp::Sum, num_bytes / size_of::<T>())
 }
 
 impl Reduction {
@@ -26,6 +69,7 @@ impl Reduction {
     pub(crate) fn new(
         len: usize,
         dtype: Precision,
+        fusions: &Fusions,
         device: &Device,
         group: &Group,
     ) -> Result<Self, ParallelError> {
@@ -34,9 +78,9 @@ impl Reduction {
         let own_bytes = if dtype == Precision::F32 { 0 } else { num_bytes };
         device.memory().add(Category::Communication, own_bytes + group.peer_bytes_mapped(num_bytes));
         Ok(match dtype {
-            Precision::F32 => Reduction::InPlace(None),
-            Precision::Bf16 => Reduction::Bf16(Rounded::new(len, group)?),
-            Precision::F16 => Reduction::F16(Rounded::new(len, group)?),
+            Precision::F32 => Reduction::Plain { fusion: fusions.f32.clone(), under_way: None },
+            Precision::Bf16 => Reduction::Bf16(Rounded::new(len, &fusions.bf16, group)?),
+            Precision::F16 => Reduction::F16(Rounded::new(len, &fusions.f16, group)?),
         })
     }
 
@@ -48,9 +92,9 @@ impl Reduction {
         group: &Group,
     ) -> Result<(), ParallelError> {
         match self {
-            Reduction::InPlace(work) => *work = Some(group.all_reduce(sum, ReduceOp::Sum)),
-            Reduction::Bf16(rounded) => rounded.start(sum, device, group),
-            Reduction::F16(rounded) => rounded.start(sum, device, group),
+            Reduction::Plain { fusion, under_way } => *under_way = Some(fusion.all_reduce(sum)),
+            Reduction::Bf16(rounded) => rounded.start(sum, device),
+            Reduction::F16(rounded) => rounded.start(sum, device),
             Reduction::Compressed(compressed) => compressed.start(sum, device, group)?,
         }
         Ok(())
@@ -59,7 +103,7 @@ impl Reduction {
     /// Whether a reduction was started and has not come to its sum.
     pub(crate) fn is_under_way(&self) -> bool {
         match self {
-            Reduction::InPlace(work) => work.is_some(),
+            Reduction::Plain { under_way, .. } => under_way.is_some(),
             Reduction::Bf16(rounded) => rounded.under_way.is_some(),
             Reduction::F16(rounded) => rounded.under_way.is_some(),
             Reduction::Compressed(compressed) => compressed.is_under_way(),
@@ -75,7 +119,9 @@ impl Reduction {
         waiting: &mut Waiting,
     ) -> Result<Option<Buffer<f32>>, ParallelError> {
         match self {
-            Reduction::InPlace(work) => Ok(work.take().map(|work| waiting.wait(work)).transpose()?),
+            Reduction::Plain { under_way, .. } => {
+                Ok(under_way.take().map(|work| waiting.wait_fused(work)).transpose()?)
+            }
             Reduction::Bf16(rounded) => rounded.wait(device, waiting),
             Reduction::F16(rounded) => rounded.wait(device, waiting),
             Reduction::Compressed(compressed) => compressed.advance(group, waiting),
@@ -86,6 +132,7 @@ impl Reduction {
 /// A reduction in 16 bits. Sums of two are taken in f32 and rounded, so the order of the ranks counts; which one that
 /// is, is the group's to say.
 pub(crate) struct Rounded<T> {
+    fusion: Fusion<T>,
     /// Present while nothing is under way.
     narrow: Option<Buffer<T>>,
     under_way: Option<UnderWay<T>>,
@@ -94,25 +141,25 @@ pub(crate) struct Rounded<T> {
 struct UnderWay<T> {
     /// Takes the result.
     wide: Buffer<f32>,
-    work: Work<Buffer<T>>,
+    work: FusedWork<T>,
 }
 
 impl<T: Half> Rounded<T> {
-    fn new(len: usize, group: &Group) -> Result<Self, ParallelError> {
-        Ok(Rounded { narrow: Some(group.buffer(len)?), under_way: None })
+    fn new(len: usize, fusion: &Fusion<T>, group: &Group) -> Result<Self, ParallelError> {
+        Ok(Rounded { fusion: fusion.clone(), narrow: Some(group.buffer(len)?), under_way: None })
     }
 
-    fn start(&mut self, wide: Buffer<f32>, device: &Device, group: &Group) {
+    fn start(&mut self, wide: Buffer<f32>, device: &Device) {
         let mut narrow = self.narrow.take().expect("a unit is reduced once a step");
         let shape = Shape::from([wide.len()]);
         device.convert(View::from_f32s(&wide, shape), T::view_mut(&mut narrow, shape));
-        let work = group.all_reduce(narrow, ReduceOp::Sum);
+        let work = self.fusion.all_reduce(narrow);
         self.under_way = Some(UnderWay { wide, work });
     }
 
     fn wait(&mut self, device: &Device, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
         let Some(UnderWay { mut wide, work }) = self.under_way.take() else { return Ok(None) };
-        let narrow = waiting.wait(work)?;
+        let narrow = waiting.wait_fused(work)?;
         let shape = Shape::from([wide.len()]);
         device.convert(T::view(&narrow, shape), ViewMut::from_f32s(&mut wide, shape));
         self.narrow = Some(narrow);
@@ -173,8 +220,10 @@ mod tests {
 
     fn check(dtype: Precision, round: impl Fn(f32) -> f32) {
         let ranks = run_ranks(4, |group| {
+            let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
-            let mut reduction = Reduction::new(LEN, dtype, &device, &group).unwrap();
+            let fusions = Fusions::new(&group, 0);
+            let mut reduction = Reduction::new(LEN, dtype, &fusions, &device, &group).unwrap();
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
             // The second round finds the buffers of the first.
             for _ in 0..2 {

@@ -44,7 +44,8 @@ fn sixteen_bits_halve_the_bytes_and_their_memory_is_counted() {
     let config = &small_models()[0];
     let run = |reduce_dtype| {
         run_ranks(2, |group| {
-            let mut executor = executor(config, group, 1, 1, options(reduce_dtype));
+            let alone = ExecutorOptions { fusion_bytes: 0, ..options(reduce_dtype) };
+            let mut executor = executor(config, group, 1, 1, alone);
             let memory = executor.device().memory().usage(Category::Communication).current;
             let batches = batches(&executor, 2, 1);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Off };

@@ -248,6 +248,7 @@ pub(crate) fn build_executor(
         precision: precision(training.dtype),
         fp8: fp8::recipe(training),
         reduce_dtype: precision(training.reduce_dtype),
+        fusion_bytes: config.comm().fusion_bytes,
         compression: config.compression(),
         seed: training.seed,
         loss_scaling: loss_scaling(training),

@@ -17,6 +17,8 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     precision: Precision::F32,
     fp8: None,
     reduce_dtype: Precision::F32,
+    // The units of a small model fill one batch and begin the next.
+    fusion_bytes: 60 << 10,
     compression: Compression::none(),
     seed: 0,
     loss_scaling: LossScaling::Off,

@@ -10,6 +10,7 @@ use super::value::{above, above_up_to};
 use std::path::PathBuf;
 use trireme_comm::{CodecName, GroupOptions};
 use trireme_optim::LossScaling;
+use trireme_parallel::ExecutorOptions;
 use trireme_schedule::collective::Algorithm;
 
 const LOSS_SCALE_MAX: u32 = LossScaling::SCALE_MAX;
@@ -275,6 +276,10 @@ config_section! {
         tls_ca: Option<PathBuf> = None;
         /// DNS name that every worker's certificate is for.
         tls_name: String = "trireme".to_owned();
+        /// Short gradients travel together, up to this many bytes at a time, where workers do not all share memory (tensor
+        /// fusion): one of more than half of it travels alone, and with 0 each does. None waits longer than until the end
+        /// of backward.
+        fusion_bytes: usize = ExecutorOptions::FUSION_BYTES, within 0..=1 << 30;
         /// How gradients are compressed before they are summed over the workers, which is for slow networks: `none`;
         /// rounded to `f16`, `bf16`, `fp8_e4m3` or `fp8_e5m2`; rounded at random to `int8` or `int4` (QSGD); `one_bit`, signs
         /// with two scales; `top_k`, the largest elements (deep gradient compression); `random_k`, random elements;

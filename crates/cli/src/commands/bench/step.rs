@@ -203,6 +203,7 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),
         reduce_dtype: args.reduce_dtype,
+        fusion_bytes: ExecutorOptions::FUSION_BYTES,
         compression: Compression::none(),
         seed: args.seed,
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
