@@ -282,30 +282,32 @@ impl Group {
         }
     }
 
-    /// Gives every rank a few bytes of every rank, in rank order, once all pending operations are done.
+    /// Gives every rank a few bytes of every rank, in rank order.
     ///
     /// # Errors
-    /// [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`], and whatever ends a group.
-    pub fn all_gather_bytes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        check_control_bytes(self.rank, mine.len() as u64)?;
+    /// From the work: [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`], which leaves the group as it is, and
+    /// whatever ends a group.
+    pub fn all_gather_bytes(&self, mine: &[u8]) -> Work<Vec<Vec<u8>>> {
+        if let Err(error) = check_control_bytes(self.rank, mine.len() as u64) {
+            return Work::ready(Err(error));
+        }
         let mut blocks = vec![Vec::new(); self.world_size];
         blocks[self.rank.0] = mine.to_vec();
-        let Some(executor) = &self.executor else { return Ok(blocks) };
-        match executor.queue.call(Operation::AllGatherBytes, Payload::Blocks(blocks))? {
-            Payload::Blocks(blocks) => Ok(blocks),
+        let Some(executor) = &self.executor else { return Work::ready(Ok(blocks)) };
+        let ticket = executor.queue.submit(Operation::AllGatherBytes, Payload::Blocks(blocks));
+        Work::pending(ticket, |payload| match payload {
+            Payload::Blocks(blocks) => blocks,
             _ => unreachable!("an operation gives back the payload it took"),
-        }
+        })
     }
 
-    /// Returns when all ranks have called it and all pending operations are done.
+    /// Ends when all ranks have come to it: what each of them issued before has ended there.
     ///
     /// # Errors
-    /// Whatever ends a group.
-    pub fn barrier(&self) -> Result<(), CommError> {
-        match &self.executor {
-            Some(executor) => executor.queue.call(Operation::Barrier, Payload::Nothing).map(drop),
-            None => Ok(()),
-        }
+    /// From the work: whatever ends a group.
+    pub fn barrier(&self) -> Work<()> {
+        let Some(executor) = &self.executor else { return Work::ready(Ok(())) };
+        Work::pending(executor.queue.submit(Operation::Barrier, Payload::Nothing), |_| ())
     }
 
     /// What the group has done so far.

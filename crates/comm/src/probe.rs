@@ -34,7 +34,7 @@ pub(crate) fn measure(group: &Group, typical: CostModel) -> Result<CostModel, Co
     let direct = direct.map_or([0.0; 2], |cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
     let own: Vec<u8> =
         [within, across, direct].as_flattened().iter().flat_map(|value| value.to_le_bytes()).collect();
-    let all = group.all_gather_bytes(&own)?;
+    let all = group.all_gather_bytes(&own).wait()?;
     // The largest of what ranks have measured: they wait for the slowest.
     let largest = |range: Range<usize>| {
         let mut values = [0.0_f64; 2];
@@ -146,7 +146,7 @@ fn direct(group: &Group) -> Result<DirectCost, CommError> {
     let mut quickest = f64::INFINITY;
     for _ in 0..=NUM_ROUNDS {
         let start = Instant::now();
-        group.barrier()?;
+        group.barrier().wait()?;
         quickest = quickest.min(start.elapsed().as_secs_f64());
     }
     let synchronisation_seconds = quickest;

@@ -72,7 +72,7 @@ fn a_lost_rank_is_named_in_every_report() {
     for transport in TRANSPORTS {
         let all_are_ready = Barrier::new(3);
         let reports = on_ranks(transport, 3, &small_pieces(), |group| {
-            group.barrier().expect("everybody is here");
+            group.barrier().wait().expect("everybody is here");
             all_are_ready.wait();
             if group.rank() == Rank(1) {
                 let panicked = catch_unwind(AssertUnwindSafe(|| {
@@ -103,7 +103,7 @@ type Issue = fn(&Group) -> Result<(), CommError>;
 #[test]
 fn the_first_mismatch_is_found_in_the_reports() {
     let cases: [(Difference, Issue, Issue); 4] = [
-        (Difference::Operation, |group| group.barrier(), |group| sum::<f32>(group, 7)),
+        (Difference::Operation, |group| group.barrier().wait(), |group| sum::<f32>(group, 7)),
         (Difference::Size, |group| sum::<f32>(group, 8), |group| sum::<f32>(group, 7)),
         (Difference::Dtype, |group| sum::<f64>(group, 7), |group| sum::<f32>(group, 7)),
         (
@@ -123,7 +123,7 @@ fn the_first_mismatch_is_found_in_the_reports() {
     for transport in TRANSPORTS {
         for (expected, odd, others) in cases {
             let reports = on_ranks(transport, 4, &small_pieces(), |group| {
-                group.barrier().expect("everybody agrees");
+                group.barrier().wait().expect("everybody agrees");
                 group.set_line(format_args!("line 4"));
                 let issue = if group.rank() == Rank(3) { odd } else { others };
                 issue(&group).expect_err("the operations differ");
@@ -187,9 +187,10 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
     for transport in TRANSPORTS {
         let failures = on_ranks(transport, 2, &small_pieces(), |world| {
             let other = world.split_named("other", Some(0), 0).expect("split").expect("a member");
-            other.barrier().expect("one order");
+            other.barrier().wait().expect("one order");
             let [first, second] = if world.rank() == Rank(0) { [&world, &other] } else { [&other, &world] };
-            let failure = first.barrier().and_then(|()| second.barrier()).expect_err("orders that cross");
+            let failure =
+                first.barrier().wait().and_then(|()| second.barrier().wait()).expect_err("orders that cross");
             (failure, world.flight_recorder().report())
         });
         for (rank, (failure, _)) in failures.iter().enumerate() {
@@ -231,16 +232,16 @@ fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
                 let world = join(&options).expect("joined");
                 let row = world.rank().0 as u64 / 2;
                 let data = world.split_named("data", Some(row), 0).expect("split").expect("a member");
-                data.barrier().expect("both are here");
+                data.barrier().wait().expect("both are here");
                 if world.rank() == Rank(3) {
                     // Slow, until rank 0 has waited for as long as it does without a word.
                     let patience = Duration::from_secs(60);
                     has_waited.lock().expect("not poisoned").recv_timeout(patience).expect("rank 0 waits");
                 }
                 if row == 1 {
-                    data.barrier().expect("both are here");
+                    data.barrier().wait().expect("both are here");
                 }
-                world.barrier().expect("everybody comes in the end");
+                world.barrier().wait().expect("everybody comes in the end");
             });
         }
     });
@@ -344,7 +345,7 @@ fn ranks_write_files_gather_and_tell_of_a_wait_once() {
                             report_path(folder_of(&options), options.rank.0).exists(),
                             "a rank that joins reports"
                         );
-                        group.barrier().expect("all are here");
+                        group.barrier().wait().expect("all are here");
                         group.set_line(format_args!("line 7: REDUCE_GRAD 1"));
                         if group.rank() != Rank(1) {
                             sum::<f32>(&group, 100).expect_err("rank 1 does not come");

@@ -149,7 +149,7 @@ fn out_of_place<T: Value>(group: &Group, kind: Kind, place: Place, len: usize) -
             (group.scatter_into(input(0..at_root(root, len)), output(own.len()), root), own.start)
         }
         Kind::AllToAll => (group.all_to_all_into(input(0..len), output(len)), 0),
-        Kind::Broadcast(_) => unreachable!("there is no broadcast out of place"),
+        Kind::Broadcast(root) => (group.broadcast_into(input(0..at_root(root, len)), output(len), root), 0),
     }
 }
 
@@ -163,11 +163,9 @@ fn check<T: Value>(group: &Group, kind: Kind, place: Place, lengths: &[usize]) {
         let equal = len / world_size * world_size;
         let len_in_place = if kind == Kind::AllToAll { equal } else { len };
         in_flight.push((len_in_place, in_place::<T>(group, kind, place, len_in_place)));
-        if !matches!(kind, Kind::Broadcast(_)) {
-            let len = if needs_equal(kind) { equal } else { len };
-            let (work, first) = out_of_place::<T>(group, kind, place, len);
-            pairs.push((len, first, work));
-        }
+        let len = if needs_equal(kind) { equal } else { len };
+        let (work, first) = out_of_place::<T>(group, kind, place, len);
+        pairs.push((len, first, work));
     }
     for (len, work) in in_flight {
         let buffer = work.wait().expect("it goes well");
@@ -287,7 +285,7 @@ fn vectors_above_the_default_thresholds() {
 fn ranks_may_work_in_place_and_out_of_place_in_one_operation() {
     for transport in TRANSPORTS {
         on_ranks(transport, 4, &small_pieces(), |group| {
-            for kind in kinds(4).into_iter().filter(|kind| !matches!(kind, Kind::Broadcast(_))) {
+            for kind in kinds(4) {
                 for len in [4, 400, 4000] {
                     if group.rank().0.is_multiple_of(2) {
                         let buffer = in_place::<f32>(&group, kind, Place::Group, len).wait();
@@ -345,6 +343,7 @@ fn lengths_that_do_not_fit_are_refused_and_the_group_goes_on() {
             };
             refused(group.all_reduce_into(buffer(3), buffer(4), ReduceOp::Sum));
             refused(group.all_gather_into(buffer(4), buffer(5)));
+            refused(group.broadcast_into(buffer(4), buffer(4), Rank(1 - group.rank().0)));
             refused(group.reduce_scatter_into(buffer(4), buffer(3), ReduceOp::Sum));
             refused(group.gather_into(buffer(4), buffer(7), Rank(0)));
             refused(group.scatter_into(buffer(7), buffer(4), group.rank()));
@@ -355,7 +354,7 @@ fn lengths_that_do_not_fit_are_refused_and_the_group_goes_on() {
             assert!(matches!(group.all_to_all(buffer(3)).wait(), Err(CommError::Lengths { .. })));
             let no_root = group.reduce(buffer(3), ReduceOp::Sum, Rank(2)).wait();
             assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));
-            group.barrier().expect("the group goes on");
+            group.barrier().wait().expect("the group goes on");
         });
     }
 }

@@ -154,7 +154,7 @@ fn check(mpi: &Group, tcp: &Group) {
         check_messages(mpi_half);
         check_reduced(mpi, &meanwhile.wait().expect("reduced"));
     }
-    mpi.barrier().expect("all are here");
+    mpi.barrier().wait().expect("all are here");
 }
 
 fn filled<T: Value>(group: &Group, range: std::ops::Range<usize>) -> Buffer<T> {
@@ -234,7 +234,7 @@ fn results<T: Value>(group: &Group, len: usize) -> Result<Vec<Vec<T>>, CommError
 fn check_bytes(group: &Group) {
     for len in [0, 1, 983, 984, 985, 100_000] {
         let block = |rank: usize| vec![rank as u8 + 1; len * rank];
-        let gathered = group.all_gather_bytes(&block(group.rank().0)).expect("gathered");
+        let gathered = group.all_gather_bytes(&block(group.rank().0)).wait().expect("gathered");
         assert!(gathered == (0..group.world_size()).map(block).collect::<Vec<_>>(), "{len} on {group:?}");
     }
 }
@@ -273,7 +273,7 @@ fn timeout(mpi: Group, tcp: &Group) {
         let failure = mpi.send(filled::<f32>(&mpi, 0..1 << 20), Rank(1)).wait();
         assert!(matches!(failure, Err(CommError::TimedOut { .. })));
     }
-    tcp.barrier().expect("tcp goes on");
+    tcp.barrier().wait().expect("tcp goes on");
     drop(mpi);
     let mut buffer = tcp.buffer::<f32>(1 << 20).expect("memory");
     buffer.fill(1.0);

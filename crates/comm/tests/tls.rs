@@ -56,7 +56,7 @@ mod with_tls {
                         let sum = group.all_reduce(buffer, ReduceOp::Sum).wait().expect("everybody is here");
                         assert!(sum.iter().enumerate().all(|(i, x)| *x == (3 * (i % 7) + 3) as f32), "{len}");
                     }
-                    group.barrier().expect("everybody is here");
+                    group.barrier().wait().expect("everybody is here");
                 });
             }
         });

@@ -172,7 +172,7 @@ fn prepare_and_train(config: &Config, group: Group, local_world_size: usize, sta
     if group.rank() == Rank::ROOT {
         prepare_corpus(config)?;
     }
-    group.barrier()?;
+    group.barrier().wait()?;
     train(config, group, local_world_size, started)
 }
 
@@ -194,7 +194,7 @@ fn train(config: &Config, group: Group, local_world_size: usize, started: Instan
     let mut trainer = Trainer::new(config, group, options, &mut console)?;
     let summary = trainer.run()?;
     // The others must not outrun rank 0's last words: their exit would look like a loss.
-    trainer.executor().group().barrier()?;
+    trainer.executor().group().barrier().wait()?;
     if is_root {
         let verdict = verdict(&trainer, &summary)?;
         let text = sample_text(config, &trainer)?;

@@ -95,7 +95,7 @@ pub fn check_world(groups: Vec<Result<Group, CommError>>, transport: TransportKi
         for group in groups {
             let group = group.expect("joined");
             assert_eq!(group.transport(), transport);
-            scope.spawn(move || group.barrier().expect("everybody is connected"));
+            scope.spawn(move || group.barrier().wait().expect("everybody is connected"));
         }
     });
 }

@@ -183,7 +183,7 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
             bytes = larger;
         }
     }
-    group.barrier()?;
+    group.barrier().wait()?;
     Ok(())
 }
 
@@ -325,7 +325,7 @@ impl<'a> Bench<'a> {
     }
 
     fn seconds_of_a_call(&mut self) -> Result<f64> {
-        self.group.barrier()?;
+        self.group.barrier().wait()?;
         let began = Instant::now();
         self.call()?;
         let seconds = began.elapsed().as_secs_f64();

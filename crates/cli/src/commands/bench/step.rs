@@ -293,7 +293,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
 fn gather(world: &Group, facts: &[f64; 4]) -> Result<Vec<[f64; 4]>> {
     let mine: Vec<u8> = facts.iter().flat_map(|fact| fact.to_le_bytes()).collect();
     let number = |bytes: &[u8]| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes);
-    let all = world.all_gather_bytes(&mine)?;
+    let all = world.all_gather_bytes(&mine).wait()?;
     Ok(all.iter().map(|bytes| std::array::from_fn(|index| number(&bytes[index * 8..][..8]))).collect())
 }
 

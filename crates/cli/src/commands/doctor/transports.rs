@@ -135,7 +135,7 @@ fn work(options: &JoinOptions) -> Result<Findings, CommError> {
         buffer = group.all_reduce(buffer, ReduceOp::Sum).wait()?;
         best = best.min(start.elapsed().as_secs_f64());
     }
-    group.barrier()?;
+    group.barrier().wait()?;
     Ok(Findings { all_reduce_seconds: best, costs: group.costs(), algorithms: choices(&group) })
 }
 

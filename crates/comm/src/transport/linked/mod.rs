@@ -239,7 +239,7 @@ impl Linked {
             Operation::AllGather { .. } | Operation::Gather { .. } => {
                 slot.bytes[own_bytes.clone()].copy_from_slice(input.bytes);
             }
-            Operation::Scatter { .. } if !is_root => {}
+            Operation::Scatter { .. } | Operation::Broadcast { .. } if !is_root => {}
             _ => slot.bytes.copy_from_slice(input.bytes),
         }
         let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control, cost);
