@@ -68,6 +68,29 @@ fn a_stopped_worker_is_told_after_the_deadline() {
     }
 }
 
+#[test]
+fn a_bench_whose_worker_is_lost_or_stopped_ends_with_the_table() {
+    let sizes = "--min-bytes 64K --max-bytes 64K --seconds 3600 --iters 10000000";
+    for (signal, cause, state) in [
+        (Signal::KILL, "rank 1 was killed by SIGKILL", "killed by SIGKILL"),
+        (Signal::STOP, "ranks that have not reached it: 1", "stopped"),
+    ] {
+        let scene = Scene::new();
+        let mut bench = scene.command(&format!("bench collectives --workers 3 --timeout 1 {sizes}"));
+        // The logs and reports of a failed bench stay there.
+        bench.env("TMPDIR", scene.path(""));
+        let mut run = Running::start(bench);
+        run.until("3 workers over shm");
+        kill_process(run.worker(1), signal).unwrap();
+        let error = run.end().stderr;
+        tells(&error, &[cause, "try: "]);
+        tells(&row(&error, 1), &[state]);
+        for survivor in [0, 2] {
+            tells(&row(&error, survivor), &["failed", "rank 1", ", world ", "bench all_reduce of 64.00KiB"]);
+        }
+    }
+}
+
 /// Two workers, started by hand, of which the second has a config of its own.
 fn by_hand(scene: &Scene, common: &str, second: &str) -> [Running; 2] {
     let port = free_port();
