@@ -145,6 +145,8 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
             timeout,
             keeps_order: config.training().determinism == Determinism::Layout,
             algorithm: comm.algorithm,
+            sockets_per_peer: comm.sockets_per_peer,
+            checksums: comm.checksums,
             ..GroupOptions::default()
         },
         ..join_options(environment, comm.secret_file.as_deref())?

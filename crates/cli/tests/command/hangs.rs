@@ -5,7 +5,9 @@ use rustix::process::{Signal, kill_process};
 use serde_json::Value;
 use std::process::Command;
 
-const ENDLESS: &str = "--set training.steps=1000000000 --workers 3 --set training.global_batch_size=12";
+/// Steps without end, and without checkpoints, which no line of the program makes.
+const ENDLESS: &str = "--set training.steps=1000000000 --set checkpoint.interval=1000000000";
+const THREE_WORKERS: &str = "--workers 3 --set training.global_batch_size=12";
 
 /// The row of a rank in the table.
 #[track_caller]
@@ -19,10 +21,7 @@ fn row(text: &str, rank: usize) -> String {
 fn a_killed_worker_is_told_with_what_the_others_were_doing() {
     for transport in ["shm", "tcp"] {
         let scene = Scene::with_corpus();
-        // Without checkpoints, which no line of the program makes.
-        let train = format!(
-            "train tiny.toml --set comm.transport={transport} {ENDLESS} --set checkpoint.interval=1000000000"
-        );
+        let train = format!("train tiny.toml --set comm.transport={transport} {ENDLESS} {THREE_WORKERS}");
         let mut run = Running::start(scene.command(&train));
         run.until("step: 5 ");
         kill(run.worker(1));
@@ -51,8 +50,8 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
 #[test]
 fn a_stopped_worker_is_told_after_the_deadline() {
     let scene = Scene::with_corpus();
-    let mut run =
-        Running::start(scene.command(&format!("train tiny.toml --set comm.timeout_seconds=1 {ENDLESS}")));
+    let train = format!("train tiny.toml --set comm.timeout_seconds=1 {ENDLESS} {THREE_WORKERS}");
+    let mut run = Running::start(scene.command(&train));
     run.until("step: 5 ");
     let stopped = run.worker(2);
     kill_process(stopped, Signal::STOP).unwrap();
@@ -127,8 +126,8 @@ fn a_config_that_differs_is_told_without_a_launcher() {
 fn without_a_launcher_the_first_survivor_tells_of_a_rank_that_is_lost_or_stopped() {
     for (victim, signal) in [(0, Signal::KILL), (0, Signal::STOP), (1, Signal::STOP)] {
         let scene = Scene::with_corpus();
-        let common = "--set comm.timeout_seconds=2 --set training.steps=1000000000";
-        let [mut first, second] = by_hand(&scene, common, "");
+        let common = format!("--set comm.timeout_seconds=2 {ENDLESS}");
+        let [mut first, second] = by_hand(&scene, &common, "");
         first.until("step: 5 ");
         let (dead, survivor) = if victim == 0 { (first, second) } else { (second, first) };
         kill_process(dead.process(), signal).unwrap();

@@ -130,7 +130,10 @@ fn a_worker_whose_process_is_stopped_is_named() {
     let Some(hosts) = hosts() else { return };
     for stopped in [0, 1] {
         let scene = Scene::with_corpus();
-        let train = format!("train tiny.toml {ENDLESS} --set comm.timeout_seconds=1");
+        // No checkpoint, so that the steps' reductions are all that can stop.
+        let train = format!(
+            "train tiny.toml {ENDLESS} --set comm.timeout_seconds=1 --set checkpoint.interval=1000000000"
+        );
         let mut workers = start(&scene, &hosts, hosts[0].ipv4().into(), &train);
         workers.iter_mut().for_each(|worker| worker.until("step: 5 "));
         let stopped_process = workers[stopped].process();

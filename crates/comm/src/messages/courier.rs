@@ -5,7 +5,7 @@ use crate::patience::Patience;
 use crate::recorder::{Direction, GroupRecorder};
 use crate::transport::link::{Interest, Link};
 use crate::transport::linked::{Incoming, Memories, Outgoing, Trouble};
-use crate::{CommError, Operation};
+use crate::{CommError, GroupOptions, Operation};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::collections::VecDeque;
@@ -49,6 +49,8 @@ pub(super) struct Courier {
     links: Vec<Option<Link>>,
     lanes: Vec<Lanes>,
     timeout: Duration,
+    /// Whether frames have checksums.
+    checksums: bool,
     piece: Vec<CacheLine>,
     patience: Patience,
     /// Memory for the list of what is waited for.
@@ -83,16 +85,16 @@ impl Courier {
     pub(super) fn new(
         own: Rank,
         links: Vec<Option<Link>>,
-        timeout: Duration,
-        chunk_bytes: usize,
+        options: &GroupOptions,
         recorder: GroupRecorder,
     ) -> Result<Self, CommError> {
         Ok(Courier {
             own,
             lanes: links.iter().map(|_| Lanes::default()).collect(),
             links,
-            timeout,
-            piece: CacheLine::zeroed(chunk_bytes)?,
+            timeout: options.timeout,
+            checksums: options.checksums,
+            piece: CacheLine::zeroed(options.chunk_bytes)?,
             patience: Patience::new(),
             polled: Vec::new(),
             ended: Vec::new(),
@@ -151,7 +153,7 @@ impl Courier {
         let (call, outgoing) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
             let call = call(parcel.operation, lane.num_begun, parcel.issued, self.timeout);
-            let outgoing = Outgoing::new(&call, peer, memories.place(&Span::vector(0..len)));
+            let outgoing = Outgoing::new(&call, peer, memories.place(&Span::vector(0..len)), self.checksums);
             (call, outgoing)
         });
         let moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer));
@@ -174,7 +176,8 @@ impl Courier {
         let (call, incoming) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
             let call = call(parcel.operation, lane.num_begun, parcel.issued, self.timeout);
-            let incoming = Incoming::new(own, peer, memories.place(&Span::vector(0..len)), Action::Copy);
+            let incoming =
+                Incoming::new(own, peer, memories.place(&Span::vector(0..len)), Action::Copy, self.checksums);
             (call, incoming)
         });
         let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);

@@ -81,7 +81,7 @@ impl Messenger {
     ) -> Result<Self, CommError> {
         let failed = |source| CommError::Spawn { source: Arc::new(source) };
         let num_issued = vec![[0; 2]; links.len()];
-        let courier = Courier::new(own, links, options.timeout, options.chunk_bytes, recorder.clone())?;
+        let courier = Courier::new(own, links, options, recorder.clone())?;
         let bell = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
         let office = Arc::new(Office {
             recorder,

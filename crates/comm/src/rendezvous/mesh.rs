@@ -40,9 +40,25 @@ pub(crate) enum Purpose {
 
 impl Purpose {
     const ALL: [Purpose; 3] = [Purpose::Collectives, Purpose::Messages, Purpose::Control];
+}
 
+/// Which of the connections between two members.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Errand {
+    purpose: Purpose,
+    /// Its place among those for the same purpose.
+    index: usize,
+}
+
+impl Errand {
+    fn to_word(self) -> u64 {
+        (self.index as u64) << 8 | self.purpose as u64
+    }
+
+    /// Reads what [`to_word`](Errand::to_word) has made; `None` if the word is no errand.
     fn of(word: u64) -> Option<Self> {
-        Purpose::ALL.into_iter().find(|&known| known as u64 == word)
+        let purpose = Purpose::ALL.into_iter().find(|&known| known as u64 == word & 0xff)?;
+        Some(Errand { purpose, index: usize::try_from(word >> 8).ok()? })
     }
 }
 
@@ -73,6 +89,19 @@ pub(super) struct Members<'a> {
     pub(super) arena_bytes_min: usize,
     /// What encrypts data that goes by TCP.
     pub(super) tls: Option<&'a Tls>,
+    /// TCP connections to each member for each purpose but notices.
+    pub(super) sockets_per_peer: usize,
+}
+
+impl Members<'_> {
+    /// How many connections with a member serve a purpose.
+    fn num_connections(&self, member: usize, purpose: Purpose) -> usize {
+        match (self.routes[member], purpose) {
+            _ if member == self.own.0 => 0,
+            (Route::Tcp, Purpose::Collectives | Purpose::Messages) => self.sockets_per_peer,
+            _ => 1,
+        }
+    }
 }
 
 /// One row of connections per purpose, in the order of the members, `None` for the own rank.
@@ -90,14 +119,18 @@ pub(super) fn connect(
     deadline: Instant,
 ) -> io::Result<Mesh> {
     let num_members = members.places.len();
-    let mut mesh = Mesh {
-        rows: [0, 1, 2].map(|_| (0..num_members).map(|_| None).collect()),
-        arenas: (0..num_members).map(|_| None).collect(),
+    let row = |purpose| {
+        let cell = |member| (0..members.num_connections(member, purpose)).map(|_| None).collect();
+        (0..num_members).map(cell).collect()
     };
+    let mut growing =
+        Growing { rows: Purpose::ALL.map(row), arenas: (0..num_members).map(|_| None).collect() };
     for lower in 0..members.own.0 {
         for purpose in Purpose::ALL {
-            call(session, members, lower, purpose, &mut mesh, deadline)
-                .map_err(|error| in_context(error, format!("connecting to rank {lower}")))?;
+            for index in 0..members.num_connections(lower, purpose) {
+                call(session, members, lower, Errand { purpose, index }, &mut growing, deadline)
+                    .map_err(|error| in_context(error, format!("connecting to rank {lower}")))?;
+            }
         }
     }
     for route in [Route::Local, Route::Tcp] {
@@ -110,28 +143,52 @@ pub(super) fn connect(
             (Route::Tcp, Some(listener)) => session.accept(listener)?,
             (Route::Tcp, None) => return Err(invalid("this rank listens for no connections by TCP")),
         };
-        while let Some(absent) =
-            awaited.clone().find(|&higher| mesh.rows.iter().any(|row| row[higher].is_none()))
-        {
-            answer(&mut gate, members, route, &mut mesh, deadline)
+        while let Some(absent) = awaited.clone().find(|&higher| growing.misses(higher)) {
+            answer(&mut gate, members, route, &mut growing, deadline)
                 .map_err(|error| in_context(error, format!("waiting for rank {absent} to connect")))?;
         }
     }
-    Ok(mesh)
+    Ok(growing.finish())
 }
 
-/// Connects to a lower member for one purpose.
+/// A mesh while it is made: of each member, the connections for each purpose.
+struct Growing {
+    rows: [Vec<Vec<Option<Connection>>>; 3],
+    arenas: Vec<Option<PeerArena>>,
+}
+
+impl Growing {
+    /// The place of a connection, if it is to be made.
+    fn place(&mut self, member: usize, errand: Errand) -> Option<&mut Option<Connection>> {
+        self.rows[errand.purpose as usize][member].get_mut(errand.index)
+    }
+
+    /// Whether a connection with a member is still to be made.
+    fn misses(&self, member: usize) -> bool {
+        self.rows.iter().any(|row| row[member].iter().any(Option::is_none))
+    }
+
+    fn finish(self) -> Mesh {
+        let joined = |connections: Vec<Option<Connection>>| {
+            let mut connections: Vec<Connection> = connections.into_iter().flatten().collect();
+            if connections.len() > 1 { Some(Connection::Striped(connections)) } else { connections.pop() }
+        };
+        Mesh { rows: self.rows.map(|row| row.into_iter().map(joined).collect()), arenas: self.arenas }
+    }
+}
+
+/// Connects to a lower member for one errand.
 fn call(
     session: &Session<'_>,
     members: &Members<'_>,
     lower: usize,
-    purpose: Purpose,
-    mesh: &mut Mesh,
+    errand: Errand,
+    growing: &mut Growing,
     deadline: Instant,
 ) -> io::Result<()> {
-    let place = &members.places[lower];
+    let (place, purpose) = (&members.places[lower], errand.purpose);
     let introduce =
-        |socket: &dyn AsFd| session.introduce(socket.as_fd(), Rank(lower), purpose as u64, deadline);
+        |socket: &dyn AsFd| session.introduce(socket.as_fd(), Rank(lower), errand.to_word(), deadline);
     let connection = match members.routes[lower] {
         Route::Tcp => {
             let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
@@ -148,12 +205,12 @@ fn call(
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
                 send_arena(&stream, arena)?;
                 let memory = receive_arena(&stream, deadline)?;
-                mesh.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
+                growing.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
             Connection::Plain(stream.into())
         }
     };
-    mesh.rows[purpose as usize][lower] = Some(connection);
+    *growing.place(lower, errand).expect("connections are made as they are counted") = Some(connection);
     Ok(())
 }
 
@@ -162,18 +219,19 @@ fn answer(
     gate: &mut Gate<'_>,
     members: &Members<'_>,
     route: Route,
-    mesh: &mut Mesh,
+    growing: &mut Growing,
     deadline: Instant,
 ) -> io::Result<()> {
-    let is_expected = |from: Rank, purpose: u64| {
-        Purpose::of(purpose).is_some_and(|known| {
+    let is_expected = |from: Rank, word: u64| {
+        Errand::of(word).is_some_and(|errand| {
             from > members.own
                 && members.routes[from.0] == route
-                && mesh.rows[known as usize][from.0].is_none()
+                && growing.place(from.0, errand).is_some_and(|place| place.is_none())
         })
     };
     let accepted = gate.next(deadline, is_expected)?;
-    let purpose = Purpose::of(accepted.purpose).expect("only known purposes are expected");
+    let errand = Errand::of(accepted.purpose).expect("only known errands are expected");
+    let purpose = errand.purpose;
     let connection = match route {
         Route::Tcp => {
             let socket = tuned(accepted.socket.into(), purpose)?;
@@ -184,12 +242,13 @@ fn answer(
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
                 let memory = receive_arena(&accepted.socket, deadline)?;
                 send_arena(&accepted.socket, arena)?;
-                mesh.arenas[accepted.from.0] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
+                growing.arenas[accepted.from.0] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
             Connection::Plain(accepted.socket)
         }
     };
-    mesh.rows[purpose as usize][accepted.from.0] = Some(connection);
+    *growing.place(accepted.from.0, errand).expect("only connections to be made are expected") =
+        Some(connection);
     Ok(())
 }
 

@@ -99,6 +99,10 @@ pub(crate) fn check_group_options(options: &GroupOptions) -> Result<(), CommErro
         let (start, end) = (bounds.start(), bounds.end());
         return refuse(format!("chunk_bytes is {bytes}; it must be from {start} to {end}"));
     }
+    let (sockets, limit) = (options.sockets_per_peer, GroupOptions::SOCKETS_PER_PEER_MAX);
+    if !(1..=limit).contains(&sockets) {
+        return refuse(format!("sockets_per_peer is {sockets}; it must be from 1 to {limit}"));
+    }
     Ok(())
 }
 
@@ -239,6 +243,11 @@ impl Connecting<'_> {
             arena,
             arena_bytes_min: area_bytes(self.options.world_size),
             tls: self.tls,
+            // Beside MPI a connection carries no data.
+            sockets_per_peer: match self.options.transport {
+                TransportChoice::Mpi => 1,
+                _ => self.options.group.sockets_per_peer,
+            },
         };
         mesh::connect(self.session, &members, self.listeners, deadline)
     }

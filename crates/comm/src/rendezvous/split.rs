@@ -197,6 +197,10 @@ impl Preparation {
             arena: None,
             arena_bytes_min: 0,
             tls: parent.home().tls.as_ref(),
+            sockets_per_peer: match parent.transport() {
+                TransportKind::Mpi => 1,
+                _ => parent.options().sockets_per_peer,
+            },
         };
         // A world's own options for refusals are gone by now; strangers are turned away in silence.
         let refusals = Refusals::silent();

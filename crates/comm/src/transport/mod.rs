@@ -12,12 +12,11 @@ use crate::recorder::GroupRecorder;
 use crate::rendezvous::Purpose;
 use crate::selection::Selection;
 use crate::{CommError, GroupOptions, TransportKind};
-use link::{Connection, Link, RingLink, SocketLink};
+use link::{Connection, Link, RingLink};
 use linked::Linked;
 use mpi::{MpiLink, Seats};
 use shm::{Area, Arena, PeerArena, Region, RingPurpose, SharedMemory, area_bytes};
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::{Arc, OnceLock};
 use trireme_base::Rank;
 use trireme_schedule::collective::{CostModel, Hosts};
@@ -141,7 +140,7 @@ impl Parts {
     ) -> Result<Fabric, CommError> {
         let Parts { rank, hosts, rows, memory, seats, is_inproc } = self;
         let [collectives, messages, control] = rows;
-        let control = control.into_iter().map(|connection| connection.map(plain)).collect();
+        let control = control.into_iter().map(|connection| connection.map(Connection::into_socket)).collect();
         let control = Control::new(control, recorder.clone())
             .map_err(|source| CommError::Watch { source: Arc::new(source) })?;
         let piece_bytes = options.chunk_bytes.next_multiple_of(size_of::<CacheLine>());
@@ -150,7 +149,7 @@ impl Parts {
             let link = |(peer, connection): (usize, Option<Connection>)| {
                 Some(match &seats {
                     Some(seats) => {
-                        let socket = plain(connection?);
+                        let socket = connection?.into_socket();
                         Link::Mpi(MpiLink::new(socket, seats, (Rank(peer), purpose), piece_bytes))
                     }
                     None => link(connection?, purpose, (rank, Rank(peer)), &hosts, memory.as_ref()),
@@ -189,14 +188,6 @@ impl Parts {
     }
 }
 
-/// The socket of a connection that is never encrypted.
-fn plain(connection: Connection) -> OwnedFd {
-    match connection {
-        Connection::Plain(socket) => socket,
-        Connection::Encrypted(_) => unreachable!("only TCP connections for data are encrypted"),
-    }
-}
-
 /// The link to a peer: through memory that both map, if they do.
 fn link(
     connection: Connection,
@@ -205,21 +196,15 @@ fn link(
     hosts: &Hosts,
     memory: Option<&GroupMemory>,
 ) -> Link {
-    let socket = match connection {
-        Connection::Plain(socket) => socket,
-        Connection::Encrypted(link) => return Link::Tls(link),
-    };
     let shared = memory.and_then(|memory| {
         Some((&memory.own.area, memory.areas[own.0].as_ref()?, memory.areas[peer.0].as_ref()?))
     });
-    let Some((region, own_area, peer_area)) = shared else {
-        return Link::Socket(SocketLink::new(socket));
-    };
+    let Some((region, own_area, peer_area)) = shared else { return connection.into_link() };
     let purpose = match purpose {
         Purpose::Messages => RingPurpose::Messages,
         _ => RingPurpose::Collectives,
     };
     let outgoing = own_area.sender(purpose, hosts.local_rank(peer));
     let incoming = peer_area.receiver(purpose, hosts.local_rank(own));
-    Link::Ring(RingLink::new(socket, outgoing, incoming, Arc::clone(region)))
+    Link::Ring(RingLink::new(connection.into_socket(), outgoing, incoming, Arc::clone(region)))
 }

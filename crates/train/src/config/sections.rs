@@ -8,7 +8,7 @@ use super::choice::{
 use super::section::{Section, config_section, config_sections};
 use super::value::{above, above_up_to};
 use std::path::PathBuf;
-use trireme_comm::CodecName;
+use trireme_comm::{CodecName, GroupOptions};
 use trireme_optim::LossScaling;
 use trireme_schedule::collective::Algorithm;
 
@@ -260,6 +260,12 @@ config_section! {
         /// Network interface, by name (`eth0`) or address, on which each worker listens for the others; by default
         /// the one by which it reaches rank 0.
         interface: Option<String> = None;
+        /// TCP connections to each peer, over which data goes in turns. More than one pays on networks that bind what one
+        /// connection may carry: several paths, long ways, clouds.
+        sockets_per_peer: usize = 1, within 1..=GroupOptions::SOCKETS_PER_PEER_MAX;
+        /// Whether each message carries a checksum (CRC-32C), and one that differs ends the run. What workers of a host read
+        /// in each other's memory has none.
+        checksums: bool = false;
         /// PEM file with this worker's certificate: with it, data between hosts is encrypted by TLS, and every worker shows
         /// a certificate. Needs a build with `--features tls`.
         tls_certificate: Option<PathBuf> = None;

@@ -2,11 +2,13 @@
 
 mod ring;
 mod socket;
+mod striped;
 #[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
 
 pub(crate) use ring::RingLink;
 pub(crate) use socket::SocketLink;
+pub(crate) use striped::StripedLink;
 pub(crate) use tls::{Tls, TlsLink};
 
 use super::mpi::MpiLink;
@@ -37,23 +39,52 @@ pub(crate) enum Link {
     Ring(RingLink),
     /// By MPI.
     Mpi(MpiLink),
+    /// Several, through the kernel.
+    Striped(StripedLink),
 }
+
+const DATA_BY_TCP: &str = "only connections for data by TCP are encrypted or striped";
 
 /// A connection with a peer that has been made, and is to become a link or carry notices.
 pub(crate) enum Connection {
     Plain(OwnedFd),
     Encrypted(Box<TlsLink>),
+    /// Several of the former, in the same order on both sides.
+    Striped(Vec<Connection>),
 }
 
 impl Connection {
-    /// The socket of a connection that is never encrypted: for notices, within a host, or beside MPI.
+    /// The socket of a connection that is never encrypted nor striped: for notices, within a host, or beside MPI.
     ///
     /// # Panics
-    /// If it is encrypted.
+    /// If it is another one.
     pub(crate) fn socket(&self) -> &OwnedFd {
         match self {
             Connection::Plain(socket) => socket,
-            Connection::Encrypted(_) => unreachable!("only TCP connections for data are encrypted"),
+            Connection::Encrypted(_) | Connection::Striped(_) => unreachable!("{DATA_BY_TCP}"),
+        }
+    }
+
+    /// As [`socket`](Connection::socket).
+    ///
+    /// # Panics
+    /// If it is another one.
+    pub(crate) fn into_socket(self) -> OwnedFd {
+        match self {
+            Connection::Plain(socket) => socket,
+            Connection::Encrypted(_) | Connection::Striped(_) => unreachable!("{DATA_BY_TCP}"),
+        }
+    }
+
+    /// The link through the kernel that the connection is.
+    pub(crate) fn into_link(self) -> Link {
+        match self {
+            Connection::Plain(socket) => Link::Socket(SocketLink::new(socket)),
+            Connection::Encrypted(link) => Link::Tls(link),
+            Connection::Striped(connections) => {
+                let links = connections.into_iter().map(Connection::into_link).collect();
+                Link::Striped(StripedLink::new(links))
+            }
         }
     }
 }
@@ -76,6 +107,7 @@ impl Link {
             Link::Tls(link) => link.send(header, payload).map_err(|_| Broken),
             Link::Ring(link) => link.send(header, payload),
             Link::Mpi(link) => link.send(header, payload),
+            Link::Striped(link) => link.send(header, payload),
         }
     }
 
@@ -86,6 +118,7 @@ impl Link {
             Link::Tls(link) => link.receive(header).map_err(|_| Broken),
             Link::Ring(link) => link.receive(header),
             Link::Mpi(link) => link.receive_header(header),
+            Link::Striped(link) => link.receive(header),
         }
     }
 
@@ -100,13 +133,14 @@ impl Link {
             Link::Tls(link) => link.receive(bytes).map_err(|_| Broken),
             Link::Ring(link) => link.receive(bytes),
             Link::Mpi(link) => link.receive(bytes),
+            Link::Striped(link) => link.receive(bytes),
         }
     }
 
     /// Says that the caller is about to sleep; whether it need not, because what it waits for is there.
     pub(crate) fn prepare_sleep(&mut self, interest: Interest) -> Result<bool, Broken> {
         match self {
-            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) => Ok(false),
+            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) | Link::Striped(_) => Ok(false),
             Link::Ring(link) => link.prepare_sleep(interest),
         }
     }
@@ -114,7 +148,7 @@ impl Link {
     /// The caller is awake again.
     pub(crate) fn end_sleep(&mut self, interest: Interest) {
         match self {
-            Link::Socket(_) | Link::Tls(_) => {}
+            Link::Socket(_) | Link::Tls(_) | Link::Striped(_) => {}
             Link::Ring(link) => link.end_sleep(interest),
             Link::Mpi(link) => link.end_sleep(),
         }
@@ -127,13 +161,14 @@ impl Link {
             Link::Tls(link) => link.poll(interest),
             Link::Ring(link) => link.poll(),
             Link::Mpi(link) => link.poll(),
+            Link::Striped(link) => link.poll(interest),
         }
     }
 
     /// How long to sleep at most, if nothing wakes the sleeper when bytes have come.
     pub(crate) fn nap(&self) -> Option<Duration> {
         match self {
-            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) => None,
+            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => None,
             Link::Mpi(link) => Some(link.nap()),
         }
     }
@@ -152,7 +187,7 @@ impl Link {
     /// never be freed.
     pub(crate) fn abandon(&mut self) -> bool {
         match self {
-            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) => false,
+            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => false,
             Link::Mpi(link) => link.abandon(),
         }
     }
@@ -161,7 +196,7 @@ impl Link {
     pub(crate) fn is_ready(&self, interest: Interest) -> bool {
         match self {
             Link::Ring(link) => link.is_ready(interest),
-            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) => false,
+            Link::Socket(_) | Link::Tls(_) | Link::Mpi(_) | Link::Striped(_) => false,
         }
     }
 }

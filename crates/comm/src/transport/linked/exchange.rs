@@ -1,5 +1,5 @@
-use super::frame::{HEADER_BYTES, Header};
-use super::memories::{Memories, Place};
+use super::memories::Memories;
+use super::transit::{Incoming, Outgoing, Trouble};
 use crate::CommError;
 use crate::control::{Control, TICK};
 use crate::engine::{Call, Cost};
@@ -9,21 +9,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use std::time::Instant;
 use trireme_base::Rank;
-use trireme_schedule::collective::{self, Action};
-
-/// Why a message does not go on.
-pub(crate) enum Trouble {
-    /// The connection broke.
-    Broken,
-    /// The peer sent something else.
-    Refused(CommError),
-}
-
-impl From<Broken> for Trouble {
-    fn from(_: Broken) -> Self {
-        Trouble::Broken
-    }
-}
+use trireme_schedule::collective;
 
 /// One step under way: a message out and one in, whichever can move first.
 pub(super) struct Exchange<'a> {
@@ -32,45 +18,22 @@ pub(super) struct Exchange<'a> {
     incoming: Option<Incoming>,
 }
 
-/// A message on its way out.
-pub(crate) struct Outgoing {
-    to: Rank,
-    header: [u8; HEADER_BYTES],
-    place: Place,
-    /// Header and payload bytes sent.
-    num_sent: usize,
-}
-
-/// A message on its way in.
-pub(crate) struct Incoming {
-    from: Rank,
-    own: Rank,
-    header: [u8; HEADER_BYTES],
-    num_header_bytes: usize,
-    place: Place,
-    action: Action,
-    /// Whether bytes lie in the piece before they get to their place.
-    is_buffered: bool,
-    /// Payload bytes that are in their place.
-    num_placed: usize,
-    /// Payload bytes after those, in the piece.
-    num_pending: usize,
-}
-
 impl<'a> Exchange<'a> {
     pub(super) fn new(
         own: Rank,
         call: &'a Call,
         (send, receive): (Option<&collective::Outgoing>, Option<&collective::Incoming>),
         memories: &Memories<'_>,
+        has_checksum: bool,
     ) -> Self {
-        let outgoing = send.map(|send| Outgoing::new(call, send.to, memories.place(&send.span)));
+        let outgoing =
+            send.map(|send| Outgoing::new(call, send.to, memories.place(&send.span), has_checksum));
         let incoming = receive.map(|receive| {
-            let mut incoming =
-                Incoming::new(own, receive.from, memories.place(&receive.span), receive.action);
-            let is_overwriting =
-                outgoing.as_ref().is_some_and(|outgoing: &Outgoing| outgoing.place.overlaps(&incoming.place));
-            incoming.is_buffered |= is_overwriting;
+            let place = memories.place(&receive.span);
+            let mut incoming = Incoming::new(own, receive.from, place, receive.action, has_checksum);
+            if let Some(outgoing) = &outgoing {
+                incoming.give_way_to(outgoing);
+            }
             incoming
         });
         Exchange { call, outgoing, incoming }
@@ -194,137 +157,4 @@ impl<'a> Exchange<'a> {
 
 fn link_to(links: &mut [Option<Link>], rank: Rank) -> &mut Link {
     links[rank.0].as_mut().expect("no algorithm sends to oneself")
-}
-
-impl Outgoing {
-    pub(crate) fn new(call: &Call, to: Rank, place: Place) -> Self {
-        Outgoing { to, header: Header::new(call, place.len()).encode(), place, num_sent: 0 }
-    }
-
-    /// Sends what goes; whether that was anything.
-    pub(crate) fn advance(&mut self, link: &mut Link, memories: &Memories<'_>) -> Result<bool, Broken> {
-        let header = &self.header[self.num_sent.min(HEADER_BYTES)..];
-        let num_sent = link.send(header, memories.bytes(&self.unsent()))?;
-        self.num_sent += num_sent;
-        Ok(num_sent > 0)
-    }
-
-    pub(crate) fn is_done(&self) -> bool {
-        self.num_sent == HEADER_BYTES + self.place.len()
-    }
-
-    /// The part that must stay as it is.
-    fn unsent(&self) -> Place {
-        self.place.part(self.num_sent.saturating_sub(HEADER_BYTES), self.place.len())
-    }
-}
-
-impl Incoming {
-    pub(crate) fn new(own: Rank, from: Rank, place: Place, action: Action) -> Self {
-        Incoming {
-            from,
-            own,
-            header: [0; HEADER_BYTES],
-            num_header_bytes: 0,
-            place,
-            action,
-            is_buffered: action != Action::Copy,
-            num_placed: 0,
-            num_pending: 0,
-        }
-    }
-
-    /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written
-    /// to.
-    pub(crate) fn advance(
-        &mut self,
-        call: &Call,
-        link: &mut Link,
-        memories: &mut Memories<'_>,
-        piece: &mut [u8],
-        unsent: Option<&Place>,
-    ) -> Result<bool, Trouble> {
-        let header_was_done = self.num_header_bytes == HEADER_BYTES;
-        let has_moved = if !header_was_done {
-            self.receive_header(link)?
-        } else if self.is_buffered {
-            self.receive_piece(link, memories, piece, unsent)?
-        } else {
-            self.receive_in_place(link, memories)?
-        };
-        if !header_was_done && self.num_header_bytes == HEADER_BYTES {
-            self.check_header(call).map_err(Trouble::Refused)?;
-        }
-        Ok(has_moved)
-    }
-
-    fn receive_header(&mut self, link: &mut Link) -> Result<bool, Broken> {
-        let num_read = link.receive_header(&mut self.header[self.num_header_bytes..])?;
-        self.num_header_bytes += num_read;
-        Ok(num_read > 0)
-    }
-
-    fn receive_in_place(&mut self, link: &mut Link, memories: &mut Memories<'_>) -> Result<bool, Broken> {
-        let rest = self.place.part(self.num_placed, self.place.len());
-        let num_read = link.receive(memories.bytes_mut(&rest))?;
-        self.num_placed += num_read;
-        Ok(num_read > 0)
-    }
-
-    fn receive_piece(
-        &mut self,
-        link: &mut Link,
-        memories: &mut Memories<'_>,
-        piece: &mut [u8],
-        unsent: Option<&Place>,
-    ) -> Result<bool, Broken> {
-        let piece_bytes = self.piece_bytes(piece.len());
-        let num_read = link.receive(&mut piece[self.num_pending..piece_bytes])?;
-        self.num_pending += num_read;
-        let target = self.place.part(self.num_placed, self.num_placed + piece_bytes);
-        if self.num_pending < piece_bytes || unsent.is_some_and(|unsent| unsent.overlaps(&target)) {
-            return Ok(num_read > 0);
-        }
-        match self.action {
-            Action::Copy => memories.bytes_mut(&target).copy_from_slice(&piece[..piece_bytes]),
-            Action::Reduce { own } => memories.reduce(&target, &piece[..piece_bytes], own),
-        }
-        self.num_placed += piece_bytes;
-        self.num_pending = 0;
-        Ok(true)
-    }
-
-    /// The length of the piece being received.
-    fn piece_bytes(&self, piece_bytes_max: usize) -> usize {
-        (self.place.len() - self.num_placed).min(piece_bytes_max)
-    }
-
-    /// Whether the piece is whole but its place not yet free: reading on must wait for the sender in us.
-    fn is_held(&self, piece_bytes_max: usize) -> bool {
-        self.num_pending > 0 && self.num_pending == self.piece_bytes(piece_bytes_max)
-    }
-
-    pub(crate) fn is_done(&self) -> bool {
-        self.num_header_bytes == HEADER_BYTES && self.num_placed == self.place.len()
-    }
-
-    fn check_header(&self, call: &Call) -> Result<(), CommError> {
-        let Some(header) = Header::decode(&self.header) else {
-            return Err(call.protocol(self.from, "its frame does not begin with a header"));
-        };
-        if header.operation != call.operation {
-            return Err(call.mismatch(self.own, self.from, header.operation));
-        }
-        let expected = Header::new(call, self.place.len());
-        if header != expected {
-            return Err(call.protocol(
-                self.from,
-                format!(
-                    "its frame has {} bytes of operation {}, where {} bytes of operation {} belong",
-                    header.payload_bytes, header.sequence, expected.payload_bytes, expected.sequence
-                ),
-            ));
-        }
-        Ok(())
-    }
 }

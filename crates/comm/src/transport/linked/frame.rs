@@ -5,8 +5,13 @@ use crate::words;
 /// Bytes of a frame's header on the wire.
 pub(super) const HEADER_BYTES: usize = 40;
 
+/// Bytes of a frame's checksum on the wire.
+pub(super) const CHECKSUM_BYTES: usize = 4;
+
 /// `TRIRFRM1`: a frame of this protocol, first version.
 const MAGIC: u64 = u64::from_le_bytes(*b"TRIRFRM1");
+/// `TRIRFRC1`: the same, with a checksum after the payload.
+const MAGIC_WITH_CHECKSUM: u64 = u64::from_le_bytes(*b"TRIRFRC1");
 
 /// What stands before each message's payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,23 +19,46 @@ pub(super) struct Header {
     pub(super) sequence: u64,
     pub(super) operation: Operation,
     pub(super) payload_bytes: u64,
+    /// Whether a [`Checksum`] follows the payload.
+    pub(super) has_checksum: bool,
 }
 
+/// CRC-32C (Castagnoli; RFC 3720, appendix B.4) of the bytes of a frame that have passed so far, in order.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Checksum(u32);
+
 impl Header {
-    pub(super) fn new(call: &Call, payload_bytes: usize) -> Self {
-        Header { sequence: call.sequence, operation: call.operation, payload_bytes: payload_bytes as u64 }
+    pub(super) fn new(call: &Call, payload_bytes: usize, has_checksum: bool) -> Self {
+        let payload_bytes = payload_bytes as u64;
+        Header { sequence: call.sequence, operation: call.operation, payload_bytes, has_checksum }
     }
 
     pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
         let [first, second] = self.operation.encode();
-        words::to_bytes([MAGIC, self.sequence, first, second, self.payload_bytes])
+        let magic = if self.has_checksum { MAGIC_WITH_CHECKSUM } else { MAGIC };
+        words::to_bytes([magic, self.sequence, first, second, self.payload_bytes])
     }
 
     /// Reads a header; `None` if the bytes are none.
     pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Option<Self> {
         let [magic, sequence, first, second, payload_bytes] = words::from_bytes(bytes);
-        let operation = Operation::decode([first, second]).filter(|_| magic == MAGIC)?;
-        Some(Header { sequence, operation, payload_bytes })
+        let has_checksum = match magic {
+            MAGIC => false,
+            MAGIC_WITH_CHECKSUM => true,
+            _ => return None,
+        };
+        let operation = Operation::decode([first, second])?;
+        Some(Header { sequence, operation, payload_bytes, has_checksum })
+    }
+}
+
+impl Checksum {
+    pub(super) fn add(&mut self, bytes: &[u8]) {
+        self.0 = crc32c::crc32c_append(self.0, bytes);
+    }
+
+    pub(super) fn to_bytes(self) -> [u8; CHECKSUM_BYTES] {
+        self.0.to_le_bytes()
     }
 }
 
@@ -42,7 +70,14 @@ mod tests {
 
     #[test]
     fn a_header_reads_back_and_another_protocol_does_not() {
-        let header = Header { sequence: 7, operation: Operation::Barrier, payload_bytes: 99 };
+        let header = |has_checksum| Header {
+            sequence: 7,
+            operation: Operation::Barrier,
+            payload_bytes: 99,
+            has_checksum,
+        };
+        assert_eq!(Header::decode(&header(true).encode()), Some(header(true)));
+        let header = header(false);
         assert_eq!(Header::decode(&header.encode()), Some(header));
         let mut other = header.encode();
         other[7] = b'2';
@@ -53,8 +88,9 @@ mod tests {
     fn hostile_headers_are_read_or_refused() {
         let operation =
             Operation::Broadcast { root: trireme_base::Rank(1), dtype: trireme_base::DType::F32, len: 9 };
-        let headers = [operation, Operation::Barrier]
-            .map(|operation| Header { sequence: 7, operation, payload_bytes: 36 }.encode().to_vec());
+        let headers = [(operation, true), (Operation::Barrier, false)].map(|(operation, has_checksum)| {
+            Header { sequence: 7, operation, payload_bytes: 36, has_checksum }.encode().to_vec()
+        });
         let mut fuzzer = Fuzzer::new("headers", headers.to_vec());
         let mut num_read = 0;
         for _ in 0..200_000 {
@@ -65,6 +101,18 @@ mod tests {
             }
         }
         assert!((10_000..190_000).contains(&num_read), "{num_read}");
+    }
+
+    #[test]
+    fn a_checksum_is_that_of_the_standard_however_the_bytes_are_cut() {
+        // The check value of CRC-32C.
+        let bytes = b"123456789";
+        for cut in 0..=bytes.len() {
+            let mut checksum = Checksum::default();
+            checksum.add(&bytes[..cut]);
+            checksum.add(&bytes[cut..]);
+            assert_eq!(checksum.to_bytes(), 0xe306_9283_u32.to_le_bytes());
+        }
     }
 
     proptest! {

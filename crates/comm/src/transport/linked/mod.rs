@@ -2,7 +2,7 @@
 //! a host, [`SharedMemory`] executes what it can instead.
 //!
 //! The message of each step is a frame: a header of five little-endian words (magic, sequence number, the operation in
-//! two words, payload length), then the payload. The receiver knows what must come, so a header that says anything else
+//! two words, payload length), then the payload, and its checksum if [`GroupOptions::checksums`]. The receiver knows what must come, so a header that says anything else
 //! ends the operation, and no length from the wire is ever allocated.
 
 mod blocks;
@@ -11,6 +11,7 @@ mod frame;
 mod memories;
 #[cfg(test)]
 mod tests;
+mod transit;
 
 use crate::buffer::{CacheLine, Storage};
 use crate::control::Control;
@@ -23,10 +24,10 @@ use crate::transport::link::Link;
 use crate::transport::shm::{Arena, Operands, SharedMemory, Slot};
 use crate::{CommError, GroupOptions, Operation};
 use exchange::Exchange;
-pub(crate) use exchange::{Incoming, Outgoing, Trouble};
 pub(crate) use memories::Memories;
 use std::ops::Range;
 use std::sync::Arc;
+pub(crate) use transit::{Incoming, Outgoing, Trouble};
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::{
     Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable, block, phases,
@@ -44,6 +45,8 @@ pub(crate) struct Linked {
     arena: Option<Arc<Arena>>,
     selection: Selection,
     patience: Patience,
+    /// Whether frames have checksums.
+    checksums: bool,
     /// Where a piece of a message lies before it is reduced.
     piece: Vec<CacheLine>,
     /// The steps of the operation under way, and their memory; kept from one operation to the next.
@@ -73,6 +76,7 @@ impl Linked {
             arena,
             selection,
             patience: Patience::new(),
+            checksums: options.checksums,
             piece: CacheLine::zeroed(options.chunk_bytes)?,
             steps: Vec::new(),
             phases: Vec::new(),
@@ -102,7 +106,8 @@ impl Linked {
             match step {
                 Step::Copy { from, to } => memories.copy(from, to),
                 Step::Exchange { send, receive } => {
-                    Exchange::new(self.rank, call, (send.as_ref(), receive.as_ref()), memories).run(
+                    let messages = (send.as_ref(), receive.as_ref());
+                    Exchange::new(self.rank, call, messages, memories, self.checksums).run(
                         &mut self.links,
                         memories,
                         piece,

@@ -31,14 +31,23 @@ fn outcome(
     payload: &mut Payload,
     act: impl FnOnce(&mut Peer),
 ) -> Result<(), CommError> {
+    outcome_with(&GroupOptions::default(), operation, payload, act)
+}
+
+fn outcome_with(
+    options: &GroupOptions,
+    operation: Operation,
+    payload: &mut Payload,
+    act: impl FnOnce(&mut Peer),
+) -> Result<(), CommError> {
     let (own_data, data) = UnixStream::pair().expect("sockets");
     let (own_control, control) = UnixStream::pair().expect("sockets");
     let row = |end: UnixStream| Vec::from([None, Some(OwnedFd::from(end))]);
     let links = Vec::from([None, Some(Link::Socket(SocketLink::new(own_data.into())))]);
-    let (hosts, options) = (Hosts::single(2), GroupOptions::default());
-    let selection = Selection::new(hosts.clone(), false, Arc::default(), &options);
+    let hosts = Hosts::single(2);
+    let selection = Selection::new(hosts.clone(), false, Arc::default(), options);
     let mut linked =
-        Linked::new(Rank(0), hosts, links, None, None, selection, &options).expect("memory for a piece");
+        Linked::new(Rank(0), hosts, links, None, None, selection, options).expect("memory for a piece");
     let recorder = FlightRecorder::new(Rank(0), 2, RecorderOptions::default());
     let recorder = recorder.group("world".to_owned(), Rank(0), Vec::from([Rank(0), Rank(1)]));
     let mut watch = Control::new(row(own_control), recorder).expect("an epoll instance");
@@ -55,7 +64,7 @@ fn vector() -> Payload {
 
 fn header(call: &Call, payload_bytes: u64) -> [u8; frame::HEADER_BYTES] {
     let (sequence, operation) = (call.sequence, call.operation);
-    frame::Header { sequence, operation, payload_bytes }.encode()
+    frame::Header { sequence, operation, payload_bytes, has_checksum: false }.encode()
 }
 
 #[test]
@@ -65,6 +74,39 @@ fn garbage_is_named_and_ends_the_operation() {
     })
     .expect_err("garbage");
     assert!(matches!(failure, CommError::Protocol { rank: Rank(1), sequence: 7, .. }), "{failure}");
+}
+
+/// Rank 1 broadcasts four words to this one, with `flips` in the bytes of its frame.
+fn broadcast_with(checksums: bool, flips: &[usize]) -> Result<(), CommError> {
+    let operation = Operation::Broadcast { root: Rank(1), dtype: DType::U8, len: 16 };
+    let options = GroupOptions { checksums, ..GroupOptions::default() };
+    let mut payload = vector();
+    outcome_with(&options, operation, &mut payload, |peer| {
+        let mut checksum = frame::Checksum::default();
+        let header = frame::Header { sequence: 7, operation, payload_bytes: 16, has_checksum: true }.encode();
+        let mut bytes = [&header[..], &[3; 16]].concat();
+        checksum.add(&bytes);
+        bytes.extend(checksum.to_bytes());
+        flips.iter().for_each(|&flip| bytes[flip] ^= 0x10);
+        // The barrier that follows.
+        let header = frame::Header { payload_bytes: 0, ..frame::Header::decode(&header).expect("a header") };
+        let (mut checksum, header) = (frame::Checksum::default(), header.encode());
+        checksum.add(&header);
+        bytes.extend([&header[..], &checksum.to_bytes()].concat());
+        peer.data.write_all(&bytes).expect("sent");
+    })
+}
+
+#[test]
+fn a_bit_that_changes_on_the_way_is_found_by_the_checksum() {
+    broadcast_with(true, &[]).expect("nothing has changed");
+    // In the payload, which nothing else checks, and in the checksum itself.
+    for flip in (40..60).step_by(3) {
+        let failure = broadcast_with(true, &[flip]).expect_err("a bit has changed");
+        assert!(failure.to_string().contains("bytes have changed on the way"), "{failure}");
+    }
+    let failure = broadcast_with(false, &[]).expect_err("only the peer has checksums");
+    assert!(failure.to_string().contains("has a checksum, unlike this rank's"), "{failure}");
 }
 
 #[test]

@@ -1,0 +1,89 @@
+use super::{Broken, Interest, Link};
+use rustix::event::PollFlags;
+use std::os::fd::BorrowedFd;
+
+/// Bytes that go over one connection before the next one's turn.
+const STRIPE_BYTES: u64 = 128 << 10;
+
+/// Several connections with one peer, used as one: the stream's bytes go over them in turns, in stripes. So one stream
+/// is not bound by what one connection carries: a window of unacknowledged bytes, one of several paths of a network, one
+/// queue of a network device.
+///
+/// A connection may be ahead of the others within what the caller has given: that stays as it is until all is done.
+pub(crate) struct StripedLink {
+    connections: Vec<Link>,
+    sending: Way,
+    receiving: Way,
+}
+
+/// One direction.
+struct Way {
+    /// Bytes that the caller knows to be done.
+    num_done: u64,
+    /// Of each connection, where in the stream its next byte is.
+    next: Vec<u64>,
+}
+
+impl StripedLink {
+    /// Takes the connections in the order that both sides have.
+    pub(crate) fn new(connections: Vec<Link>) -> Self {
+        let way = || Way {
+            num_done: 0,
+            next: (0..connections.len() as u64).map(|index| index * STRIPE_BYTES).collect(),
+        };
+        StripedLink { sending: way(), receiving: way(), connections }
+    }
+
+    pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+        self.sending.advance(header.len() + payload.len(), |index, part| {
+            let split = |at: usize| (at.min(header.len()), at.saturating_sub(header.len()));
+            let ((header_start, start), (header_end, end)) = (split(part.start), split(part.end));
+            self.connections[index].send(&header[header_start..header_end], &payload[start..end])
+        })
+    }
+
+    pub(super) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {
+        self.receiving.advance(bytes.len(), |index, part| self.connections[index].receive(&mut bytes[part]))
+    }
+
+    /// That of the connection whose turn it is: nothing is done before it moves.
+    pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
+        let way = match interest {
+            Interest::Send => &self.sending,
+            Interest::Receive => &self.receiving,
+        };
+        let turn = way.num_done / STRIPE_BYTES % self.connections.len() as u64;
+        self.connections[turn as usize].poll(interest)
+    }
+}
+
+impl Way {
+    /// Has every connection move its stripes among the next `len` bytes, as far as it goes, and says how many bytes from
+    /// their start are done. `transfer` is given a connection and a part of the bytes.
+    fn advance(
+        &mut self,
+        len: usize,
+        mut transfer: impl FnMut(usize, std::ops::Range<usize>) -> Result<usize, Broken>,
+    ) -> Result<usize, Broken> {
+        let (start, num_connections) = (self.num_done, self.next.len() as u64);
+        let end = start + len as u64;
+        for (index, next) in self.next.iter_mut().enumerate() {
+            while *next < end {
+                let stripe_end = (*next / STRIPE_BYTES + 1) * STRIPE_BYTES;
+                let part = (*next - start) as usize..(stripe_end.min(end) - start) as usize;
+                let part_len = part.len();
+                let num_moved = transfer(index, part)?;
+                *next += num_moved as u64;
+                if *next == stripe_end {
+                    *next += (num_connections - 1) * STRIPE_BYTES;
+                }
+                if num_moved < part_len {
+                    break;
+                }
+            }
+        }
+        let first = self.next.iter().copied().min().expect("there are connections");
+        self.num_done = first.min(end);
+        Ok((self.num_done - start) as usize)
+    }
+}

@@ -1,0 +1,244 @@
+//! Messages on their way: frames that are sent and received as far as a link goes on, and checked.
+
+use super::frame::{CHECKSUM_BYTES, Checksum, HEADER_BYTES, Header};
+use super::memories::{Memories, Place};
+use crate::CommError;
+use crate::engine::Call;
+use crate::transport::link::{Broken, Link};
+use trireme_base::Rank;
+use trireme_schedule::collective::Action;
+
+/// Why a message does not go on.
+pub(crate) enum Trouble {
+    /// The connection broke.
+    Broken,
+    /// The peer sent something else.
+    Refused(CommError),
+}
+
+impl From<Broken> for Trouble {
+    fn from(_: Broken) -> Self {
+        Trouble::Broken
+    }
+}
+
+/// The checksum of a frame under way, and how much of it has itself gone over the link.
+#[derive(Default)]
+struct Trailer {
+    checksum: Checksum,
+    bytes: [u8; CHECKSUM_BYTES],
+    num_moved: usize,
+}
+
+/// A message on its way out.
+pub(crate) struct Outgoing {
+    pub(super) to: Rank,
+    header: [u8; HEADER_BYTES],
+    pub(super) place: Place,
+    /// Header and payload bytes sent.
+    num_sent: usize,
+    trailer: Option<Trailer>,
+}
+
+/// A message on its way in.
+pub(crate) struct Incoming {
+    pub(super) from: Rank,
+    own: Rank,
+    header: [u8; HEADER_BYTES],
+    num_header_bytes: usize,
+    place: Place,
+    action: Action,
+    /// Whether bytes lie in the piece before they get to their place.
+    is_buffered: bool,
+    /// Payload bytes that are in their place.
+    num_placed: usize,
+    /// Payload bytes after those, in the piece.
+    num_pending: usize,
+    trailer: Option<Trailer>,
+}
+
+impl Outgoing {
+    pub(crate) fn new(call: &Call, to: Rank, place: Place, has_checksum: bool) -> Self {
+        let header = Header::new(call, place.len(), has_checksum).encode();
+        Outgoing { to, header, place, num_sent: 0, trailer: has_checksum.then(Trailer::default) }
+    }
+
+    /// Sends what goes; whether that was anything.
+    pub(crate) fn advance(&mut self, link: &mut Link, memories: &Memories<'_>) -> Result<bool, Broken> {
+        let (unsent, frame_bytes) = (self.unsent(), HEADER_BYTES + self.place.len());
+        if let Some(trailer) = self.trailer.as_mut().filter(|_| self.num_sent == frame_bytes) {
+            let num_sent = link.send(&trailer.bytes[trailer.num_moved..], &[])?;
+            trailer.num_moved += num_sent;
+            return Ok(num_sent > 0);
+        }
+        let header = &self.header[self.num_sent.min(HEADER_BYTES)..];
+        let payload = memories.bytes(&unsent);
+        let num_sent = link.send(header, payload)?;
+        self.num_sent += num_sent;
+        if let Some(trailer) = &mut self.trailer {
+            let num_header_bytes = num_sent.min(header.len());
+            trailer.checksum.add(&header[..num_header_bytes]);
+            trailer.checksum.add(&payload[..num_sent - num_header_bytes]);
+            trailer.bytes = trailer.checksum.to_bytes();
+        }
+        Ok(num_sent > 0)
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.num_sent == HEADER_BYTES + self.place.len()
+            && self.trailer.as_ref().is_none_or(|trailer| trailer.num_moved == CHECKSUM_BYTES)
+    }
+
+    /// The part that must stay as it is.
+    pub(super) fn unsent(&self) -> Place {
+        self.place.part(self.num_sent.saturating_sub(HEADER_BYTES), self.place.len())
+    }
+}
+
+impl Incoming {
+    pub(crate) fn new(own: Rank, from: Rank, place: Place, action: Action, has_checksum: bool) -> Self {
+        Incoming {
+            from,
+            own,
+            header: [0; HEADER_BYTES],
+            num_header_bytes: 0,
+            place,
+            action,
+            is_buffered: action != Action::Copy,
+            num_placed: 0,
+            num_pending: 0,
+            trailer: has_checksum.then(Trailer::default),
+        }
+    }
+
+    /// The message waits in the piece for `outgoing`, where that is sent from the same memory.
+    pub(super) fn give_way_to(&mut self, outgoing: &Outgoing) {
+        self.is_buffered |= outgoing.place.overlaps(&self.place);
+    }
+
+    /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written
+    /// to.
+    pub(crate) fn advance(
+        &mut self,
+        call: &Call,
+        link: &mut Link,
+        memories: &mut Memories<'_>,
+        piece: &mut [u8],
+        unsent: Option<&Place>,
+    ) -> Result<bool, Trouble> {
+        if self.num_header_bytes < HEADER_BYTES {
+            let has_moved = self.receive_header(link)?;
+            if self.num_header_bytes == HEADER_BYTES {
+                self.check_header(call).map_err(Trouble::Refused)?;
+            }
+            return Ok(has_moved);
+        }
+        if self.num_placed == self.place.len() {
+            return self.receive_checksum(call, link);
+        }
+        let has_moved = match self.is_buffered {
+            true => self.receive_piece(link, memories, piece, unsent)?,
+            false => self.receive_in_place(link, memories)?,
+        };
+        Ok(has_moved)
+    }
+
+    fn receive_header(&mut self, link: &mut Link) -> Result<bool, Broken> {
+        let rest = &mut self.header[self.num_header_bytes..];
+        let num_read = link.receive_header(rest)?;
+        add_to(&mut self.trailer, &rest[..num_read]);
+        self.num_header_bytes += num_read;
+        Ok(num_read > 0)
+    }
+
+    fn receive_in_place(&mut self, link: &mut Link, memories: &mut Memories<'_>) -> Result<bool, Broken> {
+        let rest = memories.bytes_mut(&self.place.part(self.num_placed, self.place.len()));
+        let num_read = link.receive(rest)?;
+        add_to(&mut self.trailer, &rest[..num_read]);
+        self.num_placed += num_read;
+        Ok(num_read > 0)
+    }
+
+    fn receive_piece(
+        &mut self,
+        link: &mut Link,
+        memories: &mut Memories<'_>,
+        piece: &mut [u8],
+        unsent: Option<&Place>,
+    ) -> Result<bool, Broken> {
+        let piece_bytes = self.piece_bytes(piece.len());
+        let rest = &mut piece[self.num_pending..piece_bytes];
+        let num_read = link.receive(rest)?;
+        add_to(&mut self.trailer, &rest[..num_read]);
+        self.num_pending += num_read;
+        let target = self.place.part(self.num_placed, self.num_placed + piece_bytes);
+        if self.num_pending < piece_bytes || unsent.is_some_and(|unsent| unsent.overlaps(&target)) {
+            return Ok(num_read > 0);
+        }
+        match self.action {
+            Action::Copy => memories.bytes_mut(&target).copy_from_slice(&piece[..piece_bytes]),
+            Action::Reduce { own } => memories.reduce(&target, &piece[..piece_bytes], own),
+        }
+        self.num_placed += piece_bytes;
+        self.num_pending = 0;
+        Ok(true)
+    }
+
+    fn receive_checksum(&mut self, call: &Call, link: &mut Link) -> Result<bool, Trouble> {
+        let Some(trailer) = &mut self.trailer else { return Ok(false) };
+        let num_read = link.receive_header(&mut trailer.bytes[trailer.num_moved..])?;
+        trailer.num_moved += num_read;
+        if trailer.num_moved == CHECKSUM_BYTES && trailer.bytes != trailer.checksum.to_bytes() {
+            let what = "the checksum of its frame differs: bytes have changed on the way";
+            return Err(Trouble::Refused(call.protocol(self.from, what)));
+        }
+        Ok(num_read > 0)
+    }
+
+    /// The length of the piece being received.
+    fn piece_bytes(&self, piece_bytes_max: usize) -> usize {
+        (self.place.len() - self.num_placed).min(piece_bytes_max)
+    }
+
+    /// Whether the piece is whole but its place not yet free: reading on must wait for the sender in us.
+    pub(super) fn is_held(&self, piece_bytes_max: usize) -> bool {
+        self.num_pending > 0 && self.num_pending == self.piece_bytes(piece_bytes_max)
+    }
+
+    pub(crate) fn is_done(&self) -> bool {
+        self.num_header_bytes == HEADER_BYTES
+            && self.num_placed == self.place.len()
+            && self.trailer.as_ref().is_none_or(|trailer| trailer.num_moved == CHECKSUM_BYTES)
+    }
+
+    fn check_header(&self, call: &Call) -> Result<(), CommError> {
+        let Some(header) = Header::decode(&self.header) else {
+            return Err(call.protocol(self.from, "its frame does not begin with a header"));
+        };
+        if header.operation != call.operation {
+            return Err(call.mismatch(self.own, self.from, header.operation));
+        }
+        let expected = Header::new(call, self.place.len(), self.trailer.is_some());
+        if header.has_checksum != expected.has_checksum {
+            let what = if header.has_checksum { "has a checksum" } else { "has no checksum" };
+            return Err(call.protocol(self.from, format!("its frame {what}, unlike this rank's")));
+        }
+        if header != expected {
+            return Err(call.protocol(
+                self.from,
+                format!(
+                    "its frame has {} bytes of operation {}, where {} bytes of operation {} belong",
+                    header.payload_bytes, header.sequence, expected.payload_bytes, expected.sequence
+                ),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// Takes bytes that have come into a frame's checksum, if it has one.
+fn add_to(trailer: &mut Option<Trailer>, bytes: &[u8]) {
+    if let Some(trailer) = trailer {
+        trailer.checksum.add(bytes);
+    }
+}
