@@ -4,7 +4,7 @@ use crate::messages::{Messenger, Receipt};
 use crate::queue::Queue;
 use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::rendezvous::Home;
-use crate::selection::{Selection, typical_costs};
+use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::Parts;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
 use crate::{
@@ -13,7 +13,7 @@ use crate::{
 };
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use trireme_base::Rank;
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
@@ -47,7 +47,7 @@ pub struct Group {
     peer_arenas: Vec<Option<PeerArena>>,
     home: Home,
     options: GroupOptions,
-    selection: Mutex<Selection>,
+    selection: Selection,
     /// What communication in this world costs, once that was measured.
     costs: Arc<OnceLock<CostModel>>,
     recorder: FlightRecorder,
@@ -75,6 +75,7 @@ impl Group {
     ) -> Result<Self, CommError> {
         let (rank, hosts) = (parts.rank, parts.hosts.clone());
         let fabric = parts.assemble(&costs, options, &recorder)?;
+        recorder.set_selection(fabric.selection.clone());
         let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
         let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
         let queue = Arc::new(Queue::new(engine, Arc::clone(messenger.office()), recorder.clone()));
@@ -92,7 +93,7 @@ impl Group {
             peer_arenas: fabric.peer_arenas,
             home,
             options: options.clone(),
-            selection: Mutex::new(fabric.selection),
+            selection: fabric.selection,
             costs,
             recorder: recorder.recorder().clone(),
             num_splits: AtomicU64::new(0),
@@ -117,7 +118,7 @@ impl Group {
             peer_arenas: vec![None],
             home,
             options: options.clone(),
-            selection: Mutex::new(Selection::new(Hosts::single(1), false, Arc::default(), options)),
+            selection: Selection::new(Hosts::single(1), false, Arc::default(), options),
             costs: Arc::default(),
             recorder,
             num_splits: AtomicU64::new(0),
@@ -193,8 +194,22 @@ impl Group {
 
     /// The algorithm by which this group does an operation on elements of so many bytes.
     pub fn algorithm(&self, collective: Collective, element_bytes: usize) -> Algorithm {
-        let mut selection = self.selection.lock().expect("no thread panics while it chooses");
-        selection.algorithm(collective, element_bytes)
+        self.selection.algorithm(collective, element_bytes)
+    }
+
+    /// The algorithms that were chosen so far, in the order of the operations' names and of their bytes. At most 4096 are kept.
+    pub fn choices(&self) -> Vec<Choice> {
+        let mut choices = self.selection.choices();
+        choices.sort_by_cached_key(|choice| {
+            let Choice { collective, element_bytes, .. } = choice;
+            (collective.to_string(), choice.bytes(), *element_bytes, collective.root())
+        });
+        choices
+    }
+
+    /// How many [`choices`](Group::choices) there are. Allocates nothing.
+    pub fn num_choices(&self) -> usize {
+        self.selection.num_choices()
     }
 
     /// What communication costs, as algorithms are chosen by it: measured, given, or else typical.

@@ -68,6 +68,7 @@ pub use recorder::{
     ReadReportsError, RecorderOptions, Side, Source, read_reports, remove_reports, report_path,
 };
 pub use secret::Secret;
+pub use selection::Choice;
 pub use statistics::CommStatistics;
 pub use work::Work;
 pub use world::{inproc_world, inproc_world_with, join, single};

@@ -9,10 +9,11 @@ use std::time::Duration;
 use support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::{
-    CommError, Crossing, Diagnosis, Difference, Direction, Disagreement, Element, Group, GroupOptions,
-    JoinOptions, MessagePeer, Occasion, OnStall, Operation, OperationState, RankReport, RecorderOptions,
-    Source, TransportChoice, TransportKind, join, read_reports, report_path,
+    Choice, CommError, Crossing, Diagnosis, Difference, Direction, Disagreement, Element, Group,
+    GroupOptions, JoinOptions, MessagePeer, Occasion, OnStall, Operation, OperationState, RankReport,
+    RecorderOptions, Source, TransportChoice, TransportKind, join, read_reports, report_path,
 };
+use trireme_schedule::collective::{Algorithm, Collective, FlatAlgorithm};
 
 const SUM_OF_100: Operation = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 100 };
 
@@ -63,7 +64,31 @@ fn a_deadline_is_reported_by_those_who_wait_and_by_those_who_are_missing() {
             assert_eq!((operation.sequence, operation.state, &*operation.line), (sequence, state, line));
             assert_eq!(finding.waits_for, missing, "{transport}, rank {rank}");
             assert_eq!(finding.failure.is_some(), rank != 2);
+            assert!(operation.algorithm.is_some(), "{transport}, rank {rank}");
         }
+    }
+}
+
+#[test]
+fn algorithms_are_reported_where_there_is_a_choice() {
+    let ring = Algorithm::from(FlatAlgorithm::Ring);
+    let options = GroupOptions { algorithm: Some(ring), keeps_order: false, ..small_pieces() };
+    for transport in TRANSPORTS {
+        on_ranks(transport, 3, &options, |group| {
+            assert_eq!(group.choices(), []);
+            for len in [100, 100, 7] {
+                sum::<f32>(&group, len).expect("everybody is here");
+            }
+            group.barrier().wait().expect("everybody is here");
+            let report = group.flight_recorder().report();
+            let operations = report.groups[0].operations.iter();
+            let algorithms: Vec<_> = operations.map(|operation| operation.algorithm.as_deref()).collect();
+            assert_eq!(algorithms, [Some("ring"), Some("ring"), Some("ring"), None], "{transport}");
+            let choice =
+                |len| Choice { collective: Collective::AllReduce { len }, element_bytes: 4, algorithm: ring };
+            assert_eq!(group.choices(), [choice(7), choice(100)]);
+            assert_eq!(group.num_choices(), 2);
+        });
     }
 }
 

@@ -40,6 +40,9 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
         tells(&row(&shown, 1), &["silent"]);
         let operations = scene.run("flight-recorder runs/tiny --rank 2").succeeded();
         tells(&operations, &["world, ranks [0, 1, 2]: rank 1 was lost", "REDUCE_GRAD 0", "done", "failed"]);
+        let reduction = operations.lines().find(|line| line.contains("REDUCE_GRAD 0")).unwrap();
+        assert_eq!(reduction.ends_with("REDUCE_GRAD 0, by direct"), transport == "shm", "{reduction}");
+        tells(reduction, &["REDUCE_GRAD 0, by "]);
         let document = scene.run("flight-recorder runs/tiny --json").succeeded();
         let document: Value = serde_json::from_str(&document).unwrap();
         assert_eq!(document["diagnosis"]["findings"][0]["waits_for"], serde_json::json!([1]));

@@ -7,9 +7,10 @@ use super::text::{GroupName, Line};
 use super::{Clock, FlightRecorder};
 use crate::engine::Call;
 use crate::error::list;
+use crate::selection::Selection;
 use crate::{CommError, Operation};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use std::thread::{self, ThreadId};
 use std::time::Instant;
 use trireme_base::Rank;
@@ -19,6 +20,8 @@ pub(super) struct GroupLog {
     name: String,
     own: Rank,
     members: Vec<Rank>,
+    /// How the group's algorithms are chosen, once that is known.
+    selection: OnceLock<Selection>,
     state: Mutex<State>,
 }
 
@@ -59,7 +62,7 @@ impl GroupLog {
             heard: vec![None; members.len()],
             is_dropped: false,
         };
-        GroupLog { name, own, members, state: Mutex::new(state) }
+        GroupLog { name, own, members, selection: OnceLock::new(), state: Mutex::new(state) }
     }
 
     pub(super) fn is_dropped(&self) -> bool {
@@ -92,6 +95,7 @@ impl GroupLog {
             peer: record
                 .peer
                 .map(|(direction, peer)| MessagePeer { direction, rank: self.members[peer.0].0 }),
+            algorithm: self.algorithm(record.operation),
             line: record.issued.line.as_str().to_owned(),
             state: match (record.started, record.ended) {
                 (_, Some(_)) if record.has_failed => OperationState::Failed,
@@ -103,6 +107,10 @@ impl GroupLog {
             started: record.started.map(|at| clock.unix(at)),
             ended: record.ended.map(|at| clock.unix(at)),
         }
+    }
+
+    fn algorithm(&self, operation: Operation) -> Option<String> {
+        Some(self.selection.get()?.chosen(operation)?.to_string())
     }
 
     fn failure(&self, at: f64, failure: &CommError) -> FailureReport {
@@ -160,6 +168,12 @@ impl GroupRecorder {
     /// The members' ranks in the world.
     pub(crate) fn members(&self) -> &[Rank] {
         &self.log.members
+    }
+
+    /// Says how the group's algorithms are chosen, so that reports can tell them.
+    pub(crate) fn set_selection(&self, selection: Selection) {
+        let is_first = self.log.selection.set(selection).is_ok();
+        assert!(is_first, "a group is made once");
     }
 
     /// What is issued from now on belongs to this line of a program.

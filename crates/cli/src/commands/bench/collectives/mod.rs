@@ -21,17 +21,20 @@ use trireme_schedule::collective::Algorithm;
 
 const HELP: &str = "\
 How to read it:
-  A line has the median time of an operation on vectors of one size. The first bandwidth is the size over that time. The
-  second, the bus bandwidth, has the factors of nccl-tests, so it compares with the hardware's: 2 (W - 1) / W for
-  all_reduce with W workers, (W - 1) / W for all_gather, reduce_scatter, gather, scatter and both all_to_alls, 1 for the
-  others. The last column is the algorithm that the group chose; nothing stands there where it has no choice.
+  A line has the median time of an operation on vectors of one size. The first
+  bandwidth is the size over that time. The second, the bus bandwidth, has the
+  factors of nccl-tests, so it compares with the hardware's: with W workers
+  2 (W - 1) / W for all_reduce, 1 for broadcast, reduce and send, (W - 1) / W
+  for the others. The last column is the algorithm that the group chose;
+  nothing stands there where it has no choice.
 
-  The size is what nccl-tests calls size: the whole buffer of all_reduce, broadcast and reduce, the gathered output of
-  all_gather and of gather's root, the input of reduce_scatter and of scatter's root, the send buffer of both all_to_alls,
-  one message of send. A barrier has none, and is timed once.
+  The size is what nccl-tests calls size: the whole buffer of all_reduce,
+  broadcast and reduce, the gathered output of all_gather and of gather's root,
+  the input of reduce_scatter and of scatter's root, the send buffer of both
+  all_to_alls, one message of send. A barrier has none, and is timed once.
 
-  In all_to_all_variable a worker sends blocks of 1 to W units, of different lengths to different workers, and as much in
-  all as every other one.
+  In all_to_all_variable a worker sends blocks of 1 to W units, of another
+  length to each worker, and in all as much as every other one.
 
 Examples:
   trireme bench collectives
@@ -43,7 +46,8 @@ Examples:
   srun --ntasks-per-node 4 trireme bench collectives --max-bytes 64M
       Workers that another launcher has started: torchrun, srun and mpirun are understood.
 
-A worker that dies or does not come within --timeout ends the command with a table of who was where (docs/hangs.md).";
+A worker that dies or does not come within --timeout ends the command with a
+table of who was where (docs/hangs.md).";
 
 /// Time the operations of a group of workers.
 ///
@@ -228,10 +232,10 @@ fn print(args: &CollectivesArgs, measurement: &Measurement) -> Result<()> {
     let Measurement { op, bytes, median_us, algbw_gbps, busbw_gbps, algorithm, .. } = measurement;
     let algorithm = algorithm.as_deref().unwrap_or_default();
     let size = Bytes(*bytes as u64).to_string();
-    writeln!(
-        Output,
+    let line = format!(
         "{op:>19} {size:>12} {median_us:>9.1} us {algbw_gbps:>6.2} GB/s {busbw_gbps:>6.2} GB/s  {algorithm}"
-    )?;
+    );
+    writeln!(Output, "{}", line.trim_end())?;
     Ok(())
 }
 
