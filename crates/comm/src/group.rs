@@ -212,16 +212,19 @@ impl Group {
         self.selection.num_choices()
     }
 
-    /// What communication costs, as algorithms are chosen by it: measured, given, or else typical.
+    /// What communication costs, as algorithms are chosen by it: given, measured, or else typical.
     pub fn costs(&self) -> CostModel {
-        let given = || self.options.costs.unwrap_or_else(|| typical_costs(self.arena.is_some()));
-        self.costs.get().copied().unwrap_or_else(given)
+        self.costs.get().copied().unwrap_or_else(|| self.unmeasured_costs())
+    }
+
+    fn unmeasured_costs(&self) -> CostModel {
+        self.options.costs.over(typical_costs(self.arena.is_some()))
     }
 
     /// Measures what communication costs, if the options say so. All ranks of a new world call it before any operation.
     pub(crate) fn measure_costs(&self) -> Result<(), CommError> {
-        if self.options.keeps_order && self.options.costs.is_none() && self.world_size > 1 {
-            let costs = probe::measure(self, typical_costs(self.arena.is_some()))?;
+        if self.options.keeps_order && self.world_size > 1 {
+            let costs = probe::measure(self, &self.options.costs, self.unmeasured_costs())?;
             self.costs.set(costs).expect("a world's costs are measured once");
         }
         Ok(())

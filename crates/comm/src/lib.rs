@@ -59,8 +59,8 @@ pub use fusion::{FusedWork, Fusion};
 pub use group::{CONTROL_BYTES_MAX, Group};
 pub use operation::Operation;
 pub use options::{
-    GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions, TransportChoice,
-    TransportKind,
+    GivenCosts, GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions,
+    TransportChoice, TransportKind,
 };
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,

@@ -55,10 +55,11 @@ pub(crate) struct Selection {
     hosts: Hosts,
     asked: Option<Algorithm>,
     keeps_order: bool,
+    /// Given costs, typical ones where none are given.
     typical: CostModel,
     /// What was measured, once it was: on all ranks between the same two operations.
     measured: Arc<OnceLock<CostModel>>,
-    /// What was chosen, by typical costs or given ones and by measured ones. Clones share it.
+    /// What was chosen, before anything was measured and since. Clones share it.
     chosen: Arc<Mutex<[Chosen; 2]>>,
 }
 
@@ -69,15 +70,11 @@ impl Selection {
         measured: Arc<OnceLock<CostModel>>,
         options: &GroupOptions,
     ) -> Self {
-        let typical = typical_costs(shares_memory);
         Selection {
             hosts,
             asked: options.algorithm,
             keeps_order: options.keeps_order,
-            typical: options.costs.map_or(typical, |given| CostModel {
-                direct: given.direct.filter(|_| shares_memory),
-                ..given
-            }),
+            typical: options.costs.over(typical_costs(shares_memory)),
             measured,
             chosen: Arc::default(),
         }

@@ -145,6 +145,7 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
             timeout,
             keeps_order: config.training().determinism == Determinism::Layout,
             algorithm: comm.algorithm,
+            costs: config.costs(),
             sockets_per_peer: comm.sockets_per_peer,
             checksums: comm.checksums,
             ..GroupOptions::default()

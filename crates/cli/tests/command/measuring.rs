@@ -84,7 +84,32 @@ fn the_doctor_tells_people_and_refuses_what_makes_no_sense() {
     tells(&scene.run("doctor --help").succeeded(), &["How to read it", "--thorough"]);
     tells(&misused(scene.run("doctor --shape 8x8")), &["8x8", "such as 512x512x512"]);
     tells(&misused(scene.run("doctor --seconds=-1")), &["-1", "seconds from 0 to 3600"]);
+    tells(&misused(scene.run("doctor --across-hosts 5us")), &["5us", "such as 40:1.2"]);
+    tells(&scene.run("doctor --workers 1").refused(), &["--workers must be from 2 to 64"]);
+    tells(&scene.run("doctor --workers 4 --hosts 65").refused(), &["--hosts", "256 workers at most"]);
     tells(&misused(scene.run("doctor --thorough --shape 8x8x8")), &["--thorough", "--shape"]);
+}
+
+#[test]
+fn the_doctor_tells_what_more_workers_and_hosts_would_choose() {
+    let scene = Scene::new();
+    let arguments =
+        "doctor --shape 8x8x8 --threads 1 --seconds 0 --workers 3 --hosts 4 --across-hosts 50:0.1";
+    let found = parse(&scene.run(&format!("{arguments} --json")).succeeded());
+    for transport in found["uses"]["transports"].as_array().unwrap() {
+        assert!(transport["error"].is_null(), "{transport}");
+        assert_eq!(transport["workers"], 3);
+    }
+    let hosts = &found["uses"]["hosts"];
+    assert_eq!([&hosts["hosts"], &hosts["workers_per_host"]], [4, 3]);
+    let choices = hosts["algorithms"].as_array().unwrap();
+    let is_hierarchical = |choice: &Value| choice["algorithm"].as_str().unwrap().starts_with("hierarchical:");
+    assert!(choices.iter().any(is_hierarchical), "{hosts}");
+    let told = scene.run(arguments).succeeded();
+    tells(
+        &told,
+        &["among 3 workers", "4 hosts", "3 workers each, if messages between them take 50.0 us and 0.1 GB/s"],
+    );
 }
 
 #[test]

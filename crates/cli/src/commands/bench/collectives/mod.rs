@@ -5,6 +5,7 @@ mod number;
 mod operation;
 
 use super::launch_workers;
+use crate::commands::costs::CostArgs;
 use crate::console::Output;
 use crate::launch::{WorkerEnvironment, join_options, work_in_world};
 use anyhow::{Context, Result, bail};
@@ -74,6 +75,8 @@ pub(crate) struct CollectivesArgs {
     /// one without it.
     #[arg(long, value_name = "NAME")]
     algorithm: Option<Algorithm>,
+    #[command(flatten)]
+    costs: CostArgs,
     /// Allow any order of sums, as with determinism = "run".
     #[arg(long)]
     any_order: bool,
@@ -147,6 +150,7 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
     let group = GroupOptions {
         algorithm: args.algorithm,
         keeps_order: !args.any_order,
+        costs: args.costs.given(),
         timeout: args.timeout,
         ..GroupOptions::default()
     };
