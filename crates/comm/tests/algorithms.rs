@@ -7,16 +7,11 @@ mod operations;
 mod oracle;
 mod support;
 
-use operations::{Kind, Place, check, kinds};
+use operations::{Place, check, check_algorithm, kinds};
 use std::collections::HashSet;
 use support::{on_hosts, small_pieces};
-use trireme_comm::{Group, GroupOptions, TransportKind};
-use trireme_schedule::collective::{
-    Algorithm, FlatAlgorithm, Hosts, Step, algorithms_for, fits, is_canonical, steps,
-};
-
-/// Around the borders of blocks of up to five ranks, of short vectors (16) and of pieces (32), none but 0 a multiple of them.
-const LENGTHS: [usize; 6] = [0, 1, 3, 17, 101, 1001];
+use trireme_comm::{GroupOptions, TransportKind};
+use trireme_schedule::collective::{Algorithm, FlatAlgorithm, Hosts, algorithms_for, fits, is_canonical};
 
 /// Where ranks are, by the number of their host.
 const ONE_HOST: [&[usize]; 4] = [&[0, 0], &[0, 0, 0], &[0, 0, 0, 0], &[0, 0, 0, 0, 0]];
@@ -29,47 +24,6 @@ fn algorithms(hosts: &Hosts) -> Vec<Algorithm> {
     let kinds = kinds(hosts.world_size()).into_iter();
     let all = kinds.flat_map(|kind| algorithms_for(kind.collective(1000), hosts));
     all.filter(|algorithm| seen.insert(*algorithm)).collect()
-}
-
-/// Checks what the algorithm does, in every kind of memory that the group has.
-fn check_algorithm(group: &Group, algorithm: Algorithm) {
-    let hosts = group.hosts();
-    for kind in kinds(group.world_size()) {
-        if !fits(kind.collective(1000), algorithm, hosts) {
-            continue;
-        }
-        assert_eq!(group.algorithm(kind.collective(1000), 4), algorithm, "{kind:?} on {group:?}");
-        let has_memory = matches!(group.transport(), TransportKind::Shm | TransportKind::ShmAndTcp);
-        let places = if has_memory { &[Place::Group, Place::Private][..] } else { &[Place::Private] };
-        for &place in places {
-            let before = group.statistics().payload_bytes;
-            match is_canonical(kind.collective(1000), algorithm, hosts) {
-                true => check::<f32>(group, kind, place, &LENGTHS),
-                // Integers have one sum in any order.
-                false => check::<i32>(group, kind, place, &LENGTHS),
-            }
-            if !algorithm.needs_shared_memory() {
-                let sent = group.statistics().payload_bytes - before;
-                assert_eq!(
-                    sent,
-                    bytes_of_steps(group, kind, algorithm),
-                    "{kind:?} by {algorithm} on {group:?}"
-                );
-            }
-        }
-    }
-}
-
-/// Bytes that the steps of an algorithm send for all lengths, in place and out of place.
-fn bytes_of_steps(group: &Group, kind: Kind, algorithm: Algorithm) -> u64 {
-    let lens = LENGTHS.iter().flat_map(|&len| kind.lens(group.world_size(), len));
-    let mut all = Vec::new();
-    lens.for_each(|len| steps(kind.collective(len), algorithm, group.hosts(), group.rank(), &mut all));
-    let sent = all.iter().map(|step| match step {
-        Step::Exchange { send: Some(send), .. } => 4 * send.span.range.len() as u64,
-        _ => 0,
-    });
-    sent.sum()
 }
 
 fn check_all(transport: TransportKind, placement: &[usize]) {

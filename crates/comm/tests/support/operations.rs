@@ -4,8 +4,11 @@
 use crate::oracle::{Value, expected};
 use std::ops::Range;
 use trireme_base::{Rank, ReduceOp};
-use trireme_comm::{Buffer, Element, Group, Work};
-use trireme_schedule::collective::{Collective, block};
+use trireme_comm::{Buffer, Element, Group, TransportKind, Work};
+use trireme_schedule::collective::{Algorithm, Collective, Step, block, fits, is_canonical, steps};
+
+/// Around the borders of blocks of up to five ranks, of short vectors (16) and of pieces (32), none but 0 a multiple of them.
+const LENGTHS: [usize; 6] = [0, 1, 3, 17, 101, 1001];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
@@ -199,4 +202,45 @@ pub fn check<T: Value>(group: &Group, kind: Kind, place: Place, lengths: &[usize
             .all(|(index, value)| bits(&[*value]) == bits(&[T::of(group.rank().0, own_start + index)]));
         assert!(is_kept, "{kind:?} of {len} changed its input on {group:?}");
     }
+}
+
+/// Checks what the algorithm does, in every kind of memory that the group has.
+pub fn check_algorithm(group: &Group, algorithm: Algorithm) {
+    let hosts = group.hosts();
+    for kind in kinds(group.world_size()) {
+        if !fits(kind.collective(1000), algorithm, hosts) {
+            continue;
+        }
+        assert_eq!(group.algorithm(kind.collective(1000), 4), algorithm, "{kind:?} on {group:?}");
+        let has_memory = matches!(group.transport(), TransportKind::Shm | TransportKind::ShmAndTcp);
+        let places = if has_memory { &[Place::Group, Place::Private][..] } else { &[Place::Private] };
+        for &place in places {
+            let before = group.statistics().payload_bytes;
+            match is_canonical(kind.collective(1000), algorithm, hosts) {
+                true => check::<f32>(group, kind, place, &LENGTHS),
+                // Integers have one sum in any order.
+                false => check::<i32>(group, kind, place, &LENGTHS),
+            }
+            if !algorithm.needs_shared_memory() {
+                let sent = group.statistics().payload_bytes - before;
+                assert_eq!(
+                    sent,
+                    bytes_of_steps(group, kind, algorithm),
+                    "{kind:?} by {algorithm} on {group:?}"
+                );
+            }
+        }
+    }
+}
+
+/// Bytes that the steps of an algorithm send for all lengths, in place and out of place.
+fn bytes_of_steps(group: &Group, kind: Kind, algorithm: Algorithm) -> u64 {
+    let lens = LENGTHS.iter().flat_map(|&len| kind.lens(group.world_size(), len));
+    let mut all = Vec::new();
+    lens.for_each(|len| steps(kind.collective(len), algorithm, group.hosts(), group.rank(), &mut all));
+    let sent = all.iter().map(|step| match step {
+        Step::Exchange { send: Some(send), .. } => 4 * send.span.range.len() as u64,
+        _ => 0,
+    });
+    sent.sum()
 }
