@@ -1,16 +1,17 @@
+//! One rank's end of a world: what it is made of, and what it knows of itself.
+
+mod issuing;
+
 use crate::buffer::Storage;
-use crate::engine::{Engine, Payload};
-use crate::messages::{Messenger, Receipt};
+use crate::engine::Engine;
+use crate::messages::Messenger;
 use crate::queue::Queue;
 use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::rendezvous::Home;
 use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::Parts;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
-use crate::{
-    Buffer, CommError, CommStatistics, Element, GroupOptions, Operation, TransportKind, Work, probe,
-    rendezvous,
-};
+use crate::{Buffer, CommError, CommStatistics, Element, GroupOptions, TransportKind, probe, rendezvous};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -300,124 +301,9 @@ impl Group {
         }
     }
 
-    /// Gives every rank a few bytes of every rank, in rank order.
-    ///
-    /// # Errors
-    /// From the work: [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`], which leaves the group as it is, and
-    /// whatever ends a group.
-    pub fn all_gather_bytes(&self, mine: &[u8]) -> Work<Vec<Vec<u8>>> {
-        if let Err(error) = check_control_bytes(self.rank, mine.len() as u64) {
-            return Work::ready(Err(error));
-        }
-        let mut blocks = vec![Vec::new(); self.world_size];
-        blocks[self.rank.0] = mine.to_vec();
-        let Some(executor) = &self.executor else { return Work::ready(Ok(blocks)) };
-        let ticket = executor.queue.submit(Operation::AllGatherBytes, Payload::Blocks(blocks));
-        Work::pending(ticket, |payload| match payload {
-            Payload::Blocks(blocks) => blocks,
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
-    }
-
-    /// Ends when all ranks have come to it: what each of them issued before has ended there.
-    ///
-    /// # Errors
-    /// From the work: whatever ends a group.
-    pub fn barrier(&self) -> Work<()> {
-        let Some(executor) = &self.executor else { return Work::ready(Ok(())) };
-        Work::pending(executor.queue.submit(Operation::Barrier, Payload::Nothing), |_| ())
-    }
-
     /// What the group has done so far.
     pub fn statistics(&self) -> CommStatistics {
         self.executor.as_ref().map_or_else(CommStatistics::default, |executor| executor.queue.statistics())
-    }
-
-    /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages from
-    /// one rank to another come in the order in which they were sent; for the rest, messages and the group's
-    /// operations may be issued in any order.
-    ///
-    /// # Errors
-    /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.
-    pub fn send<T: Element>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
-        self.message("send", buffer, to, Messenger::send)
-    }
-
-    /// Fills the vector with what another rank [sends](Group::send).
-    ///
-    /// # Errors
-    /// As [`send`](Group::send).
-    pub fn receive<T: Element>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
-        self.message("receive", buffer, from, Messenger::receive)
-    }
-
-    fn message<T: Element>(
-        &self,
-        name: &'static str,
-        buffer: Buffer<T>,
-        peer: Rank,
-        issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
-    ) -> Work<Buffer<T>> {
-        match &self.messenger {
-            Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
-                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
-                let receipt = issue(messenger, peer, operation, buffer.into_storage());
-                Work::message(receipt, Buffer::from_storage)
-            }
-            _ => {
-                let (operation, rank, world_size) = (name, peer, self.world_size);
-                Work::ready(Err(CommError::NoSuchPeer { operation, rank, world_size }))
-            }
-        }
-    }
-
-    /// Issues an operation on a vector.
-    pub(crate) fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let Some(executor) = &self.executor else { return Work::ready(Ok(buffer)) };
-        let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
-        Work::pending(ticket, |payload| match payload {
-            Payload::Vector(storage) => Buffer::from_storage(storage),
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
-    }
-
-    /// Issues an operation out of place.
-    pub(crate) fn issue_pair<T: Element>(
-        &self,
-        operation: Operation,
-        (input, mut output): (Buffer<T>, Buffer<T>),
-    ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let Some(executor) = &self.executor else {
-            output.copy_from_slice(&input);
-            return Work::ready(Ok((input, output)));
-        };
-        let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
-        let ticket = executor.queue.submit(operation, payload);
-        Work::pending(ticket, |payload| match payload {
-            Payload::Pair { input, output } => (Buffer::from_storage(input), Buffer::from_storage(output)),
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
-    }
-
-    /// Issues an all-to-all with blocks of any lengths.
-    pub(crate) fn issue_variable<T: Element>(
-        &self,
-        (input, mut output): (Buffer<T>, Buffer<T>),
-        lens: [Vec<usize>; 2],
-    ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let Some(executor) = &self.executor else {
-            output.copy_from_slice(&input);
-            return Work::ready(Ok((input, output)));
-        };
-        let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
-        let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };
-        let ticket = executor.queue.submit(operation, payload);
-        Work::pending(ticket, |payload| match payload {
-            Payload::Variable { input, output, .. } => {
-                (Buffer::from_storage(input), Buffer::from_storage(output))
-            }
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
     }
 }
 
