@@ -11,6 +11,9 @@ const NUM_LOOKS_MIN: u32 = 1;
 /// awake it does not soon get back.
 const NUM_LOOKS_BESIDE_MIN: u32 = 100;
 
+/// From one look at the clock to the next.
+const NUM_YIELDS: u32 = 4;
+
 /// Tries of what only a try shows, by a thread that has nothing else to do; between them others may have the processor.
 const NUM_PATIENT_TRIES: u32 = 200;
 
@@ -40,9 +43,11 @@ impl Patience {
         self.num_looks = (self.num_looks / 2).max(NUM_LOOKS_MIN);
         let since = Instant::now();
         while has_nothing_else && since.elapsed() < WAITING_MAX {
-            std::thread::yield_now();
-            if has_come() {
-                return true;
+            for _ in 0..NUM_YIELDS {
+                std::thread::yield_now();
+                if has_come() {
+                    return true;
+                }
             }
         }
         false

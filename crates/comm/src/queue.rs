@@ -55,6 +55,8 @@ struct State {
     /// The communication thread looks for itself, every [`GLANCE`].
     is_watched: bool,
     num_issued: u64,
+    /// Threads that wait while another one executes.
+    num_waiting: usize,
     statistics: CommStatistics,
 }
 
@@ -97,6 +99,7 @@ impl Queue {
                 closed: false,
                 is_watched: false,
                 num_issued: 0,
+                num_waiting: 0,
                 statistics: CommStatistics::default(),
             }),
             submitted: Condvar::new(),
@@ -176,8 +179,15 @@ impl Queue {
             state.engine = Some(engine);
         }
         // Who came meanwhile to execute an operation found no engine.
-        self.finished.notify_all();
+        self.tell_waiting(&state);
         state
+    }
+
+    /// Wakes the threads that wait for results, if there are any: to wake nobody costs a call of the kernel, too.
+    fn tell_waiting(&self, state: &State) {
+        if state.num_waiting > 0 {
+            self.finished.notify_all();
+        }
     }
 
     /// Lets the communication thread end after what was issued.
@@ -244,7 +254,7 @@ impl Queue {
         if !state.waiting.is_empty() || state.closed || state.failure.is_some() {
             self.submitted.notify_one();
         }
-        self.finished.notify_all();
+        self.tell_waiting(&state);
         state
     }
 }
@@ -315,7 +325,11 @@ impl Ticket {
             match &state.slots[self.slot].progress {
                 Progress::Finished(_) => break,
                 Progress::Waiting(..) if state.engine.is_some() => state = queue.execute_oldest(state, true),
-                _ => state = queue.finished.wait(state).expect("no thread panics while it holds the queue"),
+                _ => {
+                    state.num_waiting += 1;
+                    state = queue.finished.wait(state).expect("no thread panics while it holds the queue");
+                    state.num_waiting -= 1;
+                }
             }
         }
         let Progress::Finished(result) = state.slots[self.slot].replace(Progress::Taken) else {

@@ -1,4 +1,4 @@
-use super::assert_member;
+use super::{Hosts, assert_member};
 use std::ops::Range;
 use trireme_base::Rank;
 
@@ -13,6 +13,27 @@ use trireme_base::Rank;
 pub fn block(rank: Rank, world_size: usize, len: usize) -> Range<usize> {
     assert_member(rank, world_size);
     border(rank.0, world_size, len)..border(rank.0 + 1, world_size, len)
+}
+
+/// Bytes of a segment: what stays in cache from one step to the next, on both sides of a link.
+const SEGMENT_BYTES: usize = 1 << 20;
+
+/// The parts of a vector that an all-reduce over links within one host takes one after the other: as few as can be of at
+/// most 1 MiB, and as even as they can be. A longer vector would leave the caches between any two steps. Between hosts
+/// it is one part: there each step more costs a latency, and caches are no bound.
+///
+/// Costs the steps of the algorithm for each part, and as many bytes as one would. Elements are reduced as the algorithm
+/// does it in a vector of the part's length, so canonical algorithms stay canonical.
+pub fn segments(
+    hosts: &Hosts,
+    len: usize,
+    element_bytes: usize,
+) -> impl Iterator<Item = Range<usize>> + use<> {
+    let num_segments = match hosts.num_hosts() {
+        1 => (len * element_bytes).div_ceil(SEGMENT_BYTES).max(1),
+        _ => 1,
+    };
+    (0..num_segments).map(move |index| border(index, num_segments, len)..border(index + 1, num_segments, len))
 }
 
 /// The first element of block `index` of an even split into `num_blocks`.
@@ -65,5 +86,27 @@ impl Blocks {
         debug_assert!(self.are_contiguous(), "blocks with gaps are no range");
         let at = |rank| border(self.first + rank * self.stride, self.num_blocks, self.len);
         at(ranks.start)..at(ranks.end)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn segments_are_even_parts_in_order_within_a_host_and_one_part_between_hosts() {
+        let one = Hosts::single(4);
+        for (len, element_bytes, num_segments) in
+            [(0, 4, 1), (1, 4, 1), (1 << 18, 4, 1), ((1 << 18) + 1, 4, 2), (10_000_003, 8, 77), (999, 2, 1)]
+        {
+            let found: Vec<Range<usize>> = segments(&one, len, element_bytes).collect();
+            assert_eq!(found.len(), num_segments);
+            assert_eq!((found[0].start, found[num_segments - 1].end), (0, len));
+            assert!(found.windows(2).all(|pair| pair[0].end == pair[1].start));
+            assert!(found.iter().all(|segment| segment.len() * element_bytes <= SEGMENT_BYTES));
+            assert!(found.iter().all(|segment| segment.len().abs_diff(found[0].len()) <= 1));
+        }
+        let several = Hosts::new(&[0, 0, 1]);
+        assert_eq!(segments(&several, 10_000_003, 8).collect::<Vec<_>>(), [0..10_000_003]);
     }
 }

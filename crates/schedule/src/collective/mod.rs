@@ -41,7 +41,7 @@ mod tree;
 pub use algorithm::{Algorithm, Collective, FlatAlgorithm, Hierarchy, Leaders, ParseAlgorithmError};
 pub use all_gather::all_gather_pairwise;
 pub use all_to_all::all_to_all_variable;
-pub use blocks::block;
+pub use blocks::{block, segments};
 pub use cost::{CostModel, DirectCost, LinkCost, choose, predict};
 pub use direct::owned_range;
 pub use hierarchy::{Members, Phase, phases};

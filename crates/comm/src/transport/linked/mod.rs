@@ -31,7 +31,7 @@ pub(crate) use transit::{Incoming, Outgoing, Trouble};
 use trireme_base::{DType, Rank};
 use trireme_schedule::collective::{
     Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable, block, phases,
-    scratch_len, steps,
+    scratch_len, segments, steps,
 };
 
 pub(crate) struct Linked {
@@ -133,6 +133,15 @@ impl Linked {
         let (dtype, len) = call.operation.elements();
         let collective = call.operation.collective().expect("operations in place are collectives");
         match algorithm {
+            Algorithm::Flat(_) if let Collective::AllReduce { len } = collective => {
+                for segment in segments(&self.hosts, len, dtype.size()) {
+                    let bytes = segment.start * dtype.size()..segment.end * dtype.size();
+                    self.steps.clear();
+                    let collective = Collective::AllReduce { len: segment.len() };
+                    steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
+                    self.work_steps(call, &mut slot.part(bytes), 0, control, cost)?;
+                }
+            }
             Algorithm::Flat(_) => {
                 self.steps.clear();
                 steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
