@@ -1,5 +1,7 @@
 //! A connection for data between two ranks: bytes in order, both ways.
 
+mod lent;
+mod notifications;
 mod ring;
 mod socket;
 mod striped;

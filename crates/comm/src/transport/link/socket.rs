@@ -1,3 +1,4 @@
+use super::lent::Loans;
 use super::{Broken, Interest};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
@@ -8,14 +9,20 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 /// A connected stream socket.
 pub(crate) struct SocketLink {
     socket: OwnedFd,
+    /// What long payloads are sent by without copies, as long as the kernel does that.
+    loans: Option<Loans>,
 }
 
 impl SocketLink {
     pub(crate) fn new(socket: OwnedFd) -> Self {
-        SocketLink { socket }
+        SocketLink { loans: Loans::new(&socket), socket }
     }
 
     pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+        self.loans.take_if(|loans| loans.are_over());
+        if let Some(loans) = self.loans.as_mut().filter(|loans| loans.suit(payload)) {
+            return loans.send(&self.socket, header, payload);
+        }
         let slices = [IoSlice::new(header), IoSlice::new(payload)];
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         match sendmsg(&self.socket, &slices, &mut SendAncillaryBuffer::default(), flags) {
@@ -36,6 +43,8 @@ impl SocketLink {
 
     pub(super) fn poll(&self, interest: Interest) -> (BorrowedFd<'_>, PollFlags) {
         let flags = match interest {
+            // Notifications wake without being asked for.
+            Interest::Send if self.loans.as_ref().is_some_and(Loans::are_awaited) => PollFlags::empty(),
             Interest::Send => PollFlags::OUT,
             Interest::Receive => PollFlags::IN,
         };

@@ -1,0 +1,204 @@
+//! Sends that the kernel does not copy: it reads a sender's memory until the peer has acknowledged the bytes, and then
+//! says so in the socket's error queue (Linux 4.14 and later; de Bruijn, Dumazet, "sendmsg copy avoidance with
+//! MSG_ZEROCOPY", netdev 2.1, 2017).
+
+use super::Broken;
+use super::notifications::{Notification, next_notification, notify_of_lent_memory};
+use rustix::io::Errno;
+use rustix::net::{SendFlags, send};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+/// Shorter payloads cost less to copy than to keep account of.
+const PAYLOAD_BYTES_MIN: usize = 64 << 10;
+/// The end of a payload is copied. A receiver acknowledges all that came before as soon as it has come, but what comes
+/// last perhaps only after 40 ms.
+const TAIL_BYTES: usize = 32 << 10;
+/// What is lent at a time, and given back at a time.
+const LOAN_BYTES: usize = 512 << 10;
+/// Asks the kernel not to copy.
+const LEND: SendFlags = SendFlags::from_bits_retain(libc::MSG_ZEROCOPY as u32);
+
+/// What the kernel has taken of what a sender gave, and perhaps still reads.
+///
+/// Memory that was lent may be freed at any time; but what is written to it before it is given back may be sent.
+pub(super) struct Loans {
+    /// Sends in order; the first is one whose memory is lent.
+    sends: VecDeque<Taken>,
+    /// Bytes of all of them.
+    num_taken: usize,
+    /// The kernel counts the sends that lend from 0, and wraps.
+    next_number: u32,
+    /// Bytes were left that the socket had no room for.
+    wants_room: bool,
+    /// The kernel copies all the same, as it does where both ends are on one host.
+    is_futile: bool,
+}
+
+/// Bytes that the kernel has taken in one send.
+struct Taken {
+    num_bytes: usize,
+    /// The number of the send, if the bytes are lent.
+    loan: Option<u32>,
+}
+
+impl Loans {
+    /// Readies a TCP socket; `None` if the kernel copies.
+    pub(super) fn new(socket: &OwnedFd) -> Option<Self> {
+        notify_of_lent_memory(socket).then(|| Loans {
+            sends: VecDeque::with_capacity(64),
+            num_taken: 0,
+            next_number: 0,
+            wants_room: false,
+            is_futile: false,
+        })
+    }
+
+    /// Whether these are the means for a payload, or for what is left of one.
+    pub(super) fn suit(&self, payload: &[u8]) -> bool {
+        !self.sends.is_empty() || !self.is_futile && payload.len() >= PAYLOAD_BYTES_MIN
+    }
+
+    /// Whether nothing is lent, nor worth lending any more.
+    pub(super) fn are_over(&self) -> bool {
+        self.is_futile && self.sends.is_empty()
+    }
+
+    /// Whether nothing moves before the kernel gives memory back, of which notifications tell.
+    pub(super) fn are_awaited(&self) -> bool {
+        !self.sends.is_empty() && !self.wants_room
+    }
+
+    /// Sends what goes, and says of how many bytes from the first on the kernel needs the memory no more. The next call
+    /// begins with the byte after those.
+    pub(super) fn send(&mut self, socket: &OwnedFd, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+        let lent_end = header.len() + payload.len().saturating_sub(TAIL_BYTES);
+        self.wants_room = false;
+        while self.num_taken < header.len() + payload.len() {
+            let at = self.num_taken;
+            let (bytes, lends) = match at.checked_sub(header.len()) {
+                None => (&header[at..], false),
+                Some(start) if at < lent_end && !self.is_futile => {
+                    (&payload[start..(start + LOAN_BYTES).min(lent_end - header.len())], true)
+                }
+                Some(start) => (&payload[start..], false),
+            };
+            match self.take(socket.as_fd(), bytes, lends) {
+                Ok(()) => {}
+                Err(Errno::AGAIN | Errno::INTR) => {
+                    self.wants_room = true;
+                    break;
+                }
+                // As much is lent as may be.
+                Err(Errno::NOBUFS) if !self.sends.is_empty() => break,
+                Err(Errno::NOBUFS) if lends => self.is_futile = true,
+                Err(_) => return Err(Broken),
+            }
+        }
+        self.hear(socket)?;
+        Ok(self.pop_done())
+    }
+
+    fn take(&mut self, socket: BorrowedFd<'_>, bytes: &[u8], lends: bool) -> Result<(), Errno> {
+        let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+        let num_bytes = send(socket, bytes, if lends { flags | LEND } else { flags })?;
+        let loan = lends.then_some(self.next_number);
+        self.next_number = self.next_number.wrapping_add(u32::from(lends));
+        self.num_taken += num_bytes;
+        self.sends.push_back(Taken { num_bytes, loan });
+        Ok(())
+    }
+
+    /// Takes note of what the kernel has given back.
+    fn hear(&mut self, socket: &OwnedFd) -> Result<(), Broken> {
+        while self.sends.iter().any(|taken| taken.loan.is_some()) {
+            let Some(notification) = next_notification(socket)? else { break };
+            self.give_back(notification);
+        }
+        Ok(())
+    }
+
+    fn give_back(&mut self, Notification { first, last, was_copied }: Notification) {
+        self.is_futile |= was_copied;
+        let num_others = last.wrapping_sub(first);
+        for taken in &mut self.sends {
+            taken.loan.take_if(|number| number.wrapping_sub(first) <= num_others);
+        }
+    }
+
+    /// Takes out what the kernel needs no more, up to the first bytes that it does; how many bytes that was.
+    fn pop_done(&mut self) -> usize {
+        let num_sends = self.sends.iter().take_while(|taken| taken.loan.is_none()).count();
+        let num_done = self.sends.drain(..num_sends).map(|taken| taken.num_bytes).sum();
+        self.num_taken -= num_done;
+        num_done
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Read;
+    use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+    use std::os::unix::net::UnixStream;
+
+    fn pair(address: SocketAddr) -> (OwnedFd, TcpStream) {
+        let listener = TcpListener::bind(address).expect("a port");
+        let one = TcpStream::connect(listener.local_addr().expect("an address")).expect("connected");
+        (one.into(), listener.accept().expect("accepted").0)
+    }
+
+    #[test]
+    fn lent_bytes_arrive_and_may_be_overwritten_once_they_are_done() {
+        for address in [(Ipv4Addr::LOCALHOST, 0).into(), (Ipv6Addr::LOCALHOST, 0).into()] {
+            let (socket, mut other) = pair(address);
+            let Some(mut loans) = Loans::new(&socket) else { return };
+            let header = [7; 40];
+            let mut payload: Vec<u8> = (0..3_000_001_u32).map(|index| (index % 251) as u8).collect();
+            let expected = [&header[..], &payload].concat();
+            let reader = std::thread::spawn(move || {
+                let mut received = vec![0; 40 + 3_000_001];
+                other.read_exact(&mut received).expect("all bytes");
+                received
+            });
+            let mut num_done = 0;
+            while num_done < expected.len() {
+                let start = num_done.saturating_sub(header.len());
+                let newly = loans
+                    .send(&socket, &header[num_done.min(40)..], &payload[start..])
+                    .expect("a connection");
+                num_done += newly;
+                payload[..num_done.saturating_sub(header.len())].fill(0);
+                std::thread::yield_now();
+            }
+            assert!(loans.sends.is_empty() && loans.num_taken == 0);
+            // Loopback copies, and says so.
+            assert!(loans.are_over() && loans.next_number > 0);
+            assert!(reader.join().expect("no panic") == expected);
+        }
+    }
+
+    #[test]
+    fn memory_is_done_in_order_whatever_the_order_of_notifications() {
+        let (socket, _other) = pair((Ipv4Addr::LOCALHOST, 0).into());
+        let Some(mut loans) = Loans::new(&socket) else { return };
+        // The kernel counts on after its largest number.
+        loans.next_number = u32::MAX;
+        for (num_bytes, lends) in [(1000, true), (2000, true), (10, false), (3000, true)] {
+            loans.take(socket.as_fd(), &vec![1; num_bytes], lends).expect("room");
+        }
+        let told = |first, last| Notification { first, last, was_copied: false };
+        loans.give_back(told(1, 1));
+        assert_eq!(loans.pop_done(), 0);
+        assert!(loans.are_awaited());
+        loans.give_back(told(u32::MAX, 0));
+        assert_eq!(loans.pop_done(), 6010);
+        assert!(!loans.are_awaited() && !loans.are_over());
+    }
+
+    #[test]
+    fn nothing_is_lent_to_a_local_socket() {
+        let (one, _other) = UnixStream::pair().expect("sockets");
+        assert!(Loans::new(&one.into()).is_none());
+    }
+}
