@@ -11,8 +11,8 @@ impl Group {
     /// Gives every rank a few bytes of every rank, in rank order.
     ///
     /// # Errors
-    /// From the work: [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`], which leaves the group as it is, and
-    /// whatever ends a group.
+    /// From the work: [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`](crate::CONTROL_BYTES_MAX), which leaves
+    /// the group as it is, and whatever ends a group.
     pub fn all_gather_bytes(&self, mine: &[u8]) -> Work<Vec<Vec<u8>>> {
         if let Err(error) = check_control_bytes(self.rank, mine.len() as u64) {
             return Work::ready(Err(error));
