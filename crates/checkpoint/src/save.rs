@@ -74,7 +74,7 @@ pub fn save(
             let _ = fs::remove_dir_all(folder.join(name));
         }
         // A rank that ends may end the others: none does before rank 0 has cleaned up.
-        let _ = group.barrier();
+        let _ = group.barrier().wait();
     }
     result
 }
@@ -134,7 +134,7 @@ impl Saving<'_> {
         let step = self.snapshot.step;
         let mine: Result<M, String> = outcome.as_ref().map(message).map_err(|error| with_sources(error));
         let mine = serde_json::to_vec(&mine).expect("messages are JSON");
-        let gathered = self.group.all_gather_bytes(&mine);
+        let gathered = self.group.all_gather_bytes(&mine).wait();
         let value = outcome.map_err(|error| {
             let (rank, source) = (self.group.rank(), Box::new(error));
             CheckpointError::SaveFailedHere { step, rank, source }

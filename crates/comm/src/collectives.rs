@@ -56,6 +56,18 @@ impl Group {
         self.checked_root(Operation::Broadcast { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
+    /// The root's input, as long as the outputs; the other inputs are empty. The root gets its output, too.
+    pub fn broadcast_into<T: Element>(
+        &self,
+        input: Buffer<T>,
+        output: Buffer<T>,
+        root: Rank,
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let len = output.len();
+        let operation = Operation::Broadcast { root, dtype: T::DTYPE, len };
+        self.checked_pair(operation, if root == self.rank() { len } else { 0 }, len, (input, output))
+    }
+
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn all_gather<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
         self.issue(Operation::AllGather { dtype: T::DTYPE, len: buffer.len() }, buffer)

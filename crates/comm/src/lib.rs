@@ -59,8 +59,8 @@ pub use fusion::{FusedWork, Fusion};
 pub use group::{CONTROL_BYTES_MAX, Group};
 pub use operation::Operation;
 pub use options::{
-    GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions, TransportChoice,
-    TransportKind,
+    GivenCosts, GroupOptions, JoinOptions, OnRefusal, ParseTransportError, Refusal, TlsOptions,
+    TransportChoice, TransportKind,
 };
 pub use recorder::{
     Diagnosis, Difference, Direction, Disagreement, FailureReport, Finding, FlightRecorder, GroupReport,
@@ -68,6 +68,7 @@ pub use recorder::{
     ReadReportsError, RecorderOptions, Side, Source, read_reports, remove_reports, report_path,
 };
 pub use secret::Secret;
+pub use selection::Choice;
 pub use statistics::CommStatistics;
 pub use work::Work;
 pub use world::{inproc_world, inproc_world_with, join, single};

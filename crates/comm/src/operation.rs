@@ -2,6 +2,7 @@ use crate::recorder::OperationFields;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use trireme_base::{DType, Rank, ReduceOp};
+use trireme_schedule::collective::Collective;
 
 /// One operation of a group, as all ranks must issue it: what differs between ranks is a mismatch.
 ///
@@ -175,6 +176,45 @@ impl Operation {
             | Operation::Gather { root, .. }
             | Operation::Scatter { root, .. } => Some(root),
             _ => None,
+        }
+    }
+
+    /// The operation as algorithms know it, if they do.
+    pub(crate) fn collective(self) -> Option<Collective> {
+        Some(match self {
+            Operation::AllReduce { len, .. } => Collective::AllReduce { len },
+            Operation::Reduce { root, len, .. } => Collective::Reduce { root, len },
+            Operation::Broadcast { root, len, .. } => Collective::Broadcast { root, len },
+            Operation::AllGather { len, .. } => Collective::AllGather { len },
+            Operation::ReduceScatter { len, .. } => Collective::ReduceScatter { len },
+            Operation::Gather { root, len, .. } => Collective::Gather { root, len },
+            Operation::Scatter { root, len, .. } => Collective::Scatter { root, len },
+            Operation::AllToAll { len, .. } => Collective::AllToAll { len },
+            Operation::Barrier => Collective::Barrier,
+            Operation::AllToAllVariable { .. } | Operation::AllGatherBytes | Operation::Message { .. } => {
+                return None;
+            }
+        })
+    }
+
+    /// A part of the operation: `collective`, on elements of the same type and reduced the same way. A mean is a sum until
+    /// all parts are done.
+    pub(crate) fn part(self, collective: Collective) -> Operation {
+        let (dtype, _) = self.elements();
+        let op = match self.reduction() {
+            Some(ReduceOp::Mean) | None => ReduceOp::Sum,
+            Some(op) => op,
+        };
+        match collective {
+            Collective::AllReduce { len } => Operation::AllReduce { op, dtype, len },
+            Collective::Reduce { root, len } => Operation::Reduce { op, root, dtype, len },
+            Collective::Broadcast { root, len } => Operation::Broadcast { root, dtype, len },
+            Collective::AllGather { len } => Operation::AllGather { dtype, len },
+            Collective::ReduceScatter { len } => Operation::ReduceScatter { op, dtype, len },
+            Collective::Gather { root, len } => Operation::Gather { root, dtype, len },
+            Collective::Scatter { root, len } => Operation::Scatter { root, dtype, len },
+            Collective::AllToAll { len } => Operation::AllToAll { dtype, len },
+            Collective::Barrier => Operation::Barrier,
         }
     }
 

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 use trireme_base::Rank;
-use trireme_schedule::collective::{Algorithm, CostModel};
+use trireme_schedule::collective::{Algorithm, CostModel, DirectCost, LinkCost};
 
 /// How a group runs its operations; the same on all ranks.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,9 +23,8 @@ pub struct GroupOptions {
     pub keeps_order: bool,
     /// The algorithm to take wherever it fits; the quickest one where it does not, or where none is named.
     pub algorithm: Option<Algorithm>,
-    /// What communication costs, by which the quickest algorithm is found. Without it that is measured when a world is
-    /// made if `keeps_order`, for then no choice changes a bit, and else is typical.
-    pub costs: Option<CostModel>,
+    /// What is known of the costs of communication, by which the quickest algorithm is found.
+    pub costs: GivenCosts,
     /// Whether every frame of a link carries a CRC-32C of header and payload, and one that differs ends the group. TCP's
     /// own sum of 16 bits misses one in 65536 of the errors that it sees. What goes through shared memory without a link
     /// has none.
@@ -52,10 +51,43 @@ impl Default for GroupOptions {
             chunk_bytes: 64 << 10,
             keeps_order: true,
             algorithm: None,
-            costs: None,
+            costs: GivenCosts::default(),
             checksums: false,
             sockets_per_peer: 1,
         }
+    }
+}
+
+/// Costs that need not be measured. The others are measured when a world is made if
+/// [`keeps_order`](GroupOptions::keeps_order), for then no choice of an algorithm changes a bit; else they are typical
+/// ones. All are positive.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct GivenCosts {
+    /// Messages between two ranks of a host.
+    pub within: Option<LinkCost>,
+    /// Messages between ranks of different hosts.
+    pub across: Option<LinkCost>,
+    /// Memory that ranks of a host share; of no meaning where they share none.
+    pub direct: Option<DirectCost>,
+}
+
+impl GivenCosts {
+    /// The model with what is given in the place of its own.
+    pub fn over(&self, model: CostModel) -> CostModel {
+        CostModel {
+            within: self.within.unwrap_or(model.within),
+            across: self.across.unwrap_or(model.across),
+            direct: model.direct.map(|own| self.direct.unwrap_or(own)),
+            ..model
+        }
+    }
+
+    /// Whether all are numbers that costs can be.
+    pub(crate) fn are_positive(&self) -> bool {
+        let links = [self.within, self.across].into_iter().flatten();
+        let links = links.map(|cost| [cost.latency_seconds, cost.seconds_per_byte]);
+        let direct = self.direct.map(|cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
+        links.chain(direct).flatten().all(|seconds| seconds > 0.0 && seconds.is_finite())
     }
 }
 

@@ -1,6 +1,6 @@
 //! What communication costs, measured by a few messages when a world is made.
 
-use crate::{CommError, Group};
+use crate::{CommError, GivenCosts, Group};
 use std::ops::Range;
 use std::time::Instant;
 use trireme_base::{Rank, ReduceOp};
@@ -18,23 +18,32 @@ const DIRECT_BYTES: usize = 512 << 10;
 /// No link is quicker, whatever a clock says.
 const SECONDS_MIN: f64 = 1e-9;
 
-/// Measures a group's links. All ranks call it, and all get the same; what was not measured is as in `typical`.
+/// Measures what is not `given` of a group's costs. All ranks call it, and all get the same; what was not measured is as in
+/// `unmeasured`.
 ///
 /// Takes a few milliseconds, and a few messages between two ranks of a host and between two hosts: as long as the link carries
 /// in a millisecond or two.
-pub(crate) fn measure(group: &Group, typical: CostModel) -> Result<CostModel, CommError> {
-    let within = neighbours(group).map(|pair| link(group, pair)).transpose()?.flatten();
-    let across = strangers(group).map(|pair| link(group, pair)).transpose()?.flatten();
-    let direct = match typical.direct {
-        Some(_) if group.hosts().num_hosts() == 1 => Some(direct(group)?),
-        _ => None,
-    };
+pub(crate) fn measure(
+    group: &Group,
+    given: &GivenCosts,
+    unmeasured: CostModel,
+) -> Result<CostModel, CommError> {
+    let within = neighbours(group).filter(|_| given.within.is_none());
+    let across = strangers(group).filter(|_| given.across.is_none());
+    let shares_all = unmeasured.direct.is_some() && group.hosts().num_hosts() == 1;
+    let has_direct = shares_all && given.direct.is_none();
+    if within.is_none() && across.is_none() && !has_direct {
+        return Ok(unmeasured);
+    }
+    let within = within.map(|pair| link(group, pair)).transpose()?.flatten();
+    let across = across.map(|pair| link(group, pair)).transpose()?.flatten();
+    let direct = has_direct.then(|| direct(group)).transpose()?;
     // What this rank has measured; zero where it has not.
     let [within, across] = [within, across].map(|cost| cost.map_or([0.0; 2], of_link));
     let direct = direct.map_or([0.0; 2], |cost| [cost.synchronisation_seconds, cost.seconds_per_byte]);
     let own: Vec<u8> =
         [within, across, direct].as_flattened().iter().flat_map(|value| value.to_le_bytes()).collect();
-    let all = group.all_gather_bytes(&own)?;
+    let all = group.all_gather_bytes(&own).wait()?;
     // The largest of what ranks have measured: they wait for the slowest.
     let largest = |range: Range<usize>| {
         let mut values = [0.0_f64; 2];
@@ -53,10 +62,10 @@ pub(crate) fn measure(group: &Group, typical: CostModel) -> Result<CostModel, Co
         seconds_per_byte,
     };
     Ok(CostModel {
-        within: largest(0..16).map_or(typical.within, to_link),
-        across: largest(16..32).map_or(typical.across, to_link),
-        direct: typical.direct.map(|typical| largest(32..48).map_or(typical, to_direct)),
-        ..typical
+        within: largest(0..16).map_or(unmeasured.within, to_link),
+        across: largest(16..32).map_or(unmeasured.across, to_link),
+        direct: unmeasured.direct.map(|own| largest(32..48).map_or(own, to_direct)),
+        ..unmeasured
     })
 }
 
@@ -146,7 +155,7 @@ fn direct(group: &Group) -> Result<DirectCost, CommError> {
     let mut quickest = f64::INFINITY;
     for _ in 0..=NUM_ROUNDS {
         let start = Instant::now();
-        group.barrier()?;
+        group.barrier().wait()?;
         quickest = quickest.min(start.elapsed().as_secs_f64());
     }
     let synchronisation_seconds = quickest;

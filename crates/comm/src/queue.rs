@@ -118,15 +118,6 @@ impl Queue {
         ticket
     }
 
-    /// Issues an operation and waits for it, without waking the communication thread.
-    pub(crate) fn call(
-        self: &Arc<Self>,
-        operation: Operation,
-        payload: Payload,
-    ) -> Result<Payload, CommError> {
-        self.enqueue(operation, payload).wait()
-    }
-
     fn enqueue(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
         let mut state = self.lock();
         let progress = match &state.failure {

@@ -1,6 +1,6 @@
-use crate::GroupOptions;
+use crate::{GroupOptions, Operation};
 use std::collections::HashMap;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 use trireme_schedule::collective::{
     Algorithm, Collective, CostModel, DirectCost, FlatAlgorithm, Hosts, LinkCost, choose, fits, is_canonical,
 };
@@ -28,6 +28,26 @@ pub(crate) fn typical_costs(shares_memory: bool) -> CostModel {
     }
 }
 
+/// How a group does an operation on vectors of one length.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Choice {
+    /// The operation; its length is that of the whole vector, in elements.
+    pub collective: Collective,
+    /// Bytes of an element.
+    pub element_bytes: usize,
+    /// The algorithm that was chosen.
+    pub algorithm: Algorithm,
+}
+
+impl Choice {
+    /// Bytes of the whole vector.
+    pub fn bytes(&self) -> u64 {
+        (self.collective.len() * self.element_bytes) as u64
+    }
+}
+
+type Chosen = HashMap<(Collective, usize), Algorithm>;
+
 /// Chooses algorithms, the same ones on all ranks: what is asked for where it fits, else what is predicted to be the
 /// fastest.
 #[derive(Clone)]
@@ -35,11 +55,12 @@ pub(crate) struct Selection {
     hosts: Hosts,
     asked: Option<Algorithm>,
     keeps_order: bool,
+    /// Given costs, typical ones where none are given.
     typical: CostModel,
     /// What was measured, once it was: on all ranks between the same two operations.
     measured: Arc<OnceLock<CostModel>>,
-    /// What was chosen, by typical costs or given ones and by measured ones.
-    chosen: [HashMap<(Collective, usize), Algorithm>; 2],
+    /// What was chosen, before anything was measured and since. Clones share it.
+    chosen: Arc<Mutex<[Chosen; 2]>>,
 }
 
 impl Selection {
@@ -49,33 +70,54 @@ impl Selection {
         measured: Arc<OnceLock<CostModel>>,
         options: &GroupOptions,
     ) -> Self {
-        let typical = typical_costs(shares_memory);
         Selection {
             hosts,
             asked: options.algorithm,
             keeps_order: options.keeps_order,
-            typical: options.costs.map_or(typical, |given| CostModel {
-                direct: given.direct.filter(|_| shares_memory),
-                ..given
-            }),
+            typical: options.costs.over(typical_costs(shares_memory)),
             measured,
-            chosen: [HashMap::new(), HashMap::new()],
+            chosen: Arc::default(),
         }
     }
 
     /// The algorithm for an operation on elements of so many bytes.
-    pub(crate) fn algorithm(&mut self, collective: Collective, element_bytes: usize) -> Algorithm {
+    pub(crate) fn algorithm(&self, collective: Collective, element_bytes: usize) -> Algorithm {
         let measured = self.measured.get();
-        let (model, which) = (*measured.unwrap_or(&self.typical), usize::from(measured.is_some()));
-        if let Some(&algorithm) = self.chosen[which].get(&(collective, element_bytes)) {
+        let (model, which) = (measured.unwrap_or(&self.typical), usize::from(measured.is_some()));
+        if let Some(&algorithm) = self.lock()[which].get(&(collective, element_bytes)) {
             return algorithm;
         }
-        let algorithm = self.choose(collective, element_bytes, &model);
-        if self.chosen[which].len() == NUM_KEPT_MAX {
-            self.chosen[which].clear();
+        let algorithm = self.choose(collective, element_bytes, model);
+        let chosen = &mut self.lock()[which];
+        if chosen.len() == NUM_KEPT_MAX {
+            chosen.clear();
         }
-        self.chosen[which].insert((collective, element_bytes), algorithm);
+        chosen.insert((collective, element_bytes), algorithm);
         algorithm
+    }
+
+    /// The algorithm that was chosen last for an operation; none where there was no choice, or none yet.
+    pub(crate) fn chosen(&self, operation: Operation) -> Option<Algorithm> {
+        let (dtype, _) = operation.elements();
+        let key = (operation.collective()?, dtype.size());
+        self.lock().iter().rev().find_map(|chosen| chosen.get(&key).copied())
+    }
+
+    /// What was chosen by the costs that count now, in no order.
+    pub(crate) fn choices(&self) -> Vec<Choice> {
+        let choice = |(&(collective, element_bytes), &algorithm): (&(Collective, usize), &Algorithm)| {
+            Choice { collective, element_bytes, algorithm }
+        };
+        self.lock()[usize::from(self.measured.get().is_some())].iter().map(choice).collect()
+    }
+
+    /// How many they are.
+    pub(crate) fn num_choices(&self) -> usize {
+        self.lock()[usize::from(self.measured.get().is_some())].len()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, [Chosen; 2]> {
+        self.chosen.lock().expect("no thread panics while it looks at the choices")
     }
 
     fn choose(&self, collective: Collective, element_bytes: usize, model: &CostModel) -> Algorithm {

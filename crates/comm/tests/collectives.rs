@@ -60,7 +60,7 @@ fn check_all_gather(group: &Group) {
     for lengths in [[0, 0, 0, 0], [1, 0, 3, 2], [5, 5, 5, 5], [0, 70_000, 1, 0], [CONTROL_BYTES_MAX, 1, 2, 3]]
     {
         let block = |rank: usize| vec![rank as u8 + 1; lengths[rank]];
-        let gathered = group.all_gather_bytes(&block(group.rank().0)).expect("gathered");
+        let gathered = group.all_gather_bytes(&block(group.rank().0)).wait().expect("gathered");
         let expected: Vec<_> = (0..group.world_size()).map(block).collect();
         assert!(gathered == expected, "{lengths:?} on {group:?}");
     }
@@ -130,9 +130,32 @@ fn nobody_passes_a_barrier_before_everybody_has_come() {
         on_ranks(transport, 3, &small_pieces(), |group| {
             for round in 1..=50 {
                 num_arrivals.fetch_add(1, Ordering::SeqCst);
-                group.barrier().expect("everybody came");
+                group.barrier().wait().expect("everybody came");
                 assert!(num_arrivals.load(Ordering::SeqCst) >= 3 * round);
             }
+        });
+    }
+}
+
+#[test]
+fn a_barrier_is_under_way_while_its_rank_goes_on() {
+    for transport in TRANSPORTS {
+        let has_gone_on = std::sync::Barrier::new(2);
+        on_ranks(transport, 2, &small_pieces(), |group| {
+            let mut works = Vec::new();
+            if group.rank() == Rank(0) {
+                works.extend([group.barrier(), group.barrier()]);
+                assert!(!works[0].is_done() && !works[1].is_done(), "{transport}");
+            }
+            has_gone_on.wait();
+            if group.rank() == Rank(1) {
+                works.extend([group.barrier(), group.barrier()]);
+            }
+            let gathered = group.all_gather_bytes(&[group.rank().0 as u8]);
+            for work in works {
+                work.wait().expect("everybody came");
+            }
+            assert_eq!(gathered.wait().expect("gathered"), [[0], [1]]);
         });
     }
 }
@@ -213,7 +236,7 @@ fn bytes_moved_follow_the_formulas() {
                 let vector = group.buffer::<f32>(len).expect("memory");
                 let vector = group.all_reduce(vector, ReduceOp::Sum).wait().expect("reduced");
                 assert_eq!(vector.len(), len);
-                group.barrier().expect("everybody came");
+                group.barrier().wait().expect("everybody came");
                 let statistics = group.statistics();
                 assert_eq!(statistics.num_operations, 2);
                 assert!(statistics.waiting <= statistics.busy);
@@ -242,7 +265,7 @@ fn a_world_of_one_needs_no_thread() {
     check_all_reduce::<f32>(&group);
     check_broadcast::<f64>(&group);
     check_all_gather(&group);
-    group.barrier().expect("nobody to wait for");
+    group.barrier().wait().expect("nobody to wait for");
     let work = group.all_reduce(group.buffer::<f32>(3).expect("memory"), ReduceOp::Sum);
     assert!(work.is_done());
     drop(work);

@@ -21,8 +21,8 @@ const DIFFERENT: [Issue; 7] = [
     |group| group.all_reduce(zeros::<u32>(group, 100), ReduceOp::Sum).wait().map(drop),
     |group| group.all_reduce(zeros::<f32>(group, 100), ReduceOp::Max).wait().map(drop),
     |group| group.broadcast(zeros::<f32>(group, 100), Rank(0)).wait().map(drop),
-    |group| group.all_gather_bytes(&[1]).map(drop),
-    |group| group.barrier(),
+    |group| group.all_gather_bytes(&[1]).wait().map(drop),
+    |group| group.barrier().wait(),
 ];
 
 #[test]
@@ -31,7 +31,7 @@ fn a_mismatch_is_named_on_every_rank() {
         for odd_one in [0, 3] {
             for different in DIFFERENT {
                 let failures = on_ranks(transport, 4, &small_pieces(), |group| {
-                    group.barrier().expect("everybody agrees");
+                    group.barrier().wait().expect("everybody agrees");
                     if group.rank().0 == odd_one { different(&group) } else { SUM_OF_100(&group) }
                 });
                 for failure in failures {
@@ -81,8 +81,8 @@ fn the_first_failure_is_that_of_everything_after_it() {
                 .into_iter()
                 .map(|work| work.wait().expect_err("the first operation differs").to_string())
                 .collect();
-            messages.push(group.barrier().expect_err("the group has failed").to_string());
-            messages.push(group.all_gather_bytes(&[]).expect_err("the group has failed").to_string());
+            messages.push(group.barrier().wait().expect_err("the group has failed").to_string());
+            messages.push(group.all_gather_bytes(&[]).wait().expect_err("the group has failed").to_string());
             assert!(messages[0].contains("operation 0 differs"), "{}", messages[0]);
             assert!(messages.iter().all(|message| *message == messages[0]), "{messages:?}");
         });
@@ -94,7 +94,7 @@ fn a_rank_that_panics_is_lost_to_the_others() {
     for transport in TRANSPORTS {
         let all_are_ready = std::sync::Barrier::new(3);
         let failures = on_ranks(transport, 3, &small_pieces(), |group| {
-            group.barrier().expect("everybody is here");
+            group.barrier().wait().expect("everybody is here");
             all_are_ready.wait();
             if group.rank() == Rank(2) {
                 let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -122,7 +122,7 @@ fn leaving_in_good_order_is_no_loss() {
     for transport in TRANSPORTS {
         let ends = on_ranks(transport, 3, &small_pieces(), |group| {
             SUM_OF_100(&group).expect("everybody is here");
-            if group.rank() == Rank(1) { Ok(()) } else { group.barrier() }
+            if group.rank() == Rank(1) { Ok(()) } else { group.barrier().wait() }
         });
         for (rank, end) in ends.into_iter().enumerate() {
             match end {
@@ -168,10 +168,10 @@ fn what_one_rank_can_see_alone_does_not_end_the_group() {
     on_ranks(TransportKind::Shm, 2, &small_pieces(), |group| {
         let no_root = group.broadcast(zeros::<f32>(&group, 1), Rank(2)).wait();
         assert!(matches!(no_root, Err(CommError::NoSuchRoot { root: Rank(2), world_size: 2, .. })));
-        let too_long = group.all_gather_bytes(&vec![0; trireme_comm::CONTROL_BYTES_MAX + 1]);
+        let too_long = group.all_gather_bytes(&vec![0; trireme_comm::CONTROL_BYTES_MAX + 1]).wait();
         assert!(matches!(too_long, Err(CommError::ControlDataTooLong { .. })));
         assert!(matches!(group.buffer::<f64>(usize::MAX / 2), Err(CommError::Allocate { .. })));
         assert!(matches!(group.buffer::<u8>(usize::MAX / 4), Err(CommError::Allocate { .. })));
-        group.barrier().expect("the group goes on");
+        group.barrier().wait().expect("the group goes on");
     });
 }

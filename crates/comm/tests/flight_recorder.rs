@@ -9,10 +9,11 @@ use std::time::Duration;
 use support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_comm::{
-    CommError, Crossing, Diagnosis, Difference, Direction, Disagreement, Element, Group, GroupOptions,
-    JoinOptions, MessagePeer, Occasion, OnStall, Operation, OperationState, RankReport, RecorderOptions,
-    Source, TransportChoice, TransportKind, join, read_reports, report_path,
+    Choice, CommError, Crossing, Diagnosis, Difference, Direction, Disagreement, Element, Group,
+    GroupOptions, JoinOptions, MessagePeer, Occasion, OnStall, Operation, OperationState, RankReport,
+    RecorderOptions, Source, TransportChoice, TransportKind, join, read_reports, report_path,
 };
+use trireme_schedule::collective::{Algorithm, Collective, FlatAlgorithm};
 
 const SUM_OF_100: Operation = Operation::AllReduce { op: ReduceOp::Sum, dtype: DType::F32, len: 100 };
 
@@ -63,7 +64,31 @@ fn a_deadline_is_reported_by_those_who_wait_and_by_those_who_are_missing() {
             assert_eq!((operation.sequence, operation.state, &*operation.line), (sequence, state, line));
             assert_eq!(finding.waits_for, missing, "{transport}, rank {rank}");
             assert_eq!(finding.failure.is_some(), rank != 2);
+            assert!(operation.algorithm.is_some(), "{transport}, rank {rank}");
         }
+    }
+}
+
+#[test]
+fn algorithms_are_reported_where_there_is_a_choice() {
+    let ring = Algorithm::from(FlatAlgorithm::Ring);
+    let options = GroupOptions { algorithm: Some(ring), keeps_order: false, ..small_pieces() };
+    for transport in TRANSPORTS {
+        on_ranks(transport, 3, &options, |group| {
+            assert_eq!(group.choices(), []);
+            for len in [100, 100, 7] {
+                sum::<f32>(&group, len).expect("everybody is here");
+            }
+            group.barrier().wait().expect("everybody is here");
+            let report = group.flight_recorder().report();
+            let operations = report.groups[0].operations.iter();
+            let algorithms: Vec<_> = operations.map(|operation| operation.algorithm.as_deref()).collect();
+            assert_eq!(algorithms, [Some("ring"), Some("ring"), Some("ring"), None], "{transport}");
+            let choice =
+                |len| Choice { collective: Collective::AllReduce { len }, element_bytes: 4, algorithm: ring };
+            assert_eq!(group.choices(), [choice(7), choice(100)]);
+            assert_eq!(group.num_choices(), 2);
+        });
     }
 }
 
@@ -72,7 +97,7 @@ fn a_lost_rank_is_named_in_every_report() {
     for transport in TRANSPORTS {
         let all_are_ready = Barrier::new(3);
         let reports = on_ranks(transport, 3, &small_pieces(), |group| {
-            group.barrier().expect("everybody is here");
+            group.barrier().wait().expect("everybody is here");
             all_are_ready.wait();
             if group.rank() == Rank(1) {
                 let panicked = catch_unwind(AssertUnwindSafe(|| {
@@ -103,7 +128,7 @@ type Issue = fn(&Group) -> Result<(), CommError>;
 #[test]
 fn the_first_mismatch_is_found_in_the_reports() {
     let cases: [(Difference, Issue, Issue); 4] = [
-        (Difference::Operation, |group| group.barrier(), |group| sum::<f32>(group, 7)),
+        (Difference::Operation, |group| group.barrier().wait(), |group| sum::<f32>(group, 7)),
         (Difference::Size, |group| sum::<f32>(group, 8), |group| sum::<f32>(group, 7)),
         (Difference::Dtype, |group| sum::<f64>(group, 7), |group| sum::<f32>(group, 7)),
         (
@@ -123,7 +148,7 @@ fn the_first_mismatch_is_found_in_the_reports() {
     for transport in TRANSPORTS {
         for (expected, odd, others) in cases {
             let reports = on_ranks(transport, 4, &small_pieces(), |group| {
-                group.barrier().expect("everybody agrees");
+                group.barrier().wait().expect("everybody agrees");
                 group.set_line(format_args!("line 4"));
                 let issue = if group.rank() == Rank(3) { odd } else { others };
                 issue(&group).expect_err("the operations differ");
@@ -187,9 +212,10 @@ fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadl
     for transport in TRANSPORTS {
         let failures = on_ranks(transport, 2, &small_pieces(), |world| {
             let other = world.split_named("other", Some(0), 0).expect("split").expect("a member");
-            other.barrier().expect("one order");
+            other.barrier().wait().expect("one order");
             let [first, second] = if world.rank() == Rank(0) { [&world, &other] } else { [&other, &world] };
-            let failure = first.barrier().and_then(|()| second.barrier()).expect_err("orders that cross");
+            let failure =
+                first.barrier().wait().and_then(|()| second.barrier().wait()).expect_err("orders that cross");
             (failure, world.flight_recorder().report())
         });
         for (rank, (failure, _)) in failures.iter().enumerate() {
@@ -231,16 +257,16 @@ fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
                 let world = join(&options).expect("joined");
                 let row = world.rank().0 as u64 / 2;
                 let data = world.split_named("data", Some(row), 0).expect("split").expect("a member");
-                data.barrier().expect("both are here");
+                data.barrier().wait().expect("both are here");
                 if world.rank() == Rank(3) {
                     // Slow, until rank 0 has waited for as long as it does without a word.
                     let patience = Duration::from_secs(60);
                     has_waited.lock().expect("not poisoned").recv_timeout(patience).expect("rank 0 waits");
                 }
                 if row == 1 {
-                    data.barrier().expect("both are here");
+                    data.barrier().wait().expect("both are here");
                 }
-                world.barrier().expect("everybody comes in the end");
+                world.barrier().wait().expect("everybody comes in the end");
             });
         }
     });
@@ -344,7 +370,7 @@ fn ranks_write_files_gather_and_tell_of_a_wait_once() {
                             report_path(folder_of(&options), options.rank.0).exists(),
                             "a rank that joins reports"
                         );
-                        group.barrier().expect("all are here");
+                        group.barrier().wait().expect("all are here");
                         group.set_line(format_args!("line 7: REDUCE_GRAD 1"));
                         if group.rank() != Rank(1) {
                             sum::<f32>(&group, 100).expect_err("rank 1 does not come");

@@ -1,17 +1,20 @@
 //! The transport `mpi`, by processes that MPI's launcher starts. Skipped where there is no `mpirun`.
 #![cfg(feature = "mpi")]
 
+#[path = "support/operations.rs"]
+mod operations;
 #[path = "support/oracle.rs"]
 mod oracle;
 mod support;
 
+use operations::check_algorithm;
 use oracle::{Value, expected};
 use std::process::{Command, Output};
 use std::time::Duration;
 use support::{join_options, small_pieces};
 use trireme_base::{Bf16, Rank, ReduceOp};
 use trireme_comm::{Buffer, CommError, Element, Group, JoinOptions, TransportChoice, TransportKind, join};
-use trireme_schedule::collective::block;
+use trireme_schedule::collective::{Algorithm, FlatAlgorithm, block};
 
 /// Set for the processes that these tests start: what to do, and the address of the world.
 const WORKER: &str = "TRIREME_COMM_TEST_MPI";
@@ -56,6 +59,15 @@ fn said(output: &Output) -> (Vec<String>, bool) {
 fn every_operation_has_the_bits_that_tcp_gives_it() {
     for num_workers in 2..=4 {
         let Some(output) = launch("operations", num_workers) else { return };
+        let (words, is_success) = said(&output);
+        assert!(is_success && words == vec!["done"; num_workers], "{output:#?}");
+    }
+}
+
+#[test]
+fn every_algorithm_works_over_mpi() {
+    for num_workers in [3, 4] {
+        let Some(output) = launch("algorithms", num_workers) else { return };
         let (words, is_success) = said(&output);
         assert!(is_success && words == vec!["done"; num_workers], "{output:#?}");
     }
@@ -107,6 +119,10 @@ fn worker() {
     };
     let rank = number(["OMPI_COMM_WORLD_RANK", "PMI_RANK"]);
     let world_size = number(["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]);
+    if role == "algorithms" {
+        check_algorithms(&options(rank, world_size, master_addr, TransportChoice::Mpi));
+        return println!("worker: done");
+    }
     let mut mpi_options = options(rank, world_size, master_addr, TransportChoice::Mpi);
     if role == "timeout" {
         // So long that MPI waits for the receiver before it sends a fragment.
@@ -134,6 +150,18 @@ fn options(rank: usize, world_size: usize, master_addr: &str, transport: Transpo
     JoinOptions { rank: Rank(rank), master_addr, master_port, ..options }
 }
 
+/// A world for each algorithm, one after the other.
+fn check_algorithms(options: &JoinOptions) {
+    let with_steps = FlatAlgorithm::ALL.map(Algorithm::from).into_iter().zip(1..);
+    for (algorithm, index) in with_steps.filter(|(algorithm, _)| !algorithm.needs_shared_memory()) {
+        let mut options = options.clone();
+        options.master_port += index;
+        options.group.algorithm = Some(algorithm);
+        options.group.keeps_order = false;
+        check_algorithm(&join(&options).expect("joined"), algorithm);
+    }
+}
+
 fn check(mpi: &Group, tcp: &Group) {
     check_type::<f32>(mpi, tcp);
     check_type::<Bf16>(mpi, tcp);
@@ -154,7 +182,7 @@ fn check(mpi: &Group, tcp: &Group) {
         check_messages(mpi_half);
         check_reduced(mpi, &meanwhile.wait().expect("reduced"));
     }
-    mpi.barrier().expect("all are here");
+    mpi.barrier().wait().expect("all are here");
 }
 
 fn filled<T: Value>(group: &Group, range: std::ops::Range<usize>) -> Buffer<T> {
@@ -208,6 +236,7 @@ fn results<T: Value>(group: &Group, len: usize) -> Result<Vec<Vec<T>>, CommError
     let scattered = [group.scatter(input(0..len), root), group.reduce_scatter(input(0..len), ReduceOp::Sum)];
     let pairs = [
         group.all_reduce_into(input(0..len), output(len)?, ReduceOp::Prod),
+        group.broadcast_into(input(0..at_root(len)), output(len)?, root),
         group.all_gather_into(input(own.clone()), output(len)?),
         group.reduce_scatter_into(input(0..len), output(own.len())?, ReduceOp::Min),
         group.all_to_all_into(input(0..equal), output(equal)?),
@@ -234,7 +263,7 @@ fn results<T: Value>(group: &Group, len: usize) -> Result<Vec<Vec<T>>, CommError
 fn check_bytes(group: &Group) {
     for len in [0, 1, 983, 984, 985, 100_000] {
         let block = |rank: usize| vec![rank as u8 + 1; len * rank];
-        let gathered = group.all_gather_bytes(&block(group.rank().0)).expect("gathered");
+        let gathered = group.all_gather_bytes(&block(group.rank().0)).wait().expect("gathered");
         assert!(gathered == (0..group.world_size()).map(block).collect::<Vec<_>>(), "{len} on {group:?}");
     }
 }
@@ -273,7 +302,7 @@ fn timeout(mpi: Group, tcp: &Group) {
         let failure = mpi.send(filled::<f32>(&mpi, 0..1 << 20), Rank(1)).wait();
         assert!(matches!(failure, Err(CommError::TimedOut { .. })));
     }
-    tcp.barrier().expect("tcp goes on");
+    tcp.barrier().wait().expect("tcp goes on");
     drop(mpi);
     let mut buffer = tcp.buffer::<f32>(1 << 20).expect("memory");
     buffer.fill(1.0);

@@ -7,7 +7,10 @@ use std::net::TcpListener;
 use std::time::Duration;
 use support::{check_world, join_all, join_options, ranks, small_pieces};
 use trireme_base::Rank;
-use trireme_comm::{CommError, GroupOptions, JoinOptions, Secret, TransportChoice, TransportKind, join};
+use trireme_comm::{
+    CommError, GivenCosts, GroupOptions, JoinOptions, Secret, TransportChoice, TransportKind, join,
+};
+use trireme_schedule::collective::LinkCost;
 
 fn options(world_size: usize) -> JoinOptions {
     join_options(world_size, TransportChoice::Auto, &small_pieces())
@@ -133,6 +136,10 @@ fn options_that_cannot_be_are_refused_before_anything_is_opened() {
     let good = options(2);
     let group = |group: GroupOptions| JoinOptions { group, ..good.clone() };
     let defaults = GroupOptions::default();
+    let costs = |latency, bandwidth| {
+        let across = Some(LinkCost::of(latency, bandwidth));
+        GivenCosts { across, ..GivenCosts::default() }
+    };
     let wrong = [
         JoinOptions { world_size: 0, ..good.clone() },
         JoinOptions { world_size: 1 << 20, ..good.clone() },
@@ -143,7 +150,10 @@ fn options_that_cannot_be_are_refused_before_anything_is_opened() {
         group(GroupOptions { timeout: Duration::ZERO, ..defaults.clone() }),
         group(GroupOptions { chunk_bytes: 0, ..defaults.clone() }),
         group(GroupOptions { chunk_bytes: usize::MAX, ..defaults.clone() }),
-        group(GroupOptions { short_bytes_max: usize::MAX, ..defaults }),
+        group(GroupOptions { short_bytes_max: usize::MAX, ..defaults.clone() }),
+        group(GroupOptions { costs: costs(0.0, 1.0), ..defaults.clone() }),
+        group(GroupOptions { costs: costs(1.0, 0.0), ..defaults.clone() }),
+        group(GroupOptions { costs: costs(f64::NAN, 1.0), ..defaults }),
     ];
     for options in wrong {
         assert!(matches!(join(&options), Err(CommError::Options { .. })), "{options:?}");

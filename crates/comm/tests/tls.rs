@@ -1,5 +1,11 @@
 //! Worlds whose data is encrypted; and programs that cannot encrypt it.
 
+#[cfg(feature = "tls")]
+#[path = "support/operations.rs"]
+mod operations;
+#[cfg(feature = "tls")]
+#[path = "support/oracle.rs"]
+mod oracle;
 mod support;
 
 use std::os::unix::fs::PermissionsExt;
@@ -37,10 +43,12 @@ fn a_program_without_tls_says_so() {
 
 #[cfg(feature = "tls")]
 mod with_tls {
+    use super::operations::check_algorithm;
     use super::*;
     use std::time::Duration;
     use trireme_base::{Rank, ReduceOp};
     use trireme_comm::join;
+    use trireme_schedule::collective::{Algorithm, FlatAlgorithm};
 
     #[test]
     fn an_encrypted_world_computes_the_same() {
@@ -56,10 +64,30 @@ mod with_tls {
                         let sum = group.all_reduce(buffer, ReduceOp::Sum).wait().expect("everybody is here");
                         assert!(sum.iter().enumerate().all(|(i, x)| *x == (3 * (i % 7) + 3) as f32), "{len}");
                     }
-                    group.barrier().expect("everybody is here");
+                    group.barrier().wait().expect("everybody is here");
                 });
             }
         });
+    }
+
+    #[test]
+    fn every_algorithm_works_over_encrypted_connections() {
+        for algorithm in FlatAlgorithm::ALL.map(Algorithm::from) {
+            let (mut options, _folder) = options(3, "worker");
+            options.group.algorithm = Some(algorithm);
+            options.group.keeps_order = false;
+            let groups = join_all(&ranks(&options, &[0, 1, 2]));
+            std::thread::scope(|scope| {
+                for group in groups {
+                    let group = group.expect("joined");
+                    scope.spawn(move || {
+                        if !algorithm.needs_shared_memory() {
+                            check_algorithm(&group, algorithm);
+                        }
+                    });
+                }
+            });
+        }
     }
 
     #[test]

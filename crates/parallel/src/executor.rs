@@ -174,7 +174,7 @@ impl Executor {
                 hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
             }
         }
-        let hashes = self.group.all_gather_bytes(&hash.to_le_bytes())?;
+        let hashes = self.group.all_gather_bytes(&hash.to_le_bytes()).wait()?;
         let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
         let expected = number(&hashes[0]);
         match hashes.iter().map(|bytes| number(bytes)).enumerate().find(|(_, found)| *found != expected) {

@@ -173,7 +173,7 @@ fn find_resume(
         Ok(Some(checkpoint)) => format!("+{}", checkpoint.path().display()),
         Err(_) => "!".to_owned(),
     };
-    let messages = group.all_gather_bytes(message.as_bytes())?;
+    let messages = group.all_gather_bytes(message.as_bytes()).wait()?;
     if group.rank() == Rank::ROOT {
         return chosen;
     }

@@ -7,7 +7,10 @@ use crate::metrics::{MetricsFiles, MetricsWriter};
 use crate::observer::Observer;
 use std::fs::{self, File, TryLockError};
 use std::path::Path;
+use trireme_base::Bytes;
+use trireme_comm::{Choice, Group};
 use trireme_parallel::Executor;
+use trireme_schedule::collective::CostModel;
 
 /// Where workers write what they did last when something goes wrong, in a run's folder.
 pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
@@ -26,9 +29,44 @@ pub(crate) fn open(
     };
     write("config.toml", &files.config_toml)?;
     write("program.txt", &executor.program().to_string())?;
+    write_choices(config, executor.group())?;
     let metrics = config.metrics();
     let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
     Ok(MetricsWriter::open(&folder, which, resumed_step)?)
+}
+
+/// Writes down which algorithms the group has chosen so far, and by which costs.
+pub(crate) fn write_choices(config: &Config, group: &Group) -> Result<(), TrainError> {
+    let path = config.run_folder().join("collectives.txt");
+    fs::write(&path, choices(group)).map_err(|source| TrainError::RunFolder { path, source })
+}
+
+fn choices(group: &Group) -> String {
+    let CostModel { within, across, direct, .. } = group.costs();
+    let (num_ranks, num_hosts) = (group.world_size(), group.hosts().num_hosts());
+    let mut text = format!("{num_ranks} workers, hosts: {num_hosts}, transport: {}\n", group.transport());
+    let mut cost = |name: &str, latency_seconds: f64, seconds_per_byte: f64| {
+        let (microseconds, gigabytes_per_second) = (latency_seconds * 1e6, 1e-9 / seconds_per_byte);
+        text += &format!("{name:<24}{microseconds:>8.1} us {gigabytes_per_second:>8.2} GB/s\n");
+    };
+    cost("messages within a host", within.latency_seconds, within.seconds_per_byte);
+    if num_hosts > 1 {
+        cost("messages across hosts", across.latency_seconds, across.seconds_per_byte);
+    }
+    if let Some(direct) = direct {
+        cost("shared memory", direct.synchronisation_seconds, direct.seconds_per_byte);
+    }
+    text.push('\n');
+    let mut row = |operation: &str, size: &str, elements: &str, algorithm: &str| {
+        text += &format!("{operation:<14} {size:>10} {elements:>16}  {algorithm}\n");
+    };
+    row("operation", "size", "elements", "algorithm");
+    for choice in group.choices() {
+        let Choice { collective, element_bytes, algorithm } = choice;
+        let elements = format!("{} x {element_bytes}B", collective.len());
+        row(&collective.to_string(), &Bytes(choice.bytes()).to_string(), &elements, &algorithm.to_string());
+    }
+    text
 }
 
 /// Makes the folder, and keeps other processes from training into it while the file stays open.

@@ -58,6 +58,8 @@ pub struct Trainer<'a> {
     state: TrainingState,
     files: RunFiles,
     metrics: Option<MetricsWriter>,
+    /// Algorithms that the run's folder tells of.
+    num_choices: usize,
     tokenizer: Tokenizer,
     batches: Vec<Batch>,
     window: Vec<u32>,
@@ -115,6 +117,7 @@ impl<'a> Trainer<'a> {
             state,
             files,
             metrics,
+            num_choices: 0,
             tokenizer,
             batches: Vec::new(),
             window: vec![0; training.seq_len + 1],
@@ -160,8 +163,20 @@ impl<'a> Trainer<'a> {
             if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
                 summary.checkpoint = Some(self.save_checkpoint()?);
             }
+            self.write_choices()?;
         }
         Ok(summary)
+    }
+
+    /// Writes down which algorithms were chosen, when there are new ones.
+    fn write_choices(&mut self) -> Result<(), TrainError> {
+        let group = self.executor.group();
+        let num_choices = group.num_choices();
+        if self.metrics.is_some() && num_choices != self.num_choices {
+            run_folder::write_choices(self.config, group)?;
+            self.num_choices = num_choices;
+        }
+        Ok(())
     }
 
     /// One training step.

@@ -20,7 +20,7 @@ Examples:
   trireme flight-recorder runs/quickstart
       Where the workers were.
   trireme flight-recorder runs/quickstart --rank 1
-      The last operations of rank 1, the newest at the end.
+      The last operations of rank 1, the newest at the end, with their algorithms.
   trireme flight-recorder runs/quickstart --json | jq '.diagnosis.disagreement'
       What a script wants to know.";
 
@@ -90,7 +90,9 @@ fn print_operations(report: &RankReport) -> Result<()> {
                 OperationState::Done => "done",
                 OperationState::Failed => "failed",
             };
-            let described = hang::plain(&hang::described(&group.name, operation));
+            let described = hang::described(&group.name, operation);
+            let algorithm = operation.algorithm.iter().map(|name| format!(", by {name}")).collect::<String>();
+            let described = hang::plain(&format!("{described}{algorithm}"));
             writeln!(Output, "  {ago:9.3} s ago  {state:7}  {took:>10}  {described}")?;
         }
     }

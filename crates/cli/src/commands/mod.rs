@@ -1,8 +1,9 @@
-//! One file a command.
+//! One file a command, and the options that several have.
 
 pub(crate) mod bench;
 pub(crate) mod checkpoint;
 pub(crate) mod config;
+pub(crate) mod costs;
 pub(crate) mod doctor;
 pub(crate) mod flight_recorder;
 pub(crate) mod generate;

@@ -2,10 +2,8 @@
 
 use super::prepare::Display;
 use crate::console::{Console, remark};
-use crate::hang;
 use crate::launch::{
-    LocalWorld, WorkerEnvironment, error_log, is_under_launcher, join_options, run_recorded_workers,
-    this_command,
+    LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers, this_command, work_in_world,
 };
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::Result;
@@ -13,9 +11,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_checkpoint::ModelSource;
-use trireme_comm::{
-    Group, GroupOptions, JoinOptions, OnStall, RecorderOptions, TlsOptions, TransportChoice, join, single,
-};
+use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
 use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
 use trireme_train::config::{Comm, Config, Determinism, Transport};
@@ -105,10 +101,10 @@ fn launch(config: &Config, started: Instant) -> Result<()> {
         num_workers: config.world_size(),
         master_port: config.launch().master_port,
         log_folder: &log_folder,
+        recorder_folder: &config.run_folder().join(FLIGHT_RECORDER_FOLDER),
     };
-    let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
     let command = this_command()?;
-    run_recorded_workers(world, &recorder_folder, |_| {
+    run_local_workers(world, |_| {
         let mut worker = std::process::Command::new(command.get_program());
         worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
         worker
@@ -149,32 +145,24 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
             timeout,
             keeps_order: config.training().determinism == Determinism::Layout,
             algorithm: comm.algorithm,
+            costs: config.costs(),
             sockets_per_peer: comm.sockets_per_peer,
             checksums: comm.checksums,
             ..GroupOptions::default()
         },
-        flight_recorder: RecorderOptions {
-            folder: Some(config.run_folder().join(FLIGHT_RECORDER_FOLDER)),
-            on_stall: Some(OnStall::new(|line| remark(&format!("warning: {line}")))),
-            // A launcher of ours reads what each worker writes.
-            gathers: !is_under_launcher(),
-        },
         ..join_options(environment, comm.secret_file.as_deref())?
     };
-    let group = join(&options)?;
-    let recorder = group.flight_recorder().clone();
-    let result = prepare_and_train(config, group, environment.local_world_size, started);
-    match options.flight_recorder.gathers {
-        true => result.map_err(|failure| hang::explain(failure, &recorder)),
-        false => result,
-    }
+    let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
+    work_in_world(options, Some(recorder_folder), |group| {
+        prepare_and_train(config, group, environment.local_world_size, started)
+    })
 }
 
 fn prepare_and_train(config: &Config, group: Group, local_world_size: usize, started: Instant) -> Result<()> {
     if group.rank() == Rank::ROOT {
         prepare_corpus(config)?;
     }
-    group.barrier()?;
+    group.barrier().wait()?;
     train(config, group, local_world_size, started)
 }
 
@@ -196,7 +184,7 @@ fn train(config: &Config, group: Group, local_world_size: usize, started: Instan
     let mut trainer = Trainer::new(config, group, options, &mut console)?;
     let summary = trainer.run()?;
     // The others must not outrun rank 0's last words: their exit would look like a loss.
-    trainer.executor().group().barrier()?;
+    trainer.executor().group().barrier().wait()?;
     if is_root {
         let verdict = verdict(&trainer, &summary)?;
         let text = sample_text(config, &trainer)?;

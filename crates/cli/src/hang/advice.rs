@@ -84,8 +84,8 @@ fn of_missing_ranks(diagnosis: &Diagnosis) -> Option<String> {
             "look for the process of rank {missing}{process}: it is dead, stopped or cannot be reached; its log may say why"
         ),
         Source::Own | Source::Told => format!(
-            "see what rank {missing}{process} does meanwhile, such as waiting for a slow disk; raise [comm] timeout_seconds if that \
-             is as it should be"
+            "see what rank {missing}{process} does meanwhile, such as waiting for a slow disk; raise [comm] timeout_seconds \
+             (bench: --timeout) if that is as it should be"
         ),
     })
 }
@@ -106,7 +106,7 @@ fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
         diagnosis.findings.iter().filter(is_in_operation).map(|finding| finding.rank).collect();
     (!slow.is_empty()).then(|| {
         format!(
-            "look into the logs of {}; if the network is slow, raise [comm] timeout_seconds",
+            "look into the logs of {}; if the network is slow, raise [comm] timeout_seconds (bench: --timeout)",
             ranks(&slow)
         )
     })

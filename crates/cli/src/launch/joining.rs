@@ -1,9 +1,12 @@
 //! How a worker joins its world.
 
 use super::WorkerEnvironment;
+use super::worker_processes::is_under_launcher;
 use crate::console::remark;
-use std::path::Path;
-use trireme_comm::{CommError, JoinOptions, OnRefusal, Secret};
+use crate::hang;
+use anyhow::Result;
+use std::path::{Path, PathBuf};
+use trireme_comm::{CommError, Group, JoinOptions, OnRefusal, OnStall, RecorderOptions, Secret, join};
 
 /// Holds the secret that all workers of a job share. Only processes of the same user can read it.
 pub(super) const SECRET_VARIABLE: &str = "TRIREME_SECRET";
@@ -24,6 +27,22 @@ pub(crate) fn join_options(
         on_refusal: Some(on_refusal),
         ..JoinOptions::new(environment.rank, environment.world_size)
     })
+}
+
+/// Joins the world and does `work` there. A failure between workers is told of with what all of them were doing: by the
+/// launcher from the reports in `recorder_folder`, or, where the launcher is none of ours, by this worker.
+pub(crate) fn work_in_world(
+    options: JoinOptions,
+    recorder_folder: Option<PathBuf>,
+    work: impl FnOnce(Group) -> Result<()>,
+) -> Result<()> {
+    let gathers = !is_under_launcher();
+    let on_stall = OnStall::new(|line| remark(&format!("warning: {line}")));
+    let flight_recorder = RecorderOptions { folder: recorder_folder, on_stall: Some(on_stall), gathers };
+    let group = join(&JoinOptions { flight_recorder, ..options })?;
+    let recorder = group.flight_recorder().clone();
+    let result = work(group);
+    if gathers { result.map_err(|failure| hang::explain(failure, &recorder)) } else { result }
 }
 
 /// The secret that is `text`, if that is set, else that of a file, if there is one.

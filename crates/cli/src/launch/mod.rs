@@ -10,8 +10,6 @@ mod worker_processes;
 
 pub(crate) use environment::WorkerEnvironment;
 pub(crate) use error::{Death, LaunchError};
-pub(crate) use joining::join_options;
-pub(crate) use supervisor::{LocalWorld, run_local_workers, run_recorded_workers, this_command};
-pub(crate) use worker_processes::{
-    LOST_PEER_EXIT_CODE, die_with_parent, error_log, is_under_launcher, signal_name,
-};
+pub(crate) use joining::{join_options, work_in_world};
+pub(crate) use supervisor::{LocalWorld, run_local_workers, this_command};
+pub(crate) use worker_processes::{LOST_PEER_EXIT_CODE, die_with_parent, error_log, signal_name};

@@ -42,6 +42,8 @@ pub(crate) struct LocalWorld<'a> {
     pub(crate) master_port: u16,
     /// Folder of `rank-k.log`, one for each worker; it exists.
     pub(crate) log_folder: &'a Path,
+    /// Folder of the reports that the workers' flight recorders write, if they do; it need not exist.
+    pub(crate) recorder_folder: &'a Path,
 }
 
 /// This program with the arguments it was called with.
@@ -58,37 +60,21 @@ pub(crate) fn this_command() -> io::Result<Command> {
 /// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM and SIGHUP end the workers, too.
 /// No worker is left when this returns. The process should end then: the three signals no longer end it.
 ///
+/// When one dies, the others have 1.5 seconds to report where they are, and the error tells it.
+///
 /// Call it from the main thread: workers that call [`die_with_parent`](super::die_with_parent) end with the
 /// thread that has started them.
 pub(crate) fn run_local_workers(
     world: LocalWorld<'_>,
     command: impl FnMut(Rank) -> Command,
 ) -> Result<(), LaunchError> {
-    watch_local_workers(world, None, command)
-}
-
-/// As [`run_local_workers`], for workers that write the reports of their flight recorders to `recorder_folder`. When one
-/// dies, the others have 1.5 seconds to report where they are, and the error tells it.
-pub(crate) fn run_recorded_workers(
-    world: LocalWorld<'_>,
-    recorder_folder: &Path,
-    command: impl FnMut(Rank) -> Command,
-) -> Result<(), LaunchError> {
     // Those of an earlier run would be taken for this one's.
-    remove_reports(recorder_folder).map_err(|source| LaunchError::Watch { source })?;
-    watch_local_workers(world, Some(recorder_folder), command)
-}
-
-fn watch_local_workers(
-    world: LocalWorld<'_>,
-    recorder_folder: Option<&Path>,
-    command: impl FnMut(Rank) -> Command,
-) -> Result<(), LaunchError> {
+    remove_reports(world.recorder_folder).map_err(|source| LaunchError::Watch { source })?;
     let (sender, signals) = channel();
     // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
     let _forwarder = SignalForwarder::start(sender).map_err(|source| LaunchError::Watch { source })?;
     let workers = start_workers(world, command)?;
-    Watch { workers, signals: &signals, recorder_folder }.until_all_have_ended()
+    Watch { workers, signals: &signals, recorder_folder: world.recorder_folder }.until_all_have_ended()
 }
 
 fn start_workers(
@@ -124,7 +110,7 @@ fn master_port(port: u16) -> io::Result<u16> {
 struct Watch<'a> {
     workers: WorkerProcesses,
     signals: &'a Receiver<i32>,
-    recorder_folder: Option<&'a Path>,
+    recorder_folder: &'a Path,
 }
 
 impl Watch<'_> {
@@ -178,7 +164,7 @@ impl Watch<'_> {
     /// What the workers report after the death of `rank`, put together; nothing if that worker ended for a reason of its
     /// own, which it has told.
     fn table(&mut self, rank: Rank, death: Death) -> Result<Vec<String>, LaunchError> {
-        let Some(folder) = self.recorder_folder else { return Ok(Vec::new()) };
+        let folder = self.recorder_folder;
         let has_own_reason = matches!(death, Death::Exit(_)) && is_awaited(folder, rank);
         if has_own_reason || !report_path(folder, rank.0).exists() {
             return Ok(Vec::new());

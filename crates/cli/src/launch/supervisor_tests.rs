@@ -18,7 +18,8 @@ impl Scene {
     }
 
     fn world(&self, num_workers: usize) -> LocalWorld<'_> {
-        LocalWorld { num_workers, master_port: 0, log_folder: self.folder.path() }
+        let folder = self.folder.path();
+        LocalWorld { num_workers, master_port: 0, log_folder: folder, recorder_folder: folder }
     }
 
     /// A shell that notes its process id and then runs `script`.
@@ -132,7 +133,9 @@ fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(scene.world(2), |_| scene.shell(FOREVER)).unwrap();
     sent.iter().for_each(|signal| sender.send(*signal).unwrap());
-    Watch { workers, signals: &signals, recorder_folder: None }.until_all_have_ended().unwrap_err()
+    Watch { workers, signals: &signals, recorder_folder: scene.folder.path() }
+        .until_all_have_ended()
+        .unwrap_err()
 }
 
 #[test]

@@ -40,6 +40,9 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
         tells(&row(&shown, 1), &["silent"]);
         let operations = scene.run("flight-recorder runs/tiny --rank 2").succeeded();
         tells(&operations, &["world, ranks [0, 1, 2]: rank 1 was lost", "REDUCE_GRAD 0", "done", "failed"]);
+        let reduction = operations.lines().find(|line| line.contains("REDUCE_GRAD 0")).unwrap();
+        assert_eq!(reduction.ends_with("REDUCE_GRAD 0, by direct"), transport == "shm", "{reduction}");
+        tells(reduction, &["REDUCE_GRAD 0, by "]);
         let document = scene.run("flight-recorder runs/tiny --json").succeeded();
         let document: Value = serde_json::from_str(&document).unwrap();
         assert_eq!(document["diagnosis"]["findings"][0]["waits_for"], serde_json::json!([1]));
@@ -64,6 +67,29 @@ fn a_stopped_worker_is_told_after_the_deadline() {
     tells(&row(text, 2), &["stopped"]);
     for survivor in [0, 1] {
         tells(&row(text, survivor), &["failed", "rank 2", "all_reduce(sum, ", ", step ", "line "]);
+    }
+}
+
+#[test]
+fn a_bench_whose_worker_is_lost_or_stopped_ends_with_the_table() {
+    let sizes = "--min-bytes 64K --max-bytes 64K --seconds 3600 --iters 10000000";
+    for (signal, cause, state) in [
+        (Signal::KILL, "rank 1 was killed by SIGKILL", "killed by SIGKILL"),
+        (Signal::STOP, "ranks that have not reached it: 1", "stopped"),
+    ] {
+        let scene = Scene::new();
+        let mut bench = scene.command(&format!("bench collectives --workers 3 --timeout 1 {sizes}"));
+        // The logs and reports of a failed bench stay there.
+        bench.env("TMPDIR", scene.path(""));
+        let mut run = Running::start(bench);
+        run.until("3 workers over shm");
+        kill_process(run.worker(1), signal).unwrap();
+        let error = run.end().stderr;
+        tells(&error, &[cause, "try: "]);
+        tells(&row(&error, 1), &[state]);
+        for survivor in [0, 2] {
+            tells(&row(&error, survivor), &["failed", "rank 1", ", world ", "bench all_reduce of 64.00KiB"]);
+        }
     }
 }
 

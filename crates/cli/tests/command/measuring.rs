@@ -84,7 +84,32 @@ fn the_doctor_tells_people_and_refuses_what_makes_no_sense() {
     tells(&scene.run("doctor --help").succeeded(), &["How to read it", "--thorough"]);
     tells(&misused(scene.run("doctor --shape 8x8")), &["8x8", "such as 512x512x512"]);
     tells(&misused(scene.run("doctor --seconds=-1")), &["-1", "seconds from 0 to 3600"]);
+    tells(&misused(scene.run("doctor --across-hosts 5us")), &["5us", "such as 40:1.2"]);
+    tells(&scene.run("doctor --workers 1").refused(), &["--workers must be from 2 to 64"]);
+    tells(&scene.run("doctor --workers 4 --hosts 65").refused(), &["--hosts", "256 workers at most"]);
     tells(&misused(scene.run("doctor --thorough --shape 8x8x8")), &["--thorough", "--shape"]);
+}
+
+#[test]
+fn the_doctor_tells_what_more_workers_and_hosts_would_choose() {
+    let scene = Scene::new();
+    let arguments =
+        "doctor --shape 8x8x8 --threads 1 --seconds 0 --workers 3 --hosts 4 --across-hosts 50:0.1";
+    let found = parse(&scene.run(&format!("{arguments} --json")).succeeded());
+    for transport in found["uses"]["transports"].as_array().unwrap() {
+        assert!(transport["error"].is_null(), "{transport}");
+        assert_eq!(transport["workers"], 3);
+    }
+    let hosts = &found["uses"]["hosts"];
+    assert_eq!([&hosts["hosts"], &hosts["workers_per_host"]], [4, 3]);
+    let choices = hosts["algorithms"].as_array().unwrap();
+    let is_hierarchical = |choice: &Value| choice["algorithm"].as_str().unwrap().starts_with("hierarchical:");
+    assert!(choices.iter().any(is_hierarchical), "{hosts}");
+    let told = scene.run(arguments).succeeded();
+    tells(
+        &told,
+        &["among 3 workers", "4 hosts", "3 workers each, if messages between them take 50.0 us and 0.1 GB/s"],
+    );
 }
 
 #[test]
@@ -157,24 +182,40 @@ fn steps_in_16_bits_tell_what_they_did() {
 fn the_collectives_of_workers_are_timed() {
     let scene = Scene::new();
     let sizes = "--min-bytes 4096 --max-bytes 65536 --factor 16 --iters 3 --warmup 1";
-    let ops = "all_reduce,all_gather,reduce_scatter,all_to_all,broadcast,reduce,send";
-    for transport in ["shm --memory private", "shm", "tcp --algorithm ring --any-order"] {
+    let ops = "all_reduce,all_gather,reduce_scatter,all_to_all,all_to_all_variable,broadcast,reduce,gather,scatter,send,barrier";
+    for transport in
+        ["shm --memory private --dtype f16", "shm", "tcp --algorithm ring --any-order --dtype i64"]
+    {
         let bench =
             format!("bench collectives --workers 3 --json --transport {transport} --ops {ops} {sizes}");
         let text = scene.run(&bench).succeeded();
         let lines: Vec<serde_json::Value> =
             text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
-        assert_eq!(lines.len(), 14, "{text}");
+        // Each at two sizes, but the barrier.
+        assert_eq!(lines.len(), 21, "{text}");
         for line in &lines {
             assert_eq!((&line["peer"], &line["world_size"]), (&"trireme".into(), &3.into()), "{line}");
-            for key in ["bytes", "iters", "median_us", "algbw_gbps", "busbw_gbps"] {
-                positive(&line[key]);
+            positive(&line["iters"]);
+            positive(&line["median_us"]);
+            for key in ["bytes", "algbw_gbps", "busbw_gbps"] {
+                let value = line[key].as_f64().unwrap();
+                assert_eq!(value > 0.0, line["op"] != "barrier", "{line}");
             }
+            let has_choice =
+                !["all_to_all_variable", "send", "barrier"].contains(&line["op"].as_str().unwrap());
+            assert_eq!(line["algorithm"].is_string(), has_choice, "{line}");
         }
         assert_eq!(lines[0]["algorithm"] == "ring", transport.contains("ring"), "{}", lines[0]);
+        assert!(transport.contains(lines[0]["dtype"].as_str().unwrap()) || lines[0]["dtype"] == "f32");
     }
-    let table = scene.run("bench collectives --ops all_reduce --max-bytes 4096 --iters 2").succeeded();
-    tells(&table, &["2 workers over shm, vectors in arena memory", "all_reduce", "GB/s", "direct"]);
+    let table = scene.run("bench collectives --ops all_reduce --max-bytes 4K --iters 2").succeeded();
+    tells(&table, &["2 workers over shm, vectors of f32 in arena memory", "all_reduce", "GB/s", "direct"]);
+    tells(
+        &scene.run("bench collectives --help").succeeded(),
+        &["How to read it", "bus bandwidth", "--timeout"],
+    );
+    tells(&misused(scene.run("bench collectives --max-bytes 4k")), &["4k", "such as 4096, 4K or 64M"]);
+    tells(&misused(scene.run("bench collectives --dtype f8")), &["f8", "bf16"]);
     let refused = scene.run("bench collectives --factor 1").one_error();
     tells(&refused, &["--factor 2"]);
 }

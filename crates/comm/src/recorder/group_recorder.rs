@@ -1,128 +1,17 @@
-use super::report::{
-    Direction, FailureReport, GroupReport, IssuedOperation, MessagePeer, Occasion, OperationReport,
-    OperationState, Place, RankReport, ToldPlace,
-};
-use super::ring::{Issued, Record, Ring};
+use super::FlightRecorder;
+use super::group_log::{GroupLog, Issuer};
+use super::report::{Direction, Occasion, OperationState, Place, RankReport, ToldPlace};
+use super::ring::{Issued, Record};
 use super::text::{GroupName, Line};
-use super::{Clock, FlightRecorder};
 use crate::engine::Call;
 use crate::error::list;
+use crate::selection::Selection;
 use crate::{CommError, Operation};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
-use std::thread::{self, ThreadId};
+use std::sync::Arc;
+use std::thread;
 use std::time::Instant;
 use trireme_base::Rank;
-
-/// What is known of one group.
-pub(super) struct GroupLog {
-    name: String,
-    own: Rank,
-    members: Vec<Rank>,
-    state: Mutex<State>,
-}
-
-/// Which threads issue a group's operations.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Issuer {
-    Nobody,
-    One(ThreadId),
-    Several,
-}
-
-struct State {
-    issuer: Issuer,
-    /// The one thread that issues this group's operations waits for one of them.
-    is_awaited: bool,
-    line: Line,
-    operations: Ring,
-    messages: Ring,
-    num_issued: u64,
-    num_messages: u64,
-    failure: Option<(Instant, CommError)>,
-    /// By member: where it has told to be, and when.
-    heard: Vec<Option<(Instant, Option<ToldPlace>)>>,
-    is_dropped: bool,
-}
-
-impl GroupLog {
-    pub(super) fn new(name: String, own: Rank, members: Vec<Rank>) -> Self {
-        let state = State {
-            issuer: Issuer::Nobody,
-            is_awaited: false,
-            line: Line::EMPTY,
-            operations: Ring::new(),
-            messages: Ring::new(),
-            num_issued: 0,
-            num_messages: 0,
-            failure: None,
-            heard: vec![None; members.len()],
-            is_dropped: false,
-        };
-        GroupLog { name, own, members, state: Mutex::new(state) }
-    }
-
-    pub(super) fn is_dropped(&self) -> bool {
-        self.lock().is_dropped
-    }
-
-    pub(super) fn report(&self, clock: &Clock) -> GroupReport {
-        let state = self.lock();
-        let reports =
-            |ring: &Ring| ring.records().iter().map(|record| self.operation(record, clock)).collect();
-        let heard = state.heard.iter().enumerate().filter_map(|(member, heard)| {
-            let (at, told) = (*heard)?;
-            Some(ToldPlace::place(told, self.members[member], clock.unix(at)))
-        });
-        GroupReport {
-            name: self.name.clone(),
-            members: self.members.iter().map(|member| member.0).collect(),
-            num_issued: state.num_issued,
-            failure: state.failure.as_ref().map(|(at, failure)| self.failure(clock.unix(*at), failure)),
-            operations: reports(&state.operations),
-            messages: reports(&state.messages),
-            heard: heard.collect(),
-        }
-    }
-
-    fn operation(&self, record: &Record, clock: &Clock) -> OperationReport {
-        OperationReport {
-            sequence: record.sequence,
-            operation: record.operation,
-            peer: record
-                .peer
-                .map(|(direction, peer)| MessagePeer { direction, rank: self.members[peer.0].0 }),
-            line: record.issued.line.as_str().to_owned(),
-            state: match (record.started, record.ended) {
-                (_, Some(_)) if record.has_failed => OperationState::Failed,
-                (_, Some(_)) => OperationState::Done,
-                (Some(_), None) => OperationState::Running,
-                (None, None) => OperationState::Queued,
-            },
-            queued: clock.unix(record.issued.at),
-            started: record.started.map(|at| clock.unix(at)),
-            ended: record.ended.map(|at| clock.unix(at)),
-        }
-    }
-
-    fn failure(&self, at: f64, failure: &CommError) -> FailureReport {
-        let in_world = |rank: Rank| self.members[rank.0].0;
-        let mismatch = match *failure {
-            CommError::Mismatch { sequence, rank, operation, other_rank, other_operation } => {
-                [(rank, operation), (other_rank, other_operation)]
-                    .map(|(rank, operation)| IssuedOperation { rank: in_world(rank), sequence, operation })
-                    .into()
-            }
-            _ => Vec::new(),
-        };
-        let missing = failure.missing().into_iter().map(in_world).collect();
-        FailureReport { text: failure.to_string(), at, missing, mismatch }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no thread panics while it holds a group's records")
-    }
-}
 
 /// A thread waits for an operation as long as this lives.
 pub(crate) struct Wait<'a> {
@@ -160,6 +49,12 @@ impl GroupRecorder {
     /// The members' ranks in the world.
     pub(crate) fn members(&self) -> &[Rank] {
         &self.log.members
+    }
+
+    /// Says how the group's algorithms are chosen, so that reports can tell them.
+    pub(crate) fn set_selection(&self, selection: Selection) {
+        let is_first = self.log.selection.set(selection).is_ok();
+        assert!(is_first, "a group is made once");
     }
 
     /// What is issued from now on belongs to this line of a program.

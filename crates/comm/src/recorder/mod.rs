@@ -6,6 +6,7 @@
 
 mod diagnosis;
 mod file;
+mod group_log;
 mod group_recorder;
 mod operation_fields;
 mod report;
@@ -24,7 +25,7 @@ pub use report::{
 pub(crate) use ring::Issued;
 pub(crate) use text::{GroupName, Line};
 
-use group_recorder::GroupLog;
+use group_log::GroupLog;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};

@@ -91,6 +91,9 @@ pub struct OperationReport {
     pub operation: Operation,
     /// The other side of a message.
     pub peer: Option<MessagePeer>,
+    /// The algorithm that was chosen for it, if it has been and there was a choice.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub algorithm: Option<String>,
     /// The line of the program that issued it, if the program says so.
     pub line: String,
     /// How far it is.
@@ -250,6 +253,7 @@ impl ToldPlace {
                 sequence: told.sequence,
                 operation: told.operation,
                 peer: told.peer.map(|(direction, rank)| MessagePeer { direction, rank: rank.0 }),
+                algorithm: None,
                 line: told.line.as_str().to_owned(),
                 state: told.state,
                 queued: now - seconds,

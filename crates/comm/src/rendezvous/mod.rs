@@ -99,6 +99,9 @@ pub(crate) fn check_group_options(options: &GroupOptions) -> Result<(), CommErro
         let (start, end) = (bounds.start(), bounds.end());
         return refuse(format!("chunk_bytes is {bytes}; it must be from {start} to {end}"));
     }
+    if !options.costs.are_positive() {
+        return refuse(format!("costs are {:?}; they must be positive", options.costs));
+    }
     let (sockets, limit) = (options.sockets_per_peer, GroupOptions::SOCKETS_PER_PEER_MAX);
     if !(1..=limit).contains(&sockets) {
         return refuse(format!("sockets_per_peer is {sockets}; it must be from 1 to {limit}"));

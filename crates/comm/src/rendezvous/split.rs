@@ -109,7 +109,7 @@ fn agree(parent: &Group, doing: &str, own: Result<Vec<u8>, String>) -> Result<Ve
         Ok(bytes) => [&[1], &bytes[..]].concat(),
         Err(reason) => [&[0], reason.as_bytes()].concat(),
     };
-    let mut all = parent.all_gather_bytes(&said)?;
+    let mut all = parent.all_gather_bytes(&said).wait()?;
     for (rank, said) in all.iter_mut().enumerate() {
         if said.first() != Some(&1) {
             let reason = String::from_utf8_lossy(said.get(1..).unwrap_or_default()).into_owned();
@@ -123,7 +123,7 @@ fn agree(parent: &Group, doing: &str, own: Result<Vec<u8>, String>) -> Result<Ve
 /// The ranks of this rank's color, by their keys and then their ranks in the parent.
 fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Membership>, CommError> {
     let own: [u8; 24] = words::to_bytes([u64::from(color.is_some()), color.unwrap_or(0), key]);
-    let all = parent.all_gather_bytes(&own)?;
+    let all = parent.all_gather_bytes(&own).wait()?;
     let Some(color) = color else { return Ok(None) };
     let mut ranks = Vec::new();
     for (rank, said) in all.iter().enumerate() {

@@ -5,9 +5,10 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use std::time::Duration;
 use trireme_base::Rank;
 use trireme_comm::{
-    CommError, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind, inproc_world_with, join,
+    CommError, GivenCosts, Group, GroupOptions, JoinOptions, TransportChoice, TransportKind,
+    inproc_world_with, join,
 };
-use trireme_schedule::collective::{CostModel, DirectCost, LinkCost};
+use trireme_schedule::collective::{DirectCost, LinkCost};
 
 pub const TRANSPORTS: [TransportKind; 4] =
     [TransportKind::Inproc, TransportKind::Shm, TransportKind::Tcp, TransportKind::ShmAndTcp];
@@ -15,17 +16,10 @@ pub const TRANSPORTS: [TransportKind; 4] =
 /// Thresholds so low that short vectors take the paths of long ones, in several pieces.
 pub fn small_pieces() -> GroupOptions {
     let timeout = Duration::from_secs(60);
-    let link = LinkCost { latency_seconds: 1e-5, seconds_per_byte: 1e-9 };
-    let direct = DirectCost { synchronisation_seconds: 1e-6, seconds_per_byte: 1e-10 };
-    let costs = CostModel {
-        within: link,
-        across: link,
-        direct: Some(direct),
-        reduce_seconds_per_byte: 1e-10,
-        copy_seconds_per_byte: 1e-10,
-    };
-    // Costs that are given: what is measured chooses now this algorithm, now that.
-    let costs = Some(costs);
+    let link = LinkCost::of(10.0, 1.0);
+    // What is measured would choose now this algorithm, now that.
+    let costs =
+        GivenCosts { within: Some(link), across: Some(link), direct: Some(DirectCost::of(1.0, 10.0)) };
     GroupOptions { timeout, short_bytes_max: 64, chunk_bytes: 128, costs, ..GroupOptions::default() }
 }
 
@@ -43,37 +37,52 @@ pub fn join_options(world_size: usize, transport: TransportChoice, group: &Group
     }
 }
 
-/// Runs `body` once per rank, each on its own thread, and returns what they return, in rank order.
+/// Runs `body` once per rank, each on its own thread, and returns what they return, in rank order. Ranks 0 and 1 are on one
+/// host, ranks 2 and 3 on another one, unless the transport has but one host.
 pub fn on_ranks<R: Send>(
     transport: TransportKind,
     world_size: usize,
     options: &GroupOptions,
     body: impl Fn(Group) -> R + Sync,
 ) -> Vec<R> {
+    let host_of = |rank: usize| match transport {
+        TransportKind::Inproc | TransportKind::Shm => 0,
+        _ => rank / 2,
+    };
+    on_hosts(transport, &Vec::from_iter((0..world_size).map(host_of)), options, body)
+}
+
+/// As [`on_ranks`], with each rank on the host that `hosts` says.
+pub fn on_hosts<R: Send>(
+    transport: TransportKind,
+    hosts: &[usize],
+    options: &GroupOptions,
+    body: impl Fn(Group) -> R + Sync,
+) -> Vec<R> {
+    let world_size = hosts.len();
+    if transport == TransportKind::Inproc {
+        let groups = inproc_world_with(world_size, options);
+        return on_threads(groups.into_iter().map(|group| || body(group)));
+    }
     let choice = match transport {
         TransportKind::Shm => TransportChoice::Shm,
         TransportKind::ShmAndTcp => TransportChoice::Auto,
         _ => TransportChoice::Tcp,
     };
-    if transport == TransportKind::Inproc {
-        let groups = inproc_world_with(world_size, options);
-        return on_threads(groups.into_iter().map(|group| || body(group)));
-    }
     let options = join_options(world_size, choice, options);
-    // Ranks 0 and 1 share a host, ranks 2 and 3 another one.
-    let host = |rank: usize| (transport != TransportKind::Shm).then(|| format!("host {}", rank / 2));
+    let host = |rank: usize| Some(format!("host {}", hosts[rank]));
     let ranks =
         (0..world_size).map(|rank| JoinOptions { rank: Rank(rank), host: host(rank), ..options.clone() });
+    // One host, where all ranks are on one.
+    let expected = match transport {
+        TransportKind::ShmAndTcp if hosts.iter().all(|host| *host == hosts[0]) => TransportKind::Shm,
+        other => other,
+    };
     on_threads(ranks.map(|options| {
         let body = &body;
         move || {
             let group = join(&options).expect("the world joins");
-            match (transport, world_size) {
-                (_, 1) => {}
-                // One host, where two ranks are all.
-                (TransportKind::ShmAndTcp, 2) => assert_eq!(group.transport(), TransportKind::Shm),
-                _ => assert_eq!(group.transport(), transport),
-            }
+            assert!(world_size == 1 || group.transport() == expected, "{group:?}");
             body(group)
         }
     }))
@@ -95,7 +104,7 @@ pub fn check_world(groups: Vec<Result<Group, CommError>>, transport: TransportKi
         for group in groups {
             let group = group.expect("joined");
             assert_eq!(group.transport(), transport);
-            scope.spawn(move || group.barrier().expect("everybody is connected"));
+            scope.spawn(move || group.barrier().wait().expect("everybody is connected"));
         }
     });
 }

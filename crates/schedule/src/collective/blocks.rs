@@ -107,6 +107,6 @@ mod tests {
             assert!(found.iter().all(|segment| segment.len().abs_diff(found[0].len()) <= 1));
         }
         let several = Hosts::new(&[0, 0, 1]);
-        assert_eq!(segments(&several, 10_000_003, 8).collect::<Vec<_>>(), [0..10_000_003]);
+        assert!(segments(&several, 10_000_003, 8).eq(std::iter::once(0..10_000_003)));
     }
 }

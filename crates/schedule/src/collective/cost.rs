@@ -15,6 +15,16 @@ pub struct LinkCost {
     pub seconds_per_byte: f64,
 }
 
+impl LinkCost {
+    /// From the units in which people measure links.
+    pub fn of(latency_microseconds: f64, gigabytes_per_second: f64) -> Self {
+        LinkCost {
+            latency_seconds: latency_microseconds * 1e-6,
+            seconds_per_byte: 1e-9 / gigabytes_per_second,
+        }
+    }
+}
+
 /// What the algorithms without steps cost, those by memory that the ranks of a host share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DirectCost {
@@ -22,6 +32,16 @@ pub struct DirectCost {
     pub synchronisation_seconds: f64,
     /// Seconds for each byte that a rank reads or writes in the memory of others, while all do.
     pub seconds_per_byte: f64,
+}
+
+impl DirectCost {
+    /// From the units in which people measure memory.
+    pub fn of(synchronisation_microseconds: f64, gigabytes_per_second: f64) -> Self {
+        DirectCost {
+            synchronisation_seconds: synchronisation_microseconds * 1e-6,
+            seconds_per_byte: 1e-9 / gigabytes_per_second,
+        }
+    }
 }
 
 /// What the machines cost; all ranks of a group must have the same.

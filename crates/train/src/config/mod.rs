@@ -9,6 +9,7 @@
 
 mod choice;
 mod compression;
+mod costs;
 mod explain;
 mod mistake;
 mod reader;

@@ -250,6 +250,19 @@ config_section! {
         /// `hierarchical:all:direct:ring` (docs/collectives.md). Without it, the quickest way by the costs of the links,
         /// which are measured at the start; `trireme doctor` shows it.
         algorithm: Option<Algorithm> = None;
+        /// What a message between two workers of a host costs without any data. Algorithms are chosen by it; 0 measures it
+        /// at the start, or takes a typical cost with `determinism = "run"`.
+        within_hosts_latency_microseconds: f64 = 0.0, within 0.0..=1e6;
+        /// What such messages carry; it belongs to the latency.
+        within_hosts_gigabytes_per_second: f64 = 0.0, within 0.0..=1e6;
+        /// The same of messages between workers of different hosts.
+        across_hosts_latency_microseconds: f64 = 0.0, within 0.0..=1e6;
+        /// What all workers of a host together send to other hosts.
+        across_hosts_gigabytes_per_second: f64 = 0.0, within 0.0..=1e6;
+        /// How long all workers of a host take to learn that each of them has come, by shared memory.
+        shared_memory_latency_microseconds: f64 = 0.0, within 0.0..=1e6;
+        /// What a worker reads and writes in the others' memory while all do.
+        shared_memory_gigabytes_per_second: f64 = 0.0, within 0.0..=1e6;
         /// Seconds after which a worker that waits for another one gives up and says for whom.
         timeout_seconds: f64 = 300.0, within above_up_to(0.0, 86_400.0);
         /// File with the secret that all workers share; nobody but its owner may read it. The environment

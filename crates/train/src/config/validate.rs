@@ -3,6 +3,7 @@
 use super::Config;
 use super::choice::{Architecture, Decay, Determinism, Fp8, Tokenizer, TrainingDtype};
 use super::compression::check_compression;
+use super::costs::check_costs;
 use super::mistake::{Mistake, Place};
 use super::reader::Loose;
 use super::section::Section;
@@ -36,6 +37,7 @@ pub(super) fn validate(
     check_fp8(&mut checks);
     check_tls(&mut checks);
     check_algorithm(&mut checks);
+    check_costs(&mut checks);
     check_compression(&mut checks);
     let mut mistakes = checks.mistakes;
     mistakes.append(&mut loose.mistakes);

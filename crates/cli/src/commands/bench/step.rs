@@ -1,8 +1,8 @@
 //! `trireme bench step`.
 
-use super::launch_workers;
+use super::{launch_workers, recorder_folder};
 use crate::console::Output;
-use crate::launch::{WorkerEnvironment, join_options};
+use crate::launch::{WorkerEnvironment, join_options, work_in_world};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::io::Write;
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Random, RandomKey, Rank};
-use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, join, single};
+use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
@@ -140,7 +140,7 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
                 job: "bench".to_owned(),
                 ..join_options(&environment, None)?
             };
-            measure(args, join(&options)?, started)
+            work_in_world(options, recorder_folder(), |group| measure(args, group, started))
         }
         None if args.workers > 1 => {
             // Before workers start, for each of them would find the same mistake.
@@ -294,7 +294,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
 fn gather(world: &Group, facts: &[f64; 4]) -> Result<Vec<[f64; 4]>> {
     let mine: Vec<u8> = facts.iter().flat_map(|fact| fact.to_le_bytes()).collect();
     let number = |bytes: &[u8]| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes);
-    let all = world.all_gather_bytes(&mine)?;
+    let all = world.all_gather_bytes(&mine).wait()?;
     Ok(all.iter().map(|bytes| std::array::from_fn(|index| number(&bytes[index * 8..][..8]))).collect())
 }
 

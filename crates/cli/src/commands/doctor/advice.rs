@@ -122,14 +122,16 @@ mod tests {
         let shm = TransportFigure {
             name: "shm".to_owned(),
             error: None,
+            workers: 2,
             all_reduce_seconds: Some(1.0),
             all_reduce_bytes: 1,
             message_latency_seconds: Some(1e-6),
             message_seconds_per_byte: Some(1e-9),
             algorithms: Vec::new(),
+            costs: None,
         };
         let transports = Vec::from([shm]);
-        (machine, Uses { features: String::new(), threads: 2, products: Vec::new(), transports })
+        (machine, Uses { features: String::new(), threads: 2, products: Vec::new(), transports, hosts: None })
     }
 
     /// Warnings after a change, besides those of a processor without AVX2.

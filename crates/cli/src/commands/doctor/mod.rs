@@ -1,14 +1,17 @@
 //! `trireme doctor`.
 
 mod advice;
+mod choices;
 mod machine;
 mod products;
 mod transports;
 
 use crate::commands::bench::seconds;
+use crate::commands::costs::CostArgs;
 use crate::console::{Measuring, Output};
 use advice::Advice;
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
+use choices::HostsFigure;
 use machine::Machine;
 use products::{PRECISIONS, ProductFigure};
 use serde::Serialize;
@@ -25,6 +28,11 @@ const THOROUGH_SIZES: [ProductSizes; 2] = [
     ProductSizes { rows: 2048, cols: 2304, inner: 768 },
     ProductSizes { rows: 4096, cols: 4096, inner: 1024 },
 ];
+
+/// Workers that transports are tried with at most, and those of all hosts: each of the first is a thread, and algorithms
+/// are chosen by simulating all of the second.
+const NUM_WORKERS_MAX: usize = 64;
+const NUM_RANKS_MAX: usize = 256;
 
 /// Rows and columns of a product at most: its factors take a few GiB.
 const SIZE_MAX: usize = 1 << 14;
@@ -47,6 +55,8 @@ Examples:
       Products of the sizes of real models, on one thread and on all.
   trireme doctor --shape 2048x1152x384 --seconds 1
       The product that you care about, measured longer.
+  trireme doctor --workers 4 --hosts 8 --across-hosts 5:12.5
+      The algorithms of 8 hosts with 4 workers each, over a network of 100 Gbit/s.
   trireme doctor --json | jq '.warnings'
       What a script wants to know.
 
@@ -58,6 +68,14 @@ The exit code is 0 unless something prevents training on this machine.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct DoctorArgs {
+    /// Workers of this host with which transports are tried.
+    #[arg(long, value_name = "W", default_value_t = 2)]
+    workers: usize,
+    /// Show also what so many hosts with --workers each would choose.
+    #[arg(long, value_name = "H", default_value_t = 1)]
+    hosts: usize,
+    #[command(flatten)]
+    costs: CostArgs,
     /// Threads to measure besides one; 0 means one for each core that this process may use.
     #[arg(long, value_name = "K", default_value_t = 0)]
     threads: usize,
@@ -100,6 +118,9 @@ struct Uses {
     threads: usize,
     products: Vec<ProductKernel>,
     transports: Vec<TransportFigure>,
+    /// What several hosts would choose, if that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    hosts: Option<HostsFigure>,
 }
 
 /// What makes products of a precision.
@@ -130,6 +151,12 @@ impl ProductKernel {
 
 /// Runs `trireme doctor`.
 pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
+    if !(2..=NUM_WORKERS_MAX).contains(&args.workers) {
+        bail!("--workers must be from 2 to {NUM_WORKERS_MAX}");
+    }
+    if args.hosts == 0 || args.hosts > NUM_RANKS_MAX / args.workers {
+        bail!("--hosts must be at least 1, and all hosts together may have {NUM_RANKS_MAX} workers at most");
+    }
     // Before anything here makes it busy.
     let machine = Machine::read(Path::new("/"));
     let threads = match args.threads {
@@ -144,11 +171,17 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
     )?;
     let measuring = Measuring::new();
     measuring.tell("transports between workers");
+    let transports = transports::check(args.workers, args.costs.given());
+    // By memory within hosts, if that can be had.
+    let costs = transports.iter().find_map(|transport| transport.costs);
+    let hosts =
+        costs.filter(|_| args.hosts > 1).map(|costs| HostsFigure::new(args.hosts, args.workers, &costs));
     let uses = Uses {
         features: CpuFeatures::detect().to_string(),
         threads,
         products: PRECISIONS.map(ProductKernel::of).into(),
-        transports: transports::check(),
+        transports,
+        hosts,
     };
     let sizes = match (&args.sizes[..], args.thorough) {
         (_, true) => &THOROUGH_SIZES[..],
@@ -216,7 +249,21 @@ fn print_uses(uses: &Uses) -> Result<()> {
     }
     for transport in &uses.transports {
         line(&format!("{} transport", transport.name), &transport.to_string())?;
-        for choice in transport.choices() {
+        for choice in choices::lines(&transport.algorithms) {
+            line("", &choice)?;
+        }
+    }
+    if let Some(figure) = &uses.hosts {
+        let HostsFigure { hosts, workers_per_host, across_latency_seconds, across_seconds_per_byte, .. } =
+            figure;
+        let (latency, bandwidth) = (across_latency_seconds * 1e6, 1e-9 / across_seconds_per_byte);
+        line(
+            &format!("{hosts} hosts"),
+            &format!(
+                "with {workers_per_host} workers each, if messages between them take {latency:.1} us and {bandwidth:.1} GB/s"
+            ),
+        )?;
+        for choice in choices::lines(&figure.algorithms) {
             line("", &choice)?;
         }
     }

@@ -28,7 +28,7 @@ pub(crate) use memories::Memories;
 use std::ops::Range;
 use std::sync::Arc;
 pub(crate) use transit::{Incoming, Outgoing, Trouble};
-use trireme_base::{DType, Rank, ReduceOp};
+use trireme_base::{DType, Rank};
 use trireme_schedule::collective::{
     Algorithm, Collective, FlatAlgorithm, Hosts, Phase, Step, all_to_all_variable, block, phases,
     scratch_len, segments, steps,
@@ -131,7 +131,7 @@ impl Linked {
         cost: &mut Cost,
     ) -> Result<(), CommError> {
         let (dtype, len) = call.operation.elements();
-        let collective = collective(call.operation).expect("operations in place are collectives");
+        let collective = call.operation.collective().expect("operations in place are collectives");
         match algorithm {
             Algorithm::Flat(_) if let Collective::AllReduce { len } = collective => {
                 for segment in segments(&self.hosts, len, dtype.size()) {
@@ -190,7 +190,7 @@ impl Linked {
             (Some(shared), FlatAlgorithm::Direct) => {
                 let bytes = phase.range.start * dtype.size()..phase.range.end * dtype.size();
                 let operands = Operands { input: slot.part(bytes), output: None };
-                shared.execute(call, part_of(call.operation, phase.collective), operands, control, cost)
+                shared.execute(call, call.operation.part(phase.collective), operands, control, cost)
             }
             _ => {
                 self.steps.clear();
@@ -253,7 +253,7 @@ impl Linked {
             Operation::AllGather { .. } | Operation::Gather { .. } => {
                 slot.bytes[own_bytes.clone()].copy_from_slice(input.bytes);
             }
-            Operation::Scatter { .. } if !is_root => {}
+            Operation::Scatter { .. } | Operation::Broadcast { .. } if !is_root => {}
             _ => slot.bytes.copy_from_slice(input.bytes),
         }
         let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control, cost);
@@ -275,7 +275,7 @@ impl Linked {
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
-        let collective = collective(call.operation).expect("operations on vectors are collectives");
+        let collective = call.operation.collective().expect("operations on vectors are collectives");
         let (dtype, _) = call.operation.elements();
         let algorithm = self.selection.algorithm(collective, dtype.size());
         let arena = self.arena.clone();
@@ -372,45 +372,6 @@ impl Drop for Linked {
         {
             shared.abandon();
         }
-    }
-}
-
-/// The operation as the algorithms know it, if they do.
-fn collective(operation: Operation) -> Option<Collective> {
-    Some(match operation {
-        Operation::AllReduce { len, .. } => Collective::AllReduce { len },
-        Operation::Reduce { root, len, .. } => Collective::Reduce { root, len },
-        Operation::Broadcast { root, len, .. } => Collective::Broadcast { root, len },
-        Operation::AllGather { len, .. } => Collective::AllGather { len },
-        Operation::ReduceScatter { len, .. } => Collective::ReduceScatter { len },
-        Operation::Gather { root, len, .. } => Collective::Gather { root, len },
-        Operation::Scatter { root, len, .. } => Collective::Scatter { root, len },
-        Operation::AllToAll { len, .. } => Collective::AllToAll { len },
-        Operation::Barrier => Collective::Barrier,
-        Operation::AllToAllVariable { .. } | Operation::AllGatherBytes | Operation::Message { .. } => {
-            return None;
-        }
-    })
-}
-
-/// A part of an operation: `collective`, on elements of the same type and reduced the same way. A mean is a sum until
-/// all parts are done.
-fn part_of(whole: Operation, collective: Collective) -> Operation {
-    let (dtype, _) = whole.elements();
-    let op = match whole.reduction() {
-        Some(ReduceOp::Mean) | None => ReduceOp::Sum,
-        Some(op) => op,
-    };
-    match collective {
-        Collective::AllReduce { len } => Operation::AllReduce { op, dtype, len },
-        Collective::Reduce { root, len } => Operation::Reduce { op, root, dtype, len },
-        Collective::Broadcast { root, len } => Operation::Broadcast { root, dtype, len },
-        Collective::AllGather { len } => Operation::AllGather { dtype, len },
-        Collective::ReduceScatter { len } => Operation::ReduceScatter { op, dtype, len },
-        Collective::Gather { root, len } => Operation::Gather { root, dtype, len },
-        Collective::Scatter { root, len } => Operation::Scatter { root, dtype, len },
-        Collective::AllToAll { len } => Operation::AllToAll { dtype, len },
-        Collective::Barrier => Operation::Barrier,
     }
 }
 

@@ -1,19 +1,20 @@
+//! One rank's end of a world: what it is made of, and what it knows of itself.
+
+mod issuing;
+
 use crate::buffer::Storage;
-use crate::engine::{Engine, Payload};
-use crate::messages::{Messenger, Receipt};
+use crate::engine::Engine;
+use crate::messages::Messenger;
 use crate::queue::Queue;
 use crate::recorder::{FlightRecorder, GroupRecorder};
 use crate::rendezvous::Home;
-use crate::selection::{Selection, typical_costs};
+use crate::selection::{Choice, Selection, typical_costs};
 use crate::transport::Parts;
 use crate::transport::shm::{Arena, PeerArena, area_bytes};
-use crate::{
-    Buffer, CommError, CommStatistics, Element, GroupOptions, Operation, TransportKind, Work, probe,
-    rendezvous,
-};
+use crate::{Buffer, CommError, CommStatistics, Element, GroupOptions, TransportKind, probe, rendezvous};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use trireme_base::Rank;
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
@@ -47,7 +48,7 @@ pub struct Group {
     peer_arenas: Vec<Option<PeerArena>>,
     home: Home,
     options: GroupOptions,
-    selection: Mutex<Selection>,
+    selection: Selection,
     /// What communication in this world costs, once that was measured.
     costs: Arc<OnceLock<CostModel>>,
     recorder: FlightRecorder,
@@ -75,6 +76,7 @@ impl Group {
     ) -> Result<Self, CommError> {
         let (rank, hosts) = (parts.rank, parts.hosts.clone());
         let fabric = parts.assemble(&costs, options, &recorder)?;
+        recorder.set_selection(fabric.selection.clone());
         let engine = Engine::new(fabric.control, fabric.transport, options.timeout, recorder.clone());
         let messenger = Messenger::start(rank, fabric.message_links, options, recorder.clone())?;
         let queue = Arc::new(Queue::new(engine, Arc::clone(messenger.office()), recorder.clone()));
@@ -92,7 +94,7 @@ impl Group {
             peer_arenas: fabric.peer_arenas,
             home,
             options: options.clone(),
-            selection: Mutex::new(fabric.selection),
+            selection: fabric.selection,
             costs,
             recorder: recorder.recorder().clone(),
             num_splits: AtomicU64::new(0),
@@ -117,7 +119,7 @@ impl Group {
             peer_arenas: vec![None],
             home,
             options: options.clone(),
-            selection: Mutex::new(Selection::new(Hosts::single(1), false, Arc::default(), options)),
+            selection: Selection::new(Hosts::single(1), false, Arc::default(), options),
             costs: Arc::default(),
             recorder,
             num_splits: AtomicU64::new(0),
@@ -193,20 +195,37 @@ impl Group {
 
     /// The algorithm by which this group does an operation on elements of so many bytes.
     pub fn algorithm(&self, collective: Collective, element_bytes: usize) -> Algorithm {
-        let mut selection = self.selection.lock().expect("no thread panics while it chooses");
-        selection.algorithm(collective, element_bytes)
+        self.selection.algorithm(collective, element_bytes)
     }
 
-    /// What communication costs, as algorithms are chosen by it: measured, given, or else typical.
+    /// The algorithms that were chosen so far, in the order of the operations' names and of their bytes. At most 4096 are kept.
+    pub fn choices(&self) -> Vec<Choice> {
+        let mut choices = self.selection.choices();
+        choices.sort_by_cached_key(|choice| {
+            let Choice { collective, element_bytes, .. } = choice;
+            (collective.to_string(), choice.bytes(), *element_bytes, collective.root())
+        });
+        choices
+    }
+
+    /// How many [`choices`](Group::choices) there are. Allocates nothing.
+    pub fn num_choices(&self) -> usize {
+        self.selection.num_choices()
+    }
+
+    /// What communication costs, as algorithms are chosen by it: given, measured, or else typical.
     pub fn costs(&self) -> CostModel {
-        let given = || self.options.costs.unwrap_or_else(|| typical_costs(self.arena.is_some()));
-        self.costs.get().copied().unwrap_or_else(given)
+        self.costs.get().copied().unwrap_or_else(|| self.unmeasured_costs())
+    }
+
+    fn unmeasured_costs(&self) -> CostModel {
+        self.options.costs.over(typical_costs(self.arena.is_some()))
     }
 
     /// Measures what communication costs, if the options say so. All ranks of a new world call it before any operation.
     pub(crate) fn measure_costs(&self) -> Result<(), CommError> {
-        if self.options.keeps_order && self.options.costs.is_none() && self.world_size > 1 {
-            let costs = probe::measure(self, typical_costs(self.arena.is_some()))?;
+        if self.options.keeps_order && self.world_size > 1 {
+            let costs = probe::measure(self, &self.options.costs, self.unmeasured_costs())?;
             self.costs.set(costs).expect("a world's costs are measured once");
         }
         Ok(())
@@ -282,122 +301,9 @@ impl Group {
         }
     }
 
-    /// Gives every rank a few bytes of every rank, in rank order, once all pending operations are done.
-    ///
-    /// # Errors
-    /// [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`], and whatever ends a group.
-    pub fn all_gather_bytes(&self, mine: &[u8]) -> Result<Vec<Vec<u8>>, CommError> {
-        check_control_bytes(self.rank, mine.len() as u64)?;
-        let mut blocks = vec![Vec::new(); self.world_size];
-        blocks[self.rank.0] = mine.to_vec();
-        let Some(executor) = &self.executor else { return Ok(blocks) };
-        match executor.queue.call(Operation::AllGatherBytes, Payload::Blocks(blocks))? {
-            Payload::Blocks(blocks) => Ok(blocks),
-            _ => unreachable!("an operation gives back the payload it took"),
-        }
-    }
-
-    /// Returns when all ranks have called it and all pending operations are done.
-    ///
-    /// # Errors
-    /// Whatever ends a group.
-    pub fn barrier(&self) -> Result<(), CommError> {
-        match &self.executor {
-            Some(executor) => executor.queue.call(Operation::Barrier, Payload::Nothing).map(drop),
-            None => Ok(()),
-        }
-    }
-
     /// What the group has done so far.
     pub fn statistics(&self) -> CommStatistics {
         self.executor.as_ref().map_or_else(CommStatistics::default, |executor| executor.queue.statistics())
-    }
-
-    /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages from
-    /// one rank to another come in the order in which they were sent; for the rest, messages and the group's
-    /// operations may be issued in any order.
-    ///
-    /// # Errors
-    /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.
-    pub fn send<T: Element>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
-        self.message("send", buffer, to, Messenger::send)
-    }
-
-    /// Fills the vector with what another rank [sends](Group::send).
-    ///
-    /// # Errors
-    /// As [`send`](Group::send).
-    pub fn receive<T: Element>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
-        self.message("receive", buffer, from, Messenger::receive)
-    }
-
-    fn message<T: Element>(
-        &self,
-        name: &'static str,
-        buffer: Buffer<T>,
-        peer: Rank,
-        issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
-    ) -> Work<Buffer<T>> {
-        match &self.messenger {
-            Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
-                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
-                let receipt = issue(messenger, peer, operation, buffer.into_storage());
-                Work::message(receipt, Buffer::from_storage)
-            }
-            _ => {
-                let (operation, rank, world_size) = (name, peer, self.world_size);
-                Work::ready(Err(CommError::NoSuchPeer { operation, rank, world_size }))
-            }
-        }
-    }
-
-    /// Issues an operation on a vector.
-    pub(crate) fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let Some(executor) = &self.executor else { return Work::ready(Ok(buffer)) };
-        let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
-        Work::pending(ticket, |payload| match payload {
-            Payload::Vector(storage) => Buffer::from_storage(storage),
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
-    }
-
-    /// Issues an operation out of place.
-    pub(crate) fn issue_pair<T: Element>(
-        &self,
-        operation: Operation,
-        (input, mut output): (Buffer<T>, Buffer<T>),
-    ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let Some(executor) = &self.executor else {
-            output.copy_from_slice(&input);
-            return Work::ready(Ok((input, output)));
-        };
-        let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
-        let ticket = executor.queue.submit(operation, payload);
-        Work::pending(ticket, |payload| match payload {
-            Payload::Pair { input, output } => (Buffer::from_storage(input), Buffer::from_storage(output)),
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
-    }
-
-    /// Issues an all-to-all with blocks of any lengths.
-    pub(crate) fn issue_variable<T: Element>(
-        &self,
-        (input, mut output): (Buffer<T>, Buffer<T>),
-        lens: [Vec<usize>; 2],
-    ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let Some(executor) = &self.executor else {
-            output.copy_from_slice(&input);
-            return Work::ready(Ok((input, output)));
-        };
-        let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
-        let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };
-        let ticket = executor.queue.submit(operation, payload);
-        Work::pending(ticket, |payload| match payload {
-            Payload::Variable { input, output, .. } => {
-                (Buffer::from_storage(input), Buffer::from_storage(output))
-            }
-            _ => unreachable!("an operation gives back the payload it took"),
-        })
     }
 }
 

@@ -1,0 +1,83 @@
+//! How one operation at one size is timed.
+
+use super::CollectivesArgs;
+use super::number::Number;
+use super::operation::{Bench, Op};
+use anyhow::{Result, bail};
+use serde::Serialize;
+use std::time::Instant;
+use trireme_base::{Bytes, ReduceOp};
+use trireme_comm::Group;
+
+/// One line; the keys are those of common PyTorch timing scripts, and how it was done.
+#[derive(Debug, Serialize)]
+pub(super) struct Measurement {
+    peer: &'static str,
+    pub(super) op: String,
+    pub(super) bytes: usize,
+    dtype: String,
+    world_size: usize,
+    iters: usize,
+    pub(super) median_us: f64,
+    pub(super) algbw_gbps: f64,
+    pub(super) busbw_gbps: f64,
+    transport: String,
+    memory: String,
+    pub(super) algorithm: Option<String>,
+}
+
+/// Checks the result of an operation on vectors of at most `bytes`, then times it. All ranks call it.
+pub(super) fn measure<T: Number>(
+    args: &CollectivesArgs,
+    group: &Group,
+    op: Op,
+    bytes: usize,
+) -> Result<Measurement> {
+    let mut bench = Bench::<T>::new(group, op, args.memory, bytes)?;
+    let bytes = bench.bytes();
+    group.set_line(format_args!("bench {op} of {}", Bytes(bytes as u64)));
+    bench.call()?;
+    if !bench.is_right() {
+        bail!("{op} of {bytes} bytes gave a wrong result");
+    }
+    bench.clear();
+    let trials = times(group, op, &mut bench, args.warmup.max(1))?;
+    let trial = median(&trials);
+    // Every worker must run the same number of iterations.
+    let iters = ((args.seconds.as_secs_f64() / trial) as usize).clamp(5.min(args.iters), args.iters);
+    let median = median(&times(group, op, &mut bench, iters)?);
+    let bandwidth = bytes as f64 / median / 1e9;
+    let world_size = group.world_size();
+    Ok(Measurement {
+        peer: "trireme",
+        op: op.to_string(),
+        bytes,
+        dtype: args.dtype.to_string(),
+        world_size,
+        iters,
+        median_us: median * 1e6,
+        algbw_gbps: bandwidth,
+        busbw_gbps: bandwidth * op.bus_factor(world_size),
+        transport: group.transport().to_string(),
+        memory: args.memory.to_string(),
+        algorithm: bench.algorithm(),
+    })
+}
+
+/// Seconds of some calls, each of which begins when all ranks have come: those of the slowest rank.
+fn times<T: Number>(group: &Group, op: Op, bench: &mut Bench<'_, T>, num_calls: usize) -> Result<Vec<f64>> {
+    let mut seconds = group.buffer::<f64>(num_calls)?;
+    for seconds in seconds.iter_mut() {
+        group.barrier().wait()?;
+        let began = Instant::now();
+        bench.call()?;
+        *seconds = began.elapsed().as_secs_f64() / if op == Op::Send { 2.0 } else { 1.0 };
+    }
+    Ok(group.all_reduce(seconds, ReduceOp::Max).wait()?.to_vec())
+}
+
+fn median(values: &[f64]) -> f64 {
+    let mut sorted = values.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    sorted[sorted.len() / 2]
+}

@@ -1,0 +1,257 @@
+//! `trireme bench collectives`.
+
+mod measuring;
+mod number;
+mod operation;
+
+use super::launch_workers;
+use crate::commands::costs::CostArgs;
+use crate::console::Output;
+use crate::launch::{WorkerEnvironment, join_options, work_in_world};
+use anyhow::{Context, Result, bail};
+use measuring::{Measurement, measure};
+use number::{Dtype, Number};
+use operation::Op;
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+use std::fmt;
+use std::io::Write;
+use std::time::{Duration, Instant};
+use trireme_base::{Bf16, Bytes, F16, Rank};
+use trireme_comm::{Group, GroupOptions, JoinOptions, TransportChoice};
+use trireme_schedule::collective::Algorithm;
+
+const HELP: &str = "\
+How to read it:
+  A line has the median time of an operation on vectors of one size. The first
+  bandwidth is the size over that time. The second, the bus bandwidth, has the
+  factors of nccl-tests, so it compares with the hardware's: with W workers
+  2 (W - 1) / W for all_reduce, 1 for broadcast, reduce and send, (W - 1) / W
+  for the others. The last column is the algorithm that the group chose;
+  nothing stands there where it has no choice.
+
+  The size is what nccl-tests calls size: the whole buffer of all_reduce,
+  broadcast and reduce, the gathered output of all_gather and of gather's root,
+  the input of reduce_scatter and of scatter's root, the send buffer of both
+  all_to_alls, one message of send. A barrier has none, and is timed once.
+
+  In all_to_all_variable a worker sends blocks of 1 to W units, of another
+  length to each worker, and in all as much as every other one.
+
+Examples:
+  trireme bench collectives
+      What two workers of this host reach.
+  trireme bench collectives --workers 4 --ops barrier,all_reduce --max-bytes 64K --dtype bf16
+      Small messages of four workers.
+  trireme bench collectives --algorithm ring --any-order --transport tcp
+      One algorithm, to hold it against the one that is chosen without it.
+  srun --ntasks-per-node 4 trireme bench collectives --max-bytes 64M
+      Workers that another launcher has started: torchrun, srun and mpirun are understood.
+
+A worker that dies or does not come within --timeout ends the command with a
+table of who was where (docs/hangs.md).";
+
+/// Time the operations of a group of workers.
+///
+/// Each is done once to check the result, then between barriers; its time is that of the slowest worker.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HELP)]
+pub(crate) struct CollectivesArgs {
+    /// Worker processes on this host. Not counted where another launcher has started this process.
+    #[arg(long, value_name = "W", default_value_t = 2)]
+    workers: usize,
+    /// What carries the data: auto, shm, tcp or mpi.
+    #[arg(long, default_value = "auto")]
+    transport: TransportChoice,
+    /// The operations to time.
+    #[arg(long, value_enum, value_delimiter = ',', num_args = 1.., default_values_t = Op::COMMON)]
+    ops: Vec<Op>,
+    /// Type of the elements.
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
+    /// Where vectors lie: in memory that the group's transport handles best, or in the workers' own.
+    #[arg(long, value_enum, default_value_t = Place::Arena)]
+    memory: Place,
+    /// The algorithm to take where it fits, such as ring, halving_doubling or hierarchical:all:direct:ring; the best
+    /// one without it.
+    #[arg(long, value_name = "NAME")]
+    algorithm: Option<Algorithm>,
+    #[command(flatten)]
+    costs: CostArgs,
+    /// Allow any order of sums, as with determinism = "run".
+    #[arg(long)]
+    any_order: bool,
+    /// Smallest size, in bytes or as 4K, 64M or 1G.
+    #[arg(long, value_name = "BYTES", default_value = "4K", value_parser = size)]
+    min_bytes: usize,
+    /// Largest size.
+    #[arg(long, value_name = "BYTES", default_value = "256M", value_parser = size)]
+    max_bytes: usize,
+    /// Step from one size to the next.
+    #[arg(long, value_name = "F", default_value_t = 4)]
+    factor: usize,
+    /// Most timed iterations of one size.
+    #[arg(long, value_name = "N", default_value_t = 200)]
+    iters: usize,
+    /// Time to aim for at one size.
+    #[arg(long, default_value = "1", value_parser = super::seconds, value_name = "SECONDS")]
+    seconds: Duration,
+    /// Iterations before them.
+    #[arg(long, value_name = "N", default_value_t = 5)]
+    warmup: usize,
+    /// How long a worker waits for the others in one operation before it gives up.
+    #[arg(long, default_value = "300", value_parser = super::seconds, value_name = "SECONDS")]
+    timeout: Duration,
+    /// Let the system move workers between cores. Without it each keeps to its share of the cores it may use, as mpirun
+    /// has it, if there are enough.
+    #[arg(long)]
+    unbound: bool,
+    /// Print one line of JSON for each operation and size.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+enum Place {
+    /// Memory that the workers of a host share, where there is such.
+    Arena,
+    /// The heap.
+    Private,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Place::Arena => "arena",
+            Place::Private => "private",
+        })
+    }
+}
+
+/// Reads a number of bytes.
+fn size(text: &str) -> Result<usize, String> {
+    let (digits, unit) = match text.strip_suffix(['K', 'M', 'G']) {
+        Some(digits) => (digits, 1 << (10 * (1 + "KMG".find(&text[digits.len()..]).unwrap_or(0)))),
+        None => (text, 1),
+    };
+    let number: Option<usize> = digits.parse().ok();
+    number
+        .and_then(|number| number.checked_mul(unit))
+        .ok_or_else(|| "expected bytes, such as 4096, 4K or 64M".to_owned())
+}
+
+/// Runs `trireme bench collectives`.
+pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
+    if args.workers == 0 || args.factor < 2 || args.min_bytes == 0 || args.iters == 0 {
+        bail!("--workers, --min-bytes and --iters must be at least 1, and --factor 2");
+    }
+    let Some(environment) = WorkerEnvironment::of_this_process()? else {
+        return launch_workers(args.workers, started);
+    };
+    let group = GroupOptions {
+        algorithm: args.algorithm,
+        keeps_order: !args.any_order,
+        costs: args.costs.given(),
+        timeout: args.timeout,
+        ..GroupOptions::default()
+    };
+    let options = JoinOptions {
+        transport: args.transport,
+        job: "bench".to_owned(),
+        group,
+        ..join_options(&environment, None)?
+    };
+    work_in_world(options, super::recorder_folder(), |group| match args.dtype {
+        Dtype::F32 => sweep::<f32>(args, &group),
+        Dtype::F64 => sweep::<f64>(args, &group),
+        Dtype::F16 => sweep::<F16>(args, &group),
+        Dtype::Bf16 => sweep::<Bf16>(args, &group),
+        Dtype::I32 => sweep::<i32>(args, &group),
+        Dtype::I64 => sweep::<i64>(args, &group),
+    })
+}
+
+/// Measures every operation at every size.
+fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
+    if args.ops.contains(&Op::Send) && group.world_size() < 2 {
+        bail!("send takes two workers; set --workers 2 or more");
+    }
+    if !args.unbound {
+        bind(group)?;
+    }
+    let is_root = group.rank() == Rank::ROOT;
+    if is_root && !args.json {
+        print_header(args, group)?;
+    }
+    for &op in &args.ops {
+        let larger = |bytes: &usize| bytes.checked_mul(args.factor).filter(|_| op.has_sizes());
+        let sizes = std::iter::successors(Some(args.min_bytes), larger);
+        for bytes in sizes.take_while(|&bytes| bytes <= args.max_bytes || !op.has_sizes()) {
+            let measurement = measure::<T>(args, group, op, bytes)?;
+            if is_root {
+                print(args, &measurement)?;
+            }
+        }
+    }
+    Ok(group.barrier().wait()?)
+}
+
+fn print_header(args: &CollectivesArgs, group: &Group) -> Result<()> {
+    let CollectivesArgs { dtype, memory, .. } = args;
+    writeln!(
+        Output,
+        "{} workers over {}, vectors of {dtype} in {memory} memory",
+        group.world_size(),
+        group.transport()
+    )?;
+    writeln!(
+        Output,
+        "{:>19} {:>12} {:>12} {:>11} {:>11}",
+        "operation", "size", "median", "bandwidth", "bus"
+    )?;
+    Ok(())
+}
+
+/// Keeps this process to its rank's share of the processors, where each rank of the host can have one.
+fn bind(group: &Group) -> Result<()> {
+    let hosts = group.hosts();
+    let num_ranks = hosts.ranks(hosts.host_of(group.rank())).len();
+    let allowed = sched_getaffinity(None).context("cannot tell which cores may be used")?;
+    let processors: Vec<usize> =
+        (0..CpuSet::MAX_CPU).filter(|&processor| allowed.is_set(processor)).collect();
+    if num_ranks > processors.len() {
+        return Ok(());
+    }
+    let border = |rank: usize| rank * processors.len() / num_ranks;
+    let local_rank = hosts.local_rank(group.rank());
+    let mut own = CpuSet::new();
+    processors[border(local_rank)..border(local_rank + 1)].iter().for_each(|&processor| own.set(processor));
+    sched_setaffinity(None, &own).context("cannot keep to some cores; try --unbound")
+}
+
+fn print(args: &CollectivesArgs, measurement: &Measurement) -> Result<()> {
+    if args.json {
+        writeln!(Output, "{}", serde_json::to_string(measurement)?)?;
+        return Ok(());
+    }
+    let Measurement { op, bytes, median_us, algbw_gbps, busbw_gbps, algorithm, .. } = measurement;
+    let algorithm = algorithm.as_deref().unwrap_or_default();
+    let size = Bytes(*bytes as u64).to_string();
+    let line = format!(
+        "{op:>19} {size:>12} {median_us:>9.1} us {algbw_gbps:>6.2} GB/s {busbw_gbps:>6.2} GB/s  {algorithm}"
+    );
+    writeln!(Output, "{}", line.trim_end())?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        assert_eq!(["0", "17", "4K", "3M", "2G"].map(size), [0, 17, 4096, 3 << 20, 2 << 30].map(Ok));
+        for wrong in ["", "K", "4k", "4KK", "-1", "1.5M", "4 K", "99999999999999999999", "99999999999999G"] {
+            assert!(size(wrong).is_err(), "{wrong}");
+        }
+    }
+}

@@ -1,0 +1,254 @@
+//! The operations: what vectors they take, how they are called, and what must come of it.
+
+use super::Place;
+use super::number::Number;
+use anyhow::{Context, Result};
+use std::fmt;
+use trireme_base::{Rank, ReduceOp};
+use trireme_comm::{Buffer, Group, Work};
+use trireme_schedule::collective::{Collective, block};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
+#[value(rename_all = "snake_case")]
+pub(super) enum Op {
+    AllReduce,
+    AllGather,
+    ReduceScatter,
+    AllToAll,
+    /// Blocks of different lengths.
+    AllToAllVariable,
+    Broadcast,
+    Reduce,
+    Gather,
+    Scatter,
+    Barrier,
+    /// A message from rank 0 to rank 1 and back; the time is that of one way.
+    Send,
+}
+
+impl Op {
+    /// Those that other libraries' benchmarks have, too.
+    pub(super) const COMMON: [Op; 5] =
+        [Op::AllReduce, Op::AllGather, Op::ReduceScatter, Op::AllToAll, Op::Broadcast];
+
+    /// Whether it works on vectors.
+    pub(super) fn has_sizes(self) -> bool {
+        self != Op::Barrier
+    }
+
+    /// Bus bandwidth over bytes a second (nccl-tests, doc/PERFORMANCE.md).
+    pub(super) fn bus_factor(self, world_size: usize) -> f64 {
+        let n = world_size as f64;
+        match self {
+            Op::AllReduce => 2.0 * (n - 1.0) / n,
+            Op::AllGather
+            | Op::ReduceScatter
+            | Op::AllToAll
+            | Op::AllToAllVariable
+            | Op::Gather
+            | Op::Scatter => (n - 1.0) / n,
+            Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send => 1.0,
+        }
+    }
+
+    /// Elements of the whole vector that come nearest to `len` from below.
+    fn len(self, world_size: usize, len: usize) -> usize {
+        match self {
+            Op::Barrier => 0,
+            Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Send => len,
+            Op::AllToAllVariable => len - len % num_units(world_size),
+            Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Gather | Op::Scatter => {
+                len - len % world_size
+            }
+        }
+    }
+
+    /// The operation as algorithms are chosen for it, if there are several.
+    fn collective(self, len: usize) -> Option<Collective> {
+        let root = Rank::ROOT;
+        Some(match self {
+            Op::AllReduce => Collective::AllReduce { len },
+            Op::AllGather => Collective::AllGather { len },
+            Op::ReduceScatter => Collective::ReduceScatter { len },
+            Op::AllToAll => Collective::AllToAll { len },
+            Op::Broadcast => Collective::Broadcast { root, len },
+            Op::Reduce => Collective::Reduce { root, len },
+            Op::Gather => Collective::Gather { root, len },
+            Op::Scatter => Collective::Scatter { root, len },
+            Op::AllToAllVariable | Op::Barrier | Op::Send => return None,
+        })
+    }
+}
+
+impl fmt::Display for Op {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let value = clap::ValueEnum::to_possible_value(self).expect("every operation has a name");
+        f.write_str(value.get_name())
+    }
+}
+
+/// Units that a rank sends in an all-to-all of blocks of different lengths: as many to each rank as [`units`] says.
+fn num_units(world_size: usize) -> usize {
+    world_size * (world_size + 1) / 2
+}
+
+/// Units of the block that one rank sends to another; in each row and column every number from 1 to the world size.
+fn units(from: usize, to: usize, world_size: usize) -> usize {
+    1 + (from + to) % world_size
+}
+
+/// An operation with its vectors on one rank.
+pub(super) struct Bench<'a, T> {
+    group: &'a Group,
+    op: Op,
+    /// Elements of the whole vector.
+    len: usize,
+    /// What goes in, and what comes out of it if that is another vector. Absent during a call.
+    vectors: Option<(Buffer<T>, Option<Buffer<T>>)>,
+    /// Elements of the blocks of an all-to-all; by the other rank, the same for what is sent and what is received.
+    block_lens: Vec<usize>,
+}
+
+impl<'a, T: Number> Bench<'a, T> {
+    /// With vectors of at most `bytes`. Every element of rank `r` is `r + 1`.
+    pub(super) fn new(group: &'a Group, op: Op, place: Place, bytes: usize) -> Result<Self> {
+        let (own, world_size) = (group.rank(), group.world_size());
+        let len = op.len(world_size, bytes / size_of::<T>());
+        let (block, whole_at_root) = (len / world_size, if own == Rank::ROOT { len } else { 0 });
+        let (input, output) = match op {
+            Op::AllReduce | Op::Broadcast | Op::Reduce | Op::Barrier | Op::Send => (len, None),
+            Op::AllGather => (block, Some(len)),
+            Op::ReduceScatter => (len, Some(block)),
+            Op::AllToAll | Op::AllToAllVariable => (len, Some(len)),
+            Op::Gather => (block, Some(whole_at_root)),
+            Op::Scatter => (whole_at_root, Some(block)),
+        };
+        let buffer = |len| match place {
+            Place::Arena => group.buffer::<T>(len),
+            Place::Private => Buffer::private(len),
+        };
+        let unit = len / num_units(world_size);
+        let block_lens = (0..world_size).map(|other| unit * units(own.0, other, world_size)).collect();
+        let mut input = buffer(input)?;
+        input.fill(T::of(own.0 as f64 + 1.0));
+        Ok(Bench { group, op, len, vectors: Some((input, output.map(buffer).transpose()?)), block_lens })
+    }
+
+    /// Bytes of the whole vector.
+    pub(super) fn bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    /// How the group does it, if it has a choice.
+    pub(super) fn algorithm(&self) -> Option<String> {
+        let collective = self.op.collective(self.len)?;
+        Some(self.group.algorithm(collective, size_of::<T>()).to_string())
+    }
+
+    /// Makes all elements of the input zero, so that repeated sums stay finite.
+    pub(super) fn clear(&mut self) {
+        if let Some((input, _)) = &mut self.vectors {
+            input.fill(T::of(0.0));
+        }
+    }
+
+    /// Does it once.
+    pub(super) fn call(&mut self) -> Result<()> {
+        let (input, output) = self.vectors.take().context("every call gives its vectors back")?;
+        self.vectors = Some(match output {
+            Some(output) => {
+                let (input, output) = self.out_of_place(input, output).wait()?;
+                (input, Some(output))
+            }
+            None => (self.in_place(input)?, None),
+        });
+        Ok(())
+    }
+
+    fn in_place(&self, vector: Buffer<T>) -> Result<Buffer<T>> {
+        let group = self.group;
+        let work = match (self.op, group.rank()) {
+            (Op::AllReduce, _) => group.all_reduce(vector, ReduceOp::Sum),
+            (Op::Broadcast, _) => group.broadcast(vector, Rank::ROOT),
+            (Op::Reduce, _) => group.reduce(vector, ReduceOp::Sum, Rank::ROOT),
+            (Op::Send, Rank(0)) => {
+                let sent = group.send(vector, Rank(1)).wait()?;
+                group.receive(sent, Rank(1))
+            }
+            (Op::Send, Rank(1)) => {
+                let received = group.receive(vector, Rank(0)).wait()?;
+                group.send(received, Rank(0))
+            }
+            (Op::Send, _) => return Ok(vector),
+            (Op::Barrier, _) => {
+                group.barrier().wait()?;
+                return Ok(vector);
+            }
+            (op, _) => unreachable!("{op} is out of place"),
+        };
+        Ok(work.wait()?)
+    }
+
+    fn out_of_place(&self, input: Buffer<T>, output: Buffer<T>) -> Work<(Buffer<T>, Buffer<T>)> {
+        let (group, lens) = (self.group, &self.block_lens);
+        match self.op {
+            Op::AllGather => group.all_gather_into(input, output),
+            Op::ReduceScatter => group.reduce_scatter_into(input, output, ReduceOp::Sum),
+            Op::AllToAll => group.all_to_all_into(input, output),
+            Op::AllToAllVariable => group.all_to_all_variable(input, lens, output, lens),
+            Op::Gather => group.gather_into(input, output, Rank::ROOT),
+            Op::Scatter => group.scatter_into(input, output, Rank::ROOT),
+            op => unreachable!("{op} is in place"),
+        }
+    }
+
+    /// Whether the result of the first call is right.
+    pub(super) fn is_right(&self) -> bool {
+        let (rank, world_size) = (self.group.rank(), self.group.world_size());
+        let Some((input, output)) = &self.vectors else { return false };
+        let all_are = |vector: &[T], expected: f64| vector.iter().all(|value| value.is(expected));
+        let total = (world_size * (world_size + 1) / 2) as f64;
+        let blocks = |output: &[T]| {
+            (0..world_size)
+                .all(|other| all_are(&output[block(Rank(other), world_size, self.len)], other as f64 + 1.0))
+        };
+        let blocks_of_any_lengths = |mut output: &[T]| {
+            self.block_lens.iter().enumerate().all(|(other, &len)| {
+                let (block, rest) = output.split_at(len);
+                output = rest;
+                all_are(block, other as f64 + 1.0)
+            })
+        };
+        match (self.op, output) {
+            (Op::Barrier, None) => true,
+            (Op::AllReduce, None) => all_are(input, total),
+            (Op::Reduce, None) => rank != Rank::ROOT || all_are(input, total),
+            (Op::Broadcast, None) => all_are(input, 1.0),
+            (Op::Send, None) => rank.0 > 1 || all_are(input, 1.0),
+            (Op::ReduceScatter, Some(output)) => all_are(output, total),
+            (Op::AllGather | Op::AllToAll, Some(output)) => blocks(output),
+            (Op::AllToAllVariable, Some(output)) => blocks_of_any_lengths(output),
+            (Op::Gather, Some(output)) => rank != Rank::ROOT || blocks(output),
+            (Op::Scatter, Some(output)) => all_are(output, 1.0),
+            _ => false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_one_sends_the_other_receives_and_all_send_as_much() {
+        for world_size in 1..=9 {
+            for rank in 0..world_size {
+                let sent: Vec<usize> = (0..world_size).map(|to| units(rank, to, world_size)).collect();
+                let received: Vec<usize> =
+                    (0..world_size).map(|from| units(from, rank, world_size)).collect();
+                assert_eq!(sent, received);
+                assert_eq!(sent.iter().sum::<usize>(), num_units(world_size));
+            }
+        }
+    }
+}

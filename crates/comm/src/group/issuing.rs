@@ -1,0 +1,125 @@
+//! How operations and messages get from their callers to the threads that execute them.
+
+use super::{Group, check_control_bytes};
+use crate::buffer::Storage;
+use crate::engine::Payload;
+use crate::messages::{Messenger, Receipt};
+use crate::{Buffer, CommError, Element, Operation, Work};
+use trireme_base::Rank;
+
+impl Group {
+    /// Gives every rank a few bytes of every rank, in rank order.
+    ///
+    /// # Errors
+    /// From the work: [`CommError::ControlDataTooLong`] above [`CONTROL_BYTES_MAX`](crate::CONTROL_BYTES_MAX), which leaves
+    /// the group as it is, and whatever ends a group.
+    pub fn all_gather_bytes(&self, mine: &[u8]) -> Work<Vec<Vec<u8>>> {
+        if let Err(error) = check_control_bytes(self.rank, mine.len() as u64) {
+            return Work::ready(Err(error));
+        }
+        let mut blocks = vec![Vec::new(); self.world_size];
+        blocks[self.rank.0] = mine.to_vec();
+        let Some(executor) = &self.executor else { return Work::ready(Ok(blocks)) };
+        let ticket = executor.queue.submit(Operation::AllGatherBytes, Payload::Blocks(blocks));
+        Work::pending(ticket, |payload| match payload {
+            Payload::Blocks(blocks) => blocks,
+            _ => unreachable!("an operation gives back the payload it took"),
+        })
+    }
+
+    /// Ends when all ranks have come to it: what each of them issued before has ended there.
+    ///
+    /// # Errors
+    /// From the work: whatever ends a group.
+    pub fn barrier(&self) -> Work<()> {
+        let Some(executor) = &self.executor else { return Work::ready(Ok(())) };
+        Work::pending(executor.queue.submit(Operation::Barrier, Payload::Nothing), |_| ())
+    }
+
+    /// Sends a vector to another rank, which [receives](Group::receive) one of the same type and length. Messages from
+    /// one rank to another come in the order in which they were sent; for the rest, messages and the group's
+    /// operations may be issued in any order.
+    ///
+    /// # Errors
+    /// From the work: [`CommError::NoSuchPeer`], and whatever ends a group.
+    pub fn send<T: Element>(&self, buffer: Buffer<T>, to: Rank) -> Work<Buffer<T>> {
+        self.message("send", buffer, to, Messenger::send)
+    }
+
+    /// Fills the vector with what another rank [sends](Group::send).
+    ///
+    /// # Errors
+    /// As [`send`](Group::send).
+    pub fn receive<T: Element>(&self, buffer: Buffer<T>, from: Rank) -> Work<Buffer<T>> {
+        self.message("receive", buffer, from, Messenger::receive)
+    }
+
+    fn message<T: Element>(
+        &self,
+        name: &'static str,
+        buffer: Buffer<T>,
+        peer: Rank,
+        issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
+    ) -> Work<Buffer<T>> {
+        match &self.messenger {
+            Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
+                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
+                let receipt = issue(messenger, peer, operation, buffer.into_storage());
+                Work::message(receipt, Buffer::from_storage)
+            }
+            _ => {
+                let (operation, rank, world_size) = (name, peer, self.world_size);
+                Work::ready(Err(CommError::NoSuchPeer { operation, rank, world_size }))
+            }
+        }
+    }
+
+    /// Issues an operation on a vector.
+    pub(crate) fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
+        let Some(executor) = &self.executor else { return Work::ready(Ok(buffer)) };
+        let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
+        Work::pending(ticket, |payload| match payload {
+            Payload::Vector(storage) => Buffer::from_storage(storage),
+            _ => unreachable!("an operation gives back the payload it took"),
+        })
+    }
+
+    /// Issues an operation out of place.
+    pub(crate) fn issue_pair<T: Element>(
+        &self,
+        operation: Operation,
+        (input, mut output): (Buffer<T>, Buffer<T>),
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let Some(executor) = &self.executor else {
+            output.copy_from_slice(&input);
+            return Work::ready(Ok((input, output)));
+        };
+        let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
+        let ticket = executor.queue.submit(operation, payload);
+        Work::pending(ticket, |payload| match payload {
+            Payload::Pair { input, output } => (Buffer::from_storage(input), Buffer::from_storage(output)),
+            _ => unreachable!("an operation gives back the payload it took"),
+        })
+    }
+
+    /// Issues an all-to-all with blocks of any lengths.
+    pub(crate) fn issue_variable<T: Element>(
+        &self,
+        (input, mut output): (Buffer<T>, Buffer<T>),
+        lens: [Vec<usize>; 2],
+    ) -> Work<(Buffer<T>, Buffer<T>)> {
+        let Some(executor) = &self.executor else {
+            output.copy_from_slice(&input);
+            return Work::ready(Ok((input, output)));
+        };
+        let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
+        let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };
+        let ticket = executor.queue.submit(operation, payload);
+        Work::pending(ticket, |payload| match payload {
+            Payload::Variable { input, output, .. } => {
+                (Buffer::from_storage(input), Buffer::from_storage(output))
+            }
+            _ => unreachable!("an operation gives back the payload it took"),
+        })
+    }
+}
