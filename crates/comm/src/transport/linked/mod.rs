@@ -132,8 +132,8 @@ impl Linked {
     ) -> Result<(), CommError> {
         let (dtype, len) = call.operation.elements();
         let collective = call.operation.collective().expect("operations in place are collectives");
-        match algorithm {
-            Algorithm::Flat(_) if let Collective::AllReduce { len } = collective => {
+        match (algorithm, collective) {
+            (Algorithm::Flat(_), Collective::AllReduce { len }) => {
                 for segment in segments(&self.hosts, len, dtype.size()) {
                     let bytes = segment.start * dtype.size()..segment.end * dtype.size();
                     self.steps.clear();
@@ -142,12 +142,12 @@ impl Linked {
                     self.work_steps(call, &mut slot.part(bytes), 0, control, cost)?;
                 }
             }
-            Algorithm::Flat(_) => {
+            (Algorithm::Flat(_), _) => {
                 self.steps.clear();
                 steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
                 self.work_steps(call, &mut slot, first, control, cost)?;
             }
-            Algorithm::Hierarchical(levels) => {
+            (Algorithm::Hierarchical(levels), _) => {
                 let mut list = std::mem::take(&mut self.phases);
                 list.clear();
                 phases(collective, levels, &self.hosts, self.rank, &mut list);

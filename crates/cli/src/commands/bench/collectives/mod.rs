@@ -80,6 +80,12 @@ pub(crate) struct CollectivesArgs {
     /// Allow any order of sums, as with determinism = "run".
     #[arg(long)]
     any_order: bool,
+    /// TCP connections to each peer.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    sockets_per_peer: usize,
+    /// Send a checksum with each message.
+    #[arg(long)]
+    checksums: bool,
     /// Smallest size, in bytes or as 4K, 64M or 1G.
     #[arg(long, value_name = "BYTES", default_value = "4K", value_parser = size)]
     min_bytes: usize,
@@ -152,6 +158,8 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
         keeps_order: !args.any_order,
         costs: args.costs.given(),
         timeout: args.timeout,
+        sockets_per_peer: args.sockets_per_peer,
+        checksums: args.checksums,
         ..GroupOptions::default()
     };
     let options = JoinOptions {
