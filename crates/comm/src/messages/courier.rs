@@ -51,6 +51,8 @@ pub(super) struct Courier {
     timeout: Duration,
     /// Whether frames have checksums.
     checksums: bool,
+    /// When deadlines were checked last.
+    checked: Instant,
     piece: Vec<CacheLine>,
     patience: Patience,
     /// Memory for the list of what is waited for.
@@ -94,6 +96,7 @@ impl Courier {
             links,
             timeout: options.timeout,
             checksums: options.checksums,
+            checked: Instant::now(),
             piece: CacheLine::zeroed(options.chunk_bytes)?,
             patience: Patience::new(),
             polled: Vec::new(),
@@ -131,6 +134,10 @@ impl Courier {
 
     /// Moves what moves; whether that was anything.
     pub(super) fn advance(&mut self) -> Result<bool, CommError> {
+        // One that stands still must not wait for its end until all others do.
+        if self.checked.elapsed() >= TICK {
+            self.check_deadlines()?;
+        }
         let mut has_moved = false;
         for peer in (0..self.links.len()).map(Rank) {
             while self.advance_out(peer)? {
@@ -233,6 +240,7 @@ impl Courier {
     }
 
     fn check_deadlines(&mut self) -> Result<(), CommError> {
+        self.checked = Instant::now();
         for (peer, lanes) in self.lanes.iter_mut().enumerate() {
             for (parcel, num_begun) in [
                 (lanes.outgoing.waiting.front_mut(), lanes.outgoing.num_begun),

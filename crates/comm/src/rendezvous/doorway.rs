@@ -137,7 +137,19 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                     self.visitors.push_back(Visitor { door, examination, received, since });
                 }
                 Err(Errno::AGAIN) => break,
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                // What went wrong with a connection that was about to be accepted (accept(2), "Error handling").
+                Err(
+                    Errno::INTR
+                    | Errno::CONNABORTED
+                    | Errno::PROTO
+                    | Errno::NOPROTOOPT
+                    | Errno::OPNOTSUPP
+                    | Errno::NETDOWN
+                    | Errno::NETUNREACH
+                    | Errno::HOSTDOWN
+                    | Errno::HOSTUNREACH
+                    | Errno::NONET,
+                ) => {}
                 Err(error) => return Err(error.into()),
             }
         }
