@@ -32,6 +32,8 @@ pub struct GroupOptions {
     /// TCP connections to each peer for collective operations, and as many for messages; bytes go over them in turns, in
     /// stripes of 128 KiB. At most [`SOCKETS_PER_PEER_MAX`](GroupOptions::SOCKETS_PER_PEER_MAX).
     pub sockets_per_peer: usize,
+    /// Whether long payloads go by TCP without a copy, where the kernel has that and it saves one.
+    pub zero_copy: bool,
 }
 
 impl GroupOptions {
@@ -54,6 +56,7 @@ impl Default for GroupOptions {
             costs: GivenCosts::default(),
             checksums: false,
             sockets_per_peer: 1,
+            zero_copy: true,
         }
     }
 }

@@ -147,6 +147,7 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
             algorithm: comm.algorithm,
             costs: config.costs(),
             sockets_per_peer: comm.sockets_per_peer,
+            zero_copy: comm.zero_copy,
             checksums: comm.checksums,
             ..GroupOptions::default()
         },

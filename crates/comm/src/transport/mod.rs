@@ -152,7 +152,14 @@ impl Parts {
                         let socket = connection?.into_socket();
                         Link::Mpi(MpiLink::new(socket, seats, (Rank(peer), purpose), piece_bytes))
                     }
-                    None => link(connection?, purpose, (rank, Rank(peer)), &hosts, memory.as_ref()),
+                    None => link(
+                        connection?,
+                        purpose,
+                        (rank, Rank(peer)),
+                        &hosts,
+                        memory.as_ref(),
+                        options.zero_copy,
+                    ),
                 })
             };
             connections.map(link).collect::<Vec<_>>()
@@ -195,11 +202,12 @@ fn link(
     (own, peer): (Rank, Rank),
     hosts: &Hosts,
     memory: Option<&GroupMemory>,
+    zero_copy: bool,
 ) -> Link {
     let shared = memory.and_then(|memory| {
         Some((&memory.own.area, memory.areas[own.0].as_ref()?, memory.areas[peer.0].as_ref()?))
     });
-    let Some((region, own_area, peer_area)) = shared else { return connection.into_link() };
+    let Some((region, own_area, peer_area)) = shared else { return connection.into_link(zero_copy) };
     let purpose = match purpose {
         Purpose::Messages => RingPurpose::Messages,
         _ => RingPurpose::Collectives,

@@ -78,13 +78,14 @@ impl Connection {
         }
     }
 
-    /// The link through the kernel that the connection is.
-    pub(crate) fn into_link(self) -> Link {
+    /// The link through the kernel that the connection is; with `zero_copy` the kernel need not copy what is sent.
+    pub(crate) fn into_link(self, zero_copy: bool) -> Link {
         match self {
-            Connection::Plain(socket) => Link::Socket(SocketLink::new(socket)),
+            Connection::Plain(socket) => Link::Socket(SocketLink::new(socket, zero_copy)),
             Connection::Encrypted(link) => Link::Tls(link),
             Connection::Striped(connections) => {
-                let links = connections.into_iter().map(Connection::into_link).collect();
+                let links =
+                    connections.into_iter().map(|connection| connection.into_link(zero_copy)).collect();
                 Link::Striped(StripedLink::new(links))
             }
         }
@@ -103,13 +104,21 @@ pub(crate) enum Side {
 impl Link {
     /// Sends what goes of a header and its payload, and says how many bytes that was. The next call begins with the
     /// byte after those; what was given stays where and as it is until then.
-    pub(crate) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+    ///
+    /// With `waits_for_peer` bytes may go only once the peer has received them. So they must not if the peer may receive
+    /// them only when some have gone.
+    pub(crate) fn send(
+        &mut self,
+        header: &[u8],
+        payload: &[u8],
+        waits_for_peer: bool,
+    ) -> Result<usize, Broken> {
         match self {
-            Link::Socket(link) => link.send(header, payload),
+            Link::Socket(link) => link.send(header, payload, waits_for_peer),
             Link::Tls(link) => link.send(header, payload).map_err(|_| Broken),
             Link::Ring(link) => link.send(header, payload),
             Link::Mpi(link) => link.send(header, payload),
-            Link::Striped(link) => link.send(header, payload),
+            Link::Striped(link) => link.send(header, payload, waits_for_peer),
         }
     }
 

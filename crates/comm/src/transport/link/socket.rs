@@ -14,13 +14,18 @@ pub(crate) struct SocketLink {
 }
 
 impl SocketLink {
-    pub(crate) fn new(socket: OwnedFd) -> Self {
-        SocketLink { loans: Loans::new(&socket), socket }
+    pub(crate) fn new(socket: OwnedFd, zero_copy: bool) -> Self {
+        SocketLink { loans: zero_copy.then(|| Loans::new(&socket)).flatten(), socket }
     }
 
-    pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
+    pub(super) fn send(
+        &mut self,
+        header: &[u8],
+        payload: &[u8],
+        waits_for_peer: bool,
+    ) -> Result<usize, Broken> {
         self.loans.take_if(|loans| loans.are_over());
-        if let Some(loans) = self.loans.as_mut().filter(|loans| loans.suit(payload)) {
+        if let Some(loans) = self.loans.as_mut().filter(|loans| waits_for_peer && loans.suit(payload)) {
             return loans.send(&self.socket, header, payload);
         }
         let slices = [IoSlice::new(header), IoSlice::new(payload)];

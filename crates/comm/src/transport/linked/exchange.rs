@@ -26,12 +26,12 @@ impl<'a> Exchange<'a> {
         memories: &Memories<'_>,
         has_checksum: bool,
     ) -> Self {
-        let outgoing =
+        let mut outgoing =
             send.map(|send| Outgoing::new(call, send.to, memories.place(&send.span), has_checksum));
         let incoming = receive.map(|receive| {
             let place = memories.place(&receive.span);
             let mut incoming = Incoming::new(own, receive.from, place, receive.action, has_checksum);
-            if let Some(outgoing) = &outgoing {
+            if let Some(outgoing) = &mut outgoing {
                 incoming.give_way_to(outgoing);
             }
             incoming

@@ -43,7 +43,7 @@ fn outcome_with(
     let (own_data, data) = UnixStream::pair().expect("sockets");
     let (own_control, control) = UnixStream::pair().expect("sockets");
     let row = |end: UnixStream| Vec::from([None, Some(OwnedFd::from(end))]);
-    let links = Vec::from([None, Some(Link::Socket(SocketLink::new(own_data.into())))]);
+    let links = Vec::from([None, Some(Link::Socket(SocketLink::new(own_data.into(), true)))]);
     let hosts = Hosts::single(2);
     let selection = Selection::new(hosts.clone(), false, Arc::default(), options);
     let mut linked =

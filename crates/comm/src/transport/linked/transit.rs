@@ -37,6 +37,8 @@ pub(crate) struct Outgoing {
     pub(super) place: Place,
     /// Header and payload bytes sent.
     num_sent: usize,
+    /// The peer receives the message whether or not any of it counts as sent.
+    waits_for_peer: bool,
     trailer: Option<Trailer>,
 }
 
@@ -60,20 +62,21 @@ pub(crate) struct Incoming {
 impl Outgoing {
     pub(crate) fn new(call: &Call, to: Rank, place: Place, has_checksum: bool) -> Self {
         let header = Header::new(call, place.len(), has_checksum).encode();
-        Outgoing { to, header, place, num_sent: 0, trailer: has_checksum.then(Trailer::default) }
+        let trailer = has_checksum.then(Trailer::default);
+        Outgoing { to, header, place, num_sent: 0, waits_for_peer: true, trailer }
     }
 
     /// Sends what goes; whether that was anything.
     pub(crate) fn advance(&mut self, link: &mut Link, memories: &Memories<'_>) -> Result<bool, Broken> {
         let (unsent, frame_bytes) = (self.unsent(), HEADER_BYTES + self.place.len());
         if let Some(trailer) = self.trailer.as_mut().filter(|_| self.num_sent == frame_bytes) {
-            let num_sent = link.send(&trailer.bytes[trailer.num_moved..], &[])?;
+            let num_sent = link.send(&trailer.bytes[trailer.num_moved..], &[], self.waits_for_peer)?;
             trailer.num_moved += num_sent;
             return Ok(num_sent > 0);
         }
         let header = &self.header[self.num_sent.min(HEADER_BYTES)..];
         let payload = memories.bytes(&unsent);
-        let num_sent = link.send(header, payload)?;
+        let num_sent = link.send(header, payload, self.waits_for_peer)?;
         self.num_sent += num_sent;
         if let Some(trailer) = &mut self.trailer {
             let num_header_bytes = num_sent.min(header.len());
@@ -111,9 +114,13 @@ impl Incoming {
         }
     }
 
-    /// The message waits in the piece for `outgoing`, where that is sent from the same memory.
-    pub(super) fn give_way_to(&mut self, outgoing: &Outgoing) {
-        self.is_buffered |= outgoing.place.overlaps(&self.place);
+    /// Where `outgoing` is sent from the same memory, the message waits in the piece until that has been sent: on this
+    /// rank, and likewise on the peer.
+    pub(super) fn give_way_to(&mut self, outgoing: &mut Outgoing) {
+        if outgoing.place.overlaps(&self.place) {
+            self.is_buffered = true;
+            outgoing.waits_for_peer = false;
+        }
     }
 
     /// Receives what has come and puts it in its place; whether that was anything. `unsent` is not written

@@ -13,20 +13,22 @@ use trireme_base::Rank;
 /// `num_sleepers`.
 #[repr(C)]
 pub(super) struct Board {
-    /// Meetings that the owner has come to, wrapping.
-    num_meetings: Line<AtomicU32>,
-    /// Peers asleep until `num_meetings` changes.
+    /// Of the last meeting with an even number, and of the last with an odd one. The owner can be one meeting ahead of a
+    /// peer that still reads what was posted, but not two.
+    turns: [Line<Turn>; 2],
+    /// Peers asleep until the owner comes to a meeting.
     num_sleepers: Line<AtomicU32>,
-    /// What the owner posted last and before that. It can be one post ahead of a peer that still reads the
-    /// other one, but not two.
-    posts: [Line<Words>; 2],
 }
 
-/// Keeps what is written by different ranks or at different times in different cache lines.
+/// Keeps what is written by different ranks or at different times in different cache lines, and what is read together
+/// in one: from the cache of another core a line takes longer than all that is done with it.
 #[repr(C, align(64))]
 struct Line<T>(T);
 
-struct Words {
+/// What a rank says at a meeting.
+struct Turn {
+    /// The number of the last such meeting that the owner has come to, wrapping.
+    meeting: AtomicU32,
     sequence: AtomicU64,
     operation: [AtomicU64; OPERATION_WORDS],
     input: AtomicU64,
@@ -98,10 +100,10 @@ impl Post {
 }
 
 impl Board {
-    /// Writes down what the owner comes to its `turn`-th post with. It is seen after the next
-    /// [`arrive`](Board::arrive).
-    pub(super) fn post(&self, turn: usize, call: &Call, post: Post) {
-        let words = &self.posts[turn % 2].0;
+    /// Writes down what the owner comes to its `meeting`-th meeting with. It is seen after the
+    /// [`arrive`](Board::arrive) there.
+    pub(super) fn post(&self, meeting: u32, call: &Call, post: Post) {
+        let words = self.turn(meeting);
         words.sequence.store(call.sequence, Ordering::Relaxed);
         words.input.store(post.input.encode(), Ordering::Relaxed);
         words.output.store(post.output.encode(), Ordering::Relaxed);
@@ -110,9 +112,9 @@ impl Board {
         }
     }
 
-    /// What the owner, `rank`, posted in its `turn`-th post, if that was for the operation that `own` is in.
-    pub(super) fn read(&self, turn: usize, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
-        let words = &self.posts[turn % 2].0;
+    /// What the owner, `rank`, posted for the `meeting`-th meeting, if that was for the operation that `own` is in.
+    pub(super) fn read(&self, meeting: u32, call: &Call, own: Rank, rank: Rank) -> Result<Post, CommError> {
+        let words = self.turn(meeting);
         let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));
         if words.sequence.load(Ordering::Relaxed) != call.sequence {
             return Err(call.protocol(rank, "it posted an operation out of turn"));
@@ -129,10 +131,11 @@ impl Board {
 
     /// Says that the owner has come to its `meeting`-th meeting, and publishes all memory it wrote before.
     pub(super) fn arrive(&self, meeting: u32) {
-        self.num_meetings.0.store(meeting, Ordering::SeqCst);
+        let word = &self.turn(meeting).meeting;
+        word.store(meeting, Ordering::SeqCst);
         if self.num_sleepers.0.load(Ordering::SeqCst) > 0 {
             // Fails only for an address that is not mapped.
-            let _ = futex::wake(&self.num_meetings.0, futex::Flags::empty(), i32::MAX as u32);
+            let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
         }
     }
 
@@ -156,21 +159,26 @@ impl Board {
     }
 
     fn has_come(&self, meeting: u32) -> bool {
-        let behind = meeting.wrapping_sub(self.num_meetings.0.load(Ordering::Acquire));
+        let behind = meeting.wrapping_sub(self.turn(meeting).meeting.load(Ordering::Acquire));
         behind == 0 || behind >= 1 << 31
+    }
+
+    fn turn(&self, meeting: u32) -> &Turn {
+        &self.turns[meeting as usize % 2].0
     }
 
     fn sleep(&self, meeting: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
         let tick = TICK.try_into().expect("a tick is short");
+        let word = &self.turn(meeting).meeting;
         loop {
-            // The count is raised before the meetings are read, and the owner reads them the other way round:
+            // The count is raised before the meeting is read, and the owner does it the other way round:
             // either it sees a sleeper, or the sleeper sees that it has come.
             self.num_sleepers.0.fetch_add(1, Ordering::SeqCst);
-            let seen = self.num_meetings.0.load(Ordering::SeqCst);
+            let seen = word.load(Ordering::SeqCst);
             let slept = if self.has_come(meeting) {
                 Ok(())
             } else {
-                futex::wait(&self.num_meetings.0, futex::Flags::empty(), seen, Some(&tick))
+                futex::wait(word, futex::Flags::empty(), seen, Some(&tick))
             };
             self.num_sleepers.0.fetch_sub(1, Ordering::SeqCst);
             if self.has_come(meeting) {

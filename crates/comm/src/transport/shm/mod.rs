@@ -68,7 +68,6 @@ pub(crate) struct SharedMemory {
     reducer: Reducer,
     patience: Patience,
     num_meetings: u32,
-    num_posts: usize,
     num_staged: usize,
     /// What the members posted last.
     posts: Vec<Post>,
@@ -140,7 +139,6 @@ impl SharedMemory {
             reducer: Reducer::new(num_members, options.chunk_bytes)?,
             patience: Patience::new(),
             num_meetings: 0,
-            num_posts: 0,
             num_staged: 0,
             posts: vec![Post::STAGED; num_members],
             inputs: Vec::with_capacity(num_members),
@@ -254,13 +252,12 @@ impl SharedMemory {
         control: &mut Control,
         cost: &mut Cost,
     ) -> Result<(), CommError> {
-        self.num_posts += 1;
-        self.areas[self.own].board().post(self.num_posts, call, post);
+        self.areas[self.own].board().post(self.num_meetings.wrapping_add(1), call, post);
         self.meet(call, control, cost)?;
         for member in 0..self.members.len() {
             let board = self.areas[member].board();
             self.posts[member] =
-                board.read(self.num_posts, call, self.members[self.own], self.members[member])?;
+                board.read(self.num_meetings, call, self.members[self.own], self.members[member])?;
         }
         Ok(())
     }
