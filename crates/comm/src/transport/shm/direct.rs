@@ -11,6 +11,9 @@ use std::ops::Range;
 use trireme_base::{DType, Rank, ReduceOp};
 use trireme_schedule::collective::owned_range;
 
+/// What is asked for ahead of a reduction, of each member: as much as stays in the first cache.
+const FETCH_BYTES_MAX: usize = 8 << 10;
+
 impl SharedMemory {
     /// Finds the members' vectors by what they posted. Whether all that others read and write lies in arenas.
     pub(super) fn collect_views(&mut self, call: &Call, operation: Operation) -> Result<bool, CommError> {
@@ -148,6 +151,9 @@ impl SharedMemory {
                 let range = bytes(part);
                 cost.payload_bytes += (range.len() * (num_members - 1)) as u64;
                 let op = op.expect("only reductions reduce");
+                if range.len() <= FETCH_BYTES_MAX {
+                    self.others().for_each(|member| inputs[member].fetch(&range));
+                }
                 // SAFETY: as above; the output is this member's own, and is no input of another one here.
                 unsafe {
                     self.reducer.reduce(inputs, range, (dtype, op), |piece, result| {
