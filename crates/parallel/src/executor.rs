@@ -300,8 +300,7 @@ impl Executor {
     ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
         let (loss, comm_exposed) = self.finish_reductions()?;
         let loss_scale = self.loss_scaler.scale();
-        // Microbatch gradients are means over their rows: their sum becomes the mean here, once, without the loss scale.
-        let mut grad_scale = 1.0 / self.num_global_microbatches() as f64 / f64::from(loss_scale);
+        let mut grad_scale = 1.0 / (self.gradient_unit() * self.group.world_size() as f64);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
         let grad_norm = (is_scaled || plan.grad_norm != GradNorm::Off).then(|| {
             let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit));
@@ -337,9 +336,17 @@ impl Executor {
             return None;
         }
         let mut statistics = self.gradients.compression_statistics(self.group.world_size());
-        // A scale is a power of two up to 2^24, and so an f32.
-        statistics.error_norm /= self.program.num_microbatches as f32 * self.loss_scaler.scale() as f32;
+        statistics.error_norm /= self.gradient_unit() as f32;
         Some(statistics)
+    }
+
+    /// What a rank's sum of gradients is divided by to become its mean gradient. Microbatch gradients are means over their
+    /// rows, times the loss scale. Gradients that were normalized have neither number nor scale any more.
+    fn gradient_unit(&self) -> f64 {
+        if self.options.compression.normalize().is_some() {
+            return 1.0;
+        }
+        self.program.num_microbatches as f64 * f64::from(self.loss_scaler.scale())
     }
 
     /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step.

@@ -198,8 +198,14 @@ fn the_loss_scale_changes_no_bits_whenever_it_grows() {
         momentum: Some(0.5),
         ..CompressionOptions::default()
     };
+    let normalized = CompressionOptions {
+        codec: CodecName::OneBit,
+        normalize: Some(0.95),
+        ..CompressionOptions::default()
+    };
     let codecs = [CodecName::OneBit, CodecName::RandomK, CodecName::PowerSgd].map(compression);
-    for compression in codecs.into_iter().chain([Compression::new(&with_momentum).unwrap()]) {
+    let others = [with_momentum, normalized].map(|options| Compression::new(&options).unwrap());
+    for compression in codecs.into_iter().chain(others) {
         let run = |loss_scaling| {
             let options = ExecutorOptions { loss_scaling, ..options(compression) };
             run_ranks(2, |group| train(executor(&model(), group, 1, 2, options), 4)).remove(0)

@@ -10,7 +10,7 @@ use trireme_parallel::Executor;
 use trireme_plan::{Mesh, Placement, TensorPlacement};
 
 /// What a compressor keeps that differs from rank to rank.
-const PER_RANK: [&str; 2] = ["residual", "velocity"];
+const PER_RANK: [&str; 3] = ["residual", "velocity", "second_moment"];
 
 /// Says what the codec does in this run.
 pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observer) {

@@ -50,7 +50,7 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
             4,
             &[top_k, "comm.compression_error_feedback=false"],
             "error_feedback = false",
-            "on 4 workers, but top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = false) keeps something \
+            "on 4 workers, but top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = false, normalize = false) keeps something \
              else.",
         ),
         (4, &["comm.compression=one_bit"], "by one_bit (block_len = 1024", "but this run has one_bit on 4."),
@@ -87,7 +87,7 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
 fn a_compression_that_gains_nothing_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let heard = train(folder.path(), 8, 1, &["comm.compression=int8"]);
-    let expected = "compression int8 (block_len = 256, warmup_steps = 0, error_feedback = false) would send no fewer bytes among 8 \
+    let expected = "compression int8 (block_len = 256, warmup_steps = 0, error_feedback = false, normalize = false) would send no fewer bytes among 8 \
                     workers, so gradients are sent as they are";
     assert_eq!(heard.notices, [expected]);
 }

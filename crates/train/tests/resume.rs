@@ -109,13 +109,14 @@ fn twenty_steps_are_ten_and_ten_in_fp8() {
 
 #[test]
 fn twenty_steps_are_ten_and_ten_with_compression() {
-    let cases: [(usize, &str, &[&str]); 6] = [
+    let cases: [(usize, &str, &[&str]); 7] = [
         (4, "top_k", &["comm.compression_ratio=0.05"]),
         (4, "powersgd", &["comm.compression_rank=2"]),
         // The cut is within the warm-up.
         (2, "one_bit", &["comm.compression_warmup_steps=15", "comm.compression_block_len=64"]),
         (2, "random_k", &["comm.compression_ratio=0.1", "comm.compression_warmup_steps=12"]),
         (2, "int8", &[]),
+        (4, "one_bit", &["comm.compression_normalize=true", "comm.compression_warmup_steps=3"]),
         (
             2,
             "top_k",

@@ -67,14 +67,14 @@ impl CodecName {
         match self {
             CodecName::None => &[],
             CodecName::F16 | CodecName::Bf16 | CodecName::Fp8E4m3 | CodecName::Fp8E5m2 => {
-                &["warmup_steps", "error_feedback"]
+                &["warmup_steps", "error_feedback", "normalize"]
             }
             CodecName::Int8 | CodecName::Int4 | CodecName::OneBit => {
-                &["block_len", "warmup_steps", "error_feedback"]
+                &["block_len", "warmup_steps", "error_feedback", "normalize"]
             }
-            CodecName::TopK => &["ratio", "momentum", "warmup_steps", "error_feedback"],
-            CodecName::RandomK => &["ratio", "warmup_steps", "error_feedback"],
-            CodecName::PowerSgd => &["rank", "warmup_steps", "error_feedback"],
+            CodecName::TopK => &["ratio", "momentum", "warmup_steps", "error_feedback", "normalize"],
+            CodecName::RandomK => &["ratio", "warmup_steps", "error_feedback", "normalize"],
+            CodecName::PowerSgd => &["rank", "warmup_steps", "error_feedback", "normalize"],
         }
     }
 

@@ -27,6 +27,9 @@ pub struct CompressionOptions {
     /// Whether what a message leaves out is added to the next step's gradient. Unless given: not with `f16`, `bf16`,
     /// `int8` and `int4`.
     pub error_feedback: Option<bool>,
+    /// Each rank divides its gradient by the root of a mean of squares before it is compressed, as Adam divides: how much of
+    /// the mean stays from step to step, from 0 to below 1. Not unless given.
+    pub normalize: Option<f32>,
 }
 
 /// A compression that can be: validated [`CompressionOptions`].
@@ -36,6 +39,7 @@ pub struct Compression {
     pub(super) method: Method,
     warmup_steps: u64,
     error_feedback: bool,
+    normalize: Option<f32>,
 }
 
 /// A codec with its options.
@@ -106,12 +110,14 @@ impl Compression {
             return Err(options.refuse("error_feedback", error_feedback, allowed));
         }
         let warmup_steps = options.warmup_steps.unwrap_or(0);
-        Ok(Compression { codec: options.codec, method, warmup_steps, error_feedback })
+        let normalize = options.normalize()?;
+        Ok(Compression { codec: options.codec, method, warmup_steps, error_feedback, normalize })
     }
 
     /// No compression.
     pub const fn none() -> Self {
-        Compression { codec: CodecName::None, method: Method::None, warmup_steps: 0, error_feedback: false }
+        let (codec, method) = (CodecName::None, Method::None);
+        Compression { codec, method, warmup_steps: 0, error_feedback: false, normalize: None }
     }
 
     /// Which codec.
@@ -122,6 +128,12 @@ impl Compression {
     /// Whether what a message leaves out is added to the next step's gradient.
     pub fn error_feedback(&self) -> bool {
         self.error_feedback
+    }
+
+    /// How much of the mean of squares, by whose root each rank divides its gradient, stays from step to step, if it does.
+    /// Sums are of gradients that have no unit, then.
+    pub fn normalize(&self) -> Option<f32> {
+        self.normalize
     }
 
     /// First steps of a run, which are compressed less.
@@ -217,6 +229,7 @@ impl CompressionOptions {
             ("momentum", self.momentum.is_some()),
             ("warmup_steps", self.warmup_steps.is_some()),
             ("error_feedback", self.error_feedback.is_some()),
+            ("normalize", self.normalize.is_some()),
         ];
         let codec = self.codec;
         let is_foreign = |&(option, is_given): &(&str, bool)| is_given && !codec.options().contains(&option);
@@ -253,6 +266,12 @@ impl CompressionOptions {
         is_allowed.then_some(len).ok_or_else(refused)
     }
 
+    fn normalize(&self) -> Result<Option<f32>, CompressionError> {
+        let Some(decay) = self.normalize else { return Ok(None) };
+        let refused = || self.refuse("normalize", decay, "from 0 to below 1");
+        (0.0..1.0).contains(&decay).then_some(Some(decay)).ok_or_else(refused)
+    }
+
     fn momentum(&self) -> Result<f32, CompressionError> {
         let momentum = self.momentum.unwrap_or(0.0);
         let refused = || self.refuse("momentum", momentum, "from 0 to below 1");
@@ -277,7 +296,12 @@ impl fmt::Display for Compression {
             Method::LowRank { rank } => write!(f, "rank = {rank}, ")?,
             Method::None | Method::F16 | Method::Bf16 | Method::Fp8(_) => {}
         }
-        write!(f, "warmup_steps = {}, error_feedback = {})", self.warmup_steps, self.error_feedback)
+        let normalizes = self.normalize.is_some();
+        let Compression { warmup_steps, error_feedback, .. } = self;
+        write!(
+            f,
+            "warmup_steps = {warmup_steps}, error_feedback = {error_feedback}, normalize = {normalizes})"
+        )
     }
 }
 

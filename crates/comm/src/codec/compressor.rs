@@ -2,6 +2,7 @@ use super::cast::{Rounded, Uncompressed};
 use super::compression::Method;
 use super::fp8::Fp8;
 use super::low_rank::LowRank;
+use super::normalizer::Normalizer;
 use super::numbers::settle;
 use super::one_bit::OneBit;
 use super::quantized::Quantized;
@@ -40,6 +41,7 @@ pub(super) struct State {
     pub(super) step: u64,
     /// What was not sent; only with error feedback.
     pub(super) residual: Option<Vec<f32>>,
+    pub(super) normalizer: Option<Normalizer>,
 }
 
 /// What the caller has to do next.
@@ -53,7 +55,7 @@ enum Next {
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CompressionStatistics {
     /// Euclidean norm of what this rank's messages left out, of the gradient and the residual before it. Elements that
-    /// are not finite do not count.
+    /// are not finite do not count. Of gradients that are normalized, it has no unit.
     pub error_norm: f32,
     /// Bytes sent, by [`Round::bytes_sent`].
     pub bytes_sent: u64,
@@ -92,6 +94,7 @@ impl Compressor {
             (codec(compression, bucket), compression.error_feedback())
         };
         let residual = keeps_residual.then(|| vec![0.0; bucket.len()]);
+        let normalizer = compression.normalize().map(|decay| Normalizer::new(decay, bucket.len()));
         let mut compressor = Compressor {
             compression: *compression,
             bucket: bucket.clone(),
@@ -99,7 +102,7 @@ impl Compressor {
             world_size,
             key,
             codec,
-            state: State { step: 0, residual },
+            state: State { step: 0, residual, normalizer },
             rounds: Vec::new(),
             uncompressed_reason: None,
             next: Next::Write { round: 0 },
@@ -134,11 +137,13 @@ impl Compressor {
         self.statistics
     }
 
-    /// Bytes of the vectors that it holds: residual, velocity, factors.
+    /// Bytes of the vectors that it holds: residual, velocity, factors, second moment.
     pub fn num_bytes(&self) -> usize {
         let residual_len = self.state.residual.as_ref().map_or(0, Vec::len);
         let kept_len = self.codec.kept().map_or(0, |(_, values)| values.len());
-        (residual_len + kept_len) * size_of::<f32>()
+        let moment_len =
+            self.state.normalizer.as_ref().map_or(0, |normalizer| normalizer.second_moment.len());
+        (residual_len + kept_len + moment_len) * size_of::<f32>()
     }
 
     /// Writes this rank's message of the next round. `gradient` is this rank's in all rounds of a step; in between, its
@@ -158,6 +163,9 @@ impl Compressor {
         assert_eq!(given, self.rounds[round].message(), "a message of {:?}", self.rounds[round]);
         self.next = Next::Read { round };
         let turn = self.turn(round);
+        if let (0, Some(normalizer)) = (round, &mut self.state.normalizer) {
+            normalizer.divide(turn.step, gradient);
+        }
         let values = match &mut self.state.residual {
             Some(residual) => {
                 if round == 0 {
@@ -219,6 +227,10 @@ impl Compressor {
     /// Gradients will be `factor` times larger from the next step on, because a loss scale has changed: what is kept of
     /// earlier ones is scaled likewise. A power of two changes no digit.
     pub fn rescale(&mut self, factor: f32) {
+        if let Some(normalizer) = &mut self.state.normalizer {
+            // All else is kept of gradients that were divided, and have no scale.
+            return normalizer.rescale(factor);
+        }
         self.codec.rescale(factor);
         self.state.residual.iter_mut().flatten().for_each(|value| *value *= factor);
     }

@@ -7,7 +7,7 @@
 //!
 //! # Invariants
 //! - A gradient's NaN or infinity reaches the result of every rank as NaN or infinity.
-//! - What a rank keeps for later steps (residual, velocity, factors) is finite, whatever it was given.
+//! - What a rank keeps for later steps (residual, velocity, factors, second moment) is finite, whatever it was given.
 //! - Sums over gathered messages go in rank order; all else is summed by the all-reduce, in its order.
 //! - Any bytes of the right length can be read: they give numbers, or an error.
 
@@ -19,6 +19,7 @@ mod compressor;
 mod error;
 mod fp8;
 mod low_rank;
+mod normalizer;
 mod numbers;
 mod one_bit;
 mod quantized;

@@ -2,6 +2,8 @@
 
 use super::{CompressionError, Compressor};
 
+const SECOND_MOMENT: &str = "second_moment";
+
 /// A named vector of a kept state.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum StateValues<'a> {
@@ -13,12 +15,16 @@ pub enum StateValues<'a> {
 
 impl Compressor {
     /// What a later compressor needs to go on with the same bits, between two steps: `step` always, `residual` with error
-    /// feedback, `velocity` of momentum, the factors `q` of `powersgd`. Residual and velocity differ from rank to rank.
+    /// feedback, `velocity` of momentum, the factors `q` of `powersgd`, `second_moment` of gradients that are normalized.
+    /// All but step and factors differ from rank to rank.
     pub fn state(&self) -> impl Iterator<Item = (&'static str, StateValues<'_>)> {
         let step = ("step", StateValues::U64(std::slice::from_ref(&self.state.step)));
         let residual = self.state.residual.as_deref().map(|values| ("residual", StateValues::F32(values)));
         let kept = self.codec().kept().map(|(name, values)| (name, StateValues::F32(values)));
-        [Some(step), residual, kept].into_iter().flatten()
+        let normalizer = self.state.normalizer.as_ref();
+        let moment =
+            normalizer.map(|normalizer| (SECOND_MOMENT, StateValues::F32(&normalizer.second_moment[..])));
+        [Some(step), residual, kept, moment].into_iter().flatten()
     }
 
     /// Goes on from what [`state`](Compressor::state) gave, in any order. A step under way is forgotten.
@@ -63,6 +69,10 @@ impl Compressor {
             StateValues::F32(values) => {
                 let own = match &mut self.state.residual {
                     Some(residual) if name == "residual" => residual.as_mut_slice(),
+                    _ if name == SECOND_MOMENT => {
+                        let normalizer = self.state.normalizer.as_mut();
+                        &mut normalizer.expect("the name is one of its tensors").second_moment
+                    }
                     _ => self.codec_mut().kept_mut().expect("the name is one of its tensors").1,
                 };
                 own.copy_from_slice(values);

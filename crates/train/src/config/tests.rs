@@ -237,16 +237,23 @@ fn compression_has_the_options_of_its_codec() {
     for (options, expected) in [
         (
             &["comm.compression=f16", "training.dtype=f16"][..],
-            "f16 (warmup_steps = 0, error_feedback = false)",
+            "f16 (warmup_steps = 0, error_feedback = false, normalize = false)",
         ),
-        (&["comm.compression=int4"], "int4 (block_len = 256, warmup_steps = 0, error_feedback = false)"),
+        (
+            &["comm.compression=int4"],
+            "int4 (block_len = 256, warmup_steps = 0, error_feedback = false, normalize = false)",
+        ),
         (
             &["comm.compression=one_bit", "comm.compression_block_len=64", "comm.compression_warmup_steps=9"],
-            "one_bit (block_len = 64, warmup_steps = 9, error_feedback = true)",
+            "one_bit (block_len = 64, warmup_steps = 9, error_feedback = true, normalize = false)",
+        ),
+        (
+            &["comm.compression=bf16", "comm.compression_normalize=true"],
+            "bf16 (warmup_steps = 0, error_feedback = false, normalize = true)",
         ),
         (
             &["comm.compression=top_k", "comm.compression_ratio=0.5", "comm.compression_momentum=0.5"],
-            "top_k (ratio = 0.5, momentum = 0.5, warmup_steps = 0, error_feedback = true)",
+            "top_k (ratio = 0.5, momentum = 0.5, warmup_steps = 0, error_feedback = true, normalize = false)",
         ),
         (
             &[
@@ -254,7 +261,7 @@ fn compression_has_the_options_of_its_codec() {
                 "comm.compression_error_feedback=false",
                 "comm.compression_rank=1",
             ],
-            "powersgd (rank = 1, warmup_steps = 0, error_feedback = false)",
+            "powersgd (rank = 1, warmup_steps = 0, error_feedback = false, normalize = false)",
         ),
     ] {
         let (text, written) = compression(options);
@@ -308,6 +315,11 @@ fn compression_is_refused_where_it_makes_no_sense() {
         (&["comm.compression_momentum=1", "comm.compression=top_k"], "expected a number from 0 to below 1"),
         // As an f32 it is 1.
         (&["comm.compression_momentum=0.9999999999", "comm.compression=top_k"], "expected from 0 to below 1"),
+        (
+            &["optimizer.beta2=0.9999999999", "comm.compression=one_bit", "comm.compression_normalize=true"],
+            "expected from 0 to below 1",
+        ),
+        (&["comm.compression_normalize=true"], "counts only with compression = \"f16\""),
         (
             &[
                 "comm.compression_error_feedback=false",

@@ -24,12 +24,24 @@ fn a_compression_is_printed_in_the_words_of_a_config() {
     assert_eq!(Compression::none().to_string(), "none");
     assert_eq!(Compression::new(&options(CodecName::None)), Ok(Compression::none()));
     for (codec, text) in [
-        (CodecName::Bf16, "bf16 (warmup_steps = 0, error_feedback = false)"),
-        (CodecName::Fp8E4m3, "fp8_e4m3 (warmup_steps = 0, error_feedback = true)"),
-        (CodecName::Int4, "int4 (block_len = 256, warmup_steps = 0, error_feedback = false)"),
-        (CodecName::OneBit, "one_bit (block_len = 1024, warmup_steps = 0, error_feedback = true)"),
-        (CodecName::TopK, "top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = true)"),
-        (CodecName::PowerSgd, "powersgd (rank = 4, warmup_steps = 0, error_feedback = true)"),
+        (CodecName::Bf16, "bf16 (warmup_steps = 0, error_feedback = false, normalize = false)"),
+        (CodecName::Fp8E4m3, "fp8_e4m3 (warmup_steps = 0, error_feedback = true, normalize = false)"),
+        (
+            CodecName::Int4,
+            "int4 (block_len = 256, warmup_steps = 0, error_feedback = false, normalize = false)",
+        ),
+        (
+            CodecName::OneBit,
+            "one_bit (block_len = 1024, warmup_steps = 0, error_feedback = true, normalize = false)",
+        ),
+        (
+            CodecName::TopK,
+            "top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = true, normalize = false)",
+        ),
+        (
+            CodecName::PowerSgd,
+            "powersgd (rank = 4, warmup_steps = 0, error_feedback = true, normalize = false)",
+        ),
     ] {
         assert_eq!(Compression::new(&options(codec)).unwrap().to_string(), text);
     }
@@ -53,6 +65,11 @@ fn what_makes_no_sense_is_refused_with_what_is_allowed() {
             CompressionOptions { momentum: Some(0.9), error_feedback: Some(false), ..base(TopK) },
             ["top_k", "error_feedback is false", "momentum"],
         ),
+        (
+            CompressionOptions { normalize: Some(1.0), ..base(OneBit) },
+            ["one_bit", "normalize is 1", "below 1"],
+        ),
+        (CompressionOptions { normalize: Some(0.9), ..base(None) }, ["none", "normalize", "powersgd"]),
         (CompressionOptions { rank: Some(4), ..base(TopK) }, ["top_k", "no option rank", "powersgd"]),
         (CompressionOptions { ratio: Some(0.1), ..base(PowerSgd) }, ["powersgd", "ratio", "top_k, random_k"]),
         (

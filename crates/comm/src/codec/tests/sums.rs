@@ -195,9 +195,10 @@ fn random_numbers_depend_on_seed_step_and_rank() {
 fn what_is_not_finite_reaches_every_rank_and_is_not_kept() {
     let len = 400;
     for codec in CodecName::ALL {
-        for error_feedback in [false, true] {
+        for (error_feedback, normalize) in [(false, None), (true, None), (true, Some(0.9))] {
             let compression = compression_with(codec, |options| {
                 options.error_feedback = (codec != CodecName::None).then_some(error_feedback);
+                options.normalize = normalize.filter(|_| codec != CodecName::None);
             });
             for broken in [f32::NAN, -f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
                 for index in [0, 201, len - 1] {
@@ -241,6 +242,30 @@ fn momentum_works_where_nothing_is_compressed() {
     assert_eq!(results, [1.0, 0.5, 1.25]);
 }
 
+/// A step in which the elements of each rank have sizes of their own, and only their signs and ratios count.
+#[test]
+fn every_rank_divides_by_its_own_squares() {
+    let gradients = [vec![1e-6, -1e-3, 5.0, 0.0], vec![2e3, 1e-3, 7e-9, 0.0]];
+    let second = [vec![1e-6, 1e-3, -5.0, 0.0], vec![4e3, 1e-3, 7e-9, 1.0]];
+    // More bytes than uncompressed, and a warm-up: neither keeps a gradient from being divided.
+    let many = compression_with(CodecName::TopK, |options| {
+        (options.normalize, options.ratio) = (Some(0.5), Some(1.0));
+    });
+    let warm_up = compression_with(CodecName::Bf16, |options| {
+        (options.normalize, options.warmup_steps) = (Some(0.5), Some(2));
+    });
+    for compression in [many, warm_up] {
+        let mut world = World::new(&compression, &Bucket::flat(4), 2);
+        assert!(world.compressors[0].uncompressed_reason().is_some());
+        let close = |found: Vec<f32>, expected: [f32; 4]| {
+            assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-5), "{found:?}, {expected:?}");
+        };
+        close(world.step(&gradients), [2.0, 0.0, 2.0, 0.0]);
+        // After means of (0.25 + 0.5) / 0.75; of 2 and 4: (1 + 8) / 0.75; of 0 and 1: 0.5 / 0.75.
+        close(world.step(&second), [1.0 + 4.0 / 12_f32.sqrt(), 2.0, 0.0, 1.5_f32.sqrt()]);
+    }
+}
+
 /// Ten steps, and five and five with the state carried over, within a warm-up and behind it.
 #[test]
 fn a_state_goes_on_with_the_same_bits() {
@@ -252,6 +277,9 @@ fn a_state_goes_on_with_the_same_bits() {
                 options.momentum = (codec == CodecName::TopK).then_some(0.9);
             });
             check_resume(&compression);
+        }
+        if codec != CodecName::None {
+            check_resume(&compression_with(codec, |options| options.normalize = Some(0.9)));
         }
     }
 }
@@ -312,6 +340,8 @@ fn another_loss_scale_changes_the_exponent_only() {
             options.error_feedback = Some(true);
             options.momentum = (codec == CodecName::TopK).then_some(0.9);
         });
+        let normalized = compression_with(codec, |options| options.normalize = Some(0.9));
+        check_normalized_scale(&normalized);
         let mut worlds = [0, 1].map(|_| World::new(&compression, &Bucket::flat(300), 2));
         for step in 0..4 {
             let gradients = gradients(300, 2, step);
@@ -332,5 +362,20 @@ fn another_loss_scale_changes_the_exponent_only() {
                 );
             }
         }
+    }
+}
+
+/// Sums of gradients that are divided have no scale.
+fn check_normalized_scale(compression: &Compression) {
+    let mut worlds = [0, 1].map(|_| World::new(compression, &Bucket::flat(300), 2));
+    for step in 0..4 {
+        let gradients = gradients(300, 2, step);
+        let factor = if step < 2 { 1.0 } else { 1024.0 };
+        if step == 2 {
+            worlds[1].compressors.iter_mut().for_each(|compressor| compressor.rescale(1024.0));
+        }
+        let scaled: Vec<Vec<f32>> =
+            gradients.iter().map(|gradient| gradient.iter().map(|x| x * factor).collect()).collect();
+        assert_eq!(worlds[0].step(&gradients), worlds[1].step(&scaled), "{compression}, step {step}");
     }
 }

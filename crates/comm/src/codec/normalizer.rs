@@ -1,0 +1,100 @@
+//! Gradients in units of their own size: each element is divided by the root of its mean of squares on this rank, as Adam
+//! divides (Kingma, Ba: "Adam", 2015, algorithm 1, without the first moment), before it is compressed.
+//!
+//! A codec sees many magnitudes in one bucket, and keeps the large ones; Adam sees to it that small ones count as much.
+//! Divided first, all are of one size, and what a message leaves out is small where it counts. The squares are those of
+//! the gradients themselves, not of sums in which late elements come at once; each rank has its own (Chen, Shen, Huang,
+//! Liu: "Quantized Adam with error feedback", 2021).
+
+/// The means of squares of one bucket.
+#[derive(Debug)]
+pub(super) struct Normalizer {
+    decay: f32,
+    pub(super) second_moment: Vec<f32>,
+}
+
+impl Normalizer {
+    pub(super) fn new(decay: f32, len: usize) -> Self {
+        Normalizer { decay, second_moment: vec![0.0; len] }
+    }
+
+    /// Divides the gradient of step `step`, from 0. No finite element becomes larger than `1 / sqrt(1 - decay)`. What is not
+    /// finite stays so, and is not kept; what is too small to be squared stays as it is.
+    ///
+    /// There is no epsilon, so a power of two that all gradients are scaled by changes no bits.
+    pub(super) fn divide(&mut self, step: u64, gradient: &mut [f32]) {
+        let correction = 1.0 - f64::from(self.decay).powf(step as f64 + 1.0);
+        let root = (1.0 / correction.sqrt()) as f32;
+        for (value, moment) in gradient.iter_mut().zip(&mut self.second_moment) {
+            let moved = self.decay * *moment + (1.0 - self.decay) * *value * *value;
+            *moment = if moved.is_finite() { moved } else { *moment };
+            *value /= if *moment >= f32::MIN_POSITIVE { moment.sqrt() * root } else { 1.0 };
+        }
+    }
+
+    /// Gradients will be `factor` times larger than before.
+    pub(super) fn rescale(&mut self, factor: f32) {
+        self.second_moment.iter_mut().for_each(|moment| *moment *= factor * factor);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn divided(normalizer: &mut Normalizer, step: u64, gradient: [f32; 4]) -> [f32; 4] {
+        let mut gradient = gradient;
+        normalizer.divide(step, &mut gradient);
+        gradient
+    }
+
+    fn assert_close(found: [f32; 4], expected: [f32; 4]) {
+        assert!(found.iter().zip(expected).all(|(x, y)| (x - y).abs() < 1e-6), "{found:?}, not {expected:?}");
+    }
+
+    #[test]
+    fn elements_of_all_sizes_become_alike() {
+        let mut normalizer = Normalizer::new(0.75, 4);
+        // The first step's mean of squares is its square.
+        assert_close(divided(&mut normalizer, 0, [3.0, -1e-9, 0.0, 1e-30]), [1.0, -1.0, 0.0, 0.0]);
+        // Means of (0.75 * 9 + 1 * 1) / 1.75 and so on, in quarters.
+        let root = (7.75_f32 / 1.75).sqrt();
+        let found = divided(&mut normalizer, 1, [1.0, 0.0, 2.0, 0.0]);
+        assert_close(found, [1.0 / root, 0.0, (1.75_f32).sqrt(), 0.0]);
+    }
+
+    #[test]
+    fn no_burst_is_larger_than_the_bound() {
+        let mut normalizer = Normalizer::new(0.75, 4);
+        for step in 0..200 {
+            divided(&mut normalizer, step, [1e-3; 4]);
+        }
+        assert_close(divided(&mut normalizer, 200, [1e6, -1e9, 1e-3, 0.0]), [2.0, -2.0, 1.0, 0.0]);
+    }
+
+    #[test]
+    fn what_is_not_finite_stays_so_and_is_not_kept() {
+        let mut normalizer = Normalizer::new(0.5, 4);
+        divided(&mut normalizer, 0, [1.0; 4]);
+        let found = divided(&mut normalizer, 1, [f32::NAN, f32::INFINITY, f32::MIN, 1.0]);
+        assert!(found[0].is_nan() && found[1] == f32::INFINITY && found[2] < -1e38, "{found:?}");
+        assert_eq!(normalizer.second_moment, [0.5, 0.5, 0.5, 0.75]);
+        let found = divided(&mut Normalizer::new(0.5, 4), 0, [f32::NAN, f32::NEG_INFINITY, 0.0, -0.0]);
+        assert!(found[0].is_nan() && found[1] == f32::NEG_INFINITY && found[2..] == [0.0, 0.0], "{found:?}");
+    }
+
+    #[test]
+    fn another_loss_scale_changes_no_bits() {
+        let steps = [[0.3, -7.0, 1e-9, 0.0], [0.1, 2.0, 3e-9, 0.0], [-0.7, 0.1, 1e-9, 5.0]];
+        let run = |scales: [f32; 3]| {
+            let mut normalizer = Normalizer::new(0.95, 4);
+            let mut before = scales[0];
+            std::array::from_fn::<_, 3, _>(|step| {
+                normalizer.rescale(scales[step] / before);
+                before = scales[step];
+                divided(&mut normalizer, step as u64, steps[step].map(|value| value * scales[step]))
+            })
+        };
+        assert_eq!(run([1.0; 3]), run([1024.0, 512.0, 2048.0]));
+    }
+}
