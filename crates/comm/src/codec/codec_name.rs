@@ -69,12 +69,13 @@ impl CodecName {
             CodecName::F16 | CodecName::Bf16 | CodecName::Fp8E4m3 | CodecName::Fp8E5m2 => {
                 &["warmup_steps", "error_feedback", "normalize"]
             }
-            CodecName::Int8 | CodecName::Int4 | CodecName::OneBit => {
-                &["block_len", "warmup_steps", "error_feedback", "normalize"]
+            CodecName::Int8 => &["block_len", "warmup_steps", "error_feedback", "normalize"],
+            CodecName::Int4 | CodecName::OneBit => {
+                &["block_len", "warmup_steps", "warmup_codec", "error_feedback", "normalize"]
             }
             CodecName::TopK => &["ratio", "momentum", "warmup_steps", "error_feedback", "normalize"],
             CodecName::RandomK => &["ratio", "warmup_steps", "error_feedback", "normalize"],
-            CodecName::PowerSgd => &["rank", "warmup_steps", "error_feedback", "normalize"],
+            CodecName::PowerSgd => &["rank", "warmup_steps", "warmup_codec", "error_feedback", "normalize"],
         }
     }
 

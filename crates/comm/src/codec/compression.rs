@@ -24,6 +24,9 @@ pub struct CompressionOptions {
     /// First steps of a run, which are compressed less: `top_k` and `random_k` begin with a ratio of 25 % and
     /// divide it by four in equal intervals; all others send these steps uncompressed. 0 unless given.
     pub warmup_steps: Option<u64>,
+    /// `int4`, `one_bit`, `powersgd`: what compresses the steps of the warm-up: `bf16`, `int8` or `int4`, or `none`, which it is
+    /// unless given.
+    pub warmup_codec: Option<CodecName>,
     /// Whether what a message leaves out is added to the next step's gradient. Unless given: not with `f16`, `bf16`,
     /// `int8` and `int4`.
     pub error_feedback: Option<bool>,
@@ -38,6 +41,8 @@ pub struct Compression {
     codec: CodecName,
     pub(super) method: Method,
     warmup_steps: u64,
+    /// That of the warm-up's steps, unless `method` lowers a ratio in them.
+    pub(super) warmup_method: Method,
     error_feedback: bool,
     normalize: Option<f32>,
 }
@@ -110,14 +115,21 @@ impl Compression {
             return Err(options.refuse("error_feedback", error_feedback, allowed));
         }
         let warmup_steps = options.warmup_steps.unwrap_or(0);
-        let normalize = options.normalize()?;
-        Ok(Compression { codec: options.codec, method, warmup_steps, error_feedback, normalize })
+        let (warmup_method, normalize) = (options.warmup_method()?, options.normalize()?);
+        let codec = options.codec;
+        Ok(Compression { codec, method, warmup_steps, warmup_method, error_feedback, normalize })
     }
 
     /// No compression.
     pub const fn none() -> Self {
-        let (codec, method) = (CodecName::None, Method::None);
-        Compression { codec, method, warmup_steps: 0, error_feedback: false, normalize: None }
+        Compression {
+            codec: CodecName::None,
+            method: Method::None,
+            warmup_steps: 0,
+            warmup_method: Method::None,
+            error_feedback: false,
+            normalize: None,
+        }
     }
 
     /// Which codec.
@@ -141,9 +153,19 @@ impl Compression {
         self.warmup_steps
     }
 
+    /// How step `step`, from 0, is compressed.
+    fn method_at(&self, step: u64) -> Method {
+        let lowers_ratio = matches!(self.method, Method::TopK { .. } | Method::RandomK { .. });
+        let is_warming_up = step < self.warmup_steps && !lowers_ratio;
+        if is_warming_up { self.warmup_method } else { self.method }
+    }
+
+    /// Whether the codec of the warm-up compresses step `step`, from 0.
+    pub(super) fn is_by_warmup_codec(&self, step: u64) -> bool {
+        step < self.warmup_steps && self.warmup_method != Method::None
+    }
+
     /// Why step `step`, from 0, of a bucket is sent uncompressed, if it is.
-    ///
-    /// What is compressed in one step stays so later.
     pub fn uncompressed_reason(
         &self,
         bucket: &Bucket,
@@ -152,15 +174,14 @@ impl Compression {
     ) -> Option<UncompressedReason> {
         let bytes_sent: u64 =
             self.codec_rounds(bucket, step).iter().map(|round| round.bytes_sent(world_size)).sum();
-        let lowers_ratio = matches!(self.method, Method::TopK { .. } | Method::RandomK { .. });
         if self.method == Method::None {
             Some(UncompressedReason::NoCodec)
         } else if world_size == 1 {
             Some(UncompressedReason::OneRank)
+        } else if self.method_at(step) == Method::None {
+            Some(UncompressedReason::WarmUp)
         } else if bytes_sent >= Round::uncompressed(bucket.len()).bytes_sent(world_size) {
             Some(UncompressedReason::NoGain)
-        } else if step < self.warmup_steps && !lowers_ratio {
-            Some(UncompressedReason::WarmUp)
         } else {
             None
         }
@@ -183,7 +204,7 @@ impl Compression {
     fn codec_rounds(&self, bucket: &Bucket, step: u64) -> Vec<Round> {
         let len = bucket.len();
         let num_kept = |ratio| num_kept(len, ratio_at(ratio, self.warmup_steps, step));
-        match self.method {
+        match self.method_at(step) {
             Method::None => vec![Round::uncompressed(len)],
             Method::F16 => vec![Round::AllReduce { dtype: DType::F16, len }],
             Method::Bf16 => vec![Round::AllReduce { dtype: DType::Bf16, len }],
@@ -228,6 +249,7 @@ impl CompressionOptions {
             ("block_len", self.block_len.is_some()),
             ("momentum", self.momentum.is_some()),
             ("warmup_steps", self.warmup_steps.is_some()),
+            ("warmup_codec", self.warmup_codec.is_some()),
             ("error_feedback", self.error_feedback.is_some()),
             ("normalize", self.normalize.is_some()),
         ];
@@ -266,6 +288,18 @@ impl CompressionOptions {
         is_allowed.then_some(len).ok_or_else(refused)
     }
 
+    fn warmup_method(&self) -> Result<Method, CompressionError> {
+        let codec = self.warmup_codec.unwrap_or(CodecName::None);
+        let quantized = |bits| Method::Quantized { bits, block_len: 256 };
+        match codec {
+            CodecName::None => Ok(Method::None),
+            CodecName::Bf16 => Ok(Method::Bf16),
+            CodecName::Int8 => Ok(quantized(Bits::Eight)),
+            CodecName::Int4 if self.codec != CodecName::Int4 => Ok(quantized(Bits::Four)),
+            _ => Err(self.refuse("warmup_codec", codec, "none, bf16, int8 or, before another codec, int4")),
+        }
+    }
+
     fn normalize(&self) -> Result<Option<f32>, CompressionError> {
         let Some(decay) = self.normalize else { return Ok(None) };
         let refused = || self.refuse("normalize", decay, "from 0 to below 1");
@@ -298,10 +332,14 @@ impl fmt::Display for Compression {
         }
         let normalizes = self.normalize.is_some();
         let Compression { warmup_steps, error_feedback, .. } = self;
-        write!(
-            f,
-            "warmup_steps = {warmup_steps}, error_feedback = {error_feedback}, normalize = {normalizes})"
-        )
+        write!(f, "warmup_steps = {warmup_steps}, ")?;
+        match self.warmup_method {
+            Method::Bf16 => f.write_str("warmup_codec = bf16, ")?,
+            Method::Quantized { bits: Bits::Eight, .. } => f.write_str("warmup_codec = int8, ")?,
+            Method::Quantized { bits: Bits::Four, .. } => f.write_str("warmup_codec = int4, ")?,
+            _ => {}
+        }
+        write!(f, "error_feedback = {error_feedback}, normalize = {normalizes})")
     }
 }
 

@@ -28,6 +28,8 @@ pub struct Compressor {
     world_size: usize,
     key: RandomKey,
     codec: Box<dyn Codec>,
+    /// Compresses the steps of the warm-up, if that is asked for.
+    warmup_codec: Box<dyn Codec>,
     pub(super) state: State,
     rounds: Vec<Round>,
     uncompressed_reason: Option<UncompressedReason>,
@@ -91,8 +93,9 @@ impl Compressor {
         let (codec, keeps_residual): (Box<dyn Codec>, bool) = if is_never_compressed && !has_momentum {
             (Box::new(Uncompressed), false)
         } else {
-            (codec(compression, bucket), compression.error_feedback())
+            (codec_of(compression.method, compression, bucket), compression.error_feedback())
         };
+        let warmup_codec = codec_of(compression.warmup_method, compression, bucket);
         let residual = keeps_residual.then(|| vec![0.0; bucket.len()]);
         let normalizer = compression.normalize().map(|decay| Normalizer::new(decay, bucket.len()));
         let mut compressor = Compressor {
@@ -102,6 +105,7 @@ impl Compressor {
             world_size,
             key,
             codec,
+            warmup_codec,
             state: State { step: 0, residual, normalizer },
             rounds: Vec::new(),
             uncompressed_reason: None,
@@ -180,7 +184,9 @@ impl Compressor {
             Uncompressed.encode(&turn, values, message);
             self.statistics.error_norm = 0.0;
         } else {
-            self.codec.encode(&turn, values, message);
+            let is_by_warmup_codec = self.compression.is_by_warmup_codec(turn.step);
+            let codec = if is_by_warmup_codec { &mut self.warmup_codec } else { &mut self.codec };
+            codec.encode(&turn, values, message);
             if round + 1 == self.rounds.len() {
                 self.statistics.error_norm = settle(values);
             }
@@ -215,6 +221,9 @@ impl Compressor {
         let turn = self.turn(round);
         match self.uncompressed_reason {
             Some(_) => Uncompressed.decode(&turn, result, gradient)?,
+            None if self.compression.is_by_warmup_codec(turn.step) => {
+                self.warmup_codec.decode(&turn, result, gradient)?;
+            }
             None => self.codec.decode(&turn, result, gradient)?,
         }
         self.next = Next::Write { round: round + 1 };
@@ -268,9 +277,9 @@ impl Compressor {
     }
 }
 
-fn codec(compression: &Compression, bucket: &Bucket) -> Box<dyn Codec> {
+fn codec_of(method: Method, compression: &Compression, bucket: &Bucket) -> Box<dyn Codec> {
     let len = bucket.len();
-    match compression.method {
+    match method {
         Method::None => Box::new(Uncompressed),
         Method::F16 => Box::new(Rounded::<F16>::new()),
         Method::Bf16 => Box::new(Rounded::<Bf16>::new()),

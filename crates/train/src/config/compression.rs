@@ -50,6 +50,7 @@ fn options(comm: &Comm, optimizer: &Optimizer) -> CompressionOptions {
         block_len: Some(comm.compression_block_len).filter(|&len| has("block_len") && len > 0),
         momentum: has("momentum").then_some(comm.compression_momentum as f32),
         warmup_steps: has("warmup_steps").then_some(comm.compression_warmup_steps),
+        warmup_codec: has("warmup_codec").then_some(comm.compression_warmup_codec),
         error_feedback: comm.compression_error_feedback.filter(|_| has("error_feedback")),
         normalize: (comm.compression_normalize && has("normalize")).then_some(beta2),
     }

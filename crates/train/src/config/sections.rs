@@ -311,8 +311,10 @@ config_section! {
         /// gradient compression). It takes the place of the optimizer's: use `sgd` with `momentum = 0`.
         compression_momentum: f64 = 0.0, within 0.0..1.0;
         /// First steps with this compression, which are compressed less: `top_k` and `random_k` begin with a ratio of 25 %,
-        /// divided by four in equal intervals; all others send them as they are.
+        /// divided by four in equal intervals; all others send them as they are, or by `compression_warmup_codec`.
         compression_warmup_steps: u64 = 0, within 0..;
+        /// `int4`, `one_bit`, `powersgd`: what compresses the first steps: `none`, `bf16`, `int8` or `int4`.
+        compression_warmup_codec: CodecName = CodecName::None;
         /// Whether what a step does not send is kept and added to the next one's gradient: 4 bytes a parameter. By
         /// default all do but `f16`, `bf16`, `int8` and `int4`.
         compression_error_feedback: Option<bool> = None;

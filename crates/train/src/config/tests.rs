@@ -248,6 +248,10 @@ fn compression_has_the_options_of_its_codec() {
             "one_bit (block_len = 64, warmup_steps = 9, error_feedback = true, normalize = false)",
         ),
         (
+            &["comm.compression=powersgd", "comm.compression_warmup_codec=int8"],
+            "powersgd (rank = 4, warmup_steps = 0, warmup_codec = int8, error_feedback = true, normalize = false)",
+        ),
+        (
             &["comm.compression=bf16", "comm.compression_normalize=true"],
             "bf16 (warmup_steps = 0, error_feedback = false, normalize = true)",
         ),
@@ -320,6 +324,14 @@ fn compression_is_refused_where_it_makes_no_sense() {
             "expected from 0 to below 1",
         ),
         (&["comm.compression_normalize=true"], "counts only with compression = \"f16\""),
+        (
+            &["comm.compression_warmup_codec=int8", "comm.compression=top_k"],
+            "counts only with compression = \"int4\", \"one_bit\" or \"powersgd\"",
+        ),
+        (
+            &["comm.compression_warmup_codec=powersgd", "comm.compression=one_bit"],
+            "expected none, bf16, int8 or, before another codec, int4",
+        ),
         (
             &[
                 "comm.compression_error_feedback=false",

@@ -49,7 +49,7 @@ fn a_compression_is_printed_in_the_words_of_a_config() {
 
 #[test]
 fn what_makes_no_sense_is_refused_with_what_is_allowed() {
-    use CodecName::{Int8, None, OneBit, PowerSgd, RandomK, TopK};
+    use CodecName::{Int4, Int8, None, OneBit, PowerSgd, RandomK, TopK};
     let base = |codec| options(codec);
     for (options, parts) in [
         (CompressionOptions { rank: Some(0), ..base(PowerSgd) }, ["powersgd", "rank is 0", "from 1 to 1024"]),
@@ -78,6 +78,18 @@ fn what_makes_no_sense_is_refused_with_what_is_allowed() {
         ),
         (CompressionOptions { momentum: Some(0.9), ..base(RandomK) }, ["random_k", "momentum", "top_k"]),
         (CompressionOptions { warmup_steps: Some(1), ..base(None) }, ["none", "warmup_steps", "f16"]),
+        (
+            CompressionOptions { warmup_codec: Some(Int8), ..base(TopK) },
+            ["top_k", "warmup_codec", "int4, one_bit, powersgd"],
+        ),
+        (
+            CompressionOptions { warmup_codec: Some(TopK), ..base(OneBit) },
+            ["one_bit", "warmup_codec is top_k", "bf16, int8"],
+        ),
+        (
+            CompressionOptions { warmup_codec: Some(Int4), ..base(Int4) },
+            ["int4", "warmup_codec is int4", "before another codec"],
+        ),
         (CompressionOptions { error_feedback: Some(true), ..base(None) }, ["none", "error_feedback", "f16"]),
     ] {
         let refusal = Compression::new(&options).unwrap_err().to_string();
@@ -215,6 +227,37 @@ fn the_warm_up_compresses_less() {
         };
         assert_eq!(num_bytes, [early, early, steady, steady], "{codec}");
     }
+}
+
+#[test]
+fn a_codec_of_its_own_may_compress_the_warm_up() {
+    let bucket = Bucket::flat(1000);
+    for codec in lossy().filter(|codec| codec.options().contains(&"warmup_codec")) {
+        for (warmup_codec, early) in [
+            (CodecName::None, 4000),
+            (CodecName::Bf16, documented_bytes(CodecName::Bf16, 1000)),
+            // With scales of 256 elements each.
+            (CodecName::Int8, 1000 + 4 * 4),
+        ] {
+            let compression = compression_with(codec, |options| {
+                (options.warmup_steps, options.warmup_codec) = (Some(2), Some(warmup_codec));
+            });
+            let mut world = World::new(&compression, &bucket, 2);
+            let mut errors = Vec::new();
+            for step in 0..4 {
+                let expected = if step < 2 { early } else { documented_bytes(codec, 1000) };
+                assert_eq!(compression.encoded_bytes(&bucket, 2, step), expected, "{codec}");
+                let found: usize = world.compressors[0].rounds().iter().map(|round| round.num_bytes()).sum();
+                assert_eq!(found, expected, "{codec}");
+                world.step(&gradients(1000, 2, step));
+                errors.push(world.compressors[0].statistics().error_norm);
+            }
+            let loses_little = errors[0] < errors[2] / 4.0 && (errors[0] == 0.0) == (early == 4000);
+            assert!(loses_little, "{codec} after {warmup_codec}: {errors:?}");
+        }
+    }
+    let text = compression_with(CodecName::OneBit, |options| options.warmup_codec = Some(CodecName::Int4));
+    assert!(text.to_string().contains("warmup_steps = 0, warmup_codec = int4, error_feedback"), "{text}");
 }
 
 #[test]

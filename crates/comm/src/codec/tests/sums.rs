@@ -281,6 +281,15 @@ fn a_state_goes_on_with_the_same_bits() {
         if codec != CodecName::None {
             check_resume(&compression_with(codec, |options| options.normalize = Some(0.9)));
         }
+        if codec.options().contains(&"warmup_codec") {
+            for (warmup_steps, warmup_codec) in [(3, CodecName::Int8), (7, CodecName::Bf16)] {
+                check_resume(&compression_with(codec, |options| {
+                    options.warmup_steps = Some(warmup_steps);
+                    options.warmup_codec = Some(warmup_codec);
+                    options.error_feedback = Some(true);
+                }));
+            }
+        }
     }
 }
 
