@@ -90,6 +90,10 @@ const BLOCK_LEN_UNIT: usize = 64;
 const BLOCK_LEN_MAX: usize = 1 << 20;
 
 impl Compression {
+    /// A sensible [`normalize`](CompressionOptions::normalize): means over some 200 steps. Over fewer they follow single
+    /// gradients, which takes from what the step is worth.
+    pub const NORMALIZE_DECAY: f32 = 0.995;
+
     /// Refuses options that the codec does not have, and values that make no sense.
     ///
     /// # Errors

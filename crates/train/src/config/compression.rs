@@ -1,7 +1,7 @@
 //! The keys of `[comm]` that say how gradients are compressed.
 
 use super::choice::{OptimizerName, TrainingDtype, one_of, refuse_word};
-use super::sections::{Comm, Optimizer, Sections};
+use super::sections::{Comm, Sections};
 use super::validate::{Checks, changed_keys};
 use super::value::Value;
 use super::{Config, Determinism};
@@ -29,8 +29,7 @@ impl Value for CodecName {
 impl Config {
     /// How gradients are compressed before they are sent.
     pub fn compression(&self) -> Compression {
-        Compression::new(&options(self.comm(), self.optimizer()))
-            .expect("the validator refuses what cannot be")
+        Compression::new(&options(self.comm())).expect("the validator refuses what cannot be")
     }
 }
 
@@ -40,8 +39,7 @@ pub(super) fn counts(codec: CodecName, key: &str) -> bool {
 }
 
 /// The codec with those of its options that do not stand for its own choice.
-fn options(comm: &Comm, optimizer: &Optimizer) -> CompressionOptions {
-    let beta2 = optimizer.beta2 as f32;
+fn options(comm: &Comm) -> CompressionOptions {
     let has = |option| comm.compression.options().contains(&option);
     CompressionOptions {
         codec: comm.compression,
@@ -52,12 +50,12 @@ fn options(comm: &Comm, optimizer: &Optimizer) -> CompressionOptions {
         warmup_steps: has("warmup_steps").then_some(comm.compression_warmup_steps),
         warmup_codec: has("warmup_codec").then_some(comm.compression_warmup_codec),
         error_feedback: comm.compression_error_feedback.filter(|_| has("error_feedback")),
-        normalize: (comm.compression_normalize && has("normalize")).then_some(beta2),
+        normalize: (comm.compression_normalize && has("normalize")).then_some(Compression::NORMALIZE_DECAY),
     }
 }
 
 pub(super) fn check_compression(checks: &mut Checks<'_>) {
-    let Sections { comm, optimizer, .. } = &checks.loose.sections;
+    let comm = &checks.loose.sections.comm;
     let codec = comm.compression;
     for key in changed_keys(comm).filter(|key| !counts(codec, key)) {
         let owners = CodecName::ALL.into_iter().filter(|&owner| counts(owner, key)).map(CodecName::name);
@@ -66,13 +64,10 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
             format!("counts only with compression = {}; set that, or remove this key", one_of(&owners))
         });
     }
-    match Compression::new(&options(comm, optimizer)) {
+    match Compression::new(&options(comm)) {
         Ok(_) => {}
         Err(CompressionError::Option { option, allowed, .. }) => {
-            let key = match option {
-                "normalize" => "optimizer.beta2".to_owned(),
-                option => format!("comm.{PREFIX}{option}"),
-            };
+            let key = format!("comm.{PREFIX}{option}");
             checks.require(false, &[&key, "comm.compression"], || format!("expected {allowed}"));
         }
         Err(error) => checks.require(false, &["comm.compression"], || error.to_string()),

@@ -318,8 +318,8 @@ config_section! {
         /// Whether what a step does not send is kept and added to the next one's gradient: 4 bytes a parameter. By
         /// default all do but `f16`, `bf16`, `int8` and `int4`.
         compression_error_feedback: Option<bool> = None;
-        /// Whether each worker divides its gradient by the root of its own mean of squares, with `[optimizer] beta2`, before
-        /// the gradient is compressed, so that elements of all sizes count alike in messages, as they do for AdamW: 4 bytes
+        /// Whether each worker divides its gradient by the root of its own mean of squares, over some 200 steps, before the
+        /// gradient is compressed, so that elements of all sizes count alike in messages, as they do for AdamW: 4 bytes
         /// a parameter. `grad_norm` has no unit then, and `max_norm` means little.
         compression_normalize: bool = false;
     }

@@ -319,10 +319,6 @@ fn compression_is_refused_where_it_makes_no_sense() {
         (&["comm.compression_momentum=1", "comm.compression=top_k"], "expected a number from 0 to below 1"),
         // As an f32 it is 1.
         (&["comm.compression_momentum=0.9999999999", "comm.compression=top_k"], "expected from 0 to below 1"),
-        (
-            &["optimizer.beta2=0.9999999999", "comm.compression=one_bit", "comm.compression_normalize=true"],
-            "expected from 0 to below 1",
-        ),
         (&["comm.compression_normalize=true"], "counts only with compression = \"f16\""),
         (
             &["comm.compression_warmup_codec=int8", "comm.compression=top_k"],
