@@ -1,6 +1,7 @@
 //! Operations on vectors that lie where all members can read and write them.
 
 use super::board::Location;
+use super::copy::{copy, copy_of_total};
 use super::pull::{Contribution, Part, Pull, contribution, pulls};
 use super::view::View;
 use super::{Operands, SharedMemory};
@@ -144,7 +145,7 @@ impl SharedMemory {
                 let (from_bytes, to_bytes) = (inputs[from].bytes(&source), output.bytes(&target));
                 // SAFETY: both are mapped, no two members' memory overlaps, and nobody writes to the source, nor
                 // reads the target, before the next meeting.
-                unsafe { std::ptr::copy_nonoverlapping(from_bytes.cast_const(), to_bytes, source.len()) };
+                unsafe { copy(from_bytes.cast_const(), to_bytes, source.len()) };
                 cost.payload_bytes += if from == self.own { 0 } else { source.len() as u64 };
             }
             Pull::Reduce(part) => {
@@ -156,8 +157,9 @@ impl SharedMemory {
                 }
                 // SAFETY: as above; the output is this member's own, and is no input of another one here.
                 unsafe {
+                    let total_bytes = range.len();
                     self.reducer.reduce(inputs, range, (dtype, op), |piece, result| {
-                        std::ptr::copy_nonoverlapping(result.as_ptr(), output.bytes(&piece), result.len());
+                        copy_of_total(result.as_ptr(), output.bytes(&piece), result.len(), total_bytes);
                     });
                 }
             }

@@ -27,6 +27,7 @@
 mod area;
 mod arena;
 mod board;
+mod copy;
 mod direct;
 mod mapping;
 mod pull;
