@@ -90,7 +90,7 @@ const BLOCK_LEN_UNIT: usize = 64;
 const BLOCK_LEN_MAX: usize = 1 << 20;
 
 impl Compression {
-    /// A sensible [`normalize`](CompressionOptions::normalize): means over some 200 steps. Over fewer they follow single
+    /// A sensible [`normalize`](field@CompressionOptions::normalize): means over some 200 steps. Over fewer they follow single
     /// gradients, which takes from what the step is worth.
     pub const NORMALIZE_DECAY: f32 = 0.995;
 
@@ -176,15 +176,20 @@ impl Compression {
         world_size: usize,
         step: u64,
     ) -> Option<UncompressedReason> {
-        let bytes_sent: u64 =
-            self.codec_rounds(bucket, step).iter().map(|round| round.bytes_sent(world_size)).sum();
+        let uncompressed_bytes = Round::uncompressed(bucket.len()).bytes_sent(world_size);
+        let gains = |method| {
+            let rounds = self.rounds_of(method, bucket, step);
+            rounds.iter().map(|round| round.bytes_sent(world_size)).sum::<u64>() < uncompressed_bytes
+        };
         if self.method == Method::None {
             Some(UncompressedReason::NoCodec)
         } else if world_size == 1 {
             Some(UncompressedReason::OneRank)
+        } else if !gains(self.method) {
+            Some(UncompressedReason::NoGain)
         } else if self.method_at(step) == Method::None {
             Some(UncompressedReason::WarmUp)
-        } else if bytes_sent >= Round::uncompressed(bucket.len()).bytes_sent(world_size) {
+        } else if !gains(self.method_at(step)) {
             Some(UncompressedReason::NoGain)
         } else {
             None
@@ -196,7 +201,7 @@ impl Compression {
     pub fn rounds(&self, bucket: &Bucket, world_size: usize, step: u64) -> Vec<Round> {
         match self.uncompressed_reason(bucket, world_size, step) {
             Some(_) => vec![Round::uncompressed(bucket.len())],
-            None => self.codec_rounds(bucket, step),
+            None => self.rounds_of(self.method_at(step), bucket, step),
         }
     }
 
@@ -205,10 +210,10 @@ impl Compression {
         self.rounds(bucket, world_size, step).into_iter().map(Round::num_bytes).sum()
     }
 
-    fn codec_rounds(&self, bucket: &Bucket, step: u64) -> Vec<Round> {
+    fn rounds_of(&self, method: Method, bucket: &Bucket, step: u64) -> Vec<Round> {
         let len = bucket.len();
         let num_kept = |ratio| num_kept(len, ratio_at(ratio, self.warmup_steps, step));
-        match self.method_at(step) {
+        match method {
             Method::None => vec![Round::uncompressed(len)],
             Method::F16 => vec![Round::AllReduce { dtype: DType::F16, len }],
             Method::Bf16 => vec![Round::AllReduce { dtype: DType::Bf16, len }],

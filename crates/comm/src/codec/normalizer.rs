@@ -18,8 +18,8 @@ impl Normalizer {
         Normalizer { decay, second_moment: vec![0.0; len] }
     }
 
-    /// Divides the gradient of step `step`, from 0. No finite element becomes larger than `1 / sqrt(1 - decay)`. What is not
-    /// finite stays so, and is not kept; what is too small to be squared stays as it is.
+    /// Divides the gradient of step `step`, from 0. No element becomes larger than `1 / sqrt(1 - decay)`, but those that are
+    /// too large or too small to be squared, which stay about as they are. What is not finite stays so. Neither is kept.
     ///
     /// There is no epsilon, so a power of two that all gradients are scaled by changes no bits.
     pub(super) fn divide(&mut self, step: u64, gradient: &mut [f32]) {
@@ -34,7 +34,7 @@ impl Normalizer {
 
     /// Gradients will be `factor` times larger than before.
     pub(super) fn rescale(&mut self, factor: f32) {
-        self.second_moment.iter_mut().for_each(|moment| *moment *= factor * factor);
+        self.second_moment.iter_mut().for_each(|moment| *moment = (*moment * factor * factor).min(f32::MAX));
     }
 }
 

@@ -277,7 +277,8 @@ config_section! {
         /// TCP connections to each peer, over which data goes in turns. More than one pays on networks that bind what one
         /// connection may carry: several paths, long ways, clouds.
         sockets_per_peer: usize = 1, within 1..=GroupOptions::SOCKETS_PER_PEER_MAX;
-        /// Whether long messages go by TCP without a copy, where the kernel has that (`MSG_ZEROCOPY`) and it saves one.
+        /// Whether long messages go by TCP without a copy, where the kernel has that (`MSG_ZEROCOPY`) and it saves one. With
+        /// several sockets to a peer they are always copied.
         zero_copy: bool = true;
         /// Whether each message carries a checksum (CRC-32C), and one that differs ends the run. What workers of a host read
         /// in each other's memory has none.

@@ -64,6 +64,11 @@ impl Loans {
         self.is_futile && self.sends.is_empty()
     }
 
+    /// Whether the kernel may still read memory that was given.
+    pub(super) fn are_open(&self) -> bool {
+        !self.sends.is_empty()
+    }
+
     /// Whether nothing moves before the kernel gives memory back, of which notifications tell.
     pub(super) fn are_awaited(&self) -> bool {
         !self.sends.is_empty() && !self.wants_room
@@ -91,7 +96,7 @@ impl Loans {
                 }
                 // As much is lent as may be.
                 Err(Errno::NOBUFS) if !self.sends.is_empty() => break,
-                Err(Errno::NOBUFS) if lends => self.is_futile = true,
+                Err(Errno::NOBUFS | Errno::INVAL | Errno::OPNOTSUPP) if lends => self.is_futile = true,
                 Err(_) => return Err(Broken),
             }
         }

@@ -84,8 +84,8 @@ impl Connection {
             Connection::Plain(socket) => Link::Socket(SocketLink::new(socket, zero_copy)),
             Connection::Encrypted(link) => Link::Tls(link),
             Connection::Striped(connections) => {
-                let links =
-                    connections.into_iter().map(|connection| connection.into_link(zero_copy)).collect();
+                // A stripe that is lent would hold up its connection's next one until it has been acknowledged.
+                let links = connections.into_iter().map(|connection| connection.into_link(false)).collect();
                 Link::Striped(StripedLink::new(links))
             }
         }
@@ -105,20 +105,15 @@ impl Link {
     /// Sends what goes of a header and its payload, and says how many bytes that was. The next call begins with the
     /// byte after those; what was given stays where and as it is until then.
     ///
-    /// With `waits_for_peer` bytes may go only once the peer has received them. So they must not if the peer may receive
-    /// them only when some have gone.
-    pub(crate) fn send(
-        &mut self,
-        header: &[u8],
-        payload: &[u8],
-        waits_for_peer: bool,
-    ) -> Result<usize, Broken> {
+    /// With `may_lend`, what was given may count as sent only once the peer has received it. Never where the peer receives
+    /// only after some of it counts as sent: both would wait.
+    pub(crate) fn send(&mut self, header: &[u8], payload: &[u8], may_lend: bool) -> Result<usize, Broken> {
         match self {
-            Link::Socket(link) => link.send(header, payload, waits_for_peer),
+            Link::Socket(link) => link.send(header, payload, may_lend),
             Link::Tls(link) => link.send(header, payload).map_err(|_| Broken),
             Link::Ring(link) => link.send(header, payload),
             Link::Mpi(link) => link.send(header, payload),
-            Link::Striped(link) => link.send(header, payload, waits_for_peer),
+            Link::Striped(link) => link.send(header, payload),
         }
     }
 
@@ -198,7 +193,8 @@ impl Link {
     /// never be freed.
     pub(crate) fn abandon(&mut self) -> bool {
         match self {
-            Link::Socket(_) | Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => false,
+            Link::Tls(_) | Link::Ring(_) | Link::Striped(_) => false,
+            Link::Socket(link) => link.has_lent(),
             Link::Mpi(link) => link.abandon(),
         }
     }

@@ -23,20 +23,20 @@ pub(super) struct Notification {
     pub(super) was_copied: bool,
 }
 
-/// Has the kernel accept lent memory; whether it does.
+/// Has the kernel accept lent memory; whether it does. Kernels that only look like Linux may take the option and
+/// forget it, so it is read back: they would never give memory back.
 pub(super) fn notify_of_lent_memory(socket: &OwnedFd) -> bool {
-    let one: libc::c_int = 1;
-    // SAFETY: the option's value is an integer of that size, which outlives the call.
-    let outcome = unsafe {
-        libc::setsockopt(
-            socket.as_raw_fd(),
-            libc::SOL_SOCKET,
-            SO_ZEROCOPY,
-            ptr::from_ref(&one).cast(),
-            size_of::<libc::c_int>() as libc::socklen_t,
-        )
+    let (wanted, mut found): (libc::c_int, libc::c_int) = (1, 0);
+    let mut num_bytes = size_of::<libc::c_int>() as libc::socklen_t;
+    let (socket, level) = (socket.as_raw_fd(), libc::SOL_SOCKET);
+    // SAFETY: the option's value is an integer of that size, which outlives the calls.
+    let outcomes = unsafe {
+        [
+            libc::setsockopt(socket, level, SO_ZEROCOPY, ptr::from_ref(&wanted).cast(), num_bytes),
+            libc::getsockopt(socket, level, SO_ZEROCOPY, ptr::from_mut(&mut found).cast(), &mut num_bytes),
+        ]
     };
-    outcome == 0
+    outcomes == [0, 0] && found == wanted
 }
 
 /// The next notification, if one has come.

@@ -18,14 +18,9 @@ impl SocketLink {
         SocketLink { loans: zero_copy.then(|| Loans::new(&socket)).flatten(), socket }
     }
 
-    pub(super) fn send(
-        &mut self,
-        header: &[u8],
-        payload: &[u8],
-        waits_for_peer: bool,
-    ) -> Result<usize, Broken> {
+    pub(super) fn send(&mut self, header: &[u8], payload: &[u8], may_lend: bool) -> Result<usize, Broken> {
         self.loans.take_if(|loans| loans.are_over());
-        if let Some(loans) = self.loans.as_mut().filter(|loans| waits_for_peer && loans.suit(payload)) {
+        if let Some(loans) = self.loans.as_mut().filter(|loans| may_lend && loans.suit(payload)) {
             return loans.send(&self.socket, header, payload);
         }
         let slices = [IoSlice::new(header), IoSlice::new(payload)];
@@ -35,6 +30,11 @@ impl SocketLink {
             Err(Errno::AGAIN | Errno::INTR) => Ok(0),
             Err(_) => Err(Broken),
         }
+    }
+
+    /// Whether the kernel may still read memory that was given.
+    pub(super) fn has_lent(&self) -> bool {
+        self.loans.as_ref().is_some_and(Loans::are_open)
     }
 
     pub(super) fn receive(&mut self, bytes: &mut [u8]) -> Result<usize, Broken> {

@@ -34,17 +34,12 @@ impl StripedLink {
         StripedLink { sending: way(), receiving: way(), connections }
     }
 
-    pub(super) fn send(
-        &mut self,
-        header: &[u8],
-        payload: &[u8],
-        waits_for_peer: bool,
-    ) -> Result<usize, Broken> {
+    pub(super) fn send(&mut self, header: &[u8], payload: &[u8]) -> Result<usize, Broken> {
         self.sending.advance(header.len() + payload.len(), |index, part| {
             let split = |at: usize| (at.min(header.len()), at.saturating_sub(header.len()));
             let ((header_start, start), (header_end, end)) = (split(part.start), split(part.end));
             let (header, payload) = (&header[header_start..header_end], &payload[start..end]);
-            self.connections[index].send(header, payload, waits_for_peer)
+            self.connections[index].send(header, payload, false)
         })
     }
 

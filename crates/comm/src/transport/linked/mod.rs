@@ -2,8 +2,8 @@
 //! a host, [`SharedMemory`] executes what it can instead.
 //!
 //! The message of each step is a frame: a header of five little-endian words (magic, sequence number, the operation in
-//! two words, payload length), then the payload, and its checksum if [`GroupOptions::checksums`]. The receiver knows what must come, so a header that says anything else
-//! ends the operation, and no length from the wire is ever allocated.
+//! two words, payload length), then the payload, and its checksum if [`GroupOptions::checksums`]. The receiver knows what
+//! must come, so a header that says anything else ends the operation, and no length from the wire is ever allocated.
 
 mod blocks;
 mod exchange;
@@ -133,12 +133,13 @@ impl Linked {
         let (dtype, len) = call.operation.elements();
         let collective = call.operation.collective().expect("operations in place are collectives");
         match (algorithm, collective) {
-            (Algorithm::Flat(_), Collective::AllReduce { len }) => {
+            (Algorithm::Flat(_), Collective::AllReduce { .. }) => {
+                debug_assert_eq!(first, 0, "all of the vector is reduced");
                 for segment in segments(&self.hosts, len, dtype.size()) {
                     let bytes = segment.start * dtype.size()..segment.end * dtype.size();
                     self.steps.clear();
-                    let collective = Collective::AllReduce { len: segment.len() };
-                    steps(collective, algorithm, &self.hosts, self.rank, &mut self.steps);
+                    let of_segment = Collective::AllReduce { len: segment.len() };
+                    steps(of_segment, algorithm, &self.hosts, self.rank, &mut self.steps);
                     self.work_steps(call, &mut slot.part(bytes), 0, control, cost)?;
                 }
             }

@@ -37,8 +37,8 @@ pub(crate) struct Outgoing {
     pub(super) place: Place,
     /// Header and payload bytes sent.
     num_sent: usize,
-    /// The peer receives the message whether or not any of it counts as sent.
-    waits_for_peer: bool,
+    /// As in [`Link::send`].
+    may_lend: bool,
     trailer: Option<Trailer>,
 }
 
@@ -63,20 +63,20 @@ impl Outgoing {
     pub(crate) fn new(call: &Call, to: Rank, place: Place, has_checksum: bool) -> Self {
         let header = Header::new(call, place.len(), has_checksum).encode();
         let trailer = has_checksum.then(Trailer::default);
-        Outgoing { to, header, place, num_sent: 0, waits_for_peer: true, trailer }
+        Outgoing { to, header, place, num_sent: 0, may_lend: true, trailer }
     }
 
     /// Sends what goes; whether that was anything.
     pub(crate) fn advance(&mut self, link: &mut Link, memories: &Memories<'_>) -> Result<bool, Broken> {
         let (unsent, frame_bytes) = (self.unsent(), HEADER_BYTES + self.place.len());
         if let Some(trailer) = self.trailer.as_mut().filter(|_| self.num_sent == frame_bytes) {
-            let num_sent = link.send(&trailer.bytes[trailer.num_moved..], &[], self.waits_for_peer)?;
+            let num_sent = link.send(&trailer.bytes[trailer.num_moved..], &[], self.may_lend)?;
             trailer.num_moved += num_sent;
             return Ok(num_sent > 0);
         }
         let header = &self.header[self.num_sent.min(HEADER_BYTES)..];
         let payload = memories.bytes(&unsent);
-        let num_sent = link.send(header, payload, self.waits_for_peer)?;
+        let num_sent = link.send(header, payload, self.may_lend)?;
         self.num_sent += num_sent;
         if let Some(trailer) = &mut self.trailer {
             let num_header_bytes = num_sent.min(header.len());
@@ -119,7 +119,7 @@ impl Incoming {
     pub(super) fn give_way_to(&mut self, outgoing: &mut Outgoing) {
         if outgoing.place.overlaps(&self.place) {
             self.is_buffered = true;
-            outgoing.waits_for_peer = false;
+            outgoing.may_lend = false;
         }
     }
 

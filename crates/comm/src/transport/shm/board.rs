@@ -26,6 +26,7 @@ pub(super) struct Board {
 struct Line<T>(T);
 
 /// What a rank says at a meeting.
+#[repr(C)]
 struct Turn {
     /// The number of the last such meeting that the owner has come to, wrapping.
     meeting: AtomicU32,
@@ -34,6 +35,8 @@ struct Turn {
     input: AtomicU64,
     output: AtomicU64,
 }
+
+const _: () = assert!(size_of::<Line<Turn>>() == 64, "what is read together lies in one cache line");
 
 /// Where a rank's elements lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
