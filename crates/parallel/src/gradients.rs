@@ -65,6 +65,7 @@ pub(crate) struct Gradients {
     determinism: Determinism,
     table: Arc<ParameterTable>,
     units: Vec<UnitGradient>,
+    fusions: Fusions,
     /// For each parameter: the open gradient of its unit holds a part of it.
     written: Vec<bool>,
 }
@@ -101,7 +102,7 @@ impl Gradients {
         fusions.reserve(lens, options.reduce_dtype, device, group)?;
         let written = vec![false; table.parameters().len()];
         let (device, table) = (device.clone(), Arc::clone(table));
-        Ok(Gradients { device, determinism: options.determinism, table, units, written })
+        Ok(Gradients { device, determinism: options.determinism, table, units, fusions, written })
     }
 
     /// Ends a microbatch's backward of `unit`: its gradient joins the sum.
@@ -129,7 +130,11 @@ impl Gradients {
         let Gradient::Reducible(buffer) = sum else {
             unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
         };
-        state.reduction.start(buffer, device, group)
+        state.reduction.start(buffer, device, group)?;
+        if self.units.iter().all(|state| state.reduction.is_under_way()) {
+            self.fusions.flush();
+        }
+        Ok(())
     }
 
     /// Waits for every reduction.

@@ -40,6 +40,13 @@ impl Fusions {
         }
     }
 
+    /// Sends what waits for more: all gradients of a step have been given.
+    pub(crate) fn flush(&self) {
+        self.f32.flush();
+        self.bf16.flush();
+        self.f16.flush();
+    }
+
     /// Takes memory for gradients of these lengths, in the order of their reductions.
     pub(crate) fn reserve(
         &self,
