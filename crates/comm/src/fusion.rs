@@ -145,16 +145,12 @@ impl<T: Element> Fusion<T> {
     /// Issues the open batch, if anything is in it.
     fn close(&self, state: &mut State<T>) {
         let mut batch = lock(&state.open);
-        if let Progress::Open(Some(_)) = &batch.memory {
-            let Progress::Open(Some(mut memory)) = std::mem::replace(&mut batch.memory, Progress::Spent)
-            else {
-                unreachable!("it was seen to be open")
-            };
-            memory.set_len(batch.len);
-            batch.memory = Progress::Issued(self.group.all_reduce(memory, self.op));
-            drop(batch);
-            state.open = state.free.pop().unwrap_or_else(Batch::new);
-        }
+        let Progress::Open(memory) = &mut batch.memory else { unreachable!("the open batch is open") };
+        let Some(mut memory) = memory.take() else { return };
+        memory.set_len(batch.len);
+        batch.memory = Progress::Issued(self.group.all_reduce(memory, self.op));
+        drop(batch);
+        state.open = state.free.pop().unwrap_or_else(Batch::new);
     }
 
     /// The part of a batch that belongs to one vector, once the batch has ended.
@@ -172,12 +168,10 @@ impl<T: Element> Fusion<T> {
         }
         let shared = batch;
         let mut batch = lock(shared);
-        if let Progress::Issued(_) = &batch.memory {
-            let Progress::Issued(work) = std::mem::replace(&mut batch.memory, Progress::Spent) else {
-                unreachable!("it was seen to be issued")
-            };
-            batch.memory = Progress::Ended(work.wait());
-        }
+        batch.memory = match std::mem::replace(&mut batch.memory, Progress::Spent) {
+            Progress::Issued(work) => Progress::Ended(work.wait()),
+            ended => ended,
+        };
         let Progress::Ended(result) = &batch.memory else { unreachable!("a batch ends once it is closed") };
         let outcome = match result {
             Ok(memory) => {

@@ -1,11 +1,9 @@
 use super::line::Line;
-use super::waker::Waker;
+use super::steering::{Steered, Steering};
 use super::{Conditions, Loss, Towards, tap};
 use rustix::event::{PollFd, PollFlags};
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Instant;
 
 /// Above a frame of 1500 bytes with its headers.
@@ -17,10 +15,7 @@ const NUM_FRAMES_AT_ONCE: usize = 64;
 
 /// Passes on Ethernet frames between two devices of the kernel, on a thread that ends with this value.
 #[derive(Debug)]
-pub struct FrameRelay {
-    shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
-}
+pub struct FrameRelay(Steered<State>);
 
 /// Frames that a relay has dealt with, in one direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -33,22 +28,14 @@ pub struct FrameCounts {
     pub num_overflowed: u64,
 }
 
-#[derive(Debug)]
-struct Shared {
-    waker: Waker,
-    state: Mutex<State>,
-}
-
 #[derive(Debug, Default)]
 struct State {
     is_paused: bool,
-    is_ended: bool,
     counts: [FrameCounts; 2],
 }
 
 /// What the thread works on.
 struct Wire {
-    shared: Arc<Shared>,
     /// By the direction towards them.
     ends: [File; 2],
     lines: [Line<Vec<u8>>; 2],
@@ -69,72 +56,46 @@ impl FrameRelay {
 
     /// Relays between two devices: the host's and the network's.
     pub(crate) fn start(ends: [File; 2], conditions: Conditions, loss: Loss) -> Self {
-        let shared = Arc::new(Shared { waker: Waker::new(), state: Mutex::default() });
         let lines = [(); 2].map(|()| Line::new(conditions));
-        let wire = Wire { shared: Arc::clone(&shared), ends, lines, loss };
-        FrameRelay { shared, thread: Some(std::thread::spawn(|| wire.run())) }
+        let wire = Wire { ends, lines, loss };
+        FrameRelay(Steered::start(|steering| wire.run(steering)))
     }
 
     /// Holds all frames from the end of this call until [`resume`](FrameRelay::resume). Some thousand are kept.
     pub fn pause(&self) {
-        self.tell(|state| state.is_paused = true);
+        self.0.tell(|state| state.is_paused = true);
     }
 
     /// Lets go of all frames that were held, and goes on.
     pub fn resume(&self) {
-        self.tell(|state| state.is_paused = false);
+        self.0.tell(|state| state.is_paused = false);
     }
 
     /// What has come so far from the other end, on its way in this direction.
     pub fn counts(&self, towards: Towards) -> FrameCounts {
-        self.shared.state().counts[towards as usize]
-    }
-
-    fn tell(&self, change: impl FnOnce(&mut State)) {
-        change(&mut self.shared.state());
-        self.shared.waker.wake();
-    }
-}
-
-impl Drop for FrameRelay {
-    fn drop(&mut self) {
-        self.tell(|state| state.is_ended = true);
-        if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join)
-            && !std::thread::panicking()
-        {
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
-
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        self.0.look(|state| state.counts[towards as usize])
     }
 }
 
 impl Wire {
-    fn run(mut self) {
-        let shared = Arc::clone(&self.shared);
+    fn run(mut self, steering: &Steering<State>) {
         loop {
             // Held until all is done, so that nothing passes once somebody has been told that it does not.
-            let mut state = shared.state();
-            if state.is_ended {
-                return;
-            }
+            let mut held = steering.orders();
+            let Some(state) = &mut *held else { return };
             if state.is_paused {
-                drop(state);
-                shared.waker.wait(Vec::new(), None);
+                drop(held);
+                steering.wait(Vec::new(), None);
                 continue;
             }
             for towards in Towards::BOTH {
                 self.take_in(towards, &mut state.counts[towards as usize]);
                 self.deliver(towards);
             }
-            drop(state);
+            drop(held);
             let frames = self.ends.iter().map(|end| PollFd::new(end, PollFlags::IN)).collect();
             let next_arrival = self.lines.iter().filter_map(Line::next_arrival).min();
-            shared.waker.wait(frames, next_arrival);
+            steering.wait(frames, next_arrival);
         }
     }
 

@@ -6,6 +6,7 @@
 mod flow;
 mod frames;
 mod line;
+mod steering;
 mod tap;
 mod tcp;
 mod waker;

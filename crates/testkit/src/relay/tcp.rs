@@ -1,12 +1,10 @@
 use super::flow::Flow;
-use super::waker::Waker;
+use super::steering::{Steered, Steering};
 use super::{Conditions, Towards};
 use rustix::event::{PollFd, PollFlags};
 use rustix::net::sockopt::set_socket_linger;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Accepts TCP connections on the loopback device and passes their bytes on to a target, on a thread that ends with
@@ -17,21 +15,13 @@ use std::time::Duration;
 #[derive(Debug)]
 pub struct TcpRelay {
     address: SocketAddr,
-    shared: Arc<Shared>,
-    thread: Option<JoinHandle<()>>,
-}
-
-#[derive(Debug)]
-struct Shared {
-    waker: Waker,
-    orders: Mutex<Orders>,
+    exchange: Steered<Orders>,
 }
 
 #[derive(Debug, Default)]
 struct Orders {
     is_cut: bool,
     is_reset: bool,
-    is_ended: bool,
     corruptions: Vec<Corruption>,
 }
 
@@ -45,7 +35,6 @@ struct Corruption {
 
 /// What the thread works on.
 struct Exchange {
-    shared: Arc<Shared>,
     listener: TcpListener,
     target: SocketAddr,
     conditions: Conditions,
@@ -69,16 +58,8 @@ impl TcpRelay {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
         listener.set_nonblocking(true).expect("a mode that sockets have");
         let address = listener.local_addr().expect("a bound socket has an address");
-        let shared = Arc::new(Shared { waker: Waker::new(), orders: Mutex::default() });
-        let exchange = Exchange {
-            shared: Arc::clone(&shared),
-            listener,
-            target,
-            conditions,
-            connections: Vec::new(),
-            num_accepted: 0,
-        };
-        TcpRelay { address, shared, thread: Some(std::thread::spawn(|| exchange.run())) }
+        let exchange = Exchange { listener, target, conditions, connections: Vec::new(), num_accepted: 0 };
+        TcpRelay { address, exchange: Steered::start(|steering| exchange.run(steering)) }
     }
 
     /// Where to connect to, instead of to the target.
@@ -88,69 +69,44 @@ impl TcpRelay {
 
     /// Passes on nothing from the end of this call, no new connection and no end of one, and tells neither side.
     pub fn cut(&self) {
-        self.tell(|orders| orders.is_cut = true);
+        self.exchange.tell(|orders| orders.is_cut = true);
     }
 
     /// Goes on after [`cut`](TcpRelay::cut); nothing is lost.
     pub fn restore(&self) {
-        self.tell(|orders| orders.is_cut = false);
+        self.exchange.tell(|orders| orders.is_cut = false);
     }
 
     /// Ends all connections that there are with a reset (RST) to both sides.
     pub fn reset(&self) {
-        self.tell(|orders| orders.is_reset = true);
+        self.exchange.tell(|orders| orders.is_reset = true);
     }
 
     /// Inverts all bits of one byte of a connection, if it has not passed yet. Connections count from 0 as they are
     /// accepted, the bytes of each direction from 0, too.
     pub fn corrupt(&self, connection: usize, towards: Towards, byte: u64) {
-        self.tell(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
-    }
-
-    fn tell(&self, change: impl FnOnce(&mut Orders)) {
-        change(&mut self.shared.orders());
-        self.shared.waker.wake();
-    }
-}
-
-impl Drop for TcpRelay {
-    fn drop(&mut self) {
-        self.tell(|orders| orders.is_ended = true);
-        if let Some(Err(panic)) = self.thread.take().map(JoinHandle::join)
-            && !std::thread::panicking()
-        {
-            std::panic::resume_unwind(panic);
-        }
-    }
-}
-
-impl Shared {
-    fn orders(&self) -> MutexGuard<'_, Orders> {
-        self.orders.lock().unwrap_or_else(PoisonError::into_inner)
+        self.exchange.tell(|orders| orders.corruptions.push(Corruption { connection, towards, byte }));
     }
 }
 
 impl Exchange {
-    fn run(mut self) {
-        let shared = Arc::clone(&self.shared);
+    fn run(mut self, steering: &Steering<Orders>) {
         loop {
             // Held until all is done, so that nothing passes once somebody has been told that it does not.
-            let mut orders = shared.orders();
-            if orders.is_ended {
-                return;
-            }
+            let mut held = steering.orders();
+            let Some(orders) = &mut *held else { return };
             if std::mem::take(&mut orders.is_reset) {
                 self.connections.drain(..).for_each(Connection::reset);
             }
             if orders.is_cut {
-                drop(orders);
-                shared.waker.wait(Vec::new(), None);
+                drop(held);
+                steering.wait(Vec::new(), None);
                 continue;
             }
             self.accept();
             self.pass_on(&orders.corruptions);
-            drop(orders);
-            self.wait();
+            drop(held);
+            self.wait(steering);
         }
     }
 
@@ -172,7 +128,7 @@ impl Exchange {
         }
     }
 
-    fn wait(&self) {
+    fn wait(&self, steering: &Steering<Orders>) {
         let mut ready = vec![PollFd::new(&self.listener, PollFlags::IN)];
         for connection in &self.connections {
             for (towards, flow) in Towards::BOTH.into_iter().zip(&connection.flows) {
@@ -185,7 +141,7 @@ impl Exchange {
             }
         }
         let flows = self.connections.iter().flat_map(|connection| &connection.flows);
-        self.shared.waker.wait(ready, flows.filter_map(Flow::next_arrival).min());
+        steering.wait(ready, flows.filter_map(Flow::next_arrival).min());
     }
 }
 

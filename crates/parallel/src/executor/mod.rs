@@ -1,17 +1,17 @@
 //! Runs step programs.
 
+mod finishing;
+
 use crate::error::ParallelError;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
-use crate::step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
+use crate::step::{ExecutorOptions, StepOutcome, StepPlan};
 use crate::tree::TreeSum;
-use crate::waiting::Waiting;
 use std::sync::Arc;
-use std::time::Duration;
 use trireme_base::{Rank, ReduceOp};
-use trireme_comm::{Buffer, CodecName, Compression, CompressionStatistics, Compressor, Group, Work};
+use trireme_comm::{Buffer, Compression, Compressor, Group, Work};
 use trireme_model::{Batch, Model, Step};
-use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings, clip_coefficient};
+use trireme_optim::{LossScaler, Optimizer};
 use trireme_schedule::{Action, Program, validate};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{Device, Fp8State, Parameters, Tape, Tensor, Var};
@@ -289,105 +289,6 @@ impl Executor {
         let mut buffer = self.loss_buffer.take().expect("the loss is reduced once a step");
         buffer[0] = self.losses.finish(|left, right| *left += right).expect("a step has microbatches");
         self.loss_reduction = Some(self.group.all_reduce(buffer, ReduceOp::Sum));
-    }
-
-    /// Waits for all reductions; the outcome of the step, and how to update, unless it is to be skipped.
-    ///
-    /// All ranks decide alike without a further message, for the sums that they look at have the same bits.
-    fn finish_gradients(
-        &mut self,
-        plan: StepPlan,
-    ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
-        let (loss, comm_exposed) = self.finish_reductions()?;
-        let loss_scale = self.loss_scaler.scale();
-        let mut grad_scale = 1.0 / (self.gradient_unit() * self.group.world_size() as f64);
-        let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
-        let grad_norm = (is_scaled || plan.grad_norm != GradNorm::Off).then(|| {
-            let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit));
-            (0..self.program.num_units).map(squares).sum::<f64>().sqrt() * grad_scale
-        });
-        let overflow = match grad_norm {
-            _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
-            Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
-            _ => None,
-        };
-        let skipped = overflow.map(|(what, _)| what);
-        let compression = self.compression_statistics();
-        let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
-        match overflow {
-            Some((what, value)) => self.back_off(plan.step, what, value)?,
-            None => self.loss_scaler.succeed(),
-        }
-        self.rescale_compressors(loss_scale);
-        if skipped.is_some() {
-            return Ok((outcome, None));
-        }
-        if let (GradNorm::Clip(norm_max), Some(norm)) = (plan.grad_norm, grad_norm) {
-            grad_scale *= clip_coefficient(norm, norm_max);
-        }
-        // Bias corrections of the moments count the updates that made them.
-        let step = plan.step - self.loss_scaler.skipped_steps();
-        Ok((outcome, Some(StepSettings { step, lr: plan.lr, grad_scale })))
-    }
-
-    /// What compression did in this step, in the units of the gradient's norm.
-    fn compression_statistics(&self) -> Option<CompressionStatistics> {
-        if self.options.compression.codec() == CodecName::None {
-            return None;
-        }
-        let mut statistics = self.gradients.compression_statistics(self.group.world_size());
-        statistics.error_norm /= self.gradient_unit() as f32;
-        Some(statistics)
-    }
-
-    /// What a rank's sum of gradients is divided by to become its mean gradient. Microbatch gradients are means over their
-    /// rows, times the loss scale. Gradients that were normalized have neither number nor scale any more.
-    fn gradient_unit(&self) -> f64 {
-        if self.options.compression.normalize().is_some() {
-            return 1.0;
-        }
-        self.program.num_microbatches as f64 * f64::from(self.loss_scaler.scale())
-    }
-
-    /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step.
-    fn rescale_compressors(&mut self, from: u32) {
-        let to = self.loss_scaler.scale();
-        if to != from {
-            let factor = to as f32 / from as f32;
-            self.gradients.compressors_mut().for_each(|(_, compressor)| compressor.rescale(factor));
-        }
-    }
-
-    /// Waits for all reductions; the mean loss over the global batch, and how long it waited.
-    fn finish_reductions(&mut self) -> Result<(f64, Duration), ParallelError> {
-        let mut waiting = Waiting::default();
-        let buffer = waiting.wait(self.loss_reduction.take().expect("the loss was reduced"))?;
-        let rows = self.options.local_batch_size * self.options.seq_len;
-        let loss = buffer[0] / (self.num_global_microbatches() * rows) as f64;
-        self.loss_buffer = Some(buffer);
-        self.gradients.wait(&self.group, &mut waiting)?;
-        if let Some(fp8) = &mut self.fp8 {
-            fp8.advance(&self.group, &mut waiting)?;
-        }
-        Ok((loss, waiting.total()))
-    }
-
-    /// Microbatches of a step on all ranks.
-    fn num_global_microbatches(&self) -> usize {
-        self.program.num_microbatches * self.group.world_size()
-    }
-
-    /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.
-    fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<(), ParallelError> {
-        if self.loss_scaler.scaling() == LossScaling::Off {
-            return Err(ParallelError::NotFinite { step, what, value });
-        }
-        let loss_scale = self.loss_scaler.scale();
-        if self.loss_scaler.back_off().is_none() {
-            let skipped_steps = self.loss_scaler.skipped_steps();
-            return Err(ParallelError::LossScaleExhausted { step, what, value, loss_scale, skipped_steps });
-        }
-        Ok(())
     }
 
     /// Sum of the losses of a batch's rows in nats, without training; not collective.
