@@ -39,21 +39,31 @@ impl RandomKey {
     /// Fills `out` with normal variates of mean 0 and the given standard deviation, by the
     /// Box-Muller transform; element `i` depends on the key and `i` alone.
     pub fn fill_normal(self, out: &mut [f32], standard_deviation: f32) {
+        self.fill_normal_from(0, out, standard_deviation);
+    }
+
+    /// As [`fill_normal`](RandomKey::fill_normal), for the elements from `first` on.
+    pub fn fill_normal_from(self, first: u64, out: &mut [f32], standard_deviation: f32) {
         // Blocks of independent words, so that the loops become SIMD code.
         const COUNTERS: usize = 16;
-        for (block, chunk) in out.chunks_mut(4 * COUNTERS).enumerate() {
+        const LEN: usize = 4 * COUNTERS;
+        let mut skipped = (first % LEN as u64) as usize;
+        let (mut block, mut rest) = (first / LEN as u64, out);
+        while !rest.is_empty() {
             let mut words = [[0; 4]; COUNTERS];
             for (index, words) in words.iter_mut().enumerate() {
-                *words = self.words((block * COUNTERS + index) as u64);
+                *words = self.words(block * COUNTERS as u64 + index as u64);
             }
-            let mut values = [0.0; 4 * COUNTERS];
+            let mut values = [0.0; LEN];
             for (pair, words) in
                 values.as_chunks_mut::<2>().0.iter_mut().zip(words.as_flattened().as_chunks::<2>().0)
             {
                 let (x, y) = normal_pair(words[0], words[1]);
                 *pair = [x * standard_deviation, y * standard_deviation];
             }
-            chunk.copy_from_slice(&values[..chunk.len()]);
+            let (chunk, others) = rest.split_at_mut(rest.len().min(LEN - skipped));
+            chunk.copy_from_slice(&values[skipped..skipped + chunk.len()]);
+            (block, skipped, rest) = (block + 1, 0, others);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use trireme_tensor::tape::{KeyValueCache, Linear, Norm, RotaryTable};
-use trireme_tensor::{AttentionShape, DeviceError, Parameters, Tape, Var};
+use trireme_tensor::{AttentionShape, DeviceError, ParameterSource, Tape, Var};
 
 /// A pre-norm block; gpt2 and llama differ in what its parts are, not in how they are joined.
 #[derive(Debug, Clone)]
@@ -41,7 +41,7 @@ impl Block {
     pub(crate) fn forward(
         &self,
         tape: &mut Tape,
-        parameters: &Parameters,
+        parameters: &dyn ParameterSource,
         (batch, seq_len): (usize, usize),
         rotary: Option<&Arc<RotaryTable>>,
         x: Var,

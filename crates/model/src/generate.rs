@@ -4,7 +4,7 @@ use crate::error::ModelError;
 use crate::model::{Model, Step};
 use trireme_base::{DType, Random};
 use trireme_tensor::tape::{KeyValueCache, Recording};
-use trireme_tensor::{Category, Device, Parameters, Precision, Tape};
+use trireme_tensor::{Category, Device, ParameterSource, Precision, Tape};
 
 /// How the next token is chosen from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -63,7 +63,7 @@ impl Sampling {
 #[derive(Debug)]
 pub struct Generation<'a> {
     model: &'a Model,
-    parameters: &'a Parameters,
+    parameters: &'a dyn ParameterSource,
     device: &'a Device,
     caches: Vec<KeyValueCache>,
     position: usize,
@@ -73,7 +73,7 @@ impl<'a> Generation<'a> {
     /// Begins a sequence of at most `capacity` tokens.
     pub fn new(
         model: &'a Model,
-        parameters: &'a Parameters,
+        parameters: &'a dyn ParameterSource,
         device: &'a Device,
         capacity: usize,
     ) -> Result<Self, ModelError> {

@@ -2,11 +2,13 @@ use crate::block::Block;
 use crate::build::build_units;
 use crate::config::{Architecture, ModelConfig};
 use crate::error::ModelError;
+use std::convert::Infallible;
 use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Embedding, KeyValueCache, LossHead, Norm, RotaryTable};
 use trireme_tensor::{
-    Category, Device, DeviceError, ParameterId, ParameterInfo, ParameterTable, Parameters, Tape, Tensor, Var,
+    Category, Device, DeviceError, ParameterId, ParameterInfo, ParameterSource, ParameterTable, Parameters,
+    Tape, Tensor, Var,
 };
 
 /// A part of the model that is run, reduced and stepped as one.
@@ -50,7 +52,7 @@ impl Batch {
 #[derive(Debug, Clone, Copy)]
 pub struct Step<'a> {
     /// Values of all parameters.
-    pub parameters: &'a Parameters,
+    pub parameters: &'a dyn ParameterSource,
     /// Sequences and tokens of each.
     pub shape: (usize, usize),
 }
@@ -112,19 +114,27 @@ impl Model {
     /// stream by `sqrt(2 num_layers)` (Radford et al. 2019, section 2.3). Norm weights are 1, biases 0.
     pub fn initial_parameters(&self, device: &Device, seed: u64) -> Result<Parameters, ModelError> {
         let mut parameters = Parameters::zeros(&self.table, device, Category::Parameters)?;
-        parameters.for_each_mut(|info, values| {
-            self.initialize(info, values, seed);
-            Ok::<(), ModelError>(())
-        })?;
+        self.initialize(&mut parameters, seed);
         Ok(parameters)
     }
 
-    fn initialize(&self, info: &ParameterInfo, values: &mut [f32], seed: u64) {
+    /// Writes the [`initial_parameters`](Model::initial_parameters) of which there is room in `parameters`.
+    pub fn initialize(&self, parameters: &mut Parameters, seed: u64) {
+        let initialized = parameters.for_each_mut(|info, held, values| {
+            self.initialize_parameter(info, held.start, values, seed);
+            Ok::<(), Infallible>(())
+        });
+        initialized.unwrap_or_else(|never| match never {});
+    }
+
+    /// Writes a parameter's values from element `first` on.
+    fn initialize_parameter(&self, info: &ParameterInfo, first: usize, values: &mut [f32], seed: u64) {
         if info.shape.dims().len() >= 2 {
             let into_residual =
                 self.config.architecture == Architecture::Gpt2 && info.name.ends_with("c_proj.weight");
             let divisor = if into_residual { (2.0 * self.config.num_layers as f32).sqrt() } else { 1.0 };
-            RandomKey::new(seed, &info.name).fill_normal(values, self.config.initializer_range / divisor);
+            let standard_deviation = self.config.initializer_range / divisor;
+            RandomKey::new(seed, &info.name).fill_normal_from(first as u64, values, standard_deviation);
         } else if !info.name.ends_with(".bias") {
             values.fill(1.0);
         }

@@ -65,7 +65,7 @@ impl Golden {
         let weights = read("model.safetensors");
         let weights = SafeTensors::deserialize(&weights).unwrap();
         parameters
-            .for_each_mut(|info, values| {
+            .for_each_mut(|info, _, values| {
                 let tensor = weights.tensor(&info.name).map_err(|error| format!("{}: {error}", info.name))?;
                 assert_eq!(tensor.shape(), info.shape.dims(), "{}", info.name);
                 values.copy_from_slice(&f32s(tensor.data()));

@@ -1,7 +1,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_tensor::{
-    AdamWStep, Category, Device, DeviceError, MomentumStep, ParameterTable, Parameters, Shape, View,
+    AdamWStep, Category, Device, DeviceError, MomentumStep, ParameterTable, Parameters, Shape, View, ViewMut,
 };
 
 /// Settings of AdamW (Loshchilov, Hutter 2019).
@@ -61,22 +61,28 @@ struct Run {
 }
 
 impl Optimizer {
-    /// An optimizer whose state is all zeros. `decay_norms_and_biases` extends weight decay from
-    /// matrices to vectors.
+    /// An optimizer of `parts` of the units' flat buffers, whose state is all zeros. `decay_norms_and_biases` extends
+    /// weight decay from matrices to vectors.
+    ///
+    /// # Panics
+    /// If there is not one part for each unit.
     pub fn new(
         kind: OptimizerKind,
         weight_decay: f32,
         decay_norms_and_biases: bool,
         table: &Arc<ParameterTable>,
+        parts: &[Range<usize>],
         device: &Device,
     ) -> Result<Self, DeviceError> {
         let names: &[&'static str] = match kind {
             OptimizerKind::AdamW(_) => &["exp_avg", "exp_avg_sq"],
             OptimizerKind::Sgd(_) => &["momentum_buffer"],
         };
-        let zeros = |&name| Ok((name, Parameters::zeros(table, device, Category::Optimizer)?));
+        let zeros =
+            |&name| Ok((name, Parameters::zeros_of(table, parts.to_vec(), device, Category::Optimizer)?));
         let states = names.iter().map(zeros).collect::<Result<_, DeviceError>>()?;
-        let runs = (0..table.units().len()).map(|unit| runs(table, unit, decay_norms_and_biases)).collect();
+        let runs = |(unit, part)| runs(table, unit, part, decay_norms_and_biases);
+        let runs = parts.iter().enumerate().map(runs).collect();
         Ok(Optimizer { kind, weight_decay, runs, states })
     }
 
@@ -90,25 +96,27 @@ impl Optimizer {
         &mut self.states
     }
 
-    /// Updates one unit from its flat gradient.
+    /// Updates this optimizer's part of a unit, from its gradient.
     ///
     /// # Panics
-    /// If the gradient has another length than the unit.
+    /// If parameters or gradient have another length than the part.
     pub fn step_unit(
         &mut self,
         device: &Device,
-        parameters: &mut Parameters,
         unit: usize,
+        mut parameters: ViewMut<'_>,
         grads: View<'_>,
         settings: StepSettings,
     ) {
+        let len = self.states[0].1.part(unit).len();
+        assert_eq!((parameters.shape().num_elements(), grads.shape().num_elements()), (len, len));
         let StepSettings { step, lr, grad_scale } = settings;
         let (lr, grad_scale) = (lr as f32, grad_scale as f32);
-        let mut flat = parameters.flat_mut(unit);
         for Run { range, decays } in &self.runs[unit] {
             let weight_decay = if *decays { self.weight_decay } else { 0.0 };
             let (offset, shape) = (range.start, Shape::from([range.len()]));
-            let (parameters, grads) = (flat.reborrow().into_part(offset, shape), grads.part(offset, shape));
+            let (parameters, grads) =
+                (parameters.reborrow().into_part(offset, shape), grads.part(offset, shape));
             match (self.kind, &mut self.states[..]) {
                 (
                     OptimizerKind::AdamW(AdamWSettings { beta1, beta2, epsilon }),
@@ -130,14 +138,18 @@ impl Optimizer {
     }
 }
 
-/// Neighbouring parameters of a unit that decay alike, as one run: matrices do, vectors (norms, biases) only if asked.
-fn runs(table: &ParameterTable, unit: usize, decay_norms_and_biases: bool) -> Vec<Run> {
+/// Neighbouring parameters of a part of a unit that decay alike, as one run: matrices do, vectors (norms, biases) only
+/// if asked. Ranges are within the part.
+fn runs(table: &ParameterTable, unit: usize, part: &Range<usize>, decay_norms_and_biases: bool) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
     for info in &table.parameters()[table.units()[unit].parameters.clone()] {
+        let Some(held) = info.held(part) else { continue };
+        let first = info.offset + held.start - part.start;
+        let range = first..first + held.len();
         let decays = decay_norms_and_biases || info.shape.dims().len() >= 2;
         match runs.last_mut() {
-            Some(last) if last.decays == decays => last.range.end = info.range().end,
-            _ => runs.push(Run { range: info.range(), decays }),
+            Some(last) if last.decays == decays => last.range.end = range.end,
+            _ => runs.push(Run { range, decays }),
         }
     }
     runs
@@ -163,16 +175,17 @@ mod tests {
         let table = table();
         let mut parameters = Parameters::zeros(&table, &device, Category::Parameters).unwrap();
         parameters.flat_mut(0).f32s().fill(1.0);
-        let mut optimizer = Optimizer::new(kind, 0.5, decay_all, &table, &device).unwrap();
-        for step in 1..=num_steps {
-            let settings = StepSettings { step, lr: 0.1, grad_scale: 0.5 };
-            optimizer.step_unit(
-                &device,
-                &mut parameters,
-                0,
-                View::from_f32s(&[2.0; 9], [9].into()),
-                settings,
-            );
+        // In two parts, of which one begins within a matrix.
+        for part in [0..4, 4..9] {
+            let parts = [part.clone()];
+            let mut optimizer = Optimizer::new(kind, 0.5, decay_all, &table, &parts, &device).unwrap();
+            for step in 1..=num_steps {
+                let settings = StepSettings { step, lr: 0.1, grad_scale: 0.5 };
+                let shape = [part.len()].into();
+                let own = parameters.flat_mut(0).into_part(part.start, shape);
+                let grads = View::from_f32s(&[2.0; 9][..part.len()], shape);
+                optimizer.step_unit(&device, 0, own, grads, settings);
+            }
         }
         parameters.flat(0).f32s().to_vec()
     }
@@ -204,8 +217,11 @@ mod tests {
 
     #[test]
     fn neighbours_that_decay_alike_are_one_run() {
-        let ranges: Vec<Range<usize>> = runs(&table(), 0, false).into_iter().map(|run| run.range).collect();
-        assert_eq!(ranges, [0..2, 2..8, 8..9]);
-        assert_eq!(runs(&table(), 0, true).len(), 1);
+        let ranges = |part: Range<usize>| -> Vec<Range<usize>> {
+            runs(&table(), 0, &part, false).into_iter().map(|run| run.range).collect()
+        };
+        assert_eq!(ranges(0..9), [0..2, 2..8, 8..9]);
+        assert_eq!(ranges(1..4), [0..1, 1..3]);
+        assert_eq!(runs(&table(), 0, &(0..9), true).len(), 1);
     }
 }

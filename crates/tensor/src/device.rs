@@ -200,9 +200,12 @@ impl Device {
         with_element!(x.dtype() => |T| self.cpu.column_sums::<T>(x.elements(), out.f32s(), accumulate));
     }
 
-    /// Sum of the squares of `x`, in f64.
-    pub fn sum_of_squares(&self, x: View<'_>) -> f64 {
-        self.cpu.sum_of_squares(x.f32s())
+    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first.
+    ///
+    /// # Panics
+    /// If there are more than [`LEAVES`](crate::LEAVES) leaves.
+    pub fn sum_of_squares(&self, x: View<'_>, leaf_len: usize) -> f64 {
+        self.cpu.sum_of_squares(x.f32s(), leaf_len)
     }
 
     /// `out += term`, elementwise.

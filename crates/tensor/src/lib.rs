@@ -20,7 +20,9 @@ pub use device::{Device, DeviceError, DeviceOptions};
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{AdamWStep, AttentionShape, CpuFeatures, MomentumStep};
 pub use memory::{Category, MemoryCounter, MemoryUsage};
-pub use parameters::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable, Parameters, UnitInfo};
+pub use parameters::{
+    LEAVES, ParameterId, ParameterInfo, ParameterSource, ParameterSpan, ParameterTable, Parameters, UnitInfo,
+};
 pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, Tape, Var};

@@ -4,6 +4,7 @@ use crate::device::{Device, DeviceError};
 use crate::memory::Category;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
+use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
@@ -30,7 +31,19 @@ impl ParameterInfo {
     pub fn range(&self) -> Range<usize> {
         self.offset..self.offset + self.shape.num_elements()
     }
+
+    /// Which of the parameter's elements lie in `part` of the flat buffer, if any do.
+    pub fn held(&self, part: &Range<usize>) -> Option<Range<usize>> {
+        let range = self.range();
+        let (start, end) = (range.start.max(part.start), range.end.min(part.end));
+        (start < end).then(|| start - self.offset..end - self.offset)
+    }
 }
+
+/// Leaves of the canonical tree over a unit's flat buffer: sums over a unit's elements are taken within leaves of equal
+/// length, and then of neighbours first. So up to so many ranks, if they are a power of two, come to the same sum by adding
+/// what each of them finds in its shard, in the order of any reduction.
+pub const LEAVES: usize = 1024;
 
 /// What is gathered, reduced, fetched and stepped together.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -41,6 +54,29 @@ pub struct UnitInfo {
     pub parameters: Range<usize>,
     /// Elements of its flat buffer.
     pub num_elements: usize,
+}
+
+impl UnitInfo {
+    /// Elements of a leaf: the last leaves may have fewer, or none.
+    pub fn leaf_len(&self) -> usize {
+        self.num_elements.div_ceil(LEAVES)
+    }
+
+    /// Elements of the flat buffer with all leaves filled up, which is what ranks share out: equal shards are whole leaves.
+    pub fn padded_len(&self) -> usize {
+        self.leaf_len() * LEAVES
+    }
+
+    /// The elements of shard `index` of `num_shards`, without what fills up the last leaves.
+    ///
+    /// # Panics
+    /// If there is no such shard.
+    pub fn shard(&self, index: usize, num_shards: usize) -> Range<usize> {
+        assert!(index < num_shards, "shard {index} of {num_shards}");
+        let (base, longer) = (self.padded_len() / num_shards, self.padded_len() % num_shards);
+        let start = |index: usize| (index * base + index.min(longer)).min(self.num_elements);
+        start(index)..start(index + 1)
+    }
 }
 
 /// One parameter, or several adjacent ones that an operation reads as one matrix, stacked along dim 0.
@@ -111,16 +147,40 @@ impl ParameterTable {
         &self.units
     }
 
+    /// Shard `index` of `num_shards` of every unit's flat buffer; 0 of 1 is all of it.
+    ///
+    /// # Panics
+    /// If there is no such shard.
+    pub fn shards(&self, index: usize, num_shards: usize) -> Vec<Range<usize>> {
+        self.units.iter().map(|unit| unit.shard(index, num_shards)).collect()
+    }
+
     /// Number of elements of all parameters.
     pub fn num_elements(&self) -> usize {
         self.units.iter().map(|unit| unit.num_elements).sum()
     }
 }
 
-/// Values for every parameter of a table: one flat f32 buffer a unit.
+/// Where operations read the values of parameters.
+pub trait ParameterSource: fmt::Debug {
+    /// All of a unit's flat buffer, in f32 or a narrower float.
+    ///
+    /// # Panics
+    /// If it is not there.
+    fn unit(&self, unit: usize) -> View<'_>;
+
+    /// What a span covers.
+    fn span(&self, span: &ParameterSpan) -> View<'_> {
+        self.unit(span.unit).part(span.offset, span.shape)
+    }
+}
+
+/// Values for the parameters of a table: one flat f32 buffer a unit, or a part of each.
 #[derive(Debug)]
 pub struct Parameters {
     table: Arc<ParameterTable>,
+    /// Of each unit's flat buffer.
+    parts: Vec<Range<usize>>,
     flats: Vec<Tensor>,
 }
 
@@ -131,10 +191,25 @@ impl Parameters {
         device: &Device,
         category: Category,
     ) -> Result<Self, DeviceError> {
-        device.check_room(table.num_elements().saturating_mul(size_of::<f32>()), category)?;
-        let flat = |unit: &UnitInfo| device.zeros([unit.num_elements].into(), DType::F32, category);
-        let flats = table.units().iter().map(flat).collect::<Result<_, _>>()?;
-        Ok(Parameters { table: Arc::clone(table), flats })
+        Self::zeros_of(table, table.shards(0, 1), device, category)
+    }
+
+    /// Zeros for these elements of each unit's flat buffer, counted as `category`.
+    ///
+    /// # Panics
+    /// If there is not one range for each unit.
+    pub fn zeros_of(
+        table: &Arc<ParameterTable>,
+        parts: Vec<Range<usize>>,
+        device: &Device,
+        category: Category,
+    ) -> Result<Self, DeviceError> {
+        assert_eq!(parts.len(), table.units().len(), "one part for each unit");
+        let num_elements = parts.iter().map(Range::len).fold(0_usize, usize::saturating_add);
+        device.check_room(num_elements.saturating_mul(size_of::<f32>()), category)?;
+        let flat = |part: &Range<usize>| device.zeros([part.len()].into(), DType::F32, category);
+        let flats = parts.iter().map(flat).collect::<Result<_, _>>()?;
+        Ok(Parameters { table: Arc::clone(table), parts, flats })
     }
 
     /// The table that these values are for.
@@ -142,43 +217,60 @@ impl Parameters {
         &self.table
     }
 
-    /// A unit's flat buffer.
+    /// The elements of a unit's flat buffer that are here.
+    pub fn part(&self, unit: usize) -> Range<usize> {
+        self.parts[unit].clone()
+    }
+
+    /// What is here of a unit's flat buffer.
     pub fn flat(&self, unit: usize) -> View<'_> {
         self.flats[unit].view()
     }
 
-    /// A unit's flat buffer, to write.
+    /// What is here of a unit's flat buffer, to write.
     pub fn flat_mut(&mut self, unit: usize) -> ViewMut<'_> {
         self.flats[unit].view_mut()
     }
 
-    /// What a span covers.
-    pub fn span(&self, span: &ParameterSpan) -> View<'_> {
-        self.flats[span.unit].view().part(span.offset, span.shape)
-    }
-
     /// One parameter.
+    ///
+    /// # Panics
+    /// If it is not all here.
     pub fn parameter(&self, id: ParameterId) -> View<'_> {
         let info = &self.table.parameters[id.0];
-        self.flats[info.unit].view().part(info.offset, info.shape)
+        self.unit(info.unit).part(info.offset, info.shape)
     }
 
-    /// Calls `write` with each parameter's description and elements, in order.
+    /// Calls `write` with the description of each parameter of which something is here, which of its elements that is,
+    /// and the elements, in order.
     pub fn for_each_mut<E>(
         &mut self,
-        mut write: impl FnMut(&ParameterInfo, &mut [f32]) -> Result<(), E>,
+        mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         for info in &self.table.parameters {
-            let mut flat = self.flats[info.unit].view_mut();
-            write(info, &mut flat.f32s()[info.range()])?;
+            let part = &self.parts[info.unit];
+            if let Some(held) = info.held(part) {
+                let first = info.offset + held.start - part.start;
+                let mut flat = self.flats[info.unit].view_mut();
+                write(info, held.clone(), &mut flat.f32s()[first..first + held.len()])?;
+            }
         }
         Ok(())
+    }
+}
+
+impl ParameterSource for Parameters {
+    fn unit(&self, unit: usize) -> View<'_> {
+        let flat = self.flats[unit].view();
+        assert_eq!(flat.shape().num_elements(), self.table.units[unit].num_elements, "only a part is here");
+        flat
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::device::DeviceOptions;
 
     #[test]
     fn stacked_parameters_are_adjacent_in_their_unit() {
@@ -197,5 +289,47 @@ mod tests {
         assert_eq!(table.parameters()[4].range(), 36..44);
         assert_eq!(table.units()[unit].num_elements, 44);
         assert_eq!(table.num_elements(), 64);
+    }
+
+    #[test]
+    fn shards_are_whole_leaves_and_cover_the_unit() {
+        for num_elements in [0, 1, 768, 1024, 1025, 5000] {
+            let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements };
+            assert!(unit.padded_len() >= num_elements && unit.padded_len() < num_elements + LEAVES);
+            for num_shards in [1, 2, 3, 4, 64] {
+                let shards: Vec<Range<usize>> =
+                    (0..num_shards).map(|index| unit.shard(index, num_shards)).collect();
+                assert_eq!((shards[0].start, shards[num_shards - 1].end), (0, num_elements));
+                assert!(shards.windows(2).all(|pair| pair[0].end == pair[1].start), "{shards:?}");
+                let whole_leaves = |shard: &Range<usize>| shard.start.is_multiple_of(unit.leaf_len().max(1));
+                let is_power = num_shards.is_power_of_two();
+                assert!(
+                    !is_power || shards.iter().all(|shard| shard.is_empty() || whole_leaves(shard)),
+                    "{shards:?}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_part_has_parts_of_parameters() {
+        let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+        let mut table = ParameterTable::default();
+        table.begin_unit("block");
+        for (name, len) in [("a", 3), ("b", 4), ("c", 2)] {
+            table.add(name, &[len]);
+        }
+        let table = Arc::new(table);
+        let mut part = Parameters::zeros_of(&table, vec![2..6], &device, Category::Optimizer).unwrap();
+        let mut found = Vec::new();
+        part.for_each_mut(|info, held, values| {
+            values.fill(info.offset as f32);
+            found.push((info.name.clone(), held));
+            Ok::<(), DeviceError>(())
+        })
+        .unwrap();
+        assert_eq!(found, [("a".to_owned(), 2..3), ("b".to_owned(), 0..3)]);
+        assert_eq!(part.flat(0).f32s(), [0.0, 3.0, 3.0, 3.0]);
+        assert_eq!(part.part(0), 2..6);
     }
 }

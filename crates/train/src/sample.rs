@@ -4,7 +4,7 @@ use crate::error::TrainError;
 use trireme_base::{Random, RandomKey};
 use trireme_data::Tokenizer;
 use trireme_model::{Generation, Model, Sampling};
-use trireme_tensor::{Device, Parameters};
+use trireme_tensor::{Device, ParameterSource};
 
 /// What to generate, and how.
 #[derive(Debug, Clone, PartialEq)]
@@ -25,7 +25,7 @@ pub struct SampleSettings {
 /// of a document, if asked to, and where the model's positions end.
 pub fn sample(
     model: &Model,
-    parameters: &Parameters,
+    parameters: &dyn ParameterSource,
     device: &Device,
     tokenizer: &Tokenizer,
     settings: &SampleSettings,

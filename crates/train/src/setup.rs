@@ -241,6 +241,7 @@ pub(crate) fn build_executor(
         optimizer.weight_decay as f32,
         optimizer.decay_norms_and_biases,
         model.table(),
+        &model.table().shards(0, 1),
         device,
     )?;
     let program = single::program(model.num_units(), config.num_microbatches());

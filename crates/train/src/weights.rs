@@ -60,7 +60,7 @@ pub(crate) fn read_parameters(
     prefix: &str,
     parameters: &mut Parameters,
 ) -> Result<(), TrainError> {
-    parameters.for_each_mut(|info, values| {
+    parameters.for_each_mut(|info, _, values| {
         let name = format!("{prefix}{}", info.name);
         let extent = Extent::whole(info.shape.dims());
         Ok(stored.read_into(&name, &extent, bytemuck::cast_slice_mut(values))?)

@@ -21,7 +21,8 @@ impl Executor {
         let mut grad_scale = 1.0 / (self.gradient_unit() * self.group.world_size() as f64);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
         let grad_norm = (is_scaled || plan.grad_norm != GradNorm::Off).then(|| {
-            let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit));
+            let leaf_len = |unit: usize| self.model.table().units()[unit].leaf_len();
+            let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit), leaf_len(unit));
             (0..self.program.num_units).map(squares).sum::<f64>().sqrt() * grad_scale
         });
         let overflow = match grad_norm {

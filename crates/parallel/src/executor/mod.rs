@@ -223,7 +223,8 @@ impl Executor {
                     };
                     if let Some(settings) = update {
                         let grads = self.gradients.reduced(unit);
-                        self.optimizer.step_unit(&self.device, &mut self.parameters, unit, grads, settings);
+                        let parameters = self.parameters.flat_mut(unit);
+                        self.optimizer.step_unit(&self.device, unit, parameters, grads, settings);
                     }
                 }
             }

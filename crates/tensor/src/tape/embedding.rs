@@ -1,6 +1,6 @@
 use super::{Backward, Node, Tape, Var};
 use crate::device::DeviceError;
-use crate::parameters::{ParameterSpan, Parameters};
+use crate::parameters::{ParameterSource, ParameterSpan};
 
 /// Rows of a table by token id, plus rows of a second table by position.
 #[derive(Debug, Clone, Copy)]
@@ -23,7 +23,7 @@ impl Tape {
     /// Embeds `ids` (`[batch, seq_len]`, u32) into `[batch * seq_len, cols]`; sequences begin at `first_position`.
     pub fn embedding(
         &mut self,
-        parameters: &Parameters,
+        parameters: &dyn ParameterSource,
         op: &Embedding,
         ids: Var,
         first_position: usize,

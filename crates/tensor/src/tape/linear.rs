@@ -2,7 +2,7 @@ use super::{Backward, Node, Recording, Tape, Var};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::fp8::{Fp8Layer, Fp8Scales, Operand};
 use crate::kernels::MatmulEpilogue;
-use crate::parameters::{ParameterSpan, Parameters};
+use crate::parameters::{ParameterSource, ParameterSpan};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
@@ -109,7 +109,7 @@ impl Tape {
     /// with a residual, which is f32.
     pub fn linear(
         &mut self,
-        parameters: &Parameters,
+        parameters: &dyn ParameterSource,
         op: &Linear,
         x: Var,
         residual: Option<Var>,

@@ -3,7 +3,7 @@ use super::{Backward, Node, Recording, Tape, Var, WeightLayout};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
-use crate::parameters::{ParameterSpan, Parameters};
+use crate::parameters::{ParameterSource, ParameterSpan};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
@@ -44,7 +44,7 @@ impl LossHead {
     fn chunk_logits(
         &self,
         (device, precision): (&Device, Precision),
-        parameters: &Parameters,
+        parameters: &dyn ParameterSource,
         x: View<'_>,
         chunk: VocabularyChunk,
     ) -> Result<Tensor, DeviceError> {
@@ -59,7 +59,7 @@ impl LossHead {
     fn statistics(
         &self,
         (device, precision): (&Device, Precision),
-        parameters: &Parameters,
+        parameters: &dyn ParameterSource,
         x: View<'_>,
         targets: View<'_>,
     ) -> Result<(Tensor, Option<Tensor>), DeviceError> {
@@ -93,7 +93,7 @@ impl Tape {
     /// Every gradient of the backward pass that starts here is multiplied by `loss_scale`; the loss itself is not.
     pub fn loss(
         &mut self,
-        parameters: &Parameters,
+        parameters: &dyn ParameterSource,
         op: &LossHead,
         x: Var,
         targets: Var,
@@ -111,7 +111,12 @@ impl Tape {
     }
 
     /// Logits of every row: `[rows, vocabulary]`, f32. For generation and tests; training never holds them all.
-    pub fn logits(&mut self, parameters: &Parameters, op: &LossHead, x: Var) -> Result<Var, DeviceError> {
+    pub fn logits(
+        &mut self,
+        parameters: &dyn ParameterSource,
+        op: &LossHead,
+        x: Var,
+    ) -> Result<Var, DeviceError> {
         let x = self.values.get(x);
         let whole = VocabularyChunk { first: 0, len: op.weight.shape.rows() };
         let logits = op.chunk_logits((&self.device, self.precision), parameters, x, whole)?;

@@ -18,7 +18,7 @@ pub use norm::Norm;
 
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Scales;
-use crate::parameters::{ParameterSpan, Parameters};
+use crate::parameters::{ParameterSource, ParameterSpan};
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 use std::sync::Arc;
@@ -102,7 +102,7 @@ struct Backward<'a> {
     device: &'a Device,
     precision: Precision,
     fp8: Option<&'a Fp8Scales>,
-    parameters: &'a Parameters,
+    parameters: &'a dyn ParameterSource,
     values: &'a mut Values,
     grads: &'a mut [Option<Tensor>],
     sink: &'a mut dyn GradSink,
@@ -194,7 +194,7 @@ impl Tape {
     /// Runs backward. `output` carries the gradient of the unit's output; `None` starts from the loss.
     pub fn backward(
         &mut self,
-        parameters: &Parameters,
+        parameters: &dyn ParameterSource,
         output: Option<(Var, Tensor)>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {

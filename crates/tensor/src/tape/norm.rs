@@ -1,7 +1,7 @@
 use super::{Backward, Node, Tape, Var};
 use crate::device::DeviceError;
 use crate::kernels::cpu::norm::NormKind;
-use crate::parameters::{ParameterSpan, Parameters};
+use crate::parameters::{ParameterSource, ParameterSpan};
 use crate::tensor::Tensor;
 
 /// A normalisation of rows.
@@ -33,7 +33,7 @@ pub(super) struct NormNode {
 
 impl Tape {
     /// Normalises each row of `x` (`[rows, cols]`, f32); the result is in the tape's precision.
-    pub fn norm(&mut self, parameters: &Parameters, op: &Norm, x: Var) -> Result<Var, DeviceError> {
+    pub fn norm(&mut self, parameters: &dyn ParameterSource, op: &Norm, x: Var) -> Result<Var, DeviceError> {
         let input = self.values.get(x);
         let shape = input.shape();
         let mut y = self.device.activation_of(shape, self.precision.dtype())?;

@@ -197,7 +197,7 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
     }
     let parameters = model.initial_parameters(device, args.seed)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let optimizer = Optimizer::new(kind, 0.1, true, model.table(), device)?;
+    let optimizer = Optimizer::new(kind, 0.1, true, model.table(), &model.table().shards(0, 1), device)?;
     let program = single_stage::program(model.num_units(), 1);
     let options = ExecutorOptions {
         precision: args.dtype,

@@ -3,6 +3,7 @@
 use super::element::Element;
 use super::simd::{for_each_simd_level, sum_map};
 use super::{Cpu, SharedSlice};
+use crate::parameters::LEAVES;
 
 /// Columns one task sums: a few registers, whole cache lines.
 pub(crate) const COLUMN_BLOCK: usize = 64;
@@ -11,8 +12,20 @@ pub(crate) const COLUMN_BLOCK: usize = 64;
 /// that of a short one.
 const ROW_BLOCK: usize = 128;
 
-/// Elements one task of [`Cpu::sum_of_squares`] sums; part of the result's bits.
-const SQUARES_BLOCK: usize = 64 * 1024;
+/// Elements whose squares are summed in f32; part of the result's bits.
+const SQUARES_BLOCK: usize = 4096;
+
+/// The sum, of neighbours first; leaves partial sums behind.
+fn tree_sum(sums: &mut [f64]) -> f64 {
+    let mut stride = 1;
+    while stride < sums.len() {
+        for left in (0..sums.len() - stride).step_by(2 * stride) {
+            sums[left] += sums[left + stride];
+        }
+        stride *= 2;
+    }
+    sums.first().copied().unwrap_or(0.0)
+}
 
 /// Writes `total`, or adds it.
 #[inline(always)]
@@ -79,23 +92,25 @@ impl Cpu {
         });
     }
 
-    /// Sum of the squares of `x`, in f64 over blocks of fixed size.
-    pub(crate) fn sum_of_squares(&self, x: &[f32]) -> f64 {
-        const PARTS: usize = 256;
-        let mut total = 0.0;
-        // Partial sums on the stack, so that nothing is allocated.
-        for part in x.chunks(PARTS * SQUARES_BLOCK) {
-            let mut sums = [0.0_f64; PARTS];
-            let shared = SharedSlice::new(&mut sums);
-            self.threads.run(part.len().div_ceil(SQUARES_BLOCK), &|block| {
-                let values = &part[block * SQUARES_BLOCK..part.len().min((block + 1) * SQUARES_BLOCK)];
-                // SAFETY: each block has its own sum.
-                let sum = unsafe { &mut shared.range(block, 1)[0] };
-                *sum = values.chunks(4096).map(|values| f64::from(squares(self.features, values))).sum();
-            });
-            total += sums.iter().sum::<f64>();
-        }
-        total
+    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first.
+    ///
+    /// # Panics
+    /// If there are more than [`LEAVES`] leaves.
+    pub(crate) fn sum_of_squares(&self, x: &[f32], leaf_len: usize) -> f64 {
+        let num_leaves = x.len().div_ceil(leaf_len.max(1));
+        // On the stack, so that nothing is allocated.
+        let mut sums = [0.0_f64; LEAVES];
+        assert!(num_leaves <= LEAVES, "{} elements are more than {LEAVES} leaves of {leaf_len}", x.len());
+        let shared = SharedSlice::new(&mut sums);
+        self.for_row_blocks(num_leaves, leaf_len, |first, num_leaves| {
+            // SAFETY: blocks of leaves do not overlap.
+            let sums = unsafe { shared.range(first, num_leaves) };
+            let leaves = x[first * leaf_len..].chunks(leaf_len);
+            for (sum, leaf) in sums.iter_mut().zip(leaves) {
+                *sum = leaf.chunks(SQUARES_BLOCK).map(|x| f64::from(squares(self.features, x))).sum();
+            }
+        });
+        tree_sum(&mut sums)
     }
 
     /// `y = x`, elementwise, rounded to nearest even.
