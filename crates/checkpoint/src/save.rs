@@ -2,7 +2,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::{CheckpointError, with_sources};
-use crate::extent::position_in;
+use crate::extent::{intersection, position_in};
 use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix};
 use crate::folder::{FolderNames, step_name, steps_to_prune};
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
@@ -16,14 +16,14 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_base::Rank;
 use trireme_comm::Group;
-use trireme_plan::{Mesh, TensorPlacement};
+use trireme_plan::{Extent, Mesh, TensorPlacement};
 
 /// A tensor of the job and what this rank holds of it.
 #[derive(Debug, Clone)]
 pub struct LocalTensor<'a> {
     /// The whole tensor and how it lies on the mesh.
     pub placement: TensorPlacement,
-    /// The elements of this rank's extent, row-major; empty if the rank holds none.
+    /// The elements of this rank's extents one after the other, each row-major; empty if the rank holds none.
     pub bytes: &'a [u8],
 }
 
@@ -171,8 +171,8 @@ impl Saving<'_> {
             }
         }
         for LocalTensor { placement, bytes } in tensors {
-            let extent = placement.extent(mesh, self.group.rank())?;
-            let expected = extent.num_elements() * placement.dtype.size();
+            let extents = placement.extents(mesh, self.group.rank())?;
+            let expected = extents.iter().map(Extent::num_elements).sum::<usize>() * placement.dtype.size();
             if bytes.len() != expected {
                 let (name, found) = (placement.name.clone(), bytes.len());
                 return Err(CheckpointError::WrongLength { name, expected, found });
@@ -210,8 +210,8 @@ impl Saving<'_> {
         let mut part_crc32s = Vec::with_capacity(parts.len());
         for part in parts {
             let LocalTensor { placement, bytes } = &self.snapshot.tensors[part.tensor];
-            let held = placement.extent(self.snapshot.mesh, rank)?;
-            let first = position_in(&held, &part.extent.start) * placement.dtype.size();
+            let held = placement.extents(self.snapshot.mesh, rank)?;
+            let first = position_in_any(&held, &part.extent) * placement.dtype.size();
             let len = part.extent.num_elements() * placement.dtype.size();
             part_crc32s.push(writer.write(&bytes[first..first + len])?);
         }
@@ -281,4 +281,16 @@ const SHARD: &str = "shard-";
 /// Whether the checkpoint itself may write a file of this name.
 fn is_own_file(name: &str) -> bool {
     name == MANIFEST_FILE || name.starts_with(SHARD)
+}
+
+/// Where `part`, a part of one of the boxes `held`, begins among the elements of all of them.
+fn position_in_any(held: &[Extent], part: &Extent) -> usize {
+    let mut before = 0;
+    for frame in held {
+        if intersection(frame, part).as_ref() == Some(part) {
+            return before + position_in(frame, &part.start);
+        }
+        before += frame.num_elements();
+    }
+    unreachable!("a rank writes parts of what it holds")
 }

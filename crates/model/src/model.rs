@@ -2,7 +2,6 @@ use crate::block::Block;
 use crate::build::build_units;
 use crate::config::{Architecture, ModelConfig};
 use crate::error::ModelError;
-use std::convert::Infallible;
 use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Embedding, KeyValueCache, LossHead, Norm, RotaryTable};
@@ -114,21 +113,15 @@ impl Model {
     /// stream by `sqrt(2 num_layers)` (Radford et al. 2019, section 2.3). Norm weights are 1, biases 0.
     pub fn initial_parameters(&self, device: &Device, seed: u64) -> Result<Parameters, ModelError> {
         let mut parameters = Parameters::zeros(&self.table, device, Category::Parameters)?;
-        self.initialize(&mut parameters, seed);
+        parameters.for_each_mut(|info, held, values| {
+            self.initialize(info, held.start, values, seed);
+            Ok::<(), ModelError>(())
+        })?;
         Ok(parameters)
     }
 
-    /// Writes the [`initial_parameters`](Model::initial_parameters) of which there is room in `parameters`.
-    pub fn initialize(&self, parameters: &mut Parameters, seed: u64) {
-        let initialized = parameters.for_each_mut(|info, held, values| {
-            self.initialize_parameter(info, held.start, values, seed);
-            Ok::<(), Infallible>(())
-        });
-        initialized.unwrap_or_else(|never| match never {});
-    }
-
-    /// Writes a parameter's values from element `first` on.
-    fn initialize_parameter(&self, info: &ParameterInfo, first: usize, values: &mut [f32], seed: u64) {
+    /// Writes the random initial values of a parameter's elements from `first` on.
+    pub fn initialize(&self, info: &ParameterInfo, first: usize, values: &mut [f32], seed: u64) {
         if info.shape.dims().len() >= 2 {
             let into_residual =
                 self.config.architecture == Architecture::Gpt2 && info.name.ends_with("c_proj.weight");
@@ -196,8 +189,10 @@ impl Model {
         }
     }
 
-    /// Unit that steps the parameters of the loss head: the embedding's where they are tied.
-    pub fn output_weight_unit(&self) -> usize {
-        self.head().1.weight.unit
+    /// Units that read another unit's parameters, the reader and the owner: the head those of the embedding, where they
+    /// are tied.
+    pub fn ties(&self) -> Vec<(usize, usize)> {
+        let (head, owner) = (self.num_units() - 1, self.head().1.weight.unit);
+        if owner == head { Vec::new() } else { vec![(head, owner)] }
     }
 }

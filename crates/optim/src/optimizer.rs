@@ -108,7 +108,7 @@ impl Optimizer {
         grads: View<'_>,
         settings: StepSettings,
     ) {
-        let len = self.states[0].1.part(unit).len();
+        let len = self.states[0].1.parts()[unit].len();
         assert_eq!((parameters.shape().num_elements(), grads.shape().num_elements()), (len, len));
         let StepSettings { step, lr, grad_scale } = settings;
         let (lr, grad_scale) = (lr as f32, grad_scale as f32);

@@ -64,7 +64,7 @@ pub enum ParallelError {
     },
     /// Replicas that should be equal are not.
     #[error(
-        "the parameters of rank {rank} differ from those of rank 0 ({found:016x} instead of {expected:016x}): the ranks loaded \
+        "the parameters of rank {rank} differ from those of rank {other} ({found:016x} instead of {expected:016x}): the ranks loaded \
          different weights, or run different binaries"
     )]
     ReplicasDiffer {
@@ -72,7 +72,9 @@ pub enum ParallelError {
         rank: Rank,
         /// Hash of its parameters.
         found: u64,
-        /// Hash of rank 0's.
+        /// The rank of the first replica that should hold the same.
+        other: Rank,
+        /// Hash of the other rank's.
         expected: u64,
     },
 }

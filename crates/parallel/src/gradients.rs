@@ -2,17 +2,27 @@
 
 use crate::compressed::Compressed;
 use crate::error::ParallelError;
-use crate::reduction::{Fusions, Reduction};
+use crate::pool::Pool;
+use crate::ranks::DataParallelRanks;
+use crate::reduction::{Exchanges, Reduction};
+use crate::shard_sum::ShardSum;
 use crate::step::ExecutorOptions;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
+use std::collections::VecDeque;
+use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_comm::{Buffer, CompressionStatistics, Compressor, Group, Round};
+use trireme_comm::{Buffer, CompressionStatistics, Compressor, Round};
+use trireme_schedule::{Outline, ZeroStage};
 use trireme_tensor::{
-    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Shape, Tensor, View,
-    ViewMut,
+    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Precision, Shape,
+    Tensor, View, ViewMut,
 };
+
+/// Whole gradients of one length that are under way at a time, where ranks keep shards of them only: one is written while
+/// another one is reduced.
+const IN_FLIGHT_MAX: usize = 2;
 
 /// What decides the order of sums over the batch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -23,10 +33,10 @@ pub enum Determinism {
     Run,
 }
 
-/// A gradient of one unit, of one microbatch or the sum of several.
+/// A gradient of one unit or shard, of one microbatch or the sum of several.
 #[derive(Debug)]
-enum Gradient {
-    /// In the memory that the group reduces.
+pub(crate) enum Gradient {
+    /// In the memory that groups reduce.
     Reducible(Buffer<f32>),
     /// A partial sum beside it.
     Partial(Tensor),
@@ -35,74 +45,158 @@ enum Gradient {
 impl Gradient {
     fn view(&self, shape: Shape) -> View<'_> {
         match self {
-            Gradient::Reducible(buffer) => View::from_f32s(buffer, shape),
+            Gradient::Reducible(buffer) => View::from_f32s(&buffer[..shape.num_elements()], shape),
             Gradient::Partial(tensor) => tensor.view(),
         }
     }
 
-    fn view_mut(&mut self, shape: Shape) -> ViewMut<'_> {
+    pub(crate) fn view_mut(&mut self, shape: Shape) -> ViewMut<'_> {
         match self {
-            Gradient::Reducible(buffer) => ViewMut::from_f32s(buffer, shape),
+            Gradient::Reducible(buffer) => ViewMut::from_f32s(&mut buffer[..shape.num_elements()], shape),
             Gradient::Partial(tensor) => tensor.view_mut(),
         }
     }
 }
 
+/// `left += right`.
+pub(crate) fn add(device: &Device, shape: Shape, left: &mut Gradient, right: Gradient) {
+    device.add_assign(left.view_mut(shape), right.view(shape));
+}
+
 /// The gradient of one unit on its way to the optimizer.
 struct UnitGradient {
     shape: Shape,
-    /// Present while it is neither being written nor summed nor reduced.
+    /// Elements of the memory that groups reduce.
+    len: usize,
+    /// The elements that this rank steps.
+    own: Range<usize>,
+    /// Present while it is neither being written nor summed nor reduced. Where ranks keep shards only, it comes from the
+    /// pool and goes back there.
     reducible: Option<Buffer<f32>>,
     /// Being written by backward.
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
     reduction: Reduction,
+    /// The sum so far, where ranks keep a shard apart from the whole gradient.
+    shard: Option<ShardSum>,
 }
 
 /// Gradients of all units of a rank.
 pub(crate) struct Gradients {
     device: Device,
     determinism: Determinism,
+    outline: Outline,
     table: Arc<ParameterTable>,
+    ranks: Arc<DataParallelRanks>,
     units: Vec<UnitGradient>,
-    fusions: Fusions,
+    /// Whole gradients, where ranks keep shards only.
+    pool: Option<Pool<f32>>,
+    /// Units whose reductions are under way, the first one first.
+    under_way: VecDeque<usize>,
+    exchanges: Exchanges,
     /// For each parameter: the open gradient of its unit holds a part of it.
     written: Vec<bool>,
+    waiting: Waiting,
 }
 
 impl Gradients {
-    /// Takes memory for every unit's gradient from the group.
+    /// Takes memory for what stays of every unit's gradient from the group.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
+        outline: &Outline,
+        ranks: &Arc<DataParallelRanks>,
         device: &Device,
-        group: &Arc<Group>,
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
+        let is_sharded = outline.zero_stage >= ZeroStage::One;
+        let keeps_whole = outline.zero_stage < ZeroStage::Two;
+        let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
         device.memory().add(Category::Communication, group.fixed_bytes());
-        let fusions = Fusions::new(group, options.fusion_bytes);
+        let exchanges = if is_sharded {
+            Exchanges::scattering(group, device)
+        } else {
+            Exchanges::fusing(group, options.fusion_bytes)
+        };
+        let is_exchanged = is_sharded && options.reduce_dtype == Precision::F32;
+        let pool = Pool::new(group, device, Category::Gradients, is_exchanged);
+        let needs_shards = is_sharded && (!keeps_whole || ranks.replicas().world_size() > 1);
         let mut units = Vec::new();
         for (index, unit) in table.units().iter().enumerate() {
-            let buffer = group.buffer::<f32>(unit.num_elements)?;
-            device.memory().add(Category::Gradients, size_of_val(&*buffer));
-            let reduction = match Compressed::new(table, index, options, device, group)? {
-                Some(compressed) => Reduction::Compressed(compressed),
-                None => Reduction::new(unit.num_elements, options.reduce_dtype, &fusions, device, group)?,
+            let len = if is_sharded { unit.padded_len() } else { unit.num_elements };
+            let own = unit.shard(ranks.shards().rank().0, ranks.shards().world_size());
+            let compressed = match is_sharded {
+                true => None,
+                false => Compressed::new(table, index, options, device, group)?,
             };
+            let reduction = match compressed {
+                Some(compressed) => Reduction::Compressed(compressed),
+                None => Reduction::new(len, own.clone(), options.reduce_dtype, &exchanges, device, group)?,
+            };
+            let reducible = if keeps_whole { Some(pool.take(len)?) } else { None };
+            let shard =
+                needs_shards.then(|| ShardSum::new(own.clone(), ranks, device, options)).transpose()?;
+            let shape = [unit.num_elements].into();
             units.push(UnitGradient {
-                shape: [unit.num_elements].into(),
-                reducible: Some(buffer),
+                shape,
+                len,
+                own,
+                reducible,
                 open: None,
                 sum: TreeSum::new(),
                 reduction,
+                shard,
             });
         }
-        // Backward starts with the last unit.
-        let fused = units.iter().rev().filter(|unit| !matches!(unit.reduction, Reduction::Compressed(_)));
-        let lens = fused.map(|unit| unit.shape.num_elements());
-        fusions.reserve(lens, options.reduce_dtype, device, group)?;
-        let written = vec![false; table.parameters().len()];
-        let (device, table) = (device.clone(), Arc::clone(table));
-        Ok(Gradients { device, determinism: options.determinism, table, units, fusions, written })
+        if let Exchanges::Fusing(fusions) = &exchanges {
+            // Backward starts with the last unit.
+            let fused = units.iter().rev().filter(|unit| !matches!(unit.reduction, Reduction::Compressed(_)));
+            let lens = fused.map(|unit| unit.shape.num_elements());
+            fusions.reserve(lens, options.reduce_dtype, device, group)?;
+        }
+        Ok(Gradients {
+            device: device.clone(),
+            determinism: options.determinism,
+            outline: outline.clone(),
+            written: vec![false; table.parameters().len()],
+            table: Arc::clone(table),
+            ranks: Arc::clone(ranks),
+            under_way: VecDeque::with_capacity(units.len()),
+            units,
+            pool: (!keeps_whole).then_some(pool),
+            exchanges,
+            waiting: Waiting::default(),
+        })
+    }
+
+    /// Makes room for the gradients that backward of `unit` writes.
+    pub(crate) fn prepare(&mut self, unit: usize) -> Result<(), ParallelError> {
+        if self.pool.is_none() {
+            return Ok(());
+        }
+        let outline = std::mem::take(&mut self.outline);
+        let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
+        self.outline = outline;
+        prepared
+    }
+
+    /// Takes memory for a whole gradient, and waits for some to come back rather than take ever more.
+    fn take_whole(&mut self, unit: usize) -> Result<(), ParallelError> {
+        let state = &self.units[unit];
+        if state.reducible.is_some() || state.open.is_some() {
+            return Ok(());
+        }
+        let len = state.len;
+        loop {
+            let pool = self.pool.as_ref().expect("whole gradients come from a pool");
+            let is_alike = |&&other: &&usize| self.units[other].len == len;
+            let must_wait = self.under_way.contains(&unit)
+                || self.under_way.iter().filter(is_alike).count() >= IN_FLIGHT_MAX;
+            if let Some(buffer) = (!must_wait).then(|| pool.take(len)).transpose()? {
+                self.units[unit].reducible = Some(buffer);
+                return Ok(());
+            }
+            self.finish_first()?;
+        }
     }
 
     /// Ends a microbatch's backward of `unit`: its gradient joins the sum.
@@ -121,8 +215,8 @@ impl Gradients {
         state.sum.push(gradient, |left, right| add(device, state.shape, left, right));
     }
 
-    /// Starts the reduction of `unit`'s gradient over the ranks.
-    pub(crate) fn reduce(&mut self, unit: usize, group: &Group) -> Result<(), ParallelError> {
+    /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one.
+    pub(crate) fn reduce(&mut self, unit: usize) -> Result<(), ParallelError> {
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
         let sum = state.sum.finish(|left, right| add(device, state.shape, left, right));
@@ -130,25 +224,48 @@ impl Gradients {
         let Gradient::Reducible(buffer) = sum else {
             unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
         };
+        let group = self.ranks.replicas();
         state.reduction.start(buffer, device, group)?;
+        self.under_way.push_back(unit);
         if self.units.iter().all(|state| state.reduction.is_under_way()) {
-            self.fusions.flush();
+            self.exchanges.flush();
         }
         Ok(())
     }
 
-    /// Waits for every reduction.
-    pub(crate) fn wait(&mut self, group: &Group, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        // A second message of one unit travels while the first ones of others are waited for.
-        while self.units.iter().any(|state| state.reduction.is_under_way()) {
-            // Backward starts with the last unit.
-            for state in self.units.iter_mut().rev() {
-                if let Some(sum) = state.reduction.advance(&self.device, group, waiting)? {
-                    state.reducible = Some(sum);
+    /// Waits for the message under way of the reduction that was started first.
+    fn finish_first(&mut self) -> Result<(), ParallelError> {
+        let unit = self.under_way.pop_front().expect("something is under way");
+        let state = &mut self.units[unit];
+        let group = self.ranks.replicas();
+        match state.reduction.advance(&self.device, group, &mut self.waiting)? {
+            // A second message of one unit travels while the first ones of others are waited for.
+            None => self.under_way.push_back(unit),
+            Some(sum) => match (&mut state.shard, &self.pool) {
+                (None, _) => state.reducible = Some(sum),
+                (Some(shard), pool) => {
+                    shard.add(&sum, &self.device)?;
+                    match pool {
+                        Some(pool) => pool.give(sum),
+                        None => state.reducible = Some(sum),
+                    }
                 }
-            }
+            },
         }
         Ok(())
+    }
+
+    /// Waits for every reduction; how long this rank has waited for gradients in this step.
+    pub(crate) fn wait(&mut self) -> Result<Waiting, ParallelError> {
+        while !self.under_way.is_empty() {
+            self.finish_first()?;
+        }
+        // Backward started with the last unit.
+        let shards = self.units.iter_mut().rev().filter_map(|state| state.shard.as_mut());
+        shards.for_each(|shard| shard.reduce(&self.device));
+        let mut shards = self.units.iter_mut().rev().filter_map(|state| state.shard.as_mut());
+        shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
+        Ok(std::mem::take(&mut self.waiting))
     }
 
     /// The compressors, each with its unit's name.
@@ -170,7 +287,8 @@ impl Gradients {
     }
 
     /// What compression did to all units in the last step, in the units of this rank's sums.
-    pub(crate) fn compression_statistics(&self, world_size: usize) -> CompressionStatistics {
+    pub(crate) fn compression_statistics(&self) -> CompressionStatistics {
+        let world_size = self.ranks.world().world_size();
         let mut all = CompressionStatistics::default();
         let mut squares = 0.0;
         for state in &self.units {
@@ -190,16 +308,18 @@ impl Gradients {
         all
     }
 
-    /// The reduced gradient of `unit`: the sum over all microbatches of all ranks.
+    /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks.
     pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
         let state = &self.units[unit];
-        let buffer = state.reducible.as_ref().expect("a gradient is read after its reduction");
-        View::from_f32s(buffer, state.shape)
+        let own = &state.own;
+        match &state.shard {
+            Some(shard) => shard.view(),
+            None => {
+                let buffer = state.reducible.as_ref().expect("a gradient is read after its reduction");
+                View::from_f32s(&buffer[own.clone()], [own.len()].into())
+            }
+        }
     }
-}
-
-fn add(device: &Device, shape: Shape, left: &mut Gradient, right: Gradient) {
-    device.add_assign(left.view_mut(shape), right.view(shape));
 }
 
 impl UnitGradient {

@@ -1,11 +1,26 @@
 use trireme_base::DType;
-use trireme_plan::{Mesh, TensorPlacement};
-use trireme_tensor::ParameterTable;
+use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
+use trireme_tensor::{ParameterInfo, ParameterTable};
 
-/// Where every parameter of a table lies on `mesh`: data parallelism replicates them all.
+/// Where every parameter of a table lies on `mesh`, and with it what the optimizer keeps of it: replicated, or cut where
+/// shards of its unit's flat buffer end.
 pub fn parameter_placements(table: &ParameterTable, mesh: &Mesh) -> Vec<TensorPlacement> {
-    let placement = |info: &trireme_tensor::ParameterInfo| {
-        TensorPlacement::replicated(info.name.clone(), info.shape.dims(), DType::F32, mesh)
+    let placement = |info: &ParameterInfo| TensorPlacement {
+        name: info.name.clone(),
+        shape: info.shape.dims().to_vec(),
+        dtype: DType::F32,
+        placements: mesh.axes().iter().map(|&(axis, degree)| along(table, info, axis, degree)).collect(),
     };
     table.parameters().iter().map(placement).collect()
+}
+
+fn along(table: &ParameterTable, info: &ParameterInfo, axis: Axis, degree: usize) -> Placement {
+    match axis {
+        Axis::DataReplicate => Placement::Replicate,
+        Axis::DataShard => {
+            let (unit, range) = (&table.units()[info.unit], info.range());
+            let bound = |index| unit.shard(index, degree).end.clamp(range.start, range.end) - range.start;
+            Placement::Ragged { bounds: std::iter::once(0).chain((0..degree).map(bound)).collect() }
+        }
+    }
 }

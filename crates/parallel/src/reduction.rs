@@ -2,22 +2,89 @@
 
 use crate::compressed::Compressed;
 use crate::error::ParallelError;
+use crate::pool::Pool;
+use crate::stored::Stored;
 use crate::waiting::Waiting;
+use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Bf16, F16, ReduceOp};
-use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group, TransportKind};
-use trireme_tensor::{Category, Device, Precision, Shape, View, ViewMut};
+use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group, TransportKind, Work};
+use trireme_tensor::{Category, Device, Precision, Shape, View};
 
 /// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
     /// In f32: in the gradient's own memory, or with others if it is short.
-    Plain { fusion: Fusion<f32>, under_way: Option<FusedWork<f32>> },
+    Plain { exchange: Exchange<f32>, under_way: Option<Pending<f32>> },
     /// In bf16, in memory beside it.
     Bf16(Rounded<Bf16>),
     /// In f16, in memory beside it.
     F16(Rounded<F16>),
     /// In what a codec makes of it, in memory beside it.
     Compressed(Compressed),
+}
+
+/// What becomes of vectors of all ranks.
+#[derive(Clone)]
+pub(crate) enum Exchange<T> {
+    /// All have the sum.
+    AllReduce(Fusion<T>),
+    /// Each has its shard of the sum, in its place.
+    ReduceScatter(Arc<Group>),
+}
+
+/// A vector that is being reduced.
+pub(crate) enum Pending<T> {
+    Fused(FusedWork<T>),
+    Scattered(Work<Buffer<T>>),
+}
+
+impl<T: Element> Exchange<T> {
+    fn start(&self, vector: Buffer<T>) -> Pending<T> {
+        match self {
+            Exchange::AllReduce(fusion) => Pending::Fused(fusion.all_reduce(vector)),
+            Exchange::ReduceScatter(group) => Pending::Scattered(group.reduce_scatter(vector, ReduceOp::Sum)),
+        }
+    }
+}
+
+impl<T: Element> Pending<T> {
+    fn wait(self, waiting: &mut Waiting) -> Result<Buffer<T>, ParallelError> {
+        Ok(match self {
+            Pending::Fused(work) => waiting.wait_fused(work)?,
+            Pending::Scattered(work) => waiting.wait(work)?,
+        })
+    }
+}
+
+/// How the gradients of all units are exchanged.
+pub(crate) enum Exchanges {
+    /// All ranks have the sums; short gradients travel together.
+    Fusing(Fusions),
+    /// Each rank has its shards.
+    Scattering { group: Arc<Group>, bf16: Pool<Bf16>, f16: Pool<F16> },
+}
+
+impl Exchanges {
+    /// Sums for all ranks of `group`, up to `num_bytes` of short gradients at a time.
+    pub(crate) fn fusing(group: &Arc<Group>, num_bytes: usize) -> Self {
+        Exchanges::Fusing(Fusions::new(group, num_bytes))
+    }
+
+    /// Shards of sums for the ranks of `group`.
+    pub(crate) fn scattering(group: &Arc<Group>, device: &Device) -> Self {
+        Exchanges::Scattering {
+            group: Arc::clone(group),
+            bf16: Pool::new(group, device, Category::Communication, true),
+            f16: Pool::new(group, device, Category::Communication, true),
+        }
+    }
+
+    /// Sends what waits for more: all gradients of a step have been given.
+    pub(crate) fn flush(&self) {
+        if let Exchanges::Fusing(fusions) = self {
+            fusions.flush();
+        }
+    }
 }
 
 /// What the short gradients of a step travel together by, whatever they are rounded to.
@@ -70,24 +137,42 @@ fn fusion<T: Element>(group: &Arc<Group>, num_bytes: usize) -> Fusion<T> {
 }
 
 impl Reduction {
-    /// A reduction of `len` elements over `group` without compression. A world of one has nothing to send, so it rounds nothing.
+    /// A reduction of `len` elements over `group` without compression, of which this rank steps `own`. A world of one has
+    /// nothing to send, so it rounds nothing.
     ///
     /// 16 bits take memory for the rounded gradient.
     pub(crate) fn new(
         len: usize,
+        own: Range<usize>,
         dtype: Precision,
-        fusions: &Fusions,
+        exchanges: &Exchanges,
         device: &Device,
         group: &Group,
     ) -> Result<Self, ParallelError> {
         let dtype = if group.world_size() == 1 { Precision::F32 } else { dtype };
-        let num_bytes = len * dtype.dtype().size();
-        let own_bytes = if dtype == Precision::F32 { 0 } else { num_bytes };
-        device.memory().add(Category::Communication, own_bytes + group.peer_bytes_mapped(num_bytes));
-        Ok(match dtype {
-            Precision::F32 => Reduction::Plain { fusion: fusions.f32.clone(), under_way: None },
-            Precision::Bf16 => Reduction::Bf16(Rounded::new(len, &fusions.bf16, group)?),
-            Precision::F16 => Reduction::F16(Rounded::new(len, &fusions.f16, group)?),
+        Ok(match exchanges {
+            Exchanges::Scattering { group, bf16, f16 } => match dtype {
+                Precision::F32 => {
+                    let exchange = Exchange::ReduceScatter(Arc::clone(group));
+                    Reduction::Plain { exchange, under_way: None }
+                }
+                Precision::Bf16 => Reduction::Bf16(Rounded::scattered(own, bf16, group)),
+                Precision::F16 => Reduction::F16(Rounded::scattered(own, f16, group)),
+            },
+            Exchanges::Fusing(fusions) => {
+                let num_bytes = len * dtype.dtype().size();
+                let own_bytes = if dtype == Precision::F32 { 0 } else { num_bytes };
+                let num_bytes = own_bytes + group.peer_bytes_mapped(num_bytes);
+                device.memory().add(Category::Communication, num_bytes);
+                match dtype {
+                    Precision::F32 => {
+                        let exchange = Exchange::AllReduce(fusions.f32.clone());
+                        Reduction::Plain { exchange, under_way: None }
+                    }
+                    Precision::Bf16 => Reduction::Bf16(Rounded::fused(len, &fusions.bf16, group)?),
+                    Precision::F16 => Reduction::F16(Rounded::fused(len, &fusions.f16, group)?),
+                }
+            }
         })
     }
 
@@ -99,9 +184,9 @@ impl Reduction {
         group: &Group,
     ) -> Result<(), ParallelError> {
         match self {
-            Reduction::Plain { fusion, under_way } => *under_way = Some(fusion.all_reduce(sum)),
-            Reduction::Bf16(rounded) => rounded.start(sum, device),
-            Reduction::F16(rounded) => rounded.start(sum, device),
+            Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum)),
+            Reduction::Bf16(rounded) => rounded.start(sum, device)?,
+            Reduction::F16(rounded) => rounded.start(sum, device)?,
             Reduction::Compressed(compressed) => compressed.start(sum, device, group)?,
         }
         Ok(())
@@ -127,7 +212,7 @@ impl Reduction {
     ) -> Result<Option<Buffer<f32>>, ParallelError> {
         match self {
             Reduction::Plain { under_way, .. } => {
-                Ok(under_way.take().map(|work| waiting.wait_fused(work)).transpose()?)
+                under_way.take().map(|pending| pending.wait(waiting)).transpose()
             }
             Reduction::Bf16(rounded) => rounded.wait(device, waiting),
             Reduction::F16(rounded) => rounded.wait(device, waiting),
@@ -139,64 +224,54 @@ impl Reduction {
 /// A reduction in 16 bits. Sums of two are taken in f32 and rounded, so the order of the ranks counts; which one that
 /// is, is the group's to say.
 pub(crate) struct Rounded<T> {
-    fusion: Fusion<T>,
-    /// Present while nothing is under way.
+    exchange: Exchange<T>,
+    /// What of the sum is read.
+    own: Range<usize>,
+    /// Present while nothing is under way, unless it comes from the pool.
     narrow: Option<Buffer<T>>,
+    pool: Option<Pool<T>>,
     under_way: Option<UnderWay<T>>,
 }
 
 struct UnderWay<T> {
     /// Takes the result.
     wide: Buffer<f32>,
-    work: FusedWork<T>,
+    pending: Pending<T>,
 }
 
-impl<T: Half> Rounded<T> {
-    fn new(len: usize, fusion: &Fusion<T>, group: &Group) -> Result<Self, ParallelError> {
-        Ok(Rounded { fusion: fusion.clone(), narrow: Some(group.buffer(len)?), under_way: None })
+impl<T: Stored> Rounded<T> {
+    fn fused(len: usize, fusion: &Fusion<T>, group: &Group) -> Result<Self, ParallelError> {
+        let exchange = Exchange::AllReduce(fusion.clone());
+        Ok(Rounded { exchange, own: 0..len, narrow: Some(group.buffer(len)?), pool: None, under_way: None })
     }
 
-    fn start(&mut self, wide: Buffer<f32>, device: &Device) {
-        let mut narrow = self.narrow.take().expect("a unit is reduced once a step");
+    fn scattered(own: Range<usize>, pool: &Pool<T>, group: &Arc<Group>) -> Self {
+        let exchange = Exchange::ReduceScatter(Arc::clone(group));
+        Rounded { exchange, own, narrow: None, pool: Some(pool.clone()), under_way: None }
+    }
+
+    fn start(&mut self, wide: Buffer<f32>, device: &Device) -> Result<(), ParallelError> {
+        let narrow = match &self.pool {
+            Some(pool) => Some(pool.take(wide.len())?),
+            None => self.narrow.take(),
+        };
+        let mut narrow = narrow.expect("a unit's reductions do not overlap");
         let shape = Shape::from([wide.len()]);
         device.convert(View::from_f32s(&wide, shape), T::view_mut(&mut narrow, shape));
-        let work = self.fusion.all_reduce(narrow);
-        self.under_way = Some(UnderWay { wide, work });
+        self.under_way = Some(UnderWay { wide, pending: self.exchange.start(narrow) });
+        Ok(())
     }
 
     fn wait(&mut self, device: &Device, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
-        let Some(UnderWay { mut wide, work }) = self.under_way.take() else { return Ok(None) };
-        let narrow = waiting.wait_fused(work)?;
-        let shape = Shape::from([wide.len()]);
-        device.convert(T::view(&narrow, shape), ViewMut::from_f32s(&mut wide, shape));
-        self.narrow = Some(narrow);
+        let Some(UnderWay { mut wide, pending }) = self.under_way.take() else { return Ok(None) };
+        let narrow = pending.wait(waiting)?;
+        let (own, shape) = (self.own.clone(), Shape::from([self.own.len()]));
+        device.convert(T::view(&narrow[own.clone()], shape), f32::view_mut(&mut wide[own], shape));
+        match &self.pool {
+            Some(pool) => pool.give(narrow),
+            None => self.narrow = Some(narrow),
+        }
         Ok(Some(wide))
-    }
-}
-
-/// A 16-bit float that both the group and the device know.
-pub(crate) trait Half: Element {
-    fn view(values: &[Self], shape: Shape) -> View<'_>;
-    fn view_mut(values: &mut [Self], shape: Shape) -> ViewMut<'_>;
-}
-
-impl Half for Bf16 {
-    fn view(values: &[Self], shape: Shape) -> View<'_> {
-        View::from_bf16s(values, shape)
-    }
-
-    fn view_mut(values: &mut [Self], shape: Shape) -> ViewMut<'_> {
-        ViewMut::from_bf16s(values, shape)
-    }
-}
-
-impl Half for F16 {
-    fn view(values: &[Self], shape: Shape) -> View<'_> {
-        View::from_f16s(values, shape)
-    }
-
-    fn view_mut(values: &mut [Self], shape: Shape) -> ViewMut<'_> {
-        ViewMut::from_f16s(values, shape)
     }
 }
 
@@ -229,8 +304,8 @@ mod tests {
         let ranks = run_ranks(4, |group| {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
-            let fusions = Fusions::new(&group, 0);
-            let mut reduction = Reduction::new(LEN, dtype, &fusions, &device, &group).unwrap();
+            let exchanges = Exchanges::fusing(&group, 0);
+            let mut reduction = Reduction::new(LEN, 0..LEN, dtype, &exchanges, &device, &group).unwrap();
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
             // The second round finds the buffers of the first.
             for _ in 0..2 {

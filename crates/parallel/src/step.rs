@@ -5,6 +5,7 @@ use std::fmt;
 use std::time::Duration;
 use trireme_comm::{Compression, CompressionStatistics};
 use trireme_optim::LossScaling;
+use trireme_schedule::lowering::Sharding;
 use trireme_tensor::{Fp8Recipe, Precision};
 
 /// How steps are run.
@@ -21,6 +22,9 @@ pub struct ExecutorOptions {
     /// Bytes of short gradients that travel as one message, where ranks do not all share memory; one of more than half
     /// of it travels alone, and with 0 each does. Changes no bit of `determinism` by layout.
     pub fusion_bytes: usize,
+    /// How the ranks share out the training state. Parameters are gathered in [`precision`](ExecutorOptions::precision), in
+    /// which operations read them, or with `fp8` in f32.
+    pub sharding: Sharding,
     /// How gradients are compressed before they are sent. Sums depend on the layout then, whatever `determinism` is.
     pub compression: Compression,
     /// Seed of the compression's random numbers; alike on all ranks.
@@ -39,6 +43,11 @@ impl ExecutorOptions {
     /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes): to copy a shorter gradient takes less than a message by
     /// TCP takes to begin.
     pub const FUSION_BYTES: usize = 512 << 10;
+
+    /// What parameters are gathered in.
+    pub(crate) fn gather_precision(&self) -> Precision {
+        if self.fp8.is_some() { Precision::F32 } else { self.precision }
+    }
 }
 
 /// What is done with the gradients' global norm.

@@ -23,6 +23,11 @@ impl Waiting {
         result
     }
 
+    /// Adds what another one has counted.
+    pub(crate) fn add(&mut self, other: Waiting) {
+        self.0 += other.0;
+    }
+
     /// How long it was, all in all.
     pub(crate) fn total(&self) -> Duration {
         self.0

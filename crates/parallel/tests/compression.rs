@@ -227,7 +227,7 @@ fn a_step_that_overflows_is_skipped_and_leaves_nothing_behind() {
             let rank = executor.group().rank().0;
             // On one rank all activations of the first step are NaN, and with them all gradients.
             let flat = |executor: &mut Executor, value| {
-                std::mem::replace(&mut executor.state_mut().0.flat_mut(0).f32s()[0], value)
+                std::mem::replace(&mut executor.shard_mut(0).f32s()[0], value)
             };
             let first = if rank == 1 { flat(&mut executor, f32::NAN) } else { 0.0 };
             let mut batch = batches(&executor, 2, 1);

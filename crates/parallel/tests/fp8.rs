@@ -53,7 +53,7 @@ fn losses(executor: &mut Executor, num_steps: u64, validates: bool) -> Vec<f64> 
         let loss = executor.run(plan, &mut batches.into_iter()).unwrap().loss;
         if validates && step % 2 == 0 {
             let batch = common::batches(executor, executor.group().world_size(), step).remove(0);
-            executor.evaluate(batch).unwrap();
+            executor.evaluate(Some(batch)).unwrap();
         }
         loss
     };

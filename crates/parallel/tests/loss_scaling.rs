@@ -24,7 +24,7 @@ fn untied() -> ModelConfig {
 fn poison(executor: &mut Executor) {
     let width = executor.model().config().hidden_size;
     let row = RARE as usize * width..(RARE as usize + 1) * width;
-    executor.state_mut().0.flat_mut(0).f32s()[row].fill(f32::NAN);
+    executor.shard_mut(0).f32s()[row].fill(f32::NAN);
 }
 
 /// A batch without the rare token.

@@ -8,12 +8,15 @@ use trireme_base::Rank;
 pub enum Axis {
     /// Ranks that hold the same parameters and see different microbatches.
     DataReplicate,
+    /// Ranks that share out the training state, or a part of it, and see different microbatches.
+    DataShard,
 }
 
 impl fmt::Display for Axis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Axis::DataReplicate => "data_replicate",
+            Axis::DataShard => "data_shard",
         })
     }
 }

@@ -5,10 +5,11 @@
 
 mod action;
 pub mod collective;
+pub mod lowering;
 mod program;
 pub mod single;
 mod validate;
 
-pub use action::{Action, ParseActionError, Stream};
-pub use program::{ParseProgramError, Program};
+pub use action::{Action, Keep, ParseActionError, Stream};
+pub use program::{Outline, ParseProgramError, Program, ZeroStage};
 pub use validate::{ProgramError, validate, validate_world};

@@ -2,6 +2,64 @@ use crate::action::{Action, ParseActionError};
 use std::fmt;
 use std::str::FromStr;
 
+/// What of the training state the data-parallel ranks share out among them (Rajbhandari et al., "ZeRO: memory
+/// optimizations toward training trillion parameter models", 2020).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum ZeroStage {
+    /// Nothing: every rank holds all of it.
+    #[default]
+    Zero,
+    /// The optimizer's state, and with it the update.
+    One,
+    /// The sums of gradients as well.
+    Two,
+    /// The parameters as well.
+    Three,
+}
+
+impl ZeroStage {
+    /// Every stage, from the one that shares out least.
+    pub const ALL: [ZeroStage; 4] = [ZeroStage::Zero, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
+
+    /// As the paper numbers it.
+    pub const fn number(self) -> usize {
+        self as usize
+    }
+}
+
+/// What a program is for.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Outline {
+    /// Units of the model.
+    pub num_units: usize,
+    /// Microbatches of this rank in a step.
+    pub num_microbatches: usize,
+    /// What the ranks share out.
+    pub zero_stage: ZeroStage,
+    /// Units that read another unit's parameters, and add to its gradient: the reader and the owner.
+    pub ties: Vec<(usize, usize)>,
+}
+
+impl Outline {
+    /// The units whose parameters an action reads. The backward pass of the first unit needs none of them, for its input
+    /// has no gradient.
+    pub fn reads(&self, action: Action) -> impl Iterator<Item = usize> + '_ {
+        let reader = match action {
+            Action::Forward { unit, .. } | Action::Recompute { unit, .. } => Some(unit),
+            Action::Backward { unit, .. } if unit > 0 => Some(unit),
+            _ => None,
+        };
+        let tied = self.ties.iter().filter(move |(unit, _)| Some(*unit) == reader).map(|&(_, owner)| owner);
+        reader.into_iter().chain(tied)
+    }
+
+    /// The units whose gradients backward of `unit` adds to.
+    pub fn writes(&self, unit: usize) -> impl Iterator<Item = usize> + '_ {
+        let tied = self.ties.iter().filter(move |(reader, _)| *reader == unit).map(|&(_, owner)| owner);
+        std::iter::once(unit).chain(tied)
+    }
+}
+
 /// What one rank does in one step, in order.
 ///
 /// The text form is one action a line; `#` begins a comment, and a header line gives the sizes:
@@ -9,19 +67,29 @@ use std::str::FromStr;
 /// units 3 microbatches 1
 /// F 0 0
 /// ```
+/// The header goes on with `zero_stage 3` where ranks share out something, and with `ties 2:0` for each unit (here the
+/// third) that reads the parameters of another one (the first).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
-    /// Units of the model.
-    pub num_units: usize,
-    /// Microbatches of this rank in a step.
-    pub num_microbatches: usize,
+    /// What it is for.
+    pub outline: Outline,
     /// In order of issue.
     pub actions: Vec<Action>,
 }
 
+impl fmt::Display for Outline {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "units {} microbatches {}", self.num_units, self.num_microbatches)?;
+        if self.zero_stage != ZeroStage::Zero {
+            write!(f, " zero_stage {}", self.zero_stage.number())?;
+        }
+        self.ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))
+    }
+}
+
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "units {} microbatches {}", self.num_units, self.num_microbatches)?;
+        writeln!(f, "{}", self.outline)?;
         self.actions.iter().try_for_each(|action| writeln!(f, "{action}"))
     }
 }
@@ -30,7 +98,9 @@ impl fmt::Display for Program {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseProgramError {
     /// The first line does not give the sizes.
-    #[error("line {line}: '{found}' should read 'units N microbatches M'")]
+    #[error(
+        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z' and 'ties U:V'"
+    )]
     Header {
         /// Line, from 1.
         line: usize,
@@ -48,6 +118,30 @@ pub enum ParseProgramError {
     },
 }
 
+fn parse_outline(text: &str) -> Option<Outline> {
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let ["units", units, "microbatches", microbatches, rest @ ..] = &words[..] else { return None };
+    let mut outline = Outline {
+        num_units: units.parse().ok()?,
+        num_microbatches: microbatches.parse().ok()?,
+        ..Outline::default()
+    };
+    let (pairs, odd) = rest.as_chunks::<2>();
+    for pair in pairs {
+        match pair {
+            ["zero_stage", number] => {
+                outline.zero_stage = *ZeroStage::ALL.get(number.parse::<usize>().ok()?)?;
+            }
+            ["ties", tie] => {
+                let (reader, owner) = tie.split_once(':')?;
+                outline.ties.push((reader.parse().ok()?, owner.parse().ok()?));
+            }
+            _ => return None,
+        }
+    }
+    odd.is_empty().then_some(outline)
+}
+
 impl FromStr for Program {
     type Err = ParseProgramError;
 
@@ -55,14 +149,11 @@ impl FromStr for Program {
         let lines = (1..).zip(text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()));
         let mut lines = lines.filter(|(_, line)| !line.is_empty());
         let (line, found) = lines.next().unwrap_or((1, ""));
-        let header = || ParseProgramError::Header { line, found: found.to_owned() };
-        let words: Vec<&str> = found.split_whitespace().collect();
-        let ["units", units, "microbatches", microbatches] = words[..] else { return Err(header()) };
-        let number = |word: &str| word.parse::<usize>().map_err(|_| header());
-        let (num_units, num_microbatches) = (number(units)?, number(microbatches)?);
+        let outline = parse_outline(found)
+            .ok_or_else(|| ParseProgramError::Header { line, found: found.to_owned() })?;
         let action = |(line, text): (usize, &str)| {
             text.parse().map_err(|source| ParseProgramError::Action { line, source })
         };
-        Ok(Program { num_units, num_microbatches, actions: lines.map(action).collect::<Result<_, _>>()? })
+        Ok(Program { outline, actions: lines.map(action).collect::<Result<_, _>>()? })
     }
 }

@@ -1,16 +1,17 @@
-//! One stage: every rank holds the whole model, with data parallelism or without.
+//! One stage: every rank runs the whole model, with data parallelism or without.
 
-use crate::action::Action;
-use crate::program::Program;
+use crate::action::{Action, Keep};
+use crate::program::{Outline, Program};
 
-/// The program of a rank that runs all units for each of its microbatches in turn.
+/// The program of a rank that runs all units for each of its microbatches in turn, with all of the training state.
 ///
 /// A unit's gradient is reduced as soon as the last microbatch has added to it, while backward goes on below.
 /// Without data parallelism the reductions are still there, over a group of one: there is no second kind of program.
-pub fn program(num_units: usize, num_microbatches: usize) -> Program {
+/// Whatever else a layout asks for is put into it by [`lowering`](crate::lowering).
+pub fn program(num_units: usize, num_microbatches: usize, ties: &[(usize, usize)]) -> Program {
     let mut actions = Vec::with_capacity(2 * num_units * (num_microbatches + 1));
     for microbatch in 0..num_microbatches {
-        actions.extend((0..num_units).map(|unit| Action::Forward { unit, microbatch }));
+        actions.extend(forward(num_units, microbatch, Keep::All));
         for unit in (0..num_units).rev() {
             actions.push(Action::Backward { unit, microbatch });
             if microbatch + 1 == num_microbatches {
@@ -19,7 +20,18 @@ pub fn program(num_units: usize, num_microbatches: usize) -> Program {
         }
     }
     actions.extend((0..num_units).map(|unit| Action::Step { unit }));
-    Program { num_units, num_microbatches, actions }
+    let outline = Outline { num_units, num_microbatches, ties: ties.to_vec(), ..Outline::default() };
+    Program { outline, actions }
+}
+
+/// The program of a rank that runs all units forward for one microbatch and keeps nothing: validation.
+pub fn evaluation(num_units: usize, ties: &[(usize, usize)]) -> Program {
+    let outline = Outline { num_units, num_microbatches: 1, ties: ties.to_vec(), ..Outline::default() };
+    Program { outline, actions: forward(num_units, 0, Keep::Nothing).collect() }
+}
+
+fn forward(num_units: usize, microbatch: usize, keep: Keep) -> impl Iterator<Item = Action> {
+    (0..num_units).map(move |unit| Action::Forward { unit, microbatch, keep })
 }
 
 #[cfg(test)]
@@ -43,6 +55,8 @@ REDUCE_GRAD 0
 STEP 0
 STEP 1
 ";
-        assert_eq!(program(2, 2).to_string(), expected);
+        assert_eq!(program(2, 2, &[]).to_string(), expected);
+        let text = evaluation(2, &[(1, 0)]).to_string();
+        assert_eq!(text, "units 2 microbatches 1 ties 1:0\nF 0 0 keep nothing\nF 1 0 keep nothing\n");
     }
 }

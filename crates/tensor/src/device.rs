@@ -283,17 +283,32 @@ impl Device {
         });
     }
 
-    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`.
+    /// `y = x` rounded to `precision`, in f32.
+    ///
+    /// # Panics
+    /// If the shapes differ.
+    pub(crate) fn round(&self, precision: Precision, x: View<'_>, mut y: ViewMut<'_>) {
+        assert_eq!(x.shape(), y.shape());
+        with_element!(x.dtype() => |T| with_element!(precision.dtype() => |P| {
+            self.cpu.round::<T, P>(x.elements(), y.f32s());
+        }));
+    }
+
+    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`, of values rounded to `precision`.
     pub(crate) fn embedding(
         &self,
+        precision: Precision,
         ids: View<'_>,
         table: View<'_>,
         positions: Option<View<'_>>,
         (seq_len, first_position): (usize, usize),
         mut out: ViewMut<'_>,
     ) {
-        let positions = positions.map(|positions| positions.f32s());
-        self.cpu.embedding(ids.u32s(), table.f32s(), positions, (seq_len, first_position), out.f32s());
+        with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
+            let positions = positions.map(|positions| positions.elements());
+            let (ids, table, at) = (ids.u32s(), table.elements(), (seq_len, first_position));
+            self.cpu.embedding::<T, P>(ids, table, positions, at, out.f32s());
+        }));
     }
 
     /// `d_table[ids[i]] += dy[i]`.

@@ -155,6 +155,21 @@ impl ParameterTable {
         self.units.iter().map(|unit| unit.shard(index, num_shards)).collect()
     }
 
+    /// Each parameter of which something lies in `parts` of the units' flat buffers, which of its elements do, and where they
+    /// lie within the part, in order.
+    pub fn held<'a>(
+        &'a self,
+        parts: &'a [Range<usize>],
+    ) -> impl Iterator<Item = (&'a ParameterInfo, Range<usize>, Range<usize>)> {
+        self.parameters.iter().filter_map(|info| {
+            let part = &parts[info.unit];
+            let held = info.held(part)?;
+            let first = info.offset + held.start - part.start;
+            let within = first..first + held.len();
+            Some((info, held, within))
+        })
+    }
+
     /// Number of elements of all parameters.
     pub fn num_elements(&self) -> usize {
         self.units.iter().map(|unit| unit.num_elements).sum()
@@ -217,9 +232,9 @@ impl Parameters {
         &self.table
     }
 
-    /// The elements of a unit's flat buffer that are here.
-    pub fn part(&self, unit: usize) -> Range<usize> {
-        self.parts[unit].clone()
+    /// The elements of each unit's flat buffer that are here.
+    pub fn parts(&self) -> &[Range<usize>] {
+        &self.parts
     }
 
     /// What is here of a unit's flat buffer.
@@ -247,13 +262,8 @@ impl Parameters {
         &mut self,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        for info in &self.table.parameters {
-            let part = &self.parts[info.unit];
-            if let Some(held) = info.held(part) {
-                let first = info.offset + held.start - part.start;
-                let mut flat = self.flats[info.unit].view_mut();
-                write(info, held.clone(), &mut flat.f32s()[first..first + held.len()])?;
-            }
+        for (info, held, within) in self.table.held(&self.parts) {
+            write(info, held, &mut self.flats[info.unit].view_mut().f32s()[within])?;
         }
         Ok(())
     }
@@ -320,7 +330,8 @@ mod tests {
             table.add(name, &[len]);
         }
         let table = Arc::new(table);
-        let mut part = Parameters::zeros_of(&table, vec![2..6], &device, Category::Optimizer).unwrap();
+        let half = Vec::from_iter(std::iter::once(2..6));
+        let mut part = Parameters::zeros_of(&table, half, &device, Category::Optimizer).unwrap();
         let mut found = Vec::new();
         part.for_each_mut(|info, held, values| {
             values.fill(info.offset as f32);
@@ -330,6 +341,5 @@ mod tests {
         .unwrap();
         assert_eq!(found, [("a".to_owned(), 2..3), ("b".to_owned(), 0..3)]);
         assert_eq!(part.flat(0).f32s(), [0.0, 3.0, 3.0, 3.0]);
-        assert_eq!(part.part(0), 2..6);
     }
 }

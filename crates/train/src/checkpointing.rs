@@ -5,7 +5,7 @@ use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::fp8::{add_histories, read_histories};
 use crate::observer::Observer;
-use crate::weights::{read_parameters, read_weights};
+use crate::weights::{checked_weights, read_held};
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
@@ -17,8 +17,8 @@ use trireme_checkpoint::{
 use trireme_data::{TokenFile, Tokenizer};
 use trireme_optim::LossScalerState;
 use trireme_parallel::{Executor, parameter_placements};
-use trireme_plan::Mesh;
-use trireme_tensor::Parameters;
+use trireme_plan::{Mesh, TensorPlacement};
+use trireme_tensor::View;
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
 /// counter, so the seed and the next sample are all of the generator's state.
@@ -94,15 +94,15 @@ pub(crate) fn write_checkpoint(
     keep_latest_k: usize,
 ) -> Result<PathBuf, TrainError> {
     let group = executor.group();
-    let mesh = Mesh::data_parallel(group.world_size());
+    let mesh = executor.ranks().mesh();
     let mut tensors = Vec::new();
-    let parameters = executor.parameters();
-    add_tensors(&mut tensors, "", parameters, &mesh);
+    add_tensors(&mut tensors, "", executor, &mesh, |unit| executor.shard(unit));
     for (name, values) in executor.optimizer().states() {
-        add_tensors(&mut tensors, &format!("{OPTIMIZER_PREFIX}{name}."), values, &mesh);
+        let prefix = format!("{OPTIMIZER_PREFIX}{name}.");
+        add_tensors(&mut tensors, &prefix, executor, &mesh, |unit| values.flat(unit));
     }
     if let Some(state) = executor.fp8_state() {
-        add_histories(&mut tensors, state, parameters.table(), &mesh);
+        add_histories(&mut tensors, state, executor.model().table(), &mesh);
     }
     add_compressors(&mut tensors, executor, &mesh);
     let (tokenizer_name, tokenizer) = tokenizer.file();
@@ -118,12 +118,24 @@ pub(crate) fn write_checkpoint(
     Ok(save(group, &run_folder.join(CHECKPOINTS_FOLDER), &snapshot, keep_latest_k)?)
 }
 
-fn add_tensors<'a>(tensors: &mut Vec<LocalTensor<'a>>, prefix: &str, values: &'a Parameters, mesh: &Mesh) {
-    let table = values.table();
+/// Adds what this rank has for each parameter; `part` is what it has for its part of a unit.
+fn add_tensors<'a>(
+    tensors: &mut Vec<LocalTensor<'a>>,
+    prefix: &str,
+    executor: &Executor,
+    mesh: &Mesh,
+    part: impl Fn(usize) -> View<'a>,
+) {
+    let table = executor.model().table();
     for (placement, info) in parameter_placements(table, mesh).into_iter().zip(table.parameters()) {
         let name = format!("{prefix}{}", placement.name);
-        let bytes = bytemuck::cast_slice(&values.flat(info.unit).f32s()[info.range()]);
-        tensors.push(LocalTensor { placement: trireme_plan::TensorPlacement { name, ..placement }, bytes });
+        let range = &executor.parts()[info.unit];
+        let values = info.held(range).map_or(&[][..], |held| {
+            let first = info.offset + held.start - range.start;
+            &part(info.unit).f32s()[first..first + held.len()]
+        });
+        let bytes = bytemuck::cast_slice(values);
+        tensors.push(LocalTensor { placement: TensorPlacement { name, ..placement }, bytes });
     }
 }
 
@@ -223,10 +235,11 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
-    let (parameters, optimizer) = executor.state_mut();
-    read_weights(&checkpoint.weights(), &model, parameters)?;
-    for (name, values) in optimizer.states_mut() {
-        read_parameters(checkpoint.tensors(), &format!("{OPTIMIZER_PREFIX}{name}."), values)?;
+    executor.load_parameters(read_held(&checked_weights(&checkpoint.weights(), &model)?, ""))?;
+    executor.refresh()?;
+    for (name, values) in executor.optimizer_mut().states_mut() {
+        let prefix = format!("{OPTIMIZER_PREFIX}{name}.");
+        values.for_each_mut(read_held(checkpoint.tensors(), &prefix))?;
     }
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;

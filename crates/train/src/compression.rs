@@ -99,7 +99,7 @@ pub(crate) fn read_compressors(
     observer: &mut dyn Observer,
 ) -> Result<(), TrainError> {
     let Some(saved) = saved else { return Ok(()) };
-    let (rank, mesh) = (executor.group().rank(), Mesh::data_parallel(executor.group().world_size()));
+    let (rank, mesh) = (executor.group().rank(), executor.ranks().mesh());
     let is_kept = |name: &str| name.starts_with(&name_prefix());
     let stored = checkpoint.tensors().renamed(|name| is_kept(name).then(|| name.to_owned()))?;
     if let Err(difference) = check_fits(saved, &stored, executor, &mesh) {
@@ -170,16 +170,17 @@ fn read_compressor(
 ) -> Result<(), TrainError> {
     let read = |(name, own): (&'static str, StateValues<'_>)| {
         let placement = placement(unit, name, own, mesh);
-        let extent = placement.extent(mesh, rank).expect("a state is placed on this mesh");
+        let extents = placement.extents(mesh, rank).expect("a state is placed on this mesh");
+        let [extent] = &extents[..] else { unreachable!("a rank's state is one box") };
         let kept = match own {
             StateValues::F32(own) => {
                 let mut values = vec![0.0_f32; own.len()];
-                stored.read_into(&placement.name, &extent, bytemuck::cast_slice_mut(&mut values))?;
+                stored.read_into(&placement.name, extent, bytemuck::cast_slice_mut(&mut values))?;
                 Kept::F32(values)
             }
             StateValues::U64(own) => {
                 let mut values = vec![0_u64; own.len()];
-                stored.read_into(&placement.name, &extent, bytemuck::cast_slice_mut(&mut values))?;
+                stored.read_into(&placement.name, extent, bytemuck::cast_slice_mut(&mut values))?;
                 Kept::U64(values)
             }
         };

@@ -4,7 +4,7 @@ use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
 use crate::fp8;
 use crate::observer::Observer;
-use crate::weights::read_weights;
+use crate::weights::{checked_weights, read_held};
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -13,8 +13,9 @@ use trireme_comm::Group;
 use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, Decay, LossScaling, LrSchedule, Optimizer, OptimizerKind, SgdSettings};
-use trireme_parallel::{Determinism, Executor, ExecutorOptions};
-use trireme_schedule::single;
+use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions};
+use trireme_schedule::lowering::{Sharding, recompute, shard};
+use trireme_schedule::{Keep, Program, ZeroStage, single};
 use trireme_tensor::{Device, Precision};
 
 /// How [`ensure_corpus`] found the corpus.
@@ -232,24 +233,22 @@ pub(crate) fn build_executor(
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let (training, optimizer) = (config.training(), config.optimizer());
-    let mut parameters = model.initial_parameters(device, training.seed)?;
-    if let Some(folder) = &config.model().init_from {
-        read_weights(&WeightsSource::open(folder)?.weights(), &model, &mut parameters)?;
-    }
+    let ranks = DataParallelRanks::new(group, config.num_shards())?;
     let optimizer = Optimizer::new(
         optimizer_kind(optimizer),
         optimizer.weight_decay as f32,
         optimizer.decay_norms_and_biases,
         model.table(),
-        &model.table().shards(0, 1),
+        &ranks.parts(model.table()),
         device,
     )?;
-    let program = single::program(model.num_units(), config.num_microbatches());
+    let program = step_program(config, &model);
     let options = ExecutorOptions {
         precision: precision(training.dtype),
         fp8: fp8::recipe(training),
         reduce_dtype: precision(training.reduce_dtype),
         fusion_bytes: config.comm().fusion_bytes,
+        sharding: sharding(config.parallelism()),
         compression: config.compression(),
         seed: training.seed,
         loss_scaling: loss_scaling(training),
@@ -257,5 +256,45 @@ pub(crate) fn build_executor(
         local_batch_size: training.local_batch_size,
         seq_len: training.seq_len,
     };
-    Ok(Executor::new(model, parameters, optimizer, group.into(), device, program, options)?)
+    let mut executor = Executor::new(model, optimizer, ranks, device, program, options)?;
+    match &config.model().init_from {
+        None => executor.initialize(training.seed)?,
+        Some(folder) => {
+            let source = WeightsSource::open(folder)?;
+            let weights = checked_weights(&source.weights(), executor.model())?;
+            executor.load_parameters(read_held(&weights, ""))?;
+            executor.refresh()?;
+        }
+    }
+    Ok(executor)
+}
+
+/// What a rank does in a step.
+fn step_program(config: &Config, model: &Model) -> Program {
+    let program = single::program(model.num_units(), config.num_microbatches(), &model.ties());
+    let program = recompute(program, &keeps(config.activation_checkpoint(), model.num_units()));
+    shard(program, sharding(config.parallelism()))
+}
+
+fn sharding(parallelism: &config::Parallelism) -> Sharding {
+    Sharding {
+        zero_stage: ZeroStage::ALL[parallelism.zero_stage as usize],
+        prefetch: parallelism.zero_prefetch,
+        keep_after_forward: !parallelism.reshard_after_forward,
+    }
+}
+
+/// What each unit's forward pass keeps. The embedding has nothing but its input, and the head runs backward at once.
+fn keeps(checkpoint: &config::ActivationCheckpoint, num_units: usize) -> Vec<Keep> {
+    let keep = |unit: usize| match checkpoint.mode {
+        _ if unit == 0 || unit + 1 == num_units => Keep::All,
+        config::ActivationCheckpointMode::None => Keep::All,
+        config::ActivationCheckpointMode::Selective => Keep::Products,
+        config::ActivationCheckpointMode::Block => Keep::Input,
+        config::ActivationCheckpointMode::EveryK if (unit - 1).is_multiple_of(checkpoint.every_k) => {
+            Keep::Input
+        }
+        config::ActivationCheckpointMode::EveryK => Keep::Nothing,
+    };
+    (0..num_units).map(keep).collect()
 }

@@ -182,7 +182,7 @@ impl<'a> Trainer<'a> {
     /// One training step.
     pub fn step(&mut self) -> Result<StepRecord, TrainError> {
         let began = Instant::now();
-        let bytes_before = self.executor.group().statistics().payload_bytes;
+        let bytes_before = self.executor.ranks().payload_bytes();
         let training = self.config.training();
         self.load_batches()?;
         let step = self.state.step + 1;
@@ -198,7 +198,7 @@ impl<'a> Trainer<'a> {
         self.state.loss_scaler = self.executor.loss_scaler().state();
         self.notice_skipped(&outcome);
         let step_seconds = began.elapsed().as_secs_f64();
-        let comm_bytes = self.executor.group().statistics().payload_bytes;
+        let comm_bytes = self.executor.ranks().payload_bytes();
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
         let compression = outcome.compression;
         Ok(StepRecord {
@@ -234,12 +234,11 @@ impl<'a> Trainer<'a> {
             .notice(&format!("step {step}: {what} overflowed in f16; skipped, loss scale {from} → {to}"));
     }
 
-    /// This rank's microbatches of the next step: a contiguous range of the global ones.
+    /// This rank's microbatches of the next step.
     fn load_batches(&mut self) -> Result<(), TrainError> {
         let training = self.config.training();
-        let per_rank = self.config.num_microbatches();
-        let first = self.executor.group().rank().0 * per_rank;
-        for microbatch in first..first + per_rank {
+        for index in 0..self.config.num_microbatches() {
+            let microbatch = self.executor.global_microbatch(index);
             let mut batch =
                 Batch::zeros(self.executor.device(), training.local_batch_size, training.seq_len)?;
             for row in 0..training.local_batch_size {

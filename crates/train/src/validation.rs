@@ -45,8 +45,15 @@ impl Validation {
         let (rank, world_size) = (executor.group().rank().0, executor.group().world_size());
         let mut losses = self.losses.take().expect("validations follow each other");
         losses.fill(0.0);
-        for (index, loss) in losses.iter_mut().enumerate().skip(rank).step_by(world_size) {
-            *loss = self.batch_loss(index, executor)?;
+        let num_batches = losses.len();
+        for first in (0..num_batches).step_by(world_size) {
+            // Ranks that have no batch any more still help to gather sharded parameters.
+            let index = Some(first + rank).filter(|&index| index < num_batches);
+            let batch = index.map(|index| self.batch(index, executor)).transpose()?;
+            let loss = executor.evaluate(batch)?;
+            if let (Some(index), Some(loss)) = (index, loss) {
+                losses[index] = loss;
+            }
         }
         let losses = executor.group().all_reduce(losses, ReduceOp::Sum).wait()?;
         let sum: f64 = losses.iter().sum();
@@ -54,7 +61,7 @@ impl Validation {
         Ok(sum / (self.num_windows * self.seq_len) as f64)
     }
 
-    fn batch_loss(&mut self, index: usize, executor: &mut Executor) -> Result<f64, TrainError> {
+    fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
         let first = index * self.batch_size;
         let rows = self.batch_size.min(self.num_windows - first);
         let mut batch = Batch::zeros(executor.device(), rows, self.seq_len)?;
@@ -63,6 +70,6 @@ impl Validation {
             self.tokens.read_window(window.start, &mut self.window)?;
             batch.set_row(row, &self.window);
         }
-        Ok(executor.evaluate(batch)?)
+        Ok(batch)
     }
 }

@@ -1,12 +1,13 @@
 //! Weights from checkpoints and Hugging Face directories.
 
 use crate::error::TrainError;
+use std::ops::Range;
 use std::path::Path;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
 use trireme_model::{Model, ModelConfig};
 use trireme_parallel::parameter_placements;
 use trireme_plan::{Extent, Mesh};
-use trireme_tensor::{Category, Device, Parameters};
+use trireme_tensor::{Category, Device, ParameterInfo, Parameters};
 
 /// A model with its weights, for use without training.
 #[derive(Debug)]
@@ -38,33 +39,34 @@ pub fn load_model(path: &Path, device: &Device) -> Result<LoadedModel, TrainErro
     }
     let model = Model::new(config, device)?;
     let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
-    read_weights(&source.weights(), &model, &mut parameters)?;
+    let weights = checked_weights(&source.weights(), &model)?;
+    parameters.for_each_mut(read_held(&weights, ""))?;
     Ok(LoadedModel { model, parameters, notices })
 }
 
-/// Reads every parameter of `model`; missing, extra and mis-shaped tensors are errors, all named at once.
-pub(crate) fn read_weights(
-    stored: &StoredTensors,
-    model: &Model,
-    parameters: &mut Parameters,
-) -> Result<(), TrainError> {
+/// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.
+pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<StoredTensors, TrainError> {
     let tied = model.config().tie_word_embeddings;
     let stored = stored.renamed(|name| canonical_name(name, tied))?;
     stored.check_against(&parameter_placements(model.table(), &Mesh::data_parallel(1)))?;
-    read_parameters(&stored, "", parameters)
+    Ok(stored)
 }
 
-/// Reads `prefix + name` for every parameter.
-pub(crate) fn read_parameters(
+/// What reads the elements of a parameter that are held, from the tensor that is called by `prefix` and its name.
+pub(crate) fn read_held(
     stored: &StoredTensors,
     prefix: &str,
-    parameters: &mut Parameters,
-) -> Result<(), TrainError> {
-    parameters.for_each_mut(|info, _, values| {
+) -> impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), TrainError> {
+    move |info, held, values| {
         let name = format!("{prefix}{}", info.name);
-        let extent = Extent::whole(info.shape.dims());
-        Ok(stored.read_into(&name, &extent, bytemuck::cast_slice_mut(values))?)
-    })
+        let mut rest = values;
+        for extent in Extent::whole(info.shape.dims()).run(held) {
+            let (own, others) = rest.split_at_mut(extent.num_elements());
+            stored.read_into(&name, &extent, bytemuck::cast_slice_mut(own))?;
+            rest = others;
+        }
+        Ok(())
+    }
 }
 
 /// The name under which transformers saves a tensor; `None` for what is no parameter of its own.

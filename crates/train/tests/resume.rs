@@ -51,14 +51,13 @@ fn train(config: &Config) -> Found {
         let mut bits = Bits::default();
         let mut trainer = trainer(config, group, &mut bits);
         trainer.run().unwrap();
-        let parameters = trainer.executor().parameters();
-        let units = 0..parameters.table().units().len();
-        let weights =
-            units.flat_map(|unit| parameters.flat(unit).f32s().to_vec()).map(f32::to_bits).collect();
+        let weights = trainer.executor().gather_parameters().unwrap();
         drop(trainer);
-        (bits.0, weights)
+        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.flat(unit).f32s().to_vec());
+        let num_units = weights.as_ref().map_or(0, |all| all.table().units().len());
+        (bits.0, (0..num_units).flat_map(flat).map(f32::to_bits).collect())
     });
-    assert!(ranks.iter().all(|rank| *rank == ranks[0]), "ranks agree");
+    assert!(ranks.iter().all(|rank| rank.0 == ranks[0].0), "ranks agree");
     ranks.into_iter().next().unwrap()
 }
 
@@ -96,6 +95,41 @@ fn twenty_steps_are_ten_and_ten_in_16_bits() {
     let scales: Vec<_> =
         check_cut_runs(&[(1, 2), (4, 1)], &keys)[..14].iter().map(|step| step.loss_scale.unwrap()).collect();
     assert_eq!(scales, [64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 256, 256, 512, 512]);
+}
+
+#[test]
+fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
+    let layouts: [(usize, &[&str]); 6] = [
+        (1, &[]),
+        (4, &["parallelism.zero_stage=3"]),
+        (2, &["parallelism.zero_stage=1", "activation_checkpoint.mode=selective"]),
+        (4, &["parallelism.zero_stage=2", "parallelism.data_parallel_shard_degree=2"]),
+        (1, &["parallelism.zero_stage=3", "activation_checkpoint.mode=block"]),
+        (
+            4,
+            &[
+                "parallelism.zero_stage=3",
+                "parallelism.data_parallel_replicate_degree=2",
+                "parallelism.zero_prefetch=0",
+            ],
+        ),
+    ];
+    for dtype in ["f32", "bf16"] {
+        let folder = tempfile::tempdir().unwrap();
+        let dtype = format!("training.dtype={dtype}");
+        let run = |name: &str, (workers, keys): (usize, &[&str]), steps: u64| {
+            train(&job(folder.path(), name, workers, steps, &[keys, &[&dtype]].concat()))
+        };
+        let whole = run("whole", layouts[0], 20);
+        for (index, &first) in layouts.iter().enumerate() {
+            let (name, second) = (format!("cut-{index}"), layouts[(index + 1) % layouts.len()]);
+            let mut found = run(&name, first, 10).0;
+            let rest = run(&name, second, 20);
+            found.extend(&rest.0);
+            assert!(found == whole.0, "{first:?} then {second:?}, {dtype}: steps differ");
+            assert!(rest.1 == whole.1, "{first:?} then {second:?}, {dtype}: weights differ");
+        }
+    }
 }
 
 #[test]

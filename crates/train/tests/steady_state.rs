@@ -18,6 +18,10 @@ fn steps_allocate_nothing() {
     check(&[]);
     check(&f16);
     check(&["training.dtype=bf16", "training.fp8=hybrid"]);
+    for stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
+        check(&[stage]);
+        check(&[&[stage, "activation_checkpoint.mode=block"], &f16[..]].concat());
+    }
     for codec in CodecName::ALL {
         // A loss scale that grows once in the counted steps rescales what is kept.
         let scale = [

@@ -36,6 +36,12 @@ pub(crate) fn bytes(tensor: &TensorPlacement, extent: &Extent) -> Vec<u8> {
     bytes
 }
 
+/// What a rank holds of such a tensor.
+pub(crate) fn held_bytes(tensor: &TensorPlacement, mesh: &Mesh, rank: Rank) -> Vec<u8> {
+    let extents = tensor.extents(mesh, rank).expect("a placement");
+    extents.iter().flat_map(|extent| bytes(tensor, extent)).collect()
+}
+
 /// Runs `work` on every rank of a world of threads.
 pub(crate) fn on_ranks<T: Send>(world_size: usize, work: impl Fn(&Group) -> T + Sync) -> Vec<T> {
     std::thread::scope(|scope| {
@@ -62,8 +68,8 @@ pub(crate) fn save_changed(
     let mesh = mesh(degree);
     let state = serde_json::json!({ "tokens_seen": step * 1000 });
     on_ranks(degree, |group| {
-        let extent = |tensor: &TensorPlacement| tensor.extent(&mesh, group.rank()).expect("a placement");
-        let mut held: Vec<Vec<u8>> = tensors.iter().map(|tensor| bytes(tensor, &extent(tensor))).collect();
+        let mut held: Vec<Vec<u8>> =
+            tensors.iter().map(|tensor| held_bytes(tensor, &mesh, group.rank())).collect();
         change(group.rank(), &mut held);
         let local: Vec<LocalTensor<'_>> = (tensors.iter().zip(&held))
             .map(|(placement, bytes)| LocalTensor { placement: placement.clone(), bytes })

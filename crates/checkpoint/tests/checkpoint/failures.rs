@@ -1,6 +1,6 @@
 //! Damaged files are refused, failed saves are known to every rank and leave nothing behind.
 
-use crate::common::{bytes, mesh, on_ranks, save_all, save_changed, tensor};
+use crate::common::{bytes, held_bytes, mesh, on_ranks, save_all, save_changed, tensor};
 use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
@@ -136,7 +136,7 @@ fn a_rank_that_cannot_write_fails_the_save_everywhere() {
         // Rank 1 sees another disk, without the folder that rank 0 made.
         let folder = if group.rank() == Rank(1) { elsewhere.path() } else { folder.path() };
         let mesh = mesh(2);
-        let held = example().map(|tensor| bytes(&tensor, &tensor.extent(&mesh, group.rank()).unwrap()));
+        let held = example().map(|tensor| held_bytes(&tensor, &mesh, group.rank()));
         let [w, bias] = example();
         let tensors =
             [LocalTensor { placement: w, bytes: &held[0] }, LocalTensor { placement: bias, bytes: &held[1] }];

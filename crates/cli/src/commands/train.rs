@@ -14,6 +14,7 @@ use trireme_checkpoint::ModelSource;
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
 use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
+use trireme_tensor::Parameters;
 use trireme_train::config::{Comm, Config, Determinism, Transport};
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, RunSummary, SampleSettings, TrainError, Trainer, TrainerOptions,
@@ -184,11 +185,15 @@ fn train(config: &Config, group: Group, local_world_size: usize, started: Instan
     let options = TrainerOptions { num_threads: local_threads(config, local_world_size), started };
     let mut trainer = Trainer::new(config, group, options, &mut console)?;
     let summary = trainer.run()?;
+    let weights = match config.generate().num_tokens {
+        0 => None,
+        _ => trainer.executor().gather_parameters().map_err(TrainError::from)?,
+    };
     // The others must not outrun rank 0's last words: their exit would look like a loss.
     trainer.executor().group().barrier().wait()?;
     if is_root {
         let verdict = verdict(&trainer, &summary)?;
-        let text = sample_text(config, &trainer)?;
+        let text = weights.map(|weights| sample_text(config, &trainer, &weights)).transpose()?;
         drop(trainer);
         console.finish();
         if let Some(verdict) = verdict {
@@ -232,11 +237,8 @@ fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
     lines
 }
 
-fn sample_text(config: &Config, trainer: &Trainer<'_>) -> Result<Option<String>> {
+fn sample_text(config: &Config, trainer: &Trainer<'_>, weights: &Parameters) -> Result<String> {
     let generate = config.generate();
-    if generate.num_tokens == 0 {
-        return Ok(None);
-    }
     let settings = SampleSettings {
         prompt: generate.prompt.clone(),
         num_tokens: generate.num_tokens,
@@ -251,6 +253,6 @@ fn sample_text(config: &Config, trainer: &Trainer<'_>) -> Result<Option<String>>
     let executor = trainer.executor();
     let mut text = settings.prompt.clone();
     let take = |piece: &str| text.push_str(piece);
-    sample(executor.model(), executor.parameters(), executor.device(), trainer.tokenizer(), &settings, take)?;
-    Ok(Some(text))
+    sample(executor.model(), weights, executor.device(), trainer.tokenizer(), &settings, take)?;
+    Ok(text)
 }

@@ -146,7 +146,7 @@ fn a_worker_whose_process_is_stopped_is_named() {
         let row = format!("     {stopped}  silent");
         tells(
             &outcome.stderr,
-            &["warning: rank", "did not end within 1s", &names_it, &row, "all_reduce(sum"],
+            &["warning: rank", "did not end within 1s", &names_it, &row, " in all_"],
         );
         kill_process(stopped_process, Signal::CONT).unwrap();
         // It learns that it is alone.

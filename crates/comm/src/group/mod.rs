@@ -154,12 +154,13 @@ impl Group {
                 let name = format!("{}/{name}", executor.recorder.name());
                 rendezvous::split(self, name, color, key)
             }
-            (None, Some(_)) => Ok(Some(self.split_alone())),
+            (None, Some(_)) => Ok(Some(self.singleton())),
             (None, None) => Ok(None),
         }
     }
 
-    fn split_alone(&self) -> Group {
+    /// A group of this rank alone, whose buffers lie in the same memory. It is a local call, and takes nothing.
+    pub fn singleton(&self) -> Group {
         Group::alone(self.arena.clone(), self.home.clone(), &self.options, self.recorder.clone())
     }
 
@@ -171,7 +172,7 @@ impl Group {
                 let recorder = self.recorder.group(name, parts.rank, members);
                 Group::start(parts, self.home.clone(), Arc::clone(&self.costs), &self.options, recorder)
             }
-            _ => Ok(self.split_alone()),
+            _ => Ok(self.singleton()),
         }
     }
 

@@ -4,7 +4,7 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
-use std::time::Duration;
+use trireme_base::ReduceOp;
 use trireme_comm::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
 
@@ -16,15 +16,14 @@ impl Executor {
         &mut self,
         plan: StepPlan,
     ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
-        let (loss, comm_exposed) = self.finish_reductions()?;
+        let (loss, mut waiting) = self.finish_reductions()?;
         let loss_scale = self.loss_scaler.scale();
-        let mut grad_scale = 1.0 / (self.gradient_unit() * self.group.world_size() as f64);
+        let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.world().world_size() as f64);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
-        let grad_norm = (is_scaled || plan.grad_norm != GradNorm::Off).then(|| {
-            let leaf_len = |unit: usize| self.model.table().units()[unit].leaf_len();
-            let squares = |unit| self.device.sum_of_squares(self.gradients.reduced(unit), leaf_len(unit));
-            (0..self.program.num_units).map(squares).sum::<f64>().sqrt() * grad_scale
-        });
+        let grad_norm = match is_scaled || plan.grad_norm != GradNorm::Off {
+            true => Some(self.sum_of_squares(&mut waiting)?.sqrt() * grad_scale),
+            false => None,
+        };
         let overflow = match grad_norm {
             _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
             Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
@@ -32,6 +31,7 @@ impl Executor {
         };
         let skipped = overflow.map(|(what, _)| what);
         let compression = self.compression_statistics();
+        let comm_exposed = waiting.total();
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
         match overflow {
             Some((what, value)) => self.back_off(plan.step, what, value)?,
@@ -54,7 +54,7 @@ impl Executor {
         if self.options.compression.codec() == CodecName::None {
             return None;
         }
-        let mut statistics = self.gradients.compression_statistics(self.group.world_size());
+        let mut statistics = self.gradients.compression_statistics();
         statistics.error_norm /= self.gradient_unit() as f32;
         Some(statistics)
     }
@@ -65,7 +65,7 @@ impl Executor {
         if self.options.compression.normalize().is_some() {
             return 1.0;
         }
-        self.program.num_microbatches as f64 * f64::from(self.loss_scaler.scale())
+        self.program.outline.num_microbatches as f64 * f64::from(self.loss_scaler.scale())
     }
 
     /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step.
@@ -77,23 +77,35 @@ impl Executor {
         }
     }
 
-    /// Waits for all reductions; the mean loss over the global batch, and how long it waited.
-    fn finish_reductions(&mut self) -> Result<(f64, Duration), ParallelError> {
-        let mut waiting = Waiting::default();
-        let buffer = waiting.wait(self.loss_reduction.take().expect("the loss was reduced"))?;
-        let rows = self.options.local_batch_size * self.options.seq_len;
-        let loss = buffer[0] / (self.num_global_microbatches() * rows) as f64;
-        self.loss_buffer = Some(buffer);
-        self.gradients.wait(&self.group, &mut waiting)?;
-        if let Some(fp8) = &mut self.fp8 {
-            fp8.advance(&self.group, &mut waiting)?;
+    /// Sum of the squares of all gradients' elements, in the order of the canonical tree: over a rank's leaves of each unit,
+    /// over the ranks, over the units.
+    fn sum_of_squares(&mut self, waiting: &mut Waiting) -> Result<f64, ParallelError> {
+        let mut squares = self.squares.take().expect("squares are summed once a step");
+        for (unit, squares) in squares.iter_mut().enumerate() {
+            let leaf_len = self.model.table().units()[unit].leaf_len();
+            *squares = self.device.sum_of_squares(self.gradients.reduced(unit), leaf_len);
         }
-        Ok((loss, waiting.total()))
+        let squares = waiting.wait(self.ranks.shards().all_reduce(squares, ReduceOp::Sum))?;
+        let sum = squares.iter().sum();
+        self.squares = Some(squares);
+        Ok(sum)
+    }
+
+    /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.
+    fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
+        let mut waiting = self.gradients.wait()?;
+        waiting.add(std::mem::take(&mut self.waiting));
+        let rows = self.options.local_batch_size * self.options.seq_len;
+        let loss = self.losses.wait(&mut waiting)? / (self.num_global_microbatches() * rows) as f64;
+        if let Some(fp8) = &mut self.fp8 {
+            fp8.advance(self.ranks.world(), &mut waiting)?;
+        }
+        Ok((loss, waiting))
     }
 
     /// Microbatches of a step on all ranks.
     fn num_global_microbatches(&self) -> usize {
-        self.program.num_microbatches * self.group.world_size()
+        self.program.outline.num_microbatches * self.ranks.world().world_size()
     }
 
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.

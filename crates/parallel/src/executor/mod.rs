@@ -1,98 +1,86 @@
 //! Runs step programs.
 
 mod finishing;
+mod losses;
+mod passes;
 
 use crate::error::ParallelError;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
+use crate::parameters::{RankParameters, gather_parameters};
+use crate::ranks::DataParallelRanks;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan};
-use crate::tree::TreeSum;
+use crate::waiting::Waiting;
+use losses::{Losses, global_microbatch};
+use passes::InFlight;
+use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{Rank, ReduceOp};
-use trireme_comm::{Buffer, Compression, Compressor, Group, Work};
-use trireme_model::{Batch, Model, Step};
+use trireme_comm::{Buffer, Compression, Compressor, Group};
+use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaler, Optimizer};
-use trireme_schedule::{Action, Program, validate};
-use trireme_tensor::tape::Recording;
-use trireme_tensor::{Device, Fp8State, Parameters, Tape, Tensor, Var};
-
-/// A unit's forward pass of one microbatch, kept for its backward.
-struct Pass {
-    tape: Tape,
-    input: Var,
-    /// `None` for the head, whose backward starts from the loss.
-    output: Option<Var>,
-}
-
-/// Microbatches under way.
-struct InFlight {
-    /// For each microbatch: what the last unit made, to be read by the next.
-    activations: Vec<Option<Tensor>>,
-    targets: Vec<Option<Tensor>>,
-    /// For each microbatch: gradient of what the unit below made.
-    grads: Vec<Option<Tensor>>,
-    /// By unit, then microbatch.
-    passes: Vec<Option<Pass>>,
-    /// Tapes to be used again, so that steps allocate nothing.
-    spare_tapes: Vec<Tape>,
-}
+use trireme_schedule::lowering::shard;
+use trireme_schedule::{Action, Program, single, validate};
+use trireme_tensor::{Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
 
 /// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
 pub struct Executor {
     model: Model,
     device: Device,
-    group: Arc<Group>,
+    ranks: Arc<DataParallelRanks>,
     options: ExecutorOptions,
     program: Program,
-    parameters: Parameters,
+    evaluation: Program,
+    parameters: RankParameters,
     optimizer: Optimizer,
     gradients: Gradients,
     in_flight: InFlight,
     loss_scaler: LossScaler,
     fp8: Option<AgreedScales>,
-    losses: TreeSum<f64>,
-    loss_buffer: Option<Buffer<f64>>,
-    loss_reduction: Option<Work<Buffer<f64>>>,
+    losses: Losses,
+    /// Sums of the squares of each unit's gradient.
+    squares: Option<Buffer<f64>>,
+    /// In this step, for parameters.
+    waiting: Waiting,
 }
 
 impl Executor {
-    /// Proves `program` and takes memory for gradients from the group; collective over the group.
+    /// Proves `program` and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
+    ///
+    /// `optimizer` steps this rank's [`parts`](DataParallelRanks::parts) of the units.
     pub fn new(
         model: Model,
-        parameters: Parameters,
         optimizer: Optimizer,
-        group: Arc<Group>,
+        ranks: DataParallelRanks,
         device: &Device,
         program: Program,
         options: ExecutorOptions,
     ) -> Result<Self, ParallelError> {
         validate(&program, 1)?;
-        let gradients = Gradients::new(model.table(), device, &group, &options)?;
-        let loss_buffer = Some(group.buffer(1)?);
-        let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, &group)).transpose()?;
-        let none = |len: usize| (0..len).map(|_| None).collect();
-        let in_flight = InFlight {
-            activations: none(program.num_microbatches),
-            targets: none(program.num_microbatches),
-            grads: none(program.num_microbatches),
-            passes: (0..program.num_units * program.num_microbatches).map(|_| None).collect(),
-            spare_tapes: Vec::with_capacity(program.num_units * program.num_microbatches),
-        };
+        let ranks = Arc::new(ranks);
+        let (table, outline) = (model.table(), &program.outline);
+        let precision = options.gather_precision();
+        let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, device)?;
+        let gradients = Gradients::new(table, outline, &ranks, device, &options)?;
+        let losses = Losses::new(outline, &ranks)?;
+        let squares = Some(ranks.shards().buffer(outline.num_units)?);
+        let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
+        let evaluation = shard(single::evaluation(outline.num_units, &outline.ties), options.sharding);
         Ok(Executor {
+            in_flight: InFlight::new(outline),
             model,
             device: device.clone(),
-            group,
+            ranks,
             options,
             program,
+            evaluation,
             parameters,
             optimizer,
             gradients,
-            in_flight,
             loss_scaler: LossScaler::new(options.loss_scaling),
             fp8,
-            losses: TreeSum::new(),
-            loss_buffer,
-            loss_reduction: None,
+            losses,
+            squares,
+            waiting: Waiting::default(),
         })
     }
 
@@ -106,9 +94,14 @@ impl Executor {
         &self.device
     }
 
-    /// The data-parallel group.
+    /// All ranks.
     pub fn group(&self) -> &Group {
-        &self.group
+        self.ranks.world()
+    }
+
+    /// The ranks as a grid of replicas and shards.
+    pub fn ranks(&self) -> &DataParallelRanks {
+        &self.ranks
     }
 
     /// The step program.
@@ -116,9 +109,51 @@ impl Executor {
         &self.program
     }
 
-    /// The parameters.
-    pub fn parameters(&self) -> &Parameters {
-        &self.parameters
+    /// The elements of each unit's flat buffer that this rank steps.
+    pub fn parts(&self) -> &[Range<usize>] {
+        self.parameters.parts()
+    }
+
+    /// What this rank steps of a unit's parameters, in f32.
+    pub fn shard(&self, unit: usize) -> View<'_> {
+        self.parameters.shard(unit)
+    }
+
+    /// As [`shard`](Executor::shard), to load. [`refresh`](Executor::refresh) comes after.
+    pub fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
+        self.parameters.shard_mut(unit)
+    }
+
+    /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
+    /// is, and the elements, in order. [`refresh`](Executor::refresh) comes after.
+    ///
+    /// # Errors
+    /// What `write` returns.
+    pub fn load_parameters<E>(
+        &mut self,
+        write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        self.parameters.for_each_mut(write)
+    }
+
+    /// Makes the model's random initial parameters. Collective.
+    pub fn initialize(&mut self, seed: u64) -> Result<(), ParallelError> {
+        let Executor { model, parameters, .. } = self;
+        parameters.for_each_mut(|info, held, values| {
+            model.initialize(info, held.start, values, seed);
+            Ok::<(), ParallelError>(())
+        })?;
+        self.refresh()
+    }
+
+    /// Brings what operations read up to date with the parameters that were loaded. Collective.
+    pub fn refresh(&mut self) -> Result<(), ParallelError> {
+        self.parameters.refresh()
+    }
+
+    /// All parameters, in memory of rank 0; `None` for the other ranks. Collective.
+    pub fn gather_parameters(&self) -> Result<Option<Parameters>, ParallelError> {
+        gather_parameters(&self.parameters, &self.ranks)
     }
 
     /// The optimizer with its state.
@@ -126,9 +161,9 @@ impl Executor {
         &self.optimizer
     }
 
-    /// Parameters and optimizer, to load.
-    pub fn state_mut(&mut self) -> (&mut Parameters, &mut Optimizer) {
-        (&mut self.parameters, &mut self.optimizer)
+    /// The optimizer, to load.
+    pub fn optimizer_mut(&mut self) -> &mut Optimizer {
+        &mut self.optimizer
     }
 
     /// The scale of the loss.
@@ -166,21 +201,33 @@ impl Executor {
         self.gradients.compressors_mut()
     }
 
-    /// Compares the parameters of all ranks; collective.
+    /// Compares what the replicas hold; collective.
     pub fn check_replicas(&self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         for unit in 0..self.model.num_units() {
-            for value in self.parameters.flat(unit).f32s() {
+            for value in self.parameters.shard(unit).f32s() {
                 hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
             }
         }
-        let hashes = self.group.all_gather_bytes(&hash.to_le_bytes()).wait()?;
+        let replicas = self.ranks.replicas();
+        let hashes = replicas.all_gather_bytes(&hash.to_le_bytes()).wait()?;
         let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
         let expected = number(&hashes[0]);
         match hashes.iter().map(|bytes| number(bytes)).enumerate().find(|(_, found)| *found != expected) {
-            Some((rank, found)) => Err(ParallelError::ReplicasDiffer { rank: Rank(rank), found, expected }),
+            Some((replica, found)) => {
+                let [rank, other] = [replica, 0].map(|replica| self.ranks.rank_in_replica(replica));
+                Err(ParallelError::ReplicasDiffer { rank, found, other, expected })
+            }
             None => Ok(()),
         }
+    }
+
+    /// The place among all microbatches of a step of this rank's microbatch `index`.
+    ///
+    /// Ranks that reduce gradients once a step have neighbouring microbatches. Where shards are reduced after each one, the
+    /// shards' ranks take turns, so that sums over them come first and the order of all sums stays the same.
+    pub fn global_microbatch(&self, index: usize) -> usize {
+        global_microbatch(&self.program.outline, &self.ranks, self.group().rank(), index)
     }
 
     /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order.
@@ -196,7 +243,7 @@ impl Executor {
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome, ParallelError> {
-        let expected = self.program.num_microbatches;
+        let expected = self.program.outline.num_microbatches;
         if batches.len() < expected {
             return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
         }
@@ -204,119 +251,43 @@ impl Executor {
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
-            self.group.set_line(format_args!("step {}, line {}: {action}", plan.step, index + 2));
+            self.ranks.set_line(format_args!("step {}, line {}: {action}", plan.step, index + 2));
+            self.await_parameters(action)?;
             match action {
-                Action::Forward { unit, microbatch } => {
+                Action::Forward { unit, microbatch, keep } => {
                     if unit == 0 {
                         let batch = batches.next().expect("the number of microbatches was checked");
-                        self.in_flight.activations[microbatch] = Some(batch.inputs);
-                        self.in_flight.targets[microbatch] = Some(batch.targets);
+                        self.in_flight.begin(microbatch, batch);
                     }
-                    self.forward(unit, microbatch)?;
+                    self.forward(unit, microbatch, keep)?;
                 }
+                Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch)?,
                 Action::Backward { unit, microbatch } => self.backward(unit, microbatch)?,
-                Action::ReduceGrad { unit } => self.gradients.reduce(unit, &self.group)?,
+                Action::Unshard { unit } => self.parameters.unshard(unit)?,
+                Action::Reshard { unit } => self.parameters.reshard(unit),
+                Action::ReduceGrad { unit } => self.gradients.reduce(unit)?,
                 Action::Step { unit } => {
                     let (_, update) = match finished {
                         Some(finished) => finished,
                         None => *finished.insert(self.finish_gradients(plan)?),
                     };
                     if let Some(settings) = update {
-                        let grads = self.gradients.reduced(unit);
-                        let parameters = self.parameters.flat_mut(unit);
-                        self.optimizer.step_unit(&self.device, unit, parameters, grads, settings);
+                        let (shard, grads) = (self.parameters.shard_mut(unit), self.gradients.reduced(unit));
+                        self.optimizer.step_unit(&self.device, unit, shard, grads, settings);
                     }
                 }
             }
         }
-        self.group.set_line(format_args!(""));
+        self.ranks.set_line(format_args!(""));
         Ok(finished.expect("a valid program steps every unit").0)
     }
 
-    fn forward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        let in_flight = &mut self.in_flight;
-        let mut tape = in_flight
-            .spare_tapes
-            .pop()
-            .unwrap_or_else(|| new_tape(&self.device, Recording::On, &self.options, self.fp8.as_ref()));
-        let step = Step {
-            parameters: &self.parameters,
-            shape: (self.options.local_batch_size, self.options.seq_len),
-        };
-        let activation = in_flight.activations[microbatch].take().expect("the unit below has run");
-        let input = tape.input(activation);
-        let output = if unit + 1 == self.program.num_units {
-            let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
-            let targets = tape.input(targets);
-            let loss_scale = self.loss_scaler.scale() as f32;
-            self.model.forward_loss(&mut tape, step, input, targets, loss_scale)?;
-            None
-        } else {
-            let output = self.model.forward(unit, &mut tape, step, input)?;
-            in_flight.activations[microbatch] = Some(tape.take_value(output));
-            Some(output)
-        };
-        in_flight.passes[unit * self.program.num_microbatches + microbatch] =
-            Some(Pass { tape, input, output });
-        Ok(())
-    }
-
-    fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        let in_flight = &mut self.in_flight;
-        let slot = unit * self.program.num_microbatches + microbatch;
-        let Pass { mut tape, input, output } = in_flight.passes[slot].take().expect("forward has run");
-        let output = output.map(|output| {
-            (output, in_flight.grads[microbatch].take().expect("the unit above has run backward"))
-        });
-        let is_head = output.is_none();
-        tape.backward(&self.parameters, output, &mut self.gradients)?;
-        in_flight.grads[microbatch] = tape.take_grad(input);
-        let loss_sum = tape.loss_sum();
-        tape.clear();
-        in_flight.spare_tapes.push(tape);
-        self.gradients.close(unit);
-        if is_head {
-            let loss = loss_sum.expect("backward of the head computes the loss");
-            self.losses.push(loss, |left, right| *left += right);
-            if microbatch + 1 == self.program.num_microbatches {
-                self.reduce_loss();
-            }
+    /// Waits for the parameters that an action works with.
+    fn await_parameters(&mut self, action: Action) -> Result<(), ParallelError> {
+        let Executor { program, parameters, waiting, .. } = self;
+        match action {
+            Action::Reshard { unit } | Action::Step { unit } => parameters.ensure(unit, waiting),
+            _ => program.outline.reads(action).try_for_each(|unit| parameters.ensure(unit, waiting)),
         }
-        Ok(())
     }
-
-    /// The loss travels ahead of the first gradient.
-    fn reduce_loss(&mut self) {
-        let mut buffer = self.loss_buffer.take().expect("the loss is reduced once a step");
-        buffer[0] = self.losses.finish(|left, right| *left += right).expect("a step has microbatches");
-        self.loss_reduction = Some(self.group.all_reduce(buffer, ReduceOp::Sum));
-    }
-
-    /// Sum of the losses of a batch's rows in nats, without training; not collective.
-    pub fn evaluate(&mut self, batch: Batch) -> Result<f64, ParallelError> {
-        let shape = batch.inputs.shape();
-        let step = Step { parameters: &self.parameters, shape: (shape.rows(), shape.cols()) };
-        let new_tape = || new_tape(&self.device, Recording::Off, &self.options, self.fp8.as_ref());
-        let mut activation = batch.inputs;
-        for unit in 0..self.program.num_units - 1 {
-            let mut tape = new_tape();
-            let input = tape.input(activation);
-            let output = self.model.forward(unit, &mut tape, step, input)?;
-            activation = tape.take_value(output);
-        }
-        let mut tape = new_tape();
-        let (input, targets) = (tape.input(activation), tape.input(batch.targets));
-        self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
-        Ok(tape.loss_sum().expect("a tape that does not record computes the loss at once"))
-    }
-}
-
-fn new_tape(
-    device: &Device,
-    recording: Recording,
-    options: &ExecutorOptions,
-    fp8: Option<&AgreedScales>,
-) -> Tape {
-    let scales = fp8.map(|fp8| Arc::clone(fp8.state().scales()));
-    Tape::new(device, recording, options.precision).with_fp8(scales)
 }

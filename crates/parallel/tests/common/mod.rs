@@ -4,8 +4,11 @@
 use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
-use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan};
-use trireme_schedule::single;
+use trireme_parallel::{
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan,
+};
+use trireme_schedule::lowering::{Sharding, recompute, shard};
+use trireme_schedule::{Keep, ZeroStage, single};
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::random_batch;
 
@@ -19,6 +22,7 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     reduce_dtype: Precision::F32,
     // The units of a small model fill one batch and begin the next.
     fusion_bytes: 60 << 10,
+    sharding: Sharding { zero_stage: ZeroStage::Zero, prefetch: 1, keep_after_forward: false },
     compression: Compression::none(),
     seed: 0,
     loss_scaling: LossScaling::Off,
@@ -39,23 +43,41 @@ pub fn executor(
     accumulation: usize,
     options: ExecutorOptions,
 ) -> Executor {
+    sharded_executor(config, group, num_threads, accumulation, options, &[], 1)
+}
+
+/// As [`executor`], with recomputation of what units do not keep (all keep all if there is no choice), and `num_shards` ranks
+/// of a replica, which share out what `options` say.
+pub fn sharded_executor(
+    config: &ModelConfig,
+    group: Group,
+    num_threads: usize,
+    accumulation: usize,
+    options: ExecutorOptions,
+    keeps: &[Keep],
+    num_shards: usize,
+) -> Executor {
     let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
     let model = Model::new(config.clone(), &device).unwrap();
-    let parameters = model.initial_parameters(&device, 1).unwrap();
+    let ranks = DataParallelRanks::new(group, num_shards).unwrap();
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let optimizer =
-        Optimizer::new(kind, 0.1, false, model.table(), &model.table().shards(0, 1), &device).unwrap();
-    let program = single::program(model.num_units(), accumulation);
-    Executor::new(model, parameters, optimizer, group.into(), &device, program, options).unwrap()
+    let parts = ranks.parts(model.table());
+    let optimizer = Optimizer::new(kind, 0.1, false, model.table(), &parts, &device).unwrap();
+    let program = single::program(model.num_units(), accumulation, &model.ties());
+    let program = if keeps.is_empty() { program } else { recompute(program, keeps) };
+    let program = shard(program, options.sharding);
+    let mut executor = Executor::new(model, optimizer, ranks, &device, program, options).unwrap();
+    executor.initialize(1).unwrap();
+    executor
 }
 
 /// This rank's share of `num_microbatches` random microbatches of a step.
 pub fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<Batch> {
     let per_rank = num_microbatches / executor.group().world_size();
-    let first = executor.group().rank().0 * per_rank;
     let vocab_size = executor.model().config().vocab_size;
-    let batch = |index| random_batch(executor.device(), SHAPE, vocab_size, step, index);
-    (first..first + per_rank).map(batch).collect()
+    let place = |index| executor.global_microbatch(index);
+    let batch = |index| random_batch(executor.device(), SHAPE, vocab_size, step, place(index));
+    (0..per_rank).map(batch).collect()
 }
 
 /// Losses, norms and all parameters as bits after a few steps over the same global batches.
@@ -72,7 +94,8 @@ pub fn train(mut executor: Executor, num_microbatches: usize) -> (Vec<[u64; 2]>,
     (found, parameter_bits(&executor))
 }
 
+/// What this rank steps, as bits.
 pub fn parameter_bits(executor: &Executor) -> Vec<u32> {
-    let flat = |unit| executor.parameters().flat(unit).f32s().to_vec();
+    let flat = |unit| executor.shard(unit).f32s().to_vec();
     (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect()
 }

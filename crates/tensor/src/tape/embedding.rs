@@ -33,7 +33,14 @@ impl Tape {
         let mut y = self.device.activation([input.shape().num_elements(), op.tokens.shape.cols()])?;
         let positions = op.positions.map(|positions| parameters.span(&positions));
         let table = parameters.span(&op.tokens);
-        self.device.embedding(input, table, positions, (seq_len, first_position), y.view_mut());
+        self.device.embedding(
+            self.precision,
+            input,
+            table,
+            positions,
+            (seq_len, first_position),
+            y.view_mut(),
+        );
         let y = self.input(y);
         self.record(|| Node::Embedding(EmbeddingNode { op: *op, ids, seq_len, y }));
         Ok(y)

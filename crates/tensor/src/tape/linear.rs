@@ -1,4 +1,4 @@
-use super::{Backward, Node, Recording, Tape, Var};
+use super::{Backward, Node, Recording, Tape, Var, Vector};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::fp8::{Fp8Layer, Fp8Scales, Operand};
 use crate::kernels::MatmulEpilogue;
@@ -122,9 +122,10 @@ impl Tape {
         let fp8 = op.fp8(self.fp8.as_deref(), self.recording);
         let input = factor(&self.device, fp8, Operand::Input, input)?;
         let weight = factor(&self.device, fp8, Operand::Weight, parameters.span(&op.weight))?;
-        let bias = op.bias.map(|bias| parameters.span(&bias));
+        let vector = |span| Vector::new(&self.device, self.precision, parameters.span(span));
+        let bias = op.bias.as_ref().map(vector).transpose()?;
         let epilogue = MatmulEpilogue::Add {
-            bias: bias.as_ref().map(View::f32s),
+            bias: bias.as_ref().map(|bias| bias.view().f32s()),
             residual: residual.map(|residual| self.values.get(residual).f32s()),
         };
         let (left, right) = ((input.view(), Transpose::No), (weight.view(), op.transposes().0));

@@ -22,6 +22,7 @@ use crate::parameters::{ParameterSource, ParameterSpan};
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 use std::sync::Arc;
+use trireme_base::DType;
 
 /// A value on a tape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,6 +95,30 @@ impl Values {
 
     fn take(&mut self, var: Var) -> Tensor {
         self.0[var.0].take().expect("values live until their last use")
+    }
+}
+
+/// A vector of parameters as operations compute with it: in f32, rounded to their precision.
+enum Vector<'a> {
+    Stored(View<'a>),
+    Rounded(Tensor),
+}
+
+impl<'a> Vector<'a> {
+    fn new(device: &Device, precision: Precision, stored: View<'a>) -> Result<Self, DeviceError> {
+        if precision == Precision::F32 && stored.dtype() == DType::F32 {
+            return Ok(Vector::Stored(stored));
+        }
+        let mut rounded = device.activation(stored.shape())?;
+        device.round(precision, stored, rounded.view_mut());
+        Ok(Vector::Rounded(rounded))
+    }
+
+    fn view(&self) -> View<'_> {
+        match self {
+            Vector::Stored(view) => *view,
+            Vector::Rounded(tensor) => tensor.view(),
+        }
     }
 }
 
@@ -179,6 +204,26 @@ impl Tape {
     /// If it was taken before.
     pub fn take_value(&mut self, var: Var) -> Tensor {
         self.values.take(var)
+    }
+
+    /// Gives back what is quickly made again from the rest: the results of normalisations. Backward needs
+    /// [`recompute`](Tape::recompute) first.
+    pub fn keep_products(&mut self) {
+        for node in &self.nodes {
+            if let Node::Norm(node) = node {
+                node.give_back(&mut self.values);
+            }
+        }
+    }
+
+    /// Makes again what [`keep_products`](Tape::keep_products) has given back, with the same bits.
+    pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<(), DeviceError> {
+        for node in &mut self.nodes {
+            if let Node::Norm(node) = node {
+                node.recompute(&self.device, self.precision, parameters, &mut self.values)?;
+            }
+        }
+        Ok(())
     }
 
     /// Takes the gradient of a value, if backward gave it one.

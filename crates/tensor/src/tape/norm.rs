@@ -1,8 +1,9 @@
-use super::{Backward, Node, Tape, Var};
-use crate::device::DeviceError;
+use super::{Backward, Node, Tape, Values, Var, Vector};
+use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameters::{ParameterSource, ParameterSpan};
-use crate::tensor::Tensor;
+use crate::precision::Precision;
+use crate::tensor::{Tensor, View, ViewMut};
 
 /// A normalisation of rows.
 #[derive(Debug, Clone, Copy)]
@@ -21,6 +22,22 @@ impl Norm {
     fn kind(&self) -> NormKind {
         NormKind { epsilon: self.epsilon, centred: self.centred }
     }
+
+    fn apply(
+        &self,
+        device: &Device,
+        precision: Precision,
+        parameters: &dyn ParameterSource,
+        x: View<'_>,
+        statistics: ViewMut<'_>,
+    ) -> Result<Tensor, DeviceError> {
+        let mut y = device.activation_of(x.shape(), precision.dtype())?;
+        let vector = |span| Vector::new(device, precision, parameters.span(span));
+        let (weight, bias) = (vector(&self.weight)?, self.bias.as_ref().map(vector).transpose()?);
+        let (weight, bias) = (weight.view(), bias.as_ref().map(Vector::view));
+        device.norm(x, weight, bias, self.kind(), y.view_mut(), statistics);
+        Ok(y)
+    }
 }
 
 #[derive(Debug)]
@@ -35,11 +52,8 @@ impl Tape {
     /// Normalises each row of `x` (`[rows, cols]`, f32); the result is in the tape's precision.
     pub fn norm(&mut self, parameters: &dyn ParameterSource, op: &Norm, x: Var) -> Result<Var, DeviceError> {
         let input = self.values.get(x);
-        let shape = input.shape();
-        let mut y = self.device.activation_of(shape, self.precision.dtype())?;
-        let mut statistics = self.device.activation([shape.rows(), 2])?;
-        let (weight, bias) = (parameters.span(&op.weight), op.bias.map(|bias| parameters.span(&bias)));
-        self.device.norm(input, weight, bias, op.kind(), y.view_mut(), statistics.view_mut());
+        let mut statistics = self.device.activation([input.shape().rows(), 2])?;
+        let y = op.apply(&self.device, self.precision, parameters, input, statistics.view_mut())?;
         let y = self.input(y);
         self.record(|| Node::Norm(NormNode { op: *op, x, y, statistics }));
         Ok(y)
@@ -47,6 +61,27 @@ impl Tape {
 }
 
 impl NormNode {
+    /// Gives the result back.
+    pub(super) fn give_back(&self, values: &mut Values) {
+        values.0[self.y.0] = None;
+    }
+
+    /// Makes the result again if it was given back.
+    pub(super) fn recompute(
+        &mut self,
+        device: &Device,
+        precision: Precision,
+        parameters: &dyn ParameterSource,
+        values: &mut Values,
+    ) -> Result<(), DeviceError> {
+        if values.0[self.y.0].is_none() {
+            let statistics = self.statistics.view_mut();
+            values.0[self.y.0] =
+                Some(self.op.apply(device, precision, parameters, values.get(self.x), statistics)?);
+        }
+        Ok(())
+    }
+
     pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
         let dy = cx.take_grad(self.y);
         self.backward_input(cx, &dy)?;
@@ -60,8 +95,8 @@ impl NormNode {
             Some(sum) => (sum, true),
             None => (cx.device.activation(dy.shape())?, false),
         };
-        let weight = cx.parameters.span(&self.op.weight);
-        let rows = (cx.values.get(self.x), weight, self.statistics.view());
+        let weight = Vector::new(cx.device, cx.precision, cx.parameters.span(&self.op.weight))?;
+        let rows = (cx.values.get(self.x), weight.view(), self.statistics.view());
         cx.device.norm_backward_input(rows, self.op.kind(), dy.view(), dx.view_mut(), accumulate);
         cx.grads[self.x.0] = Some(dx);
         Ok(())

@@ -101,6 +101,20 @@ config_choice! {
 }
 
 config_choice! {
+    /// What the forward pass keeps for the backward pass.
+    ActivationCheckpointMode {
+        /// All.
+        None = "none",
+        /// Results of products and attention.
+        Selective = "selective",
+        /// The input of each block.
+        Block = "block",
+        /// The input of some blocks.
+        EveryK = "every-k",
+    }
+}
+
+config_choice! {
     /// Which other runs have the same bits as this one.
     Determinism {
         /// Every layout of the same global batch: gradients are summed in one canonical tree.

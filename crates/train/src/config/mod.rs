@@ -11,6 +11,7 @@ mod choice;
 mod compression;
 mod costs;
 mod explain;
+mod memory;
 mod mistake;
 mod reader;
 mod section;
@@ -22,13 +23,13 @@ mod value;
 mod tests;
 
 pub use choice::{
-    Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype,
-    Transport,
+    ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume,
+    Tokenizer, TrainingDtype, Transport,
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
-    Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer, Parallelism, Run,
-    Training,
+    ActivationCheckpoint, Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer,
+    Parallelism, Run, Training,
 };
 
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
@@ -109,6 +110,11 @@ impl Config {
     /// Number of workers.
     pub fn world_size(&self) -> usize {
         self.world_size
+    }
+
+    /// Workers that share out one replica of the training state.
+    pub fn num_shards(&self) -> usize {
+        self.parallelism().data_parallel_shard_degree as usize
     }
 
     /// Microbatches that each worker computes in one step: the gradient accumulation.

@@ -2,7 +2,7 @@
 
 use super::mistake::{Mistake, Place, nearest};
 use super::section::{KeyError, Section};
-use super::sections::{LATER_PARALLELISM_KEYS, LATER_SECTIONS, Sections};
+use super::sections::{LATER_PARALLELISM_KEYS, Sections};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
@@ -145,9 +145,6 @@ impl Loose {
 }
 
 fn unknown_section(name: &str) -> String {
-    if LATER_SECTIONS.contains(&name) {
-        return format!("the section [{name}] is not in this version");
-    }
     format!("unknown section; {}", section_hint(name))
 }
 
@@ -168,7 +165,7 @@ fn outside_of_sections(sections: &Sections, key: &str) -> String {
 
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if section == "parallelism" && LATER_PARALLELISM_KEYS.contains(&key) {
-        return "not in this version; only data_parallel_replicate_degree".to_owned();
+        return "not in this version; only data parallelism, with zero_stage".to_owned();
     }
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs into [{other}]");

@@ -2,8 +2,8 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype,
-    Transport,
+    ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume,
+    Tokenizer, TrainingDtype, Transport,
 };
 use super::section::{Section, config_section, config_sections};
 use super::value::{above, above_up_to};
@@ -33,6 +33,7 @@ config_sections! {
     optimizer: Optimizer,
     lr_scheduler: LrScheduler,
     parallelism: Parallelism,
+    activation_checkpoint: ActivationCheckpoint,
     checkpoint: Checkpoint,
     comm: Comm,
     metrics: Metrics,
@@ -40,13 +41,8 @@ config_sections! {
     generate: Generate,
 }
 
-/// Sections that the design names and this version does not have.
-pub(super) const LATER_SECTIONS: &[&str] = &["activation_checkpoint"];
-
 /// Keys of `[parallelism]` that the design names and this version does not have.
 pub(super) const LATER_PARALLELISM_KEYS: &[&str] = &[
-    "data_parallel_shard_degree",
-    "zero_stage",
     "tensor_parallel_degree",
     "context_parallel_degree",
     "pipeline_parallel_degree",
@@ -220,8 +216,31 @@ config_section! {
 config_section! {
     /// How the work is divided among the workers.
     Parallelism {
-        /// Workers that hold the same weights and see different data; -1 takes all.
+        /// Replicas of the training state, which see different data; -1 takes as many as the shards leave.
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
+        /// Workers that share out one replica of the training state and see different data, too; neighbours, so that those
+        /// of a host can be one replica (hybrid sharding). -1 takes as many as the replicas leave with a `zero_stage` (one
+        /// replica of all workers if neither is set), and 1 without. Counts only with `zero_stage`.
+        data_parallel_shard_degree: i64 = -1, within -1..=1 << 20;
+        /// What the workers of a replica share out (ZeRO): 0 nothing, 1 the optimizer's state, 2 gradients as well, 3
+        /// parameters as well. Losses and weights have the same bits. 1 and 2 send as much as 0, 3 half as much again. With
+        /// a 16-bit `dtype`, stages from 1 on gather weights in it.
+        zero_stage: u32 = 0, within 0..=3;
+        /// With `zero_stage = 3`: how many blocks ahead of their use parameters begin to be gathered.
+        zero_prefetch: usize = 1, within 0..=1 << 12;
+        /// With `zero_stage = 3`: whether parameters are given back between forward and backward, and gathered again.
+        reshard_after_forward: bool = true;
+    }
+}
+
+config_section! {
+    /// What the forward pass keeps for the backward pass; the rest is computed again. Losses and weights have the same bits.
+    ActivationCheckpoint {
+        /// `none` keeps all; `selective` the results of products and attention, but not of normalisations; `block` the
+        /// input of each block; `every-k` the input of every `every_k`-th block.
+        mode: ActivationCheckpointMode = ActivationCheckpointMode::None;
+        /// Blocks of a segment that is recomputed as one. Counts only with `mode = "every-k"`.
+        every_k: usize = 2, within 1..=1 << 12;
     }
 }
 

@@ -56,8 +56,8 @@ configs/try.toml:6: steps = 0: expected a whole number, 1 or more
 configs/try.toml:7: lr = 0.1: unknown key in [training]; it belongs into [optimizer]
 configs/try.toml:9: name = \"adam\": expected \"adamw\" or \"sgd\"; did you mean \"adamw\"?
 configs/try.toml:10: beta1 = 1.0: expected a number from 0 to below 1
-configs/try.toml:12: tensor_parallel_degree = 2: not in this version; only data_parallel_replicate_degree
-configs/try.toml:13: [activation_checkpoint]: the section [activation_checkpoint] is not in this version
+configs/try.toml:12: tensor_parallel_degree = 2: not in this version; only data parallelism, with zero_stage
+configs/try.toml:14: mode = \"full\": expected \"none\", \"selective\", \"block\" or \"every-k\"
 configs/try.toml:16: inputs = [\"a\", 7]: expected a list, each element a path
 --set training.stps=3: unknown key in [training]; did you mean 'steps'?
 --set run: expected section.key=value";
@@ -122,9 +122,35 @@ fn holds_batch_sizes_against_the_world() {
     // The environment's world counts, not the one that the config would start.
     let config = Config::parse(&text, Path::new("try.toml"), &["launch.workers=5".into()], Some(3)).unwrap();
     assert_eq!((config.world_size(), config.num_microbatches()), (3, 2));
-    assert!(
-        mistake_of("parallelism.data_parallel_replicate_degree=2").contains("number of workers, 1, or -1")
+}
+
+#[test]
+fn holds_shards_and_replicas_against_the_world() {
+    let degrees = |options: &[&str]| {
+        let config = good(SMALLEST, &[options, &["launch.workers=4"]].concat());
+        let parallelism = config.parallelism();
+        (parallelism.data_parallel_replicate_degree, parallelism.data_parallel_shard_degree)
+    };
+    assert_eq!(degrees(&[]), (4, 1));
+    assert_eq!(degrees(&["parallelism.zero_stage=2"]), (1, 4));
+    assert_eq!(degrees(&["parallelism.zero_stage=3", "parallelism.data_parallel_shard_degree=2"]), (2, 2));
+    assert_eq!(
+        degrees(&["parallelism.zero_stage=1", "parallelism.data_parallel_replicate_degree=4"]),
+        (4, 1)
     );
+    assert!(
+        mistake_of("parallelism.data_parallel_replicate_degree=2")
+            .contains("2 replicas of 1 workers each do not make up the 1 workers")
+    );
+    assert!(
+        mistake_of("parallelism.reshard_after_forward=false").contains("counts only with zero_stage = 3")
+    );
+    assert!(mistake_of("activation_checkpoint.every_k=3").contains("counts only with mode = \"every-k\""));
+    let found = mistakes(SMALLEST, &["launch.workers=2", "parallelism.data_parallel_shard_degree=2"]);
+    assert!(found[0].contains("share out nothing with zero_stage = 0"), "{found:?}");
+    let found =
+        mistakes(SMALLEST, &["launch.workers=2", "parallelism.zero_stage=1", "comm.compression=int8"]);
+    assert!(found[0].contains("gradients are compressed where every worker has the sum"), "{found:?}");
 }
 
 #[test]

@@ -4,6 +4,7 @@ use super::Config;
 use super::choice::{Architecture, Decay, Determinism, Fp8, Tokenizer, TrainingDtype};
 use super::compression::check_compression;
 use super::costs::check_costs;
+use super::memory::{check_activation_checkpoint, check_parallelism, degrees};
 use super::mistake::{Mistake, Place};
 use super::reader::Loose;
 use super::section::Section;
@@ -33,6 +34,8 @@ pub(super) fn validate(
     check_model(&mut checks);
     check_data(&mut checks);
     check_training(&mut checks, world_size);
+    check_parallelism(&mut checks, world_size);
+    check_activation_checkpoint(&mut checks);
     check_loss_scale(&mut checks);
     check_fp8(&mut checks);
     check_tls(&mut checks);
@@ -211,7 +214,7 @@ fn check_data(checks: &mut Checks<'_>) {
 }
 
 fn check_training(checks: &mut Checks<'_>, world_size: usize) {
-    let Sections { training, parallelism, .. } = &checks.loose.sections;
+    let training = &checks.loose.sections.training;
     let local = training.local_batch_size;
     let smallest = local * world_size;
     checks.require(
@@ -242,12 +245,6 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
         num_tokens.is_some(),
         &["training.steps", "training.global_batch_size", "training.seq_len", "training.local_batch_size"],
         || "steps x global_batch_size x seq_len is more tokens than can be counted".to_owned(),
-    );
-    let degree = parallelism.data_parallel_replicate_degree;
-    checks.require(
-        degree == -1 || usize::try_from(degree) == Ok(world_size),
-        &["parallelism.data_parallel_replicate_degree", "launch.workers"],
-        || format!("expected the number of workers, {world_size}, or -1 for all of them; found {degree}"),
     );
 }
 
@@ -311,7 +308,10 @@ fn name_run(sections: &mut Sections, path: &Path) {
 }
 
 fn resolve(sections: &mut Sections, world_size: usize) {
-    let Sections { run, model, data, training, lr_scheduler, .. } = sections;
+    let Sections { run, model, data, training, lr_scheduler, parallelism, .. } = sections;
+    let (replicas, shards) = degrees(parallelism, world_size);
+    parallelism.data_parallel_replicate_degree = replicas as i64;
+    parallelism.data_parallel_shard_degree = shards as i64;
     if let Some(architecture) = model.architecture {
         resolve_model(model, architecture, training.seq_len);
     }

@@ -7,15 +7,15 @@ use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
-use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::single as single_stage;
+use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_schedule::lowering::{Sharding, shard};
+use trireme_schedule::{ZeroStage, single as single_stage};
 use trireme_tensor::{Category, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_train::FP8_NOTICE;
 
@@ -58,6 +58,12 @@ pub(crate) struct StepArgs {
     /// machine.
     #[arg(long)]
     independent: bool,
+    /// What the workers share out: 0 nothing, 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
+    #[arg(long, value_name = "N", default_value = "0", value_parser = parse_zero_stage)]
+    zero_stage: ZeroStage,
+    /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    prefetch: usize,
     /// Timed steps.
     #[arg(long, value_name = "N", default_value_t = 20)]
     steps: usize,
@@ -80,6 +86,11 @@ pub(super) fn parse_precision(text: &str) -> Result<Precision, String> {
         .into_iter()
         .find(|precision| precision.to_string() == text)
         .ok_or_else(|| "expected f32, bf16 or f16".to_owned())
+}
+
+fn parse_zero_stage(text: &str) -> Result<ZeroStage, String> {
+    let stage = text.parse().ok().and_then(|number: usize| ZeroStage::ALL.get(number));
+    stage.copied().ok_or_else(|| "expected 0, 1, 2 or 3".to_owned())
 }
 
 fn parse_fp8(text: &str) -> Result<Fp8Formats, String> {
@@ -186,7 +197,7 @@ pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
     ModelConfig::from_json(&text).with_context(|| path.display().to_string())
 }
 
-fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor> {
+fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let model = Model::new(read_model(&args.model)?, device)?;
     if args.seq > model.config().max_position_embeddings {
         bail!(
@@ -195,15 +206,19 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
             model.config().max_position_embeddings
         );
     }
-    let parameters = model.initial_parameters(device, args.seed)?;
+    let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
+    let ranks = DataParallelRanks::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let optimizer = Optimizer::new(kind, 0.1, true, model.table(), &model.table().shards(0, 1), device)?;
-    let program = single_stage::program(model.num_units(), 1);
+    let optimizer = Optimizer::new(kind, 0.1, true, model.table(), &ranks.parts(model.table()), device)?;
+    let sharding =
+        Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
+    let program = shard(single_stage::program(model.num_units(), 1, &model.ties()), sharding);
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),
         reduce_dtype: args.reduce_dtype,
         fusion_bytes: ExecutorOptions::FUSION_BYTES,
+        sharding,
         compression: Compression::none(),
         seed: args.seed,
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
@@ -211,18 +226,20 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
         local_batch_size: args.batch,
         seq_len: args.seq,
     };
-    Ok(Executor::new(model, parameters, optimizer, group, device, program, options)?)
+    let mut executor = Executor::new(model, optimizer, ranks, device, program, options)?;
+    executor.initialize(args.seed)?;
+    Ok(executor)
 }
 
 fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
-    let world = Arc::new(world);
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
         0 => trireme_train::share_of_cores(world_size),
         threads => threads,
     };
     let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() })?;
-    let group = if args.independent { Arc::new(single()) } else { Arc::clone(&world) };
+    // Independent workers meet again when they tell what they found.
+    let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let mut executor = build(args, group, &device)?;
     let tokens = Tokens::open(args, executor.model().config().vocab_size)?;
     let mut window = vec![0; args.seq + 1];
@@ -248,7 +265,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
     }
     let facts =
         [first.unwrap_or_default(), peak_rss_bytes()? as f64, median(&mut seconds), median(&mut exposed)];
-    let all = gather(&world, &facts)?;
+    let all = gather(meeting.as_ref().unwrap_or(executor.group()), &facts)?;
     if rank != Rank::ROOT {
         return Ok(());
     }
@@ -268,7 +285,12 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
-                (_, false) => "ddp",
+                (_, false) => match args.zero_stage {
+                    ZeroStage::Zero => "ddp",
+                    ZeroStage::One => "zero1",
+                    ZeroStage::Two => "zero2",
+                    ZeroStage::Three => "zero3",
+                },
             },
             compile: false,
             device: "cpu",

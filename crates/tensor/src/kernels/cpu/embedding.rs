@@ -1,5 +1,6 @@
 //! Rows of a table, gathered by token id.
 
+use super::element::Element;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
 
@@ -7,13 +8,15 @@ use super::{Cpu, SharedSlice};
 const COLUMNS_PER_TASK: usize = 64;
 
 for_each_simd_level! {
-    fn gather_rows(ids: &[u32], table: &[f32], positions: Option<&[f32]>, first_position: usize, out: &mut [f32], cols: usize) {
+    fn gather_rows<T: Element, P: Element>(ids: &[u32], table: &[T], positions: Option<&[T]>, first_position: usize, out: &mut [f32], cols: usize) {
+        let round = |value: T| P::from_f32(value.to_f32()).to_f32();
         for (offset, (&id, out)) in ids.iter().zip(out.chunks_exact_mut(cols)).enumerate() {
-            out.copy_from_slice(&table[id as usize * cols..(id as usize + 1) * cols]);
+            let row = &table[id as usize * cols..(id as usize + 1) * cols];
+            out.iter_mut().zip(row).for_each(|(out, &row)| *out = round(row));
             if let Some(positions) = positions {
                 let start = (first_position + offset) * cols;
                 let row = &positions[start..start + cols];
-                out.iter_mut().zip(row).for_each(|(out, &row)| *out += row);
+                out.iter_mut().zip(row).for_each(|(out, &row)| *out += round(row));
             }
         }
     }
@@ -29,15 +32,15 @@ for_each_simd_level! {
 }
 
 impl Cpu {
-    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`; `out` is `ids.len() x cols`.
+    /// `out[i] = P(table[ids[i]]) + P(positions[first_position + i % seq_len])`; `out` is `ids.len() x cols`.
     ///
     /// # Panics
     /// If there are no ids, an id lies outside of the table or a position outside of `positions`.
-    pub(crate) fn embedding(
+    pub(crate) fn embedding<T: Element, P: Element>(
         &self,
         ids: &[u32],
-        table: &[f32],
-        positions: Option<&[f32]>,
+        table: &[T],
+        positions: Option<&[T]>,
         (seq_len, first_position): (usize, usize),
         out: &mut [f32],
     ) {
@@ -47,7 +50,7 @@ impl Cpu {
             let first = sequence * seq_len;
             // SAFETY: sequences do not overlap.
             let out = unsafe { shared.range(first * cols, seq_len * cols) };
-            gather_rows(
+            gather_rows::<T, P>(
                 self.features,
                 &ids[first..first + seq_len],
                 table,

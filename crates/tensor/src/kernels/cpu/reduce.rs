@@ -73,6 +73,10 @@ for_each_simd_level! {
         y.iter_mut().zip(x).for_each(|(y, x)| *y = U::from_f32(x.to_f32()));
     }
 
+    fn round<T: Element, P: Element>(x: &[T], y: &mut [f32]) {
+        y.iter_mut().zip(x).for_each(|(y, x)| *y = P::from_f32(x.to_f32()).to_f32());
+    }
+
     fn add_assign(out: &mut [f32], term: &[f32]) {
         out.iter_mut().zip(term).for_each(|(out, &term)| *out += term);
     }
@@ -120,6 +124,16 @@ impl Cpu {
         self.for_row_blocks(x.len(), 1, |first, len| {
             // SAFETY: blocks do not overlap.
             convert(self.features, &x[first..first + len], unsafe { out.range(first, len) });
+        });
+    }
+
+    /// `y = P(x)`, elementwise, in f32.
+    pub(crate) fn round<T: Element, P: Element>(&self, x: &[T], y: &mut [f32]) {
+        assert_eq!(x.len(), y.len());
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(x.len(), 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            round::<T, P>(self.features, &x[first..first + len], unsafe { out.range(first, len) });
         });
     }
 

@@ -98,7 +98,7 @@ impl Step<'_> {
     pub(super) fn embedding(&mut self) -> Result<(), DeviceError> {
         let StepSizes { hidden, vocabulary, is_llama, attention: AttentionShape { seq_len, .. }, .. } =
             *self.sizes;
-        let (device, rows) = (&self.probe.device, self.rows());
+        let (device, rows, precision) = (&self.probe.device, self.rows(), self.precision);
         let mut ids = device.zeros([rows].into(), DType::U32, Category::Activations)?;
         // Spread over the table, as those of a text are.
         let spread = |index: usize| (index.wrapping_mul(0x9e37_79b1) % vocabulary) as u32;
@@ -113,7 +113,7 @@ impl Step<'_> {
             each(num, usize::from(learned), [F32, 0, F32]),
             |_| {
                 let positions = learned.then(|| positions.view());
-                device.embedding(ids.view(), table.view(), positions, (seq_len, 0), x.view_mut());
+                device.embedding(precision, ids.view(), table.view(), positions, (seq_len, 0), x.view_mut());
             },
         )?;
         self.kernel(("embedding: table gradient", 1.0), &shape, each(num, 1, [F32, F32, 0]), |_| {

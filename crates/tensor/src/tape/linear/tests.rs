@@ -181,7 +181,8 @@ impl Case {
         let mut y = product(&input, &weight, INPUTS);
         y.iter_mut().enumerate().for_each(|(index, y)| {
             let residual = self.residual.as_ref().map_or(0.0, |residual| residual[index]);
-            *y += f64::from(bias.f32s()[index % OUTPUTS]) + f64::from(residual);
+            let bias = Bf16::from_f32(bias.f32s()[index % OUTPUTS]).to_f32();
+            *y += f64::from(bias) + f64::from(residual);
         });
         // Results in bf16 are rounded to 8 bits, those in f32 not.
         let rounding = if self.residual.is_some() { 1e-6 } else { 1.0 / 256.0 };

@@ -1,8 +1,9 @@
 use crate::kernels::cpu::test_support::{
-    Exact, affordable, assert_close, cases, cpu, exactly, levels, not_finite, random, run,
+    Exact, affordable, assert_close, cases, cpu, exactly, levels, narrow, not_finite, random, run,
 };
 use proptest::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use trireme_base::Bf16;
 
 /// What gradients hold before they are added to.
 const BEFORE: f32 = 0.5;
@@ -64,7 +65,13 @@ impl Inputs {
         run(|cpu| {
             let embed = |positions| {
                 let mut out = vec![f32::NAN; self.dy.len()];
-                cpu.embedding(&self.ids, &self.table, positions, (seq_len, first_position), &mut out);
+                cpu.embedding::<f32, f32>(
+                    &self.ids,
+                    &self.table,
+                    positions,
+                    (seq_len, first_position),
+                    &mut out,
+                );
                 out
             };
             let (mut d_table, mut d_positions) =
@@ -184,11 +191,30 @@ fn what_is_not_finite_reaches_its_row_and_column_only() {
 }
 
 #[test]
+fn rows_are_rounded_whether_they_are_stored_so_or_not() {
+    let (table, positions) = (random(5 * 6, "table"), random(3 * 6, "positions"));
+    let (narrow_table, narrow_positions) = (narrow::<Bf16>(&table), narrow::<Bf16>(&positions));
+    let ids = [4, 0, 3];
+    let [wide, stored] = run(|cpu| {
+        let (mut wide, mut stored) = (vec![0.0; 18], vec![0.0; 18]);
+        cpu.embedding::<f32, Bf16>(&ids, &table, Some(&positions), (3, 0), &mut wide);
+        cpu.embedding::<Bf16, Bf16>(&ids, &narrow_table, Some(&narrow_positions), (3, 0), &mut stored);
+        [wide, stored]
+    });
+    assert_eq!(wide, stored);
+    for (index, found) in wide.into_iter().enumerate() {
+        let (row, col) = (index / 6, index % 6);
+        let expected = narrow_table[ids[row] as usize * 6 + col].to_f32() + narrow_positions[index].to_f32();
+        assert_eq!(found, expected);
+    }
+}
+
+#[test]
 fn ids_and_positions_outside_of_their_tables_are_refused() {
     let panics = |test: &dyn Fn()| catch_unwind(AssertUnwindSafe(test)).is_err();
     for level in levels() {
         let embed = |id: u32, positions: Option<&[f32]>, first: usize| {
-            cpu(level, 1).embedding(&[0, id], &[0.0; 6], positions, (2, first), &mut [0.0; 4]);
+            cpu(level, 1).embedding::<f32, f32>(&[0, id], &[0.0; 6], positions, (2, first), &mut [0.0; 4]);
         };
         let backward = |id: u32| cpu(level, 1).embedding_backward(&[0, id], &[0.0; 4], &mut [0.0; 6]);
         embed(2, Some(&[0.0; 6]), 1);

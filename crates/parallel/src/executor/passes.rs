@@ -1,0 +1,207 @@
+//! Passes of units: forward, recomputation, backward, evaluation.
+
+use super::Executor;
+use crate::error::ParallelError;
+use std::sync::Arc;
+use trireme_model::{Batch, Step};
+use trireme_schedule::{Action, Keep, Outline};
+use trireme_tensor::tape::Recording;
+use trireme_tensor::{Tape, Tensor, Var};
+
+/// What a unit's forward pass of one microbatch has left for its backward.
+enum Pass {
+    /// All or the products.
+    Recorded { tape: Tape, input: Var, end: End },
+    /// The input.
+    Input(Tensor),
+}
+
+/// What backward of a unit starts from.
+#[derive(Clone, Copy)]
+enum End {
+    /// The gradient of what it made.
+    Output(Var),
+    /// The loss.
+    Loss { targets: Var },
+}
+
+/// Microbatches under way.
+pub(super) struct InFlight {
+    num_microbatches: usize,
+    /// For each microbatch: what the last unit made, to be read by the next.
+    activations: Vec<Option<Tensor>>,
+    targets: Vec<Option<Tensor>>,
+    /// For each microbatch: gradient of what the unit below made.
+    grads: Vec<Option<Tensor>>,
+    /// By unit, then microbatch.
+    passes: Vec<Option<Pass>>,
+    /// Tapes to be used again, so that steps allocate nothing.
+    spare_tapes: Vec<Tape>,
+}
+
+impl InFlight {
+    pub(super) fn new(outline: &Outline) -> Self {
+        let Outline { num_units, num_microbatches, .. } = *outline;
+        let none = || (0..num_microbatches).map(|_| None).collect();
+        InFlight {
+            num_microbatches,
+            activations: none(),
+            targets: none(),
+            grads: none(),
+            passes: (0..num_units * num_microbatches).map(|_| None).collect(),
+            spare_tapes: Vec::with_capacity(num_units * num_microbatches),
+        }
+    }
+
+    /// Takes in what the first unit reads and the head predicts.
+    pub(super) fn begin(&mut self, microbatch: usize, batch: Batch) {
+        self.activations[microbatch] = Some(batch.inputs);
+        self.targets[microbatch] = Some(batch.targets);
+    }
+
+    fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Pass> {
+        &mut self.passes[unit * self.num_microbatches + microbatch]
+    }
+
+    fn spare(&mut self, mut tape: Tape) {
+        tape.clear();
+        self.spare_tapes.push(tape);
+    }
+}
+
+impl Executor {
+    pub(super) fn forward(
+        &mut self,
+        unit: usize,
+        microbatch: usize,
+        keep: Keep,
+    ) -> Result<(), ParallelError> {
+        let input = self.in_flight.activations[microbatch].take().expect("the unit below has run");
+        let pass = self.record(unit, microbatch, input)?;
+        let in_flight = &mut self.in_flight;
+        let kept = match (keep, pass) {
+            (Keep::All, pass) => Some(pass),
+            (Keep::Products, Pass::Recorded { mut tape, input, end }) => {
+                tape.keep_products();
+                Some(Pass::Recorded { tape, input, end })
+            }
+            (Keep::Input | Keep::Nothing, Pass::Recorded { mut tape, input, end }) => {
+                if let End::Loss { targets } = end {
+                    in_flight.targets[microbatch] = Some(tape.take_value(targets));
+                }
+                let input = tape.take_value(input);
+                in_flight.spare(tape);
+                (keep == Keep::Input).then_some(Pass::Input(input))
+            }
+            (_, Pass::Input(_)) => unreachable!("a pass was recorded"),
+        };
+        *in_flight.pass(unit, microbatch) = kept;
+        Ok(())
+    }
+
+    /// Runs a unit on a tape of its own and passes on what it makes.
+    fn record(&mut self, unit: usize, microbatch: usize, input: Tensor) -> Result<Pass, ParallelError> {
+        let spare = self.in_flight.spare_tapes.pop();
+        let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
+        let shape = (self.options.local_batch_size, self.options.seq_len);
+        let step = Step { parameters: &self.parameters, shape };
+        let in_flight = &mut self.in_flight;
+        let input = tape.input(input);
+        let is_head = unit + 1 == self.program.outline.num_units;
+        let end = if is_head {
+            let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
+            let targets = tape.input(targets);
+            let loss_scale = self.loss_scaler.scale() as f32;
+            self.model.forward_loss(&mut tape, step, input, targets, loss_scale)?;
+            End::Loss { targets }
+        } else {
+            let output = self.model.forward(unit, &mut tape, step, input)?;
+            in_flight.activations[microbatch] = Some(tape.take_value(output));
+            End::Output(output)
+        };
+        Ok(Pass::Recorded { tape, input, end })
+    }
+
+    /// Makes again what forward did not keep.
+    pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        let input = match self.in_flight.pass(unit, microbatch).take() {
+            Some(Pass::Recorded { mut tape, input, end }) => {
+                tape.recompute(&self.parameters)?;
+                *self.in_flight.pass(unit, microbatch) = Some(Pass::Recorded { tape, input, end });
+                return Ok(());
+            }
+            Some(Pass::Input(input)) => input,
+            None => self.in_flight.activations[microbatch].take().expect("the unit below was recomputed"),
+        };
+        let pass = self.record(unit, microbatch, input)?;
+        *self.in_flight.pass(unit, microbatch) = Some(pass);
+        Ok(())
+    }
+
+    pub(super) fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        self.gradients.prepare(unit)?;
+        let in_flight = &mut self.in_flight;
+        let Some(Pass::Recorded { mut tape, input, end }) = in_flight.pass(unit, microbatch).take() else {
+            unreachable!("forward or a recomputation has recorded a pass");
+        };
+        // What a recomputation has made for a unit above that needs it no more.
+        in_flight.activations[microbatch] = None;
+        let output = match end {
+            End::Output(output) => {
+                Some((output, in_flight.grads[microbatch].take().expect("the unit above has run backward")))
+            }
+            End::Loss { .. } => None,
+        };
+        let is_head = output.is_none();
+        tape.backward(&self.parameters, output, &mut self.gradients)?;
+        in_flight.grads[microbatch] = tape.take_grad(input);
+        let loss_sum = tape.loss_sum();
+        in_flight.spare(tape);
+        self.gradients.close(unit);
+        if is_head {
+            let loss = loss_sum.expect("backward of the head computes the loss");
+            // After the last microbatch the losses travel, ahead of the first gradient.
+            self.losses.push(microbatch, loss);
+        }
+        Ok(())
+    }
+
+    /// Sum of the losses of a batch's rows in nats, without training. Collective where parameters are sharded: a rank without
+    /// a batch takes part in gathering them.
+    pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Option<f64>, ParallelError> {
+        let shape = batch.as_ref().map(|batch| batch.inputs.shape());
+        let (mut activation, mut targets) = match batch {
+            Some(Batch { inputs, targets }) => (Some(inputs), Some(targets)),
+            None => (None, None),
+        };
+        let mut loss = None;
+        for index in 0..self.evaluation.actions.len() {
+            let action = self.evaluation.actions[index];
+            self.await_parameters(action)?;
+            match (action, shape) {
+                (Action::Unshard { unit }, _) => self.parameters.unshard(unit)?,
+                (Action::Reshard { unit }, _) => self.parameters.reshard(unit),
+                (Action::Forward { unit, .. }, Some(shape)) => {
+                    let step = Step { parameters: &self.parameters, shape: (shape.rows(), shape.cols()) };
+                    let mut tape = self.new_tape(Recording::Off);
+                    let input = tape.input(activation.take().expect("the unit below has run"));
+                    if unit + 1 == self.evaluation.outline.num_units {
+                        let targets = tape.input(targets.take().expect("the head runs once"));
+                        self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
+                        loss = tape.loss_sum();
+                    } else {
+                        let output = self.model.forward(unit, &mut tape, step, input)?;
+                        activation = Some(tape.take_value(output));
+                    }
+                }
+                _ => (),
+            }
+        }
+        Ok(loss)
+    }
+
+    fn new_tape(&self, recording: Recording) -> Tape {
+        let scales = self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales()));
+        Tape::new(&self.device, recording, self.options.precision).with_fp8(scales)
+    }
+}

@@ -1,0 +1,297 @@
+//! Parameters of a rank: what it steps, and what its operations read.
+
+use crate::error::ParallelError;
+use crate::pool::Pool;
+use crate::ranks::DataParallelRanks;
+use crate::stored::Stored;
+use crate::waiting::Waiting;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::{Bf16, F16, Rank};
+use trireme_comm::{Buffer, Group, Work};
+use trireme_schedule::ZeroStage;
+use trireme_tensor::{
+    Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, View,
+    ViewMut,
+};
+
+/// The parameters of a rank.
+///
+/// Up to the second ZeRO stage operations read whole units at any time; in the third those that are unsharded. What the
+/// rank steps is its shard, in f32.
+#[derive(Debug)]
+pub(crate) struct RankParameters {
+    table: Arc<ParameterTable>,
+    device: Device,
+    /// This rank's shard of each unit, without what fills up leaves.
+    parts: Vec<Range<usize>>,
+    layout: Layout,
+}
+
+#[derive(Debug)]
+enum Layout {
+    /// What is read is what is stepped.
+    Replicated(Parameters),
+    /// What is stepped lies within what is read: shards of whole units in f32 that are there at any time.
+    Within(Gathered<f32>),
+    /// Operations read copies.
+    Apart { shards: Parameters, wholes: Box<dyn Wholes> },
+}
+
+impl RankParameters {
+    /// Zeros. Gathered parameters are in `precision`.
+    pub(crate) fn new(
+        table: &Arc<ParameterTable>,
+        zero_stage: ZeroStage,
+        precision: Precision,
+        ranks: &DataParallelRanks,
+        device: &Device,
+    ) -> Result<Self, ParallelError> {
+        let group = ranks.shards();
+        let parts = table.shards(group.rank().0, group.world_size());
+        let is_kept = zero_stage < ZeroStage::Three;
+        let layout = match (zero_stage, precision) {
+            (ZeroStage::Zero, _) => {
+                Layout::Replicated(Parameters::zeros(table, device, Category::Parameters)?)
+            }
+            (ZeroStage::One | ZeroStage::Two, Precision::F32) => {
+                Layout::Within(Gathered::new(table, group, device, is_kept)?)
+            }
+            _ => {
+                // Beside narrow copies that stay, what is stepped is state of the optimizer, as the ZeRO paper counts.
+                let is_master = precision != Precision::F32;
+                let category = if is_master { Category::Optimizer } else { Category::Parameters };
+                let wholes: Box<dyn Wholes> = match precision {
+                    Precision::F32 => Box::new(Gathered::<f32>::new(table, group, device, is_kept)?),
+                    Precision::Bf16 => Box::new(Gathered::<Bf16>::new(table, group, device, is_kept)?),
+                    Precision::F16 => Box::new(Gathered::<F16>::new(table, group, device, is_kept)?),
+                };
+                Layout::Apart {
+                    shards: Parameters::zeros_of(table, parts.clone(), device, category)?,
+                    wholes,
+                }
+            }
+        };
+        Ok(RankParameters { table: Arc::clone(table), device: device.clone(), parts, layout })
+    }
+
+    /// The elements of each unit's flat buffer that this rank steps.
+    pub(crate) fn parts(&self) -> &[Range<usize>] {
+        &self.parts
+    }
+
+    /// What this rank steps of a unit, in f32.
+    pub(crate) fn shard(&self, unit: usize) -> View<'_> {
+        match &self.layout {
+            Layout::Replicated(parameters) => parameters.flat(unit),
+            Layout::Within(wholes) => wholes.view(unit).part(self.parts[unit].start, self.shape(unit)),
+            Layout::Apart { shards, .. } => shards.flat(unit),
+        }
+    }
+
+    /// As [`shard`](RankParameters::shard), to write; whole copies are as they were.
+    pub(crate) fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
+        let shape = self.shape(unit);
+        match &mut self.layout {
+            Layout::Replicated(parameters) => parameters.flat_mut(unit),
+            Layout::Within(wholes) => wholes.view_mut(unit).into_part(self.parts[unit].start, shape),
+            Layout::Apart { shards, .. } => shards.flat_mut(unit),
+        }
+    }
+
+    fn shape(&self, unit: usize) -> Shape {
+        [self.parts[unit].len()].into()
+    }
+
+    /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
+    /// is, and the elements, in order.
+    pub(crate) fn for_each_mut<E>(
+        &mut self,
+        mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let (table, parts) = (Arc::clone(&self.table), self.parts.clone());
+        for (info, held, within) in table.held(&parts) {
+            write(info, held, &mut self.shard_mut(info.unit).f32s()[within])?;
+        }
+        Ok(())
+    }
+
+    /// Starts to gather a unit. Collective over the shards.
+    pub(crate) fn unshard(&mut self, unit: usize) -> Result<(), ParallelError> {
+        match &mut self.layout {
+            Layout::Replicated(_) => Ok(()),
+            Layout::Within(wholes) => wholes.unshard(unit, None, &self.device),
+            Layout::Apart { shards, wholes } => wholes.unshard(unit, Some(shards.flat(unit)), &self.device),
+        }
+    }
+
+    /// Gives back what was gathered of a unit.
+    pub(crate) fn reshard(&mut self, unit: usize) {
+        self.wholes_mut().expect("only what was gathered is given back").reshard(unit);
+    }
+
+    /// Waits until a unit can be read.
+    pub(crate) fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        self.wholes_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
+    }
+
+    /// Brings whole copies that stay up to date with the shards. Collective over the shards.
+    pub(crate) fn refresh(&mut self) -> Result<(), ParallelError> {
+        if self.wholes_mut().is_none_or(|wholes| !wholes.are_kept()) {
+            return Ok(());
+        }
+        let mut waiting = Waiting::default();
+        (0..self.parts.len()).try_for_each(|unit| self.unshard(unit))?;
+        (0..self.parts.len()).try_for_each(|unit| self.ensure(unit, &mut waiting))
+    }
+
+    fn wholes_mut(&mut self) -> Option<&mut dyn Wholes> {
+        match &mut self.layout {
+            Layout::Replicated(_) => None,
+            Layout::Within(wholes) => Some(wholes),
+            Layout::Apart { wholes, .. } => Some(&mut **wholes),
+        }
+    }
+}
+
+impl ParameterSource for RankParameters {
+    fn unit(&self, unit: usize) -> View<'_> {
+        match &self.layout {
+            Layout::Replicated(parameters) => parameters.unit(unit),
+            Layout::Within(wholes) => wholes.view(unit),
+            Layout::Apart { wholes, .. } => wholes.view(unit),
+        }
+    }
+}
+
+/// All parameters, in memory of rank 0; `None` for the other ranks. Collective over the ranks.
+///
+/// A unit at a time is gathered by every rank of a replica: with ZeRO no other rank needs memory for more.
+pub(crate) fn gather_parameters(
+    parameters: &RankParameters,
+    ranks: &DataParallelRanks,
+) -> Result<Option<Parameters>, ParallelError> {
+    let RankParameters { table, device, .. } = parameters;
+    let is_root = ranks.world().rank() == Rank::ROOT;
+    let mut all = is_root.then(|| Parameters::zeros(table, device, Category::Parameters)).transpose()?;
+    let group = ranks.shards();
+    for (unit, info) in table.units().iter().enumerate() {
+        let mut buffer = group.buffer::<f32>(info.padded_len())?;
+        buffer[parameters.parts[unit].clone()].copy_from_slice(parameters.shard(unit).f32s());
+        let buffer = group.all_gather(buffer).wait()?;
+        if let Some(all) = &mut all {
+            all.flat_mut(unit).f32s().copy_from_slice(&buffer[..info.num_elements]);
+        }
+    }
+    Ok(all)
+}
+
+/// Whole units that are gathered from shards.
+trait Wholes: fmt::Debug + Send {
+    /// Whether units stay when they were gathered.
+    fn are_kept(&self) -> bool;
+
+    /// Starts to gather a unit, to which this rank gives `shard`, or what lies in its place already.
+    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>, device: &Device)
+    -> Result<(), ParallelError>;
+
+    fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError>;
+
+    fn reshard(&mut self, unit: usize);
+
+    fn view(&self, unit: usize) -> View<'_>;
+}
+
+/// Whole units in one type of float.
+struct Gathered<T> {
+    group: Arc<Group>,
+    table: Arc<ParameterTable>,
+    units: Vec<Whole<T>>,
+    is_kept: bool,
+    pool: Pool<T>,
+}
+
+enum Whole<T> {
+    Absent,
+    Present(Buffer<T>),
+    Gathering(Work<Buffer<T>>),
+}
+
+impl<T: Stored> Gathered<T> {
+    fn new(
+        table: &Arc<ParameterTable>,
+        group: &Arc<Group>,
+        device: &Device,
+        is_kept: bool,
+    ) -> Result<Self, ParallelError> {
+        let pool = Pool::new(group, device, Category::Parameters, true);
+        let whole = |len: usize| Ok(if is_kept { Whole::Present(pool.take(len)?) } else { Whole::Absent });
+        let units = table.units().iter().map(|unit| whole(unit.padded_len()));
+        let units = units.collect::<Result<_, ParallelError>>()?;
+        Ok(Gathered { group: Arc::clone(group), table: Arc::clone(table), units, is_kept, pool })
+    }
+
+    fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
+        let len = self.table.units()[unit].num_elements;
+        match &mut self.units[unit] {
+            Whole::Present(buffer) => T::view_mut(&mut buffer[..len], [len].into()),
+            _ => panic!("unit {unit} is written while it is not there"),
+        }
+    }
+}
+
+impl<T: Stored> Wholes for Gathered<T> {
+    fn are_kept(&self) -> bool {
+        self.is_kept
+    }
+
+    fn unshard(
+        &mut self,
+        unit: usize,
+        shard: Option<View<'_>>,
+        device: &Device,
+    ) -> Result<(), ParallelError> {
+        let info = &self.table.units()[unit];
+        let mut buffer = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            Whole::Present(buffer) => buffer,
+            _ => self.pool.take(info.padded_len())?,
+        };
+        if let Some(shard) = shard {
+            let own = info.shard(self.group.rank().0, self.group.world_size());
+            let shape = shard.shape();
+            device.convert(shard, T::view_mut(&mut buffer[own], shape));
+        }
+        self.units[unit] = Whole::Gathering(self.group.all_gather(buffer));
+        Ok(())
+    }
+
+    fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            Whole::Gathering(work) => self.units[unit] = Whole::Present(waiting.wait(work)?),
+            other => self.units[unit] = other,
+        }
+        Ok(())
+    }
+
+    fn reshard(&mut self, unit: usize) {
+        if let Whole::Present(buffer) = std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            self.pool.give(buffer);
+        }
+    }
+
+    fn view(&self, unit: usize) -> View<'_> {
+        let len = self.table.units()[unit].num_elements;
+        match &self.units[unit] {
+            Whole::Present(buffer) => T::view(&buffer[..len], [len].into()),
+            _ => panic!("unit {unit} is read while it is not there"),
+        }
+    }
+}
+
+impl<T> fmt::Debug for Gathered<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let present = self.units.iter().map(|whole| matches!(whole, Whole::Present(_)));
+        write!(f, "Gathered({:?})", present.collect::<Vec<_>>())
+    }
+}

@@ -1,0 +1,94 @@
+//! The data-parallel ranks, as a grid of replicas and shards.
+
+use crate::error::ParallelError;
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::Rank;
+use trireme_comm::Group;
+use trireme_plan::{Axis, Mesh};
+use trireme_tensor::ParameterTable;
+
+/// The data-parallel ranks of a world: `num_replicas x num_shards`. The ranks of a replica are neighbours and share out its
+/// training state; ranks with the same shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023,
+/// section 3.2.2).
+pub struct DataParallelRanks {
+    world: Arc<Group>,
+    /// The ranks of this rank's replica.
+    shards: Arc<Group>,
+    /// The ranks with this rank's shard.
+    replicas: Arc<Group>,
+}
+
+impl DataParallelRanks {
+    /// Arranges the ranks of `world`; collective over it.
+    ///
+    /// # Panics
+    /// If `num_shards` does not divide the number of ranks.
+    pub fn new(world: Group, num_shards: usize) -> Result<Self, ParallelError> {
+        let (rank, world_size) = (world.rank().0, world.world_size());
+        assert!(world_size.is_multiple_of(num_shards), "{num_shards} shards for {world_size} ranks");
+        let world = Arc::new(world);
+        let group = |name: &str, len: usize, color: usize| -> Result<Arc<Group>, ParallelError> {
+            if len == world_size {
+                return Ok(Arc::clone(&world));
+            }
+            if len == 1 {
+                return Ok(Arc::new(world.singleton()));
+            }
+            let group = world.split_named(name, Some(color as u64), rank as u64)?;
+            Ok(Arc::new(group.expect("a rank that gives a color gets a group")))
+        };
+        let shards = group("shards", num_shards, rank / num_shards)?;
+        let replicas = group("replicas", world_size / num_shards, rank % num_shards)?;
+        Ok(DataParallelRanks { world, shards, replicas })
+    }
+
+    /// All ranks.
+    pub fn world(&self) -> &Arc<Group> {
+        &self.world
+    }
+
+    /// The ranks that share out a replica with this one.
+    pub fn shards(&self) -> &Arc<Group> {
+        &self.shards
+    }
+
+    /// The ranks that hold the same shard as this one.
+    pub fn replicas(&self) -> &Arc<Group> {
+        &self.replicas
+    }
+
+    /// The ranks as a mesh.
+    pub fn mesh(&self) -> Mesh {
+        let (replicas, shards) = (self.replicas.world_size(), self.shards.world_size());
+        let mesh = Mesh::new(&[(Axis::DataReplicate, replicas), (Axis::DataShard, shards)]);
+        mesh.expect("groups have ranks")
+    }
+
+    /// The elements of each unit's flat buffer that this rank steps.
+    pub fn parts(&self, table: &ParameterTable) -> Vec<Range<usize>> {
+        table.shards(self.shards.rank().0, self.shards.world_size())
+    }
+
+    /// The rank of the world that has this rank's shard of a replica.
+    pub(crate) fn rank_in_replica(&self, replica: usize) -> Rank {
+        Rank(replica * self.shards.world_size() + self.shards.rank().0)
+    }
+
+    /// Says which line of a program issues what the groups are given from now on.
+    pub(crate) fn set_line(&self, line: fmt::Arguments<'_>) {
+        self.groups().for_each(|group| group.set_line(line));
+    }
+
+    /// Bytes of vectors that this rank has sent, by all groups.
+    pub fn payload_bytes(&self) -> u64 {
+        self.groups().map(|group| group.statistics().payload_bytes).sum()
+    }
+
+    /// Each group once.
+    fn groups(&self) -> impl Iterator<Item = &Arc<Group>> {
+        let others = [&self.shards, &self.replicas].into_iter();
+        std::iter::once(&self.world).chain(others.filter(|group| !Arc::ptr_eq(group, &self.world)))
+    }
+}

@@ -1,0 +1,114 @@
+//! Proving a program before it runs.
+
+mod state;
+#[cfg(test)]
+mod tests;
+
+use crate::action::Action;
+use crate::program::Program;
+use state::State;
+
+/// A program that must not run. `index` counts the program's actions from 0.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum ProgramError {
+    /// A unit or microbatch that does not exist.
+    #[error("action {index} '{action}' is outside of {num_units} units and {num_microbatches} microbatches")]
+    OutOfRange {
+        /// Place in the program.
+        index: usize,
+        /// The action.
+        action: Action,
+        /// Units of the program.
+        num_units: usize,
+        /// Microbatches of the program.
+        num_microbatches: usize,
+    },
+    /// The same thing done twice.
+    #[error("action {index} '{action}' was done before")]
+    Repeated {
+        /// Place in the program.
+        index: usize,
+        /// The action.
+        action: Action,
+    },
+    /// Something must come first.
+    #[error("action {index} '{action}' comes before '{missing}', whose result it needs")]
+    TooEarly {
+        /// Place in the program.
+        index: usize,
+        /// The action.
+        action: Action,
+        /// What must come first.
+        missing: Action,
+    },
+    /// Never done.
+    #[error("the program never does '{missing}'")]
+    Missing {
+        /// The action.
+        missing: Action,
+    },
+    /// More microbatches in flight than memory was planned for.
+    #[error("action {index} '{action}' holds activations of {in_flight} microbatches of unit {unit}; the bound is {bound}", unit = .action.unit())]
+    TooManyInFlight {
+        /// Place in the program.
+        index: usize,
+        /// The action.
+        action: Action,
+        /// Microbatches whose activations the unit would hold.
+        in_flight: usize,
+        /// Microbatches planned for.
+        bound: usize,
+    },
+    /// Two ranks issue collectives of one group in different orders: a deadlock.
+    #[error("rank {rank} issues '{found}' as its collective {place}, where rank 0 issues '{expected}'")]
+    OrdersDiffer {
+        /// The rank that differs from rank 0.
+        rank: usize,
+        /// Place among the collectives, from 0.
+        place: usize,
+        /// What it issues, or "nothing".
+        found: String,
+        /// What rank 0 issues, or "nothing".
+        expected: String,
+    },
+}
+
+/// Proves that every unit runs forward and backward once for every microbatch, in an order that the data allows; that what
+/// forward does not keep is recomputed; that parameters are whole wherever they are read, and as they were in the end; that
+/// gradients are reduced once they are complete and every parameter stepped once all are reduced; and that no unit holds the
+/// activations of more than `in_flight_max` microbatches.
+///
+/// Cost: linear in the actions, times the microbatches for steps.
+pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
+    let mut state = State::new(&program.outline);
+    state.run(&program.actions, in_flight_max)?;
+    let mut steps = (0..program.outline.num_units).map(|unit| Action::Step { unit });
+    match steps.find(|step| !state.is_done(*step)).or_else(|| state.left_over()) {
+        Some(missing) => Err(ProgramError::Missing { missing }),
+        None => Ok(()),
+    }
+}
+
+/// Proves the programs of all ranks of one data-parallel group together: each by itself, and their collectives in one order.
+pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
+    let collectives = |program: &Program| -> Vec<Action> {
+        let is_collective =
+            |action: &Action| matches!(action, Action::ReduceGrad { .. } | Action::Unshard { .. });
+        program.actions.iter().copied().filter(is_collective).collect()
+    };
+    let Some(first) = programs.first() else { return Ok(()) };
+    let expected = collectives(first);
+    for (rank, program) in programs.iter().enumerate() {
+        validate(program, in_flight_max)?;
+        let found = collectives(program);
+        let name = |actions: &[Action], place: usize| {
+            actions.get(place).map_or_else(|| "nothing".to_owned(), Action::to_string)
+        };
+        let places = 0..found.len().max(expected.len());
+        if let Some(place) = places.into_iter().find(|&place| found.get(place) != expected.get(place)) {
+            let (found, expected) = (name(&found, place), name(&expected, place));
+            return Err(ProgramError::OrdersDiffer { rank, place, found, expected });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,196 @@
+//! What holds after each action of a program.
+
+use super::ProgramError;
+use crate::action::{Action, Keep};
+use crate::program::{Outline, ZeroStage};
+
+/// What there is of the activations that backward of a unit for a microbatch reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Activations {
+    /// Forward has not run.
+    Absent,
+    /// What forward has kept, which is not all.
+    Kept(Keep),
+    Whole,
+    /// Backward has run.
+    Spent,
+}
+
+/// What there is of a unit's parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Parameters {
+    Whole,
+    /// This rank's shard.
+    Sharded,
+    /// Its shard has been updated since they were gathered.
+    Stale,
+}
+
+struct Unit {
+    /// By microbatch.
+    activations: Vec<Activations>,
+    parameters: Parameters,
+    /// Whether backward has added to the gradient since it was last reduced.
+    has_unreduced: bool,
+    is_stepped: bool,
+}
+
+pub(super) struct State<'a> {
+    outline: &'a Outline,
+    units: Vec<Unit>,
+    at_rest: Parameters,
+}
+
+impl<'a> State<'a> {
+    pub(super) fn new(outline: &'a Outline) -> Self {
+        let at_rest = match outline.zero_stage {
+            ZeroStage::Three => Parameters::Sharded,
+            _ => Parameters::Whole,
+        };
+        let unit = |_| Unit {
+            activations: vec![Activations::Absent; outline.num_microbatches],
+            parameters: at_rest,
+            has_unreduced: false,
+            is_stepped: false,
+        };
+        State { outline, units: (0..outline.num_units).map(unit).collect(), at_rest }
+    }
+
+    pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
+        let Outline { num_units, num_microbatches, .. } = *self.outline;
+        for (index, &action) in actions.iter().enumerate() {
+            let microbatch = action.microbatch().unwrap_or(0);
+            if action.unit() >= num_units || microbatch >= num_microbatches {
+                return Err(ProgramError::OutOfRange { index, action, num_units, num_microbatches });
+            }
+            if self.is_done(action) {
+                return Err(ProgramError::Repeated { index, action });
+            }
+            if let Some(missing) = self.first_missing(action) {
+                return Err(ProgramError::TooEarly { index, action, missing });
+            }
+            self.apply(action);
+            let holds = |found: &&Activations| !matches!(found, Activations::Absent | Activations::Spent);
+            let in_flight = self.units[action.unit()].activations.iter().filter(holds).count();
+            if action.microbatch().is_some() && in_flight > in_flight_max {
+                return Err(ProgramError::TooManyInFlight { index, action, in_flight, bound: in_flight_max });
+            }
+        }
+        Ok(())
+    }
+
+    fn activations(&self, unit: usize, microbatch: usize) -> Activations {
+        self.units[unit].activations[microbatch]
+    }
+
+    /// Whether what an action brings about has come about already.
+    pub(super) fn is_done(&self, action: Action) -> bool {
+        let unit = &self.units[action.unit()];
+        match action {
+            Action::Forward { microbatch, .. } => unit.activations[microbatch] != Activations::Absent,
+            Action::Recompute { microbatch, .. } => {
+                matches!(unit.activations[microbatch], Activations::Whole | Activations::Spent)
+            }
+            Action::Backward { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
+            Action::Unshard { .. } => unit.parameters == Parameters::Whole,
+            Action::Reshard { .. } => {
+                unit.parameters == Parameters::Sharded || self.outline.zero_stage != ZeroStage::Three
+            }
+            // Nothing to reduce is either too early or too often.
+            Action::ReduceGrad { .. } => {
+                !unit.has_unreduced && unit.activations.iter().all(|found| *found == Activations::Spent)
+            }
+            Action::Step { .. } => unit.is_stepped,
+        }
+    }
+
+    /// What `action` needs and is not there.
+    fn first_missing(&self, action: Action) -> Option<Action> {
+        let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Whole;
+        if let Some(unit) = self.outline.reads(action).find(|unit| !is_whole(unit)) {
+            return Some(Action::Unshard { unit });
+        }
+        match action {
+            Action::Forward { unit, microbatch, .. } => {
+                let below = unit.checked_sub(1)?;
+                let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
+                (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
+            }
+            Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
+                Activations::Kept(Keep::Nothing) => {
+                    let below = unit.checked_sub(1)?;
+                    let missing = Action::Recompute { unit: below, microbatch };
+                    (self.activations(below, microbatch) != Activations::Whole).then_some(missing)
+                }
+                Activations::Kept(_) => None,
+                _ => Some(Action::Forward { unit, microbatch, keep: Keep::All }),
+            },
+            Action::Backward { unit, microbatch } => self.missing_for_backward(unit, microbatch),
+            Action::ReduceGrad { unit } => {
+                // Up to the second stage a gradient is reduced once, when all microbatches have added to it.
+                let is_early = |found: &Activations| *found != Activations::Spent;
+                let early = self.units[unit].activations.iter().position(is_early);
+                let is_once = self.outline.zero_stage < ZeroStage::Two;
+                let microbatch = early.filter(|_| is_once || !self.units[unit].has_unreduced)?;
+                Some(Action::Backward { unit, microbatch })
+            }
+            Action::Step { .. } => {
+                let is_reduced = |unit: &usize| self.is_done(Action::ReduceGrad { unit: *unit });
+                let unit = (0..self.outline.num_units).find(|unit| !is_reduced(unit))?;
+                Some(Action::ReduceGrad { unit })
+            }
+            Action::Unshard { .. } | Action::Reshard { .. } => None,
+        }
+    }
+
+    fn missing_for_backward(&self, unit: usize, microbatch: usize) -> Option<Action> {
+        let above = unit + 1;
+        if above < self.outline.num_units && self.activations(above, microbatch) != Activations::Spent {
+            return Some(Action::Backward { unit: above, microbatch });
+        }
+        if self.outline.zero_stage >= ZeroStage::Two && self.units[unit].has_unreduced {
+            return Some(Action::ReduceGrad { unit });
+        }
+        match self.activations(unit, microbatch) {
+            Activations::Whole => None,
+            Activations::Kept(_) => Some(Action::Recompute { unit, microbatch }),
+            _ => Some(Action::Forward { unit, microbatch, keep: Keep::All }),
+        }
+    }
+
+    fn apply(&mut self, action: Action) {
+        let unit = &mut self.units[action.unit()];
+        match action {
+            Action::Forward { microbatch, keep, .. } => {
+                unit.activations[microbatch] = match keep {
+                    Keep::All => Activations::Whole,
+                    kept => Activations::Kept(kept),
+                };
+            }
+            Action::Recompute { microbatch, .. } => unit.activations[microbatch] = Activations::Whole,
+            Action::Backward { microbatch, .. } => {
+                unit.activations[microbatch] = Activations::Spent;
+                unit.has_unreduced = true;
+            }
+            Action::Unshard { .. } => unit.parameters = Parameters::Whole,
+            Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
+            Action::ReduceGrad { .. } => unit.has_unreduced = false,
+            Action::Step { .. } => {
+                unit.is_stepped = true;
+                let is_shard = self.outline.zero_stage != ZeroStage::Zero;
+                if is_shard && unit.parameters == Parameters::Whole {
+                    unit.parameters = Parameters::Stale;
+                }
+            }
+        }
+    }
+
+    /// What would bring the parameters back to how they were in the beginning, if they are not.
+    pub(super) fn left_over(&self) -> Option<Action> {
+        let unit = self.units.iter().position(|unit| unit.parameters != self.at_rest)?;
+        Some(match self.at_rest {
+            Parameters::Sharded => Action::Reshard { unit },
+            _ => Action::Unshard { unit },
+        })
+    }
+}

@@ -1,0 +1,136 @@
+use super::*;
+use crate::action::Keep;
+use crate::lowering::{Sharding, recompute, shard};
+use crate::program::ZeroStage;
+use crate::single;
+use proptest::prelude::*;
+
+/// Programs of every kind: stages, prefetching, recomputation, a head that is tied to the embedding.
+fn any_program() -> impl Strategy<Value = Program> {
+    let keeps = proptest::collection::vec(0..4_usize, 8);
+    (1_usize..8, 1_usize..5, any::<bool>(), 0..4_usize, 0..4_usize, any::<bool>(), keeps).prop_map(
+        |(units, microbatches, is_tied, stage, prefetch, keep_after_forward, keeps)| {
+            let ties: &[_] = if is_tied && units > 1 { &[(units - 1, 0)] } else { &[] };
+            let program = single::program(units, microbatches, ties);
+            let program = recompute(program, &possible(&keeps[..units]));
+            let zero_stage = ZeroStage::ALL[stage];
+            shard(program, Sharding { zero_stage, prefetch, keep_after_forward })
+        },
+    )
+}
+
+/// The choices, but that a unit which keeps nothing has one below that makes its input again.
+fn possible(choices: &[usize]) -> Vec<Keep> {
+    let mut keeps: Vec<Keep> = Vec::new();
+    for &choice in choices {
+        let is_made_again = matches!(keeps.last(), Some(Keep::Input | Keep::Nothing));
+        keeps.push(match Keep::ALL[choice] {
+            Keep::Nothing if !is_made_again => Keep::Input,
+            keep => keep,
+        });
+    }
+    keeps
+}
+
+proptest! {
+    #[test]
+    fn lowered_programs_are_valid_and_read_back(program in any_program()) {
+        prop_assert_eq!(validate(&program, 1), Ok(()), "{}", program);
+        prop_assert_eq!(program.to_string().parse(), Ok(program.clone()));
+        prop_assert!(validate(&program, 0).is_err());
+    }
+
+    #[test]
+    fn a_program_with_an_action_lost_doubled_or_first_is_refused(
+        program in any_program(), at in any::<proptest::sample::Index>(), change in 0..3
+    ) {
+        let mut program = program;
+        let at = at.index(program.actions.len());
+        let action = program.actions[at];
+        match change {
+            0 => { program.actions.remove(at); }
+            1 => program.actions.insert(at, action),
+            _ => {
+                // To begin with a pass of the first unit, or a gathering of what is sharded, is no mistake by itself.
+                let may_begin = matches!(action, Action::Forward { unit: 0, .. } | Action::Unshard { .. });
+                prop_assume!(at > 0 && !may_begin);
+                program.actions.remove(at);
+                program.actions.insert(0, action);
+            }
+        }
+        prop_assert!(validate(&program, program.outline.num_microbatches).is_err(), "{}", program);
+    }
+}
+
+fn refusal(text: &str) -> String {
+    validate(&text.parse().unwrap(), 1).unwrap_err().to_string()
+}
+
+#[test]
+fn parameters_are_whole_where_they_are_read() {
+    let stage_3 = "units 2 microbatches 1 zero_stage 3 ties 1:0\n";
+    assert_eq!(
+        refusal(&format!("{stage_3}F 0 0")),
+        "action 0 'F 0 0' comes before 'UNSHARD 0', whose result it needs"
+    );
+    let tied = format!("{stage_3}UNSHARD 0\nF 0 0\nRESHARD 0\nUNSHARD 1\nF 1 0");
+    assert_eq!(refusal(&tied), "action 4 'F 1 0' comes before 'UNSHARD 0', whose result it needs");
+    let twice = format!("{stage_3}UNSHARD 0\nUNSHARD 0");
+    assert_eq!(refusal(&twice), "action 1 'UNSHARD 0' was done before");
+    let one = "units 1 microbatches 1 zero_stage 1\nF 0 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\n";
+    assert_eq!(refusal(one), "the program never does 'UNSHARD 0'");
+    assert_eq!(refusal("units 1 microbatches 1\nRESHARD 0"), "action 0 'RESHARD 0' was done before");
+}
+
+#[test]
+fn what_is_not_kept_is_recomputed() {
+    let text = "units 2 microbatches 1\nF 0 0 keep input\nF 1 0 keep nothing\n";
+    assert_eq!(
+        refusal(&format!("{text}B 1 0")),
+        "action 2 'B 1 0' comes before 'R 1 0', whose result it needs"
+    );
+    assert_eq!(
+        refusal(&format!("{text}R 1 0")),
+        "action 2 'R 1 0' comes before 'R 0 0', whose result it needs"
+    );
+    assert_eq!(refusal("units 1 microbatches 1\nF 0 0\nR 0 0"), "action 1 'R 0 0' was done before");
+}
+
+#[test]
+fn ranks_must_agree_on_the_order_of_collectives() {
+    let program = single::program(2, 1, &[]);
+    assert_eq!(validate_world(&[program.clone(), program.clone()], 1), Ok(()));
+    let mut other = program.clone();
+    // Both reductions after both backwards, in the other order: valid alone, a deadlock together.
+    other.actions =
+        "units 2 microbatches 1\nF 0 0\nF 1 0\nB 1 0\nB 0 0\nREDUCE_GRAD 0\nREDUCE_GRAD 1\nSTEP 0\nSTEP 1"
+            .parse::<Program>()
+            .unwrap()
+            .actions;
+    assert_eq!(validate(&other, 1), Ok(()));
+    let error = validate_world(&[program, other], 1).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "rank 1 issues 'REDUCE_GRAD 0' as its collective 0, where rank 0 issues 'REDUCE_GRAD 1'"
+    );
+}
+
+#[test]
+fn refusals_name_the_place() {
+    let parse = |text: &str| text.parse::<Program>().unwrap_err().to_string();
+    assert!(parse("F 0 0").contains("line 1: 'F 0 0' should read"));
+    for header in [
+        "units 1",
+        "units 1 microbatches 1 zero_stage 4",
+        "units 1 microbatches 1 ties 1",
+        "units 1 microbatches 1 ties",
+    ] {
+        assert!(parse(header).contains("should read 'units N microbatches M'"), "{header}");
+    }
+    assert!(parse("units 1 microbatches 1\n\nF 0 # half\n").contains("line 3: 'F 0' is no action"));
+    assert!(
+        parse("units 1 microbatches 1\nF 0 0 keep some\n").contains("line 2: 'F 0 0 keep some' is no action")
+    );
+    assert!(refusal("units 1 microbatches 1\nF 0 1").contains("action 0 'F 0 1' is outside"));
+    assert!(refusal("units 1 microbatches 1\nF 0 0\nB 0 0\nSTEP 0").contains("before 'REDUCE_GRAD 0'"));
+}

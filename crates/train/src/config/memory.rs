@@ -1,0 +1,65 @@
+//! Checks of how the training state is shared out, and of what is recomputed.
+
+use super::choice::ActivationCheckpointMode;
+use super::sections::{ActivationCheckpoint, Parallelism, Sections};
+use super::validate::{Checks, changed_keys};
+use trireme_comm::CodecName;
+
+/// Keys of `[parallelism]` that count only with `zero_stage = 3`.
+const STAGE_3_KEYS: [&str; 2] = ["zero_prefetch", "reshard_after_forward"];
+
+/// Replicas, and workers of each: what is not given is as large as the workers allow.
+pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, usize) {
+    let given = |degree: i64| usize::try_from(degree).ok().filter(|&degree| degree > 0);
+    let replicas = given(parallelism.data_parallel_replicate_degree);
+    let shards = given(parallelism.data_parallel_shard_degree);
+    match (replicas, shards) {
+        _ if parallelism.zero_stage == 0 => (replicas.unwrap_or(world_size), shards.unwrap_or(1)),
+        (Some(replicas), Some(shards)) => (replicas, shards),
+        (Some(replicas), None) => (replicas, world_size / replicas),
+        (None, shards) => {
+            let shards = shards.unwrap_or(world_size);
+            (world_size / shards, shards)
+        }
+    }
+}
+
+pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
+    let Sections { parallelism, comm, .. } = &checks.loose.sections;
+    let zero_stage = parallelism.zero_stage;
+    let (replicas, shards) = degrees(parallelism, world_size);
+    let keys = [
+        "parallelism.data_parallel_shard_degree",
+        "parallelism.data_parallel_replicate_degree",
+        "launch.workers",
+    ];
+    checks.require(zero_stage > 0 || shards == 1, &keys, || {
+        format!("{shards} workers share out nothing with zero_stage = 0; set zero_stage = 1, 2 or 3, or remove this key")
+    });
+    checks.require(replicas * shards == world_size, &keys, || {
+        format!("{replicas} replicas of {shards} workers each do not make up the {world_size} workers; -1 leaves one of them open")
+    });
+    checks.require(
+        zero_stage == 0 || comm.compression == CodecName::None,
+        &["comm.compression", "parallelism.zero_stage"],
+        || {
+            "gradients are compressed where every worker has the sum; set zero_stage = 0, or remove this key"
+                .to_owned()
+        },
+    );
+    for key in changed_keys(parallelism).filter(|key| STAGE_3_KEYS.contains(key)) {
+        let name = format!("parallelism.{key}");
+        checks.require(zero_stage == 3, &[&name, "parallelism.zero_stage"], || {
+            "counts only with zero_stage = 3; set that, or remove this key".to_owned()
+        });
+    }
+}
+
+pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
+    let ActivationCheckpoint { mode, every_k } = checks.loose.sections.activation_checkpoint;
+    checks.require(
+        mode == ActivationCheckpointMode::EveryK || every_k == ActivationCheckpoint::default().every_k,
+        &["activation_checkpoint.every_k", "activation_checkpoint.mode"],
+        || "counts only with mode = \"every-k\"; set that, or remove this key".to_owned(),
+    );
+}
