@@ -1,0 +1,73 @@
+use crate::{SwapDescription, SwapError, SwapFile, SwapOptions, Transfer};
+use std::collections::VecDeque;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+/// How much is moved each way, in bytes, unless it takes longer than [`PASS_TIME`].
+const PASS_BYTES: usize = 256 << 20;
+/// How long a pass goes on issuing transfers.
+const PASS_TIME: Duration = Duration::from_millis(700);
+
+/// How fast a folder's disk is.
+#[derive(Debug, Clone)]
+pub struct Bandwidth {
+    /// Bytes read per second.
+    pub read: f64,
+    /// Bytes written per second.
+    pub write: f64,
+    /// Where and how it was measured.
+    pub description: SwapDescription,
+}
+
+/// Measures how fast blocks of `block_bytes` get to the disk of `folder` and back, one direction at a time.
+///
+/// Writes all of a file of 256 MiB twice, the second time measured (the first gives blocks their place on disk),
+/// and reads it once; a slow disk gets less to do. That takes some two seconds at the most. A disk with a cache of
+/// that size looks faster than it is.
+///
+/// # Errors
+/// As of [`SwapFile::create`] and [`Transfer::wait`].
+pub fn measure_bandwidth(
+    folder: &Path,
+    block_bytes: usize,
+    options: &SwapOptions,
+) -> Result<Bandwidth, SwapError> {
+    if block_bytes == 0 {
+        return Err(SwapError::Options {
+            what: "blocks of no bytes have no bandwidth; take 16MiB".to_owned(),
+        });
+    }
+    let blocks = vec![block_bytes; PASS_BYTES.div_ceil(block_bytes).max(2)];
+    let swap = SwapFile::create(folder, &blocks, options)?;
+    let num_buffers =
+        (2 * options.queue_depth * options.part_bytes).div_ceil(block_bytes).clamp(2, blocks.len());
+    let mut buffers = Vec::with_capacity(num_buffers);
+    for _ in 0..num_buffers {
+        let mut buffer = swap.buffer(block_bytes)?;
+        // Not zeros: some disks do not store those.
+        buffer.iter_mut().zip((0..=250).cycle()).for_each(|(byte, value)| *byte = value);
+        buffers.push(buffer);
+    }
+    let mut buffers = VecDeque::from(buffers);
+    let mut pass = |num_blocks: usize, issue: &dyn Fn(usize, crate::AlignedBuffer) -> Transfer| {
+        let began = Instant::now();
+        let mut pending = VecDeque::with_capacity(num_buffers);
+        let mut num_issued = 0;
+        while num_issued < num_blocks && (num_issued == 0 || began.elapsed() < PASS_TIME) {
+            let buffer = match buffers.pop_front() {
+                Some(buffer) => buffer,
+                None => pending.pop_front().map(Transfer::wait).expect("all buffers are under way")?,
+            };
+            pending.push_back(issue(num_issued, buffer));
+            num_issued += 1;
+        }
+        for transfer in pending {
+            buffers.push_back(transfer.wait()?);
+        }
+        Ok((num_issued, (num_issued * block_bytes) as f64 / began.elapsed().as_secs_f64()))
+    };
+    let (num_written, _) = pass(blocks.len(), &|block, buffer| swap.write(block, buffer))?;
+    let (_, write) = pass(num_written, &|block, buffer| swap.write(block, buffer))?;
+    let (_, read) = pass(num_written, &|block, buffer| swap.read(block, buffer))?;
+    Ok(Bandwidth { read, write, description: swap.describe().clone() })
+}
