@@ -66,8 +66,9 @@ impl SwapFile {
         options: &SwapOptions,
     ) -> Result<SwapFile, SwapError> {
         options.validate()?;
-        let (blocks, size) = lay_out(block_bytes, options.part_bytes)?;
+        let size = file_size(block_bytes)?;
         let (file, is_reserved) = space::create(folder, size)?;
+        let blocks = lay_out(block_bytes, options.part_bytes);
         let fail = |source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) };
         let (method, engine, refused) = method::choose(&file, options).map_err(fail)?;
         let queue = Arc::new(Queue::new(folder.to_owned(), blocks, options));
@@ -146,22 +147,27 @@ impl Drop for SwapFile {
     }
 }
 
-/// The blocks one after the other, and the file's length in bytes: at least one unit, for trying what works.
-fn lay_out(block_bytes: &[usize], part_bytes: usize) -> Result<(Vec<Block>, u64), SwapError> {
-    let mut size = 0_u64;
-    let mut blocks = Vec::with_capacity(block_bytes.len());
-    for &bytes in block_bytes {
-        let offset = size;
-        let taken = bytes.checked_next_multiple_of(ALIGNMENT);
+/// The sum of all blocks, each rounded up; at least one unit, for trying what works.
+fn file_size(block_bytes: &[usize]) -> Result<u64, SwapError> {
+    let add = |size: u64, bytes: &usize| {
         // Positions in a file are signed.
-        size = taken
-            .and_then(|taken| size.checked_add(taken as u64))
-            .filter(|size| i64::try_from(*size).is_ok())
-            .ok_or_else(|| SwapError::Options {
-                what: "the blocks of a swap file have more than 8EiB".to_owned(),
-            })?;
+        let taken = bytes.checked_next_multiple_of(ALIGNMENT)?;
+        size.checked_add(taken as u64).filter(|size| i64::try_from(*size).is_ok())
+    };
+    let size = block_bytes.iter().try_fold(0, add);
+    size.map(|size| size.max(ALIGNMENT as u64)).ok_or_else(|| SwapError::Options {
+        what: "the blocks of a swap file have more than 8EiB".to_owned(),
+    })
+}
+
+/// The blocks, one after the other.
+fn lay_out(block_bytes: &[usize], part_bytes: usize) -> Vec<Block> {
+    let mut offset = 0;
+    let place = |bytes: &usize| {
         let checksums = vec![0; bytes.div_ceil(part_bytes)].into();
-        blocks.push(Block { offset, bytes, checksums, is_written: false, is_busy: false });
-    }
-    Ok((blocks, size.max(ALIGNMENT as u64)))
+        let block = Block { offset, bytes: *bytes, checksums, is_written: false, is_busy: false };
+        offset += bytes.next_multiple_of(ALIGNMENT) as u64;
+        block
+    };
+    block_bytes.iter().map(place).collect()
 }

@@ -82,7 +82,7 @@ fn call(file: &File, operation: &mut Operation) -> rustix::io::Result<usize> {
 /// A transfer that is issued while others are under way begins when one of their parts has ended: the thread
 /// waits for the kernel alone, and a part takes a millisecond or so.
 fn serve_ring(queue: &Queue, mut ring: Ring) -> io::Result<()> {
-    let mut ended = Vec::new();
+    let mut ended = Vec::with_capacity(ring.depth());
     loop {
         while ring.has_room()
             && let Some(operation) = queue.try_next()

@@ -13,6 +13,8 @@ use support::{
 use trireme_swap::{Access, Direction, Interceptor, Method, SwapError, SwapFile, SwapOptions};
 
 const LEN: usize = 50_000;
+/// What [`LEN`] bytes take in the file.
+const SPAN: u64 = 53_248;
 /// Of [`LEN`] bytes, with the parts of [`options`].
 const NUM_PARTS: usize = 7;
 const EIO: i32 = 5;
@@ -49,7 +51,7 @@ fn what_the_system_refuses_fails_the_file() {
             assert!(pending.wait().is_err());
             let SwapError::Refused { access, folder: place, source } = &error else { panic!("{error}") };
             assert_eq!((access.direction, access.block), (direction, 1));
-            assert!((57344..2 * 57344).contains(&access.offset), "{access:?}");
+            assert!((SPAN..2 * SPAN).contains(&access.offset), "{access:?}");
             assert_eq!((place.as_path(), source.raw_os_error()), (folder.path(), Some(number)));
             assert_useless(&swap, &error.to_string());
         }
@@ -76,7 +78,7 @@ fn a_shortened_file_fails() {
     for method in METHODS {
         let Some(swap) = create(folder.path(), &[LEN; 2], &options(method)) else { continue };
         swap.write(1, filled(&swap, LEN, 1)).wait().expect("a disk that works");
-        nameless_file(folder.path()).set_len(57344 + 100).expect("the file can be cut");
+        nameless_file(folder.path()).set_len(SPAN + 100).expect("the file can be cut");
         let error = swap.read(1, swap.buffer(LEN).expect("memory")).wait().expect_err("the block is gone");
         assert!(matches!(&error, SwapError::Short { access, .. } if access.block == 1), "{error}");
     }
@@ -90,14 +92,14 @@ fn a_bit_that_flips_on_disk_is_found() {
         for position in [0, 20_000, LEN as u64 - 1] {
             let Some(swap) = create(folder.path(), &[LEN; 2], &options(method)) else { continue };
             (0..2).for_each(|block| round_trip(&swap, block, LEN, block as u32).expect("a disk that works"));
-            flip_bit(&swap, &folder, 57344 + position);
+            flip_bit(&swap, &folder, SPAN + position);
             // The other block is well.
             let buffer =
                 swap.read(0, swap.buffer(LEN).expect("memory")).wait().expect("this block is unchanged");
             assert!(*buffer == *content(LEN, 0));
             let error = swap.read(1, buffer).wait().expect_err("the block changed");
             let SwapError::Corrupted { access, expected, found, .. } = &error else { panic!("{error}") };
-            assert_eq!((access.block, access.offset), (1, 57344 + position / 8192 * 8192));
+            assert_eq!((access.block, access.offset), (1, SPAN + position / 8192 * 8192));
             assert_ne!(expected, found);
             assert_useless(&swap, &error.to_string());
         }
@@ -105,7 +107,7 @@ fn a_bit_that_flips_on_disk_is_found() {
 }
 
 fn flip_bit(swap: &SwapFile, folder: &tempfile::TempDir, offset: u64) {
-    assert_eq!(swap.describe().size.0, 2 * 57344);
+    assert_eq!(swap.describe().size.0, 2 * SPAN);
     let file = nameless_file(folder.path());
     let mut byte = [0];
     file.read_exact_at(&mut byte, offset).expect("the byte is there");
@@ -147,8 +149,8 @@ fn a_disk_that_hangs_holds_nobody_up() {
         // Whoever waits, the oldest transfer is the one that hangs.
         let error = later.wait().expect_err("the disk hangs");
         let SwapError::Timeout { access, timeout: allowed, .. } = &error else { panic!("{error}") };
-        assert_eq!((access.direction, access.block, access.offset), (Direction::Write, 1, 57344));
-        assert_eq!((access.bytes, *allowed), (57344, timeout));
+        assert_eq!((access.direction, access.block, access.offset), (Direction::Write, 1, SPAN));
+        assert_eq!((access.bytes as u64, *allowed), (SPAN, timeout));
         assert!(other.is_done());
         assert_eq!(other.wait().expect_err("the disk hangs").to_string(), error.to_string());
         assert_useless(&swap, &error.to_string());

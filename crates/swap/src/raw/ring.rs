@@ -30,12 +30,17 @@ impl Ring {
         Ok(Ring { ring, file, in_flight: (0..depth).map(|_| None).collect(), free: (0..depth).collect() })
     }
 
+    /// How many operations it takes at a time.
+    pub(crate) fn depth(&self) -> usize {
+        self.in_flight.len()
+    }
+
     pub(crate) fn has_room(&self) -> bool {
         !self.free.is_empty()
     }
 
     pub(crate) fn is_idle(&self) -> bool {
-        self.free.len() == self.in_flight.len()
+        self.free.len() == self.depth()
     }
 
     /// Hands an operation to the kernel, for which there must be room.

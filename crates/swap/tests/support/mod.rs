@@ -8,20 +8,20 @@ use std::sync::Mutex;
 use tempfile::TempDir;
 use trireme_swap::{Access, AlignedBuffer, Interceptor, Method, SwapError, SwapFile, SwapOptions};
 
-pub const METHODS: [Method; 3] = [Method::Ring, Method::DirectThreads, Method::BufferedThreads];
+pub(crate) const METHODS: [Method; 3] = [Method::Ring, Method::DirectThreads, Method::BufferedThreads];
 
 /// A folder on the disk of temporary files.
-pub fn folder() -> TempDir {
+pub(crate) fn folder() -> TempDir {
     tempfile::tempdir().expect("a folder for temporary files")
 }
 
 /// Small parts, so that small blocks have several.
-pub fn options(method: Method) -> SwapOptions {
+pub(crate) fn options(method: Method) -> SwapOptions {
     SwapOptions { method, part_bytes: 8192, queue_depth: 4, num_threads: 3, ..SwapOptions::default() }
 }
 
 /// A file that is served with the method asked for; none, with a word on it, where the system does not allow that.
-pub fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> Option<SwapFile> {
+pub(crate) fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> Option<SwapFile> {
     let swap = SwapFile::create(folder, blocks, options).expect("a swap file");
     if swap.describe().method == options.method {
         return Some(swap);
@@ -31,13 +31,13 @@ pub fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> Option<
 }
 
 /// A buffer with bytes that depend on the seed and the position.
-pub fn filled(swap: &SwapFile, len: usize, seed: u32) -> AlignedBuffer {
+pub(crate) fn filled(swap: &SwapFile, len: usize, seed: u32) -> AlignedBuffer {
     let mut buffer = swap.buffer(len).expect("memory");
     buffer.copy_from_slice(&content(len, seed));
     buffer
 }
 
-pub fn content(len: usize, seed: u32) -> Vec<u8> {
+pub(crate) fn content(len: usize, seed: u32) -> Vec<u8> {
     let mut value = seed.wrapping_mul(2_654_435_761) | 1;
     let next = |_| {
         value = value.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
@@ -47,7 +47,7 @@ pub fn content(len: usize, seed: u32) -> Vec<u8> {
 }
 
 /// Writes a block and reads it back.
-pub fn round_trip(swap: &SwapFile, block: usize, len: usize, seed: u32) -> Result<(), SwapError> {
+pub(crate) fn round_trip(swap: &SwapFile, block: usize, len: usize, seed: u32) -> Result<(), SwapError> {
     let buffer = swap.write(block, filled(swap, len, seed)).wait()?;
     let buffer = swap.read(block, buffer).wait()?;
     assert!(*buffer == *content(len, seed), "block {block} came back other than it was written");
@@ -55,7 +55,7 @@ pub fn round_trip(swap: &SwapFile, block: usize, len: usize, seed: u32) -> Resul
 }
 
 /// The file without a name that this process has open in `folder`, through a descriptor of its own.
-pub fn nameless_file(folder: &Path) -> File {
+pub(crate) fn nameless_file(folder: &Path) -> File {
     let folder = folder.canonicalize().expect("the folder is there");
     let descriptors = fs::read_dir("/proc/self/fd").expect("a list of descriptors");
     let path = descriptors
@@ -67,13 +67,13 @@ pub fn nameless_file(folder: &Path) -> File {
 
 /// Lets the first operations pass, and changes the result of the one after them.
 #[derive(Debug)]
-pub struct FailAfter {
-    pub num_passing: Mutex<usize>,
-    pub failure: Failure,
+pub(crate) struct FailAfter {
+    pub(crate) num_passing: Mutex<usize>,
+    pub(crate) failure: Failure,
 }
 
 #[derive(Debug, Clone, Copy)]
-pub enum Failure {
+pub(crate) enum Failure {
     /// The system's error of this number.
     Refused(i32),
     /// Half of the bytes.
@@ -82,7 +82,7 @@ pub enum Failure {
 }
 
 impl FailAfter {
-    pub fn new(num_passing: usize, failure: Failure) -> Self {
+    pub(crate) fn new(num_passing: usize, failure: Failure) -> Self {
         FailAfter { num_passing: Mutex::new(num_passing), failure }
     }
 }
