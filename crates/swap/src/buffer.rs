@@ -1,4 +1,4 @@
-use crate::raw::{LentMemory, Memory};
+use crate::raw::{HUGE_PAGE, LentMemory, Memory};
 use crate::{ALIGNMENT, SwapError};
 use std::fmt;
 use std::ops::{Deref, DerefMut};
@@ -16,7 +16,7 @@ pub struct AlignedBuffer {
 }
 
 impl AlignedBuffer {
-    /// How many bytes it can hold: a multiple of [`ALIGNMENT`].
+    /// How many bytes it can hold: a multiple of [`ALIGNMENT`], and from 1 MiB on of huge pages of 2 MiB.
     pub fn capacity(&self) -> usize {
         self.memory().len()
     }
@@ -104,7 +104,9 @@ struct Shelf {
 impl Pool {
     /// A buffer of `len` bytes, with unspecified content.
     pub(crate) fn take(self: &Arc<Self>, len: usize) -> Result<AlignedBuffer, SwapError> {
-        let capacity = len.max(1).checked_next_multiple_of(ALIGNMENT).unwrap_or(usize::MAX);
+        let unit = if len < HUGE_PAGE / 2 { ALIGNMENT } else { HUGE_PAGE };
+        // A length that cannot be rounded up is more memory than any system gives.
+        let capacity = len.max(1).checked_next_multiple_of(unit).unwrap_or(usize::MAX);
         let mut shelf = self.lock();
         let memory = match shelf.free.iter().position(|memory| memory.len() == capacity) {
             Some(position) => shelf.free.swap_remove(position),
@@ -153,13 +155,16 @@ mod tests {
         let again = pool.take(8192).expect("memory");
         assert_eq!(again.as_ptr(), address);
         assert_eq!(pool.bytes(), 8192 + 12288);
-        drop((larger, again));
+        let huge = pool.take(5 << 20).expect("memory");
+        assert_eq!((huge.len(), huge.capacity()), (5 << 20, 6 << 20));
+        drop((larger, again, huge));
     }
 
     #[test]
     fn what_no_memory_can_hold_is_an_error() {
         let pool = Arc::new(Pool::default());
         assert!(matches!(pool.take(usize::MAX), Err(SwapError::Memory { .. })));
+        assert!(matches!(pool.take(usize::MAX - (3 << 20)), Err(SwapError::Memory { .. })));
         assert!(matches!(pool.take(1 << 60), Err(SwapError::Memory { .. })));
     }
 }

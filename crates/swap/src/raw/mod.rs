@@ -5,5 +5,5 @@
 mod memory;
 mod ring;
 
-pub(crate) use memory::{LentMemory, Memory, Part};
+pub(crate) use memory::{HUGE_PAGE, LentMemory, Memory, Part};
 pub(crate) use ring::Ring;
