@@ -1,4 +1,4 @@
-use crate::{SwapDescription, SwapError, SwapFile, SwapOptions, Transfer};
+use crate::{AlignedBuffer, SwapDescription, SwapError, SwapFile, SwapOptions, Transfer};
 use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -39,35 +39,52 @@ pub fn measure_bandwidth(
     }
     let blocks = vec![block_bytes; PASS_BYTES.div_ceil(block_bytes).max(2)];
     let swap = SwapFile::create(folder, &blocks, options)?;
-    let num_buffers =
-        (2 * options.queue_depth * options.part_bytes).div_ceil(block_bytes).clamp(2, blocks.len());
-    let mut buffers = Vec::with_capacity(num_buffers);
-    for _ in 0..num_buffers {
-        let mut buffer = swap.buffer(block_bytes)?;
-        // Not zeros: some disks do not store those.
-        buffer.iter_mut().zip((0..=250).cycle()).for_each(|(byte, value)| *byte = value);
-        buffers.push(buffer);
-    }
-    let mut buffers = VecDeque::from(buffers);
-    let mut pass = |num_blocks: usize, issue: &dyn Fn(usize, crate::AlignedBuffer) -> Transfer| {
-        let began = Instant::now();
-        let mut pending = VecDeque::with_capacity(num_buffers);
-        let mut num_issued = 0;
-        while num_issued < num_blocks && (num_issued == 0 || began.elapsed() < PASS_TIME) {
-            let buffer = match buffers.pop_front() {
-                Some(buffer) => buffer,
-                None => pending.pop_front().map(Transfer::wait).expect("all buffers are under way")?,
-            };
-            pending.push_back(issue(num_issued, buffer));
-            num_issued += 1;
-        }
-        for transfer in pending {
-            buffers.push_back(transfer.wait()?);
-        }
-        Ok((num_issued, (num_issued * block_bytes) as f64 / began.elapsed().as_secs_f64()))
-    };
-    let (num_written, _) = pass(blocks.len(), &|block, buffer| swap.write(block, buffer))?;
-    let (_, write) = pass(num_written, &|block, buffer| swap.write(block, buffer))?;
-    let (_, read) = pass(num_written, &|block, buffer| swap.read(block, buffer))?;
+    let mut buffers = fill_buffers(&swap, block_bytes, options)?;
+    let (num_written, _) = pass(&mut buffers, blocks.len(), |block, buffer| swap.write(block, buffer))?;
+    let (_, write) = pass(&mut buffers, num_written, |block, buffer| swap.write(block, buffer))?;
+    let (_, read) = pass(&mut buffers, num_written, |block, buffer| swap.read(block, buffer))?;
     Ok(Bandwidth { read, write, description: swap.describe().clone() })
+}
+
+/// Buffers enough for the system to have all the parts it takes at a time, and as many to follow.
+fn fill_buffers(
+    swap: &SwapFile,
+    block_bytes: usize,
+    options: &SwapOptions,
+) -> Result<VecDeque<AlignedBuffer>, SwapError> {
+    let num_buffers = (2 * options.queue_depth * options.part_bytes).div_ceil(block_bytes);
+    let num_buffers = num_buffers.clamp(2, PASS_BYTES.div_ceil(block_bytes).max(2));
+    let fill = |_| {
+        let mut buffer = swap.buffer(block_bytes)?;
+        // Not zeros, which some disks do not store.
+        buffer.iter_mut().zip((0..=250).cycle()).for_each(|(byte, value)| *byte = value);
+        Ok(buffer)
+    };
+    (0..num_buffers).map(fill).collect()
+}
+
+/// Issues transfers of the first `num_blocks` blocks, as many at a time as there are buffers, until [`PASS_TIME`] is
+/// over. How many those were, and bytes per second.
+fn pass(
+    buffers: &mut VecDeque<AlignedBuffer>,
+    num_blocks: usize,
+    issue: impl Fn(usize, AlignedBuffer) -> Transfer,
+) -> Result<(usize, f64), SwapError> {
+    let began = Instant::now();
+    let mut pending = VecDeque::new();
+    let mut num_issued = 0;
+    let mut num_bytes = 0;
+    while num_issued < num_blocks && (num_issued == 0 || began.elapsed() < PASS_TIME) {
+        let buffer = match buffers.pop_front() {
+            Some(buffer) => buffer,
+            None => pending.pop_front().map(Transfer::wait).expect("all buffers are under way")?,
+        };
+        num_bytes += buffer.len();
+        pending.push_back(issue(num_issued, buffer));
+        num_issued += 1;
+    }
+    for transfer in pending {
+        buffers.push_back(transfer.wait()?);
+    }
+    Ok((num_issued, num_bytes as f64 / began.elapsed().as_secs_f64()))
 }

@@ -1,9 +1,10 @@
 use crate::buffer::Pool;
+use crate::method::{self, Choice};
 use crate::queue::Queue;
 use crate::state::Block;
 use crate::{
-    ALIGNMENT, AlignedBuffer, Direction, Method, SwapError, SwapOptions, SwapStatistics, Transfer, method,
-    space, workers,
+    ALIGNMENT, AlignedBuffer, Direction, Method, SwapError, SwapOptions, SwapStatistics, Transfer, space,
+    workers,
 };
 use std::fmt;
 use std::path::{Path, PathBuf};
@@ -70,13 +71,13 @@ impl SwapFile {
         let (file, is_reserved) = space::create(folder, size)?;
         let blocks = lay_out(block_bytes, options.part_bytes);
         let fail = |source| SwapError::Create { folder: folder.to_owned(), source: Arc::new(source) };
-        let (method, engine, refused) = method::choose(&file, options).map_err(fail)?;
+        let Choice { method, ring, refused } = method::choose(&file, options).map_err(fail)?;
         let queue = Arc::new(Queue::new(folder.to_owned(), blocks, options));
         let (folder, size) = (folder.to_owned(), Bytes(size));
         let description = SwapDescription { folder, size, is_reserved, method, refused };
         // From here on a drop ends the threads that were started.
         let mut swap = SwapFile { queue, pool: Arc::default(), description, threads: Vec::new() };
-        swap.threads = workers::start(engine, file, &swap.description.folder, &swap.queue)
+        swap.threads = workers::start(&swap.queue, &swap.description.folder, file, ring, options.num_threads)
             .map_err(|source| SwapError::Start { source: Arc::new(source) })?;
         Ok(swap)
     }

@@ -7,34 +7,36 @@ use std::fs::File;
 use std::io;
 
 /// How a file is served.
-pub(crate) enum Engine {
-    Ring(Ring),
-    Threads { num_threads: usize },
+pub(crate) struct Choice {
+    pub(crate) method: Method,
+    /// What [`Method::Ring`] needs.
+    pub(crate) ring: Option<Ring>,
+    /// Why the faster methods do not work.
+    pub(crate) refused: Vec<(Method, String)>,
 }
 
-/// The fastest method that works on `file`, which has at least [`ALIGNMENT`] bytes that do not matter; and why
-/// the faster ones do not.
-pub(crate) fn choose(
-    file: &File,
-    options: &SwapOptions,
-) -> io::Result<(Method, Engine, Vec<(Method, String)>)> {
-    let mut refused = Vec::new();
-    let threads = Engine::Threads { num_threads: options.num_threads };
-    if options.method == Method::BufferedThreads {
-        return Ok((Method::BufferedThreads, threads, refused));
+/// The fastest method that works on `file`, which has at least [`ALIGNMENT`] bytes that do not matter.
+pub(crate) fn choose(file: &File, options: &SwapOptions) -> io::Result<Choice> {
+    let mut choice = Choice { method: options.method, ring: None, refused: Vec::new() };
+    if choice.method == Method::BufferedThreads {
+        return Ok(choice);
     }
     if let Err(error) = try_direct(file) {
         set_direct(file, false)?;
-        refused.push((Method::DirectThreads, error.to_string()));
-        return Ok((Method::BufferedThreads, threads, refused));
+        choice.refused.push((Method::DirectThreads, error.to_string()));
+        choice.method = Method::BufferedThreads;
+        return Ok(choice);
     }
-    if options.method == Method::Ring {
+    if choice.method == Method::Ring {
         match Ring::new(file.try_clone()?, options.queue_depth) {
-            Ok(ring) => return Ok((Method::Ring, Engine::Ring(ring), refused)),
-            Err(error) => refused.push((Method::Ring, error.to_string())),
+            Ok(ring) => choice.ring = Some(ring),
+            Err(error) => {
+                choice.refused.push((Method::Ring, error.to_string()));
+                choice.method = Method::DirectThreads;
+            }
         }
     }
-    Ok((Method::DirectThreads, threads, refused))
+    Ok(choice)
 }
 
 /// Makes all IO of the file direct, and tries it: some file systems refuse the flag, others the first transfer.

@@ -1,6 +1,5 @@
 //! The threads that hand the queue's operations to the system.
 
-use crate::method::Engine;
 use crate::queue::{Operation, Queue};
 use crate::raw::Ring;
 use crate::{Direction, SwapError};
@@ -10,24 +9,23 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 
-/// Starts the threads of `engine`; they end when the queue does.
+/// Starts the thread of `ring`, or without one `num_threads` that make calls on `file`; they end when the queue does.
 pub(crate) fn start(
-    engine: Engine,
-    file: File,
-    folder: &Path,
     queue: &Arc<Queue>,
+    folder: &Path,
+    file: File,
+    ring: Option<Ring>,
+    num_threads: usize,
 ) -> io::Result<Vec<JoinHandle<()>>> {
-    match engine {
-        Engine::Ring(ring) => Ok(vec![spawn(folder, queue, move |queue| serve_ring(queue, ring))?]),
-        Engine::Threads { num_threads } => {
-            let file = Arc::new(file);
-            let start = |_| {
-                let file = Arc::clone(&file);
-                spawn(folder, queue, move |queue| serve_by_calls(queue, &file))
-            };
-            (0..num_threads).map(start).collect()
-        }
+    if let Some(ring) = ring {
+        return Ok(vec![spawn(folder, queue, move |queue| serve_ring(queue, ring))?]);
     }
+    let file = Arc::new(file);
+    let start = |_| {
+        let file = Arc::clone(&file);
+        spawn(folder, queue, move |queue| serve_by_calls(queue, &file))
+    };
+    (0..num_threads).map(start).collect()
 }
 
 /// A thread that runs `serve`, and fails the file if that fails or panics.
