@@ -1,14 +1,17 @@
-use crate::{AlignedBuffer, SwapDescription, SwapError, SwapFile, SwapOptions, Transfer};
+use crate::{ALIGNMENT, AlignedBuffer, SwapDescription, SwapError, SwapFile, SwapOptions, Transfer};
 use std::collections::VecDeque;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
 /// How much is moved each way, in bytes, unless it takes longer than [`PASS_TIME`].
 const PASS_BYTES: usize = 256 << 20;
+/// What longer blocks are taken for: the system gets parts of them anyway.
+const BLOCK_BYTES_MAX: usize = 64 << 20;
 /// How long a pass goes on issuing transfers.
 const PASS_TIME: Duration = Duration::from_millis(700);
 
-/// How fast a folder's disk is.
+/// How fast a folder's disk is in one direction alone. Transfers both ways share it: they take about the sum of the
+/// times that each way takes.
 #[derive(Debug, Clone)]
 pub struct Bandwidth {
     /// Bytes read per second.
@@ -23,7 +26,7 @@ pub struct Bandwidth {
 ///
 /// Writes all of a file of 256 MiB twice, the second time measured (the first gives blocks their place on disk),
 /// and reads it once; a slow disk gets less to do. That takes some two seconds at the most. A disk with a cache of
-/// that size looks faster than it is.
+/// that size looks faster than it is. Blocks of less than [`ALIGNMENT`] or more than 64 MiB are taken for such.
 ///
 /// # Errors
 /// As of [`SwapFile::create`] and [`Transfer::wait`].
@@ -32,12 +35,8 @@ pub fn measure_bandwidth(
     block_bytes: usize,
     options: &SwapOptions,
 ) -> Result<Bandwidth, SwapError> {
-    if block_bytes == 0 {
-        return Err(SwapError::Options {
-            what: "blocks of no bytes have no bandwidth; take 16MiB".to_owned(),
-        });
-    }
-    let blocks = vec![block_bytes; PASS_BYTES.div_ceil(block_bytes).max(2)];
+    let block_bytes = block_bytes.clamp(ALIGNMENT, BLOCK_BYTES_MAX);
+    let blocks = vec![block_bytes; PASS_BYTES.div_ceil(block_bytes)];
     let swap = SwapFile::create(folder, &blocks, options)?;
     let mut buffers = fill_buffers(&swap, block_bytes, options)?;
     let (num_written, _) = pass(&mut buffers, blocks.len(), |block, buffer| swap.write(block, buffer))?;
@@ -53,7 +52,7 @@ fn fill_buffers(
     options: &SwapOptions,
 ) -> Result<VecDeque<AlignedBuffer>, SwapError> {
     let num_buffers = (2 * options.queue_depth * options.part_bytes).div_ceil(block_bytes);
-    let num_buffers = num_buffers.clamp(2, PASS_BYTES.div_ceil(block_bytes).max(2));
+    let num_buffers = num_buffers.clamp(2, PASS_BYTES.div_ceil(block_bytes));
     let fill = |_| {
         let mut buffer = swap.buffer(block_bytes)?;
         // Not zeros, which some disks do not store.

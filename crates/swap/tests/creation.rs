@@ -117,9 +117,9 @@ fn buffers_that_are_dropped_are_used_again() {
 #[test]
 fn a_disk_has_a_bandwidth() {
     let folder = folder();
-    let bandwidth =
-        measure_bandwidth(folder.path(), 16 << 20, &SwapOptions::default()).expect("a disk that works");
-    assert!(bandwidth.read > 0.0 && bandwidth.write > 0.0, "{bandwidth:?}");
-    let error = measure_bandwidth(folder.path(), 0, &SwapOptions::default()).expect_err("no bytes");
-    assert!(matches!(error, SwapError::Options { .. }), "{error}");
+    for block_bytes in [1 << 20, usize::MAX] {
+        let bandwidth = measure_bandwidth(folder.path(), block_bytes, &SwapOptions::default());
+        let bandwidth = bandwidth.expect("a disk that works");
+        assert!(bandwidth.read > 0.0 && bandwidth.write > 0.0, "{bandwidth:?}");
+    }
 }
