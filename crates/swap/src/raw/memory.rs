@@ -1,0 +1,165 @@
+use memmap2::{MmapMut, MmapRaw};
+use std::io;
+use std::ops::{Deref, DerefMut, Range};
+use std::slice;
+use std::sync::Arc;
+
+/// The bytes of a huge page of most machines.
+pub(crate) const HUGE_PAGE: usize = 2 << 20;
+
+/// Memory that begins at a page, zero at first, and that nobody else sees.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    /// The only handle to the mapping.
+    mapping: Arc<MmapRaw>,
+    range: Range<usize>,
+}
+
+impl Memory {
+    /// Takes `bytes`; pages come when they are touched, huge ones if `bytes` is a multiple of [`HUGE_PAGE`].
+    ///
+    /// For a transfer the kernel pins every page and tells the device where each is: with huge ones disks reach
+    /// two to three times the bandwidth.
+    pub(crate) fn new(bytes: usize) -> io::Result<Self> {
+        if !bytes.is_multiple_of(HUGE_PAGE) {
+            let mapping = MmapMut::map_anon(bytes)?;
+            return Ok(Memory { mapping: Arc::new(MmapRaw::from(mapping)), range: 0..bytes });
+        }
+        // Addresses enough to begin at a huge page; those before and after are never touched.
+        let mapping = MmapMut::map_anon(bytes.saturating_add(HUGE_PAGE))?;
+        let begin = mapping.as_ptr().align_offset(HUGE_PAGE);
+        // Only advice: a kernel without huge pages takes small ones.
+        let _ = mapping.advise(memmap2::Advice::HugePage);
+        Ok(Memory { mapping: Arc::new(MmapRaw::from(mapping)), range: begin..begin + bytes })
+    }
+
+    /// Prepares the first `bytes` for being cut into parts.
+    pub(crate) fn lend(self, bytes: usize) -> LentMemory {
+        let Range { start, end } = self.range;
+        assert!(bytes <= end - start, "more is lent than there is");
+        LentMemory { mapping: self.mapping, whole: start..end, uncut: start..start + bytes }
+    }
+}
+
+impl Deref for Memory {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: the range lies within the mapping, which is readable; `mapping` is the only handle to it, so
+        // nothing writes while `self` is borrowed.
+        unsafe { slice::from_raw_parts(self.mapping.as_ptr().add(self.range.start), self.range.len()) }
+    }
+}
+
+impl DerefMut for Memory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed by nobody else.
+        unsafe {
+            slice::from_raw_parts_mut(self.mapping.as_mut_ptr().add(self.range.start), self.range.len())
+        }
+    }
+}
+
+/// Memory of which parts are, or were, in other hands. It cannot be accessed until all of them are gone.
+#[derive(Debug)]
+pub(crate) struct LentMemory {
+    mapping: Arc<MmapRaw>,
+    whole: Range<usize>,
+    /// What was lent and no part has had.
+    uncut: Range<usize>,
+}
+
+impl LentMemory {
+    /// The next at most `bytes` that no part has had; none if all has been cut.
+    pub(crate) fn cut(&mut self, bytes: usize) -> Option<Part> {
+        let Range { start, end } = self.uncut;
+        let middle = end.min(start.saturating_add(bytes));
+        self.uncut = middle..end;
+        (start < middle).then(|| Part { mapping: Arc::clone(&self.mapping), range: start..middle })
+    }
+
+    /// Whether all of it has been cut.
+    pub(crate) fn is_cut_up(&self) -> bool {
+        self.uncut.is_empty()
+    }
+
+    /// The memory, if no part of it is left.
+    pub(crate) fn reclaim(mut self) -> Option<Memory> {
+        // `get_mut` sees all that the threads did with parts before they dropped them.
+        Arc::get_mut(&mut self.mapping)?;
+        Some(Memory { mapping: self.mapping, range: self.whole })
+    }
+}
+
+/// A piece of lent memory, with one owner. The mapping lives as long as any part of it.
+#[derive(Debug)]
+pub(crate) struct Part {
+    mapping: Arc<MmapRaw>,
+    range: Range<usize>,
+}
+
+impl Part {
+    pub(super) fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.mapping.as_mut_ptr().wrapping_add(self.range.start)
+    }
+}
+
+impl Deref for Part {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        // SAFETY: `LentMemory::cut` gives each byte to one part only, within the mapping, and neither it nor the
+        // `Memory` that comes after it is accessible before all parts are gone. So nothing writes here while
+        // `self` is borrowed.
+        unsafe { slice::from_raw_parts(self.mapping.as_ptr().add(self.range.start), self.range.len()) }
+    }
+}
+
+impl DerefMut for Part {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and `self` is borrowed by nobody else.
+        unsafe {
+            slice::from_raw_parts_mut(self.mapping.as_mut_ptr().add(self.range.start), self.range.len())
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_disjoint_and_cover_what_was_lent() {
+        let mut lent = Memory::new(3 * 4096).expect("memory").lend(2 * 4096 + 100);
+        let mut parts: Vec<Part> = std::iter::from_fn(|| lent.cut(4096)).collect();
+        assert_eq!(parts.iter().map(|part| part.len()).collect::<Vec<_>>(), [4096, 4096, 100]);
+        parts.iter_mut().zip(1..).for_each(|(part, value)| part.fill(value));
+        drop(parts);
+        assert!(lent.is_cut_up());
+        let memory = lent.reclaim().expect("no part is left");
+        let expected = [vec![1; 4096], vec![2; 4096], vec![3; 100], vec![0; 3996]].concat();
+        assert_eq!(*memory, expected);
+    }
+
+    #[test]
+    fn huge_pages_begin_where_they_must() {
+        let mut memory = Memory::new(2 * HUGE_PAGE).expect("memory");
+        assert_eq!((memory.len(), memory.as_ptr().align_offset(HUGE_PAGE)), (2 * HUGE_PAGE, 0));
+        memory.fill(1);
+        let mut lent = memory.lend(HUGE_PAGE);
+        lent.cut(HUGE_PAGE).expect("a part").fill(2);
+        let memory = lent.reclaim().expect("no part is left");
+        assert!(memory[..HUGE_PAGE].iter().all(|byte| *byte == 2));
+        assert!(memory[HUGE_PAGE..].iter().all(|byte| *byte == 1));
+    }
+
+    #[test]
+    fn memory_stays_lent_while_a_part_lives() {
+        let mut lent = Memory::new(4096).expect("memory").lend(4096);
+        let mut part = lent.cut(4096).expect("a part");
+        assert!(lent.reclaim().is_none());
+        // The mapping lives on with the part.
+        part.fill(7);
+        assert!(part.iter().all(|byte| *byte == 7));
+    }
+}

@@ -1,0 +1,68 @@
+use crate::queue::Queue;
+use crate::{AlignedBuffer, SwapError};
+use std::fmt;
+use std::mem;
+use std::sync::Arc;
+
+/// A read or a write that was issued and may not have ended; [`wait`](Transfer::wait) gives its buffer back.
+///
+/// Dropping it does not cancel it: the buffer goes back to its file when the system is done with it.
+#[must_use = "a transfer's buffer, or its failure, is seen by waiting for it"]
+pub struct Transfer {
+    state: State,
+}
+
+enum State {
+    Ready(Result<AlignedBuffer, SwapError>),
+    Pending {
+        queue: Arc<Queue>,
+        slot: usize,
+    },
+    /// The result has been taken.
+    Taken,
+}
+
+impl Transfer {
+    pub(crate) fn ready(result: Result<AlignedBuffer, SwapError>) -> Self {
+        Transfer { state: State::Ready(result) }
+    }
+
+    pub(crate) fn pending(queue: &Arc<Queue>, slot: usize) -> Self {
+        Transfer { state: State::Pending { queue: Arc::clone(queue), slot } }
+    }
+
+    /// Blocks until the transfer has ended. After a read the buffer holds the block, after a write what it held.
+    ///
+    /// # Errors
+    /// This transfer's failure, or that of another one of the file; at the latest when a transfer has been with
+    /// the system for the file's timeout, even if the system never answers.
+    pub fn wait(mut self) -> Result<AlignedBuffer, SwapError> {
+        match mem::replace(&mut self.state, State::Taken) {
+            State::Ready(result) => result,
+            State::Pending { queue, slot } => queue.wait(slot),
+            State::Taken => unreachable!("only this method takes the result, and it takes the transfer, too"),
+        }
+    }
+
+    /// Whether [`wait`](Transfer::wait) would return at once.
+    pub fn is_done(&self) -> bool {
+        match &self.state {
+            State::Pending { queue, slot } => queue.is_done(*slot),
+            State::Ready(_) | State::Taken => true,
+        }
+    }
+}
+
+impl fmt::Debug for Transfer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Transfer").field("is_done", &self.is_done()).finish()
+    }
+}
+
+impl Drop for Transfer {
+    fn drop(&mut self) {
+        if let State::Pending { queue, slot } = &self.state {
+            queue.abandon(*slot);
+        }
+    }
+}

@@ -1,0 +1,101 @@
+//! The threads that hand the queue's operations to the system.
+
+use crate::queue::{Operation, Queue};
+use crate::raw::Ring;
+use crate::{Direction, SwapError};
+use std::fs::File;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::{self, JoinHandle};
+
+/// Starts the thread of `ring`, or without one `num_threads` that make calls on `file`; they end when the queue does.
+pub(crate) fn start(
+    queue: &Arc<Queue>,
+    folder: &Path,
+    file: File,
+    ring: Option<Ring>,
+    num_threads: usize,
+) -> io::Result<Vec<JoinHandle<()>>> {
+    if let Some(ring) = ring {
+        return Ok(vec![spawn(folder, queue, move |queue| serve_ring(queue, ring))?]);
+    }
+    let file = Arc::new(file);
+    let start = |_| {
+        let file = Arc::clone(&file);
+        spawn(folder, queue, move |queue| serve_by_calls(queue, &file))
+    };
+    (0..num_threads).map(start).collect()
+}
+
+/// A thread that runs `serve`, and fails the file if that fails or panics.
+fn spawn(
+    folder: &Path,
+    queue: &Arc<Queue>,
+    serve: impl FnOnce(&Queue) -> io::Result<()> + Send + 'static,
+) -> io::Result<JoinHandle<()>> {
+    queue.enter();
+    let worker = Worker { queue: Arc::clone(queue), folder: folder.to_owned() };
+    thread::Builder::new().name("swap".to_owned()).spawn(move || {
+        if let Err(source) = serve(&worker.queue) {
+            let folder = worker.folder.clone();
+            worker.queue.abort(SwapError::Ring { folder, source: Arc::new(source) });
+        }
+    })
+}
+
+/// The presence of a thread at the queue.
+struct Worker {
+    queue: Arc<Queue>,
+    folder: PathBuf,
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        if thread::panicking() {
+            self.queue.abort(SwapError::Panicked { folder: self.folder.clone() });
+        }
+        self.queue.leave();
+    }
+}
+
+/// One operation at a time, by a call that returns when it has ended.
+fn serve_by_calls(queue: &Queue, file: &File) -> io::Result<()> {
+    while let Some(mut operation) = queue.next() {
+        let result = rustix::io::retry_on_intr(|| call(file, &mut operation));
+        queue.end(operation, result.map_err(io::Error::from));
+    }
+    Ok(())
+}
+
+fn call(file: &File, operation: &mut Operation) -> rustix::io::Result<usize> {
+    match operation.access.direction {
+        Direction::Read => rustix::io::pread(file, &mut operation.part[..], operation.access.offset),
+        Direction::Write => rustix::io::pwrite(file, &operation.part, operation.access.offset),
+    }
+}
+
+/// As many operations at a time as the ring has room for. Checksums are computed while the device works on others.
+///
+/// A transfer that is issued while others are under way begins when one of their parts has ended: the thread
+/// waits for the kernel alone, and a part takes a millisecond or so.
+fn serve_ring(queue: &Queue, mut ring: Ring) -> io::Result<()> {
+    let mut ended = Vec::with_capacity(ring.depth());
+    loop {
+        while ring.has_room()
+            && let Some(operation) = queue.try_next()
+        {
+            ring.submit(operation)?;
+        }
+        for (operation, result) in ended.drain(..) {
+            queue.end(operation, result);
+        }
+        if !ring.is_idle() {
+            ring.wait(&mut ended)?;
+        } else if let Some(operation) = queue.next() {
+            ring.submit(operation)?;
+        } else {
+            return Ok(());
+        }
+    }
+}
