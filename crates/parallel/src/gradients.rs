@@ -118,7 +118,8 @@ impl Gradients {
             Exchanges::fusing(group, options.fusion_bytes)
         };
         let is_exchanged = is_sharded && options.reduce_dtype == Precision::F32;
-        let pool = Pool::new(group, device, Category::Gradients, is_exchanged);
+        let category = if keeps_whole { Category::Gradients } else { Category::Communication };
+        let pool = Pool::new(group, device, category, is_exchanged);
         let needs_shards = is_sharded && (!keeps_whole || ranks.replicas().world_size() > 1);
         let mut units = Vec::new();
         for (index, unit) in table.units().iter().enumerate() {

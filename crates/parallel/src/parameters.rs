@@ -225,7 +225,8 @@ impl<T: Stored> Gathered<T> {
         device: &Device,
         is_kept: bool,
     ) -> Result<Self, ParallelError> {
-        let pool = Pool::new(group, device, Category::Parameters, true);
+        let category = if is_kept { Category::Parameters } else { Category::Communication };
+        let pool = Pool::new(group, device, category, true);
         let whole = |len: usize| Ok(if is_kept { Whole::Present(pool.take(len)?) } else { Whole::Absent });
         let units = table.units().iter().map(|unit| whole(unit.padded_len()));
         let units = units.collect::<Result<_, ParallelError>>()?;

@@ -14,7 +14,8 @@ pub enum Category {
     Optimizer,
     /// Values saved for backward, their gradients, and what kernels need meanwhile.
     Activations,
-    /// Buffers that only communication needs.
+    /// Buffers of messages, and whole units on their way: parameters that are gathered for use, gradients that are
+    /// shared out.
     Communication,
 }
 
