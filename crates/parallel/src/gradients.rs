@@ -4,8 +4,8 @@ use crate::compressed::Compressed;
 use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::DataParallelRanks;
-use crate::reduction::{Exchanges, Reduction};
-use crate::shard_sum::ShardSum;
+use crate::reduction::{Exchanges, Reduced, Reduction};
+use crate::shard_sum::{ShardSum, shard_sum};
 use crate::step::ExecutorOptions;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
@@ -70,15 +70,17 @@ struct UnitGradient {
     len: usize,
     /// The elements that this rank steps.
     own: Range<usize>,
-    /// Present while it is neither being written nor summed nor reduced. Where ranks keep shards only, it comes from the
-    /// pool and goes back there.
+    /// Present while it is neither being written nor summed nor reduced. Where it does not stay, it comes from the pool and
+    /// goes back there.
     reducible: Option<Buffer<f32>>,
     /// Being written by backward.
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
     reduction: Reduction,
+    /// Its result, between the end of a step and the next one, where no shard is kept apart.
+    reduced: Option<Reduced>,
     /// The sum so far, where ranks keep a shard apart from the whole gradient.
-    shard: Option<ShardSum>,
+    shard: Option<Box<dyn ShardSum>>,
 }
 
 /// Gradients of all units of a rank.
@@ -89,8 +91,10 @@ pub(crate) struct Gradients {
     table: Arc<ParameterTable>,
     ranks: Arc<DataParallelRanks>,
     units: Vec<UnitGradient>,
-    /// Whole gradients, where ranks keep shards only.
+    /// Whole gradients in f32, where something else is kept.
     pool: Option<Pool<f32>>,
+    /// Whether those are what is reduced.
+    is_pool_exchanged: bool,
     /// Units whose reductions are under way, the first one first.
     under_way: VecDeque<usize>,
     exchanges: Exchanges,
@@ -109,7 +113,6 @@ impl Gradients {
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
-        let keeps_whole = outline.zero_stage < ZeroStage::Two;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
         device.memory().add(Category::Communication, group.fixed_bytes());
         let exchanges = if is_sharded {
@@ -117,10 +120,15 @@ impl Gradients {
         } else {
             Exchanges::fusing(group, options.fusion_bytes)
         };
-        let is_exchanged = is_sharded && options.reduce_dtype == Precision::F32;
+        let dtype = if group.world_size() == 1 { Precision::F32 } else { options.reduce_dtype };
+        let keeps_whole = outline.zero_stage < ZeroStage::Two && dtype == Precision::F32;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
-        let pool = Pool::new(group, device, category, is_exchanged);
-        let needs_shards = is_sharded && (!keeps_whole || ranks.replicas().world_size() > 1);
+        let is_pool_exchanged = is_sharded && dtype == Precision::F32;
+        let pool = Pool::new(group, device, category, is_pool_exchanged);
+        let needs_shards =
+            is_sharded && (outline.zero_stage >= ZeroStage::Two || ranks.replicas().world_size() > 1);
+        let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
+        let shard_precision = if is_summed { Precision::F32 } else { dtype };
         let mut units = Vec::new();
         for (index, unit) in table.units().iter().enumerate() {
             let len = if is_sharded { unit.padded_len() } else { unit.num_elements };
@@ -131,22 +139,15 @@ impl Gradients {
             };
             let reduction = match compressed {
                 Some(compressed) => Reduction::Compressed(compressed),
-                None => Reduction::new(len, own.clone(), options.reduce_dtype, &exchanges, device, group)?,
+                None => Reduction::new(len, dtype, &exchanges, device, group)?,
             };
-            let reducible = if keeps_whole { Some(pool.take(len)?) } else { None };
-            let shard =
-                needs_shards.then(|| ShardSum::new(own.clone(), ranks, device, options)).transpose()?;
-            let shape = [unit.num_elements].into();
-            units.push(UnitGradient {
-                shape,
-                len,
-                own,
-                reducible,
-                open: None,
-                sum: TreeSum::new(),
-                reduction,
-                shard,
-            });
+            let is_compressed = matches!(reduction, Reduction::Compressed(_));
+            let reducible = if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None };
+            let shard = || shard_sum(own.len(), shard_precision, options.determinism, ranks, device);
+            let shard = needs_shards.then(shard).transpose()?;
+            let (shape, sum) = ([unit.num_elements].into(), TreeSum::new());
+            let (open, reduced) = (None, None);
+            units.push(UnitGradient { shape, len, own, reducible, open, sum, reduction, reduced, shard });
         }
         if let Exchanges::Fusing(fusions) = &exchanges {
             // Backward starts with the last unit.
@@ -164,6 +165,7 @@ impl Gradients {
             under_way: VecDeque::with_capacity(units.len()),
             units,
             pool: (!keeps_whole).then_some(pool),
+            is_pool_exchanged,
             exchanges,
             waiting: Waiting::default(),
         })
@@ -183,15 +185,16 @@ impl Gradients {
     /// Takes memory for a whole gradient, and waits for some to come back rather than take ever more.
     fn take_whole(&mut self, unit: usize) -> Result<(), ParallelError> {
         let state = &self.units[unit];
-        if state.reducible.is_some() || state.open.is_some() {
+        // Later terms of a sum are partial sums beside the first.
+        if state.reducible.is_some() || state.open.is_some() || !state.sum.is_empty() {
             return Ok(());
         }
         let len = state.len;
         loop {
             let pool = self.pool.as_ref().expect("whole gradients come from a pool");
             let is_alike = |&&other: &&usize| self.units[other].len == len;
-            let must_wait = self.under_way.contains(&unit)
-                || self.under_way.iter().filter(is_alike).count() >= IN_FLIGHT_MAX;
+            let is_full = || self.under_way.iter().filter(is_alike).count() >= IN_FLIGHT_MAX;
+            let must_wait = self.under_way.contains(&unit) || (self.is_pool_exchanged && is_full());
             if let Some(buffer) = (!must_wait).then(|| pool.take(len)).transpose()? {
                 self.units[unit].reducible = Some(buffer);
                 return Ok(());
@@ -225,8 +228,12 @@ impl Gradients {
         let Gradient::Reducible(buffer) = sum else {
             unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
         };
-        let group = self.ranks.replicas();
-        state.reduction.start(buffer, device, group)?;
+        if let Some(rounded) = state.reduced.take() {
+            state.reduction.give(rounded);
+        }
+        if let Some(whole) = state.reduction.start(buffer, device, self.ranks.replicas())? {
+            self.pool.as_ref().expect("what is rounded came from the pool").give(whole);
+        }
         self.under_way.push_back(unit);
         if self.units.iter().all(|state| state.reduction.is_under_way()) {
             self.exchanges.flush();
@@ -239,19 +246,19 @@ impl Gradients {
         let unit = self.under_way.pop_front().expect("something is under way");
         let state = &mut self.units[unit];
         let group = self.ranks.replicas();
-        match state.reduction.advance(&self.device, group, &mut self.waiting)? {
+        let Some(sum) = state.reduction.advance(group, &mut self.waiting)? else {
             // A second message of one unit travels while the first ones of others are waited for.
-            None => self.under_way.push_back(unit),
-            Some(sum) => match (&mut state.shard, &self.pool) {
-                (None, _) => state.reducible = Some(sum),
-                (Some(shard), pool) => {
-                    shard.add(&sum, &self.device)?;
-                    match pool {
-                        Some(pool) => pool.give(sum),
-                        None => state.reducible = Some(sum),
-                    }
-                }
-            },
+            self.under_way.push_back(unit);
+            return Ok(());
+        };
+        if let Some(shard) = &mut state.shard {
+            shard.add(sum.view(state.own.clone()), &self.device)?;
+        }
+        match (sum, &self.pool) {
+            (Reduced::F32(whole), Some(pool)) if state.shard.is_some() => pool.give(whole),
+            (Reduced::F32(whole), _) => state.reducible = Some(whole),
+            (rounded, _) if state.shard.is_some() => state.reduction.give(rounded),
+            (rounded, _) => state.reduced = Some(rounded),
         }
         Ok(())
     }
@@ -309,16 +316,16 @@ impl Gradients {
         all
     }
 
-    /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks.
+    /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks, in what it was
+    /// reduced in.
     pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
         let state = &self.units[unit];
         let own = &state.own;
-        match &state.shard {
-            Some(shard) => shard.view(),
-            None => {
-                let buffer = state.reducible.as_ref().expect("a gradient is read after its reduction");
-                View::from_f32s(&buffer[own.clone()], [own.len()].into())
-            }
+        match (&state.shard, &state.reduced, &state.reducible) {
+            (Some(shard), _, _) => shard.view(),
+            (None, Some(rounded), _) => rounded.view(own.clone()),
+            (None, None, Some(whole)) => View::from_f32s(&whole[own.clone()], [own.len()].into()),
+            (None, None, None) => unreachable!("a gradient is read after its reduction"),
         }
     }
 }

@@ -137,13 +137,12 @@ fn fusion<T: Element>(group: &Arc<Group>, num_bytes: usize) -> Fusion<T> {
 }
 
 impl Reduction {
-    /// A reduction of `len` elements over `group` without compression, of which this rank steps `own`. A world of one has
-    /// nothing to send, so it rounds nothing.
+    /// A reduction of `len` elements over `group` without compression. A world of one has nothing to send, so it rounds
+    /// nothing.
     ///
-    /// 16 bits take memory for the rounded gradient.
+    /// 16 bits take memory for the rounded gradient, which is the only one that stays.
     pub(crate) fn new(
         len: usize,
-        own: Range<usize>,
         dtype: Precision,
         exchanges: &Exchanges,
         device: &Device,
@@ -156,14 +155,15 @@ impl Reduction {
                     let exchange = Exchange::ReduceScatter(Arc::clone(group));
                     Reduction::Plain { exchange, under_way: None }
                 }
-                Precision::Bf16 => Reduction::Bf16(Rounded::scattered(own, bf16, group)),
-                Precision::F16 => Reduction::F16(Rounded::scattered(own, f16, group)),
+                Precision::Bf16 => Reduction::Bf16(Rounded::scattered(bf16, group)),
+                Precision::F16 => Reduction::F16(Rounded::scattered(f16, group)),
             },
             Exchanges::Fusing(fusions) => {
                 let num_bytes = len * dtype.dtype().size();
-                let own_bytes = if dtype == Precision::F32 { 0 } else { num_bytes };
-                let num_bytes = own_bytes + group.peer_bytes_mapped(num_bytes);
-                device.memory().add(Category::Communication, num_bytes);
+                device.memory().add(Category::Communication, group.peer_bytes_mapped(num_bytes));
+                if dtype != Precision::F32 {
+                    device.memory().add(Category::Gradients, num_bytes);
+                }
                 match dtype {
                     Precision::F32 => {
                         let exchange = Exchange::AllReduce(fusions.f32.clone());
@@ -176,20 +176,26 @@ impl Reduction {
         })
     }
 
-    /// Starts the reduction of this rank's `sum`.
+    /// Starts the reduction of this rank's `sum`; gives it back if it is not what is reduced.
     pub(crate) fn start(
         &mut self,
         sum: Buffer<f32>,
         device: &Device,
         group: &Group,
-    ) -> Result<(), ParallelError> {
+    ) -> Result<Option<Buffer<f32>>, ParallelError> {
         match self {
             Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum)),
-            Reduction::Bf16(rounded) => rounded.start(sum, device)?,
-            Reduction::F16(rounded) => rounded.start(sum, device)?,
+            Reduction::Bf16(rounded) => {
+                rounded.start(&sum, device)?;
+                return Ok(Some(sum));
+            }
+            Reduction::F16(rounded) => {
+                rounded.start(&sum, device)?;
+                return Ok(Some(sum));
+            }
             Reduction::Compressed(compressed) => compressed.start(sum, device, group)?,
         }
-        Ok(())
+        Ok(None)
     }
 
     /// Whether a reduction was started and has not come to its sum.
@@ -202,21 +208,48 @@ impl Reduction {
         }
     }
 
-    /// Waits for the message under way, if there is one; the sum over all ranks, unless that takes another message,
-    /// which is then under way.
+    /// Waits for the message under way; the sum over all ranks, unless that takes another message, which is then under way.
     pub(crate) fn advance(
         &mut self,
-        device: &Device,
         group: &Group,
         waiting: &mut Waiting,
-    ) -> Result<Option<Buffer<f32>>, ParallelError> {
+    ) -> Result<Option<Reduced>, ParallelError> {
         match self {
             Reduction::Plain { under_way, .. } => {
-                under_way.take().map(|pending| pending.wait(waiting)).transpose()
+                let pending = under_way.take().expect("a reduction was started");
+                Ok(Some(Reduced::F32(pending.wait(waiting)?)))
             }
-            Reduction::Bf16(rounded) => rounded.wait(device, waiting),
-            Reduction::F16(rounded) => rounded.wait(device, waiting),
-            Reduction::Compressed(compressed) => compressed.advance(group, waiting),
+            Reduction::Bf16(rounded) => Ok(Some(Reduced::Bf16(rounded.wait(waiting)?))),
+            Reduction::F16(rounded) => Ok(Some(Reduced::F16(rounded.wait(waiting)?))),
+            Reduction::Compressed(compressed) => Ok(compressed.advance(group, waiting)?.map(Reduced::F32)),
+        }
+    }
+
+    /// Takes back memory of a sum that was rounded.
+    pub(crate) fn give(&mut self, sum: Reduced) {
+        match (self, sum) {
+            (Reduction::Bf16(rounded), Reduced::Bf16(sum)) => rounded.give(sum),
+            (Reduction::F16(rounded), Reduced::F16(sum)) => rounded.give(sum),
+            _ => unreachable!("sums go back where they came from"),
+        }
+    }
+}
+
+/// A sum over all ranks, in what it was reduced in.
+pub(crate) enum Reduced {
+    F32(Buffer<f32>),
+    Bf16(Buffer<Bf16>),
+    F16(Buffer<F16>),
+}
+
+impl Reduced {
+    /// The elements `range`.
+    pub(crate) fn view(&self, range: Range<usize>) -> View<'_> {
+        let shape = [range.len()].into();
+        match self {
+            Reduced::F32(sum) => f32::view(&sum[range], shape),
+            Reduced::Bf16(sum) => Bf16::view(&sum[range], shape),
+            Reduced::F16(sum) => F16::view(&sum[range], shape),
         }
     }
 }
@@ -225,53 +258,49 @@ impl Reduction {
 /// is, is the group's to say.
 pub(crate) struct Rounded<T> {
     exchange: Exchange<T>,
-    /// What of the sum is read.
-    own: Range<usize>,
-    /// Present while nothing is under way, unless it comes from the pool.
-    narrow: Option<Buffer<T>>,
-    pool: Option<Pool<T>>,
-    under_way: Option<UnderWay<T>>,
+    memory: NarrowMemory<T>,
+    under_way: Option<Pending<T>>,
 }
 
-struct UnderWay<T> {
-    /// Takes the result.
-    wide: Buffer<f32>,
-    pending: Pending<T>,
+/// Where rounded gradients lie.
+enum NarrowMemory<T> {
+    /// In memory of their own, present while it is neither under way nor read.
+    Own(Option<Buffer<T>>),
+    /// In memory that goes from unit to unit.
+    Pooled(Pool<T>),
 }
 
 impl<T: Stored> Rounded<T> {
     fn fused(len: usize, fusion: &Fusion<T>, group: &Group) -> Result<Self, ParallelError> {
-        let exchange = Exchange::AllReduce(fusion.clone());
-        Ok(Rounded { exchange, own: 0..len, narrow: Some(group.buffer(len)?), pool: None, under_way: None })
+        let (exchange, memory) = (Exchange::AllReduce(fusion.clone()), group.buffer(len)?);
+        Ok(Rounded { exchange, memory: NarrowMemory::Own(Some(memory)), under_way: None })
     }
 
-    fn scattered(own: Range<usize>, pool: &Pool<T>, group: &Arc<Group>) -> Self {
+    fn scattered(pool: &Pool<T>, group: &Arc<Group>) -> Self {
         let exchange = Exchange::ReduceScatter(Arc::clone(group));
-        Rounded { exchange, own, narrow: None, pool: Some(pool.clone()), under_way: None }
+        Rounded { exchange, memory: NarrowMemory::Pooled(pool.clone()), under_way: None }
     }
 
-    fn start(&mut self, wide: Buffer<f32>, device: &Device) -> Result<(), ParallelError> {
-        let narrow = match &self.pool {
-            Some(pool) => Some(pool.take(wide.len())?),
-            None => self.narrow.take(),
+    fn start(&mut self, wide: &[f32], device: &Device) -> Result<(), ParallelError> {
+        let mut narrow = match &mut self.memory {
+            NarrowMemory::Own(memory) => memory.take().expect("a unit's reductions do not overlap"),
+            NarrowMemory::Pooled(pool) => pool.take(wide.len())?,
         };
-        let mut narrow = narrow.expect("a unit's reductions do not overlap");
         let shape = Shape::from([wide.len()]);
-        device.convert(View::from_f32s(&wide, shape), T::view_mut(&mut narrow, shape));
-        self.under_way = Some(UnderWay { wide, pending: self.exchange.start(narrow) });
+        device.convert(View::from_f32s(wide, shape), T::view_mut(&mut narrow, shape));
+        self.under_way = Some(self.exchange.start(narrow));
         Ok(())
     }
 
-    fn wait(&mut self, device: &Device, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
-        let Some(UnderWay { mut wide, pending }) = self.under_way.take() else { return Ok(None) };
-        let narrow = pending.wait(waiting)?;
-        let (own, shape) = (self.own.clone(), Shape::from([self.own.len()]));
-        device.convert(T::view(&narrow[own.clone()], shape), f32::view_mut(&mut wide[own], shape));
-        match &self.pool {
-            Some(pool) => pool.give(narrow),
-            None => self.narrow = Some(narrow),
+    fn wait(&mut self, waiting: &mut Waiting) -> Result<Buffer<T>, ParallelError> {
+        self.under_way.take().expect("a reduction was started").wait(waiting)
+    }
+
+    fn give(&mut self, narrow: Buffer<T>) {
+        match &mut self.memory {
+            NarrowMemory::Own(memory) => *memory = Some(narrow),
+            NarrowMemory::Pooled(pool) => pool.give(narrow),
         }
-        Ok(Some(wide))
     }
 }
 
@@ -305,18 +334,32 @@ mod tests {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
             let exchanges = Exchanges::fusing(&group, 0);
-            let mut reduction = Reduction::new(LEN, 0..LEN, dtype, &exchanges, &device, &group).unwrap();
+            let mut reduction = Reduction::new(LEN, dtype, &exchanges, &device, &group).unwrap();
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
+            let mut found = Vec::new();
             // The second round finds the buffers of the first.
             for _ in 0..2 {
                 assert!(!reduction.is_under_way());
                 buffer.iter_mut().enumerate().for_each(|(index, x)| *x = value(group.rank().0, index));
-                reduction.start(buffer, &device, &group).unwrap();
+                let mut wide = reduction.start(buffer, &device, &group).unwrap();
                 assert!(reduction.is_under_way());
-                let sum = reduction.advance(&device, &group, &mut Waiting::default()).unwrap();
-                buffer = sum.expect("it was started");
+                let sum = reduction.advance(&group, &mut Waiting::default()).unwrap();
+                let sum = sum.expect("it was started");
+                let mut widened = vec![0.0; LEN];
+                device.convert(
+                    sum.view(0..LEN),
+                    trireme_tensor::ViewMut::from_f32s(&mut widened, [LEN].into()),
+                );
+                found = widened;
+                buffer = match sum {
+                    Reduced::F32(sum) => sum,
+                    narrow => {
+                        reduction.give(narrow);
+                        wide.take().expect("what was rounded is given back")
+                    }
+                };
             }
-            buffer.to_vec()
+            found
         });
         for sums in &ranks {
             for (index, &sum) in sums.iter().enumerate() {

@@ -1,56 +1,123 @@
+//! A rank's shard of a unit's gradient: the sum over microbatches of what the shards' ranks have reduced, and then over
+//! replicas.
+
 use crate::error::ParallelError;
 use crate::gradients::{Determinism, Gradient, add};
 use crate::ranks::DataParallelRanks;
-use crate::step::ExecutorOptions;
+use crate::stored::Stored;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
-use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{DType, ReduceOp};
-use trireme_comm::{Buffer, Group, Work};
-use trireme_tensor::{Category, Device, Shape, View};
+use trireme_base::{Bf16, DType, F16, ReduceOp};
+use trireme_comm::{Buffer, Element, Group, Work};
+use trireme_tensor::{Category, Device, Precision, Shape, View};
 
-/// A rank's shard of a unit's gradient: the sum over microbatches of what the shards' ranks have reduced, and then over
-/// replicas.
-pub(crate) struct ShardSum {
-    own: Range<usize>,
-    determinism: Determinism,
-    replicas: Arc<Group>,
-    /// Present while nothing was added.
-    memory: Option<Buffer<f32>>,
-    sum: TreeSum<Gradient>,
-    under_way: Option<Work<Buffer<f32>>>,
+/// What becomes of a shard's gradients.
+pub(crate) trait ShardSum: Send {
+    /// Adds this rank's shard of the gradient of a microbatch.
+    fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError>;
+
+    /// Starts the sum over replicas of what was added.
+    fn reduce(&mut self, device: &Device);
+
+    /// Waits for the sum over replicas.
+    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError>;
+
+    /// The sum.
+    fn view(&self) -> View<'_>;
 }
 
-impl ShardSum {
-    /// Zeros for the elements `own` of a unit.
-    pub(crate) fn new(
-        own: Range<usize>,
-        ranks: &DataParallelRanks,
-        device: &Device,
-        options: &ExecutorOptions,
-    ) -> Result<Self, ParallelError> {
+/// Zeros of a shard of `len` elements that are kept in `precision`, which is f32 where several are added.
+pub(crate) fn shard_sum(
+    len: usize,
+    precision: Precision,
+    determinism: Determinism,
+    ranks: &DataParallelRanks,
+    device: &Device,
+) -> Result<Box<dyn ShardSum>, ParallelError> {
+    Ok(match precision {
+        Precision::F32 => Box::new(TreeShardSum {
+            determinism,
+            memory: Replicated::new(len, ranks, device)?,
+            sum: TreeSum::new(),
+        }),
+        Precision::Bf16 => Box::new(Replicated::<Bf16>::new(len, ranks, device)?),
+        Precision::F16 => Box::new(Replicated::<F16>::new(len, ranks, device)?),
+    })
+}
+
+/// A vector that replicas add up.
+struct Replicated<T> {
+    shape: Shape,
+    replicas: Arc<Group>,
+    /// Present while nothing is under way.
+    memory: Option<Buffer<T>>,
+    under_way: Option<Work<Buffer<T>>>,
+}
+
+impl<T: Element> Replicated<T> {
+    fn new(len: usize, ranks: &DataParallelRanks, device: &Device) -> Result<Self, ParallelError> {
         let replicas = Arc::clone(ranks.replicas());
-        let memory = replicas.buffer::<f32>(own.len())?;
+        let memory = replicas.buffer::<T>(len)?;
         let num_bytes = size_of_val(&*memory);
         device.memory().add(Category::Gradients, num_bytes);
         device.memory().add(Category::Communication, replicas.peer_bytes_mapped(num_bytes));
-        let (sum, determinism) = (TreeSum::new(), options.determinism);
-        Ok(ShardSum { own, determinism, replicas, memory: Some(memory), sum, under_way: None })
+        Ok(Replicated { shape: [len].into(), replicas, memory: Some(memory), under_way: None })
     }
 
-    fn shape(&self) -> Shape {
-        [self.own.len()].into()
+    fn start(&mut self, sum: Buffer<T>) {
+        self.under_way = Some(self.replicas.all_reduce(sum, ReduceOp::Sum));
     }
 
-    /// Adds this shard of a whole gradient.
-    pub(crate) fn add(&mut self, whole: &[f32], device: &Device) -> Result<(), ParallelError> {
-        let shape = self.shape();
-        let mut term = match self.memory.take() {
+    fn finish(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        let work = self.under_way.take().expect("the sum over replicas was started");
+        self.memory = Some(waiting.wait(work)?);
+        Ok(())
+    }
+
+    fn sum(&self) -> &Buffer<T> {
+        self.memory.as_ref().expect("a gradient is read after its reduction")
+    }
+}
+
+/// One gradient a step, as it was rounded.
+impl<T: Stored> ShardSum for Replicated<T> {
+    fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError> {
+        let shape = self.shape;
+        let memory = self.memory.as_mut().expect("one gradient is added a step");
+        device.convert(shard, T::view_mut(memory, shape));
+        Ok(())
+    }
+
+    fn reduce(&mut self, _: &Device) {
+        let sum = self.memory.take().expect("a gradient was added");
+        self.start(sum);
+    }
+
+    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        self.finish(waiting)
+    }
+
+    fn view(&self) -> View<'_> {
+        T::view(self.sum(), self.shape)
+    }
+}
+
+/// The sum over microbatches in f32, in the canonical order.
+struct TreeShardSum {
+    determinism: Determinism,
+    memory: Replicated<f32>,
+    sum: TreeSum<Gradient>,
+}
+
+impl ShardSum for TreeShardSum {
+    fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError> {
+        let shape = self.memory.shape;
+        let mut term = match self.memory.memory.take() {
             Some(buffer) => Gradient::Reducible(buffer),
             None => Gradient::Partial(device.empty(shape, DType::F32, Category::Gradients)?),
         };
-        device.convert(View::from_f32s(&whole[self.own.clone()], shape), term.view_mut(shape));
+        device.convert(shard, term.view_mut(shape));
         self.sum.push(term, |left, right| add(device, shape, left, right));
         if self.determinism == Determinism::Run {
             let sum = self.sum.finish(|left, right| add(device, shape, left, right));
@@ -59,26 +126,20 @@ impl ShardSum {
         Ok(())
     }
 
-    /// Starts the sum over replicas of what was added.
-    pub(crate) fn reduce(&mut self, device: &Device) {
-        let shape = self.shape();
+    fn reduce(&mut self, device: &Device) {
+        let shape = self.memory.shape;
         let sum = self.sum.finish(|left, right| add(device, shape, left, right));
         let Some(Gradient::Reducible(buffer)) = sum else {
             unreachable!("the first term lies in the group's memory, and sums grow to the left")
         };
-        self.under_way = Some(self.replicas.all_reduce(buffer, ReduceOp::Sum));
+        self.memory.start(buffer);
     }
 
-    /// Waits for the sum over replicas.
-    pub(crate) fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        let work = self.under_way.take().expect("the sum over replicas was started");
-        self.memory = Some(waiting.wait(work)?);
-        Ok(())
+    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        self.memory.finish(waiting)
     }
 
-    /// The sum.
-    pub(crate) fn view(&self) -> View<'_> {
-        let buffer = self.memory.as_ref().expect("a gradient is read after its reduction");
-        View::from_f32s(buffer, self.shape())
+    fn view(&self) -> View<'_> {
+        View::from_f32s(self.memory.sum(), self.memory.shape)
     }
 }

@@ -17,6 +17,11 @@ impl<T> TreeSum<T> {
         TreeSum { partials: Vec::with_capacity(33) }
     }
 
+    /// Whether there are no terms.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.partials.is_empty()
+    }
+
     /// Adds the next term. `add(left, right)` adds `right` to `left`.
     pub(crate) fn push(&mut self, term: T, mut add: impl FnMut(&mut T, T)) {
         self.partials.push((0, term));

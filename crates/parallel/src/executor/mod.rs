@@ -11,6 +11,7 @@ use crate::parameters::{RankParameters, gather_parameters};
 use crate::ranks::DataParallelRanks;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
+use finishing::Widened;
 use losses::{Losses, global_microbatch};
 use passes::InFlight;
 use std::ops::Range;
@@ -272,8 +273,9 @@ impl Executor {
                         None => *finished.insert(self.finish_gradients(plan)?),
                     };
                     if let Some(settings) = update {
-                        let (shard, grads) = (self.parameters.shard_mut(unit), self.gradients.reduced(unit));
-                        self.optimizer.step_unit(&self.device, unit, shard, grads, settings);
+                        let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
+                        let shard = self.parameters.shard_mut(unit);
+                        self.optimizer.step_unit(&self.device, unit, shard, grads.view(), settings);
                     }
                 }
             }
