@@ -5,20 +5,19 @@ use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::fp8::{add_histories, read_histories};
 use crate::observer::Observer;
-use crate::weights::{read_parameters, read_weights};
+use crate::weights::read_weights;
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use trireme_base::Rank;
+use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, ExtraFile, LatestCheckpoint, LocalTensor, OPTIMIZER_PREFIX,
     Snapshot, find_latest, list_checkpoints, save,
 };
 use trireme_data::{TokenFile, Tokenizer};
-use trireme_optim::LossScalerState;
+use trireme_optim::{LossScalerState, StateInfo};
 use trireme_parallel::{Executor, parameter_placements};
-use trireme_plan::Mesh;
-use trireme_tensor::Parameters;
+use trireme_plan::{Extent, Mesh, TensorPlacement};
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
 /// counter, so the seed and the next sample are all of the generator's state.
@@ -97,9 +96,17 @@ pub(crate) fn write_checkpoint(
     let mesh = Mesh::data_parallel(group.world_size());
     let mut tensors = Vec::new();
     let parameters = executor.parameters();
-    add_tensors(&mut tensors, "", parameters, &mesh);
-    for (name, values) in executor.optimizer().states() {
-        add_tensors(&mut tensors, &format!("{OPTIMIZER_PREFIX}{name}."), values, &mesh);
+    for (placement, info) in
+        parameter_placements(parameters.table(), &mesh).into_iter().zip(parameters.table().parameters())
+    {
+        let bytes = bytemuck::cast_slice(&parameters.flat(info.unit).f32s()[info.range()]);
+        tensors.push(LocalTensor { placement, bytes });
+    }
+    let optimizer_states = executor.optimizer().states(executor.device());
+    for (info, values) in &optimizer_states {
+        let name = state_name(info);
+        let placement = TensorPlacement::replicated(name, info.shape.dims(), DType::F32, &mesh);
+        tensors.push(LocalTensor { placement, bytes: bytemuck::cast_slice(values) });
     }
     if let Some(state) = executor.fp8_state() {
         add_histories(&mut tensors, state, parameters.table(), &mesh);
@@ -118,13 +125,9 @@ pub(crate) fn write_checkpoint(
     Ok(save(group, &run_folder.join(CHECKPOINTS_FOLDER), &snapshot, keep_latest_k)?)
 }
 
-fn add_tensors<'a>(tensors: &mut Vec<LocalTensor<'a>>, prefix: &str, values: &'a Parameters, mesh: &Mesh) {
-    let table = values.table();
-    for (placement, info) in parameter_placements(table, mesh).into_iter().zip(table.parameters()) {
-        let name = format!("{prefix}{}", placement.name);
-        let bytes = bytemuck::cast_slice(&values.flat(info.unit).f32s()[info.range()]);
-        tensors.push(LocalTensor { placement: trireme_plan::TensorPlacement { name, ..placement }, bytes });
-    }
+/// The name of a state of the optimizer in a checkpoint.
+fn state_name(info: &StateInfo<'_>) -> String {
+    format!("{OPTIMIZER_PREFIX}{}.{}", info.name, info.parameter.name)
 }
 
 /// Goes on from a checkpoint if there is one, else begins at the first sample. Collective.
@@ -223,11 +226,13 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
+    let device = executor.device().clone();
     let (parameters, optimizer) = executor.state_mut();
     read_weights(&checkpoint.weights(), &model, parameters)?;
-    for (name, values) in optimizer.states_mut() {
-        read_parameters(checkpoint.tensors(), &format!("{OPTIMIZER_PREFIX}{name}."), values)?;
-    }
+    optimizer.load_states(&device, |info, values| {
+        let extent = Extent::whole(info.shape.dims());
+        checkpoint.tensors().read_into(&state_name(info), &extent, bytemuck::cast_slice_mut(values))
+    })?;
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }

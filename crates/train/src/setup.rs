@@ -12,7 +12,9 @@ use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, ModelSource as Weights
 use trireme_comm::Group;
 use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, Model, ModelConfig};
-use trireme_optim::{AdamWSettings, Decay, LossScaling, LrSchedule, Optimizer, OptimizerKind, SgdSettings};
+use trireme_optim::{
+    AdamWSettings, Decay, LossScaling, LrSchedule, Optimizer, OptimizerKind, OptimizerOptions, SgdSettings,
+};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions};
 use trireme_schedule::single;
 use trireme_tensor::{Device, Precision};
@@ -236,14 +238,12 @@ pub(crate) fn build_executor(
     if let Some(folder) = &config.model().init_from {
         read_weights(&WeightsSource::open(folder)?.weights(), &model, &mut parameters)?;
     }
-    let optimizer = Optimizer::new(
-        optimizer_kind(optimizer),
-        optimizer.weight_decay as f32,
-        optimizer.decay_norms_and_biases,
-        model.table(),
-        &model.table().shards(0, 1),
-        device,
-    )?;
+    let options = OptimizerOptions {
+        weight_decay: optimizer.weight_decay as f32,
+        decay_norms_and_biases: optimizer.decay_norms_and_biases,
+        ..OptimizerOptions::new(optimizer_kind(optimizer))
+    };
+    let optimizer = Optimizer::new(&options, model.table(), &model.table().shards(0, 1), device)?;
     let program = single::program(model.num_units(), config.num_microbatches());
     let options = ExecutorOptions {
         precision: precision(training.dtype),

@@ -51,19 +51,9 @@ pub(crate) fn read_weights(
     let tied = model.config().tie_word_embeddings;
     let stored = stored.renamed(|name| canonical_name(name, tied))?;
     stored.check_against(&parameter_placements(model.table(), &Mesh::data_parallel(1)))?;
-    read_parameters(&stored, "", parameters)
-}
-
-/// Reads `prefix + name` for every parameter.
-pub(crate) fn read_parameters(
-    stored: &StoredTensors,
-    prefix: &str,
-    parameters: &mut Parameters,
-) -> Result<(), TrainError> {
     parameters.for_each_mut(|info, _, values| {
-        let name = format!("{prefix}{}", info.name);
         let extent = Extent::whole(info.shape.dims());
-        Ok(stored.read_into(&name, &extent, bytemuck::cast_slice_mut(values))?)
+        Ok(stored.read_into(&info.name, &extent, bytemuck::cast_slice_mut(values))?)
     })
 }
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Buffer, Compression, Compressor, Group, Work};
 use trireme_model::{Batch, Model, Step};
-use trireme_optim::{LossScaler, Optimizer};
+use trireme_optim::{LossScaler, Optimizer, WholeUnits};
 use trireme_schedule::{Action, Program, validate};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{Device, Fp8State, Parameters, Tape, Tensor, Var};
@@ -224,7 +224,8 @@ impl Executor {
                     if let Some(settings) = update {
                         let grads = self.gradients.reduced(unit);
                         let parameters = self.parameters.flat_mut(unit);
-                        self.optimizer.step_unit(&self.device, unit, parameters, grads, settings);
+                        let shards = &mut WholeUnits;
+                        self.optimizer.step_unit(&self.device, unit, parameters, grads, settings, shards)?;
                     }
                 }
             }

@@ -3,7 +3,7 @@
 
 use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig};
-use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
+use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan};
 use trireme_schedule::single;
 use trireme_tensor::{Device, DeviceOptions, Precision};
@@ -43,8 +43,8 @@ pub fn executor(
     let model = Model::new(config.clone(), &device).unwrap();
     let parameters = model.initial_parameters(&device, 1).unwrap();
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let optimizer =
-        Optimizer::new(kind, 0.1, false, model.table(), &model.table().shards(0, 1), &device).unwrap();
+    let adamw = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
+    let optimizer = Optimizer::new(&adamw, model.table(), &model.table().shards(0, 1), &device).unwrap();
     let program = single::program(model.num_units(), accumulation);
     Executor::new(model, parameters, optimizer, group.into(), &device, program, options).unwrap()
 }

@@ -13,7 +13,7 @@ use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
-use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
+use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::single as single_stage;
 use trireme_tensor::{Category, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
@@ -197,7 +197,9 @@ fn build(args: &StepArgs, group: Arc<Group>, device: &Device) -> Result<Executor
     }
     let parameters = model.initial_parameters(device, args.seed)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let optimizer = Optimizer::new(kind, 0.1, true, model.table(), &model.table().shards(0, 1), device)?;
+    let options =
+        OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
+    let optimizer = Optimizer::new(&options, model.table(), &model.table().shards(0, 1), device)?;
     let program = single_stage::program(model.num_units(), 1);
     let options = ExecutorOptions {
         precision: args.dtype,

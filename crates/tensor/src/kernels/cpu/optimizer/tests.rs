@@ -2,6 +2,7 @@ use super::*;
 use crate::kernels::cpu::test_support::{
     Exact, affordable, assert_close, cases, exactly, not_finite, random, run,
 };
+use crate::kernels::cpu::{Cpu, SharedSlice};
 use proptest::prelude::*;
 
 /// Numbers of elements: none, one, about the widths of registers, two tasks and a rest.
@@ -44,7 +45,11 @@ impl Inputs {
     fn adamw(&self, step: AdamWStep) -> [Vec<f32>; 3] {
         run(|cpu| {
             let Inputs { mut parameters, grads, mut first, mut second } = self.clone();
-            cpu.adamw(&mut parameters, &grads, &mut first, &mut second, step);
+            let states = [
+                StateSlice::F32(SharedSlice::new(&mut first)),
+                StateSlice::F32(SharedSlice::new(&mut second)),
+            ];
+            update(cpu, Update::AdamW(step), &mut parameters, &grads, states);
             [parameters, first, second]
         })
     }
@@ -53,10 +58,25 @@ impl Inputs {
     fn momentum(&self, step: MomentumStep) -> [Vec<f32>; 2] {
         run(|cpu| {
             let Inputs { mut parameters, grads, mut first, .. } = self.clone();
-            cpu.momentum(&mut parameters, &grads, &mut first, step);
+            let states = [StateSlice::F32(SharedSlice::new(&mut first)), StateSlice::Absent];
+            update(cpu, Update::Momentum(step), &mut parameters, &grads, states);
             [parameters, first]
         })
     }
+}
+
+/// One update of all elements; its sums.
+fn update(
+    cpu: &Cpu,
+    update: Update,
+    parameters: &mut [f32],
+    grads: &[f32],
+    states: [StateSlice<'_>; 2],
+) -> Vec<[f64; 2]> {
+    let pieces = Pieces::whole(grads.len());
+    let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
+    cpu.update((&pieces, &[update]), parameters, grads, states, 7, &mut sums);
+    sums
 }
 
 /// A sum of terms.
