@@ -18,6 +18,9 @@ fn steps_allocate_nothing() {
     check(&[]);
     check(&f16);
     check(&["training.dtype=bf16", "training.fp8=hybrid"]);
+    for name in ["lion", "adafactor", "lamb", "lars", "muon"] {
+        check(&[&format!("optimizer.name={name}"), "optimizer.state_dtype=bf16"]);
+    }
     for codec in CodecName::ALL {
         // A loss scale that grows once in the counted steps rescales what is kept.
         let scale = [

@@ -12,6 +12,7 @@ mod compression;
 mod costs;
 mod explain;
 mod mistake;
+mod optimizer;
 mod reader;
 mod section;
 mod sections;
@@ -22,13 +23,13 @@ mod value;
 mod tests;
 
 pub use choice::{
-    Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume, Tokenizer, TrainingDtype,
-    Transport,
+    Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName, Resume, StateDtype,
+    Tokenizer, TrainingDtype, Transport,
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
-    Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer, Parallelism, Run,
-    Training,
+    Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer, OptimizerGroup,
+    Parallelism, Run, Training,
 };
 
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
@@ -48,6 +49,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 pub struct Config {
     sections: Sections,
     world_size: usize,
+    group_places: optimizer::GroupPlaces,
 }
 
 /// Where the description of the model is.
