@@ -12,6 +12,9 @@ use trireme_base::Bf16;
 /// Elements that share the step of their 8-bit codes.
 pub(super) const BLOCK_LEN: usize = 256;
 
+/// Larger values count as this, so that steps may be rounded up.
+const LARGEST: f32 = 3e38;
+
 /// Codes of either sign.
 const SIGNED_LEVELS: f32 = 127.0;
 
@@ -179,7 +182,7 @@ fn round_at_random(value: f32, bits: u32) -> f32 {
 #[inline(always)]
 fn magnitude_max(values: &[f32]) -> f32 {
     let bits = values.iter().fold(0_u32, |most, value| most.max(value.to_bits() & 0x7fff_ffff));
-    f32::from_bits(bits).min(f32::MAX)
+    f32::from_bits(bits).min(LARGEST)
 }
 
 /// What a code stands for: `largest / levels`, rounded up to 16 bits of fraction, so that its multiples are exact; 0 where
