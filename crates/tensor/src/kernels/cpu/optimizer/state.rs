@@ -172,10 +172,14 @@ fn random_bits(seed: u32, position: u32) -> u32 {
     bits ^ (bits >> 16)
 }
 
-/// Rounds a number of at most 255 up or down. Twelve random bits leave whole numbers whole, for all sums are exact.
+/// Rounds a number from 0 to 255 up or down, and leaves whole numbers whole: twelve random bits and a half never make a tie.
+///
+/// No cast, for those that saturate are no SIMD code: added to 2^23, a number has its whole part in the low bits.
 #[inline(always)]
-fn round_at_random(value: f32, bits: u32) -> f32 {
-    (value + (bits >> 20) as f32 * (1.0 / 4096.0)).floor()
+fn round_at_random(value: f32, bits: u32) -> u8 {
+    const WHOLE: f32 = 8_388_608.0;
+    let shift = (bits >> 20) as f32 * (1.0 / 4096.0) + (0.5 / 4096.0 - 0.5);
+    ((value + shift) + WHOLE).to_bits() as u8
 }
 
 /// The largest magnitude. As whole numbers, because a maximum of floats is no SIMD code.
@@ -216,10 +220,9 @@ for_each_simd_level! {
         for (index, (code, value)) in codes.iter_mut().zip(values).enumerate() {
             let bits = random_bits(noise, position.wrapping_add(index as u32));
             let exact = value / divisor;
-            let rounded = round_at_random(exact, bits);
-            let rounded = if exact > SIGNED_LEVELS - SNAP { SIGNED_LEVELS } else { rounded };
-            let rounded = if exact < SNAP - SIGNED_LEVELS { -SIGNED_LEVELS } else { rounded };
-            *code = (rounded + 128.0) as u8;
+            let exact = if exact > SIGNED_LEVELS - SNAP { SIGNED_LEVELS } else { exact };
+            let exact = if exact < SNAP - SIGNED_LEVELS { -SIGNED_LEVELS } else { exact };
+            *code = round_at_random(exact + 128.0, bits);
         }
         step
     }
@@ -237,11 +240,10 @@ for_each_simd_level! {
         for (index, (code, value)) in codes.iter_mut().zip(values).enumerate() {
             let bits = random_bits(noise, position.wrapping_add(index as u32));
             let exact = value.sqrt() / divisor;
-            let rounded = round_at_random(exact, bits);
-            let rounded = if exact > ROOT_LEVELS - SNAP { ROOT_LEVELS } else { rounded };
+            let exact = if exact > ROOT_LEVELS - SNAP { ROOT_LEVELS } else { exact };
             // What is not zero does not become zero: updates are divided by it.
-            let least = if *value > 0.0 { 1.0 } else { 0.0 };
-            *code = (if rounded < least { least } else { rounded }) as u8;
+            let exact = if *value > 0.0 && exact < 1.0 { 1.0 } else { exact };
+            *code = round_at_random(exact, bits);
         }
         step
     }
