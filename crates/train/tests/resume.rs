@@ -133,6 +133,23 @@ fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
 }
 
 #[test]
+fn every_optimizer_has_the_same_bits_over_any_number_of_shards() {
+    for optimizer in ["adam", "lion", "adafactor", "lamb", "lars", "muon"] {
+        let folder = tempfile::tempdir().unwrap();
+        let name = format!("optimizer.name={optimizer}");
+        let run = |run: &str, workers: usize, stage: &str, steps: u64| {
+            train(&job(folder.path(), run, workers, steps, &[&name, stage]))
+        };
+        let whole = run("whole", 1, "parallelism.zero_stage=0", 10);
+        let mut found = run("cut", 4, "parallelism.zero_stage=3", 5).0;
+        let rest = run("cut", 2, "parallelism.zero_stage=1", 10);
+        found.extend(&rest.0);
+        assert!(found == whole.0, "{optimizer}: steps differ");
+        assert!(rest.1 == whole.1, "{optimizer}: weights differ");
+    }
+}
+
+#[test]
 fn twenty_steps_are_ten_and_ten_in_fp8() {
     for (fp8, amax_history_len) in [("hybrid", 3), ("e4m3", 1)] {
         let (fp8, len) =
