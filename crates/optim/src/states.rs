@@ -5,7 +5,7 @@ use crate::members::{Member, Members};
 use crate::optimizer::{Optimizer, UnitShare};
 use std::borrow::Cow;
 use std::ops::Range;
-use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape};
+use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape, Tensor};
 
 /// One state of one parameter.
 #[derive(Debug, Clone)]
@@ -87,6 +87,21 @@ impl Optimizer {
             }
         }
         Ok(())
+    }
+
+    /// Shows `visit` all memory that is kept for a unit, to move it elsewhere for a while.
+    pub fn for_each_memory(&mut self, unit: usize, mut visit: impl FnMut(&mut Tensor)) {
+        for share in &mut self.units[unit] {
+            let states = match share {
+                UnitShare::Elements(share) => &mut share.states,
+                UnitShare::Muon(share) => &mut share.states,
+                UnitShare::Factored(share) => {
+                    share.moments_mut().iter_mut().for_each(&mut visit);
+                    continue;
+                }
+            };
+            states.iter_mut().for_each(|state| state.for_each_memory(&mut visit));
+        }
     }
 
     fn info(&self, name: &'static str, member: &Member) -> StateInfo<'_> {

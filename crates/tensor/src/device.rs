@@ -90,6 +90,17 @@ impl Device {
         Ok(Device { cpu: Arc::new(cpu), arena: Arc::new(arena), counter })
     }
 
+    /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
+    /// the same one.
+    ///
+    /// # Errors
+    /// If its memory cannot be reserved.
+    pub fn host(&self) -> Result<Device, DeviceError> {
+        let counter = Arc::new(MemoryCounter::default());
+        let arena = Arena::reserve(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+        Ok(Device { cpu: Arc::clone(&self.cpu), arena: Arc::new(arena), counter })
+    }
+
     /// Threads that kernels use.
     pub fn num_threads(&self) -> usize {
         self.cpu.threads.num_threads()

@@ -91,7 +91,9 @@ fn swap_around(
             .flatten();
         let earliest = previous.copied().max(reduced).map_or(0, |place| place + 1);
         before[ahead.max(earliest).min(place)].push(Action::Fetch(state));
-        after[place].push(Action::Evict(state));
+        // What the update has made may be gathered at once.
+        let is_gathered = is_step && actions.get(place + 1) == Some(&Action::Unshard { unit });
+        after[place + usize::from(is_gathered)].push(Action::Evict(state));
     }
     let mut swapped = Vec::with_capacity(actions.len() + 2 * uses.len());
     for (place, &action) in actions.iter().enumerate() {
@@ -170,8 +172,8 @@ mod tests {
         let choice = Offload { optimizer: true, prefetch: 1, ..Offload::default() };
         let expected = "units 3 microbatches 1 zero_stage 1 offload optimizer, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, \
                         B 1 0, REDUCE_GRAD 1, FETCH optimizer 0, B 0 0, REDUCE_GRAD 0, FETCH optimizer 1, STEP 0, \
-                        EVICT optimizer 0, UNSHARD 0, FETCH optimizer 2, STEP 1, EVICT optimizer 1, UNSHARD 1, STEP 2, \
-                        EVICT optimizer 2, UNSHARD 2";
+                        UNSHARD 0, EVICT optimizer 0, FETCH optimizer 2, STEP 1, UNSHARD 1, EVICT optimizer 1, STEP 2, \
+                        UNSHARD 2, EVICT optimizer 2";
         assert_eq!(text(ZeroStage::One, choice), expected);
     }
 

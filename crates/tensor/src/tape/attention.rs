@@ -72,7 +72,7 @@ pub(super) struct AttentionNode {
     /// Rotated in place.
     qkv: Var,
     y: Var,
-    log_sums: Tensor,
+    pub(super) log_sums: Tensor,
 }
 
 impl Tape {
