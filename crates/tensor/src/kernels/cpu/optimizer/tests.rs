@@ -331,7 +331,8 @@ fn values_that_are_not_finite_stay_apart_from_other_blocks() {
     }
 }
 
-/// A mean of squares that are 1 with a share of 1 %, from steps whose changes are far below a unit of the format.
+/// Of moments that are all 1, every second one falls by 0.1 % a step, far less than a unit of the format, and the others keep
+/// the units of their blocks as they are.
 #[test]
 fn rounding_at_random_keeps_means_right() {
     let len = affordable(&[8192, 512], 1)[0];
@@ -343,18 +344,22 @@ fn rounding_at_random_keeps_means_right() {
             let all = 0..pieces.as_slice().len();
             cpu.write_state((&pieces, all.clone()), first.slice(), &ones);
             cpu.write_state((&pieces, all), second.slice(), &ones);
-            let (mut parameters, grads) = (vec![0.0; len], vec![0.0; len]);
+            let mut parameters = vec![0.0; len];
+            let grads: Vec<f32> = (0..len).map(|index| (index % 2) as f32).collect();
             let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
-            let adamw = Update::AdamW(AdamWStep { beta1: 0.999, beta2: 0.999, ..ADAMW });
-            for step in 0..200 {
+            let step = AdamWStep { beta1: 0.999, beta2: 0.999, grad_scale: 1.0, ..ADAMW };
+            for noise in 0..200 {
                 let states = [first.slice(), second.slice()];
-                cpu.update((&pieces, &[adamw]), &mut parameters, &grads, states, step * 77, &mut sums);
+                let update = [Update::AdamW(step)];
+                cpu.update((&pieces, &update), &mut parameters, &grads, states, noise * 77, &mut sums);
             }
             [first.read(cpu, &pieces, len), second.read(cpu, &pieces, len)]
         });
-        let expected = 0.999_f32.powi(200);
-        let mean = |values: &[f32]| values.iter().sum::<f32>() / len as f32;
-        assert!((mean(&first) / expected - 1.0).abs() < 0.01, "{dtype:?}: {} {expected}", mean(&first));
-        assert!((mean(&second) / expected - 1.0).abs() < 0.01, "{dtype:?}: {} {expected}", mean(&second));
+        for (parity, expected) in [(0, 0.999_f32.powi(200)), (1, 1.0)] {
+            for values in [&first, &second] {
+                let mean = values.iter().skip(parity).step_by(2).sum::<f32>() / (len / 2) as f32;
+                assert!((mean / expected - 1.0).abs() < 0.02, "{dtype:?}: {mean} instead of {expected}");
+            }
+        }
     }
 }
