@@ -2,6 +2,7 @@
 
 use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};
+use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitShare};
 use std::borrow::Cow;
 use std::ops::Range;
@@ -19,8 +20,6 @@ pub struct StateInfo<'a> {
     /// Elements of the state that are here.
     pub held: Range<usize>,
 }
-
-const MUON_STATES: &[(&str, bool)] = &[("momentum_buffer", false)];
 
 impl Optimizer {
     /// Every state of every parameter of which something is here, with the values that are: borrowed if they are kept in
