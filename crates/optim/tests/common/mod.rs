@@ -71,7 +71,7 @@ pub(crate) fn device(num_threads: usize) -> Device {
 pub(crate) fn random(len: usize, name: &str, size: f32) -> Vec<f32> {
     let mut values = vec![0.0; len];
     RandomKey::new(3, name).fill_normal(&mut values, size);
-    for (index, values) in values.chunks_mut(64).enumerate() {
+    for (index, values) in values.chunks_mut(16).enumerate() {
         let scale = 0.5_f32.powi((index * 5 % 19) as i32);
         values.iter_mut().for_each(|value| *value *= scale);
     }
