@@ -2,6 +2,7 @@
 
 use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};
+use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitShare};
 use std::borrow::Cow;
 use std::ops::Range;
@@ -22,8 +23,6 @@ pub struct StateInfo<'a> {
     /// Elements of the state that are here.
     pub held: Range<usize>,
 }
-
-const MUON_STATES: &[(&str, bool)] = &[("momentum_buffer", false)];
 
 impl Optimizer {
     /// Every state of every parameter, with the values that are here: borrowed if they are kept in f32. Rows and columns of
