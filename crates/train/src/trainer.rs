@@ -19,7 +19,7 @@ use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaling, LrSchedule};
 use trireme_parallel::{Executor, GradNorm, NonFinite, StepOutcome, StepPlan};
-use trireme_tensor::{Category, Device, DeviceOptions};
+use trireme_tensor::{Category, Device, DeviceOptions, Parameters};
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone, Copy)]
@@ -102,6 +102,7 @@ impl<'a> Trainer<'a> {
             run_folder::set_aside(&run_folder, observer)?;
         }
         let state = resume(config, &mut executor, &train, observer)?;
+        executor.describe_disks().iter().for_each(|line| observer.notice(line));
         let files = RunFiles { config_toml: config.to_toml(), model_json };
         let metrics =
             if is_root { Some(run_folder::open(config, &files, &executor, state.step)?) } else { None };
@@ -261,8 +262,10 @@ impl<'a> Trainer<'a> {
         let keep = self.config.checkpoint().keep_latest_k;
         let folder = self.config.run_folder();
         self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
+        self.executor.bring_states()?;
         let path =
             write_checkpoint(&self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep)?;
+        self.executor.send_states(false)?;
         self.observer.checkpoint(self.state.step, &path);
         Ok(path)
     }
@@ -292,6 +295,11 @@ impl<'a> Trainer<'a> {
     /// Model, parameters and device.
     pub fn executor(&self) -> &Executor {
         &self.executor
+    }
+
+    /// All parameters, in memory of rank 0; `None` for the other ranks. Collective.
+    pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
+        Ok(self.executor.gather_parameters()?)
     }
 
     /// The corpus' tokenizer.

@@ -18,7 +18,7 @@ pub(crate) struct Store {
 
 enum Place {
     Host { host: Device, category: Category },
-    Disk(Disk),
+    Disk(Box<Disk>),
 }
 
 #[derive(Default)]
@@ -125,13 +125,13 @@ impl Store {
         };
         let place = match tier {
             Tier::Device | Tier::Host => Place::Host { host: options.host.clone(), category },
-            Tier::Disk => Place::Disk(Disk {
+            Tier::Disk => Place::Disk(Box::new(Disk {
                 folder: options.folder.clone(),
                 options: options.swap.clone(),
                 file: None,
                 num_bytes: vec![0; num_blocks],
                 writes: VecDeque::with_capacity(WRITES_MAX + 1),
-            }),
+            })),
         };
         Store { place, blocks: (0..num_blocks).map(|_| Block::default()).collect() }
     }
@@ -203,18 +203,18 @@ impl Store {
 
     pub(crate) fn describe(&self) -> Option<String> {
         match &self.place {
-            Place::Disk(Disk { file: Some(file), .. }) => Some(file.describe().to_string()),
-            _ => None,
+            Place::Disk(disk) => disk.file.as_ref().map(|file| file.describe().to_string()),
+            Place::Host { .. } => None,
         }
     }
 
     pub(crate) fn disk_bytes(&self) -> [u64; 2] {
         match &self.place {
-            Place::Disk(Disk { file: Some(file), .. }) => {
+            Place::Disk(disk) => disk.file.as_ref().map_or([0, 0], |file| {
                 let statistics = file.statistics();
                 [statistics.bytes_read, statistics.bytes_written]
-            }
-            _ => [0, 0],
+            }),
+            Place::Host { .. } => [0, 0],
         }
     }
 }
