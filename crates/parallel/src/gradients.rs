@@ -114,7 +114,7 @@ impl Gradients {
     ) -> Result<Self, ParallelError> {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
-        device.memory().add(Category::Communication, group.fixed_bytes());
+        device.memory().take(Category::Communication, group.fixed_bytes())?;
         let exchanges = if is_sharded {
             Exchanges::scattering(group, device)
         } else {

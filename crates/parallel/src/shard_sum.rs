@@ -58,10 +58,10 @@ struct Replicated<T> {
 impl<T: Element> Replicated<T> {
     fn new(len: usize, ranks: &DataParallelRanks, device: &Device) -> Result<Self, ParallelError> {
         let replicas = Arc::clone(ranks.replicas());
+        let num_bytes = len * size_of::<T>();
+        device.memory().take(Category::Gradients, num_bytes)?;
+        device.memory().take(Category::Communication, replicas.peer_bytes_mapped(num_bytes))?;
         let memory = replicas.buffer::<T>(len)?;
-        let num_bytes = size_of_val(&*memory);
-        device.memory().add(Category::Gradients, num_bytes);
-        device.memory().add(Category::Communication, replicas.peer_bytes_mapped(num_bytes));
         Ok(Replicated { shape: [len].into(), replicas, memory: Some(memory), under_way: None })
     }
 

@@ -19,7 +19,7 @@ mod tensor;
 pub use device::{Device, DeviceError, DeviceOptions};
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{AdamWStep, AttentionShape, CpuFeatures, MomentumStep};
-pub use memory::{Category, MemoryCounter, MemoryUsage};
+pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use parameters::{
     LEAVES, ParameterId, ParameterInfo, ParameterSource, ParameterSpan, ParameterTable, Parameters, UnitInfo,
 };
@@ -27,3 +27,4 @@ pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, Tape, Var};
 pub use tensor::{Tensor, View, ViewMut};
+pub use trireme_base::Category;

@@ -313,5 +313,6 @@ fn memory_peaks(device: &Device) -> MemoryPeakBytes {
         optimizer: peak(Category::Optimizer),
         activations: peak(Category::Activations),
         communication: peak(Category::Communication),
+        total: device.memory().total().peak as u64,
     }
 }

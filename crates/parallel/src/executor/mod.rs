@@ -18,7 +18,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
-use trireme_optim::{LossScaler, Optimizer};
+use trireme_optim::{LossScaler, Optimizer, StepSettings};
 use trireme_schedule::lowering::shard;
 use trireme_schedule::{Action, Program, single, validate};
 use trireme_tensor::{Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
@@ -252,36 +252,52 @@ impl Executor {
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
-            self.ranks.set_line(format_args!("step {}, line {}: {action}", plan.step, index + 2));
-            self.await_parameters(action)?;
-            match action {
-                Action::Forward { unit, microbatch, keep } => {
-                    if unit == 0 {
-                        let batch = batches.next().expect("the number of microbatches was checked");
-                        self.in_flight.begin(microbatch, batch);
-                    }
-                    self.forward(unit, microbatch, keep)?;
-                }
-                Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch)?,
-                Action::Backward { unit, microbatch } => self.backward(unit, microbatch)?,
-                Action::Unshard { unit } => self.parameters.unshard(unit)?,
-                Action::Reshard { unit } => self.parameters.reshard(unit),
-                Action::ReduceGrad { unit } => self.gradients.reduce(unit)?,
-                Action::Step { unit } => {
-                    let (_, update) = match finished {
-                        Some(finished) => finished,
-                        None => *finished.insert(self.finish_gradients(plan)?),
-                    };
-                    if let Some(settings) = update {
-                        let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
-                        let shard = self.parameters.shard_mut(unit);
-                        self.optimizer.step_unit(&self.device, unit, shard, grads.view(), settings);
-                    }
-                }
-            }
+            let line = format_args!("step {}, line {}: {action}", plan.step, index + 2);
+            self.ranks.set_line(line);
+            self.act(action, plan, batches, &mut finished).map_err(|error| error.at(line))?;
         }
         self.ranks.set_line(format_args!(""));
         Ok(finished.expect("a valid program steps every unit").0)
+    }
+
+    /// Does one thing of a step. What its end has come to is `finished` from the first update on.
+    fn act(
+        &mut self,
+        action: Action,
+        plan: StepPlan,
+        batches: &mut dyn ExactSizeIterator<Item = Batch>,
+        finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
+    ) -> Result<(), ParallelError> {
+        self.await_parameters(action)?;
+        match action {
+            Action::Forward { unit, microbatch, keep } => {
+                if unit == 0 {
+                    let batch = batches.next().expect("the number of microbatches was checked");
+                    self.in_flight.begin(microbatch, batch);
+                }
+                self.forward(unit, microbatch, keep)
+            }
+            Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch),
+            Action::Backward { unit, microbatch } => self.backward(unit, microbatch),
+            Action::Unshard { unit } => self.parameters.unshard(unit),
+            Action::Reshard { unit } => {
+                self.parameters.reshard(unit);
+                Ok(())
+            }
+            Action::ReduceGrad { unit } => self.gradients.reduce(unit),
+            Action::Step { unit } => {
+                let (_, update) = match *finished {
+                    Some(finished) => finished,
+                    None => *finished.insert(self.finish_gradients(plan)?),
+                };
+                if let Some(settings) = update {
+                    let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
+                    let shard = self.parameters.shard_mut(unit);
+                    self.optimizer.step_unit(&self.device, unit, shard, grads.view(), settings);
+                }
+                Ok(())
+            }
+        }
     }
 
     /// Waits for the parameters that an action works with.

@@ -1,0 +1,91 @@
+//! Activations of the microbatches under way.
+
+use crate::setup::{MemorySetup, UnitPasses};
+use crate::usage::Usage;
+use trireme_base::Category;
+use trireme_schedule::Keep;
+
+const ACTIVATIONS: Category = Category::Activations;
+
+#[derive(Debug)]
+pub(super) struct Passes<'a> {
+    setup: &'a MemorySetup,
+    num_microbatches: usize,
+    /// For each microbatch: bytes of what the last unit made.
+    outputs: Vec<usize>,
+    /// For each microbatch: bytes of the gradient of what the unit below made.
+    grads: Vec<usize>,
+    /// What forward kept, by unit, then microbatch.
+    keeps: Vec<Keep>,
+}
+
+impl<'a> Passes<'a> {
+    pub(super) fn new(setup: &'a MemorySetup, num_microbatches: usize) -> Self {
+        let zeros = || vec![0; num_microbatches];
+        let keeps = vec![Keep::All; num_microbatches * setup.units.len()];
+        Passes { setup, num_microbatches, outputs: zeros(), grads: zeros(), keeps }
+    }
+
+    fn sizes(&self, unit: usize) -> &'a UnitPasses {
+        &self.setup.units[unit].passes
+    }
+
+    /// The tokens of a step are there from its beginning.
+    pub(super) fn begin(&mut self, usage: &mut Usage) {
+        usage.take(ACTIVATIONS, 2 * self.num_microbatches * self.setup.token_bytes);
+    }
+
+    pub(super) fn forward(&mut self, unit: usize, microbatch: usize, keep: Keep, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        self.record(unit, microbatch, usage);
+        let kept = match keep {
+            Keep::All => sizes.record,
+            Keep::Products => sizes.products,
+            Keep::Input => sizes.input,
+            Keep::Nothing => 0,
+        };
+        usage.give(ACTIVATIONS, sizes.record - kept);
+        self.keeps[unit * self.num_microbatches + microbatch] = keep;
+    }
+
+    pub(super) fn recompute(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        match self.keeps[unit * self.num_microbatches + microbatch] {
+            Keep::All => (),
+            Keep::Products => {
+                usage.touch(ACTIVATIONS, sizes.renewal_peak - sizes.products);
+                usage.take(ACTIVATIONS, sizes.record - sizes.products);
+            }
+            Keep::Input => {
+                self.outputs[microbatch] = sizes.input;
+                self.record(unit, microbatch, usage);
+            }
+            Keep::Nothing => self.record(unit, microbatch, usage),
+        }
+    }
+
+    /// From the input to the record and the output.
+    fn record(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        let input = std::mem::replace(&mut self.outputs[microbatch], sizes.output);
+        usage.touch(ACTIVATIONS, sizes.forward_peak - input);
+        usage.give(ACTIVATIONS, input);
+        usage.take(ACTIVATIONS, sizes.record + sizes.output);
+    }
+
+    /// What a recomputation has made for a unit above that needs it no more.
+    pub(super) fn leave_input(&mut self, microbatch: usize, usage: &mut Usage) {
+        usage.give(ACTIVATIONS, std::mem::take(&mut self.outputs[microbatch]));
+    }
+
+    pub(super) fn backward(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        let before = sizes.record + self.grads[microbatch];
+        usage.touch(ACTIVATIONS, sizes.backward_peak - before);
+        usage.give(ACTIVATIONS, before);
+        usage.take(ACTIVATIONS, sizes.input_grad);
+        self.grads[microbatch] = sizes.input_grad;
+        let is_end = unit == 0 || unit + 1 == self.setup.units.len();
+        usage.give(ACTIVATIONS, if is_end { self.setup.token_bytes } else { 0 });
+    }
+}
