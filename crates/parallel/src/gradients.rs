@@ -115,11 +115,6 @@ impl Gradients {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
         device.memory().take(Category::Communication, group.fixed_bytes())?;
-        let exchanges = if is_sharded {
-            Exchanges::scattering(group, device)
-        } else {
-            Exchanges::fusing(group, options.fusion_bytes)
-        };
         let dtype = if group.world_size() == 1 { Precision::F32 } else { options.reduce_dtype };
         let keeps_whole = outline.zero_stage < ZeroStage::Two && dtype == Precision::F32;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
@@ -127,6 +122,11 @@ impl Gradients {
         let pool = Pool::new(group, device, category, is_pool_exchanged);
         let needs_shards =
             is_sharded && (outline.zero_stage >= ZeroStage::Two || ranks.replicas().world_size() > 1);
+        let exchanges = if is_sharded {
+            Exchanges::scattering(group, device, !needs_shards)
+        } else {
+            Exchanges::fusing(group, options.fusion_bytes)
+        };
         let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
         let mut units = Vec::new();

@@ -51,10 +51,10 @@ impl RankParameters {
         let group = ranks.shards();
         let parts = table.shards(group.rank().0, group.world_size());
         let is_kept = zero_stage < ZeroStage::Three;
+        // One shard is the whole.
+        let is_whole = is_kept && group.world_size() == 1;
         let layout = match (zero_stage, precision) {
-            (ZeroStage::Zero, _) => {
-                Layout::Replicated(Parameters::zeros(table, device, Category::Parameters)?)
-            }
+            _ if is_whole => Layout::Replicated(Parameters::zeros(table, device, Category::Parameters)?),
             (ZeroStage::One | ZeroStage::Two, Precision::F32) => {
                 Layout::Within(Gathered::new(table, group, device, is_kept)?)
             }

@@ -70,12 +70,13 @@ impl Exchanges {
         Exchanges::Fusing(Fusions::new(group, num_bytes))
     }
 
-    /// Shards of sums for the ranks of `group`.
-    pub(crate) fn scattering(group: &Arc<Group>, device: &Device) -> Self {
+    /// Shards of sums for the ranks of `group`; `stays` tells whether rounded ones stay where they are until the next step.
+    pub(crate) fn scattering(group: &Arc<Group>, device: &Device, stays: bool) -> Self {
+        let category = if stays { Category::Gradients } else { Category::Communication };
         Exchanges::Scattering {
             group: Arc::clone(group),
-            bf16: Pool::new(group, device, Category::Communication, true),
-            f16: Pool::new(group, device, Category::Communication, true),
+            bf16: Pool::new(group, device, category, true),
+            f16: Pool::new(group, device, category, true),
         }
     }
 

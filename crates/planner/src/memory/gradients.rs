@@ -62,16 +62,17 @@ impl<'a> Gradients<'a> {
         let keeps_whole = stage < ZeroStage::Two && !is_rounded;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
         let is_pool_exchanged = is_sharded && !is_rounded;
-        let narrow_bytes = setup.reduce_dtype.size();
+        let has_shards = is_sharded && (stage >= ZeroStage::Two || setup.num_replicas > 1);
+        let narrow = if has_shards { Category::Communication } else { Category::Gradients };
         let mut gradients = Gradients {
             setup,
             outline: outline.clone(),
             units: setup.units.iter().map(|_| UnitGradient::default()).collect(),
             wholes: Pool::new(category, F32, group_size, is_pool_exchanged),
-            narrow: Pool::new(Category::Communication, narrow_bytes, group_size, true),
+            narrow: Pool::new(narrow, setup.reduce_dtype.size(), group_size, true),
             keeps_whole,
             is_pool_exchanged,
-            has_shards: is_sharded && (stage >= ZeroStage::Two || setup.num_replicas > 1),
+            has_shards,
             is_rounded,
             under_way: VecDeque::new(),
         };

@@ -24,10 +24,11 @@ impl<'a> Parameters<'a> {
         let is_kept = stage < ZeroStage::Three;
         // Beside narrow copies, what is stepped is state of the optimizer.
         let master = if is_wide { Category::Parameters } else { Category::Optimizer };
-        let has_wholes = stage != ZeroStage::Zero;
+        // One shard is the whole.
+        let has_wholes = stage != ZeroStage::Zero && (setup.num_shards > 1 || !is_kept);
         for unit in &setup.units {
             match stage {
-                ZeroStage::Zero => usage.take(Category::Parameters, setup.on_device(unit.len)),
+                _ if !has_wholes => usage.take(Category::Parameters, setup.on_device(unit.len)),
                 ZeroStage::One | ZeroStage::Two if is_wide => (),
                 _ => usage.take(master, setup.on_device(unit.shard_len)),
             }

@@ -1,0 +1,98 @@
+//! What ranks keep is what the ZeRO paper says they keep.
+
+mod common;
+
+use common::{OPTIONS, batches, sharded_executor};
+use trireme_model::ModelConfig;
+use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
+use trireme_schedule::ZeroStage;
+use trireme_schedule::lowering::Sharding;
+use trireme_tensor::{Category, Precision};
+use trireme_testkit::run_ranks;
+
+/// Large enough that padding is next to nothing.
+fn config() -> ModelConfig {
+    let text = r#"{"model_type": "gpt2", "vocab_size": 700, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}"#;
+    ModelConfig::from_json(text).unwrap()
+}
+
+/// Bytes of parameters, gradients and optimizer that a rank holds after a step, for each parameter.
+fn state_bytes(options: ExecutorOptions, (world_size, num_shards): (usize, usize)) -> [f64; 3] {
+    let ranks = run_ranks(world_size, |group| {
+        let mut executor = sharded_executor(&config(), group, 1, 1, options, &[], num_shards);
+        let batches = batches(&executor, world_size, 1);
+        let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
+        executor.run(plan, &mut batches.into_iter()).unwrap();
+        let num_elements = executor.model().table().num_elements() as f64;
+        [Category::Parameters, Category::Gradients, Category::Optimizer]
+            .map(|category| executor.device().memory().usage(category).current as f64 / num_elements)
+    });
+    ranks.into_iter().reduce(|a, b| std::array::from_fn(|index| a[index].max(b[index]))).unwrap()
+}
+
+#[test]
+fn states_take_the_bytes_of_the_paper() {
+    // Bytes an element of parameters, gradients and optimizer; in 16 bits the master weights are the optimizer's.
+    let f32 = (OPTIONS, [4.0, 4.0, 8.0]);
+    let bf16 = Precision::Bf16;
+    let bf16 = (ExecutorOptions { precision: bf16, reduce_dtype: bf16, ..OPTIONS }, [2.0, 2.0, 12.0]);
+    for (options, whole) in [f32, bf16] {
+        for num_ranks in [1, 2, 4] {
+            for zero_stage in ZeroStage::ALL {
+                let sharding = Sharding { zero_stage, ..options.sharding };
+                let num_shards = if zero_stage == ZeroStage::Zero { 1 } else { num_ranks };
+                let options = ExecutorOptions { sharding, ..options };
+                let found = state_bytes(options, (num_ranks, num_shards));
+                let share = |index: usize, stage: ZeroStage| {
+                    if zero_stage >= stage { whole[index] / num_shards as f64 } else { whole[index] }
+                };
+                let formula =
+                    share(0, ZeroStage::Three) + share(1, ZeroStage::Two) + share(2, ZeroStage::One);
+                let found_sum: f64 = found.iter().sum();
+                // In 16 bits nobody keeps a copy of shared out parameters beside the master weights; and without sharing
+                // out, there are no master weights beside the f32 parameters, from which products round.
+                let is_narrow = options.precision != Precision::F32 && num_ranks > 1;
+                let spared = match zero_stage {
+                    ZeroStage::Zero | ZeroStage::Three if is_narrow => share(0, ZeroStage::Three),
+                    _ => 0.0,
+                };
+                let least = formula - spared;
+                assert!(
+                    (0.95 * least..1.05 * formula).contains(&found_sum),
+                    "{zero_stage:?} on {num_ranks}, {}: {found:?} are {found_sum}, the paper's {formula}",
+                    options.precision
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn stages_send_the_bytes_of_the_paper() {
+    let sent = |zero_stage: ZeroStage, num_ranks: usize| {
+        let num_shards = if zero_stage == ZeroStage::Zero { 1 } else { num_ranks };
+        let sharding = Sharding { zero_stage, ..OPTIONS.sharding };
+        let options = ExecutorOptions { sharding, fusion_bytes: 0, ..OPTIONS };
+        let ranks = run_ranks(num_ranks, |group| {
+            let mut executor = sharded_executor(&config(), group, 1, 1, options, &[], num_shards);
+            let before = executor.ranks().payload_bytes();
+            let batches = batches(&executor, num_ranks, 1);
+            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
+            executor.run(plan, &mut batches.into_iter()).unwrap();
+            if zero_stage != ZeroStage::Three {
+                // Waits for what the end of the step has begun to gather.
+                executor.evaluate(None).unwrap();
+            }
+            executor.group().barrier().wait().unwrap();
+            (executor.ranks().payload_bytes() - before) as f64
+        });
+        ranks.into_iter().sum::<f64>()
+    };
+    for num_ranks in [2, 4] {
+        let plain = sent(ZeroStage::Zero, num_ranks);
+        let [one, two, three] =
+            [ZeroStage::One, ZeroStage::Two, ZeroStage::Three].map(|stage| sent(stage, num_ranks) / plain);
+        assert!((0.99..1.01).contains(&one) && (0.99..1.01).contains(&two), "{one} {two} on {num_ranks}");
+        assert!((1.48..1.51).contains(&three), "{three} on {num_ranks}");
+    }
+}
