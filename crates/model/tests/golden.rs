@@ -9,8 +9,8 @@ use trireme_base::DType;
 use trireme_model::{Batch, Model, ModelConfig, Step};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
-    AdamWStep, Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan,
-    ParameterTable, Parameters, Precision, Tape,
+    Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
+    Parameters, Precision, Tape, View, ViewMut,
 };
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
@@ -261,21 +261,28 @@ fn ten_adamw_steps() {
                 (loss - expected).abs() < TRAIN_TOLERANCE,
                 "{folder:?} step {index}: {loss} instead of {expected}"
             );
-            let step = AdamWStep {
-                lr: 1e-3,
-                beta1: 0.9,
-                beta2: 0.95,
-                epsilon: 1e-8,
-                weight_decay: 0.1,
-                grad_scale: 1.0,
-                step: index as u64 + 1,
-            };
             for unit in 0..table.units().len() {
                 let state = (first.flat_mut(unit), second.flat_mut(unit));
-                let grads = sink.grads.flat(unit);
-                golden.device.adamw(golden.parameters.flat_mut(unit), grads, state, step);
+                adamw(golden.parameters.flat_mut(unit), sink.grads.flat(unit), state, index as i32 + 1);
             }
         }
+    }
+}
+
+/// PyTorch's AdamW with learning rate 1e-3, betas 0.9 and 0.95, and weight decay 0.1 for all.
+fn adamw(
+    mut parameters: ViewMut<'_>,
+    grads: View<'_>,
+    (mut first, mut second): (ViewMut<'_>, ViewMut<'_>),
+    step: i32,
+) {
+    let moments = first.f32s().iter_mut().zip(second.f32s());
+    for ((parameter, &grad), (first, second)) in parameters.f32s().iter_mut().zip(grads.f32s()).zip(moments) {
+        *first = 0.9 * *first + 0.1 * grad;
+        *second = 0.95 * *second + 0.05 * grad * grad;
+        let root = (*second / (1.0 - 0.95_f32.powi(step))).sqrt();
+        *parameter *= 1.0 - 1e-3 * 0.1;
+        *parameter -= 1e-3 * (*first / (1.0 - 0.9_f32.powi(step))) / (root + 1e-8);
     }
 }
 

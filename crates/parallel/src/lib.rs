@@ -5,6 +5,7 @@
 
 mod compressed;
 mod error;
+mod exchange;
 mod executor;
 mod fp8;
 mod gradients;

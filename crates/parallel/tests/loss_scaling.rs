@@ -51,9 +51,8 @@ fn step(executor: &mut Executor, step: u64, grad_norm: GradNorm, batch: Batch) -
 /// Bits of parameters and optimizer state.
 fn all_bits(executor: &Executor) -> Vec<u32> {
     let mut bits = parameter_bits(executor);
-    for (_, state) in executor.optimizer().states() {
-        let units = 0..executor.model().num_units();
-        bits.extend(units.flat_map(|unit| state.flat(unit).f32s().to_vec()).map(f32::to_bits));
+    for (_, values) in executor.optimizer().states(executor.device()) {
+        bits.extend(values.iter().map(|value| value.to_bits()));
     }
     bits
 }

@@ -1,6 +1,7 @@
 //! The boundary between what is computed and the hardware that computes it.
 
 mod attention;
+mod optimizer;
 
 use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;
@@ -10,7 +11,7 @@ use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{AdamWStep, CpuFeatures, MatmulEpilogue, MomentumStep, Traffic, Unit};
+use crate::kernels::{CpuFeatures, MatmulEpilogue, Traffic, Unit};
 use crate::memory::{MemoryCounter, OverBudget};
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -382,28 +383,6 @@ impl Device {
         with_element!(gradient.dtype() => |T| {
             self.cpu.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient.elements());
         });
-    }
-
-    /// One AdamW update.
-    pub fn adamw(
-        &self,
-        mut parameters: ViewMut<'_>,
-        grads: View<'_>,
-        (mut first, mut second): (ViewMut<'_>, ViewMut<'_>),
-        step: AdamWStep,
-    ) {
-        self.cpu.adamw(parameters.f32s(), grads.f32s(), first.f32s(), second.f32s(), step);
-    }
-
-    /// One SGD update with momentum.
-    pub fn momentum(
-        &self,
-        mut parameters: ViewMut<'_>,
-        grads: View<'_>,
-        mut velocity: ViewMut<'_>,
-        step: MomentumStep,
-    ) {
-        self.cpu.momentum(parameters.f32s(), grads.f32s(), velocity.f32s(), step);
     }
 
     /// Lets a unit of every thread do nothing but its operation; returns how many floating-point operations that were.

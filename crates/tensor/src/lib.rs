@@ -9,6 +9,7 @@ mod device;
 mod fp8;
 mod kernels;
 mod memory;
+mod optimizer;
 mod parameters;
 mod precision;
 pub mod probe;
@@ -18,10 +19,15 @@ mod tensor;
 
 pub use device::{Device, DeviceError, DeviceOptions};
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
-pub use kernels::{AdamWStep, AttentionShape, CpuFeatures, MomentumStep};
+pub use kernels::{
+    AdamStep, AdamWStep, AttentionShape, CpuFeatures, FACTORED_FLOOR, FactoredStep, LarsStep, LionStep,
+    MomentumStep, MuonStep, Piece, Pieces, RmsStep, StateDType, Update,
+};
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
+pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameters::{
     LEAVES, ParameterId, ParameterInfo, ParameterSource, ParameterSpan, ParameterTable, Parameters, UnitInfo,
+    leaf_sum,
 };
 pub use precision::Precision;
 pub use shape::Shape;

@@ -44,6 +44,28 @@ impl ParameterInfo {
 /// what each of them finds in its shard, in the order of any reduction.
 pub const LEAVES: usize = 1024;
 
+/// Sum over some leaves, of neighbours first: what the tree over all leaves comes to if the others are zero. `zero` is the
+/// sum of no leaves.
+pub fn leaf_sum<T: Copy>(
+    leaves: Range<usize>,
+    zero: T,
+    leaf: &mut impl FnMut(usize) -> T,
+    add: &impl Fn(T, T) -> T,
+) -> T {
+    if leaves.is_empty() {
+        return zero;
+    }
+    if leaves.len() == 1 {
+        return leaf(leaves.start);
+    }
+    // The two halves of the smallest subtree that has them all.
+    let height = (leaves.start ^ (leaves.end - 1)).ilog2();
+    let middle = (leaves.end - 1) >> height << height;
+    let left = leaf_sum(leaves.start..middle, zero, leaf, add);
+    let right = leaf_sum(middle..leaves.end, zero, leaf, add);
+    add(left, right)
+}
+
 /// What is gathered, reduced, fetched and stepped together.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UnitInfo {
@@ -321,6 +343,20 @@ mod tests {
     }
 
     #[test]
+    fn leaves_are_summed_as_their_tree_says() {
+        let mut leaf = |leaf: usize| (leaf % 7) as f64 + 0.1;
+        let add = |a: f64, b: f64| a + b;
+        for range in [0..0, 3..4, 0..8, 5..13, 1..1024] {
+            let mut sums: Vec<f64> =
+                (0..LEAVES).map(|index| if range.contains(&index) { leaf(index) } else { 0.0 }).collect();
+            while sums.len() > 1 {
+                sums = sums.chunks(2).map(|pair| pair[0] + pair[1]).collect();
+            }
+            assert_eq!(leaf_sum(range.clone(), 0.0, &mut leaf, &add), sums[0], "{range:?}");
+        }
+    }
+
+    #[test]
     fn a_part_has_parts_of_parameters() {
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
         let mut table = ParameterTable::default();
@@ -329,8 +365,8 @@ mod tests {
             table.add(name, &[len]);
         }
         let table = Arc::new(table);
-        let half = Vec::from_iter(std::iter::once(2..6));
-        let mut part = Parameters::zeros_of(&table, half, &device, Category::Optimizer).unwrap();
+        let parts = std::iter::once(2..6).collect();
+        let mut part = Parameters::zeros_of(&table, parts, &device, Category::Optimizer).unwrap();
         let mut found = Vec::new();
         part.for_each_mut(|info, held, values| {
             values.fill(info.offset as f32);

@@ -130,6 +130,15 @@ impl<'a> View<'a> {
         bytemuck::cast_slice(self.bytes)
     }
 
+    /// Elements in memory order.
+    ///
+    /// # Panics
+    /// If the elements are no bytes.
+    pub(crate) fn u8s(&self) -> &'a [u8] {
+        assert_eq!(self.dtype, DType::U8);
+        self.bytes
+    }
+
     /// Rows `first..first + num_rows` of a matrix.
     ///
     /// # Panics
@@ -228,6 +237,24 @@ impl<'a> ViewMut<'a> {
     pub fn u32s(&mut self) -> &mut [u32] {
         assert_eq!(self.dtype, DType::U32);
         bytemuck::cast_slice_mut(self.bytes)
+    }
+
+    /// Elements in memory order, for as long as the memory is borrowed.
+    ///
+    /// # Panics
+    /// If the elements are no `T`.
+    pub(crate) fn into_elements<T: Element>(self) -> &'a mut [T] {
+        assert_eq!(self.dtype, T::DTYPE);
+        bytemuck::cast_slice_mut(self.bytes)
+    }
+
+    /// Elements in memory order, for as long as the memory is borrowed.
+    ///
+    /// # Panics
+    /// If the elements are no bytes.
+    pub(crate) fn into_u8s(self) -> &'a mut [u8] {
+        assert_eq!(self.dtype, DType::U8);
+        self.bytes
     }
 
     /// Sets every element to zero, whose bits are zero in every dtype.

@@ -5,20 +5,19 @@ use crate::config::{Config, Resume};
 use crate::error::TrainError;
 use crate::fp8::{add_histories, read_histories};
 use crate::observer::Observer;
-use crate::weights::{checked_weights, read_held};
+use crate::weights::{checked_weights, read_extents, read_held};
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
-use trireme_base::Rank;
+use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, ExtraFile, LatestCheckpoint, LocalTensor, OPTIMIZER_PREFIX,
     Snapshot, find_latest, list_checkpoints, save,
 };
 use trireme_data::{TokenFile, Tokenizer};
-use trireme_optim::LossScalerState;
+use trireme_optim::{LossScalerState, StateInfo};
 use trireme_parallel::{Executor, parameter_placements};
-use trireme_plan::{Mesh, TensorPlacement};
-use trireme_tensor::View;
+use trireme_plan::{Mesh, Placement, TensorPlacement};
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
 /// counter, so the seed and the next sample are all of the generator's state.
@@ -96,10 +95,20 @@ pub(crate) fn write_checkpoint(
     let group = executor.group();
     let mesh = executor.ranks().mesh();
     let mut tensors = Vec::new();
-    add_tensors(&mut tensors, "", executor, &mesh, |unit| executor.shard(unit));
-    for (name, values) in executor.optimizer().states() {
-        let prefix = format!("{OPTIMIZER_PREFIX}{name}.");
-        add_tensors(&mut tensors, &prefix, executor, &mesh, |unit| values.flat(unit));
+    let placements = parameter_placements(executor.model().table(), &mesh);
+    for (placement, info) in placements.iter().zip(executor.model().table().parameters()) {
+        let range = &executor.parts()[info.unit];
+        let values = info.held(range).map_or(&[][..], |held| {
+            let first = info.offset + held.start - range.start;
+            &executor.shard(info.unit).f32s()[first..first + held.len()]
+        });
+        let bytes = bytemuck::cast_slice(values);
+        tensors.push(LocalTensor { placement: placement.clone(), bytes });
+    }
+    let optimizer_states = executor.optimizer().states(executor.device());
+    for (info, values) in &optimizer_states {
+        let placement = state_placement(info, &placements, &mesh);
+        tensors.push(LocalTensor { placement, bytes: bytemuck::cast_slice(values) });
     }
     if let Some(state) = executor.fp8_state() {
         add_histories(&mut tensors, state, executor.model().table(), &mesh);
@@ -118,25 +127,21 @@ pub(crate) fn write_checkpoint(
     Ok(save(group, &run_folder.join(CHECKPOINTS_FOLDER), &snapshot, keep_latest_k)?)
 }
 
-/// Adds what this rank has for each parameter; `part` is what it has for its part of a unit.
-fn add_tensors<'a>(
-    tensors: &mut Vec<LocalTensor<'a>>,
-    prefix: &str,
-    executor: &Executor,
-    mesh: &Mesh,
-    part: impl Fn(usize) -> View<'a>,
-) {
-    let table = executor.model().table();
-    for (placement, info) in parameter_placements(table, mesh).into_iter().zip(table.parameters()) {
-        let name = format!("{prefix}{}", placement.name);
-        let range = &executor.parts()[info.unit];
-        let values = info.held(range).map_or(&[][..], |held| {
-            let first = info.offset + held.start - range.start;
-            &part(info.unit).f32s()[first..first + held.len()]
-        });
-        let bytes = bytemuck::cast_slice(values);
-        tensors.push(LocalTensor { placement: TensorPlacement { name, ..placement }, bytes });
-    }
+/// Where a state of the optimizer lies: with its parameter, unless it has a shape of its own.
+fn state_placement(info: &StateInfo<'_>, placements: &[TensorPlacement], mesh: &Mesh) -> TensorPlacement {
+    let (name, shape) = (state_name(info), info.shape.dims().to_vec());
+    let placements = if info.is_like_parameter {
+        let of_parameter = placements.iter().find(|placement| placement.name == info.parameter.name);
+        of_parameter.expect("a state is of a parameter").placements.clone()
+    } else {
+        vec![Placement::Replicate; mesh.axes().len()]
+    };
+    TensorPlacement { name, shape, dtype: DType::F32, placements }
+}
+
+/// The name of a state of the optimizer in a checkpoint.
+fn state_name(info: &StateInfo<'_>) -> String {
+    format!("{OPTIMIZER_PREFIX}{}.{}", info.name, info.parameter.name)
 }
 
 /// Goes on from a checkpoint if there is one, else begins at the first sample. Collective.
@@ -237,10 +242,10 @@ fn restore(
     let model = executor.model().clone();
     executor.load_parameters(read_held(&checked_weights(&checkpoint.weights(), &model)?, ""))?;
     executor.refresh()?;
-    for (name, values) in executor.optimizer_mut().states_mut() {
-        let prefix = format!("{OPTIMIZER_PREFIX}{name}.");
-        values.for_each_mut(read_held(checkpoint.tensors(), &prefix))?;
-    }
+    let device = executor.device().clone();
+    executor.optimizer_mut().load_states(&device, |info, values| {
+        read_extents(checkpoint.tensors(), &state_name(info), info.shape, info.held.clone(), values)
+    })?;
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }

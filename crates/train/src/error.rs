@@ -1,3 +1,4 @@
+use crate::config::ConfigError;
 use crate::metrics::MetricsError;
 use std::io;
 use std::path::PathBuf;
@@ -11,6 +12,9 @@ use trireme_tensor::DeviceError;
 /// A run could not begin, go on or end.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
+    /// The config does not fit the model.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
     /// The model's description cannot be read.
     #[error("cannot read the model's description {}", path.display())]
     ReadModelConfig {

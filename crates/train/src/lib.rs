@@ -10,6 +10,7 @@ mod error;
 mod fp8;
 pub mod metrics;
 mod observer;
+mod optimizer;
 mod run_folder;
 mod sample;
 mod setup;

@@ -4,6 +4,7 @@ use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
 use crate::fp8;
 use crate::observer::Observer;
+use crate::optimizer::optimizer_options;
 use crate::weights::{checked_weights, read_held};
 use std::fs;
 use std::num::NonZeroUsize;
@@ -12,7 +13,7 @@ use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, ModelSource as Weights
 use trireme_comm::Group;
 use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, Model, ModelConfig};
-use trireme_optim::{AdamWSettings, Decay, LossScaling, LrSchedule, Optimizer, OptimizerKind, SgdSettings};
+use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions};
 use trireme_schedule::lowering::{Sharding, recompute, shard};
 use trireme_schedule::{Keep, Program, ZeroStage, single};
@@ -146,20 +147,6 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
     }
 }
 
-fn optimizer_kind(optimizer: &config::Optimizer) -> OptimizerKind {
-    match optimizer.name {
-        config::OptimizerName::AdamW => OptimizerKind::AdamW(AdamWSettings {
-            beta1: optimizer.beta1 as f32,
-            beta2: optimizer.beta2 as f32,
-            epsilon: optimizer.eps as f32,
-        }),
-        config::OptimizerName::Sgd => OptimizerKind::Sgd(SgdSettings {
-            momentum: optimizer.momentum as f32,
-            nesterov: optimizer.nesterov,
-        }),
-    }
-}
-
 pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
     let scheduler = config.lr_scheduler();
     LrSchedule {
@@ -177,7 +164,7 @@ pub(crate) fn lr_schedule(config: &Config) -> LrSchedule {
     }
 }
 
-fn precision(dtype: TrainingDtype) -> Precision {
+pub(crate) fn precision(dtype: TrainingDtype) -> Precision {
     match dtype {
         TrainingDtype::F32 => Precision::F32,
         TrainingDtype::Bf16 => Precision::Bf16,
@@ -232,16 +219,10 @@ pub(crate) fn build_executor(
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
-    let (training, optimizer) = (config.training(), config.optimizer());
+    let training = config.training();
     let ranks = DataParallelRanks::new(group, config.num_shards())?;
-    let optimizer = Optimizer::new(
-        optimizer_kind(optimizer),
-        optimizer.weight_decay as f32,
-        optimizer.decay_norms_and_biases,
-        model.table(),
-        &ranks.parts(model.table()),
-        device,
-    )?;
+    let options = optimizer_options(config, model.table())?;
+    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), device)?;
     let program = step_program(config, &model);
     let options = ExecutorOptions {
         precision: precision(training.dtype),

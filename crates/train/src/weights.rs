@@ -7,7 +7,7 @@ use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
 use trireme_model::{Model, ModelConfig};
 use trireme_parallel::parameter_placements;
 use trireme_plan::{Extent, Mesh};
-use trireme_tensor::{Category, Device, ParameterInfo, Parameters};
+use trireme_tensor::{Category, Device, ParameterInfo, Parameters, Shape};
 
 /// A model with its weights, for use without training.
 #[derive(Debug)]
@@ -58,15 +58,25 @@ pub(crate) fn read_held(
     prefix: &str,
 ) -> impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), TrainError> {
     move |info, held, values| {
-        let name = format!("{prefix}{}", info.name);
-        let mut rest = values;
-        for extent in Extent::whole(info.shape.dims()).run(held) {
-            let (own, others) = rest.split_at_mut(extent.num_elements());
-            stored.read_into(&name, &extent, bytemuck::cast_slice_mut(own))?;
-            rest = others;
-        }
-        Ok(())
+        read_extents(stored, &format!("{prefix}{}", info.name), info.shape, held, values)
     }
+}
+
+/// Reads the elements `held` of a tensor, counted in row-major order.
+pub(crate) fn read_extents(
+    stored: &StoredTensors,
+    name: &str,
+    shape: Shape,
+    held: Range<usize>,
+    values: &mut [f32],
+) -> Result<(), TrainError> {
+    let mut rest = values;
+    for extent in Extent::whole(shape.dims()).run(held) {
+        let (own, others) = rest.split_at_mut(extent.num_elements());
+        stored.read_into(name, &extent, bytemuck::cast_slice_mut(own))?;
+        rest = others;
+    }
+    Ok(())
 }
 
 /// The name under which transformers saves a tensor; `None` for what is no parameter of its own.

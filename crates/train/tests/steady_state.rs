@@ -22,6 +22,11 @@ fn steps_allocate_nothing() {
         check(&[stage]);
         check(&[&[stage, "activation_checkpoint.mode=block"], &f16[..]].concat());
     }
+    for name in ["lion", "adafactor", "lamb", "lars", "muon"] {
+        let keys = [&format!("optimizer.name={name}"), "optimizer.state_dtype=bf16"];
+        check(&keys);
+        check(&[&keys[..], &["parallelism.zero_stage=2"]].concat());
+    }
     for codec in CodecName::ALL {
         // A loss scale that grows once in the counted steps rescales what is kept.
         let scale = [

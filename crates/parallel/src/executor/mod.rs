@@ -5,6 +5,7 @@ mod losses;
 mod passes;
 
 use crate::error::ParallelError;
+use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::parameters::{RankParameters, gather_parameters};
@@ -33,6 +34,7 @@ pub struct Executor {
     evaluation: Program,
     parameters: RankParameters,
     optimizer: Optimizer,
+    exchange: ShardExchange,
     gradients: Gradients,
     in_flight: InFlight,
     loss_scaler: LossScaler,
@@ -62,6 +64,7 @@ impl Executor {
         let precision = options.gather_precision();
         let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, device)?;
         let gradients = Gradients::new(table, outline, &ranks, device, &options)?;
+        let exchange = ShardExchange::new(&ranks, device);
         let losses = Losses::new(outline, &ranks)?;
         let squares = Some(ranks.shards().buffer(outline.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
@@ -76,6 +79,7 @@ impl Executor {
             evaluation,
             parameters,
             optimizer,
+            exchange,
             gradients,
             loss_scaler: LossScaler::new(options.loss_scaling),
             fp8,
@@ -293,7 +297,8 @@ impl Executor {
                 if let Some(settings) = update {
                     let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
                     let shard = self.parameters.shard_mut(unit);
-                    self.optimizer.step_unit(&self.device, unit, shard, grads.view(), settings);
+                    let (device, grads) = (&self.device, grads.view());
+                    self.optimizer.step_unit(device, unit, shard, grads, settings, &mut self.exchange)?;
                 }
                 Ok(())
             }

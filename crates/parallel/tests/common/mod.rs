@@ -3,7 +3,7 @@
 
 use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig};
-use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
+use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
     DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan,
 };
@@ -61,8 +61,8 @@ pub fn sharded_executor(
     let model = Model::new(config.clone(), &device).unwrap();
     let ranks = DataParallelRanks::new(group, num_shards).unwrap();
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let parts = ranks.parts(model.table());
-    let optimizer = Optimizer::new(kind, 0.1, false, model.table(), &parts, &device).unwrap();
+    let adamw = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
+    let optimizer = Optimizer::new(&adamw, model.table(), &ranks.parts(model.table()), &device).unwrap();
     let program = single::program(model.num_units(), accumulation, &model.ties());
     let program = if keeps.is_empty() { program } else { recompute(program, keeps) };
     let program = shard(program, options.sharding);

@@ -3,9 +3,14 @@
 
 pub(crate) mod cpu;
 
+pub(crate) use cpu::SharedSlice;
 pub use cpu::attention::AttentionShape;
 pub(crate) use cpu::attention::{CacheSpan, Rotary};
 pub(crate) use cpu::matmul::MatmulEpilogue;
-pub use cpu::optimizer::{AdamWStep, MomentumStep};
+pub use cpu::optimizer::{
+    AdamStep, AdamWStep, FACTORED_FLOOR, FactoredStep, LarsStep, LionStep, MomentumStep, MuonStep, Piece,
+    Pieces, RmsStep, StateDType, Update,
+};
+pub(crate) use cpu::optimizer::{FactoredPart, StateRef, StateSlice};
 pub use cpu::peak::{Traffic, Unit};
 pub use cpu::simd::CpuFeatures;

@@ -1,5 +1,6 @@
 //! The kernels of one training step, one by one.
 
+mod optimizers;
 mod rows;
 
 use super::{
@@ -50,7 +51,8 @@ impl Probe {
         step.activations()?;
         step.column_sums()?;
         step.embedding()?;
-        step.whole_buffers()
+        step.whole_buffers()?;
+        step.matrix_updates()
     }
 }
 

@@ -129,8 +129,46 @@ config_choice! {
     OptimizerName {
         /// Adam with decoupled weight decay.
         AdamW = "adamw",
+        /// Adam, with weight decay in the gradient.
+        Adam = "adam",
         /// Stochastic gradient descent with momentum.
         Sgd = "sgd",
+        /// The sign of a momentum.
+        Lion = "lion",
+        /// Adam whose second moment is a column times a row.
+        Adafactor = "adafactor",
+        /// Adam with a learning rate for each parameter, by its length.
+        Lamb = "lamb",
+        /// SGD with a learning rate for each parameter, by its length.
+        Lars = "lars",
+        /// Momentum made orthogonal, for hidden matrices; AdamW for the rest.
+        Muon = "muon",
+        /// AdamW whose second moment stands still after a warm-up.
+        OneBitAdam = "one_bit_adam",
+        /// AdamW whose second moment is updated more and more seldom.
+        ZeroOneAdam = "zero_one_adam",
+    }
+}
+
+config_choice! {
+    /// What the optimizer keeps from step to step.
+    StateDtype {
+        /// IEEE 754 single precision.
+        F32 = "f32",
+        /// bfloat16, rounded at random.
+        Bf16 = "bf16",
+        /// 8 bits in blocks that share a scale, rounded at random.
+        Int8 = "int8",
+    }
+}
+
+config_choice! {
+    /// How updates of Muon are scaled.
+    MuonScale {
+        /// By sqrt(max(1, rows / cols)).
+        Original = "original",
+        /// By 0.2 sqrt(max(rows, cols)), as large as AdamW's.
+        MatchRmsAdamw = "match_rms_adamw",
     }
 }
 

@@ -105,7 +105,7 @@ fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
                 .to_owned()
         },
     );
-    let has_own_momentum = optimizer.name == OptimizerName::AdamW || optimizer.momentum > 0.0;
+    let has_own_momentum = optimizer.name != OptimizerName::Sgd || optimizer.momentum > 0.0;
     checks.require(
         comm.compression_momentum == 0.0 || !counts(codec, "compression_momentum") || !has_own_momentum,
         &["comm.compression_momentum", "optimizer.momentum", "optimizer.name"],

@@ -1,12 +1,12 @@
 //! Writes configs: one with every key explained, and one that says what a run was.
 
-use super::compression;
 use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Sections};
 use super::validate::model_shape_keys;
 use super::{Config, Fp8, ModelSource, TrainingDtype};
+use super::{compression, optimizer};
 
 /// Every key with its type, default and meaning, of one section or of all.
 pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
@@ -23,7 +23,16 @@ pub(super) fn explain(section: Option<&str>) -> Result<String, ConfigError> {
 
 fn explain_section(name: &str, section: &dyn Section) -> String {
     let keys: Vec<String> = section.keys().iter().map(explain_key).collect();
-    format!("{}[{name}]\n{}", comment(section.docs()), keys.concat())
+    let lists = section.lists().into_iter().map(|(list, tables)| {
+        // No table is there by default, so its lines are comments.
+        let table = explain_section(&format!("[{name}.{list}]"), &*tables.default_table());
+        let lines = table.lines().map(|line| match line {
+            line if line.is_empty() || line.starts_with('#') => format!("{line}\n"),
+            line => format!("# {line}\n"),
+        });
+        format!("\n{}", lines.collect::<String>())
+    });
+    format!("{}[{name}]\n{}{}", comment(section.docs()), keys.concat(), lists.collect::<String>())
 }
 
 fn explain_key(key: &Key) -> String {
@@ -54,7 +63,7 @@ pub(super) fn write(config: &Config) -> String {
     let sections = config.sections.all().map(|(name, section)| {
         let keys = section.keys();
         let lines = keys.iter().filter(|key| counts(config, name, key)).filter_map(assignment);
-        format!("\n[{name}]\n{}", lines.collect::<String>())
+        format!("\n[{name}]\n{}{}", lines.collect::<String>(), write_lists(name, section))
     });
     format!(
         "# The resolved configuration of this run; `trireme config --explain` tells what the keys mean.\n{}",
@@ -62,8 +71,19 @@ pub(super) fn write(config: &Config) -> String {
     )
 }
 
+fn write_lists(name: &str, section: &dyn Section) -> String {
+    let mut text = String::new();
+    for (list, tables) in section.lists() {
+        for table in tables.tables() {
+            let lines: String = table.keys().iter().filter_map(assignment).collect();
+            text += &format!("\n[[{name}.{list}]]\n{lines}");
+        }
+    }
+    text
+}
+
 /// Whether the key has a meaning in this config: the shape of a model has none beside another description of
-/// the model, nor a loss scale without f16, nor a history of fp8 without fp8, nor an option of another codec.
+/// the model, nor a loss scale without f16, nor a history of fp8 without fp8, nor an option of another optimizer or codec.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
     match section {
         "model" => {
@@ -75,6 +95,7 @@ fn counts(config: &Config, section: &str, key: &Key) -> bool {
             (training.dtype == TrainingDtype::F16 || !LOSS_SCALE_KEYS.contains(&key.name))
                 && (training.fp8 != Fp8::Off || !FP8_KEYS.contains(&key.name))
         }
+        "optimizer" => optimizer::counts(config.optimizer().name, key.name),
         "comm" => compression::counts(config.comm().compression, key.name),
         _ => true,
     }

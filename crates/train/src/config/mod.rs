@@ -13,6 +13,7 @@ mod costs;
 mod explain;
 mod memory;
 mod mistake;
+mod optimizer;
 mod reader;
 mod section;
 mod sections;
@@ -23,13 +24,13 @@ mod value;
 mod tests;
 
 pub use choice::{
-    ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume,
-    Tokenizer, TrainingDtype, Transport,
+    ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
+    Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
     ActivationCheckpoint, Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer,
-    Parallelism, Run, Training,
+    OptimizerGroup, Parallelism, Run, Training,
 };
 
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
@@ -49,6 +50,7 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 pub struct Config {
     sections: Sections,
     world_size: usize,
+    group_places: optimizer::GroupPlaces,
 }
 
 /// Where the description of the model is.

@@ -1,7 +1,7 @@
 //! Reads the file and the `--set` options key by key, and collects the mistakes of single keys.
 
 use super::mistake::{Mistake, Place, nearest};
-use super::section::{KeyError, Section};
+use super::section::{KeyError, Section, TableList};
 use super::sections::{LATER_PARALLELISM_KEYS, Sections};
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
@@ -21,6 +21,7 @@ pub(super) struct Loose {
 }
 
 /// Where a key was set, and with what text.
+#[derive(Debug, Clone)]
 pub(super) struct Given {
     pub(super) place: Place,
     pub(super) text: String,
@@ -83,8 +84,55 @@ impl Loose {
         }
         for (key, value) in table {
             let given = source.given(key.span().start..value.span().end);
-            self.read_key(name, key.get_ref(), given, |target, key| target.read_key(key, value.get_ref()));
+            let place = |span: Range<usize>| source.given(span);
+            self.read_value(name, key.get_ref(), value.get_ref(), given, &place);
         }
+    }
+
+    /// Reads a key of a section, or a list of tables; `place` tells where in the text something stands.
+    fn read_value(
+        &mut self,
+        section: &str,
+        key: &str,
+        value: &DeValue<'_>,
+        given: Given,
+        place: &dyn Fn(Range<usize>) -> Given,
+    ) {
+        let target = self.sections.get_mut(section).expect("the section's name was checked");
+        if target.list_mut(key).is_none() {
+            let path = KeyPath { section, list: None };
+            return self.read_key(path, key, given, |target, key| target.read_key(key, value));
+        }
+        self.clear_list(section, key);
+        let tables = value.as_array().map(|tables| tables.iter().map(|table| table.get_ref().as_table()));
+        let Some(tables) = tables.and_then(Iterator::collect::<Option<Vec<_>>>) else {
+            self.doubtful.insert(section.to_owned());
+            let explanation =
+                format!("expected tables: for each a line [[{section}.{key}]] with its keys below");
+            return self.refuse(given, explanation);
+        };
+        for (index, table) in tables.into_iter().enumerate() {
+            self.list_mut(section, key).push();
+            for (name, value) in table {
+                let given = place(name.span().start..value.span().end);
+                let path = KeyPath { section, list: Some((key, index)) };
+                self.read_key(path, name.get_ref(), given, |target, name| {
+                    target.read_key(name, value.get_ref())
+                });
+            }
+        }
+    }
+
+    fn list_mut(&mut self, section: &str, list: &str) -> &mut dyn TableList {
+        let section = self.sections.get_mut(section).expect("the section's name was checked");
+        section.list_mut(list).expect("the list's name was checked")
+    }
+
+    /// A list that is set again replaces what was there.
+    fn clear_list(&mut self, section: &str, list: &str) {
+        self.list_mut(section, list).clear();
+        let start = format!("{section}.{list}[");
+        self.given.retain(|name, _| !name.starts_with(&start));
     }
 
     fn read_override(&mut self, option: &str, index: usize) {
@@ -97,7 +145,13 @@ impl Loose {
         if !Sections::NAMES.contains(&section) {
             return self.refuse_section(given, section);
         }
-        self.read_key(section, key, given, |target, key| {
+        let lists = self.sections.get(section).expect("the section's name was checked").lists();
+        if lists.iter().any(|(name, _)| *name == key) {
+            let value = DeValue::parse(raw).ok();
+            let value = value.as_ref().map_or(&DeValue::Boolean(false), |value| value.get_ref());
+            return self.read_value(section, key, value, given.clone(), &|_| given.clone());
+        }
+        self.read_key(KeyPath { section, list: None }, key, given, |target, key| {
             let bare = DeValue::String(raw.into());
             match DeValue::parse(raw) {
                 // Where TOML takes `--set run.name=7` for a number, the bare string may still fit.
@@ -111,20 +165,26 @@ impl Loose {
 
     fn read_key(
         &mut self,
-        section: &str,
+        path: KeyPath<'_>,
         key: &str,
         given: Given,
         read: impl FnOnce(&mut dyn Section, &str) -> Result<(), KeyError>,
     ) {
-        let target = self.sections.get_mut(section).expect("the section's name was checked");
-        let name = format!("{section}.{key}");
+        let target = match path.list {
+            Some((list, _)) => self.list_mut(path.section, list).last_mut(),
+            None => self.sections.get_mut(path.section).expect("the section's name was checked"),
+        };
+        let name = path.name_of(key);
         match read(target, key) {
             Ok(()) => {
                 self.given.insert(name, given);
             }
             Err(KeyError::Unknown) => {
-                self.doubtful.insert(section.to_owned());
-                let explanation = unknown_key(&self.sections, section, key);
+                let explanation = match path.list {
+                    Some((list, _)) => unknown_in(target, &format!("[[{}.{list}]]", path.section), key),
+                    None => unknown_key(&self.sections, path.section, key),
+                };
+                self.doubtful.insert(path.section.to_owned());
                 self.refuse(given, explanation);
             }
             Err(KeyError::Unfit(expected)) => {
@@ -170,10 +230,34 @@ fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs into [{other}]");
     }
-    let known = key_names(sections.get(section).expect("the section's name was checked"));
+    let target = sections.get(section).expect("the section's name was checked");
+    unknown_in(target, &format!("[{section}]"), key)
+}
+
+fn unknown_in(target: &dyn Section, place: &str, key: &str) -> String {
+    let known = key_names(target);
     match nearest(key, &known) {
-        Some(key) => format!("unknown key in [{section}]; did you mean '{key}'?"),
-        None => format!("unknown key in [{section}]; there are {}", known.join(", ")),
+        Some(key) => format!("unknown key in {place}; did you mean '{key}'?"),
+        None => format!("unknown key in {place}; there are {}", known.join(", ")),
+    }
+}
+
+/// Where a key belongs: into a section, or into a table of one of its lists.
+#[derive(Clone, Copy)]
+struct KeyPath<'a> {
+    section: &'a str,
+    /// The list, and which of its tables, the last one.
+    list: Option<(&'a str, usize)>,
+}
+
+impl KeyPath<'_> {
+    /// The key's dotted name, such as `training.seq_len` or `optimizer.groups[0].match`.
+    fn name_of(self, key: &str) -> String {
+        let section = self.section;
+        match self.list {
+            Some((list, index)) => format!("{section}.{list}[{index}].{key}"),
+            None => format!("{section}.{key}"),
+        }
     }
 }
 
@@ -182,7 +266,8 @@ fn section_with(sections: &Sections, key: &str) -> Option<&'static str> {
 }
 
 fn key_names(section: &dyn Section) -> Vec<&'static str> {
-    section.keys().iter().map(|key| key.name).collect()
+    let lists = section.lists().into_iter().map(|(name, _)| name);
+    section.keys().iter().map(|key| key.name).chain(lists).collect()
 }
 
 /// The config file, to say where in it something stands.

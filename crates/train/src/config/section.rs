@@ -12,6 +12,52 @@ pub(super) trait Section {
 
     /// Sets one key.
     fn read_key(&mut self, name: &str, value: &DeValue<'_>) -> Result<(), KeyError>;
+
+    /// Its lists of tables, each written as `[[section.name]]`, by name.
+    fn lists(&self) -> Vec<(&'static str, &dyn TableList)>;
+
+    /// The list of this name, to fill it.
+    fn list_mut(&mut self, name: &str) -> Option<&mut dyn TableList>;
+}
+
+/// A list of tables with the same keys.
+pub(super) trait TableList {
+    /// The tables.
+    fn tables(&self) -> Vec<&dyn Section>;
+
+    /// A table as it is before any key is set.
+    fn default_table(&self) -> Box<dyn Section>;
+
+    /// Takes all tables away.
+    fn clear(&mut self);
+
+    /// Adds a table.
+    fn push(&mut self);
+
+    /// The last table.
+    fn last_mut(&mut self) -> &mut dyn Section;
+}
+
+impl<T: Section + Default + 'static> TableList for Vec<T> {
+    fn tables(&self) -> Vec<&dyn Section> {
+        self.iter().map(|table| table as &dyn Section).collect()
+    }
+
+    fn default_table(&self) -> Box<dyn Section> {
+        Box::new(T::default())
+    }
+
+    fn clear(&mut self) {
+        self.clear();
+    }
+
+    fn push(&mut self) {
+        self.push(T::default());
+    }
+
+    fn last_mut(&mut self) -> &mut dyn Section {
+        self.as_mut_slice().last_mut().expect("a table was added")
+    }
 }
 
 /// What is known of a key.
@@ -36,26 +82,30 @@ pub(super) enum KeyError {
 
 /// Defines a section: a struct with a field a key, its defaults, and its [`Section`].
 ///
-/// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`.
+/// A key is `name: Type = default;` or, with limits, `name: Type = default, within range;`. Where its name is no name of a
+/// field, that is written before: `field as "name": Type = default;`. Lists of tables follow the keys:
+/// `lists { name: Table; }`.
 macro_rules! config_section {
     (
         $(#[doc = $doc:literal])+
         $section:ident {
             $(
                 $(#[doc = $key_doc:literal])+
-                $key:ident: $type:ty = $default:expr $(, within $range:expr)?;
+                $key:ident $(as $word:literal)?: $type:ty = $default:expr $(, within $range:expr)?;
             )+
+            $(lists { $($(#[doc = $list_doc:literal])+ $list:ident: $table:ty;)+ })?
         }
     ) => {
         $(#[doc = $doc])+
         #[derive(Debug, Clone, PartialEq)]
         pub struct $section {
             $($(#[doc = $key_doc])+ pub $key: $type,)+
+            $($($(#[doc = $list_doc])+ pub $list: Vec<$table>,)+)?
         }
 
         impl Default for $section {
             fn default() -> Self {
-                $section { $($key: $default,)+ }
+                $section { $($key: $default,)+ $($($list: Vec::new(),)+)? }
             }
         }
 
@@ -67,7 +117,7 @@ macro_rules! config_section {
             fn keys(&self) -> Vec<$crate::config::section::Key> {
                 vec![$(
                     $crate::config::section::Key {
-                        name: stringify!($key),
+                        name: config_section!(@name $key $($word)?),
                         docs: &[$($key_doc),+],
                         expected: config_section!(@expected $type $(, $range)?),
                         value: $crate::config::value::Value::write(&self.$key),
@@ -82,7 +132,7 @@ macro_rules! config_section {
             ) -> Result<(), $crate::config::section::KeyError> {
                 use $crate::config::section::KeyError;
                 match name {
-                    $(stringify!($key) => {
+                    $(config_section!(@name $key $($word)?) => {
                         self.$key =
                             config_section!(@read $type, value $(, $range)?).map_err(KeyError::Unfit)?;
                     })+
@@ -90,8 +140,21 @@ macro_rules! config_section {
                 }
                 Ok(())
             }
+
+            fn lists(&self) -> Vec<(&'static str, &dyn $crate::config::section::TableList)> {
+                vec![$($((stringify!($list), &self.$list as _),)+)?]
+            }
+
+            fn list_mut(&mut self, name: &str) -> Option<&mut dyn $crate::config::section::TableList> {
+                match name {
+                    $($(stringify!($list) => Some(&mut self.$list),)+)?
+                    _ => None,
+                }
+            }
         }
     };
+    (@name $key:ident) => { stringify!($key) };
+    (@name $key:ident $word:literal) => { $word };
     (@expected $type:ty) => { <$type as $crate::config::value::Value>::expected() };
     (@expected $type:ty, $range:expr) => { $crate::config::value::expected_within::<$type>(&$range) };
     (@read $type:ty, $value:expr) => { <$type as $crate::config::value::Value>::read($value) };

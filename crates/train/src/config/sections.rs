@@ -2,8 +2,8 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, OptimizerName, Resume,
-    Tokenizer, TrainingDtype, Transport,
+    ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
+    Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
 };
 use super::section::{Section, config_section, config_sections};
 use super::value::{above, above_up_to};
@@ -175,26 +175,75 @@ config_section! {
 }
 
 config_section! {
-    /// The optimizer.
+    /// The optimizer (docs/optimizers.md). Keys that name optimizers count only with them.
     Optimizer {
-        /// `adamw`, or `sgd` with momentum.
+        /// `adamw`, `adam`, `sgd`, `lion`, `adafactor`, `lamb`, `lars`, `muon`, `one_bit_adam` or `zero_one_adam`.
         name: OptimizerName = OptimizerName::AdamW;
         /// Largest learning rate.
         lr: f64 = 3e-4, within 0.0..;
-        /// Decay of the mean of gradients (adamw).
+        /// Decay of the mean of gradients (those of Adam's kind, muon's other parameters); the gradient's share in the update
+        /// is what it leaves (lion).
         beta1: f64 = 0.9, within 0.0..1.0;
-        /// Decay of the mean of squared gradients (adamw).
+        /// Decay of the mean of squared gradients (those of Adam's kind, muon's other parameters), or of the mean of gradients
+        /// (lion).
         beta2: f64 = 0.95, within 0.0..1.0;
-        /// Added to the denominator of the update (adamw).
+        /// Added to the denominator of the update (those of Adam's kind, muon's other parameters).
         eps: f64 = 1e-8, within above(0.0);
-        /// Weight decay: decoupled from the gradient in adamw, added to it in sgd.
+        /// Weight decay: added to the gradient in adam, sgd and lars, decoupled from it in the others.
         weight_decay: f64 = 0.1, within 0.0..;
         /// Whether norms and biases decay as well.
         decay_norms_and_biases: bool = false;
-        /// Decay of the velocity (sgd).
+        /// Decay of the velocity (sgd, lars).
         momentum: f64 = 0.9, within 0.0..1.0;
         /// Whether to take Nesterov's step (sgd).
         nesterov: bool = false;
+        /// The new square has the share step^beta2_decay in the second moment (adafactor).
+        beta2_decay: f64 = -0.8, within -1.0..0.0;
+        /// Largest root mean square of an update, to which larger ones are scaled (adafactor).
+        clip_threshold: f64 = 1.0, within above(0.0);
+        /// Whether learning rates are parts of the parameter's root mean square, and no larger than 1 / sqrt(step)
+        /// (adafactor).
+        relative_step: bool = true;
+        /// Length of an update as a part of the parameter's, before the learning rate (lars).
+        trust_coefficient: f64 = 1e-3, within above(0.0);
+        /// Decay of the mean of gradients of hidden matrices (muon); the step is Nesterov's.
+        muon_momentum: f64 = 0.95, within 0.0..1.0;
+        /// Rounds of the Newton-Schulz iteration (muon).
+        muon_iterations: usize = 5, within 1..=20;
+        /// How updates of matrices are scaled (muon): `original`, by sqrt(max(1, rows / cols)), or `match_rms_adamw`, by
+        /// 0.2 sqrt(max(rows, cols)), for which learning rates of AdamW fit.
+        muon_scale: MuonScale = MuonScale::MatchRmsAdamw;
+        /// AdamW's learning rate for all but hidden matrices, as a part of `lr` (muon).
+        muon_adamw_lr_scale: f64 = 1.0, within 0.0..;
+        /// Steps after which the second moment stands still (one_bit_adam; `freeze_step` of DeepSpeed, too); 0 takes a fifth
+        /// of the run.
+        freeze_step: u64 = 0, within 0..;
+        /// Updates of the second moment after which the interval between them doubles (zero_one_adam; `var_update_scaler` of
+        /// DeepSpeed, too).
+        var_update_scaler: u64 = 16, within 1..=1 << 32;
+        /// What the optimizer's state is kept in: `f32`, `bf16` (half the bytes), or `int8` (a quarter; small units keep f32).
+        /// Checkpoints hold f32, so that any goes on from any.
+        state_dtype: StateDtype = StateDtype::F32;
+        lists {
+            /// Parameters with settings of their own.
+            groups: OptimizerGroup;
+        }
+    }
+}
+
+config_section! {
+    /// Parameters with settings of their own; the first group whose `match` fits a parameter counts for it.
+    OptimizerGroup {
+        /// Names of parameters, in which `*` stands for any text and `?` for any character, such as "*.bias".
+        pattern as "match": String = String::new();
+        /// Factor of the learning rate.
+        lr_scale: f64 = 1.0, within 0.0..;
+        /// Weight decay, 0 or more, instead of that of the optimizer.
+        weight_decay: Option<f64> = None;
+        /// From 0 to below 1, instead of that of the optimizer; where it has a momentum, instead of that.
+        beta1: Option<f64> = None;
+        /// From 0 to below 1, instead of that of the optimizer.
+        beta2: Option<f64> = None;
     }
 }
 

@@ -1,4 +1,5 @@
 mod compression;
+mod optimizer;
 
 use super::*;
 use trireme_base::{Random, RandomKey};
@@ -39,7 +40,7 @@ seq_length = 4
 steps = 0
 lr = 0.1
 [optimizer]
-name = \"adam\"
+name = \"adamm\"
 beta1 = 1.0
 [parallelism]
 tensor_parallel_degree = 2
@@ -54,7 +55,7 @@ configs/try.toml:4: local_batch_size = \"eight\": expected a whole number from 1
 configs/try.toml:5: seq_length = 4: unknown key in [training]; did you mean 'seq_len'?
 configs/try.toml:6: steps = 0: expected a whole number, 1 or more
 configs/try.toml:7: lr = 0.1: unknown key in [training]; it belongs into [optimizer]
-configs/try.toml:9: name = \"adam\": expected \"adamw\" or \"sgd\"; did you mean \"adamw\"?
+configs/try.toml:9: name = \"adamm\": expected \"adamw\", \"adam\", \"sgd\", \"lion\", \"adafactor\", \"lamb\", \"lars\", \"muon\", \"one_bit_adam\" or \"zero_one_adam\"; did you mean \"adam\"?
 configs/try.toml:10: beta1 = 1.0: expected a number from 0 to below 1
 configs/try.toml:12: tensor_parallel_degree = 2: not in this version; only data parallelism, with zero_stage
 configs/try.toml:14: mode = \"full\": expected \"none\", \"selective\", \"block\" or \"every-k\"
@@ -360,6 +361,12 @@ fn explains_every_key_in_a_form_that_reads_as_the_defaults() {
     for (_, section) in Sections::default().all() {
         for key in section.keys() {
             assert!(explained.contains(&format!("{} =", key.name)), "{}", key.name);
+        }
+        for (list, tables) in section.lists() {
+            assert!(explained.contains(&format!(".{list}]]")), "{list}");
+            for key in tables.default_table().keys() {
+                assert!(explained.contains(&format!("# {} =", key.name)), "{}", key.name);
+            }
         }
     }
     let comm = Config::explain(Some("comm")).unwrap();

@@ -1,11 +1,12 @@
 //! Holds the keys against each other, and resolves those that stand for others.
 
 use super::Config;
-use super::choice::{Architecture, Decay, Determinism, Fp8, Tokenizer, TrainingDtype};
+use super::choice::{Architecture, Decay, Determinism, Fp8, OptimizerName, Tokenizer, TrainingDtype};
 use super::compression::check_compression;
 use super::costs::check_costs;
 use super::memory::{check_activation_checkpoint, check_parallelism, degrees};
 use super::mistake::{Mistake, Place};
+use super::optimizer::{GroupPlaces, check_optimizer};
 use super::reader::Loose;
 use super::section::Section;
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
@@ -41,6 +42,7 @@ pub(super) fn validate(
     check_tls(&mut checks);
     check_algorithm(&mut checks);
     check_costs(&mut checks);
+    check_optimizer(&mut checks);
     check_compression(&mut checks);
     let mut mistakes = checks.mistakes;
     mistakes.append(&mut loose.mistakes);
@@ -49,7 +51,8 @@ pub(super) fn validate(
         return Err(mistakes);
     }
     resolve(&mut loose.sections, world_size);
-    Ok(Config { sections: loose.sections, world_size })
+    let group_places = GroupPlaces::of(&loose);
+    Ok(Config { sections: loose.sections, world_size, group_places })
 }
 
 /// Checks between keys that have been read.
@@ -308,7 +311,7 @@ fn name_run(sections: &mut Sections, path: &Path) {
 }
 
 fn resolve(sections: &mut Sections, world_size: usize) {
-    let Sections { run, model, data, training, lr_scheduler, parallelism, .. } = sections;
+    let Sections { run, model, data, training, optimizer, lr_scheduler, parallelism, .. } = sections;
     let (replicas, shards) = degrees(parallelism, world_size);
     parallelism.data_parallel_replicate_degree = replicas as i64;
     parallelism.data_parallel_shard_degree = shards as i64;
@@ -323,6 +326,9 @@ fn resolve(sections: &mut Sections, world_size: usize) {
     }
     if training.global_batch_size == 0 {
         training.global_batch_size = training.local_batch_size * world_size;
+    }
+    if optimizer.name == OptimizerName::OneBitAdam && optimizer.freeze_step == 0 {
+        optimizer.freeze_step = (training.steps / 5).max(1);
     }
     if lr_scheduler.decay_steps == 0 {
         let after_warmup = training.steps.saturating_sub(lr_scheduler.warmup_steps);

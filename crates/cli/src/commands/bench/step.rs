@@ -12,7 +12,7 @@ use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
-use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind};
+use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::lowering::{Sharding, shard};
 use trireme_schedule::{ZeroStage, single as single_stage};
@@ -209,7 +209,9 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
     let ranks = DataParallelRanks::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let optimizer = Optimizer::new(kind, 0.1, true, model.table(), &ranks.parts(model.table()), device)?;
+    let options =
+        OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
+    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), device)?;
     let sharding =
         Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
     let program = shard(single_stage::program(model.num_units(), 1, &model.ties()), sharding);

@@ -80,6 +80,14 @@ for_each_simd_level! {
     fn add_assign(out: &mut [f32], term: &[f32]) {
         out.iter_mut().zip(term).for_each(|(out, &term)| *out += term);
     }
+
+    fn scale(x: &mut [f32], factor: f32) {
+        x.iter_mut().for_each(|x| *x *= factor);
+    }
+
+    fn combine(out: &mut [f32], factor: f32, term: &[f32], term_factor: f32) {
+        out.iter_mut().zip(term).for_each(|(out, &term)| *out = factor * *out + term_factor * term);
+    }
 }
 
 impl Cpu {
@@ -144,6 +152,27 @@ impl Cpu {
         self.for_row_blocks(term.len(), 1, |first, len| {
             // SAFETY: blocks do not overlap.
             add_assign(self.features, unsafe { shared.range(first, len) }, &term[first..first + len]);
+        });
+    }
+
+    /// `x *= factor`, elementwise.
+    pub(crate) fn scale(&self, x: &mut [f32], factor: f32) {
+        let len = x.len();
+        let shared = SharedSlice::new(x);
+        self.for_row_blocks(len, 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            scale(self.features, unsafe { shared.range(first, len) }, factor);
+        });
+    }
+
+    /// `out = factor * out + term_factor * term`, elementwise.
+    pub(crate) fn combine(&self, out: &mut [f32], factor: f32, term: &[f32], term_factor: f32) {
+        assert_eq!(out.len(), term.len());
+        let shared = SharedSlice::new(out);
+        self.for_row_blocks(term.len(), 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            let out = unsafe { shared.range(first, len) };
+            combine(self.features, out, factor, &term[first..first + len], term_factor);
         });
     }
 }

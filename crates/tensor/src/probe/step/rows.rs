@@ -2,10 +2,10 @@
 
 use super::{EXP, F32, Step, each};
 use crate::device::DeviceError;
+use crate::kernels::AttentionShape;
 use crate::kernels::cpu::norm::NormKind;
-use crate::kernels::{AdamWStep, AttentionShape};
 use crate::probe::StepSizes;
-use crate::tensor::{Tensor, View};
+use crate::tensor::Tensor;
 use std::time::Instant;
 use trireme_base::{Category, DType};
 
@@ -130,37 +130,15 @@ impl Step<'_> {
     pub(super) fn whole_buffers(&mut self) -> Result<(), DeviceError> {
         let StepSizes { attention, hidden, num_layers, intermediate, vocabulary, is_llama, is_tied, .. } =
             *self.sizes;
-        let device = &self.probe.device;
         let mlp = (if is_llama { 3 } else { 2 }) * intermediate;
         let block = hidden * (attention.qkv_cols() + attention.output_cols() + mlp);
         let tables = if is_tied { 1 } else { 2 };
         for (part, num, calls) in [("block", block, num_layers), ("embedding", vocabulary * hidden, tables)] {
-            let (mut weights, gradients) = (self.tensor([num])?, self.tensor([num])?);
-            let (mut first, mut second) = (self.tensor([num])?, self.tensor([num])?);
-            // A square is not negative.
-            device.convert(View::from_f32s(&vec![0.5; num], [num].into()), second.view_mut());
-            let step = AdamWStep {
-                lr: 1e-4,
-                beta1: 0.9,
-                beta2: 0.95,
-                epsilon: 1e-8,
-                weight_decay: 0.1,
-                grad_scale: 1.0,
-                step: 1,
-            };
-            self.kernel(
-                (&format!("adamw: {part}"), calls as f64),
-                &[num],
-                each(num, 16, [F32, 3 * F32, 0]),
-                |_| {
-                    let moments = (first.view_mut(), second.view_mut());
-                    device.adamw(weights.view_mut(), gradients.view(), moments, step);
-                },
-            )?;
+            self.optimizers(part, num, calls as f64)?;
         }
         let (wide, mut narrow) = (self.tensor([block])?, self.probe.random([block], DType::Bf16)?);
         self.kernel(("convert: f32 to bf16", 0.0), &[block], each(block, 0, [F32, 0, F32 / 2]), |_| {
-            device.convert(wide.view(), narrow.view_mut());
+            self.probe.device.convert(wide.view(), narrow.view_mut());
         })
     }
 }

@@ -119,7 +119,12 @@ fn compression_is_refused_where_it_makes_no_sense() {
             "set name = \"sgd\" and momentum = 0 in [optimizer]",
         ),
         (
-            &["comm.compression_momentum=0.5", "comm.compression=top_k", "optimizer.name=adamw"],
+            &[
+                "comm.compression_momentum=0.5",
+                "comm.compression=top_k",
+                "optimizer.name=adamw",
+                "optimizer.momentum=0.9",
+            ],
             "set name = \"sgd\" and momentum = 0 in [optimizer]",
         ),
     ] {

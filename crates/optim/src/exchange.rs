@@ -1,0 +1,93 @@
+//! Momentum instead of gradients: what 1-bit Adam and 0/1 Adam exchange while their second moment stands still.
+//!
+//! Then the update is linear in the momentum, so that ranks may each take their own gradient into the momentum they share, and
+//! average what comes out, compressed with error feedback, as they would average gradients (Tang et al., "1-bit Adam", 2021,
+//! algorithm 1; Lu et al., "Maximizing communication efficiency for large-scale training via 0/1 Adam", 2022, algorithm 1 with
+//! an exchange in every step: replicas never differ).
+//!
+//! A step of [`Exchange::Momentum`] is, on each rank: [`Optimizer::gradient_to_momentum`] of its own gradient, the sum of
+//! those over the ranks, [`Optimizer::step_from_momentum`]. A rank that has all gradients summed may call
+//! [`Optimizer::step_unit`] in any step: it comes to the same, but for rounding. The norm over all ranks' gradients is not known
+//! before momentum is exchanged, so such steps cannot clip by it.
+
+use crate::kind::OptimizerKind;
+use crate::members::Member;
+use crate::optimizer::{Optimizer, StepSettings, UnitShare, UnitStep, noise};
+use crate::share::Share;
+use trireme_tensor::{AdamStep, Device, Update, View, ViewMut};
+
+/// What ranks sum in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exchange {
+    /// Gradients, in full precision.
+    Gradients,
+    /// Momentum, which may be compressed.
+    Momentum,
+}
+
+impl Optimizer {
+    /// What ranks sum in update `step`, counted from 1.
+    pub fn exchange(&self, step: u64) -> Exchange {
+        match self.kind {
+            OptimizerKind::CompressedAdam(_, schedule) if !schedule.at(step).0 => Exchange::Momentum,
+            _ => Exchange::Gradients,
+        }
+    }
+
+    /// Turns this rank's gradient of a unit's part into the momentum it leads to; the optimizer stays as it is.
+    /// `settings.grad_scale` is that of this rank's gradient alone.
+    ///
+    /// # Panics
+    /// If the step exchanges gradients, or lengths differ.
+    pub fn gradient_to_momentum(
+        &mut self,
+        device: &Device,
+        unit: usize,
+        grads: ViewMut<'_>,
+        settings: StepSettings,
+    ) {
+        let len = grads.shape().num_elements();
+        self.check_lengths(unit, len, len);
+        let none = View::from_f32s(&[], [0].into());
+        self.run(device, unit, grads, none, settings, |step| Update::ToMomentum(step.adamw));
+    }
+
+    /// Updates a unit's part by a momentum that all ranks have in common; `settings.grad_scale` makes a mean of it, if it
+    /// is a sum.
+    ///
+    /// # Panics
+    /// If the step exchanges gradients, or lengths differ.
+    pub fn step_from_momentum(
+        &mut self,
+        device: &Device,
+        unit: usize,
+        parameters: ViewMut<'_>,
+        momentum: View<'_>,
+        settings: StepSettings,
+    ) {
+        self.check_lengths(unit, parameters.shape().num_elements(), momentum.shape().num_elements());
+        self.run(device, unit, parameters, momentum, settings, Update::FromMomentum);
+    }
+
+    fn run(
+        &mut self,
+        device: &Device,
+        unit: usize,
+        mut parameters: ViewMut<'_>,
+        grads: View<'_>,
+        settings: StepSettings,
+        update: impl Fn(AdamStep) -> Update,
+    ) {
+        assert_eq!(self.exchange(settings.step), Exchange::Momentum, "step {}", settings.step);
+        let step = UnitStep { device, table: &self.table, settings, noise: noise(unit, settings.step) };
+        for share in &mut self.units[unit] {
+            let UnitShare::Elements(Share { rule, members, states, .. }) = share else {
+                unreachable!("an optimizer that exchanges momentum has one rule for all")
+            };
+            let rule = *rule;
+            members.update(device, parameters.reborrow(), grads, states, step.noise, |member: &Member| {
+                update(rule.adam_step(member, &step).expect("it exchanges momentum"))
+            });
+        }
+    }
+}

@@ -1,0 +1,145 @@
+//! Adafactor of one matrix.
+
+use crate::kind::AdafactorSettings;
+use crate::members::{Member, Members};
+use crate::optimizer::UnitStep;
+use crate::share::adafactor;
+use trireme_base::DType;
+use trireme_tensor::{
+    Category, Device, DeviceError, FACTORED_FLOOR, FactoredMatrix, FactoredStep, ParameterInfo, RmsStep,
+    Shape, Tensor, Update, View, ViewMut,
+};
+
+/// A matrix whose second moment is a column times a row. Every rank has both, whatever it has of the matrix: they are as
+/// many as rows and columns.
+#[derive(Debug)]
+pub(crate) struct Factored {
+    settings: AdafactorSettings,
+    pub(crate) members: Members,
+    matrix: FactoredMatrix,
+    /// Mean squares of rows, then of columns.
+    moments: [Tensor; 2],
+    /// The same as factors of an element's second moment: those of rows are divided by their mean.
+    row_factors: Vec<f32>,
+    shape: Shape,
+    offset: usize,
+    num_elements: f64,
+    mean_square: f64,
+    update_mean_square: f64,
+}
+
+/// Names of the states, with the dim of the matrix that is left of it.
+pub(crate) const FACTORED_STATES: [&str; 2] = ["exp_avg_sq_row", "exp_avg_sq_col"];
+
+impl Factored {
+    /// The only one of `members`, a matrix of two dims.
+    pub(crate) fn new(
+        settings: AdafactorSettings,
+        members: Members,
+        info: &ParameterInfo,
+        matrix: FactoredMatrix,
+        device: &Device,
+    ) -> Result<Self, DeviceError> {
+        let shape = info.shape;
+        let zeros = |len: usize| device.zeros([len].into(), DType::F32, Category::Optimizer);
+        Ok(Factored {
+            settings,
+            members,
+            matrix,
+            moments: [zeros(shape.rows())?, zeros(shape.cols())?],
+            row_factors: vec![0.0; shape.rows()],
+            shape,
+            offset: info.offset,
+            num_elements: shape.num_elements() as f64,
+            mean_square: 0.0,
+            update_mean_square: 0.0,
+        })
+    }
+
+    pub(crate) fn member(&self) -> &Member {
+        &self.members.list[0]
+    }
+
+    /// The state of this name, with its length.
+    pub(crate) fn moments(&self) -> &[Tensor; 2] {
+        &self.moments
+    }
+
+    pub(crate) fn moments_mut(&mut self) -> &mut [Tensor; 2] {
+        &mut self.moments
+    }
+
+    fn numbers(&self, step: &UnitStep<'_>) -> RmsStep {
+        let own = self.member().settings;
+        adafactor(self.settings, own, step, self.mean_square, self.update_mean_square)
+    }
+
+    /// First the square of the parameter and those of its gradient by row and column; then the square of the update.
+    pub(crate) fn observe(
+        &mut self,
+        phase: usize,
+        step: &UnitStep<'_>,
+        parameters: ViewMut<'_>,
+        grads: View<'_>,
+        sums: &mut Vec<f64>,
+    ) {
+        let grad_scale = step.grad_scale();
+        if phase == 0 {
+            let norms = |_: &Member| Update::Norms { grad_scale };
+            self.members.update(step.device, parameters, grads, &mut [], step.noise, norms);
+            sums.push(self.members.sum(self.member(), 0));
+            let first = sums.len();
+            sums.resize(first + self.shape.rows() + self.shape.cols(), 0.0);
+            let (rows, cols) = sums[first..].split_at_mut(self.shape.rows());
+            step.device.factored_sums(&self.matrix, grads, grad_scale, rows, cols);
+        } else {
+            let (lr, keep) = (1.0, 1.0);
+            let factored = FactoredStep {
+                offset: self.offset,
+                rows: &self.row_factors,
+                cols: self.moments[1].view().f32s(),
+                lr,
+                keep,
+                grad_scale,
+            };
+            let (pieces, piece_sums) = self.members.pieces_and_sums();
+            step.device.factored_squares(pieces, factored, grads, piece_sums);
+            sums.push(self.members.sum(self.member(), 0));
+        }
+    }
+
+    /// Takes its sums from the front of `sums`.
+    pub(crate) fn heed(&mut self, phase: usize, step: &UnitStep<'_>, sums: &mut &[f64]) {
+        let (here, rest) = sums.split_at(1);
+        *sums = rest;
+        if phase == 1 {
+            self.update_mean_square = here[0] / self.num_elements;
+            return;
+        }
+        self.mean_square = here[0] / self.num_elements;
+        let mixing = f64::from(self.numbers(step).mixing);
+        let lengths = [(self.shape.rows(), self.shape.cols()), (self.shape.cols(), self.shape.rows())];
+        for (moments, (len, num_terms)) in self.moments.iter_mut().zip(lengths) {
+            let (here, rest) = sums.split_at(len);
+            *sums = rest;
+            for (moment, sum) in moments.view_mut().f32s().iter_mut().zip(here) {
+                let square = sum / num_terms as f64 + f64::from(FACTORED_FLOOR);
+                *moment = ((1.0 - mixing) * f64::from(*moment) + mixing * square) as f32;
+            }
+        }
+        let rows = self.moments[0].view().f32s();
+        let mean = rows.iter().map(|&row| f64::from(row)).sum::<f64>() / rows.len() as f64;
+        for (factor, &row) in self.row_factors.iter_mut().zip(rows) {
+            *factor = (f64::from(row) / mean) as f32;
+        }
+    }
+
+    /// Updates what is here.
+    pub(crate) fn apply(&mut self, step: &UnitStep<'_>, parameters: ViewMut<'_>, grads: View<'_>) {
+        let RmsStep { lr, keep, grad_scale, .. } = self.numbers(step);
+        let cols = self.moments[1].view().f32s();
+        let factored =
+            FactoredStep { offset: self.offset, rows: &self.row_factors, cols, lr, keep, grad_scale };
+        step.device.factored_update(&self.members.pieces, factored, parameters, grads);
+    }
+}

@@ -1,0 +1,100 @@
+//! Parameters with settings of their own.
+
+use trireme_tensor::ParameterInfo;
+
+/// Settings of the parameters whose names fit a pattern.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ParameterGroup {
+    /// A name in which `*` stands for any text and `?` for any character.
+    pub pattern: String,
+    /// Factor of the learning rate.
+    pub lr_scale: f32,
+    /// Weight decay, instead of that of the optimizer.
+    pub weight_decay: Option<f32>,
+    /// First decay rate, instead of that of the optimizer (`beta1`, or `momentum`).
+    pub beta1: Option<f32>,
+    /// Second decay rate, instead of that of the optimizer.
+    pub beta2: Option<f32>,
+}
+
+impl ParameterGroup {
+    /// Whether the pattern fits a name, all of it.
+    pub fn matches(&self, name: &str) -> bool {
+        matches(self.pattern.as_bytes(), name.as_bytes())
+    }
+}
+
+/// Goes back to the last star only, so that time is bounded by the product of the lengths.
+fn matches(pattern: &[u8], name: &[u8]) -> bool {
+    let (mut p, mut n) = (0, 0);
+    let mut star = None;
+    while n < name.len() {
+        match pattern.get(p) {
+            Some(b'*') => {
+                star = Some((p, n));
+                p += 1;
+            }
+            Some(&byte) if byte == b'?' || byte == name[n] => (p, n) = (p + 1, n + 1),
+            _ => match &mut star {
+                Some((at, taken)) => {
+                    *taken += 1;
+                    (p, n) = (*at + 1, *taken);
+                }
+                None => return false,
+            },
+        }
+    }
+    pattern[p..].iter().all(|&byte| byte == b'*')
+}
+
+/// What differs from parameter to parameter.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct ParameterSettings {
+    pub(crate) lr_scale: f32,
+    pub(crate) weight_decay: f32,
+    pub(crate) beta1: Option<f32>,
+    pub(crate) beta2: Option<f32>,
+}
+
+impl ParameterSettings {
+    /// The settings of a parameter: matrices decay, vectors (norms, biases) only if asked, unless a group says otherwise.
+    pub(crate) fn of(options: &crate::OptimizerOptions, info: &ParameterInfo) -> Self {
+        let decays = options.decay_norms_and_biases || info.shape.dims().len() >= 2;
+        let weight_decay = if decays { options.weight_decay } else { 0.0 };
+        let none = ParameterSettings { lr_scale: 1.0, weight_decay, beta1: None, beta2: None };
+        match options.groups.iter().find(|group| group.matches(&info.name)) {
+            Some(group) => ParameterSettings {
+                lr_scale: group.lr_scale,
+                weight_decay: group.weight_decay.unwrap_or(weight_decay),
+                beta1: group.beta1,
+                beta2: group.beta2,
+            },
+            None => none,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn patterns_stand_for_whole_names() {
+        for (pattern, name, expected) in [
+            ("*", "", true),
+            ("*.bias", "h.0.attn.bias", true),
+            ("*.bias", "h.0.attn.bias2", false),
+            ("h.?.*", "h.3.mlp", true),
+            ("h.?.*", "h.13.mlp", false),
+            ("*a*b", "aXbXab", true),
+            ("*a*b", "aXbXa", false),
+            ("wte", "wte.weight", false),
+            ("", "a", false),
+            ("**a**", "ba", true),
+        ] {
+            assert_eq!(matches(pattern.as_bytes(), name.as_bytes()), expected, "{pattern} {name}");
+        }
+        let (stars, name) = ("*a".repeat(2000), "a".repeat(1999));
+        assert!(!matches(stars.as_bytes(), name.as_bytes()));
+    }
+}

@@ -1,0 +1,76 @@
+//! Muon of a unit's matrices.
+//!
+//! A matrix is made orthogonal as a whole, and a rank may have only a part of it. All parts of a unit's momentum are gathered,
+//! `4 (N - 1) / N` bytes an element once a step, and each rank makes those matrices orthogonal of which it has something. The
+//! other way, to send each matrix to one rank and its result back, would cost the same bytes twice in two exchanges, and
+//! compute only the matrices that lie in two shards once instead of twice.
+
+use crate::kind::MuonSettings;
+use crate::members::{Member, Members};
+use crate::optimizer::UnitStep;
+use crate::shards::ShardOps;
+use std::ops::Range;
+use trireme_base::DType;
+use trireme_tensor::{
+    Category, Device, DeviceError, MuonStep, OptimizerState, ParameterTable, Tensor, Update, View, ViewMut,
+};
+
+/// The hidden matrices of a unit.
+#[derive(Debug)]
+pub(crate) struct Muon {
+    pub(crate) settings: MuonSettings,
+    pub(crate) members: Members,
+    pub(crate) states: Vec<OptimizerState>,
+    /// Of the unit.
+    pub(crate) num_elements: usize,
+    pub(crate) part: Range<usize>,
+}
+
+impl Muon {
+    /// Updates what is here.
+    pub(crate) fn apply<S: ShardOps>(
+        &mut self,
+        step: &UnitStep<'_>,
+        parameters: ViewMut<'_>,
+        grads: View<'_>,
+        shards: &mut S,
+    ) -> Result<(), S::Error> {
+        let MuonSettings { momentum, nesterov, scale, .. } = self.settings;
+        let device = step.device;
+        let mut whole = self.unit_buffer(device)?;
+        let (part, here) = (self.part.clone(), [self.part.len()].into());
+        let grad_scale = step.grad_scale();
+        let momentum_of = |member: &Member| {
+            let momentum = member.settings.beta1.unwrap_or(momentum);
+            Update::MuonMomentum(MuonStep { momentum, nesterov, grad_scale })
+        };
+        let out = whole.view_mut().into_part(part.start, here);
+        self.members.update(device, out, grads, &mut self.states, step.noise, momentum_of);
+        shards.gather(whole.view_mut().f32s(), part.clone())?;
+        for member in self.members.list.iter().filter(|member| !member.held.is_empty()) {
+            let info = &step.table.parameters()[member.parameter];
+            let matrix = whole.view_mut().into_part(info.offset, info.shape);
+            device.orthogonalize(matrix, self.settings.num_iterations, self.settings.precision)?;
+        }
+        let descend = |member: &Member| {
+            let own = member.settings;
+            let factor = scale.factor(step.table.parameters()[member.parameter].shape);
+            let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;
+            Update::Descend { lr, keep: 1.0 - step.lr(own) * own.weight_decay }
+        };
+        let directions = whole.view().part(part.start, here);
+        self.members.update(device, parameters, directions, &mut [], step.noise, descend);
+        Ok(())
+    }
+
+    /// Memory for the unit's flat buffer, which is given back after the step.
+    fn unit_buffer(&self, device: &Device) -> Result<Tensor, DeviceError> {
+        device.empty([self.num_elements].into(), DType::F32, Category::Optimizer)
+    }
+}
+
+/// Whether a parameter is a hidden matrix: one of a unit between embedding and head.
+pub(crate) fn is_hidden_matrix(table: &ParameterTable, parameter: usize) -> bool {
+    let info = &table.parameters()[parameter];
+    info.shape.dims().len() == 2 && info.unit > 0 && info.unit + 1 < table.units().len()
+}

@@ -1,0 +1,35 @@
+//! What an optimizer of a part needs of those of the others.
+
+use std::ops::Range;
+use trireme_tensor::DeviceError;
+
+/// Exchange among the ranks that each update one part of a unit; they make the same calls in the same order.
+///
+/// It is the caller's, for an optimizer knows no groups of ranks.
+pub trait ShardOps {
+    /// Why an exchange failed, or a step.
+    type Error: From<DeviceError>;
+
+    /// Each value becomes its sum over the ranks, of neighbours first (the canonical tree of all reductions).
+    fn sum(&mut self, values: &mut [f64]) -> Result<(), Self::Error>;
+
+    /// Completes a unit's flat buffer `whole`, of which this rank has the elements `part`: the others are where they hold
+    /// theirs.
+    fn gather(&mut self, whole: &mut [f32], part: Range<usize>) -> Result<(), Self::Error>;
+}
+
+/// Of one rank that has whole units: there is nothing to exchange.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct WholeUnits;
+
+impl ShardOps for WholeUnits {
+    type Error = DeviceError;
+
+    fn sum(&mut self, _: &mut [f64]) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn gather(&mut self, _: &mut [f32], _: Range<usize>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}

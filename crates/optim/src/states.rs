@@ -1,0 +1,126 @@
+//! An optimizer's state by name and parameter, in f32 whatever it is kept in: any dtype goes on from any other.
+
+use crate::factored::FACTORED_STATES;
+use crate::members::{Member, Members};
+use crate::optimizer::{Optimizer, UnitShare};
+use std::borrow::Cow;
+use std::ops::Range;
+use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape};
+
+/// One state of one parameter.
+#[derive(Debug, Clone)]
+pub struct StateInfo<'a> {
+    /// Name of the state, such as `exp_avg`.
+    pub name: &'static str,
+    /// The parameter.
+    pub parameter: &'a ParameterInfo,
+    /// Shape of the whole state: the parameter's, but of a row or column of Adafactor's.
+    pub shape: Shape,
+    /// Whether the state has an element for each of the parameter's, and lies as the parameter does; else all of it is
+    /// here, alike on all ranks.
+    pub is_like_parameter: bool,
+    /// Elements of the state that are here.
+    pub held: Range<usize>,
+}
+
+const MUON_STATES: &[(&str, bool)] = &[("momentum_buffer", false)];
+
+impl Optimizer {
+    /// Every state of every parameter, with the values that are here: borrowed if they are kept in f32. Rows and columns of
+    /// Adafactor are alike on all ranks.
+    pub fn states(&self, device: &Device) -> Vec<(StateInfo<'_>, Cow<'_, [f32]>)> {
+        let mut found = Vec::new();
+        for share in self.units.iter().flatten() {
+            let (members, names, states) = match share {
+                UnitShare::Elements(share) => (&share.members, share.rule.states(), &share.states),
+                UnitShare::Muon(share) => (&share.members, MUON_STATES, &share.states),
+                UnitShare::Factored(share) => {
+                    for (name, moments) in FACTORED_STATES.into_iter().zip(share.moments()) {
+                        let values = Cow::Borrowed(moments.view().f32s());
+                        found.push((self.factored_info(name, share.member(), moments.shape()), values));
+                    }
+                    continue;
+                }
+            };
+            for ((name, _), state) in names.iter().zip(states) {
+                for member in &members.list {
+                    found.push((self.info(name, member), values(device, members, member, state)));
+                }
+            }
+        }
+        found
+    }
+
+    /// Sets every state that [`Optimizer::states`] lists to what `read` writes.
+    pub fn load_states<E>(
+        &mut self,
+        device: &Device,
+        mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let table = &self.table;
+        let mut buffer = Vec::new();
+        for share in self.units.iter_mut().flatten() {
+            let (members, names, states) = match share {
+                UnitShare::Elements(share) => (&share.members, share.rule.states(), &mut share.states),
+                UnitShare::Muon(share) => (&share.members, MUON_STATES, &mut share.states),
+                UnitShare::Factored(share) => {
+                    let parameter = &table.parameters()[share.member().parameter];
+                    for (name, moments) in FACTORED_STATES.into_iter().zip(share.moments_mut()) {
+                        let shape = moments.shape();
+                        let held = 0..shape.num_elements();
+                        let info = StateInfo { name, parameter, shape, is_like_parameter: false, held };
+                        read(&info, moments.view_mut().f32s())?;
+                    }
+                    continue;
+                }
+            };
+            for ((name, _), state) in names.iter().zip(states) {
+                for member in members.list.iter().filter(|member| !member.held.is_empty()) {
+                    let parameter = &table.parameters()[member.parameter];
+                    let (shape, held) = (parameter.shape, member.held.clone());
+                    buffer.clear();
+                    buffer.resize(held.len(), 0.0);
+                    let info = StateInfo { name, parameter, shape, is_like_parameter: true, held };
+                    read(&info, &mut buffer)?;
+                    device.write_state(&members.pieces, member.pieces.clone(), state, &buffer);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn info(&self, name: &'static str, member: &Member) -> StateInfo<'_> {
+        let parameter = &self.table.parameters()[member.parameter];
+        StateInfo {
+            name,
+            parameter,
+            shape: parameter.shape,
+            is_like_parameter: true,
+            held: member.held.clone(),
+        }
+    }
+
+    fn factored_info(&self, name: &'static str, member: &Member, shape: Shape) -> StateInfo<'_> {
+        let held = 0..shape.num_elements();
+        StateInfo { shape, is_like_parameter: false, held, ..self.info(name, member) }
+    }
+}
+
+fn values<'a>(
+    device: &Device,
+    members: &Members,
+    member: &Member,
+    state: &'a OptimizerState,
+) -> Cow<'a, [f32]> {
+    if member.held.is_empty() {
+        return Cow::Borrowed(&[]);
+    }
+    let pieces = member.pieces.clone();
+    let first = members.pieces.as_slice()[pieces.start].state;
+    if let Some(values) = state.as_f32s() {
+        return Cow::Borrowed(&values[first..first + member.held.len()]);
+    }
+    let mut values = vec![0.0; member.held.len()];
+    device.read_state(&members.pieces, pieces, state, &mut values);
+    Cow::Owned(values)
+}

@@ -1,0 +1,197 @@
+//! Optimizers of small units, whole or in shards of simulated ranks.
+
+#![allow(dead_code)]
+
+use std::ops::Range;
+use std::sync::{Arc, Barrier, Mutex};
+use trireme_base::RandomKey;
+use trireme_optim::{
+    AdafactorSettings, AdamWSettings, LarsSettings, LionSettings, MuonScale, MuonSettings, Optimizer,
+    OptimizerKind, OptimizerOptions, SgdSettings, ShardOps, StepSettings, VarianceSchedule, WholeUnits,
+};
+use trireme_tensor::{Device, DeviceError, DeviceOptions, ParameterTable, Precision, View, ViewMut};
+
+pub(crate) const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+
+pub(crate) const MUON: MuonSettings = MuonSettings {
+    momentum: 0.95,
+    nesterov: true,
+    num_iterations: 5,
+    scale: MuonScale::Original,
+    precision: Precision::F32,
+    adamw: ADAMW,
+    adamw_lr_scale: 0.5,
+};
+
+/// One of every kind.
+pub(crate) const KINDS: [OptimizerKind; 11] = [
+    OptimizerKind::AdamW(ADAMW),
+    OptimizerKind::Adam(ADAMW),
+    OptimizerKind::Sgd(SgdSettings { momentum: 0.9, nesterov: true }),
+    OptimizerKind::Lion(LionSettings { beta1: 0.9, beta2: 0.95 }),
+    OptimizerKind::Adafactor(AdafactorSettings {
+        beta2_decay: -0.8,
+        clip_threshold: 1.0,
+        relative_step: true,
+    }),
+    OptimizerKind::Adafactor(AdafactorSettings {
+        beta2_decay: -0.8,
+        clip_threshold: 0.5,
+        relative_step: false,
+    }),
+    OptimizerKind::Lamb(ADAMW),
+    OptimizerKind::Lars(LarsSettings { momentum: 0.9, trust_coefficient: 0.02 }),
+    OptimizerKind::Muon(MUON),
+    OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Warmup { num_steps: 2 }),
+    OptimizerKind::CompressedAdam(ADAMW, VarianceSchedule::Doubling { num_updates: 1 }),
+];
+
+/// Three units: the middle one has matrices and vectors, of which leaves have `leaf_len` elements.
+pub(crate) fn table(leaf_len: usize) -> Arc<ParameterTable> {
+    let mut table = ParameterTable::default();
+    table.begin_unit("embedding");
+    table.add("wte.weight", &[40, 24]);
+    table.begin_unit("block");
+    table.add("norm.weight", &[24]);
+    // Rows are longer than leaves, or leaves than rows.
+    table.add("in.weight", &[24, 72]);
+    table.add("in.bias", &[72]);
+    table.add("out.weight", &[18 * leaf_len, 48]);
+    table.add("out.bias", &[1]);
+    table.begin_unit("head");
+    table.add("norm_f.weight", &[24]);
+    Arc::new(table)
+}
+
+pub(crate) fn device(num_threads: usize) -> Device {
+    Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap()
+}
+
+/// Normal values for a unit.
+pub(crate) fn random(len: usize, name: &str, size: f32) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    RandomKey::new(3, name).fill_normal(&mut values, size);
+    values
+}
+
+/// Sums of the ranks of a simulated group, which are threads.
+pub(crate) struct Exchange {
+    barrier: Barrier,
+    slots: Mutex<Vec<Vec<f64>>>,
+}
+
+impl Exchange {
+    pub(crate) fn new(num_ranks: usize) -> Arc<Self> {
+        let slots = Mutex::new(vec![Vec::new(); num_ranks]);
+        Arc::new(Exchange { barrier: Barrier::new(num_ranks), slots })
+    }
+}
+
+/// One rank's end of it; counts its calls.
+pub(crate) struct Shards {
+    pub(crate) exchange: Arc<Exchange>,
+    pub(crate) rank: usize,
+    pub(crate) num_sums: usize,
+    pub(crate) num_gathers: usize,
+}
+
+impl Shards {
+    pub(crate) fn new(exchange: &Arc<Exchange>, rank: usize) -> Self {
+        Shards { exchange: Arc::clone(exchange), rank, num_sums: 0, num_gathers: 0 }
+    }
+
+    fn all(&self, own: Vec<f64>) -> Vec<Vec<f64>> {
+        self.exchange.slots.lock().unwrap()[self.rank] = own;
+        self.exchange.barrier.wait();
+        let all = self.exchange.slots.lock().unwrap().clone();
+        self.exchange.barrier.wait();
+        all
+    }
+}
+
+impl ShardOps for Shards {
+    type Error = DeviceError;
+
+    fn sum(&mut self, values: &mut [f64]) -> Result<(), DeviceError> {
+        self.num_sums += 1;
+        let mut all = self.all(values.to_vec());
+        assert!(all.iter().all(|other| other.len() == values.len()), "ranks sum as many values");
+        while all.len() > 1 {
+            let add = |pair: &[Vec<f64>]| match pair {
+                [left, right] => left.iter().zip(right).map(|(left, right)| left + right).collect(),
+                rest => rest[0].clone(),
+            };
+            all = all.chunks(2).map(add).collect();
+        }
+        values.copy_from_slice(&all[0]);
+        Ok(())
+    }
+
+    fn gather(&mut self, whole: &mut [f32], part: Range<usize>) -> Result<(), DeviceError> {
+        self.num_gathers += 1;
+        let mut own = vec![part.start as f64];
+        own.extend(whole[part].iter().map(|&value| f64::from(value)));
+        for other in self.all(own) {
+            let first = other[0] as usize;
+            for (index, value) in other[1..].iter().enumerate() {
+                whole[first + index] = *value as f32;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Parameters of all units.
+pub(crate) type Weights = Vec<Vec<f32>>;
+
+pub(crate) fn weights(table: &ParameterTable) -> Weights {
+    table.units().iter().map(|unit| random(unit.num_elements, &unit.name, 0.5)).collect()
+}
+
+/// One step of all units of an optimizer of `parts`.
+pub(crate) fn step<S: ShardOps<Error = DeviceError>>(
+    optimizer: &mut Optimizer,
+    device: &Device,
+    weights: &mut Weights,
+    grads: &Weights,
+    parts: &[Range<usize>],
+    settings: StepSettings,
+    shards: &mut S,
+) {
+    for (unit, part) in parts.iter().enumerate() {
+        let shape = [part.len()].into();
+        let parameters = ViewMut::from_f32s(&mut weights[unit][part.clone()], shape);
+        let grads = View::from_f32s(&grads[unit][part.clone()], shape);
+        optimizer.step_unit(device, unit, parameters, grads, settings, shards).unwrap();
+    }
+}
+
+/// Gradients of one step.
+pub(crate) fn grads(table: &ParameterTable, step: u64, size: f32) -> Weights {
+    let grads =
+        |unit: &trireme_tensor::UnitInfo| random(unit.num_elements, &format!("{} {step}", unit.name), size);
+    table.units().iter().map(grads).collect()
+}
+
+/// Weights after some steps of one rank that has all.
+pub(crate) fn train(
+    options: &OptimizerOptions,
+    table: &Arc<ParameterTable>,
+    num_steps: u64,
+    grad_size: f32,
+) -> Weights {
+    let device = device(1);
+    let parts = table.shards(0, 1);
+    let mut optimizer = Optimizer::new(options, table, &parts, &device).unwrap();
+    let mut weights = weights(table);
+    for number in 1..=num_steps {
+        let settings = StepSettings { step: number, lr: 0.01, grad_scale: 0.5 };
+        let grads = grads(table, number, grad_size);
+        step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut WholeUnits);
+    }
+    weights
+}
+
+pub(crate) fn bits(weights: &[f32]) -> Vec<u32> {
+    weights.iter().map(|weight| weight.to_bits()).collect()
+}

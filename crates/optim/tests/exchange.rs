@@ -1,0 +1,67 @@
+//! Ranks that exchange momentum come to where ranks that exchange gradients come.
+
+mod common;
+
+use common::{ADAMW, device, random, table, weights};
+use trireme_optim::{
+    Exchange, Optimizer, OptimizerKind, OptimizerOptions, StepSettings, VarianceSchedule, WholeUnits,
+};
+use trireme_tensor::{View, ViewMut};
+
+#[test]
+fn momentum_may_be_summed_instead_of_gradients() {
+    let (table, device) = (table(5), device(1));
+    let parts = table.shards(0, 1);
+    let unit = 1;
+    let len = table.units()[unit].num_elements;
+    let shape = [len].into();
+    for schedule in [VarianceSchedule::Warmup { num_steps: 2 }, VarianceSchedule::Doubling { num_updates: 1 }]
+    {
+        let kind = OptimizerKind::CompressedAdam(ADAMW, schedule);
+        let options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
+        let new = || Optimizer::new(&options, &table, &parts, &device).unwrap();
+        let (mut ranks, mut oracle) = ([new(), new()], new());
+        let start = weights(&table).swap_remove(unit);
+        let (mut found, mut expected) = ([start.clone(), start.clone()], start);
+        let mut exchanges = Vec::new();
+        for number in 1..=6 {
+            let own = [0, 1].map(|rank| random(len, &format!("{number} {rank}"), 1.0));
+            let sum: Vec<f32> = own[0].iter().zip(&own[1]).map(|(a, b)| a + b).collect();
+            let settings = StepSettings { step: number, lr: 0.01, grad_scale: 0.5 };
+            let (parameters, grads) =
+                (ViewMut::from_f32s(&mut expected, shape), View::from_f32s(&sum, shape));
+            oracle.step_unit(&device, unit, parameters, grads, settings, &mut WholeUnits).unwrap();
+            exchanges.push(oracle.exchange(number));
+            let momentum = match oracle.exchange(number) {
+                Exchange::Gradients => sum,
+                Exchange::Momentum => {
+                    let mut momenta = own;
+                    for (rank, momentum) in ranks.iter_mut().zip(&mut momenta) {
+                        let settings = StepSettings { grad_scale: 1.0, ..settings };
+                        rank.gradient_to_momentum(
+                            &device,
+                            unit,
+                            ViewMut::from_f32s(momentum, shape),
+                            settings,
+                        );
+                    }
+                    momenta[0].iter().zip(&momenta[1]).map(|(a, b)| a + b).collect()
+                }
+            };
+            for (rank, found) in ranks.iter_mut().zip(&mut found) {
+                let (parameters, sum) = (ViewMut::from_f32s(found, shape), View::from_f32s(&momentum, shape));
+                match rank.exchange(number) {
+                    Exchange::Gradients => {
+                        rank.step_unit(&device, unit, parameters, sum, settings, &mut WholeUnits).unwrap();
+                    }
+                    Exchange::Momentum => rank.step_from_momentum(&device, unit, parameters, sum, settings),
+                }
+            }
+            assert_eq!(found[0], found[1]);
+            for (found, expected) in found[0].iter().zip(&expected) {
+                assert!((found - expected).abs() < 1e-6, "step {number}: {found} {expected}");
+            }
+        }
+        assert!(exchanges.contains(&Exchange::Momentum) && exchanges[0] == Exchange::Gradients);
+    }
+}

@@ -1,0 +1,104 @@
+//! Optimizers of shards come to the bits of one optimizer of all.
+
+mod common;
+
+use common::{Exchange, KINDS, Shards, Weights, bits, device, grads, step, table, train, weights};
+use std::sync::Arc;
+use trireme_optim::{Optimizer, OptimizerKind, OptimizerOptions, StateDType, StepSettings};
+use trireme_tensor::ParameterTable;
+
+const NUM_STEPS: u64 = 3;
+
+/// The weights that the ranks come to, each its shard of them, and the calls of a rank for the unit of the middle.
+fn in_shards(
+    options: &OptimizerOptions,
+    table: &Arc<ParameterTable>,
+    num_ranks: usize,
+) -> (Weights, [usize; 2]) {
+    let exchange = Exchange::new(num_ranks);
+    let mut whole = weights(table);
+    let mut calls = [0; 2];
+    std::thread::scope(|scope| {
+        let run = |rank: usize| {
+            let (exchange, mut weights) = (Arc::clone(&exchange), whole.clone());
+            move || {
+                // Threads of a rank change nothing either.
+                let device = device(1 + rank % 2);
+                let parts = table.shards(rank, num_ranks);
+                let mut optimizer = Optimizer::new(options, table, &parts, &device).unwrap();
+                let mut shards = Shards::new(&exchange, rank);
+                for number in 1..=NUM_STEPS {
+                    let settings = StepSettings { step: number, lr: 0.01, grad_scale: 0.5 };
+                    let grads = grads(table, number, 1.0);
+                    step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut shards);
+                }
+                (weights, parts, [shards.num_sums, shards.num_gathers])
+            }
+        };
+        let ranks: Vec<_> = (0..num_ranks).map(|rank| scope.spawn(run(rank))).collect();
+        let results: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
+        for (weights, parts, found) in results {
+            for (unit, part) in parts.into_iter().enumerate() {
+                whole[unit][part.clone()].copy_from_slice(&weights[unit][part]);
+            }
+            calls = found;
+        }
+    });
+    (whole, calls)
+}
+
+fn check(kind: OptimizerKind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
+    let options = OptimizerOptions { weight_decay: 0.1, state_dtype, ..OptimizerOptions::new(kind) };
+    let expected = train(&options, table, NUM_STEPS, 1.0);
+    assert!(expected != weights(table));
+    for num_ranks in [2, 4, 8] {
+        let (found, [num_sums, num_gathers]) = in_shards(&options, table, num_ranks);
+        for (unit, (found, expected)) in found.iter().zip(&expected).enumerate() {
+            assert!(
+                bits(found) == bits(expected),
+                "{kind:?} in {state_dtype:?}, unit {unit}: {num_ranks} ranks come to other bits"
+            );
+        }
+        // Of each of three units; Muon's of the one with hidden matrices.
+        let exchanges = match kind {
+            OptimizerKind::Adafactor(_) => [2 * 3, 0],
+            OptimizerKind::Lamb(_) | OptimizerKind::Lars(_) => [3, 0],
+            OptimizerKind::Muon(_) => [0, 1],
+            _ => [0, 0],
+        };
+        assert_eq!([num_sums, num_gathers], exchanges.map(|number| number * NUM_STEPS as usize), "{kind:?}");
+    }
+}
+
+#[test]
+fn shards_come_to_the_same_bits() {
+    // Leaves shorter than rows, and longer.
+    for leaf_len in [5, 70] {
+        let table = table(leaf_len);
+        KINDS.into_iter().for_each(|kind| check(kind, StateDType::F32, &table));
+    }
+}
+
+#[test]
+fn narrow_states_of_shards_come_to_the_same_bits() {
+    let table = table(100);
+    assert!(table.units()[1].num_elements >= OptimizerOptions::INT8_ELEMENTS_MIN);
+    for kind in KINDS {
+        check(kind, StateDType::Bf16, &table);
+        check(kind, StateDType::Int8, &table);
+    }
+}
+
+#[test]
+fn a_number_of_shards_that_is_no_power_of_two_is_almost_the_same() {
+    let table = table(5);
+    for kind in KINDS {
+        let options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
+        let expected = train(&options, &table, NUM_STEPS, 1.0);
+        let (found, _) = in_shards(&options, &table, 3);
+        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+            assert!((found - expected).abs() < 1e-5, "{kind:?}: {found} {expected}");
+        }
+        assert_eq!(in_shards(&options, &table, 3).0, found, "{kind:?}: it differs from run to run");
+    }
+}

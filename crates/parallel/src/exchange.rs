@@ -1,0 +1,54 @@
+use crate::error::ParallelError;
+use crate::pool::Pool;
+use crate::ranks::DataParallelRanks;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::ReduceOp;
+use trireme_comm::Group;
+use trireme_optim::ShardOps;
+use trireme_tensor::{Category, Device, LEAVES};
+
+/// What an optimizer exchanges with those of the other shards.
+pub(crate) struct ShardExchange {
+    group: Arc<Group>,
+    sums: Pool<f64>,
+    wholes: Pool<f32>,
+}
+
+impl ShardExchange {
+    pub(crate) fn new(ranks: &DataParallelRanks, device: &Device) -> Self {
+        let group = Arc::clone(ranks.shards());
+        let sums = Pool::new(&group, device, Category::Communication, true);
+        let wholes = Pool::new(&group, device, Category::Communication, true);
+        ShardExchange { group, sums, wholes }
+    }
+}
+
+impl ShardOps for ShardExchange {
+    type Error = ParallelError;
+
+    fn sum(&mut self, values: &mut [f64]) -> Result<(), ParallelError> {
+        if self.group.world_size() == 1 {
+            return Ok(());
+        }
+        let mut buffer = self.sums.take(values.len())?;
+        buffer.copy_from_slice(values);
+        let buffer = self.group.all_reduce(buffer, ReduceOp::Sum).wait()?;
+        values.copy_from_slice(&buffer);
+        self.sums.give(buffer);
+        Ok(())
+    }
+
+    fn gather(&mut self, whole: &mut [f32], part: Range<usize>) -> Result<(), ParallelError> {
+        if self.group.world_size() == 1 {
+            return Ok(());
+        }
+        // As long as shards of whole leaves make up.
+        let mut buffer = self.wholes.take(whole.len().next_multiple_of(LEAVES))?;
+        buffer[part.clone()].copy_from_slice(&whole[part]);
+        let buffer = self.group.all_gather(buffer).wait()?;
+        whole.copy_from_slice(&buffer[..whole.len()]);
+        self.wholes.give(buffer);
+        Ok(())
+    }
+}

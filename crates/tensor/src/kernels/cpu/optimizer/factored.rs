@@ -1,0 +1,195 @@
+//! Adafactor for matrices: the second moment is the product of a column and a row (Shazeer, Stern, "Adafactor", 2018,
+//! section 3 and algorithm 4).
+
+use super::pieces::{Piece, Pieces};
+use super::rules::{bounded_square, rms_update};
+use crate::kernels::cpu::simd::{for_each_simd_level, sum_map, sum_zip};
+use crate::kernels::cpu::{Cpu, SharedSlice};
+use crate::parameters::leaf_sum;
+use std::ops::Range;
+
+/// Columns whose sums one task takes.
+const COLUMNS: usize = 64;
+
+/// What is here of a matrix.
+#[derive(Debug, Clone)]
+pub(crate) struct FactoredPart {
+    /// Length of a row.
+    pub(crate) cols: usize,
+    /// First element of the matrix within its unit's flat buffer.
+    pub(crate) offset: usize,
+    /// Which of its elements are here, within the unit's flat buffer.
+    pub(crate) held: Range<usize>,
+    /// Where the buffers of parameters and gradients begin there.
+    pub(crate) buffer: usize,
+    /// Elements of a leaf of the unit.
+    pub(crate) leaf_len: usize,
+}
+
+/// The numbers of one update of a matrix.
+#[derive(Debug, Clone, Copy)]
+pub struct FactoredStep<'a> {
+    /// First element of the matrix within its unit's flat buffer.
+    pub offset: usize,
+    /// The second moment of an element is that of its row times that of its column.
+    pub rows: &'a [f32],
+    /// Those of the columns.
+    pub cols: &'a [f32],
+    /// Learning rate of this step, with all factors that the parameter has.
+    pub lr: f32,
+    /// What is left of the parameter.
+    pub keep: f32,
+    /// Every gradient is multiplied by this first.
+    pub grad_scale: f32,
+}
+
+for_each_simd_level! {
+    fn square_sum(g: &[f32], scale: f32) -> f32 {
+        sum_map(g, |g| bounded_square(g * scale))
+    }
+
+    fn add_squares(g: &[f32], scale: f32, sums: &mut [f32]) {
+        sums.iter_mut().zip(g).for_each(|(sum, g)| *sum += bounded_square(g * scale));
+    }
+
+    fn update_squares(g: &[f32], cols: &[f32], row: f32, scale: f32) -> f32 {
+        sum_zip(g, cols, g, |g, col, _| {
+            let update = rms_update(g * scale, row * col);
+            update * update
+        })
+    }
+
+    fn update_row(p: &mut [f32], g: &[f32], cols: &[f32], row: f32, s: FactoredStep<'_>) {
+        for ((p, &g), &col) in p.iter_mut().zip(g).zip(cols) {
+            *p = *p * s.keep - s.lr * rms_update(g * s.grad_scale, row * col);
+        }
+    }
+}
+
+impl FactoredPart {
+    fn leaf_of(&self, position: usize) -> usize {
+        position / self.leaf_len
+    }
+
+    /// What is here of the elements `range` of the unit, and their leaves.
+    fn leaves(&self, range: Range<usize>) -> Range<usize> {
+        let (start, end) = (range.start.max(self.held.start), range.end.min(self.held.end));
+        if start < end { self.leaf_of(start)..self.leaf_of(end - 1) + 1 } else { 0..0 }
+    }
+
+    /// What is here of the elements `range` in one leaf, as indices of the buffer.
+    fn share(&self, range: &Range<usize>, leaf: usize) -> Range<usize> {
+        let start = range.start.max(self.held.start).max(leaf * self.leaf_len);
+        let end = range.end.min(self.held.end).min((leaf + 1) * self.leaf_len);
+        start - self.buffer..end.max(start) - self.buffer
+    }
+}
+
+/// The segments of a piece that lie in one row each: the row, its first column, and the elements within the piece.
+fn segments(piece: &Piece, offset: usize, cols: usize) -> impl Iterator<Item = (usize, usize, Range<usize>)> {
+    let (first, len) = (piece.position - offset, piece.len);
+    let mut done = 0;
+    std::iter::from_fn(move || {
+        let (row, col) = ((first + done) / cols, (first + done) % cols);
+        let segment = done..len.min(done + cols - col);
+        done = segment.end;
+        (!segment.is_empty()).then_some((row, col, segment))
+    })
+}
+
+impl Cpu {
+    /// Sums of the squares of gradients over each row of a matrix, of what is here of it.
+    pub(crate) fn row_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
+        let (cols, num_rows) = (part.cols, sums.len());
+        let shared = SharedSlice::new(sums);
+        self.for_row_blocks(num_rows, cols, |first, num_rows| {
+            // SAFETY: blocks of rows do not overlap.
+            let sums = unsafe { shared.range(first, num_rows) };
+            for (row, sum) in (first..).zip(sums) {
+                let range = part.offset + row * cols..part.offset + (row + 1) * cols;
+                let mut leaf =
+                    |leaf| f64::from(square_sum(self.features, &grads[part.share(&range, leaf)], scale));
+                *sum = leaf_sum(part.leaves(range.clone()), 0.0, &mut leaf, &|a, b| a + b);
+            }
+        });
+    }
+
+    /// The same over each column.
+    pub(crate) fn column_squares(&self, part: &FactoredPart, grads: &[f32], scale: f32, sums: &mut [f64]) {
+        let (cols, held) = (part.cols, &part.held);
+        // From the buffer to the matrix.
+        let (to_matrix, to_buffer) =
+            (|index| index + part.buffer - part.offset, |index| index + part.offset - part.buffer);
+        let shared = SharedSlice::new(sums);
+        self.threads.run(cols.div_ceil(COLUMNS), &|block| {
+            let first = block * COLUMNS;
+            let width = COLUMNS.min(cols - first);
+            let mut leaf = |leaf: usize| {
+                let here = part.share(held, leaf);
+                let (start, end) = (to_matrix(here.start), to_matrix(here.end));
+                let mut sums = [0.0_f32; COLUMNS];
+                for row in start / cols..end.div_ceil(cols) {
+                    let from = (row * cols + first).clamp(start, end);
+                    let to = (row * cols + first + width).clamp(start, end);
+                    if from < to {
+                        let shift = from - row * cols - first;
+                        let g = &grads[to_buffer(from)..to_buffer(to)];
+                        add_squares(self.features, g, scale, &mut sums[shift..shift + g.len()]);
+                    }
+                }
+                sums.map(f64::from)
+            };
+            let add = |mut left: [f64; COLUMNS], right: [f64; COLUMNS]| {
+                left.iter_mut().zip(right).for_each(|(left, right)| *left += right);
+                left
+            };
+            let total = leaf_sum(part.leaves(held.clone()), [0.0; COLUMNS], &mut leaf, &add);
+            // SAFETY: blocks of columns do not overlap.
+            unsafe { shared.range(first, width) }.copy_from_slice(&total[..width]);
+        });
+    }
+
+    /// For each piece, the sum of the squares of its update.
+    pub(crate) fn factored_squares(
+        &self,
+        pieces: &Pieces,
+        step: FactoredStep<'_>,
+        grads: &[f32],
+        sums: &mut [[f64; 2]],
+    ) {
+        assert_eq!(sums.len(), pieces.as_slice().len(), "sums for each piece");
+        let sums = SharedSlice::new(sums);
+        self.for_pieces(pieces, |index, piece| {
+            let g = &grads[piece.start..piece.start + piece.len];
+            let mut sum = 0.0;
+            for (row, col, segment) in segments(piece, step.offset, step.cols.len()) {
+                let cols = &step.cols[col..col + segment.len()];
+                let (row, scale) = (step.rows[row], step.grad_scale);
+                sum += f64::from(update_squares(self.features, &g[segment], cols, row, scale));
+            }
+            // SAFETY: each piece has its own.
+            let sums = unsafe { sums.range(index, 1) };
+            sums[0] = [sum, 0.0];
+        });
+    }
+
+    /// One update of a matrix.
+    pub(crate) fn factored_update(
+        &self,
+        pieces: &Pieces,
+        step: FactoredStep<'_>,
+        parameters: &mut [f32],
+        grads: &[f32],
+    ) {
+        let parameters = SharedSlice::new(parameters);
+        self.for_pieces(pieces, |_, piece| {
+            let g = &grads[piece.start..piece.start + piece.len];
+            // SAFETY: pieces do not overlap.
+            let p = unsafe { parameters.range(piece.start, piece.len) };
+            for (row, col, segment) in segments(piece, step.offset, step.cols.len()) {
+                let (row, cols) = (step.rows[row], &step.cols[col..col + segment.len()]);
+                update_row(self.features, &mut p[segment.clone()], &g[segment], cols, row, step);
+            }
+        });
+    }
+}

@@ -1,0 +1,211 @@
+//! What goes over the elements of a unit: pieces that are updated alike.
+
+use super::rules::Update;
+use super::state::{BLOCK_LEN, PieceState, StateRef, StateSlice, num_blocks};
+use crate::kernels::cpu::{Cpu, SharedSlice, TASK_ELEMENTS};
+use std::ops::Range;
+
+/// Neighbouring elements of one parameter that are updated by the same numbers, and whose sums are one term.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Piece {
+    /// First element within the unit's flat buffer, whatever part of it is here.
+    pub position: usize,
+    /// First element within the buffers of parameters and gradients.
+    pub start: usize,
+    /// First element within the state.
+    pub state: usize,
+    /// Number of elements.
+    pub len: usize,
+    /// Index of the update that goes over it.
+    pub update: usize,
+}
+
+/// Pieces in order, dealt out to tasks by their lengths alone.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pieces {
+    pieces: Vec<Piece>,
+    /// For each piece, its first block of 8-bit state.
+    blocks: Vec<usize>,
+    tasks: Vec<Range<usize>>,
+    num_blocks: usize,
+}
+
+impl Pieces {
+    /// Longer pieces would leave threads without work. Of what is updated without sums and blocks they may be cut anywhere.
+    pub const LEN_MAX: usize = TASK_ELEMENTS;
+
+    /// These pieces, which do not overlap.
+    pub fn new(pieces: Vec<Piece>) -> Self {
+        let mut tasks = Vec::new();
+        let (mut first, mut num_elements) = (0, 0);
+        for (index, piece) in pieces.iter().enumerate() {
+            if num_elements >= TASK_ELEMENTS {
+                tasks.push(first..index);
+                (first, num_elements) = (index, 0);
+            }
+            num_elements += piece.len;
+        }
+        if first < pieces.len() {
+            tasks.push(first..pieces.len());
+        }
+        let mut num_blocks_before = 0;
+        let mut count = |piece: &Piece| {
+            let first = num_blocks_before;
+            num_blocks_before += num_blocks(piece.len);
+            first
+        };
+        let blocks = pieces.iter().map(&mut count).collect();
+        Pieces { pieces, blocks, tasks, num_blocks: num_blocks_before }
+    }
+
+    /// Pieces of `len` elements that are all updated by the first update.
+    pub fn whole(len: usize) -> Self {
+        let piece = |start| Piece {
+            position: start,
+            start,
+            state: start,
+            len: Self::LEN_MAX.min(len - start),
+            update: 0,
+        };
+        Pieces::new((0..len).step_by(Self::LEN_MAX).map(piece).collect())
+    }
+
+    /// The pieces.
+    pub fn as_slice(&self) -> &[Piece] {
+        &self.pieces
+    }
+
+    /// Blocks of 8-bit state: each piece has its own.
+    pub fn num_blocks(&self) -> usize {
+        self.num_blocks
+    }
+
+    /// Elements of all pieces.
+    pub fn num_elements(&self) -> usize {
+        self.pieces.iter().map(|piece| piece.len).sum()
+    }
+}
+
+impl Cpu {
+    /// Runs `task(index of the piece, piece)` over all pieces.
+    pub(super) fn for_pieces(&self, pieces: &Pieces, task: impl Fn(usize, &Piece) + Sync) {
+        self.threads.run(pieces.tasks.len(), &|index| {
+            for index in pieces.tasks[index].clone() {
+                task(index, &pieces.pieces[index]);
+            }
+        });
+    }
+
+    /// Updates parameters and states piece by piece; `sums` gets the two sums of each piece that its update takes.
+    ///
+    /// Where the states are narrower than f32, they are rounded by random numbers of `noise` and the position. `grads` is empty
+    /// where no update reads it.
+    pub(crate) fn update(
+        &self,
+        (pieces, updates): (&Pieces, &[Update]),
+        parameters: &mut [f32],
+        grads: &[f32],
+        states: [StateSlice<'_>; 2],
+        noise: u32,
+        sums: &mut [[f64; 2]],
+    ) {
+        assert_eq!(sums.len(), pieces.pieces.len(), "sums for each piece");
+        let (parameters, sums) = (SharedSlice::new(parameters), SharedSlice::new(sums));
+        self.for_pieces(pieces, |index, piece| {
+            // SAFETY: pieces do not overlap, nor do their blocks and sums.
+            let (p, sum) = unsafe { (parameters.range(piece.start, piece.len), sums.range(index, 1)) };
+            let states = states.map(|state| {
+                // SAFETY: as above.
+                unsafe { state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]) }
+            });
+            let g = if grads.is_empty() { grads } else { &grads[piece.start..piece.start + piece.len] };
+            let walk = Walk { features: self.features, states, noise, position: piece.position };
+            sum[0] = updates[piece.update].run(p, g, walk);
+        });
+    }
+
+    /// Copies the state of the pieces `range` to f32s, one after another.
+    pub(crate) fn read_state(
+        &self,
+        (pieces, range): (&Pieces, Range<usize>),
+        state: StateRef<'_>,
+        mut out: &mut [f32],
+    ) {
+        for index in range {
+            let piece = pieces.pieces[index];
+            let state = state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]);
+            let (here, rest) = out.split_at_mut(piece.len);
+            for (block, out) in here.chunks_mut(BLOCK_LEN).enumerate() {
+                state.load(self.features, block, out);
+            }
+            out = rest;
+        }
+    }
+
+    /// Sets the state of the pieces `range`; what was read from one of its kind comes back as it was.
+    pub(crate) fn write_state(
+        &self,
+        (pieces, range): (&Pieces, Range<usize>),
+        state: StateSlice<'_>,
+        mut values: &[f32],
+    ) {
+        for index in range {
+            let piece = pieces.pieces[index];
+            let place = piece.state..piece.state + piece.len;
+            // SAFETY: the last piece's is gone.
+            let mut state = unsafe { state.piece(place, pieces.blocks[index]) };
+            let (here, rest) = values.split_at(piece.len);
+            for (block, values) in here.chunks(BLOCK_LEN).enumerate() {
+                state.store(self.features, block, values, 0, piece.position + block * BLOCK_LEN);
+            }
+            values = rest;
+        }
+    }
+}
+
+/// A piece's state, and how it is walked through.
+pub(super) struct Walk<'a> {
+    pub(super) features: crate::kernels::cpu::simd::CpuFeatures,
+    states: [PieceState<'a>; 2],
+    noise: u32,
+    position: usize,
+}
+
+impl Walk<'_> {
+    /// Calls `run` with f32 states: at once where they are f32, else block by block. Returns the sums of what it returns.
+    pub(super) fn run(
+        self,
+        p: &mut [f32],
+        g: &[f32],
+        mut run: impl FnMut(&mut [f32], &[f32], &mut [f32], &mut [f32]) -> [f32; 2],
+    ) -> [f64; 2] {
+        let Walk { features, states, noise, position } = self;
+        let mut states = match states {
+            [PieceState::Absent, PieceState::Absent] => return widen(run(p, g, &mut [], &mut [])),
+            [PieceState::F32(first), PieceState::Absent] => return widen(run(p, g, first, &mut [])),
+            [PieceState::F32(first), PieceState::F32(second)] => return widen(run(p, g, first, second)),
+            states => states,
+        };
+        let mut buffers = [[0.0_f32; BLOCK_LEN]; 2];
+        let mut total = [0.0; 2];
+        for (block, p) in p.chunks_mut(BLOCK_LEN).enumerate() {
+            let start = block * BLOCK_LEN;
+            let g = if g.is_empty() { g } else { &g[start..start + p.len()] };
+            let [first, second] = &mut buffers;
+            let (first, second) = (&mut first[..p.len()], &mut second[..p.len()]);
+            states[0].as_ref().load(features, block, first);
+            states[1].as_ref().load(features, block, second);
+            let sums = widen(run(p, g, first, second));
+            (total[0], total[1]) = (total[0] + sums[0], total[1] + sums[1]);
+            let position = position + start;
+            states[0].store(features, block, first, noise, position);
+            // The second state is rounded by other numbers than the first.
+            states[1].store(features, block, second, !noise, position);
+        }
+        total
+    }
+}
+
+fn widen(sums: [f32; 2]) -> [f64; 2] {
+    sums.map(f64::from)
+}

@@ -1,0 +1,380 @@
+//! The rules by which elements are updated.
+
+use super::pieces::Walk;
+use crate::kernels::cpu::simd::{for_each_simd_level, sum_zip};
+
+/// The numbers of one AdamW update (Loshchilov, Hutter: "Decoupled weight decay regularization", algorithm 2).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamWStep {
+    /// Learning rate of this step.
+    pub lr: f32,
+    /// Decay rate of the first moment.
+    pub beta1: f32,
+    /// Decay rate of the second moment.
+    pub beta2: f32,
+    /// Added to the root of the second moment.
+    pub epsilon: f32,
+    /// Decoupled decay; 0 for parameters that do not decay.
+    pub weight_decay: f32,
+    /// Every gradient is multiplied by this first: mean over microbatches, and clipping.
+    pub grad_scale: f32,
+    /// Number of this step, from 1: corrects the moments' bias.
+    pub step: u64,
+}
+
+/// The numbers of one update of Adam and of what is like it.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct AdamStep {
+    /// As in AdamW; what the decay is added to, the rule says.
+    pub adamw: AdamWStep,
+    /// Updates that the second moment has seen, this one included: corrects its bias.
+    pub num_second: u64,
+}
+
+/// The numbers of one SGD update with momentum (as PyTorch defines it: dampening 0).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MomentumStep {
+    /// Learning rate of this step.
+    pub lr: f32,
+    /// Decay rate of the velocity; 0 for plain SGD.
+    pub momentum: f32,
+    /// Step along `gradient + momentum * velocity` (Nesterov) instead of along the velocity.
+    pub nesterov: bool,
+    /// Added to the gradient as `weight_decay * parameter`.
+    pub weight_decay: f32,
+    /// Every gradient is multiplied by this first.
+    pub grad_scale: f32,
+    /// Number of this step, from 1: the first sets the velocity to the gradient.
+    pub step: u64,
+}
+
+/// The numbers of one update of Lion (Chen et al., "Symbolic discovery of optimization algorithms", 2023, program 1).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LionStep {
+    /// Learning rate of this step.
+    pub lr: f32,
+    /// Share of the momentum in the update.
+    pub beta1: f32,
+    /// Decay rate of the momentum.
+    pub beta2: f32,
+    /// Decoupled decay.
+    pub weight_decay: f32,
+    /// Every gradient is multiplied by this first.
+    pub grad_scale: f32,
+}
+
+/// The numbers of one update of LARS (You et al., "Large batch training of convolutional networks", 2017, algorithm 1).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LarsStep {
+    /// Learning rate of this step, times the parameter's own.
+    pub lr: f32,
+    /// Decay rate of the velocity.
+    pub momentum: f32,
+    /// Added to the gradient as `weight_decay * parameter`.
+    pub weight_decay: f32,
+    /// Every gradient is multiplied by this first.
+    pub grad_scale: f32,
+}
+
+/// The numbers of one step of Muon's momentum (Jordan, "Muon", 2024).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct MuonStep {
+    /// Decay rate of the momentum, which is a mean of gradients.
+    pub momentum: f32,
+    /// Look ahead: mix the gradient in once more.
+    pub nesterov: bool,
+    /// Every gradient is multiplied by this first.
+    pub grad_scale: f32,
+}
+
+/// The numbers of one update of Adafactor for a vector (Shazeer, Stern, "Adafactor", 2018, algorithm 5).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RmsStep {
+    /// Learning rate of this step, with all factors that the parameter has.
+    pub lr: f32,
+    /// Share of the new square in the second moment.
+    pub mixing: f32,
+    /// What is left of the parameter.
+    pub keep: f32,
+    /// Every gradient is multiplied by this first.
+    pub grad_scale: f32,
+}
+
+/// What happens to the elements of a piece, and which two sums over them are taken.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Update {
+    /// AdamW; states: first and second moment. No sums.
+    AdamW(AdamWStep),
+    /// Adam (Kingma, Ba 2015), with the decay added to the gradient; states as AdamW. No sums.
+    Adam(AdamWStep),
+    /// Adam of which the second moment does not change, with decoupled decay; states as AdamW. No sums.
+    FrozenAdam(AdamStep),
+    /// The second half of [`Update::FrozenAdam`]: the gradient is the new first moment already.
+    FromMomentum(AdamStep),
+    /// The first half of [`Update::FrozenAdam`]: gradients, in the place of the parameters, become the new first moment; state:
+    /// first moment, which stays as it is. No sums, no other gradients.
+    ToMomentum(AdamWStep),
+    /// AdamW with a count of its own for the second moment; states as AdamW. No sums.
+    CountedAdam(AdamStep),
+    /// SGD; state: velocity. No sums.
+    Momentum(MomentumStep),
+    /// Lion; state: momentum. No sums.
+    Lion(LionStep),
+    /// Squares of parameter and gradient; nothing changes.
+    Norms {
+        /// Every gradient is multiplied by this first.
+        grad_scale: f32,
+    },
+    /// LARS; state: velocity. No sums.
+    Lars(LarsStep),
+    /// The moments of LAMB (You et al., "Large batch optimization for deep learning", 2020, algorithm 2), as AdamW's;
+    /// parameters stay. Sums: squares of the parameter and of its update.
+    LambMoments(AdamWStep),
+    /// LAMB's update by moments that are there; `lr` is that of the parameter. No sums.
+    Lamb(AdamWStep),
+    /// The second moment of Adafactor's vectors; parameters stay; state: second moment. Sums: squares of the update, nothing.
+    RmsMoment(RmsStep),
+    /// Adafactor's update of vectors by the moment that is there. No sums.
+    Rms(RmsStep),
+    /// Muon's momentum, of which the matrix to be made orthogonal is written to the parameters; state: momentum. No sums.
+    MuonMomentum(MuonStep),
+    /// A step along the gradient as it is, with decoupled decay. No sums.
+    Descend {
+        /// Learning rate.
+        lr: f32,
+        /// What is left of the parameter.
+        keep: f32,
+    },
+}
+
+/// Gradients of Adafactor count as no larger than this: their squares stay finite.
+const GRADIENT_MAX: f32 = 1e15;
+
+/// Second moments of Adafactor are no smaller.
+pub const FACTORED_FLOOR: f32 = 1e-30;
+
+/// AdamW's numbers with what is the same for all elements.
+#[derive(Clone, Copy)]
+struct Corrected {
+    step: AdamWStep,
+    step_size: f32,
+    /// One over the correction of the first moment.
+    unbias1: f32,
+    /// One over the root of the correction of the second moment.
+    root2: f32,
+    keep: f32,
+}
+
+impl Corrected {
+    fn new(AdamStep { adamw: s, num_second }: AdamStep) -> Self {
+        let correction1 = (1.0 - f64::from(s.beta1).powf(s.step as f64)) as f32;
+        let correction2 = (1.0 - f64::from(s.beta2).powf(num_second as f64)) as f32;
+        Corrected {
+            step: s,
+            step_size: s.lr / correction1,
+            unbias1: 1.0 / correction1,
+            root2: 1.0 / correction2.sqrt(),
+            keep: 1.0 - s.lr * s.weight_decay,
+        }
+    }
+
+    fn of(adamw: AdamWStep) -> Self {
+        Corrected::new(AdamStep { adamw, num_second: adamw.step })
+    }
+}
+
+/// The square of Adafactor's gradient.
+#[inline(always)]
+pub(super) fn bounded_square(g: f32) -> f32 {
+    let g = g.clamp(-GRADIENT_MAX, GRADIENT_MAX);
+    g * g
+}
+
+for_each_simd_level! {
+    fn adamw(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) {
+        let s = c.step;
+        for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            let g = g * s.grad_scale;
+            *m = s.beta1 * *m + (1.0 - s.beta1) * g;
+            *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
+            *p = *p * c.keep - c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+        }
+    }
+
+    fn adam(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) {
+        let s = c.step;
+        for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            let g = g * s.grad_scale + s.weight_decay * *p;
+            *m = s.beta1 * *m + (1.0 - s.beta1) * g;
+            *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
+            *p -= c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+        }
+    }
+
+    fn frozen_adam(p: &mut [f32], g: &[f32], m: &mut [f32], v: &[f32], c: Corrected) {
+        let s = c.step;
+        for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            *m = s.beta1 * *m + (1.0 - s.beta1) * (g * s.grad_scale);
+            *p = *p * c.keep - c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+        }
+    }
+
+    fn from_momentum(p: &mut [f32], g: &[f32], m: &mut [f32], v: &[f32], c: Corrected) {
+        let s = c.step;
+        for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
+            *m = g * s.grad_scale;
+            *p = *p * c.keep - c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+        }
+    }
+
+    fn to_momentum(g: &mut [f32], m: &[f32], s: AdamWStep) {
+        g.iter_mut().zip(m).for_each(|(g, m)| *g = s.beta1 * *m + (1.0 - s.beta1) * (*g * s.grad_scale));
+    }
+
+    fn momentum(p: &mut [f32], g: &[f32], velocity: &mut [f32], s: MomentumStep) {
+        for ((p, &g), v) in p.iter_mut().zip(g).zip(velocity) {
+            let g = g * s.grad_scale + s.weight_decay * *p;
+            *v = if s.step == 1 { g } else { s.momentum * *v + g };
+            *p -= s.lr * if s.nesterov { g + s.momentum * *v } else { *v };
+        }
+    }
+
+    fn lion(p: &mut [f32], g: &[f32], m: &mut [f32], s: LionStep) {
+        let keep = 1.0 - s.lr * s.weight_decay;
+        for ((p, &g), m) in p.iter_mut().zip(g).zip(m) {
+            let g = g * s.grad_scale;
+            let mixed = s.beta1 * *m + (1.0 - s.beta1) * g;
+            // The sign of zero is zero here, which `signum` is not.
+            let sign = if mixed == 0.0 { 0.0 } else { mixed.signum() };
+            *p = *p * keep - s.lr * sign;
+            *m = s.beta2 * *m + (1.0 - s.beta2) * g;
+        }
+    }
+
+    fn norms(p: &[f32], g: &[f32], grad_scale: f32) -> [f32; 2] {
+        let grads = sum_zip(g, g, g, |g, _, _| (g * grad_scale) * (g * grad_scale));
+        [sum_zip(p, p, p, |p, _, _| p * p), grads]
+    }
+
+    fn lars(p: &mut [f32], g: &[f32], velocity: &mut [f32], s: LarsStep) {
+        for ((p, &g), v) in p.iter_mut().zip(g).zip(velocity) {
+            *v = s.momentum * *v + s.lr * (g * s.grad_scale + s.weight_decay * *p);
+            *p -= *v;
+        }
+    }
+
+    fn lamb_moments(p: &[f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) -> [f32; 2] {
+        let s = c.step;
+        for ((&g, m), v) in g.iter().zip(&mut *m).zip(&mut *v) {
+            let g = g * s.grad_scale;
+            *m = s.beta1 * *m + (1.0 - s.beta1) * g;
+            *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
+        }
+        let updates = sum_zip(p, m, v, |p, m, v| {
+            let update = lamb_update(c, p, m, v);
+            update * update
+        });
+        [sum_zip(p, p, p, |p, _, _| p * p), updates]
+    }
+
+    fn lamb(p: &mut [f32], m: &[f32], v: &[f32], c: Corrected) {
+        for ((p, &m), &v) in p.iter_mut().zip(m).zip(v) {
+            *p -= c.step.lr * lamb_update(c, *p, m, v);
+        }
+    }
+
+    fn rms_moment(g: &[f32], v: &mut [f32], s: RmsStep) -> f32 {
+        for (&g, v) in g.iter().zip(&mut *v) {
+            let square = bounded_square(g * s.grad_scale) + FACTORED_FLOOR;
+            *v = (1.0 - s.mixing) * *v + s.mixing * square;
+        }
+        sum_zip(g, v, v, |g, v, _| {
+            let update = rms_update(g * s.grad_scale, v);
+            update * update
+        })
+    }
+
+    fn rms(p: &mut [f32], g: &[f32], v: &[f32], s: RmsStep) {
+        for ((p, &g), &v) in p.iter_mut().zip(g).zip(v) {
+            *p = *p * s.keep - s.lr * rms_update(g * s.grad_scale, v);
+        }
+    }
+
+    fn muon_momentum(out: &mut [f32], g: &[f32], m: &mut [f32], s: MuonStep) {
+        for ((out, &g), m) in out.iter_mut().zip(g).zip(m) {
+            let g = g * s.grad_scale;
+            *m = s.momentum * *m + (1.0 - s.momentum) * g;
+            *out = if s.nesterov { s.momentum * *m + (1.0 - s.momentum) * g } else { *m };
+        }
+    }
+
+    fn descend(p: &mut [f32], g: &[f32], lr: f32, keep: f32) {
+        p.iter_mut().zip(g).for_each(|(p, g)| *p = *p * keep - lr * g);
+    }
+}
+
+#[inline(always)]
+fn lamb_update(c: Corrected, p: f32, m: f32, v: f32) -> f32 {
+    m * c.unbias1 / (v.sqrt() * c.root2 + c.step.epsilon) + c.step.weight_decay * p
+}
+
+/// A gradient over the root of its second moment.
+#[inline(always)]
+pub(super) fn rms_update(g: f32, v: f32) -> f32 {
+    g.clamp(-GRADIENT_MAX, GRADIENT_MAX) / v.max(FACTORED_FLOOR).sqrt()
+}
+
+impl Update {
+    /// Updates a piece; returns its sums.
+    pub(super) fn run(&self, p: &mut [f32], g: &[f32], walk: Walk<'_>) -> [f64; 2] {
+        let features = walk.features;
+        const NONE: [f32; 2] = [0.0; 2];
+        macro_rules! each {
+            (|$p:ident, $g:ident, $m:ident, $v:ident| $run:expr) => {
+                walk.run(p, g, |$p, $g, $m, $v| {
+                    $run;
+                    NONE
+                })
+            };
+        }
+        match *self {
+            Update::AdamW(step) => {
+                let c = Corrected::of(step);
+                each!(|p, g, m, v| adamw(features, p, g, m, v, c))
+            }
+            Update::Adam(step) => {
+                let c = Corrected::of(step);
+                each!(|p, g, m, v| adam(features, p, g, m, v, c))
+            }
+            Update::CountedAdam(step) => {
+                let c = Corrected::new(step);
+                each!(|p, g, m, v| adamw(features, p, g, m, v, c))
+            }
+            Update::FrozenAdam(step) => {
+                let c = Corrected::new(step);
+                each!(|p, g, m, v| frozen_adam(features, p, g, m, v, c))
+            }
+            Update::FromMomentum(step) => {
+                let c = Corrected::new(step);
+                each!(|p, g, m, v| from_momentum(features, p, g, m, v, c))
+            }
+            Update::ToMomentum(step) => each!(|p, _g, m, _v| to_momentum(features, p, m, step)),
+            Update::Momentum(step) => each!(|p, g, m, _v| momentum(features, p, g, m, step)),
+            Update::Lion(step) => each!(|p, g, m, _v| lion(features, p, g, m, step)),
+            Update::Norms { grad_scale } => walk.run(p, g, |p, g, _, _| norms(features, p, g, grad_scale)),
+            Update::Lars(step) => each!(|p, g, m, _v| lars(features, p, g, m, step)),
+            Update::LambMoments(step) => {
+                let c = Corrected::of(step);
+                walk.run(p, g, |p, g, m, v| lamb_moments(features, p, g, m, v, c))
+            }
+            Update::Lamb(step) => {
+                let c = Corrected::of(step);
+                each!(|p, _g, m, v| lamb(features, p, m, v, c))
+            }
+            Update::RmsMoment(step) => walk.run(p, g, |_, g, v, _| [rms_moment(features, g, v, step), 0.0]),
+            Update::Rms(step) => each!(|p, g, v, _w| rms(features, p, g, v, step)),
+            Update::MuonMomentum(step) => each!(|p, g, m, _v| muon_momentum(features, p, g, m, step)),
+            Update::Descend { lr, keep } => each!(|p, g, _m, _v| descend(features, p, g, lr, keep)),
+        }
+    }
+}

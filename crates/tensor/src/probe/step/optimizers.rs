@@ -1,0 +1,181 @@
+//! Updates of optimizers, for a whole buffer of parameters.
+
+use super::{F32, Step, each};
+use crate::device::DeviceError;
+use crate::kernels::{
+    AdamWStep, FactoredStep, LarsStep, LionStep, MomentumStep, MuonStep, Pieces, RmsStep, StateDType, Update,
+};
+use crate::optimizer::OptimizerState;
+use crate::probe::Traffic;
+use crate::probe::Work;
+use crate::tensor::Tensor;
+
+const ADAMW: AdamWStep = AdamWStep {
+    lr: 1e-4,
+    beta1: 0.9,
+    beta2: 0.95,
+    epsilon: 1e-8,
+    weight_decay: 0.1,
+    grad_scale: 1.0,
+    step: 1,
+};
+
+const RMS: RmsStep = RmsStep { lr: 1e-4, mixing: 0.05, keep: 1.0, grad_scale: 1.0 };
+
+/// An update with its operations an element, and what it reads, updates and writes of parameter, gradient and states.
+struct Rule {
+    name: &'static str,
+    update: Update,
+    operations: usize,
+    changes_parameters: bool,
+    /// Of each state, whether it is a second moment.
+    states: &'static [bool],
+    changes_states: bool,
+    dtype: StateDType,
+}
+
+const BASE: Rule = Rule {
+    name: "adamw",
+    update: Update::AdamW(ADAMW),
+    operations: 16,
+    changes_parameters: true,
+    states: &[false, true],
+    changes_states: true,
+    dtype: StateDType::F32,
+};
+
+/// All rules; of those with two phases both.
+fn rules() -> Vec<Rule> {
+    let momentum = MomentumStep {
+        lr: 1e-3,
+        momentum: 0.9,
+        nesterov: false,
+        weight_decay: 0.1,
+        grad_scale: 1.0,
+        step: 2,
+    };
+    let lion = LionStep { lr: 1e-4, beta1: 0.9, beta2: 0.99, weight_decay: 0.1, grad_scale: 1.0 };
+    let lars = LarsStep { lr: 1e-3, momentum: 0.9, weight_decay: 0.1, grad_scale: 1.0 };
+    let muon = MuonStep { momentum: 0.95, nesterov: true, grad_scale: 1.0 };
+    Vec::from([
+        BASE,
+        Rule { name: "adamw, bf16 states", dtype: StateDType::Bf16, operations: 36, ..BASE },
+        Rule { name: "adamw, int8 states", dtype: StateDType::Int8, operations: 50, ..BASE },
+        Rule { name: "adam", update: Update::Adam(ADAMW), ..BASE },
+        Rule { name: "sgd", update: Update::Momentum(momentum), operations: 7, states: &[false], ..BASE },
+        Rule { name: "lion", update: Update::Lion(lion), operations: 11, states: &[false], ..BASE },
+        Rule {
+            name: "lamb: moments",
+            update: Update::LambMoments(ADAMW),
+            operations: 21,
+            changes_parameters: false,
+            ..BASE
+        },
+        Rule {
+            name: "lamb: update",
+            update: Update::Lamb(ADAMW),
+            operations: 9,
+            changes_states: false,
+            ..BASE
+        },
+        Rule {
+            name: "lars: norms",
+            update: Update::Norms { grad_scale: 1.0 },
+            operations: 5,
+            changes_parameters: false,
+            states: &[],
+            ..BASE
+        },
+        Rule { name: "lars: update", update: Update::Lars(lars), operations: 7, states: &[false], ..BASE },
+        Rule {
+            name: "adafactor: moment",
+            update: Update::RmsMoment(RMS),
+            operations: 14,
+            changes_parameters: false,
+            states: &[true],
+            ..BASE
+        },
+        Rule {
+            name: "muon: momentum",
+            update: Update::MuonMomentum(muon),
+            operations: 7,
+            states: &[false],
+            ..BASE
+        },
+    ])
+}
+
+impl Step<'_> {
+    /// The updates of `num` parameters. A step calls one of the optimizers: AdamW's count, for it is the default.
+    pub(super) fn optimizers(&mut self, part: &str, num: usize, calls: f64) -> Result<(), DeviceError> {
+        for rule in rules() {
+            let calls = if rule.name == BASE.name { calls } else { 0.0 };
+            self.optimizer(&rule, part, num, calls)?;
+        }
+        Ok(())
+    }
+
+    fn optimizer(&mut self, rule: &Rule, part: &str, num: usize, calls: f64) -> Result<(), DeviceError> {
+        let name = format!("{}: {part}", rule.name);
+        if !name.contains(self.only) {
+            return Ok(());
+        }
+        let device = &self.probe.device;
+        let pieces = Pieces::whole(num);
+        let (mut weights, gradients) = (self.tensor([num])?, self.tensor([num])?);
+        let mut states = Vec::new();
+        for &is_square in rule.states {
+            let mut state = OptimizerState::zeros(&pieces, rule.dtype, is_square, device)?;
+            device.write_state(&pieces, 0..pieces.as_slice().len(), &mut state, &vec![0.5; num]);
+            states.push(state);
+        }
+        let state_bytes = states.iter().map(OptimizerState::num_bytes).sum::<usize>() / num.max(1);
+        let (read, updated) = (
+            F32 + if rule.changes_parameters { 0 } else { F32 }
+                + if rule.changes_states { 0 } else { state_bytes },
+            if rule.changes_parameters { F32 } else { 0 } + if rule.changes_states { state_bytes } else { 0 },
+        );
+        let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
+        let updates = [rule.update];
+        self.kernel((&name, calls), &[num], each(num, rule.operations, [read, updated, 0]), |_| {
+            let (weights, gradients) = (weights.view_mut(), gradients.view());
+            device.update((&pieces, &updates), weights, gradients, &mut states, 1, &mut sums);
+        })
+    }
+
+    /// What optimizers do to a matrix of a feed-forward layer, and no other kernel does.
+    pub(super) fn matrix_updates(&mut self) -> Result<(), DeviceError> {
+        let (rows, cols) = (self.sizes.hidden, self.sizes.intermediate);
+        let num = rows * cols;
+        let device = &self.probe.device;
+        let (mut weights, gradients) = (self.tensor([rows, cols])?, self.tensor([rows, cols])?);
+        let pieces = Pieces::whole(num);
+        let (row_moments, col_moments) = (vec![1.0; rows], vec![1.0; cols]);
+        let step = FactoredStep {
+            offset: 0,
+            rows: &row_moments,
+            cols: &col_moments,
+            lr: 1e-4,
+            keep: 1.0,
+            grad_scale: 1.0,
+        };
+        let shape = [rows, cols];
+        self.kernel(("adafactor: matrix update", 0.0), &shape, each(num, 9, [F32, F32, 0]), |_| {
+            device.factored_update(&pieces, step, weights.view_mut(), gradients.view());
+        })?;
+        let mut matrix = self.tensor(shape)?;
+        let side = rows.min(cols) as f64;
+        let work = Work {
+            product_operations: 5.0 * (4.0 * side * num as f64 + 2.0 * side * side * side),
+            other_operations: 0.0,
+            traffic: Traffic { read: 0, updated: num * F32, written: 0 },
+        };
+        let precision = self.precision;
+        let reset = |matrix: &mut Tensor| device.convert(gradients.view(), matrix.view_mut());
+        self.kernel(("muon: orthogonalize", 0.0), &shape, work, |start| {
+            reset(&mut matrix);
+            *start = std::time::Instant::now();
+            device.orthogonalize(matrix.view_mut(), 5, precision)
+        })
+    }
+}

@@ -1,0 +1,133 @@
+//! The keys of `[optimizer]`: which count for which optimizer, and the groups of parameters.
+
+use super::choice::{OptimizerName, one_of};
+use super::mistake::{ConfigError, Mistake};
+use super::reader::{Given, Loose};
+use super::validate::{Checks, changed_keys};
+use super::value::Value;
+use super::{Config, OptimizerGroup};
+use trireme_optim::ParameterGroup;
+
+use OptimizerName::{Adafactor, Adam, AdamW, Lamb, Lars, Lion, Muon, OneBitAdam, Sgd, ZeroOneAdam};
+
+const ALL: [OptimizerName; 10] =
+    [AdamW, Adam, Sgd, Lion, Adafactor, Lamb, Lars, Muon, OneBitAdam, ZeroOneAdam];
+
+/// The optimizers for which a key counts.
+fn owners(key: &str) -> &'static [OptimizerName] {
+    match key {
+        "beta1" | "beta2" => &[AdamW, Adam, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam],
+        "eps" => &[AdamW, Adam, Lamb, Muon, OneBitAdam, ZeroOneAdam],
+        "momentum" => &[Sgd, Lars],
+        "nesterov" => &[Sgd],
+        "beta2_decay" | "clip_threshold" | "relative_step" => &[Adafactor],
+        "trust_coefficient" => &[Lars],
+        "muon_momentum" | "muon_iterations" | "muon_scale" | "muon_adamw_lr_scale" => &[Muon],
+        "freeze_step" => &[OneBitAdam],
+        "var_update_scaler" => &[ZeroOneAdam],
+        _ => &ALL,
+    }
+}
+
+/// Whether a key of `[optimizer]` has a meaning for this optimizer.
+pub(super) fn counts(name: OptimizerName, key: &str) -> bool {
+    owners(key).contains(&name)
+}
+
+fn word(name: &OptimizerName) -> String {
+    let word = name.write().and_then(|value| value.as_str().map(str::to_owned));
+    word.expect("a choice is written as a word")
+}
+
+pub(super) fn check_optimizer(checks: &mut Checks<'_>) {
+    let optimizer = &checks.loose.sections.optimizer;
+    for key in changed_keys(optimizer).filter(|key| !counts(optimizer.name, key)) {
+        let words: Vec<String> = owners(key).iter().map(word).collect();
+        let owners = match &words[..] {
+            [only] => format!("{only:?}"),
+            words => one_of(&words.iter().map(String::as_str).collect::<Vec<_>>()),
+        };
+        checks.require(false, &[&format!("optimizer.{key}"), "optimizer.name"], || {
+            format!("counts only with name = {owners}; set that, or remove this key")
+        });
+    }
+    for (index, group) in optimizer.groups.iter().enumerate() {
+        check_group(checks, optimizer.name, index, group);
+    }
+}
+
+fn check_group(checks: &mut Checks<'_>, name: OptimizerName, index: usize, group: &OptimizerGroup) {
+    let key = |key: &str| format!("optimizer.groups[{index}].{key}");
+    let any = ["match", "lr_scale", "weight_decay", "beta1", "beta2"].map(key);
+    checks.require(!group.pattern.is_empty(), &any.each_ref().map(String::as_str), || {
+        "a group needs `match`, a pattern of names such as \"*.bias\"".to_owned()
+    });
+    let decay = group.weight_decay.unwrap_or(0.0);
+    checks.require(decay >= 0.0, &[&key("weight_decay")], || "expected a number, 0 or more".to_owned());
+    for (beta, value) in [("beta1", group.beta1), ("beta2", group.beta2)] {
+        let is_rate = value.is_none_or(|value| (0.0..1.0).contains(&value));
+        checks.require(is_rate, &[&key(beta)], || "expected a number from 0 to below 1".to_owned());
+        let has_one = counts(name, beta) || (beta == "beta1" && counts(name, "momentum"));
+        checks.require(value.is_none() || has_one, &[&key(beta), "optimizer.name"], || {
+            format!("{} has no such rate; remove this key", word(&name))
+        });
+    }
+}
+
+/// Where the groups stand in the text, for mistakes that show only when the model is known. It is no part of what a config
+/// says: configs that differ in it are equal.
+#[derive(Debug, Clone, Default)]
+pub(super) struct GroupPlaces(Vec<Given>);
+
+impl PartialEq for GroupPlaces {
+    fn eq(&self, _: &Self) -> bool {
+        true
+    }
+}
+
+impl GroupPlaces {
+    /// Those of a config in which each group has a pattern.
+    pub(super) fn of(loose: &Loose) -> Self {
+        let place = |index| loose.given[&format!("optimizer.groups[{index}].match")].clone();
+        GroupPlaces((0..loose.sections.optimizer.groups.len()).map(place).collect())
+    }
+}
+
+impl Config {
+    /// The groups of parameters of `[optimizer]`, for a model with parameters of these names.
+    ///
+    /// # Errors
+    /// All groups that no parameter belongs to, each with its line.
+    pub(crate) fn parameter_groups(&self, names: &[&str]) -> Result<Vec<ParameterGroup>, ConfigError> {
+        let group = |group: &OptimizerGroup| ParameterGroup {
+            pattern: group.pattern.clone(),
+            lr_scale: group.lr_scale as f32,
+            weight_decay: group.weight_decay.map(|decay| decay as f32),
+            beta1: group.beta1.map(|beta| beta as f32),
+            beta2: group.beta2.map(|beta| beta as f32),
+        };
+        let groups: Vec<ParameterGroup> = self.optimizer().groups.iter().map(group).collect();
+        let owner = |name: &&str| groups.iter().position(|group| group.matches(name));
+        let owners: Vec<usize> = names.iter().filter_map(owner).collect();
+        let mut mistakes = Vec::new();
+        for (index, (group, given)) in groups.iter().zip(&self.group_places.0).enumerate() {
+            if owners.contains(&index) {
+                continue;
+            }
+            let explanation = match names.iter().find(|name| group.matches(name)) {
+                Some(name) => {
+                    format!("every parameter that it matches, such as {name}, belongs to a group before it")
+                }
+                None => format!("matches no parameter of the model, such as {}", some_of(names)),
+            };
+            mistakes.push(Mistake { place: given.place.clone(), text: given.text.clone(), explanation });
+        }
+        if mistakes.is_empty() { Ok(groups) } else { Err(ConfigError::Invalid { mistakes }) }
+    }
+}
+
+/// A few names, to show how they are built.
+fn some_of(names: &[&str]) -> String {
+    const SHOWN_MAX: usize = 4;
+    names[..names.len().min(SHOWN_MAX)].join(", ")
+}
