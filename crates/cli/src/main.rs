@@ -4,6 +4,7 @@ mod commands;
 mod console;
 mod hang;
 mod launch;
+mod planning;
 mod started;
 
 use clap::{Parser, Subcommand};

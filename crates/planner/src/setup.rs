@@ -30,7 +30,7 @@ pub struct UnitPasses {
 }
 
 /// A unit of the model on one rank.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct UnitMemory {
     /// Elements of its parameters.
     pub len: usize,
@@ -40,6 +40,19 @@ pub struct UnitMemory {
     pub shard_len: usize,
     /// What its passes take.
     pub passes: UnitPasses,
+    /// Bytes that its update takes for a moment.
+    pub step_scratch: usize,
+    /// What its update exchanges with the other shards, in order.
+    pub step_exchanges: Vec<StepExchange>,
+}
+
+/// A vector that an optimizer exchanges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepExchange {
+    /// Its elements.
+    pub len: usize,
+    /// Bytes of each.
+    pub element_bytes: usize,
 }
 
 /// A model in one layout, as one rank sees it.

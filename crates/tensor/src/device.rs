@@ -5,7 +5,7 @@ mod optimizer;
 
 use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;
-use crate::kernels::cpu::arena::{Arena, OutOfMemory};
+use crate::kernels::cpu::arena::{ALIGNMENT, Arena, OutOfMemory};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::matmul::{Matrix, Product};
@@ -87,6 +87,9 @@ pub struct Device {
 const COUNTING_BYTES: usize = 1 << 45;
 
 impl Device {
+    /// Sizes of memory are rounded up to a multiple of so many bytes.
+    pub const ALIGNMENT: usize = ALIGNMENT;
+
     /// The CPU, with threads of its own.
     pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
         let num_threads = num_threads(options);

@@ -212,10 +212,11 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
     }
 }
 
-/// The model with its first weights, its optimizer and its program on one rank.
+/// The model with its first weights, its optimizer and its program on one rank. `keeps` counts before what the config says.
 pub(crate) fn build_executor(
     config: &Config,
     model: Model,
+    keeps: Option<&[Keep]>,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
@@ -223,20 +224,9 @@ pub(crate) fn build_executor(
     let ranks = DataParallelRanks::new(group, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
     let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), device)?;
-    let program = step_program(config, &model);
-    let options = ExecutorOptions {
-        precision: precision(training.dtype),
-        fp8: fp8::recipe(training),
-        reduce_dtype: precision(training.reduce_dtype),
-        fusion_bytes: config.comm().fusion_bytes,
-        sharding: sharding(config.parallelism()),
-        compression: config.compression(),
-        seed: training.seed,
-        loss_scaling: loss_scaling(training),
-        determinism: determinism(config),
-        local_batch_size: training.local_batch_size,
-        seq_len: training.seq_len,
-    };
+    let keeps = keeps.map_or_else(|| given_keeps(config, &model), <[Keep]>::to_vec);
+    let program = step_program(config, &model, &keeps);
+    let options = executor_options(config);
     let mut executor = Executor::new(model, optimizer, ranks, device, program, options)?;
     match &config.model().init_from {
         None => executor.initialize(training.seed)?,
@@ -250,11 +240,28 @@ pub(crate) fn build_executor(
     Ok(executor)
 }
 
-/// What a rank does in a step.
-fn step_program(config: &Config, model: &Model) -> Program {
+/// How the config wants steps to be run.
+pub fn executor_options(config: &Config) -> ExecutorOptions {
+    let training = config.training();
+    ExecutorOptions {
+        precision: precision(training.dtype),
+        fp8: fp8::recipe(training),
+        reduce_dtype: precision(training.reduce_dtype),
+        fusion_bytes: config.comm().fusion_bytes,
+        sharding: sharding(config.parallelism()),
+        compression: config.compression(),
+        seed: training.seed,
+        loss_scaling: loss_scaling(training),
+        determinism: determinism(config),
+        local_batch_size: training.local_batch_size,
+        seq_len: training.seq_len,
+    }
+}
+
+/// What a rank does in a step whose units keep what `keeps` says.
+pub fn step_program(config: &Config, model: &Model, keeps: &[Keep]) -> Program {
     let program = single::program(model.num_units(), config.num_microbatches(), &model.ties());
-    let program = recompute(program, &keeps(config.activation_checkpoint(), model.num_units()));
-    shard(program, sharding(config.parallelism()))
+    shard(recompute(program, keeps), sharding(config.parallelism()))
 }
 
 fn sharding(parallelism: &config::Parallelism) -> Sharding {
@@ -265,11 +272,13 @@ fn sharding(parallelism: &config::Parallelism) -> Sharding {
     }
 }
 
-/// What each unit's forward pass keeps. The embedding has nothing but its input, and the head runs backward at once.
-fn keeps(checkpoint: &config::ActivationCheckpoint, num_units: usize) -> Vec<Keep> {
+/// What each unit's forward pass keeps by the config; with `mode = "auto"`, which leaves it to a plan, all. The embedding has
+/// nothing but its input, and the head runs backward at once.
+pub fn given_keeps(config: &Config, model: &Model) -> Vec<Keep> {
+    let (checkpoint, num_units) = (config.activation_checkpoint(), model.num_units());
     let keep = |unit: usize| match checkpoint.mode {
         _ if unit == 0 || unit + 1 == num_units => Keep::All,
-        config::ActivationCheckpointMode::None => Keep::All,
+        config::ActivationCheckpointMode::None | config::ActivationCheckpointMode::Auto => Keep::All,
         config::ActivationCheckpointMode::Selective => Keep::Products,
         config::ActivationCheckpointMode::Block => Keep::Input,
         config::ActivationCheckpointMode::EveryK if (unit - 1).is_multiple_of(checkpoint.every_k) => {

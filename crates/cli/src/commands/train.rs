@@ -182,7 +182,7 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
 fn train(config: &Config, group: Group, local_world_size: usize, started: Instant) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
-    let options = TrainerOptions { num_threads: local_threads(config, local_world_size), started };
+    let options = TrainerOptions { num_threads: local_threads(config, local_world_size), started, memory_plan: None };
     let mut trainer = Trainer::new(config, group, options, &mut console)?;
     let summary = trainer.run()?;
     let weights = match config.generate().num_tokens {

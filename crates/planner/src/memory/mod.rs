@@ -4,6 +4,7 @@ mod gradients;
 mod parameters;
 mod passes;
 mod pool;
+mod updates;
 
 use crate::setup::MemorySetup;
 use crate::usage::{CategoryBytes, Prediction, Usage};
@@ -11,6 +12,7 @@ use gradients::Gradients;
 use parameters::Parameters;
 use passes::Passes;
 use trireme_schedule::{Action, Program};
+use updates::Updates;
 
 /// Steps that are gone through: what the first one takes for later ones is there in the second.
 const NUM_STEPS: usize = 2;
@@ -34,6 +36,7 @@ pub(crate) fn walk(
     let mut parameters = Parameters::new(setup, &program.outline, &mut usage);
     let mut gradients = Gradients::new(setup, &program.outline, &mut usage);
     let mut passes = Passes::new(setup, program.outline.num_microbatches);
+    let mut updates = Updates::new(setup);
     for _ in 0..NUM_STEPS {
         passes.begin(&mut usage);
         let mut is_finished = false;
@@ -60,6 +63,7 @@ pub(crate) fn walk(
                         gradients.finish(&mut usage);
                     }
                     gradients.read(unit, &mut usage);
+                    updates.step(unit, &mut usage);
                 }
             }
             see(action, usage.line_peaks());

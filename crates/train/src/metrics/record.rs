@@ -25,6 +25,9 @@ pub struct StepRecord {
     pub comm_bytes: u64,
     /// Most memory held by this worker so far.
     pub memory_peak_bytes: MemoryPeakBytes,
+    /// What that was predicted to be, where it was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_predicted_bytes: Option<MemoryPeakBytes>,
     /// Bytes that this worker would have sent in addition without compression, by the formulas of
     /// docs/compression.md, in runs with compression.
     #[serde(skip_serializing_if = "Option::is_none")]

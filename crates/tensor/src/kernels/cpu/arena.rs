@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use trireme_base::{Bytes, Category};
 
 /// Blocks begin at multiples of this: a cache line, and the widest SIMD register.
-const ALIGNMENT: usize = 64;
+pub(crate) const ALIGNMENT: usize = 64;
 
 /// A range of memory handed out in blocks.
 #[derive(Debug)]
