@@ -114,16 +114,12 @@ impl Case {
     fn compare(&self, config: &ModelConfig, world_size: usize, rank: usize, memory: &MemoryCounter) {
         let (predicted, program) = self.predict(config, world_size, rank);
         for category in Category::ALL {
-            assert_near(self, category.name(), predicted.peaks.get(category), memory.usage(category).peak);
+            let found = (category, predicted.peaks.get(category));
+            assert_eq!(found, (category, memory.usage(category).peak), "rank {rank} of {self:?}");
         }
-        let at = format!("total at {}", predicted.moment(&program));
-        assert_near(self, &at, predicted.total(), memory.total().peak);
+        let moment = predicted.moment(&program);
+        assert_eq!(predicted.total(), memory.total().peak, "rank {rank} of {self:?}, {moment}");
     }
-}
-
-fn assert_near(case: &Case, name: &str, predicted: usize, measured: usize) {
-    let error = (predicted as f64 - measured as f64) / (measured as f64).max(1.0);
-    assert!(error.abs() <= 0.01, "{name}: {predicted} predicted, {measured} measured; {case:?}");
 }
 
 const STAGES: [ZeroStage; 4] = ZeroStage::ALL;
