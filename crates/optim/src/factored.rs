@@ -85,7 +85,7 @@ impl Factored {
     ) {
         let grad_scale = step.grad_scale();
         if phase == 0 {
-            let norms = |_: &Member| Update::Norms { grad_scale };
+            let norms = |_: usize, _: &Member| Update::Norms { grad_scale };
             self.members.update(step.device, parameters, grads, &mut [], step.noise, norms);
             sums.push(self.members.sum(self.member(), 0));
             let first = sums.len();

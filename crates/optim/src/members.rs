@@ -77,7 +77,7 @@ impl Members {
         Members { updates: Vec::with_capacity(list.len()), list, pieces: Pieces::new(pieces), sums }
     }
 
-    /// Goes over what is here by an update for each member.
+    /// Goes over what is here by an update for each member, which `update` gets with its index.
     pub(crate) fn update(
         &mut self,
         device: &Device,
@@ -85,10 +85,10 @@ impl Members {
         grads: View<'_>,
         states: &mut [OptimizerState],
         noise: u32,
-        update: impl FnMut(&Member) -> Update,
+        mut update: impl FnMut(usize, &Member) -> Update,
     ) {
         self.updates.clear();
-        self.updates.extend(self.list.iter().map(update));
+        self.updates.extend(self.list.iter().enumerate().map(|(index, member)| update(index, member)));
         device.update((&self.pieces, &self.updates), parameters, grads, states, noise, &mut self.sums);
     }
 

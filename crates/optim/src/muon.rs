@@ -15,6 +15,9 @@ use trireme_tensor::{
     Category, Device, DeviceError, MuonStep, OptimizerState, ParameterTable, Tensor, Update, View, ViewMut,
 };
 
+/// The states with their names, and whether they are second moments.
+pub(crate) const MUON_STATES: &[(&str, bool)] = &[("momentum_buffer", false)];
+
 /// The hidden matrices of a unit.
 #[derive(Debug)]
 pub(crate) struct Muon {
@@ -40,7 +43,7 @@ impl Muon {
         let mut whole = self.unit_buffer(device)?;
         let (part, here) = (self.part.clone(), [self.part.len()].into());
         let grad_scale = step.grad_scale();
-        let momentum_of = |member: &Member| {
+        let momentum_of = |_: usize, member: &Member| {
             let momentum = member.settings.beta1.unwrap_or(momentum);
             Update::MuonMomentum(MuonStep { momentum, nesterov, grad_scale })
         };
@@ -52,7 +55,7 @@ impl Muon {
             let matrix = whole.view_mut().into_part(info.offset, info.shape);
             device.orthogonalize(matrix, self.settings.num_iterations, self.settings.precision)?;
         }
-        let descend = |member: &Member| {
+        let descend = |_: usize, member: &Member| {
             let own = member.settings;
             let factor = scale.factor(step.table.parameters()[member.parameter].shape);
             let lr = (f64::from(own.lr_scale) * step.settings.lr * factor) as f32;

@@ -4,7 +4,7 @@ use crate::factored::Factored;
 use crate::groups::ParameterSettings;
 use crate::kind::{OptimizerKind, OptimizerOptions};
 use crate::members::{Cut, Member, Members};
-use crate::muon::{Muon, is_hidden_matrix};
+use crate::muon::{MUON_STATES, Muon, is_hidden_matrix};
 use crate::shards::ShardOps;
 use crate::share::{Rule, Share};
 use std::ops::Range;
@@ -54,6 +54,49 @@ pub(crate) enum UnitShare {
     Elements(Share),
     Factored(Box<Factored>),
     Muon(Muon),
+}
+
+impl UnitShare {
+    /// Adds what the exchange `phase` sums up of what is here.
+    fn observe(
+        &mut self,
+        phase: usize,
+        step: &UnitStep<'_>,
+        parameters: ViewMut<'_>,
+        grads: View<'_>,
+        sums: &mut Vec<f64>,
+    ) {
+        match self {
+            UnitShare::Elements(share) => share.observe(phase, step, parameters, grads, sums),
+            UnitShare::Factored(share) => share.observe(phase, step, parameters, grads, sums),
+            UnitShare::Muon(_) => {}
+        }
+    }
+
+    /// Takes the sums of what it has added from the front of `sums`.
+    fn heed(&mut self, phase: usize, step: &UnitStep<'_>, sums: &mut &[f64]) {
+        match self {
+            UnitShare::Elements(share) => share.heed(phase, sums),
+            UnitShare::Factored(share) => share.heed(phase, step, sums),
+            UnitShare::Muon(_) => {}
+        }
+    }
+
+    /// Updates what is here.
+    fn apply<S: ShardOps>(
+        &mut self,
+        step: &UnitStep<'_>,
+        parameters: ViewMut<'_>,
+        grads: View<'_>,
+        shards: &mut S,
+    ) -> Result<(), S::Error> {
+        match self {
+            UnitShare::Elements(share) => share.apply(step, parameters, grads),
+            UnitShare::Factored(share) => share.apply(step, parameters, grads),
+            UnitShare::Muon(share) => share.apply(step, parameters, grads, shards)?,
+        }
+        Ok(())
+    }
 }
 
 /// An optimizer with its state for every unit, or a part of every unit.
@@ -120,38 +163,16 @@ impl Optimizer {
         for phase in 0..2 {
             self.sums.clear();
             for share in shares.iter_mut() {
-                match share {
-                    UnitShare::Elements(share) => {
-                        share.observe(phase, &step, parameters.reborrow(), grads, &mut self.sums);
-                    }
-                    UnitShare::Factored(share) => {
-                        share.observe(phase, &step, parameters.reborrow(), grads, &mut self.sums);
-                    }
-                    UnitShare::Muon(_) => {}
-                }
+                share.observe(phase, &step, parameters.reborrow(), grads, &mut self.sums);
             }
             if self.sums.is_empty() {
                 break;
             }
             shards.sum(&mut self.sums)?;
             let mut sums = &self.sums[..];
-            for share in shares.iter_mut() {
-                match share {
-                    UnitShare::Elements(share) => share.heed(phase, &mut sums),
-                    UnitShare::Factored(share) => share.heed(phase, &step, &mut sums),
-                    UnitShare::Muon(_) => {}
-                }
-            }
+            shares.iter_mut().for_each(|share| share.heed(phase, &step, &mut sums));
         }
-        for share in shares {
-            let parameters = parameters.reborrow();
-            match share {
-                UnitShare::Elements(share) => share.apply(&step, parameters, grads),
-                UnitShare::Factored(share) => share.apply(&step, parameters, grads),
-                UnitShare::Muon(share) => share.apply(&step, parameters, grads, shards)?,
-            }
-        }
-        Ok(())
+        shares.iter_mut().try_for_each(|share| share.apply(&step, parameters.reborrow(), grads, shards))
     }
 
     pub(crate) fn check_lengths(&self, unit: usize, parameters: usize, grads: usize) {
@@ -198,7 +219,7 @@ impl UnitBuilder<'_> {
         match self.options.kind {
             OptimizerKind::Muon(settings) if !matrices.is_empty() => {
                 let members = self.members(Cut::Anywhere, matrices);
-                let states = self.states(&members, &[("momentum_buffer", false)])?;
+                let states = self.states(&members, MUON_STATES)?;
                 let (num_elements, part) = (self.unit.num_elements, self.part.clone());
                 shares.push(UnitShare::Muon(Muon { settings, members, states, num_elements, part }));
             }

@@ -189,10 +189,8 @@ impl Share {
             return;
         }
         let (rule, known) = (self.rule, &self.known);
-        let mut index = 0..;
         let states = if rule.observes_states(phase) { &mut self.states[..] } else { &mut [] };
-        self.members.update(step.device, parameters, grads, states, step.noise, |member| {
-            let index = index.next().expect("there is no end");
+        self.members.update(step.device, parameters, grads, states, step.noise, |index, member| {
             rule.before(phase, member, step, &known[index])
         });
         for member in &self.members.list {
@@ -214,9 +212,8 @@ impl Share {
     /// Updates what is here.
     pub(crate) fn apply(&mut self, step: &UnitStep<'_>, parameters: ViewMut<'_>, grads: View<'_>) {
         let (rule, known) = (self.rule, &self.known);
-        let mut index = 0..;
-        self.members.update(step.device, parameters, grads, &mut self.states, step.noise, |member| {
-            rule.update(member, step, &known[index.next().expect("there is no end")])
+        self.members.update(step.device, parameters, grads, &mut self.states, step.noise, |index, member| {
+            rule.update(member, step, &known[index])
         });
     }
 }

@@ -2,10 +2,11 @@
 
 use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};
+use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitShare};
 use std::borrow::Cow;
 use std::ops::Range;
-use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape};
+use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape, Tensor};
 
 /// One state of one parameter.
 #[derive(Debug, Clone)]
@@ -22,8 +23,6 @@ pub struct StateInfo<'a> {
     /// Elements of the state that are here.
     pub held: Range<usize>,
 }
-
-const MUON_STATES: &[(&str, bool)] = &[("momentum_buffer", false)];
 
 impl Optimizer {
     /// Every state of every parameter, with the values that are here: borrowed if they are kept in f32. Rows and columns of
@@ -87,6 +86,21 @@ impl Optimizer {
             }
         }
         Ok(())
+    }
+
+    /// Shows `visit` all memory that is kept for a unit, to move it elsewhere for a while.
+    pub fn for_each_memory(&mut self, unit: usize, mut visit: impl FnMut(&mut Tensor)) {
+        for share in &mut self.units[unit] {
+            let states = match share {
+                UnitShare::Elements(share) => &mut share.states,
+                UnitShare::Muon(share) => &mut share.states,
+                UnitShare::Factored(share) => {
+                    share.moments_mut().iter_mut().for_each(&mut visit);
+                    continue;
+                }
+            };
+            states.iter_mut().for_each(|state| state.for_each_memory(&mut visit));
+        }
     }
 
     fn info(&self, name: &'static str, member: &Member) -> StateInfo<'_> {

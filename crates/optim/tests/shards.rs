@@ -9,18 +9,22 @@ use trireme_tensor::ParameterTable;
 
 const NUM_STEPS: u64 = 3;
 
-/// The weights that the ranks come to, each its shard of them, and the calls of a rank for the unit of the middle.
-fn in_shards(
-    options: &OptimizerOptions,
-    table: &Arc<ParameterTable>,
-    num_ranks: usize,
-) -> (Weights, [usize; 2]) {
+/// What ranks come to, each with its shard.
+#[derive(PartialEq)]
+struct Run {
+    weights: Weights,
+    /// All sums that a rank was given.
+    sum_bits: Vec<u64>,
+    /// Sums and gathers of a rank.
+    calls: [usize; 2],
+}
+
+fn in_shards(options: &OptimizerOptions, table: &Arc<ParameterTable>, num_ranks: usize) -> Run {
     let exchange = Exchange::new(num_ranks);
-    let mut whole = weights(table);
-    let mut calls = [0; 2];
+    let mut found = Run { weights: weights(table), sum_bits: Vec::new(), calls: [0; 2] };
     std::thread::scope(|scope| {
         let run = |rank: usize| {
-            let (exchange, mut weights) = (Arc::clone(&exchange), whole.clone());
+            let (exchange, mut weights) = (Arc::clone(&exchange), found.weights.clone());
             move || {
                 // Threads of a rank change nothing either.
                 let device = device(1 + rank % 2);
@@ -32,33 +36,36 @@ fn in_shards(
                     let grads = grads(table, number, 1.0);
                     step(&mut optimizer, &device, &mut weights, &grads, &parts, settings, &mut shards);
                 }
-                (weights, parts, [shards.num_sums, shards.num_gathers])
+                (weights, parts, shards)
             }
         };
         let ranks: Vec<_> = (0..num_ranks).map(|rank| scope.spawn(run(rank))).collect();
         let results: Vec<_> = ranks.into_iter().map(|rank| rank.join().unwrap()).collect();
-        for (weights, parts, found) in results {
+        for (weights, parts, shards) in results {
             for (unit, part) in parts.into_iter().enumerate() {
-                whole[unit][part.clone()].copy_from_slice(&weights[unit][part]);
+                found.weights[unit][part.clone()].copy_from_slice(&weights[unit][part]);
             }
-            calls = found;
+            found.calls = [shards.num_sums, shards.num_gathers];
+            found.sum_bits = shards.sum_bits;
         }
     });
-    (whole, calls)
+    found
 }
 
 fn check(kind: OptimizerKind, state_dtype: StateDType, table: &Arc<ParameterTable>) {
     let options = OptimizerOptions { weight_decay: 0.1, state_dtype, ..OptimizerOptions::new(kind) };
-    let expected = train(&options, table, NUM_STEPS, 1.0);
-    assert!(expected != weights(table));
+    let expected = in_shards(&options, table, 1);
+    assert!(expected.weights == train(&options, table, NUM_STEPS, 1.0));
+    assert!(expected.weights != weights(table));
     for num_ranks in [2, 4, 8] {
-        let (found, [num_sums, num_gathers]) = in_shards(&options, table, num_ranks);
-        for (unit, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let found = in_shards(&options, table, num_ranks);
+        for (unit, (found, expected)) in found.weights.iter().zip(&expected.weights).enumerate() {
             assert!(
                 bits(found) == bits(expected),
                 "{kind:?} in {state_dtype:?}, unit {unit}: {num_ranks} ranks come to other bits"
             );
         }
+        assert!(found.sum_bits == expected.sum_bits, "{kind:?}: {num_ranks} ranks come to other sums");
         // Of each of three units; Muon's of the one with hidden matrices.
         let exchanges = match kind {
             OptimizerKind::Adafactor(_) => [2 * 3, 0],
@@ -66,7 +73,7 @@ fn check(kind: OptimizerKind, state_dtype: StateDType, table: &Arc<ParameterTabl
             OptimizerKind::Muon(_) => [0, 1],
             _ => [0, 0],
         };
-        assert_eq!([num_sums, num_gathers], exchanges.map(|number| number * NUM_STEPS as usize), "{kind:?}");
+        assert_eq!(found.calls, exchanges.map(|number| number * NUM_STEPS as usize), "{kind:?}");
     }
 }
 
@@ -95,10 +102,10 @@ fn a_number_of_shards_that_is_no_power_of_two_is_almost_the_same() {
     for kind in KINDS {
         let options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
         let expected = train(&options, &table, NUM_STEPS, 1.0);
-        let (found, _) = in_shards(&options, &table, 3);
-        for (found, expected) in found.iter().flatten().zip(expected.iter().flatten()) {
+        let found = in_shards(&options, &table, 3);
+        for (found, expected) in found.weights.iter().flatten().zip(expected.iter().flatten()) {
             assert!((found - expected).abs() < 1e-5, "{kind:?}: {found} {expected}");
         }
-        assert_eq!(in_shards(&options, &table, 3).0, found, "{kind:?}: it differs from run to run");
+        assert!(in_shards(&options, &table, 3) == found, "{kind:?}: it differs from run to run");
     }
 }

@@ -3,6 +3,7 @@ use trireme_base::Rank;
 use trireme_comm::{CommError, CompressionError};
 use trireme_model::ModelError;
 use trireme_schedule::ProgramError;
+use trireme_swap::SwapError;
 use trireme_tensor::{DeviceError, OverBudget};
 
 /// A step failed.
@@ -32,6 +33,9 @@ pub enum ParallelError {
     /// A compression that cannot be, or a compressed message that cannot be read.
     #[error(transparent)]
     Compression(#[from] CompressionError),
+    /// State could not be brought to a disk or back.
+    #[error("cannot keep state on disk")]
+    Swap(#[from] SwapError),
     /// A program was given too few microbatches.
     #[error("the program runs {expected} microbatches, but only {found} were given")]
     TooFewMicrobatches {

@@ -2,10 +2,11 @@
 
 use crate::compressed::Compressed;
 use crate::error::ParallelError;
+use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::ranks::DataParallelRanks;
 use crate::reduction::{Exchanges, Reduced, Reduction};
-use crate::shard_sum::{ShardSum, shard_sum};
+use crate::shard_sum::{ShardSum, ShardSums};
 use crate::step::ExecutorOptions;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
@@ -79,6 +80,8 @@ struct UnitGradient {
     reduction: Reduction,
     /// Its result, between the end of a step and the next one, where no shard is kept apart.
     reduced: Option<Reduced>,
+    /// Whether the sum over replicas has ended ahead of the others.
+    is_finished: bool,
     /// The sum so far, where ranks keep a shard apart from the whole gradient.
     shard: Option<Box<dyn ShardSum>>,
 }
@@ -104,12 +107,12 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    /// Takes memory for what stays of every unit's gradient from the group.
+    /// Takes memory for what stays of every unit's gradient from the group. Shards are counted on a device of their own.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
         ranks: &Arc<DataParallelRanks>,
-        device: &Device,
+        (device, shards_device): (&Device, &Device),
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
@@ -129,6 +132,7 @@ impl Gradients {
         };
         let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
+        let shard_sums = ShardSums::new(ranks, options.determinism, shards_device);
         let mut units = Vec::new();
         for (index, unit) in table.units().iter().enumerate() {
             let len = if is_sharded { unit.padded_len() } else { unit.num_elements };
@@ -143,11 +147,21 @@ impl Gradients {
             };
             let is_compressed = matches!(reduction, Reduction::Compressed(_));
             let reducible = if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None };
-            let shard = || shard_sum(own.len(), shard_precision, options.determinism, ranks, device);
-            let shard = needs_shards.then(shard).transpose()?;
+            let shard = needs_shards.then(|| shard_sums.sum(own.len(), shard_precision));
             let (shape, sum) = ([unit.num_elements].into(), TreeSum::new());
             let (open, reduced) = (None, None);
-            units.push(UnitGradient { shape, len, own, reducible, open, sum, reduction, reduced, shard });
+            units.push(UnitGradient {
+                shape,
+                len,
+                own,
+                reducible,
+                open,
+                sum,
+                reduction,
+                reduced,
+                is_finished: false,
+                shard,
+            });
         }
         if let Exchanges::Fusing(fusions) = &exchanges {
             // Backward starts with the last unit.
@@ -269,11 +283,35 @@ impl Gradients {
             self.finish_first()?;
         }
         // Backward started with the last unit.
-        let shards = self.units.iter_mut().rev().filter_map(|state| state.shard.as_mut());
+        let pending = |state: &&mut UnitGradient| !state.is_finished;
+        let shards = self.units.iter_mut().rev().filter(pending).filter_map(|state| state.shard.as_mut());
         shards.for_each(|shard| shard.reduce(&self.device));
-        let mut shards = self.units.iter_mut().rev().filter_map(|state| state.shard.as_mut());
+        let mut shards = self.units.iter_mut().rev().filter(pending).filter_map(|state| state.shard.as_mut());
         shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
+        self.units.iter_mut().for_each(|state| state.is_finished = false);
         Ok(std::mem::take(&mut self.waiting))
+    }
+
+    /// Waits for the sum of one unit ahead of the others.
+    pub(crate) fn finish(&mut self, unit: usize) -> Result<(), ParallelError> {
+        while self.under_way.contains(&unit) {
+            self.finish_first()?;
+        }
+        let state = &mut self.units[unit];
+        if let Some(shard) = state.shard.as_mut().filter(|_| !state.is_finished) {
+            shard.reduce(&self.device);
+            shard.wait(&mut self.waiting)?;
+            state.is_finished = true;
+        }
+        Ok(())
+    }
+
+    /// The memory of a unit's shard.
+    ///
+    /// # Panics
+    /// If no shard is kept apart.
+    pub(crate) fn memory(&mut self, unit: usize) -> &mut dyn Movable {
+        self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").memory()
     }
 
     /// The compressors, each with its unit's name.

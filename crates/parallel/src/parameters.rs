@@ -8,12 +8,12 @@ use crate::waiting::Waiting;
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{Bf16, F16, Rank};
+use trireme_base::{Bf16, F16};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::ZeroStage;
 use trireme_tensor::{
-    Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, View,
-    ViewMut,
+    Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
+    View, ViewMut,
 };
 
 /// The parameters of a rank.
@@ -40,13 +40,13 @@ enum Layout {
 }
 
 impl RankParameters {
-    /// Zeros. Gathered parameters are in `precision`.
+    /// Zeros. Gathered parameters are in `precision`; shards apart from them lie on a device of their own.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         zero_stage: ZeroStage,
         precision: Precision,
         ranks: &DataParallelRanks,
-        device: &Device,
+        (device, shards_device): (&Device, &Device),
     ) -> Result<Self, ParallelError> {
         let group = ranks.shards();
         let parts = table.shards(group.rank().0, group.world_size());
@@ -68,7 +68,7 @@ impl RankParameters {
                     Precision::F16 => Box::new(Gathered::<F16>::new(table, group, device, is_kept)?),
                 };
                 Layout::Apart {
-                    shards: Parameters::zeros_of(table, parts.clone(), device, category)?,
+                    shards: Parameters::zeros_of(table, parts.clone(), shards_device, category)?,
                     wholes,
                 }
             }
@@ -97,6 +97,14 @@ impl RankParameters {
             Layout::Replicated(parameters) => parameters.flat_mut(unit),
             Layout::Within(wholes) => wholes.view_mut(unit).into_part(self.parts[unit].start, shape),
             Layout::Apart { shards, .. } => shards.flat_mut(unit),
+        }
+    }
+
+    /// The memory of what this rank steps of a unit, if it is apart from what operations read.
+    pub(crate) fn memory(&mut self, unit: usize) -> Option<&mut Tensor> {
+        match &mut self.layout {
+            Layout::Apart { shards, .. } => Some(shards.memory_mut(unit)),
+            _ => None,
         }
     }
 
@@ -163,28 +171,6 @@ impl ParameterSource for RankParameters {
             Layout::Apart { wholes, .. } => wholes.view(unit),
         }
     }
-}
-
-/// All parameters, in memory of rank 0; `None` for the other ranks. Collective over the ranks.
-///
-/// A unit at a time is gathered by every rank of a replica: with ZeRO no other rank needs memory for more.
-pub(crate) fn gather_parameters(
-    parameters: &RankParameters,
-    ranks: &DataParallelRanks,
-) -> Result<Option<Parameters>, ParallelError> {
-    let RankParameters { table, device, .. } = parameters;
-    let is_root = ranks.world().rank() == Rank::ROOT;
-    let mut all = is_root.then(|| Parameters::zeros(table, device, Category::Parameters)).transpose()?;
-    let group = ranks.shards();
-    for (unit, info) in table.units().iter().enumerate() {
-        let mut buffer = group.buffer::<f32>(info.padded_len())?;
-        buffer[parameters.parts[unit].clone()].copy_from_slice(parameters.shard(unit).f32s());
-        let buffer = group.all_gather(buffer).wait()?;
-        if let Some(all) = &mut all {
-            all.flat_mut(unit).f32s().copy_from_slice(&buffer[..info.num_elements]);
-        }
-    }
-    Ok(all)
 }
 
 /// Whole units that are gathered from shards.

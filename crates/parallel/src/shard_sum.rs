@@ -3,6 +3,8 @@
 
 use crate::error::ParallelError;
 use crate::gradients::{Determinism, Gradient, add};
+use crate::offload::Movable;
+use crate::pool::Pool;
 use crate::ranks::DataParallelRanks;
 use crate::stored::Stored;
 use crate::tree::TreeSum;
@@ -25,44 +27,68 @@ pub(crate) trait ShardSum: Send {
 
     /// The sum.
     fn view(&self) -> View<'_>;
+
+    /// The memory of the sum.
+    fn memory(&mut self) -> &mut dyn Movable;
 }
 
-/// Zeros of a shard of `len` elements that are kept in `precision`, which is f32 where several are added.
-pub(crate) fn shard_sum(
-    len: usize,
-    precision: Precision,
+/// Where shards of gradients lie, which may go from unit to unit.
+pub(crate) struct ShardSums<'a> {
+    ranks: &'a DataParallelRanks,
     determinism: Determinism,
-    ranks: &DataParallelRanks,
-    device: &Device,
-) -> Result<Box<dyn ShardSum>, ParallelError> {
-    Ok(match precision {
-        Precision::F32 => Box::new(TreeShardSum {
+    f32: Pool<f32>,
+    bf16: Pool<Bf16>,
+    f16: Pool<F16>,
+}
+
+impl<'a> ShardSums<'a> {
+    /// Shards that are counted on `device`.
+    pub(crate) fn new(ranks: &'a DataParallelRanks, determinism: Determinism, device: &Device) -> Self {
+        let (group, category) = (ranks.replicas(), Category::Gradients);
+        ShardSums {
+            ranks,
             determinism,
-            memory: Replicated::new(len, ranks, device)?,
-            sum: TreeSum::new(),
-        }),
-        Precision::Bf16 => Box::new(Replicated::<Bf16>::new(len, ranks, device)?),
-        Precision::F16 => Box::new(Replicated::<F16>::new(len, ranks, device)?),
-    })
+            f32: Pool::new(group, device, category, true),
+            bf16: Pool::new(group, device, category, true),
+            f16: Pool::new(group, device, category, true),
+        }
+    }
+
+    /// A shard of `len` elements that is kept in `precision`, which is f32 where several are added.
+    pub(crate) fn sum(&self, len: usize, precision: Precision) -> Box<dyn ShardSum> {
+        match precision {
+            Precision::F32 => {
+                let memory = Replicated::new(len, self.ranks, self.f32.clone());
+                Box::new(TreeShardSum { determinism: self.determinism, memory, sum: TreeSum::new() })
+            }
+            Precision::Bf16 => Box::new(Replicated::new(len, self.ranks, self.bf16.clone())),
+            Precision::F16 => Box::new(Replicated::new(len, self.ranks, self.f16.clone())),
+        }
+    }
 }
 
 /// A vector that replicas add up.
 struct Replicated<T> {
     shape: Shape,
     replicas: Arc<Group>,
-    /// Present while nothing is under way.
+    pool: Pool<T>,
+    /// Present while nothing is under way and it was not given back.
     memory: Option<Buffer<T>>,
     under_way: Option<Work<Buffer<T>>>,
 }
 
 impl<T: Element> Replicated<T> {
-    fn new(len: usize, ranks: &DataParallelRanks, device: &Device) -> Result<Self, ParallelError> {
+    fn new(len: usize, ranks: &DataParallelRanks, pool: Pool<T>) -> Self {
         let replicas = Arc::clone(ranks.replicas());
-        let num_bytes = len * size_of::<T>();
-        device.memory().take(Category::Gradients, num_bytes)?;
-        device.memory().take(Category::Communication, replicas.peer_bytes_mapped(num_bytes))?;
-        let memory = replicas.buffer::<T>(len)?;
-        Ok(Replicated { shape: [len].into(), replicas, memory: Some(memory), under_way: None })
+        Replicated { shape: [len].into(), replicas, pool, memory: None, under_way: None }
+    }
+
+    /// Memory for a sum.
+    fn take(&mut self) -> Result<Buffer<T>, ParallelError> {
+        match self.memory.take() {
+            Some(memory) => Ok(memory),
+            None => self.pool.take(self.shape.num_elements()),
+        }
     }
 
     fn start(&mut self, sum: Buffer<T>) {
@@ -84,8 +110,9 @@ impl<T: Element> Replicated<T> {
 impl<T: Stored> ShardSum for Replicated<T> {
     fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError> {
         let shape = self.shape;
-        let memory = self.memory.as_mut().expect("one gradient is added a step");
-        device.convert(shard, T::view_mut(memory, shape));
+        let mut memory = self.take()?;
+        device.convert(shard, T::view_mut(&mut memory, shape));
+        self.memory = Some(memory);
         Ok(())
     }
 
@@ -101,6 +128,36 @@ impl<T: Stored> ShardSum for Replicated<T> {
     fn view(&self) -> View<'_> {
         T::view(self.sum(), self.shape)
     }
+
+    fn memory(&mut self) -> &mut dyn Movable {
+        self
+    }
+}
+
+impl<T: Element> Movable for Replicated<T> {
+    fn num_bytes(&self) -> usize {
+        self.shape.num_elements() * size_of::<T>()
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(self.sum())
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let memory = self.memory.as_mut().expect("memory is here when it is worked with");
+        bytemuck::cast_slice_mut(memory)
+    }
+
+    fn release(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.pool.give(memory);
+        }
+    }
+
+    fn restore(&mut self) -> Result<(), ParallelError> {
+        self.memory = Some(self.take()?);
+        Ok(())
+    }
 }
 
 /// The sum over microbatches in f32, in the canonical order.
@@ -113,9 +170,10 @@ struct TreeShardSum {
 impl ShardSum for TreeShardSum {
     fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError> {
         let shape = self.memory.shape;
-        let mut term = match self.memory.memory.take() {
-            Some(buffer) => Gradient::Reducible(buffer),
-            None => Gradient::Partial(device.empty(shape, DType::F32, Category::Gradients)?),
+        let mut term = if self.sum.is_empty() {
+            Gradient::Reducible(self.memory.take()?)
+        } else {
+            Gradient::Partial(device.empty(shape, DType::F32, Category::Gradients)?)
         };
         device.convert(shard, term.view_mut(shape));
         self.sum.push(term, |left, right| add(device, shape, left, right));
@@ -141,5 +199,9 @@ impl ShardSum for TreeShardSum {
 
     fn view(&self) -> View<'_> {
         View::from_f32s(self.memory.sum(), self.memory.shape)
+    }
+
+    fn memory(&mut self) -> &mut dyn Movable {
+        &mut self.memory
     }
 }

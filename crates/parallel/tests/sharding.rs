@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{OPTIONS, STEPS, batches, dynamic, sharded_executor};
+use common::{Layout, OPTIONS, STEPS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, Tier};
 use trireme_schedule::lowering::Sharding;
 use trireme_schedule::{Keep, ZeroStage};
 use trireme_tensor::Precision;
@@ -43,9 +43,19 @@ fn run(
     (world_size, num_shards): (usize, usize),
     num_microbatches: usize,
 ) -> Found {
+    let layout = Layout { options, num_shards, keeps, ..Layout::default() };
+    run_layout(config, &layout, world_size, num_microbatches)
+}
+
+fn run_layout(
+    config: &ModelConfig,
+    layout: &Layout<'_>,
+    world_size: usize,
+    num_microbatches: usize,
+) -> Found {
     let mut results = run_ranks(world_size, |group| {
         let accumulation = num_microbatches / world_size;
-        let mut executor = sharded_executor(config, group, 1, accumulation, options, keeps, num_shards);
+        let mut executor = laid_out(config, group, 1, accumulation, layout);
         train(&mut executor, num_microbatches)
     });
     let first = results.remove(0);
@@ -142,4 +152,46 @@ fn what_is_recomputed_has_the_bits_of_what_is_kept() {
             }
         }
     }
+}
+
+#[test]
+fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
+    use Tier::{Device, Disk, Host};
+    let folder = tempfile::tempdir().unwrap();
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    for options in [OPTIONS, bf16] {
+        for config in small_models() {
+            for num_microbatches in [2, 4] {
+                let oracle = run(&config, options, &[], (1, 1), num_microbatches);
+                for (zero_stage, tiers) in [
+                    (ZeroStage::Zero, [Device, Device, Device, Host]),
+                    (ZeroStage::Zero, [Device, Device, Device, Disk]),
+                    (ZeroStage::One, [Host, Device, Device, Device]),
+                    (ZeroStage::One, [Disk, Device, Device, Device]),
+                    (ZeroStage::Two, [Disk, Device, Host, Disk]),
+                    (ZeroStage::Three, [Host, Host, Host, Host]),
+                    (ZeroStage::Three, [Disk, Disk, Disk, Disk]),
+                    (ZeroStage::Three, [Host, Disk, Device, Host]),
+                ] {
+                    if tiers[2] == Disk && num_microbatches > 2 {
+                        continue;
+                    }
+                    for keeps in [&[][..], &[Keep::All, Keep::Input, Keep::Products, Keep::All]] {
+                        let sharding = Sharding { zero_stage, ..options.sharding };
+                        let layout = Layout {
+                            options: ExecutorOptions { sharding, ..options },
+                            num_shards: if zero_stage == ZeroStage::Zero { 1 } else { 2 },
+                            keeps,
+                            tiers,
+                            folder: folder.path(),
+                            ..Layout::default()
+                        };
+                        let found = run_layout(&config, &layout, 2, num_microbatches);
+                        assert!(found == oracle, "{zero_stage:?} {tiers:?} {keeps:?} {}", options.precision);
+                    }
+                }
+            }
+        }
+    }
+    assert!(std::fs::read_dir(folder.path()).unwrap().next().is_none(), "files are gone");
 }

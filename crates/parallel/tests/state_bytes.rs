@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{OPTIONS, batches, sharded_executor};
+use common::{Layout, OPTIONS, batches, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::ZeroStage;
@@ -19,7 +19,8 @@ fn config() -> ModelConfig {
 /// Bytes of parameters, gradients and optimizer that a rank holds after a step, for each parameter.
 fn state_bytes(options: ExecutorOptions, (world_size, num_shards): (usize, usize)) -> [f64; 3] {
     let ranks = run_ranks(world_size, |group| {
-        let mut executor = sharded_executor(&config(), group, 1, 1, options, &[], num_shards);
+        let mut executor =
+            laid_out(&config(), group, 1, 1, &Layout { options, num_shards, ..Layout::default() });
         let batches = batches(&executor, world_size, 1);
         let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
         executor.run(plan, &mut batches.into_iter()).unwrap();
@@ -74,7 +75,8 @@ fn stages_send_the_bytes_of_the_paper() {
         let sharding = Sharding { zero_stage, ..OPTIONS.sharding };
         let options = ExecutorOptions { sharding, fusion_bytes: 0, ..OPTIONS };
         let ranks = run_ranks(num_ranks, |group| {
-            let mut executor = sharded_executor(&config(), group, 1, 1, options, &[], num_shards);
+            let mut executor =
+                laid_out(&config(), group, 1, 1, &Layout { options, num_shards, ..Layout::default() });
             let before = executor.ranks().payload_bytes();
             let batches = batches(&executor, num_ranks, 1);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };

@@ -2,6 +2,7 @@
 
 use crate::usage::CategoryBytes;
 use trireme_base::DType;
+use trireme_schedule::StateClass;
 
 /// Bytes of activations that passes of one unit over one microbatch take, and what they compute. Token ids are not among
 /// them. Each peak is of all that the pass works with, so what it begins with is in it.
@@ -76,6 +77,8 @@ pub struct MemorySetup {
     pub reduce_dtype: DType,
     /// Bytes of short gradients that travel as one message, where ranks do not share memory.
     pub fusion_bytes: usize,
+    /// State that lives elsewhere than on the device between its uses. Activations move as the program says.
+    pub away: Vec<StateClass>,
     /// Whether gradients of microbatches are added in place, whatever the order.
     pub adds_in_place: bool,
     /// What the device rounds sizes of its memory up to.

@@ -31,6 +31,58 @@ impl Keep {
     }
 }
 
+/// A class of state that may live elsewhere than on the device between its uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum StateClass {
+    /// What the optimizer keeps of a unit.
+    Optimizer,
+    /// This rank's shard of a unit's parameters.
+    Parameters,
+    /// This rank's shard of a unit's reduced gradient.
+    Gradients,
+    /// What forward of a unit for a microbatch has kept.
+    Activations,
+}
+
+impl StateClass {
+    /// Every class.
+    pub const ALL: [StateClass; 4] =
+        [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients, StateClass::Activations];
+
+    /// Name in programs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            StateClass::Optimizer => "optimizer",
+            StateClass::Parameters => "parameters",
+            StateClass::Gradients => "gradients",
+            StateClass::Activations => "activations",
+        }
+    }
+
+    /// The class of this name.
+    pub fn named(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|class| class.name() == name)
+    }
+}
+
+/// State that moves as one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StateOf {
+    /// What it is.
+    pub class: StateClass,
+    /// Of which unit.
+    pub unit: usize,
+    /// Of which microbatch, for activations; 0 for the other classes.
+    pub microbatch: usize,
+}
+
+impl fmt::Display for StateOf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {}", self.class.name(), self.unit)?;
+        if self.class == StateClass::Activations { write!(f, " {}", self.microbatch) } else { Ok(()) }
+    }
+}
+
 /// One thing a rank does within a step. Units and microbatches are counted from 0; a microbatch by its place
 /// among those of this rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -75,6 +127,11 @@ pub enum Action {
         /// Unit.
         unit: usize,
     },
+    /// `FETCH optimizer u`, `FETCH activations u m`: starts to bring state back from where it lives. What works with it waits
+    /// for it.
+    Fetch(StateOf),
+    /// `EVICT optimizer u`, `EVICT activations u m`: starts to bring state back to where it lives, and frees its memory.
+    Evict(StateOf),
     /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first of a program waits for every
     /// reduction, for the gradients' global norm needs all of them.
     Step {
@@ -90,6 +147,8 @@ pub enum Stream {
     Compute,
     /// Communication between data-parallel ranks.
     DataParallel,
+    /// Transfers to and from the host's memory and disks.
+    Offload,
 }
 
 impl Action {
@@ -97,13 +156,22 @@ impl Action {
     pub fn stream(self) -> Stream {
         match self {
             Action::Unshard { .. } | Action::ReduceGrad { .. } => Stream::DataParallel,
+            Action::Fetch(_) | Action::Evict(_) => Stream::Offload,
             _ => Stream::Compute,
         }
+    }
+
+    /// Whether the action is a pass of a unit: forward, recomputation or backward.
+    pub fn is_pass(self) -> bool {
+        matches!(self, Action::Forward { .. } | Action::Recompute { .. } | Action::Backward { .. })
     }
 
     /// The microbatch that the action is about, if it is about one.
     pub fn microbatch(self) -> Option<usize> {
         match self {
+            Action::Fetch(state) | Action::Evict(state) if state.class == StateClass::Activations => {
+                Some(state.microbatch)
+            }
             Action::Forward { microbatch, .. }
             | Action::Recompute { microbatch, .. }
             | Action::Backward { microbatch, .. } => Some(microbatch),
@@ -121,6 +189,7 @@ impl Action {
             | Action::Reshard { unit }
             | Action::ReduceGrad { unit }
             | Action::Step { unit } => unit,
+            Action::Fetch(state) | Action::Evict(state) => state.unit,
         }
     }
 }
@@ -137,6 +206,8 @@ impl fmt::Display for Action {
             Action::Unshard { unit } => write!(f, "UNSHARD {unit}"),
             Action::Reshard { unit } => write!(f, "RESHARD {unit}"),
             Action::ReduceGrad { unit } => write!(f, "REDUCE_GRAD {unit}"),
+            Action::Fetch(state) => write!(f, "FETCH {state}"),
+            Action::Evict(state) => write!(f, "EVICT {state}"),
             Action::Step { unit } => write!(f, "STEP {unit}"),
         }
     }
@@ -146,7 +217,7 @@ impl fmt::Display for Action {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "'{0}' is no action; expected 'F unit microbatch' (and 'keep products', 'keep input' or 'keep nothing'), 'R unit \
-     microbatch', 'B unit microbatch', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit' or 'STEP unit'"
+     microbatch', 'B unit microbatch', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit' or 'STEP unit'"
 )]
 pub struct ParseActionError(pub String);
 
@@ -174,6 +245,16 @@ impl FromStr for Action {
             ["UNSHARD", unit] => Ok(Action::Unshard { unit: number(unit)? }),
             ["RESHARD", unit] => Ok(Action::Reshard { unit: number(unit)? }),
             ["REDUCE_GRAD", unit] => Ok(Action::ReduceGrad { unit: number(unit)? }),
+            [verb @ ("FETCH" | "EVICT"), class, unit, ref rest @ ..] => {
+                let class = StateClass::named(class).ok_or_else(refuse)?;
+                let microbatch = match (class, rest) {
+                    (StateClass::Activations, [microbatch]) => number(microbatch)?,
+                    (StateClass::Activations, _) | (_, [_, ..]) => return Err(refuse()),
+                    (_, []) => 0,
+                };
+                let state = StateOf { class, unit: number(unit)?, microbatch };
+                Ok(if verb == "FETCH" { Action::Fetch(state) } else { Action::Evict(state) })
+            }
             ["STEP", unit] => Ok(Action::Step { unit: number(unit)? }),
             _ => Err(refuse()),
         }

@@ -10,6 +10,6 @@ mod program;
 pub mod single;
 mod validate;
 
-pub use action::{Action, Keep, ParseActionError, Stream};
+pub use action::{Action, Keep, ParseActionError, StateClass, StateOf, Stream};
 pub use program::{Outline, ParseProgramError, Program, ZeroStage};
 pub use validate::{ProgramError, validate, validate_world};

@@ -1,4 +1,4 @@
-use crate::action::{Action, ParseActionError};
+use crate::action::{Action, ParseActionError, StateClass};
 use std::fmt;
 use std::str::FromStr;
 
@@ -36,6 +36,8 @@ pub struct Outline {
     pub num_microbatches: usize,
     /// What the ranks share out.
     pub zero_stage: ZeroStage,
+    /// Classes of state that are not at hand between steps, or not through all of a step.
+    pub offloaded: Vec<StateClass>,
     /// Units that read another unit's parameters, and add to its gradient: the reader and the owner.
     pub ties: Vec<(usize, usize)>,
 }
@@ -67,7 +69,8 @@ impl Outline {
 /// units 3 microbatches 1
 /// F 0 0
 /// ```
-/// The header goes on with `zero_stage 3` where ranks share out something, and with `ties 2:0` for each unit (here the
+/// The header goes on with `zero_stage 3` where ranks share out something, with `offload optimizer` for each class of state
+/// that lives elsewhere, and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
@@ -83,6 +86,7 @@ impl fmt::Display for Outline {
         if self.zero_stage != ZeroStage::Zero {
             write!(f, " zero_stage {}", self.zero_stage.number())?;
         }
+        self.offloaded.iter().try_for_each(|class| write!(f, " offload {}", class.name()))?;
         self.ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))
     }
 }
@@ -99,7 +103,7 @@ impl fmt::Display for Program {
 pub enum ParseProgramError {
     /// The first line does not give the sizes.
     #[error(
-        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z' and 'ties U:V'"
+        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z', 'offload C' and 'ties U:V'"
     )]
     Header {
         /// Line, from 1.
@@ -132,6 +136,7 @@ fn parse_outline(text: &str) -> Option<Outline> {
             ["zero_stage", number] => {
                 outline.zero_stage = *ZeroStage::ALL.get(number.parse::<usize>().ok()?)?;
             }
+            ["offload", class] => outline.offloaded.push(StateClass::named(class)?),
             ["ties", tie] => {
                 let (reader, owner) = tie.split_once(':')?;
                 outline.ties.push((reader.parse().ok()?, owner.parse().ok()?));

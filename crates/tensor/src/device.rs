@@ -125,6 +125,21 @@ impl Device {
         self.num_operations.fetch_add(num_operations as u64, Ordering::Relaxed);
     }
 
+    /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
+    /// the same one.
+    ///
+    /// # Errors
+    /// If its memory cannot be reserved.
+    pub fn host(&self) -> Result<Device, DeviceError> {
+        let counter = Arc::new(MemoryCounter::new(None));
+        let arena = match self.cpu.threads.is_idle() {
+            true => Arena::reserve_bytes(COUNTING_BYTES, Arc::clone(&counter)),
+            false => Arena::reserve(Arc::clone(&counter)),
+        };
+        let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));
+        Ok(Device { cpu, arena, counter, num_operations: Arc::default() })
+    }
+
     /// Threads that kernels use.
     pub fn num_threads(&self) -> usize {
         self.cpu.threads.num_threads()

@@ -49,6 +49,12 @@ impl OptimizerState {
             .sum()
     }
 
+    /// Shows `visit` the memory.
+    pub fn for_each_memory(&mut self, mut visit: impl FnMut(&mut Tensor)) {
+        visit(&mut self.values);
+        visit(&mut self.steps);
+    }
+
     /// The values, if they are f32.
     pub fn as_f32s(&self) -> Option<&[f32]> {
         (self.dtype == StateDType::F32).then(|| self.values.view().f32s())

@@ -268,6 +268,11 @@ impl Parameters {
         self.flats[unit].view_mut()
     }
 
+    /// The memory of a unit.
+    pub fn memory_mut(&mut self, unit: usize) -> &mut Tensor {
+        &mut self.flats[unit]
+    }
+
     /// One parameter.
     ///
     /// # Panics

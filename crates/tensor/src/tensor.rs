@@ -1,3 +1,4 @@
+use crate::device::DeviceError;
 use crate::kernels::cpu::arena::Block;
 use crate::kernels::cpu::element::{Element, Floats, FloatsMut};
 use crate::shape::Shape;
@@ -13,7 +14,7 @@ pub struct Tensor {
 
 impl Tensor {
     pub(crate) fn new(block: Block, shape: Shape, dtype: DType) -> Self {
-        debug_assert_eq!(block.bytes().len(), shape.num_elements() * dtype.size());
+        debug_assert_eq!(block.len(), shape.num_elements() * dtype.size());
         Tensor { block, shape, dtype }
     }
 
@@ -25,6 +26,37 @@ impl Tensor {
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Gives the memory back, and with it the contents; shape and dtype stay.
+    pub fn release(&mut self) {
+        self.block.release();
+    }
+
+    /// Takes memory again after [`release`](Tensor::release); the contents are unspecified.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn restore(&mut self) -> Result<(), DeviceError> {
+        Ok(self.block.retake()?)
+    }
+
+    /// Number of bytes, whether they are here or not.
+    pub fn num_bytes(&self) -> usize {
+        self.block.len()
+    }
+
+    /// The elements' bytes.
+    ///
+    /// # Panics
+    /// If they were given back.
+    pub fn bytes(&self) -> &[u8] {
+        self.block.bytes()
+    }
+
+    /// As [`bytes`](Tensor::bytes), to write.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        self.block.bytes_mut()
     }
 
     /// All of the tensor, to read.

@@ -14,7 +14,7 @@ use trireme_comm::Group;
 use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
-use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions};
+use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions};
 use trireme_schedule::lowering::{Sharding, recompute, shard};
 use trireme_schedule::{Keep, Program, ZeroStage, single};
 use trireme_tensor::{Device, Precision};
@@ -227,7 +227,8 @@ pub(crate) fn build_executor(
     let keeps = keeps.map_or_else(|| given_keeps(config, &model), <[Keep]>::to_vec);
     let program = step_program(config, &model, &keeps);
     let options = executor_options(config);
-    let mut executor = Executor::new(model, optimizer, ranks, device, program, options)?;
+    let offload = OffloadOptions::none(device);
+    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &offload)?;
     match &config.model().init_from {
         None => executor.initialize(training.seed)?,
         Some(folder) => {

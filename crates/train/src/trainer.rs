@@ -20,7 +20,7 @@ use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaling, LrSchedule};
 use trireme_parallel::{Executor, GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_schedule::Keep;
-use trireme_tensor::{Category, Device, DeviceOptions};
+use trireme_tensor::{Category, Device, DeviceOptions, Parameters};
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone)]
@@ -313,6 +313,11 @@ impl<'a> Trainer<'a> {
     /// Model, parameters and device.
     pub fn executor(&self) -> &Executor {
         &self.executor
+    }
+
+    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
+    pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
+        Ok(self.executor.gather_parameters()?)
     }
 
     /// The corpus' tokenizer.

@@ -58,22 +58,20 @@ fn narrow_states_train_as_well() {
 #[test]
 fn runs_go_on_from_checkpoints_with_the_same_bits() {
     for keys in OPTIMIZERS {
-        for dtype in STATE_DTYPES {
-            let folder = tempfile::tempdir().unwrap();
-            let dtype = format!("optimizer.state_dtype={dtype}");
-            let keys = [&["model.hidden_size=128", "checkpoint.interval=2", &dtype], keys].concat();
-            let run = |name: &str, stops: &[u64]| {
-                let config = job(folder.path(), name, 1, 4, &keys);
-                let mut loss = None;
-                for &stop in stops {
-                    let mut observer = Silent;
-                    let mut trainer = trainer(&config, trireme_comm::single(), &mut observer);
-                    loss = trainer.run_until(stop).unwrap().loss;
-                }
-                loss.unwrap()
-            };
-            assert_eq!(run("whole", &[4]).to_bits(), run("stopped", &[2, 4]).to_bits(), "{keys:?}");
-        }
+        let folder = tempfile::tempdir().unwrap();
+        let narrow = ["model.hidden_size=128", "checkpoint.interval=2", "optimizer.state_dtype=int8"];
+        let keys = [&narrow, keys].concat();
+        let run = |name: &str, stops: &[u64]| {
+            let config = job(folder.path(), name, 1, 4, &keys);
+            let mut loss = None;
+            for &stop in stops {
+                let mut observer = Silent;
+                let mut trainer = trainer(&config, trireme_comm::single(), &mut observer);
+                loss = trainer.run_until(stop).unwrap().loss;
+            }
+            loss.unwrap()
+        };
+        assert_eq!(run("whole", &[4]).to_bits(), run("stopped", &[2, 4]).to_bits(), "{keys:?}");
     }
 }
 

@@ -51,7 +51,7 @@ fn train(config: &Config) -> Found {
         let mut bits = Bits::default();
         let mut trainer = trainer(config, group, &mut bits);
         trainer.run().unwrap();
-        let weights = trainer.executor().gather_parameters().unwrap();
+        let weights = trainer.gather_parameters().unwrap();
         drop(trainer);
         let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.flat(unit).f32s().to_vec());
         let num_units = weights.as_ref().map_or(0, |all| all.table().units().len());
@@ -129,6 +129,23 @@ fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
             assert!(found == whole.0, "{first:?} then {second:?}, {dtype}: steps differ");
             assert!(rest.1 == whole.1, "{first:?} then {second:?}, {dtype}: weights differ");
         }
+    }
+}
+
+#[test]
+fn every_optimizer_has_the_same_bits_over_any_number_of_shards() {
+    for optimizer in ["adam", "lion", "adafactor", "lamb", "lars", "muon"] {
+        let folder = tempfile::tempdir().unwrap();
+        let name = format!("optimizer.name={optimizer}");
+        let run = |run: &str, workers: usize, stage: &str, steps: u64| {
+            train(&job(folder.path(), run, workers, steps, &[&name, stage]))
+        };
+        let whole = run("whole", 1, "parallelism.zero_stage=0", 10);
+        let mut found = run("cut", 4, "parallelism.zero_stage=3", 5).0;
+        let rest = run("cut", 2, "parallelism.zero_stage=1", 10);
+        found.extend(&rest.0);
+        assert!(found == whole.0, "{optimizer}: steps differ");
+        assert!(rest.1 == whole.1, "{optimizer}: weights differ");
     }
 }
 

@@ -187,7 +187,7 @@ fn train(config: &Config, group: Group, local_world_size: usize, started: Instan
     let summary = trainer.run()?;
     let weights = match config.generate().num_tokens {
         0 => None,
-        _ => trainer.executor().gather_parameters().map_err(TrainError::from)?,
+        _ => trainer.gather_parameters()?,
     };
     // The others must not outrun rank 0's last words: their exit would look like a loss.
     trainer.executor().group().barrier().wait()?;

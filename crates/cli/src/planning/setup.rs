@@ -79,6 +79,7 @@ pub(crate) fn memory_setup(
         gather_dtype: options.gather_precision().dtype(),
         reduce_dtype: options.reduce_dtype.dtype(),
         fusion_bytes: options.fusion_bytes,
+        away: Vec::new(),
         adds_in_place: options.determinism == Determinism::Run,
         alignment: Device::ALIGNMENT,
     })

@@ -67,10 +67,14 @@ pub(crate) fn device(num_threads: usize) -> Device {
     Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap()
 }
 
-/// Normal values for a unit.
+/// Normal values for a unit, of sizes that differ so much between leaves that a sum of their squares depends on its order.
 pub(crate) fn random(len: usize, name: &str, size: f32) -> Vec<f32> {
     let mut values = vec![0.0; len];
     RandomKey::new(3, name).fill_normal(&mut values, size);
+    for (index, values) in values.chunks_mut(16).enumerate() {
+        let scale = 0.5_f32.powi((index * 5 % 19) as i32);
+        values.iter_mut().for_each(|value| *value *= scale);
+    }
     values
 }
 
@@ -87,17 +91,18 @@ impl Exchange {
     }
 }
 
-/// One rank's end of it; counts its calls.
+/// One rank's end of it; counts its calls, and keeps the bits of all sums.
 pub(crate) struct Shards {
     pub(crate) exchange: Arc<Exchange>,
     pub(crate) rank: usize,
     pub(crate) num_sums: usize,
+    pub(crate) sum_bits: Vec<u64>,
     pub(crate) num_gathers: usize,
 }
 
 impl Shards {
     pub(crate) fn new(exchange: &Arc<Exchange>, rank: usize) -> Self {
-        Shards { exchange: Arc::clone(exchange), rank, num_sums: 0, num_gathers: 0 }
+        Shards { exchange: Arc::clone(exchange), rank, num_sums: 0, sum_bits: Vec::new(), num_gathers: 0 }
     }
 
     fn all(&self, own: Vec<f64>) -> Vec<Vec<f64>> {
@@ -124,6 +129,7 @@ impl ShardOps for Shards {
             all = all.chunks(2).map(add).collect();
         }
         values.copy_from_slice(&all[0]);
+        self.sum_bits.extend(values.iter().map(|value| value.to_bits()));
         Ok(())
     }
 

@@ -7,6 +7,7 @@ use crate::waiting::Waiting;
 use trireme_base::{DType, ReduceOp};
 use trireme_comm::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
+use trireme_schedule::StateClass;
 use trireme_tensor::{Category, Device, Tensor, View};
 
 /// A gradient in f32, whatever it was reduced in.
@@ -105,16 +106,24 @@ impl Executor {
     /// Sum of the squares of all gradients' elements, in the order of the canonical tree: over a rank's leaves of each unit,
     /// over the ranks, over the units.
     fn sum_of_squares(&mut self, waiting: &mut Waiting) -> Result<f64, ParallelError> {
-        let mut squares = self.squares.take().expect("squares are summed once a step");
-        for (unit, squares) in squares.iter_mut().enumerate() {
-            let leaf_len = self.model.table().units()[unit].leaf_len();
-            let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
-            *squares = self.device.sum_of_squares(grads.view(), leaf_len);
+        // Those of gradients that are away were summed before they left.
+        if !self.offloaded.moves(StateClass::Gradients) {
+            (0..self.model.num_units()).try_for_each(|unit| self.square(unit))?;
         }
+        let squares = self.squares.take().expect("squares are summed once a step");
         let squares = waiting.wait(self.ranks.shards().all_reduce(squares, ReduceOp::Sum))?;
         let sum = squares.iter().sum();
         self.squares = Some(squares);
         Ok(sum)
+    }
+
+    /// Sums the squares of this rank's part of a unit's gradient.
+    pub(super) fn square(&mut self, unit: usize) -> Result<(), ParallelError> {
+        let leaf_len = self.model.table().units()[unit].leaf_len();
+        let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
+        let squares = self.squares.as_mut().expect("squares are summed once a step");
+        squares[unit] = self.device.sum_of_squares(grads.view(), leaf_len);
+        Ok(())
     }
 
     /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.

@@ -2,13 +2,15 @@
 
 mod finishing;
 mod losses;
+mod moves;
 mod passes;
 
 use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
-use crate::parameters::{RankParameters, gather_parameters};
+use crate::offload::{OffloadOptions, Offloaded};
+use crate::parameters::RankParameters;
 use crate::ranks::DataParallelRanks;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
@@ -17,12 +19,13 @@ use losses::{Losses, global_microbatch};
 use passes::InFlight;
 use std::ops::Range;
 use std::sync::Arc;
+use trireme_base::Rank;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaler, Optimizer, StepSettings};
-use trireme_schedule::lowering::shard;
-use trireme_schedule::{Action, Program, single, validate};
-use trireme_tensor::{Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
+use trireme_schedule::lowering::{self, Offload, shard};
+use trireme_schedule::{Action, Program, ZeroStage, single, validate};
+use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
 
 /// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
 pub struct Executor {
@@ -34,6 +37,13 @@ pub struct Executor {
     evaluation: Program,
     parameters: RankParameters,
     optimizer: Optimizer,
+    /// Where the optimizer works.
+    optimizer_device: Device,
+    offloaded: Offloaded,
+    /// For each unit: its shard of parameters was written since it was evicted.
+    changed: Vec<bool>,
+    /// For each unit: its gradient was summed before it left.
+    is_squared: Vec<bool>,
     exchange: ShardExchange,
     gradients: Gradients,
     in_flight: InFlight,
@@ -49,7 +59,8 @@ pub struct Executor {
 impl Executor {
     /// Proves `program` and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
     ///
-    /// `optimizer` steps this rank's [`parts`](DataParallelRanks::parts) of the units.
+    /// `optimizer` steps this rank's [`parts`](DataParallelRanks::parts) of the units; its state lies on the host if `offload`
+    /// has it elsewhere than on the device.
     pub fn new(
         model: Model,
         optimizer: Optimizer,
@@ -57,20 +68,32 @@ impl Executor {
         device: &Device,
         program: Program,
         options: ExecutorOptions,
+        offload: &OffloadOptions,
     ) -> Result<Self, ParallelError> {
         validate(&program, 1)?;
         let ranks = Arc::new(ranks);
         let (table, outline) = (model.table(), &program.outline);
         let precision = options.gather_precision();
-        let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, device)?;
-        let gradients = Gradients::new(table, outline, &ranks, device, &options)?;
+        let tier =
+            if outline.zero_stage == ZeroStage::Three { offload.parameters } else { offload.optimizer };
+        let devices = (device, offload.device_of(tier, device));
+        let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, devices)?;
+        let devices = (device, offload.device_of(offload.gradients, device));
+        let gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
         let exchange = ShardExchange::new(&ranks, device);
         let losses = Losses::new(outline, &ranks)?;
         let squares = Some(ranks.shards().buffer(outline.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
         let evaluation = shard(single::evaluation(outline.num_units, &outline.ties), options.sharding);
-        Ok(Executor {
+        let Offload { parameters: moves_parameters, prefetch, .. } = offload.lowering();
+        let moves = Offload { parameters: moves_parameters, prefetch, ..Offload::default() };
+        let evaluation = lowering::offload(evaluation, moves);
+        let mut executor = Executor {
             in_flight: InFlight::new(outline),
+            optimizer_device: offload.device_of(offload.optimizer, device).clone(),
+            offloaded: Offloaded::new(offload, &program),
+            changed: vec![true; outline.num_units],
+            is_squared: vec![false; outline.num_units],
             model,
             device: device.clone(),
             ranks,
@@ -86,7 +109,10 @@ impl Executor {
             losses,
             squares,
             waiting: Waiting::default(),
-        })
+        };
+        executor.expect_moves();
+        executor.send_states(true)?;
+        Ok(executor)
     }
 
     /// The model.
@@ -143,12 +169,14 @@ impl Executor {
 
     /// Makes the model's random initial parameters. Collective.
     pub fn initialize(&mut self, seed: u64) -> Result<(), ParallelError> {
+        self.bring_states()?;
         let Executor { model, parameters, .. } = self;
         parameters.for_each_mut(|info, held, values| {
             model.initialize(info, held.start, values, seed);
             Ok::<(), ParallelError>(())
         })?;
-        self.refresh()
+        self.refresh()?;
+        self.send_states(true)
     }
 
     /// Brings what operations read up to date with the parameters that were loaded. Collective.
@@ -156,9 +184,25 @@ impl Executor {
         self.parameters.refresh()
     }
 
-    /// All parameters, in memory of rank 0; `None` for the other ranks. Collective.
-    pub fn gather_parameters(&self) -> Result<Option<Parameters>, ParallelError> {
-        gather_parameters(&self.parameters, &self.ranks)
+    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
+    ///
+    /// A unit at a time is gathered by every rank of a replica: with ZeRO no other rank needs memory for more.
+    pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
+        let is_root = self.group().rank() == Rank::ROOT;
+        let table = Arc::clone(self.model.table());
+        let zeros = || Parameters::zeros(&table, &self.optimizer_device, Category::Parameters);
+        let mut all = is_root.then(zeros).transpose()?;
+        let group = Arc::clone(self.ranks.shards());
+        for (unit, info) in table.units().iter().enumerate() {
+            let mut buffer = group.buffer::<f32>(info.padded_len())?;
+            let part = self.parameters.parts()[unit].clone();
+            self.with_shard(unit, |shard| buffer[part].copy_from_slice(shard.f32s()))?;
+            let buffer = group.all_gather(buffer).wait()?;
+            if let Some(all) = &mut all {
+                all.flat_mut(unit).f32s().copy_from_slice(&buffer[..info.num_elements]);
+            }
+        }
+        Ok(all)
     }
 
     /// The optimizer with its state.
@@ -207,12 +251,14 @@ impl Executor {
     }
 
     /// Compares what the replicas hold; collective.
-    pub fn check_replicas(&self) -> Result<(), ParallelError> {
+    pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         for unit in 0..self.model.num_units() {
-            for value in self.parameters.shard(unit).f32s() {
-                hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
-            }
+            self.with_shard(unit, |shard| {
+                for value in shard.f32s() {
+                    hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
+                }
+            })?;
         }
         let replicas = self.ranks.replicas();
         let hashes = replicas.all_gather_bytes(&hash.to_le_bytes()).wait()?;
@@ -273,6 +319,7 @@ impl Executor {
         finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
     ) -> Result<(), ParallelError> {
         self.await_parameters(action)?;
+        self.await_state(action)?;
         match action {
             Action::Forward { unit, microbatch, keep } => {
                 if unit == 0 {
@@ -289,6 +336,8 @@ impl Executor {
                 Ok(())
             }
             Action::ReduceGrad { unit } => self.gradients.reduce(unit),
+            Action::Fetch(state) => self.offloaded.fetch(state),
+            Action::Evict(state) => self.evict(state),
             Action::Step { unit } => {
                 let (_, update) = match *finished {
                     Some(finished) => finished,
@@ -297,8 +346,9 @@ impl Executor {
                 if let Some(settings) = update {
                     let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
                     let shard = self.parameters.shard_mut(unit);
-                    let (device, grads) = (&self.device, grads.view());
+                    let (device, grads) = (&self.optimizer_device, grads.view());
                     self.optimizer.step_unit(device, unit, shard, grads, settings, &mut self.exchange)?;
+                    self.changed[unit] = true;
                 }
                 Ok(())
             }

@@ -9,7 +9,7 @@ use trireme_tensor::tape::Recording;
 use trireme_tensor::{Tape, Tensor, Var};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
-enum Pass {
+pub(super) enum Pass {
     /// All or the products.
     Recorded { tape: Tape, input: Var, end: End },
     /// The input.
@@ -18,7 +18,7 @@ enum Pass {
 
 /// What backward of a unit starts from.
 #[derive(Clone, Copy)]
-enum End {
+pub(super) enum End {
     /// The gradient of what it made.
     Output(Var),
     /// The loss.
@@ -59,7 +59,7 @@ impl InFlight {
         self.targets[microbatch] = Some(batch.targets);
     }
 
-    fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Pass> {
+    pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Pass> {
         &mut self.passes[unit * self.num_microbatches + microbatch]
     }
 
@@ -178,7 +178,10 @@ impl Executor {
         for index in 0..self.evaluation.actions.len() {
             let action = self.evaluation.actions[index];
             self.await_parameters(action)?;
+            self.await_state(action)?;
             match (action, shape) {
+                (Action::Fetch(state), _) => self.offloaded.fetch(state)?,
+                (Action::Evict(state), _) => self.evict(state)?,
                 (Action::Unshard { unit }, _) => self.parameters.unshard(unit)?,
                 (Action::Reshard { unit }, _) => self.parameters.reshard(unit),
                 (Action::Forward { unit, .. }, Some(shape)) => {

@@ -1,14 +1,17 @@
 //! A small model in training.
 #![allow(dead_code, unreachable_pub)] // Each test binary uses a part of it.
 
+use std::path::Path;
 use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan,
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepOutcome,
+    StepPlan, Tier,
 };
-use trireme_schedule::lowering::{Sharding, recompute, shard};
+use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
 use trireme_schedule::{Keep, ZeroStage, single};
+use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::random_batch;
 
@@ -43,30 +46,66 @@ pub fn executor(
     accumulation: usize,
     options: ExecutorOptions,
 ) -> Executor {
-    sharded_executor(config, group, num_threads, accumulation, options, &[], 1)
+    laid_out(config, group, num_threads, accumulation, &Layout { options, ..Layout::default() })
 }
 
-/// As [`executor`], with recomputation of what units do not keep (all keep all if there is no choice), and `num_shards` ranks
-/// of a replica, which share out what `options` say.
-pub fn sharded_executor(
+/// What is shared out, recomputed and kept elsewhere.
+pub struct Layout<'a> {
+    pub options: ExecutorOptions,
+    /// Ranks of a replica, which share out what the options say.
+    pub num_shards: usize,
+    /// What units keep; all of them all if there is no choice.
+    pub keeps: &'a [Keep],
+    /// Where optimizer, parameters, gradients and activations live.
+    pub tiers: [Tier; 4],
+    pub folder: &'a Path,
+    pub swap: SwapOptions,
+}
+
+impl Default for Layout<'_> {
+    fn default() -> Self {
+        Layout {
+            options: OPTIONS,
+            num_shards: 1,
+            keeps: &[],
+            tiers: [Tier::Device; 4],
+            folder: Path::new("/nonexistent"),
+            swap: SwapOptions::default(),
+        }
+    }
+}
+
+pub fn laid_out(
     config: &ModelConfig,
     group: Group,
     num_threads: usize,
     accumulation: usize,
-    options: ExecutorOptions,
-    keeps: &[Keep],
-    num_shards: usize,
+    layout: &Layout<'_>,
 ) -> Executor {
     let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
     let model = Model::new(config.clone(), &device).unwrap();
-    let ranks = DataParallelRanks::new(group, num_shards).unwrap();
+    let ranks = DataParallelRanks::new(group, layout.num_shards).unwrap();
+    let [optimizer, parameters, gradients, activations] = layout.tiers;
+    let moves = OffloadOptions {
+        optimizer,
+        parameters,
+        gradients,
+        activations,
+        prefetch: 1,
+        host: device.host().unwrap(),
+        folder: layout.folder.to_owned(),
+        swap: layout.swap.clone(),
+    };
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
     let adamw = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
-    let optimizer = Optimizer::new(&adamw, model.table(), &ranks.parts(model.table()), &device).unwrap();
+    let optimizer_device = if optimizer == Tier::Device { &device } else { &moves.host };
+    let parts = ranks.parts(model.table());
+    let optimizer = Optimizer::new(&adamw, model.table(), &parts, optimizer_device).unwrap();
     let program = single::program(model.num_units(), accumulation, &model.ties());
-    let program = if keeps.is_empty() { program } else { recompute(program, keeps) };
-    let program = shard(program, options.sharding);
-    let mut executor = Executor::new(model, optimizer, ranks, &device, program, options).unwrap();
+    let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
+    let program = offload(shard(program, layout.options.sharding), moves.lowering());
+    let mut executor =
+        Executor::new(model, optimizer, ranks, &device, program, layout.options, &moves).unwrap();
     executor.initialize(1).unwrap();
     executor
 }

@@ -5,7 +5,7 @@ use crate::setup::MemorySetup;
 use crate::usage::Usage;
 use std::collections::VecDeque;
 use trireme_base::{Category, DType};
-use trireme_schedule::{Outline, ZeroStage};
+use trireme_schedule::{Outline, StateClass, ZeroStage};
 
 /// Whole gradients of one length that are under way at a time, as the executor bounds them.
 const IN_FLIGHT_MAX: usize = 2;
@@ -104,7 +104,7 @@ impl<'a> Gradients<'a> {
             self.wholes.take(setup, len, usage);
             self.units[unit].is_ready = true;
         }
-        if self.has_shards {
+        if self.has_shards && !setup.away.contains(&StateClass::Gradients) {
             let num_bytes = setup.units[unit].shard_len * self.shard_dtype().size();
             usage.take(Category::Gradients, num_bytes);
             usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
@@ -229,6 +229,14 @@ impl<'a> Gradients<'a> {
             usage.give(Category::Gradients, sum.num_partials() * partial);
         }
         (0..self.units.len()).for_each(|unit| self.read(unit, usage));
+    }
+
+    /// Waits for the reduction of one unit ahead of the others, and reads it.
+    pub(super) fn finish_ahead(&mut self, unit: usize, usage: &mut Usage) {
+        while self.under_way.contains(&unit) {
+            self.finish_first(usage);
+        }
+        self.read(unit, usage);
     }
 
     /// Reads a unit's reduced gradient, in f32.

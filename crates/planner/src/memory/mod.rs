@@ -11,7 +11,7 @@ use crate::usage::{CategoryBytes, Prediction, Usage};
 use gradients::Gradients;
 use parameters::Parameters;
 use passes::Passes;
-use trireme_schedule::{Action, Program};
+use trireme_schedule::{Action, Program, StateClass, StateOf};
 use updates::Updates;
 
 /// Steps that are gone through: what the first one takes for later ones is there in the second.
@@ -49,8 +49,9 @@ pub(crate) fn walk(
                 }
                 Action::Recompute { unit, microbatch } => passes.recompute(unit, microbatch, &mut usage),
                 Action::Backward { unit, microbatch } => {
+                    passes.begin_backward(unit, microbatch, &mut usage);
                     gradients.prepare(unit, &mut usage);
-                    passes.leave_input(microbatch, &mut usage);
+                    passes.leave_output(microbatch, &mut usage);
                     gradients.open(unit, &mut usage);
                     passes.backward(unit, microbatch, &mut usage);
                     gradients.close(unit, &mut usage);
@@ -58,6 +59,13 @@ pub(crate) fn walk(
                 Action::Unshard { unit } => parameters.unshard(unit, &mut usage),
                 Action::Reshard { unit } => parameters.reshard(unit),
                 Action::ReduceGrad { unit } => gradients.reduce(unit, &mut usage),
+                // Other states than activations are on their way through memory of the host.
+                Action::Fetch(_) => (),
+                Action::Evict(StateOf { class, unit, microbatch }) => match class {
+                    StateClass::Activations => passes.evict(unit, microbatch, &mut usage),
+                    StateClass::Gradients if !is_finished => gradients.finish_ahead(unit, &mut usage),
+                    _ => (),
+                },
                 Action::Step { unit } => {
                     if !std::mem::replace(&mut is_finished, true) {
                         gradients.finish(&mut usage);

@@ -4,7 +4,7 @@ use super::pool::Pool;
 use crate::setup::MemorySetup;
 use crate::usage::Usage;
 use trireme_base::{Category, DType};
-use trireme_schedule::{Outline, ZeroStage};
+use trireme_schedule::{Outline, StateClass, ZeroStage};
 
 #[derive(Debug)]
 pub(super) struct Parameters<'a> {
@@ -26,10 +26,13 @@ impl<'a> Parameters<'a> {
         let master = if is_wide { Category::Parameters } else { Category::Optimizer };
         // One shard is the whole.
         let has_wholes = stage != ZeroStage::Zero && (setup.num_shards > 1 || !is_kept);
+        let class = if is_kept { StateClass::Optimizer } else { StateClass::Parameters };
+        let is_away = setup.away.contains(&class);
         for unit in &setup.units {
             match stage {
                 _ if !has_wholes => usage.take(Category::Parameters, setup.on_device(unit.len)),
                 ZeroStage::One | ZeroStage::Two if is_wide => (),
+                _ if is_away => (),
                 _ => usage.take(master, setup.on_device(unit.shard_len)),
             }
         }

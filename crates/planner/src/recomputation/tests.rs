@@ -18,6 +18,7 @@ fn setup(passes: &[UnitPasses]) -> MemorySetup {
         gather_dtype: DType::F32,
         reduce_dtype: DType::F32,
         fusion_bytes: 0,
+        away: Vec::new(),
         adds_in_place: false,
         alignment: 64,
     }

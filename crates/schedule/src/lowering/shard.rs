@@ -65,7 +65,7 @@ struct Stay {
 }
 
 fn gather_around_use(outline: &Outline, actions: &[Action], sharding: Sharding) -> Vec<Action> {
-    let is_pass = |action: &Action| action.microbatch().is_some();
+    let is_pass = |action: &Action| action.is_pass();
     let passes: Vec<Action> = actions.iter().copied().filter(is_pass).collect();
     let stays = stays(outline, &passes, sharding.keep_after_forward);
     let mut unshards = vec![Vec::new(); passes.len()];

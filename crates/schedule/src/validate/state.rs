@@ -1,8 +1,9 @@
 //! What holds after each action of a program.
 
 use super::ProgramError;
-use crate::action::{Action, Keep};
+use crate::action::{Action, Keep, StateClass, StateOf};
 use crate::program::{Outline, ZeroStage};
+use std::collections::BTreeSet;
 
 /// What there is of the activations that backward of a unit for a microbatch reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -39,6 +40,8 @@ pub(super) struct State<'a> {
     outline: &'a Outline,
     units: Vec<Unit>,
     at_rest: Parameters,
+    /// State that is not at hand.
+    away: BTreeSet<StateOf>,
 }
 
 impl<'a> State<'a> {
@@ -53,7 +56,13 @@ impl<'a> State<'a> {
             has_unreduced: false,
             is_stepped: false,
         };
-        State { outline, units: (0..outline.num_units).map(unit).collect(), at_rest }
+        let mut away = BTreeSet::new();
+        for &class in &outline.offloaded {
+            if matches!(class, StateClass::Optimizer | StateClass::Parameters) {
+                away.extend((0..outline.num_units).map(|unit| StateOf { class, unit, microbatch: 0 }));
+            }
+        }
+        State { outline, units: (0..outline.num_units).map(unit).collect(), at_rest, away }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -72,7 +81,7 @@ impl<'a> State<'a> {
             self.apply(action);
             let holds = |found: &&Activations| !matches!(found, Activations::Absent | Activations::Spent);
             let in_flight = self.units[action.unit()].activations.iter().filter(holds).count();
-            if action.microbatch().is_some() && in_flight > in_flight_max {
+            if action.is_pass() && in_flight > in_flight_max {
                 return Err(ProgramError::TooManyInFlight { index, action, in_flight, bound: in_flight_max });
             }
         }
@@ -100,8 +109,25 @@ impl<'a> State<'a> {
             Action::ReduceGrad { .. } => {
                 !unit.has_unreduced && unit.activations.iter().all(|found| *found == Activations::Spent)
             }
+            Action::Fetch(state) => !self.away.contains(&state),
+            Action::Evict(state) => {
+                self.away.contains(&state) || !self.outline.offloaded.contains(&state.class)
+            }
             Action::Step { .. } => unit.is_stepped,
         }
+    }
+
+    /// The state that an action works with, if it lives elsewhere.
+    fn missing_state(&self, action: Action) -> Option<Action> {
+        let classes: &[StateClass] = match action {
+            Action::Unshard { .. } => &[StateClass::Parameters],
+            Action::Step { .. } => &[StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients],
+            Action::Recompute { .. } | Action::Backward { .. } => &[StateClass::Activations],
+            _ => &[],
+        };
+        let microbatch = action.microbatch().unwrap_or(0);
+        let states = classes.iter().map(|&class| StateOf { class, unit: action.unit(), microbatch });
+        states.into_iter().find(|state| self.away.contains(state)).map(Action::Fetch)
     }
 
     /// What `action` needs and is not there.
@@ -109,6 +135,9 @@ impl<'a> State<'a> {
         let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Whole;
         if let Some(unit) = self.outline.reads(action).find(|unit| !is_whole(unit)) {
             return Some(Action::Unshard { unit });
+        }
+        if let Some(missing) = self.missing_state(action) {
+            return Some(missing);
         }
         match action {
             Action::Forward { unit, microbatch, .. } => {
@@ -139,7 +168,17 @@ impl<'a> State<'a> {
                 let unit = (0..self.outline.num_units).find(|unit| !is_reduced(unit))?;
                 Some(Action::ReduceGrad { unit })
             }
-            Action::Unshard { .. } | Action::Reshard { .. } => None,
+            Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
+                let is_kept =
+                    matches!(self.activations(unit, microbatch), Activations::Kept(_) | Activations::Whole);
+                let missing = Action::Forward { unit, microbatch, keep: Keep::All };
+                (!is_kept).then_some(missing)
+            }
+            Action::Evict(StateOf { class: StateClass::Gradients, unit, .. }) => {
+                let reduction = Action::ReduceGrad { unit };
+                (!self.is_done(reduction)).then_some(reduction)
+            }
+            Action::Unshard { .. } | Action::Reshard { .. } | Action::Fetch(_) | Action::Evict(_) => None,
         }
     }
 
@@ -175,6 +214,12 @@ impl<'a> State<'a> {
             Action::Unshard { .. } => unit.parameters = Parameters::Whole,
             Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
             Action::ReduceGrad { .. } => unit.has_unreduced = false,
+            Action::Fetch(state) => {
+                self.away.remove(&state);
+            }
+            Action::Evict(state) => {
+                self.away.insert(state);
+            }
             Action::Step { .. } => {
                 unit.is_stepped = true;
                 let is_shard = self.outline.zero_stage != ZeroStage::Zero;
@@ -185,8 +230,15 @@ impl<'a> State<'a> {
         }
     }
 
-    /// What would bring the parameters back to how they were in the beginning, if they are not.
+    /// What would bring state back to where it was in the beginning, if it is not there.
     pub(super) fn left_over(&self) -> Option<Action> {
+        let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
+        for class in at_rest.into_iter().filter(|class| self.outline.offloaded.contains(class)) {
+            let states = (0..self.outline.num_units).map(|unit| StateOf { class, unit, microbatch: 0 });
+            if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
+                return Some(Action::Evict(state));
+            }
+        }
         let unit = self.units.iter().position(|unit| unit.parameters != self.at_rest)?;
         Some(match self.at_rest {
             Parameters::Sharded => Action::Reshard { unit },

@@ -1,6 +1,6 @@
 use super::*;
 use crate::action::Keep;
-use crate::lowering::{Sharding, recompute, shard};
+use crate::lowering::{Offload, Sharding, offload, recompute, shard};
 use crate::program::ZeroStage;
 use crate::single;
 use proptest::prelude::*;
@@ -8,15 +8,26 @@ use proptest::prelude::*;
 /// Programs of every kind: stages, prefetching, recomputation, a head that is tied to the embedding.
 fn any_program() -> impl Strategy<Value = Program> {
     let keeps = proptest::collection::vec(0..4_usize, 8);
-    (1_usize..8, 1_usize..5, any::<bool>(), 0..4_usize, 0..4_usize, any::<bool>(), keeps).prop_map(
-        |(units, microbatches, is_tied, stage, prefetch, keep_after_forward, keeps)| {
-            let ties: &[_] = if is_tied && units > 1 { &[(units - 1, 0)] } else { &[] };
-            let program = single::program(units, microbatches, ties);
-            let program = recompute(program, &possible(&keeps[..units]));
-            let zero_stage = ZeroStage::ALL[stage];
-            shard(program, Sharding { zero_stage, prefetch, keep_after_forward })
-        },
-    )
+    let offloaded = any::<[bool; 4]>();
+    (1_usize..8, 1_usize..5, any::<bool>(), 0..4_usize, 0..4_usize, any::<bool>(), (keeps, offloaded))
+        .prop_map(
+            |(units, microbatches, is_tied, stage, prefetch, keep_after_forward, (keeps, offloaded))| {
+                let ties: &[_] = if is_tied && units > 1 { &[(units - 1, 0)] } else { &[] };
+                let program = single::program(units, microbatches, ties);
+                let program = recompute(program, &possible(&keeps[..units]));
+                let zero_stage = ZeroStage::ALL[stage];
+                let program = shard(program, Sharding { zero_stage, prefetch, keep_after_forward });
+                let [optimizer, parameters, gradients, activations] = offloaded;
+                let swaps = Offload {
+                    optimizer: optimizer && zero_stage >= ZeroStage::One,
+                    parameters: parameters && zero_stage == ZeroStage::Three,
+                    gradients: gradients && zero_stage >= ZeroStage::Two && microbatches == 1,
+                    activations,
+                    prefetch,
+                };
+                offload(program, swaps)
+            },
+        )
 }
 
 /// The choices, but that a unit which keeps nothing has one below that makes its input again.
@@ -52,7 +63,10 @@ proptest! {
             1 => program.actions.insert(at, action),
             _ => {
                 // To begin with a pass of the first unit, or a gathering of what is sharded, is no mistake by itself.
-                let may_begin = matches!(action, Action::Forward { unit: 0, .. } | Action::Unshard { .. });
+                let may_begin = matches!(
+                    action,
+                    Action::Forward { unit: 0, .. } | Action::Unshard { .. } | Action::Fetch(_)
+                );
                 prop_assume!(at > 0 && !may_begin);
                 program.actions.remove(at);
                 program.actions.insert(0, action);

@@ -146,3 +146,6 @@ impl Device {
         Ok(())
     }
 }
+
+#[cfg(test)]
+mod tests;

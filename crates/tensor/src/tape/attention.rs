@@ -71,7 +71,7 @@ pub(super) struct AttentionNode {
     /// Rotated in place.
     qkv: Var,
     y: Var,
-    log_sums: Tensor,
+    pub(super) log_sums: Tensor,
 }
 
 impl Tape {

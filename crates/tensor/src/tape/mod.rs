@@ -206,6 +206,18 @@ impl Tape {
         self.values.take(var)
     }
 
+    /// Shows `visit` all memory that the tape holds: what backward reads. To move it elsewhere for a while.
+    pub fn for_each_memory(&mut self, mut visit: impl FnMut(&mut Tensor)) {
+        self.values.0.iter_mut().flatten().for_each(&mut visit);
+        for node in &mut self.nodes {
+            match node {
+                Node::Norm(node) => visit(&mut node.statistics),
+                Node::Attention(node) => visit(&mut node.log_sums),
+                Node::Embedding(_) | Node::Linear(_) | Node::Loss(_) => (),
+            }
+        }
+    }
+
     /// Gives back what is quickly made again from the rest: the results of normalisations. Backward needs
     /// [`recompute`](Tape::recompute) first.
     pub fn keep_products(&mut self) {

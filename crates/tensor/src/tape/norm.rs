@@ -45,7 +45,7 @@ pub(super) struct NormNode {
     op: Norm,
     x: Var,
     y: Var,
-    statistics: Tensor,
+    pub(super) statistics: Tensor,
 }
 
 impl Tape {

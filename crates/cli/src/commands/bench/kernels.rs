@@ -40,7 +40,8 @@ How to read it:
   measured time is the median of several runs on the same operands, which
   therefore lie in whatever caches they fit into. Calls are those of one step;
   where a last call has less to do, a fraction. Conversions have none: they are
-  for gradients that are reduced in 16 bits (reduce_dtype).
+  for gradients that are reduced in 16 bits (reduce_dtype); nor have optimizers
+  other than adamw.
 
 Examples:
   trireme bench kernels > kernels.md

@@ -13,7 +13,7 @@ use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
-use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan};
 use trireme_schedule::lowering::{Sharding, shard};
 use trireme_schedule::{ZeroStage, single as single_stage};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
@@ -228,7 +228,8 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         local_batch_size: args.batch,
         seq_len: args.seq,
     };
-    let mut executor = Executor::new(model, optimizer, ranks, device, program, options)?;
+    let offload = OffloadOptions::none(device);
+    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &offload)?;
     executor.initialize(args.seed)?;
     Ok(executor)
 }

@@ -93,6 +93,11 @@ impl Arena {
 
     /// Takes a block of `len` bytes, with whatever its last user left in it.
     pub(crate) fn take(self: &Arc<Self>, len: usize, category: Category) -> Result<Block, OutOfMemory> {
+        let offset = Some(self.take_offset(len, category)?);
+        Ok(Block { arena: Arc::clone(self), offset, len, category })
+    }
+
+    fn take_offset(&self, len: usize, category: Category) -> Result<usize, OutOfMemory> {
         // No length that is asked for may overflow on its way to being refused.
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
@@ -102,7 +107,7 @@ impl Arena {
             self.counter.give(category, padded);
             return Err(self.out_of_memory(len, category));
         };
-        Ok(Block { arena: Arc::clone(self), offset, len, category })
+        Ok(offset)
     }
 }
 
@@ -117,29 +122,53 @@ impl Drop for Arena {
 #[derive(Debug)]
 pub(crate) struct Block {
     arena: Arc<Arena>,
-    offset: usize,
+    /// Absent while the memory is given back.
+    offset: Option<usize>,
     len: usize,
     category: Category,
 }
 
 impl Block {
+    /// Number of bytes, whether they are here or not.
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Gives the memory back, and with it what it holds.
+    pub(crate) fn release(&mut self) {
+        let Some(offset) = self.offset.take() else { return };
+        let padded = self.len.next_multiple_of(ALIGNMENT);
+        self.arena.counter.give(self.category, padded);
+        self.arena.free.lock().unwrap_or_else(PoisonError::into_inner).give(offset, padded);
+    }
+
+    /// Takes memory again, with whatever its last user left in it.
+    pub(crate) fn retake(&mut self) -> Result<(), OutOfMemory> {
+        if self.offset.is_none() {
+            self.offset = Some(self.arena.take_offset(self.len, self.category)?);
+        }
+        Ok(())
+    }
+
+    fn offset(&self) -> usize {
+        self.offset.expect("memory is here when it is worked with")
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         // SAFETY: within the mapping, initialised (anonymous pages begin as zeros), and no other block
         // overlaps.
-        unsafe { std::slice::from_raw_parts(self.arena.start.as_ptr().add(self.offset), self.len) }
+        unsafe { std::slice::from_raw_parts(self.arena.start.as_ptr().add(self.offset()), self.len) }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in `bytes`, and the borrow of `self` is unique.
-        unsafe { std::slice::from_raw_parts_mut(self.arena.start.as_ptr().add(self.offset), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.arena.start.as_ptr().add(self.offset()), self.len) }
     }
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
-        let padded = self.len.next_multiple_of(ALIGNMENT);
-        self.arena.counter.give(self.category, padded);
-        self.arena.free.lock().unwrap_or_else(PoisonError::into_inner).give(self.offset, padded);
+        self.release();
     }
 }
 

@@ -1,10 +1,11 @@
+mod narrow;
+
 use super::*;
 use crate::kernels::cpu::test_support::{
     Exact, affordable, assert_close, cases, exactly, not_finite, random, run,
 };
 use crate::kernels::cpu::{Cpu, SharedSlice};
 use proptest::prelude::*;
-use trireme_base::Bf16;
 
 /// Numbers of elements: none, one, about the widths of registers, two tasks and a rest.
 const LENGTHS: [usize; 9] = [1, 0, 15, 16, 17, 33, 65, 16 * 1024, 33 * 1024 + 5];
@@ -232,129 +233,106 @@ fn what_is_not_finite_reaches_its_own_parameter_only() {
     }
 }
 
-/// A state of one piece.
-struct Kept {
-    dtype: StateDType,
-    is_square: bool,
-    narrow: Vec<Bf16>,
-    codes: Vec<u8>,
-    steps: Vec<f32>,
-}
-
-impl Kept {
-    fn new(dtype: StateDType, is_square: bool, len: usize) -> Self {
-        let steps = vec![0.0; len.div_ceil(256)];
-        Kept { dtype, is_square, narrow: vec![Bf16::default(); len], codes: vec![0; len], steps }
-    }
-
-    fn slice(&mut self) -> StateSlice<'_> {
-        match self.dtype {
-            StateDType::F32 => unreachable!("f32 is no narrow state"),
-            StateDType::Bf16 => StateSlice::Bf16(SharedSlice::new(&mut self.narrow)),
-            StateDType::Int8 => StateSlice::Int8 {
-                codes: SharedSlice::new(&mut self.codes),
-                steps: SharedSlice::new(&mut self.steps),
-                is_square: self.is_square,
-            },
-        }
-    }
-
-    fn as_ref(&self) -> StateRef<'_> {
-        match self.dtype {
-            StateDType::F32 => unreachable!("f32 is no narrow state"),
-            StateDType::Bf16 => StateRef::Bf16(&self.narrow),
-            StateDType::Int8 => {
-                StateRef::Int8 { codes: &self.codes, steps: &self.steps, is_square: self.is_square }
-            }
-        }
-    }
-
-    fn read(&self, cpu: &Cpu, pieces: &Pieces, len: usize) -> Vec<f32> {
-        let mut values = vec![f32::NAN; len];
-        cpu.read_state((pieces, 0..pieces.as_slice().len()), self.as_ref(), &mut values);
-        values
-    }
-}
-
-/// What a state keeps of values.
-fn kept(dtype: StateDType, is_square: bool, values: &[f32]) -> Vec<f32> {
-    let [found] = run(|cpu| {
-        let pieces = Pieces::whole(values.len());
-        let all = 0..pieces.as_slice().len();
-        let mut kept = Kept::new(dtype, is_square, values.len());
-        cpu.write_state((&pieces, all.clone()), kept.slice(), values);
-        let found = kept.read(cpu, &pieces, values.len());
-        cpu.write_state((&pieces, all), kept.slice(), &found);
-        assert_eq!(kept.read(cpu, &pieces, values.len()), found, "what was kept once stays as it is");
-        [found]
-    });
-    found
+/// Every update, with what is no part of the others' tests.
+fn updates() -> [Update; 16] {
+    let adam = AdamStep { adamw: ADAMW, num_second: 2 };
+    let rms = RmsStep { lr: 0.01, mixing: 0.1, keep: 0.99, grad_scale: 0.5 };
+    [
+        Update::AdamW(ADAMW),
+        Update::Adam(ADAMW),
+        Update::CountedAdam(adam),
+        Update::FrozenAdam(adam),
+        Update::FromMomentum(adam),
+        Update::ToMomentum(ADAMW),
+        Update::Momentum(MOMENTUM),
+        Update::Lion(LionStep { lr: 0.01, beta1: 0.9, beta2: 0.95, weight_decay: 0.1, grad_scale: 0.5 }),
+        Update::Norms { grad_scale: 0.5 },
+        Update::Lars(LarsStep { lr: 0.01, momentum: 0.9, weight_decay: 0.1, grad_scale: 0.5 }),
+        Update::LambMoments(ADAMW),
+        Update::Lamb(ADAMW),
+        Update::RmsMoment(rms),
+        Update::Rms(rms),
+        Update::MuonMomentum(MuonStep { momentum: 0.95, nesterov: true, grad_scale: 0.5 }),
+        Update::Descend { lr: 0.1, keep: 0.9 },
+    ]
 }
 
 #[test]
-fn narrow_states_are_as_near_as_they_say() {
+fn updates_have_the_same_bits_at_any_level_and_number_of_threads() {
     for &len in affordable(&LENGTHS, 6) {
-        for size in [0.0, 1e-25, 1e-8, 1.0, 1e15] {
-            let values: Vec<f32> = random(len, "values").iter().map(|x| size * x).collect();
-            let squares: Vec<f32> = values.iter().map(|x| x * x).collect();
-            for (&x, found) in values.iter().zip(kept(StateDType::Bf16, false, &values)) {
-                assert!((x - found).abs() <= x.abs() / 128.0, "{x} {found}");
-            }
-            for (values, found) in values.chunks(256).zip(kept(StateDType::Int8, false, &values).chunks(256))
-            {
-                let unit = values.iter().fold(0.0_f32, |most, x| most.max(x.abs())) / 127.0 * 1.001;
-                for (x, found) in values.iter().zip(found) {
-                    assert!((x - found).abs() <= unit, "{x} {found}, a unit is {unit}");
-                }
-            }
-            for (squares, found) in
-                squares.chunks(256).zip(kept(StateDType::Int8, true, &squares).chunks(256))
-            {
-                let unit = squares.iter().fold(0.0_f32, |most, &x| most.max(x)).sqrt() / 255.0 * 1.001;
-                for (&x, &found) in squares.iter().zip(found) {
-                    assert!((x.sqrt() - found.sqrt()).abs() <= unit, "{x} {found}, a unit is {unit}");
-                    assert!((x > 0.0) == (found > 0.0), "{x} became {found}");
-                }
-            }
+        let inputs = Inputs::new(len, 1.0);
+        for rule in updates() {
+            let [_, _, _, sums] = run(|cpu| {
+                let Inputs { mut parameters, grads, mut first, mut second } = inputs.clone();
+                // The moment of Adafactor's vectors is the first state, and no number below zero.
+                first.iter_mut().for_each(|x| *x = x.abs());
+                let states = [
+                    StateSlice::F32(SharedSlice::new(&mut first)),
+                    StateSlice::F32(SharedSlice::new(&mut second)),
+                ];
+                let sums = update(cpu, rule, &mut parameters, &grads, states);
+                [parameters, first, second, sums.concat().iter().map(|&sum| sum as f32).collect()]
+            });
+            assert!(sums.iter().all(|sum| sum.is_finite()), "{rule:?}");
         }
     }
 }
 
 #[test]
-fn values_that_are_not_finite_stay_apart_from_other_blocks() {
-    let mut values = vec![1.0; 600];
-    values[300] = f32::INFINITY;
-    for is_square in [false, true] {
-        let found = kept(StateDType::Int8, is_square, &values);
-        assert!(found[..256].iter().chain(&found[512..]).all(|x| (x - 1.0).abs() < 1e-3), "{is_square}");
-        assert!(found.iter().all(|x| x.is_finite()));
-    }
-}
-
-/// A mean of squares that are 1 with a share of 1 %, from steps whose changes are far below a unit of the format.
-#[test]
-fn rounding_at_random_keeps_means_right() {
-    let len = affordable(&[8192, 512], 1)[0];
-    for dtype in [StateDType::Bf16, StateDType::Int8] {
-        let [first, second] = run(|cpu| {
-            let pieces = Pieces::whole(len);
-            let (mut first, mut second) = (Kept::new(dtype, false, len), Kept::new(dtype, true, len));
-            let ones = vec![1.0; len];
-            let all = 0..pieces.as_slice().len();
-            cpu.write_state((&pieces, all.clone()), first.slice(), &ones);
-            cpu.write_state((&pieces, all), second.slice(), &ones);
-            let (mut parameters, grads) = (vec![0.0; len], vec![0.0; len]);
-            let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
-            let adamw = Update::AdamW(AdamWStep { beta1: 0.999, beta2: 0.999, ..ADAMW });
-            for step in 0..200 {
-                let states = [first.slice(), second.slice()];
-                cpu.update((&pieces, &[adamw]), &mut parameters, &grads, states, step * 77, &mut sums);
-            }
-            [first.read(cpu, &pieces, len), second.read(cpu, &pieces, len)]
+fn factored_kernels_match_f64() {
+    // Leaves that cut rows, and rows that cut leaves; what is here begins and ends within a row.
+    for (rows, cols, leaf_len) in [(1, 1, 1), (5, 7, 3), (70, 130, 50), (9, 200, 450)] {
+        let (offset, len) = (11, rows * cols);
+        let held = offset + len / 5..offset + len - len / 7;
+        let part = FactoredPart { cols, offset, held: held.clone(), buffer: held.start, leaf_len };
+        let grads = random(held.len(), "grads");
+        let (parameters, factors) = (random(held.len(), "parameters"), random(rows + cols, "factors"));
+        let factors: Vec<f32> = factors.iter().map(|x| 0.1 + x.abs()).collect();
+        let pieces: Vec<Piece> = (held.clone())
+            .step_by(16)
+            .map(|position| {
+                let len = 16.min(held.end - position);
+                Piece { position, start: position - held.start, state: 0, len, update: 0 }
+            })
+            .collect();
+        let pieces = Pieces::new(pieces);
+        let (row_factors, col_factors) = factors.split_at(rows);
+        let step = FactoredStep {
+            offset,
+            rows: row_factors,
+            cols: col_factors,
+            lr: 0.1,
+            keep: 0.9,
+            grad_scale: 0.5,
+        };
+        let [row_sums, col_sums, squares, after] = run(|cpu| {
+            let (mut row_sums, mut col_sums) = (vec![0.0; rows], vec![0.0; cols]);
+            cpu.row_squares(&part, &grads, 0.5, &mut row_sums);
+            cpu.column_squares(&part, &grads, 0.5, &mut col_sums);
+            let mut squares = vec![[0.0; 2]; pieces.as_slice().len()];
+            cpu.factored_squares(&pieces, step, &grads, &mut squares);
+            let mut parameters = parameters.clone();
+            cpu.factored_update(&pieces, step, &mut parameters, &grads);
+            let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect();
+            [narrow(&row_sums), narrow(&col_sums), narrow(squares.as_flattened()), parameters]
         });
-        let expected = 0.999_f32.powi(200);
-        let mean = |values: &[f32]| values.iter().sum::<f32>() / len as f32;
-        assert!((mean(&first) / expected - 1.0).abs() < 0.01, "{dtype:?}: {} {expected}", mean(&first));
-        assert!((mean(&second) / expected - 1.0).abs() < 0.01, "{dtype:?}: {} {expected}", mean(&second));
+        let (mut expected_rows, mut expected_cols) = (vec![0.0; rows], vec![0.0; cols]);
+        let mut expected_square = 0.0;
+        for (index, &grad) in grads.iter().enumerate() {
+            let place = index + held.start - offset;
+            let (row, col) = (place / cols, place % cols);
+            let grad = 0.5 * f64::from(grad);
+            expected_rows[row] += grad * grad;
+            expected_cols[col] += grad * grad;
+            let update = grad / f64::from(row_factors[row] * col_factors[col]).sqrt();
+            expected_square += update * update;
+            let expected = 0.9 * f64::from(parameters[index]) - 0.1 * update;
+            assert!((f64::from(after[index]) - expected).abs() < 1e-5, "{rows}x{cols}, element {index}");
+        }
+        let close =
+            |found: f32, expected: f64| (f64::from(found) - expected).abs() <= 1e-5 * (1.0 + expected);
+        assert!(row_sums.iter().zip(&expected_rows).all(|(&found, &expected)| close(found, expected)));
+        assert!(col_sums.iter().zip(&expected_cols).all(|(&found, &expected)| close(found, expected)));
+        assert!(close(squares.iter().sum(), expected_square), "{rows}x{cols}");
     }
 }

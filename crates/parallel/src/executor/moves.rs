@@ -1,0 +1,161 @@
+//! State that moves between the device, the host and disks.
+
+use super::Executor;
+use super::passes::Pass;
+use crate::error::ParallelError;
+use crate::offload::Movable;
+use trireme_schedule::{Action, StateClass, StateOf, ZeroStage};
+use trireme_tensor::View;
+
+fn of_unit(class: StateClass, unit: usize) -> StateOf {
+    StateOf { class, unit, microbatch: 0 }
+}
+
+impl Executor {
+    /// Says how long each state is that will move.
+    pub(super) fn expect_moves(&mut self) {
+        for unit in 0..self.model.num_units() {
+            for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
+                if self.offloaded.moves(class) {
+                    let mut num_bytes = 0;
+                    self.with_memory(of_unit(class, unit), |part| num_bytes += part.num_bytes());
+                    self.offloaded.expect(of_unit(class, unit), num_bytes);
+                }
+            }
+        }
+        for action in self.program.actions.clone() {
+            if let Action::Evict(state @ StateOf { class: StateClass::Activations, .. }) = action {
+                // As long as the first ones that come: only blocks' activations move, and those are alike.
+                self.offloaded.expect(state, usize::MAX);
+            }
+        }
+    }
+
+    /// Shows `visit` all memory of a state.
+    fn with_memory(&mut self, state: StateOf, mut visit: impl FnMut(&mut dyn Movable)) {
+        let StateOf { class, unit, microbatch } = state;
+        match class {
+            StateClass::Optimizer => {
+                self.optimizer.for_each_memory(unit, |tensor| visit(tensor));
+                // Master weights beside narrow copies that stay.
+                let are_masters = self.program.outline.zero_stage < ZeroStage::Three;
+                if let Some(shard) = self.parameters.memory(unit).filter(|_| are_masters) {
+                    visit(shard);
+                }
+            }
+            StateClass::Parameters => visit(self.parameters.memory(unit).expect("shards lie apart")),
+            StateClass::Gradients => visit(self.gradients.memory(unit)),
+            StateClass::Activations => match self.in_flight.pass(unit, microbatch) {
+                Some(Pass::Recorded { tape, .. }) => tape.for_each_memory(|tensor| visit(tensor)),
+                Some(Pass::Input(input)) => visit(input),
+                None => unreachable!("forward has kept something"),
+            },
+        }
+    }
+
+    /// Starts to bring state to where it lives.
+    pub(super) fn evict(&mut self, state: StateOf) -> Result<(), ParallelError> {
+        let has_changed = match state.class {
+            StateClass::Optimizer | StateClass::Activations => true,
+            StateClass::Parameters => std::mem::take(&mut self.changed[state.unit]),
+            StateClass::Gradients => {
+                // The second time is after the update, which needed it for the last time.
+                let is_new = !self.is_squared[state.unit];
+                if is_new {
+                    self.gradients.finish(state.unit)?;
+                    self.square(state.unit)?;
+                }
+                self.is_squared[state.unit] = is_new;
+                is_new
+            }
+        };
+        self.evict_as(state, has_changed)
+    }
+
+    fn evict_as(&mut self, state: StateOf, has_changed: bool) -> Result<(), ParallelError> {
+        let mut offloaded = std::mem::take(&mut self.offloaded);
+        let evicted =
+            offloaded.evict(state, has_changed, &mut |visit| self.with_memory(state, |part| visit(part)));
+        self.offloaded = offloaded;
+        evicted
+    }
+
+    fn restore(&mut self, state: StateOf) -> Result<(), ParallelError> {
+        let mut offloaded = std::mem::take(&mut self.offloaded);
+        let restored = offloaded.restore(state, &mut |visit| self.with_memory(state, |part| visit(part)));
+        self.offloaded = offloaded;
+        restored
+    }
+
+    /// Waits for the state that an action works with.
+    pub(super) fn await_state(&mut self, action: Action) -> Result<(), ParallelError> {
+        let classes: &[StateClass] = match action {
+            Action::Unshard { .. } => &[StateClass::Parameters],
+            Action::Step { .. } => &[StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients],
+            Action::Recompute { .. } | Action::Backward { .. } => &[StateClass::Activations],
+            _ => &[],
+        };
+        for &class in classes {
+            if self.offloaded.moves(class) {
+                let microbatch = action.microbatch().unwrap_or(0);
+                self.restore(StateOf { class, unit: action.unit(), microbatch })?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Lets `read` see this rank's shard of a unit's parameters, wherever it lives.
+    pub(super) fn with_shard(
+        &mut self,
+        unit: usize,
+        read: impl FnOnce(View<'_>),
+    ) -> Result<(), ParallelError> {
+        let class = match self.program.outline.zero_stage {
+            ZeroStage::Three => StateClass::Parameters,
+            _ => StateClass::Optimizer,
+        };
+        if !self.offloaded.moves(class) {
+            read(self.parameters.shard(unit));
+            return Ok(());
+        }
+        self.restore(of_unit(class, unit))?;
+        read(self.parameters.shard(unit));
+        self.evict_as(of_unit(class, unit), self.changed[unit])
+    }
+
+    /// Brings parameters and the optimizer's state into memory, to save or load all of it.
+    /// [`send_states`](Executor::send_states) comes after.
+    pub fn bring_states(&mut self) -> Result<(), ParallelError> {
+        for class in [StateClass::Optimizer, StateClass::Parameters] {
+            if self.offloaded.moves(class) {
+                let units = 0..self.model.num_units();
+                units.clone().try_for_each(|unit| self.restore(of_unit(class, unit)))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings parameters and the optimizer's state back to where they live.
+    pub fn send_states(&mut self, have_changed: bool) -> Result<(), ParallelError> {
+        for class in [StateClass::Optimizer, StateClass::Parameters] {
+            if self.offloaded.moves(class) {
+                let units = 0..self.model.num_units();
+                units.clone().try_for_each(|unit| self.evict_as(of_unit(class, unit), have_changed))?;
+            }
+        }
+        if have_changed {
+            self.changed.fill(false);
+        }
+        Ok(())
+    }
+
+    /// What users should know of the disks that state lives on: a line for each.
+    pub fn describe_disks(&self) -> Vec<String> {
+        self.offloaded.describe()
+    }
+
+    /// Bytes read from and written to disks since the beginning.
+    pub fn disk_bytes(&self) -> [u64; 2] {
+        self.offloaded.disk_bytes()
+    }
+}

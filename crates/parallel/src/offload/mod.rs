@@ -1,0 +1,212 @@
+//! State that lives elsewhere than on the device between its uses: in the host's memory or on a disk.
+//!
+//! The program says when it moves ([`trireme_schedule::lowering::offload`]); this module moves it. What is updated in the
+//! host's memory, as the optimizer's state is, needs no moves; what lives on a disk passes through that memory.
+
+mod store;
+
+use crate::error::ParallelError;
+use std::path::PathBuf;
+use store::Store;
+use trireme_schedule::lowering::Offload;
+use trireme_schedule::{Outline, Program, StateClass, StateOf};
+use trireme_swap::SwapOptions;
+use trireme_tensor::{Device, Tensor};
+
+/// Where a class of state lives between its uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
+pub enum Tier {
+    /// On the device.
+    #[default]
+    Device,
+    /// In the host's memory.
+    Host,
+    /// On a disk.
+    Disk,
+}
+
+/// Where state lives between its uses.
+#[derive(Debug, Clone)]
+pub struct OffloadOptions {
+    /// The optimizer's state. Where it is not on the device, the host updates.
+    pub optimizer: Tier,
+    /// Shards of parameters.
+    pub parameters: Tier,
+    /// Shards of reduced gradients.
+    pub gradients: Tier,
+    /// What forward passes have kept.
+    pub activations: Tier,
+    /// How many uses of a class ahead of its own use state begins to come back.
+    pub prefetch: usize,
+    /// The host beside the device.
+    pub host: Device,
+    /// Folder of the files on disk.
+    pub folder: PathBuf,
+    /// How the disk is worked with.
+    pub swap: SwapOptions,
+}
+
+impl OffloadOptions {
+    /// Everything stays on `device`.
+    pub fn none(device: &Device) -> Self {
+        OffloadOptions {
+            optimizer: Tier::Device,
+            parameters: Tier::Device,
+            gradients: Tier::Device,
+            activations: Tier::Device,
+            prefetch: 1,
+            host: device.clone(),
+            folder: PathBuf::new(),
+            swap: SwapOptions::default(),
+        }
+    }
+
+    /// What a step program moves: what lives on a disk, and activations wherever they live.
+    pub fn lowering(&self) -> Offload {
+        Offload {
+            optimizer: self.optimizer == Tier::Disk,
+            parameters: self.parameters == Tier::Disk,
+            gradients: self.gradients == Tier::Disk,
+            activations: self.activations != Tier::Device,
+            prefetch: self.prefetch,
+        }
+    }
+
+    /// The device on which state of a tier is worked with.
+    pub(crate) fn device_of<'a>(&'a self, tier: Tier, device: &'a Device) -> &'a Device {
+        if tier == Tier::Device { device } else { &self.host }
+    }
+
+    fn tier(&self, class: StateClass) -> Tier {
+        match class {
+            StateClass::Optimizer => self.optimizer,
+            StateClass::Parameters => self.parameters,
+            StateClass::Gradients => self.gradients,
+            StateClass::Activations => self.activations,
+        }
+    }
+}
+
+/// Memory that moves to another place and back.
+pub(crate) trait Movable {
+    fn num_bytes(&self) -> usize;
+
+    fn bytes(&self) -> &[u8];
+
+    fn bytes_mut(&mut self) -> &mut [u8];
+
+    /// Gives the memory back, and with it what it holds.
+    fn release(&mut self);
+
+    /// Takes memory again, with unspecified contents.
+    fn restore(&mut self) -> Result<(), ParallelError>;
+}
+
+impl Movable for Tensor {
+    fn num_bytes(&self) -> usize {
+        Tensor::num_bytes(self)
+    }
+
+    fn bytes(&self) -> &[u8] {
+        Tensor::bytes(self)
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        Tensor::bytes_mut(self)
+    }
+
+    fn release(&mut self) {
+        Tensor::release(self);
+    }
+
+    fn restore(&mut self) -> Result<(), ParallelError> {
+        Ok(Tensor::restore(self)?)
+    }
+}
+
+/// Shows a function all memory that moves as one.
+pub(crate) type Memory<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut dyn Movable));
+
+/// State that is away, and what is on its way back.
+#[derive(Default)]
+pub(crate) struct Offloaded {
+    num_microbatches: usize,
+    /// By class; absent where nothing moves.
+    stores: [Option<Store>; 4],
+}
+
+impl Offloaded {
+    /// Stores for the classes that a program moves, for which nothing was evicted yet.
+    pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Self {
+        let Outline { num_units, num_microbatches, .. } = program.outline;
+        let stores = StateClass::ALL.map(|class| {
+            let num_blocks = match class {
+                StateClass::Activations => num_units * num_microbatches,
+                _ => num_units,
+            };
+            let moves = program.outline.offloaded.contains(&class);
+            moves.then(|| Store::new(class, options, options.tier(class), num_blocks))
+        });
+        Offloaded { num_microbatches, stores }
+    }
+
+    /// Says how many bytes a state has, before any of its class is evicted.
+    pub(crate) fn expect(&mut self, state: StateOf, num_bytes: usize) {
+        if let Some((store, block)) = self.store(state) {
+            store.expect(block, num_bytes);
+        }
+    }
+
+    /// Whether a class moves.
+    pub(crate) fn moves(&self, class: StateClass) -> bool {
+        self.stores[class as usize].is_some()
+    }
+
+    fn store(&mut self, state: StateOf) -> Option<(&mut Store, usize)> {
+        let block = match state.class {
+            StateClass::Activations => state.unit * self.num_microbatches + state.microbatch,
+            _ => state.unit,
+        };
+        self.stores[state.class as usize].as_mut().map(|store| (store, block))
+    }
+
+    /// Brings state to where it lives, and frees its memory. State that did not change since it was fetched is there already.
+    pub(crate) fn evict(
+        &mut self,
+        state: StateOf,
+        has_changed: bool,
+        memory: Memory<'_>,
+    ) -> Result<(), ParallelError> {
+        match self.store(state) {
+            Some((store, block)) => store.evict(block, has_changed, memory),
+            None => Ok(()),
+        }
+    }
+
+    /// Starts to bring state back.
+    pub(crate) fn fetch(&mut self, state: StateOf) -> Result<(), ParallelError> {
+        match self.store(state) {
+            Some((store, block)) => store.fetch(block),
+            None => Ok(()),
+        }
+    }
+
+    /// Waits until state is back, if it is away.
+    pub(crate) fn restore(&mut self, state: StateOf, memory: Memory<'_>) -> Result<(), ParallelError> {
+        match self.store(state) {
+            Some((store, block)) => store.restore(block, memory),
+            None => Ok(()),
+        }
+    }
+
+    /// What users should know of the disks: a line for each.
+    pub(crate) fn describe(&self) -> Vec<String> {
+        self.stores.iter().flatten().filter_map(Store::describe).collect()
+    }
+
+    /// Bytes read from and written to disks since the beginning.
+    pub(crate) fn disk_bytes(&self) -> [u64; 2] {
+        let bytes = self.stores.iter().flatten().map(Store::disk_bytes);
+        bytes.fold([0, 0], |sum, bytes| [sum[0] + bytes[0], sum[1] + bytes[1]])
+    }
+}

@@ -1,0 +1,189 @@
+use crate::action::{Action, Keep, StateClass, StateOf};
+use crate::program::{Program, ZeroStage};
+
+/// What lives elsewhere than on the device between its uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Offload {
+    /// The optimizer's state, with ZeRO from the first stage on.
+    pub optimizer: bool,
+    /// Shards of parameters, with the third stage.
+    pub parameters: bool,
+    /// Shards of gradients, from the second stage on and with one microbatch.
+    pub gradients: bool,
+    /// What forward passes keep for backward.
+    pub activations: bool,
+    /// How many uses of a class ahead of its own use state begins to be fetched.
+    pub prefetch: usize,
+}
+
+impl Offload {
+    fn classes(&self) -> Vec<StateClass> {
+        let is_offloaded = |class: &StateClass| match class {
+            StateClass::Optimizer => self.optimizer,
+            StateClass::Parameters => self.parameters,
+            StateClass::Gradients => self.gradients,
+            StateClass::Activations => self.activations,
+        };
+        StateClass::ALL.into_iter().filter(is_offloaded).collect()
+    }
+}
+
+/// Has state fetched ahead of its use and evicted after (Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al., "ZeRO-Infinity",
+/// 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L, 2020).
+///
+/// Activations of a microbatch are evicted only if more passes lie before their use than it takes to fetch them ahead.
+///
+/// # Panics
+/// If something is to be offloaded that is not apart from what operations read: parameters and gradients that are not
+/// shared out, or gradients of several microbatches.
+pub fn offload(program: Program, offload: Offload) -> Program {
+    let Program { mut outline, mut actions } = program;
+    let (stage, num_microbatches) = (outline.zero_stage, outline.num_microbatches);
+    assert!(!offload.optimizer || stage >= ZeroStage::One, "updates are apart from the first stage on");
+    assert!(!offload.parameters || stage == ZeroStage::Three, "parameters are shared out in the third stage");
+    let is_apart = stage >= ZeroStage::Two && num_microbatches == 1;
+    assert!(!offload.gradients || is_apart, "one gradient a step is shared out from the second stage on");
+    let is_step = |action: Action| matches!(action, Action::Step { .. });
+    let reads_shard = |action: Action| matches!(action, Action::Unshard { .. } | Action::Step { .. });
+    let prefetch = offload.prefetch;
+    for class in offload.classes() {
+        actions = match class {
+            StateClass::Optimizer => swap_around(&actions, class, is_step, prefetch),
+            StateClass::Parameters => swap_around(&actions, class, reads_shard, prefetch),
+            StateClass::Gradients => swap_around(&evict_reduced(&actions), class, is_step, prefetch),
+            StateClass::Activations => swap_activations(&actions, outline.num_units, prefetch),
+        };
+        outline.offloaded.push(class);
+    }
+    Program { outline, actions }
+}
+
+/// The places of the actions that work with a class.
+fn uses(actions: &[Action], is_use: impl Fn(Action) -> bool) -> Vec<usize> {
+    (0..actions.len()).filter(|&place| is_use(actions[place])).collect()
+}
+
+/// Fetches before each use, as early as the use `prefetch` places before it but after the last use of the same state, and
+/// evicts after it. What is fetched for the first uses of updates goes along with the end of the passes.
+fn swap_around(
+    actions: &[Action],
+    class: StateClass,
+    is_use: impl Fn(Action) -> bool,
+    prefetch: usize,
+) -> Vec<Action> {
+    let uses = uses(actions, is_use);
+    let last_pass = actions.iter().rposition(|action| action.is_pass()).unwrap_or(0);
+    let mut before: Vec<Vec<Action>> = vec![Vec::new(); actions.len() + 1];
+    let mut after: Vec<Vec<Action>> = vec![Vec::new(); actions.len() + 1];
+    for (index, &place) in uses.iter().enumerate() {
+        let unit = actions[place].unit();
+        let state = StateOf { class, unit, microbatch: 0 };
+        let ahead = match index.checked_sub(prefetch) {
+            Some(earlier) => uses[earlier],
+            None => uses[0].min(last_pass),
+        };
+        let is_step = matches!(actions[place], Action::Step { .. });
+        let ahead = if is_step && index >= prefetch { ahead.max(last_pass.min(place)) } else { ahead };
+        let previous = uses[..index].iter().rev().find(|&&earlier| actions[earlier].unit() == unit);
+        // A gradient is evicted when it was reduced.
+        let reduced = (class == StateClass::Gradients)
+            .then(|| actions.iter().position(|action| *action == Action::Evict(state)))
+            .flatten();
+        let earliest = previous.copied().max(reduced).map_or(0, |place| place + 1);
+        before[ahead.max(earliest).min(place)].push(Action::Fetch(state));
+        // What the update has made may be gathered at once.
+        let is_gathered = is_step && actions.get(place + 1) == Some(&Action::Unshard { unit });
+        after[place + usize::from(is_gathered)].push(Action::Evict(state));
+    }
+    let mut swapped = Vec::with_capacity(actions.len() + 2 * uses.len());
+    for (place, &action) in actions.iter().enumerate() {
+        swapped.append(&mut before[place]);
+        swapped.push(action);
+        swapped.append(&mut after[place]);
+    }
+    swapped
+}
+
+/// Evicts each reduced gradient when the next reduction begins: by then it has had time to end.
+fn evict_reduced(actions: &[Action]) -> Vec<Action> {
+    let mut evicted = Vec::with_capacity(actions.len() * 2);
+    let mut reduced = None;
+    let evict = |unit: usize| Action::Evict(StateOf { class: StateClass::Gradients, unit, microbatch: 0 });
+    for &action in actions {
+        let is_step = matches!(action, Action::Step { .. });
+        evicted.extend(reduced.filter(|_| is_step).map(evict));
+        evicted.push(action);
+        match action {
+            Action::ReduceGrad { unit } => evicted.extend(reduced.replace(unit).map(evict)),
+            Action::Step { .. } => reduced = None,
+            _ => (),
+        }
+    }
+    evicted
+}
+
+/// Evicts what forward passes of blocks keep, and fetches it `prefetch` passes before it is used.
+fn swap_activations(actions: &[Action], num_units: usize, prefetch: usize) -> Vec<Action> {
+    let passes = uses(actions, Action::is_pass);
+    let mut before: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
+    let mut after: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
+    for (pass, &place) in passes.iter().enumerate() {
+        let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
+        let is_block = unit > 0 && unit + 1 < num_units;
+        if !is_block || keep == Keep::Nothing {
+            continue;
+        }
+        let is_use = |&place: &usize| {
+            let action = actions[place];
+            let is_later = matches!(action, Action::Recompute { .. } | Action::Backward { .. });
+            is_later && (action.unit(), action.microbatch()) == (unit, Some(microbatch))
+        };
+        let later = &passes[pass + 1..];
+        let Some(distance) = later.iter().position(is_use) else { continue };
+        if distance > 2 * prefetch {
+            let state = StateOf { class: StateClass::Activations, unit, microbatch };
+            after[place].push(Action::Evict(state));
+            before[later[distance - prefetch]].push(Action::Fetch(state));
+        }
+    }
+    let mut swapped = Vec::with_capacity(2 * actions.len());
+    for (place, &action) in actions.iter().enumerate() {
+        swapped.append(&mut before[place]);
+        swapped.push(action);
+        swapped.append(&mut after[place]);
+    }
+    swapped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::lowering::{Sharding, shard};
+    use crate::single;
+
+    fn text(zero_stage: ZeroStage, choice: Offload) -> String {
+        let sharding = Sharding { zero_stage, prefetch: 0, keep_after_forward: false };
+        let program = offload(shard(single::program(3, 1, &[]), sharding), choice).to_string();
+        program.lines().collect::<Vec<_>>().join(", ")
+    }
+
+    #[test]
+    fn the_optimizer_is_fetched_an_update_ahead() {
+        let choice = Offload { optimizer: true, prefetch: 1, ..Offload::default() };
+        let expected = "units 3 microbatches 1 zero_stage 1 offload optimizer, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, \
+                        B 1 0, REDUCE_GRAD 1, FETCH optimizer 0, B 0 0, REDUCE_GRAD 0, FETCH optimizer 1, STEP 0, \
+                        UNSHARD 0, EVICT optimizer 0, FETCH optimizer 2, STEP 1, UNSHARD 1, EVICT optimizer 1, STEP 2, \
+                        UNSHARD 2, EVICT optimizer 2";
+        assert_eq!(text(ZeroStage::One, choice), expected);
+    }
+
+    #[test]
+    fn activations_leave_for_as_long_as_it_pays() {
+        let choice = Offload { activations: true, prefetch: 1, ..Offload::default() };
+        let program = offload(single::program(4, 1, &[]), choice).to_string();
+        let expected = "units 4 microbatches 1 offload activations, F 0 0, F 1 0, EVICT activations 1 0, F 2 0, F 3 0, B 3 0, \
+                        REDUCE_GRAD 3, FETCH activations 1 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, B 0 0, \
+                        REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2, STEP 3";
+        assert_eq!(program.lines().collect::<Vec<_>>().join(", "), expected);
+    }
+}

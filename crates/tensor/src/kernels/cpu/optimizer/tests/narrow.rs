@@ -1,0 +1,136 @@
+//! State in fewer bits.
+
+use super::*;
+use trireme_base::Bf16;
+
+/// A state of one piece.
+struct Kept {
+    dtype: StateDType,
+    is_square: bool,
+    narrow: Vec<Bf16>,
+    codes: Vec<u8>,
+    steps: Vec<f32>,
+}
+
+impl Kept {
+    fn new(dtype: StateDType, is_square: bool, len: usize) -> Self {
+        let steps = vec![0.0; len.div_ceil(256)];
+        Kept { dtype, is_square, narrow: vec![Bf16::default(); len], codes: vec![0; len], steps }
+    }
+
+    fn slice(&mut self) -> StateSlice<'_> {
+        match self.dtype {
+            StateDType::F32 => unreachable!("f32 is no narrow state"),
+            StateDType::Bf16 => StateSlice::Bf16(SharedSlice::new(&mut self.narrow)),
+            StateDType::Int8 => StateSlice::Int8 {
+                codes: SharedSlice::new(&mut self.codes),
+                steps: SharedSlice::new(&mut self.steps),
+                is_square: self.is_square,
+            },
+        }
+    }
+
+    fn as_ref(&self) -> StateRef<'_> {
+        match self.dtype {
+            StateDType::F32 => unreachable!("f32 is no narrow state"),
+            StateDType::Bf16 => StateRef::Bf16(&self.narrow),
+            StateDType::Int8 => {
+                StateRef::Int8 { codes: &self.codes, steps: &self.steps, is_square: self.is_square }
+            }
+        }
+    }
+
+    fn read(&self, cpu: &Cpu, pieces: &Pieces, len: usize) -> Vec<f32> {
+        let mut values = vec![f32::NAN; len];
+        cpu.read_state((pieces, 0..pieces.as_slice().len()), self.as_ref(), &mut values);
+        values
+    }
+}
+
+/// What a state keeps of values.
+fn kept(dtype: StateDType, is_square: bool, values: &[f32]) -> Vec<f32> {
+    let [found] = run(|cpu| {
+        let pieces = Pieces::whole(values.len());
+        let all = 0..pieces.as_slice().len();
+        let mut kept = Kept::new(dtype, is_square, values.len());
+        cpu.write_state((&pieces, all.clone()), kept.slice(), values);
+        let found = kept.read(cpu, &pieces, values.len());
+        cpu.write_state((&pieces, all), kept.slice(), &found);
+        assert_eq!(kept.read(cpu, &pieces, values.len()), found, "what was kept once stays as it is");
+        [found]
+    });
+    found
+}
+
+#[test]
+fn narrow_states_are_as_near_as_they_say() {
+    for &len in affordable(&LENGTHS, 6) {
+        for size in [0.0, 1e-25, 1e-8, 1.0, 1e15] {
+            let values: Vec<f32> = random(len, "values").iter().map(|x| size * x).collect();
+            let squares: Vec<f32> = values.iter().map(|x| x * x).collect();
+            for (&x, found) in values.iter().zip(kept(StateDType::Bf16, false, &values)) {
+                assert!((x - found).abs() <= x.abs() / 128.0, "{x} {found}");
+            }
+            for (values, found) in values.chunks(256).zip(kept(StateDType::Int8, false, &values).chunks(256))
+            {
+                let unit = values.iter().fold(0.0_f32, |most, x| most.max(x.abs())) / 127.0 * 1.001;
+                for (x, found) in values.iter().zip(found) {
+                    assert!((x - found).abs() <= unit, "{x} {found}, a unit is {unit}");
+                }
+            }
+            for (squares, found) in
+                squares.chunks(256).zip(kept(StateDType::Int8, true, &squares).chunks(256))
+            {
+                let unit = squares.iter().fold(0.0_f32, |most, &x| most.max(x)).sqrt() / 255.0 * 1.001;
+                for (&x, &found) in squares.iter().zip(found) {
+                    assert!((x.sqrt() - found.sqrt()).abs() <= unit, "{x} {found}, a unit is {unit}");
+                    assert!((x > 0.0) == (found > 0.0), "{x} became {found}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn values_that_are_not_finite_stay_apart_from_other_blocks() {
+    let mut values = vec![1.0; 600];
+    values[300] = f32::INFINITY;
+    for is_square in [false, true] {
+        let found = kept(StateDType::Int8, is_square, &values);
+        assert!(found[..256].iter().chain(&found[512..]).all(|x| (x - 1.0).abs() < 1e-3), "{is_square}");
+        assert!(found.iter().all(|x| x.is_finite()));
+    }
+}
+
+/// Of moments that are all 1, every second one falls by 0.1 % a step, far less than a unit of the format, and the others keep
+/// the units of their blocks as they are.
+#[test]
+fn rounding_at_random_keeps_means_right() {
+    let len = affordable(&[8192, 512], 1)[0];
+    for dtype in [StateDType::Bf16, StateDType::Int8] {
+        let [first, second] = run(|cpu| {
+            let pieces = Pieces::whole(len);
+            let (mut first, mut second) = (Kept::new(dtype, false, len), Kept::new(dtype, true, len));
+            let ones = vec![1.0; len];
+            let all = 0..pieces.as_slice().len();
+            cpu.write_state((&pieces, all.clone()), first.slice(), &ones);
+            cpu.write_state((&pieces, all), second.slice(), &ones);
+            let mut parameters = vec![0.0; len];
+            let grads: Vec<f32> = (0..len).map(|index| (index % 2) as f32).collect();
+            let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
+            let step = AdamWStep { beta1: 0.999, beta2: 0.999, grad_scale: 1.0, ..ADAMW };
+            for noise in 0..200 {
+                let states = [first.slice(), second.slice()];
+                let update = [Update::AdamW(step)];
+                cpu.update((&pieces, &update), &mut parameters, &grads, states, noise * 77, &mut sums);
+            }
+            [first.read(cpu, &pieces, len), second.read(cpu, &pieces, len)]
+        });
+        for (parity, expected) in [(0, 0.999_f32.powi(200)), (1, 1.0)] {
+            for values in [&first, &second] {
+                let mean = values.iter().skip(parity).step_by(2).sum::<f32>() / (len / 2) as f32;
+                assert!((mean / expected - 1.0).abs() < 0.02, "{dtype:?}: {mean} instead of {expected}");
+            }
+        }
+    }
+}
