@@ -34,15 +34,16 @@ const NUM_ATTEMPTS: usize = 8;
 /// choice takes more, as with parameters that are gathered earlier, there is less room in a next attempt.
 ///
 /// # Errors
-/// If nothing fits: the prediction of the choice that takes least.
+/// If nothing fits: of what was tried, the choice that takes least.
 pub fn fit_keeps(
     setup: &MemorySetup,
     budget: usize,
     program: impl Fn(&[Keep]) -> Program,
-) -> Result<(Choice, Prediction), Prediction> {
+) -> Result<(Choice, Prediction), (Choice, Prediction)> {
     let passes: Vec<UnitPasses> = setup.units.iter().map(|unit| unit.passes).collect();
     let least = inputs_only(&passes);
-    let (others, mut smallest) = others(setup, &program(&least.keeps));
+    let (others, prediction) = others(setup, &program(&least.keeps));
+    let mut smallest = (least, prediction);
     let mut room_total = budget;
     for _ in 0..NUM_ATTEMPTS {
         let room: Vec<Room> = others.iter().map(|others| others.room(room_total)).collect();
@@ -52,12 +53,9 @@ pub fn fit_keeps(
             return Ok((choice, found));
         }
         room_total = room_total.saturating_sub(found.total() - budget);
-        smallest = if found.total() < smallest.total() { found } else { smallest };
+        smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
     }
-    match smallest.total() <= budget {
-        true => Ok((least, smallest)),
-        false => Err(smallest),
-    }
+    if smallest.1.total() <= budget { Ok(smallest) } else { Err(smallest) }
 }
 
 /// Every unit but the first and the last keeps its input.

@@ -7,7 +7,9 @@ use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{
     AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions, ParameterGroup, StateDType,
 };
-use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan};
+use trireme_parallel::{
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan,
+};
 use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Sharding, recompute, shard};
 use trireme_schedule::{Keep, Program, ZeroStage, single};
@@ -97,8 +99,16 @@ impl Case {
             let parts = ranks.parts(model.table());
             let optimizer = Optimizer::new(&self.optimizer, model.table(), &parts, &device).unwrap();
             let program = self.program(&model);
-            let mut executor =
-                Executor::new(model, optimizer, ranks, &device, program, self.options, &OffloadOptions::none(&device)).unwrap();
+            let mut executor = Executor::new(
+                model,
+                optimizer,
+                ranks,
+                &device,
+                program,
+                self.options,
+                &OffloadOptions::none(&device),
+            )
+            .unwrap();
             executor.initialize(1).unwrap();
             for step in 1..=3 {
                 let shape = (self.options.local_batch_size, self.options.seq_len);

@@ -190,7 +190,7 @@ impl Executor {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
-        let zeros = || Parameters::zeros(&table, &self.optimizer_device, Category::Parameters);
+        let zeros = || Parameters::zeros(&table, &self.device.host()?, Category::Parameters);
         let mut all = is_root.then(zeros).transpose()?;
         let group = Arc::clone(self.ranks.shards());
         for (unit, info) in table.units().iter().enumerate() {

@@ -13,7 +13,9 @@ use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
-use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan};
+use trireme_parallel::{
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan,
+};
 use trireme_schedule::lowering::{Sharding, shard};
 use trireme_schedule::{ZeroStage, single as single_stage};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
