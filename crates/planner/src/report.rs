@@ -29,7 +29,7 @@ impl Prediction {
     /// When the peak of all categories together is.
     pub fn moment(&self, program: &Program) -> String {
         match self.line.checked_sub(2).and_then(|index| program.actions.get(index)) {
-            Some(action) => format!("line {} of the program: {action}", self.line),
+            Some(action) => format!("at line {} of the program: {action}", self.line),
             None => "before the first line of the program".to_owned(),
         }
     }

@@ -56,7 +56,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     text += &format!("{millions:.2} M parameters; {workers}\n\n");
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);
-    text += &format!("\nall together are at their peak at {}\n", plan.prediction.moment(&plan.program));
+    text += &format!("\nall together are at their peak {}\n", plan.prediction.moment(&plan.program));
     text.extend(plan.choice.iter().map(|choice| format!("{choice}\n")));
     Output.write_all(text.as_bytes())?;
     if plan.excess() > 0 {

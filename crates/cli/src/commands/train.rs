@@ -66,13 +66,11 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
         Some(environment) => work(&config, source, &environment, started),
         None => {
             let vocabulary_size = check(&config)?;
+            // Before there is a worker or a file, it is said once.
+            fitting_plan(&config, source, vocabulary_size, Workers::local(&config), None)?;
             match config.world_size() {
                 1 => train(&config, source, single(), 1, started),
-                _ => {
-                    // Before there is a worker, it is said once.
-                    fitting_plan(&config, source, vocabulary_size, Workers::local(&config), None)?;
-                    launch(&config, started)
-                }
+                _ => launch(&config, started),
             }
         }
     }

@@ -33,7 +33,7 @@ pub(crate) fn advice(
         |category: Category| format!("{category} {}", Bytes(plan.prediction.at_peak.get(category) as u64));
     let shares: Vec<String> = Category::ALL.into_iter().map(share).collect();
     format!(
-        "a step is predicted to take {} of worker {}'s memory, {} more than the {} that it has; at the peak, at {}, these are {}\n{}",
+        "a step is predicted to take {} of worker {}'s memory, {} more than the {} that it may; at the peak, {}, these are {}\n{}",
         Bytes(total as u64),
         workers.rank,
         Bytes(plan.excess() as u64),
@@ -72,14 +72,14 @@ pub(crate) fn changes(
     }
     let line = |(total, change): &(usize, Change)| {
         let keys: Vec<String> = change.iter().map(|key| format!("--set {key}")).collect();
-        format!("\n  {:<72} {:>10}", keys.join(" "), Bytes(*total as u64).to_string())
+        format!("\n    {:>10} with {}", Bytes(*total as u64), keys.join(" "))
     };
     match (told.is_empty(), smallest) {
-        (false, _) => format!("what would fit:{}", told.iter().map(line).collect::<String>()),
+        (false, _) => format!("  what would fit:{}", told.iter().map(line).collect::<String>()),
         (true, Some(smallest)) => {
-            format!("nothing that was tried fits; this takes least:{}", line(&smallest))
+            format!("  nothing that was tried fits; this takes least:{}", line(&smallest))
         }
-        (true, None) => "no change of the config was found that would take less".to_owned(),
+        (true, None) => "  no change of the config was found that would take less".to_owned(),
     }
 }
 

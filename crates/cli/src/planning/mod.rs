@@ -135,7 +135,7 @@ impl Plan {
         let peak = |category| peaks.get(category) as u64;
         let total = self.prediction.total();
         let moment = self.prediction.moment(&self.program);
-        let predicted = format!("{} are predicted at most, at {moment}", Bytes(total as u64));
+        let predicted = format!("{} are predicted at most, {moment}", Bytes(total as u64));
         MemoryPlan {
             keeps: self.keeps.clone(),
             predicted: MemoryPeakBytes {
