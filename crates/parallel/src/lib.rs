@@ -28,3 +28,4 @@ pub use offload::{OffloadOptions, Tier};
 pub use placement::parameter_placements;
 pub use ranks::DataParallelRanks;
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
+pub use trireme_swap::SwapOptions;

@@ -240,12 +240,14 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
+    executor.bring_states()?;
     executor.load_parameters(read_held(&checked_weights(&checkpoint.weights(), &model)?, ""))?;
     executor.refresh()?;
     let device = executor.device().clone();
     executor.optimizer_mut().load_states(&device, |info, values| {
         read_extents(checkpoint.tensors(), &state_name(info), info.shape, info.held.clone(), values)
     })?;
+    executor.send_states(true)?;
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }

@@ -25,8 +25,8 @@ pub use optimizer::optimizer_options;
 pub use run_folder::FLIGHT_RECORDER_FOLDER;
 pub use sample::{SampleSettings, sample};
 pub use setup::{
-    CorpusState, ensure_corpus, executor_options, given_keeps, local_threads, model_config, share_of_cores,
-    step_program,
+    CorpusState, ensure_corpus, executor_options, given_keeps, local_threads, model_config, offload_options,
+    share_of_cores, step_program,
 };
 pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
 pub use weights::{LoadedModel, load_model};

@@ -9,13 +9,16 @@ use crate::weights::{checked_weights, read_held};
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, ModelSource as WeightsSource, list_checkpoints};
 use trireme_comm::Group;
 use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
-use trireme_parallel::{DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions};
-use trireme_schedule::lowering::{Sharding, recompute, shard};
+use trireme_parallel::{
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions, SwapOptions, Tier,
+};
+use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
 use trireme_schedule::{Keep, Program, ZeroStage, single};
 use trireme_tensor::{Device, Precision};
 
@@ -223,19 +226,22 @@ pub(crate) fn build_executor(
     let training = config.training();
     let ranks = DataParallelRanks::new(group, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), device)?;
+    let moves = offload_options(config, device)?;
+    let optimizer_device = if moves.optimizer == Tier::Device { device } else { &moves.host };
+    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
     let keeps = keeps.map_or_else(|| given_keeps(config, &model), <[Keep]>::to_vec);
-    let program = step_program(config, &model, &keeps);
+    let program = step_program(config, &model, &keeps, &moves);
     let options = executor_options(config);
-    let offload = OffloadOptions::none(device);
-    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &offload)?;
+    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
     match &config.model().init_from {
         None => executor.initialize(training.seed)?,
         Some(folder) => {
             let source = WeightsSource::open(folder)?;
             let weights = checked_weights(&source.weights(), executor.model())?;
+            executor.bring_states()?;
             executor.load_parameters(read_held(&weights, ""))?;
             executor.refresh()?;
+            executor.send_states(true)?;
         }
     }
     Ok(executor)
@@ -259,10 +265,37 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
     }
 }
 
-/// What a rank does in a step whose units keep what `keeps` says.
-pub fn step_program(config: &Config, model: &Model, keeps: &[Keep]) -> Program {
+/// What a rank does in a step whose units keep what `keeps` says, and whose state moves as `moves` say.
+pub fn step_program(config: &Config, model: &Model, keeps: &[Keep], moves: &OffloadOptions) -> Program {
     let program = single::program(model.num_units(), config.num_microbatches(), &model.ties());
-    shard(recompute(program, keeps), sharding(config.parallelism()))
+    let program = shard(recompute(program, keeps), sharding(config.parallelism()));
+    offload(program, moves.lowering())
+}
+
+/// Where the training state lives.
+pub fn offload_options(config: &Config, device: &Device) -> Result<OffloadOptions, TrainError> {
+    let offload = config.offload();
+    let tier = |tier: config::Tier| match tier {
+        config::Tier::Device => Tier::Device,
+        config::Tier::Host => Tier::Host,
+        config::Tier::Disk => Tier::Disk,
+    };
+    let tiers = [offload.optimizer, offload.parameters, offload.gradients, offload.activations].map(tier);
+    if tiers == [Tier::Device; 4] {
+        return Ok(OffloadOptions::none(device));
+    }
+    let [optimizer, parameters, gradients, activations] = tiers;
+    let timeout = Duration::from_secs_f64(offload.timeout_seconds);
+    Ok(OffloadOptions {
+        optimizer,
+        parameters,
+        gradients,
+        activations,
+        prefetch: offload.prefetch,
+        host: device.host()?,
+        folder: offload.folder.clone(),
+        swap: SwapOptions { timeout, ..SwapOptions::default() },
+    })
 }
 
 fn sharding(parallelism: &config::Parallelism) -> Sharding {

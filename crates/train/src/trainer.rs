@@ -118,6 +118,7 @@ impl<'a> Trainer<'a> {
             run_folder::set_aside(&run_folder, observer)?;
         }
         let state = resume(config, &mut executor, &train, observer)?;
+        executor.describe_disks().iter().for_each(|line| observer.notice(line));
         let comment = options.memory_plan.as_ref().map_or("", |plan| &plan.comment);
         let files = RunFiles { config_toml: config.to_toml(), model_json };
         let metrics = if is_root {
@@ -282,8 +283,10 @@ impl<'a> Trainer<'a> {
         let keep = self.config.checkpoint().keep_latest_k;
         let folder = self.config.run_folder();
         self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
+        self.executor.bring_states()?;
         let path =
             write_checkpoint(&self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep)?;
+        self.executor.send_states(false)?;
         self.observer.checkpoint(self.state.step, &path);
         Ok(path)
     }

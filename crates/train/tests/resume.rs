@@ -99,7 +99,7 @@ fn twenty_steps_are_ten_and_ten_in_16_bits() {
 
 #[test]
 fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
-    let layouts: [(usize, &[&str]); 6] = [
+    let layouts: [(usize, &[&str]); 9] = [
         (1, &[]),
         (4, &["parallelism.zero_stage=3"]),
         (2, &["parallelism.zero_stage=1", "activation_checkpoint.mode=selective"]),
@@ -113,6 +113,18 @@ fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
                 "parallelism.zero_prefetch=0",
             ],
         ),
+        (1, &["parallelism.zero_stage=1", "offload.optimizer=disk", "offload.activations=host"]),
+        (
+            2,
+            &[
+                "parallelism.zero_stage=3",
+                "offload.optimizer=disk",
+                "offload.parameters=disk",
+                "offload.gradients=host",
+                "offload.activations=disk",
+            ],
+        ),
+        (4, &["parallelism.zero_stage=2", "offload.optimizer=host", "offload.gradients=host"]),
     ];
     for dtype in ["f32", "bf16"] {
         let folder = tempfile::tempdir().unwrap();

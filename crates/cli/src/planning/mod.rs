@@ -15,6 +15,7 @@ use trireme_base::{Bytes, Category};
 use trireme_comm::{Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::Model;
+use trireme_parallel::OffloadOptions;
 use trireme_planner::{CategoryBytes, MemorySetup, Prediction, fit_keeps, predict};
 use trireme_schedule::{Keep, Program};
 use trireme_tensor::Device;
@@ -22,7 +23,7 @@ use trireme_train::config::{self, ActivationCheckpointMode, Config, ModelSource,
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     MemoryPlan, TrainError, device_options, executor_options, given_keeps, local_threads, model_config,
-    optimizer_options, step_program,
+    offload_options, optimizer_options, step_program,
 };
 
 /// The workers of a run, as one of them sees them.
@@ -109,17 +110,18 @@ impl Plan {
             shares_memory: workers.shares_memory && workers.world_size > 1,
             num_sharing: workers.num_sharing,
         };
-        let setup = memory_setup(&model, &device, &options, &optimizer, layout)?;
+        let moves = offload_options(config, &device)?;
+        let setup = memory_setup(&model, &device, &options, &optimizer, &moves, layout)?;
         let mode = config.activation_checkpoint().mode;
         let bound = bound(config, workers);
         let (keeps, choice) = match (mode, keeps) {
             (_, Some(keeps)) => (keeps.to_vec(), None),
             (ActivationCheckpointMode::Auto, None) => {
-                choose(config, &model, &setup, bound.expect("a host has memory"))
+                choose((config, &model, &moves), &setup, bound.expect("a host has memory"))
             }
             (_, None) => (given_keeps(config, &model), None),
         };
-        let program = step_program(config, &model, &keeps);
+        let program = step_program(config, &model, &keeps, &moves);
         let prediction = predict(&setup, &program);
         Ok(Plan { model, program, keeps, prediction, bound, choice })
     }
@@ -176,8 +178,12 @@ fn host_bytes() -> usize {
 }
 
 /// The least recomputation that fits into `bound`, and why that; where nothing does, the choice that takes least.
-fn choose(config: &Config, model: &Model, setup: &MemorySetup, bound: usize) -> (Vec<Keep>, Option<String>) {
-    let program = |keeps: &[Keep]| step_program(config, model, keeps);
+fn choose(
+    (config, model, moves): (&Config, &Model, &OffloadOptions),
+    setup: &MemorySetup,
+    bound: usize,
+) -> (Vec<Keep>, Option<String>) {
+    let program = |keeps: &[Keep]| step_program(config, model, keeps, moves);
     match fit_keeps(setup, bound, program) {
         Ok((choice, prediction)) => {
             let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();

@@ -6,9 +6,9 @@ use trireme_base::{Category, DType};
 use trireme_comm::Group;
 use trireme_model::{Model, UnitSizes};
 use trireme_optim::{Optimizer, OptimizerOptions, ShardOps, StepSettings};
-use trireme_parallel::{Determinism, ExecutorOptions};
+use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, Tier};
 use trireme_planner::{CategoryBytes, MemorySetup, StepExchange, UnitMemory, UnitPasses};
-use trireme_schedule::ZeroStage;
+use trireme_schedule::{StateClass, ZeroStage};
 use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES};
 
 /// How the workers are arranged, as far as the memory of one of them depends on it.
@@ -41,6 +41,7 @@ pub(crate) fn memory_setup(
     device: &Device,
     options: &ExecutorOptions,
     optimizer: &OptimizerOptions,
+    moves: &OffloadOptions,
     layout: Layout,
 ) -> Result<MemorySetup> {
     let table = model.table();
@@ -51,11 +52,14 @@ pub(crate) fn memory_setup(
     let (sizes, token_bytes) = model.sizes(device, options.precision, scales, shape)?;
     let parts = table.shards(layout.shard, layout.num_shards);
     let before = device.memory().usage(Category::Optimizer).current;
-    let mut optimizer = Optimizer::new(optimizer, table, &parts, device)?;
+    let optimizer_device = if moves.optimizer == Tier::Device { device } else { &moves.host };
+    let mut optimizer = Optimizer::new(optimizer, table, &parts, optimizer_device)?;
     let state = device.memory().usage(Category::Optimizer).current - before;
     let mut units = Vec::new();
     for (index, (info, sizes)) in table.units().iter().zip(&sizes).enumerate() {
-        let (step_scratch, step_exchanges) = update(&mut optimizer, index, parts[index].len(), device)?;
+        let (scratch, step_exchanges) = update(&mut optimizer, index, parts[index].len(), optimizer_device)?;
+        // What the host updates takes its memory.
+        let step_scratch = if moves.optimizer == Tier::Device { scratch } else { 0 };
         units.push(UnitMemory {
             len: info.num_elements,
             padded_len: info.padded_len(),
@@ -79,10 +83,20 @@ pub(crate) fn memory_setup(
         gather_dtype: options.gather_precision().dtype(),
         reduce_dtype: options.reduce_dtype.dtype(),
         fusion_bytes: options.fusion_bytes,
-        away: Vec::new(),
+        away: away(moves),
         adds_in_place: options.determinism == Determinism::Run,
         alignment: Device::ALIGNMENT,
     })
+}
+
+/// What is not on the device between its uses, besides activations, of which the program tells.
+fn away(moves: &OffloadOptions) -> Vec<StateClass> {
+    let tiers = [
+        (StateClass::Optimizer, moves.optimizer),
+        (StateClass::Parameters, moves.parameters),
+        (StateClass::Gradients, moves.gradients),
+    ];
+    tiers.into_iter().filter(|(_, tier)| *tier != Tier::Device).map(|(class, _)| class).collect()
 }
 
 fn unit_passes(sizes: &UnitSizes) -> UnitPasses {

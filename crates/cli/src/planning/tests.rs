@@ -84,7 +84,15 @@ impl Case {
             shares_memory: false,
             num_sharing: 1,
         };
-        let setup = memory_setup(&model, &device, &self.options, &self.optimizer, layout).unwrap();
+        let setup = memory_setup(
+            &model,
+            &device,
+            &self.options,
+            &self.optimizer,
+            &OffloadOptions::none(&device),
+            layout,
+        )
+        .unwrap();
         let program = self.program(&model);
         (predict(&setup, &program), program)
     }

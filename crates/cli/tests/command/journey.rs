@@ -97,6 +97,7 @@ fn help_teaches_and_fits_a_terminal() {
         "config",
         "bench",
         "bench step",
+        "bench disk",
     ] {
         let help = scene.run(&format!("{command} --help")).succeeded();
         assert!(help.lines().all(|line| line.chars().count() <= 100), "{help}");

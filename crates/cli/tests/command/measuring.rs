@@ -179,6 +179,38 @@ fn steps_in_16_bits_tell_what_they_did() {
 }
 
 #[test]
+fn steps_with_state_elsewhere_have_the_same_loss() {
+    let scene = Scene::new();
+    scene.write("config.json", LLAMA);
+    let arguments = "bench step --model . --batch 1 --seq 8 --threads 1 --steps 2 --warmup 0 --json";
+    let plain = parse(&scene.run(arguments).succeeded());
+    assert_eq!(plain["disk_bytes_read"], 0);
+    for options in [
+        "--zero-stage 3 --workers 1 --keep input",
+        "--zero-stage 3 --offload optimizer=disk --offload parameters=disk --offload-prefetch 2",
+        "--zero-stage 1 --offload optimizer=host --keep products --offload activations=disk",
+    ] {
+        let found = parse(&scene.run(&format!("{arguments} {options}")).succeeded());
+        assert_eq!(found["final_loss"], plain["final_loss"], "{options}");
+        let reads = found["disk_bytes_read"].as_u64().unwrap();
+        assert_eq!(reads > 0, options.contains("=disk"), "{options}: {reads}");
+    }
+    tells(
+        &misused(scene.run(&format!("{arguments} --offload optimizer=tape"))),
+        &["optimizer=tape", "optimizer=disk"],
+    );
+    tells(&misused(scene.run(&format!("{arguments} --keep some"))), &["all, products or input"]);
+}
+
+#[test]
+fn the_disk_is_timed() {
+    let scene = Scene::new();
+    let found = parse(&scene.run("bench disk --json").succeeded());
+    assert!(found["read_bytes_per_second"].as_f64().unwrap() > 0.0, "{found}");
+    tells(&scene.run("bench disk --folder nowhere").refused(), &["nowhere"]);
+}
+
+#[test]
 fn the_collectives_of_workers_are_timed() {
     let scene = Scene::new();
     let sizes = "--min-bytes 4096 --max-bytes 65536 --factor 16 --iters 3 --warmup 1";

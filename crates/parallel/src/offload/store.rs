@@ -4,11 +4,14 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use trireme_base::DType;
 use trireme_schedule::StateClass;
-use trireme_swap::{SwapFile, SwapOptions, Transfer};
+use trireme_swap::{AlignedBuffer, SwapFile, SwapOptions, Transfer};
 use trireme_tensor::{Category, Device, Tensor};
 
-/// Blocks on their way to a disk at a time; more would hold memory that was to be freed.
+/// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
 const WRITES_MAX: usize = 4;
+
+/// Bytes of a chunk: long enough for a disk's full speed, short beside the memory of a worker.
+const CHUNK_BYTES: usize = 16 << 20;
 
 /// Blocks of state that live elsewhere.
 pub(crate) struct Store {
@@ -18,7 +21,7 @@ pub(crate) struct Store {
 
 enum Place {
     Host { host: Device, category: Category },
-    Disk(Disk),
+    Disk(Box<Disk>),
 }
 
 #[derive(Default)]
@@ -31,58 +34,144 @@ enum Block {
     /// On the disk.
     OnDisk,
     /// On its way back from it.
-    Reading(Transfer),
+    Reading,
     /// With its owner, and unchanged on the disk.
     Copied,
 }
 
+/// Blocks in a file, cut into chunks: a block that leaves is written while the rest of it is copied, and one that comes back is
+/// copied while the rest of it is read. So transfers take the memory of some chunks, whatever the size of blocks.
 struct Disk {
     folder: PathBuf,
     options: SwapOptions,
+    num_bytes: Vec<usize>,
     /// Made when the first block comes.
     file: Option<SwapFile>,
-    num_bytes: Vec<usize>,
+    /// Of each block in the file.
+    first_chunks: Vec<usize>,
     writes: VecDeque<Transfer>,
+    /// Chunks of each block that are on their way back.
+    reads: Vec<VecDeque<Transfer>>,
 }
 
 impl Disk {
-    /// Copies a block and starts to write it.
-    fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
-        let len = num_bytes(memory);
-        if self.file.is_none() {
-            // Blocks of which nothing was said are like this one: activations of one kind of units.
-            self.num_bytes.iter_mut().filter(|bytes| **bytes == usize::MAX).for_each(|bytes| *bytes = len);
+    fn new(options: &OffloadOptions, num_blocks: usize) -> Self {
+        Disk {
+            folder: options.folder.clone(),
+            options: options.swap.clone(),
+            num_bytes: vec![0; num_blocks],
+            file: None,
+            first_chunks: Vec::new(),
+            writes: VecDeque::with_capacity(WRITES_MAX + 1),
+            reads: (0..num_blocks).map(|_| VecDeque::new()).collect(),
         }
-        while self.writes.len() >= WRITES_MAX || self.writes.front().is_some_and(Transfer::is_done) {
-            self.writes.pop_front().expect("a write is under way").wait()?;
+    }
+
+    /// Makes the file. Blocks of which nothing was said are as long as this first one, for they are activations of one kind
+    /// of units.
+    fn create(&mut self, len: usize) -> Result<(), ParallelError> {
+        self.num_bytes.iter_mut().filter(|bytes| **bytes == usize::MAX).for_each(|bytes| *bytes = len);
+        let mut chunks = Vec::new();
+        for &num_bytes in &self.num_bytes {
+            self.first_chunks.push(chunks.len());
+            chunks
+                .extend((0..num_bytes).step_by(CHUNK_BYTES).map(|start| CHUNK_BYTES.min(num_bytes - start)));
         }
-        let len_max = self.len_max();
-        let file = self.file()?;
-        let mut buffer = file.buffer(len_max)?;
-        buffer.set_len(len);
-        copy_out(memory, &mut buffer);
-        let transfer = file.write(block, buffer);
-        self.writes.push_back(transfer);
+        self.file = Some(SwapFile::create(&self.folder, &chunks, &self.options)?);
         Ok(())
     }
 
-    fn read(&mut self, block: usize) -> Result<Transfer, ParallelError> {
-        let len_max = self.len_max();
-        let file = self.file()?;
-        Ok(file.read(block, file.buffer(len_max)?))
+    /// Copies a block away, chunk by chunk, and starts to write it; its memory is given back.
+    fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+        if self.file.is_none() {
+            self.create(num_bytes(memory))?;
+        }
+        let Disk { file, first_chunks, writes, num_bytes, .. } = self;
+        let file = file.as_ref().expect("it was made above");
+        let mut chunk = first_chunks[block];
+        let (mut left, mut open, mut filled) = (num_bytes[block], None, 0);
+        let mut copy = |mut bytes: &[u8]| -> Result<(), ParallelError> {
+            while !bytes.is_empty() {
+                let mut buffer = match open.take() {
+                    Some(buffer) => buffer,
+                    None => {
+                        await_room(writes)?;
+                        file.buffer(CHUNK_BYTES)?
+                    }
+                };
+                let len = left.min(CHUNK_BYTES);
+                buffer.set_len(len);
+                let (own, rest) = bytes.split_at(bytes.len().min(len - filled));
+                buffer[filled..filled + own.len()].copy_from_slice(own);
+                (bytes, filled) = (rest, filled + own.len());
+                if filled == len {
+                    writes.push_back(file.write(chunk, buffer));
+                    (chunk, left, filled) = (chunk + 1, left - len, 0);
+                } else {
+                    open = Some(buffer);
+                }
+            }
+            Ok(())
+        };
+        let mut refused = Ok(());
+        memory(&mut |part| {
+            if refused.is_ok() {
+                refused = copy(part.bytes());
+            }
+            part.release();
+        });
+        refused
     }
 
-    /// Buffers of the longest block serve all.
-    fn len_max(&self) -> usize {
-        self.num_bytes.iter().copied().max().unwrap_or(0)
+    /// Starts to read a block.
+    fn read(&mut self, block: usize) -> Result<(), ParallelError> {
+        let file = self.file.as_ref().expect("a block is read after it was written");
+        let num_chunks = self.num_bytes[block].div_ceil(CHUNK_BYTES);
+        let first = self.first_chunks[block];
+        for chunk in first..first + num_chunks {
+            self.reads[block].push_back(file.read(chunk, file.buffer(CHUNK_BYTES)?));
+        }
+        Ok(())
     }
 
-    fn file(&mut self) -> Result<&SwapFile, ParallelError> {
-        Ok(match &mut self.file {
-            Some(file) => file,
-            none => none.insert(SwapFile::create(&self.folder, &self.num_bytes, &self.options)?),
-        })
+    /// Takes all of `memory` again, and copies a block there, chunk by chunk as they come.
+    fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+        let reads = &mut self.reads[block];
+        let (mut open, mut taken) = (None::<AlignedBuffer>, 0);
+        let mut copy = |mut bytes: &mut [u8]| -> Result<(), ParallelError> {
+            while !bytes.is_empty() {
+                let buffer = match open.take() {
+                    Some(buffer) => buffer,
+                    None => reads.pop_front().expect("chunks make up the block").wait()?,
+                };
+                let (own, rest) = bytes.split_at_mut(bytes.len().min(buffer.len() - taken));
+                own.copy_from_slice(&buffer[taken..taken + own.len()]);
+                taken += own.len();
+                bytes = rest;
+                if taken < buffer.len() {
+                    open = Some(buffer);
+                } else {
+                    taken = 0;
+                }
+            }
+            Ok(())
+        };
+        let mut refused = Ok(());
+        memory(&mut |part| {
+            if refused.is_ok() {
+                refused = part.restore().and_then(|()| copy(part.bytes_mut()));
+            }
+        });
+        refused
     }
+}
+
+/// Waits until another write may begin.
+fn await_room(writes: &mut VecDeque<Transfer>) -> Result<(), ParallelError> {
+    while writes.len() >= WRITES_MAX || writes.front().is_some_and(Transfer::is_done) {
+        writes.pop_front().expect("a write is under way").wait()?;
+    }
+    Ok(())
 }
 
 fn num_bytes(memory: Memory<'_>) -> usize {
@@ -103,16 +192,18 @@ fn copy_out(memory: Memory<'_>, mut target: &mut [u8]) {
 
 /// Takes all of `memory` again, and copies it back.
 fn copy_in(memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
-    let mut refused = None;
+    let mut refused = Ok(());
     memory(&mut |part| {
         let (own, rest) = source.split_at(part.num_bytes());
-        match part.restore() {
-            Ok(()) => part.bytes_mut().copy_from_slice(own),
-            Err(error) => refused = Some(error),
-        }
         source = rest;
+        if refused.is_ok() {
+            refused = part.restore();
+            if refused.is_ok() {
+                part.bytes_mut().copy_from_slice(own);
+            }
+        }
     });
-    refused.map_or(Ok(()), Err)
+    refused
 }
 
 impl Store {
@@ -125,13 +216,7 @@ impl Store {
         };
         let place = match tier {
             Tier::Device | Tier::Host => Place::Host { host: options.host.clone(), category },
-            Tier::Disk => Place::Disk(Disk {
-                folder: options.folder.clone(),
-                options: options.swap.clone(),
-                file: None,
-                num_bytes: vec![0; num_blocks],
-                writes: VecDeque::with_capacity(WRITES_MAX + 1),
-            }),
+            Tier::Disk => Place::Disk(Box::new(Disk::new(options, num_blocks))),
         };
         Store { place, blocks: (0..num_blocks).map(|_| Block::default()).collect() }
     }
@@ -177,7 +262,8 @@ impl Store {
 
     pub(crate) fn fetch(&mut self, block: usize) -> Result<(), ParallelError> {
         if let (Place::Disk(disk), Block::OnDisk) = (&mut self.place, &self.blocks[block]) {
-            self.blocks[block] = Block::Reading(disk.read(block)?);
+            disk.read(block)?;
+            self.blocks[block] = Block::Reading;
         }
         Ok(())
     }
@@ -185,36 +271,36 @@ impl Store {
     pub(crate) fn restore(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
         self.fetch(block)?;
         let state = &mut self.blocks[block];
-        *state = match std::mem::take(state) {
-            Block::Reading(transfer) => {
-                copy_in(memory, &transfer.wait()?)?;
+        *state = match (&mut self.place, std::mem::take(state)) {
+            (Place::Disk(disk), Block::Reading) => {
+                disk.finish_read(block, memory)?;
                 Block::Copied
             }
-            Block::InMemory { copy, is_away } => {
+            (_, Block::InMemory { copy, is_away }) => {
                 if is_away {
                     copy_in(memory, copy.bytes())?;
                 }
                 Block::InMemory { copy, is_away: false }
             }
-            here => here,
+            (_, here) => here,
         };
         Ok(())
     }
 
     pub(crate) fn describe(&self) -> Option<String> {
         match &self.place {
-            Place::Disk(Disk { file: Some(file), .. }) => Some(file.describe().to_string()),
-            _ => None,
+            Place::Disk(disk) => disk.file.as_ref().map(|file| file.describe().to_string()),
+            Place::Host { .. } => None,
         }
     }
 
     pub(crate) fn disk_bytes(&self) -> [u64; 2] {
         match &self.place {
-            Place::Disk(Disk { file: Some(file), .. }) => {
+            Place::Disk(disk) => disk.file.as_ref().map_or([0, 0], |file| {
                 let statistics = file.statistics();
                 [statistics.bytes_read, statistics.bytes_written]
-            }
-            _ => [0, 0],
+            }),
+            Place::Host { .. } => [0, 0],
         }
     }
 }

@@ -117,6 +117,18 @@ config_choice! {
 }
 
 config_choice! {
+    /// Where state lives.
+    Tier {
+        /// On the device.
+        Device = "device",
+        /// In the memory of the host.
+        Host = "host",
+        /// On a disk.
+        Disk = "disk",
+    }
+}
+
+config_choice! {
     /// Which other runs have the same bits as this one.
     Determinism {
         /// Every layout of the same global batch: gradients are summed in one canonical tree.

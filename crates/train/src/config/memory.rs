@@ -1,7 +1,7 @@
 //! Checks of how the training state is shared out, and of what is recomputed.
 
-use super::choice::ActivationCheckpointMode;
-use super::sections::{ActivationCheckpoint, Parallelism, Sections};
+use super::choice::{ActivationCheckpointMode, Tier};
+use super::sections::{ActivationCheckpoint, Offload, Parallelism, Sections};
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 
@@ -67,4 +67,30 @@ pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
         &["activation_checkpoint.every_k", "activation_checkpoint.mode"],
         || "counts only with mode = \"every-k\"; set that, or remove this key".to_owned(),
     );
+}
+
+pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
+    let Sections { offload, parallelism, .. } = &checks.loose.sections;
+    let Offload { optimizer, parameters, gradients, activations, .. } = *offload;
+    for (key, tier, stage_min) in
+        [("optimizer", optimizer, 1), ("parameters", parameters, 3), ("gradients", gradients, 2)]
+    {
+        let keys = [&format!("offload.{key}")[..], "parallelism.zero_stage"];
+        checks.require(tier == Tier::Device || parallelism.zero_stage >= stage_min, &keys, || {
+            format!("lives apart from what is computed with from zero_stage = {stage_min} on; set that, on one worker, too")
+        });
+    }
+    let training = &checks.loose.sections.training;
+    let is_accumulated = training.global_batch_size > training.local_batch_size * world_size;
+    checks.require(
+        gradients != Tier::Disk || !is_accumulated,
+        &["offload.gradients", "training.global_batch_size"],
+        || "gradients of several microbatches are summed in memory; take \"host\", or a larger local_batch_size".to_owned(),
+    );
+    let is_on_disk = [optimizer, parameters, gradients, activations].contains(&Tier::Disk);
+    for key in changed_keys(offload).filter(|key| ["folder", "timeout_seconds"].contains(key)) {
+        checks.require(is_on_disk, &[&format!("offload.{key}")], || {
+            "counts only where something lives on \"disk\"; set that, or remove this key".to_owned()
+        });
+    }
 }

@@ -25,12 +25,12 @@ mod tests;
 
 pub use choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
+    Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
     ActivationCheckpoint, Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Memory, Metrics, Model,
-    Optimizer, OptimizerGroup, Parallelism, Run, Training,
+    Offload, Optimizer, OptimizerGroup, Parallelism, Run, Training,
 };
 
 pub use value::ByteLimit;

@@ -3,7 +3,7 @@
 
 use super::choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    Resume, StateDtype, Tokenizer, TrainingDtype, Transport,
+    Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 use super::section::{Section, config_section, config_sections};
 use super::value::{ByteLimit, above, above_up_to};
@@ -35,6 +35,7 @@ config_sections! {
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
     memory: Memory,
+    offload: Offload,
     checkpoint: Checkpoint,
     comm: Comm,
     metrics: Metrics,
@@ -304,6 +305,28 @@ config_section! {
         /// What a worker may have in use at a time, of all categories together (docs/memory.md), such as "512MiB"; "none"
         /// sets no bound. A run that is predicted to need more is refused before its first step.
         device_budget: ByteLimit = ByteLimit(None);
+    }
+}
+
+config_section! {
+    /// Where the training state of a worker lives between its uses: on the `device`, in the memory of the `host`, or on `disk`.
+    /// Losses and weights have the same bits.
+    Offload {
+        /// What the optimizer keeps. Where that is not on the device, the host does the updates. Needs `zero_stage` from 1 on,
+        /// on one worker, too.
+        optimizer: Tier = Tier::Device;
+        /// What each worker has of the parameters. Needs `zero_stage = 3`, on one worker, too.
+        parameters: Tier = Tier::Device;
+        /// What each worker has of the reduced gradients. Needs `zero_stage` 2 or 3; and on `disk` one microbatch a step.
+        gradients: Tier = Tier::Device;
+        /// What forward passes of blocks keep for backward passes.
+        activations: Tier = Tier::Device;
+        /// How many uses ahead of its own use state begins to come back.
+        prefetch: usize = 1, within 0..=64;
+        /// Folder of the files on disk, which have no names and vanish with the process; when empty, the run's folder.
+        folder: PathBuf = PathBuf::new();
+        /// Seconds after which a transfer that a disk has not ended ends the run.
+        timeout_seconds: f64 = 60.0, within above_up_to(0.0, 86_400.0);
     }
 }
 

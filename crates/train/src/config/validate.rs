@@ -4,7 +4,7 @@ use super::Config;
 use super::choice::{Architecture, Decay, Determinism, Fp8, OptimizerName, Tokenizer, TrainingDtype};
 use super::compression::check_compression;
 use super::costs::check_costs;
-use super::memory::{check_activation_checkpoint, check_parallelism, degrees};
+use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees};
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
 use super::reader::Loose;
@@ -37,6 +37,7 @@ pub(super) fn validate(
     check_training(&mut checks, world_size);
     check_parallelism(&mut checks, world_size);
     check_activation_checkpoint(&mut checks);
+    check_offload(&mut checks, world_size);
     check_loss_scale(&mut checks);
     check_fp8(&mut checks);
     check_tls(&mut checks);
@@ -311,12 +312,15 @@ fn name_run(sections: &mut Sections, path: &Path) {
 }
 
 fn resolve(sections: &mut Sections, world_size: usize) {
-    let Sections { run, model, data, training, optimizer, lr_scheduler, parallelism, .. } = sections;
+    let Sections { run, model, data, training, optimizer, lr_scheduler, parallelism, offload, .. } = sections;
     let (replicas, shards) = degrees(parallelism, world_size);
     parallelism.data_parallel_replicate_degree = replicas as i64;
     parallelism.data_parallel_shard_degree = shards as i64;
     if let Some(architecture) = model.architecture {
         resolve_model(model, architecture, training.seq_len);
+    }
+    if offload.folder.as_os_str().is_empty() {
+        offload.folder = run.folder.join(&run.name);
     }
     if data.folder.as_os_str().is_empty() {
         data.folder = run.folder.join(&run.name).join("data");

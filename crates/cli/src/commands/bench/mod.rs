@@ -1,6 +1,7 @@
 //! `trireme bench`.
 
 mod collectives;
+mod disk;
 mod kernels;
 mod step;
 
@@ -24,6 +25,7 @@ pub(crate) struct BenchArgs {
 #[derive(Debug, clap::Subcommand)]
 enum BenchCommand {
     Collectives(collectives::CollectivesArgs),
+    Disk(disk::DiskArgs),
     Kernels(kernels::KernelsArgs),
     Step(step::StepArgs),
 }
@@ -32,6 +34,7 @@ enum BenchCommand {
 pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
     match &args.command {
         BenchCommand::Collectives(args) => collectives::run(args, started),
+        BenchCommand::Disk(args) => disk::run(args),
         BenchCommand::Kernels(args) => kernels::run(args),
         BenchCommand::Step(args) => step::run(args, started),
     }

@@ -14,10 +14,10 @@ use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan,
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan, Tier,
 };
-use trireme_schedule::lowering::{Sharding, shard};
-use trireme_schedule::{ZeroStage, single as single_stage};
+use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
+use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_train::FP8_NOTICE;
 
@@ -66,6 +66,19 @@ pub(crate) struct StepArgs {
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
+    /// Where state lives between its uses: optimizer, parameters, gradients or activations, and device, host or disk; may be
+    /// given several times.
+    #[arg(long, value_name = "CLASS=TIER", value_parser = parse_offload)]
+    offload: Vec<(StateClass, Tier)>,
+    /// How many uses ahead of its own use such state begins to come back.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    offload_prefetch: usize,
+    /// Folder of the files on disk.
+    #[arg(long, value_name = "FOLDER", default_value = ".")]
+    offload_folder: PathBuf,
+    /// What blocks keep for backward: all, products or input.
+    #[arg(long, value_name = "WHAT", default_value = "all", value_parser = parse_keep)]
+    keep: Keep,
     /// Timed steps.
     #[arg(long, value_name = "N", default_value_t = 20)]
     steps: usize,
@@ -93,6 +106,21 @@ pub(super) fn parse_precision(text: &str) -> Result<Precision, String> {
 fn parse_zero_stage(text: &str) -> Result<ZeroStage, String> {
     let stage = text.parse().ok().and_then(|number: usize| ZeroStage::ALL.get(number));
     stage.copied().ok_or_else(|| "expected 0, 1, 2 or 3".to_owned())
+}
+
+fn parse_offload(text: &str) -> Result<(StateClass, Tier), String> {
+    let tiers = [("device", Tier::Device), ("host", Tier::Host), ("disk", Tier::Disk)];
+    let parse = |(class, tier): (&str, &str)| {
+        let tier = tiers.iter().find(|(name, _)| *name == tier)?.1;
+        Some((StateClass::named(class)?, tier))
+    };
+    let parsed = text.split_once('=').and_then(parse);
+    parsed.ok_or_else(|| "expected a class and where it lives, such as optimizer=disk".to_owned())
+}
+
+fn parse_keep(text: &str) -> Result<Keep, String> {
+    let keep = Keep::ALL.into_iter().find(|keep| keep.name() == text && *keep != Keep::Nothing);
+    keep.ok_or_else(|| "expected all, products or input".to_owned())
 }
 
 fn parse_fp8(text: &str) -> Result<Fp8Formats, String> {
@@ -131,6 +159,10 @@ struct Measurement {
     skipped_steps: usize,
     memory_counted_bytes: u64,
     comm_exposed_ms_median: f64,
+    /// In a step, by rank 0.
+    disk_bytes_read: u64,
+    /// In a step, by rank 0.
+    disk_bytes_written: u64,
 }
 
 /// Runs `trireme bench step`.
@@ -213,10 +245,17 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
     let options =
         OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
-    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), device)?;
+    let moves = offload_options(args, device)?;
+    let optimizer_device = if moves.optimizer == Tier::Device { device } else { &moves.host };
+    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
     let sharding =
         Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
-    let program = shard(single_stage::program(model.num_units(), 1, &model.ties()), sharding);
+    let num_units = model.num_units();
+    let is_block = |unit: usize| unit > 0 && unit + 1 < num_units;
+    let keeps: Vec<Keep> =
+        (0..num_units).map(|unit| if is_block(unit) { args.keep } else { Keep::All }).collect();
+    let program = recompute(single_stage::program(num_units, 1, &model.ties()), &keeps);
+    let program = offload(shard(program, sharding), moves.lowering());
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),
@@ -230,10 +269,29 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         local_batch_size: args.batch,
         seq_len: args.seq,
     };
-    let offload = OffloadOptions::none(device);
-    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &offload)?;
+    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
     executor.initialize(args.seed)?;
     Ok(executor)
+}
+
+fn offload_options(args: &StepArgs, device: &Device) -> Result<OffloadOptions> {
+    let none = OffloadOptions::none(device);
+    if args.offload.is_empty() {
+        return Ok(none);
+    }
+    let tier = |class| {
+        args.offload.iter().rev().find(|(given, _)| *given == class).map_or(Tier::Device, |(_, tier)| *tier)
+    };
+    Ok(OffloadOptions {
+        optimizer: tier(StateClass::Optimizer),
+        parameters: tier(StateClass::Parameters),
+        gradients: tier(StateClass::Gradients),
+        activations: tier(StateClass::Activations),
+        prefetch: args.offload_prefetch,
+        host: device.host()?,
+        folder: args.offload_folder.clone(),
+        ..none
+    })
 }
 
 fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
@@ -250,6 +308,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
     let mut window = vec![0; args.seq + 1];
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
     let (mut first, mut loss, mut skipped_steps) = (None, f64::NAN, 0);
+    let mut disk_bytes = [0, 0];
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
         let mut batch = Batch::zeros(&device, args.batch, args.seq)?;
@@ -258,6 +317,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             tokens.read(sample as u64, &mut window)?;
             batch.set_row(row, &window);
         }
+        let disk_before = executor.disk_bytes();
         let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off };
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;
         if step >= args.warmup {
@@ -266,6 +326,8 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             skipped_steps += usize::from(outcome.skipped.is_some());
         }
         loss = outcome.loss;
+        let disk_after = executor.disk_bytes();
+        disk_bytes = [disk_after[0] - disk_before[0], disk_after[1] - disk_before[1]];
         first.get_or_insert_with(|| started.elapsed().as_secs_f64());
     }
     let facts =
@@ -313,6 +375,8 @@ fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
             skipped_steps,
             memory_counted_bytes: device.memory().total().peak as u64,
             comm_exposed_ms_median: worst(3) * 1e3,
+            disk_bytes_read: disk_bytes[0],
+            disk_bytes_written: disk_bytes[1],
         },
     )
 }

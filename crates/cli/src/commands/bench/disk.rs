@@ -1,0 +1,53 @@
+use crate::console::Output;
+use anyhow::Result;
+use serde::Serialize;
+use std::io::Write;
+use std::path::PathBuf;
+use trireme_swap::{Bandwidth, SwapOptions, measure_bandwidth};
+
+/// Time the disk that `[offload]` would use.
+///
+/// Writes a nameless file of 256 MiB in blocks and reads it back, one direction at a time: how training state goes to a
+/// disk and returns, past the page cache where the system allows it. Transfers both ways at once share the disk, and take
+/// about the sum of both times. The file is gone when the command ends.
+#[derive(Debug, clap::Args)]
+pub(super) struct DiskArgs {
+    /// Folder on the disk.
+    #[arg(long, value_name = "FOLDER", default_value = ".")]
+    folder: PathBuf,
+    /// Bytes of a block; state goes in blocks of 16 MiB.
+    #[arg(long, value_name = "BYTES", default_value_t = 16 << 20)]
+    block_bytes: usize,
+    /// Print one line of JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Serialize)]
+struct Measurement {
+    folder: PathBuf,
+    method: String,
+    block_bytes: usize,
+    read_bytes_per_second: f64,
+    write_bytes_per_second: f64,
+}
+
+/// Runs `trireme bench disk`.
+pub(super) fn run(args: &DiskArgs) -> Result<()> {
+    let Bandwidth { read, write, description } =
+        measure_bandwidth(&args.folder, args.block_bytes, &SwapOptions::default())?;
+    if args.json {
+        let measurement = Measurement {
+            folder: args.folder.clone(),
+            method: description.method.to_string(),
+            block_bytes: args.block_bytes,
+            read_bytes_per_second: read,
+            write_bytes_per_second: write,
+        };
+        writeln!(Output, "{}", serde_json::to_string(&measurement)?)?;
+    } else {
+        writeln!(Output, "{description}")?;
+        writeln!(Output, "read {:.2} GB/s, write {:.2} GB/s", read / 1e9, write / 1e9)?;
+    }
+    Ok(())
+}
