@@ -427,3 +427,6 @@ fn num_threads(options: DeviceOptions) -> usize {
 fn matrix<'a>(view: &View<'a>, transpose: Transpose) -> Matrix<'a> {
     Matrix::row_major(view.floats(), view.shape().cols(), transpose == Transpose::Yes)
 }
+
+#[cfg(test)]
+mod tests;

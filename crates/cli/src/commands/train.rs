@@ -231,7 +231,8 @@ fn train(
         TrainerOptions { num_threads: local_threads(config, local_world_size), started, memory_plan };
     let over_budget = |error: TrainError| match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
-            let changes = changes(source, config, *budget, vocabulary_size, workers);
+            let sizes = (plan.prediction.total().max(*budget), *budget);
+            let changes = changes(source, config, sizes, vocabulary_size, workers);
             anyhow!("{error}\n{changes}")
         }
         None => error.into(),

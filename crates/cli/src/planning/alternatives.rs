@@ -40,15 +40,16 @@ pub(crate) fn advice(
         Bytes(bound as u64),
         plan.prediction.moment(&plan.program),
         shares.join(", "),
-        changes(source, config, bound, vocabulary_size, workers)
+        changes(source, config, (total, bound), vocabulary_size, workers)
     )
 }
 
-/// The changes that fit into `bound`, at most three, each with what it takes; or the one that takes least.
+/// The changes of a config that takes `now`, which fit into `bound`: at most three, each with what it takes; or the one that
+/// takes least.
 pub(crate) fn changes(
     source: Source<'_>,
     config: &Config,
-    bound: usize,
+    (now, bound): (usize, usize),
     vocabulary_size: usize,
     workers: Workers,
 ) -> String {
@@ -61,7 +62,7 @@ pub(crate) fn changes(
         }
         for change in family {
             let Some(total) = total(&change) else { continue };
-            if smallest.as_ref().is_none_or(|(least, _)| total < *least) {
+            if total < smallest.as_ref().map_or(now, |(least, _)| *least) {
                 smallest = Some((total, change.clone()));
             }
             if total <= bound {
@@ -103,7 +104,7 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
             ["selective", "block"].map(|mode| change(&[&format!("activation_checkpoint.mode={mode}")])).into()
         }
     };
-    let shares = if config.world_size() > 1 { stage + 1..=3 } else { 1..=0 };
+    let shares = (stage + 1..=3).filter(|_| config.world_size() > 1);
     let sharded: Vec<Change> =
         shares.map(|stage| change(&[&format!("parallelism.zero_stage={stage}")])).collect();
     let halves = std::iter::successors(Some(training.local_batch_size / 2), |half| Some(half / 2));
