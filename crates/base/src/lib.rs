@@ -1,14 +1,16 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, random numbers.
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, random numbers.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
 mod bytes;
+mod category;
 mod dtype;
 mod half;
 mod random;
 mod rank;
 
 pub use bytes::{Bytes, ParseBytesError};
+pub use category::Category;
 pub use dtype::{DType, ParseDTypeError};
 pub use half::{Bf16, F16};
 pub use random::{Random, RandomKey};

@@ -4,6 +4,7 @@ mod commands;
 mod console;
 mod hang;
 mod launch;
+mod planning;
 mod started;
 
 use clap::{Parser, Subcommand};
@@ -36,6 +37,7 @@ enum Command {
     Generate(commands::generate::GenerateArgs),
     Checkpoint(commands::checkpoint::CheckpointArgs),
     Config(commands::config::ConfigArgs),
+    Plan(commands::plan::PlanArgs),
     Doctor(commands::doctor::DoctorArgs),
     Bench(commands::bench::BenchArgs),
     FlightRecorder(commands::flight_recorder::FlightRecorderArgs),
@@ -50,6 +52,7 @@ fn main() -> ExitCode {
             Command::Generate(args) => commands::generate::run(&args),
             Command::Checkpoint(args) => commands::checkpoint::run(&args),
             Command::Config(args) => commands::config::run(&args),
+            Command::Plan(args) => commands::plan::run(&args),
             Command::Doctor(args) => commands::doctor::run(&args),
             Command::Bench(args) => commands::bench::run(&args, started),
             Command::FlightRecorder(args) => commands::flight_recorder::run(&args),

@@ -9,8 +9,10 @@ mod config;
 mod error;
 mod generate;
 mod model;
+mod sizes;
 
 pub use config::{Architecture, ModelConfig};
 pub use error::ModelError;
 pub use generate::{Generation, Sampling};
 pub use model::{Batch, Model, Step};
+pub use sizes::UnitSizes;

@@ -93,6 +93,10 @@ impl Model {
         &self.table
     }
 
+    pub(crate) fn units(&self) -> &[Unit] {
+        &self.units
+    }
+
     /// Number of units: the embedding, one a block, the head.
     pub fn num_units(&self) -> usize {
         self.units.len()

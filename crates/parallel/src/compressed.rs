@@ -41,7 +41,7 @@ impl Compressed {
         if is_never_compressed && compressor.num_bytes() == 0 {
             return Ok(None);
         }
-        device.memory().add(Category::Communication, compressor.num_bytes());
+        device.memory().take(Category::Communication, compressor.num_bytes())?;
         let mut compressed =
             Compressed { compressor, exchanges: Vec::new(), exchange_bytes: 0, under_way: None };
         compressed.make_exchanges(device, group)?;
@@ -93,15 +93,16 @@ impl Compressed {
     /// Takes memory for the messages of the rounds to come, and gives back that of earlier ones.
     fn make_exchanges(&mut self, device: &Device, group: &Group) -> Result<(), ParallelError> {
         self.exchanges.clear();
-        device.memory().subtract(Category::Communication, self.exchange_bytes);
+        device.memory().give(Category::Communication, self.exchange_bytes);
         self.exchange_bytes = 0;
         for &round in self.compressor.rounds() {
             let exchange = exchange(round, group)?;
             let num_bytes = exchange.num_bytes();
-            self.exchange_bytes += num_bytes + group.peer_bytes_mapped(num_bytes);
+            let num_bytes = num_bytes + group.peer_bytes_mapped(num_bytes);
+            device.memory().take(Category::Communication, num_bytes)?;
+            self.exchange_bytes += num_bytes;
             self.exchanges.push(exchange);
         }
-        device.memory().add(Category::Communication, self.exchange_bytes);
         Ok(())
     }
 }

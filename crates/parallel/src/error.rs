@@ -4,7 +4,7 @@ use trireme_comm::{CommError, CompressionError};
 use trireme_model::ModelError;
 use trireme_schedule::ProgramError;
 use trireme_swap::SwapError;
-use trireme_tensor::DeviceError;
+use trireme_tensor::{DeviceError, OverBudget};
 
 /// A step failed.
 #[derive(Debug, thiserror::Error)]
@@ -15,6 +15,15 @@ pub enum ParallelError {
     /// The device refused.
     #[error(transparent)]
     Device(#[from] DeviceError),
+    /// A step needs more memory than the device's budget.
+    #[error("{line}: {source}")]
+    OverBudget {
+        /// The step and the line of its program.
+        line: String,
+        /// What would have been taken.
+        #[source]
+        source: OverBudget,
+    },
     /// The model refused.
     #[error(transparent)]
     Model(#[from] ModelError),
@@ -81,4 +90,23 @@ pub enum ParallelError {
         /// Hash of the other rank's.
         expected: u64,
     },
+}
+
+impl From<OverBudget> for ParallelError {
+    fn from(error: OverBudget) -> Self {
+        ParallelError::Device(DeviceError::OverBudget(error))
+    }
+}
+
+impl ParallelError {
+    /// The same error with the line of the program at which it occurred, where it is one of memory.
+    pub(crate) fn at(self, line: std::fmt::Arguments<'_>) -> Self {
+        match self {
+            ParallelError::Device(DeviceError::OverBudget(source))
+            | ParallelError::Model(ModelError::Device(DeviceError::OverBudget(source))) => {
+                ParallelError::OverBudget { line: line.to_string(), source }
+            }
+            other => other,
+        }
+    }
 }

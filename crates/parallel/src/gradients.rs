@@ -117,7 +117,7 @@ impl Gradients {
     ) -> Result<Self, ParallelError> {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
-        device.memory().add(Category::Communication, group.fixed_bytes());
+        device.memory().take(Category::Communication, group.fixed_bytes())?;
         let dtype = if group.world_size() == 1 { Precision::F32 } else { options.reduce_dtype };
         let keeps_whole = outline.zero_stage < ZeroStage::Two && dtype == Precision::F32;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };

@@ -40,13 +40,12 @@ impl<T: Element> Pool<T> {
         if let Some(buffer) = self.free(len) {
             return Ok(buffer);
         }
-        let buffer = self.group.buffer::<T>(len)?;
-        let num_bytes = size_of_val(&*buffer);
-        self.device.memory().add(self.category, num_bytes);
+        let num_bytes = len * size_of::<T>();
+        self.device.memory().take(self.category, num_bytes)?;
         if self.is_exchanged {
-            self.device.memory().add(Category::Communication, self.group.peer_bytes_mapped(num_bytes));
+            self.device.memory().take(Category::Communication, self.group.peer_bytes_mapped(num_bytes))?;
         }
-        Ok(buffer)
+        Ok(self.group.buffer::<T>(len)?)
     }
 
     /// Gives a buffer back.

@@ -128,8 +128,8 @@ impl Fusions {
             Precision::Bf16 => self.bf16.reserve(lens)?,
             Precision::F16 => self.f16.reserve(lens)?,
         };
-        device.memory().add(Category::Communication, num_bytes + group.peer_bytes_mapped(num_bytes));
-        Ok(())
+        let num_bytes = num_bytes + group.peer_bytes_mapped(num_bytes);
+        Ok(device.memory().take(Category::Communication, num_bytes)?)
     }
 }
 
@@ -161,9 +161,9 @@ impl Reduction {
             },
             Exchanges::Fusing(fusions) => {
                 let num_bytes = len * dtype.dtype().size();
-                device.memory().add(Category::Communication, group.peer_bytes_mapped(num_bytes));
+                device.memory().take(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
                 if dtype != Precision::F32 {
-                    device.memory().add(Category::Gradients, num_bytes);
+                    device.memory().take(Category::Gradients, num_bytes)?;
                 }
                 match dtype {
                     Precision::F32 => {

@@ -45,7 +45,7 @@ impl ExecutorOptions {
     pub const FUSION_BYTES: usize = 512 << 10;
 
     /// What parameters are gathered in.
-    pub(crate) fn gather_precision(&self) -> Precision {
+    pub fn gather_precision(&self) -> Precision {
         if self.fp8.is_some() { Precision::F32 } else { self.precision }
     }
 }

@@ -5,19 +5,20 @@ mod optimizer;
 
 use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;
-use crate::kernels::cpu::arena::{Arena, OutOfMemory};
+use crate::kernels::cpu::arena::{ALIGNMENT, Arena, OutOfMemory};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::{CpuFeatures, MatmulEpilogue, Traffic, Unit};
-use crate::memory::{Category, MemoryCounter};
+use crate::memory::{MemoryCounter, OverBudget};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use std::sync::Arc;
-use trireme_base::DType;
+use std::sync::atomic::{AtomicU64, Ordering};
+use trireme_base::{Category, DType};
 
 /// How to open a device.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,6 +27,8 @@ pub struct DeviceOptions {
     pub num_threads: usize,
     /// Use no higher SIMD level than this; `None` means the highest that the machine has.
     pub features_max: Option<CpuFeatures>,
+    /// Bytes that may be in use at a time, of all categories together; `None` for as many as the machine has.
+    pub budget: Option<usize>,
 }
 
 /// A device refused.
@@ -46,11 +49,17 @@ pub enum DeviceError {
     /// Its memory is used up.
     #[error("{0}")]
     OutOfMemory(String),
+    /// Its budget is used up.
+    #[error(transparent)]
+    OverBudget(#[from] OverBudget),
 }
 
 impl From<OutOfMemory> for DeviceError {
     fn from(error: OutOfMemory) -> Self {
-        DeviceError::OutOfMemory(error.to_string())
+        match error {
+            OutOfMemory::Machine { .. } => DeviceError::OutOfMemory(error.to_string()),
+            OutOfMemory::Budget(error) => DeviceError::OverBudget(error),
+        }
     }
 }
 
@@ -71,23 +80,49 @@ pub struct Device {
     cpu: Arc<Cpu>,
     arena: Arc<Arena>,
     counter: Arc<MemoryCounter>,
+    num_operations: Arc<AtomicU64>,
 }
 
+/// Addresses of a device that only counts: more than any model needs, and less than a process has.
+const COUNTING_BYTES: usize = 1 << 45;
+
 impl Device {
+    /// Sizes of memory are rounded up to a multiple of so many bytes.
+    pub const ALIGNMENT: usize = ALIGNMENT;
+
     /// The CPU, with threads of its own.
     pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
-        let num_threads = match options.num_threads {
-            0 => std::thread::available_parallelism().map_or(1, usize::from),
-            given => given,
-        };
+        let num_threads = num_threads(options);
         let threads =
             ThreadPool::new(num_threads).map_err(|source| DeviceError::Threads { num_threads, source })?;
-        let counter = Arc::new(MemoryCounter::default());
+        let counter = Arc::new(MemoryCounter::new(options.budget));
         let arena = Arena::reserve(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+        Ok(Self::new(threads, options, arena, counter))
+    }
+
+    /// A device that counts what [`Device::cpu`] with these options would take and compute, and does neither: its memory is
+    /// never touched, and its kernels check their arguments and end. What runs on it tells its own size.
+    pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
+        let threads = ThreadPool::idle(num_threads(options));
+        let counter = Arc::new(MemoryCounter::new(options.budget));
+        let arena = Arena::reserve_bytes(COUNTING_BYTES, Arc::clone(&counter));
+        Ok(Self::new(threads, options, arena.map_err(DeviceError::Reserve)?, counter))
+    }
+
+    fn new(threads: ThreadPool, options: DeviceOptions, arena: Arena, counter: Arc<MemoryCounter>) -> Self {
         let detected = CpuFeatures::detect();
         let features = options.features_max.map_or(detected, |most| most.min(detected));
-        let cpu = Cpu { threads, features };
-        Ok(Device { cpu: Arc::new(cpu), arena: Arc::new(arena), counter })
+        let (cpu, arena) = (Arc::new(Cpu { threads, features }), Arc::new(arena));
+        Device { cpu, arena, counter, num_operations: Arc::default() }
+    }
+
+    /// Floating-point operations of products, attention and normalisations so far, as their formulas count them.
+    pub fn num_operations(&self) -> u64 {
+        self.num_operations.load(Ordering::Relaxed)
+    }
+
+    fn count_operations(&self, num_operations: usize) {
+        self.num_operations.fetch_add(num_operations as u64, Ordering::Relaxed);
     }
 
     /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
@@ -96,9 +131,13 @@ impl Device {
     /// # Errors
     /// If its memory cannot be reserved.
     pub fn host(&self) -> Result<Device, DeviceError> {
-        let counter = Arc::new(MemoryCounter::default());
-        let arena = Arena::reserve(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
-        Ok(Device { cpu: Arc::clone(&self.cpu), arena: Arc::new(arena), counter })
+        let counter = Arc::new(MemoryCounter::new(None));
+        let arena = match self.cpu.threads.is_idle() {
+            true => Arena::reserve_bytes(COUNTING_BYTES, Arc::clone(&counter)),
+            false => Arena::reserve(Arc::clone(&counter)),
+        };
+        let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));
+        Ok(Device { cpu, arena, counter, num_operations: Arc::default() })
     }
 
     /// Gives memory that is not in use back to the system, after something that took much of it for once.
@@ -136,7 +175,9 @@ impl Device {
     /// A tensor of zeros.
     pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
         let mut tensor = self.empty(shape, dtype, category)?;
-        tensor.view_mut().zero();
+        if !self.cpu.threads.is_idle() {
+            tensor.view_mut().zero();
+        }
         Ok(tensor)
     }
 
@@ -205,6 +246,7 @@ impl Device {
             (sizes(&left, left_transpose), sizes(&right, right_transpose));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
         let size = Product { rows, cols, inner };
+        self.count_operations(2 * rows * cols * inner);
         let factors = (matrix(&left, left_transpose), matrix(&right, right_transpose));
         let num_words = self.cpu.matmul_scratch(precision, size, factors.0);
         let mut scratch = self.activation_of([num_words], DType::U32)?;
@@ -265,6 +307,7 @@ impl Device {
         mut statistics: ViewMut<'_>,
     ) {
         let bias = bias.map(|bias| bias.f32s());
+        self.count_operations(NORM_OPERATIONS * x.shape().num_elements());
         with_element!(y.dtype() => |T| {
             self.cpu.norm::<T>(x.f32s(), weight.f32s(), bias, kind, y.elements(), statistics.f32s());
         });
@@ -376,6 +419,19 @@ impl Device {
     }
 }
 
+/// Of a normalisation for each element: two sums, a difference, a product with the weight, and a bias.
+const NORM_OPERATIONS: usize = 8;
+
+fn num_threads(options: DeviceOptions) -> usize {
+    match options.num_threads {
+        0 => std::thread::available_parallelism().map_or(1, usize::from),
+        given => given,
+    }
+}
+
 fn matrix<'a>(view: &View<'a>, transpose: Transpose) -> Matrix<'a> {
     Matrix::row_major(view.floats(), view.shape().cols(), transpose == Transpose::Yes)
 }
+
+#[cfg(test)]
+mod tests;

@@ -23,7 +23,7 @@ pub use kernels::{
     AdamStep, AdamWStep, AttentionShape, CpuFeatures, FACTORED_FLOOR, FactoredStep, LarsStep, LionStep,
     MomentumStep, MuonStep, Piece, Pieces, RmsStep, StateDType, Update,
 };
-pub use memory::{Category, MemoryCounter, MemoryUsage};
+pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameters::{
     LEAVES, ParameterId, ParameterInfo, ParameterSource, ParameterSpan, ParameterTable, Parameters, UnitInfo,
@@ -33,3 +33,4 @@ pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, Tape, Var};
 pub use tensor::{Tensor, View, ViewMut};
+pub use trireme_base::Category;

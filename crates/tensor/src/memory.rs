@@ -1,60 +1,21 @@
 //! Counting memory by what it is for.
 
-use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use trireme_base::{Bytes, Category};
 
-/// What a piece of memory is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Category {
-    /// Weights.
-    Parameters,
-    /// Gradients of the weights, with the partial sums of gradient accumulation.
-    Gradients,
-    /// Optimizer state.
-    Optimizer,
-    /// Values saved for backward, their gradients, and what kernels need meanwhile.
-    Activations,
-    /// Buffers of messages, and whole units on their way: parameters that are gathered for use, gradients that are
-    /// shared out.
-    Communication,
-}
+const NUM_CATEGORIES: usize = Category::ALL.len();
 
-impl Category {
-    /// Every category, in the order of reports.
-    pub const ALL: [Category; 5] = [
-        Category::Parameters,
-        Category::Gradients,
-        Category::Optimizer,
-        Category::Activations,
-        Category::Communication,
-    ];
-
-    /// Field name in reports and `metrics.jsonl`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Category::Parameters => "parameters",
-            Category::Gradients => "gradients",
-            Category::Optimizer => "optimizer",
-            Category::Activations => "activations",
-            Category::Communication => "communication",
-        }
-    }
-}
-
-impl fmt::Display for Category {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-/// Bytes in use now and at most so far, by category.
-#[derive(Debug, Default)]
+/// Bytes in use now and at most so far, by category and of all together; and the bound on them.
+#[derive(Debug)]
 pub struct MemoryCounter {
-    current: [AtomicUsize; 5],
-    peak: [AtomicUsize; 5],
+    current: [AtomicUsize; NUM_CATEGORIES],
+    peak: [AtomicUsize; NUM_CATEGORIES],
+    total: AtomicUsize,
+    peak_total: AtomicUsize,
+    budget: Option<usize>,
 }
 
-/// A reading of one category, in bytes.
+/// A reading, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MemoryUsage {
     /// In use now.
@@ -63,17 +24,73 @@ pub struct MemoryUsage {
     pub peak: usize,
 }
 
+/// Memory that would have passed the budget; none of it was taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "{category} grew by {}, which passes the device budget of {} by {}; in use: {}",
+    Bytes(*requested as u64),
+    Bytes(*budget as u64),
+    Bytes(self.excess() as u64),
+    describe(in_use)
+)]
+pub struct OverBudget {
+    /// What it was for.
+    pub category: Category,
+    /// Bytes asked for.
+    pub requested: usize,
+    /// The bound on all categories together.
+    pub budget: usize,
+    /// Bytes that each category holds, in the order of [`Category::ALL`].
+    pub in_use: [usize; NUM_CATEGORIES],
+}
+
+impl OverBudget {
+    /// Bytes by which the budget would have been passed.
+    pub fn excess(&self) -> usize {
+        (self.in_use.iter().sum::<usize>() + self.requested).saturating_sub(self.budget)
+    }
+}
+
+/// What each category holds, as errors tell it.
+pub(crate) fn describe(in_use: &[usize; NUM_CATEGORIES]) -> String {
+    let text = |(category, bytes): (Category, &usize)| format!("{category} {}", Bytes(*bytes as u64));
+    Category::ALL.into_iter().zip(in_use).map(text).collect::<Vec<_>>().join(", ")
+}
+
 impl MemoryCounter {
-    /// Counts `bytes` taken for `category`.
-    pub fn add(&self, category: Category, bytes: usize) {
+    /// Nothing is in use, and no more than `budget` bytes ever will be.
+    pub(crate) fn new(budget: Option<usize>) -> Self {
+        let zeros = || std::array::from_fn(|_| AtomicUsize::new(0));
+        MemoryCounter {
+            current: zeros(),
+            peak: zeros(),
+            total: AtomicUsize::new(0),
+            peak_total: AtomicUsize::new(0),
+            budget,
+        }
+    }
+
+    /// Counts `bytes` that are about to be taken for `category`.
+    ///
+    /// # Errors
+    /// If the budget has no room for them; nothing is counted then.
+    pub fn take(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
+        let total = self.total.fetch_add(bytes, Ordering::Relaxed).saturating_add(bytes);
+        if let Some(budget) = self.budget.filter(|&budget| total > budget) {
+            self.total.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(OverBudget { category, requested: bytes, budget, in_use: self.in_use() });
+        }
+        self.peak_total.fetch_max(total, Ordering::Relaxed);
         let slot = category as usize;
         let now = self.current[slot].fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak[slot].fetch_max(now, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Counts `bytes` given back by `category`.
-    pub fn subtract(&self, category: Category, bytes: usize) {
+    pub fn give(&self, category: Category, bytes: usize) {
         self.current[category as usize].fetch_sub(bytes, Ordering::Relaxed);
+        self.total.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// The reading of one category.
@@ -85,9 +102,25 @@ impl MemoryCounter {
         }
     }
 
-    /// Sum of the categories' peaks, in bytes: what the process held at most, if all peaked together.
-    pub fn peak_total(&self) -> usize {
-        Category::ALL.iter().map(|&category| self.usage(category).peak).sum()
+    /// The reading of all categories together. Its peak is less than the sum of theirs where they peak at different times.
+    pub fn total(&self) -> MemoryUsage {
+        MemoryUsage {
+            current: self.total.load(Ordering::Relaxed),
+            peak: self.peak_total.load(Ordering::Relaxed),
+        }
+    }
+
+    /// Lets peaks begin again at what is in use now.
+    pub fn restart_peaks(&self) {
+        for (peak, current) in self.peak.iter().zip(&self.current) {
+            peak.store(current.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+        self.peak_total.store(self.total.load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
+    /// What each category holds now, in the order of [`Category::ALL`].
+    pub(crate) fn in_use(&self) -> [usize; NUM_CATEGORIES] {
+        Category::ALL.map(|category| self.usage(category).current)
     }
 }
 
@@ -97,12 +130,30 @@ mod tests {
 
     #[test]
     fn peaks_stay_when_memory_is_given_back() {
-        let counter = MemoryCounter::default();
-        counter.add(Category::Activations, 10);
-        counter.add(Category::Activations, 5);
-        counter.subtract(Category::Activations, 12);
-        counter.add(Category::Gradients, 1);
+        let counter = MemoryCounter::new(None);
+        counter.take(Category::Activations, 10).unwrap();
+        counter.take(Category::Activations, 5).unwrap();
+        counter.give(Category::Activations, 12);
+        counter.take(Category::Gradients, 1).unwrap();
         assert_eq!(counter.usage(Category::Activations), MemoryUsage { current: 3, peak: 15 });
-        assert_eq!(counter.peak_total(), 16);
+        assert_eq!(counter.total(), MemoryUsage { current: 4, peak: 15 });
+        counter.restart_peaks();
+        assert_eq!(counter.usage(Category::Activations).peak, 3);
+        assert_eq!(counter.total().peak, 4);
+    }
+
+    #[test]
+    fn what_passes_the_budget_is_refused_and_not_counted() {
+        let counter = MemoryCounter::new(Some(4096));
+        counter.take(Category::Parameters, 3072).unwrap();
+        let refused = counter.take(Category::Activations, 2048).unwrap_err();
+        assert_eq!((refused.requested, refused.excess()), (2048, 1024));
+        assert_eq!(
+            refused.to_string(),
+            "activations grew by 2.00KiB, which passes the device budget of 4.00KiB by 1.00KiB; in use: parameters 3.00KiB, \
+             gradients 0B, optimizer 0B, activations 0B, communication 0B"
+        );
+        assert_eq!(counter.total(), MemoryUsage { current: 3072, peak: 3072 });
+        counter.take(Category::Activations, 1024).unwrap();
     }
 }

@@ -2,11 +2,10 @@
 
 use crate::device::{Device, DeviceError};
 use crate::kernels::{FactoredPart, Pieces, SharedSlice, StateDType, StateRef, StateSlice};
-use crate::memory::Category;
 use crate::parameters::{ParameterInfo, UnitInfo};
 use crate::tensor::Tensor;
 use std::ops::Range;
-use trireme_base::DType;
+use trireme_base::{Category, DType};
 
 /// A value for each element of some pieces, in f32 or fewer bits.
 #[derive(Debug)]

@@ -1,13 +1,12 @@
 //! Parameters in flat buffers, one buffer a unit.
 
 use crate::device::{Device, DeviceError};
-use crate::memory::Category;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::DType;
+use trireme_base::{Category, DType};
 
 /// A parameter's place in its [`ParameterTable`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]

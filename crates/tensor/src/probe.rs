@@ -11,14 +11,13 @@ pub use figure::{KernelFigure, Limit, Peaks, StepSizes, Work};
 
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::{CpuFeatures, MatmulEpilogue};
-use crate::memory::Category;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::fmt;
 use std::time::{Duration, Instant};
-use trireme_base::{DType, RandomKey};
+use trireme_base::{Category, DType, RandomKey};
 
 /// A unit runs this long at least before it is timed, so that to wake threads up takes no share of it.
 const UNIT_DURATION_MIN: Duration = Duration::from_millis(1);

@@ -7,7 +7,7 @@ use trireme_comm::{CommError, CompressionError};
 use trireme_data::DataError;
 use trireme_model::ModelError;
 use trireme_parallel::ParallelError;
-use trireme_tensor::DeviceError;
+use trireme_tensor::{DeviceError, OverBudget};
 
 /// A run could not begin, go on or end.
 #[derive(Debug, thiserror::Error)]
@@ -209,6 +209,17 @@ impl TrainError {
         match self {
             TrainError::Comm(error) | TrainError::Parallel(ParallelError::Comm(error)) => Some(error),
             TrainError::Checkpoint(CheckpointError::Exchange { source, .. }) => Some(source),
+            _ => None,
+        }
+    }
+
+    /// Memory that would have passed the budget, if that is what this error is about.
+    pub fn over_budget(&self) -> Option<&OverBudget> {
+        match self {
+            TrainError::Parallel(ParallelError::OverBudget { source, .. })
+            | TrainError::Parallel(ParallelError::Device(DeviceError::OverBudget(source)))
+            | TrainError::Device(DeviceError::OverBudget(source))
+            | TrainError::Model(ModelError::Device(DeviceError::OverBudget(source))) => Some(source),
             _ => None,
         }
     }

@@ -21,8 +21,12 @@ mod weights;
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
 pub use observer::{Observer, RunFacts, Silent};
+pub use optimizer::optimizer_options;
 pub use run_folder::FLIGHT_RECORDER_FOLDER;
 pub use sample::{SampleSettings, sample};
-pub use setup::{CorpusState, ensure_corpus, local_threads, model_config, share_of_cores};
-pub use trainer::{RunSummary, Trainer, TrainerOptions};
+pub use setup::{
+    CorpusState, ensure_corpus, executor_options, given_keeps, local_threads, model_config, offload_options,
+    share_of_cores, step_program,
+};
+pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
 pub use weights::{LoadedModel, load_model};

@@ -13,10 +13,7 @@ use trireme_tensor::{ParameterTable, Precision};
 ///
 /// # Errors
 /// Groups without a parameter.
-pub(crate) fn optimizer_options(
-    config: &Config,
-    table: &ParameterTable,
-) -> Result<OptimizerOptions, TrainError> {
+pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<OptimizerOptions, TrainError> {
     let optimizer = config.optimizer();
     let names: Vec<&str> = table.parameters().iter().map(|info| info.name.as_str()).collect();
     Ok(OptimizerOptions {

@@ -15,10 +15,11 @@ use trireme_schedule::collective::CostModel;
 /// Where workers write what they did last when something goes wrong, in a run's folder.
 pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
 
-/// Writes the run's description and opens its metrics.
+/// Writes the run's description, with a `comment` on its program, and opens its metrics.
 pub(crate) fn open(
     config: &Config,
     files: &RunFiles,
+    comment: &str,
     executor: &Executor,
     resumed_step: u64,
 ) -> Result<MetricsWriter, TrainError> {
@@ -28,7 +29,9 @@ pub(crate) fn open(
         fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
     };
     write("config.toml", &files.config_toml)?;
-    write("program.txt", &executor.program().to_string())?;
+    // Behind the program, so that its lines are those that errors name.
+    let comment: String = comment.lines().map(|line| format!("# {line}\n")).collect();
+    write("program.txt", &format!("{}{comment}", executor.program()))?;
     write_choices(config, executor.group())?;
     let metrics = config.metrics();
     let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };

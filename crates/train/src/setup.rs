@@ -215,33 +215,23 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
     }
 }
 
-/// The model with its first weights, its optimizer and its program on one rank.
+/// The model with its first weights, its optimizer and its program on one rank. `keeps` counts before what the config says.
 pub(crate) fn build_executor(
     config: &Config,
     model: Model,
+    keeps: Option<&[Keep]>,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let training = config.training();
     let ranks = DataParallelRanks::new(group, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let moves = offload_options(config.offload(), device)?;
+    let moves = offload_options(config, device)?;
     let optimizer_device = if moves.optimizer == Tier::Device { device } else { &moves.host };
     let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
-    let program = offload(step_program(config, &model), moves.lowering());
-    let options = ExecutorOptions {
-        precision: precision(training.dtype),
-        fp8: fp8::recipe(training),
-        reduce_dtype: precision(training.reduce_dtype),
-        fusion_bytes: config.comm().fusion_bytes,
-        sharding: sharding(config.parallelism()),
-        compression: config.compression(),
-        seed: training.seed,
-        loss_scaling: loss_scaling(training),
-        determinism: determinism(config),
-        local_batch_size: training.local_batch_size,
-        seq_len: training.seq_len,
-    };
+    let keeps = keeps.map_or_else(|| given_keeps(config, &model), <[Keep]>::to_vec);
+    let program = step_program(config, &model, &keeps, &moves);
+    let options = executor_options(config);
     let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
     match &config.model().init_from {
         None => executor.initialize(training.seed)?,
@@ -257,15 +247,34 @@ pub(crate) fn build_executor(
     Ok(executor)
 }
 
-/// What a rank does in a step.
-fn step_program(config: &Config, model: &Model) -> Program {
+/// How the config wants steps to be run.
+pub fn executor_options(config: &Config) -> ExecutorOptions {
+    let training = config.training();
+    ExecutorOptions {
+        precision: precision(training.dtype),
+        fp8: fp8::recipe(training),
+        reduce_dtype: precision(training.reduce_dtype),
+        fusion_bytes: config.comm().fusion_bytes,
+        sharding: sharding(config.parallelism()),
+        compression: config.compression(),
+        seed: training.seed,
+        loss_scaling: loss_scaling(training),
+        determinism: determinism(config),
+        local_batch_size: training.local_batch_size,
+        seq_len: training.seq_len,
+    }
+}
+
+/// What a rank does in a step whose units keep what `keeps` says, and whose state moves as `moves` say.
+pub fn step_program(config: &Config, model: &Model, keeps: &[Keep], moves: &OffloadOptions) -> Program {
     let program = single::program(model.num_units(), config.num_microbatches(), &model.ties());
-    let program = recompute(program, &keeps(config.activation_checkpoint(), model.num_units()));
-    shard(program, sharding(config.parallelism()))
+    let program = shard(recompute(program, keeps), sharding(config.parallelism()));
+    offload(program, moves.lowering())
 }
 
 /// Where the training state lives.
-fn offload_options(offload: &config::Offload, device: &Device) -> Result<OffloadOptions, TrainError> {
+pub fn offload_options(config: &Config, device: &Device) -> Result<OffloadOptions, TrainError> {
+    let offload = config.offload();
     let tier = |tier: config::Tier| match tier {
         config::Tier::Device => Tier::Device,
         config::Tier::Host => Tier::Host,
@@ -297,11 +306,13 @@ fn sharding(parallelism: &config::Parallelism) -> Sharding {
     }
 }
 
-/// What each unit's forward pass keeps. The embedding has nothing but its input, and the head runs backward at once.
-fn keeps(checkpoint: &config::ActivationCheckpoint, num_units: usize) -> Vec<Keep> {
+/// What each unit's forward pass keeps by the config; with `mode = "auto"`, which leaves it to a plan, all. The embedding has
+/// nothing but its input, and the head runs backward at once.
+pub fn given_keeps(config: &Config, model: &Model) -> Vec<Keep> {
+    let (checkpoint, num_units) = (config.activation_checkpoint(), model.num_units());
     let keep = |unit: usize| match checkpoint.mode {
         _ if unit == 0 || unit + 1 == num_units => Keep::All,
-        config::ActivationCheckpointMode::None => Keep::All,
+        config::ActivationCheckpointMode::None | config::ActivationCheckpointMode::Auto => Keep::All,
         config::ActivationCheckpointMode::Selective => Keep::Products,
         config::ActivationCheckpointMode::Block => Keep::Input,
         config::ActivationCheckpointMode::EveryK if (unit - 1).is_multiple_of(checkpoint.every_k) => {

@@ -19,15 +19,30 @@ use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaling, LrSchedule};
 use trireme_parallel::{Executor, GradNorm, NonFinite, StepOutcome, StepPlan};
+use trireme_schedule::Keep;
 use trireme_tensor::{Category, Device, DeviceOptions, Parameters};
 
 /// What a trainer needs to know of its process.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub struct TrainerOptions {
     /// Threads of this worker.
     pub num_threads: usize,
     /// When the command started, for `seconds_to_first_step`.
     pub started: Instant,
+    /// What was planned for this worker's memory; alike on all workers but for the predictions. `[activation_checkpoint]
+    /// mode = "auto"` keeps everything without it.
+    pub memory_plan: Option<MemoryPlan>,
+}
+
+/// What a planner has found out about a worker's memory.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemoryPlan {
+    /// What each unit's forward pass keeps.
+    pub keeps: Vec<Keep>,
+    /// What the worker will take at most.
+    pub predicted: MemoryPeakBytes,
+    /// Why it is so, for whoever reads the step program.
+    pub comment: String,
 }
 
 /// What a run has come to.
@@ -93,9 +108,10 @@ impl<'a> Trainer<'a> {
         }
 
         let model_json = format!("{:#}\n", model.to_json());
-        let device =
-            Device::cpu(DeviceOptions { num_threads: options.num_threads, ..DeviceOptions::default() })?;
-        let mut executor = build_executor(config, Model::new(model, &device)?, group, &device)?;
+        let device = Device::cpu(device_options(config, options.num_threads))?;
+        let model = Model::new(model, &device)?;
+        let keeps = options.memory_plan.as_ref().map(|plan| &plan.keeps[..]);
+        let mut executor = build_executor(config, model, keeps, group, &device)?;
         notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
@@ -103,9 +119,13 @@ impl<'a> Trainer<'a> {
         }
         let state = resume(config, &mut executor, &train, observer)?;
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
+        let comment = options.memory_plan.as_ref().map_or("", |plan| &plan.comment);
         let files = RunFiles { config_toml: config.to_toml(), model_json };
-        let metrics =
-            if is_root { Some(run_folder::open(config, &files, &executor, state.step)?) } else { None };
+        let metrics = if is_root {
+            Some(run_folder::open(config, &files, comment, &executor, state.step)?)
+        } else {
+            None
+        };
         Ok(Trainer {
             config,
             observer,
@@ -213,6 +233,7 @@ impl<'a> Trainer<'a> {
             comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
             comm_bytes: comm_bytes - bytes_before,
             memory_peak_bytes: memory_peaks(self.executor.device()),
+            memory_predicted_bytes: self.options.memory_plan.as_ref().map(|plan| plan.predicted),
             compression_bytes_saved: compression
                 .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),
             compression_error_norm: compression.map(|found| f64::from(found.error_norm)),
@@ -297,7 +318,7 @@ impl<'a> Trainer<'a> {
         &self.executor
     }
 
-    /// All parameters, in memory of rank 0; `None` for the other ranks. Collective.
+    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
     }
@@ -313,6 +334,12 @@ impl<'a> Trainer<'a> {
     }
 }
 
+/// How a worker with so many threads opens its device.
+pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
+    let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
+    DeviceOptions { num_threads, budget, ..DeviceOptions::default() }
+}
+
 fn memory_peaks(device: &Device) -> MemoryPeakBytes {
     let peak = |category| device.memory().usage(category).peak as u64;
     MemoryPeakBytes {
@@ -321,5 +348,6 @@ fn memory_peaks(device: &Device) -> MemoryPeakBytes {
         optimizer: peak(Category::Optimizer),
         activations: peak(Category::Activations),
         communication: peak(Category::Communication),
+        total: device.memory().total().peak as u64,
     }
 }

@@ -81,7 +81,11 @@ fn a_group_that_no_parameter_belongs_to_ends_the_run_before_it_begins() {
     let groups = "optimizer.groups=[{match = \"*.bias\", weight_decay = 0.1}]";
     let config = job(folder.path(), "run", 1, 2, &[groups]);
     let mut observer = Silent;
-    let options = trireme_train::TrainerOptions { num_threads: 1, started: std::time::Instant::now() };
+    let options = trireme_train::TrainerOptions {
+        num_threads: 1,
+        started: std::time::Instant::now(),
+        memory_plan: None,
+    };
     let error = match trireme_train::Trainer::new(&config, trireme_comm::single(), options, &mut observer) {
         Err(error @ TrainError::Config(_)) => error.to_string(),
         other => panic!("{:?}", other.err()),

@@ -256,7 +256,11 @@ fn another_order_of_samples_is_refused() {
     {
         // The model must not change with seq_len.
         let config = job(folder.path(), "run", 1, 10, &[key, "model.max_position_embeddings=24"]);
-        let options = trireme_train::TrainerOptions { num_threads: 1, started: std::time::Instant::now() };
+        let options = trireme_train::TrainerOptions {
+            num_threads: 1,
+            started: std::time::Instant::now(),
+            memory_plan: None,
+        };
         let mut observer = trireme_train::Silent;
         let error = trireme_train::Trainer::new(&config, trireme_comm::single(), options, &mut observer);
         let error = error.err().expect("a refusal").to_string();
@@ -294,7 +298,11 @@ fn a_fork_within_one_folder_is_refused() {
     let older = config.run_folder().join("checkpoints/step-5");
     let resume = format!("checkpoint.resume={older:?}");
     let fork = job(folder.path(), "run", 1, 10, &[&resume]);
-    let options = trireme_train::TrainerOptions { num_threads: 1, started: std::time::Instant::now() };
+    let options = trireme_train::TrainerOptions {
+        num_threads: 1,
+        started: std::time::Instant::now(),
+        memory_plan: None,
+    };
     let mut observer = trireme_train::Silent;
     let error =
         trireme_train::Trainer::new(&fork, trireme_comm::single(), options, &mut observer).err().unwrap();

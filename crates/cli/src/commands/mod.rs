@@ -7,5 +7,6 @@ pub(crate) mod costs;
 pub(crate) mod doctor;
 pub(crate) mod flight_recorder;
 pub(crate) mod generate;
+pub(crate) mod plan;
 pub(crate) mod prepare;
 pub(crate) mod train;

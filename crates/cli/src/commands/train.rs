@@ -5,20 +5,23 @@ use crate::console::{Console, remark};
 use crate::launch::{
     LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers, this_command, work_in_world,
 };
+use crate::planning::{Plan, Source, Workers, advice, changes, measured};
 use crate::started::{STARTED_VARIABLE, to_variable};
-use anyhow::Result;
+use anyhow::{Result, anyhow, bail};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use trireme_base::Rank;
+use trireme_base::{Category, Rank};
 use trireme_checkpoint::ModelSource;
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
 use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
-use trireme_tensor::Parameters;
-use trireme_train::config::{Comm, Config, Determinism, Transport};
+use trireme_planner::{CategoryBytes, table};
+use trireme_schedule::Keep;
+use trireme_tensor::{OverBudget, Parameters};
+use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Transport};
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, RunSummary, SampleSettings, TrainError, Trainer, TrainerOptions,
-    ensure_corpus, local_threads, model_config, sample,
+    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunSummary, SampleSettings, TrainError, Trainer,
+    TrainerOptions, ensure_corpus, local_threads, model_config, sample,
 };
 
 const EXAMPLES: &str = "\
@@ -57,21 +60,40 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     let world_size = environment.as_ref().map(|environment| environment.world_size);
-    let config = Config::load(&args.config, &overrides, world_size)?;
+    let source = Source { path: &args.config, overrides: &overrides, world_size };
+    let config = Config::load(source.path, source.overrides, source.world_size)?;
     match environment {
-        Some(environment) => work(&config, &environment, started),
+        Some(environment) => work(&config, source, &environment, started),
         None => {
-            check(&config)?;
+            let vocabulary_size = check(&config)?;
+            // Before there is a worker or a file, it is said once.
+            fitting_plan(&config, source, vocabulary_size, Workers::local(&config), None)?;
             match config.world_size() {
-                1 => train(&config, single(), 1, started),
+                1 => train(&config, source, single(), 1, started),
                 _ => launch(&config, started),
             }
         }
     }
 }
 
-/// Prepares the corpus, and finds what does not fit it before a worker starts or a file of the run is made.
-fn check(config: &Config) -> Result<()> {
+/// The plan of a run, which is refused if it would not fit.
+fn fitting_plan(
+    config: &Config,
+    source: Source<'_>,
+    vocabulary_size: usize,
+    workers: Workers,
+    keeps: Option<&[Keep]>,
+) -> Result<Plan> {
+    let plan = Plan::new(config, vocabulary_size, workers, keeps)?;
+    if plan.excess() > 0 {
+        bail!(advice(source, config, &plan, vocabulary_size, workers));
+    }
+    Ok(plan)
+}
+
+/// Prepares the corpus, and finds what does not fit it before a worker starts or a file of the run is made; how many tokens it
+/// knows.
+fn check(config: &Config) -> Result<usize> {
     prepare_corpus(config)?;
     let corpus = Corpus::open(&config.data().folder).map_err(TrainError::from)?;
     model_config(config, corpus.train.vocabulary_size())?;
@@ -86,7 +108,7 @@ fn check(config: &Config) -> Result<()> {
     if let Some(folder) = &config.model().init_from {
         ModelSource::open(folder).map_err(TrainError::from)?;
     }
-    Ok(())
+    Ok(corpus.train.vocabulary_size())
 }
 
 fn log_folder(config: &Config) -> PathBuf {
@@ -128,7 +150,12 @@ fn prepare_corpus(config: &Config) -> Result<()> {
 }
 
 /// One worker of a world that a launcher has started.
-fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> Result<()> {
+fn work(
+    config: &Config,
+    source: Source<'_>,
+    environment: &WorkerEnvironment,
+    started: Instant,
+) -> Result<()> {
     let comm = config.comm();
     let timeout = Duration::from_secs_f64(comm.timeout_seconds);
     let options = JoinOptions {
@@ -156,16 +183,22 @@ fn work(config: &Config, environment: &WorkerEnvironment, started: Instant) -> R
     };
     let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
     work_in_world(options, Some(recorder_folder), |group| {
-        prepare_and_train(config, group, environment.local_world_size, started)
+        prepare_and_train(config, source, group, environment.local_world_size, started)
     })
 }
 
-fn prepare_and_train(config: &Config, group: Group, local_world_size: usize, started: Instant) -> Result<()> {
+fn prepare_and_train(
+    config: &Config,
+    source: Source<'_>,
+    group: Group,
+    local_world_size: usize,
+    started: Instant,
+) -> Result<()> {
     if group.rank() == Rank::ROOT {
         prepare_corpus(config)?;
     }
     group.barrier().wait()?;
-    train(config, group, local_world_size, started)
+    train(config, source, group, local_world_size, started)
 }
 
 /// The files for TLS; the config has all of them or none.
@@ -179,12 +212,34 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
 }
 
 /// Trains on one rank of `group`; rank 0 shows the run and what came of it.
-fn train(config: &Config, group: Group, local_world_size: usize, started: Instant) -> Result<()> {
+fn train(
+    config: &Config,
+    source: Source<'_>,
+    group: Group,
+    local_world_size: usize,
+    started: Instant,
+) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
-    let options = TrainerOptions { num_threads: local_threads(config, local_world_size), started };
-    let mut trainer = Trainer::new(config, group, options, &mut console)?;
-    let summary = trainer.run()?;
+    let workers = Workers::of(config, &group, local_world_size);
+    let vocabulary_size =
+        Corpus::open(&config.data().folder).map_err(TrainError::from)?.train.vocabulary_size();
+    let plan = common_plan(config, source, vocabulary_size, workers, &group)?;
+    plan.choice.iter().for_each(|choice| console.notice(choice));
+    let memory_plan = Some(plan.memory_plan());
+    let options =
+        TrainerOptions { num_threads: local_threads(config, local_world_size), started, memory_plan };
+    let over_budget = |error: TrainError| match error.over_budget() {
+        Some(OverBudget { budget, .. }) => {
+            let sizes = (plan.prediction.total().max(*budget), *budget);
+            let changes = changes(source, config, sizes, vocabulary_size, workers);
+            anyhow!("{error}\n{changes}")
+        }
+        None => error.into(),
+    };
+    let mut trainer = Trainer::new(config, group, options, &mut console).map_err(over_budget)?;
+    let summary = trainer.run().map_err(over_budget)?;
+    let memory = memory_table(&trainer, &plan)?;
     let weights = match config.generate().num_tokens {
         0 => None,
         _ => trainer.gather_parameters()?,
@@ -196,6 +251,7 @@ fn train(config: &Config, group: Group, local_world_size: usize, started: Instan
         let text = weights.map(|weights| sample_text(config, &trainer, &weights)).transpose()?;
         drop(trainer);
         console.finish();
+        console.line(&memory);
         if let Some(verdict) = verdict {
             console.line(&verdict);
         }
@@ -205,6 +261,64 @@ fn train(config: &Config, group: Group, local_world_size: usize, started: Instan
         whereabouts(config, &summary).iter().for_each(|line| console.line(line));
     }
     Ok(())
+}
+
+/// The plan that fits all workers: what the first one has chosen, all keep.
+fn common_plan(
+    config: &Config,
+    source: Source<'_>,
+    vocabulary_size: usize,
+    workers: Workers,
+    group: &Group,
+) -> Result<Plan> {
+    if config.activation_checkpoint().mode != ActivationCheckpointMode::Auto {
+        return fitting_plan(config, source, vocabulary_size, workers, None);
+    }
+    let is_root = group.rank() == Rank::ROOT;
+    // Hosts may differ in their memory, and replicas must not differ in what they do.
+    let own = match is_root {
+        true => Some(fitting_plan(config, source, vocabulary_size, workers, None)?),
+        false => None,
+    };
+    let chosen: Vec<u8> = own.iter().flat_map(|plan| &plan.keeps).map(|&keep| keep as u8).collect();
+    let chosen = group.all_gather_bytes(&chosen).wait()?.swap_remove(Rank::ROOT.0);
+    let keeps: Option<Vec<Keep>> =
+        chosen.iter().map(|&keep| Keep::ALL.get(usize::from(keep)).copied()).collect();
+    match (own, keeps) {
+        (Some(plan), _) => Ok(plan),
+        (None, Some(keeps)) => fitting_plan(config, source, vocabulary_size, workers, Some(&keeps)),
+        (None, None) => bail!("worker 0 runs another version of the command"),
+    }
+}
+
+/// What the run has taken of each worker's memory, beside what was predicted. Collective.
+fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
+    let (peaks, total) = measured(trainer.executor().device());
+    let own: Vec<u8> = Category::ALL
+        .into_iter()
+        .map(|category| peaks.get(category))
+        .chain([total])
+        .flat_map(|bytes| (bytes as u64).to_le_bytes())
+        .collect();
+    let all = trainer.executor().group().all_gather_bytes(&own).wait()?;
+    let most = |index: usize| {
+        let of_rank = |bytes: &Vec<u8>| {
+            let (numbers, _) = bytes.as_chunks::<8>();
+            numbers.get(index).map_or(0, |bytes| u64::from_le_bytes(*bytes) as usize)
+        };
+        all.iter().map(of_rank).max().unwrap_or(0)
+    };
+    let (predicted, num_categories) = (plan.prediction, Category::ALL.len());
+    let mut columns = vec![("predicted", predicted.peaks, predicted.total()), ("measured", peaks, total)];
+    if all.len() > 1 {
+        let worst = CategoryBytes::new(std::array::from_fn(most));
+        columns = vec![
+            ("predicted", predicted.peaks, predicted.total()),
+            ("on rank 0", peaks, total),
+            ("most of all", worst, most(num_categories)),
+        ];
+    }
+    Ok(format!("\n{}", table(&columns)))
 }
 
 /// How good the model is, beside what counting pairs of tokens achieves.
@@ -253,6 +367,8 @@ fn sample_text(config: &Config, trainer: &Trainer<'_>, weights: &Parameters) -> 
     let executor = trainer.executor();
     let mut text = settings.prompt.clone();
     let take = |piece: &str| text.push_str(piece);
-    sample(executor.model(), weights, executor.device(), trainer.tokenizer(), &settings, take)?;
+    // Beside the training state, which is still there.
+    let host = executor.device().host()?;
+    sample(executor.model(), weights, &host, trainer.tokenizer(), &settings, take)?;
     Ok(text)
 }

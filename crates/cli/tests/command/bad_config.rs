@@ -63,7 +63,7 @@ fn values_that_cannot_be() {
         ("run.name=../elsewhere", &["expected the name of one folder"]),
         ("checkpoint.resume=atuo", &["expected \"auto\", \"never\" or the path"]),
         ("nonsense", &["--set nonsense: expected section.key=value"]),
-        ("model.hidden_size=1048576 --set model.vocab_size=16777216", &["out of memory", "for optimizer"]),
+        ("model.hidden_size=1048576 --set model.vocab_size=16777216", &["out of memory", "for parameters"]),
     ] {
         let error = scene.run(&format!("train tiny.toml --workers 2 --set {setting}")).refused();
         tells(&error, facts);

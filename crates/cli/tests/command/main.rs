@@ -10,5 +10,6 @@ mod hangs;
 mod hosts;
 mod journey;
 mod measuring;
+mod memory;
 mod places;
 mod strangers;

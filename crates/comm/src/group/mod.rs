@@ -288,9 +288,14 @@ impl Group {
     /// them.
     pub fn fixed_bytes(&self) -> usize {
         match (&self.arena, &self.executor) {
-            (Some(_), Some(_)) => area_bytes(self.hosts.ranks(self.hosts.host_of(self.rank)).len()),
+            (Some(_), Some(_)) => Self::fixed_bytes_of(self.hosts.ranks(self.hosts.host_of(self.rank)).len()),
             _ => 0,
         }
+    }
+
+    /// The [`fixed_bytes`](Group::fixed_bytes) of a group with `num_ranks` ranks on a host, more than one, that share memory.
+    pub fn fixed_bytes_of(num_ranks: usize) -> usize {
+        area_bytes(num_ranks)
     }
 
     /// Bytes of its peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` the part

@@ -22,7 +22,7 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
-use trireme_optim::{LossScaler, Optimizer};
+use trireme_optim::{LossScaler, Optimizer, StepSettings};
 use trireme_schedule::lowering::{self, Offload, shard};
 use trireme_schedule::{Action, Program, ZeroStage, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
@@ -192,7 +192,7 @@ impl Executor {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
-        let zeros = || Parameters::zeros(&table, &self.optimizer_device, Category::Parameters);
+        let zeros = || Parameters::zeros(&table, &self.device.host()?, Category::Parameters);
         let mut all = is_root.then(zeros).transpose()?;
         let group = Arc::clone(self.ranks.shards());
         for (unit, info) in table.units().iter().enumerate() {
@@ -304,41 +304,57 @@ impl Executor {
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
-            self.ranks.set_line(format_args!("step {}, line {}: {action}", plan.step, index + 2));
-            self.await_parameters(action)?;
-            self.await_state(action)?;
-            match action {
-                Action::Forward { unit, microbatch, keep } => {
-                    if unit == 0 {
-                        let batch = batches.next().expect("the number of microbatches was checked");
-                        self.in_flight.begin(microbatch, batch);
-                    }
-                    self.forward(unit, microbatch, keep)?;
-                }
-                Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch)?,
-                Action::Backward { unit, microbatch } => self.backward(unit, microbatch)?,
-                Action::Unshard { unit } => self.parameters.unshard(unit)?,
-                Action::Reshard { unit } => self.parameters.reshard(unit),
-                Action::ReduceGrad { unit } => self.gradients.reduce(unit)?,
-                Action::Fetch(state) => self.offloaded.fetch(state)?,
-                Action::Evict(state) => self.evict(state)?,
-                Action::Step { unit } => {
-                    let (_, update) = match finished {
-                        Some(finished) => finished,
-                        None => *finished.insert(self.finish_gradients(plan)?),
-                    };
-                    if let Some(settings) = update {
-                        let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
-                        let shard = self.parameters.shard_mut(unit);
-                        let (device, grads) = (&self.optimizer_device, grads.view());
-                        self.optimizer.step_unit(device, unit, shard, grads, settings, &mut self.exchange)?;
-                        self.changed[unit] = true;
-                    }
-                }
-            }
+            let line = format_args!("step {}, line {}: {action}", plan.step, index + 2);
+            self.ranks.set_line(line);
+            self.act(action, plan, batches, &mut finished).map_err(|error| error.at(line))?;
         }
         self.ranks.set_line(format_args!(""));
         Ok(finished.expect("a valid program steps every unit").0)
+    }
+
+    /// Does one thing of a step. What its end has come to is `finished` from the first update on.
+    fn act(
+        &mut self,
+        action: Action,
+        plan: StepPlan,
+        batches: &mut dyn ExactSizeIterator<Item = Batch>,
+        finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
+    ) -> Result<(), ParallelError> {
+        self.await_parameters(action)?;
+        self.await_state(action)?;
+        match action {
+            Action::Forward { unit, microbatch, keep } => {
+                if unit == 0 {
+                    let batch = batches.next().expect("the number of microbatches was checked");
+                    self.in_flight.begin(microbatch, batch);
+                }
+                self.forward(unit, microbatch, keep)
+            }
+            Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch),
+            Action::Backward { unit, microbatch } => self.backward(unit, microbatch),
+            Action::Unshard { unit } => self.parameters.unshard(unit),
+            Action::Reshard { unit } => {
+                self.parameters.reshard(unit);
+                Ok(())
+            }
+            Action::ReduceGrad { unit } => self.gradients.reduce(unit),
+            Action::Fetch(state) => self.offloaded.fetch(state),
+            Action::Evict(state) => self.evict(state),
+            Action::Step { unit } => {
+                let (_, update) = match *finished {
+                    Some(finished) => finished,
+                    None => *finished.insert(self.finish_gradients(plan)?),
+                };
+                if let Some(settings) = update {
+                    let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
+                    let shard = self.parameters.shard_mut(unit);
+                    let (device, grads) = (&self.optimizer_device, grads.view());
+                    self.optimizer.step_unit(device, unit, shard, grads, settings, &mut self.exchange)?;
+                    self.changed[unit] = true;
+                }
+                Ok(())
+            }
+        }
     }
 
     /// Waits for the parameters that an action works with.

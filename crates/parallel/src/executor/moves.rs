@@ -4,6 +4,7 @@ use super::Executor;
 use super::passes::Pass;
 use crate::error::ParallelError;
 use crate::offload::Movable;
+use crate::waiting::Waiting;
 use trireme_schedule::{Action, StateClass, StateOf, ZeroStage};
 use trireme_tensor::View;
 
@@ -114,6 +115,8 @@ impl Executor {
             ZeroStage::Three => StateClass::Parameters,
             _ => StateClass::Optimizer,
         };
+        // What an update has made may still be on its way to the others.
+        self.parameters.ensure(unit, &mut Waiting::default())?;
         if !self.offloaded.moves(class) {
             read(self.parameters.shard(unit));
             return Ok(());
@@ -126,6 +129,9 @@ impl Executor {
     /// Brings parameters and the optimizer's state into memory, to save or load all of it.
     /// [`send_states`](Executor::send_states) comes after.
     pub fn bring_states(&mut self) -> Result<(), ParallelError> {
+        // What the last updates have made may still be on its way to the others.
+        let mut waiting = Waiting::default();
+        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))?;
         for class in [StateClass::Optimizer, StateClass::Parameters] {
             if self.offloaded.moves(class) {
                 let units = 0..self.model.num_units();

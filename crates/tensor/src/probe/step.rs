@@ -9,14 +9,13 @@ use super::{
 use crate::device::DeviceError;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::kernels::{AttentionShape, MatmulEpilogue, Rotary};
-use crate::memory::Category;
 use crate::parameters::ParameterTable;
 use crate::precision::Precision;
 use crate::tape::LossHead;
 use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::time::Instant;
-use trireme_base::DType;
+use trireme_base::{Category, DType};
 
 /// Operations of an exponential in the kernels.
 const EXP: usize = 23;

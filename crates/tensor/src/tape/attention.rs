@@ -1,10 +1,9 @@
 use super::{Backward, Node, Tape, Var};
 use crate::device::{Device, DeviceError};
 use crate::kernels::{AttentionShape, CacheSpan, Rotary};
-use crate::memory::Category;
 use crate::tensor::Tensor;
 use std::sync::Arc;
-use trireme_base::DType;
+use trireme_base::{Category, DType};
 
 /// Cosines and sines for every position of a rotary embedding, `[positions, head_dim / 2]` each.
 #[derive(Debug)]

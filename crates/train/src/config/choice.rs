@@ -111,6 +111,8 @@ config_choice! {
         Block = "block",
         /// The input of some blocks.
         EveryK = "every-k",
+        /// The choice with the least recomputation that fits into a given memory.
+        Auto = "auto",
     }
 }
 

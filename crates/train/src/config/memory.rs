@@ -56,7 +56,12 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
 }
 
 pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
-    let ActivationCheckpoint { mode, every_k } = checks.loose.sections.activation_checkpoint;
+    let ActivationCheckpoint { mode, every_k, memory } = checks.loose.sections.activation_checkpoint;
+    checks.require(
+        mode == ActivationCheckpointMode::Auto || memory.0.is_none(),
+        &["activation_checkpoint.memory", "activation_checkpoint.mode"],
+        || "counts only with mode = \"auto\"; set that, or remove this key".to_owned(),
+    );
     checks.require(
         mode == ActivationCheckpointMode::EveryK || every_k == ActivationCheckpoint::default().every_k,
         &["activation_checkpoint.every_k", "activation_checkpoint.mode"],

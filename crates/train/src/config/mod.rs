@@ -29,9 +29,11 @@ pub use choice::{
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
-    ActivationCheckpoint, Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Offload,
-    Optimizer, OptimizerGroup, Parallelism, Run, Training,
+    ActivationCheckpoint, Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Memory, Metrics, Model,
+    Offload, Optimizer, OptimizerGroup, Parallelism, Run, Training,
 };
+
+pub use value::ByteLimit;
 
 pub(crate) use sections::FP8_AMAX_HISTORY_LEN_MAX;
 

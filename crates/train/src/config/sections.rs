@@ -6,7 +6,7 @@ use super::choice::{
     Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 use super::section::{Section, config_section, config_sections};
-use super::value::{above, above_up_to};
+use super::value::{ByteLimit, above, above_up_to};
 use std::path::PathBuf;
 use trireme_comm::{CodecName, GroupOptions};
 use trireme_optim::LossScaling;
@@ -34,6 +34,7 @@ config_sections! {
     lr_scheduler: LrScheduler,
     parallelism: Parallelism,
     activation_checkpoint: ActivationCheckpoint,
+    memory: Memory,
     offload: Offload,
     checkpoint: Checkpoint,
     comm: Comm,
@@ -287,10 +288,23 @@ config_section! {
     /// What the forward pass keeps for the backward pass; the rest is computed again. Losses and weights have the same bits.
     ActivationCheckpoint {
         /// `none` keeps all; `selective` the results of products and attention, but not of normalisations; `block` the
-        /// input of each block; `every-k` the input of every `every_k`-th block.
+        /// input of each block; `every-k` the input of every `every_k`-th block; `auto` chooses among all of these, block by
+        /// block, so that least is computed again within `memory`.
         mode: ActivationCheckpointMode = ActivationCheckpointMode::None;
         /// Blocks of a segment that is recomputed as one. Counts only with `mode = "every-k"`.
         every_k: usize = 2, within 1..=1 << 12;
+        /// Memory of a worker within which to stay, of all categories together, such as "1.5GiB"; "none" takes `[memory]
+        /// device_budget`, or without that the worker's share of the host's memory. Counts only with `mode = "auto"`.
+        memory: ByteLimit = ByteLimit(None);
+    }
+}
+
+config_section! {
+    /// The memory of each worker.
+    Memory {
+        /// What a worker may have in use at a time, of all categories together (docs/memory.md), such as "512MiB"; "none"
+        /// sets no bound. A run that is predicted to need more is refused before its first step.
+        device_budget: ByteLimit = ByteLimit(None);
     }
 }
 

@@ -4,6 +4,7 @@ use std::fmt::Display;
 use std::ops::{Bound, RangeBounds};
 use std::path::PathBuf;
 use toml::de::DeValue;
+use trireme_base::Bytes;
 
 /// A type that a key of the config can have.
 pub(super) trait Value: Sized {
@@ -121,6 +122,33 @@ impl Value for String {
 
     fn write(&self) -> Option<toml::Value> {
         Some(toml::Value::String(self.clone()))
+    }
+}
+
+/// A bound on memory in bytes, written as a size with a unit; "none" is no bound.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ByteLimit(pub Option<Bytes>);
+
+impl Value for ByteLimit {
+    fn expected() -> String {
+        "a size with a unit, such as \"512MiB\" or \"1.5GiB\", or \"none\"".to_owned()
+    }
+
+    fn read(value: &DeValue<'_>) -> Result<Self, String> {
+        match value.as_str() {
+            Some("none") => Ok(ByteLimit(None)),
+            Some(text) => text.parse().map(|bytes| ByteLimit(Some(bytes))).map_err(|_| Self::expected()),
+            None => Err(Self::expected()),
+        }
+    }
+
+    fn write(&self) -> Option<toml::Value> {
+        // Sizes that people read are rounded; this one is read again.
+        let exact = |bytes: Bytes| match bytes.to_string().parse() {
+            Ok(read) if bytes == read => bytes.to_string(),
+            _ => format!("{}B", bytes.0),
+        };
+        Some(toml::Value::String(self.0.map_or_else(|| "none".to_owned(), exact)))
     }
 }
 

@@ -113,7 +113,7 @@ fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
     put("performance/", "step_seconds", record.step_seconds);
     put("performance/", "comm_seconds_exposed", record.comm_seconds_exposed);
     put("performance/", "comm_bytes", record.comm_bytes as f64);
-    for (category, bytes) in record.memory_peak_bytes.categories() {
+    for (category, bytes) in record.memory_peak_bytes.named() {
         put("memory_peak_bytes/", category, bytes as f64);
     }
     let not_in_every_record = [

@@ -25,6 +25,9 @@ pub struct StepRecord {
     pub comm_bytes: u64,
     /// Most memory held by this worker so far.
     pub memory_peak_bytes: MemoryPeakBytes,
+    /// What that was predicted to be, where it was.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_predicted_bytes: Option<MemoryPeakBytes>,
     /// Bytes that this worker would have sent in addition without compression, by the formulas of
     /// docs/compression.md, in runs with compression.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -61,25 +64,23 @@ pub struct MemoryPeakBytes {
     pub optimizer: u64,
     /// Activations, with the scratch space of kernels.
     pub activations: u64,
-    /// Buffers of messages.
+    /// Buffers of messages, and whole units on their way.
     pub communication: u64,
+    /// All categories together: less than their sum where they peak at different times.
+    pub total: u64,
 }
 
 impl MemoryPeakBytes {
-    /// The categories with their names.
-    pub fn categories(&self) -> [(&'static str, u64); 5] {
+    /// The categories and all of them together, with their names.
+    pub fn named(&self) -> [(&'static str, u64); 6] {
         [
             ("parameters", self.parameters),
             ("gradients", self.gradients),
             ("optimizer", self.optimizer),
             ("activations", self.activations),
             ("communication", self.communication),
+            ("total", self.total),
         ]
-    }
-
-    /// All categories together.
-    pub fn total(&self) -> u64 {
-        self.categories().iter().map(|(_, bytes)| bytes).sum()
     }
 }
 
@@ -103,7 +104,7 @@ impl fmt::Display for LogLine<'_> {
             write!(f, "  mfu: {:.1}%", 100.0 * mfu)?;
         }
         // Always GiB: a unit that changed between lines would make them hard to compare.
-        write!(f, "  memory: {:.2}GiB", record.memory_peak_bytes.total() as f64 / (1_u64 << 30) as f64)
+        write!(f, "  memory: {:.2}GiB", record.memory_peak_bytes.total as f64 / (1_u64 << 30) as f64)
     }
 }
 
@@ -127,11 +128,7 @@ mod tests {
             loss: 2.610_24,
             grad_norm: 0.912,
             tokens_per_second: 10_841.7,
-            memory_peak_bytes: MemoryPeakBytes {
-                parameters: 1 << 28,
-                optimizer: 1 << 26,
-                ..Default::default()
-            },
+            memory_peak_bytes: MemoryPeakBytes { total: (1 << 28) + (1 << 26), ..Default::default() },
             ..StepRecord::default()
         };
         assert_eq!(

@@ -79,7 +79,8 @@ fn measure_kernel(
     num_threads: usize,
     duration: Duration,
 ) -> Result<ProductFigure> {
-    let device = Device::cpu(DeviceOptions { num_threads, features_max: Some(unit.features()) })?;
+    let device =
+        Device::cpu(DeviceOptions { num_threads, features_max: Some(unit.features()), budget: None })?;
     let probe = Probe::new(&device, duration);
     let peak = probe.peak(unit);
     let transposes = Transposes::ALL.into_iter().map(|transposes| {

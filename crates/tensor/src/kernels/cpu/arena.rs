@@ -4,14 +4,14 @@
 //! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
 //! every request finds its block, and nothing is allocated.
 
-use crate::memory::{Category, MemoryCounter};
+use crate::memory::{MemoryCounter, OverBudget, describe};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::Bytes;
+use trireme_base::{Bytes, Category};
 
 /// Blocks begin at multiples of this: a cache line, and the widest SIMD register.
-const ALIGNMENT: usize = 64;
+pub(crate) const ALIGNMENT: usize = 64;
 
 /// The least that the system takes back; a multiple of its pages.
 const PAGE: usize = 64 << 10;
@@ -32,22 +32,29 @@ unsafe impl Sync for Arena {}
 
 /// No block of the size asked for.
 #[derive(Debug, Clone, thiserror::Error)]
-#[error(
-    "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
-     a smaller local_batch_size or seq_len, or a machine with more memory"
-)]
-pub(crate) struct OutOfMemory {
-    requested: Bytes,
-    category: Category,
-    reserved: Bytes,
-    in_use: String,
+pub(crate) enum OutOfMemory {
+    /// It is more than the machine has.
+    #[error(
+        "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
+         a smaller local_batch_size or seq_len, or a machine with more memory"
+    )]
+    Machine { requested: Bytes, category: Category, reserved: Bytes, in_use: String },
+    /// It is more than the budget.
+    #[error(transparent)]
+    Budget(#[from] OverBudget),
 }
 
 impl Arena {
     /// Reserves addresses for as much memory as the machine has; takes none of it.
     pub(crate) fn reserve(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         let system = rustix::system::sysinfo();
-        let mut reserved = (system.totalram as usize * system.mem_unit.max(1) as usize).max(1 << 30);
+        let num_bytes = system.totalram as usize * system.mem_unit.max(1) as usize;
+        Self::reserve_bytes(num_bytes.max(1 << 30), counter)
+    }
+
+    /// Reserves `num_bytes` of addresses, or as many as the system gives.
+    pub(crate) fn reserve_bytes(num_bytes: usize, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
+        let mut reserved = num_bytes;
         loop {
             // SAFETY: a fresh anonymous mapping at an address of the system's choice.
             let mapping = unsafe {
@@ -79,14 +86,11 @@ impl Arena {
     }
 
     fn out_of_memory(&self, len: usize, category: Category) -> OutOfMemory {
-        let usage = |&category: &Category| {
-            format!("{category} {}", Bytes(self.counter.usage(category).current as u64))
-        };
-        OutOfMemory {
+        OutOfMemory::Machine {
             requested: Bytes(len as u64),
             category,
             reserved: Bytes(self.reserved as u64),
-            in_use: Category::ALL.iter().map(usage).collect::<Vec<_>>().join(", "),
+            in_use: describe(&self.counter.in_use()),
         }
     }
 
@@ -112,10 +116,15 @@ impl Arena {
     }
 
     fn take_offset(&self, len: usize, category: Category) -> Result<usize, OutOfMemory> {
+        // No length that is asked for may overflow on its way to being refused.
+        self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
+        self.counter.take(category, padded)?;
         let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(offset) = free.take(padded) else { return Err(self.out_of_memory(len, category)) };
-        self.counter.add(category, padded);
+        let Some(offset) = free.take(padded) else {
+            self.counter.give(category, padded);
+            return Err(self.out_of_memory(len, category));
+        };
         Ok(offset)
     }
 }
@@ -147,7 +156,7 @@ impl Block {
     pub(crate) fn release(&mut self) {
         let Some(offset) = self.offset.take() else { return };
         let padded = self.len.next_multiple_of(ALIGNMENT);
-        self.arena.counter.subtract(self.category, padded);
+        self.arena.counter.give(self.category, padded);
         self.arena.free.lock().unwrap_or_else(PoisonError::into_inner).give(offset, padded);
     }
 
@@ -247,7 +256,7 @@ mod tests {
 
     #[test]
     fn blocks_are_counted_reused_and_apart() {
-        let counter = Arc::new(MemoryCounter::default());
+        let counter = Arc::new(MemoryCounter::new(None));
         let arena = Arc::new(Arena::reserve(Arc::clone(&counter)).unwrap());
         let mut first = arena.take(100, Category::Parameters).unwrap();
         let mut second = arena.take(1, Category::Activations).unwrap();
@@ -265,7 +274,7 @@ mod tests {
 
     #[test]
     fn trimming_takes_nothing_from_blocks() {
-        let arena = Arc::new(Arena::reserve(Arc::default()).unwrap());
+        let arena = Arc::new(Arena::reserve(Arc::new(MemoryCounter::new(None))).unwrap());
         let mut blocks: Vec<Block> =
             (0..4).map(|_| arena.take(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
         blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));

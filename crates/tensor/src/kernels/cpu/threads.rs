@@ -21,6 +21,9 @@ pub(crate) struct ThreadPool {
     running: Mutex<()>,
     shared: Arc<Shared>,
     workers: Vec<JoinHandle<()>>,
+    num_threads: usize,
+    /// Whether tasks are not run at all.
+    is_idle: bool,
 }
 
 struct Shared {
@@ -61,14 +64,8 @@ impl ThreadPool {
     /// # Errors
     /// If the system refuses to start a thread.
     pub(crate) fn new(num_threads: usize) -> std::io::Result<Self> {
-        let shared = Arc::new(Shared {
-            state: Mutex::default(),
-            job_posted: Condvar::new(),
-            job_left: Condvar::new(),
-            num_jobs: AtomicU64::new(0),
-            next_task: AtomicUsize::new(0),
-        });
-        let mut pool = ThreadPool { running: Mutex::new(()), shared, workers: Vec::new() };
+        let mut pool = ThreadPool::idle(num_threads);
+        pool.is_idle = false;
         for index in 1..num_threads {
             let shared = Arc::clone(&pool.shared);
             let worker = std::thread::Builder::new().name(format!("kernel-{index}"));
@@ -77,8 +74,25 @@ impl ThreadPool {
         Ok(pool)
     }
 
+    /// What passes for a pool of `num_threads` and runs no task: a kernel checks its arguments and ends.
+    pub(crate) fn idle(num_threads: usize) -> Self {
+        let shared = Arc::new(Shared {
+            state: Mutex::default(),
+            job_posted: Condvar::new(),
+            job_left: Condvar::new(),
+            num_jobs: AtomicU64::new(0),
+            next_task: AtomicUsize::new(0),
+        });
+        let (running, workers) = (Mutex::new(()), Vec::new());
+        ThreadPool { running, shared, workers, num_threads, is_idle: true }
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.is_idle
+    }
+
     pub(crate) fn num_threads(&self) -> usize {
-        self.workers.len() + 1
+        self.num_threads
     }
 
     /// Runs `task(0) … task(num_tasks - 1)`, each once, in any order and on any thread; returns when
@@ -99,6 +113,9 @@ impl ThreadPool {
             Err(TryLockError::Poisoned(running)) => running.into_inner(),
             Err(TryLockError::WouldBlock) => panic!("kernels of one device run one at a time"),
         };
+        if self.is_idle {
+            return;
+        }
         if self.workers.is_empty() || num_tasks <= 1 {
             (0..num_tasks).for_each(|index| task(0, index));
             return;

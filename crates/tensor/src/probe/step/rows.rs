@@ -4,11 +4,10 @@ use super::{EXP, F32, Step, each};
 use crate::device::DeviceError;
 use crate::kernels::AttentionShape;
 use crate::kernels::cpu::norm::NormKind;
-use crate::memory::Category;
 use crate::probe::StepSizes;
 use crate::tensor::Tensor;
 use std::time::Instant;
-use trireme_base::DType;
+use trireme_base::{Category, DType};
 
 impl Step<'_> {
     pub(super) fn norms(&mut self) -> Result<(), DeviceError> {

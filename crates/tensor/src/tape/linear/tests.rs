@@ -3,11 +3,10 @@
 use super::*;
 use crate::device::DeviceOptions;
 use crate::fp8::{Fp8Formats, Fp8Recipe, Fp8State};
-use crate::memory::Category;
 use crate::parameters::{ParameterTable, Parameters};
 use crate::tape::{GradSink, GradTarget};
 use std::sync::Arc;
-use trireme_base::{Bf16, RandomKey};
+use trireme_base::{Bf16, Category, RandomKey};
 
 const ROWS: usize = 37;
 const INPUTS: usize = 24;

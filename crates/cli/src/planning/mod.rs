@@ -1,0 +1,247 @@
+//! What a run takes before it runs: `train` says what it would do, the planner says how much that takes.
+
+mod alternatives;
+mod setup;
+
+#[cfg(test)]
+mod tests;
+
+pub(crate) use alternatives::{Source, advice, changes};
+
+use anyhow::Result;
+use setup::{Layout, memory_setup};
+use std::fmt;
+use trireme_base::{Bytes, Category};
+use trireme_comm::{Group, TransportKind};
+use trireme_data::{Corpus, Tokenizer};
+use trireme_model::Model;
+use trireme_parallel::OffloadOptions;
+use trireme_planner::{CategoryBytes, MemorySetup, Prediction, fit_keeps, predict};
+use trireme_schedule::{Keep, Program};
+use trireme_tensor::Device;
+use trireme_train::config::{self, ActivationCheckpointMode, Config, ModelSource, Transport};
+use trireme_train::metrics::MemoryPeakBytes;
+use trireme_train::{
+    MemoryPlan, TrainError, device_options, executor_options, given_keeps, local_threads, model_config,
+    offload_options, optimizer_options, step_program,
+};
+
+/// The workers of a run, as one of them sees them.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Workers {
+    rank: usize,
+    world_size: usize,
+    /// On this host.
+    local_world_size: usize,
+    num_threads: usize,
+    shares_memory: bool,
+    /// Whose memory the group of this one takes a part of.
+    num_sharing: usize,
+}
+
+impl Workers {
+    /// Those that the command starts on this host, seen by the first.
+    pub(crate) fn local(config: &Config) -> Self {
+        let world_size = config.world_size();
+        let shares_memory = matches!(config.comm().transport, Transport::Auto | Transport::Shm);
+        Workers {
+            rank: 0,
+            world_size,
+            local_world_size: world_size,
+            num_threads: local_threads(config, world_size),
+            shares_memory,
+            num_sharing: if shares_memory { world_size } else { 1 },
+        }
+    }
+
+    /// Those of a group.
+    pub(crate) fn of(config: &Config, group: &Group, local_world_size: usize) -> Self {
+        let num_sharing = match group.transport() {
+            TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
+            _ => 1,
+        };
+        Workers {
+            rank: group.rank().0,
+            world_size: group.world_size(),
+            local_world_size,
+            num_threads: local_threads(config, local_world_size),
+            shares_memory: group.transport() == TransportKind::Shm,
+            num_sharing,
+        }
+    }
+}
+
+impl fmt::Display for Workers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let workers = if self.world_size == 1 { "worker" } else { "workers" };
+        write!(f, "{} {workers} x {} threads", self.world_size, self.num_threads)
+    }
+}
+
+/// A step of a run, and what it takes of one worker's memory.
+pub(crate) struct Plan {
+    pub(crate) model: Model,
+    pub(crate) program: Program,
+    pub(crate) keeps: Vec<Keep>,
+    pub(crate) prediction: Prediction,
+    /// What it has to stay within, if anything.
+    pub(crate) bound: Option<usize>,
+    /// What was chosen and why, where something was to be chosen.
+    pub(crate) choice: Option<String>,
+}
+
+impl Plan {
+    /// Plans a run over a corpus of `vocabulary_size`. `keeps` are what another worker has chosen.
+    pub(crate) fn new(
+        config: &Config,
+        vocabulary_size: usize,
+        workers: Workers,
+        keeps: Option<&[Keep]>,
+    ) -> Result<Self> {
+        let device = Device::counting(device_options_without_budget(config, workers))?;
+        let (model, _) = model_config(config, vocabulary_size)?;
+        let model = Model::new(model, &device).map_err(TrainError::from)?;
+        let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
+        let num_shards = config.num_shards();
+        let layout = Layout {
+            num_shards,
+            num_replicas: workers.world_size / num_shards,
+            shard: workers.rank % num_shards,
+            shares_memory: workers.shares_memory && workers.world_size > 1,
+            num_sharing: workers.num_sharing,
+        };
+        let moves = offload_options(config, &device)?;
+        let setup = memory_setup(&model, &device, &options, &optimizer, &moves, layout)?;
+        let mode = config.activation_checkpoint().mode;
+        let bound = bound(config, workers);
+        let (keeps, choice) = match (mode, keeps) {
+            (_, Some(keeps)) => (keeps.to_vec(), None),
+            (ActivationCheckpointMode::Auto, None) => {
+                choose((config, &model, &moves), &setup, bound.expect("a host has memory"))
+            }
+            (_, None) => (given_keeps(config, &model), None),
+        };
+        let program = step_program(config, &model, &keeps, &moves);
+        let prediction = predict(&setup, &program);
+        Ok(Plan { model, program, keeps, prediction, bound, choice })
+    }
+
+    /// Bytes by which it passes what it has to stay within; 0 if it fits.
+    pub(crate) fn excess(&self) -> usize {
+        self.bound.map_or(0, |bound| self.prediction.total().saturating_sub(bound))
+    }
+
+    /// What the trainer is told of it.
+    pub(crate) fn memory_plan(&self) -> MemoryPlan {
+        let Prediction { peaks, .. } = self.prediction;
+        let peak = |category| peaks.get(category) as u64;
+        let total = self.prediction.total();
+        let moment = self.prediction.moment(&self.program);
+        let predicted = format!("{} are predicted at most, {moment}", Bytes(total as u64));
+        MemoryPlan {
+            keeps: self.keeps.clone(),
+            predicted: MemoryPeakBytes {
+                parameters: peak(Category::Parameters),
+                gradients: peak(Category::Gradients),
+                optimizer: peak(Category::Optimizer),
+                activations: peak(Category::Activations),
+                communication: peak(Category::Communication),
+                total: total as u64,
+            },
+            comment: self.choice.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
+        }
+    }
+}
+
+/// The prediction itself knows no budget.
+fn device_options_without_budget(config: &Config, workers: Workers) -> trireme_tensor::DeviceOptions {
+    trireme_tensor::DeviceOptions { budget: None, ..device_options(config, workers.num_threads) }
+}
+
+/// Bytes that a worker has to stay within.
+fn bound(config: &Config, workers: Workers) -> Option<usize> {
+    let bytes = |limit: config::ByteLimit| limit.0.map(|bytes| bytes.0 as usize);
+    let budget = bytes(config.memory().device_budget);
+    let checkpoint = config.activation_checkpoint();
+    match (checkpoint.mode, bytes(checkpoint.memory)) {
+        (ActivationCheckpointMode::Auto, Some(memory)) => {
+            Some(budget.map_or(memory, |budget| budget.min(memory)))
+        }
+        (ActivationCheckpointMode::Auto, None) => budget.or(Some(host_bytes() / workers.local_world_size)),
+        _ => budget,
+    }
+}
+
+fn host_bytes() -> usize {
+    let system = rustix::system::sysinfo();
+    system.totalram as usize * system.mem_unit.max(1) as usize
+}
+
+/// The least recomputation that fits into `bound`, and why that; where nothing does, the choice that takes least.
+fn choose(
+    (config, model, moves): (&Config, &Model, &OffloadOptions),
+    setup: &MemorySetup,
+    bound: usize,
+) -> (Vec<Keep>, Option<String>) {
+    let program = |keeps: &[Keep]| step_program(config, model, keeps, moves);
+    match fit_keeps(setup, bound, program) {
+        Ok((choice, prediction)) => {
+            let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();
+            let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
+            let text = format!(
+                "recomputation: for at most {} a worker, {}; that makes {share:.1} % of the forward pass again and takes {}",
+                Bytes(bound as u64),
+                describe(&choice.keeps),
+                Bytes(prediction.total() as u64)
+            );
+            (choice.keeps, Some(text))
+        }
+        Err((choice, _)) => (choice.keeps, None),
+    }
+}
+
+/// `units 0-3 keep all, units 4-6 keep their input`.
+fn describe(keeps: &[Keep]) -> String {
+    let mut runs: Vec<(usize, usize, Keep)> = Vec::new();
+    for (unit, &keep) in keeps.iter().enumerate() {
+        match runs.last_mut() {
+            Some((_, last, same)) if *same == keep => *last = unit,
+            _ => runs.push((unit, unit, keep)),
+        }
+    }
+    let run = |&(first, last, keep): &(usize, usize, Keep)| {
+        let units =
+            if first == last { format!("unit {first} keeps") } else { format!("units {first}-{last} keep") };
+        format!("{units} {}", keep.name())
+    };
+    runs.iter().map(run).collect::<Vec<_>>().join(", ")
+}
+
+/// The vocabulary of the config's corpus, or what it will be when it is prepared.
+pub(crate) fn vocabulary_size(config: &Config) -> Result<usize> {
+    let data = config.data();
+    if let Ok(corpus) = Corpus::open(&data.folder) {
+        return Ok(corpus.train.vocabulary_size());
+    }
+    let is_known = match config.model_source() {
+        ModelSource::Inline(_) => config.model().vocab_size > 0,
+        ModelSource::File(_) | ModelSource::InitFrom(_) => true,
+    };
+    Ok(match (&data.tokenizer, data.train_bpe) {
+        // The model's own counts, and it is not smaller.
+        _ if is_known => 0,
+        (config::Tokenizer::Bytes, 0) => Tokenizer::bytes().vocabulary_size(),
+        (config::Tokenizer::Bytes, vocabulary_size) => vocabulary_size,
+        (config::Tokenizer::File(_), _) => {
+            anyhow::bail!(
+                "the vocabulary is not known before the text is prepared: run `trireme prepare` first, or set [model] vocab_size"
+            )
+        }
+    })
+}
+
+/// What a device has held at most, by category and together.
+pub(crate) fn measured(device: &Device) -> (CategoryBytes, usize) {
+    let peaks = Category::ALL.map(|category| device.memory().usage(category).peak);
+    (CategoryBytes::new(peaks), device.memory().total().peak)
+}

@@ -1,0 +1,249 @@
+//! Predictions against what real steps take.
+
+use super::setup::{Layout, memory_setup};
+use trireme_base::Category;
+use trireme_comm::{Compression, Group};
+use trireme_model::{Batch, Model, ModelConfig};
+use trireme_optim::{
+    AdamWSettings, LossScaling, MuonScale, MuonSettings, Optimizer, OptimizerKind, OptimizerOptions,
+    ParameterGroup, StateDType,
+};
+use trireme_parallel::{
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, ParallelError,
+    StepPlan,
+};
+use trireme_planner::{Prediction, predict};
+use trireme_schedule::lowering::{Sharding, recompute, shard};
+use trireme_schedule::{Keep, Program, ZeroStage, single};
+use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
+use trireme_testkit::{random_batch, run_ranks, small_models};
+
+const NUM_THREADS: usize = 2;
+
+const OPTIONS: ExecutorOptions = ExecutorOptions {
+    precision: Precision::F32,
+    fp8: None,
+    reduce_dtype: Precision::F32,
+    fusion_bytes: 60 << 10,
+    sharding: Sharding { zero_stage: ZeroStage::Zero, prefetch: 1, keep_after_forward: false },
+    compression: Compression::none(),
+    seed: 0,
+    loss_scaling: LossScaling::Off,
+    determinism: Determinism::Layout,
+    local_batch_size: 2,
+    seq_len: 17,
+};
+
+fn adamw() -> OptimizerOptions {
+    OptimizerOptions {
+        kind: OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 }),
+        weight_decay: 0.1,
+        decay_norms_and_biases: false,
+        groups: Vec::<ParameterGroup>::new(),
+        state_dtype: StateDType::F32,
+    }
+}
+
+/// A model of some hundred thousand parameters, in which no size is a power of two.
+fn medium_model() -> ModelConfig {
+    let text = r#"{"model_type": "llama", "vocab_size": 2500, "hidden_size": 72, "intermediate_size": 200,
+        "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12,
+        "max_position_embeddings": 96, "tie_word_embeddings": false}"#;
+    ModelConfig::from_json(text).unwrap()
+}
+
+#[derive(Debug, Clone)]
+struct Case {
+    options: ExecutorOptions,
+    optimizer: OptimizerOptions,
+    num_microbatches: usize,
+    num_shards: usize,
+    keep: Keep,
+}
+
+impl Case {
+    fn program(&self, model: &Model) -> Program {
+        let num_units = model.num_units();
+        let keep = |unit: usize| match self.keep {
+            _ if unit == 0 || unit + 1 == num_units => Keep::All,
+            Keep::Nothing if unit % 2 == 1 => Keep::Input,
+            keep => keep,
+        };
+        let keeps: Vec<Keep> = (0..num_units).map(keep).collect();
+        let program = single::program(num_units, self.num_microbatches, &model.ties());
+        shard(recompute(program, &keeps), self.options.sharding)
+    }
+
+    fn predict(&self, config: &ModelConfig, world_size: usize, rank: usize) -> (Prediction, Program) {
+        let device = Device::counting(self.device_options(None)).unwrap();
+        let model = Model::new(config.clone(), &device).unwrap();
+        let layout = Layout {
+            num_shards: self.num_shards,
+            num_replicas: world_size / self.num_shards,
+            shard: rank % self.num_shards,
+            shares_memory: false,
+            num_sharing: 1,
+        };
+        let setup = memory_setup(
+            &model,
+            &device,
+            &self.options,
+            &self.optimizer,
+            &OffloadOptions::none(&device),
+            layout,
+        )
+        .unwrap();
+        let program = self.program(&model);
+        (predict(&setup, &program), program)
+    }
+
+    fn device_options(&self, budget: Option<usize>) -> DeviceOptions {
+        DeviceOptions { num_threads: NUM_THREADS, budget, ..DeviceOptions::default() }
+    }
+
+    /// Takes a few steps on a device.
+    fn run(&self, config: &ModelConfig, group: Group, device: &Device) -> Result<(), ParallelError> {
+        let model = Model::new(config.clone(), device)?;
+        let ranks = DataParallelRanks::new(group, self.num_shards)?;
+        let parts = ranks.parts(model.table());
+        let optimizer = Optimizer::new(&self.optimizer, model.table(), &parts, device)?;
+        let (program, offload) = (self.program(&model), OffloadOptions::none(device));
+        let mut executor = Executor::new(model, optimizer, ranks, device, program, self.options, &offload)?;
+        executor.initialize(1)?;
+        for step in 1..=3 {
+            let shape = (self.options.local_batch_size, self.options.seq_len);
+            let batch = |index| random_batch(device, shape, config.vocab_size, step, index);
+            let batches: Vec<Batch> = (0..self.num_microbatches).map(batch).collect();
+            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
+            executor.run(plan, &mut batches.into_iter())?;
+        }
+        Ok(())
+    }
+
+    /// Holds what a few steps take against what was predicted.
+    ///
+    /// Categories are exact. So is the total, but for partial sums of gradients: they are reckoned to be there from the
+    /// beginning of a backward pass, and come with its first gradient.
+    fn check(&self, config: &ModelConfig, world_size: usize) {
+        run_ranks(world_size, |group| {
+            let rank = group.rank().0;
+            let device = Device::cpu(self.device_options(None)).unwrap();
+            self.run(config, group, &device).unwrap();
+            let (predicted, program) = self.predict(config, world_size, rank);
+            for category in Category::ALL {
+                let found = (category, predicted.peaks.get(category));
+                let measured = device.memory().usage(category).peak;
+                assert_eq!(found, (category, measured), "rank {rank} of {self:?}");
+            }
+            let (total, measured) = (predicted.total(), device.memory().total().peak);
+            let moment = predicted.moment(&program);
+            let is_near = measured <= total && total <= measured + measured / 100;
+            assert!(is_near, "{total} instead of {measured}, rank {rank} of {self:?}, {moment}");
+        });
+    }
+}
+
+const STAGES: [ZeroStage; 4] = ZeroStage::ALL;
+
+fn sharded(zero_stage: ZeroStage, options: ExecutorOptions) -> ExecutorOptions {
+    ExecutorOptions { sharding: Sharding { zero_stage, ..OPTIONS.sharding }, ..options }
+}
+
+fn shards(zero_stage: ZeroStage, num_shards: usize) -> usize {
+    if zero_stage == ZeroStage::Zero { 1 } else { num_shards }
+}
+
+#[test]
+fn every_stage_and_every_keep() {
+    let [gpt2, llama] = small_models();
+    let fp8 = Fp8Recipe { formats: Fp8Formats::Hybrid, amax_history_len: 4, margin: 0 };
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    let emulated = ExecutorOptions { fp8: Some(fp8), ..bf16 };
+    for (config, options) in [(&gpt2, OPTIONS), (&llama, bf16), (&llama, emulated)] {
+        for (stage, keep) in STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
+            let (options, num_shards) = (sharded(stage, options), shards(stage, 2));
+            let case = Case { options, optimizer: adamw(), num_microbatches: 2, num_shards, keep };
+            case.check(config, 2);
+        }
+    }
+}
+
+#[test]
+fn every_layout() {
+    let config = medium_model();
+    let layouts = [(1, 1), (2, 2), (2, 1), (4, 4), (4, 2)];
+    for (stage, (world_size, num_shards)) in
+        STAGES.into_iter().flat_map(|stage| layouts.map(|at| (stage, at)))
+    {
+        for (num_microbatches, determinism, dtype) in [
+            (1, Determinism::Layout, Precision::Bf16),
+            (3, Determinism::Run, Precision::F32),
+            (4, Determinism::Layout, Precision::Bf16),
+        ] {
+            let options = ExecutorOptions { precision: dtype, reduce_dtype: dtype, determinism, ..OPTIONS };
+            let (options, num_shards) = (sharded(stage, options), shards(stage, num_shards));
+            let optimizer = adamw();
+            Case { options, optimizer, num_microbatches, num_shards, keep: Keep::Products }
+                .check(&config, world_size);
+        }
+    }
+}
+
+#[test]
+fn optimizers_with_scratch_memory_and_exchanges() {
+    let [config, _] = small_models();
+    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+    let muon = MuonSettings {
+        momentum: 0.95,
+        nesterov: true,
+        num_iterations: 5,
+        scale: MuonScale::Original,
+        precision: Precision::F32,
+        adamw: adam,
+        adamw_lr_scale: 1.0,
+    };
+    for kind in [OptimizerKind::Lamb(adam), OptimizerKind::Muon(muon)] {
+        for (stage, num_shards) in [(ZeroStage::Zero, 1), (ZeroStage::Two, 2)] {
+            let optimizer = OptimizerOptions { kind, ..adamw() };
+            let options = sharded(stage, OPTIONS);
+            Case { options, optimizer, num_microbatches: 1, num_shards, keep: Keep::Input }.check(&config, 2);
+        }
+    }
+}
+
+#[test]
+fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
+    let config = medium_model();
+    let optimizer = adamw();
+    let case = Case { options: OPTIONS, optimizer, num_microbatches: 1, num_shards: 1, keep: Keep::All };
+    let (predicted, program) = case.predict(&config, 1, 0);
+    let run = |budget: usize| {
+        let device = Device::cpu(case.device_options(Some(budget))).unwrap();
+        let outcome = run_ranks(1, |group| case.run(&config, group, &device)).remove(0);
+        assert!(device.memory().total().peak <= budget);
+        outcome
+    };
+    run(predicted.total()).unwrap();
+    let Err(ParallelError::OverBudget { line, source }) = run(predicted.total() - 1) else {
+        panic!("one byte less does not suffice")
+    };
+    assert_eq!((source.category, source.excess() < 64), (Category::Activations, true), "{source}");
+    let action = program.actions[predicted.line - 2];
+    assert_eq!(line, format!("step 1, line {}: {action}", predicted.line));
+}
+
+#[test]
+fn what_no_machine_holds_is_predicted_all_the_same() {
+    let text = r#"{"model_type": "llama", "vocab_size": 128256, "hidden_size": 8192, "intermediate_size": 28672,
+        "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
+        "max_position_embeddings": 4096, "tie_word_embeddings": false}"#;
+    let config = ModelConfig::from_json(text).unwrap();
+    let options =
+        ExecutorOptions { precision: Precision::Bf16, local_batch_size: 1, seq_len: 4096, ..OPTIONS };
+    let options = sharded(ZeroStage::Three, options);
+    let case = Case { options, optimizer: adamw(), num_microbatches: 1, num_shards: 8, keep: Keep::Input };
+    let (predicted, _) = case.predict(&config, 8, 0);
+    // 70.6 billion parameters; three floats of each, shared out among eight.
+    let states = predicted.peaks.get(Category::Optimizer) as f64;
+    assert!((states / (70.55e9 * 12.0 / 8.0) - 1.0).abs() < 0.01, "{states}");
+}

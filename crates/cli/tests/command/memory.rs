@@ -1,0 +1,111 @@
+//! What runs take of memory: predicted, measured, bounded.
+
+use crate::common::{Scene, tells};
+use serde_json::Value;
+
+const CATEGORIES: [&str; 5] = ["parameters", "gradients", "optimizer", "activations", "communication"];
+
+/// Bytes of the first line of a text that begins with `name`: the numbers behind it.
+fn row<'a>(text: &'a str, name: &str) -> Vec<&'a str> {
+    let row = text.lines().find(|line| line.starts_with(name)).unwrap_or_else(|| panic!("no {name}: {text}"));
+    row.split_whitespace().skip(1).collect()
+}
+
+fn bytes(record: &Value, what: &str, category: &str) -> f64 {
+    record[what][category].as_u64().unwrap_or_else(|| panic!("{what} of {category}: {record}")) as f64
+}
+
+#[test]
+fn a_run_takes_what_was_planned() {
+    let scene = Scene::with_corpus();
+    for (index, settings) in [
+        "",
+        "--set comm.transport=tcp --set training.dtype=bf16 --set training.reduce_dtype=bf16",
+        "--set parallelism.zero_stage=1 --set activation_checkpoint.mode=block",
+        "--set parallelism.zero_stage=2 --set training.dtype=bf16",
+        "--set parallelism.zero_stage=3 --set activation_checkpoint.mode=selective",
+        "--workers 1 --set optimizer.name=lamb",
+        "--set parallelism.zero_stage=3 --set offload.optimizer=host --set offload.parameters=host --set model.num_layers=4 \
+         --set offload.activations=host --set training.dtype=bf16",
+        "--set parallelism.zero_stage=2 --set offload.optimizer=disk \
+         --set training.global_batch_size=4 --set offload.gradients=disk",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let planned = scene.run(&format!("plan tiny.toml {settings}")).succeeded();
+        assert!(!scene.path(&format!("runs/run-{index}")).exists(), "a plan writes nothing");
+        let name = format!("run-{index}");
+        let shown = scene.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
+        let record = scene.records(&name).pop().unwrap();
+        for category in CATEGORIES.into_iter().chain(["total"]) {
+            let [predicted, measured] = ["memory_predicted_bytes", "memory_peak_bytes"];
+            let (predicted, measured) =
+                (bytes(&record, predicted, category), bytes(&record, measured, category));
+            assert!((predicted - measured).abs() <= 0.01 * measured, "{settings}, {category}: {record}");
+            let title = if category == "total" { "together" } else { category };
+            assert_eq!(row(&planned, title)[0], row(&shown, title)[0], "{planned}{shown}");
+        }
+        assert!(scene.read(&format!("runs/{name}/program.txt")).contains("are predicted at most, at line"));
+    }
+}
+
+#[test]
+fn what_would_not_fit_is_refused_and_what_would_is_told() {
+    let scene = Scene::with_corpus();
+    let budget = "--set memory.device_budget=800KiB --set training.local_batch_size=4";
+    let error = scene.refused_without_trace(&format!("train tiny.toml --workers 1 {budget}"));
+    tells(
+        &error,
+        &["is predicted to take", "more than the 800.00KiB", "at line", "activations", "what would fit:"],
+    );
+    // Every change that is told is one that fits.
+    let changes: Vec<&str> =
+        error.lines().filter_map(|line| line.split_once(" with ")).map(|(_, keys)| keys).collect();
+    assert!(!changes.is_empty() && changes.len() <= 3, "{error}");
+    for keys in changes {
+        scene
+            .run(&format!("train tiny.toml --workers 1 {budget} --set checkpoint.resume=never {keys}"))
+            .succeeded();
+    }
+    let error = scene.run("plan tiny.toml --set memory.device_budget=10KiB").refused();
+    tells(&error, &["nothing that was tried fits; this takes least"]);
+}
+
+#[test]
+fn auto_recomputes_as_little_as_fits() {
+    let scene = Scene::with_corpus();
+    let settings = "--workers 1 --set model.num_layers=6 --set activation_checkpoint.mode=auto";
+    let plan = |memory: &str| {
+        scene.run(&format!("plan tiny.toml {settings} --set activation_checkpoint.memory={memory}"))
+    };
+    tells(&plan("1GiB").succeeded(), &["units 0-7 keep all", "makes 0.0 % of the forward pass again"]);
+    let all = scene.run(&format!("train tiny.toml {settings} --set run.name=all")).succeeded();
+    tells(&all, &["recomputation: for at most", "units 0-7 keep all"]);
+    let record = scene.records("all").pop().unwrap();
+    let total = bytes(&record, "memory_peak_bytes", "total") as u64;
+    let memory = format!("{}B", total * 15 / 16);
+    let text = plan(&memory).succeeded();
+    assert!(
+        text.contains("keeps input") || text.contains("keep input") || text.contains("products"),
+        "{text}"
+    );
+    let settings = format!("{settings} --set activation_checkpoint.memory={memory} --set run.name=less");
+    scene.run(&format!("train tiny.toml {settings}")).succeeded();
+    let record = scene.records("less").pop().unwrap();
+    assert!(bytes(&record, "memory_peak_bytes", "total") as u64 <= total * 15 / 16, "{record}");
+    assert_eq!(scene.losses("less"), scene.losses("all"), "recomputation changes no bit");
+    tells(&scene.read("runs/less/program.txt"), &["# recomputation: for at most"]);
+    tells(&plan("1KiB").refused(), &["more than the 1.00KiB"]);
+}
+
+#[test]
+fn sizes_without_a_unit_and_unused_keys_are_mistakes() {
+    let scene = Scene::with_corpus();
+    for (setting, facts) in [
+        ("memory.device_budget=lots", ["a size with a unit", "512MiB"]),
+        ("activation_checkpoint.memory=1GiB", ["counts only with mode = ", "auto"]),
+    ] {
+        tells(&scene.refused_without_trace(&format!("plan tiny.toml --set {setting}")), &facts);
+    }
+}

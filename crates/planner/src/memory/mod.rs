@@ -1,0 +1,81 @@
+//! How many bytes are in use at each line of a program: the same takings and givings as the executor's, as numbers.
+
+mod gradients;
+mod parameters;
+mod passes;
+mod pool;
+mod updates;
+
+use crate::setup::MemorySetup;
+use crate::usage::{CategoryBytes, Prediction, Usage};
+use gradients::Gradients;
+use parameters::Parameters;
+use passes::Passes;
+use trireme_schedule::{Action, Program, StateClass, StateOf};
+use updates::Updates;
+
+/// Steps that are gone through: what the first one takes for later ones is there in the second.
+const NUM_STEPS: usize = 2;
+
+/// What a rank takes at most while it repeats `program`. Cost: some operations an action.
+///
+/// # Panics
+/// If the program is not valid, or has another number of units.
+pub fn predict(setup: &MemorySetup, program: &Program) -> Prediction {
+    walk(setup, program, |_, _| ())
+}
+
+/// As [`predict`]; `see` is told what each category takes at most during each action.
+pub(crate) fn walk(
+    setup: &MemorySetup,
+    program: &Program,
+    mut see: impl FnMut(Action, CategoryBytes),
+) -> Prediction {
+    assert_eq!(setup.units.len(), program.outline.num_units, "the program is for these units");
+    let mut usage = Usage::new();
+    let mut parameters = Parameters::new(setup, &program.outline, &mut usage);
+    let mut gradients = Gradients::new(setup, &program.outline, &mut usage);
+    let mut passes = Passes::new(setup, program.outline.num_microbatches);
+    let mut updates = Updates::new(setup);
+    for _ in 0..NUM_STEPS {
+        passes.begin(&mut usage);
+        let mut is_finished = false;
+        for (index, &action) in program.actions.iter().enumerate() {
+            // As in the program's text, which begins with a line of sizes.
+            usage.set_line(index + 2);
+            match action {
+                Action::Forward { unit, microbatch, keep } => {
+                    passes.forward(unit, microbatch, keep, &mut usage);
+                }
+                Action::Recompute { unit, microbatch } => passes.recompute(unit, microbatch, &mut usage),
+                Action::Backward { unit, microbatch } => {
+                    passes.begin_backward(unit, microbatch, &mut usage);
+                    gradients.prepare(unit, &mut usage);
+                    passes.leave_output(microbatch, &mut usage);
+                    gradients.open(unit, &mut usage);
+                    passes.backward(unit, microbatch, &mut usage);
+                    gradients.close(unit, &mut usage);
+                }
+                Action::Unshard { unit } => parameters.unshard(unit, &mut usage),
+                Action::Reshard { unit } => parameters.reshard(unit),
+                Action::ReduceGrad { unit } => gradients.reduce(unit, &mut usage),
+                // Other states than activations are on their way through memory of the host.
+                Action::Fetch(_) => (),
+                Action::Evict(StateOf { class, unit, microbatch }) => match class {
+                    StateClass::Activations => passes.evict(unit, microbatch, &mut usage),
+                    StateClass::Gradients if !is_finished => gradients.finish_ahead(unit, &mut usage),
+                    _ => (),
+                },
+                Action::Step { unit } => {
+                    if !std::mem::replace(&mut is_finished, true) {
+                        gradients.finish(&mut usage);
+                    }
+                    gradients.read(unit, &mut usage);
+                    updates.step(unit, &mut usage);
+                }
+            }
+            see(action, usage.line_peaks());
+        }
+    }
+    usage.found()
+}

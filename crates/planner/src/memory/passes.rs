@@ -1,0 +1,119 @@
+//! Activations of the microbatches under way.
+
+use crate::setup::{MemorySetup, UnitPasses};
+use crate::usage::Usage;
+use trireme_base::Category;
+use trireme_schedule::Keep;
+
+const ACTIVATIONS: Category = Category::Activations;
+
+#[derive(Debug)]
+pub(super) struct Passes<'a> {
+    setup: &'a MemorySetup,
+    num_microbatches: usize,
+    /// For each microbatch: bytes of what the last unit made.
+    outputs: Vec<usize>,
+    /// For each microbatch: bytes of the gradient of what the unit below made.
+    grads: Vec<usize>,
+    /// What forward kept, by unit, then microbatch.
+    keeps: Vec<Keep>,
+    /// Whether that has left the device.
+    is_away: Vec<bool>,
+}
+
+impl<'a> Passes<'a> {
+    pub(super) fn new(setup: &'a MemorySetup, num_microbatches: usize) -> Self {
+        let zeros = || vec![0; num_microbatches];
+        let num_passes = num_microbatches * setup.units.len();
+        let (keeps, is_away) = (vec![Keep::All; num_passes], vec![false; num_passes]);
+        Passes { setup, num_microbatches, outputs: zeros(), grads: zeros(), keeps, is_away }
+    }
+
+    fn sizes(&self, unit: usize) -> &'a UnitPasses {
+        &self.setup.units[unit].passes
+    }
+
+    /// The tokens of a step are there from its beginning.
+    pub(super) fn begin(&mut self, usage: &mut Usage) {
+        usage.take(ACTIVATIONS, 2 * self.num_microbatches * self.setup.token_bytes);
+    }
+
+    pub(super) fn forward(&mut self, unit: usize, microbatch: usize, keep: Keep, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        self.record(unit, microbatch, usage);
+        usage.give(ACTIVATIONS, sizes.record - kept(sizes, keep));
+        self.keeps[unit * self.num_microbatches + microbatch] = keep;
+    }
+
+    /// What forward has kept leaves the device.
+    pub(super) fn evict(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let pass = unit * self.num_microbatches + microbatch;
+        self.is_away[pass] = true;
+        usage.give(ACTIVATIONS, kept(self.sizes(unit), self.keeps[pass]));
+    }
+
+    /// What forward has kept is back when it is worked with.
+    fn restore(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let pass = unit * self.num_microbatches + microbatch;
+        if std::mem::take(&mut self.is_away[pass]) {
+            usage.take(ACTIVATIONS, kept(self.sizes(unit), self.keeps[pass]));
+        }
+    }
+
+    pub(super) fn recompute(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        self.restore(unit, microbatch, usage);
+        let sizes = self.sizes(unit);
+        match self.keeps[unit * self.num_microbatches + microbatch] {
+            Keep::All => (),
+            Keep::Products => {
+                usage.touch(ACTIVATIONS, sizes.renewal_peak - sizes.products);
+                usage.take(ACTIVATIONS, sizes.record - sizes.products);
+            }
+            Keep::Input => {
+                self.outputs[microbatch] = sizes.input;
+                self.record(unit, microbatch, usage);
+            }
+            Keep::Nothing => self.record(unit, microbatch, usage),
+        }
+    }
+
+    /// From the input to the record and the output.
+    fn record(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        let input = std::mem::replace(&mut self.outputs[microbatch], sizes.output);
+        usage.touch(ACTIVATIONS, sizes.forward_peak - input);
+        usage.give(ACTIVATIONS, input);
+        usage.take(ACTIVATIONS, sizes.record + sizes.output);
+    }
+
+    /// What backward reads is there.
+    pub(super) fn begin_backward(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        self.restore(unit, microbatch, usage);
+    }
+
+    /// What a recomputation has made for a unit above that needs it no more.
+    pub(super) fn leave_output(&mut self, microbatch: usize, usage: &mut Usage) {
+        usage.give(ACTIVATIONS, std::mem::take(&mut self.outputs[microbatch]));
+    }
+
+    pub(super) fn backward(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        let before = sizes.record + self.grads[microbatch];
+        usage.touch(ACTIVATIONS, sizes.backward_peak - before);
+        usage.give(ACTIVATIONS, before);
+        usage.take(ACTIVATIONS, sizes.input_grad);
+        self.grads[microbatch] = sizes.input_grad;
+        let is_end = unit == 0 || unit + 1 == self.setup.units.len();
+        usage.give(ACTIVATIONS, if is_end { self.setup.token_bytes } else { 0 });
+    }
+}
+
+/// Bytes that forward of a unit leaves.
+fn kept(sizes: &UnitPasses, keep: Keep) -> usize {
+    match keep {
+        Keep::All => sizes.record,
+        Keep::Products => sizes.products,
+        Keep::Input => sizes.input,
+        Keep::Nothing => 0,
+    }
+}

@@ -1,0 +1,33 @@
+//! Updates of units.
+
+use super::pool::Pool;
+use crate::setup::MemorySetup;
+use crate::usage::Usage;
+use std::collections::BTreeMap;
+use trireme_base::Category;
+
+#[derive(Debug)]
+pub(super) struct Updates<'a> {
+    setup: &'a MemorySetup,
+    /// By the bytes of an element.
+    pools: BTreeMap<usize, Pool>,
+}
+
+impl<'a> Updates<'a> {
+    pub(super) fn new(setup: &'a MemorySetup) -> Self {
+        Updates { setup, pools: BTreeMap::new() }
+    }
+
+    pub(super) fn step(&mut self, unit: usize, usage: &mut Usage) {
+        let (setup, unit) = (self.setup, &self.setup.units[unit]);
+        usage.take(Category::Optimizer, unit.step_scratch);
+        let exchanges = if setup.num_shards > 1 { &unit.step_exchanges[..] } else { &[] };
+        for exchange in exchanges {
+            let new = || Pool::new(Category::Communication, exchange.element_bytes, setup.num_shards, true);
+            let pool = self.pools.entry(exchange.element_bytes).or_insert_with(new);
+            pool.take(setup, exchange.len, usage);
+            pool.give(exchange.len);
+        }
+        usage.give(Category::Optimizer, unit.step_scratch);
+    }
+}

@@ -1,0 +1,238 @@
+//! The least recomputation that fits into a given memory.
+
+use crate::memory::walk;
+use crate::setup::{MemorySetup, UnitPasses};
+use crate::usage::Prediction;
+use trireme_base::Category;
+use trireme_schedule::{Action, Keep, Program};
+
+/// Bytes that activations may take while a unit's passes run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// During forward.
+    pub forward: usize,
+    /// During recomputation and backward.
+    pub backward: usize,
+}
+
+/// What each unit's forward pass keeps.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Choice {
+    /// For each unit.
+    pub keeps: Vec<Keep>,
+    /// Floating-point operations of a microbatch that are made again.
+    pub operations: u64,
+}
+
+/// How often the room is cut back where a choice takes more than was reckoned with.
+const NUM_ATTEMPTS: usize = 8;
+
+/// The least recomputation with which `program` takes no more than `budget` bytes, as [`predict`](crate::predict) counts them,
+/// with that prediction; `program` makes the program of a choice, with one microbatch after the other.
+///
+/// What all but activations take is looked at where every unit but the first and the last keeps its input; where another
+/// choice takes more, as with parameters that are gathered earlier, there is less room in a next attempt.
+///
+/// # Errors
+/// If nothing fits: of what was tried, the choice that takes least.
+pub fn fit_keeps(
+    setup: &MemorySetup,
+    budget: usize,
+    program: impl Fn(&[Keep]) -> Program,
+) -> Result<(Choice, Prediction), (Choice, Prediction)> {
+    let passes: Vec<UnitPasses> = setup.units.iter().map(|unit| unit.passes).collect();
+    let least = inputs_only(&passes);
+    let (others, prediction) = others(setup, &program(&least.keeps));
+    let mut smallest = (least, prediction);
+    let mut room_total = budget;
+    for _ in 0..NUM_ATTEMPTS {
+        let room: Vec<Room> = others.iter().map(|others| others.room(room_total)).collect();
+        let Some(choice) = choose_keeps(&passes, &room) else { break };
+        let found = crate::predict(setup, &program(&choice.keeps));
+        if found.total() <= budget {
+            return Ok((choice, found));
+        }
+        room_total = room_total.saturating_sub(found.total() - budget);
+        smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
+    }
+    if smallest.1.total() <= budget { Ok(smallest) } else { Err(smallest) }
+}
+
+/// Every unit but the first and the last keeps its input.
+fn inputs_only(passes: &[UnitPasses]) -> Choice {
+    let is_inner = |unit: usize| unit > 0 && unit + 1 < passes.len();
+    let keep = |unit| if is_inner(unit) { Keep::Input } else { Keep::All };
+    let operations = passes.iter().enumerate().filter(|(unit, _)| is_inner(*unit));
+    let operations = operations.map(|(_, passes)| passes.forward_operations).sum();
+    Choice { keeps: (0..passes.len()).map(keep).collect(), operations }
+}
+
+/// What is in use beside activations during a unit's passes, at most.
+#[derive(Debug, Clone, Copy, Default)]
+struct Others {
+    forward: usize,
+    backward: usize,
+}
+
+impl Others {
+    fn room(&self, total: usize) -> Room {
+        Room { forward: total.saturating_sub(self.forward), backward: total.saturating_sub(self.backward) }
+    }
+}
+
+fn others(setup: &MemorySetup, program: &Program) -> (Vec<Others>, Prediction) {
+    let mut others = vec![Others::default(); setup.units.len()];
+    let num_units = setup.units.len();
+    let prediction = walk(setup, program, |action, peaks| {
+        // Tokens are activations that no unit keeps: those to be predicted until the head has run backward.
+        let tokens = |num_tensors: usize| setup.token_bytes * num_tensors;
+        let num_token_tensors = 2 * program.outline.num_microbatches;
+        let found = peaks.total() - peaks.get(Category::Activations);
+        let unit = &mut others[action.unit()];
+        match action {
+            Action::Forward { .. } => unit.forward = unit.forward.max(found + tokens(num_token_tensors)),
+            Action::Recompute { .. } | Action::Backward { .. } => {
+                let is_given = action.unit() + 1 < num_units;
+                let found = found + tokens(num_token_tensors - usize::from(is_given));
+                unit.backward = unit.backward.max(found);
+            }
+            _ => (),
+        }
+    });
+    (others, prediction)
+}
+
+/// The choice that makes least again and whose activations fit into `room`, where microbatches run one after the other; of
+/// equal ones, the one that keeps least. The first and the last unit keep all: the one has nothing but its input, and the
+/// other runs backward at once.
+///
+/// Dynamic programming over prefixes of the units: of a prefix, only how much it keeps and makes again counts for what comes
+/// after, so of all choices for it the ones stay that no other beats in both. Backward of a unit works beside what the units
+/// below keep. Cost: the square of the units, times the choices that stay.
+pub fn choose_keeps(passes: &[UnitPasses], room: &[Room]) -> Option<Choice> {
+    let mut search = Search { passes, room, nodes: vec![Node::default()], fronts: Vec::new() };
+    search.fronts = vec![Vec::new(); passes.len() + 1];
+    search.fronts[0].push(0);
+    for unit in 0..passes.len() {
+        search.prune(unit);
+        for index in 0..search.fronts[unit].len() {
+            let node = search.fronts[unit][index];
+            search.extend(unit, node);
+        }
+    }
+    search.prune(passes.len());
+    search.best()
+}
+
+/// A choice for a prefix of the units.
+#[derive(Debug, Clone, Copy, Default)]
+struct Node {
+    /// Bytes that it keeps.
+    kept: usize,
+    /// Operations that it makes again.
+    operations: u64,
+    /// The choice for the units below its last piece.
+    below: usize,
+    /// What the first unit of the last piece keeps; the others keep nothing.
+    keep: Keep,
+    /// Units of the last piece.
+    len: usize,
+}
+
+struct Search<'a> {
+    passes: &'a [UnitPasses],
+    room: &'a [Room],
+    nodes: Vec<Node>,
+    /// For each length of a prefix, choices for it.
+    fronts: Vec<Vec<usize>>,
+}
+
+impl Search<'_> {
+    /// Drops the choices for a prefix that another one beats.
+    fn prune(&mut self, len: usize) {
+        let nodes = &self.nodes;
+        let front = &mut self.fronts[len];
+        front.sort_by_key(|&node| (nodes[node].operations, nodes[node].kept));
+        let mut least_kept = usize::MAX;
+        front.retain(|&node| {
+            let is_better = nodes[node].kept < least_kept;
+            least_kept = least_kept.min(nodes[node].kept);
+            is_better
+        });
+    }
+
+    /// All that may come after the choice `below` for the units below `unit`.
+    fn extend(&mut self, unit: usize, below: usize) {
+        let (passes, room) = (self.passes[unit], self.room[unit]);
+        let kept_below = self.nodes[below].kept;
+        if kept_below + passes.forward_peak > room.forward {
+            return;
+        }
+        let is_outer = unit == 0 || unit + 1 == self.passes.len();
+        if kept_below + passes.backward_peak <= room.backward {
+            self.push(unit, Node { kept: passes.record, below, keep: Keep::All, len: 1, operations: 0 });
+            let is_renewable = kept_below + passes.renewal_peak + self.grad(unit) <= room.backward;
+            if !is_outer && is_renewable {
+                let (kept, operations) = (passes.products, passes.renewal_operations);
+                self.push(unit, Node { kept, operations, below, keep: Keep::Products, len: 1 });
+            }
+        }
+        if !is_outer {
+            self.extend_by_segments(unit, below);
+        }
+    }
+
+    /// Segments of units, of which the first keeps its input.
+    fn extend_by_segments(&mut self, first: usize, below: usize) {
+        let kept = self.passes[first].input;
+        let during = self.nodes[below].kept;
+        let (mut operations, mut records) = (0, 0);
+        // Of recomputation, before the gradient is added; and of backward.
+        let mut made_again = 0;
+        for unit in first..self.passes.len() - 1 {
+            let (passes, room) = (self.passes[unit], self.room[unit]);
+            let held = if unit > first { kept } else { 0 };
+            let is_forward_fitting = during + held + passes.forward_peak <= room.forward;
+            let is_backward_fitting = during + records + passes.backward_peak <= room.backward;
+            if !is_forward_fitting || !is_backward_fitting {
+                // A longer segment contains the same passes.
+                return;
+            }
+            made_again = made_again.max(records + passes.forward_peak);
+            records += passes.record;
+            operations += passes.forward_operations;
+            if during + made_again + self.grad(unit) <= room.backward {
+                let len = unit + 1 - first;
+                self.push(first, Node { kept, operations, below, keep: Keep::Input, len });
+            }
+        }
+    }
+
+    /// The gradient that waits while `unit` is recomputed.
+    fn grad(&self, unit: usize) -> usize {
+        self.passes.get(unit + 1).map_or(0, |above| above.input_grad)
+    }
+
+    /// Adds a choice whose last piece, which begins at `first`, keeps and makes again what `node` says.
+    fn push(&mut self, first: usize, node: Node) {
+        let Node { kept, operations, .. } = self.nodes[node.below];
+        self.fronts[first + node.len].push(self.nodes.len());
+        self.nodes.push(Node { kept: kept + node.kept, operations: operations + node.operations, ..node });
+    }
+
+    fn best(&self) -> Option<Choice> {
+        let &best = self.fronts[self.passes.len()].first()?;
+        let mut keeps = Vec::new();
+        let mut node = self.nodes[best];
+        while node.len > 0 {
+            keeps.extend(std::iter::repeat_n(Keep::Nothing, node.len - 1));
+            keeps.push(node.keep);
+            node = self.nodes[node.below];
+        }
+        keeps.reverse();
+        Some(Choice { keeps, operations: self.nodes[best].operations })
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,147 @@
+use super::*;
+use crate::setup::UnitMemory;
+use crate::usage::CategoryBytes;
+use proptest::prelude::*;
+use trireme_base::DType;
+use trireme_schedule::{lowering, single};
+
+/// A model without parameters.
+fn setup(passes: &[UnitPasses]) -> MemorySetup {
+    let unit = |&passes: &UnitPasses| UnitMemory { passes, ..UnitMemory::default() };
+    MemorySetup {
+        units: passes.iter().map(unit).collect(),
+        token_bytes: 3,
+        fixed: CategoryBytes::default(),
+        num_shards: 1,
+        num_replicas: 1,
+        shares_memory: false,
+        gather_dtype: DType::F32,
+        reduce_dtype: DType::F32,
+        fusion_bytes: 0,
+        away: Vec::new(),
+        adds_in_place: false,
+        alignment: 64,
+    }
+}
+
+fn program(keeps: &[Keep]) -> Program {
+    lowering::recompute(single::program(keeps.len(), 1, &[]), keeps)
+}
+
+/// Sizes that passes can have: what is made is there with what it is made of.
+fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
+    let mut passes: Vec<UnitPasses> = Vec::new();
+    for (unit, &[output, inner, products, extra, renewal, backward, grad, operations]) in
+        numbers.iter().enumerate()
+    {
+        let is_last = unit + 1 == numbers.len();
+        let (input, input_grad) = passes.last().map_or((0, 0), |below| (below.output, grad));
+        let output = if is_last { 0 } else { output };
+        let products = input + products.min(inner);
+        let record = input + inner;
+        let (renewal_peak, forward_peak) = (record + renewal, record + output + extra);
+        passes.push(UnitPasses {
+            input,
+            output,
+            input_grad,
+            record,
+            products,
+            forward_peak,
+            renewal_peak,
+            // The gradient of the output is as large as what the unit above gives; it is added below.
+            backward_peak: record + backward.max(input_grad),
+            forward_operations: 10 + operations as u64,
+            renewal_operations: operations as u64 % 10,
+        });
+    }
+    for unit in 1..passes.len() {
+        let grad = passes[unit].input_grad;
+        passes[unit - 1].backward_peak += grad;
+    }
+    passes
+}
+
+/// All choices that a program can have.
+fn every_choice(num_units: usize) -> Vec<Vec<Keep>> {
+    let mut choices = vec![vec![Keep::All]];
+    for unit in 1..num_units {
+        let options = if unit + 1 == num_units { &[Keep::All][..] } else { &Keep::ALL[..] };
+        choices = choices
+            .iter()
+            .flat_map(|choice| options.iter().map(move |&keep| [&choice[..], &[keep]].concat()))
+            .filter(|choice| {
+                let is_made_again = matches!(choice[unit - 1], Keep::Input | Keep::Nothing);
+                choice[unit] != Keep::Nothing || is_made_again
+            })
+            .collect();
+    }
+    choices
+}
+
+fn operations(passes: &[UnitPasses], keeps: &[Keep]) -> u64 {
+    let of_unit = |(passes, keep): (&UnitPasses, &Keep)| match keep {
+        Keep::All => 0,
+        Keep::Products => passes.renewal_operations,
+        Keep::Input | Keep::Nothing => passes.forward_operations,
+    };
+    passes.iter().zip(keeps).map(of_unit).sum()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+
+    #[test]
+    fn the_choice_is_the_best_of_all(
+        numbers in proptest::collection::vec(proptest::array::uniform8(0_usize..40), 2..7),
+        part in 0.0_f64..1.1,
+    ) {
+        let passes = sizes(&numbers);
+        let setup = setup(&passes);
+        let total = |keeps: &[Keep]| crate::predict(&setup, &program(keeps)).total();
+        let choices = every_choice(passes.len());
+        let smallest = choices.iter().map(|choice| total(choice)).min().unwrap();
+        let largest = choices.iter().map(|choice| total(choice)).max().unwrap();
+        let budget = smallest + ((largest - smallest) as f64 * part) as usize - usize::from(part < 0.05);
+        let fitting = choices.iter().filter(|choice| total(choice) <= budget);
+        let expected = fitting.map(|choice| operations(&passes, choice)).min();
+        match fit_keeps(&setup, budget, program) {
+            Ok((choice, found)) => {
+                prop_assert_eq!(Some(choice.operations), expected, "{:?}", choice);
+                prop_assert_eq!(choice.operations, operations(&passes, &choice.keeps));
+                prop_assert_eq!(found.total(), total(&choice.keeps));
+                prop_assert!(found.total() <= budget);
+            }
+            Err(_) => prop_assert_eq!(expected, None),
+        }
+    }
+}
+
+#[test]
+fn more_memory_makes_less_again() {
+    let block = UnitPasses {
+        input: 10,
+        output: 10,
+        input_grad: 10,
+        record: 100,
+        products: 60,
+        forward_peak: 120,
+        renewal_peak: 100,
+        backward_peak: 150,
+        forward_operations: 1000,
+        renewal_operations: 10,
+    };
+    let embedding = UnitPasses { output: 10, forward_peak: 10, backward_peak: 10, ..UnitPasses::default() };
+    let head = UnitPasses { output: 0, ..block };
+    let mut passes = vec![block; 10];
+    (passes[0], passes[9]) = (embedding, head);
+    let operations = |total: usize| {
+        let room = vec![Room { forward: total, backward: total }; passes.len()];
+        choose_keeps(&passes, &room).map(|choice| choice.operations)
+    };
+    assert_eq!(operations(8 * 100 + 150), Some(0));
+    assert_eq!(operations(8 * 100 + 149), Some(10), "one block keeps its products");
+    assert_eq!(operations(8 * 60 + 150), Some(80));
+    assert_eq!(operations(8 * 60 + 149), Some(1060), "and what that leaves lets another keep all");
+    assert_eq!(operations(7 * 10 + 160), Some(8000));
+    assert_eq!(operations(150), None);
+}

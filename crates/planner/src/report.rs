@@ -1,0 +1,57 @@
+//! Text of predictions and measurements.
+
+use crate::usage::{CategoryBytes, Prediction};
+use trireme_base::{Bytes, Category};
+use trireme_schedule::Program;
+
+/// A row for each category and one for all together, a column for each of `columns`: its heading, the categories' peaks and
+/// the peak of the total.
+pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
+    let width = |heading: &str| heading.len().max(10) + 2;
+    let mut text = format!("{:<14}", "memory");
+    for (heading, ..) in columns {
+        text += &format!("{heading:>0$}", width(heading));
+    }
+    let mut row = |name: &str, bytes: &dyn Fn(&(&str, CategoryBytes, usize)) -> usize| {
+        text += &format!("\n{name:<14}");
+        for column in columns {
+            text += &format!("{:>1$}", Bytes(bytes(column) as u64), width(column.0));
+        }
+    };
+    for category in Category::ALL {
+        row(category.name(), &|(_, peaks, _)| peaks.get(category));
+    }
+    row("together", &|(_, _, total)| *total);
+    text + "\n"
+}
+
+impl Prediction {
+    /// When the peak of all categories together is.
+    pub fn moment(&self, program: &Program) -> String {
+        match self.line.checked_sub(2).and_then(|index| program.actions.get(index)) {
+            Some(action) => format!("at line {} of the program: {action}", self.line),
+            None => "before the first line of the program".to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_row_for_each_category() {
+        let peaks = CategoryBytes::new([1 << 20, 1 << 10, 0, 5, 7]);
+        let text = table(&[("predicted", peaks, 1 << 20), ("measured on rank 0", peaks, 9)]);
+        let expected = "\
+memory           predicted  measured on rank 0
+parameters         1.00MiB             1.00MiB
+gradients          1.00KiB             1.00KiB
+optimizer               0B                  0B
+activations             5B                  5B
+communication           7B                  7B
+together           1.00MiB                  9B
+";
+        assert_eq!(text, expected);
+    }
+}

@@ -1,0 +1,102 @@
+//! What the planner is told of a model and a layout.
+
+use crate::usage::CategoryBytes;
+use trireme_base::DType;
+use trireme_schedule::StateClass;
+
+/// Bytes of activations that passes of one unit over one microbatch take, and what they compute. Token ids are not among
+/// them. Each peak is of all that the pass works with, so what it begins with is in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct UnitPasses {
+    /// What forward reads; 0 for the first unit.
+    pub input: usize,
+    /// What forward passes on; 0 for the head.
+    pub output: usize,
+    /// The gradient that backward passes on; 0 for the first unit.
+    pub input_grad: usize,
+    /// What backward needs of forward, the input among it.
+    pub record: usize,
+    /// What of that stays if only results of products and attention are kept.
+    pub products: usize,
+    /// At most during forward, from the input to the record and the output.
+    pub forward_peak: usize,
+    /// At most while the record is made again from the products.
+    pub renewal_peak: usize,
+    /// At most during backward, from the record and the output's gradient to the input's gradient.
+    pub backward_peak: usize,
+    /// Floating-point operations of forward.
+    pub forward_operations: u64,
+    /// The same for making the record from the products.
+    pub renewal_operations: u64,
+}
+
+/// A unit of the model on one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct UnitMemory {
+    /// Elements of its parameters.
+    pub len: usize,
+    /// The same with what fills up the last shards.
+    pub padded_len: usize,
+    /// Elements of them that this rank steps.
+    pub shard_len: usize,
+    /// What its passes take.
+    pub passes: UnitPasses,
+    /// Bytes that its update takes for a moment.
+    pub step_scratch: usize,
+    /// What its update exchanges with the other shards, in order.
+    pub step_exchanges: Vec<StepExchange>,
+}
+
+/// A vector that an optimizer exchanges.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct StepExchange {
+    /// Its elements.
+    pub len: usize,
+    /// Bytes of each.
+    pub element_bytes: usize,
+}
+
+/// A model in one layout, as one rank sees it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct MemorySetup {
+    /// In forward order.
+    pub units: Vec<UnitMemory>,
+    /// Bytes of one tensor of token ids of a microbatch: what is read, and as much again for what is predicted.
+    pub token_bytes: usize,
+    /// What is there all the time whatever the program does: the optimizer's state, tables of the model, what the group takes.
+    pub fixed: CategoryBytes,
+    /// Ranks that share out a replica of the training state.
+    pub num_shards: usize,
+    /// Replicas of the training state.
+    pub num_replicas: usize,
+    /// Whether ranks read each other's memory: then they map a part of it.
+    pub shares_memory: bool,
+    /// What whole parameters are gathered in.
+    pub gather_dtype: DType,
+    /// What gradients are rounded to before they are reduced.
+    pub reduce_dtype: DType,
+    /// Bytes of short gradients that travel as one message, where ranks do not share memory.
+    pub fusion_bytes: usize,
+    /// State that lives elsewhere than on the device between its uses. Activations move as the program says.
+    pub away: Vec<StateClass>,
+    /// Whether gradients of microbatches are added in place, whatever the order.
+    pub adds_in_place: bool,
+    /// What the device rounds sizes of its memory up to.
+    pub alignment: usize,
+}
+
+impl MemorySetup {
+    pub(crate) fn is_rounded(&self, group_size: usize) -> bool {
+        self.reduce_dtype != DType::F32 && group_size > 1
+    }
+
+    /// Bytes of memory of peers that are mapped for a buffer that a group reduces or gathers.
+    pub(crate) fn mapped(&self, group_size: usize, num_bytes: usize) -> usize {
+        if self.shares_memory { num_bytes.div_ceil(group_size) * (group_size - 1) } else { 0 }
+    }
+
+    /// f32 elements on the device.
+    pub(crate) fn on_device(&self, len: usize) -> usize {
+        (len * size_of::<f32>()).next_multiple_of(self.alignment)
+    }
+}

@@ -1,0 +1,92 @@
+//! Counting bytes, line by line.
+
+use trireme_base::Category;
+
+/// Bytes by what they are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct CategoryBytes([usize; Category::ALL.len()]);
+
+impl CategoryBytes {
+    /// Bytes of each category, in the order of [`Category::ALL`].
+    pub fn new(bytes: [usize; Category::ALL.len()]) -> Self {
+        CategoryBytes(bytes)
+    }
+
+    /// Bytes of one category.
+    pub fn get(&self, category: Category) -> usize {
+        self.0[category as usize]
+    }
+
+    /// All categories together.
+    pub fn total(&self) -> usize {
+        self.0.iter().sum()
+    }
+}
+
+/// What a rank takes at most.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Prediction {
+    /// Of each category, whenever that is.
+    pub peaks: CategoryBytes,
+    /// Of each category when all together are at their peak.
+    pub at_peak: CategoryBytes,
+    /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
+    pub line: usize,
+}
+
+impl Prediction {
+    /// The peak of all categories together: at most the sum of theirs.
+    pub fn total(&self) -> usize {
+        self.at_peak.total()
+    }
+}
+
+/// Bytes in use while a program is gone through.
+#[derive(Debug, Default)]
+pub(crate) struct Usage {
+    current: CategoryBytes,
+    line: usize,
+    /// Of each category at most since the line began.
+    line_peaks: CategoryBytes,
+    found: Prediction,
+}
+
+impl Usage {
+    pub(crate) fn new() -> Self {
+        let found = Prediction { line: 1, ..Prediction::default() };
+        Usage { line: 1, found, ..Usage::default() }
+    }
+
+    pub(crate) fn set_line(&mut self, line: usize) {
+        (self.line, self.line_peaks) = (line, self.current);
+    }
+
+    pub(crate) fn take(&mut self, category: Category, bytes: usize) {
+        self.current.0[category as usize] += bytes;
+        for peaks in [&mut self.line_peaks, &mut self.found.peaks] {
+            let peak = &mut peaks.0[category as usize];
+            *peak = (*peak).max(self.current.get(category));
+        }
+        if self.current.total() > self.found.total() {
+            (self.found.at_peak, self.found.line) = (self.current, self.line);
+        }
+    }
+
+    pub(crate) fn give(&mut self, category: Category, bytes: usize) {
+        self.current.0[category as usize] -= bytes;
+    }
+
+    /// What is there for a moment only.
+    pub(crate) fn touch(&mut self, category: Category, bytes: usize) {
+        self.take(category, bytes);
+        self.give(category, bytes);
+    }
+
+    pub(crate) fn line_peaks(&self) -> CategoryBytes {
+        self.line_peaks
+    }
+
+    pub(crate) fn found(&self) -> Prediction {
+        self.found
+    }
+}
