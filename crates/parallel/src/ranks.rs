@@ -158,3 +158,37 @@ impl Levels {
         self.hosts.ranks(host)[local_rank].0
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_testkit::run_ranks_on;
+
+    #[test]
+    fn shards_are_split_by_hosts_of_equally_many_ranks() {
+        let levels = run_ranks_on(&[0, 1, 0, 1, 1, 0, 1, 0], |group| {
+            let mut ranks = DataParallelRanks::new(group, 4).unwrap();
+            ranks.split_by_hosts().unwrap();
+            let Levels { hosts, within, across } = ranks.levels().unwrap();
+            let (host, local) = (hosts.host_of(ranks.shards().rank()), within.rank().0);
+            assert_eq!(ranks.levels().unwrap().shard(host, local), ranks.shards().rank().0);
+            assert_eq!(across.rank().0, host);
+            [within.world_size(), across.world_size(), host, local]
+        });
+        let of_replica = [[2, 2, 0, 0], [2, 2, 1, 0], [2, 2, 0, 1], [2, 2, 1, 1]];
+        assert_eq!(levels, [of_replica, of_replica].concat());
+    }
+
+    #[test]
+    fn hosts_of_unequally_many_ranks_are_refused_by_all() {
+        for hosts in [&[0, 0, 1, 0, 1, 0][..], &[0, 1, 1, 0, 0, 0]] {
+            let found = run_ranks_on(hosts, |group| {
+                let mut ranks = DataParallelRanks::new(group, 3).unwrap();
+                ranks.split_by_hosts().map_err(|error| error.to_string())
+            });
+            assert!(
+                found.iter().all(|found| found.as_ref().is_err_and(|error| error.contains("not as many")))
+            );
+        }
+    }
+}
