@@ -11,6 +11,7 @@ use trireme_model::ModelConfig;
 use trireme_optim::{LossScaling, OptimizerKind, VarianceSchedule};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_schedule::collective::FlatAlgorithm;
+use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
 const BLOCK_LEN: usize = 128;
@@ -159,9 +160,9 @@ fn check_bytes(group: Group) {
 
 #[test]
 fn a_step_that_overflows_leaves_all_as_it_was() {
-    let low_rank =
-        CompressionOptions { codec: CodecName::PowerSgd, rank: Some(2), ..CompressionOptions::default() };
-    for compression in [one_bit(), Compression::new(&low_rank).unwrap()] {
+    let default =
+        |codec| Compression::new(&CompressionOptions { codec, ..CompressionOptions::default() }).unwrap();
+    for compression in [one_bit()].into_iter().chain(CodecName::ALL.map(default)) {
         for before_overflow in [1, 5] {
             let run = |overflows: bool| {
                 run_ranks(2, |group| {
@@ -188,6 +189,40 @@ fn a_step_that_overflows_leaves_all_as_it_was() {
             assert!(run(true) == run(false), "{compression}, after {before_overflow} steps");
         }
     }
+}
+
+#[test]
+fn gradients_that_overflow_in_f16_are_found_in_the_sums() {
+    let options = ExecutorOptions {
+        precision: Precision::F16,
+        compression: one_bit(),
+        // Until the next overflow the scale grows in every step.
+        loss_scaling: LossScaling::Dynamic { initial: 1 << 14, growth_interval: 1 },
+        determinism: Determinism::Run,
+        ..OPTIONS
+    };
+    let optimizer = OptimizerKind::CompressedAdam(ADAMW, WARM_UP);
+    let skipped = run_ranks(2, |group| {
+        let layout = Layout { options, optimizer, ..Layout::default() };
+        let mut executor = laid_out(&model(), group, 1, 2, &layout);
+        let mut skipped = Vec::new();
+        for number in 1..=30 {
+            let found = |executor: &Executor| (parameter_bits(executor), moments(executor), kept(executor));
+            let before = found(&executor);
+            let outcome = step(&mut executor, number);
+            assert!(outcome.loss.is_finite());
+            if outcome.skipped.is_some() {
+                assert!(found(&executor) == before, "step {number} left something behind");
+                skipped.push((number, outcome.skipped));
+            }
+        }
+        executor.check_replicas().unwrap();
+        skipped
+    });
+    assert_eq!(skipped[0], skipped[1], "ranks agree");
+    let late = skipped[0].iter().filter(|(number, _)| *number > 10);
+    assert!(late.clone().count() > 2 && late.count() < 20, "{skipped:?}");
+    assert!(skipped[0].iter().all(|(_, what)| *what == Some(NonFinite::GradNorm)), "{skipped:?}");
 }
 
 /// A step in which the second rank's activations are NaN, and with them its gradients.
