@@ -12,7 +12,7 @@ use trireme_tensor::{Category, Device, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
 pub(crate) struct Compressed {
-    compressor: Compressor,
+    compressor: Box<Compressor>,
     /// One for each round, made anew only when the rounds change.
     exchanges: Vec<Box<dyn Exchange>>,
     /// Bytes counted for the exchanges.
@@ -82,7 +82,7 @@ impl Compressed {
         }
         device.memory().add(Category::Communication, compressor.num_bytes());
         let mut compressed = Compressed {
-            compressor,
+            compressor: Box::new(compressor),
             exchanges: Vec::new(),
             exchange_bytes: 0,
             under_way: None,
