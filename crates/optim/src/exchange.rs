@@ -26,6 +26,11 @@ pub enum Exchange {
 }
 
 impl Optimizer {
+    /// Whether there are steps in which ranks may sum momentum.
+    pub fn exchanges_momentum(&self) -> bool {
+        matches!(self.kind, OptimizerKind::CompressedAdam(..))
+    }
+
     /// What ranks sum in update `step`, counted from 1.
     pub fn exchange(&self, step: u64) -> Exchange {
         match self.kind {

@@ -1,25 +1,64 @@
-//! How the gradient of a unit is summed over the ranks in compressed messages.
+//! How the gradient of a unit, or the momentum that it leads to, is summed over the ranks in compressed messages.
 
 use crate::error::ParallelError;
 use crate::step::ExecutorOptions;
 use crate::waiting::Waiting;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
-use trireme_comm::{Bucket, Buffer, CompressionError, Compressor, Element, Group, Matrix, Round, Work};
+use trireme_comm::{
+    Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
+    StateValues, Work,
+};
 use trireme_tensor::{Category, Device, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
 pub(crate) struct Compressed {
-    compressor: Compressor,
+    compressor: Box<Compressor>,
     /// One for each round, made anew only when the rounds change.
     exchanges: Vec<Box<dyn Exchange>>,
     /// Bytes counted for the exchanges.
     exchange_bytes: usize,
     under_way: Option<UnderWay>,
+    /// What the last step did.
+    statistics: CompressionStatistics,
+    /// What the compressor kept before its last step, where that can be taken back.
+    before: Option<Vec<(&'static str, Kept)>>,
 }
 
-struct UnderWay {
-    gradient: Buffer<f32>,
-    round: usize,
+enum UnderWay {
+    /// In messages of the codec.
+    Round { gradient: Buffer<f32>, round: usize },
+    /// As it is.
+    Whole(Work<Buffer<f32>>),
+}
+
+/// A copy of what a compressor keeps under one name.
+enum Kept {
+    F32(Vec<f32>),
+    U64(Vec<u64>),
+}
+
+impl Kept {
+    fn new(values: StateValues<'_>) -> Self {
+        match values {
+            StateValues::F32(values) => Kept::F32(values.to_vec()),
+            StateValues::U64(values) => Kept::U64(values.to_vec()),
+        }
+    }
+
+    fn copy_from(&mut self, values: StateValues<'_>) {
+        match (self, values) {
+            (Kept::F32(kept), StateValues::F32(values)) => kept.copy_from_slice(values),
+            (Kept::U64(kept), StateValues::U64(values)) => kept.copy_from_slice(values),
+            _ => unreachable!("a compressor keeps the same from step to step"),
+        }
+    }
+
+    fn values(&self) -> StateValues<'_> {
+        match self {
+            Kept::F32(values) => StateValues::F32(values),
+            Kept::U64(values) => StateValues::U64(values),
+        }
+    }
 }
 
 impl Compressed {
@@ -42,8 +81,14 @@ impl Compressed {
             return Ok(None);
         }
         device.memory().take(Category::Communication, compressor.num_bytes())?;
-        let mut compressed =
-            Compressed { compressor, exchanges: Vec::new(), exchange_bytes: 0, under_way: None };
+        let mut compressed = Compressed {
+            compressor: Box::new(compressor),
+            exchanges: Vec::new(),
+            exchange_bytes: 0,
+            under_way: None,
+            statistics: CompressionStatistics::default(),
+            before: None,
+        };
         compressed.make_exchanges(device, group)?;
         Ok(Some(compressed))
     }
@@ -54,6 +99,26 @@ impl Compressed {
 
     pub(crate) fn compressor_mut(&mut self) -> &mut Compressor {
         &mut self.compressor
+    }
+
+    /// What the last step did.
+    pub(crate) fn statistics(&self) -> CompressionStatistics {
+        self.statistics
+    }
+
+    /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
+    pub(crate) fn remember(&mut self, device: &Device) -> Result<(), ParallelError> {
+        device.memory().take(Category::Communication, self.compressor.num_bytes())?;
+        let copies = self.compressor.state().map(|(name, values)| (name, Kept::new(values)));
+        self.before = Some(copies.collect());
+        Ok(())
+    }
+
+    /// Takes back the last step, which must have been compressed: the compressor is as it was before.
+    pub(crate) fn take_back(&mut self) -> Result<(), ParallelError> {
+        let before = self.before.as_ref().expect("what may be taken back is remembered");
+        let before: Vec<_> = before.iter().map(|(name, kept)| (*name, kept.values())).collect();
+        Ok(self.compressor.load_state(&before)?)
     }
 
     pub(crate) fn is_under_way(&self) -> bool {
@@ -71,22 +136,41 @@ impl Compressed {
         if !self.exchanges.iter().map(|exchange| exchange.round()).eq(rounds) {
             self.make_exchanges(device, group)?;
         }
+        for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(self.compressor.state()) {
+            kept.copy_from(values);
+        }
         self.exchanges[0].start(&mut self.compressor, &mut gradient, group);
-        self.under_way = Some(UnderWay { gradient, round: 0 });
+        self.under_way = Some(UnderWay::Round { gradient, round: 0 });
         Ok(())
     }
 
-    /// Waits for the round under way and starts the next one; after the last one, the sum over all ranks.
+    /// Starts a step in which `gradient` is summed as it is; the compressor has no part in it.
+    pub(crate) fn start_whole(&mut self, gradient: Buffer<f32>, group: &Group) {
+        let round = Round::AllReduce { dtype: DType::F32, len: gradient.len() };
+        let bytes = round.bytes_sent(group.world_size());
+        self.statistics =
+            CompressionStatistics { error_norm: 0.0, bytes_sent: bytes, bytes_uncompressed: bytes };
+        self.under_way = Some(UnderWay::Whole(group.all_reduce(gradient, ReduceOp::Sum)));
+    }
+
+    /// Waits for the message under way and starts the next one; after the last one, the sum over all ranks.
     pub(crate) fn advance(
         &mut self,
         group: &Group,
         waiting: &mut Waiting,
     ) -> Result<Option<Buffer<f32>>, ParallelError> {
-        let Some(UnderWay { mut gradient, round }) = self.under_way.take() else { return Ok(None) };
+        let (mut gradient, round) = match self.under_way.take() {
+            None => return Ok(None),
+            Some(UnderWay::Whole(work)) => return Ok(Some(waiting.wait(work)?)),
+            Some(UnderWay::Round { gradient, round }) => (gradient, round),
+        };
         self.exchanges[round].finish(&mut self.compressor, &mut gradient, waiting)?;
-        let Some(next) = self.exchanges.get_mut(round + 1) else { return Ok(Some(gradient)) };
+        let Some(next) = self.exchanges.get_mut(round + 1) else {
+            self.statistics = self.compressor.statistics();
+            return Ok(Some(gradient));
+        };
         next.start(&mut self.compressor, &mut gradient, group);
-        self.under_way = Some(UnderWay { gradient, round: round + 1 });
+        self.under_way = Some(UnderWay::Round { gradient, round: round + 1 });
         Ok(None)
     }
 

@@ -240,8 +240,18 @@ impl Gradients {
         state.sum.push(gradient, |left, right| add(device, state.shape, left, right));
     }
 
-    /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one.
-    pub(crate) fn reduce(&mut self, unit: usize) -> Result<(), ParallelError> {
+    /// This rank's sum of `unit`'s gradient since the last reduction, to be changed before the next one.
+    pub(crate) fn own_sum(&mut self, unit: usize) -> ViewMut<'_> {
+        let (device, state) = (&self.device, &mut self.units[unit]);
+        if let Some(sum) = state.sum.finish(|left, right| add(device, state.shape, left, right)) {
+            state.open = Some(sum);
+        }
+        state.open.as_mut().expect("a gradient is summed after backward").view_mut(state.shape)
+    }
+
+    /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one. With `is_whole` it is
+    /// sent as it is, whatever the compression.
+    pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<(), ParallelError> {
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
         let sum = state.sum.finish(|left, right| add(device, state.shape, left, right));
@@ -252,7 +262,10 @@ impl Gradients {
         if let Some(rounded) = state.reduced.take() {
             state.reduction.give(rounded);
         }
-        if let Some(whole) = state.reduction.start(buffer, device, self.ranks.replicas())? {
+        let group = self.ranks.replicas();
+        if let (true, Reduction::Compressed(compressed)) = (is_whole, &mut state.reduction) {
+            compressed.start_whole(buffer, group);
+        } else if let Some(whole) = state.reduction.start(buffer, device, group)? {
             self.pool.as_ref().expect("what is rounded came from the pool").give(whole);
         }
         self.under_way.push_back(unit);
@@ -321,6 +334,33 @@ impl Gradients {
         self.units[unit].shard.as_mut().expect("what is offloaded is kept apart").memory()
     }
 
+    /// Whether `unit`'s reduction is compressed.
+    pub(crate) fn is_compressed(&self, unit: usize) -> bool {
+        matches!(self.units[unit].reduction, Reduction::Compressed(_))
+    }
+
+    /// Takes memory so that a compressed step may be sent whole, and, if it `may_be_skipped`, taken back.
+    pub(crate) fn expect_momentum(&mut self, may_be_skipped: bool) -> Result<(), ParallelError> {
+        let group = self.ranks.replicas();
+        for state in &mut self.units {
+            let Reduction::Compressed(compressed) = &mut state.reduction else { continue };
+            let num_bytes = state.len * size_of::<f32>();
+            self.device.memory().take(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+            if may_be_skipped {
+                compressed.remember(&self.device)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Takes back what the last step, which was compressed, did to the compressors.
+    pub(crate) fn take_back_compression(&mut self) -> Result<(), ParallelError> {
+        self.units.iter_mut().try_for_each(|state| match &mut state.reduction {
+            Reduction::Compressed(compressed) => compressed.take_back(),
+            _ => Ok(()),
+        })
+    }
+
     /// The compressors, each with its unit's name.
     pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
         let names = self.table.units().iter().map(|unit| unit.name.as_str());
@@ -346,7 +386,7 @@ impl Gradients {
         let mut squares = 0.0;
         for state in &self.units {
             let of_unit = match &state.reduction {
-                Reduction::Compressed(compressed) => compressed.compressor().statistics(),
+                Reduction::Compressed(compressed) => compressed.statistics(),
                 _ => {
                     let round = Round::AllReduce { dtype: DType::F32, len: state.shape.num_elements() };
                     let bytes = round.bytes_sent(world_size);

@@ -27,7 +27,8 @@ pub struct ExecutorOptions {
     pub sharding: Sharding,
     /// With the third ZeRO stage: what the ranks of a replica send each other less of.
     pub zero_plus_plus: ZeroPlusPlus,
-    /// How gradients are compressed before they are sent. Sums depend on the layout then, whatever `determinism` is.
+    /// How gradients are compressed before they are sent; or momentum, with an optimizer that exchanges it, which sends its
+    /// gradients as they are. Sums depend on the layout then, whatever `determinism` is.
     pub compression: Compression,
     /// Seed of the compression's random numbers; alike on all ranks.
     pub seed: u64,
@@ -80,7 +81,7 @@ pub enum GradNorm {
     Off,
     /// It is computed and reported.
     Measure,
-    /// Longer gradients are scaled down to this norm.
+    /// Longer gradients are scaled down to this norm. Not with an optimizer that exchanges momentum: no rank knows the norm.
     Clip(f64),
 }
 
@@ -100,7 +101,8 @@ pub struct StepPlan {
 pub struct StepOutcome {
     /// Mean loss over the global batch, in nats a token, before the update.
     pub loss: f64,
-    /// Global norm of the mean gradient before clipping, without the loss scale, if it was computed.
+    /// Global norm of the mean gradient before clipping, without the loss scale, if it was computed and gradients were
+    /// exchanged, not momentum.
     pub grad_norm: Option<f64>,
     /// The scale of the loss in this step's backward.
     pub loss_scale: u32,

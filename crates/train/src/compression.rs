@@ -1,4 +1,4 @@
-//! Compression of gradients in a run: what a user is told of it, and its way to checkpoints and back.
+//! Compression of gradients, or momentum in their place, in a run: what a user is told of it, and its way to checkpoints and back.
 
 use crate::error::TrainError;
 use crate::observer::Observer;
@@ -19,10 +19,15 @@ pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observe
     if compression.codec() == CodecName::None {
         return;
     }
+    let has_momentum = executor.optimizer().exchanges_momentum();
     observer.notice(&match (world_size, num_compressed) {
         (1, _) => format!("compression {}: one worker sends nothing, so nothing is compressed", compression.codec()),
         (_, 0) => format!(
             "compression {compression} would send no fewer bytes among {world_size} workers, so gradients are sent as they are"
+        ),
+        _ if has_momentum => format!(
+            "momentum of {num_compressed} of {num_units} units is exchanged in place of gradients while the second moment stands \
+             still, and compressed by {compression}: its sums are approximate"
         ),
         _ => format!(
             "gradients of {num_compressed} of {num_units} units are compressed by {compression}: their sums are approximate"
@@ -35,19 +40,29 @@ pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observe
 pub(crate) struct CompressionState {
     codec: String,
     world_size: usize,
-    /// The loss scale of the gradients that were kept.
+    /// The loss scale of the gradients that were kept; 1 of momentum, which has none.
     loss_scale: u32,
+    /// Whether momentum was kept, not gradients; versions that compress only those do not say.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    is_momentum: bool,
 }
 
 impl CompressionState {
     /// That of this run, if gradients are compressed in it.
     pub(crate) fn of(executor: &Executor) -> Option<Self> {
         executor.compressors().next()?;
+        let is_momentum = executor.optimizer().exchanges_momentum();
         Some(CompressionState {
             codec: executor.compression().codec().to_string(),
             world_size: executor.group().world_size(),
-            loss_scale: executor.loss_scaler().scale(),
+            loss_scale: if is_momentum { 1 } else { executor.loss_scaler().scale() },
+            is_momentum,
         })
+    }
+
+    /// What was compressed.
+    fn contents(&self) -> &'static str {
+        if self.is_momentum { "momentum" } else { "gradients" }
     }
 
     /// Refuses what no run has saved.
@@ -115,7 +130,8 @@ pub(crate) fn read_compressors(
         ));
         return Ok(());
     }
-    let factor = executor.loss_scaler().scale() as f32 / saved.loss_scale as f32;
+    let own_scale = CompressionState::of(executor).map_or(1, |own| own.loss_scale);
+    let factor = own_scale as f32 / saved.loss_scale as f32;
     for (unit, compressor) in executor.compressors_mut() {
         read_compressor(&stored, unit, compressor, rank, &mesh, checkpoint)?;
         compressor.rescale(factor);
@@ -135,6 +151,9 @@ fn check_fits(
     };
     if (&own.codec, own.world_size) != (&saved.codec, saved.world_size) {
         return Err(format!("this run has {} on {}", own.codec, own.world_size));
+    }
+    if own.is_momentum != saved.is_momentum {
+        return Err(format!("of {}, and this run compresses {}", saved.contents(), own.contents()));
     }
     let expected = executor.compressors().flat_map(|(unit, compressor)| {
         compressor.state().map(move |(name, values)| placement(unit, name, values, mesh))

@@ -16,8 +16,13 @@ const OPTIMIZERS: [&[&str]; 10] = [
     &["optimizer.name=lamb"],
     &["optimizer.name=lars", "optimizer.lr=5.0", "optimizer.trust_coefficient=0.01"],
     &["optimizer.name=muon"],
-    &["optimizer.name=one_bit_adam"],
-    &["optimizer.name=zero_one_adam", "optimizer.var_update_scaler=4"],
+    &["optimizer.name=one_bit_adam", "training.max_norm=0", "training.determinism=run"],
+    &[
+        "optimizer.name=zero_one_adam",
+        "optimizer.var_update_scaler=4",
+        "training.max_norm=0",
+        "training.determinism=run",
+    ],
 ];
 
 const STATE_DTYPES: [&str; 3] = ["f32", "bf16", "int8"];
@@ -39,6 +44,22 @@ fn every_optimizer_lowers_the_loss() {
     for keys in OPTIMIZERS {
         let [before, after] = losses(keys, 40);
         assert!(after < before - 0.3, "{keys:?}: {before} to {after}");
+    }
+}
+
+#[test]
+fn compressed_momentum_ends_near_adamw() {
+    let shared =
+        ["training.max_norm=0", "training.determinism=run", "optimizer.beta2=0.99", "optimizer.lr=5e-3"];
+    let run = |own: &[&str]| losses(&[&shared[..], own].concat(), 60);
+    let [first, adamw] = run(&[]);
+    for own in [
+        ["optimizer.name=one_bit_adam", "optimizer.freeze_step=20"],
+        ["optimizer.name=zero_one_adam", "optimizer.var_update_scaler=8"],
+    ] {
+        let [_, found] = run(&own);
+        assert!(found < first - 0.3 && (found - adamw).abs() < 0.1, "{own:?}: {found}, and AdamW {adamw}");
+        assert!(found != adamw, "{own:?} compresses");
     }
 }
 

@@ -218,6 +218,27 @@ fn twenty_steps_are_ten_and_ten_with_compression() {
 }
 
 #[test]
+fn twenty_steps_are_ten_and_ten_with_exchanged_momentum() {
+    let f16 =
+        ["training.dtype=f16", "training.loss_scale_initial=64", "training.loss_scale_growth_interval=4"];
+    let cases: [&[&str]; 4] = [
+        // The cut is in the warm-up, and after it.
+        &["optimizer.name=one_bit_adam", "optimizer.freeze_step=14"],
+        &["optimizer.name=one_bit_adam", "optimizer.freeze_step=6"],
+        &["optimizer.name=zero_one_adam", "optimizer.var_update_scaler=2", "comm.compression=int4"],
+        &[&["optimizer.name=one_bit_adam", "optimizer.freeze_step=6"], &f16[..]].concat(),
+    ];
+    for keys in cases {
+        let keys = [keys, &["training.determinism=run", "training.max_norm=0"]].concat();
+        let steps = check_cut_runs(&[(2, 2)], &keys);
+        let saved: Vec<bool> = steps.iter().map(|step| step.compression_bytes_saved > Some(0)).collect();
+        let has_norm = |step: &StepBits| f64::from_bits(step.grad_norm).is_finite();
+        assert!(saved[19] && !saved[0], "{keys:?}: {saved:?}");
+        assert!(steps.iter().zip(saved).all(|(step, saved)| has_norm(step) != saved), "{keys:?}: {steps:?}");
+    }
+}
+
+#[test]
 fn skipped_steps_survive_the_cut() {
     let keys = [
         "training.dtype=f16",

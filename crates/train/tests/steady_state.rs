@@ -33,6 +33,14 @@ fn steps_allocate_nothing() {
         check(&keys);
         check(&[&keys[..], &["parallelism.zero_stage=2"]].concat());
     }
+    for optimizer in [
+        ["optimizer.name=one_bit_adam", "optimizer.freeze_step=3"],
+        ["optimizer.name=zero_one_adam", "optimizer.var_update_scaler=2"],
+    ] {
+        let keys = [&optimizer[..], &["training.max_norm=0", "training.determinism=run"]].concat();
+        check(&keys);
+        check(&[&keys[..], &["training.dtype=f16", "training.loss_scale_initial=64"]].concat());
+    }
     for codec in CodecName::ALL {
         // A loss scale that grows once in the counted steps rescales what is kept.
         let scale = [

@@ -46,16 +46,20 @@ impl Executor {
         let loss_scale = self.loss_scaler.scale();
         let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.world().world_size() as f64);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
-        let grad_norm = match is_scaled || plan.grad_norm != GradNorm::Off {
+        let norm = match is_scaled || plan.grad_norm != GradNorm::Off {
             true => Some(self.sum_of_squares(&mut waiting)?.sqrt() * grad_scale),
             false => None,
         };
-        let overflow = match grad_norm {
+        let overflow = match norm {
             _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
             Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),
             _ => None,
         };
         let skipped = overflow.map(|(what, _)| what);
+        // Of momentum the norm only tells whether it is finite.
+        let step = self.update_number(plan);
+        let has_momentum = self.has_momentum(step);
+        let grad_norm = norm.filter(|_| !has_momentum);
         let compression = self.compression_statistics();
         let comm_exposed = waiting.total();
         let outcome = StepOutcome { loss, grad_norm, loss_scale, skipped, comm_exposed, compression };
@@ -65,13 +69,15 @@ impl Executor {
         }
         self.rescale_compressors(loss_scale);
         if skipped.is_some() {
+            if has_momentum {
+                self.gradients.take_back_compression()?;
+            }
             return Ok((outcome, None));
         }
-        if let (GradNorm::Clip(norm_max), Some(norm)) = (plan.grad_norm, grad_norm) {
+        if let GradNorm::Clip(norm_max) = plan.grad_norm {
+            let norm = grad_norm.expect("a step that clips exchanges gradients");
             grad_scale *= clip_coefficient(norm, norm_max);
         }
-        // Bias corrections of the moments count the updates that made them.
-        let step = plan.step - self.loss_scaler.skipped_steps();
         Ok((outcome, Some(StepSettings { step, lr: plan.lr, grad_scale })))
     }
 
@@ -81,23 +87,25 @@ impl Executor {
             return None;
         }
         let mut statistics = self.gradients.compression_statistics();
-        statistics.error_norm /= self.gradient_unit() as f32;
+        if !self.optimizer.exchanges_momentum() {
+            statistics.error_norm /= self.gradient_unit() as f32;
+        }
         Some(statistics)
     }
 
     /// What a rank's sum of gradients is divided by to become its mean gradient. Microbatch gradients are means over their
     /// rows, times the loss scale. Gradients that were normalized have neither number nor scale any more.
-    fn gradient_unit(&self) -> f64 {
+    pub(super) fn gradient_unit(&self) -> f64 {
         if self.options.compression.normalize().is_some() {
             return 1.0;
         }
         self.program.outline.num_microbatches as f64 * f64::from(self.loss_scaler.scale())
     }
 
-    /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step.
+    /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step. Momentum has none.
     fn rescale_compressors(&mut self, from: u32) {
         let to = self.loss_scaler.scale();
-        if to != from {
+        if to != from && !self.optimizer.exchanges_momentum() {
             let factor = to as f32 / from as f32;
             self.gradients.compressors_mut().for_each(|(_, compressor)| compressor.rescale(factor));
         }

@@ -4,6 +4,7 @@ mod finishing;
 mod losses;
 mod moves;
 mod passes;
+mod updating;
 
 use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
@@ -14,7 +15,6 @@ use crate::parameters::RankParameters;
 use crate::ranks::DataParallelRanks;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::waiting::Waiting;
-use finishing::Widened;
 use losses::{Losses, global_microbatch};
 use passes::InFlight;
 use std::ops::Range;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
-use trireme_optim::{LossScaler, Optimizer, StepSettings};
+use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings};
 use trireme_schedule::lowering::{self, Offload, shard};
 use trireme_schedule::{Action, Program, ZeroStage, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
@@ -85,7 +85,10 @@ impl Executor {
         let devices = (device, offload.device_of(tier, device));
         let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, devices)?;
         let devices = (device, offload.device_of(offload.gradients, device));
-        let gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
+        let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
+        if optimizer.exchanges_momentum() {
+            gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
+        }
         let exchange = ShardExchange::new(&ranks, device);
         let losses = Losses::new(outline, &ranks)?;
         let squares = Some(ranks.shards().buffer(outline.num_units)?);
@@ -242,7 +245,7 @@ impl Executor {
         self.fp8.as_mut().map(AgreedScales::state_mut)
     }
 
-    /// How gradients are compressed.
+    /// How gradients, or momentum in their place, are compressed.
     pub fn compression(&self) -> Compression {
         self.options.compression
     }
@@ -342,7 +345,7 @@ impl Executor {
                 self.parameters.reshard(unit);
                 Ok(())
             }
-            Action::ReduceGrad { unit } => self.gradients.reduce(unit),
+            Action::ReduceGrad { unit } => self.reduce(unit, plan),
             Action::Fetch(state) => self.offloaded.fetch(state),
             Action::Evict(state) => self.evict(state),
             Action::Step { unit } => {
@@ -351,11 +354,7 @@ impl Executor {
                     None => *finished.insert(self.finish_gradients(plan)?),
                 };
                 if let Some(settings) = update {
-                    let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
-                    let shard = self.parameters.shard_mut(unit);
-                    let (device, grads) = (&self.optimizer_device, grads.view());
-                    self.optimizer.step_unit(device, unit, shard, grads, settings, &mut self.exchange)?;
-                    self.changed[unit] = true;
+                    self.update(unit, settings)?;
                 }
                 Ok(())
             }

@@ -35,6 +35,8 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     seq_len: SHAPE.1,
 };
 
+pub const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+
 /// A scale that starts here and does not grow within a test.
 pub fn dynamic(initial: u32) -> LossScaling {
     LossScaling::Dynamic { initial, growth_interval: 1000 }
@@ -53,6 +55,7 @@ pub fn executor(
 /// What is shared out, recomputed and kept elsewhere.
 pub struct Layout<'a> {
     pub options: ExecutorOptions,
+    pub optimizer: OptimizerKind,
     /// Ranks of a replica, which share out what the options say.
     pub num_shards: usize,
     /// What units keep; all of them all if there is no choice.
@@ -67,6 +70,7 @@ impl Default for Layout<'_> {
     fn default() -> Self {
         Layout {
             options: OPTIONS,
+            optimizer: OptimizerKind::AdamW(ADAMW),
             num_shards: 1,
             keeps: &[],
             tiers: [Tier::Device; 4],
@@ -97,11 +101,10 @@ pub fn laid_out(
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
     };
-    let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
-    let adamw = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(kind) };
+    let optimizer_options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(layout.optimizer) };
     let optimizer_device = if optimizer == Tier::Device { &device } else { &moves.host };
     let parts = ranks.parts(model.table());
-    let optimizer = Optimizer::new(&adamw, model.table(), &parts, optimizer_device).unwrap();
+    let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
     let program = single::program(model.num_units(), accumulation, &model.ties());
     let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
     let program = offload(shard(program, layout.options.sharding), moves.lowering());

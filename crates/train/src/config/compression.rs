@@ -1,4 +1,4 @@
-//! The keys of `[comm]` that say how gradients are compressed.
+//! The keys of `[comm]` that say how gradients, or momentum in their place, are compressed.
 
 use super::choice::{OptimizerName, TrainingDtype, one_of, refuse_word};
 use super::sections::{Comm, Sections};
@@ -9,6 +9,10 @@ use toml::de::DeValue;
 use trireme_comm::{CodecName, Compression, CompressionError, CompressionOptions};
 
 const PREFIX: &str = "compression_";
+
+/// Elements of momentum that share a scale unless the user has chosen a codec. Momentum is divided by the root of a second moment
+/// that differs from element to element: the more of them share a scale, the more the small ones are moved by rounding.
+const MOMENTUM_BLOCK_LEN: usize = 64;
 
 impl Value for CodecName {
     fn expected() -> String {
@@ -27,9 +31,15 @@ impl Value for CodecName {
 }
 
 impl Config {
-    /// How gradients are compressed before they are sent.
+    /// How gradients, or momentum in their place, are compressed before they are sent. Optimizers that exchange momentum do so
+    /// for its few bits: `none` gives them one bit an element, in short blocks.
     pub fn compression(&self) -> Compression {
-        Compression::new(&options(self.comm())).expect("the validator refuses what cannot be")
+        let mut options = options(self.comm());
+        if options.codec == CodecName::None && exchanges_momentum(self.optimizer().name) {
+            options.codec = CodecName::OneBit;
+            options.block_len = Some(MOMENTUM_BLOCK_LEN);
+        }
+        Compression::new(&options).expect("the validator refuses what cannot be")
     }
 }
 
@@ -75,6 +85,49 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
     if codec != CodecName::None {
         check_surroundings(checks, codec);
     }
+    if exchanges_momentum(checks.loose.sections.optimizer.name) {
+        check_momentum(checks);
+    }
+}
+
+/// Whether an optimizer exchanges momentum in place of gradients.
+pub(super) fn exchanges_momentum(name: OptimizerName) -> bool {
+    matches!(name, OptimizerName::OneBitAdam | OptimizerName::ZeroOneAdam)
+}
+
+/// Holds an optimizer that exchanges momentum against the rest of the run.
+fn check_momentum(checks: &mut Checks<'_>) {
+    let Sections { comm, training, parallelism, .. } = &checks.loose.sections;
+    let mut require = |holds, keys: &[&str], text: &str| checks.require(holds, keys, || text.to_owned());
+    require(
+        training.max_norm == 0.0,
+        &["training.max_norm", "optimizer.name"],
+        "this optimizer exchanges momentum, and no worker knows the norm of the gradients to clip by; set max_norm = 0 in [training]",
+    );
+    require(
+        parallelism.zero_stage == 0,
+        &["parallelism.zero_stage", "optimizer.name"],
+        "every worker of this optimizer needs all momentum; set zero_stage = 0, or take \"adamw\"",
+    );
+    require(
+        !comm.compression_normalize,
+        &["comm.compression_normalize", "optimizer.name"],
+        "this optimizer exchanges momentum, and divides it by the root of its mean of squares itself; remove this key",
+    );
+    if comm.compression != CodecName::None {
+        return;
+    }
+    require(
+        training.determinism == Determinism::Run,
+        &["optimizer.name", "training.determinism"],
+        "sums of compressed momentum depend on the number of workers, and determinism = \"layout\" promises that they do not; \
+         set determinism = \"run\" in [training]",
+    );
+    require(
+        training.reduce_dtype == TrainingDtype::F32,
+        &["training.reduce_dtype", "optimizer.name"],
+        "gradients of this optimizer are sent in full precision, and momentum is compressed; remove this key",
+    );
 }
 
 /// Holds a codec against the rest of the run.

@@ -167,7 +167,8 @@ config_section! {
         /// global_batch_size (workers, and microbatches of each, in powers of two); `run` gives them for this
         /// layout only, a little faster.
         determinism: Determinism = Determinism::Layout;
-        /// Largest global norm of the gradients, to which larger ones are scaled; 0 leaves them as they are.
+        /// Largest global norm of the gradients, to which larger ones are scaled; 0 leaves them as they are, which one_bit_adam
+        /// and zero_one_adam need.
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps from one validation to the next; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;

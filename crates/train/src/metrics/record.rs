@@ -9,7 +9,7 @@ pub struct StepRecord {
     pub step: u64,
     /// Mean cross-entropy over the tokens of the step, in nats.
     pub loss: f64,
-    /// Global norm of the gradients before clipping.
+    /// Global norm of the gradients before clipping; NaN where momentum was exchanged in their place.
     pub grad_norm: f64,
     /// Learning rate of the step.
     pub lr: f64,
@@ -33,7 +33,7 @@ pub struct StepRecord {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression_bytes_saved: Option<u64>,
     /// Norm of what this worker's mean gradient, with what earlier steps have kept of it, lacks in its messages, in the
-    /// units of `grad_norm`, in runs with compression.
+    /// units of `grad_norm`, in runs with compression; where momentum was exchanged, what that lacks.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compression_error_norm: Option<f64>,
     /// Factor of the loss in this step's backward, in runs with `dtype = "f16"`.
@@ -95,7 +95,10 @@ impl fmt::Display for LogLine<'_> {
         if let Some(loss) = record.validation_loss {
             write!(f, "  validation_loss: {loss:.4}")?;
         }
-        write!(f, "  grad_norm: {:.2}  tps: ", record.grad_norm)?;
+        if !record.grad_norm.is_nan() {
+            write!(f, "  grad_norm: {:.2}", record.grad_norm)?;
+        }
+        write!(f, "  tps: ")?;
         write_grouped(f, record.tokens_per_second.round() as u64)?;
         if let (Some(scale), Some(skipped)) = (record.loss_scale, record.skipped_steps) {
             write!(f, "  loss_scale: {scale}  skipped: {skipped}")?;
@@ -143,6 +146,8 @@ mod tests {
             "step: 40  loss: 2.6102  validation_loss: NaN  grad_norm: 0.91  tps: 1,002,003  mfu: 31.2%  \
              memory: 0.31GiB"
         );
+        record.grad_norm = f64::NAN;
+        assert!(LogLine(&record).to_string().contains("validation_loss: NaN  tps: 1,002,003"));
         let scaled = StepRecord { loss_scale: Some(32_768), skipped_steps: Some(2), ..StepRecord::default() };
         assert_eq!(
             LogLine(&scaled).to_string(),

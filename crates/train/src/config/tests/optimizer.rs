@@ -19,6 +19,9 @@ beta1 = 0.8
 beta2 = 0.9
 ";
 
+const ONE_BIT_ADAM: [&str; 3] =
+    ["optimizer.name=one_bit_adam", "training.max_norm=0", "training.determinism=run"];
+
 #[test]
 fn keys_count_for_their_optimizers_only() {
     for (options, part) in [
@@ -28,7 +31,7 @@ fn keys_count_for_their_optimizers_only() {
             "counts only with name = \"adamw\", \"adam\", \"lion\"",
         ),
         (&["optimizer.muon_scale=original"], "counts only with name = \"muon\""),
-        (&["optimizer.name=one_bit_adam", "optimizer.var_update_scaler=3"], "\"zero_one_adam\""),
+        (&[&ONE_BIT_ADAM[..], &["optimizer.var_update_scaler=3"]].concat(), "\"zero_one_adam\""),
         (&["optimizer.name=adafactor", "optimizer.beta2_decay=0.5"], "expected a number from -1 to below 0"),
         (&["optimizer.state_dtype=i8"], "expected \"f32\", \"bf16\" or \"int8\""),
     ] {
@@ -40,9 +43,38 @@ fn keys_count_for_their_optimizers_only() {
         toml.contains("trust_coefficient = ") && !toml.contains("beta") && !toml.contains("muon"),
         "{toml}"
     );
-    let one_bit = good(SMALLEST, &["optimizer.name=one_bit_adam", "training.steps=50"]);
+    let one_bit = good(SMALLEST, &[&ONE_BIT_ADAM[..], &["training.steps=50"]].concat());
     assert_eq!(one_bit.optimizer().freeze_step, 10);
     assert_eq!(good(&one_bit.to_toml(), &[]), one_bit);
+}
+
+#[test]
+fn optimizers_that_exchange_momentum_need_some_things() {
+    for (options, parts) in [
+        (&["training.max_norm=1"][..], &["max_norm=1", "set max_norm = 0 in [training]"][..]),
+        (&["parallelism.zero_stage=1"], &["zero_stage=1", "set zero_stage = 0"]),
+        (&["training.determinism=layout"], &["set determinism = \"run\""]),
+        (&["training.reduce_dtype=bf16"], &["sent in full precision"]),
+        (
+            &["comm.compression=int4", "comm.compression_normalize=true"],
+            &["divides it by the root of its mean of squares itself"],
+        ),
+        (&["comm.compression=top_k", "training.determinism=layout"], &["set determinism = \"run\""]),
+    ] {
+        let found = mistakes(SMALLEST, &[&ONE_BIT_ADAM[..], options].concat());
+        assert!(
+            found.len() == 1 && parts.iter().all(|part| found[0].contains(part)),
+            "{options:?}: {found:?}"
+        );
+    }
+    let found = mistakes(SMALLEST, &["optimizer.name=zero_one_adam"]);
+    assert_eq!(found.len(), 2, "clipping and determinism have other defaults: {found:?}");
+    let codec = |options: &[&str]| good(SMALLEST, options).compression().to_string();
+    assert!(
+        codec(&ONE_BIT_ADAM).starts_with("one_bit (block_len = 64, warmup_steps = 0, error_feedback = true")
+    );
+    assert!(codec(&[&ONE_BIT_ADAM[..], &["comm.compression=top_k"]].concat()).starts_with("top_k"));
+    assert_eq!(codec(&[]), "none");
 }
 
 #[test]

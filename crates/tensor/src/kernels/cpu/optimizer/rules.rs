@@ -107,7 +107,8 @@ pub enum Update {
     AdamW(AdamWStep),
     /// Adam (Kingma, Ba 2015), with the decay added to the gradient; states as AdamW. No sums.
     Adam(AdamWStep),
-    /// Adam of which the second moment does not change, with decoupled decay; states as AdamW. No sums.
+    /// Adam of which the second moment does not change, with decoupled decay; states as AdamW. No sums. Where the second moment
+    /// is zero there is no step but for the decay.
     FrozenAdam(AdamStep),
     /// The second half of [`Update::FrozenAdam`]: the gradient is the new first moment already.
     FromMomentum(AdamStep),
@@ -190,6 +191,13 @@ pub(super) fn bounded_square(g: f32) -> f32 {
     g * g
 }
 
+/// What Adam divides by while the second moment `v` stands still. Where that is zero there was no gradient before, and one that
+/// comes now, or the rounding of a compressed momentum, would be divided by epsilon alone: such elements stay.
+#[inline(always)]
+fn frozen_denominator(v: f32, c: Corrected) -> f32 {
+    if v == 0.0 { f32::INFINITY } else { v.sqrt() * c.root2 + c.step.epsilon }
+}
+
 for_each_simd_level! {
     fn adamw(p: &mut [f32], g: &[f32], m: &mut [f32], v: &mut [f32], c: Corrected) {
         let s = c.step;
@@ -215,7 +223,7 @@ for_each_simd_level! {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             *m = s.beta1 * *m + (1.0 - s.beta1) * (g * s.grad_scale);
-            *p = *p * c.keep - c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+            *p = *p * c.keep - c.step_size * *m / frozen_denominator(*v, c);
         }
     }
 
@@ -223,7 +231,7 @@ for_each_simd_level! {
         let s = c.step;
         for (((p, &g), m), v) in p.iter_mut().zip(g).zip(m).zip(v) {
             *m = g * s.grad_scale;
-            *p = *p * c.keep - c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+            *p = *p * c.keep - c.step_size * *m / frozen_denominator(*v, c);
         }
     }
 

@@ -233,6 +233,26 @@ fn what_is_not_finite_reaches_its_own_parameter_only() {
     }
 }
 
+#[test]
+fn elements_without_a_frozen_second_moment_stay() {
+    let adam = AdamStep { adamw: AdamWStep { weight_decay: 0.0, ..ADAMW }, num_second: 2 };
+    for rule in [Update::FrozenAdam(adam), Update::FromMomentum(adam)] {
+        let Inputs { parameters: before, grads, mut first, mut second } = Inputs::new(40, 1.0);
+        (second[7], first[7]) = (0.0, 0.0);
+        run(|cpu| {
+            let (mut parameters, mut first, mut second) = (before.clone(), first.clone(), second.clone());
+            let states = [
+                StateSlice::F32(SharedSlice::new(&mut first)),
+                StateSlice::F32(SharedSlice::new(&mut second)),
+            ];
+            update(cpu, rule, &mut parameters, &grads, states);
+            let moved = |index: usize| parameters[index] != before[index];
+            assert!((0..40).all(|index| moved(index) == (index != 7)), "{rule:?}: {parameters:?}");
+            [parameters, first, second, Vec::new()]
+        });
+    }
+}
+
 /// Every update, with what is no part of the others' tests.
 fn updates() -> [Update; 16] {
     let adam = AdamStep { adamw: ADAMW, num_second: 2 };

@@ -1,0 +1,61 @@
+//! From a unit's gradient to its update.
+//!
+//! While an optimizer exchanges momentum, each rank turns its own gradient into momentum before the reduction starts, so that
+//! messages travel during backward as those of gradients do. Nothing is known of other ranks' gradients then: that a step has
+//! overflowed shows in the sums. The optimizer has not changed until then, and the compressors take their part back.
+//!
+//! A unit whose compression would gain nothing exchanges gradients in every step, which comes to the same update.
+
+use super::Executor;
+use super::finishing::Widened;
+use crate::error::ParallelError;
+use crate::step::StepPlan;
+use trireme_optim::{Exchange, StepSettings};
+
+impl Executor {
+    /// The number of the update that this step makes, unless it is skipped. Bias corrections of the moments count the updates
+    /// that made them.
+    pub(super) fn update_number(&self, plan: StepPlan) -> u64 {
+        plan.step - self.loss_scaler.skipped_steps()
+    }
+
+    /// Whether any unit exchanges momentum in the step of this number.
+    pub(super) fn has_momentum(&self, update_number: u64) -> bool {
+        (0..self.model.num_units()).any(|unit| self.is_momentum(unit, update_number))
+    }
+
+    /// Whether a unit exchanges momentum in the step of this number.
+    fn is_momentum(&self, unit: usize, update_number: u64) -> bool {
+        self.optimizer.exchange(update_number) == Exchange::Momentum && self.gradients.is_compressed(unit)
+    }
+
+    /// Starts the reduction of a unit's gradient, or of the momentum that it leads to.
+    pub(super) fn reduce(&mut self, unit: usize, plan: StepPlan) -> Result<(), ParallelError> {
+        let step = self.update_number(plan);
+        let is_momentum = self.is_momentum(unit, step);
+        if is_momentum {
+            let settings = StepSettings { step, lr: plan.lr, grad_scale: 1.0 / self.gradient_unit() };
+            let Executor { optimizer, optimizer_device: device, gradients, .. } = self;
+            optimizer.gradient_to_momentum(device, unit, gradients.own_sum(unit), settings);
+        }
+        // Gradients that such an optimizer needs, it needs in full precision.
+        let is_whole = self.optimizer.exchanges_momentum() && !is_momentum;
+        self.gradients.reduce(unit, is_whole)
+    }
+
+    /// Updates a unit's parameters by the sum of what was reduced.
+    pub(super) fn update(&mut self, unit: usize, settings: StepSettings) -> Result<(), ParallelError> {
+        let is_momentum = self.is_momentum(unit, settings.step);
+        let sum = Widened::new(&self.device, self.gradients.reduced(unit))?;
+        let (device, shard) = (&self.optimizer_device, self.parameters.shard_mut(unit));
+        if is_momentum {
+            let grad_scale = 1.0 / self.ranks.world().world_size() as f64;
+            let settings = StepSettings { grad_scale, ..settings };
+            self.optimizer.step_from_momentum(device, unit, shard, sum.view(), settings);
+        } else {
+            self.optimizer.step_unit(device, unit, shard, sum.view(), settings, &mut self.exchange)?;
+        }
+        self.changed[unit] = true;
+        Ok(())
+    }
+}
