@@ -140,6 +140,11 @@ impl Device {
         Ok(Device { cpu, arena, counter, num_operations: Arc::default() })
     }
 
+    /// Gives memory that is not in use back to the system, after something that took much of it for once.
+    pub fn trim(&self) {
+        self.arena.trim();
+    }
+
     /// Threads that kernels use.
     pub fn num_threads(&self) -> usize {
         self.cpu.threads.num_threads()

@@ -37,6 +37,7 @@ pub struct Executor {
     evaluation: Program,
     parameters: RankParameters,
     optimizer: Optimizer,
+    host: Device,
     /// Where the optimizer works.
     optimizer_device: Device,
     offloaded: Offloaded,
@@ -90,6 +91,7 @@ impl Executor {
         let evaluation = lowering::offload(evaluation, moves);
         let mut executor = Executor {
             in_flight: InFlight::new(outline),
+            host: offload.host.clone(),
             optimizer_device: offload.device_of(offload.optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program),
             changed: vec![true; outline.num_units],

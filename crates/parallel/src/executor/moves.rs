@@ -152,6 +152,8 @@ impl Executor {
         if have_changed {
             self.changed.fill(false);
         }
+        // All of it was here, which is more than steps take.
+        self.host.trim();
         Ok(())
     }
 

@@ -55,6 +55,12 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
     }
 }
 
+/// Whether any state lives on a disk.
+pub(super) fn is_on_disk(offload: &Offload) -> bool {
+    let Offload { optimizer, parameters, gradients, activations, .. } = offload;
+    [optimizer, parameters, gradients, activations].contains(&&Tier::Disk)
+}
+
 pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
     let ActivationCheckpoint { mode, every_k, memory } = checks.loose.sections.activation_checkpoint;
     checks.require(
@@ -71,7 +77,7 @@ pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
 
 pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
     let Sections { offload, parallelism, .. } = &checks.loose.sections;
-    let Offload { optimizer, parameters, gradients, activations, .. } = *offload;
+    let Offload { optimizer, parameters, gradients, .. } = *offload;
     for (key, tier, stage_min) in
         [("optimizer", optimizer, 1), ("parameters", parameters, 3), ("gradients", gradients, 2)]
     {
@@ -87,7 +93,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         &["offload.gradients", "training.global_batch_size"],
         || "gradients of several microbatches are summed in memory; take \"host\", or a larger local_batch_size".to_owned(),
     );
-    let is_on_disk = [optimizer, parameters, gradients, activations].contains(&Tier::Disk);
+    let is_on_disk = is_on_disk(offload);
     for key in changed_keys(offload).filter(|key| ["folder", "timeout_seconds"].contains(key)) {
         checks.require(is_on_disk, &[&format!("offload.{key}")], || {
             "counts only where something lives on \"disk\"; set that, or remove this key".to_owned()

@@ -4,7 +4,7 @@ use super::Config;
 use super::choice::{Architecture, Decay, Determinism, Fp8, OptimizerName, Tokenizer, TrainingDtype};
 use super::compression::check_compression;
 use super::costs::check_costs;
-use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees};
+use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk};
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
 use super::reader::Loose;
@@ -319,7 +319,7 @@ fn resolve(sections: &mut Sections, world_size: usize) {
     if let Some(architecture) = model.architecture {
         resolve_model(model, architecture, training.seq_len);
     }
-    if offload.folder.as_os_str().is_empty() {
+    if offload.folder.as_os_str().is_empty() && is_on_disk(offload) {
         offload.folder = run.folder.join(&run.name);
     }
     if data.folder.as_os_str().is_empty() {

@@ -13,6 +13,9 @@ use trireme_base::{Bytes, Category};
 /// Blocks begin at multiples of this: a cache line, and the widest SIMD register.
 pub(crate) const ALIGNMENT: usize = 64;
 
+/// The least that the system takes back; a multiple of its pages.
+const PAGE: usize = 64 << 10;
+
 /// A range of memory handed out in blocks.
 #[derive(Debug)]
 pub(crate) struct Arena {
@@ -88,6 +91,21 @@ impl Arena {
             category,
             reserved: Bytes(self.reserved as u64),
             in_use: describe(&self.counter.in_use()),
+        }
+    }
+
+    /// Gives the pages of free memory back to the system.
+    pub(crate) fn trim(&self) {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        for span in &free.spans {
+            let (start, end) = (span.offset.next_multiple_of(PAGE), (span.offset + span.len) / PAGE * PAGE);
+            if start < end {
+                // SAFETY: pages within the mapping of which no block has a part: nobody reads them before writing them anew.
+                // A system that refuses keeps them.
+                let _ = unsafe {
+                    madvise(self.start.as_ptr().add(start).cast(), end - start, Advice::LinuxDontNeed)
+                };
+            }
         }
     }
 
@@ -252,6 +270,20 @@ mod tests {
         assert_eq!(arena.take(128, Category::Gradients).unwrap().bytes().as_ptr(), address);
         assert!(arena.take(usize::MAX / 2, Category::Gradients).is_err());
         assert_eq!(second.bytes(), [2]);
+    }
+
+    #[test]
+    fn trimming_takes_nothing_from_blocks() {
+        let arena = Arc::new(Arena::reserve(Arc::default()).unwrap());
+        let mut blocks: Vec<Block> =
+            (0..4).map(|_| arena.take(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
+        blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));
+        blocks[1].release();
+        blocks.swap_remove(2);
+        arena.trim();
+        assert!(blocks[0].bytes().iter().chain(blocks[2].bytes()).all(|&byte| byte == 7));
+        blocks[1].retake().unwrap();
+        assert!(blocks[1].bytes()[PAGE..2 * PAGE].iter().all(|&byte| byte == 0), "its pages were given back");
     }
 
     proptest! {
