@@ -71,4 +71,4 @@ pub use secret::Secret;
 pub use selection::Choice;
 pub use statistics::CommStatistics;
 pub use work::Work;
-pub use world::{inproc_world, inproc_world_with, join, single};
+pub use world::{inproc_world, inproc_world_on, inproc_world_with, join, single};

@@ -30,7 +30,15 @@ pub fn inproc_world(world_size: usize) -> Vec<Group> {
 /// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (three per pair
 /// of ranks and rank) or threads left.
 pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
-    assert!(world_size > 0, "a world has at least one rank");
+    inproc_world_on(&Hosts::single(world_size), options)
+}
+
+/// As [`inproc_world_with`], for ranks that count as being on `hosts`: they choose algorithms and form groups by them.
+///
+/// # Panics
+/// As [`inproc_world_with`].
+pub fn inproc_world_on(hosts: &Hosts, options: &GroupOptions) -> Vec<Group> {
+    let world_size = hosts.world_size();
     rendezvous::check_group_options(options).expect("options within their bounds");
     if world_size == 1 {
         return Vec::from([single()]);
@@ -40,7 +48,7 @@ pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group
     rows.map(|(rank, ((collectives, messages), control))| {
         let parts = Parts {
             rank: Rank(rank),
-            hosts: Hosts::single(world_size),
+            hosts: hosts.clone(),
             rows: [collectives, messages, control],
             memory: None,
             seats: None,

@@ -36,6 +36,18 @@ pub enum ParallelError {
     /// State could not be brought to a disk or back.
     #[error("cannot keep state on disk")]
     Swap(#[from] SwapError),
+    /// A replica has not equally many ranks on each of its hosts.
+    #[error(
+        "replica {replica} has ranks {ranks:?} of its hosts, not as many on each: ZeRO++ works in levels, within hosts and across \
+         them. Start as many workers on each host, or remove the keys zero_quantized_weights, zero_hpz and \
+         zero_quantized_gradients"
+    )]
+    UnequalHosts {
+        /// The replica.
+        replica: usize,
+        /// Ranks of each of its hosts.
+        ranks: Vec<usize>,
+    },
     /// A program was given too few microbatches.
     #[error("the program runs {expected} microbatches, but only {found} were given")]
     TooFewMicrobatches {

@@ -2,6 +2,7 @@
 
 use crate::compressed::Compressed;
 use crate::error::ParallelError;
+use crate::hierarchical::{Hierarchical, Hierarchy};
 use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::ranks::DataParallelRanks;
@@ -96,8 +97,8 @@ pub(crate) struct Gradients {
     units: Vec<UnitGradient>,
     /// Whole gradients in f32, where something else is kept.
     pool: Option<Pool<f32>>,
-    /// Whether those are what is reduced.
-    is_pool_exchanged: bool,
+    /// Whether those are under way until they are reduced.
+    is_pool_under_way: bool,
     /// Units whose reductions are under way, the first one first.
     under_way: VecDeque<usize>,
     exchanges: Exchanges,
@@ -118,11 +119,16 @@ impl Gradients {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
         device.memory().take(Category::Communication, group.fixed_bytes())?;
-        let dtype = if group.world_size() == 1 { Precision::F32 } else { options.reduce_dtype };
+        let format = options.zero_plus_plus.quantized_gradients;
+        let hierarchy =
+            ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));
+        let hierarchy = hierarchy.map(Arc::new);
+        let is_wide = group.world_size() == 1 || hierarchy.is_some();
+        let dtype = if is_wide { Precision::F32 } else { options.reduce_dtype };
         let keeps_whole = outline.zero_stage < ZeroStage::Two && dtype == Precision::F32;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
-        let is_pool_exchanged = is_sharded && dtype == Precision::F32;
-        let pool = Pool::new(group, device, category, is_pool_exchanged);
+        let is_pool_under_way = is_sharded && dtype == Precision::F32;
+        let pool = Pool::new(group, device, category, is_pool_under_way && hierarchy.is_none());
         let needs_shards =
             is_sharded && (outline.zero_stage >= ZeroStage::Two || ranks.replicas().world_size() > 1);
         let exchanges = if is_sharded {
@@ -141,9 +147,10 @@ impl Gradients {
                 true => None,
                 false => Compressed::new(table, index, options, device, group)?,
             };
-            let reduction = match compressed {
-                Some(compressed) => Reduction::Compressed(compressed),
-                None => Reduction::new(len, dtype, &exchanges, device, group)?,
+            let reduction = match (compressed, &hierarchy) {
+                (Some(compressed), _) => Reduction::Compressed(compressed),
+                (None, Some(hierarchy)) => Reduction::Hierarchical(Hierarchical::new(hierarchy, unit)),
+                (None, None) => Reduction::new(len, dtype, &exchanges, device, group)?,
             };
             let is_compressed = matches!(reduction, Reduction::Compressed(_));
             let reducible = if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None };
@@ -179,7 +186,7 @@ impl Gradients {
             under_way: VecDeque::with_capacity(units.len()),
             units,
             pool: (!keeps_whole).then_some(pool),
-            is_pool_exchanged,
+            is_pool_under_way,
             exchanges,
             waiting: Waiting::default(),
         })
@@ -208,7 +215,7 @@ impl Gradients {
             let pool = self.pool.as_ref().expect("whole gradients come from a pool");
             let is_alike = |&&other: &&usize| self.units[other].len == len;
             let is_full = || self.under_way.iter().filter(is_alike).count() >= IN_FLIGHT_MAX;
-            let must_wait = self.under_way.contains(&unit) || (self.is_pool_exchanged && is_full());
+            let must_wait = self.under_way.contains(&unit) || (self.is_pool_under_way && is_full());
             if let Some(buffer) = (!must_wait).then(|| pool.take(len)).transpose()? {
                 self.units[unit].reducible = Some(buffer);
                 return Ok(());

@@ -1,8 +1,11 @@
 //! Parameters of a rank: what it steps, and what its operations read.
 
 use crate::error::ParallelError;
+use crate::packed::PackedGathering;
 use crate::pool::Pool;
 use crate::ranks::DataParallelRanks;
+use crate::secondary::SecondaryShards;
+use crate::step::ZeroPlusPlus;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
@@ -23,7 +26,6 @@ use trireme_tensor::{
 #[derive(Debug)]
 pub(crate) struct RankParameters {
     table: Arc<ParameterTable>,
-    device: Device,
     /// This rank's shard of each unit, without what fills up leaves.
     parts: Vec<Range<usize>>,
     layout: Layout,
@@ -40,11 +42,11 @@ enum Layout {
 }
 
 impl RankParameters {
-    /// Zeros. Gathered parameters are in `precision`; shards apart from them lie on a device of their own.
+    /// Zeros. Gathered parameters are in `precision`, and `spared` counts where `ranks` are split by hosts; shards apart from them lie on a device of their own.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         zero_stage: ZeroStage,
-        precision: Precision,
+        (precision, spared): (Precision, ZeroPlusPlus),
         ranks: &DataParallelRanks,
         (device, shards_device): (&Device, &Device),
     ) -> Result<Self, ParallelError> {
@@ -63,9 +65,15 @@ impl RankParameters {
                 let is_master = precision != Precision::F32;
                 let category = if is_master { Category::Optimizer } else { Category::Parameters };
                 let wholes: Box<dyn Wholes> = match precision {
-                    Precision::F32 => Box::new(Gathered::<f32>::new(table, group, device, is_kept)?),
-                    Precision::Bf16 => Box::new(Gathered::<Bf16>::new(table, group, device, is_kept)?),
-                    Precision::F16 => Box::new(Gathered::<F16>::new(table, group, device, is_kept)?),
+                    Precision::F32 => {
+                        Box::new(Gathered::<f32>::new(table, group, device, is_kept)?.sparing(spared, ranks)?)
+                    }
+                    Precision::Bf16 => Box::new(
+                        Gathered::<Bf16>::new(table, group, device, is_kept)?.sparing(spared, ranks)?,
+                    ),
+                    Precision::F16 => {
+                        Box::new(Gathered::<F16>::new(table, group, device, is_kept)?.sparing(spared, ranks)?)
+                    }
                 };
                 Layout::Apart {
                     shards: Parameters::zeros_of(table, parts.clone(), shards_device, category)?,
@@ -73,7 +81,7 @@ impl RankParameters {
                 }
             }
         };
-        Ok(RankParameters { table: Arc::clone(table), device: device.clone(), parts, layout })
+        Ok(RankParameters { table: Arc::clone(table), parts, layout })
     }
 
     /// The elements of each unit's flat buffer that this rank steps.
@@ -96,7 +104,10 @@ impl RankParameters {
         match &mut self.layout {
             Layout::Replicated(parameters) => parameters.flat_mut(unit),
             Layout::Within(wholes) => wholes.view_mut(unit).into_part(self.parts[unit].start, shape),
-            Layout::Apart { shards, .. } => shards.flat_mut(unit),
+            Layout::Apart { shards, wholes } => {
+                wholes.forget(unit);
+                shards.flat_mut(unit)
+            }
         }
     }
 
@@ -129,8 +140,8 @@ impl RankParameters {
     pub(crate) fn unshard(&mut self, unit: usize) -> Result<(), ParallelError> {
         match &mut self.layout {
             Layout::Replicated(_) => Ok(()),
-            Layout::Within(wholes) => wholes.unshard(unit, None, &self.device),
-            Layout::Apart { shards, wholes } => wholes.unshard(unit, Some(shards.flat(unit)), &self.device),
+            Layout::Within(wholes) => wholes.unshard(unit, None),
+            Layout::Apart { shards, wholes } => wholes.unshard(unit, Some(shards.flat(unit))),
         }
     }
 
@@ -144,8 +155,11 @@ impl RankParameters {
         self.wholes_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
     }
 
-    /// Brings whole copies that stay up to date with the shards. Collective over the shards.
+    /// Brings whole copies that stay up to date with the shards, and drops others. Collective over the shards.
     pub(crate) fn refresh(&mut self) -> Result<(), ParallelError> {
+        let num_units = self.parts.len();
+        // A rank may have written nothing of a unit, but which copies there are all ranks must see alike.
+        self.wholes_mut().into_iter().for_each(|wholes| (0..num_units).for_each(|unit| wholes.forget(unit)));
         if self.wholes_mut().is_none_or(|wholes| !wholes.are_kept()) {
             return Ok(());
         }
@@ -179,12 +193,14 @@ trait Wholes: fmt::Debug + Send {
     fn are_kept(&self) -> bool;
 
     /// Starts to gather a unit, to which this rank gives `shard`, or what lies in its place already.
-    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>, device: &Device)
-    -> Result<(), ParallelError>;
+    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError>;
 
     fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError>;
 
     fn reshard(&mut self, unit: usize);
+
+    /// What was kept of a unit to gather it again is out of date.
+    fn forget(&mut self, unit: usize);
 
     fn view(&self, unit: usize) -> View<'_>;
 }
@@ -193,15 +209,22 @@ trait Wholes: fmt::Debug + Send {
 struct Gathered<T> {
     group: Arc<Group>,
     table: Arc<ParameterTable>,
+    device: Device,
     units: Vec<Whole<T>>,
     is_kept: bool,
     pool: Pool<T>,
+    /// How units that are not near are gathered as integers.
+    packed: Option<PackedGathering>,
+    /// Where units are near.
+    secondary: Option<SecondaryShards>,
 }
 
 enum Whole<T> {
     Absent,
     Present(Buffer<T>),
     Gathering(Work<Buffer<T>>),
+    /// As integers, which have come from other hosts.
+    Packed(Work<Buffer<u8>>),
 }
 
 impl<T: Stored> Gathered<T> {
@@ -216,7 +239,43 @@ impl<T: Stored> Gathered<T> {
         let whole = |len: usize| Ok(if is_kept { Whole::Present(pool.take(len)?) } else { Whole::Absent });
         let units = table.units().iter().map(|unit| whole(unit.padded_len()));
         let units = units.collect::<Result<_, ParallelError>>()?;
-        Ok(Gathered { group: Arc::clone(group), table: Arc::clone(table), units, is_kept, pool })
+        Ok(Gathered {
+            group: Arc::clone(group),
+            table: Arc::clone(table),
+            device: device.clone(),
+            units,
+            is_kept,
+            pool,
+            packed: None,
+            secondary: None,
+        })
+    }
+
+    /// As told, if the ranks are split by hosts. On one host shards are as near as copies of them would be.
+    fn sparing(mut self, spared: ZeroPlusPlus, ranks: &DataParallelRanks) -> Result<Self, ParallelError> {
+        let Some(levels) = ranks.levels() else { return Ok(self) };
+        if spared.quantized_weights {
+            self.packed = Some(PackedGathering::new(levels, &self.device));
+        }
+        if spared.secondary_shards && levels.across.world_size() > 1 {
+            self.secondary = Some(SecondaryShards::new::<T>(&self.table, levels, &self.device)?);
+        }
+        Ok(self)
+    }
+
+    /// Starts to gather a unit as it is from the shards.
+    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole<T>, ParallelError> {
+        let info = &self.table.units()[unit];
+        let mut buffer = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            Whole::Present(buffer) => buffer,
+            _ => self.pool.take(info.padded_len())?,
+        };
+        if let Some(shard) = shard {
+            let own = info.shard(self.group.rank().0, self.group.world_size());
+            let shape = shard.shape();
+            self.device.convert(shard, T::view_mut(&mut buffer[own], shape));
+        }
+        Ok(Whole::Gathering(self.group.all_gather(buffer)))
     }
 
     fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
@@ -233,37 +292,49 @@ impl<T: Stored> Wholes for Gathered<T> {
         self.is_kept
     }
 
-    fn unshard(
-        &mut self,
-        unit: usize,
-        shard: Option<View<'_>>,
-        device: &Device,
-    ) -> Result<(), ParallelError> {
+    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError> {
         let info = &self.table.units()[unit];
-        let mut buffer = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
-            Whole::Present(buffer) => buffer,
-            _ => self.pool.take(info.padded_len())?,
+        self.units[unit] = match (&self.secondary, &self.packed, shard) {
+            (Some(secondary), ..) if secondary.has(unit) => {
+                Whole::Gathering(secondary.gather(unit, self.pool.take(info.padded_len())?))
+            }
+            (_, Some(packed), Some(shard)) => Whole::Packed(packed.start(info, shard)?),
+            (_, _, shard) => self.gather(unit, shard)?,
         };
-        if let Some(shard) = shard {
-            let own = info.shard(self.group.rank().0, self.group.world_size());
-            let shape = shard.shape();
-            device.convert(shard, T::view_mut(&mut buffer[own], shape));
-        }
-        self.units[unit] = Whole::Gathering(self.group.all_gather(buffer));
         Ok(())
     }
 
     fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        match std::mem::replace(&mut self.units[unit], Whole::Absent) {
-            Whole::Gathering(work) => self.units[unit] = Whole::Present(waiting.wait(work)?),
-            other => self.units[unit] = other,
+        let whole = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            Whole::Gathering(work) => waiting.wait(work)?,
+            Whole::Packed(work) => {
+                let info = &self.table.units()[unit];
+                let mut whole = self.pool.take(info.padded_len())?;
+                let packed = self.packed.as_ref().expect("it was packed by this");
+                packed.finish(info, work, &mut whole, waiting)?;
+                whole
+            }
+            other => {
+                self.units[unit] = other;
+                return Ok(());
+            }
+        };
+        if let Some(secondary) = self.secondary.as_mut().filter(|secondary| !secondary.has(unit)) {
+            secondary.keep(unit, &whole);
         }
+        self.units[unit] = Whole::Present(whole);
         Ok(())
     }
 
     fn reshard(&mut self, unit: usize) {
         if let Whole::Present(buffer) = std::mem::replace(&mut self.units[unit], Whole::Absent) {
             self.pool.give(buffer);
+        }
+    }
+
+    fn forget(&mut self, unit: usize) {
+        if let Some(secondary) = &mut self.secondary {
+            secondary.forget(unit);
         }
     }
 

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_plan::{Axis, Mesh};
+use trireme_schedule::collective::Hosts;
 use trireme_tensor::ParameterTable;
 
 /// The data-parallel ranks of a world: `num_replicas x num_shards`. The ranks of a replica are neighbours and share out its
@@ -18,6 +19,7 @@ pub struct DataParallelRanks {
     shards: Arc<Group>,
     /// The ranks with this rank's shard.
     replicas: Arc<Group>,
+    levels: Option<Levels>,
 }
 
 impl DataParallelRanks {
@@ -41,7 +43,28 @@ impl DataParallelRanks {
         };
         let shards = group("shards", num_shards, rank / num_shards)?;
         let replicas = group("replicas", world_size / num_shards, rank % num_shards)?;
-        Ok(DataParallelRanks { world, shards, replicas })
+        Ok(DataParallelRanks { world, shards, replicas, levels: None })
+    }
+
+    /// Splits the shards' ranks by hosts, if a replica has equally many on each of its hosts; collective over all ranks.
+    pub(crate) fn split_by_hosts(&mut self) -> Result<(), ParallelError> {
+        let num_shards = self.shards.world_size();
+        for replica in 0..self.world.world_size() / num_shards {
+            let ranks = replica * num_shards..(replica + 1) * num_shards;
+            let hosts: Vec<usize> = ranks.map(|rank| self.world.hosts().host_of(Rank(rank))).collect();
+            let hosts = Hosts::new(&hosts);
+            if hosts.ranks_per_host().is_none() {
+                let ranks = (0..hosts.num_hosts()).map(|host| hosts.ranks(host).len()).collect();
+                return Err(ParallelError::UnequalHosts { replica, ranks });
+            }
+        }
+        self.levels = Some(Levels::new(&self.shards)?);
+        Ok(())
+    }
+
+    /// The shards' ranks by hosts, if they were split.
+    pub(crate) fn levels(&self) -> Option<&Levels> {
+        self.levels.as_ref()
     }
 
     /// All ranks.
@@ -86,9 +109,86 @@ impl DataParallelRanks {
         self.groups().map(|group| group.statistics().payload_bytes).sum()
     }
 
+    /// The part of it that went to other hosts by groups that hold one rank of each host; `None` where none were made.
+    pub fn payload_bytes_across(&self) -> Option<u64> {
+        self.levels.as_ref().map(|levels| levels.across.statistics().payload_bytes)
+    }
+
     /// Each group once.
     fn groups(&self) -> impl Iterator<Item = &Arc<Group>> {
         let others = [&self.shards, &self.replicas].into_iter();
-        std::iter::once(&self.world).chain(others.filter(|group| !Arc::ptr_eq(group, &self.world)))
+        let others = others.filter(|group| !Arc::ptr_eq(group, &self.world));
+        let levels = self.levels.iter().flat_map(|levels| [&levels.within, &levels.across]);
+        let levels = levels.filter(|group| !Arc::ptr_eq(group, &self.shards));
+        std::iter::once(&self.world).chain(others).chain(levels)
+    }
+}
+
+/// The ranks of a replica by hosts, on each of which there are equally many.
+pub(crate) struct Levels {
+    hosts: Hosts,
+    /// Those of this rank's host.
+    pub(crate) within: Arc<Group>,
+    /// Those with this rank's number on their hosts.
+    pub(crate) across: Arc<Group>,
+}
+
+impl Levels {
+    /// Collective over `shards`.
+    fn new(shards: &Arc<Group>) -> Result<Self, ParallelError> {
+        let (rank, hosts) = (shards.rank(), shards.hosts().clone());
+        let group = |name: &str, len: usize, color: usize| -> Result<Arc<Group>, ParallelError> {
+            if len == shards.world_size() {
+                return Ok(Arc::clone(shards));
+            }
+            if len == 1 {
+                return Ok(Arc::new(shards.singleton()));
+            }
+            let group = shards.split_named(name, Some(color as u64), rank.0 as u64)?;
+            Ok(Arc::new(group.expect("a rank that gives a color gets a group")))
+        };
+        let host = hosts.host_of(rank);
+        let within = group("within", hosts.ranks(host).len(), host)?;
+        let across = group("across", hosts.num_hosts(), hosts.local_rank(rank))?;
+        Ok(Levels { hosts, within, across })
+    }
+
+    /// Which shard the rank of a number on a host has.
+    pub(crate) fn shard(&self, host: usize, local_rank: usize) -> usize {
+        self.hosts.ranks(host)[local_rank].0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_testkit::run_ranks_on;
+
+    #[test]
+    fn shards_are_split_by_hosts_of_equally_many_ranks() {
+        let levels = run_ranks_on(&[0, 1, 0, 1, 1, 0, 1, 0], |group| {
+            let mut ranks = DataParallelRanks::new(group, 4).unwrap();
+            ranks.split_by_hosts().unwrap();
+            let Levels { hosts, within, across } = ranks.levels().unwrap();
+            let (host, local) = (hosts.host_of(ranks.shards().rank()), within.rank().0);
+            assert_eq!(ranks.levels().unwrap().shard(host, local), ranks.shards().rank().0);
+            assert_eq!(across.rank().0, host);
+            [within.world_size(), across.world_size(), host, local]
+        });
+        let of_replica = [[2, 2, 0, 0], [2, 2, 1, 0], [2, 2, 0, 1], [2, 2, 1, 1]];
+        assert_eq!(levels, [of_replica, of_replica].concat());
+    }
+
+    #[test]
+    fn hosts_of_unequally_many_ranks_are_refused_by_all() {
+        for hosts in [&[0, 0, 1, 0, 1, 0][..], &[0, 1, 1, 0, 0, 0]] {
+            let found = run_ranks_on(hosts, |group| {
+                let mut ranks = DataParallelRanks::new(group, 3).unwrap();
+                ranks.split_by_hosts().map_err(|error| error.to_string())
+            });
+            assert!(
+                found.iter().all(|found| found.as_ref().is_err_and(|error| error.contains("not as many")))
+            );
+        }
     }
 }

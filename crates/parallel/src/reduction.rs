@@ -1,7 +1,9 @@
-//! How the gradient of a unit is summed over the ranks: in f32 where it lies, rounded to 16 bits, or compressed.
+//! How the gradient of a unit is summed over the ranks: in f32 where it lies, rounded to 16 bits, as integers level by level,
+//! or compressed.
 
 use crate::compressed::Compressed;
 use crate::error::ParallelError;
+use crate::hierarchical::Hierarchical;
 use crate::pool::Pool;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
@@ -19,6 +21,8 @@ pub(crate) enum Reduction {
     Bf16(Rounded<Bf16>),
     /// In f16, in memory beside it.
     F16(Rounded<F16>),
+    /// In integers, within hosts and then across them, in memory beside it.
+    Hierarchical(Hierarchical),
     /// In what a codec makes of it, in memory beside it.
     Compressed(Compressed),
 }
@@ -194,6 +198,7 @@ impl Reduction {
                 rounded.start(&sum, device)?;
                 return Ok(Some(sum));
             }
+            Reduction::Hierarchical(hierarchical) => hierarchical.start(sum)?,
             Reduction::Compressed(compressed) => compressed.start(sum, device, group)?,
         }
         Ok(None)
@@ -205,6 +210,7 @@ impl Reduction {
             Reduction::Plain { under_way, .. } => under_way.is_some(),
             Reduction::Bf16(rounded) => rounded.under_way.is_some(),
             Reduction::F16(rounded) => rounded.under_way.is_some(),
+            Reduction::Hierarchical(hierarchical) => hierarchical.is_under_way(),
             Reduction::Compressed(compressed) => compressed.is_under_way(),
         }
     }
@@ -222,6 +228,7 @@ impl Reduction {
             }
             Reduction::Bf16(rounded) => Ok(Some(Reduced::Bf16(rounded.wait(waiting)?))),
             Reduction::F16(rounded) => Ok(Some(Reduced::F16(rounded.wait(waiting)?))),
+            Reduction::Hierarchical(hierarchical) => Ok(hierarchical.advance(waiting)?.map(Reduced::F32)),
             Reduction::Compressed(compressed) => Ok(compressed.advance(group, waiting)?.map(Reduced::F32)),
         }
     }

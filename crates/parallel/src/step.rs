@@ -6,7 +6,7 @@ use std::time::Duration;
 use trireme_comm::{Compression, CompressionStatistics};
 use trireme_optim::LossScaling;
 use trireme_schedule::lowering::Sharding;
-use trireme_tensor::{Fp8Recipe, Precision};
+use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
 /// How steps are run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -25,6 +25,8 @@ pub struct ExecutorOptions {
     /// How the ranks share out the training state. Parameters are gathered in [`precision`](ExecutorOptions::precision), in
     /// which operations read them, or with `fp8` in f32.
     pub sharding: Sharding,
+    /// With the third ZeRO stage: what the ranks of a replica send each other less of.
+    pub zero_plus_plus: ZeroPlusPlus,
     /// How gradients are compressed before they are sent. Sums depend on the layout then, whatever `determinism` is.
     pub compression: Compression,
     /// Seed of the compression's random numbers; alike on all ranks.
@@ -37,6 +39,27 @@ pub struct ExecutorOptions {
     pub local_batch_size: usize,
     /// Tokens of a sequence.
     pub seq_len: usize,
+}
+
+/// What ZeRO++ spares the network between hosts (Wang et al., "ZeRO++: extremely efficient collective communication for giant
+/// model training", 2023), each part by itself. A world of one spares nothing.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct ZeroPlusPlus {
+    /// Parameters are gathered as 8-bit integers (qwZ, section 3.1 of the paper), first across hosts and then within them. All
+    /// ranks compute with the rounded values; what is stepped stays in f32.
+    pub quantized_weights: bool,
+    /// Each host keeps a copy of what was gathered, shared out among its ranks in the precision of the whole, from which later
+    /// gatherings take it until the unit is stepped (hpZ, section 3.2). Changes no bit.
+    pub secondary_shards: bool,
+    /// Gradients are summed as integers: rounded, exchanged and summed in f32 within hosts, and so again across them (qgZ,
+    /// section 3.3). Takes the place of [`reduce_dtype`](ExecutorOptions::reduce_dtype).
+    pub quantized_gradients: Option<IntegerFormat>,
+}
+
+impl ZeroPlusPlus {
+    /// All is sent as it is.
+    pub const NONE: ZeroPlusPlus =
+        ZeroPlusPlus { quantized_weights: false, secondary_shards: false, quantized_gradients: None };
 }
 
 impl ExecutorOptions {

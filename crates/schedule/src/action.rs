@@ -110,8 +110,9 @@ pub enum Action {
         /// Microbatch.
         microbatch: usize,
     },
-    /// `UNSHARD u`: starts to gather a unit's parameters from the shards of the data-parallel ranks. What reads them
-    /// waits for them.
+    /// `UNSHARD u`: starts to gather a unit's parameters from the nearest complete copy: the shards of the data-parallel ranks,
+    /// or what ranks of the host have kept of an earlier gathering since the unit's last `STEP`. What reads them waits for
+    /// them.
     Unshard {
         /// Unit.
         unit: usize,

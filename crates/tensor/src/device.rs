@@ -2,6 +2,7 @@
 
 mod attention;
 mod optimizer;
+mod quantized;
 
 use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;

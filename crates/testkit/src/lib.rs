@@ -12,8 +12,9 @@ pub use allocations::CountingAllocator;
 pub use amx_emulator::emulate_amx;
 
 use trireme_base::{Random, RandomKey};
-use trireme_comm::{Group, inproc_world};
+use trireme_comm::{Group, GroupOptions, inproc_world_on};
 use trireme_model::{Batch, ModelConfig};
+use trireme_schedule::collective::Hosts;
 use trireme_tensor::Device;
 
 /// Runs `rank` on a thread for each rank of a world within this process; the results by rank.
@@ -21,10 +22,18 @@ use trireme_tensor::Device;
 /// # Panics
 /// If a rank panics.
 pub fn run_ranks<T: Send>(world_size: usize, rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    run_ranks_on(&vec![0; world_size], rank)
+}
+
+/// As [`run_ranks`], for a rank on each of these hosts.
+///
+/// # Panics
+/// As [`run_ranks`].
+pub fn run_ranks_on<T: Send>(hosts: &[usize], rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
+    let groups = inproc_world_on(&Hosts::new(hosts), &GroupOptions::default());
     std::thread::scope(|scope| {
         let rank = &rank;
-        let threads: Vec<_> =
-            inproc_world(world_size).into_iter().map(|group| scope.spawn(move || rank(group))).collect();
+        let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
         threads.into_iter().map(|thread| thread.join().expect("a rank panicked")).collect()
     })
 }

@@ -17,10 +17,11 @@ use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
     DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions, SwapOptions, Tier,
+    ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
 use trireme_schedule::{Keep, Program, ZeroStage, single};
-use trireme_tensor::{Device, Precision};
+use trireme_tensor::{Device, IntegerFormat, Precision};
 
 /// How [`ensure_corpus`] found the corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -207,6 +208,13 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
              numbers of workers",
             precision(reduce_dtype)
         ));
+    } else if config.parallelism().zero_quantized_weights
+        || config.parallelism().zero_quantized_gradients != config::QuantizedGradients::None
+    {
+        observer.notice(
+            "parameters or gradients are rounded to integers where workers exchange them: bits are the same from run to run, but \
+             not for other layouts",
+        );
     } else if !is_canonical {
         observer.notice(&format!(
             "{world_size} workers x {num_microbatches} microbatches: bits are the same from run to run, but on other numbers \
@@ -256,6 +264,7 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
         reduce_dtype: precision(training.reduce_dtype),
         fusion_bytes: config.comm().fusion_bytes,
         sharding: sharding(config.parallelism()),
+        zero_plus_plus: zero_plus_plus(config.parallelism()),
         compression: config.compression(),
         seed: training.seed,
         loss_scaling: loss_scaling(training),
@@ -303,6 +312,18 @@ fn sharding(parallelism: &config::Parallelism) -> Sharding {
         zero_stage: ZeroStage::ALL[parallelism.zero_stage as usize],
         prefetch: parallelism.zero_prefetch,
         keep_after_forward: !parallelism.reshard_after_forward,
+    }
+}
+
+fn zero_plus_plus(parallelism: &config::Parallelism) -> ZeroPlusPlus {
+    ZeroPlusPlus {
+        quantized_weights: parallelism.zero_quantized_weights,
+        secondary_shards: parallelism.zero_hpz,
+        quantized_gradients: match parallelism.zero_quantized_gradients {
+            config::QuantizedGradients::None => None,
+            config::QuantizedGradients::Int8 => Some(IntegerFormat::Int8),
+            config::QuantizedGradients::Int4 => Some(IntegerFormat::Int4),
+        },
     }
 }
 

@@ -4,7 +4,7 @@ mod common;
 
 use common::{job, trainer};
 use std::path::Path;
-use trireme_testkit::run_ranks;
+use trireme_testkit::{run_ranks, run_ranks_on};
 use trireme_train::config::Config;
 use trireme_train::metrics::StepRecord;
 use trireme_train::{Observer, RunFacts};
@@ -45,9 +45,10 @@ impl Observer for Bits {
 
 type Found = (Vec<StepBits>, Vec<u32>);
 
-/// Steps of rank 0, and its parameters at the end.
+/// Steps of rank 0, and its parameters at the end; ranks are on two hosts.
 fn train(config: &Config) -> Found {
-    let ranks = run_ranks(config.world_size(), |group| {
+    let hosts: Vec<usize> = (0..config.world_size()).map(|rank| 2 * rank / config.world_size()).collect();
+    let ranks = run_ranks_on(&hosts, |group| {
         let mut bits = Bits::default();
         let mut trainer = trainer(config, group, &mut bits);
         trainer.run().unwrap();
@@ -168,6 +169,20 @@ fn twenty_steps_are_ten_and_ten_in_fp8() {
             (format!("training.fp8={fp8}"), format!("training.fp8_amax_history_len={amax_history_len}"));
         check_cut_runs(&[(1, 1), (1, 2), (4, 1), (2, 4)], &["training.dtype=bf16", &fp8, &len]);
     }
+}
+
+/// Nothing of it is state: not even copies of parameters, which the first gathering after a cut makes again.
+#[test]
+fn twenty_steps_are_ten_and_ten_with_zero_plus_plus() {
+    let keys = [
+        "training.dtype=bf16",
+        "parallelism.zero_stage=3",
+        "parallelism.zero_quantized_weights=true",
+        "parallelism.zero_hpz=true",
+        "parallelism.zero_quantized_gradients=int4",
+    ];
+    check_cut_runs(&[(4, 4)], &keys);
+    check_cut_runs(&[(2, 2)], &keys);
 }
 
 #[test]

@@ -5,7 +5,7 @@ mod common;
 use common::{job, trainer};
 use std::sync::Barrier;
 use trireme_comm::CodecName;
-use trireme_testkit::{CountingAllocator, run_ranks};
+use trireme_testkit::{CountingAllocator, run_ranks_on};
 use trireme_train::Silent;
 use trireme_train::metrics::{MetricsFiles, MetricsWriter};
 
@@ -21,6 +21,12 @@ fn steps_allocate_nothing() {
     for stage in ["parallelism.zero_stage=1", "parallelism.zero_stage=2", "parallelism.zero_stage=3"] {
         check(&[stage]);
         check(&[&[stage, "activation_checkpoint.mode=block"], &f16[..]].concat());
+    }
+    for format in ["int8", "int4"] {
+        let format = format!("parallelism.zero_quantized_gradients={format}");
+        let keys = ["parallelism.zero_stage=3", "parallelism.zero_quantized_weights=true", &format];
+        check(&keys);
+        check_on(&[0, 1], &[&keys[..], &["parallelism.zero_hpz=true", "training.dtype=bf16"]].concat());
     }
     for name in ["lion", "adafactor", "lamb", "lars", "muon"] {
         let keys = [&format!("optimizer.name={name}"), "optimizer.state_dtype=bf16"];
@@ -39,10 +45,15 @@ fn steps_allocate_nothing() {
 }
 
 fn check(keys: &[&str]) {
+    check_on(&[0, 0], keys);
+}
+
+/// For a rank on each of two hosts.
+fn check_on(hosts: &[usize; 2], keys: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let config = job(folder.path(), "run", 2, 1000, &[&["training.threads=2"], keys].concat());
     let everyone = Barrier::new(2);
-    run_ranks(2, |group| {
+    run_ranks_on(hosts, |group| {
         let mut observer = Silent;
         let rank = group.rank().0;
         let mut trainer = trainer(&config, group, &mut observer);

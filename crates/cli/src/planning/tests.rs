@@ -10,7 +10,7 @@ use trireme_optim::{
 };
 use trireme_parallel::{
     DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, ParallelError,
-    StepPlan,
+    StepPlan, ZeroPlusPlus,
 };
 use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Sharding, recompute, shard};
@@ -26,6 +26,7 @@ const OPTIONS: ExecutorOptions = ExecutorOptions {
     reduce_dtype: Precision::F32,
     fusion_bytes: 60 << 10,
     sharding: Sharding { zero_stage: ZeroStage::Zero, prefetch: 1, keep_after_forward: false },
+    zero_plus_plus: ZeroPlusPlus::NONE,
     compression: Compression::none(),
     seed: 0,
     loss_scaling: LossScaling::Off,

@@ -185,15 +185,17 @@ impl Preparation {
             membership.ranks.iter().map(|rank| Offer::decode(&offers[rank.0])).collect();
         let offers = offers.ok_or_else(|| super::wire::invalid("a member's offer is none"))?;
         let is_inproc = parent.transport() == TransportKind::Inproc;
-        let within = match self.memory.is_some() || is_inproc {
-            true => Route::Local,
-            false => Route::Tcp,
+        let within = if self.memory.is_some() { Route::Local } else { Route::Tcp };
+        // Threads of one process, wherever they say they are.
+        let routes = match is_inproc {
+            true => vec![Route::Local; membership.ranks.len()],
+            false => super::routes(&self.hosts, membership.own, within),
         };
         let places: Vec<Place> = offers.iter().map(|offer| offer.place).collect();
         let members = Members {
             own: membership.own,
             places: &places,
-            routes: &super::routes(&self.hosts, membership.own, within),
+            routes: &routes,
             arena: None,
             arena_bytes_min: 0,
             tls: parent.home().tls.as_ref(),

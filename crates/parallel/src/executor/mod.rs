@@ -12,7 +12,7 @@ use crate::gradients::Gradients;
 use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::RankParameters;
 use crate::ranks::DataParallelRanks;
-use crate::step::{ExecutorOptions, StepOutcome, StepPlan};
+use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::waiting::Waiting;
 use finishing::Widened;
 use losses::{Losses, global_microbatch};
@@ -65,16 +65,21 @@ impl Executor {
     pub fn new(
         model: Model,
         optimizer: Optimizer,
-        ranks: DataParallelRanks,
+        mut ranks: DataParallelRanks,
         device: &Device,
         program: Program,
         options: ExecutorOptions,
         offload: &OffloadOptions,
     ) -> Result<Self, ParallelError> {
         validate(&program, 1)?;
+        let spared = options.zero_plus_plus;
+        let is_sharded = program.outline.zero_stage == ZeroStage::Three && ranks.shards().world_size() > 1;
+        if is_sharded && spared != ZeroPlusPlus::NONE {
+            ranks.split_by_hosts()?;
+        }
         let ranks = Arc::new(ranks);
         let (table, outline) = (model.table(), &program.outline);
-        let precision = options.gather_precision();
+        let precision = (options.gather_precision(), spared);
         let tier =
             if outline.zero_stage == ZeroStage::Three { offload.parameters } else { offload.optimizer };
         let devices = (device, offload.device_of(tier, device));

@@ -7,7 +7,7 @@ use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
     DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepOutcome,
-    StepPlan, Tier,
+    StepPlan, Tier, ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
 use trireme_schedule::{Keep, ZeroStage, single};
@@ -26,6 +26,7 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     // The units of a small model fill one batch and begin the next.
     fusion_bytes: 60 << 10,
     sharding: Sharding { zero_stage: ZeroStage::Zero, prefetch: 1, keep_after_forward: false },
+    zero_plus_plus: ZeroPlusPlus::NONE,
     compression: Compression::none(),
     seed: 0,
     loss_scaling: LossScaling::Off,

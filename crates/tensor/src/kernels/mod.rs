@@ -13,4 +13,5 @@ pub use cpu::optimizer::{
 };
 pub(crate) use cpu::optimizer::{FactoredPart, StateRef, StateSlice};
 pub use cpu::peak::{Traffic, Unit};
+pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;

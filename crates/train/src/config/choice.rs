@@ -101,6 +101,18 @@ config_choice! {
 }
 
 config_choice! {
+    /// What gradients are summed as.
+    QuantizedGradients {
+        /// Floats, of `reduce_dtype`.
+        None = "none",
+        /// 8-bit integers in blocks that share a scale.
+        Int8 = "int8",
+        /// 4-bit integers in blocks that share a scale.
+        Int4 = "int4",
+    }
+}
+
+config_choice! {
     /// What the forward pass keeps for the backward pass.
     ActivationCheckpointMode {
         /// All.

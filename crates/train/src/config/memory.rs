@@ -1,12 +1,18 @@
 //! Checks of how the training state is shared out, and of what is recomputed.
 
-use super::choice::{ActivationCheckpointMode, Tier};
+use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
 use super::sections::{ActivationCheckpoint, Offload, Parallelism, Sections};
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 
 /// Keys of `[parallelism]` that count only with `zero_stage = 3`.
-const STAGE_3_KEYS: [&str; 2] = ["zero_prefetch", "reshard_after_forward"];
+const STAGE_3_KEYS: [&str; 5] = [
+    "zero_prefetch",
+    "reshard_after_forward",
+    "zero_quantized_weights",
+    "zero_hpz",
+    "zero_quantized_gradients",
+];
 
 /// Replicas, and workers of each: what is not given is as large as the workers allow.
 pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, usize) {
@@ -53,12 +59,25 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
             "counts only with zero_stage = 3; set that, or remove this key".to_owned()
         });
     }
+    check_zero_plus_plus(checks);
 }
 
-/// Whether any state lives on a disk.
-pub(super) fn is_on_disk(offload: &Offload) -> bool {
-    let Offload { optimizer, parameters, gradients, activations, .. } = offload;
-    [optimizer, parameters, gradients, activations].contains(&&Tier::Disk)
+fn check_zero_plus_plus(checks: &mut Checks<'_>) {
+    let Sections { parallelism, training, .. } = &checks.loose.sections;
+    checks.require(
+        !parallelism.zero_quantized_weights || training.fp8 == Fp8::Off,
+        &["parallelism.zero_quantized_weights", "training.fp8"],
+        || {
+            "fp8 would round again what was rounded to integers by other scales; remove one of the two"
+                .to_owned()
+        },
+    );
+    checks.require(
+        parallelism.zero_quantized_gradients == QuantizedGradients::None
+            || training.reduce_dtype == TrainingDtype::F32,
+        &["parallelism.zero_quantized_gradients", "training.reduce_dtype"],
+        || "gradients are rounded to integers instead of reduce_dtype; remove one of the two".to_owned(),
+    );
 }
 
 pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
@@ -73,6 +92,12 @@ pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
         &["activation_checkpoint.every_k", "activation_checkpoint.mode"],
         || "counts only with mode = \"every-k\"; set that, or remove this key".to_owned(),
     );
+}
+
+/// Whether something lives on disk.
+pub(super) fn is_on_disk(offload: &Offload) -> bool {
+    let Offload { optimizer, parameters, gradients, activations, .. } = offload;
+    [optimizer, parameters, gradients, activations].contains(&&Tier::Disk)
 }
 
 pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {

@@ -25,7 +25,7 @@ mod tests;
 
 pub use choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
+    QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{

@@ -3,7 +3,7 @@
 
 use super::choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
+    QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 use super::section::{Section, config_section, config_sections};
 use super::value::{ByteLimit, above, above_up_to};
@@ -281,6 +281,17 @@ config_section! {
         zero_prefetch: usize = 1, within 0..=1 << 12;
         /// With `zero_stage = 3`: whether parameters are given back between forward and backward, and gathered again.
         reshard_after_forward: bool = true;
+        /// With `zero_stage = 3`: whether parameters are gathered as 8-bit integers (qwZ of ZeRO++). All workers compute with the
+        /// rounded values; what is updated stays in f32. docs/zero.md has the bytes that each of these three keys saves
+        /// between hosts, each of which needs equally many workers of a replica.
+        zero_quantized_weights: bool = false;
+        /// With `zero_stage = 3`: whether the workers of a host together keep a copy of the parameters that forward has gathered,
+        /// from which backward takes them (hpZ of ZeRO++). It takes the memory of all parameters in `dtype` on each host;
+        /// losses and weights have the same bits. Where a replica is on one host it does nothing.
+        zero_hpz: bool = false;
+        /// With `zero_stage = 3`: the integers as which gradients are summed, `int8` or `int4`, first within hosts and then across
+        /// them (qgZ of ZeRO++), or `none`. It takes the place of `reduce_dtype`.
+        zero_quantized_gradients: QuantizedGradients = QuantizedGradients::None;
     }
 }
 

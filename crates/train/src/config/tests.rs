@@ -146,6 +146,17 @@ fn holds_shards_and_replicas_against_the_world() {
     assert!(
         mistake_of("parallelism.reshard_after_forward=false").contains("counts only with zero_stage = 3")
     );
+    for key in ["zero_hpz=true", "zero_quantized_weights=true", "zero_quantized_gradients=int4"] {
+        let key = format!("parallelism.{key}");
+        assert!(mistake_of(&key).contains("counts only with zero_stage = 3"));
+        good(SMALLEST, &["launch.workers=4", "parallelism.zero_stage=3", &key]);
+    }
+    let stage_3 = ["launch.workers=4", "parallelism.zero_stage=3", "training.dtype=bf16"];
+    let found = [&stage_3[..], &["parallelism.zero_quantized_weights=true", "training.fp8=hybrid"]].concat();
+    assert!(mistakes(SMALLEST, &found)[0].contains("fp8 would round again"));
+    let found =
+        [&stage_3[..], &["parallelism.zero_quantized_gradients=int8", "training.reduce_dtype=bf16"]].concat();
+    assert!(mistakes(SMALLEST, &found)[0].contains("instead of reduce_dtype"));
     assert!(mistake_of("activation_checkpoint.every_k=3").contains("counts only with mode = \"every-k\""));
     let found = mistakes(SMALLEST, &["launch.workers=2", "parallelism.data_parallel_shard_degree=2"]);
     assert!(found[0].contains("share out nothing with zero_stage = 0"), "{found:?}");

@@ -319,7 +319,8 @@ fn resolve(sections: &mut Sections, world_size: usize) {
     if let Some(architecture) = model.architecture {
         resolve_model(model, architecture, training.seq_len);
     }
-    if offload.folder.as_os_str().is_empty() && is_on_disk(offload) {
+    // Without a use of it the folder would be a mistake when the written config is read.
+    if is_on_disk(offload) && offload.folder.as_os_str().is_empty() {
         offload.folder = run.folder.join(&run.name);
     }
     if data.folder.as_os_str().is_empty() {

@@ -15,6 +15,7 @@ use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
     DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan, Tier,
+    ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
 use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
@@ -262,6 +263,7 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         reduce_dtype: args.reduce_dtype,
         fusion_bytes: ExecutorOptions::FUSION_BYTES,
         sharding,
+        zero_plus_plus: ZeroPlusPlus::NONE,
         compression: Compression::none(),
         seed: args.seed,
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },

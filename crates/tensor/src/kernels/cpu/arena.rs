@@ -274,7 +274,7 @@ mod tests {
 
     #[test]
     fn trimming_takes_nothing_from_blocks() {
-        let arena = Arc::new(Arena::reserve(Arc::default()).unwrap());
+        let arena = Arc::new(Arena::reserve(Arc::new(MemoryCounter::new(None))).unwrap());
         let mut blocks: Vec<Block> =
             (0..4).map(|_| arena.take(3 * PAGE + 64, Category::Optimizer).unwrap()).collect();
         blocks.iter_mut().for_each(|block| block.bytes_mut().fill(7));

@@ -15,6 +15,7 @@ pub(crate) mod matmul;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
 pub(crate) mod peak;
+pub(crate) mod quantized;
 pub(crate) mod reduce;
 pub(crate) mod simd;
 #[cfg(test)]

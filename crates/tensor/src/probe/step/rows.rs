@@ -2,9 +2,9 @@
 
 use super::{EXP, F32, Step, each};
 use crate::device::DeviceError;
-use crate::kernels::AttentionShape;
 use crate::kernels::cpu::norm::NormKind;
-use crate::probe::StepSizes;
+use crate::kernels::{AttentionShape, IntegerFormat};
+use crate::probe::{StepSizes, Traffic, Work};
 use crate::tensor::Tensor;
 use std::time::Instant;
 use trireme_base::{Category, DType};
@@ -139,6 +139,30 @@ impl Step<'_> {
         let (wide, mut narrow) = (self.tensor([block])?, self.probe.random([block], DType::Bf16)?);
         self.kernel(("convert: f32 to bf16", 0.0), &[block], each(block, 0, [F32, 0, F32 / 2]), |_| {
             self.probe.device.convert(wide.view(), narrow.view_mut());
-        })
+        })?;
+        self.integers(&wide, &mut narrow)
+    }
+
+    /// Rounding to integers for messages, and back.
+    fn integers(&mut self, wide: &Tensor, narrow: &mut Tensor) -> Result<(), DeviceError> {
+        let (device, num) = (&self.probe.device, wide.shape().num_elements());
+        for (format, name) in [(IntegerFormat::Int8, "int8"), (IntegerFormat::Int4, "int4")] {
+            let num_bytes = format.num_bytes(num);
+            let mut message = device.empty([num_bytes].into(), DType::U8, Category::Communication)?;
+            let work = |operations, read, written| Work {
+                product_operations: 0.0,
+                other_operations: (num * operations) as f64,
+                traffic: Traffic { read, updated: 0, written },
+            };
+            let to = (&format!("quantize: f32 to {name}")[..], 0.0);
+            self.kernel(to, &[num], work(4, num * F32, num_bytes), |_| {
+                device.quantize(wide.view(), format, message.bytes_mut());
+            })?;
+            let from = (&format!("dequantize: {name} to bf16")[..], 0.0);
+            self.kernel(from, &[num], work(2, num_bytes, num * F32 / 2), |_| {
+                device.dequantize(message.bytes(), format, narrow.view_mut());
+            })?;
+        }
+        Ok(())
     }
 }

@@ -1,0 +1,128 @@
+//! How the gradient of a unit is summed over the shards' ranks as integers, level by level (qgZ: Wang et al., "ZeRO++", 2023,
+//! section 3.3): what a host sends to another one is a sum over its ranks.
+
+use crate::error::ParallelError;
+use crate::packed::slot_bytes;
+use crate::pool::Pool;
+use crate::ranks::Levels;
+use crate::waiting::Waiting;
+use std::sync::Arc;
+use trireme_comm::{Buffer, Group, Work};
+use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View, ViewMut};
+
+/// Ranks that swap rounded gradients and add up, each of them, what it is given.
+struct Level {
+    group: Arc<Group>,
+    /// For each rank of the group: the shards that it adds up.
+    shards_of: Vec<Vec<usize>>,
+    messages: Pool<u8>,
+}
+
+/// How the gradients of all units are summed.
+pub(crate) struct Hierarchy {
+    format: IntegerFormat,
+    num_shards: usize,
+    device: Device,
+    /// Within hosts, then across them, as far as there are several ranks.
+    levels: Vec<Level>,
+}
+
+impl Hierarchy {
+    pub(crate) fn new(levels: &Levels, format: IntegerFormat, device: &Device) -> Self {
+        let (num_local, num_hosts) = (levels.within.world_size(), levels.across.world_size());
+        let of_local = |local| (0..num_hosts).map(|host| levels.shard(host, local)).collect();
+        let of_host = |host| Vec::from([levels.shard(host, levels.within.rank().0)]);
+        let level = |group: &Arc<Group>, shards_of| Level {
+            group: Arc::clone(group),
+            shards_of,
+            messages: Pool::new(group, device, Category::Communication, true),
+        };
+        let within = level(&levels.within, (0..num_local).map(of_local).collect());
+        let across = level(&levels.across, (0..num_hosts).map(of_host).collect());
+        let levels = [within, across].into_iter().filter(|level| level.group.world_size() > 1);
+        Hierarchy {
+            format,
+            num_shards: num_local * num_hosts,
+            device: device.clone(),
+            levels: levels.collect(),
+        }
+    }
+}
+
+/// The reduction of one unit's gradient, step after step.
+///
+/// A gradient of `P` bytes as integers sends `(L - 1) / L * P` from each of the `L` ranks of a host to the others there, and
+/// `(H - 1) / H * P / L` to other hosts. It is rounded at each level.
+pub(crate) struct Hierarchical {
+    hierarchy: Arc<Hierarchy>,
+    unit: UnitInfo,
+    slot_bytes: usize,
+    under_way: Option<UnderWay>,
+}
+
+struct UnderWay {
+    gradient: Buffer<f32>,
+    level: usize,
+    work: Work<Buffer<u8>>,
+}
+
+impl Hierarchical {
+    pub(crate) fn new(hierarchy: &Arc<Hierarchy>, unit: &UnitInfo) -> Self {
+        let slot_bytes = slot_bytes(unit, hierarchy.num_shards, hierarchy.format);
+        Hierarchical { hierarchy: Arc::clone(hierarchy), unit: unit.clone(), slot_bytes, under_way: None }
+    }
+
+    pub(crate) fn is_under_way(&self) -> bool {
+        self.under_way.is_some()
+    }
+
+    /// Starts the first level with this rank's `gradient`.
+    pub(crate) fn start(&mut self, gradient: Buffer<f32>) -> Result<(), ParallelError> {
+        self.start_level(gradient, 0)
+    }
+
+    /// Waits for the level under way and starts the next one; after the last one, what lies in the place of this rank's shard
+    /// is its sum over all ranks.
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
+        let UnderWay { mut gradient, level, work } = self.under_way.take().expect("a reduction was started");
+        let messages = waiting.wait(work)?;
+        self.add_up(&mut gradient, &self.hierarchy.levels[level], &messages);
+        self.hierarchy.levels[level].messages.give(messages);
+        if level + 1 == self.hierarchy.levels.len() {
+            return Ok(Some(gradient));
+        }
+        self.start_level(gradient, level + 1)?;
+        Ok(None)
+    }
+
+    fn start_level(&mut self, gradient: Buffer<f32>, level: usize) -> Result<(), ParallelError> {
+        let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
+        let Level { group, shards_of, messages: pool } = &levels[level];
+        let num_slots: usize = shards_of.iter().map(Vec::len).sum();
+        let mut messages = pool.take(num_slots * self.slot_bytes)?;
+        for (&shard, slot) in shards_of.iter().flatten().zip(messages.chunks_mut(self.slot_bytes.max(1))) {
+            let part = self.unit.shard(shard, *num_shards);
+            let (shape, num_bytes) = ([part.len()].into(), format.num_bytes(part.len()));
+            device.quantize(View::from_f32s(&gradient[part], shape), *format, &mut slot[..num_bytes]);
+        }
+        self.under_way = Some(UnderWay { gradient, level, work: group.all_to_all(messages) });
+        Ok(())
+    }
+
+    /// The sums of what the ranks of a level have sent, in their order.
+    fn add_up(&self, gradient: &mut [f32], level: &Level, messages: &[u8]) {
+        let Hierarchy { device, format, num_shards, .. } = &*self.hierarchy;
+        let own = &level.shards_of[level.group.rank().0];
+        for (source, slots) in messages.chunks((own.len() * self.slot_bytes).max(1)).enumerate() {
+            for (&shard, slot) in own.iter().zip(slots.chunks(self.slot_bytes.max(1))) {
+                let part = self.unit.shard(shard, *num_shards);
+                let (message, shape) = (&slot[..format.num_bytes(part.len())], [part.len()].into());
+                let sum = ViewMut::from_f32s(&mut gradient[part], shape);
+                match source {
+                    0 => device.dequantize(message, *format, sum),
+                    _ => device.add_dequantized(message, *format, sum),
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,86 @@
+//! Whole units that are gathered as integers, first across hosts and then within them (qwZ: Wang et al., "ZeRO++", 2023,
+//! section 3.1): what a host needs of others comes to it once.
+
+use crate::error::ParallelError;
+use crate::pool::Pool;
+use crate::ranks::Levels;
+use crate::stored::Stored;
+use crate::waiting::Waiting;
+use std::sync::Arc;
+use trireme_comm::{Buffer, Group, Work};
+use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
+
+/// Finer than a 16-bit float is to a sum of them, and half as long.
+const FORMAT: IntegerFormat = IntegerFormat::Int8;
+
+/// Bytes between the messages of two shards of a unit: the longest one fits, whatever the number of shards.
+pub(crate) fn slot_bytes(unit: &UnitInfo, num_shards: usize, format: IntegerFormat) -> usize {
+    format.num_bytes(unit.padded_len().div_ceil(num_shards))
+}
+
+/// Gathers units of which each rank gives its shard as a message of integers.
+///
+/// A unit of `P` bytes as integers sends `(H - 1) / H * P` across the border of each of `H` hosts, in all directions, and takes
+/// two steps.
+pub(crate) struct PackedGathering {
+    within: Arc<Group>,
+    across: Arc<Group>,
+    /// Shards in the order of messages: by their ranks' numbers on their hosts, then by hosts.
+    order: Vec<usize>,
+    own: usize,
+    device: Device,
+    /// Messages of one rank of each host.
+    of_hosts: Pool<u8>,
+    /// Messages of all ranks.
+    all: Pool<u8>,
+}
+
+impl PackedGathering {
+    pub(crate) fn new(levels: &Levels, device: &Device) -> Self {
+        let (within, across) = (&levels.within, &levels.across);
+        let (num_local, num_hosts) = (within.world_size(), across.world_size());
+        let order =
+            (0..num_local * num_hosts).map(|place| levels.shard(place % num_hosts, place / num_hosts));
+        PackedGathering {
+            within: Arc::clone(within),
+            across: Arc::clone(across),
+            order: order.collect(),
+            own: levels.shard(across.rank().0, within.rank().0),
+            device: device.clone(),
+            of_hosts: Pool::new(across, device, Category::Communication, true),
+            all: Pool::new(within, device, Category::Communication, true),
+        }
+    }
+
+    /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
+    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Work<Buffer<u8>>, ParallelError> {
+        let slot_bytes = slot_bytes(unit, self.order.len(), FORMAT);
+        let mut messages = self.of_hosts.take(slot_bytes * self.across.world_size())?;
+        let num_bytes = FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
+        let message = &mut messages[self.across.rank().0 * slot_bytes..][..num_bytes];
+        self.device.quantize(shard, FORMAT, message);
+        Ok(self.across.all_gather(messages))
+    }
+
+    /// Waits for the messages of other hosts, exchanges them within this one, and writes the values of all. Collective.
+    pub(crate) fn finish<T: Stored>(
+        &self,
+        unit: &UnitInfo,
+        work: Work<Buffer<u8>>,
+        whole: &mut [T],
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        let slot_bytes = slot_bytes(unit, self.order.len(), FORMAT);
+        let of_hosts = waiting.wait(work)?;
+        let all = self.all.take(slot_bytes * self.order.len())?;
+        let (of_hosts, all) = waiting.wait(self.within.all_gather_into(of_hosts, all))?;
+        for (&shard, message) in self.order.iter().zip(all.chunks(slot_bytes.max(1))) {
+            let part = unit.shard(shard, self.order.len());
+            let (message, shape) = (&message[..FORMAT.num_bytes(part.len())], [part.len()].into());
+            self.device.dequantize(message, FORMAT, T::view_mut(&mut whole[part], shape));
+        }
+        self.of_hosts.give(of_hosts);
+        self.all.give(all);
+        Ok(())
+    }
+}

@@ -1,0 +1,60 @@
+//! Copies of whole units that the ranks of a host share out (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
+
+use crate::error::ParallelError;
+use crate::ranks::Levels;
+use crate::stored::Stored;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_comm::{Buffer, Group, Work};
+use trireme_tensor::{Category, Device, ParameterTable, Tensor};
+
+/// This rank's share of its host's copies of all units, which lie there from a unit's first gathering until it is stepped.
+pub(crate) struct SecondaryShards {
+    host: Arc<Group>,
+    device: Device,
+    /// Elements of the units' flat buffers.
+    parts: Vec<Range<usize>>,
+    shards: Vec<Tensor>,
+    is_there: Vec<bool>,
+}
+
+impl SecondaryShards {
+    /// Takes memory for shares of floats of `T`: all parameters over the ranks of a host.
+    pub(crate) fn new<T: Stored>(
+        table: &ParameterTable,
+        levels: &Levels,
+        device: &Device,
+    ) -> Result<Self, ParallelError> {
+        let host = Arc::clone(&levels.within);
+        let parts = table.shards(host.rank().0, host.world_size());
+        let shard = |part: &Range<usize>| device.empty([part.len()].into(), T::DTYPE, Category::Parameters);
+        let shards = parts.iter().map(shard).collect::<Result<_, _>>()?;
+        let is_there = vec![false; parts.len()];
+        Ok(SecondaryShards { host, device: device.clone(), parts, shards, is_there })
+    }
+
+    /// Whether the host has a copy of a unit.
+    pub(crate) fn has(&self, unit: usize) -> bool {
+        self.is_there[unit]
+    }
+
+    /// Starts to gather a unit from its host's copy. Collective over the ranks of the host.
+    pub(crate) fn gather<T: Stored>(&self, unit: usize, mut whole: Buffer<T>) -> Work<Buffer<T>> {
+        let shard = &self.shards[unit];
+        self.device.convert(shard.view(), T::view_mut(&mut whole[self.parts[unit].clone()], shard.shape()));
+        self.host.all_gather(whole)
+    }
+
+    /// Keeps this rank's share of a unit that was gathered.
+    pub(crate) fn keep<T: Stored>(&mut self, unit: usize, whole: &[T]) {
+        let shard = &mut self.shards[unit];
+        let shape = shard.shape();
+        self.device.convert(T::view(&whole[self.parts[unit].clone()], shape), shard.view_mut());
+        self.is_there[unit] = true;
+    }
+
+    /// What was kept of a unit is out of date.
+    pub(crate) fn forget(&mut self, unit: usize) {
+        self.is_there[unit] = false;
+    }
+}

@@ -1,0 +1,30 @@
+use super::Device;
+use crate::kernels::IntegerFormat;
+use crate::kernels::cpu::element::with_element;
+use crate::tensor::{View, ViewMut};
+
+impl Device {
+    /// Writes the message of `x`, in f32, rounded to nearest even. A block of it that holds infinity or NaN becomes all NaN.
+    ///
+    /// # Panics
+    /// If the message has not as many bytes as the format gives it.
+    pub fn quantize(&self, x: View<'_>, format: IntegerFormat, message: &mut [u8]) {
+        self.cpu.quantize(x.f32s(), format, message);
+    }
+
+    /// Writes the values of a message, rounded to the type of `y`.
+    ///
+    /// # Panics
+    /// As [`quantize`](Device::quantize).
+    pub fn dequantize(&self, message: &[u8], format: IntegerFormat, mut y: ViewMut<'_>) {
+        with_element!(y.dtype() => |T| self.cpu.dequantize::<T>(message, format, y.elements()));
+    }
+
+    /// `y += x` in f32 for the values `x` of a message.
+    ///
+    /// # Panics
+    /// As [`quantize`](Device::quantize).
+    pub fn add_dequantized(&self, message: &[u8], format: IntegerFormat, mut y: ViewMut<'_>) {
+        self.cpu.add_dequantized(message, format, y.f32s());
+    }
+}
