@@ -14,6 +14,9 @@ use passes::Passes;
 use trireme_schedule::{Action, Program, StateClass, StateOf};
 use updates::Updates;
 
+#[cfg(test)]
+mod tests;
+
 /// Steps that are gone through: what the first one takes for later ones is there in the second.
 const NUM_STEPS: usize = 2;
 

@@ -200,3 +200,25 @@ impl<T: Value> Value for Vec<T> {
         Some(toml::Value::Array(self.iter().filter_map(T::write).collect()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::borrow::Cow;
+
+    #[test]
+    fn limits_in_bytes_are_read_again_as_they_were() {
+        let read = |text: &str| ByteLimit::read(&DeValue::String(Cow::Borrowed(text)));
+        assert_eq!(read("none"), Ok(ByteLimit(None)));
+        for (text, bytes) in [("512MiB", 512 << 20), ("1.5GiB", 3 << 29), ("1234567B", 1_234_567)] {
+            let limit = read(text).unwrap();
+            assert_eq!(limit, ByteLimit(Some(Bytes(bytes))));
+            let written = limit.write().unwrap();
+            assert_eq!(read(written.as_str().unwrap()), Ok(limit), "{written}");
+        }
+        for wrong in ["", "lots", "-1GiB", "12MB"] {
+            assert!(read(wrong).is_err(), "{wrong}");
+        }
+        assert!(ByteLimit::read(&DeValue::Boolean(true)).is_err());
+    }
+}
