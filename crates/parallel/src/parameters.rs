@@ -36,7 +36,7 @@ enum Layout {
     /// What is read is what is stepped.
     Replicated(Parameters),
     /// What is stepped lies within what is read: shards of whole units in f32 that are there at any time.
-    Within(Gathered<f32>),
+    Within(Box<Gathered<f32>>),
     /// Operations read copies.
     Apart { shards: Parameters, wholes: Box<dyn Wholes> },
 }
@@ -58,7 +58,7 @@ impl RankParameters {
         let layout = match (zero_stage, precision) {
             _ if is_whole => Layout::Replicated(Parameters::zeros(table, device, Category::Parameters)?),
             (ZeroStage::One | ZeroStage::Two, Precision::F32) => {
-                Layout::Within(Gathered::new(table, group, device, is_kept)?)
+                Layout::Within(Box::new(Gathered::new(table, group, device, is_kept)?))
             }
             _ => {
                 // Beside narrow copies that stay, what is stepped is state of the optimizer, as the ZeRO paper counts.
@@ -171,7 +171,7 @@ impl RankParameters {
     fn wholes_mut(&mut self) -> Option<&mut dyn Wholes> {
         match &mut self.layout {
             Layout::Replicated(_) => None,
-            Layout::Within(wholes) => Some(wholes),
+            Layout::Within(wholes) => Some(&mut **wholes),
             Layout::Apart { wholes, .. } => Some(&mut **wholes),
         }
     }
