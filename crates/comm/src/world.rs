@@ -30,15 +30,16 @@ pub fn inproc_world(world_size: usize) -> Vec<Group> {
 /// If `world_size` is 0, the options are out of bounds, or the process has no file descriptors (three per pair
 /// of ranks and rank) or threads left.
 pub fn inproc_world_with(world_size: usize, options: &GroupOptions) -> Vec<Group> {
-    inproc_world_on(&Hosts::single(world_size), options)
+    inproc_world_on(&vec![0; world_size], options)
 }
 
-/// As [`inproc_world_with`], for ranks that count as being on `hosts`: they choose algorithms and form groups by them.
+/// As [`inproc_world_with`], for a rank on each of these hosts, whatever numbers them: ranks choose algorithms and form groups
+/// as if they were there.
 ///
 /// # Panics
 /// As [`inproc_world_with`].
-pub fn inproc_world_on(hosts: &Hosts, options: &GroupOptions) -> Vec<Group> {
-    let world_size = hosts.world_size();
+pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
+    let (world_size, hosts) = (hosts.len(), Hosts::new(hosts));
     rendezvous::check_group_options(options).expect("options within their bounds");
     if world_size == 1 {
         return Vec::from([single()]);

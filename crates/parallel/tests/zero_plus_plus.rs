@@ -4,7 +4,7 @@ mod common;
 
 use common::{Layout, OPTIONS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, ZeroPlusPlus};
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, StepPlan, ZeroPlusPlus};
 use trireme_schedule::lowering::Sharding;
 use trireme_schedule::{Action, ZeroStage};
 use trireme_tensor::{Category, IntegerFormat, Precision};
@@ -130,13 +130,29 @@ fn ranks_agree_wherever_they_are() {
             let num_microbatches = 2 * place.0.len();
             let [plain, found] = [ZeroPlusPlus::NONE, all(int4)]
                 .map(|spared| run(&config, with(spared, OPTIONS), place, num_microbatches, (2, false)).0);
-            for (plain, found) in plain.iter().zip(&found).step_by(2) {
-                assert!((plain - found).abs() < 0.02 * plain, "{place:?}: {found} instead of {plain}");
+            // Losses and norms take turns.
+            for ((plain, found), tolerance) in plain.iter().zip(&found).zip([0.02, 0.1].into_iter().cycle()) {
+                assert!((plain - found).abs() < tolerance * plain, "{place:?}: {found} instead of {plain}");
             }
             assert!(plain != found, "{place:?}: something is rounded");
         }
         let alone = |spared| run(&config, with(spared, OPTIONS), (&[0], 1), 2, (2, false));
         assert!(alone(all(int4)) == alone(ZeroPlusPlus::NONE), "a rank alone rounds nothing");
+    }
+}
+
+#[test]
+fn what_overflows_is_found_in_integers_too() {
+    let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(1 << 24), ..OPTIONS };
+    for format in [IntegerFormat::Int8, IntegerFormat::Int4] {
+        let layout = Layout { options: with(all(format), f16), num_shards: 4, ..Layout::default() };
+        let skipped = run_ranks_on(&[0, 0, 1, 1], |group| {
+            let mut executor = laid_out(&small_models()[0], group, 1, 1, &layout);
+            let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+            let batches = batches(&executor, 4, 1);
+            executor.run(plan, &mut batches.into_iter()).unwrap().skipped
+        });
+        assert_eq!(skipped, [Some(NonFinite::GradNorm); 4], "{format:?}");
     }
 }
 
@@ -192,7 +208,6 @@ fn hosts_send_each_other_what_the_formulas_say() {
         assert!(plain / sent > factor, "{format:?}: {sent} bytes instead of {plain}");
         // A half of the units in bf16; a quarter in f32 is the optimizer's.
         assert!((kept - 1.0).abs() < 0.05, "{kept} bytes an element");
-        eprintln!("{format:?}: {sent} of {plain}: {}", plain / sent);
         let spared = ZeroPlusPlus { secondary_shards: false, ..all(format) };
         let (sent, formula, _, kept) = across(with(spared, bf16));
         assert_eq!((sent, kept), (formula, 0.0), "{format:?}");

@@ -14,7 +14,6 @@ pub use amx_emulator::emulate_amx;
 use trireme_base::{Random, RandomKey};
 use trireme_comm::{Group, GroupOptions, inproc_world_on};
 use trireme_model::{Batch, ModelConfig};
-use trireme_schedule::collective::Hosts;
 use trireme_tensor::Device;
 
 /// Runs `rank` on a thread for each rank of a world within this process; the results by rank.
@@ -30,7 +29,7 @@ pub fn run_ranks<T: Send>(world_size: usize, rank: impl Fn(Group) -> T + Sync) -
 /// # Panics
 /// As [`run_ranks`].
 pub fn run_ranks_on<T: Send>(hosts: &[usize], rank: impl Fn(Group) -> T + Sync) -> Vec<T> {
-    let groups = inproc_world_on(&Hosts::new(hosts), &GroupOptions::default());
+    let groups = inproc_world_on(hosts, &GroupOptions::default());
     std::thread::scope(|scope| {
         let rank = &rank;
         let threads: Vec<_> = groups.into_iter().map(|group| scope.spawn(move || rank(group))).collect();
