@@ -34,7 +34,7 @@ fn a_checkpoint_leaves_the_earlier_one() {
 fn metrics_and_exports_name_their_file() {
     let scene = Scene::with_corpus();
     let train = "train tiny.toml --workers 1 --set training.steps=100 --set checkpoint.interval=100";
-    let error = Running::start(scene.command_on_full_disk(8, train)).end().refused();
+    let error = Running::start(scene.command_on_full_disk(16, train)).end().refused();
     tells(&error, &["cannot write to the metrics file runs/tiny/", "File too large"]);
     // What the disk took of a record is cut off by the run that goes on.
     scene.run("train tiny.toml --workers 1").succeeded();
