@@ -1,4 +1,4 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, random numbers.
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what passes take, random numbers.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
@@ -6,6 +6,7 @@ mod bytes;
 mod category;
 mod dtype;
 mod half;
+mod passes;
 mod random;
 mod rank;
 
@@ -13,5 +14,6 @@ pub use bytes::{Bytes, ParseBytesError};
 pub use category::Category;
 pub use dtype::{DType, ParseDTypeError};
 pub use half::{Bf16, F16};
+pub use passes::UnitPasses;
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};

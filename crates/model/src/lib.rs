@@ -15,4 +15,3 @@ pub use config::{Architecture, ModelConfig};
 pub use error::ModelError;
 pub use generate::{Generation, Sampling};
 pub use model::{Batch, Model, Step};
-pub use sizes::UnitSizes;

@@ -3,40 +3,12 @@
 use crate::error::ModelError;
 use crate::model::{Batch, Model, Step, Unit};
 use std::sync::Arc;
-use trireme_base::DType;
+use trireme_base::{DType, UnitPasses};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
     Category, Device, DeviceError, Fp8Scales, GradSink, GradTarget, ParameterSpan, Parameters, Precision,
     Tape, Tensor, Var,
 };
-
-/// Bytes of activations that passes of one unit over one microbatch take, with what the device's memory rounds them up to, and
-/// what they compute. Token ids are not among them: they are there before and after.
-///
-/// Each peak is of all that the pass works with, so what it begins with is in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct UnitSizes {
-    /// What forward reads; 0 for the first unit, which reads tokens.
-    pub input: usize,
-    /// What forward passes on; 0 for the head.
-    pub output: usize,
-    /// The gradient that backward passes on; 0 for the first unit.
-    pub input_grad: usize,
-    /// What backward needs of forward, the input among it.
-    pub record: usize,
-    /// What of that stays if only results of products and attention are kept.
-    pub products: usize,
-    /// At most during forward, from the input to the record and the output.
-    pub forward_peak: usize,
-    /// At most while the record is made again from the products.
-    pub renewal_peak: usize,
-    /// At most during backward, from the record and the output's gradient to the input's gradient.
-    pub backward_peak: usize,
-    /// Floating-point operations of forward, as [`Device::num_operations`] counts them.
-    pub forward_operations: u64,
-    /// The same for making the record from the products.
-    pub renewal_operations: u64,
-}
 
 impl Model {
     /// The sizes of every unit's passes over microbatches of `shape` (sequences, and tokens of each), and the bytes of one
@@ -54,7 +26,7 @@ impl Model {
         precision: Precision,
         fp8: Option<&Arc<Fp8Scales>>,
         (batch, seq_len): (usize, usize),
-    ) -> Result<(Vec<UnitSizes>, usize), ModelError> {
+    ) -> Result<(Vec<UnitPasses>, usize), ModelError> {
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
         let mut rehearsal = Rehearsal {
             model: self,
@@ -109,7 +81,7 @@ impl Rehearsal<'_> {
         unit: usize,
         input: Tensor,
         targets: &mut Option<Tensor>,
-    ) -> Result<(UnitSizes, Option<Tensor>), ModelError> {
+    ) -> Result<(UnitPasses, Option<Tensor>), ModelError> {
         let is_token = input.dtype() == DType::U32;
         let input_bytes = if is_token { 0 } else { self.bytes_of(&input)? };
         let base = self.in_use() - input_bytes;
@@ -146,7 +118,7 @@ impl Rehearsal<'_> {
             drop(grad);
             with - self.in_use()
         });
-        let sizes = UnitSizes {
+        let sizes = UnitPasses {
             input: input_bytes,
             output: output_bytes,
             input_grad,

@@ -1,9 +1,9 @@
 //! The least recomputation that fits into a given memory.
 
 use crate::memory::walk;
-use crate::setup::{MemorySetup, UnitPasses};
+use crate::setup::MemorySetup;
 use crate::usage::Prediction;
-use trireme_base::Category;
+use trireme_base::{Category, UnitPasses};
 use trireme_schedule::{Action, Keep, Program};
 
 /// Bytes that activations may take while a unit's passes run.

@@ -1,34 +1,8 @@
 //! What the planner is told of a model and a layout.
 
 use crate::usage::CategoryBytes;
-use trireme_base::DType;
+use trireme_base::{DType, UnitPasses};
 use trireme_schedule::StateClass;
-
-/// Bytes of activations that passes of one unit over one microbatch take, and what they compute. Token ids are not among
-/// them. Each peak is of all that the pass works with, so what it begins with is in it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct UnitPasses {
-    /// What forward reads; 0 for the first unit.
-    pub input: usize,
-    /// What forward passes on; 0 for the head.
-    pub output: usize,
-    /// The gradient that backward passes on; 0 for the first unit.
-    pub input_grad: usize,
-    /// What backward needs of forward, the input among it.
-    pub record: usize,
-    /// What of that stays if only results of products and attention are kept.
-    pub products: usize,
-    /// At most during forward, from the input to the record and the output.
-    pub forward_peak: usize,
-    /// At most while the record is made again from the products.
-    pub renewal_peak: usize,
-    /// At most during backward, from the record and the output's gradient to the input's gradient.
-    pub backward_peak: usize,
-    /// Floating-point operations of forward.
-    pub forward_operations: u64,
-    /// The same for making the record from the products.
-    pub renewal_operations: u64,
-}
 
 /// A unit of the model on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -98,5 +72,27 @@ impl MemorySetup {
     /// f32 elements on the device.
     pub(crate) fn on_device(&self, len: usize) -> usize {
         (len * size_of::<f32>()).next_multiple_of(self.alignment)
+    }
+}
+
+#[cfg(test)]
+impl MemorySetup {
+    /// A model without parameters on one rank, whose units' passes take this.
+    pub(crate) fn of_passes(passes: &[UnitPasses], token_bytes: usize) -> Self {
+        let unit = |&passes: &UnitPasses| UnitMemory { passes, ..UnitMemory::default() };
+        MemorySetup {
+            units: passes.iter().map(unit).collect(),
+            token_bytes,
+            fixed: CategoryBytes::default(),
+            num_shards: 1,
+            num_replicas: 1,
+            shares_memory: false,
+            gather_dtype: DType::F32,
+            reduce_dtype: DType::F32,
+            fusion_bytes: 0,
+            away: Vec::new(),
+            adds_in_place: false,
+            alignment: 64,
+        }
     }
 }

@@ -4,6 +4,7 @@ mod support;
 
 use std::io;
 use std::os::unix::fs::FileExt;
+use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Barrier, Mutex};
 use std::time::Duration;
@@ -115,6 +116,9 @@ fn flip_bit(swap: &SwapFile, folder: &tempfile::TempDir, offset: u64) {
     file.sync_all().expect("the change reaches the disk");
 }
 
+/// How long a transfer to a disk that hangs may take.
+const PATIENCE: Duration = Duration::from_millis(50);
+
 /// Hangs in every operation, until the other end of the channel is gone.
 #[derive(Debug)]
 struct Hang {
@@ -130,18 +134,22 @@ impl Interceptor for Hang {
     }
 }
 
+/// A file of two blocks on a disk that hangs, if the system allows the method; what lets the disk go on; and what tells that no
+/// thread has it any more.
+fn hanging(folder: &Path, method: Method) -> Option<(SwapFile, Sender<()>, Receiver<()>)> {
+    let (release, released) = channel();
+    let (_ended, ended) = channel();
+    let interceptor = Hang { released: Mutex::new(released), _ended };
+    let options =
+        SwapOptions { interceptor: Some(Arc::new(interceptor)), timeout: PATIENCE, ..options(method) };
+    create(folder, &[LEN; 2], &options).map(|swap| (swap, release, ended))
+}
+
 #[test]
 fn a_disk_that_hangs_holds_nobody_up() {
     let folder = folder();
     for method in METHODS {
-        let (release, released) = channel();
-        let (_ended, ended) = channel();
-        let interceptor = Hang { released: Mutex::new(released), _ended };
-        let timeout = Duration::from_millis(50);
-        let options = SwapOptions { interceptor: Some(Arc::new(interceptor)), timeout, ..options(method) };
-        let swap = create(folder.path(), &[LEN; 2], &options);
-        drop(options);
-        let Some(swap) = swap else { continue };
+        let Some((swap, release, ended)) = hanging(folder.path(), method) else { continue };
         let transfer = swap.write(1, filled(&swap, LEN, 1));
         let later = swap.read(1, swap.buffer(LEN).expect("memory"));
         let other = swap.write(0, filled(&swap, LEN, 1));
@@ -150,7 +158,7 @@ fn a_disk_that_hangs_holds_nobody_up() {
         let error = later.wait().expect_err("the disk hangs");
         let SwapError::Timeout { access, timeout: allowed, .. } = &error else { panic!("{error}") };
         assert_eq!((access.direction, access.block, access.offset), (Direction::Write, 1, SPAN));
-        assert_eq!((access.bytes as u64, *allowed), (SPAN, timeout));
+        assert_eq!((access.bytes as u64, *allowed), (SPAN, PATIENCE));
         assert!(other.is_done());
         assert_eq!(other.wait().expect_err("the disk hangs").to_string(), error.to_string());
         assert_useless(&swap, &error.to_string());
@@ -166,14 +174,7 @@ fn a_disk_that_hangs_holds_nobody_up() {
 fn a_drop_waits_for_a_disk_that_hangs_no_longer_than_anyone() {
     let folder = folder();
     for method in METHODS {
-        let (release, released) = channel();
-        let (_ended, ended) = channel();
-        let interceptor = Hang { released: Mutex::new(released), _ended };
-        let timeout = Duration::from_millis(50);
-        let options = SwapOptions { interceptor: Some(Arc::new(interceptor)), timeout, ..options(method) };
-        let swap = create(folder.path(), &[LEN; 2], &options);
-        drop(options);
-        let Some(swap) = swap else { continue };
+        let Some((swap, release, ended)) = hanging(folder.path(), method) else { continue };
         let transfer = swap.write(0, filled(&swap, LEN, 1));
         drop(swap);
         assert!(matches!(transfer.wait(), Err(SwapError::Closed { .. } | SwapError::Timeout { .. })));

@@ -4,10 +4,10 @@ use anyhow::Result;
 use std::ops::Range;
 use trireme_base::{Category, DType};
 use trireme_comm::Group;
-use trireme_model::{Model, UnitSizes};
+use trireme_model::Model;
 use trireme_optim::{Optimizer, OptimizerOptions, ShardOps, StepSettings};
 use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, Tier};
-use trireme_planner::{CategoryBytes, MemorySetup, StepExchange, UnitMemory, UnitPasses};
+use trireme_planner::{CategoryBytes, MemorySetup, StepExchange, UnitMemory};
 use trireme_schedule::{StateClass, ZeroStage};
 use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES};
 
@@ -64,7 +64,7 @@ pub(crate) fn memory_setup(
             len: info.num_elements,
             padded_len: info.padded_len(),
             shard_len: parts[index].len(),
-            passes: unit_passes(sizes),
+            passes: *sizes,
             step_scratch,
             step_exchanges,
         });
@@ -97,21 +97,6 @@ fn away(moves: &OffloadOptions) -> Vec<StateClass> {
         (StateClass::Gradients, moves.gradients),
     ];
     tiers.into_iter().filter(|(_, tier)| *tier != Tier::Device).map(|(class, _)| class).collect()
-}
-
-fn unit_passes(sizes: &UnitSizes) -> UnitPasses {
-    UnitPasses {
-        input: sizes.input,
-        output: sizes.output,
-        input_grad: sizes.input_grad,
-        record: sizes.record,
-        products: sizes.products,
-        forward_peak: sizes.forward_peak,
-        renewal_peak: sizes.renewal_peak,
-        backward_peak: sizes.backward_peak,
-        forward_operations: sizes.forward_operations,
-        renewal_operations: sizes.renewal_operations,
-    }
 }
 
 /// What an update of a unit takes for a moment, and exchanges.

@@ -1,8 +1,8 @@
 //! Activations of the microbatches under way.
 
-use crate::setup::{MemorySetup, UnitPasses};
+use crate::setup::MemorySetup;
 use crate::usage::Usage;
-use trireme_base::Category;
+use trireme_base::{Category, UnitPasses};
 use trireme_schedule::Keep;
 
 const ACTIVATIONS: Category = Category::Activations;

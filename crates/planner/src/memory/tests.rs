@@ -1,6 +1,5 @@
 use super::*;
-use crate::setup::{UnitMemory, UnitPasses};
-use trireme_base::{Category, DType};
+use trireme_base::{Category, UnitPasses};
 use trireme_schedule::{Keep, lowering, single};
 
 fn peak(keep: Keep, block: UnitPasses) -> Prediction {
@@ -13,21 +12,7 @@ fn peak(keep: Keep, block: UnitPasses) -> Prediction {
         ..UnitPasses::default()
     };
     let embedding = UnitPasses { output: 10, forward_peak: 10, backward_peak: 10, ..UnitPasses::default() };
-    let unit = |passes| UnitMemory { passes, ..UnitMemory::default() };
-    let setup = MemorySetup {
-        units: [embedding, block, head].map(unit).into(),
-        token_bytes: 0,
-        fixed: CategoryBytes::default(),
-        num_shards: 1,
-        num_replicas: 1,
-        shares_memory: false,
-        gather_dtype: DType::F32,
-        reduce_dtype: DType::F32,
-        fusion_bytes: 0,
-        away: Vec::new(),
-        adds_in_place: false,
-        alignment: 64,
-    };
+    let setup = MemorySetup::of_passes(&[embedding, block, head], 0);
     let keeps = [Keep::All, keep, Keep::All];
     predict(&setup, &lowering::recompute(single::program(3, 1, &[]), &keeps))
 }

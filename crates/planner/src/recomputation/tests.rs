@@ -1,28 +1,6 @@
 use super::*;
-use crate::setup::UnitMemory;
-use crate::usage::CategoryBytes;
 use proptest::prelude::*;
-use trireme_base::DType;
 use trireme_schedule::{lowering, single};
-
-/// A model without parameters.
-fn setup(passes: &[UnitPasses]) -> MemorySetup {
-    let unit = |&passes: &UnitPasses| UnitMemory { passes, ..UnitMemory::default() };
-    MemorySetup {
-        units: passes.iter().map(unit).collect(),
-        token_bytes: 3,
-        fixed: CategoryBytes::default(),
-        num_shards: 1,
-        num_replicas: 1,
-        shares_memory: false,
-        gather_dtype: DType::F32,
-        reduce_dtype: DType::F32,
-        fusion_bytes: 0,
-        away: Vec::new(),
-        adds_in_place: false,
-        alignment: 64,
-    }
-}
 
 fn program(keeps: &[Keep]) -> Program {
     lowering::recompute(single::program(keeps.len(), 1, &[]), keeps)
@@ -96,7 +74,7 @@ proptest! {
         part in 0.0_f64..1.1,
     ) {
         let passes = sizes(&numbers);
-        let setup = setup(&passes);
+        let setup = MemorySetup::of_passes(&passes, 3);
         let total = |keeps: &[Keep]| crate::predict(&setup, &program(keeps)).total();
         let choices = every_choice(passes.len());
         let smallest = choices.iter().map(|choice| total(choice)).min().unwrap();

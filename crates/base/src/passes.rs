@@ -1,0 +1,27 @@
+/// Bytes of activations that passes of one unit over one microbatch take, with what the device's memory rounds them up to, and
+/// what they compute. Token ids are not among them: they are there before and after.
+///
+/// Each peak is of all that the pass works with, so what it begins with is in it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct UnitPasses {
+    /// What forward reads; 0 for the first unit, which reads tokens.
+    pub input: usize,
+    /// What forward passes on; 0 for the head.
+    pub output: usize,
+    /// The gradient that backward passes on; 0 for the first unit.
+    pub input_grad: usize,
+    /// What backward needs of forward, the input among it.
+    pub record: usize,
+    /// What of that stays if only results of products and attention are kept.
+    pub products: usize,
+    /// At most during forward, from the input to the record and the output.
+    pub forward_peak: usize,
+    /// At most while the record is made again from the products.
+    pub renewal_peak: usize,
+    /// At most during backward, from the record and the output's gradient to the input's gradient.
+    pub backward_peak: usize,
+    /// Floating-point operations of forward: those of products, attention and normalisations.
+    pub forward_operations: u64,
+    /// The same for making the record from the products.
+    pub renewal_operations: u64,
+}
