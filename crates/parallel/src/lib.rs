@@ -27,7 +27,7 @@ mod waiting;
 pub use error::ParallelError;
 pub use executor::Executor;
 pub use gradients::Determinism;
-pub use offload::{OffloadOptions, Tier};
+pub use offload::OffloadOptions;
 pub use placement::parameter_placements;
 pub use ranks::DataParallelRanks;
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};

@@ -2,7 +2,8 @@
 
 use crate::usage::CategoryBytes;
 use trireme_base::{DType, UnitPasses};
-use trireme_schedule::StateClass;
+use trireme_schedule::lowering::{Offload, Tier};
+use trireme_schedule::{Outline, StateClass, ZeroStage};
 
 /// A unit of the model on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -15,6 +16,8 @@ pub struct UnitMemory {
     pub shard_len: usize,
     /// What its passes take.
     pub passes: UnitPasses,
+    /// Bytes of the optimizer's state.
+    pub optimizer_bytes: usize,
     /// Bytes that its update takes for a moment.
     pub step_scratch: usize,
     /// What its update exchanges with the other shards, in order.
@@ -37,7 +40,8 @@ pub struct MemorySetup {
     pub units: Vec<UnitMemory>,
     /// Bytes of one tensor of token ids of a microbatch: what is read, and as much again for what is predicted.
     pub token_bytes: usize,
-    /// What is there all the time whatever the program does: the optimizer's state, tables of the model, what the group takes.
+    /// What is there all the time whatever the program does, but for the optimizer's state: tables of the model, what the
+    /// group takes.
     pub fixed: CategoryBytes,
     /// Ranks that share out a replica of the training state.
     pub num_shards: usize,
@@ -51,8 +55,12 @@ pub struct MemorySetup {
     pub reduce_dtype: DType,
     /// Bytes of short gradients that travel as one message, where ranks do not share memory.
     pub fusion_bytes: usize,
-    /// State that lives elsewhere than on the device between its uses. Activations move as the program says.
-    pub away: Vec<StateClass>,
+    /// Where state lives. What moves, and when, the program says.
+    pub places: Offload,
+    /// Bytes of a chunk in which state comes from a disk.
+    pub disk_chunk_bytes: usize,
+    /// Bytes on their way to a disk at most, for each class of state there.
+    pub disk_write_bytes: usize,
     /// Whether gradients of microbatches are added in place, whatever the order.
     pub adds_in_place: bool,
     /// What the device rounds sizes of its memory up to.
@@ -64,9 +72,20 @@ impl MemorySetup {
         self.reduce_dtype != DType::F32 && group_size > 1
     }
 
+    /// What a shard's sum of gradients is kept in: f32 where several are added.
+    pub(crate) fn shard_dtype(&self, outline: &Outline) -> DType {
+        let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
+        if is_summed || !self.is_rounded(self.num_shards) { DType::F32 } else { self.reduce_dtype }
+    }
+
     /// Bytes of memory of peers that are mapped for a buffer that a group reduces or gathers.
     pub(crate) fn mapped(&self, group_size: usize, num_bytes: usize) -> usize {
         if self.shares_memory { num_bytes.div_ceil(group_size) * (group_size - 1) } else { 0 }
+    }
+
+    /// Whether a class is worked with elsewhere than on the device; activations never are.
+    pub(crate) fn is_away(&self, class: StateClass) -> bool {
+        self.places.tier(class) != Tier::Device
     }
 
     /// f32 elements on the device.
@@ -90,7 +109,9 @@ impl MemorySetup {
             gather_dtype: DType::F32,
             reduce_dtype: DType::F32,
             fusion_bytes: 0,
-            away: Vec::new(),
+            places: Offload::default(),
+            disk_chunk_bytes: 1,
+            disk_write_bytes: 0,
             adds_in_place: false,
             alignment: 64,
         }

@@ -104,17 +104,15 @@ impl<'a> Gradients<'a> {
             self.wholes.take(setup, len, usage);
             self.units[unit].is_ready = true;
         }
-        if self.has_shards && !setup.away.contains(&StateClass::Gradients) {
+        if self.has_shards && !setup.is_away(StateClass::Gradients) {
             let num_bytes = setup.units[unit].shard_len * self.shard_dtype().size();
             usage.take(Category::Gradients, num_bytes);
             usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
         }
     }
 
-    /// What a shard's sum is kept in: f32 where several are added.
     fn shard_dtype(&self) -> DType {
-        let is_summed = self.outline.zero_stage >= ZeroStage::Two && self.outline.num_microbatches > 1;
-        if is_summed || !self.is_rounded { DType::F32 } else { self.setup.reduce_dtype }
+        self.setup.shard_dtype(&self.outline)
     }
 
     /// Makes room for the gradients that backward of `unit` writes.

@@ -1,6 +1,7 @@
 //! How many bytes are in use at each line of a program: the same takings and givings as the executor's, as numbers.
 
 mod gradients;
+mod host;
 mod parameters;
 mod passes;
 mod pool;
@@ -9,8 +10,11 @@ mod updates;
 use crate::setup::MemorySetup;
 use crate::usage::{CategoryBytes, Prediction, Usage};
 use gradients::Gradients;
+use host::Host;
+pub(crate) use host::state_bytes;
 use parameters::Parameters;
 use passes::Passes;
+pub(crate) use passes::kept;
 use trireme_schedule::{Action, Program, StateClass, StateOf};
 use updates::Updates;
 
@@ -40,19 +44,24 @@ pub(crate) fn walk(
     let mut gradients = Gradients::new(setup, &program.outline, &mut usage);
     let mut passes = Passes::new(setup, program.outline.num_microbatches);
     let mut updates = Updates::new(setup);
+    let mut host = Host::new(setup, &program.outline);
     for _ in 0..NUM_STEPS {
         passes.begin(&mut usage);
         let mut is_finished = false;
         for (index, &action) in program.actions.iter().enumerate() {
             // As in the program's text, which begins with a line of sizes.
             usage.set_line(index + 2);
+            host.begin(action);
+            if action.uses() == [StateClass::Activations] {
+                let state = action.state(StateClass::Activations);
+                host.restore_activations(state, passes.restore(state.unit, state.microbatch, &mut usage));
+            }
             match action {
                 Action::Forward { unit, microbatch, keep } => {
                     passes.forward(unit, microbatch, keep, &mut usage);
                 }
                 Action::Recompute { unit, microbatch } => passes.recompute(unit, microbatch, &mut usage),
                 Action::Backward { unit, microbatch } => {
-                    passes.begin_backward(unit, microbatch, &mut usage);
                     gradients.prepare(unit, &mut usage);
                     passes.leave_output(microbatch, &mut usage);
                     gradients.open(unit, &mut usage);
@@ -62,13 +71,17 @@ pub(crate) fn walk(
                 Action::Unshard { unit } => parameters.unshard(unit, &mut usage),
                 Action::Reshard { unit } => parameters.reshard(unit),
                 Action::ReduceGrad { unit } => gradients.reduce(unit, &mut usage),
-                // Other states than activations are on their way through memory of the host.
                 Action::Fetch(_) => (),
-                Action::Evict(StateOf { class, unit, microbatch }) => match class {
-                    StateClass::Activations => passes.evict(unit, microbatch, &mut usage),
-                    StateClass::Gradients if !is_finished => gradients.finish_ahead(unit, &mut usage),
-                    _ => (),
-                },
+                Action::Evict(state @ StateOf { class, unit, microbatch }) => {
+                    match class {
+                        StateClass::Activations => {
+                            host.evict_activations(passes.evict(unit, microbatch, &mut usage));
+                        }
+                        StateClass::Gradients if !is_finished => gradients.finish_ahead(unit, &mut usage),
+                        _ => (),
+                    }
+                    host.evict(state);
+                }
                 Action::Step { unit } => {
                     if !std::mem::replace(&mut is_finished, true) {
                         gradients.finish(&mut usage);
@@ -80,5 +93,5 @@ pub(crate) fn walk(
             see(action, usage.line_peaks());
         }
     }
-    usage.found()
+    Prediction { host: host.peak(), ..usage.found() }
 }
