@@ -103,6 +103,15 @@ pub enum CheckpointError {
         /// Bytes of the buffer.
         found: usize,
     },
+    /// A tensor could not be brought to be written.
+    #[error("cannot bring tensor '{name}' from where it is")]
+    Source {
+        /// The tensor.
+        name: String,
+        /// What prevents it.
+        #[source]
+        source: Box<dyn std::error::Error + Send + Sync>,
+    },
     /// A dtype that cannot be read into any of the program's dtypes.
     #[error("tensor '{name}' is stored as {dtype}, which cannot be read; convert it to F32, F16 or BF16")]
     UnreadableDType {

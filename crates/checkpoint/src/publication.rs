@@ -73,21 +73,19 @@ impl Publication<'_> {
 mod tests {
     use super::*;
     use crate::folder::{FolderNames, find_latest};
-    use crate::{LocalTensor, Snapshot, save};
+    use crate::{InMemory, Snapshot, save};
     use std::fs;
     use trireme_base::DType;
     use trireme_plan::{Mesh, TensorPlacement};
 
     fn save_alone(folder: &Path, step: u64, keep_latest_k: usize) {
         let mesh = Mesh::data_parallel(1);
-        let tensors = [LocalTensor {
-            placement: TensorPlacement::replicated("w", &[4], DType::U8, &mesh),
-            bytes: &[step as u8; 4],
-        }];
+        let tensors = [TensorPlacement::replicated("w", &[4], DType::U8, &mesh)];
         let state = serde_json::json!({ "step": step });
         let files = [ExtraFile { name: "config.toml", contents: b"seed = 1" }];
         let snapshot = Snapshot { step, mesh: &mesh, tensors: &tensors, state: &state, files: &files };
-        save(&trireme_comm::single(), folder, &snapshot, keep_latest_k).unwrap();
+        let values = [&[step as u8; 4][..]];
+        save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), keep_latest_k).unwrap();
     }
 
     /// All that happens to `folder` when step 30 is saved, given a finished `model` of that checkpoint.

@@ -18,13 +18,27 @@ use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 
-/// A tensor of the job and what this rank holds of it.
-#[derive(Debug, Clone)]
-pub struct LocalTensor<'a> {
-    /// The whole tensor and how it lies on the mesh.
-    pub placement: TensorPlacement,
-    /// The elements of this rank's extents one after the other, each row-major; empty if the rank holds none.
-    pub bytes: &'a [u8],
+/// What a rank holds of a job's tensors, which need not be in memory all at once.
+pub trait TensorSource {
+    /// Shows `write` the elements that this rank holds of tensor `index` of the snapshot, those of its extents one after the
+    /// other, each row-major. Tensors that are written come in the order of the snapshot, those of larger elements first.
+    ///
+    /// # Errors
+    /// What `write` returns, and [`CheckpointError::Source`].
+    fn with_bytes(&mut self, index: usize, write: WriteBytes<'_>) -> Result<(), CheckpointError>;
+}
+
+/// Takes the bytes of a tensor.
+pub type WriteBytes<'a> = &'a mut dyn FnMut(&[u8]) -> Result<(), CheckpointError>;
+
+/// Tensors that are in memory: for each, what this rank holds of it.
+#[derive(Debug, Clone, Copy)]
+pub struct InMemory<'a>(pub &'a [&'a [u8]]);
+
+impl TensorSource for InMemory<'_> {
+    fn with_bytes(&mut self, index: usize, write: WriteBytes<'_>) -> Result<(), CheckpointError> {
+        write(self.0[index])
+    }
 }
 
 /// What a checkpoint shall hold, as one rank sees it. All ranks give the same step, mesh and placements;
@@ -35,9 +49,9 @@ pub struct Snapshot<'a> {
     pub step: u64,
     /// The ranks.
     pub mesh: &'a Mesh,
-    /// Every tensor of the job: weights under their Hugging Face names, optimizer state under names that
-    /// begin with [`crate::OPTIMIZER_PREFIX`].
-    pub tensors: &'a [LocalTensor<'a>],
+    /// Every tensor of the job, and how it lies on the mesh: weights under their Hugging Face names, optimizer state under
+    /// names that begin with [`crate::OPTIMIZER_PREFIX`].
+    pub tensors: &'a [TensorPlacement],
     /// Whatever else is needed to go on: sampler position, random state, metrics. Numbers that must come
     /// back bit by bit belong here as integers.
     pub state: &'a serde_json::Value,
@@ -54,7 +68,8 @@ pub struct Snapshot<'a> {
 /// names it in `latest`. A crash at any moment leaves the checkpoints that were complete; unfinished
 /// folders are removed by the next save, so a folder of checkpoints belongs to one run.
 ///
-/// Cost: every byte of the state is written once, by one rank; three exchanges of small messages.
+/// Cost: every byte of the state is written once, by one rank; three exchanges of small messages; memory for what
+/// `source` has at hand.
 ///
 /// # Errors
 /// If it fails on one rank it fails on all, each with the rank and the reason, and the unfinished folder is
@@ -63,11 +78,12 @@ pub fn save(
     group: &Group,
     folder: &Path,
     snapshot: &Snapshot<'_>,
+    source: &mut dyn TensorSource,
     keep_latest_k: usize,
 ) -> Result<PathBuf, CheckpointError> {
     let saving = Saving { group, folder, snapshot };
     let partial_name = (group.rank() == Rank::ROOT).then(|| step_name(snapshot.step) + &partial_suffix());
-    let result = saving.run(partial_name.as_deref(), keep_latest_k);
+    let result = saving.run(partial_name.as_deref(), source, keep_latest_k);
     if result.is_err() {
         // Best effort: the error to report is the first one, and the next save tries again.
         if let Some(name) = partial_name {
@@ -104,7 +120,12 @@ struct Shard {
 
 impl Saving<'_> {
     /// The whole save on one rank; `partial_name` is rank 0's.
-    fn run(&self, partial_name: Option<&str>, keep_latest_k: usize) -> Result<PathBuf, CheckpointError> {
+    fn run(
+        &self,
+        partial_name: Option<&str>,
+        source: &mut dyn TensorSource,
+        keep_latest_k: usize,
+    ) -> Result<PathBuf, CheckpointError> {
         let opened = self.plan().and_then(|plan| {
             partial_name.map_or(Ok(()), |name| self.begin(name))?;
             Ok(plan)
@@ -117,7 +138,7 @@ impl Saving<'_> {
             return Err(CheckpointError::RanksDisagree { rank: Rank(rank) });
         }
         let agreed_name = openings[0].partial_name.as_deref().expect("rank 0 names the folder");
-        let written = self.write_shard(&self.folder.join(agreed_name), &plan[self.group.rank().0]);
+        let written = self.write_shard(&self.folder.join(agreed_name), &plan[self.group.rank().0], source);
         let (_, shards) = self.agree(written, Option::clone)?;
         let published = partial_name.map_or(Ok(()), |name| self.publish(name, &plan, &shards, keep_latest_k));
         self.agree(published, |()| ())?;
@@ -152,7 +173,7 @@ impl Saving<'_> {
         let mut checksum = crc32fast::Hasher::new();
         checksum.update(format!("{} {:?}", self.snapshot.step, self.snapshot.mesh).as_bytes());
         for tensor in self.snapshot.tensors {
-            checksum.update(format!("{:?}", tensor.placement).as_bytes());
+            checksum.update(format!("{tensor:?}").as_bytes());
         }
         checksum.finalize()
     }
@@ -170,17 +191,7 @@ impl Saving<'_> {
                 return Err(CheckpointError::FileName { name: file.name.to_owned() });
             }
         }
-        for LocalTensor { placement, bytes } in tensors {
-            let extents = placement.extents(mesh, self.group.rank())?;
-            let expected = extents.iter().map(Extent::num_elements).sum::<usize>() * placement.dtype.size();
-            if bytes.len() != expected {
-                let (name, found) = (placement.name.clone(), bytes.len());
-                return Err(CheckpointError::WrongLength { name, expected, found });
-            }
-        }
-        let placements: Vec<TensorPlacement> =
-            tensors.iter().map(|tensor| tensor.placement.clone()).collect();
-        plan_save(&placements, mesh, PART_BYTES_MAX)
+        plan_save(tensors, mesh, PART_BYTES_MAX)
     }
 
     /// Rank 0: makes sure nothing complete is in the way, and creates the unfinished folder.
@@ -197,23 +208,40 @@ impl Saving<'_> {
     }
 
     /// Writes and syncs this rank's file, unless it has nothing to write.
-    fn write_shard(&self, partial: &Path, parts: &[WritePart]) -> Result<Option<Shard>, CheckpointError> {
+    fn write_shard(
+        &self,
+        partial: &Path,
+        parts: &[WritePart],
+        source: &mut dyn TensorSource,
+    ) -> Result<Option<Shard>, CheckpointError> {
         if parts.is_empty() {
             return Ok(None);
         }
         let rank = self.group.rank();
         let described = parts.iter().map(|part| {
-            let TensorPlacement { name, shape, dtype, .. } = &self.snapshot.tensors[part.tensor].placement;
+            let TensorPlacement { name, shape, dtype, .. } = &self.snapshot.tensors[part.tensor];
             (part_name(name, shape, &part.extent), *dtype, part.extent.shape.as_slice())
         });
         let mut writer = SafetensorsWriter::create(&partial.join(shard_name(rank.0)), described)?;
         let mut part_crc32s = Vec::with_capacity(parts.len());
-        for part in parts {
-            let LocalTensor { placement, bytes } = &self.snapshot.tensors[part.tensor];
-            let held = placement.extents(self.snapshot.mesh, rank)?;
-            let first = position_in_any(&held, &part.extent) * placement.dtype.size();
-            let len = part.extent.num_elements() * placement.dtype.size();
-            part_crc32s.push(writer.write(&bytes[first..first + len])?);
+        // Parts of a tensor are neighbours.
+        for parts in parts.chunk_by(|a, b| a.tensor == b.tensor) {
+            let index = parts[0].tensor;
+            let TensorPlacement { name, dtype, .. } = &self.snapshot.tensors[index];
+            let held = self.snapshot.tensors[index].extents(self.snapshot.mesh, rank)?;
+            let expected = held.iter().map(Extent::num_elements).sum::<usize>() * dtype.size();
+            source.with_bytes(index, &mut |bytes| {
+                if bytes.len() != expected {
+                    let (name, found) = (name.clone(), bytes.len());
+                    return Err(CheckpointError::WrongLength { name, expected, found });
+                }
+                for part in parts {
+                    let first = position_in_any(&held, &part.extent) * dtype.size();
+                    let len = part.extent.num_elements() * dtype.size();
+                    part_crc32s.push(writer.write(&bytes[first..first + len])?);
+                }
+                Ok(())
+            })?;
         }
         Ok(Some(Shard { file: writer.finish()?, part_crc32s }))
     }
@@ -248,9 +276,9 @@ impl Saving<'_> {
     }
 
     fn manifest(&self, plan: &[Vec<WritePart>], shards: &[Option<Shard>]) -> Manifest {
-        let entry = |LocalTensor { placement, .. }: &LocalTensor<'_>| {
-            let (dtype, shape) = (stored(placement.dtype), placement.shape.clone());
-            (placement.name.clone(), TensorEntry { dtype, shape, parts: Vec::new() })
+        let entry = |tensor: &TensorPlacement| {
+            let (dtype, shape) = (stored(tensor.dtype), tensor.shape.clone());
+            (tensor.name.clone(), TensorEntry { dtype, shape, parts: Vec::new() })
         };
         let mut tensors: BTreeMap<_, _> = self.snapshot.tensors.iter().map(entry).collect();
         let extra = |file: &ExtraFile<'_>| {
@@ -262,7 +290,7 @@ impl Saving<'_> {
             let Some(shard) = shard else { continue };
             files.insert(shard_name(rank), shard.file.clone());
             for (part, &crc32) in parts.iter().zip(&shard.part_crc32s) {
-                let name = &self.snapshot.tensors[part.tensor].placement.name;
+                let name = &self.snapshot.tensors[part.tensor].name;
                 let tensor = tensors.get_mut(name).expect("every tensor has an entry");
                 let (file, extent) = (shard_name(rank), part.extent.clone());
                 tensor.parts.push(PartEntry { file, extent, crc32 });

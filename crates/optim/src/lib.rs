@@ -27,5 +27,5 @@ pub use loss_scaler::{LossScaler, LossScalerState, LossScaling};
 pub use lr::{Decay, LrSchedule};
 pub use optimizer::{Optimizer, StepSettings};
 pub use shards::{ShardOps, WholeUnits};
-pub use states::StateInfo;
+pub use states::{State, StateInfo};
 pub use trireme_tensor::StateDType;

@@ -10,7 +10,8 @@ use crate::share::{Rule, Share};
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_tensor::{
-    Device, DeviceError, FactoredMatrix, OptimizerState, ParameterTable, StateDType, UnitInfo, View, ViewMut,
+    Device, DeviceError, FactoredMatrix, OptimizerState, ParameterTable, StateDType, Tensor, UnitInfo, View,
+    ViewMut,
 };
 
 /// What changes from step to step.
@@ -124,17 +125,44 @@ impl Optimizer {
         parts: &[Range<usize>],
         device: &Device,
     ) -> Result<Self, DeviceError> {
+        Self::build(options, table, parts, device, true)
+    }
+
+    /// As [`new`](Optimizer::new), but the state has no memory yet: no more than a unit's is taken at a time, and given back.
+    /// [`for_each_memory`](Optimizer::for_each_memory) lets it be taken and set to zeros.
+    pub fn without_memory(
+        options: &OptimizerOptions,
+        table: &Arc<ParameterTable>,
+        parts: &[Range<usize>],
+        device: &Device,
+    ) -> Result<Self, DeviceError> {
+        Self::build(options, table, parts, device, false)
+    }
+
+    fn build(
+        options: &OptimizerOptions,
+        table: &Arc<ParameterTable>,
+        parts: &[Range<usize>],
+        device: &Device,
+        has_memory: bool,
+    ) -> Result<Self, DeviceError> {
         assert_eq!(parts.len(), table.units().len(), "one part for each unit");
-        let units = (table.units().iter().zip(parts))
-            .map(|(unit, part)| UnitBuilder { options, table, unit, part, device }.shares())
-            .collect::<Result<_, DeviceError>>()?;
-        Ok(Optimizer {
-            kind: options.kind,
-            table: Arc::clone(table),
-            parts: parts.to_vec(),
-            units,
-            sums: Vec::new(),
-        })
+        let (kind, table, sums) = (options.kind, Arc::clone(table), Vec::new());
+        let mut optimizer = Optimizer { kind, table, parts: parts.to_vec(), units: Vec::new(), sums };
+        for (index, part) in parts.iter().enumerate() {
+            let table = &optimizer.table;
+            let unit = UnitBuilder { options, table, unit: &table.units()[index], part, device }.shares()?;
+            optimizer.units.push(unit);
+            if !has_memory {
+                optimizer.for_each_memory(index, Tensor::release);
+            }
+        }
+        Ok(optimizer)
+    }
+
+    /// Units of the model.
+    pub fn num_units(&self) -> usize {
+        self.units.len()
     }
 
     /// Updates this optimizer's part of a unit, from its gradient.

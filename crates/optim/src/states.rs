@@ -24,41 +24,67 @@ pub struct StateInfo<'a> {
     pub held: Range<usize>,
 }
 
+/// One state of one parameter, wherever its memory is.
+pub struct State<'a> {
+    /// What it is.
+    pub info: StateInfo<'a>,
+    source: Source<'a>,
+}
+
+enum Source<'a> {
+    Moments(&'a Tensor),
+    Of(&'a OptimizerState, &'a Members, &'a Member),
+}
+
+impl<'a> State<'a> {
+    /// The values that are here: borrowed if they are kept in f32.
+    ///
+    /// # Panics
+    /// If the unit's memory is elsewhere.
+    pub fn values(&self, device: &Device) -> Cow<'a, [f32]> {
+        match self.source {
+            Source::Moments(moments) => Cow::Borrowed(moments.view().f32s()),
+            Source::Of(state, members, member) => values(device, members, member, state),
+        }
+    }
+}
+
 impl Optimizer {
-    /// Every state of every parameter, with the values that are here: borrowed if they are kept in f32. Rows and columns of
-    /// Adafactor are alike on all ranks.
-    pub fn states(&self, device: &Device) -> Vec<(StateInfo<'_>, Cow<'_, [f32]>)> {
+    /// Every state of every parameter of a unit. Rows and columns of Adafactor are alike on all ranks.
+    pub fn states(&self, unit: usize) -> Vec<State<'_>> {
         let mut found = Vec::new();
-        for share in self.units.iter().flatten() {
+        for share in &self.units[unit] {
             let (members, names, states) = match share {
                 UnitShare::Elements(share) => (&share.members, share.rule.states(), &share.states),
                 UnitShare::Muon(share) => (&share.members, MUON_STATES, &share.states),
                 UnitShare::Factored(share) => {
                     for (name, moments) in FACTORED_STATES.into_iter().zip(share.moments()) {
-                        let values = Cow::Borrowed(moments.view().f32s());
-                        found.push((self.factored_info(name, share.member(), moments.shape()), values));
+                        let info = self.factored_info(name, share.member(), moments.shape());
+                        found.push(State { info, source: Source::Moments(moments) });
                     }
                     continue;
                 }
             };
             for ((name, _), state) in names.iter().zip(states) {
                 for member in &members.list {
-                    found.push((self.info(name, member), values(device, members, member, state)));
+                    let source = Source::Of(state, members, member);
+                    found.push(State { info: self.info(name, member), source });
                 }
             }
         }
         found
     }
 
-    /// Sets every state that [`Optimizer::states`] lists to what `read` writes.
+    /// Sets every state that [`Optimizer::states`] lists of a unit to what `read` writes.
     pub fn load_states<E>(
         &mut self,
+        unit: usize,
         device: &Device,
         mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let table = &self.table;
         let mut buffer = Vec::new();
-        for share in self.units.iter_mut().flatten() {
+        for share in &mut self.units[unit] {
             let (members, names, states) = match share {
                 UnitShare::Elements(share) => (&share.members, share.rule.states(), &mut share.states),
                 UnitShare::Muon(share) => (&share.members, MUON_STATES, &mut share.states),

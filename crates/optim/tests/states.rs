@@ -5,7 +5,8 @@ mod common;
 use common::{ADAMW, KINDS, Weights, bits, device, grads, step, table, train, weights};
 use std::sync::Arc;
 use trireme_optim::{
-    Optimizer, OptimizerKind, OptimizerOptions, ParameterGroup, StateDType, StepSettings, WholeUnits,
+    Optimizer, OptimizerKind, OptimizerOptions, ParameterGroup, StateDType, StateInfo, StepSettings,
+    WholeUnits,
 };
 use trireme_tensor::{Category, Device, ParameterTable};
 
@@ -15,7 +16,9 @@ const DTYPES: [StateDType; 3] = [StateDType::F32, StateDType::Bf16, StateDType::
 type Saved = Vec<(String, Vec<f32>)>;
 
 fn save(optimizer: &Optimizer, device: &Device) -> Saved {
-    let named = optimizer.states(device).into_iter().map(|(info, values)| {
+    let units = 0..optimizer.num_units();
+    let named = units.flat_map(|unit| optimizer.states(unit)).map(|state| {
+        let (info, values) = (&state.info, state.values(device));
         assert_eq!(info.held, 0..info.shape.num_elements());
         assert_eq!(values.len(), info.held.len());
         (format!("{}.{}", info.name, info.parameter.name), values.into_owned())
@@ -24,14 +27,15 @@ fn save(optimizer: &Optimizer, device: &Device) -> Saved {
 }
 
 fn load(optimizer: &mut Optimizer, device: &Device, saved: &Saved) {
-    optimizer
-        .load_states(device, |info, out| {
+    for unit in 0..optimizer.num_units() {
+        let read = |info: &StateInfo<'_>, out: &mut [f32]| {
             let name = format!("{}.{}", info.name, info.parameter.name);
             let (_, values) = saved.iter().find(|(found, _)| *found == name).ok_or(name)?;
             out.copy_from_slice(values);
             Ok::<(), String>(())
-        })
-        .unwrap();
+        };
+        optimizer.load_states(unit, device, read).unwrap();
+    }
 }
 
 fn run(

@@ -31,6 +31,14 @@ pub(crate) struct RankParameters {
     layout: Layout,
 }
 
+/// Where shards lie that are apart from what operations read.
+#[derive(Debug)]
+pub(crate) struct ShardMemory {
+    pub(crate) device: Device,
+    /// Whether they have memory all the time.
+    pub(crate) is_at_hand: bool,
+}
+
 #[derive(Debug)]
 enum Layout {
     /// What is read is what is stepped.
@@ -48,7 +56,8 @@ impl RankParameters {
         zero_stage: ZeroStage,
         (precision, spared): (Precision, ZeroPlusPlus),
         ranks: &DataParallelRanks,
-        (device, shards_device): (&Device, &Device),
+        device: &Device,
+        shards: &ShardMemory,
     ) -> Result<Self, ParallelError> {
         let group = ranks.shards();
         let parts = table.shards(group.rank().0, group.world_size());
@@ -75,10 +84,8 @@ impl RankParameters {
                         Box::new(Gathered::<F16>::new(table, group, device, is_kept)?.sparing(spared, ranks)?)
                     }
                 };
-                Layout::Apart {
-                    shards: Parameters::zeros_of(table, parts.clone(), shards_device, category)?,
-                    wholes,
-                }
+                let make = if shards.is_at_hand { Parameters::zeros_of } else { Parameters::without_memory };
+                Layout::Apart { shards: make(table, parts.clone(), &shards.device, category)?, wholes }
             }
         };
         Ok(RankParameters { table: Arc::clone(table), parts, layout })
@@ -123,15 +130,16 @@ impl RankParameters {
         [self.parts[unit].len()].into()
     }
 
-    /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
-    /// is, and the elements, in order.
+    /// Calls `write` with the description of each parameter of a unit of which this rank steps something, which of its
+    /// elements that is, and the elements, in order.
     pub(crate) fn for_each_mut<E>(
         &mut self,
+        unit: usize,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (table, parts) = (Arc::clone(&self.table), self.parts.clone());
-        for (info, held, within) in table.held(&parts) {
-            write(info, held, &mut self.shard_mut(info.unit).f32s()[within])?;
+        for (info, held, within) in table.held(&parts).filter(|(info, ..)| info.unit == unit) {
+            write(info, held, &mut self.shard_mut(unit).f32s()[within])?;
         }
         Ok(())
     }
@@ -155,17 +163,15 @@ impl RankParameters {
         self.wholes_mut().map_or(Ok(()), |wholes| wholes.ensure(unit, waiting))
     }
 
-    /// Brings whole copies that stay up to date with the shards, and drops others. Collective over the shards.
-    pub(crate) fn refresh(&mut self) -> Result<(), ParallelError> {
+    /// Drops copies that are out of date once shards are loaded, on all ranks alike: one may have written nothing of a unit.
+    pub(crate) fn forget(&mut self) {
         let num_units = self.parts.len();
-        // A rank may have written nothing of a unit, but which copies there are all ranks must see alike.
         self.wholes_mut().into_iter().for_each(|wholes| (0..num_units).for_each(|unit| wholes.forget(unit)));
-        if self.wholes_mut().is_none_or(|wholes| !wholes.are_kept()) {
-            return Ok(());
-        }
-        let mut waiting = Waiting::default();
-        (0..self.parts.len()).try_for_each(|unit| self.unshard(unit))?;
-        (0..self.parts.len()).try_for_each(|unit| self.ensure(unit, &mut waiting))
+    }
+
+    /// Whether there are whole copies that stay, beside the shards.
+    pub(crate) fn are_wholes_kept(&mut self) -> bool {
+        self.wholes_mut().is_some_and(|wholes| wholes.are_kept())
     }
 
     fn wholes_mut(&mut self) -> Option<&mut dyn Wholes> {

@@ -51,8 +51,10 @@ fn step(executor: &mut Executor, step: u64, grad_norm: GradNorm, batch: Batch) -
 /// Bits of parameters and optimizer state.
 fn all_bits(executor: &Executor) -> Vec<u32> {
     let mut bits = parameter_bits(executor);
-    for (_, values) in executor.optimizer().states(executor.device()) {
-        bits.extend(values.iter().map(|value| value.to_bits()));
+    for unit in 0..executor.model().num_units() {
+        for state in executor.optimizer().states(unit) {
+            bits.extend(state.values(executor.device()).iter().map(|value| value.to_bits()));
+        }
     }
     bits
 }

@@ -64,8 +64,9 @@ fn kept(executor: &Executor) -> Vec<u64> {
 
 /// Both moments, as bits.
 fn moments(executor: &Executor) -> Vec<u32> {
-    let states = executor.optimizer().states(executor.device());
-    states.iter().flat_map(|(_, values)| values.iter().map(|value| value.to_bits())).collect()
+    let states = (0..executor.model().num_units()).flat_map(|unit| executor.optimizer().states(unit));
+    let bits = |values: &[f32]| values.iter().map(|value| value.to_bits()).collect::<Vec<u32>>();
+    states.flat_map(|state| bits(&state.values(executor.device()))).collect()
 }
 
 #[test]

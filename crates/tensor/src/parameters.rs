@@ -248,6 +248,24 @@ impl Parameters {
         Ok(Parameters { table: Arc::clone(table), parts, flats })
     }
 
+    /// The same without memory, which [`memory_mut`](Parameters::memory_mut) lets be taken: no more than a unit's is taken at a
+    /// time, and given back.
+    pub fn without_memory(
+        table: &Arc<ParameterTable>,
+        parts: Vec<Range<usize>>,
+        device: &Device,
+        category: Category,
+    ) -> Result<Self, DeviceError> {
+        assert_eq!(parts.len(), table.units().len(), "one part for each unit");
+        let flat = |part: &Range<usize>| {
+            let mut flat = device.empty([part.len()].into(), DType::F32, category)?;
+            flat.release();
+            Ok(flat)
+        };
+        let flats = parts.iter().map(flat).collect::<Result<_, DeviceError>>()?;
+        Ok(Parameters { table: Arc::clone(table), parts, flats })
+    }
+
     /// The table that these values are for.
     pub fn table(&self) -> &Arc<ParameterTable> {
         &self.table

@@ -1,23 +1,25 @@
 //! What a run keeps in its checkpoints, and how it goes on from one.
 
-use crate::compression::{CompressionState, add_compressors, read_compressors};
+use crate::compression::{CompressionState, compressor_bytes, compressor_placements, read_compressors};
 use crate::config::{Config, Resume};
 use crate::error::TrainError;
-use crate::fp8::{add_histories, read_histories};
+use crate::fp8::{history_placements, read_histories};
 use crate::observer::Observer;
 use crate::weights::{checked_weights, read_extents, read_held};
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, ExtraFile, LatestCheckpoint, LocalTensor, OPTIMIZER_PREFIX,
-    Snapshot, find_latest, list_checkpoints, save,
+    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, ExtraFile, LatestCheckpoint,
+    OPTIMIZER_PREFIX, Snapshot, TensorSource, WriteBytes, find_latest, list_checkpoints, save,
 };
 use trireme_data::{TokenFile, Tokenizer};
 use trireme_optim::{LossScalerState, StateInfo};
-use trireme_parallel::{Executor, parameter_placements};
+use trireme_parallel::{Executor, ParallelError, parameter_placements};
 use trireme_plan::{Mesh, Placement, TensorPlacement};
+use trireme_schedule::StateClass;
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
 /// counter, so the seed and the next sample are all of the generator's state.
@@ -85,35 +87,30 @@ pub(crate) struct RunFiles {
 
 /// Writes a checkpoint of all ranks. Collective.
 pub(crate) fn write_checkpoint(
-    executor: &Executor,
+    executor: &mut Executor,
     run_folder: &Path,
     state: &TrainingState,
     files: &RunFiles,
     tokenizer: &Tokenizer,
     keep_latest_k: usize,
 ) -> Result<PathBuf, TrainError> {
-    let group = executor.group();
     let mesh = executor.ranks().mesh();
-    let mut tensors = Vec::new();
-    let placements = parameter_placements(executor.model().table(), &mesh);
-    for (placement, info) in placements.iter().zip(executor.model().table().parameters()) {
-        let range = &executor.parts()[info.unit];
-        let values = info.held(range).map_or(&[][..], |held| {
-            let first = info.offset + held.start - range.start;
-            &executor.shard(info.unit).f32s()[first..first + held.len()]
-        });
-        let bytes = bytemuck::cast_slice(values);
-        tensors.push(LocalTensor { placement: placement.clone(), bytes });
-    }
-    let optimizer_states = executor.optimizer().states(executor.device());
-    for (info, values) in &optimizer_states {
-        let placement = state_placement(info, &placements, &mesh);
-        tensors.push(LocalTensor { placement, bytes: bytemuck::cast_slice(values) });
+    let mut tensors = parameter_placements(executor.model().table(), &mesh);
+    let mut entries: Vec<Entry> = (0..tensors.len()).map(Entry::Parameter).collect();
+    for unit in 0..executor.model().num_units() {
+        for (index, found) in executor.optimizer().states(unit).iter().enumerate() {
+            tensors.push(state_placement(&found.info, &tensors, &mesh));
+            entries.push(Entry::OptimizerState { unit, index });
+        }
     }
     if let Some(state) = executor.fp8_state() {
-        add_histories(&mut tensors, state, executor.model().table(), &mesh);
+        tensors.extend(history_placements(state, executor.model().table(), &mesh));
+        entries.extend(
+            (entries.len()..tensors.len()).enumerate().map(|(layer, _)| Entry::AmaxHistory { layer }),
+        );
     }
-    add_compressors(&mut tensors, executor, &mesh);
+    tensors.extend(compressor_placements(executor, &mesh));
+    entries.extend((entries.len()..tensors.len()).enumerate().map(|(index, _)| Entry::Compressor { index }));
     let (tokenizer_name, tokenizer) = tokenizer.file();
     let files = [
         ExtraFile { name: "config.toml", contents: files.config_toml.as_bytes() },
@@ -124,7 +121,89 @@ pub(crate) fn write_checkpoint(
     let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
     let snapshot =
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
-    Ok(save(group, &run_folder.join(CHECKPOINTS_FOLDER), &snapshot, keep_latest_k)?)
+    let (group, folder) = (Arc::clone(executor.ranks().world()), run_folder.join(CHECKPOINTS_FOLDER));
+    let mut source = RunTensors { executor, entries: &entries, tensors: &tensors, brought: None };
+    let path = save(&group, &folder, &snapshot, &mut source, keep_latest_k)?;
+    source.send_back()?;
+    Ok(path)
+}
+
+/// What a tensor of a checkpoint is.
+#[derive(Debug, Clone, Copy)]
+enum Entry {
+    /// By its place in the model's table.
+    Parameter(usize),
+    /// By its place among the unit's.
+    OptimizerState { unit: usize, index: usize },
+    /// Of fp8.
+    AmaxHistory { layer: usize },
+    /// By its place among all that compressors keep.
+    Compressor { index: usize },
+}
+
+/// The tensors of a run. Of state that lives on a disk a unit's is in memory at a time.
+struct RunTensors<'a> {
+    executor: &'a mut Executor,
+    entries: &'a [Entry],
+    tensors: &'a [TensorPlacement],
+    /// What was brought last.
+    brought: Option<(StateClass, usize)>,
+}
+
+impl RunTensors<'_> {
+    fn bring(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
+        if self.brought == Some((class, unit)) {
+            return Ok(());
+        }
+        self.send_back()?;
+        self.executor.bring_state(class, unit)?;
+        self.brought = Some((class, unit));
+        Ok(())
+    }
+
+    fn send_back(&mut self) -> Result<(), ParallelError> {
+        match self.brought.take() {
+            Some((class, unit)) => self.executor.send_state(class, unit, false),
+            None => Ok(()),
+        }
+    }
+}
+
+impl TensorSource for RunTensors<'_> {
+    fn with_bytes(&mut self, index: usize, write: WriteBytes<'_>) -> Result<(), CheckpointError> {
+        let entry = self.entries[index];
+        let brought = match entry {
+            Entry::Parameter(parameter) => {
+                let unit = self.executor.model().table().parameters()[parameter].unit;
+                self.bring(self.executor.weights_class(), unit)
+            }
+            Entry::OptimizerState { unit, .. } => self.bring(StateClass::Optimizer, unit),
+            Entry::AmaxHistory { .. } | Entry::Compressor { .. } => Ok(()),
+        };
+        let name = || self.tensors[index].name.clone();
+        brought.map_err(|error| CheckpointError::Source { name: name(), source: error.into() })?;
+        let executor = &*self.executor;
+        match entry {
+            Entry::Parameter(parameter) => {
+                let info = &executor.model().table().parameters()[parameter];
+                let range = &executor.parts()[info.unit];
+                let values = info.held(range).map_or(&[][..], |held| {
+                    let first = info.offset + held.start - range.start;
+                    &executor.shard(info.unit).f32s()[first..first + held.len()]
+                });
+                write(bytemuck::cast_slice(values))
+            }
+            Entry::OptimizerState { unit, index } => {
+                let states = executor.optimizer().states(unit);
+                write(bytemuck::cast_slice(&states[index].values(executor.device())))
+            }
+            Entry::AmaxHistory { layer } => {
+                let state = executor.fp8_state().expect("only fp8 has histories");
+                write(bytemuck::cast_slice(state.history(layer).0))
+            }
+            Entry::Compressor { index } => write(compressor_bytes(executor, index)),
+        }
+    }
 }
 
 /// Where a state of the optimizer lies: with its parameter, unless it has a shape of its own.
@@ -240,14 +319,10 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
-    executor.bring_states()?;
     executor.load_parameters(read_held(&checked_weights(&checkpoint.weights(), &model)?, ""))?;
-    executor.refresh()?;
-    let device = executor.device().clone();
-    executor.optimizer_mut().load_states(&device, |info, values| {
+    executor.load_optimizer(|info, values| {
         read_extents(checkpoint.tensors(), &state_name(info), info.shape, info.held.clone(), values)
     })?;
-    executor.send_states(true)?;
     if let Some(fp8) = executor.fp8_state_mut() {
         read_histories(checkpoint.tensors(), fp8, model.table(), path)?;
     }

@@ -4,7 +4,7 @@ use crate::error::TrainError;
 use crate::observer::Observer;
 use serde::{Deserialize, Serialize};
 use trireme_base::{DType, Rank};
-use trireme_checkpoint::{Checkpoint, LocalTensor, OPTIMIZER_PREFIX, StoredTensors};
+use trireme_checkpoint::{Checkpoint, OPTIMIZER_PREFIX, StoredTensors};
 use trireme_comm::{CodecName, Compressor, StateValues};
 use trireme_parallel::Executor;
 use trireme_plan::{Mesh, Placement, TensorPlacement};
@@ -74,16 +74,20 @@ impl CompressionState {
     }
 }
 
-/// Adds what every compressor has kept to a checkpoint.
-pub(crate) fn add_compressors<'a>(tensors: &mut Vec<LocalTensor<'a>>, executor: &'a Executor, mesh: &Mesh) {
-    for (unit, compressor) in executor.compressors() {
-        for (name, values) in compressor.state() {
-            let bytes = match values {
-                StateValues::F32(values) => bytemuck::cast_slice(values),
-                StateValues::U64(values) => bytemuck::cast_slice(values),
-            };
-            tensors.push(LocalTensor { placement: placement(unit, name, values, mesh), bytes });
-        }
+/// How what every compressor has kept lies in a checkpoint.
+pub(crate) fn compressor_placements(executor: &Executor, mesh: &Mesh) -> Vec<TensorPlacement> {
+    let of_unit = |(unit, compressor): (_, &Compressor)| -> Vec<TensorPlacement> {
+        compressor.state().map(|(name, values)| placement(unit, name, values, mesh)).collect()
+    };
+    executor.compressors().flat_map(of_unit).collect()
+}
+
+/// What a compressor has kept, in the order of [`compressor_placements`].
+pub(crate) fn compressor_bytes(executor: &Executor, index: usize) -> &[u8] {
+    let mut values = executor.compressors().flat_map(|(_, compressor)| compressor.state());
+    match values.nth(index).expect("the compressor was listed").1 {
+        StateValues::F32(values) => bytemuck::cast_slice(values),
+        StateValues::U64(values) => bytemuck::cast_slice(values),
     }
 }
 

@@ -4,7 +4,7 @@ use crate::config;
 use crate::error::TrainError;
 use std::path::Path;
 use trireme_base::DType;
-use trireme_checkpoint::{LocalTensor, OPTIMIZER_PREFIX, StoredTensors};
+use trireme_checkpoint::{OPTIMIZER_PREFIX, StoredTensors};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_tensor::{Fp8Formats, Fp8Recipe, Fp8State, ParameterId, ParameterTable};
 
@@ -29,18 +29,17 @@ fn names<'a>(state: &'a Fp8State, table: &'a ParameterTable) -> impl Iterator<It
     state.layers().iter().map(move |id| format!("{OPTIMIZER_PREFIX}fp8_amax_history.{}", name(id)))
 }
 
-/// Adds the amax history of every layer to a checkpoint.
-pub(crate) fn add_histories<'a>(
-    tensors: &mut Vec<LocalTensor<'a>>,
-    state: &'a Fp8State,
+/// How the amax history of every layer lies in a checkpoint.
+pub(crate) fn history_placements(
+    state: &Fp8State,
     table: &ParameterTable,
     mesh: &Mesh,
-) {
-    for (layer, name) in names(state, table).enumerate() {
-        let (history, shape) = state.history(layer);
-        let placement = TensorPlacement::replicated(name, &shape, DType::F32, mesh);
-        tensors.push(LocalTensor { placement, bytes: bytemuck::cast_slice(history) });
-    }
+) -> Vec<TensorPlacement> {
+    let placement = |(layer, name): (usize, String)| {
+        let (_, shape) = state.history(layer);
+        TensorPlacement::replicated(name, &shape, DType::F32, mesh)
+    };
+    names(state, table).enumerate().map(placement).collect()
 }
 
 /// Reads the amax history of every layer, as far as the checkpoint at `path` has them: runs without fp8 have none.
@@ -72,7 +71,7 @@ pub(crate) fn read_histories(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use trireme_checkpoint::{Checkpoint, Snapshot, save};
+    use trireme_checkpoint::{Checkpoint, InMemory, Snapshot, save};
 
     fn layers() -> (ParameterTable, Vec<ParameterId>) {
         let mut table = ParameterTable::default();
@@ -85,10 +84,12 @@ mod tests {
         Fp8State::new(Fp8Recipe { formats: Fp8Formats::Hybrid, amax_history_len, margin: 0 }, layers.to_vec())
     }
 
-    fn saved(tensors: &[LocalTensor<'_>], folder: &Path) -> Checkpoint {
+    fn saved(tensors: &[TensorPlacement], values: &[&[f32]], folder: &Path) -> Checkpoint {
         let (mesh, state) = (Mesh::data_parallel(1), serde_json::Value::Null);
+        let bytes: Vec<&[u8]> = values.iter().map(|values| bytemuck::cast_slice(values)).collect();
         let snapshot = Snapshot { step: 1, mesh: &mesh, tensors, state: &state, files: &[] };
-        Checkpoint::open(&save(&trireme_comm::single(), folder, &snapshot, 1).unwrap()).unwrap()
+        let path = save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&bytes), 1).unwrap();
+        Checkpoint::open(&path).unwrap()
     }
 
     #[test]
@@ -97,12 +98,11 @@ mod tests {
         let mut kept = state(&layers, 2);
         kept.advance(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]);
         kept.advance(&[0.1, 0.2, 0.3, 0.4, 0.5, 0.6]);
-        let mut tensors = Vec::new();
-        add_histories(&mut tensors, &kept, &table, &Mesh::data_parallel(1));
-        let names: Vec<&str> = tensors.iter().map(|tensor| tensor.placement.name.as_str()).collect();
+        let tensors = history_placements(&kept, &table, &Mesh::data_parallel(1));
+        let names: Vec<&str> = tensors.iter().map(|tensor| tensor.name.as_str()).collect();
         assert_eq!(names, ["optimizer.fp8_amax_history.in", "optimizer.fp8_amax_history.out"]);
         let folder = tempfile::tempdir().unwrap();
-        let checkpoint = saved(&tensors, folder.path());
+        let checkpoint = saved(&tensors, &[kept.history(0).0, kept.history(1).0], folder.path());
         let mut found = state(&layers, 2);
         read_histories(checkpoint.tensors(), &mut found, &table, folder.path()).unwrap();
         assert!((0..2).all(|layer| found.history(layer) == kept.history(layer)));
@@ -131,8 +131,7 @@ mod tests {
             let name = "optimizer.fp8_amax_history.out";
             let placement = TensorPlacement::replicated(name, &shape, dtype, &Mesh::data_parallel(1));
             let folder = tempfile::tempdir().unwrap();
-            let checkpoint =
-                saved(&[LocalTensor { placement, bytes: bytemuck::cast_slice(values) }], folder.path());
+            let checkpoint = saved(&[placement], &[values], folder.path());
             let read =
                 read_histories(checkpoint.tensors(), &mut state(&layers, 1), &table, Path::new("step-1"));
             let error = read.unwrap_err().to_string();

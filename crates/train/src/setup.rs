@@ -237,7 +237,10 @@ pub(crate) fn build_executor(
     let choices = choices.cloned().unwrap_or_else(|| StepChoices::given(config, &model));
     let moves = offload_options(config, choices.places, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
-    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
+    let parts = ranks.parts(model.table());
+    let is_moved = choices.places.moves(StateClass::Optimizer);
+    let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
+    let optimizer = make(&options, model.table(), &parts, optimizer_device)?;
     let program = step_program(config, &model, &choices);
     let options = executor_options(config);
     let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
@@ -246,10 +249,7 @@ pub(crate) fn build_executor(
         Some(folder) => {
             let source = WeightsSource::open(folder)?;
             let weights = checked_weights(&source.weights(), executor.model())?;
-            executor.bring_states()?;
             executor.load_parameters(read_held(&weights, ""))?;
-            executor.refresh()?;
-            executor.send_states(true)?;
         }
     }
     Ok(executor)

@@ -283,10 +283,8 @@ impl<'a> Trainer<'a> {
         let keep = self.config.checkpoint().keep_latest_k;
         let folder = self.config.run_folder();
         self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
-        self.executor.bring_states()?;
         let path =
-            write_checkpoint(&self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep)?;
-        self.executor.send_states(false)?;
+            write_checkpoint(&mut self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep)?;
         self.observer.checkpoint(self.state.step, &path);
         Ok(path)
     }

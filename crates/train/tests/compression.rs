@@ -9,7 +9,7 @@ use heard::Heard;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::time::Instant;
-use trireme_checkpoint::{Checkpoint, LocalTensor, Snapshot, StoredTensor, save};
+use trireme_checkpoint::{Checkpoint, InMemory, Snapshot, StoredTensor, save};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_testkit::run_ranks;
 use trireme_train::config::Config;
@@ -193,12 +193,9 @@ fn copy_with_nan(original: &Path, folder: &Path, damaged: &str) -> PathBuf {
         }
         (placement, bytes)
     };
-    let tensors: Vec<_> = checkpoint.tensors().iter().map(read).collect();
-    let tensors: Vec<LocalTensor<'_>> = tensors
-        .iter()
-        .map(|(placement, bytes)| LocalTensor { placement: placement.clone(), bytes })
-        .collect();
+    let (tensors, values): (Vec<_>, Vec<_>) = checkpoint.tensors().iter().map(read).unzip();
+    let values: Vec<&[u8]> = values.iter().map(|bytes| &bytes[..]).collect();
     let snapshot =
         Snapshot { step: 5, mesh: &mesh, tensors: &tensors, state: checkpoint.state(), files: &[] };
-    save(&trireme_comm::single(), folder, &snapshot, 1).unwrap()
+    save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), 1).unwrap()
 }

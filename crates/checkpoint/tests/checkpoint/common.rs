@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
-use trireme_checkpoint::{CheckpointError, ExtraFile, LocalTensor, Snapshot, save};
+use trireme_checkpoint::{CheckpointError, ExtraFile, InMemory, Snapshot, save};
 use trireme_comm::{Group, inproc_world};
 use trireme_plan::{Axis, Extent, Mesh, Placement, TensorPlacement};
 
@@ -71,11 +71,9 @@ pub(crate) fn save_changed(
         let mut held: Vec<Vec<u8>> =
             tensors.iter().map(|tensor| held_bytes(tensor, &mesh, group.rank())).collect();
         change(group.rank(), &mut held);
-        let local: Vec<LocalTensor<'_>> = (tensors.iter().zip(&held))
-            .map(|(placement, bytes)| LocalTensor { placement: placement.clone(), bytes })
-            .collect();
-        let snapshot = Snapshot { step, mesh: &mesh, tensors: &local, state: &state, files: &FILES };
-        save(group, folder, &snapshot, 0)
+        let held: Vec<&[u8]> = held.iter().map(|bytes| &bytes[..]).collect();
+        let snapshot = Snapshot { step, mesh: &mesh, tensors, state: &state, files: &FILES };
+        save(group, folder, &snapshot, &mut InMemory(&held), 0)
     })
 }
 

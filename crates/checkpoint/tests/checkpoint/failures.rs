@@ -4,7 +4,7 @@ use crate::common::{bytes, held_bytes, mesh, on_ranks, save_all, save_changed, t
 use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
-use trireme_checkpoint::{Checkpoint, CheckpointError, ExtraFile, LocalTensor, Snapshot, find_latest, save};
+use trireme_checkpoint::{Checkpoint, CheckpointError, ExtraFile, InMemory, Snapshot, find_latest, save};
 use trireme_plan::{Extent, Placement, TensorPlacement};
 
 fn example() -> [TensorPlacement; 2] {
@@ -137,12 +137,14 @@ fn a_rank_that_cannot_write_fails_the_save_everywhere() {
         let folder = if group.rank() == Rank(1) { elsewhere.path() } else { folder.path() };
         let mesh = mesh(2);
         let held = example().map(|tensor| held_bytes(&tensor, &mesh, group.rank()));
-        let [w, bias] = example();
-        let tensors =
-            [LocalTensor { placement: w, bytes: &held[0] }, LocalTensor { placement: bias, bytes: &held[1] }];
-        let snapshot =
-            Snapshot { step: 2, mesh: &mesh, tensors: &tensors, state: &serde_json::Value::Null, files: &[] };
-        save(group, folder, &snapshot, 0)
+        let snapshot = Snapshot {
+            step: 2,
+            mesh: &mesh,
+            tensors: &example(),
+            state: &serde_json::Value::Null,
+            files: &[],
+        };
+        save(group, folder, &snapshot, &mut InMemory(&[&held[0], &held[1]]), 0)
     });
     assert!(
         matches!(&results[0], Err(CheckpointError::SaveFailedElsewhere { rank: Rank(1), reason, .. }) if reason.contains("shard-00001")),
@@ -192,10 +194,10 @@ fn ranks_that_save_different_things_are_refused() {
         let mesh = mesh(2);
         let shape = [2 + group.rank().0];
         let placement = tensor("w", &shape, DType::U8, Placement::Replicate);
-        let tensors = [LocalTensor { placement, bytes: &[0; 3][..shape[0]] }];
+        let (tensors, bytes) = ([placement], [&[0; 3][..shape[0]]]);
         let snapshot =
             Snapshot { step: 2, mesh: &mesh, tensors: &tensors, state: &serde_json::Value::Null, files: &[] };
-        save(group, folder.path(), &snapshot, 0)
+        save(group, folder.path(), &snapshot, &mut InMemory(&bytes), 0)
     });
     for result in results {
         assert!(matches!(result, Err(CheckpointError::RanksDisagree { rank: Rank(1) })), "{result:?}");
@@ -211,12 +213,12 @@ fn files_that_would_escape_or_replace_the_checkpoints_own_are_refused() {
         let files = [ExtraFile { name, contents: b"" }];
         let snapshot =
             Snapshot { step: 1, mesh: &mesh, tensors: &[], state: &serde_json::Value::Null, files: &files };
-        let refused = reason(save(&trireme_comm::single(), folder.path(), &snapshot, 0));
+        let refused = reason(save(&trireme_comm::single(), folder.path(), &snapshot, &mut InMemory(&[]), 0));
         assert!(matches!(refused, CheckpointError::FileName { .. }), "{name}");
     }
     let wrong_mesh = crate::common::mesh(2);
     let snapshot =
         Snapshot { step: 1, mesh: &wrong_mesh, tensors: &[], state: &serde_json::Value::Null, files: &[] };
-    let refused = reason(save(&trireme_comm::single(), folder.path(), &snapshot, 0));
+    let refused = reason(save(&trireme_comm::single(), folder.path(), &snapshot, &mut InMemory(&[]), 0));
     assert!(matches!(refused, CheckpointError::MeshSize { mesh: 2, group: 1 }));
 }

@@ -266,7 +266,7 @@ mod tests {
     use super::*;
     use clap::Parser;
     use trireme_base::DType;
-    use trireme_checkpoint::{LocalTensor, Snapshot, save};
+    use trireme_checkpoint::{InMemory, Snapshot, save};
     use trireme_plan::{Mesh, TensorPlacement};
 
     #[derive(Parser)]
@@ -279,14 +279,14 @@ mod tests {
     fn run_folder() -> tempfile::TempDir {
         let run = tempfile::tempdir().unwrap();
         let mesh = Mesh::data_parallel(1);
-        let tensors = ["w", "optimizer.exp_avg.w"].map(|name| LocalTensor {
-            placement: TensorPlacement::replicated(name, &[3, 2], DType::F32, &mesh),
-            bytes: &[0; 24],
-        });
+        let tensors = ["w", "optimizer.exp_avg.w"]
+            .map(|name| TensorPlacement::replicated(name, &[3, 2], DType::F32, &mesh));
+        let zeros = [&[0; 24][..]; 2];
         let files = [ExtraFile { name: "config.json", contents: b"{}" }];
         let state = serde_json::json!({ "tokens_seen": 7 });
         let snapshot = Snapshot { step: 5, mesh: &mesh, tensors: &tensors, state: &state, files: &files };
-        save(&trireme_comm::single(), &run.path().join("checkpoints"), &snapshot, 0).unwrap();
+        let folder = run.path().join("checkpoints");
+        save(&trireme_comm::single(), &folder, &snapshot, &mut InMemory(&zeros), 0).unwrap();
         run
     }
 

@@ -10,7 +10,7 @@ use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Result, anyhow, bail};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use trireme_base::{Category, Rank};
+use trireme_base::{Bytes, Category, Rank};
 use trireme_checkpoint::ModelSource;
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
 use trireme_data::{Corpus, Sampler, bigram_baseline};
@@ -292,10 +292,12 @@ fn common_plan(
 /// What the run has taken of each worker's memory, beside what was predicted. Collective.
 fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
     let (peaks, total) = measured(trainer.executor().device());
+    // Without state elsewhere the host is the device.
+    let host = if plan.prediction.host > 0 { measured(trainer.executor().host()).1 } else { 0 };
     let own: Vec<u8> = Category::ALL
         .into_iter()
         .map(|category| peaks.get(category))
-        .chain([total])
+        .chain([total, host])
         .flat_map(|bytes| (bytes as u64).to_le_bytes())
         .collect();
     let all = trainer.executor().group().all_gather_bytes(&own).wait()?;
@@ -316,7 +318,16 @@ fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
             ("most of all", worst, most(num_categories)),
         ];
     }
-    Ok(format!("\n{}", table(&columns)))
+    let mut text = format!("\n{}", table(&columns));
+    if predicted.host > 0 {
+        let [predicted, measured] =
+            [predicted.host, most(num_categories + 1)].map(|bytes| Bytes(bytes as u64));
+        text += &format!(
+            "beside that, state that does not live on the device took {measured} of the host's memory; {predicted} were \
+             predicted at most, with transfers\n"
+        );
+    }
+    Ok(text)
 }
 
 /// How good the model is, beside what counting pairs of tokens achieves.

@@ -11,7 +11,7 @@ use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::offload::{OffloadOptions, Offloaded};
-use crate::parameters::RankParameters;
+use crate::parameters::{RankParameters, ShardMemory};
 use crate::ranks::DataParallelRanks;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::waiting::Waiting;
@@ -22,7 +22,7 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
-use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings};
+use trireme_optim::{LossScaler, LossScaling, Optimizer, StateInfo, StepSettings};
 use trireme_schedule::lowering::{self, Offload, shard};
 use trireme_schedule::{Action, Program, StateClass, ZeroStage, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
@@ -84,8 +84,11 @@ impl Executor {
             ZeroStage::Three => StateClass::Parameters,
             _ => StateClass::Optimizer,
         };
-        let devices = (device, offload.device_of(class, device));
-        let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, devices)?;
+        let shards = ShardMemory {
+            device: offload.device_of(class, device).clone(),
+            is_at_hand: !offload.places.moves(class),
+        };
+        let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, device, &shards)?;
         let devices = (device, offload.device_of(StateClass::Gradients, device));
         let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
         if optimizer.exchanges_momentum() {
@@ -123,7 +126,7 @@ impl Executor {
             waiting: Waiting::default(),
         };
         executor.expect_moves();
-        executor.send_states(true)?;
+        executor.send_zeros()?;
         Ok(executor)
     }
 
@@ -135,6 +138,11 @@ impl Executor {
     /// The device that this rank computes on.
     pub fn device(&self) -> &Device {
         &self.device
+    }
+
+    /// The host beside it, in whose memory state lives that is not on the device, or passes through.
+    pub fn host(&self) -> &Device {
+        &self.host
     }
 
     /// All ranks.
@@ -162,38 +170,68 @@ impl Executor {
         self.parameters.shard(unit)
     }
 
-    /// As [`shard`](Executor::shard), to load. [`refresh`](Executor::refresh) comes after.
+    /// As [`shard`](Executor::shard), to write, where it is at hand; whole copies are as they were.
     pub fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
         self.parameters.shard_mut(unit)
     }
 
     /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
-    /// is, and the elements, in order. [`refresh`](Executor::refresh) comes after.
+    /// is, and the elements, in order. Collective, unless it fails.
     ///
     /// # Errors
-    /// What `write` returns.
-    pub fn load_parameters<E>(
+    /// What `write` returns, and what keeps parameters from where they live.
+    pub fn load_parameters<E: From<ParallelError>>(
         &mut self,
-        write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
+        mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        self.parameters.for_each_mut(write)
+        let class = self.weights_class();
+        for unit in 0..self.model.num_units() {
+            self.bring_state(class, unit)?;
+            self.parameters.for_each_mut(unit, &mut write)?;
+            self.send_state(class, unit, true)?;
+        }
+        Ok(self.refresh()?)
+    }
+
+    /// Sets every state of the optimizer to what `read` writes.
+    ///
+    /// # Errors
+    /// What `read` returns, and what keeps state from where it lives.
+    pub fn load_optimizer<E: From<ParallelError>>(
+        &mut self,
+        mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for unit in 0..self.model.num_units() {
+            self.bring_state(StateClass::Optimizer, unit)?;
+            self.optimizer.load_states(unit, &self.device, &mut read)?;
+            self.send_state(StateClass::Optimizer, unit, true)?;
+        }
+        Ok(())
     }
 
     /// Makes the model's random initial parameters. Collective.
     pub fn initialize(&mut self, seed: u64) -> Result<(), ParallelError> {
-        self.bring_states()?;
-        let Executor { model, parameters, .. } = self;
-        parameters.for_each_mut(|info, held, values| {
+        let model = self.model.clone();
+        self.load_parameters(|info, held, values| {
             model.initialize(info, held.start, values, seed);
-            Ok::<(), ParallelError>(())
-        })?;
-        self.refresh()?;
-        self.send_states(true)
+            Ok(())
+        })
     }
 
     /// Brings what operations read up to date with the parameters that were loaded. Collective.
-    pub fn refresh(&mut self) -> Result<(), ParallelError> {
-        self.parameters.refresh()
+    fn refresh(&mut self) -> Result<(), ParallelError> {
+        self.parameters.forget();
+        if !self.parameters.are_wholes_kept() {
+            return Ok(());
+        }
+        let class = self.weights_class();
+        for unit in 0..self.model.num_units() {
+            self.bring_state(class, unit)?;
+            self.parameters.unshard(unit)?;
+            self.send_state(class, unit, false)?;
+        }
+        let mut waiting = Waiting::default();
+        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))
     }
 
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
@@ -220,11 +258,6 @@ impl Executor {
     /// The optimizer with its state.
     pub fn optimizer(&self) -> &Optimizer {
         &self.optimizer
-    }
-
-    /// The optimizer, to load.
-    pub fn optimizer_mut(&mut self) -> &mut Optimizer {
-        &mut self.optimizer
     }
 
     /// The scale of the loss.

@@ -104,48 +104,63 @@ impl Executor {
         unit: usize,
         read: impl FnOnce(View<'_>),
     ) -> Result<(), ParallelError> {
-        let class = match self.program.outline.zero_stage {
-            ZeroStage::Three => StateClass::Parameters,
-            _ => StateClass::Optimizer,
-        };
-        // What an update has made may still be on its way to the others.
-        self.parameters.ensure(unit, &mut Waiting::default())?;
-        if !self.offloaded.moves(class) {
-            read(self.parameters.shard(unit));
-            return Ok(());
-        }
-        self.restore(of_unit(class, unit))?;
+        let class = self.weights_class();
+        self.bring_state(class, unit)?;
         read(self.parameters.shard(unit));
-        self.evict_as(of_unit(class, unit), self.changed[unit])
+        self.send_state(class, unit, false)
     }
 
-    /// Brings parameters and the optimizer's state into memory, to save or load all of it.
-    /// [`send_states`](Executor::send_states) comes after.
-    pub fn bring_states(&mut self) -> Result<(), ParallelError> {
-        // What the last updates have made may still be on its way to the others.
-        let mut waiting = Waiting::default();
-        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))?;
-        for class in [StateClass::Optimizer, StateClass::Parameters] {
-            if self.offloaded.moves(class) {
-                let units = 0..self.model.num_units();
-                units.clone().try_for_each(|unit| self.restore(of_unit(class, unit)))?;
-            }
+    /// The class that what this rank steps of the parameters belongs to.
+    pub fn weights_class(&self) -> StateClass {
+        match self.program.outline.zero_stage {
+            ZeroStage::Three => StateClass::Parameters,
+            _ => StateClass::Optimizer,
+        }
+    }
+
+    /// Brings a unit's state of a class into memory, if it lives elsewhere. [`send_state`](Executor::send_state) comes after.
+    pub fn bring_state(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
+        // What the last update has made may still be on its way to the others.
+        self.parameters.ensure(unit, &mut Waiting::default())?;
+        self.restore(of_unit(class, unit))
+    }
+
+    /// Brings a unit's state back to where it lives.
+    pub fn send_state(
+        &mut self,
+        class: StateClass,
+        unit: usize,
+        has_changed: bool,
+    ) -> Result<(), ParallelError> {
+        if !self.offloaded.moves(class) {
+            return Ok(());
+        }
+        let has_changed = has_changed || class == self.weights_class() && self.changed[unit];
+        self.evict_as(of_unit(class, unit), has_changed)?;
+        if has_changed && class == self.weights_class() {
+            self.changed[unit] = false;
         }
         Ok(())
     }
 
-    /// Brings parameters and the optimizer's state back to where they live.
-    pub fn send_states(&mut self, have_changed: bool) -> Result<(), ParallelError> {
+    /// Brings all state that lives on a disk there: zeros, of one unit at a time.
+    pub(super) fn send_zeros(&mut self) -> Result<(), ParallelError> {
         for class in [StateClass::Optimizer, StateClass::Parameters] {
-            if self.offloaded.moves(class) {
-                let units = 0..self.model.num_units();
-                units.clone().try_for_each(|unit| self.evict_as(of_unit(class, unit), have_changed))?;
+            if !self.offloaded.moves(class) {
+                continue;
+            }
+            for unit in 0..self.model.num_units() {
+                let mut taken = Ok(());
+                self.with_memory(of_unit(class, unit), |part| {
+                    part.release();
+                    if taken.is_ok() {
+                        taken = part.restore().map(|()| part.bytes_mut().fill(0));
+                    }
+                });
+                taken?;
+                self.send_state(class, unit, true)?;
             }
         }
-        if have_changed {
-            self.changed.fill(false);
-        }
-        // All of it was here, which is more than steps take.
         self.host.trim();
         Ok(())
     }

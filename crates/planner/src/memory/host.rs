@@ -1,7 +1,7 @@
 //! The host's memory that state takes which lives there, or passes through it on its way to a disk.
 
 use crate::setup::MemorySetup;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use trireme_schedule::lowering::Tier;
 use trireme_schedule::{Action, Outline, StateClass, StateOf, ZeroStage};
 
@@ -14,6 +14,8 @@ pub(super) struct Host<'a> {
     here: BTreeSet<StateOf>,
     /// State that is read ahead of its use.
     fetched: BTreeSet<StateOf>,
+    /// Buffers of gradients that left, by their bytes: they stay, to be used again.
+    free_gradients: BTreeMap<usize, usize>,
     current: usize,
     peak: usize,
 }
@@ -21,8 +23,8 @@ pub(super) struct Host<'a> {
 impl<'a> Host<'a> {
     /// What lives in the host's memory all the time, and what writes of disks take.
     pub(super) fn new(setup: &'a MemorySetup, outline: &'a Outline) -> Self {
-        let (here, fetched) = (BTreeSet::new(), BTreeSet::new());
-        let mut host = Host { setup, outline, here, fetched, current: 0, peak: 0 };
+        let (here, fetched, free_gradients) = (BTreeSet::new(), BTreeSet::new(), BTreeMap::new());
+        let mut host = Host { setup, outline, here, fetched, free_gradients, current: 0, peak: 0 };
         for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
             if setup.places.tier(class) == Tier::Host {
                 let states = (0..outline.num_units).map(|unit| StateOf { class, unit, microbatch: 0 });
@@ -71,7 +73,12 @@ impl<'a> Host<'a> {
 
     fn bring(&mut self, state: StateOf) {
         if self.here.insert(state) {
-            self.take(state_bytes(self.setup, self.outline, state));
+            let bytes = state_bytes(self.setup, self.outline, state);
+            let free = self.free_gradients.get_mut(&bytes).filter(|_| state.class == StateClass::Gradients);
+            match free.filter(|free| **free > 0) {
+                Some(free) => *free -= 1,
+                None => self.take(bytes),
+            }
         }
         if self.fetched.remove(&state) {
             self.give(self.chunks(state));
@@ -91,7 +98,11 @@ impl<'a> Host<'a> {
     /// State goes back to its disk.
     pub(super) fn evict(&mut self, state: StateOf) {
         if self.here.remove(&state) {
-            self.give(state_bytes(self.setup, self.outline, state));
+            let bytes = state_bytes(self.setup, self.outline, state);
+            match state.class {
+                StateClass::Gradients => *self.free_gradients.entry(bytes).or_default() += 1,
+                _ => self.give(bytes),
+            }
         }
     }
 

@@ -76,7 +76,7 @@ impl Offload {
 
     /// Whether a program moves a class: what lives on a disk, and activations wherever they live. What else lives with the
     /// host is worked with there.
-    fn moves(&self, class: StateClass) -> bool {
+    pub fn moves(&self, class: StateClass) -> bool {
         match self.tier(class) {
             Tier::Device => false,
             Tier::Host => class == StateClass::Activations,
