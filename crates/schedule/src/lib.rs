@@ -6,6 +6,7 @@
 mod action;
 pub mod collective;
 pub mod lowering;
+pub mod pipeline;
 mod program;
 pub mod single;
 mod validate;
