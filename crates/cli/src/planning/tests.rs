@@ -47,10 +47,14 @@ fn adamw() -> OptimizerOptions {
 
 /// A model of some hundred thousand parameters, in which no size is a power of two.
 fn medium_model() -> ModelConfig {
+    model_of_layers(5)
+}
+
+fn model_of_layers(num_layers: usize) -> ModelConfig {
     let text = r#"{"model_type": "llama", "vocab_size": 2500, "hidden_size": 72, "intermediate_size": 200,
-        "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12,
         "max_position_embeddings": 96, "tie_word_embeddings": false}"#;
-    ModelConfig::from_json(text).unwrap()
+    ModelConfig::from_json(&text.replace("LAYERS", &num_layers.to_string())).unwrap()
 }
 
 #[derive(Debug, Clone)]
@@ -186,6 +190,26 @@ fn every_layout() {
             let optimizer = adamw();
             Case { options, optimizer, num_microbatches, num_shards, keep: Keep::Products }
                 .check(&config, world_size);
+        }
+    }
+}
+
+#[test]
+fn communication_takes_no_more_for_more_units() {
+    for (stage, dtype) in [ZeroStage::Two, ZeroStage::Three]
+        .into_iter()
+        .flat_map(|stage| [Precision::F32, Precision::Bf16, Precision::F16].map(|dtype| (stage, dtype)))
+    {
+        for (world_size, num_microbatches) in [(2, 1), (2, 3), (4, 1)] {
+            let options = sharded(stage, ExecutorOptions { reduce_dtype: dtype, ..OPTIONS });
+            let (optimizer, keep) = (adamw(), Keep::Input);
+            let case = Case { options, optimizer, num_microbatches, num_shards: 2, keep };
+            let [few, many] = [4, 8].map(|num_layers| {
+                let config = model_of_layers(num_layers);
+                case.check(&config, world_size);
+                case.predict(&config, world_size, 0).0.peaks.get(Category::Communication)
+            });
+            assert_eq!(few, many, "{case:?}");
         }
     }
 }

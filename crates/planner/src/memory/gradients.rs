@@ -133,15 +133,19 @@ impl<'a> Gradients<'a> {
         }
         let len = self.len(unit);
         loop {
-            let num_alike = self.under_way.iter().filter(|&&other| self.len(other) == len).count();
-            let is_full = self.is_pool_exchanged && num_alike >= IN_FLIGHT_MAX;
-            if !self.under_way.contains(&unit) && !is_full {
+            let must_wait = self.under_way.contains(&unit) || (self.is_pool_exchanged && self.is_full(len));
+            if !must_wait {
                 break;
             }
             self.finish_first(usage);
         }
         self.wholes.take(self.setup, len, usage);
         self.units[unit].is_ready = true;
+    }
+
+    /// Whether as many whole gradients of `len` elements are under way as may be.
+    fn is_full(&self, len: usize) -> bool {
+        self.under_way.iter().filter(|&&unit| self.len(unit) == len).count() >= IN_FLIGHT_MAX
     }
 
     /// Backward writes into the memory of the group first, and into partial sums after.
@@ -174,6 +178,9 @@ impl<'a> Gradients<'a> {
     pub(super) fn reduce(&mut self, unit: usize, usage: &mut Usage) {
         let partial = self.setup.on_device(self.setup.units[unit].len);
         let len = self.len(unit);
+        while self.is_rounded && self.has_shards && self.is_full(len) {
+            self.finish_first(usage);
+        }
         let state = &mut self.units[unit];
         let sum = std::mem::take(&mut state.sum);
         usage.give(Category::Gradients, sum.num_partials() * partial);
