@@ -19,6 +19,19 @@ pub struct UnitMemory {
     pub step_scratch: usize,
     /// What its update exchanges with the other shards, in order.
     pub step_exchanges: Vec<StepExchange>,
+    /// How its gradient is compressed, if it is.
+    pub compression: Option<CompressionMemory>,
+}
+
+/// What the compressed reduction of a gradient takes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CompressionMemory {
+    /// Bytes of what the compressor holds, and of copies of it.
+    pub compressor_bytes: usize,
+    /// For each kind of step that a run has: bytes of the messages of each round that a rank has memory for.
+    pub messages: Vec<Vec<usize>>,
+    /// Whether there are steps that send the gradient as it is, beside the compressor.
+    pub sends_whole: bool,
 }
 
 /// A vector that an optimizer exchanges.
@@ -60,7 +73,8 @@ pub struct MemorySetup {
 }
 
 impl MemorySetup {
-    pub(crate) fn is_rounded(&self, group_size: usize) -> bool {
+    /// Whether a group of so many ranks reduces 16 bits.
+    pub(crate) fn rounds(&self, group_size: usize) -> bool {
         self.reduce_dtype != DType::F32 && group_size > 1
     }
 

@@ -3,13 +3,13 @@
 use anyhow::Result;
 use std::ops::Range;
 use trireme_base::{Category, DType};
-use trireme_comm::Group;
+use trireme_comm::{CompressorSizes, Group, Round};
 use trireme_model::Model;
-use trireme_optim::{Optimizer, OptimizerOptions, ShardOps, StepSettings};
-use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, Tier};
-use trireme_planner::{CategoryBytes, MemorySetup, StepExchange, UnitMemory};
+use trireme_optim::{LossScaling, Optimizer, OptimizerOptions, ShardOps, StepSettings};
+use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, Tier, compressor_sizes};
+use trireme_planner::{CategoryBytes, CompressionMemory, MemorySetup, StepExchange, UnitMemory};
 use trireme_schedule::{StateClass, ZeroStage};
-use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES};
+use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES, ParameterTable};
 
 /// How the workers are arranged, as far as the memory of one of them depends on it.
 #[derive(Debug, Clone, Copy)]
@@ -67,6 +67,7 @@ pub(crate) fn memory_setup(
             passes: *sizes,
             step_scratch,
             step_exchanges,
+            compression: compression(table, index, options, &optimizer, layout)?,
         });
     }
     let mut fixed = [0; Category::ALL.len()];
@@ -97,6 +98,34 @@ fn away(moves: &OffloadOptions) -> Vec<StateClass> {
         (StateClass::Gradients, moves.gradients),
     ];
     tiers.into_iter().filter(|(_, tier)| *tier != Tier::Device).map(|(class, _)| class).collect()
+}
+
+/// What the compressed reduction of a unit's gradient takes, if it is compressed: by ranks that all keep the whole of it.
+fn compression(
+    table: &ParameterTable,
+    unit: usize,
+    options: &ExecutorOptions,
+    optimizer: &Optimizer,
+    layout: Layout,
+) -> Result<Option<CompressionMemory>> {
+    if options.sharding.zero_stage >= ZeroStage::One {
+        return Ok(None);
+    }
+    let num_ranks = layout.num_replicas;
+    let sizes = compressor_sizes(table, unit, &options.compression, num_ranks)?;
+    let memory = |sizes: CompressorSizes| {
+        let sends_whole = optimizer.exchanges_momentum();
+        // A step of momentum that overflows is taken back.
+        let is_copied = sends_whole && matches!(options.loss_scaling, LossScaling::Dynamic { .. });
+        let copies_bytes = if is_copied { sizes.state_bytes } else { 0 };
+        let held = |round: &Round| round.num_bytes() * round.num_messages(num_ranks);
+        CompressionMemory {
+            compressor_bytes: sizes.state_bytes + sizes.scratch_bytes + copies_bytes,
+            messages: sizes.rounds.iter().map(|rounds| rounds.iter().map(held).collect()).collect(),
+            sends_whole,
+        }
+    };
+    Ok(sizes.map(memory))
 }
 
 /// What an update of a unit takes for a moment, and exchanges.

@@ -1,5 +1,7 @@
 //! Predictions against what real steps take.
 
+mod communication;
+
 use super::setup::{Layout, memory_setup};
 use trireme_base::Category;
 use trireme_comm::{Compression, Group};

@@ -1,7 +1,7 @@
 //! Gradients of every unit: accumulated over microbatches, reduced over ranks.
 
 use super::pool::Pool;
-use crate::setup::MemorySetup;
+use crate::setup::{CompressionMemory, MemorySetup};
 use crate::usage::Usage;
 use std::collections::VecDeque;
 use trireme_base::{Category, DType};
@@ -49,7 +49,8 @@ pub(super) struct Gradients<'a> {
     keeps_whole: bool,
     is_pool_exchanged: bool,
     has_shards: bool,
-    is_rounded: bool,
+    /// Whether what is not compressed is rounded to 16 bits.
+    rounds: bool,
     under_way: VecDeque<usize>,
 }
 
@@ -58,10 +59,10 @@ impl<'a> Gradients<'a> {
         let stage = outline.zero_stage;
         let is_sharded = stage >= ZeroStage::One;
         let group_size = if is_sharded { setup.num_shards } else { setup.num_replicas };
-        let is_rounded = setup.is_rounded(group_size);
-        let keeps_whole = stage < ZeroStage::Two && !is_rounded;
+        let rounds = setup.rounds(group_size);
+        let keeps_whole = stage < ZeroStage::Two && !rounds;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
-        let is_pool_exchanged = is_sharded && !is_rounded;
+        let is_pool_exchanged = is_sharded && !rounds;
         let has_shards = is_sharded && (stage >= ZeroStage::Two || setup.num_replicas > 1);
         let narrow = if has_shards { Category::Communication } else { Category::Gradients };
         let mut gradients = Gradients {
@@ -73,7 +74,7 @@ impl<'a> Gradients<'a> {
             keeps_whole,
             is_pool_exchanged,
             has_shards,
-            is_rounded,
+            rounds,
             under_way: VecDeque::new(),
         };
         (0..setup.units.len()).for_each(|unit| gradients.settle(unit, usage));
@@ -92,15 +93,27 @@ impl<'a> Gradients<'a> {
         self.outline.zero_stage >= ZeroStage::One
     }
 
+    /// Whether a unit's gradient is rounded to 16 bits.
+    fn is_rounded(&self, unit: usize) -> bool {
+        self.rounds && self.setup.units[unit].compression.is_none()
+    }
+
     /// Takes what stays of a unit's gradient.
     fn settle(&mut self, unit: usize, usage: &mut Usage) {
         let (setup, len) = (self.setup, self.len(unit));
-        if !self.is_sharded() {
-            let num_bytes = len * if self.is_rounded { setup.reduce_dtype.size() } else { F32 };
-            usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
-            usage.take(Category::Gradients, if self.is_rounded { num_bytes } else { 0 });
+        let compression = &setup.units[unit].compression;
+        match compression {
+            Some(compression) => {
+                usage.take(Category::Communication, compression_bytes(setup, compression, len));
+            }
+            None if self.is_sharded() => (),
+            None => {
+                let num_bytes = len * if self.rounds { setup.reduce_dtype.size() } else { F32 };
+                usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
+                usage.take(Category::Gradients, if self.rounds { num_bytes } else { 0 });
+            }
         }
-        if self.keeps_whole {
+        if self.keeps_whole || compression.is_some() {
             self.wholes.take(setup, len, usage);
             self.units[unit].is_ready = true;
         }
@@ -114,7 +127,7 @@ impl<'a> Gradients<'a> {
     /// What a shard's sum is kept in: f32 where several are added.
     fn shard_dtype(&self) -> DType {
         let is_summed = self.outline.zero_stage >= ZeroStage::Two && self.outline.num_microbatches > 1;
-        if is_summed || !self.is_rounded { DType::F32 } else { self.setup.reduce_dtype }
+        if is_summed || !self.rounds { DType::F32 } else { self.setup.reduce_dtype }
     }
 
     /// Makes room for the gradients that backward of `unit` writes.
@@ -178,14 +191,15 @@ impl<'a> Gradients<'a> {
     pub(super) fn reduce(&mut self, unit: usize, usage: &mut Usage) {
         let partial = self.setup.on_device(self.setup.units[unit].len);
         let len = self.len(unit);
-        while self.is_rounded && self.has_shards && self.is_full(len) {
+        while self.rounds && self.has_shards && self.is_full(len) {
             self.finish_first(usage);
         }
+        let is_rounded = self.is_rounded(unit);
         let state = &mut self.units[unit];
         let sum = std::mem::take(&mut state.sum);
         usage.give(Category::Gradients, sum.num_partials() * partial);
         state.open = None;
-        if self.is_rounded {
+        if is_rounded {
             let has_narrow = std::mem::take(&mut state.is_reduced);
             if self.is_sharded() {
                 if has_narrow {
@@ -205,7 +219,7 @@ impl<'a> Gradients<'a> {
         if self.has_shards {
             self.add_to_shard(unit, usage);
         }
-        match (self.is_rounded, self.has_shards) {
+        match (self.is_rounded(unit), self.has_shards) {
             (true, true) => self.narrow.give(len),
             (true, false) => self.units[unit].is_reduced = true,
             (false, true) if !self.keeps_whole => self.wholes.give(len),
@@ -248,10 +262,19 @@ impl<'a> Gradients<'a> {
 
     /// Reads a unit's reduced gradient, in f32.
     pub(super) fn read(&mut self, unit: usize, usage: &mut Usage) {
-        let is_narrow = self.is_rounded && !(self.has_shards && self.shard_dtype() == DType::F32);
+        let is_narrow = self.is_rounded(unit) && !(self.has_shards && self.shard_dtype() == DType::F32);
         let wide = self.setup.on_device(self.setup.units[unit].shard_len);
         usage.touch(Category::Communication, if is_narrow { wide } else { 0 });
     }
+}
+
+/// Bytes that the compressed reduction of `len` elements takes besides them.
+fn compression_bytes(setup: &MemorySetup, compression: &CompressionMemory, len: usize) -> usize {
+    let exchanged = |&num_bytes: &usize| num_bytes + setup.mapped(setup.num_replicas, num_bytes);
+    let of_step = |rounds: &Vec<usize>| rounds.iter().map(exchanged).sum::<usize>();
+    let messages = compression.messages.iter().map(of_step).max().unwrap_or(0);
+    let whole = if compression.sends_whole { setup.mapped(setup.num_replicas, len * F32) } else { 0 };
+    compression.compressor_bytes + messages + whole
 }
 
 /// Bytes of the batches in which short gradients travel, in the order of their reductions.
@@ -259,7 +282,7 @@ fn fusion_bytes(setup: &MemorySetup) -> usize {
     let element_bytes = setup.reduce_dtype.size();
     let len_max = setup.fusion_bytes / element_bytes;
     let (mut num_batches, mut open) = (0, None);
-    for unit in setup.units.iter().rev() {
+    for unit in setup.units.iter().rev().filter(|unit| unit.compression.is_none()) {
         if len_max == 0 || unit.len > len_max / 2 {
             open = None;
             continue;
