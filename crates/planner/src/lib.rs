@@ -13,5 +13,5 @@ mod usage;
 pub use memory::predict;
 pub use recomputation::{Choice, Room, choose_keeps, fit_keeps};
 pub use report::table;
-pub use setup::{CompressionMemory, MemorySetup, StepExchange, UnitMemory};
+pub use setup::{CompressionMemory, HostLevels, MemorySetup, StepExchange, UnitMemory};
 pub use usage::{CategoryBytes, Prediction};

@@ -34,6 +34,23 @@ pub struct CompressionMemory {
     pub sends_whole: bool,
 }
 
+/// The ranks of a replica by hosts, on each of which there are equally many, where they spare the network between hosts (ZeRO++).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostLevels {
+    /// Ranks of a host.
+    pub num_local: usize,
+    /// Hosts.
+    pub num_hosts: usize,
+    /// Whether the ranks of a host read each other's memory.
+    pub shares_memory: bool,
+    /// For each unit: bytes of a message with one shard's parameters, if they are gathered as integers.
+    pub parameter_messages: Option<Vec<usize>>,
+    /// For each unit: bytes of a message with one shard's gradient, if they are summed as integers.
+    pub gradient_messages: Option<Vec<usize>>,
+    /// For each unit: elements of this rank's share of its host's copy, if hosts keep copies.
+    pub secondary_lens: Option<Vec<usize>>,
+}
+
 /// A vector that an optimizer exchanges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepExchange {
@@ -56,6 +73,8 @@ pub struct MemorySetup {
     pub num_shards: usize,
     /// Replicas of the training state.
     pub num_replicas: usize,
+    /// What the ranks of a replica spare the network between its hosts, if anything.
+    pub levels: Option<HostLevels>,
     /// Whether ranks read each other's memory: then they map a part of it.
     pub shares_memory: bool,
     /// What whole parameters are gathered in.
@@ -80,13 +99,23 @@ impl MemorySetup {
 
     /// Bytes of memory of peers that are mapped for a buffer that a group reduces or gathers.
     pub(crate) fn mapped(&self, group_size: usize, num_bytes: usize) -> usize {
-        if self.shares_memory { num_bytes.div_ceil(group_size) * (group_size - 1) } else { 0 }
+        if self.shares_memory { peer_bytes(group_size, num_bytes) } else { 0 }
+    }
+
+    /// Elements on the device.
+    pub(crate) fn elements_on_device(&self, len: usize, dtype: DType) -> usize {
+        (len * dtype.size()).next_multiple_of(self.alignment)
     }
 
     /// f32 elements on the device.
     pub(crate) fn on_device(&self, len: usize) -> usize {
-        (len * size_of::<f32>()).next_multiple_of(self.alignment)
+        self.elements_on_device(len, DType::F32)
     }
+}
+
+/// Bytes of the buffers of peers of which a rank reads its part.
+pub(crate) fn peer_bytes(group_size: usize, num_bytes: usize) -> usize {
+    num_bytes.div_ceil(group_size) * (group_size - 1)
 }
 
 #[cfg(test)]
@@ -100,6 +129,7 @@ impl MemorySetup {
             fixed: CategoryBytes::default(),
             num_shards: 1,
             num_replicas: 1,
+            levels: None,
             shares_memory: false,
             gather_dtype: DType::F32,
             reduce_dtype: DType::F32,

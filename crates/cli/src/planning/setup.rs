@@ -6,8 +6,8 @@ use trireme_base::{Category, DType};
 use trireme_comm::{CompressorSizes, Group, Round};
 use trireme_model::Model;
 use trireme_optim::{LossScaling, Optimizer, OptimizerOptions, ShardOps, StepSettings};
-use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, Tier, compressor_sizes};
-use trireme_planner::{CategoryBytes, CompressionMemory, MemorySetup, StepExchange, UnitMemory};
+use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, Tier, ZeroPlusPlus, compressor_sizes};
+use trireme_planner::{CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, UnitMemory};
 use trireme_schedule::{StateClass, ZeroStage};
 use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES, ParameterTable};
 
@@ -18,6 +18,8 @@ pub(crate) struct Layout {
     pub(crate) num_replicas: usize,
     /// This worker's shard.
     pub(crate) shard: usize,
+    /// Workers of a replica on a host; hosts have equally many.
+    pub(crate) num_local: usize,
     /// Whether all workers share memory.
     pub(crate) shares_memory: bool,
     /// Workers of a host that share memory; 1 if none do.
@@ -80,6 +82,7 @@ pub(crate) fn memory_setup(
         fixed: CategoryBytes::new(fixed),
         num_shards: layout.num_shards,
         num_replicas: layout.num_replicas,
+        levels: host_levels(table, options, layout),
         shares_memory: layout.shares_memory,
         gather_dtype: options.gather_precision().dtype(),
         reduce_dtype: options.reduce_dtype.dtype(),
@@ -98,6 +101,29 @@ fn away(moves: &OffloadOptions) -> Vec<StateClass> {
         (StateClass::Gradients, moves.gradients),
     ];
     tiers.into_iter().filter(|(_, tier)| *tier != Tier::Device).map(|(class, _)| class).collect()
+}
+
+/// What the ranks of a replica spare the network between its hosts, if anything.
+fn host_levels(table: &ParameterTable, options: &ExecutorOptions, layout: Layout) -> Option<HostLevels> {
+    let spared = options.zero_plus_plus;
+    let is_sharded = options.sharding.zero_stage == ZeroStage::Three && layout.num_shards > 1;
+    if !is_sharded || spared == ZeroPlusPlus::NONE {
+        return None;
+    }
+    let Layout { num_shards, num_local, .. } = layout;
+    let num_hosts = num_shards / num_local;
+    let units = || table.units().iter();
+    // On one host shards are as near as copies of them would be.
+    let has_copies = spared.secondary_shards && num_hosts > 1;
+    let copies = || table.shards(layout.shard % num_local, num_local).into_iter().map(|part| part.len());
+    Some(HostLevels {
+        num_local,
+        num_hosts,
+        shares_memory: layout.num_sharing > 1,
+        parameter_messages: units().map(|unit| spared.parameter_message_bytes(unit, num_shards)).collect(),
+        gradient_messages: units().map(|unit| spared.gradient_message_bytes(unit, num_shards)).collect(),
+        secondary_lens: has_copies.then(|| copies().collect()),
+    })
 }
 
 /// What the compressed reduction of a unit's gradient takes, if it is compressed: by ranks that all keep the whole of it.

@@ -18,7 +18,7 @@ use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Sharding, recompute, shard};
 use trireme_schedule::{Keep, Program, ZeroStage, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
-use trireme_testkit::{random_batch, run_ranks, small_models};
+use trireme_testkit::{random_batch, run_ranks, run_ranks_on, small_models};
 
 const NUM_THREADS: usize = 2;
 
@@ -81,13 +81,14 @@ impl Case {
         shard(recompute(program, &keeps), self.options.sharding)
     }
 
-    fn predict(&self, config: &ModelConfig, world_size: usize, rank: usize) -> (Prediction, Program) {
+    fn predict(&self, config: &ModelConfig, hosts: &[usize], rank: usize) -> (Prediction, Program) {
         let device = Device::counting(self.device_options(None)).unwrap();
         let model = Model::new(config.clone(), &device).unwrap();
         let layout = Layout {
             num_shards: self.num_shards,
-            num_replicas: world_size / self.num_shards,
+            num_replicas: hosts.len() / self.num_shards,
             shard: rank % self.num_shards,
+            num_local: hosts[..self.num_shards].iter().filter(|&&host| host == hosts[0]).count(),
             shares_memory: false,
             num_sharing: 1,
         };
@@ -132,11 +133,16 @@ impl Case {
     /// Categories are exact. So is the total, but for partial sums of gradients: they are reckoned to be there from the
     /// beginning of a backward pass, and come with its first gradient.
     fn check(&self, config: &ModelConfig, world_size: usize) {
-        run_ranks(world_size, |group| {
+        self.check_on(config, &vec![0; world_size]);
+    }
+
+    /// As [`check`](Case::check), with a rank on each of these hosts.
+    fn check_on(&self, config: &ModelConfig, hosts: &[usize]) {
+        run_ranks_on(hosts, |group| {
             let rank = group.rank().0;
             let device = Device::cpu(self.device_options(None)).unwrap();
             self.run(config, group, &device).unwrap();
-            let (predicted, program) = self.predict(config, world_size, rank);
+            let (predicted, program) = self.predict(config, hosts, rank);
             for category in Category::ALL {
                 let found = (category, predicted.peaks.get(category));
                 let measured = device.memory().usage(category).peak;
@@ -209,7 +215,7 @@ fn communication_takes_no_more_for_more_units() {
             let [few, many] = [4, 8].map(|num_layers| {
                 let config = model_of_layers(num_layers);
                 case.check(&config, world_size);
-                case.predict(&config, world_size, 0).0.peaks.get(Category::Communication)
+                case.predict(&config, &vec![0; world_size], 0).0.peaks.get(Category::Communication)
             });
             assert_eq!(few, many, "{case:?}");
         }
@@ -243,7 +249,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let config = medium_model();
     let optimizer = adamw();
     let case = Case { options: OPTIONS, optimizer, num_microbatches: 1, num_shards: 1, keep: Keep::All };
-    let (predicted, program) = case.predict(&config, 1, 0);
+    let (predicted, program) = case.predict(&config, &[0], 0);
     let run = |budget: usize| {
         let device = Device::cpu(case.device_options(Some(budget))).unwrap();
         let outcome = run_ranks(1, |group| case.run(&config, group, &device)).remove(0);
@@ -269,7 +275,7 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
         ExecutorOptions { precision: Precision::Bf16, local_batch_size: 1, seq_len: 4096, ..OPTIONS };
     let options = sharded(ZeroStage::Three, options);
     let case = Case { options, optimizer: adamw(), num_microbatches: 1, num_shards: 8, keep: Keep::Input };
-    let (predicted, _) = case.predict(&config, 8, 0);
+    let (predicted, _) = case.predict(&config, &[0; 8], 0);
     // 70.6 billion parameters; three floats of each, shared out among eight.
     let states = predicted.peaks.get(Category::Optimizer) as f64;
     assert!((states / (70.55e9 * 12.0 / 8.0) - 1.0).abs() < 0.01, "{states}");

@@ -1,5 +1,6 @@
 //! Gradients of every unit: accumulated over microbatches, reduced over ranks.
 
+use super::hierarchy::Hierarchy;
 use super::pool::Pool;
 use crate::setup::{CompressionMemory, MemorySetup};
 use crate::usage::Usage;
@@ -34,6 +35,8 @@ struct UnitGradient {
     sum: TreeSum,
     /// The sum over ranks is here, in 16 bits.
     is_reduced: bool,
+    /// Of sums of integers: the level under way.
+    level: usize,
     shard: TreeSum,
 }
 
@@ -46,8 +49,10 @@ pub(super) struct Gradients<'a> {
     wholes: Pool,
     /// Those that are rounded.
     narrow: Pool,
+    /// Sums of integers within hosts and across them.
+    hierarchy: Option<Hierarchy>,
     keeps_whole: bool,
-    is_pool_exchanged: bool,
+    is_pool_under_way: bool,
     has_shards: bool,
     /// Whether what is not compressed is rounded to 16 bits.
     rounds: bool,
@@ -59,20 +64,23 @@ impl<'a> Gradients<'a> {
         let stage = outline.zero_stage;
         let is_sharded = stage >= ZeroStage::One;
         let group_size = if is_sharded { setup.num_shards } else { setup.num_replicas };
-        let rounds = setup.rounds(group_size);
+        let hierarchy = Hierarchy::new(setup);
+        let rounds = setup.rounds(group_size) && hierarchy.is_none();
         let keeps_whole = stage < ZeroStage::Two && !rounds;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
-        let is_pool_exchanged = is_sharded && !rounds;
+        let is_pool_under_way = is_sharded && !rounds;
+        let is_pool_mapped = is_pool_under_way && hierarchy.is_none() && setup.shares_memory;
         let has_shards = is_sharded && (stage >= ZeroStage::Two || setup.num_replicas > 1);
         let narrow = if has_shards { Category::Communication } else { Category::Gradients };
         let mut gradients = Gradients {
             setup,
             outline: outline.clone(),
             units: setup.units.iter().map(|_| UnitGradient::default()).collect(),
-            wholes: Pool::new(category, F32, group_size, is_pool_exchanged),
-            narrow: Pool::new(narrow, setup.reduce_dtype.size(), group_size, true),
+            wholes: Pool::new(category, F32, group_size, is_pool_mapped),
+            narrow: Pool::new(narrow, setup.reduce_dtype.size(), group_size, setup.shares_memory),
+            hierarchy,
             keeps_whole,
-            is_pool_exchanged,
+            is_pool_under_way,
             has_shards,
             rounds,
             under_way: VecDeque::new(),
@@ -114,7 +122,7 @@ impl<'a> Gradients<'a> {
             }
         }
         if self.keeps_whole || compression.is_some() {
-            self.wholes.take(setup, len, usage);
+            self.wholes.take(len, usage);
             self.units[unit].is_ready = true;
         }
         if self.has_shards && !setup.away.contains(&StateClass::Gradients) {
@@ -146,13 +154,13 @@ impl<'a> Gradients<'a> {
         }
         let len = self.len(unit);
         loop {
-            let must_wait = self.under_way.contains(&unit) || (self.is_pool_exchanged && self.is_full(len));
+            let must_wait = self.under_way.contains(&unit) || (self.is_pool_under_way && self.is_full(len));
             if !must_wait {
                 break;
             }
             self.finish_first(usage);
         }
-        self.wholes.take(self.setup, len, usage);
+        self.wholes.take(len, usage);
         self.units[unit].is_ready = true;
     }
 
@@ -205,17 +213,31 @@ impl<'a> Gradients<'a> {
                 if has_narrow {
                     self.narrow.give(len);
                 }
-                self.narrow.take(self.setup, len, usage);
+                self.narrow.take(len, usage);
             }
             self.wholes.give(len);
+        }
+        if let Some(hierarchy) = &mut self.hierarchy {
+            hierarchy.start(unit, 0, usage);
+            self.units[unit].level = 0;
         }
         self.under_way.push_back(unit);
     }
 
-    /// Waits for the reduction that was started first.
+    /// Waits for the message under way of the reduction that was started first.
     fn finish_first(&mut self, usage: &mut Usage) {
         let unit = self.under_way.pop_front().expect("something is under way");
         let len = self.len(unit);
+        if let Some(hierarchy) = &mut self.hierarchy {
+            let level = &mut self.units[unit].level;
+            hierarchy.finish(unit, *level);
+            *level += 1;
+            if *level < hierarchy.num_levels() {
+                hierarchy.start(unit, *level, usage);
+                self.under_way.push_back(unit);
+                return;
+            }
+        }
         if self.has_shards {
             self.add_to_shard(unit, usage);
         }

@@ -1,6 +1,7 @@
 //! How many bytes are in use at each line of a program: the same takings and givings as the executor's, as numbers.
 
 mod gradients;
+mod hierarchy;
 mod parameters;
 mod passes;
 mod pool;
@@ -46,6 +47,7 @@ pub(crate) fn walk(
         for (index, &action) in program.actions.iter().enumerate() {
             // As in the program's text, which begins with a line of sizes.
             usage.set_line(index + 2);
+            parameters.await_units(action, &program.outline, &mut usage);
             match action {
                 Action::Forward { unit, microbatch, keep } => {
                     passes.forward(unit, microbatch, keep, &mut usage);
@@ -75,6 +77,7 @@ pub(crate) fn walk(
                     }
                     gradients.read(unit, &mut usage);
                     updates.step(unit, &mut usage);
+                    parameters.forget(unit);
                 }
             }
             see(action, usage.line_peaks());

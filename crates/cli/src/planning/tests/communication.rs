@@ -3,6 +3,7 @@
 use super::*;
 use trireme_comm::{CodecName, CompressionOptions};
 use trireme_optim::VarianceSchedule;
+use trireme_tensor::IntegerFormat;
 
 fn compressed(options: CompressionOptions) -> ExecutorOptions {
     let compression = Compression::new(&options).unwrap();
@@ -29,7 +30,7 @@ fn every_codec() {
             ..plain.clone()
         };
         for options in [plain, changed].map(compressed) {
-            for world_size in [1, 2, 4] {
+            for world_size in [1, 2] {
                 replicated(options, adamw()).check(&medium_model(), world_size);
             }
             // Units that are too short to be compressed, beside others.
@@ -63,6 +64,42 @@ fn momentum_that_may_be_taken_back() {
             let options = compressed(CompressionOptions { codec, ..CompressionOptions::default() });
             let options = ExecutorOptions { loss_scaling, ..options };
             replicated(options, optimizer.clone()).check(&medium_model(), 2);
+        }
+    }
+}
+
+#[test]
+fn what_hosts_spare_the_network() {
+    let spared = |quantized_weights, secondary_shards, quantized_gradients| ZeroPlusPlus {
+        quantized_weights,
+        secondary_shards,
+        quantized_gradients,
+    };
+    let (int8, int4) = (Some(IntegerFormat::Int8), Some(IntegerFormat::Int4));
+    let parts = [
+        spared(true, false, None),
+        spared(false, true, None),
+        spared(false, false, int8),
+        spared(true, true, int4),
+    ];
+    let places: [(&[usize], usize); 5] =
+        [(&[0, 0, 1, 1], 4), (&[0, 1], 2), (&[0, 0], 2), (&[0, 1, 2, 3], 2), (&[0, 1, 1], 1)];
+    let layouts = [
+        (Precision::F32, Sharding { prefetch: 0, ..OPTIONS.sharding }, 1),
+        (Precision::Bf16, Sharding { prefetch: 2, ..OPTIONS.sharding }, 3),
+        (Precision::Bf16, Sharding { keep_after_forward: true, ..OPTIONS.sharding }, 2),
+    ];
+    for (zero_plus_plus, (hosts, num_shards)) in
+        parts.into_iter().flat_map(|spared| places.map(|place| (spared, place)))
+    {
+        for (precision, sharding, num_microbatches) in layouts {
+            let sharding = Sharding { zero_stage: ZeroStage::Three, ..sharding };
+            let options =
+                ExecutorOptions { precision, reduce_dtype: precision, sharding, zero_plus_plus, ..OPTIONS };
+            let case =
+                Case { options, optimizer: adamw(), num_microbatches, num_shards, keep: Keep::Nothing };
+            case.check_on(&medium_model(), hosts);
+            case.check_on(&small_models()[0], hosts);
         }
     }
 }
