@@ -120,7 +120,7 @@ impl Gradients {
     ) -> Result<Self, ParallelError> {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
-        device.memory().take(Category::Communication, group.fixed_bytes())?;
+        device.memory().take(Category::Communication, ranks.fixed_bytes())?;
         let format = options.zero_plus_plus.quantized_gradients;
         let hierarchy =
             ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));

@@ -75,8 +75,10 @@ pub struct MemorySetup {
     pub num_replicas: usize,
     /// What the ranks of a replica spare the network between its hosts, if anything.
     pub levels: Option<HostLevels>,
-    /// Whether ranks read each other's memory: then they map a part of it.
-    pub shares_memory: bool,
+    /// Whether the ranks of a replica read each other's memory: then they map a part of it.
+    pub shards_share_memory: bool,
+    /// Whether the ranks with one shard do.
+    pub replicas_share_memory: bool,
     /// What whole parameters are gathered in.
     pub gather_dtype: DType,
     /// What gradients are rounded to before they are reduced.
@@ -97,9 +99,9 @@ impl MemorySetup {
         self.reduce_dtype != DType::F32 && group_size > 1
     }
 
-    /// Bytes of memory of peers that are mapped for a buffer that a group reduces or gathers.
-    pub(crate) fn mapped(&self, group_size: usize, num_bytes: usize) -> usize {
-        if self.shares_memory { peer_bytes(group_size, num_bytes) } else { 0 }
+    /// Bytes of memory of replicas that are mapped for a buffer that they reduce.
+    pub(crate) fn mapped_of_replicas(&self, num_bytes: usize) -> usize {
+        if self.replicas_share_memory { peer_bytes(self.num_replicas, num_bytes) } else { 0 }
     }
 
     /// Elements on the device.
@@ -130,7 +132,8 @@ impl MemorySetup {
             num_shards: 1,
             num_replicas: 1,
             levels: None,
-            shares_memory: false,
+            shards_share_memory: false,
+            replicas_share_memory: false,
             gather_dtype: DType::F32,
             reduce_dtype: DType::F32,
             fusion_bytes: 0,

@@ -27,13 +27,40 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// What the group takes that gradients are reduced by.
-    fn group_bytes(&self, zero_stage: ZeroStage) -> usize {
-        let size = if zero_stage == ZeroStage::Zero { self.num_replicas } else { self.num_shards };
-        match size.min(self.num_sharing) {
-            0 | 1 => 0,
-            num_ranks => Group::fixed_bytes_of(num_ranks),
+    /// Whether the workers of a replica share memory.
+    fn shards_share_memory(&self) -> bool {
+        self.num_sharing > 1 && self.num_local == self.num_shards
+    }
+
+    fn num_hosts(&self) -> usize {
+        self.num_shards / self.num_local
+    }
+
+    /// Whether the workers of a replica are split by hosts.
+    fn is_split(&self, options: &ExecutorOptions) -> bool {
+        let is_sharded = options.sharding.zero_stage == ZeroStage::Three && self.num_shards > 1;
+        is_sharded && options.zero_plus_plus != ZeroPlusPlus::NONE
+    }
+
+    /// What the groups take that a worker is in.
+    fn group_bytes(&self, options: &ExecutorOptions) -> usize {
+        let num_workers = self.num_shards * self.num_replicas;
+        if self.num_sharing <= 1 || num_workers == 1 {
+            return 0;
         }
+        // How many workers each has, and how many of them on this host.
+        let world = (num_workers, self.num_sharing);
+        let (shards, num_replicas) = ((self.num_shards, self.num_local), self.num_replicas);
+        let replicas = (num_replicas, (self.num_sharing / self.num_local).clamp(1, num_replicas));
+        let mut groups = Vec::from([world]);
+        groups.extend([shards, replicas].into_iter().filter(|(size, _)| *size < num_workers));
+        if self.is_split(options) {
+            let levels = [(self.num_local, self.num_local), (self.num_hosts(), 1)];
+            groups.extend(levels.into_iter().filter(|(size, _)| *size < self.num_shards));
+        }
+        // A worker alone needs no group.
+        let groups = groups.into_iter().filter(|(size, _)| *size > 1);
+        groups.map(|(_, num_near)| Group::fixed_bytes_of(num_near)).sum()
     }
 }
 
@@ -75,7 +102,7 @@ pub(crate) fn memory_setup(
     let mut fixed = [0; Category::ALL.len()];
     fixed[Category::Parameters as usize] = parameters;
     fixed[Category::Optimizer as usize] = state;
-    fixed[Category::Communication as usize] = layout.group_bytes(options.sharding.zero_stage);
+    fixed[Category::Communication as usize] = layout.group_bytes(options);
     Ok(MemorySetup {
         units,
         token_bytes,
@@ -83,7 +110,8 @@ pub(crate) fn memory_setup(
         num_shards: layout.num_shards,
         num_replicas: layout.num_replicas,
         levels: host_levels(table, options, layout),
-        shares_memory: layout.shares_memory,
+        shards_share_memory: layout.shards_share_memory(),
+        replicas_share_memory: layout.shares_memory,
         gather_dtype: options.gather_precision().dtype(),
         reduce_dtype: options.reduce_dtype.dtype(),
         fusion_bytes: options.fusion_bytes,
@@ -105,13 +133,11 @@ fn away(moves: &OffloadOptions) -> Vec<StateClass> {
 
 /// What the ranks of a replica spare the network between its hosts, if anything.
 fn host_levels(table: &ParameterTable, options: &ExecutorOptions, layout: Layout) -> Option<HostLevels> {
-    let spared = options.zero_plus_plus;
-    let is_sharded = options.sharding.zero_stage == ZeroStage::Three && layout.num_shards > 1;
-    if !is_sharded || spared == ZeroPlusPlus::NONE {
+    if !layout.is_split(options) {
         return None;
     }
+    let (spared, num_hosts) = (options.zero_plus_plus, layout.num_hosts());
     let Layout { num_shards, num_local, .. } = layout;
-    let num_hosts = num_shards / num_local;
     let units = || table.units().iter();
     // On one host shards are as near as copies of them would be.
     let has_copies = spared.secondary_shards && num_hosts > 1;

@@ -69,7 +69,7 @@ impl<'a> Gradients<'a> {
         let keeps_whole = stage < ZeroStage::Two && !rounds;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
         let is_pool_under_way = is_sharded && !rounds;
-        let is_pool_mapped = is_pool_under_way && hierarchy.is_none() && setup.shares_memory;
+        let is_pool_mapped = is_pool_under_way && hierarchy.is_none() && setup.shards_share_memory;
         let has_shards = is_sharded && (stage >= ZeroStage::Two || setup.num_replicas > 1);
         let narrow = if has_shards { Category::Communication } else { Category::Gradients };
         let mut gradients = Gradients {
@@ -77,7 +77,7 @@ impl<'a> Gradients<'a> {
             outline: outline.clone(),
             units: setup.units.iter().map(|_| UnitGradient::default()).collect(),
             wholes: Pool::new(category, F32, group_size, is_pool_mapped),
-            narrow: Pool::new(narrow, setup.reduce_dtype.size(), group_size, setup.shares_memory),
+            narrow: Pool::new(narrow, setup.reduce_dtype.size(), group_size, setup.shards_share_memory),
             hierarchy,
             keeps_whole,
             is_pool_under_way,
@@ -86,7 +86,7 @@ impl<'a> Gradients<'a> {
             under_way: VecDeque::new(),
         };
         (0..setup.units.len()).for_each(|unit| gradients.settle(unit, usage));
-        if !is_sharded && !setup.shares_memory && group_size > 1 {
+        if !is_sharded && !setup.replicas_share_memory && group_size > 1 {
             usage.take(Category::Communication, fusion_bytes(setup));
         }
         gradients
@@ -117,7 +117,7 @@ impl<'a> Gradients<'a> {
             None if self.is_sharded() => (),
             None => {
                 let num_bytes = len * if self.rounds { setup.reduce_dtype.size() } else { F32 };
-                usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
+                usage.take(Category::Communication, setup.mapped_of_replicas(num_bytes));
                 usage.take(Category::Gradients, if self.rounds { num_bytes } else { 0 });
             }
         }
@@ -128,7 +128,7 @@ impl<'a> Gradients<'a> {
         if self.has_shards && !setup.away.contains(&StateClass::Gradients) {
             let num_bytes = setup.units[unit].shard_len * self.shard_dtype().size();
             usage.take(Category::Gradients, num_bytes);
-            usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
+            usage.take(Category::Communication, setup.mapped_of_replicas(num_bytes));
         }
     }
 
@@ -292,10 +292,10 @@ impl<'a> Gradients<'a> {
 
 /// Bytes that the compressed reduction of `len` elements takes besides them.
 fn compression_bytes(setup: &MemorySetup, compression: &CompressionMemory, len: usize) -> usize {
-    let exchanged = |&num_bytes: &usize| num_bytes + setup.mapped(setup.num_replicas, num_bytes);
+    let exchanged = |&num_bytes: &usize| num_bytes + setup.mapped_of_replicas(num_bytes);
     let of_step = |rounds: &Vec<usize>| rounds.iter().map(exchanged).sum::<usize>();
     let messages = compression.messages.iter().map(of_step).max().unwrap_or(0);
-    let whole = if compression.sends_whole { setup.mapped(setup.num_replicas, len * F32) } else { 0 };
+    let whole = if compression.sends_whole { setup.mapped_of_replicas(len * F32) } else { 0 };
     compression.compressor_bytes + messages + whole
 }
 

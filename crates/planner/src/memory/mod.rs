@@ -77,7 +77,6 @@ pub(crate) fn walk(
                     }
                     gradients.read(unit, &mut usage);
                     updates.step(unit, &mut usage);
-                    parameters.forget(unit);
                 }
             }
             see(action, usage.line_peaks());

@@ -24,7 +24,8 @@ pub(super) struct Parameters<'a> {
     wholes: Option<Pool>,
     packed: Option<PackedGathering>,
     units: Vec<Whole>,
-    /// For each unit: its host has a copy.
+    /// For each unit: its host has a copy. That it is out of date after a step takes no more: the memory by which it was made is
+    /// still there.
     is_near: Vec<bool>,
 }
 
@@ -54,7 +55,8 @@ impl<'a> Parameters<'a> {
             usage.take(Category::Parameters, setup.elements_on_device(len, setup.gather_dtype));
         }
         let category = if is_kept { Category::Parameters } else { Category::Communication };
-        let pool = Pool::new(category, setup.gather_dtype.size(), setup.num_shards, setup.shares_memory);
+        let pool =
+            Pool::new(category, setup.gather_dtype.size(), setup.num_shards, setup.shards_share_memory);
         let num_units = setup.units.len();
         let mut parameters = Parameters {
             setup,
@@ -108,10 +110,5 @@ impl<'a> Parameters<'a> {
             wholes.give(self.setup.units[unit].padded_len);
             self.units[unit] = Whole::Absent;
         }
-    }
-
-    /// What the host has of a unit that was stepped is out of date.
-    pub(super) fn forget(&mut self, unit: usize) {
-        self.is_near[unit] = false;
     }
 }

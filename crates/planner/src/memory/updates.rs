@@ -23,7 +23,7 @@ impl<'a> Updates<'a> {
         usage.take(Category::Optimizer, unit.step_scratch);
         let exchanges = if setup.num_shards > 1 { &unit.step_exchanges[..] } else { &[] };
         for exchange in exchanges {
-            let (category, is_mapped) = (Category::Communication, setup.shares_memory);
+            let (category, is_mapped) = (Category::Communication, setup.shards_share_memory);
             let new = || Pool::new(category, exchange.element_bytes, setup.num_shards, is_mapped);
             let pool = self.pools.entry(exchange.element_bytes).or_insert_with(new);
             pool.take(exchange.len, usage);
