@@ -28,7 +28,7 @@ pub use compressed::compressor_sizes;
 pub use error::ParallelError;
 pub use executor::Executor;
 pub use gradients::Determinism;
-pub use offload::{OffloadOptions, Tier};
+pub use offload::OffloadOptions;
 pub use placement::parameter_placements;
 pub use ranks::DataParallelRanks;
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};

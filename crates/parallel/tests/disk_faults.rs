@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use trireme_parallel::{ExecutorOptions, GradNorm, ParallelError, StepPlan, Tier};
+use trireme_parallel::{ExecutorOptions, GradNorm, ParallelError, StepPlan};
 use trireme_schedule::ZeroStage;
-use trireme_schedule::lowering::Sharding;
+use trireme_schedule::lowering::{Offload, Sharding, Tier};
 use trireme_swap::{Access, Direction, Interceptor, SwapOptions};
 use trireme_testkit::{run_ranks, small_models};
 
@@ -57,7 +57,13 @@ fn first_failure(swap: SwapOptions) -> String {
     let sharding = Sharding { zero_stage: ZeroStage::Three, ..OPTIONS.sharding };
     let layout = Layout {
         options: ExecutorOptions { sharding, ..OPTIONS },
-        tiers: [Tier::Disk, Tier::Disk, Tier::Host, Tier::Disk],
+        places: Offload {
+            optimizer: Tier::Disk,
+            parameters: Tier::Disk,
+            gradients: Tier::Host,
+            activations: Tier::Disk,
+            ..Offload::default()
+        },
         folder: folder.path(),
         swap,
         ..Layout::default()

@@ -4,8 +4,8 @@ mod common;
 
 use common::{Layout, OPTIONS, STEPS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan, Tier};
-use trireme_schedule::lowering::Sharding;
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_schedule::lowering::{Offload, Sharding, Tier};
 use trireme_schedule::{Keep, ZeroStage};
 use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
@@ -178,11 +178,22 @@ fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
                     }
                     for keeps in [&[][..], &[Keep::All, Keep::Input, Keep::Products, Keep::All]] {
                         let sharding = Sharding { zero_stage, ..options.sharding };
+                        let [optimizer, parameters, gradients, activations] = tiers;
+                        // Of few blocks or of all of them.
+                        let num_blocks = if keeps.is_empty() { usize::MAX } else { 1 };
+                        let places = Offload {
+                            optimizer,
+                            parameters,
+                            gradients,
+                            activations,
+                            num_blocks,
+                            prefetch: 1,
+                        };
                         let layout = Layout {
                             options: ExecutorOptions { sharding, ..options },
                             num_shards: if zero_stage == ZeroStage::Zero { 1 } else { 2 },
                             keeps,
-                            tiers,
+                            places,
                             folder: folder.path(),
                             ..Layout::default()
                         };

@@ -31,15 +31,13 @@ const NUM_ATTEMPTS: usize = 8;
 /// with that prediction; `program` makes the program of a choice, with one microbatch after the other.
 ///
 /// What all but activations take is looked at where every unit but the first and the last keeps its input; where another
-/// choice takes more, as with parameters that are gathered earlier, there is less room in a next attempt.
-///
-/// # Errors
-/// If nothing fits: of what was tried, the choice that takes least.
+/// choice takes more, as with parameters that are gathered earlier, there is less room in a next attempt. If nothing fits, of
+/// what was tried, the choice that takes least.
 pub fn fit_keeps(
     setup: &MemorySetup,
     budget: usize,
     program: impl Fn(&[Keep]) -> Program,
-) -> Result<(Choice, Prediction), (Choice, Prediction)> {
+) -> (Choice, Prediction) {
     let passes: Vec<UnitPasses> = setup.units.iter().map(|unit| unit.passes).collect();
     let least = inputs_only(&passes);
     let (others, prediction) = others(setup, &program(&least.keeps));
@@ -50,12 +48,12 @@ pub fn fit_keeps(
         let Some(choice) = choose_keeps(&passes, &room) else { break };
         let found = crate::predict(setup, &program(&choice.keeps));
         if found.total() <= budget {
-            return Ok((choice, found));
+            return (choice, found);
         }
         room_total = room_total.saturating_sub(found.total() - budget);
         smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
     }
-    if smallest.1.total() <= budget { Ok(smallest) } else { Err(smallest) }
+    smallest
 }
 
 /// Every unit but the first and the last keeps its input.

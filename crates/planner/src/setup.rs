@@ -2,7 +2,8 @@
 
 use crate::usage::CategoryBytes;
 use trireme_base::{DType, UnitPasses};
-use trireme_schedule::StateClass;
+use trireme_schedule::lowering::{Offload, Tier};
+use trireme_schedule::{Outline, StateClass, ZeroStage};
 
 /// A unit of the model on one rank.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -15,6 +16,8 @@ pub struct UnitMemory {
     pub shard_len: usize,
     /// What its passes take.
     pub passes: UnitPasses,
+    /// Bytes of the optimizer's state.
+    pub optimizer_bytes: usize,
     /// Bytes that its update takes for a moment.
     pub step_scratch: usize,
     /// What its update exchanges with the other shards, in order.
@@ -67,7 +70,8 @@ pub struct MemorySetup {
     pub units: Vec<UnitMemory>,
     /// Bytes of one tensor of token ids of a microbatch: what is read, and as much again for what is predicted.
     pub token_bytes: usize,
-    /// What is there all the time whatever the program does: the optimizer's state, tables of the model, what the group takes.
+    /// What is there all the time whatever the program does, but for the optimizer's state: tables of the model, what the
+    /// group takes.
     pub fixed: CategoryBytes,
     /// Ranks that share out a replica of the training state.
     pub num_shards: usize,
@@ -85,8 +89,12 @@ pub struct MemorySetup {
     pub reduce_dtype: DType,
     /// Bytes of short gradients that travel as one message, where ranks do not share memory.
     pub fusion_bytes: usize,
-    /// State that lives elsewhere than on the device between its uses. Activations move as the program says.
-    pub away: Vec<StateClass>,
+    /// Where state lives. What moves, and when, the program says.
+    pub places: Offload,
+    /// Bytes of a chunk in which state comes from a disk.
+    pub disk_chunk_bytes: usize,
+    /// Bytes on their way to a disk at most, for each class of state there.
+    pub disk_write_bytes: usize,
     /// Whether gradients of microbatches are added in place, whatever the order.
     pub adds_in_place: bool,
     /// What the device rounds sizes of its memory up to.
@@ -96,7 +104,14 @@ pub struct MemorySetup {
 impl MemorySetup {
     /// Whether a group of so many ranks reduces 16 bits.
     pub(crate) fn rounds(&self, group_size: usize) -> bool {
-        self.reduce_dtype != DType::F32 && group_size > 1
+        let sums_integers = self.levels.as_ref().is_some_and(|levels| levels.gradient_messages.is_some());
+        self.reduce_dtype != DType::F32 && group_size > 1 && !sums_integers
+    }
+
+    /// What a shard's sum of gradients is kept in: f32 where several are added.
+    pub(crate) fn shard_dtype(&self, outline: &Outline) -> DType {
+        let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
+        if is_summed || !self.rounds(self.num_shards) { DType::F32 } else { self.reduce_dtype }
     }
 
     /// Bytes of memory of replicas that are mapped for a buffer that they reduce.
@@ -107,6 +122,11 @@ impl MemorySetup {
     /// Elements on the device.
     pub(crate) fn elements_on_device(&self, len: usize, dtype: DType) -> usize {
         (len * dtype.size()).next_multiple_of(self.alignment)
+    }
+
+    /// Whether a class is worked with elsewhere than on the device; activations never are.
+    pub(crate) fn is_away(&self, class: StateClass) -> bool {
+        self.places.tier(class) != Tier::Device
     }
 
     /// f32 elements on the device.
@@ -137,7 +157,9 @@ impl MemorySetup {
             gather_dtype: DType::F32,
             reduce_dtype: DType::F32,
             fusion_bytes: 0,
-            away: Vec::new(),
+            places: Offload::default(),
+            disk_chunk_bytes: 1,
+            disk_write_bytes: 0,
             adds_in_place: false,
             alignment: 64,
         }

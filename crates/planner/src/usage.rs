@@ -32,6 +32,8 @@ pub struct Prediction {
     pub at_peak: CategoryBytes,
     /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
     pub line: usize,
+    /// The host's memory that state takes, which lives there or passes through it, at most.
+    pub host: usize,
 }
 
 impl Prediction {

@@ -162,6 +162,22 @@ impl Action {
         }
     }
 
+    /// The classes of state that the action works with, which are to be at hand.
+    pub fn uses(self) -> &'static [StateClass] {
+        match self {
+            Action::Unshard { .. } => &[StateClass::Parameters],
+            Action::Step { .. } => &[StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients],
+            Action::Recompute { .. } | Action::Backward { .. } => &[StateClass::Activations],
+            _ => &[],
+        }
+    }
+
+    /// Of a class that the action works with, the state that it is.
+    pub fn state(self, class: StateClass) -> StateOf {
+        let microbatch = if class == StateClass::Activations { self.microbatch() } else { None };
+        StateOf { class, unit: self.unit(), microbatch: microbatch.unwrap_or(0) }
+    }
+
     /// Whether the action is a pass of a unit: forward, recomputation or backward.
     pub fn is_pass(self) -> bool {
         matches!(self, Action::Forward { .. } | Action::Recompute { .. } | Action::Backward { .. })

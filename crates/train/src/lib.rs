@@ -4,6 +4,7 @@
 //! way goes to an [`Observer`].
 
 mod checkpointing;
+mod choices;
 mod compression;
 pub mod config;
 mod error;
@@ -18,6 +19,7 @@ mod trainer;
 mod validation;
 mod weights;
 
+pub use choices::StepChoices;
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
 pub use observer::{Observer, RunFacts, Silent};
@@ -25,8 +27,7 @@ pub use optimizer::optimizer_options;
 pub use run_folder::FLIGHT_RECORDER_FOLDER;
 pub use sample::{SampleSettings, sample};
 pub use setup::{
-    CorpusState, ensure_corpus, executor_options, given_keeps, local_threads, model_config, offload_options,
-    share_of_cores, step_program,
+    CorpusState, ensure_corpus, executor_options, local_threads, model_config, share_of_cores, step_program,
 };
 pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
 pub use weights::{LoadedModel, load_model};

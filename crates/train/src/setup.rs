@@ -1,5 +1,6 @@
 //! From a config to what a trainer needs: corpus, model, optimizer, executor.
 
+use crate::choices::StepChoices;
 use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
 use crate::fp8;
@@ -16,11 +17,10 @@ use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoic
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions, SwapOptions, Tier,
-    ZeroPlusPlus,
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions, SwapOptions, ZeroPlusPlus,
 };
-use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
-use trireme_schedule::{Keep, Program, ZeroStage, single};
+use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
+use trireme_schedule::{Program, StateClass, ZeroStage, single};
 use trireme_tensor::{Device, IntegerFormat, Precision};
 
 /// How [`ensure_corpus`] found the corpus.
@@ -223,22 +223,22 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
     }
 }
 
-/// The model with its first weights, its optimizer and its program on one rank. `keeps` counts before what the config says.
+/// The model with its first weights, its optimizer and its program on one rank. `choices` count before what the config says.
 pub(crate) fn build_executor(
     config: &Config,
     model: Model,
-    keeps: Option<&[Keep]>,
+    choices: Option<&StepChoices>,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let training = config.training();
     let ranks = DataParallelRanks::new(group, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let moves = offload_options(config, device)?;
-    let optimizer_device = if moves.optimizer == Tier::Device { device } else { &moves.host };
+    let choices = choices.cloned().unwrap_or_else(|| StepChoices::given(config, &model));
+    let moves = offload_options(config, choices.places, device)?;
+    let optimizer_device = moves.device_of(StateClass::Optimizer, device);
     let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
-    let keeps = keeps.map_or_else(|| given_keeps(config, &model), <[Keep]>::to_vec);
-    let program = step_program(config, &model, &keeps, &moves);
+    let program = step_program(config, &model, &choices);
     let options = executor_options(config);
     let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
     match &config.model().init_from {
@@ -274,37 +274,21 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
     }
 }
 
-/// What a rank does in a step whose units keep what `keeps` says, and whose state moves as `moves` say.
-pub fn step_program(config: &Config, model: &Model, keeps: &[Keep], moves: &OffloadOptions) -> Program {
+/// What a rank does in a step.
+pub fn step_program(config: &Config, model: &Model, choices: &StepChoices) -> Program {
     let program = single::program(model.num_units(), config.num_microbatches(), &model.ties());
-    let program = shard(recompute(program, keeps), sharding(config.parallelism()));
-    offload(program, moves.lowering())
+    let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));
+    offload(program, choices.places)
 }
 
-/// Where the training state lives.
-pub fn offload_options(config: &Config, device: &Device) -> Result<OffloadOptions, TrainError> {
+/// What it takes to have state at `places`.
+fn offload_options(config: &Config, places: Offload, device: &Device) -> Result<OffloadOptions, TrainError> {
     let offload = config.offload();
-    let tier = |tier: config::Tier| match tier {
-        config::Tier::Device => Tier::Device,
-        config::Tier::Host => Tier::Host,
-        config::Tier::Disk => Tier::Disk,
-    };
-    let tiers = [offload.optimizer, offload.parameters, offload.gradients, offload.activations].map(tier);
-    if tiers == [Tier::Device; 4] {
-        return Ok(OffloadOptions::none(device));
-    }
-    let [optimizer, parameters, gradients, activations] = tiers;
+    let is_away = |&class: &StateClass| places.tier(class) != Tier::Device;
+    let host = if StateClass::ALL.iter().any(is_away) { device.host()? } else { device.clone() };
     let timeout = Duration::from_secs_f64(offload.timeout_seconds);
-    Ok(OffloadOptions {
-        optimizer,
-        parameters,
-        gradients,
-        activations,
-        prefetch: offload.prefetch,
-        host: device.host()?,
-        folder: offload.folder.clone(),
-        swap: SwapOptions { timeout, ..SwapOptions::default() },
-    })
+    let swap = SwapOptions { timeout, ..SwapOptions::default() };
+    Ok(OffloadOptions { places, host, folder: offload.folder.clone(), swap })
 }
 
 fn sharding(parallelism: &config::Parallelism) -> Sharding {
@@ -325,21 +309,4 @@ fn zero_plus_plus(parallelism: &config::Parallelism) -> ZeroPlusPlus {
             config::QuantizedGradients::Int4 => Some(IntegerFormat::Int4),
         },
     }
-}
-
-/// What each unit's forward pass keeps by the config; with `mode = "auto"`, which leaves it to a plan, all. The embedding has
-/// nothing but its input, and the head runs backward at once.
-pub fn given_keeps(config: &Config, model: &Model) -> Vec<Keep> {
-    let (checkpoint, num_units) = (config.activation_checkpoint(), model.num_units());
-    let keep = |unit: usize| match checkpoint.mode {
-        _ if unit == 0 || unit + 1 == num_units => Keep::All,
-        config::ActivationCheckpointMode::None | config::ActivationCheckpointMode::Auto => Keep::All,
-        config::ActivationCheckpointMode::Selective => Keep::Products,
-        config::ActivationCheckpointMode::Block => Keep::Input,
-        config::ActivationCheckpointMode::EveryK if (unit - 1).is_multiple_of(checkpoint.every_k) => {
-            Keep::Input
-        }
-        config::ActivationCheckpointMode::EveryK => Keep::Nothing,
-    };
-    (0..num_units).map(keep).collect()
 }

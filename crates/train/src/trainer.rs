@@ -1,6 +1,7 @@
 //! The loop of a run on one rank.
 
 use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
+use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Resume};
 use crate::error::TrainError;
@@ -19,7 +20,6 @@ use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaling, LrSchedule};
 use trireme_parallel::{Executor, GradNorm, NonFinite, StepOutcome, StepPlan};
-use trireme_schedule::Keep;
 use trireme_tensor::{Category, Device, DeviceOptions, Parameters};
 
 /// What a trainer needs to know of its process.
@@ -29,16 +29,16 @@ pub struct TrainerOptions {
     pub num_threads: usize,
     /// When the command started, for `seconds_to_first_step`.
     pub started: Instant,
-    /// What was planned for this worker's memory; alike on all workers but for the predictions. `[activation_checkpoint]
-    /// mode = "auto"` keeps everything without it.
+    /// What was planned for this worker's memory; alike on all workers but for the predictions. What the config leaves to a
+    /// plan is kept, on the device, without it.
     pub memory_plan: Option<MemoryPlan>,
 }
 
 /// What a planner has found out about a worker's memory.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemoryPlan {
-    /// What each unit's forward pass keeps.
-    pub keeps: Vec<Keep>,
+    /// What is recomputed and moved.
+    pub choices: StepChoices,
     /// What the worker will take at most.
     pub predicted: MemoryPeakBytes,
     /// Why it is so, for whoever reads the step program.
@@ -110,8 +110,8 @@ impl<'a> Trainer<'a> {
         let model_json = format!("{:#}\n", model.to_json());
         let device = Device::cpu(device_options(config, options.num_threads))?;
         let model = Model::new(model, &device)?;
-        let keeps = options.memory_plan.as_ref().map(|plan| &plan.keeps[..]);
-        let mut executor = build_executor(config, model, keeps, group, &device)?;
+        let choices = options.memory_plan.as_ref().map(|plan| &plan.choices);
+        let mut executor = build_executor(config, model, choices, group, &device)?;
         notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {

@@ -5,6 +5,7 @@ use crate::planning::{Plan, Source, Workers, advice, vocabulary_size};
 use anyhow::{Result, bail};
 use std::io::Write;
 use std::path::PathBuf;
+use trireme_base::Bytes;
 use trireme_planner::table;
 use trireme_train::config::Config;
 
@@ -16,6 +17,8 @@ Examples:
       The same for four workers that share out the whole training state.
   trireme plan my.toml --set memory.device_budget=512MiB --set activation_checkpoint.mode=auto
       The least recomputation that fits into 512 MiB; fails, and says what would fit, if nothing does.
+  trireme plan my.toml --set memory.device_budget=512MiB --set offload.activations=auto
+      What has to leave the device so that a step fits, if anything, where it goes and when.
 
 Nothing is trained or written, and memory for the model is not needed. docs/memory.md says what is counted.";
 
@@ -57,9 +60,15 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);
     text += &format!("\nall together are at their peak {}\n", plan.prediction.moment(&plan.program));
-    text.extend(plan.choice.iter().map(|choice| format!("{choice}\n")));
+    if plan.prediction.host > 0 {
+        let host = Bytes(plan.prediction.host as u64);
+        text += &format!(
+            "beside that, state that does not live on the device takes {host} of the host's memory\n"
+        );
+    }
+    text.extend(plan.reasons.iter().map(|reason| format!("{reason}\n")));
     Output.write_all(text.as_bytes())?;
-    if plan.excess() > 0 {
+    if !plan.fits() {
         bail!(advice(source, &config, &plan, vocabulary_size, workers));
     }
     Ok(())

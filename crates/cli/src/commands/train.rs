@@ -5,7 +5,7 @@ use crate::console::{Console, remark};
 use crate::launch::{
     LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers, this_command, work_in_world,
 };
-use crate::planning::{Plan, Source, Workers, advice, changes, measured};
+use crate::planning::{Plan, Source, Workers, advice, changes, measured, open_classes};
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Result, anyhow, bail};
 use std::path::PathBuf;
@@ -16,12 +16,11 @@ use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice
 use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
 use trireme_planner::{CategoryBytes, table};
-use trireme_schedule::Keep;
 use trireme_tensor::{OverBudget, Parameters};
 use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Transport};
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunSummary, SampleSettings, TrainError, Trainer,
-    TrainerOptions, ensure_corpus, local_threads, model_config, sample,
+    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunSummary, SampleSettings, StepChoices, TrainError,
+    Trainer, TrainerOptions, ensure_corpus, local_threads, model_config, sample,
 };
 
 const EXAMPLES: &str = "\
@@ -82,10 +81,10 @@ fn fitting_plan(
     source: Source<'_>,
     vocabulary_size: usize,
     workers: Workers,
-    keeps: Option<&[Keep]>,
+    chosen: Option<StepChoices>,
 ) -> Result<Plan> {
-    let plan = Plan::new(config, vocabulary_size, workers, keeps)?;
-    if plan.excess() > 0 {
+    let plan = Plan::new(config, vocabulary_size, workers, chosen)?;
+    if !plan.fits() {
         bail!(advice(source, config, &plan, vocabulary_size, workers));
     }
     Ok(plan)
@@ -225,7 +224,7 @@ fn train(
     let vocabulary_size =
         Corpus::open(&config.data().folder).map_err(TrainError::from)?.train.vocabulary_size();
     let plan = common_plan(config, source, vocabulary_size, workers, &group)?;
-    plan.choice.iter().for_each(|choice| console.notice(choice));
+    plan.reasons.iter().for_each(|reason| console.notice(reason));
     let memory_plan = Some(plan.memory_plan());
     let options =
         TrainerOptions { num_threads: local_threads(config, local_world_size), started, memory_plan };
@@ -271,7 +270,8 @@ fn common_plan(
     workers: Workers,
     group: &Group,
 ) -> Result<Plan> {
-    if config.activation_checkpoint().mode != ActivationCheckpointMode::Auto {
+    let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
+    if !is_kept_open && open_classes(config).is_empty() {
         return fitting_plan(config, source, vocabulary_size, workers, None);
     }
     let is_root = group.rank() == Rank::ROOT;
@@ -280,13 +280,11 @@ fn common_plan(
         true => Some(fitting_plan(config, source, vocabulary_size, workers, None)?),
         false => None,
     };
-    let chosen: Vec<u8> = own.iter().flat_map(|plan| &plan.keeps).map(|&keep| keep as u8).collect();
-    let chosen = group.all_gather_bytes(&chosen).wait()?.swap_remove(Rank::ROOT.0);
-    let keeps: Option<Vec<Keep>> =
-        chosen.iter().map(|&keep| Keep::ALL.get(usize::from(keep)).copied()).collect();
-    match (own, keeps) {
+    let message = own.as_ref().map_or_else(Vec::new, |plan| plan.choices.to_bytes());
+    let message = group.all_gather_bytes(&message).wait()?.swap_remove(Rank::ROOT.0);
+    match (own, StepChoices::from_bytes(&message)) {
         (Some(plan), _) => Ok(plan),
-        (None, Some(keeps)) => fitting_plan(config, source, vocabulary_size, workers, Some(&keeps)),
+        (None, Some(chosen)) => fitting_plan(config, source, vocabulary_size, workers, Some(chosen)),
         (None, None) => bail!("worker 0 runs another version of the command"),
     }
 }

@@ -1,29 +1,31 @@
 //! What a run takes before it runs: `train` says what it would do, the planner says how much that takes.
 
 mod alternatives;
+mod choices;
 mod setup;
 
 #[cfg(test)]
 mod tests;
 
 pub(crate) use alternatives::{Source, advice, changes};
+pub(crate) use choices::open_classes;
 
 use anyhow::Result;
+use choices::Planning;
 use setup::{Layout, memory_setup};
 use std::fmt;
 use trireme_base::{Bytes, Category};
 use trireme_comm::{Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::Model;
-use trireme_parallel::OffloadOptions;
-use trireme_planner::{CategoryBytes, MemorySetup, Prediction, fit_keeps, predict};
-use trireme_schedule::{Keep, Program};
+use trireme_planner::{CategoryBytes, MemoryBounds, MemorySetup, Prediction, predict};
+use trireme_schedule::Program;
 use trireme_tensor::Device;
 use trireme_train::config::{self, ActivationCheckpointMode, Config, ModelSource, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    MemoryPlan, TrainError, device_options, executor_options, given_keeps, local_threads, model_config,
-    offload_options, optimizer_options, step_program,
+    MemoryPlan, StepChoices, TrainError, device_options, executor_options, local_threads, model_config,
+    optimizer_options, step_program,
 };
 
 /// The workers of a run, as one of them sees them.
@@ -82,21 +84,23 @@ impl fmt::Display for Workers {
 pub(crate) struct Plan {
     pub(crate) model: Model,
     pub(crate) program: Program,
-    pub(crate) keeps: Vec<Keep>,
+    pub(crate) choices: StepChoices,
     pub(crate) prediction: Prediction,
     /// What it has to stay within, if anything.
     pub(crate) bound: Option<usize>,
+    /// The same of the host's memory for state that is not on the device.
+    pub(crate) host_bound: usize,
     /// What was chosen and why, where something was to be chosen.
-    pub(crate) choice: Option<String>,
+    pub(crate) reasons: Vec<String>,
 }
 
 impl Plan {
-    /// Plans a run over a corpus of `vocabulary_size`. `keeps` are what another worker has chosen.
+    /// Plans a run over a corpus of `vocabulary_size`. `chosen` is what another worker has chosen.
     pub(crate) fn new(
         config: &Config,
         vocabulary_size: usize,
         workers: Workers,
-        keeps: Option<&[Keep]>,
+        chosen: Option<StepChoices>,
     ) -> Result<Self> {
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (model, _) = model_config(config, vocabulary_size)?;
@@ -111,25 +115,31 @@ impl Plan {
             shares_memory: workers.shares_memory && workers.world_size > 1,
             num_sharing: workers.num_sharing,
         };
-        let moves = offload_options(config, &device)?;
-        let setup = memory_setup(&model, &device, &options, &optimizer, &moves, layout)?;
-        let mode = config.activation_checkpoint().mode;
+        let given = StepChoices::given(config, &model);
+        let setup = memory_setup(&model, &device, &options, &optimizer, given.places, layout)?;
         let bound = bound(config, workers);
-        let (keeps, choice) = match (mode, keeps) {
-            (_, Some(keeps)) => (keeps.to_vec(), None),
-            (ActivationCheckpointMode::Auto, None) => {
-                choose((config, &model, &moves), &setup, bound.expect("a host has memory"))
-            }
-            (_, None) => (given_keeps(config, &model), None),
-        };
-        let program = step_program(config, &model, &keeps, &moves);
-        let prediction = predict(&setup, &program);
-        Ok(Plan { model, program, keeps, prediction, bound, choice })
+        let host_bound = host_bound(config, workers);
+        let bounds = MemoryBounds { device: bound.unwrap_or(usize::MAX), host: host_bound };
+        let planning = Planning { config, model: &model, setup: &setup, bounds };
+        let (choices, reasons) = chosen.map_or_else(|| planning.choose(given), |chosen| (chosen, Vec::new()));
+        let program = step_program(config, &model, &choices);
+        let prediction = predict(&MemorySetup { places: choices.places, ..setup }, &program);
+        Ok(Plan { model, program, choices, prediction, bound, host_bound, reasons })
     }
 
     /// Bytes by which it passes what it has to stay within; 0 if it fits.
     pub(crate) fn excess(&self) -> usize {
         self.bound.map_or(0, |bound| self.prediction.total().saturating_sub(bound))
+    }
+
+    /// Whether it stays within what it may take.
+    pub(crate) fn fits(&self) -> bool {
+        self.excess() == 0 && self.host_excess() == 0
+    }
+
+    /// The same of the host's memory.
+    pub(crate) fn host_excess(&self) -> usize {
+        self.prediction.host.saturating_sub(self.host_bound)
     }
 
     /// What the trainer is told of it.
@@ -140,7 +150,7 @@ impl Plan {
         let moment = self.prediction.moment(&self.program);
         let predicted = format!("{} are predicted at most, {moment}", Bytes(total as u64));
         MemoryPlan {
-            keeps: self.keeps.clone(),
+            choices: self.choices.clone(),
             predicted: MemoryPeakBytes {
                 parameters: peak(Category::Parameters),
                 gradients: peak(Category::Gradients),
@@ -149,7 +159,7 @@ impl Plan {
                 communication: peak(Category::Communication),
                 total: total as u64,
             },
-            comment: self.choice.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
+            comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
     }
 }
@@ -188,44 +198,12 @@ fn host_bytes() -> usize {
     system.totalram as usize * system.mem_unit.max(1) as usize
 }
 
-/// The least recomputation that fits into `bound`, and why that; where nothing does, the choice that takes least.
-fn choose(
-    (config, model, moves): (&Config, &Model, &OffloadOptions),
-    setup: &MemorySetup,
-    bound: usize,
-) -> (Vec<Keep>, Option<String>) {
-    let program = |keeps: &[Keep]| step_program(config, model, keeps, moves);
-    match fit_keeps(setup, bound, program) {
-        Ok((choice, prediction)) => {
-            let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();
-            let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
-            let text = format!(
-                "recomputation: for at most {} a worker, {}; that makes {share:.1} % of the forward pass again and takes {}",
-                Bytes(bound as u64),
-                describe(&choice.keeps),
-                Bytes(prediction.total() as u64)
-            );
-            (choice.keeps, Some(text))
-        }
-        Err((choice, _)) => (choice.keeps, None),
-    }
-}
-
-/// `units 0-3 keep all, units 4-6 keep their input`.
-fn describe(keeps: &[Keep]) -> String {
-    let mut runs: Vec<(usize, usize, Keep)> = Vec::new();
-    for (unit, &keep) in keeps.iter().enumerate() {
-        match runs.last_mut() {
-            Some((_, last, same)) if *same == keep => *last = unit,
-            _ => runs.push((unit, unit, keep)),
-        }
-    }
-    let run = |&(first, last, keep): &(usize, usize, Keep)| {
-        let units =
-            if first == last { format!("unit {first} keeps") } else { format!("units {first}-{last} keep") };
-        format!("{units} {}", keep.name())
-    };
-    runs.iter().map(run).collect::<Vec<_>>().join(", ")
+/// What the state that is not on the device may take of the host's memory, for one worker.
+fn host_bound(config: &Config, workers: Workers) -> usize {
+    let bytes = |limit: config::ByteLimit| limit.0.map(|bytes| bytes.0 as usize);
+    let share = host_bytes() / workers.local_world_size;
+    let device = bytes(config.memory().device_budget).unwrap_or(0);
+    bytes(config.memory().host_budget).unwrap_or(share.saturating_sub(device))
 }
 
 /// The vocabulary of the config's corpus, or what it will be when it is prepared.

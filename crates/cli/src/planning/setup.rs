@@ -6,9 +6,10 @@ use trireme_base::{Category, DType};
 use trireme_comm::{CompressorSizes, Group, Round};
 use trireme_model::Model;
 use trireme_optim::{LossScaling, Optimizer, OptimizerOptions, ShardOps, StepSettings};
-use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, Tier, ZeroPlusPlus, compressor_sizes};
+use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, ZeroPlusPlus, compressor_sizes};
 use trireme_planner::{CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, UnitMemory};
-use trireme_schedule::{StateClass, ZeroStage};
+use trireme_schedule::ZeroStage;
+use trireme_schedule::lowering::Offload;
 use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES, ParameterTable};
 
 /// How the workers are arranged, as far as the memory of one of them depends on it.
@@ -70,7 +71,7 @@ pub(crate) fn memory_setup(
     device: &Device,
     options: &ExecutorOptions,
     optimizer: &OptimizerOptions,
-    moves: &OffloadOptions,
+    places: Offload,
     layout: Layout,
 ) -> Result<MemorySetup> {
     let table = model.table();
@@ -80,20 +81,20 @@ pub(crate) fn memory_setup(
     let scales = fp8.as_ref().map(Fp8State::scales);
     let (sizes, token_bytes) = model.sizes(device, options.precision, scales, shape)?;
     let parts = table.shards(layout.shard, layout.num_shards);
-    let before = device.memory().usage(Category::Optimizer).current;
-    let optimizer_device = if moves.optimizer == Tier::Device { device } else { &moves.host };
-    let mut optimizer = Optimizer::new(optimizer, table, &parts, optimizer_device)?;
-    let state = device.memory().usage(Category::Optimizer).current - before;
+    let mut optimizer = Optimizer::new(optimizer, table, &parts, device)?;
     let mut units = Vec::new();
     for (index, (info, sizes)) in table.units().iter().zip(&sizes).enumerate() {
-        let (scratch, step_exchanges) = update(&mut optimizer, index, parts[index].len(), optimizer_device)?;
-        // What the host updates takes its memory.
-        let step_scratch = if moves.optimizer == Tier::Device { scratch } else { 0 };
+        let mut optimizer_bytes = 0;
+        optimizer.for_each_memory(index, |tensor| {
+            optimizer_bytes += tensor.num_bytes().next_multiple_of(Device::ALIGNMENT)
+        });
+        let (step_scratch, step_exchanges) = update(&mut optimizer, index, parts[index].len(), device)?;
         units.push(UnitMemory {
             len: info.num_elements,
             padded_len: info.padded_len(),
             shard_len: parts[index].len(),
             passes: *sizes,
+            optimizer_bytes,
             step_scratch,
             step_exchanges,
             compression: compression(table, index, options, &optimizer, layout)?,
@@ -101,7 +102,6 @@ pub(crate) fn memory_setup(
     }
     let mut fixed = [0; Category::ALL.len()];
     fixed[Category::Parameters as usize] = parameters;
-    fixed[Category::Optimizer as usize] = state;
     fixed[Category::Communication as usize] = layout.group_bytes(options);
     Ok(MemorySetup {
         units,
@@ -115,20 +115,12 @@ pub(crate) fn memory_setup(
         gather_dtype: options.gather_precision().dtype(),
         reduce_dtype: options.reduce_dtype.dtype(),
         fusion_bytes: options.fusion_bytes,
-        away: away(moves),
+        places,
+        disk_chunk_bytes: OffloadOptions::DISK_CHUNK_BYTES,
+        disk_write_bytes: OffloadOptions::DISK_WRITE_BYTES,
         adds_in_place: options.determinism == Determinism::Run,
         alignment: Device::ALIGNMENT,
     })
-}
-
-/// What is not on the device between its uses, besides activations, of which the program tells.
-fn away(moves: &OffloadOptions) -> Vec<StateClass> {
-    let tiers = [
-        (StateClass::Optimizer, moves.optimizer),
-        (StateClass::Parameters, moves.parameters),
-        (StateClass::Gradients, moves.gradients),
-    ];
-    tiers.into_iter().filter(|(_, tier)| *tier != Tier::Device).map(|(class, _)| class).collect()
 }
 
 /// What the ranks of a replica spare the network between its hosts, if anything.

@@ -109,11 +109,47 @@ fn auto_recomputes_as_little_as_fits() {
 }
 
 #[test]
+fn auto_moves_as_little_as_fits() {
+    let scene = Scene::with_corpus();
+    let settings = "--workers 1 --set model.num_layers=6 --set parallelism.zero_stage=1";
+    scene.run(&format!("train tiny.toml {settings} --set run.name=all")).succeeded();
+    let total = bytes(&scene.records("all").pop().unwrap(), "memory_peak_bytes", "total") as u64;
+    let budget = |bytes: u64| format!("{settings} --set memory.device_budget={bytes}B");
+    let auto = "--set offload.activations=auto --set offload.optimizer=auto";
+    let text = scene.run(&format!("plan tiny.toml {} {auto}", budget(total * 2))).succeeded();
+    tells(&text, &["offload: for at most", "everything stays on the device"]);
+
+    let activations = format!("{} --set offload.activations=auto", budget(total * 15 / 16));
+    let text = scene.run(&format!("plan tiny.toml {activations}")).succeeded();
+    tells(
+        &text,
+        &["activations of units 1-", "(host, from their forward pass until 1 pass", "of the host's memory"],
+    );
+    let text = scene.run(&format!("train tiny.toml {activations} --set run.name=less")).succeeded();
+    tells(&text, &["offload: for at most"]);
+    let record = scene.records("less").pop().unwrap();
+    assert!(bytes(&record, "memory_peak_bytes", "total") as u64 <= total * 15 / 16, "{record}");
+    assert_eq!(scene.losses("less"), scene.losses("all"), "where state lives changes no bit");
+    tells(&scene.read("runs/less/program.txt"), &["# offload: for at most", "EVICT activations 1 0"]);
+
+    // Both classes where one does not suffice; to a disk where the host has no room.
+    let text = scene.run(&format!("plan tiny.toml {} {auto}", budget(total * 3 / 4))).succeeded();
+    tells(&text, &["optimizer (host)", "0B to and from disk"]);
+    let poor = format!("{auto} --set memory.host_budget=1KiB");
+    let error = scene.run(&format!("plan tiny.toml {} {poor}", budget(total * 3 / 4))).refused();
+    tells(&error, &["more than"]);
+    // What the budget asks for is among the changes that are told.
+    let error = scene.run(&format!("plan tiny.toml {}", budget(total * 15 / 16))).refused();
+    tells(&error, &["what would fit:", "offload.activations=auto"]);
+}
+
+#[test]
 fn sizes_without_a_unit_and_unused_keys_are_mistakes() {
     let scene = Scene::with_corpus();
     for (setting, facts) in [
         ("memory.device_budget=lots", ["a size with a unit", "512MiB"]),
         ("activation_checkpoint.memory=1GiB", ["counts only with mode = ", "auto"]),
+        ("offload.activations=auto", ["state leave the device when that is full", "device_budget"]),
     ] {
         tells(&scene.refused_without_trace(&format!("plan tiny.toml --set {setting}")), &facts);
     }

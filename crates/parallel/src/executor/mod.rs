@@ -24,7 +24,7 @@ use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings};
 use trireme_schedule::lowering::{self, Offload, shard};
-use trireme_schedule::{Action, Program, ZeroStage, single, validate};
+use trireme_schedule::{Action, Program, StateClass, ZeroStage, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
 
 /// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
@@ -80,11 +80,13 @@ impl Executor {
         let ranks = Arc::new(ranks);
         let (table, outline) = (model.table(), &program.outline);
         let precision = (options.gather_precision(), spared);
-        let tier =
-            if outline.zero_stage == ZeroStage::Three { offload.parameters } else { offload.optimizer };
-        let devices = (device, offload.device_of(tier, device));
+        let class = match outline.zero_stage {
+            ZeroStage::Three => StateClass::Parameters,
+            _ => StateClass::Optimizer,
+        };
+        let devices = (device, offload.device_of(class, device));
         let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, devices)?;
-        let devices = (device, offload.device_of(offload.gradients, device));
+        let devices = (device, offload.device_of(StateClass::Gradients, device));
         let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
@@ -94,13 +96,13 @@ impl Executor {
         let squares = Some(ranks.shards().buffer(outline.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
         let evaluation = shard(single::evaluation(outline.num_units, &outline.ties), options.sharding);
-        let Offload { parameters: moves_parameters, prefetch, .. } = offload.lowering();
-        let moves = Offload { parameters: moves_parameters, prefetch, ..Offload::default() };
-        let evaluation = lowering::offload(evaluation, moves);
+        let Offload { parameters: at, prefetch, .. } = offload.places;
+        let evaluation =
+            lowering::offload(evaluation, Offload { parameters: at, prefetch, ..Offload::default() });
         let mut executor = Executor {
             in_flight: InFlight::new(outline),
             host: offload.host.clone(),
-            optimizer_device: offload.device_of(offload.optimizer, device).clone(),
+            optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program),
             changed: vec![true; outline.num_units],
             is_squared: vec![false; outline.num_units],

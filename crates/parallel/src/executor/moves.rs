@@ -90,16 +90,9 @@ impl Executor {
 
     /// Waits for the state that an action works with.
     pub(super) fn await_state(&mut self, action: Action) -> Result<(), ParallelError> {
-        let classes: &[StateClass] = match action {
-            Action::Unshard { .. } => &[StateClass::Parameters],
-            Action::Step { .. } => &[StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients],
-            Action::Recompute { .. } | Action::Backward { .. } => &[StateClass::Activations],
-            _ => &[],
-        };
-        for &class in classes {
+        for &class in action.uses() {
             if self.offloaded.moves(class) {
-                let microbatch = action.microbatch().unwrap_or(0);
-                self.restore(StateOf { class, unit: action.unit(), microbatch })?;
+                self.restore(action.state(class))?;
             }
         }
         Ok(())

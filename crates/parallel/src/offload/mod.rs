@@ -8,36 +8,16 @@ mod store;
 use crate::error::ParallelError;
 use std::path::PathBuf;
 use store::Store;
-use trireme_schedule::lowering::Offload;
+use trireme_schedule::lowering::{Offload, Tier};
 use trireme_schedule::{Outline, Program, StateClass, StateOf};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, Tensor};
 
-/// Where a class of state lives between its uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Default)]
-pub enum Tier {
-    /// On the device.
-    #[default]
-    Device,
-    /// In the host's memory.
-    Host,
-    /// On a disk.
-    Disk,
-}
-
-/// Where state lives between its uses.
+/// Where state lives between its uses, and what it takes to move it.
 #[derive(Debug, Clone)]
 pub struct OffloadOptions {
-    /// The optimizer's state. Where it is not on the device, the host updates.
-    pub optimizer: Tier,
-    /// Shards of parameters.
-    pub parameters: Tier,
-    /// Shards of reduced gradients.
-    pub gradients: Tier,
-    /// What forward passes have kept.
-    pub activations: Tier,
-    /// How many uses of a class ahead of its own use state begins to come back.
-    pub prefetch: usize,
+    /// Where each class lives.
+    pub places: Offload,
     /// The host beside the device.
     pub host: Device,
     /// Folder of the files on disk.
@@ -47,43 +27,26 @@ pub struct OffloadOptions {
 }
 
 impl OffloadOptions {
+    /// Bytes of a chunk in which state goes to a disk and comes back: long enough for a disk's full speed, short beside the
+    /// memory of a worker.
+    pub const DISK_CHUNK_BYTES: usize = 16 << 20;
+
+    /// Bytes that the chunks of a class take at most which are on their way to a disk, and the one that is filled.
+    pub const DISK_WRITE_BYTES: usize = (store::WRITES_MAX + 1) * Self::DISK_CHUNK_BYTES;
+
     /// Everything stays on `device`.
     pub fn none(device: &Device) -> Self {
         OffloadOptions {
-            optimizer: Tier::Device,
-            parameters: Tier::Device,
-            gradients: Tier::Device,
-            activations: Tier::Device,
-            prefetch: 1,
+            places: Offload::default(),
             host: device.clone(),
             folder: PathBuf::new(),
             swap: SwapOptions::default(),
         }
     }
 
-    /// What a step program moves: what lives on a disk, and activations wherever they live.
-    pub fn lowering(&self) -> Offload {
-        Offload {
-            optimizer: self.optimizer == Tier::Disk,
-            parameters: self.parameters == Tier::Disk,
-            gradients: self.gradients == Tier::Disk,
-            activations: self.activations != Tier::Device,
-            prefetch: self.prefetch,
-        }
-    }
-
-    /// The device on which state of a tier is worked with.
-    pub(crate) fn device_of<'a>(&'a self, tier: Tier, device: &'a Device) -> &'a Device {
-        if tier == Tier::Device { device } else { &self.host }
-    }
-
-    fn tier(&self, class: StateClass) -> Tier {
-        match class {
-            StateClass::Optimizer => self.optimizer,
-            StateClass::Parameters => self.parameters,
-            StateClass::Gradients => self.gradients,
-            StateClass::Activations => self.activations,
-        }
+    /// The device on which a class of state is worked with.
+    pub fn device_of<'a>(&'a self, class: StateClass, device: &'a Device) -> &'a Device {
+        if self.places.tier(class) == Tier::Device { device } else { &self.host }
     }
 }
 
@@ -145,7 +108,7 @@ impl Offloaded {
                 _ => num_units,
             };
             let moves = program.outline.offloaded.contains(&class);
-            moves.then(|| Store::new(class, options, options.tier(class), num_blocks))
+            moves.then(|| Store::new(class, options, num_blocks))
         });
         Offloaded { num_microbatches, stores }
     }

@@ -1,17 +1,17 @@
-use super::{Memory, OffloadOptions, Tier};
+use super::{Memory, OffloadOptions};
 use crate::error::ParallelError;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use trireme_base::DType;
 use trireme_schedule::StateClass;
+use trireme_schedule::lowering::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, SwapOptions, Transfer};
 use trireme_tensor::{Category, Device, Tensor};
 
 /// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
-const WRITES_MAX: usize = 4;
+pub(super) const WRITES_MAX: usize = 4;
 
-/// Bytes of a chunk: long enough for a disk's full speed, short beside the memory of a worker.
-const CHUNK_BYTES: usize = 16 << 20;
+const CHUNK_BYTES: usize = OffloadOptions::DISK_CHUNK_BYTES;
 
 /// Blocks of state that live elsewhere.
 pub(crate) struct Store {
@@ -29,8 +29,8 @@ enum Block {
     /// With its owner.
     #[default]
     Here,
-    /// In the host's memory, whether its owner has a copy or not.
-    InMemory { copy: Tensor, is_away: bool },
+    /// In the host's memory.
+    InMemory(Tensor),
     /// On the disk.
     OnDisk,
     /// On its way back from it.
@@ -207,14 +207,14 @@ fn copy_in(memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
 }
 
 impl Store {
-    pub(crate) fn new(class: StateClass, options: &OffloadOptions, tier: Tier, num_blocks: usize) -> Self {
+    pub(crate) fn new(class: StateClass, options: &OffloadOptions, num_blocks: usize) -> Self {
         let category = match class {
             StateClass::Optimizer => Category::Optimizer,
             StateClass::Parameters => Category::Parameters,
             StateClass::Gradients => Category::Gradients,
             StateClass::Activations => Category::Activations,
         };
-        let place = match tier {
+        let place = match options.places.tier(class) {
             Tier::Device | Tier::Host => Place::Host { host: options.host.clone(), category },
             Tier::Disk => Place::Disk(Box::new(Disk::new(options, num_blocks))),
         };
@@ -236,17 +236,10 @@ impl Store {
     ) -> Result<(), ParallelError> {
         let state = &mut self.blocks[block];
         *state = match (&mut self.place, std::mem::take(state)) {
-            (Place::Host { host, category }, found) => {
-                let mut copy = match found {
-                    Block::InMemory { copy, .. } => copy,
-                    _ => host.empty([num_bytes(memory)].into(), DType::U8, *category)?,
-                };
-                if has_changed {
-                    copy_out(memory, copy.bytes_mut())
-                } else {
-                    memory(&mut |part| part.release())
-                }
-                Block::InMemory { copy, is_away: true }
+            (Place::Host { host, category }, _) => {
+                let mut copy = host.empty([num_bytes(memory)].into(), DType::U8, *category)?;
+                copy_out(memory, copy.bytes_mut());
+                Block::InMemory(copy)
             }
             (Place::Disk(_), Block::Copied) if !has_changed => {
                 memory(&mut |part| part.release());
@@ -276,11 +269,9 @@ impl Store {
                 disk.finish_read(block, memory)?;
                 Block::Copied
             }
-            (_, Block::InMemory { copy, is_away }) => {
-                if is_away {
-                    copy_in(memory, copy.bytes())?;
-                }
-                Block::InMemory { copy, is_away: false }
+            (_, Block::InMemory(copy)) => {
+                copy_in(memory, copy.bytes())?;
+                Block::Here
             }
             (_, here) => here,
         };

@@ -7,10 +7,10 @@ use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
     DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepOutcome,
-    StepPlan, Tier, ZeroPlusPlus,
+    StepPlan, ZeroPlusPlus,
 };
-use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
-use trireme_schedule::{Keep, ZeroStage, single};
+use trireme_schedule::lowering::{Offload, Sharding, offload, recompute, shard};
+use trireme_schedule::{Keep, StateClass, ZeroStage, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::random_batch;
@@ -60,8 +60,8 @@ pub struct Layout<'a> {
     pub num_shards: usize,
     /// What units keep; all of them all if there is no choice.
     pub keeps: &'a [Keep],
-    /// Where optimizer, parameters, gradients and activations live.
-    pub tiers: [Tier; 4],
+    /// Where state lives.
+    pub places: Offload,
     pub folder: &'a Path,
     pub swap: SwapOptions,
 }
@@ -73,7 +73,7 @@ impl Default for Layout<'_> {
             optimizer: OptimizerKind::AdamW(ADAMW),
             num_shards: 1,
             keeps: &[],
-            tiers: [Tier::Device; 4],
+            places: Offload::default(),
             folder: Path::new("/nonexistent"),
             swap: SwapOptions::default(),
         }
@@ -90,24 +90,19 @@ pub fn laid_out(
     let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
     let model = Model::new(config.clone(), &device).unwrap();
     let ranks = DataParallelRanks::new(group, layout.num_shards).unwrap();
-    let [optimizer, parameters, gradients, activations] = layout.tiers;
     let moves = OffloadOptions {
-        optimizer,
-        parameters,
-        gradients,
-        activations,
-        prefetch: 1,
+        places: layout.places,
         host: device.host().unwrap(),
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
     };
     let optimizer_options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(layout.optimizer) };
-    let optimizer_device = if optimizer == Tier::Device { &device } else { &moves.host };
+    let optimizer_device = moves.device_of(StateClass::Optimizer, &device);
     let parts = ranks.parts(model.table());
     let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
     let program = single::program(model.num_units(), accumulation, &model.ties());
     let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
-    let program = offload(shard(program, layout.options.sharding), moves.lowering());
+    let program = offload(shard(program, layout.options.sharding), moves.places);
     let mut executor =
         Executor::new(model, optimizer, ranks, &device, program, layout.options, &moves).unwrap();
     executor.initialize(1).unwrap();

@@ -65,7 +65,7 @@ impl<'a> Gradients<'a> {
         let is_sharded = stage >= ZeroStage::One;
         let group_size = if is_sharded { setup.num_shards } else { setup.num_replicas };
         let hierarchy = Hierarchy::new(setup);
-        let rounds = setup.rounds(group_size) && hierarchy.is_none();
+        let rounds = setup.rounds(group_size);
         let keeps_whole = stage < ZeroStage::Two && !rounds;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
         let is_pool_under_way = is_sharded && !rounds;
@@ -125,17 +125,15 @@ impl<'a> Gradients<'a> {
             self.wholes.take(len, usage);
             self.units[unit].is_ready = true;
         }
-        if self.has_shards && !setup.away.contains(&StateClass::Gradients) {
+        if self.has_shards && !setup.is_away(StateClass::Gradients) {
             let num_bytes = setup.units[unit].shard_len * self.shard_dtype().size();
             usage.take(Category::Gradients, num_bytes);
             usage.take(Category::Communication, setup.mapped_of_replicas(num_bytes));
         }
     }
 
-    /// What a shard's sum is kept in: f32 where several are added.
     fn shard_dtype(&self) -> DType {
-        let is_summed = self.outline.zero_stage >= ZeroStage::Two && self.outline.num_microbatches > 1;
-        if is_summed || !self.rounds { DType::F32 } else { self.setup.reduce_dtype }
+        self.setup.shard_dtype(&self.outline)
     }
 
     /// Makes room for the gradients that backward of `unit` writes.

@@ -2,6 +2,7 @@
 
 mod gradients;
 mod hierarchy;
+mod host;
 mod parameters;
 mod passes;
 mod pool;
@@ -10,8 +11,11 @@ mod updates;
 use crate::setup::MemorySetup;
 use crate::usage::{CategoryBytes, Prediction, Usage};
 use gradients::Gradients;
+use host::Host;
+pub(crate) use host::state_bytes;
 use parameters::Parameters;
 use passes::Passes;
+pub(crate) use passes::kept;
 use trireme_schedule::{Action, Program, StateClass, StateOf};
 use updates::Updates;
 
@@ -41,6 +45,7 @@ pub(crate) fn walk(
     let mut gradients = Gradients::new(setup, &program.outline, &mut usage);
     let mut passes = Passes::new(setup, program.outline.num_microbatches);
     let mut updates = Updates::new(setup);
+    let mut host = Host::new(setup, &program.outline);
     for _ in 0..NUM_STEPS {
         passes.begin(&mut usage);
         let mut is_finished = false;
@@ -48,13 +53,17 @@ pub(crate) fn walk(
             // As in the program's text, which begins with a line of sizes.
             usage.set_line(index + 2);
             parameters.await_units(action, &program.outline, &mut usage);
+            host.begin(action);
+            if action.uses() == [StateClass::Activations] {
+                let state = action.state(StateClass::Activations);
+                host.restore_activations(state, passes.restore(state.unit, state.microbatch, &mut usage));
+            }
             match action {
                 Action::Forward { unit, microbatch, keep } => {
                     passes.forward(unit, microbatch, keep, &mut usage);
                 }
                 Action::Recompute { unit, microbatch } => passes.recompute(unit, microbatch, &mut usage),
                 Action::Backward { unit, microbatch } => {
-                    passes.begin_backward(unit, microbatch, &mut usage);
                     gradients.prepare(unit, &mut usage);
                     passes.leave_output(microbatch, &mut usage);
                     gradients.open(unit, &mut usage);
@@ -64,13 +73,17 @@ pub(crate) fn walk(
                 Action::Unshard { unit } => parameters.unshard(unit, &mut usage),
                 Action::Reshard { unit } => parameters.reshard(unit),
                 Action::ReduceGrad { unit } => gradients.reduce(unit, &mut usage),
-                // Other states than activations are on their way through memory of the host.
                 Action::Fetch(_) => (),
-                Action::Evict(StateOf { class, unit, microbatch }) => match class {
-                    StateClass::Activations => passes.evict(unit, microbatch, &mut usage),
-                    StateClass::Gradients if !is_finished => gradients.finish_ahead(unit, &mut usage),
-                    _ => (),
-                },
+                Action::Evict(state @ StateOf { class, unit, microbatch }) => {
+                    match class {
+                        StateClass::Activations => {
+                            host.evict_activations(passes.evict(unit, microbatch, &mut usage));
+                        }
+                        StateClass::Gradients if !is_finished => gradients.finish_ahead(unit, &mut usage),
+                        _ => (),
+                    }
+                    host.evict(state);
+                }
                 Action::Step { unit } => {
                     if !std::mem::replace(&mut is_finished, true) {
                         gradients.finish(&mut usage);
@@ -82,5 +95,5 @@ pub(crate) fn walk(
             see(action, usage.line_peaks());
         }
     }
-    usage.found()
+    Prediction { host: host.peak(), ..usage.found() }
 }

@@ -34,6 +34,9 @@ impl<'a> Parameters<'a> {
         for category in Category::ALL {
             usage.take(category, setup.fixed.get(category));
         }
+        if !setup.is_away(StateClass::Optimizer) {
+            usage.take(Category::Optimizer, setup.units.iter().map(|unit| unit.optimizer_bytes).sum());
+        }
         let stage = outline.zero_stage;
         let is_wide = setup.gather_dtype == DType::F32;
         let is_kept = stage < ZeroStage::Three;
@@ -42,7 +45,7 @@ impl<'a> Parameters<'a> {
         // One shard is the whole.
         let has_wholes = stage != ZeroStage::Zero && (setup.num_shards > 1 || !is_kept);
         let class = if is_kept { StateClass::Optimizer } else { StateClass::Parameters };
-        let is_away = setup.away.contains(&class);
+        let is_away = setup.is_away(class);
         for unit in &setup.units {
             match stage {
                 _ if !has_wholes => usage.take(Category::Parameters, setup.on_device(unit.len)),

@@ -45,23 +45,27 @@ impl<'a> Passes<'a> {
         self.keeps[unit * self.num_microbatches + microbatch] = keep;
     }
 
-    /// What forward has kept leaves the device.
-    pub(super) fn evict(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+    /// What forward has kept leaves the device; its bytes.
+    pub(super) fn evict(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) -> usize {
         let pass = unit * self.num_microbatches + microbatch;
         self.is_away[pass] = true;
-        usage.give(ACTIVATIONS, kept(self.sizes(unit), self.keeps[pass]));
+        let bytes = kept(self.sizes(unit), self.keeps[pass]);
+        usage.give(ACTIVATIONS, bytes);
+        bytes
     }
 
-    /// What forward has kept is back when it is worked with.
-    fn restore(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+    /// What forward has kept is back when it is worked with; the bytes that have come.
+    pub(super) fn restore(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) -> usize {
         let pass = unit * self.num_microbatches + microbatch;
-        if std::mem::take(&mut self.is_away[pass]) {
-            usage.take(ACTIVATIONS, kept(self.sizes(unit), self.keeps[pass]));
+        if !std::mem::take(&mut self.is_away[pass]) {
+            return 0;
         }
+        let bytes = kept(self.sizes(unit), self.keeps[pass]);
+        usage.take(ACTIVATIONS, bytes);
+        bytes
     }
 
     pub(super) fn recompute(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
-        self.restore(unit, microbatch, usage);
         let sizes = self.sizes(unit);
         match self.keeps[unit * self.num_microbatches + microbatch] {
             Keep::All => (),
@@ -86,11 +90,6 @@ impl<'a> Passes<'a> {
         usage.take(ACTIVATIONS, sizes.record + sizes.output);
     }
 
-    /// What backward reads is there.
-    pub(super) fn begin_backward(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
-        self.restore(unit, microbatch, usage);
-    }
-
     /// What a recomputation has made for a unit above that needs it no more.
     pub(super) fn leave_output(&mut self, microbatch: usize, usage: &mut Usage) {
         usage.give(ACTIVATIONS, std::mem::take(&mut self.outputs[microbatch]));
@@ -109,7 +108,7 @@ impl<'a> Passes<'a> {
 }
 
 /// Bytes that forward of a unit leaves.
-fn kept(sizes: &UnitPasses, keep: Keep) -> usize {
+pub(crate) fn kept(sizes: &UnitPasses, keep: Keep) -> usize {
     match keep {
         Keep::All => sizes.record,
         Keep::Products => sizes.products,

@@ -5,6 +5,7 @@ use crate::setup::MemorySetup;
 use crate::usage::Usage;
 use std::collections::BTreeMap;
 use trireme_base::Category;
+use trireme_schedule::StateClass;
 
 #[derive(Debug)]
 pub(super) struct Updates<'a> {
@@ -20,7 +21,9 @@ impl<'a> Updates<'a> {
 
     pub(super) fn step(&mut self, unit: usize, usage: &mut Usage) {
         let (setup, unit) = (self.setup, &self.setup.units[unit]);
-        usage.take(Category::Optimizer, unit.step_scratch);
+        // What the host updates takes its memory.
+        let scratch = if setup.is_away(StateClass::Optimizer) { 0 } else { unit.step_scratch };
+        usage.take(Category::Optimizer, scratch);
         let exchanges = if setup.num_shards > 1 { &unit.step_exchanges[..] } else { &[] };
         for exchange in exchanges {
             let (category, is_mapped) = (Category::Communication, setup.shards_share_memory);
@@ -29,6 +32,6 @@ impl<'a> Updates<'a> {
             pool.take(exchange.len, usage);
             pool.give(exchange.len);
         }
-        usage.give(Category::Optimizer, unit.step_scratch);
+        usage.give(Category::Optimizer, scratch);
     }
 }

@@ -6,6 +6,6 @@ mod offload;
 mod recompute;
 mod shard;
 
-pub use offload::{Offload, offload};
+pub use offload::{Offload, Tier, offload};
 pub use recompute::recompute;
 pub use shard::{Sharding, shard};

@@ -1,30 +1,87 @@
 use crate::action::{Action, Keep, StateClass, StateOf};
 use crate::program::{Program, ZeroStage};
 
-/// What lives elsewhere than on the device between its uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+/// Where a class of state lives between its uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum Tier {
+    /// On the device.
+    #[default]
+    Device,
+    /// In the host's memory.
+    Host,
+    /// On a disk.
+    Disk,
+}
+
+impl Tier {
+    /// Every place, from the nearest to the device.
+    pub const ALL: [Tier; 3] = [Tier::Device, Tier::Host, Tier::Disk];
+
+    /// Name in plans.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Tier::Device => "device",
+            Tier::Host => "host",
+            Tier::Disk => "disk",
+        }
+    }
+}
+
+/// Where state lives between its uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Offload {
-    /// The optimizer's state, with ZeRO from the first stage on.
-    pub optimizer: bool,
+    /// The optimizer's state; elsewhere than on the device with ZeRO from the first stage on. There the host updates.
+    pub optimizer: Tier,
     /// Shards of parameters, with the third stage.
-    pub parameters: bool,
-    /// Shards of gradients, from the second stage on and with one microbatch.
-    pub gradients: bool,
+    pub parameters: Tier,
+    /// Shards of reduced gradients, from the second stage on; on disk with one microbatch.
+    pub gradients: Tier,
     /// What forward passes keep for backward.
-    pub activations: bool,
+    pub activations: Tier,
+    /// The blocks whose activations leave, counted from the first: these wait longest for their backward pass.
+    pub num_blocks: usize,
     /// How many uses of a class ahead of its own use state begins to be fetched.
     pub prefetch: usize,
 }
 
+impl Default for Offload {
+    /// Everything stays on the device; of activations that do not, all leave.
+    fn default() -> Self {
+        let [optimizer, parameters, gradients, activations] = [Tier::Device; 4];
+        Offload { optimizer, parameters, gradients, activations, num_blocks: usize::MAX, prefetch: 1 }
+    }
+}
+
 impl Offload {
-    fn classes(&self) -> Vec<StateClass> {
-        let is_offloaded = |class: &StateClass| match class {
+    /// Where a class lives.
+    pub fn tier(&self, class: StateClass) -> Tier {
+        match class {
             StateClass::Optimizer => self.optimizer,
             StateClass::Parameters => self.parameters,
             StateClass::Gradients => self.gradients,
             StateClass::Activations => self.activations,
-        };
-        StateClass::ALL.into_iter().filter(is_offloaded).collect()
+        }
+    }
+
+    /// The same, but that `class` lives at `tier`.
+    pub fn with(mut self, class: StateClass, tier: Tier) -> Self {
+        match class {
+            StateClass::Optimizer => self.optimizer = tier,
+            StateClass::Parameters => self.parameters = tier,
+            StateClass::Gradients => self.gradients = tier,
+            StateClass::Activations => self.activations = tier,
+        }
+        self
+    }
+
+    /// Whether a program moves a class: what lives on a disk, and activations wherever they live. What else lives with the
+    /// host is worked with there.
+    fn moves(&self, class: StateClass) -> bool {
+        match self.tier(class) {
+            Tier::Device => false,
+            Tier::Host => class == StateClass::Activations,
+            Tier::Disk => true,
+        }
     }
 }
 
@@ -39,19 +96,33 @@ impl Offload {
 pub fn offload(program: Program, offload: Offload) -> Program {
     let Program { mut outline, mut actions } = program;
     let (stage, num_microbatches) = (outline.zero_stage, outline.num_microbatches);
-    assert!(!offload.optimizer || stage >= ZeroStage::One, "updates are apart from the first stage on");
-    assert!(!offload.parameters || stage == ZeroStage::Three, "parameters are shared out in the third stage");
-    let is_apart = stage >= ZeroStage::Two && num_microbatches == 1;
-    assert!(!offload.gradients || is_apart, "one gradient a step is shared out from the second stage on");
+    let is_away = |class| offload.tier(class) != Tier::Device;
+    assert!(
+        !is_away(StateClass::Optimizer) || stage >= ZeroStage::One,
+        "updates are apart from the first stage on"
+    );
+    assert!(
+        !is_away(StateClass::Parameters) || stage == ZeroStage::Three,
+        "parameters are shared out in the third stage"
+    );
+    assert!(
+        !is_away(StateClass::Gradients) || stage >= ZeroStage::Two,
+        "sums are shared out from the second stage on"
+    );
+    let is_one = num_microbatches == 1;
+    assert!(
+        is_one || offload.gradients != Tier::Disk,
+        "gradients of several microbatches are summed in memory"
+    );
     let is_step = |action: Action| matches!(action, Action::Step { .. });
     let reads_shard = |action: Action| matches!(action, Action::Unshard { .. } | Action::Step { .. });
     let prefetch = offload.prefetch;
-    for class in offload.classes() {
+    for class in StateClass::ALL.into_iter().filter(|&class| offload.moves(class)) {
         actions = match class {
             StateClass::Optimizer => swap_around(&actions, class, is_step, prefetch),
             StateClass::Parameters => swap_around(&actions, class, reads_shard, prefetch),
             StateClass::Gradients => swap_around(&evict_reduced(&actions), class, is_step, prefetch),
-            StateClass::Activations => swap_activations(&actions, outline.num_units, prefetch),
+            StateClass::Activations => swap_activations(&actions, outline.num_units, &offload),
         };
         outline.offloaded.push(class);
     }
@@ -122,15 +193,16 @@ fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     evicted
 }
 
-/// Evicts what forward passes of blocks keep, and fetches it `prefetch` passes before it is used.
-fn swap_activations(actions: &[Action], num_units: usize, prefetch: usize) -> Vec<Action> {
+/// Evicts what forward passes of the first blocks keep, and fetches it `prefetch` passes before it is used.
+fn swap_activations(actions: &[Action], num_units: usize, offload: &Offload) -> Vec<Action> {
+    let Offload { num_blocks, prefetch, .. } = *offload;
     let passes = uses(actions, Action::is_pass);
     let mut before: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
     let mut after: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
     for (pass, &place) in passes.iter().enumerate() {
         let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
         let is_block = unit > 0 && unit + 1 < num_units;
-        if !is_block || keep == Keep::Nothing {
+        if !is_block || unit > num_blocks || keep == Keep::Nothing {
             continue;
         }
         let is_use = |&place: &usize| {
@@ -169,7 +241,7 @@ mod tests {
 
     #[test]
     fn the_optimizer_is_fetched_an_update_ahead() {
-        let choice = Offload { optimizer: true, prefetch: 1, ..Offload::default() };
+        let choice = Offload { optimizer: Tier::Disk, ..Offload::default() };
         let expected = "units 3 microbatches 1 zero_stage 1 offload optimizer, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, \
                         B 1 0, REDUCE_GRAD 1, FETCH optimizer 0, B 0 0, REDUCE_GRAD 0, FETCH optimizer 1, STEP 0, \
                         UNSHARD 0, EVICT optimizer 0, FETCH optimizer 2, STEP 1, UNSHARD 1, EVICT optimizer 1, STEP 2, \
@@ -179,7 +251,7 @@ mod tests {
 
     #[test]
     fn activations_leave_for_as_long_as_it_pays() {
-        let choice = Offload { activations: true, prefetch: 1, ..Offload::default() };
+        let choice = Offload { activations: Tier::Host, ..Offload::default() };
         let program = offload(single::program(4, 1, &[]), choice).to_string();
         let expected = "units 4 microbatches 1 offload activations, F 0 0, F 1 0, EVICT activations 1 0, F 2 0, F 3 0, B 3 0, \
                         REDUCE_GRAD 3, FETCH activations 1 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, B 0 0, \

@@ -119,15 +119,8 @@ impl<'a> State<'a> {
 
     /// The state that an action works with, if it lives elsewhere.
     fn missing_state(&self, action: Action) -> Option<Action> {
-        let classes: &[StateClass] = match action {
-            Action::Unshard { .. } => &[StateClass::Parameters],
-            Action::Step { .. } => &[StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients],
-            Action::Recompute { .. } | Action::Backward { .. } => &[StateClass::Activations],
-            _ => &[],
-        };
-        let microbatch = action.microbatch().unwrap_or(0);
-        let states = classes.iter().map(|&class| StateOf { class, unit: action.unit(), microbatch });
-        states.into_iter().find(|state| self.away.contains(state)).map(Action::Fetch)
+        let mut states = action.uses().iter().map(|&class| action.state(class));
+        states.find(|state| self.away.contains(state)).map(Action::Fetch)
     }
 
     /// What `action` needs and is not there.

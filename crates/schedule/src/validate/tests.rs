@@ -1,6 +1,6 @@
 use super::*;
 use crate::action::Keep;
-use crate::lowering::{Offload, Sharding, offload, recompute, shard};
+use crate::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use crate::program::ZeroStage;
 use crate::single;
 use proptest::prelude::*;
@@ -8,7 +8,7 @@ use proptest::prelude::*;
 /// Programs of every kind: stages, prefetching, recomputation, a head that is tied to the embedding.
 fn any_program() -> impl Strategy<Value = Program> {
     let keeps = proptest::collection::vec(0..4_usize, 8);
-    let offloaded = any::<[bool; 4]>();
+    let offloaded = (any::<[bool; 4]>(), 0..8_usize);
     (1_usize..8, 1_usize..5, any::<bool>(), 0..4_usize, 0..4_usize, any::<bool>(), (keeps, offloaded))
         .prop_map(
             |(units, microbatches, is_tied, stage, prefetch, keep_after_forward, (keeps, offloaded))| {
@@ -17,12 +17,14 @@ fn any_program() -> impl Strategy<Value = Program> {
                 let program = recompute(program, &possible(&keeps[..units]));
                 let zero_stage = ZeroStage::ALL[stage];
                 let program = shard(program, Sharding { zero_stage, prefetch, keep_after_forward });
-                let [optimizer, parameters, gradients, activations] = offloaded;
+                let ([optimizer, parameters, gradients, activations], num_blocks) = offloaded;
+                let disk_if = |is_possible| if is_possible { Tier::Disk } else { Tier::Device };
                 let swaps = Offload {
-                    optimizer: optimizer && zero_stage >= ZeroStage::One,
-                    parameters: parameters && zero_stage == ZeroStage::Three,
-                    gradients: gradients && zero_stage >= ZeroStage::Two && microbatches == 1,
-                    activations,
+                    optimizer: disk_if(optimizer && zero_stage >= ZeroStage::One),
+                    parameters: disk_if(parameters && zero_stage == ZeroStage::Three),
+                    gradients: disk_if(gradients && zero_stage >= ZeroStage::Two && microbatches == 1),
+                    activations: disk_if(activations),
+                    num_blocks,
                     prefetch,
                 };
                 offload(program, swaps)

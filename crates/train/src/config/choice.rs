@@ -137,6 +137,8 @@ config_choice! {
         Host = "host",
         /// On a disk.
         Disk = "disk",
+        /// On the nearest of these places at which all of it fits.
+        Auto = "auto",
     }
 }
 

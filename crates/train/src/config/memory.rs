@@ -94,10 +94,11 @@ pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
     );
 }
 
-/// Whether something lives on disk.
+/// Whether something lives on disk, or may.
 pub(super) fn is_on_disk(offload: &Offload) -> bool {
     let Offload { optimizer, parameters, gradients, activations, .. } = offload;
-    [optimizer, parameters, gradients, activations].contains(&&Tier::Disk)
+    let tiers = [optimizer, parameters, gradients, activations];
+    tiers.into_iter().any(|tier| matches!(tier, Tier::Disk | Tier::Auto))
 }
 
 pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
@@ -107,7 +108,9 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         [("optimizer", optimizer, 1), ("parameters", parameters, 3), ("gradients", gradients, 2)]
     {
         let keys = [&format!("offload.{key}")[..], "parallelism.zero_stage"];
-        checks.require(tier == Tier::Device || parallelism.zero_stage >= stage_min, &keys, || {
+        // What may choose, stays.
+        let is_there = matches!(tier, Tier::Device | Tier::Auto);
+        checks.require(is_there || parallelism.zero_stage >= stage_min, &keys, || {
             format!("lives apart from what is computed with from zero_stage = {stage_min} on; set that, on one worker, too")
         });
     }
@@ -118,10 +121,23 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         &["offload.gradients", "training.global_batch_size"],
         || "gradients of several microbatches are summed in memory; take \"host\", or a larger local_batch_size".to_owned(),
     );
+    let budget = checks.loose.sections.memory.device_budget;
+    for (key, tier) in [
+        ("optimizer", optimizer),
+        ("parameters", offload.parameters),
+        ("gradients", gradients),
+        ("activations", offload.activations),
+    ] {
+        checks.require(
+            tier != Tier::Auto || budget.0.is_some(),
+            &[&format!("offload.{key}"), "memory.device_budget"],
+            || "\"auto\" has state leave the device when that is full; set [memory] device_budget, such as \"512MiB\"".to_owned(),
+        );
+    }
     let is_on_disk = is_on_disk(offload);
     for key in changed_keys(offload).filter(|key| ["folder", "timeout_seconds"].contains(key)) {
         checks.require(is_on_disk, &[&format!("offload.{key}")], || {
-            "counts only where something lives on \"disk\"; set that, or remove this key".to_owned()
+            "counts only where something lives on \"disk\", or may by \"auto\"; set that, or remove this key".to_owned()
         });
     }
 }

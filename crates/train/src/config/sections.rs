@@ -317,12 +317,17 @@ config_section! {
         /// What a worker may have in use at a time, of all categories together (docs/memory.md), such as "512MiB"; "none"
         /// sets no bound. A run that is predicted to need more is refused before its first step.
         device_budget: ByteLimit = ByteLimit(None);
+        /// What the state of a worker may take that `[offload]` has live with the host, or pass through it, such as "8GiB";
+        /// "none" takes the worker's share of the host's memory, less what the worker's device takes of it.
+        host_budget: ByteLimit = ByteLimit(None);
     }
 }
 
 config_section! {
     /// Where the training state of a worker lives between its uses: on the `device`, in the memory of the `host`, or on `disk`.
-    /// Losses and weights have the same bits.
+    /// What says `auto` leaves the device only if a step would not fit into `[memory] device_budget` otherwise: that of which
+    /// least has to move, to the host as far as that has memory, else to disk; of activations those of as many blocks as it
+    /// takes. The plan is printed. Losses and weights have the same bits.
     Offload {
         /// What the optimizer keeps. Where that is not on the device, the host does the updates. Needs `zero_stage` from 1 on,
         /// on one worker, too.

@@ -14,10 +14,10 @@ use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan, Tier,
+    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan,
     ZeroPlusPlus,
 };
-use trireme_schedule::lowering::{Sharding, offload, recompute, shard};
+use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_train::FP8_NOTICE;
@@ -110,9 +110,8 @@ fn parse_zero_stage(text: &str) -> Result<ZeroStage, String> {
 }
 
 fn parse_offload(text: &str) -> Result<(StateClass, Tier), String> {
-    let tiers = [("device", Tier::Device), ("host", Tier::Host), ("disk", Tier::Disk)];
-    let parse = |(class, tier): (&str, &str)| {
-        let tier = tiers.iter().find(|(name, _)| *name == tier)?.1;
+    let parse = |(class, name): (&str, &str)| {
+        let tier = Tier::ALL.into_iter().find(|tier| tier.name() == name)?;
         Some((StateClass::named(class)?, tier))
     };
     let parsed = text.split_once('=').and_then(parse);
@@ -247,7 +246,7 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let options =
         OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
     let moves = offload_options(args, device)?;
-    let optimizer_device = if moves.optimizer == Tier::Device { device } else { &moves.host };
+    let optimizer_device = moves.device_of(StateClass::Optimizer, device);
     let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
     let sharding =
         Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
@@ -256,7 +255,7 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let keeps: Vec<Keep> =
         (0..num_units).map(|unit| if is_block(unit) { args.keep } else { Keep::All }).collect();
     let program = recompute(single_stage::program(num_units, 1, &model.ties()), &keeps);
-    let program = offload(shard(program, sharding), moves.lowering());
+    let program = offload(shard(program, sharding), moves.places);
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),
@@ -281,19 +280,9 @@ fn offload_options(args: &StepArgs, device: &Device) -> Result<OffloadOptions> {
     if args.offload.is_empty() {
         return Ok(none);
     }
-    let tier = |class| {
-        args.offload.iter().rev().find(|(given, _)| *given == class).map_or(Tier::Device, |(_, tier)| *tier)
-    };
-    Ok(OffloadOptions {
-        optimizer: tier(StateClass::Optimizer),
-        parameters: tier(StateClass::Parameters),
-        gradients: tier(StateClass::Gradients),
-        activations: tier(StateClass::Activations),
-        prefetch: args.offload_prefetch,
-        host: device.host()?,
-        folder: args.offload_folder.clone(),
-        ..none
-    })
+    let everything_here = Offload { prefetch: args.offload_prefetch, ..Offload::default() };
+    let places = args.offload.iter().fold(everything_here, |places, &(class, tier)| places.with(class, tier));
+    Ok(OffloadOptions { places, host: device.host()?, folder: args.offload_folder.clone(), ..none })
 }
 
 fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {

@@ -11,7 +11,7 @@ fn compressed(options: CompressionOptions) -> ExecutorOptions {
 }
 
 fn replicated(options: ExecutorOptions, optimizer: OptimizerOptions) -> Case {
-    Case { options, optimizer, num_microbatches: 2, num_shards: 1, keep: Keep::Products }
+    Case { options, optimizer, num_microbatches: 2, keep: Keep::Products, ..Case::default() }
 }
 
 #[test]
@@ -96,8 +96,7 @@ fn what_hosts_spare_the_network() {
             let sharding = Sharding { zero_stage: ZeroStage::Three, ..sharding };
             let options =
                 ExecutorOptions { precision, reduce_dtype: precision, sharding, zero_plus_plus, ..OPTIONS };
-            let case =
-                Case { options, optimizer: adamw(), num_microbatches, num_shards, keep: Keep::Nothing };
+            let case = Case { options, num_microbatches, num_shards, keep: Keep::Nothing, ..Case::default() };
             case.check_on(&medium_model(), hosts);
             case.check_on(&small_models()[0], hosts);
         }

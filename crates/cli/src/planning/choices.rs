@@ -1,0 +1,152 @@
+//! What the config leaves open, decided so that a step fits.
+
+use trireme_base::Bytes;
+use trireme_model::Model;
+use trireme_planner::{MemoryBounds, MemorySetup, Placing, fit_keeps, fit_places};
+use trireme_schedule::lowering::{Offload, Tier};
+use trireme_schedule::{Action, Keep, Program, StateClass};
+use trireme_train::config::{self, ActivationCheckpointMode, Config};
+use trireme_train::{StepChoices, step_program};
+
+/// Classes that the config leaves to a plan.
+pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
+    let offload = config.offload();
+    let is_open = |class: &StateClass| {
+        let tier = match class {
+            StateClass::Optimizer => offload.optimizer,
+            StateClass::Parameters => offload.parameters,
+            StateClass::Gradients => offload.gradients,
+            StateClass::Activations => offload.activations,
+        };
+        tier == config::Tier::Auto
+    };
+    StateClass::ALL.into_iter().filter(is_open).collect()
+}
+
+/// A step with something open.
+pub(super) struct Planning<'a> {
+    pub(super) config: &'a Config,
+    pub(super) model: &'a Model,
+    pub(super) setup: &'a MemorySetup,
+    pub(super) bounds: MemoryBounds,
+}
+
+impl Planning<'_> {
+    /// What fits, and why that; where nothing does, what takes least.
+    ///
+    /// Recomputation comes first: it asks for no other memory. Where even the most of it does not suffice, state leaves, and
+    /// then no more is made again than is needed beside that.
+    pub(super) fn choose(&self, given: StepChoices) -> (StepChoices, Vec<String>) {
+        let is_kept_open = self.config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
+        let open = open_classes(self.config);
+        let (mut choices, mut reasons) = (given, Vec::new());
+        let mut fits = false;
+        if is_kept_open {
+            fits = self.choose_keeps(&mut choices, &mut reasons);
+        }
+        if !fits && !open.is_empty() {
+            self.choose_places(&mut choices, &open, &mut reasons);
+            if is_kept_open {
+                self.choose_keeps(&mut choices, &mut reasons);
+            }
+        }
+        (choices, reasons)
+    }
+
+    fn program(&self, keeps: &[Keep], places: Offload) -> Program {
+        step_program(self.config, self.model, &StepChoices { keeps: keeps.to_vec(), places })
+    }
+
+    /// The least recomputation that fits; whether something does.
+    fn choose_keeps(&self, choices: &mut StepChoices, reasons: &mut Vec<String>) -> bool {
+        let places = choices.places;
+        let setup = MemorySetup { places, ..self.setup.clone() };
+        let (choice, prediction) = fit_keeps(&setup, self.bounds.device, |keeps| self.program(keeps, places));
+        let fits = prediction.total() <= self.bounds.device;
+        if fits {
+            let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();
+            let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
+            reasons.push(format!(
+                "recomputation: for at most {} a worker, {}; that makes {share:.1} % of the forward pass again and takes {}",
+                Bytes(self.bounds.device as u64),
+                describe_keeps(&choice.keeps),
+                Bytes(prediction.total() as u64)
+            ));
+        }
+        choices.keeps = choice.keeps;
+        fits
+    }
+
+    /// The places of the open classes with which least moves.
+    fn choose_places(&self, choices: &mut StepChoices, open: &[StateClass], reasons: &mut Vec<String>) {
+        let program = |places| self.program(&choices.keeps, places);
+        let placing = fit_places(self.setup, open, self.bounds, program);
+        if self.bounds.hold(&placing.prediction) {
+            reasons.push(self.describe_places(&placing, open, &program(placing.places)));
+        }
+        choices.places = placing.places;
+    }
+
+    /// `offload: for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.
+    fn describe_places(&self, placing: &Placing, open: &[StateClass], program: &Program) -> String {
+        let Placing { places, traffic, prediction } = placing;
+        let of_class = |&class: &StateClass| match places.tier(class) {
+            Tier::Device => None,
+            tier if class == StateClass::Activations => {
+                let units = moved_units(program);
+                let (Some(first), Some(last)) = (units.first(), units.last()) else { return None };
+                let (ahead, passes) = (places.prefetch, if places.prefetch == 1 { "pass" } else { "passes" });
+                Some(format!(
+                    "activations of units {first}-{last} ({}, from their forward pass until {ahead} {passes} before they are used)",
+                    tier.name()
+                ))
+            }
+            tier => Some(format!("{} ({})", class.name(), tier.name())),
+        };
+        let away: Vec<String> = open.iter().filter_map(of_class).collect();
+        let moved = match away.is_empty() {
+            true => "everything stays on the device".to_owned(),
+            false => format!(
+                "{}; a step moves {} to and from the host, {} to and from disk",
+                away.join(", "),
+                Bytes(traffic.host),
+                Bytes(traffic.disk)
+            ),
+        };
+        format!(
+            "offload: for at most {} a worker, {moved}, and takes {} of the device and {} of the host's memory",
+            Bytes(self.bounds.device as u64),
+            Bytes(prediction.total() as u64),
+            Bytes(prediction.host as u64)
+        )
+    }
+}
+
+/// The units whose activations leave, in order.
+fn moved_units(program: &Program) -> Vec<usize> {
+    let moved = |action: &Action| match action {
+        Action::Evict(state) if state.class == StateClass::Activations => Some(state.unit),
+        _ => None,
+    };
+    let mut units: Vec<usize> = program.actions.iter().filter_map(moved).collect();
+    units.sort_unstable();
+    units.dedup();
+    units
+}
+
+/// `units 0-3 keep all, units 4-6 keep their input`.
+fn describe_keeps(keeps: &[Keep]) -> String {
+    let mut runs: Vec<(usize, usize, Keep)> = Vec::new();
+    for (unit, &keep) in keeps.iter().enumerate() {
+        match runs.last_mut() {
+            Some((_, last, same)) if *same == keep => *last = unit,
+            _ => runs.push((unit, unit, keep)),
+        }
+    }
+    let run = |&(first, last, keep): &(usize, usize, Keep)| {
+        let units =
+            if first == last { format!("unit {first} keeps") } else { format!("units {first}-{last} keep") };
+        format!("{units} {}", keep.name())
+    };
+    runs.iter().map(run).collect::<Vec<_>>().join(", ")
+}
