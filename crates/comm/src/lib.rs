@@ -51,7 +51,7 @@ mod world;
 pub use buffer::Buffer;
 pub use codec::{
     Bucket, CodecName, Compression, CompressionError, CompressionOptions, CompressionStatistics, Compressor,
-    Matrix, ParseCodecError, Round, StateValues, UncompressedReason,
+    CompressorSizes, Matrix, ParseCodecError, Round, StateValues, UncompressedReason,
 };
 pub use element::Element;
 pub use error::{CommError, Crossing};

@@ -5,8 +5,8 @@ use crate::step::ExecutorOptions;
 use crate::waiting::Waiting;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
 use trireme_comm::{
-    Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
-    StateValues, Work,
+    Bucket, Buffer, Compression, CompressionError, CompressionStatistics, Compressor, CompressorSizes,
+    Element, Group, Matrix, Round, StateValues, Work,
 };
 use trireme_tensor::{Category, Device, ParameterTable};
 
@@ -73,14 +73,11 @@ impl Compressed {
     ) -> Result<Option<Self>, ParallelError> {
         let ExecutorOptions { compression, seed, .. } = options;
         let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
+        let Some(sizes) = compression.sizes(&bucket, world_size) else { return Ok(None) };
+        let num_bytes = sizes.state_bytes + sizes.scratch_bytes;
+        device.memory().take(Category::Communication, num_bytes)?;
         let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
         let compressor = Compressor::new(compression, &bucket, group.rank(), world_size, key)?;
-        // What is compressed in one step stays so, so the last step tells of all.
-        let is_never_compressed = compression.uncompressed_reason(&bucket, world_size, u64::MAX).is_some();
-        if is_never_compressed && compressor.num_bytes() == 0 {
-            return Ok(None);
-        }
-        device.memory().take(Category::Communication, compressor.num_bytes())?;
         let mut compressed = Compressed {
             compressor: Box::new(compressor),
             exchanges: Vec::new(),
@@ -180,15 +177,25 @@ impl Compressed {
         device.memory().give(Category::Communication, self.exchange_bytes);
         self.exchange_bytes = 0;
         for &round in self.compressor.rounds() {
-            let exchange = exchange(round, group)?;
-            let num_bytes = exchange.num_bytes();
+            let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
             let num_bytes = num_bytes + group.peer_bytes_mapped(num_bytes);
             device.memory().take(Category::Communication, num_bytes)?;
             self.exchange_bytes += num_bytes;
-            self.exchanges.push(exchange);
+            self.exchanges.push(exchange(round, group)?);
         }
         Ok(())
     }
+}
+
+/// What the compressor of `unit`'s gradient takes on each of `num_ranks` replicas; `None` if there is no need of one, because each
+/// step would send the gradient as it is, and keep nothing.
+pub fn compressor_sizes(
+    table: &ParameterTable,
+    unit: usize,
+    compression: &Compression,
+    num_ranks: usize,
+) -> Result<Option<CompressorSizes>, ParallelError> {
+    Ok(compression.sizes(&bucket(table, unit)?, num_ranks))
 }
 
 /// The flat gradient of a unit, with its parameters of two dims as matrices.
@@ -205,9 +212,6 @@ fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionErro
 trait Exchange: Send {
     fn round(&self) -> Round;
 
-    /// Bytes of this rank's memory for messages.
-    fn num_bytes(&self) -> usize;
-
     /// Has the message written, and sends it.
     fn start(&mut self, compressor: &mut Compressor, gradient: &mut [f32], group: &Group);
 
@@ -223,7 +227,6 @@ trait Exchange: Send {
 /// An exchange of messages whose elements are `T`s.
 struct MessageExchange<T> {
     round: Round,
-    num_bytes: usize,
     /// This rank's message, or of a round that gathers those of all ranks; present while nothing is under way.
     messages: Option<Buffer<T>>,
     work: Option<Work<Buffer<T>>>,
@@ -242,27 +245,14 @@ fn exchange(round: Round, group: &Group) -> Result<Box<dyn Exchange>, ParallelEr
 impl<T: Element> MessageExchange<T> {
     fn new(round: Round, group: &Group) -> Result<Self, ParallelError> {
         let (_, len) = round.message();
-        let num_messages = match round {
-            Round::AllReduce { .. } => 1,
-            Round::AllGather { .. } => group.world_size(),
-        };
-        let messages = group.buffer::<T>(len * num_messages)?;
-        Ok(MessageExchange {
-            round,
-            num_bytes: size_of_val(&*messages),
-            messages: Some(messages),
-            work: None,
-        })
+        let messages = group.buffer::<T>(len * round.num_messages(group.world_size()))?;
+        Ok(MessageExchange { round, messages: Some(messages), work: None })
     }
 }
 
 impl<T: Element> Exchange for MessageExchange<T> {
     fn round(&self) -> Round {
         self.round
-    }
-
-    fn num_bytes(&self) -> usize {
-        self.num_bytes
     }
 
     fn start(&mut self, compressor: &mut Compressor, gradient: &mut [f32], group: &Group) {

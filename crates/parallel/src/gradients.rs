@@ -22,8 +22,8 @@ use trireme_tensor::{
     Tensor, View, ViewMut,
 };
 
-/// Whole gradients of one length that are under way at a time, where ranks keep shards of them only: one is written while
-/// another one is reduced.
+/// Whole gradients of one length that are under way at a time, where ranks keep shards of them only: one is written or rounded
+/// while another one is reduced.
 const IN_FLIGHT_MAX: usize = 2;
 
 /// What decides the order of sums over the batch.
@@ -99,6 +99,8 @@ pub(crate) struct Gradients {
     pool: Option<Pool<f32>>,
     /// Whether those are under way until they are reduced.
     is_pool_under_way: bool,
+    /// Whether what is under way is rounded, and goes when it was added to a shard.
+    is_narrow_pooled: bool,
     /// Units whose reductions are under way, the first one first.
     under_way: VecDeque<usize>,
     exchanges: Exchanges,
@@ -118,7 +120,7 @@ impl Gradients {
     ) -> Result<Self, ParallelError> {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
-        device.memory().take(Category::Communication, group.fixed_bytes())?;
+        device.memory().take(Category::Communication, ranks.fixed_bytes())?;
         let format = options.zero_plus_plus.quantized_gradients;
         let hierarchy =
             ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));
@@ -138,6 +140,7 @@ impl Gradients {
         };
         let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
+        let is_narrow_pooled = needs_shards && dtype != Precision::F32;
         let shard_sums = ShardSums::new(ranks, options.determinism, shards_device);
         let mut units = Vec::new();
         for (index, unit) in table.units().iter().enumerate() {
@@ -187,6 +190,7 @@ impl Gradients {
             units,
             pool: (!keeps_whole).then_some(pool),
             is_pool_under_way,
+            is_narrow_pooled,
             exchanges,
             waiting: Waiting::default(),
         })
@@ -213,15 +217,18 @@ impl Gradients {
         let len = state.len;
         loop {
             let pool = self.pool.as_ref().expect("whole gradients come from a pool");
-            let is_alike = |&&other: &&usize| self.units[other].len == len;
-            let is_full = || self.under_way.iter().filter(is_alike).count() >= IN_FLIGHT_MAX;
-            let must_wait = self.under_way.contains(&unit) || (self.is_pool_under_way && is_full());
+            let must_wait = self.under_way.contains(&unit) || (self.is_pool_under_way && self.is_full(len));
             if let Some(buffer) = (!must_wait).then(|| pool.take(len)).transpose()? {
                 self.units[unit].reducible = Some(buffer);
                 return Ok(());
             }
             self.finish_first()?;
         }
+    }
+
+    /// Whether as many whole gradients of `len` elements are under way as may be.
+    fn is_full(&self, len: usize) -> bool {
+        self.under_way.iter().filter(|&&unit| self.units[unit].len == len).count() >= IN_FLIGHT_MAX
     }
 
     /// Ends a microbatch's backward of `unit`: its gradient joins the sum.
@@ -249,9 +256,12 @@ impl Gradients {
         state.open.as_mut().expect("a gradient is summed after backward").view_mut(state.shape)
     }
 
-    /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one. With `is_whole` it is
-    /// sent as it is, whatever the compression.
+    /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one, when memory for it has
+    /// come back rather than be more and more. With `is_whole` it is sent as it is, whatever the compression.
     pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<(), ParallelError> {
+        while self.is_narrow_pooled && self.is_full(self.units[unit].len) {
+            self.finish_first()?;
+        }
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
         let sum = state.sum.finish(|left, right| add(device, state.shape, left, right));

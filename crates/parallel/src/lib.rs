@@ -24,6 +24,7 @@ mod stored;
 mod tree;
 mod waiting;
 
+pub use compressed::compressor_sizes;
 pub use error::ParallelError;
 pub use executor::Executor;
 pub use gradients::Determinism;

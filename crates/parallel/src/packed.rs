@@ -11,7 +11,7 @@ use trireme_comm::{Buffer, Group, Work};
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 
 /// Finer than a 16-bit float is to a sum of them, and half as long.
-const FORMAT: IntegerFormat = IntegerFormat::Int8;
+pub(crate) const PARAMETER_FORMAT: IntegerFormat = IntegerFormat::Int8;
 
 /// Bytes between the messages of two shards of a unit: the longest one fits, whatever the number of shards.
 pub(crate) fn slot_bytes(unit: &UnitInfo, num_shards: usize, format: IntegerFormat) -> usize {
@@ -54,11 +54,11 @@ impl PackedGathering {
 
     /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
     pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Work<Buffer<u8>>, ParallelError> {
-        let slot_bytes = slot_bytes(unit, self.order.len(), FORMAT);
+        let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
         let mut messages = self.of_hosts.take(slot_bytes * self.across.world_size())?;
-        let num_bytes = FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
+        let num_bytes = PARAMETER_FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
         let message = &mut messages[self.across.rank().0 * slot_bytes..][..num_bytes];
-        self.device.quantize(shard, FORMAT, message);
+        self.device.quantize(shard, PARAMETER_FORMAT, message);
         Ok(self.across.all_gather(messages))
     }
 
@@ -70,14 +70,14 @@ impl PackedGathering {
         whole: &mut [T],
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        let slot_bytes = slot_bytes(unit, self.order.len(), FORMAT);
+        let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
         let of_hosts = waiting.wait(work)?;
         let all = self.all.take(slot_bytes * self.order.len())?;
         let (of_hosts, all) = waiting.wait(self.within.all_gather_into(of_hosts, all))?;
         for (&shard, message) in self.order.iter().zip(all.chunks(slot_bytes.max(1))) {
             let part = unit.shard(shard, self.order.len());
-            let (message, shape) = (&message[..FORMAT.num_bytes(part.len())], [part.len()].into());
-            self.device.dequantize(message, FORMAT, T::view_mut(&mut whole[part], shape));
+            let (message, shape) = (&message[..PARAMETER_FORMAT.num_bytes(part.len())], [part.len()].into());
+            self.device.dequantize(message, PARAMETER_FORMAT, T::view_mut(&mut whole[part], shape));
         }
         self.of_hosts.give(of_hosts);
         self.all.give(all);

@@ -114,6 +114,11 @@ impl DataParallelRanks {
         self.levels.as_ref().map(|levels| levels.across.statistics().payload_bytes)
     }
 
+    /// Bytes of memory that the groups themselves take on this rank, besides buffers.
+    pub(crate) fn fixed_bytes(&self) -> usize {
+        self.groups().map(|group| group.fixed_bytes()).sum()
+    }
+
     /// Each group once.
     fn groups(&self) -> impl Iterator<Item = &Arc<Group>> {
         let others = [&self.shards, &self.replicas].into_iter();

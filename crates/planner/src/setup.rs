@@ -22,6 +22,36 @@ pub struct UnitMemory {
     pub step_scratch: usize,
     /// What its update exchanges with the other shards, in order.
     pub step_exchanges: Vec<StepExchange>,
+    /// How its gradient is compressed, if it is.
+    pub compression: Option<CompressionMemory>,
+}
+
+/// What the compressed reduction of a gradient takes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct CompressionMemory {
+    /// Bytes of what the compressor holds, and of copies of it.
+    pub compressor_bytes: usize,
+    /// For each kind of step that a run has: bytes of the messages of each round that a rank has memory for.
+    pub messages: Vec<Vec<usize>>,
+    /// Whether there are steps that send the gradient as it is, beside the compressor.
+    pub sends_whole: bool,
+}
+
+/// The ranks of a replica by hosts, on each of which there are equally many, where they spare the network between hosts (ZeRO++).
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HostLevels {
+    /// Ranks of a host.
+    pub num_local: usize,
+    /// Hosts.
+    pub num_hosts: usize,
+    /// Whether the ranks of a host read each other's memory.
+    pub shares_memory: bool,
+    /// For each unit: bytes of a message with one shard's parameters, if they are gathered as integers.
+    pub parameter_messages: Option<Vec<usize>>,
+    /// For each unit: bytes of a message with one shard's gradient, if they are summed as integers.
+    pub gradient_messages: Option<Vec<usize>>,
+    /// For each unit: elements of this rank's share of its host's copy, if hosts keep copies.
+    pub secondary_lens: Option<Vec<usize>>,
 }
 
 /// A vector that an optimizer exchanges.
@@ -47,8 +77,12 @@ pub struct MemorySetup {
     pub num_shards: usize,
     /// Replicas of the training state.
     pub num_replicas: usize,
-    /// Whether ranks read each other's memory: then they map a part of it.
-    pub shares_memory: bool,
+    /// What the ranks of a replica spare the network between its hosts, if anything.
+    pub levels: Option<HostLevels>,
+    /// Whether the ranks of a replica read each other's memory: then they map a part of it.
+    pub shards_share_memory: bool,
+    /// Whether the ranks with one shard do.
+    pub replicas_share_memory: bool,
     /// What whole parameters are gathered in.
     pub gather_dtype: DType,
     /// What gradients are rounded to before they are reduced.
@@ -68,19 +102,26 @@ pub struct MemorySetup {
 }
 
 impl MemorySetup {
-    pub(crate) fn is_rounded(&self, group_size: usize) -> bool {
-        self.reduce_dtype != DType::F32 && group_size > 1
+    /// Whether a group of so many ranks reduces 16 bits.
+    pub(crate) fn rounds(&self, group_size: usize) -> bool {
+        let sums_integers = self.levels.as_ref().is_some_and(|levels| levels.gradient_messages.is_some());
+        self.reduce_dtype != DType::F32 && group_size > 1 && !sums_integers
     }
 
     /// What a shard's sum of gradients is kept in: f32 where several are added.
     pub(crate) fn shard_dtype(&self, outline: &Outline) -> DType {
         let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
-        if is_summed || !self.is_rounded(self.num_shards) { DType::F32 } else { self.reduce_dtype }
+        if is_summed || !self.rounds(self.num_shards) { DType::F32 } else { self.reduce_dtype }
     }
 
-    /// Bytes of memory of peers that are mapped for a buffer that a group reduces or gathers.
-    pub(crate) fn mapped(&self, group_size: usize, num_bytes: usize) -> usize {
-        if self.shares_memory { num_bytes.div_ceil(group_size) * (group_size - 1) } else { 0 }
+    /// Bytes of memory of replicas that are mapped for a buffer that they reduce.
+    pub(crate) fn mapped_of_replicas(&self, num_bytes: usize) -> usize {
+        if self.replicas_share_memory { peer_bytes(self.num_replicas, num_bytes) } else { 0 }
+    }
+
+    /// Elements on the device.
+    pub(crate) fn elements_on_device(&self, len: usize, dtype: DType) -> usize {
+        (len * dtype.size()).next_multiple_of(self.alignment)
     }
 
     /// Whether a class is worked with elsewhere than on the device; activations never are.
@@ -90,8 +131,13 @@ impl MemorySetup {
 
     /// f32 elements on the device.
     pub(crate) fn on_device(&self, len: usize) -> usize {
-        (len * size_of::<f32>()).next_multiple_of(self.alignment)
+        self.elements_on_device(len, DType::F32)
     }
+}
+
+/// Bytes of the buffers of peers of which a rank reads its part.
+pub(crate) fn peer_bytes(group_size: usize, num_bytes: usize) -> usize {
+    num_bytes.div_ceil(group_size) * (group_size - 1)
 }
 
 #[cfg(test)]
@@ -105,7 +151,9 @@ impl MemorySetup {
             fixed: CategoryBytes::default(),
             num_shards: 1,
             num_replicas: 1,
-            shares_memory: false,
+            levels: None,
+            shards_share_memory: false,
+            replicas_share_memory: false,
             gather_dtype: DType::F32,
             reduce_dtype: DType::F32,
             fusion_bytes: 0,

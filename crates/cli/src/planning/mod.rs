@@ -111,6 +111,7 @@ impl Plan {
             num_shards,
             num_replicas: workers.world_size / num_shards,
             shard: workers.rank % num_shards,
+            num_local: num_local(num_shards, workers.local_world_size),
             shares_memory: workers.shares_memory && workers.world_size > 1,
             num_sharing: workers.num_sharing,
         };
@@ -161,6 +162,16 @@ impl Plan {
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
     }
+}
+
+/// Workers of a replica on each of its hosts: neighbours share a host, as launchers number them.
+fn num_local(num_shards: usize, local_world_size: usize) -> usize {
+    // The greatest common divisor.
+    let (mut large, mut small) = (num_shards, local_world_size);
+    while small > 0 {
+        (large, small) = (small, large % small);
+    }
+    large
 }
 
 /// The prediction itself knows no budget.

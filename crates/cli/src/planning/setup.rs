@@ -3,14 +3,14 @@
 use anyhow::Result;
 use std::ops::Range;
 use trireme_base::{Category, DType};
-use trireme_comm::Group;
+use trireme_comm::{CompressorSizes, Group, Round};
 use trireme_model::Model;
-use trireme_optim::{Optimizer, OptimizerOptions, ShardOps, StepSettings};
-use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions};
-use trireme_planner::{CategoryBytes, MemorySetup, StepExchange, UnitMemory};
+use trireme_optim::{LossScaling, Optimizer, OptimizerOptions, ShardOps, StepSettings};
+use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, ZeroPlusPlus, compressor_sizes};
+use trireme_planner::{CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, UnitMemory};
 use trireme_schedule::ZeroStage;
 use trireme_schedule::lowering::Offload;
-use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES};
+use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES, ParameterTable};
 
 /// How the workers are arranged, as far as the memory of one of them depends on it.
 #[derive(Debug, Clone, Copy)]
@@ -19,6 +19,8 @@ pub(crate) struct Layout {
     pub(crate) num_replicas: usize,
     /// This worker's shard.
     pub(crate) shard: usize,
+    /// Workers of a replica on a host; hosts have equally many.
+    pub(crate) num_local: usize,
     /// Whether all workers share memory.
     pub(crate) shares_memory: bool,
     /// Workers of a host that share memory; 1 if none do.
@@ -26,13 +28,40 @@ pub(crate) struct Layout {
 }
 
 impl Layout {
-    /// What the group takes that gradients are reduced by.
-    fn group_bytes(&self, zero_stage: ZeroStage) -> usize {
-        let size = if zero_stage == ZeroStage::Zero { self.num_replicas } else { self.num_shards };
-        match size.min(self.num_sharing) {
-            0 | 1 => 0,
-            num_ranks => Group::fixed_bytes_of(num_ranks),
+    /// Whether the workers of a replica share memory.
+    fn shards_share_memory(&self) -> bool {
+        self.num_sharing > 1 && self.num_local == self.num_shards
+    }
+
+    fn num_hosts(&self) -> usize {
+        self.num_shards / self.num_local
+    }
+
+    /// Whether the workers of a replica are split by hosts.
+    fn is_split(&self, options: &ExecutorOptions) -> bool {
+        let is_sharded = options.sharding.zero_stage == ZeroStage::Three && self.num_shards > 1;
+        is_sharded && options.zero_plus_plus != ZeroPlusPlus::NONE
+    }
+
+    /// What the groups take that a worker is in.
+    fn group_bytes(&self, options: &ExecutorOptions) -> usize {
+        let num_workers = self.num_shards * self.num_replicas;
+        if self.num_sharing <= 1 || num_workers == 1 {
+            return 0;
         }
+        // How many workers each has, and how many of them on this host.
+        let world = (num_workers, self.num_sharing);
+        let (shards, num_replicas) = ((self.num_shards, self.num_local), self.num_replicas);
+        let replicas = (num_replicas, (self.num_sharing / self.num_local).clamp(1, num_replicas));
+        let mut groups = Vec::from([world]);
+        groups.extend([shards, replicas].into_iter().filter(|(size, _)| *size < num_workers));
+        if self.is_split(options) {
+            let levels = [(self.num_local, self.num_local), (self.num_hosts(), 1)];
+            groups.extend(levels.into_iter().filter(|(size, _)| *size < self.num_shards));
+        }
+        // A worker alone needs no group.
+        let groups = groups.into_iter().filter(|(size, _)| *size > 1);
+        groups.map(|(_, num_near)| Group::fixed_bytes_of(num_near)).sum()
     }
 }
 
@@ -68,18 +97,21 @@ pub(crate) fn memory_setup(
             optimizer_bytes,
             step_scratch,
             step_exchanges,
+            compression: compression(table, index, options, &optimizer, layout)?,
         });
     }
     let mut fixed = [0; Category::ALL.len()];
     fixed[Category::Parameters as usize] = parameters;
-    fixed[Category::Communication as usize] = layout.group_bytes(options.sharding.zero_stage);
+    fixed[Category::Communication as usize] = layout.group_bytes(options);
     Ok(MemorySetup {
         units,
         token_bytes,
         fixed: CategoryBytes::new(fixed),
         num_shards: layout.num_shards,
         num_replicas: layout.num_replicas,
-        shares_memory: layout.shares_memory,
+        levels: host_levels(table, options, layout),
+        shards_share_memory: layout.shards_share_memory(),
+        replicas_share_memory: layout.shares_memory,
         gather_dtype: options.gather_precision().dtype(),
         reduce_dtype: options.reduce_dtype.dtype(),
         fusion_bytes: options.fusion_bytes,
@@ -89,6 +121,55 @@ pub(crate) fn memory_setup(
         adds_in_place: options.determinism == Determinism::Run,
         alignment: Device::ALIGNMENT,
     })
+}
+
+/// What the ranks of a replica spare the network between its hosts, if anything.
+fn host_levels(table: &ParameterTable, options: &ExecutorOptions, layout: Layout) -> Option<HostLevels> {
+    if !layout.is_split(options) {
+        return None;
+    }
+    let (spared, num_hosts) = (options.zero_plus_plus, layout.num_hosts());
+    let Layout { num_shards, num_local, .. } = layout;
+    let units = || table.units().iter();
+    // On one host shards are as near as copies of them would be.
+    let has_copies = spared.secondary_shards && num_hosts > 1;
+    let copies = || table.shards(layout.shard % num_local, num_local).into_iter().map(|part| part.len());
+    Some(HostLevels {
+        num_local,
+        num_hosts,
+        shares_memory: layout.num_sharing > 1,
+        parameter_messages: units().map(|unit| spared.parameter_message_bytes(unit, num_shards)).collect(),
+        gradient_messages: units().map(|unit| spared.gradient_message_bytes(unit, num_shards)).collect(),
+        secondary_lens: has_copies.then(|| copies().collect()),
+    })
+}
+
+/// What the compressed reduction of a unit's gradient takes, if it is compressed: by ranks that all keep the whole of it.
+fn compression(
+    table: &ParameterTable,
+    unit: usize,
+    options: &ExecutorOptions,
+    optimizer: &Optimizer,
+    layout: Layout,
+) -> Result<Option<CompressionMemory>> {
+    if options.sharding.zero_stage >= ZeroStage::One {
+        return Ok(None);
+    }
+    let num_ranks = layout.num_replicas;
+    let sizes = compressor_sizes(table, unit, &options.compression, num_ranks)?;
+    let memory = |sizes: CompressorSizes| {
+        let sends_whole = optimizer.exchanges_momentum();
+        // A step of momentum that overflows is taken back.
+        let is_copied = sends_whole && matches!(options.loss_scaling, LossScaling::Dynamic { .. });
+        let copies_bytes = if is_copied { sizes.state_bytes } else { 0 };
+        let held = |round: &Round| round.num_bytes() * round.num_messages(num_ranks);
+        CompressionMemory {
+            compressor_bytes: sizes.state_bytes + sizes.scratch_bytes + copies_bytes,
+            messages: sizes.rounds.iter().map(|rounds| rounds.iter().map(held).collect()).collect(),
+            sends_whole,
+        }
+    };
+    Ok(sizes.map(memory))
 }
 
 /// What an update of a unit takes for a moment, and exchanges.

@@ -1,5 +1,7 @@
 //! Predictions against what real steps take.
 
+mod communication;
+
 use super::setup::{Layout, memory_setup};
 use trireme_base::Category;
 use trireme_comm::{Compression, Group};
@@ -16,7 +18,7 @@ use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Keep, Program, StateClass, ZeroStage, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
-use trireme_testkit::{random_batch, run_ranks, small_models};
+use trireme_testkit::{random_batch, run_ranks, run_ranks_on, small_models};
 
 const NUM_THREADS: usize = 2;
 
@@ -47,10 +49,14 @@ fn adamw() -> OptimizerOptions {
 
 /// A model of some hundred thousand parameters, in which no size is a power of two.
 fn medium_model() -> ModelConfig {
+    model_of_layers(5)
+}
+
+fn model_of_layers(num_layers: usize) -> ModelConfig {
     let text = r#"{"model_type": "llama", "vocab_size": 2500, "hidden_size": 72, "intermediate_size": 200,
-        "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12,
+        "num_hidden_layers": LAYERS, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 12,
         "max_position_embeddings": 96, "tie_word_embeddings": false}"#;
-    ModelConfig::from_json(text).unwrap()
+    ModelConfig::from_json(&text.replace("LAYERS", &num_layers.to_string())).unwrap()
 }
 
 #[derive(Debug, Clone)]
@@ -90,13 +96,14 @@ impl Case {
         offload(shard(recompute(program, &keeps), self.options.sharding), self.places)
     }
 
-    fn predict(&self, config: &ModelConfig, world_size: usize, rank: usize) -> (Prediction, Program) {
+    fn predict(&self, config: &ModelConfig, hosts: &[usize], rank: usize) -> (Prediction, Program) {
         let device = Device::counting(self.device_options(None)).unwrap();
         let model = Model::new(config.clone(), &device).unwrap();
         let layout = Layout {
             num_shards: self.num_shards,
-            num_replicas: world_size / self.num_shards,
+            num_replicas: hosts.len() / self.num_shards,
             shard: rank % self.num_shards,
+            num_local: hosts[..self.num_shards].iter().filter(|&&host| host == hosts[0]).count(),
             shares_memory: false,
             num_sharing: 1,
         };
@@ -152,12 +159,17 @@ impl Case {
     /// Categories are exact. So is the total, but for partial sums of gradients: they are reckoned to be there from the
     /// beginning of a backward pass, and come with its first gradient.
     fn check(&self, config: &ModelConfig, world_size: usize) {
-        run_ranks(world_size, |group| {
+        self.check_on(config, &vec![0; world_size]);
+    }
+
+    /// As [`check`](Case::check), with a rank on each of these hosts.
+    fn check_on(&self, config: &ModelConfig, hosts: &[usize]) {
+        run_ranks_on(hosts, |group| {
             let rank = group.rank().0;
             let device = Device::cpu(self.device_options(None)).unwrap();
             let host = device.host().unwrap();
             self.run(config, group, &device, &host).unwrap();
-            let (predicted, program) = self.predict(config, world_size, rank);
+            let (predicted, program) = self.predict(config, hosts, rank);
             for category in Category::ALL {
                 let found = (category, predicted.peaks.get(category));
                 let measured = device.memory().usage(category).peak;
@@ -226,6 +238,26 @@ fn every_layout() {
 }
 
 #[test]
+fn communication_takes_no_more_for_more_units() {
+    for (stage, dtype) in [ZeroStage::Two, ZeroStage::Three]
+        .into_iter()
+        .flat_map(|stage| [Precision::F32, Precision::Bf16, Precision::F16].map(|dtype| (stage, dtype)))
+    {
+        for (world_size, num_microbatches) in [(2, 1), (2, 3), (4, 1)] {
+            let options = sharded(stage, ExecutorOptions { reduce_dtype: dtype, ..OPTIONS });
+            let keep = Keep::Input;
+            let case = Case { options, num_microbatches, num_shards: 2, keep, ..Case::default() };
+            let [few, many] = [4, 8].map(|num_layers| {
+                let config = model_of_layers(num_layers);
+                case.check(&config, world_size);
+                case.predict(&config, &vec![0; world_size], 0).0.peaks.get(Category::Communication)
+            });
+            assert_eq!(few, many, "{case:?}");
+        }
+    }
+}
+
+#[test]
 fn state_that_lives_elsewhere() {
     use Tier::{Device, Disk, Host};
     let config = medium_model();
@@ -276,7 +308,7 @@ fn optimizers_with_scratch_memory_and_exchanges() {
 fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let config = medium_model();
     let case = Case::default();
-    let (predicted, program) = case.predict(&config, 1, 0);
+    let (predicted, program) = case.predict(&config, &[0], 0);
     let run = |budget: usize| {
         let device = Device::cpu(case.device_options(Some(budget))).unwrap();
         let host = device.host().unwrap();
@@ -303,7 +335,7 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
         ExecutorOptions { precision: Precision::Bf16, local_batch_size: 1, seq_len: 4096, ..OPTIONS };
     let options = sharded(ZeroStage::Three, options);
     let case = Case { options, num_shards: 8, keep: Keep::Input, ..Case::default() };
-    let (predicted, _) = case.predict(&config, 8, 0);
+    let (predicted, _) = case.predict(&config, &[0; 8], 0);
     // 70.6 billion parameters; three floats of each, shared out among eight.
     let states = predicted.peaks.get(Category::Optimizer) as f64;
     assert!((states / (70.55e9 * 12.0 / 8.0) - 1.0).abs() < 0.01, "{states}");

@@ -61,12 +61,13 @@ fn a_stopped_worker_is_told_after_the_deadline() {
     let outcome = run.end();
     assert_eq!(outcome.code, Some(1), "{outcome:?}");
     let text = &outcome.stderr;
-    tells(text, &["warning: rank 0 has been waiting for rank 2 in all_reduce(", "it gives up after 1.0 s"]);
+    // Which operation it is depends on where in a step the worker was stopped.
+    tells(text, &["warning: rank 0 has been waiting for rank 2 in ", "it gives up after 1.0 s"]);
     tells(text, &["error: rank ", "did not end within 1s; ranks that have not reached it: 2"]);
     tells(text, &["try: find out what has stopped rank 2"]);
     tells(&row(text, 2), &["stopped"]);
     for survivor in [0, 1] {
-        tells(&row(text, survivor), &["failed", "rank 2", "all_reduce(sum, ", ", step ", "line "]);
+        tells(&row(text, survivor), &["failed", "rank 2", ", step ", "line "]);
     }
 }
 

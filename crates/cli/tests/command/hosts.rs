@@ -27,12 +27,24 @@ fn hosts() -> Option<[Host; 2]> {
 
 /// `trireme` on each host, as torchrun starts one worker a host. They meet at an address of the first.
 fn start(scene: &Scene, hosts: &[Host; 2], master_addr: IpAddr, arguments: &str) -> [Running; 2] {
-    [0, 1].map(|rank| {
-        let mut command = hosts[rank].command(env!("CARGO_BIN_EXE_trireme"));
+    start_several(scene, hosts, master_addr, arguments)
+}
+
+/// The same with `N / 2` workers a host.
+fn start_several<const N: usize>(
+    scene: &Scene,
+    hosts: &[Host; 2],
+    master_addr: IpAddr,
+    arguments: &str,
+) -> [Running; N] {
+    let num_local = N / 2;
+    std::array::from_fn(|rank| {
+        let mut command = hosts[rank / num_local].command(env!("CARGO_BIN_EXE_trireme"));
         command.args(arguments.split_whitespace());
         scene.prepare(&mut command);
-        command.env("RANK", rank.to_string()).env("WORLD_SIZE", "2");
-        command.env("LOCAL_RANK", "0").env("LOCAL_WORLD_SIZE", "1");
+        command.env("RANK", rank.to_string()).env("WORLD_SIZE", N.to_string());
+        command.env("LOCAL_RANK", (rank % num_local).to_string());
+        command.env("LOCAL_WORLD_SIZE", num_local.to_string());
         command.env("TRIREME_SECRET", "the secret of a test on its own network");
         command.env("MASTER_ADDR", master_addr.to_string()).env("MASTER_PORT", "29500");
         Running::start(command)
@@ -43,6 +55,32 @@ fn start(scene: &Scene, hosts: &[Host; 2], master_addr: IpAddr, arguments: &str)
 fn assert_loss_of(rank: usize, outcome: Outcome) {
     assert_eq!(outcome.code, Some(74), "{outcome:?}");
     tells(&outcome.one_error(), &[&format!("rank {rank} was lost"), "its log may say why"]);
+}
+
+#[test]
+fn take_what_was_planned() {
+    let Some(hosts) = hosts() else { return };
+    let scene = Scene::with_corpus();
+    for (index, settings) in [
+        "--set training.reduce_dtype=bf16 --set training.dtype=bf16",
+        "--set parallelism.zero_stage=2 --set parallelism.data_parallel_shard_degree=2",
+        "--set parallelism.zero_stage=3 --set parallelism.zero_hpz=true --set parallelism.zero_quantized_weights=true \
+         --set parallelism.zero_quantized_gradients=int4 --set training.determinism=run",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let train = format!("train tiny.toml --set run.name=run-{index} {settings}");
+        for worker in start_several::<4>(&scene, &hosts, hosts[0].ipv4().into(), &train) {
+            tells(&worker.end().succeeded(), &["over shm+tcp"]);
+        }
+        let record = scene.records(&format!("run-{index}")).pop().unwrap();
+        for category in ["parameters", "gradients", "optimizer", "activations", "communication"] {
+            let [predicted, measured] =
+                ["memory_predicted_bytes", "memory_peak_bytes"].map(|what| &record[what][category]);
+            assert_eq!(predicted, measured, "{settings}, {category}: {record}");
+        }
+    }
 }
 
 #[test]

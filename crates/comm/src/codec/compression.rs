@@ -61,6 +61,16 @@ pub(super) enum Method {
     LowRank { rank: usize },
 }
 
+impl Method {
+    /// The part of the elements that steps send after the warm-up, if the warm-up lowers it.
+    fn last_ratio(self) -> Option<f64> {
+        match self {
+            Method::TopK { ratio, .. } | Method::RandomK { ratio } => Some(ratio),
+            _ => None,
+        }
+    }
+}
+
 /// Why a step of a bucket is sent as f32 after all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UncompressedReason {
@@ -159,8 +169,7 @@ impl Compression {
 
     /// How step `step`, from 0, is compressed.
     fn method_at(&self, step: u64) -> Method {
-        let lowers_ratio = matches!(self.method, Method::TopK { .. } | Method::RandomK { .. });
-        let is_warming_up = step < self.warmup_steps && !lowers_ratio;
+        let is_warming_up = step < self.warmup_steps && self.method.last_ratio().is_none();
         if is_warming_up { self.warmup_method } else { self.method }
     }
 
@@ -210,6 +219,17 @@ impl Compression {
         self.rounds(bucket, world_size, step).into_iter().map(Round::num_bytes).sum()
     }
 
+    /// The steps, from 0, whose rounds may be others than those of the step before.
+    pub(super) fn changing_steps(&self) -> Vec<u64> {
+        let num_intervals = self.method.last_ratio().map_or(1, |last| warmup_ratios(last).count());
+        let first = |interval| {
+            let step =
+                (interval as u128 * u128::from(self.warmup_steps)).div_ceil(num_intervals.max(1) as u128);
+            u64::try_from(step).expect("an interval of the warm-up begins in it")
+        };
+        (0..=num_intervals).map(first).collect()
+    }
+
     fn rounds_of(&self, method: Method, bucket: &Bucket, step: u64) -> Vec<Round> {
         let len = bucket.len();
         let num_kept = |ratio| num_kept(len, ratio_at(ratio, self.warmup_steps, step));
@@ -240,14 +260,18 @@ fn num_kept(len: usize, ratio: f64) -> usize {
 
 /// The ratio at a step: 25 %, divided by four in equal intervals of the warm-up, until it is `last`.
 fn ratio_at(last: f64, warmup_steps: u64, step: u64) -> f64 {
-    const FIRST: f64 = 0.25;
     if step >= warmup_steps {
         return last;
     }
-    let ratios =
-        || std::iter::successors(Some(FIRST), |ratio| Some(ratio / 4.0)).take_while(|&ratio| ratio > last);
-    let interval = u128::from(step) * ratios().count() as u128 / u128::from(warmup_steps);
-    ratios().nth(interval as usize).unwrap_or(last)
+    let num_intervals = warmup_ratios(last).count();
+    let interval = u128::from(step) * num_intervals as u128 / u128::from(warmup_steps);
+    warmup_ratios(last).nth(interval as usize).unwrap_or(last)
+}
+
+/// The ratios of a warm-up's intervals.
+fn warmup_ratios(last: f64) -> impl Iterator<Item = f64> {
+    const FIRST: f64 = 0.25;
+    std::iter::successors(Some(FIRST), |ratio| Some(ratio / 4.0)).take_while(move |&ratio| ratio > last)
 }
 
 impl CompressionOptions {

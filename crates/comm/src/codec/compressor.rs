@@ -87,13 +87,10 @@ impl Compressor {
             let codec = compression.codec();
             return Err(CompressionError::BucketTooLong { codec, len: bucket.len() });
         }
-        let is_never_compressed = compression.uncompressed_reason(bucket, world_size, u64::MAX).is_some();
-        let has_momentum = matches!(compression.method, Method::TopK { momentum, .. } if momentum > 0.0);
-        // Momentum replaces the optimizer's, and so is there even where nothing is compressed.
-        let (codec, keeps_residual): (Box<dyn Codec>, bool) = if is_never_compressed && !has_momentum {
-            (Box::new(Uncompressed), false)
-        } else {
-            (codec_of(compression.method, compression, bucket), compression.error_feedback())
+        let (codec, keeps_residual): (Box<dyn Codec>, bool) = match compression.has_codec(bucket, world_size)
+        {
+            true => (codec_of(compression.method, compression, bucket), compression.error_feedback()),
+            false => (Box::new(Uncompressed), false),
         };
         let warmup_codec = codec_of(compression.warmup_method, compression, bucket);
         let residual = keeps_residual.then(|| vec![0.0; bucket.len()]);
@@ -141,7 +138,7 @@ impl Compressor {
         self.statistics
     }
 
-    /// Bytes of the vectors that it holds: residual, velocity, factors, second moment.
+    /// Bytes of the vectors that go on from step to step: residual, velocity, factors, second moment.
     pub fn num_bytes(&self) -> usize {
         let residual_len = self.state.residual.as_ref().map_or(0, Vec::len);
         let kept_len = self.codec.kept().map_or(0, |(_, values)| values.len());

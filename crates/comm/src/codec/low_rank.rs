@@ -62,6 +62,11 @@ impl Layout {
         }
     }
 
+    /// Elements of the factors `Q`, which are kept, and bytes of the factors `P`, which are not.
+    pub(super) fn sizes(&self) -> (usize, usize) {
+        (self.q_len, self.p_len * size_of::<f32>())
+    }
+
     pub(super) fn rounds(&self) -> [Round; 2] {
         [self.p_len, self.q_len + self.plain_len].map(Round::uncompressed)
     }

@@ -25,6 +25,7 @@ mod one_bit;
 mod quantized;
 mod random_k;
 mod round;
+mod sizes;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -36,6 +37,7 @@ pub use compression::{Compression, CompressionOptions, UncompressedReason};
 pub use compressor::{CompressionStatistics, Compressor};
 pub use error::CompressionError;
 pub use round::Round;
+pub use sizes::CompressorSizes;
 pub use state::StateValues;
 
 use trireme_base::RandomKey;

@@ -14,6 +14,16 @@ const WORD_BITS: usize = u64::BITS as usize;
 /// Random words that a step has for itself: twice 2^32 draws need a few more.
 const WORDS_A_STEP: u64 = 1 << 34;
 
+/// Words with a bit for each of `len` elements.
+const fn num_words(len: usize) -> usize {
+    len.div_ceil(WORD_BITS)
+}
+
+/// Bytes that a step of `len` elements works with.
+pub(super) const fn scratch_bytes(len: usize) -> usize {
+    num_words(len) * size_of::<u64>()
+}
+
 #[derive(Debug)]
 pub(super) struct RandomK {
     /// One bit an element: whether it is drawn.
@@ -23,7 +33,7 @@ pub(super) struct RandomK {
 
 impl RandomK {
     pub(super) fn new(len: usize, is_unbiased: bool) -> Self {
-        RandomK { drawn: vec![0; len.div_ceil(WORD_BITS)], is_unbiased }
+        RandomK { drawn: vec![0; num_words(len)], is_unbiased }
     }
 
     /// Draws `num_drawn` of `len` elements, each set of them with equal probability (Floyd's algorithm: Bentley, Floyd,

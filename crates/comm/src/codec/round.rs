@@ -38,6 +38,14 @@ impl Round {
         dtype.size() * len
     }
 
+    /// Messages that a rank has memory for: its own, which becomes the sum, or those of all ranks.
+    pub const fn num_messages(self, world_size: usize) -> usize {
+        match self {
+            Round::AllReduce { .. } => 1,
+            Round::AllGather { .. } => world_size,
+        }
+    }
+
     /// Bytes that a rank sends to others by the algorithms that move the fewest, with `D` bytes a message and `N` ranks:
     /// `2 D (N - 1) / N`, rounded up, for an all-reduce, `D (N - 1)` for an all-gather.
     pub const fn bytes_sent(self, world_size: usize) -> u64 {

@@ -293,7 +293,7 @@ impl Group {
         }
     }
 
-    /// The [`fixed_bytes`](Group::fixed_bytes) of a group with `num_ranks` ranks on a host, more than one, that share memory.
+    /// The [`fixed_bytes`](Group::fixed_bytes) of a group with `num_ranks` ranks on a host, in a world where such ranks share memory.
     pub fn fixed_bytes_of(num_ranks: usize) -> usize {
         area_bytes(num_ranks)
     }

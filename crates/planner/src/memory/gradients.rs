@@ -1,7 +1,8 @@
 //! Gradients of every unit: accumulated over microbatches, reduced over ranks.
 
+use super::hierarchy::Hierarchy;
 use super::pool::Pool;
-use crate::setup::MemorySetup;
+use crate::setup::{CompressionMemory, MemorySetup};
 use crate::usage::Usage;
 use std::collections::VecDeque;
 use trireme_base::{Category, DType};
@@ -34,6 +35,8 @@ struct UnitGradient {
     sum: TreeSum,
     /// The sum over ranks is here, in 16 bits.
     is_reduced: bool,
+    /// Of sums of integers: the level under way.
+    level: usize,
     shard: TreeSum,
 }
 
@@ -46,10 +49,13 @@ pub(super) struct Gradients<'a> {
     wholes: Pool,
     /// Those that are rounded.
     narrow: Pool,
+    /// Sums of integers within hosts and across them.
+    hierarchy: Option<Hierarchy>,
     keeps_whole: bool,
-    is_pool_exchanged: bool,
+    is_pool_under_way: bool,
     has_shards: bool,
-    is_rounded: bool,
+    /// Whether what is not compressed is rounded to 16 bits.
+    rounds: bool,
     under_way: VecDeque<usize>,
 }
 
@@ -58,26 +64,29 @@ impl<'a> Gradients<'a> {
         let stage = outline.zero_stage;
         let is_sharded = stage >= ZeroStage::One;
         let group_size = if is_sharded { setup.num_shards } else { setup.num_replicas };
-        let is_rounded = setup.is_rounded(group_size);
-        let keeps_whole = stage < ZeroStage::Two && !is_rounded;
+        let hierarchy = Hierarchy::new(setup);
+        let rounds = setup.rounds(group_size);
+        let keeps_whole = stage < ZeroStage::Two && !rounds;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
-        let is_pool_exchanged = is_sharded && !is_rounded;
+        let is_pool_under_way = is_sharded && !rounds;
+        let is_pool_mapped = is_pool_under_way && hierarchy.is_none() && setup.shards_share_memory;
         let has_shards = is_sharded && (stage >= ZeroStage::Two || setup.num_replicas > 1);
         let narrow = if has_shards { Category::Communication } else { Category::Gradients };
         let mut gradients = Gradients {
             setup,
             outline: outline.clone(),
             units: setup.units.iter().map(|_| UnitGradient::default()).collect(),
-            wholes: Pool::new(category, F32, group_size, is_pool_exchanged),
-            narrow: Pool::new(narrow, setup.reduce_dtype.size(), group_size, true),
+            wholes: Pool::new(category, F32, group_size, is_pool_mapped),
+            narrow: Pool::new(narrow, setup.reduce_dtype.size(), group_size, setup.shards_share_memory),
+            hierarchy,
             keeps_whole,
-            is_pool_exchanged,
+            is_pool_under_way,
             has_shards,
-            is_rounded,
+            rounds,
             under_way: VecDeque::new(),
         };
         (0..setup.units.len()).for_each(|unit| gradients.settle(unit, usage));
-        if !is_sharded && !setup.shares_memory && group_size > 1 {
+        if !is_sharded && !setup.replicas_share_memory && group_size > 1 {
             usage.take(Category::Communication, fusion_bytes(setup));
         }
         gradients
@@ -92,22 +101,34 @@ impl<'a> Gradients<'a> {
         self.outline.zero_stage >= ZeroStage::One
     }
 
+    /// Whether a unit's gradient is rounded to 16 bits.
+    fn is_rounded(&self, unit: usize) -> bool {
+        self.rounds && self.setup.units[unit].compression.is_none()
+    }
+
     /// Takes what stays of a unit's gradient.
     fn settle(&mut self, unit: usize, usage: &mut Usage) {
         let (setup, len) = (self.setup, self.len(unit));
-        if !self.is_sharded() {
-            let num_bytes = len * if self.is_rounded { setup.reduce_dtype.size() } else { F32 };
-            usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
-            usage.take(Category::Gradients, if self.is_rounded { num_bytes } else { 0 });
+        let compression = &setup.units[unit].compression;
+        match compression {
+            Some(compression) => {
+                usage.take(Category::Communication, compression_bytes(setup, compression, len));
+            }
+            None if self.is_sharded() => (),
+            None => {
+                let num_bytes = len * if self.rounds { setup.reduce_dtype.size() } else { F32 };
+                usage.take(Category::Communication, setup.mapped_of_replicas(num_bytes));
+                usage.take(Category::Gradients, if self.rounds { num_bytes } else { 0 });
+            }
         }
-        if self.keeps_whole {
-            self.wholes.take(setup, len, usage);
+        if self.keeps_whole || compression.is_some() {
+            self.wholes.take(len, usage);
             self.units[unit].is_ready = true;
         }
         if self.has_shards && !setup.is_away(StateClass::Gradients) {
             let num_bytes = setup.units[unit].shard_len * self.shard_dtype().size();
             usage.take(Category::Gradients, num_bytes);
-            usage.take(Category::Communication, setup.mapped(setup.num_replicas, num_bytes));
+            usage.take(Category::Communication, setup.mapped_of_replicas(num_bytes));
         }
     }
 
@@ -131,15 +152,19 @@ impl<'a> Gradients<'a> {
         }
         let len = self.len(unit);
         loop {
-            let num_alike = self.under_way.iter().filter(|&&other| self.len(other) == len).count();
-            let is_full = self.is_pool_exchanged && num_alike >= IN_FLIGHT_MAX;
-            if !self.under_way.contains(&unit) && !is_full {
+            let must_wait = self.under_way.contains(&unit) || (self.is_pool_under_way && self.is_full(len));
+            if !must_wait {
                 break;
             }
             self.finish_first(usage);
         }
-        self.wholes.take(self.setup, len, usage);
+        self.wholes.take(len, usage);
         self.units[unit].is_ready = true;
+    }
+
+    /// Whether as many whole gradients of `len` elements are under way as may be.
+    fn is_full(&self, len: usize) -> bool {
+        self.under_way.iter().filter(|&&unit| self.len(unit) == len).count() >= IN_FLIGHT_MAX
     }
 
     /// Backward writes into the memory of the group first, and into partial sums after.
@@ -172,31 +197,49 @@ impl<'a> Gradients<'a> {
     pub(super) fn reduce(&mut self, unit: usize, usage: &mut Usage) {
         let partial = self.setup.on_device(self.setup.units[unit].len);
         let len = self.len(unit);
+        while self.rounds && self.has_shards && self.is_full(len) {
+            self.finish_first(usage);
+        }
+        let is_rounded = self.is_rounded(unit);
         let state = &mut self.units[unit];
         let sum = std::mem::take(&mut state.sum);
         usage.give(Category::Gradients, sum.num_partials() * partial);
         state.open = None;
-        if self.is_rounded {
+        if is_rounded {
             let has_narrow = std::mem::take(&mut state.is_reduced);
             if self.is_sharded() {
                 if has_narrow {
                     self.narrow.give(len);
                 }
-                self.narrow.take(self.setup, len, usage);
+                self.narrow.take(len, usage);
             }
             self.wholes.give(len);
+        }
+        if let Some(hierarchy) = &mut self.hierarchy {
+            hierarchy.start(unit, 0, usage);
+            self.units[unit].level = 0;
         }
         self.under_way.push_back(unit);
     }
 
-    /// Waits for the reduction that was started first.
+    /// Waits for the message under way of the reduction that was started first.
     fn finish_first(&mut self, usage: &mut Usage) {
         let unit = self.under_way.pop_front().expect("something is under way");
         let len = self.len(unit);
+        if let Some(hierarchy) = &mut self.hierarchy {
+            let level = &mut self.units[unit].level;
+            hierarchy.finish(unit, *level);
+            *level += 1;
+            if *level < hierarchy.num_levels() {
+                hierarchy.start(unit, *level, usage);
+                self.under_way.push_back(unit);
+                return;
+            }
+        }
         if self.has_shards {
             self.add_to_shard(unit, usage);
         }
-        match (self.is_rounded, self.has_shards) {
+        match (self.is_rounded(unit), self.has_shards) {
             (true, true) => self.narrow.give(len),
             (true, false) => self.units[unit].is_reduced = true,
             (false, true) if !self.keeps_whole => self.wholes.give(len),
@@ -239,10 +282,19 @@ impl<'a> Gradients<'a> {
 
     /// Reads a unit's reduced gradient, in f32.
     pub(super) fn read(&mut self, unit: usize, usage: &mut Usage) {
-        let is_narrow = self.is_rounded && !(self.has_shards && self.shard_dtype() == DType::F32);
+        let is_narrow = self.is_rounded(unit) && !(self.has_shards && self.shard_dtype() == DType::F32);
         let wide = self.setup.on_device(self.setup.units[unit].shard_len);
         usage.touch(Category::Communication, if is_narrow { wide } else { 0 });
     }
+}
+
+/// Bytes that the compressed reduction of `len` elements takes besides them.
+fn compression_bytes(setup: &MemorySetup, compression: &CompressionMemory, len: usize) -> usize {
+    let exchanged = |&num_bytes: &usize| num_bytes + setup.mapped_of_replicas(num_bytes);
+    let of_step = |rounds: &Vec<usize>| rounds.iter().map(exchanged).sum::<usize>();
+    let messages = compression.messages.iter().map(of_step).max().unwrap_or(0);
+    let whole = if compression.sends_whole { setup.mapped_of_replicas(len * F32) } else { 0 };
+    compression.compressor_bytes + messages + whole
 }
 
 /// Bytes of the batches in which short gradients travel, in the order of their reductions.
@@ -250,7 +302,7 @@ fn fusion_bytes(setup: &MemorySetup) -> usize {
     let element_bytes = setup.reduce_dtype.size();
     let len_max = setup.fusion_bytes / element_bytes;
     let (mut num_batches, mut open) = (0, None);
-    for unit in setup.units.iter().rev() {
+    for unit in setup.units.iter().rev().filter(|unit| unit.compression.is_none()) {
         if len_max == 0 || unit.len > len_max / 2 {
             open = None;
             continue;

@@ -1,6 +1,7 @@
 //! How many bytes are in use at each line of a program: the same takings and givings as the executor's, as numbers.
 
 mod gradients;
+mod hierarchy;
 mod host;
 mod parameters;
 mod passes;
@@ -51,6 +52,7 @@ pub(crate) fn walk(
         for (index, &action) in program.actions.iter().enumerate() {
             // As in the program's text, which begins with a line of sizes.
             usage.set_line(index + 2);
+            parameters.await_units(action, &program.outline, &mut usage);
             host.begin(action);
             if action.uses() == [StateClass::Activations] {
                 let state = action.state(StateClass::Activations);

@@ -1,17 +1,32 @@
 //! Parameters of a rank: what it steps, and what its operations read.
 
+use super::hierarchy::PackedGathering;
 use super::pool::Pool;
 use crate::setup::MemorySetup;
 use crate::usage::Usage;
 use trireme_base::{Category, DType};
-use trireme_schedule::{Outline, StateClass, ZeroStage};
+use trireme_schedule::{Action, Outline, StateClass, ZeroStage};
+
+/// Where a whole unit is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Whole {
+    Absent,
+    /// On its way as integers, to memory that is taken when they have come.
+    Packed,
+    /// Here, or on its way to its memory.
+    Present,
+}
 
 #[derive(Debug)]
 pub(super) struct Parameters<'a> {
     setup: &'a MemorySetup,
     /// Whole units, where they are gathered.
     wholes: Option<Pool>,
-    is_present: Vec<bool>,
+    packed: Option<PackedGathering>,
+    units: Vec<Whole>,
+    /// For each unit: its host has a copy. That it is out of date after a step takes no more: the memory by which it was made is
+    /// still there.
+    is_near: Vec<bool>,
 }
 
 impl<'a> Parameters<'a> {
@@ -39,10 +54,20 @@ impl<'a> Parameters<'a> {
                 _ => usage.take(master, setup.on_device(unit.shard_len)),
             }
         }
+        for &len in setup.levels.iter().filter_map(|levels| levels.secondary_lens.as_ref()).flatten() {
+            usage.take(Category::Parameters, setup.elements_on_device(len, setup.gather_dtype));
+        }
         let category = if is_kept { Category::Parameters } else { Category::Communication };
-        let pool = Pool::new(category, setup.gather_dtype.size(), setup.num_shards, true);
-        let is_present = vec![false; setup.units.len()];
-        let mut parameters = Parameters { setup, wholes: has_wholes.then_some(pool), is_present };
+        let pool =
+            Pool::new(category, setup.gather_dtype.size(), setup.num_shards, setup.shards_share_memory);
+        let num_units = setup.units.len();
+        let mut parameters = Parameters {
+            setup,
+            wholes: has_wholes.then_some(pool),
+            packed: PackedGathering::new(setup),
+            units: vec![Whole::Absent; num_units],
+            is_near: vec![false; num_units],
+        };
         if is_kept {
             (0..setup.units.len()).for_each(|unit| parameters.unshard(unit, usage));
         }
@@ -50,16 +75,43 @@ impl<'a> Parameters<'a> {
     }
 
     pub(super) fn unshard(&mut self, unit: usize, usage: &mut Usage) {
-        if let (Some(pool), false) = (&mut self.wholes, self.is_present[unit]) {
-            pool.take(self.setup, self.setup.units[unit].padded_len, usage);
-            self.is_present[unit] = true;
+        let Some(wholes) = self.wholes.as_mut().filter(|_| self.units[unit] == Whole::Absent) else { return };
+        self.units[unit] = match &mut self.packed {
+            Some(packed) if !self.is_near[unit] => {
+                packed.start(unit, usage);
+                Whole::Packed
+            }
+            _ => {
+                wholes.take(self.setup.units[unit].padded_len, usage);
+                Whole::Present
+            }
+        };
+    }
+
+    /// Waits for the units that an action works with.
+    pub(super) fn await_units(&mut self, action: Action, outline: &Outline, usage: &mut Usage) {
+        match action {
+            Action::Reshard { unit } | Action::Step { unit } => self.ensure(unit, usage),
+            _ => outline.reads(action).for_each(|unit| self.ensure(unit, usage)),
+        }
+    }
+
+    fn ensure(&mut self, unit: usize, usage: &mut Usage) {
+        if let (Some(wholes), Some(packed), Whole::Packed) =
+            (&mut self.wholes, &mut self.packed, self.units[unit])
+        {
+            wholes.take(self.setup.units[unit].padded_len, usage);
+            packed.finish(unit, usage);
+            self.units[unit] = Whole::Present;
+            self.is_near[unit] =
+                self.setup.levels.as_ref().is_some_and(|levels| levels.secondary_lens.is_some());
         }
     }
 
     pub(super) fn reshard(&mut self, unit: usize) {
-        if let (Some(pool), true) = (&mut self.wholes, self.is_present[unit]) {
-            pool.give(self.setup.units[unit].padded_len);
-            self.is_present[unit] = false;
+        if let (Some(wholes), Whole::Present) = (&mut self.wholes, self.units[unit]) {
+            wholes.give(self.setup.units[unit].padded_len);
+            self.units[unit] = Whole::Absent;
         }
     }
 }

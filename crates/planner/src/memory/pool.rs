@@ -1,6 +1,6 @@
 //! Buffers of a group that are used again.
 
-use crate::setup::MemorySetup;
+use crate::setup::peer_bytes;
 use crate::usage::Usage;
 use std::collections::BTreeMap;
 use trireme_base::Category;
@@ -11,31 +11,27 @@ pub(super) struct Pool {
     category: Category,
     element_bytes: usize,
     group_size: usize,
-    is_exchanged: bool,
+    /// Whether peers map a part of each buffer.
+    is_mapped: bool,
     /// How many are free, by their length.
     free: BTreeMap<usize, usize>,
 }
 
 impl Pool {
-    /// An empty pool of a group of `group_size`, whose buffers are read by peers if they are exchanged.
-    pub(super) fn new(
-        category: Category,
-        element_bytes: usize,
-        group_size: usize,
-        is_exchanged: bool,
-    ) -> Self {
-        Pool { category, element_bytes, group_size, is_exchanged, free: BTreeMap::new() }
+    /// An empty pool of a group of `group_size`, whose buffers are mapped by peers or not.
+    pub(super) fn new(category: Category, element_bytes: usize, group_size: usize, is_mapped: bool) -> Self {
+        Pool { category, element_bytes, group_size, is_mapped, free: BTreeMap::new() }
     }
 
-    pub(super) fn take(&mut self, setup: &MemorySetup, len: usize, usage: &mut Usage) {
+    pub(super) fn take(&mut self, len: usize, usage: &mut Usage) {
         if let Some(free) = self.free.get_mut(&len).filter(|free| **free > 0) {
             *free -= 1;
             return;
         }
         let num_bytes = len * self.element_bytes;
         usage.take(self.category, num_bytes);
-        if self.is_exchanged {
-            usage.take(Category::Communication, setup.mapped(self.group_size, num_bytes));
+        if self.is_mapped {
+            usage.take(Category::Communication, peer_bytes(self.group_size, num_bytes));
         }
     }
 

@@ -26,9 +26,10 @@ impl<'a> Updates<'a> {
         usage.take(Category::Optimizer, scratch);
         let exchanges = if setup.num_shards > 1 { &unit.step_exchanges[..] } else { &[] };
         for exchange in exchanges {
-            let new = || Pool::new(Category::Communication, exchange.element_bytes, setup.num_shards, true);
+            let (category, is_mapped) = (Category::Communication, setup.shards_share_memory);
+            let new = || Pool::new(category, exchange.element_bytes, setup.num_shards, is_mapped);
             let pool = self.pools.entry(exchange.element_bytes).or_insert_with(new);
-            pool.take(setup, exchange.len, usage);
+            pool.take(exchange.len, usage);
             pool.give(exchange.len);
         }
         usage.give(Category::Optimizer, scratch);

@@ -3,6 +3,7 @@
 mod convergence;
 mod hostile;
 mod options;
+mod sizes;
 mod sums;
 
 use super::*;

@@ -1,0 +1,104 @@
+//! What gradients and parameters take that do not travel as they are.
+
+use super::*;
+use trireme_comm::{CodecName, CompressionOptions};
+use trireme_optim::VarianceSchedule;
+use trireme_tensor::IntegerFormat;
+
+fn compressed(options: CompressionOptions) -> ExecutorOptions {
+    let compression = Compression::new(&options).unwrap();
+    ExecutorOptions { compression, determinism: Determinism::Run, ..OPTIONS }
+}
+
+fn replicated(options: ExecutorOptions, optimizer: OptimizerOptions) -> Case {
+    Case { options, optimizer, num_microbatches: 2, keep: Keep::Products, ..Case::default() }
+}
+
+#[test]
+fn every_codec() {
+    for codec in CodecName::ALL {
+        let has = |option| codec.options().contains(&option);
+        let plain = CompressionOptions { codec, ..CompressionOptions::default() };
+        // Runs of three steps come to the last kind of step, and top_k to three.
+        let changed = CompressionOptions {
+            warmup_steps: has("warmup_steps").then_some(2),
+            warmup_codec: has("warmup_codec").then_some(CodecName::Int8),
+            ratio: has("ratio").then_some(0.05),
+            momentum: has("momentum").then_some(0.5),
+            error_feedback: has("error_feedback").then_some(true),
+            normalize: has("normalize").then_some(0.9),
+            ..plain.clone()
+        };
+        for options in [plain, changed].map(compressed) {
+            for world_size in [1, 2] {
+                replicated(options, adamw()).check(&medium_model(), world_size);
+            }
+            // Units that are too short to be compressed, beside others.
+            replicated(options, adamw()).check(&small_models()[0], 4);
+        }
+    }
+}
+
+#[test]
+fn what_is_not_compressed_is_rounded() {
+    for codec in [CodecName::TopK, CodecName::PowerSgd] {
+        let options = compressed(CompressionOptions { codec, ..CompressionOptions::default() });
+        let options = ExecutorOptions { reduce_dtype: Precision::Bf16, ..options };
+        for config in [small_models()[0].clone(), medium_model()] {
+            replicated(options, adamw()).check(&config, 4);
+        }
+    }
+}
+
+#[test]
+fn momentum_that_may_be_taken_back() {
+    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+    let dynamic = LossScaling::Dynamic { initial: 256, growth_interval: 100 };
+    let schedules =
+        [VarianceSchedule::Warmup { num_steps: 1 }, VarianceSchedule::Doubling { num_updates: 1 }];
+    for (schedule, loss_scaling) in
+        schedules.into_iter().flat_map(|schedule| [(schedule, LossScaling::Off), (schedule, dynamic)])
+    {
+        let optimizer = OptimizerOptions { kind: OptimizerKind::CompressedAdam(adam, schedule), ..adamw() };
+        for codec in [CodecName::None, CodecName::OneBit, CodecName::PowerSgd] {
+            let options = compressed(CompressionOptions { codec, ..CompressionOptions::default() });
+            let options = ExecutorOptions { loss_scaling, ..options };
+            replicated(options, optimizer.clone()).check(&medium_model(), 2);
+        }
+    }
+}
+
+#[test]
+fn what_hosts_spare_the_network() {
+    let spared = |quantized_weights, secondary_shards, quantized_gradients| ZeroPlusPlus {
+        quantized_weights,
+        secondary_shards,
+        quantized_gradients,
+    };
+    let (int8, int4) = (Some(IntegerFormat::Int8), Some(IntegerFormat::Int4));
+    let parts = [
+        spared(true, false, None),
+        spared(false, true, None),
+        spared(false, false, int8),
+        spared(true, true, int4),
+    ];
+    let places: [(&[usize], usize); 5] =
+        [(&[0, 0, 1, 1], 4), (&[0, 1], 2), (&[0, 0], 2), (&[0, 1, 2, 3], 2), (&[0, 1, 1], 1)];
+    let layouts = [
+        (Precision::F32, Sharding { prefetch: 0, ..OPTIONS.sharding }, 1),
+        (Precision::Bf16, Sharding { prefetch: 2, ..OPTIONS.sharding }, 3),
+        (Precision::Bf16, Sharding { keep_after_forward: true, ..OPTIONS.sharding }, 2),
+    ];
+    for (zero_plus_plus, (hosts, num_shards)) in
+        parts.into_iter().flat_map(|spared| places.map(|place| (spared, place)))
+    {
+        for (precision, sharding, num_microbatches) in layouts {
+            let sharding = Sharding { zero_stage: ZeroStage::Three, ..sharding };
+            let options =
+                ExecutorOptions { precision, reduce_dtype: precision, sharding, zero_plus_plus, ..OPTIONS };
+            let case = Case { options, num_microbatches, num_shards, keep: Keep::Nothing, ..Case::default() };
+            case.check_on(&medium_model(), hosts);
+            case.check_on(&small_models()[0], hosts);
+        }
+    }
+}
