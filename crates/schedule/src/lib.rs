@@ -12,5 +12,5 @@ pub mod single;
 mod validate;
 
 pub use action::{Action, Keep, ParseActionError, StateClass, StateOf, Stream};
-pub use program::{Outline, ParseProgramError, Program, ZeroStage};
-pub use validate::{ProgramError, validate, validate_world};
+pub use program::{Outline, ParseProgramError, Program, Stage, ZeroStage};
+pub use validate::{ProgramError, validate, validate_pipeline, validate_world};

@@ -38,6 +38,7 @@ pub mod messages;
 mod one_f_one_b;
 mod pass;
 mod pipedream;
+mod programs;
 mod schedule;
 mod shape;
 #[cfg(test)]
@@ -56,6 +57,7 @@ pub use error::{Place, Ring, ScheduleError, Wait, Waiting};
 pub use generate::{GenerateError, Sizes, generate};
 pub use kind::{Kind, ParseKindError};
 pub use pass::{ParsePassError, Pass, PassKind};
+pub use programs::programs;
 pub use schedule::{PASSES_MAX, Placement, Schedule, WeightVersions};
 pub use text::ParseScheduleError;
 pub use timeline::{Bubble, Span, Timeline};

@@ -4,6 +4,7 @@ mod drawing;
 mod faults;
 mod formulas;
 mod goldens;
+mod programs;
 mod properties;
 
 use super::*;
