@@ -17,7 +17,7 @@ use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoic
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions, SwapOptions, ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, OffloadOptions, RankGrid, SwapOptions, ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Program, StateClass, ZeroStage, single};
@@ -232,7 +232,7 @@ pub(crate) fn build_executor(
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let training = config.training();
-    let ranks = DataParallelRanks::new(group, config.num_shards())?;
+    let ranks = RankGrid::new(group, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
     let choices = choices.cloned().unwrap_or_else(|| StepChoices::given(config, &model));
     let moves = offload_options(config, choices.places, device)?;

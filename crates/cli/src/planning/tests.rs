@@ -11,8 +11,8 @@ use trireme_optim::{
     ParameterGroup, StateDType,
 };
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, ParallelError,
-    StepPlan, ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, ParallelError, RankGrid, StepPlan,
+    ZeroPlusPlus,
 };
 use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
@@ -128,7 +128,7 @@ impl Case {
         host: &Device,
     ) -> Result<(), ParallelError> {
         let model = Model::new(config.clone(), device)?;
-        let ranks = DataParallelRanks::new(group, self.num_shards)?;
+        let ranks = RankGrid::new(group, self.num_shards)?;
         let parts = ranks.parts(model.table());
         let folder = std::env::temp_dir();
         let offload = OffloadOptions {

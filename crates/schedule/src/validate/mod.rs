@@ -54,6 +54,16 @@ pub enum ProgramError {
         /// The program's rank.
         rank: usize,
     },
+    /// A unit reads parameters that lie on another rank of the pipeline.
+    #[error("unit {reader} reads the parameters of unit {owner}, which lies on rank {rank} of the pipeline")]
+    TieAcrossRanks {
+        /// The unit that reads.
+        reader: usize,
+        /// The unit whose parameters they are.
+        owner: usize,
+        /// Where that one lies.
+        rank: usize,
+    },
     /// Ranks of a pipeline wait for each other.
     #[error(
         "rank {rank} of the pipeline waits at action {index} '{action}' for rank {peer}, which {waits}: a deadlock",
@@ -110,6 +120,12 @@ pub enum ProgramError {
 ///
 /// Cost: linear in the actions, times the microbatches for steps.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
+    let outline = &program.outline;
+    if let Some(&(reader, owner)) =
+        outline.ties.iter().find(|(reader, owner)| outline.rank_of(*reader) != outline.rank_of(*owner))
+    {
+        return Err(ProgramError::TieAcrossRanks { reader, owner, rank: outline.rank_of(owner) });
+    }
     let mut state = State::new(&program.outline);
     state.run(&program.actions, in_flight_max)?;
     let mut steps = program.outline.held().map(|unit| Action::Step { unit });

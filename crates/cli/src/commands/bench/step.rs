@@ -14,8 +14,7 @@ use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan,
-    ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, RankGrid, StepPlan, ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
@@ -241,7 +240,7 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         );
     }
     let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
-    let ranks = DataParallelRanks::new(group, num_shards)?;
+    let ranks = RankGrid::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
     let options =
         OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
