@@ -103,15 +103,17 @@ impl Case {
             num_shards: self.num_shards,
             num_replicas: hosts.len() / self.num_shards,
             shard: rank % self.num_shards,
+            pipeline_degree: 1,
             num_local: hosts[..self.num_shards].iter().filter(|&&host| host == hosts[0]).count(),
             shares_memory: false,
             num_sharing: 1,
         };
+        let program = self.program(&model);
+        let at = (layout, &program.outline);
         let mut setup =
-            memory_setup(&model, &device, &self.options, &self.optimizer, self.places, layout).unwrap();
+            memory_setup(&model, &device, &self.options, &self.optimizer, self.places, at).unwrap();
         // Transfers take memory that is not counted.
         (setup.disk_chunk_bytes, setup.disk_write_bytes) = (1, 0);
-        let program = self.program(&model);
         (predict(&setup, &program), program)
     }
 
@@ -129,7 +131,8 @@ impl Case {
     ) -> Result<(), ParallelError> {
         let model = Model::new(config.clone(), device)?;
         let ranks = RankGrid::new(group, self.num_shards)?;
-        let parts = ranks.parts(model.table());
+        let program = self.program(&model);
+        let parts = ranks.parts(model.table(), &program.outline);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions {
             places: self.places,
@@ -141,7 +144,6 @@ impl Case {
         let is_moved = self.places.moves(StateClass::Optimizer);
         let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let optimizer = make(&self.optimizer, model.table(), &parts, optimizer_device)?;
-        let program = self.program(&model);
         let mut executor = Executor::new(model, optimizer, ranks, device, program, self.options, &offload)?;
         executor.initialize(1)?;
         for step in 1..=3 {

@@ -46,7 +46,8 @@ impl Messages {
         to: usize,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        while self.sent.len() >= SENDS_MAX || self.sent.front().is_some_and(Work::is_done) {
+        // No sooner than it must be, so that the memory which messages take does not depend on time.
+        if self.sent.len() >= SENDS_MAX {
             self.finish_first(waiting)?;
         }
         let mut buffer = self.pool.take(tensor.shape().num_elements())?;

@@ -26,6 +26,7 @@ mod automatic;
 mod breadth_first;
 mod clock;
 mod costs;
+mod cut;
 mod draw;
 mod dualpipe_v;
 mod error;
@@ -52,6 +53,7 @@ mod zero_bubble_v;
 
 pub use clock::simulate;
 pub use costs::{Costs, CostsError, StageCosts, TICKS_MAX};
+pub use cut::cut;
 pub use draw::{draw_error, draw_svg, draw_text};
 pub use error::{Place, Ring, ScheduleError, Wait, Waiting};
 pub use generate::{GenerateError, Sizes, generate};

@@ -246,7 +246,6 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
     let moves = offload_options(args, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
-    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
     let sharding =
         Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
     let num_units = model.num_units();
@@ -255,6 +254,8 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         (0..num_units).map(|unit| if is_block(unit) { args.keep } else { Keep::All }).collect();
     let program = recompute(single_stage::program(num_units, 1, &model.ties()), &keeps);
     let program = offload(shard(program, sharding), moves.places);
+    let parts = ranks.parts(model.table(), &program.outline);
+    let optimizer = Optimizer::new(&options, model.table(), &parts, optimizer_device)?;
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),
