@@ -29,7 +29,7 @@ pub use error::ParallelError;
 pub use executor::Executor;
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
-pub use placement::{parameter_placements, with_rank};
+pub use placement::parameter_placements;
 pub use ranks::RankGrid;
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};
 pub use trireme_swap::SwapOptions;

@@ -14,19 +14,13 @@ pub fn parameter_placements(table: &ParameterTable, outline: &Outline, mesh: &Me
             .axes()
             .iter()
             .map(|&(axis, degree)| match axis {
-                Axis::Pipeline => with_rank(outline.rank_of(info.unit), degree, info.shape.num_elements()),
+                Axis::Pipeline => Placement::Single { rank: outline.rank_of(info.unit) },
                 Axis::DataReplicate => Placement::Replicate,
                 Axis::DataShard => shards(table, info, degree),
             })
             .collect(),
     };
     table.parameters().iter().map(placement).collect()
-}
-
-/// All of it lies with one rank of an axis.
-pub fn with_rank(rank: usize, degree: usize, num_elements: usize) -> Placement {
-    let bound = |index| if index > rank { num_elements } else { 0 };
-    Placement::Ragged { bounds: (0..=degree).map(bound).collect() }
 }
 
 fn shards(table: &ParameterTable, info: &ParameterInfo, degree: usize) -> Placement {

@@ -17,7 +17,7 @@ use trireme_checkpoint::{
 };
 use trireme_data::{TokenFile, Tokenizer};
 use trireme_optim::{LossScalerState, StateInfo};
-use trireme_parallel::{Executor, ParallelError, parameter_placements, with_rank};
+use trireme_parallel::{Executor, ParallelError, parameter_placements};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 use trireme_schedule::StateClass;
 
@@ -220,8 +220,8 @@ fn state_placement(
         let of_parameter = placements.iter().find(|placement| placement.name == info.parameter.name);
         of_parameter.expect("a state is of a parameter").placements.clone()
     } else {
-        let along = |&(axis, degree): &(Axis, usize)| match axis {
-            Axis::Pipeline => with_rank(rank, degree, info.shape.num_elements()),
+        let along = |&(axis, _): &(Axis, usize)| match axis {
+            Axis::Pipeline => Placement::Single { rank },
             Axis::DataReplicate | Axis::DataShard => Placement::Replicate,
         };
         mesh.axes().iter().map(along).collect()

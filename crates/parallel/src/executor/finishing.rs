@@ -116,8 +116,11 @@ impl Executor {
     fn sum_of_squares(&mut self, waiting: &mut Waiting) -> Result<f64, ParallelError> {
         // Those of gradients that are away were summed before they left.
         if !self.offloaded.moves(StateClass::Gradients) {
-            let held: Vec<usize> = self.program.outline.held().collect();
-            held.into_iter().try_for_each(|unit| self.square(unit))?;
+            for unit in 0..self.model.num_units() {
+                if self.program.outline.holds(unit) {
+                    self.square(unit)?;
+                }
+            }
         }
         let mut squares = self.squares.take().expect("squares are summed once a step");
         // Zeros of units that lie elsewhere change no sum.
