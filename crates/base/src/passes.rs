@@ -22,6 +22,8 @@ pub struct UnitPasses {
     pub backward_peak: usize,
     /// Floating-point operations of forward: those of products, attention and normalisations.
     pub forward_operations: u64,
+    /// The same of backward.
+    pub backward_operations: u64,
     /// The same for making the record from the products.
     pub renewal_operations: u64,
 }

@@ -109,7 +109,7 @@ impl Rehearsal<'_> {
             made.as_ref().map(|made| self.device.empty(made.shape(), made.dtype(), Category::Activations));
         let grad = grad.transpose()?;
         let mut sink = CountingSink { device: self.device, target: None };
-        let (_, backward_peak, _) =
+        let (_, backward_peak, backward_operations) =
             self.watch(|| Ok(tape.backward(self.parameters, output.zip(grad), &mut sink)?))?;
         let input_grad = tape.take_grad(input);
         tape.clear();
@@ -128,6 +128,7 @@ impl Rehearsal<'_> {
             renewal_peak: renewal_peak - base_of_backward,
             backward_peak: backward_peak - base_of_backward,
             forward_operations,
+            backward_operations,
             renewal_operations,
         };
         Ok((sizes, made))

@@ -1,6 +1,6 @@
 use crate::error::ParallelError;
 use crate::pool::Pool;
-use crate::ranks::DataParallelRanks;
+use crate::ranks::RankGrid;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
@@ -16,7 +16,7 @@ pub(crate) struct ShardExchange {
 }
 
 impl ShardExchange {
-    pub(crate) fn new(ranks: &DataParallelRanks, device: &Device) -> Self {
+    pub(crate) fn new(ranks: &RankGrid, device: &Device) -> Self {
         let group = Arc::clone(ranks.shards());
         let sums = Pool::new(&group, device, Category::Communication, true);
         let wholes = Pool::new(&group, device, Category::Communication, true);

@@ -5,7 +5,7 @@ use crate::error::ParallelError;
 use crate::hierarchical::{Hierarchical, Hierarchy};
 use crate::offload::Movable;
 use crate::pool::Pool;
-use crate::ranks::DataParallelRanks;
+use crate::ranks::RankGrid;
 use crate::reduction::{Exchanges, Reduced, Reduction};
 use crate::shard_sum::{ShardSum, ShardSums};
 use crate::step::ExecutorOptions;
@@ -93,7 +93,7 @@ pub(crate) struct Gradients {
     determinism: Determinism,
     outline: Outline,
     table: Arc<ParameterTable>,
-    ranks: Arc<DataParallelRanks>,
+    ranks: Arc<RankGrid>,
     units: Vec<UnitGradient>,
     /// Whole gradients in f32, where something else is kept.
     pool: Option<Pool<f32>>,
@@ -114,7 +114,7 @@ impl Gradients {
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
-        ranks: &Arc<DataParallelRanks>,
+        ranks: &Arc<RankGrid>,
         (device, shards_device): (&Device, &Device),
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
@@ -144,9 +144,18 @@ impl Gradients {
         let shard_sums = ShardSums::new(ranks, options.determinism, shards_device);
         let mut units = Vec::new();
         for (index, unit) in table.units().iter().enumerate() {
-            let len = if is_sharded { unit.padded_len() } else { unit.num_elements };
-            let own = unit.shard(ranks.shards().rank().0, ranks.shards().world_size());
-            let compressed = match is_sharded {
+            // Of a unit that lies elsewhere in the pipeline there is no gradient.
+            let is_held = outline.holds(index);
+            let len = match is_held {
+                true if is_sharded => unit.padded_len(),
+                true => unit.num_elements,
+                false => 0,
+            };
+            let own = match is_held {
+                true => unit.shard(ranks.shards().rank().0, ranks.shards().world_size()),
+                false => 0..0,
+            };
+            let compressed = match is_sharded || !is_held {
                 true => None,
                 false => Compressed::new(table, index, options, device, group)?,
             };
@@ -157,8 +166,9 @@ impl Gradients {
             };
             let is_compressed = matches!(reduction, Reduction::Compressed(_));
             let reducible = if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None };
-            let shard = needs_shards.then(|| shard_sums.sum(own.len(), shard_precision));
-            let (shape, sum) = ([unit.num_elements].into(), TreeSum::new());
+            let shard = (needs_shards && is_held).then(|| shard_sums.sum(own.len(), shard_precision));
+            let num_elements = if is_held { unit.num_elements } else { 0 };
+            let (shape, sum) = ([num_elements].into(), TreeSum::new());
             let (open, reduced) = (None, None);
             units.push(UnitGradient {
                 shape,
@@ -279,7 +289,7 @@ impl Gradients {
             self.pool.as_ref().expect("what is rounded came from the pool").give(whole);
         }
         self.under_way.push_back(unit);
-        if self.units.iter().all(|state| state.reduction.is_under_way()) {
+        if self.outline.held().all(|unit| self.units[unit].reduction.is_under_way()) {
             self.exchanges.flush();
         }
         Ok(())
@@ -391,7 +401,7 @@ impl Gradients {
 
     /// What compression did to all units in the last step, in the units of this rank's sums.
     pub(crate) fn compression_statistics(&self) -> CompressionStatistics {
-        let world_size = self.ranks.world().world_size();
+        let world_size = self.ranks.data().world_size();
         let mut all = CompressionStatistics::default();
         let mut squares = 0.0;
         for state in &self.units {

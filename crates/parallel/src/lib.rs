@@ -30,6 +30,6 @@ pub use executor::Executor;
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::parameter_placements;
-pub use ranks::DataParallelRanks;
+pub use ranks::RankGrid;
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};
 pub use trireme_swap::SwapOptions;

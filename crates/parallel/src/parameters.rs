@@ -3,7 +3,7 @@
 use crate::error::ParallelError;
 use crate::packed::PackedGathering;
 use crate::pool::Pool;
-use crate::ranks::DataParallelRanks;
+use crate::ranks::RankGrid;
 use crate::secondary::SecondaryShards;
 use crate::step::ZeroPlusPlus;
 use crate::stored::Stored;
@@ -13,10 +13,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Bf16, F16};
 use trireme_comm::{Buffer, Group, Work};
-use trireme_schedule::ZeroStage;
+use trireme_schedule::{Outline, ZeroStage};
 use trireme_tensor::{
     Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
-    View, ViewMut,
+    UnitInfo, View, ViewMut,
 };
 
 /// The parameters of a rank.
@@ -53,21 +53,23 @@ impl RankParameters {
     /// Zeros. Gathered parameters are in `precision`, and `spared` counts where `ranks` are split by hosts; shards apart from them lie on a device of their own.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
-        zero_stage: ZeroStage,
+        outline: &Outline,
         (precision, spared): (Precision, ZeroPlusPlus),
-        ranks: &DataParallelRanks,
+        ranks: &RankGrid,
         device: &Device,
         shards: &ShardMemory,
     ) -> Result<Self, ParallelError> {
         let group = ranks.shards();
-        let parts = table.shards(group.rank().0, group.world_size());
+        let (parts, zero_stage) = (ranks.parts(table, outline), outline.zero_stage);
         let is_kept = zero_stage < ZeroStage::Three;
         // One shard is the whole.
         let is_whole = is_kept && group.world_size() == 1;
         let layout = match (zero_stage, precision) {
-            _ if is_whole => Layout::Replicated(Parameters::zeros(table, device, Category::Parameters)?),
+            _ if is_whole => {
+                Layout::Replicated(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?)
+            }
             (ZeroStage::One | ZeroStage::Two, Precision::F32) => {
-                Layout::Within(Box::new(Gathered::new(table, group, device, is_kept)?))
+                Layout::Within(Box::new(Gathered::new(table, outline, group, device)?))
             }
             _ => {
                 // Beside narrow copies that stay, what is stepped is state of the optimizer, as the ZeRO paper counts.
@@ -75,13 +77,13 @@ impl RankParameters {
                 let category = if is_master { Category::Optimizer } else { Category::Parameters };
                 let wholes: Box<dyn Wholes> = match precision {
                     Precision::F32 => {
-                        Box::new(Gathered::<f32>::new(table, group, device, is_kept)?.sparing(spared, ranks)?)
+                        Box::new(Gathered::<f32>::new(table, outline, group, device)?.sparing(spared, ranks)?)
                     }
                     Precision::Bf16 => Box::new(
-                        Gathered::<Bf16>::new(table, group, device, is_kept)?.sparing(spared, ranks)?,
+                        Gathered::<Bf16>::new(table, outline, group, device)?.sparing(spared, ranks)?,
                     ),
                     Precision::F16 => {
-                        Box::new(Gathered::<F16>::new(table, group, device, is_kept)?.sparing(spared, ranks)?)
+                        Box::new(Gathered::<F16>::new(table, outline, group, device)?.sparing(spared, ranks)?)
                     }
                 };
                 let make = if shards.is_at_hand { Parameters::zeros_of } else { Parameters::without_memory };
@@ -236,14 +238,18 @@ enum Whole<T> {
 impl<T: Stored> Gathered<T> {
     fn new(
         table: &Arc<ParameterTable>,
+        outline: &Outline,
         group: &Arc<Group>,
         device: &Device,
-        is_kept: bool,
     ) -> Result<Self, ParallelError> {
+        let is_kept = outline.zero_stage < ZeroStage::Three;
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(group, device, category, true);
-        let whole = |len: usize| Ok(if is_kept { Whole::Present(pool.take(len)?) } else { Whole::Absent });
-        let units = table.units().iter().map(|unit| whole(unit.padded_len()));
+        let whole = |(index, unit): (usize, &UnitInfo)| match is_kept && outline.holds(index) {
+            true => Ok(Whole::Present(pool.take(unit.padded_len())?)),
+            false => Ok(Whole::Absent),
+        };
+        let units = table.units().iter().enumerate().map(whole);
         let units = units.collect::<Result<_, ParallelError>>()?;
         Ok(Gathered {
             group: Arc::clone(group),
@@ -258,7 +264,7 @@ impl<T: Stored> Gathered<T> {
     }
 
     /// As told, if the ranks are split by hosts. On one host shards are as near as copies of them would be.
-    fn sparing(mut self, spared: ZeroPlusPlus, ranks: &DataParallelRanks) -> Result<Self, ParallelError> {
+    fn sparing(mut self, spared: ZeroPlusPlus, ranks: &RankGrid) -> Result<Self, ParallelError> {
         let Some(levels) = ranks.levels() else { return Ok(self) };
         if spared.quantized_weights {
             self.packed = Some(PackedGathering::new(levels, &self.device));

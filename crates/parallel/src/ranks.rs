@@ -1,4 +1,4 @@
-//! The data-parallel ranks, as a grid of replicas and shards.
+//! The ranks of a world, as a grid of stages, replicas and shards.
 
 use crate::error::ParallelError;
 use std::fmt;
@@ -7,14 +7,19 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_plan::{Axis, Mesh};
+use trireme_schedule::Outline;
 use trireme_schedule::collective::Hosts;
 use trireme_tensor::ParameterTable;
 
-/// The data-parallel ranks of a world: `num_replicas x num_shards`. The ranks of a replica are neighbours and share out its
-/// training state; ranks with the same shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023,
-/// section 3.2.2).
-pub struct DataParallelRanks {
+/// The ranks of a world: `pipeline_degree x num_replicas x num_shards`. Those with the same place in the pipeline run the same
+/// units, and are data-parallel: the ranks of a replica are neighbours and share out its training state; ranks with the same
+/// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2).
+pub struct RankGrid {
     world: Arc<Group>,
+    /// The ranks that run the other units for the same microbatches.
+    pipeline: Arc<Group>,
+    /// The ranks that run the same units.
+    data: Arc<Group>,
     /// The ranks of this rank's replica.
     shards: Arc<Group>,
     /// The ranks with this rank's shard.
@@ -22,14 +27,27 @@ pub struct DataParallelRanks {
     levels: Option<Levels>,
 }
 
-impl DataParallelRanks {
-    /// Arranges the ranks of `world`; collective over it.
+impl RankGrid {
+    /// Arranges the ranks of `world`, all of which run all units; collective over it.
     ///
     /// # Panics
     /// If `num_shards` does not divide the number of ranks.
     pub fn new(world: Group, num_shards: usize) -> Result<Self, ParallelError> {
+        RankGrid::with_pipeline(world, 1, num_shards)
+    }
+
+    /// Arranges the ranks of `world`; collective over it.
+    ///
+    /// # Panics
+    /// If `pipeline_degree * num_shards` does not divide the number of ranks.
+    pub fn with_pipeline(
+        world: Group,
+        pipeline_degree: usize,
+        num_shards: usize,
+    ) -> Result<Self, ParallelError> {
         let (rank, world_size) = (world.rank().0, world.world_size());
-        assert!(world_size.is_multiple_of(num_shards), "{num_shards} shards for {world_size} ranks");
+        let is_whole = world_size.is_multiple_of(pipeline_degree * num_shards);
+        assert!(is_whole, "{pipeline_degree} stages of {num_shards} shards for {world_size} ranks");
         let world = Arc::new(world);
         let group = |name: &str, len: usize, color: usize| -> Result<Arc<Group>, ParallelError> {
             if len == world_size {
@@ -41,9 +59,22 @@ impl DataParallelRanks {
             let group = world.split_named(name, Some(color as u64), rank as u64)?;
             Ok(Arc::new(group.expect("a rank that gives a color gets a group")))
         };
-        let shards = group("shards", num_shards, rank / num_shards)?;
-        let replicas = group("replicas", world_size / num_shards, rank % num_shards)?;
-        Ok(DataParallelRanks { world, shards, replicas, levels: None })
+        let data_degree = world_size / pipeline_degree;
+        let (stage, place) = (rank / data_degree, rank % data_degree);
+        let pipeline = group("pipeline", pipeline_degree, place)?;
+        let data = group("data", data_degree, stage)?;
+        let shards = match num_shards == data_degree {
+            true => Arc::clone(&data),
+            false => group("shards", num_shards, rank / num_shards)?,
+        };
+        let replicas = match num_shards {
+            1 => Arc::clone(&data),
+            _ => {
+                let color = stage * num_shards + place % num_shards;
+                group("replicas", data_degree / num_shards, color)?
+            }
+        };
+        Ok(RankGrid { world, pipeline, data, shards, replicas, levels: None })
     }
 
     /// Splits the shards' ranks by hosts, if a replica has equally many on each of its hosts; collective over all ranks.
@@ -72,6 +103,16 @@ impl DataParallelRanks {
         &self.world
     }
 
+    /// The ranks that run the other units of the model for the same microbatches, in the order of the pipeline.
+    pub fn pipeline(&self) -> &Arc<Group> {
+        &self.pipeline
+    }
+
+    /// The ranks that run the same units for other microbatches.
+    pub fn data(&self) -> &Arc<Group> {
+        &self.data
+    }
+
     /// The ranks that share out a replica with this one.
     pub fn shards(&self) -> &Arc<Group> {
         &self.shards
@@ -85,18 +126,25 @@ impl DataParallelRanks {
     /// The ranks as a mesh.
     pub fn mesh(&self) -> Mesh {
         let (replicas, shards) = (self.replicas.world_size(), self.shards.world_size());
-        let mesh = Mesh::new(&[(Axis::DataReplicate, replicas), (Axis::DataShard, shards)]);
-        mesh.expect("groups have ranks")
+        let data = [(Axis::DataReplicate, replicas), (Axis::DataShard, shards)];
+        let pipeline = (Axis::Pipeline, self.pipeline.world_size());
+        let axes = if pipeline.1 > 1 { &[pipeline, data[0], data[1]][..] } else { &data[..] };
+        Mesh::new(axes).expect("groups have ranks")
     }
 
-    /// The elements of each unit's flat buffer that this rank steps.
-    pub fn parts(&self, table: &ParameterTable) -> Vec<Range<usize>> {
-        table.shards(self.shards.rank().0, self.shards.world_size())
+    /// The elements of each unit's flat buffer that this rank steps; none of units that lie elsewhere in the pipeline of
+    /// `outline`.
+    pub fn parts(&self, table: &ParameterTable, outline: &Outline) -> Vec<Range<usize>> {
+        let mut parts = table.shards(self.shards.rank().0, self.shards.world_size());
+        let elsewhere = parts.iter_mut().enumerate().filter(|(unit, _)| !outline.holds(*unit));
+        elsewhere.for_each(|(_, part)| *part = 0..0);
+        parts
     }
 
     /// The rank of the world that has this rank's shard of a replica.
     pub(crate) fn rank_in_replica(&self, replica: usize) -> Rank {
-        Rank(replica * self.shards.world_size() + self.shards.rank().0)
+        let first = self.pipeline.rank().0 * self.data.world_size();
+        Rank(first + replica * self.shards.world_size() + self.shards.rank().0)
     }
 
     /// Says which line of a program issues what the groups are given from now on.
@@ -121,8 +169,12 @@ impl DataParallelRanks {
 
     /// Each group once.
     fn groups(&self) -> impl Iterator<Item = &Arc<Group>> {
-        let others = [&self.shards, &self.replicas].into_iter();
-        let others = others.filter(|group| !Arc::ptr_eq(group, &self.world));
+        let all = [&self.pipeline, &self.data, &self.shards, &self.replicas];
+        let others = all.into_iter().enumerate().filter(move |(index, group)| {
+            let earlier = std::iter::once(&self.world).chain(all[..*index].iter().copied());
+            !earlier.into_iter().any(|earlier| Arc::ptr_eq(earlier, group))
+        });
+        let others = others.map(|(_, group)| group);
         let levels = self.levels.iter().flat_map(|levels| [&levels.within, &levels.across]);
         let levels = levels.filter(|group| !Arc::ptr_eq(group, &self.shards));
         std::iter::once(&self.world).chain(others).chain(levels)
@@ -172,7 +224,7 @@ mod tests {
     #[test]
     fn shards_are_split_by_hosts_of_equally_many_ranks() {
         let levels = run_ranks_on(&[0, 1, 0, 1, 1, 0, 1, 0], |group| {
-            let mut ranks = DataParallelRanks::new(group, 4).unwrap();
+            let mut ranks = RankGrid::new(group, 4).unwrap();
             ranks.split_by_hosts().unwrap();
             let Levels { hosts, within, across } = ranks.levels().unwrap();
             let (host, local) = (hosts.host_of(ranks.shards().rank()), within.rank().0);
@@ -188,7 +240,7 @@ mod tests {
     fn hosts_of_unequally_many_ranks_are_refused_by_all() {
         for hosts in [&[0, 0, 1, 0, 1, 0][..], &[0, 1, 1, 0, 0, 0]] {
             let found = run_ranks_on(hosts, |group| {
-                let mut ranks = DataParallelRanks::new(group, 3).unwrap();
+                let mut ranks = RankGrid::new(group, 3).unwrap();
                 ranks.split_by_hosts().map_err(|error| error.to_string())
             });
             assert!(

@@ -5,7 +5,7 @@ use crate::error::ParallelError;
 use crate::gradients::{Determinism, Gradient, add};
 use crate::offload::Movable;
 use crate::pool::Pool;
-use crate::ranks::DataParallelRanks;
+use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
@@ -34,7 +34,7 @@ pub(crate) trait ShardSum: Send {
 
 /// Where shards of gradients lie, which may go from unit to unit.
 pub(crate) struct ShardSums<'a> {
-    ranks: &'a DataParallelRanks,
+    ranks: &'a RankGrid,
     determinism: Determinism,
     f32: Pool<f32>,
     bf16: Pool<Bf16>,
@@ -43,7 +43,7 @@ pub(crate) struct ShardSums<'a> {
 
 impl<'a> ShardSums<'a> {
     /// Shards that are counted on `device`.
-    pub(crate) fn new(ranks: &'a DataParallelRanks, determinism: Determinism, device: &Device) -> Self {
+    pub(crate) fn new(ranks: &'a RankGrid, determinism: Determinism, device: &Device) -> Self {
         let (group, category) = (ranks.replicas(), Category::Gradients);
         ShardSums {
             ranks,
@@ -78,7 +78,7 @@ struct Replicated<T> {
 }
 
 impl<T: Element> Replicated<T> {
-    fn new(len: usize, ranks: &DataParallelRanks, pool: Pool<T>) -> Self {
+    fn new(len: usize, ranks: &RankGrid, pool: Pool<T>) -> Self {
         let replicas = Arc::clone(ranks.replicas());
         Replicated { shape: [len].into(), replicas, pool, memory: None, under_way: None }
     }

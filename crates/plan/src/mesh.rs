@@ -6,6 +6,8 @@ use trireme_base::Rank;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Axis {
+    /// Ranks that hold different units of the model, and see the same microbatches.
+    Pipeline,
     /// Ranks that hold the same parameters and see different microbatches.
     DataReplicate,
     /// Ranks that share out the training state, or a part of it, and see different microbatches.
@@ -15,6 +17,7 @@ pub enum Axis {
 impl fmt::Display for Axis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Axis::Pipeline => "pipeline",
             Axis::DataReplicate => "data_replicate",
             Axis::DataShard => "data_shard",
         })

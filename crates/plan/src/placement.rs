@@ -20,6 +20,11 @@ pub enum Placement {
         /// One more than there are ranks, rising, from 0 to the number of elements.
         bounds: Vec<usize>,
     },
+    /// One rank of the axis holds what the axes before leave it, and the others nothing: a unit of a pipeline.
+    Single {
+        /// The rank, among those of the axis.
+        rank: usize,
+    },
     /// The ranks hold terms that must be reduced before the value is whole.
     Partial(ReduceOp),
 }
@@ -127,6 +132,16 @@ pub enum PlacementError {
         /// Elements that are cut.
         num_elements: usize,
     },
+    /// A rank that the axis lacks.
+    #[error("tensor '{name}' lies with rank {rank} of an axis of {degree}")]
+    NoSuchRank {
+        /// The tensor.
+        name: String,
+        /// The rank asked for.
+        rank: usize,
+        /// Ranks of the axis.
+        degree: usize,
+    },
     /// A dim that the tensor lacks.
     #[error("tensor '{name}' of shape {shape:?} has no dim {dim} to shard")]
     NoSuchDim {
@@ -172,6 +187,11 @@ impl TensorPlacement {
                     let cut = |extent: &mut Extent| self.shard(extent, *dim, degree, position);
                     extents.iter_mut().try_for_each(cut)?;
                 }
+                Placement::Single { rank } if *rank >= degree => {
+                    return Err(PlacementError::NoSuchRank { name: self.name.clone(), rank: *rank, degree });
+                }
+                Placement::Single { rank } if *rank != position => return Ok(Vec::new()),
+                Placement::Single { .. } => (),
                 Placement::Ragged { bounds } => extents = self.ragged(&extents, bounds, degree, position)?,
             }
         }
@@ -246,6 +266,22 @@ mod tests {
         assert_eq!(sharded(6, 2), [(0, 3), (3, 3)]);
         assert_eq!(sharded(7, 3), [(0, 3), (3, 2), (5, 2)]);
         assert_eq!(sharded(1, 3), [(0, 1), (1, 0), (1, 0)]);
+    }
+
+    #[test]
+    fn what_lies_with_one_rank_is_cut_among_the_ranks_beside_it() {
+        let mesh = Mesh::new(&[(Axis::Pipeline, 2), (Axis::DataShard, 2)]).unwrap();
+        let tensor = |rank| TensorPlacement {
+            name: "w".into(),
+            shape: vec![4],
+            dtype: DType::F32,
+            placements: vec![Placement::Single { rank }, Placement::Ragged { bounds: vec![0, 1, 4] }],
+        };
+        let part = |start: usize, len: usize| Extent { start: vec![start], shape: vec![len] };
+        let extents: Vec<_> = (0..4).map(|rank| tensor(1).extents(&mesh, Rank(rank)).unwrap()).collect();
+        assert_eq!(extents, [vec![], vec![], vec![part(0, 1)], vec![part(1, 3)]]);
+        let refused = tensor(2).extents(&mesh, Rank(0)).unwrap_err();
+        assert_eq!(refused.to_string(), "tensor 'w' lies with rank 2 of an axis of 2");
     }
 
     #[test]

@@ -70,6 +70,8 @@ pub struct MemorySetup {
     pub units: Vec<UnitMemory>,
     /// Bytes of one tensor of token ids of a microbatch: what is read, and as much again for what is predicted.
     pub token_bytes: usize,
+    /// Elements of what units pass on to each other, in f32.
+    pub message_len: usize,
     /// What is there all the time whatever the program does, but for the optimizer's state: tables of the model, what the
     /// group takes.
     pub fixed: CategoryBytes,
@@ -148,6 +150,7 @@ impl MemorySetup {
         MemorySetup {
             units: passes.iter().map(unit).collect(),
             token_bytes,
+            message_len: 0,
             fixed: CategoryBytes::default(),
             num_shards: 1,
             num_replicas: 1,

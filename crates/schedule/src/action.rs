@@ -110,6 +110,34 @@ pub enum Action {
         /// Microbatch.
         microbatch: usize,
     },
+    /// `SEND_F u m`: starts to send what forward of a unit has made to the rank of the unit above.
+    SendForward {
+        /// Unit.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
+    /// `RECV_F u m`: starts to receive what forward of a unit has made on another rank. The unit above waits for it.
+    ReceiveForward {
+        /// Unit.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
+    /// `SEND_B u m`: starts to send the gradient of a unit's input to the rank of the unit below.
+    SendBackward {
+        /// Unit.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
+    /// `RECV_B u m`: starts to receive the gradient of the input of a unit on another rank. The unit below waits for it.
+    ReceiveBackward {
+        /// Unit.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
     /// `UNSHARD u`: starts to gather a unit's parameters from the nearest complete copy: the shards of the data-parallel ranks,
     /// or what ranks of the host have kept of an earlier gathering since the unit's last `STEP`. What reads them waits for
     /// them.
@@ -148,6 +176,8 @@ pub enum Stream {
     Compute,
     /// Communication between data-parallel ranks.
     DataParallel,
+    /// Messages between the ranks of a pipeline.
+    Pipeline,
     /// Transfers to and from the host's memory and disks.
     Offload,
 }
@@ -157,6 +187,10 @@ impl Action {
     pub fn stream(self) -> Stream {
         match self {
             Action::Unshard { .. } | Action::ReduceGrad { .. } => Stream::DataParallel,
+            Action::SendForward { .. }
+            | Action::ReceiveForward { .. }
+            | Action::SendBackward { .. }
+            | Action::ReceiveBackward { .. } => Stream::Pipeline,
             Action::Fetch(_) | Action::Evict(_) => Stream::Offload,
             _ => Stream::Compute,
         }
@@ -191,7 +225,11 @@ impl Action {
             }
             Action::Forward { microbatch, .. }
             | Action::Recompute { microbatch, .. }
-            | Action::Backward { microbatch, .. } => Some(microbatch),
+            | Action::Backward { microbatch, .. }
+            | Action::SendForward { microbatch, .. }
+            | Action::ReceiveForward { microbatch, .. }
+            | Action::SendBackward { microbatch, .. }
+            | Action::ReceiveBackward { microbatch, .. } => Some(microbatch),
             _ => None,
         }
     }
@@ -202,6 +240,10 @@ impl Action {
             Action::Forward { unit, .. }
             | Action::Recompute { unit, .. }
             | Action::Backward { unit, .. }
+            | Action::SendForward { unit, .. }
+            | Action::ReceiveForward { unit, .. }
+            | Action::SendBackward { unit, .. }
+            | Action::ReceiveBackward { unit, .. }
             | Action::Unshard { unit }
             | Action::Reshard { unit }
             | Action::ReduceGrad { unit }
@@ -220,6 +262,10 @@ impl fmt::Display for Action {
             }
             Action::Recompute { unit, microbatch } => write!(f, "R {unit} {microbatch}"),
             Action::Backward { unit, microbatch } => write!(f, "B {unit} {microbatch}"),
+            Action::SendForward { unit, microbatch } => write!(f, "SEND_F {unit} {microbatch}"),
+            Action::ReceiveForward { unit, microbatch } => write!(f, "RECV_F {unit} {microbatch}"),
+            Action::SendBackward { unit, microbatch } => write!(f, "SEND_B {unit} {microbatch}"),
+            Action::ReceiveBackward { unit, microbatch } => write!(f, "RECV_B {unit} {microbatch}"),
             Action::Unshard { unit } => write!(f, "UNSHARD {unit}"),
             Action::Reshard { unit } => write!(f, "RESHARD {unit}"),
             Action::ReduceGrad { unit } => write!(f, "REDUCE_GRAD {unit}"),
@@ -234,7 +280,8 @@ impl fmt::Display for Action {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "'{0}' is no action; expected 'F unit microbatch' (and 'keep products', 'keep input' or 'keep nothing'), 'R unit \
-     microbatch', 'B unit microbatch', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit' or 'STEP unit'"
+     microbatch', 'B unit microbatch', 'SEND_F unit microbatch', 'RECV_F unit microbatch', 'SEND_B unit microbatch', 'RECV_B unit \
+     microbatch', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit' or 'STEP unit'"
 )]
 pub struct ParseActionError(pub String);
 
@@ -258,6 +305,15 @@ impl FromStr for Action {
             }
             ["B", unit, microbatch] => {
                 Ok(Action::Backward { unit: number(unit)?, microbatch: number(microbatch)? })
+            }
+            [verb @ ("SEND_F" | "RECV_F" | "SEND_B" | "RECV_B"), unit, microbatch] => {
+                let (unit, microbatch) = (number(unit)?, number(microbatch)?);
+                Ok(match verb {
+                    "SEND_F" => Action::SendForward { unit, microbatch },
+                    "RECV_F" => Action::ReceiveForward { unit, microbatch },
+                    "SEND_B" => Action::SendBackward { unit, microbatch },
+                    _ => Action::ReceiveBackward { unit, microbatch },
+                })
             }
             ["UNSHARD", unit] => Ok(Action::Unshard { unit: number(unit)? }),
             ["RESHARD", unit] => Ok(Action::Reshard { unit: number(unit)? }),

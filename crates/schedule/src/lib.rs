@@ -6,10 +6,11 @@
 mod action;
 pub mod collective;
 pub mod lowering;
+pub mod pipeline;
 mod program;
 pub mod single;
 mod validate;
 
 pub use action::{Action, Keep, ParseActionError, StateClass, StateOf, Stream};
-pub use program::{Outline, ParseProgramError, Program, ZeroStage};
-pub use validate::{ProgramError, validate, validate_world};
+pub use program::{Outline, ParseProgramError, Program, Stage, ZeroStage};
+pub use validate::{ProgramError, validate, validate_pipeline, validate_world};

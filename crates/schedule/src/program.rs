@@ -1,5 +1,6 @@
 use crate::action::{Action, ParseActionError, StateClass};
 use std::fmt;
+use std::ops::Range;
 use std::str::FromStr;
 
 /// What of the training state the data-parallel ranks share out among them (Rajbhandari et al., "ZeRO: memory
@@ -27,6 +28,15 @@ impl ZeroStage {
     }
 }
 
+/// Consecutive units that lie on one rank of a pipeline.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Stage {
+    /// The units.
+    pub units: Range<usize>,
+    /// The rank, among those of the pipeline.
+    pub rank: usize,
+}
+
 /// What a program is for.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outline {
@@ -40,9 +50,28 @@ pub struct Outline {
     pub offloaded: Vec<StateClass>,
     /// Units that read another unit's parameters, and add to its gradient: the reader and the owner.
     pub ties: Vec<(usize, usize)>,
+    /// Of a pipeline: all of them, in the model's order. None where every rank runs all units.
+    pub stages: Vec<Stage>,
+    /// This rank, among those of the pipeline.
+    pub rank: usize,
 }
 
 impl Outline {
+    /// The rank of the pipeline on which a unit lies.
+    pub fn rank_of(&self, unit: usize) -> usize {
+        self.stages.iter().find(|stage| stage.units.contains(&unit)).map_or(self.rank, |stage| stage.rank)
+    }
+
+    /// Whether a unit lies on this rank.
+    pub fn holds(&self, unit: usize) -> bool {
+        self.rank_of(unit) == self.rank
+    }
+
+    /// The units that lie on this rank, in order.
+    pub fn held(&self) -> impl DoubleEndedIterator<Item = usize> + '_ {
+        (0..self.num_units).filter(|&unit| self.holds(unit))
+    }
+
     /// The units whose parameters an action reads. The backward pass of the first unit needs none of them, for its input
     /// has no gradient.
     pub fn reads(&self, action: Action) -> impl Iterator<Item = usize> + '_ {
@@ -71,7 +100,8 @@ impl Outline {
 /// ```
 /// The header goes on with `zero_stage 3` where ranks share out something, with `offload optimizer` for each class of state
 /// that lives elsewhere, and with `ties 2:0` for each unit (here the
-/// third) that reads the parameters of another one (the first).
+/// third) that reads the parameters of another one (the first). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
+/// stage: units 0 and 1 lie on rank 1.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     /// What it is for.
@@ -87,7 +117,12 @@ impl fmt::Display for Outline {
             write!(f, " zero_stage {}", self.zero_stage.number())?;
         }
         self.offloaded.iter().try_for_each(|class| write!(f, " offload {}", class.name()))?;
-        self.ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))
+        self.ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))?;
+        if !self.stages.is_empty() {
+            write!(f, " rank {}", self.rank)?;
+        }
+        let stage = |Stage { units, rank }: &Stage| write!(f, " stage {}-{}@{rank}", units.start, units.end);
+        self.stages.iter().try_for_each(stage)
     }
 }
 
@@ -103,7 +138,8 @@ impl fmt::Display for Program {
 pub enum ParseProgramError {
     /// The first line does not give the sizes.
     #[error(
-        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z', 'offload C' and 'ties U:V'"
+        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z', 'offload C', 'ties U:V', 'rank R' \
+         and 'stage U-V@R'"
     )]
     Header {
         /// Line, from 1.
@@ -140,6 +176,13 @@ fn parse_outline(text: &str) -> Option<Outline> {
             ["ties", tie] => {
                 let (reader, owner) = tie.split_once(':')?;
                 outline.ties.push((reader.parse().ok()?, owner.parse().ok()?));
+            }
+            ["rank", rank] => outline.rank = rank.parse().ok()?,
+            ["stage", stage] => {
+                let (units, rank) = stage.split_once('@')?;
+                let (start, end) = units.split_once('-')?;
+                let units = start.parse().ok()?..end.parse().ok()?;
+                outline.stages.push(Stage { units, rank: rank.parse().ok()? });
             }
             _ => return None,
         }

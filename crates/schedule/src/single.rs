@@ -24,10 +24,21 @@ pub fn program(num_units: usize, num_microbatches: usize, ties: &[(usize, usize)
     Program { outline, actions }
 }
 
-/// The program of a rank that runs all units forward for one microbatch and keeps nothing: validation.
-pub fn evaluation(num_units: usize, ties: &[(usize, usize)]) -> Program {
-    let outline = Outline { num_units, num_microbatches: 1, ties: ties.to_vec(), ..Outline::default() };
-    Program { outline, actions: forward(num_units, 0, Keep::Nothing).collect() }
+/// The program of a rank that runs its units of `training` forward for one microbatch and keeps nothing: validation.
+pub fn evaluation(training: &Outline) -> Program {
+    let Outline { num_units, ties, stages, rank, .. } = training.clone();
+    let outline = Outline { num_units, num_microbatches: 1, ties, stages, rank, ..Outline::default() };
+    let is_elsewhere = |unit: usize| unit < num_units && !outline.holds(unit);
+    let mut actions = Vec::new();
+    for action in forward(num_units, 0, Keep::Nothing).filter(|action| outline.holds(action.unit())) {
+        let (unit, microbatch) = (action.unit(), 0);
+        if let Some(below) = unit.checked_sub(1).filter(|&below| is_elsewhere(below)) {
+            actions.push(Action::ReceiveForward { unit: below, microbatch });
+        }
+        actions.push(action);
+        actions.extend(is_elsewhere(unit + 1).then_some(Action::SendForward { unit, microbatch }));
+    }
+    Program { outline, actions }
 }
 
 fn forward(num_units: usize, microbatch: usize, keep: Keep) -> impl Iterator<Item = Action> {
@@ -56,7 +67,7 @@ STEP 0
 STEP 1
 ";
         assert_eq!(program(2, 2, &[]).to_string(), expected);
-        let text = evaluation(2, &[(1, 0)]).to_string();
+        let text = evaluation(&program(2, 1, &[(1, 0)]).outline).to_string();
         assert_eq!(text, "units 2 microbatches 1 ties 1:0\nF 0 0 keep nothing\nF 1 0 keep nothing\n");
     }
 }

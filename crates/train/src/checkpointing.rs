@@ -18,7 +18,7 @@ use trireme_checkpoint::{
 use trireme_data::{TokenFile, Tokenizer};
 use trireme_optim::{LossScalerState, StateInfo};
 use trireme_parallel::{Executor, ParallelError, parameter_placements};
-use trireme_plan::{Mesh, Placement, TensorPlacement};
+use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 use trireme_schedule::StateClass;
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
@@ -95,11 +95,12 @@ pub(crate) fn write_checkpoint(
     keep_latest_k: usize,
 ) -> Result<PathBuf, TrainError> {
     let mesh = executor.ranks().mesh();
-    let mut tensors = parameter_placements(executor.model().table(), &mesh);
+    let outline = executor.program().outline.clone();
+    let mut tensors = parameter_placements(executor.model().table(), &outline, &mesh);
     let mut entries: Vec<Entry> = (0..tensors.len()).map(Entry::Parameter).collect();
     for unit in 0..executor.model().num_units() {
         for (index, found) in executor.optimizer().states(unit).iter().enumerate() {
-            tensors.push(state_placement(&found.info, &tensors, &mesh));
+            tensors.push(state_placement(&found.info, &tensors, outline.rank_of(unit), &mesh));
             entries.push(Entry::OptimizerState { unit, index });
         }
     }
@@ -206,14 +207,24 @@ impl TensorSource for RunTensors<'_> {
     }
 }
 
-/// Where a state of the optimizer lies: with its parameter, unless it has a shape of its own.
-fn state_placement(info: &StateInfo<'_>, placements: &[TensorPlacement], mesh: &Mesh) -> TensorPlacement {
+/// Where a state of the optimizer lies: with its parameter; with all of its unit's ranks, `rank` of the pipeline, if it has a
+/// shape of its own.
+fn state_placement(
+    info: &StateInfo<'_>,
+    placements: &[TensorPlacement],
+    rank: usize,
+    mesh: &Mesh,
+) -> TensorPlacement {
     let (name, shape) = (state_name(info), info.shape.dims().to_vec());
     let placements = if info.is_like_parameter {
         let of_parameter = placements.iter().find(|placement| placement.name == info.parameter.name);
         of_parameter.expect("a state is of a parameter").placements.clone()
     } else {
-        vec![Placement::Replicate; mesh.axes().len()]
+        let along = |&(axis, _): &(Axis, usize)| match axis {
+            Axis::Pipeline => Placement::Single { rank },
+            Axis::DataReplicate | Axis::DataShard => Placement::Replicate,
+        };
+        mesh.axes().iter().map(along).collect()
     };
     TensorPlacement { name, shape, dtype: DType::F32, placements }
 }

@@ -7,6 +7,7 @@ use trireme_comm::{CommError, CompressionError};
 use trireme_data::DataError;
 use trireme_model::ModelError;
 use trireme_parallel::ParallelError;
+use trireme_schedule::pipeline::GenerateError;
 use trireme_tensor::{DeviceError, OverBudget};
 
 /// A run could not begin, go on or end.
@@ -183,6 +184,26 @@ pub enum TrainError {
     /// The text.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// More stages than units.
+    #[error(
+        "a pipeline of {num_stages} stages needs as many units, and the model has {num_units} (embedding, blocks and head); lower \
+         [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
+    )]
+    TooManyStages {
+        /// Stages.
+        num_stages: usize,
+        /// Units.
+        num_units: usize,
+    },
+    /// A head that reads the embedding's weight from another rank.
+    #[error(
+        "the head is tied to the embedding, which lies on another worker of the pipeline; set [model] tie_word_embeddings = false, or \
+         [parallelism] pipeline_parallel_degree = 1"
+    )]
+    TiedAcrossStages,
+    /// The pipeline's schedule.
+    #[error(transparent)]
+    Pipeline(#[from] GenerateError),
     /// The model.
     #[error(transparent)]
     Model(#[from] ModelError),

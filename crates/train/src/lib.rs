@@ -19,7 +19,7 @@ mod trainer;
 mod validation;
 mod weights;
 
-pub use choices::StepChoices;
+pub use choices::{StepChoices, pipeline_schedule};
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
 pub use observer::{Observer, RunFacts, Silent};
@@ -27,7 +27,8 @@ pub use optimizer::optimizer_options;
 pub use run_folder::FLIGHT_RECORDER_FOLDER;
 pub use sample::{SampleSettings, sample};
 pub use setup::{
-    CorpusState, ensure_corpus, executor_options, local_threads, model_config, share_of_cores, step_program,
+    CorpusState, ensure_corpus, executor_options, local_threads, model_config, share_of_cores, step_programs,
+    unit_passes,
 };
 pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
 pub use weights::{LoadedModel, load_model};

@@ -1,27 +1,29 @@
 //! From a config to what a trainer needs: corpus, model, optimizer, executor.
 
-use crate::choices::StepChoices;
+use crate::choices::{StepChoices, base_programs};
 use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
 use crate::fp8;
 use crate::observer::Observer;
 use crate::optimizer::optimizer_options;
+use crate::trainer::device_options;
 use crate::weights::{checked_weights, read_held};
 use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use trireme_base::UnitPasses;
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, ModelSource as WeightsSource, list_checkpoints};
 use trireme_comm::Group;
 use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, OffloadOptions, SwapOptions, ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, OffloadOptions, RankGrid, SwapOptions, ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use trireme_schedule::{Program, StateClass, ZeroStage, single};
-use trireme_tensor::{Device, IntegerFormat, Precision};
+use trireme_schedule::{Program, StateClass, ZeroStage};
+use trireme_tensor::{Device, DeviceOptions, Fp8State, IntegerFormat, Precision};
 
 /// How [`ensure_corpus`] found the corpus.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -232,16 +234,20 @@ pub(crate) fn build_executor(
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let training = config.training();
-    let ranks = DataParallelRanks::new(group, config.num_shards())?;
+    let pipeline_degree = config.parallelism().pipeline_parallel_degree;
+    let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let choices = choices.cloned().unwrap_or_else(|| StepChoices::given(config, &model));
+    let choices = match choices {
+        Some(choices) => choices.clone(),
+        None => StepChoices::given(config, &unit_passes(config, model.config(), device.num_threads())?)?,
+    };
+    let program = step_programs(config, &model, &choices)?.swap_remove(ranks.pipeline().rank().0);
     let moves = offload_options(config, choices.places, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
-    let parts = ranks.parts(model.table());
+    let parts = ranks.parts(model.table(), &program.outline);
     let is_moved = choices.places.moves(StateClass::Optimizer);
     let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
     let optimizer = make(&options, model.table(), &parts, optimizer_device)?;
-    let program = step_program(config, &model, &choices);
     let options = executor_options(config);
     let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
     match &config.model().init_from {
@@ -274,11 +280,39 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
     }
 }
 
-/// What a rank does in a step.
-pub fn step_program(config: &Config, model: &Model, choices: &StepChoices) -> Program {
-    let program = single::program(model.num_units(), config.num_microbatches(), &model.ties());
-    let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));
-    offload(program, choices.places)
+/// What each rank of the pipeline does in a step; one without a pipeline.
+///
+/// # Errors
+/// If the pipeline's schedule does not fit its sizes, or the head is tied to an embedding on another rank.
+pub fn step_programs(
+    config: &Config,
+    model: &Model,
+    choices: &StepChoices,
+) -> Result<Vec<Program>, TrainError> {
+    let ties = model.ties();
+    if choices.stages.len() > 1 && !ties.is_empty() && config.parallelism().pipeline_parallel_degree > 1 {
+        return Err(TrainError::TiedAcrossStages);
+    }
+    let programs = base_programs(config, model.num_units(), &ties, &choices.stages)?;
+    let lower = |program: Program| {
+        let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));
+        offload(program, choices.places)
+    };
+    Ok(programs.into_iter().map(lower).collect())
+}
+
+/// What passes of a model's units take on any worker.
+pub fn unit_passes(
+    config: &Config,
+    model: &ModelConfig,
+    num_threads: usize,
+) -> Result<Vec<UnitPasses>, TrainError> {
+    let device = Device::counting(DeviceOptions { budget: None, ..device_options(config, num_threads) })?;
+    let model = Model::new(model.clone(), &device)?;
+    let training = config.training();
+    let fp8 = fp8::recipe(training).map(|recipe| Fp8State::new(recipe, model.linear_layers()));
+    let shape = (training.local_batch_size, training.seq_len);
+    Ok(model.sizes(&device, precision(training.dtype), fp8.as_ref().map(Fp8State::scales), shape)?.0)
 }
 
 /// What it takes to have state at `places`.

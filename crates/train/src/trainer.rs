@@ -102,7 +102,7 @@ impl<'a> Trainer<'a> {
         let validation = validation.map(|tokens| Validation::new(tokens, training, &group)).transpose()?;
         let (model, notices) = model_config(config, train.vocabulary_size())?;
         notices.iter().for_each(|notice| observer.notice(notice));
-        notice_determinism(config, group.world_size(), observer);
+        notice_determinism(config, config.data_parallel_degree(), observer);
         if training.fp8 != Fp8::Off {
             observer.notice(FP8_NOTICE);
         }

@@ -15,7 +15,7 @@ pub(crate) struct Validation {
     num_windows: usize,
     batch_size: usize,
     seq_len: usize,
-    /// One loss a batch; a rank fills in its own, and the sum over ranks is exact, for the others add zeros.
+    /// One loss a batch; a rank with the head fills in its own, and the sum over ranks is exact, for the others add zeros.
     losses: Option<Buffer<f64>>,
     window: Vec<u32>,
 }
@@ -42,7 +42,8 @@ impl Validation {
 
     /// Mean loss in nats a token; the same bits for any number of ranks. Collective.
     pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<f64, TrainError> {
-        let (rank, world_size) = (executor.group().rank().0, executor.group().world_size());
+        let data = executor.ranks().data();
+        let (rank, world_size) = (data.rank().0, data.world_size());
         let mut losses = self.losses.take().expect("validations follow each other");
         losses.fill(0.0);
         let num_batches = losses.len();

@@ -7,6 +7,7 @@ use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
 use trireme_model::{Model, ModelConfig};
 use trireme_parallel::parameter_placements;
 use trireme_plan::{Extent, Mesh};
+use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterInfo, Parameters, Shape};
 
 /// A model with its weights, for use without training.
@@ -48,7 +49,11 @@ pub fn load_model(path: &Path, device: &Device) -> Result<LoadedModel, TrainErro
 pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<StoredTensors, TrainError> {
     let tied = model.config().tie_word_embeddings;
     let stored = stored.renamed(|name| canonical_name(name, tied))?;
-    stored.check_against(&parameter_placements(model.table(), &Mesh::data_parallel(1)))?;
+    stored.check_against(&parameter_placements(
+        model.table(),
+        &Outline::default(),
+        &Mesh::data_parallel(1),
+    ))?;
     Ok(stored)
 }
 

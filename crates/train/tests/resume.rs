@@ -100,7 +100,7 @@ fn twenty_steps_are_ten_and_ten_in_16_bits() {
 
 #[test]
 fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
-    let layouts: [(usize, &[&str]); 9] = [
+    let layouts: [(usize, &[&str]); 12] = [
         (1, &[]),
         (4, &["parallelism.zero_stage=3"]),
         (2, &["parallelism.zero_stage=1", "activation_checkpoint.mode=selective"]),
@@ -126,12 +126,31 @@ fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
             ],
         ),
         (4, &["parallelism.zero_stage=2", "offload.optimizer=host", "offload.gradients=host"]),
+        (2, &["parallelism.pipeline_parallel_degree=2"]),
+        (
+            4,
+            &[
+                "parallelism.pipeline_parallel_degree=2",
+                "parallelism.pipeline_parallel_schedule=interleaved-1f1b",
+                "parallelism.zero_stage=2",
+                "activation_checkpoint.mode=block",
+            ],
+        ),
+        (
+            4,
+            &[
+                "parallelism.pipeline_parallel_degree=4",
+                "parallelism.pipeline_parallel_schedule=gpipe",
+                "offload.activations=host",
+            ],
+        ),
     ];
     for dtype in ["f32", "bf16"] {
         let folder = tempfile::tempdir().unwrap();
         let dtype = format!("training.dtype={dtype}");
         let run = |name: &str, (workers, keys): (usize, &[&str]), steps: u64| {
-            train(&job(folder.path(), name, workers, steps, &[keys, &[&dtype]].concat()))
+            let untied = "model.tie_word_embeddings=false";
+            train(&job(folder.path(), name, workers, steps, &[keys, &[&dtype, untied]].concat()))
         };
         let whole = run("whole", layouts[0], 20);
         for (index, &first) in layouts.iter().enumerate() {

@@ -1,8 +1,8 @@
 //! `trireme plan`.
 
 use crate::console::Output;
-use crate::planning::{Plan, Source, Workers, advice, vocabulary_size};
-use anyhow::{Result, bail};
+use crate::planning::{Drawing, Plan, Source, Workers, advice, vocabulary_size};
+use anyhow::{Context, Result, bail};
 use std::io::Write;
 use std::path::PathBuf;
 use trireme_base::Bytes;
@@ -19,14 +19,16 @@ Examples:
       The least recomputation that fits into 512 MiB; fails, and says what would fit, if nothing does.
   trireme plan my.toml --set memory.device_budget=512MiB --set offload.activations=auto
       What has to leave the device so that a step fits, if anything, where it goes and when.
+  trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --draw
+      The stages of a pipeline of four workers, and the order in which they run, to scale.
 
-Nothing is trained or written, and memory for the model is not needed. docs/memory.md says what is counted.";
+Nothing is trained or written but the drawing, and memory for the model is not needed. docs/memory.md says what is counted.";
 
 /// Predict the memory that a run's workers take.
 ///
 /// Goes through the step program of a config, line by line, and prints what each category of memory takes at most, all of
-/// them together, and at which line that is. Workers are those that `trireme train` would start on this host; the first one
-/// takes most.
+/// them together, and at which line that is. Workers are those that `trireme train` would start on this host; told is the one that
+/// takes most. Of a pipeline it also says what each rank runs and how much of its time is lost.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanArgs {
@@ -41,7 +43,16 @@ pub(crate) struct PlanArgs {
     /// Also print the step program.
     #[arg(long)]
     program: bool,
+    /// Also draw the step: a grid of pipeline ranks and time, bubbles dotted.
+    #[arg(long)]
+    draw: bool,
+    /// Write the drawing to a file as SVG.
+    #[arg(long, value_name = "FILE")]
+    svg: Option<PathBuf>,
 }
+
+/// Columns of a drawing, where the terminal does not say how many it has.
+const COLUMNS: usize = 120;
 
 /// Runs `trireme plan`.
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
@@ -50,13 +61,17 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let source = Source { path: &args.config, overrides: &overrides, world_size: None };
     let config = Config::load(source.path, source.overrides, None)?;
     let (workers, vocabulary_size) = (Workers::local(&config), vocabulary_size(&config)?);
-    let plan = Plan::new(&config, vocabulary_size, workers, None)?;
+    let plan = Plan::largest(&config, vocabulary_size, workers)?;
+    let drawing = Drawing::new(&config, &plan)?;
     let mut text = String::new();
     if args.program {
         text += &format!("{}\n", plan.program);
     }
     let millions = plan.model.table().num_elements() as f64 / 1e6;
     text += &format!("{millions:.2} M parameters; {workers}\n\n");
+    if config.parallelism().pipeline_parallel_degree > 1 {
+        text += &format!("{}\nof rank {}, which takes most:\n", drawing.summary(), plan.rank);
+    }
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);
     text += &format!("\nall together are at their peak {}\n", plan.prediction.moment(&plan.program));
@@ -67,6 +82,15 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
         );
     }
     text.extend(plan.reasons.iter().map(|reason| format!("{reason}\n")));
+    if args.draw {
+        let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+        text += &format!("\n{}", drawing.text(columns.unwrap_or(COLUMNS)));
+    }
+    if let Some(path) = &args.svg {
+        let title = format!("{}: a step of {workers}", args.config.display());
+        std::fs::write(path, drawing.svg(&title))
+            .with_context(|| format!("cannot write {}", path.display()))?;
+    }
     Output.write_all(text.as_bytes())?;
     if !plan.fits() {
         bail!(advice(source, &config, &plan, vocabulary_size, workers));

@@ -66,7 +66,14 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
         None => {
             let vocabulary_size = check(&config)?;
             // Before there is a worker or a file, it is said once.
-            fitting_plan(&config, source, vocabulary_size, Workers::local(&config), None)?;
+            let workers = Workers::local(&config);
+            refuse_excess(
+                Plan::largest(&config, vocabulary_size, workers)?,
+                &config,
+                source,
+                vocabulary_size,
+                workers,
+            )?;
             match config.world_size() {
                 1 => train(&config, source, single(), 1, started),
                 _ => launch(&config, started),
@@ -84,6 +91,16 @@ fn fitting_plan(
     chosen: Option<StepChoices>,
 ) -> Result<Plan> {
     let plan = Plan::new(config, vocabulary_size, workers, chosen)?;
+    refuse_excess(plan, config, source, vocabulary_size, workers)
+}
+
+fn refuse_excess(
+    plan: Plan,
+    config: &Config,
+    source: Source<'_>,
+    vocabulary_size: usize,
+    workers: Workers,
+) -> Result<Plan> {
     if !plan.fits() {
         bail!(advice(source, config, &plan, vocabulary_size, workers));
     }

@@ -34,12 +34,12 @@ pub(crate) fn advice(
         |category: Category| format!("{category} {}", Bytes(plan.prediction.at_peak.get(category) as u64));
     let shares: Vec<String> = Category::ALL.into_iter().map(share).collect();
     if plan.excess() == 0 {
-        return host_advice(plan, workers);
+        return host_advice(plan);
     }
     format!(
         "a step is predicted to take {} of worker {}'s memory, {} more than the {} that it may; at the peak, {}, these are {}\n{}",
         Bytes(total as u64),
-        workers.rank,
+        plan.rank,
         Bytes(plan.excess() as u64),
         Bytes(bound as u64),
         plan.prediction.moment(&plan.program),
@@ -49,12 +49,12 @@ pub(crate) fn advice(
 }
 
 /// What a plan takes whose device suffices, but not the host's memory.
-fn host_advice(plan: &Plan, workers: Workers) -> String {
+fn host_advice(plan: &Plan) -> String {
     format!(
         "the state that does not live on worker {}'s device is predicted to take {} of the host's memory, {} more than the {} that it \
          may; have more of it live on \"disk\" (docs/memory.md), take a smaller [offload] prefetch, more workers on more \
          hosts, or raise [memory] host_budget",
-        workers.rank,
+        plan.rank,
         Bytes(plan.prediction.host as u64),
         Bytes(plan.host_excess() as u64),
         Bytes(plan.host_bound as u64)
@@ -112,7 +112,7 @@ fn predicted(source: Source<'_>, change: &Change, vocabulary_size: usize, worker
     let config = Config::load(source.path, &overrides, source.world_size).ok()?;
     let is_same = config.world_size() == workers.world_size;
     let workers = if is_same { workers } else { Workers::local(&config) };
-    let plan = Plan::new(&config, vocabulary_size, workers, None).ok()?;
+    let plan = Plan::largest(&config, vocabulary_size, workers).ok()?;
     (plan.host_excess() == 0).then(|| plan.prediction.total())
 }
 

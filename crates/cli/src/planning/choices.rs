@@ -3,10 +3,10 @@
 use trireme_base::Bytes;
 use trireme_model::Model;
 use trireme_planner::{MemoryBounds, MemorySetup, Placing, fit_keeps, fit_places};
-use trireme_schedule::lowering::{Offload, Tier};
+use trireme_schedule::lowering::Tier;
 use trireme_schedule::{Action, Keep, Program, StateClass};
 use trireme_train::config::{self, ActivationCheckpointMode, Config};
-use trireme_train::{StepChoices, step_program};
+use trireme_train::{StepChoices, step_programs};
 
 /// Classes that the config leaves to a plan.
 pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
@@ -29,6 +29,8 @@ pub(super) struct Planning<'a> {
     pub(super) model: &'a Model,
     pub(super) setup: &'a MemorySetup,
     pub(super) bounds: MemoryBounds,
+    /// The worker's place in the pipeline.
+    pub(super) rank: usize,
 }
 
 impl Planning<'_> {
@@ -53,15 +55,18 @@ impl Planning<'_> {
         (choices, reasons)
     }
 
-    fn program(&self, keeps: &[Keep], places: Offload) -> Program {
-        step_program(self.config, self.model, &StepChoices { keeps: keeps.to_vec(), places })
+    fn program(&self, choices: StepChoices) -> Program {
+        let programs = step_programs(self.config, self.model, &choices);
+        programs.expect("the choices that were given make programs, and so do others").swap_remove(self.rank)
     }
 
     /// The least recomputation that fits; whether something does.
     fn choose_keeps(&self, choices: &mut StepChoices, reasons: &mut Vec<String>) -> bool {
         let places = choices.places;
         let setup = MemorySetup { places, ..self.setup.clone() };
-        let (choice, prediction) = fit_keeps(&setup, self.bounds.device, |keeps| self.program(keeps, places));
+        let (choice, prediction) = fit_keeps(&setup, self.bounds.device, |keeps| {
+            self.program(StepChoices { keeps: keeps.to_vec(), ..choices.clone() })
+        });
         let fits = prediction.total() <= self.bounds.device;
         if fits {
             let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();
@@ -79,7 +84,7 @@ impl Planning<'_> {
 
     /// The places of the open classes with which least moves.
     fn choose_places(&self, choices: &mut StepChoices, open: &[StateClass], reasons: &mut Vec<String>) {
-        let program = |places| self.program(&choices.keeps, places);
+        let program = |places| self.program(StepChoices { places, ..choices.clone() });
         let placing = fit_places(self.setup, open, self.bounds, program);
         if self.bounds.hold(&placing.prediction) {
             reasons.push(self.describe_places(&placing, open, &program(placing.places)));

@@ -2,6 +2,7 @@
 
 mod alternatives;
 mod choices;
+mod drawing;
 mod setup;
 
 #[cfg(test)]
@@ -9,12 +10,13 @@ mod tests;
 
 pub(crate) use alternatives::{Source, advice, changes};
 pub(crate) use choices::open_classes;
+pub(crate) use drawing::Drawing;
 
 use anyhow::Result;
 use choices::Planning;
-use setup::{Layout, memory_setup};
+use setup::{Layout, memory_setup, passes};
 use std::fmt;
-use trireme_base::{Bytes, Category};
+use trireme_base::{Bytes, Category, UnitPasses};
 use trireme_comm::{Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::Model;
@@ -25,7 +27,7 @@ use trireme_train::config::{self, ActivationCheckpointMode, Config, ModelSource,
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     MemoryPlan, StepChoices, TrainError, device_options, executor_options, local_threads, model_config,
-    optimizer_options, step_program,
+    optimizer_options, step_programs,
 };
 
 /// The workers of a run, as one of them sees them.
@@ -82,7 +84,11 @@ impl fmt::Display for Workers {
 
 /// A step of a run, and what it takes of one worker's memory.
 pub(crate) struct Plan {
+    /// The worker.
+    pub(crate) rank: usize,
     pub(crate) model: Model,
+    /// What the passes of each unit take.
+    pub(crate) passes: Vec<UnitPasses>,
     pub(crate) program: Program,
     pub(crate) choices: StepChoices,
     pub(crate) prediction: Prediction,
@@ -106,25 +112,43 @@ impl Plan {
         let (model, _) = model_config(config, vocabulary_size)?;
         let model = Model::new(model, &device).map_err(TrainError::from)?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
-        let num_shards = config.num_shards();
+        let (num_shards, data_degree) = (config.num_shards(), config.data_parallel_degree());
         let layout = Layout {
             num_shards,
-            num_replicas: workers.world_size / num_shards,
+            num_replicas: data_degree / num_shards,
             shard: workers.rank % num_shards,
             num_local: num_local(num_shards, workers.local_world_size),
+            pipeline_degree: config.parallelism().pipeline_parallel_degree,
             shares_memory: workers.shares_memory && workers.world_size > 1,
             num_sharing: workers.num_sharing,
         };
-        let given = StepChoices::given(config, &model);
-        let setup = memory_setup(&model, &device, &options, &optimizer, given.places, layout)?;
+        let (passes, _) = passes(&model, &device, &options)?;
+        let given = StepChoices::given(config, &passes)?;
+        let rank = workers.rank / data_degree;
+        let outline = step_programs(config, &model, &given)?.swap_remove(rank).outline;
+        let setup = memory_setup(&model, &device, &options, &optimizer, given.places, (layout, &outline))?;
         let bound = bound(config, workers);
         let host_bound = host_bound(config, workers);
         let bounds = MemoryBounds { device: bound.unwrap_or(usize::MAX), host: host_bound };
-        let planning = Planning { config, model: &model, setup: &setup, bounds };
+        let planning = Planning { config, model: &model, setup: &setup, bounds, rank };
         let (choices, reasons) = chosen.map_or_else(|| planning.choose(given), |chosen| (chosen, Vec::new()));
-        let program = step_program(config, &model, &choices);
+        let program = step_programs(config, &model, &choices)?.swap_remove(rank);
         let prediction = predict(&MemorySetup { places: choices.places, ..setup }, &program);
-        Ok(Plan { model, program, choices, prediction, bound, host_bound, reasons })
+        let rank = workers.rank;
+        Ok(Plan { rank, model, passes, program, choices, prediction, bound, host_bound, reasons })
+    }
+
+    /// The plan of the worker that takes most, of one in each place of the pipeline; the first one chooses for all.
+    pub(crate) fn largest(config: &Config, vocabulary_size: usize, workers: Workers) -> Result<Self> {
+        let mut largest = Plan::new(config, vocabulary_size, workers, None)?;
+        for place in 1..config.parallelism().pipeline_parallel_degree {
+            let workers = Workers { rank: place * config.data_parallel_degree(), ..workers };
+            let plan = Plan::new(config, vocabulary_size, workers, Some(largest.choices.clone()))?;
+            if plan.prediction.total() > largest.prediction.total() {
+                largest = Plan { reasons: largest.reasons, ..plan };
+            }
+        }
+        Ok(largest)
     }
 
     /// Bytes by which it passes what it has to stay within; 0 if it fits.

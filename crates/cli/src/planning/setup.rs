@@ -2,14 +2,14 @@
 
 use anyhow::Result;
 use std::ops::Range;
-use trireme_base::{Category, DType};
+use trireme_base::{Category, DType, UnitPasses};
 use trireme_comm::{CompressorSizes, Group, Round};
 use trireme_model::Model;
 use trireme_optim::{LossScaling, Optimizer, OptimizerOptions, ShardOps, StepSettings};
 use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, ZeroPlusPlus, compressor_sizes};
 use trireme_planner::{CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, UnitMemory};
-use trireme_schedule::ZeroStage;
 use trireme_schedule::lowering::Offload;
+use trireme_schedule::{Outline, ZeroStage};
 use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES, ParameterTable};
 
 /// How the workers are arranged, as far as the memory of one of them depends on it.
@@ -21,6 +21,8 @@ pub(crate) struct Layout {
     pub(crate) shard: usize,
     /// Workers of a replica on a host; hosts have equally many.
     pub(crate) num_local: usize,
+    /// Places in the pipeline; each has all of the above.
+    pub(crate) pipeline_degree: usize,
     /// Whether all workers share memory.
     pub(crate) shares_memory: bool,
     /// Workers of a host that share memory; 1 if none do.
@@ -46,14 +48,20 @@ impl Layout {
     /// What the groups take that a worker is in.
     fn group_bytes(&self, options: &ExecutorOptions) -> usize {
         let num_workers = self.num_shards * self.num_replicas;
-        if self.num_sharing <= 1 || num_workers == 1 {
+        if self.num_sharing <= 1 || num_workers * self.pipeline_degree == 1 {
             return 0;
         }
         // How many workers each has, and how many of them on this host.
-        let world = (num_workers, self.num_sharing);
+        let world = (num_workers * self.pipeline_degree, self.num_sharing);
+        // Those of a stage are neighbours.
+        let pipeline =
+            (self.pipeline_degree, (self.num_sharing / num_workers).clamp(1, self.pipeline_degree));
+        let data = (num_workers, self.num_sharing.min(num_workers));
         let (shards, num_replicas) = ((self.num_shards, self.num_local), self.num_replicas);
-        let replicas = (num_replicas, (self.num_sharing / self.num_local).clamp(1, num_replicas));
+        let near = data.1 / self.num_local;
+        let replicas = (num_replicas, near.clamp(1, num_replicas));
         let mut groups = Vec::from([world]);
+        groups.extend([pipeline, data].into_iter().filter(|(size, _)| *size < world.0));
         groups.extend([shards, replicas].into_iter().filter(|(size, _)| *size < num_workers));
         if self.is_split(options) {
             let levels = [(self.num_local, self.num_local), (self.num_hosts(), 1)];
@@ -65,22 +73,32 @@ impl Layout {
     }
 }
 
-/// The setup of `model` on one worker. `device` is the model's, and one that only counts: passes and updates run on it once.
+/// What the passes of each unit take, and the bytes of a microbatch's token ids. `device` only counts.
+pub(crate) fn passes(
+    model: &Model,
+    device: &Device,
+    options: &ExecutorOptions,
+) -> Result<(Vec<UnitPasses>, usize)> {
+    let fp8 = options.fp8.map(|recipe| Fp8State::new(recipe, model.linear_layers()));
+    let shape = (options.local_batch_size, options.seq_len);
+    Ok(model.sizes(device, options.precision, fp8.as_ref().map(Fp8State::scales), shape)?)
+}
+
+/// The setup of `model` on one worker, which holds the units of `outline`. `device` is the model's, and one that only counts: passes and updates run on it once.
 pub(crate) fn memory_setup(
     model: &Model,
     device: &Device,
     options: &ExecutorOptions,
     optimizer: &OptimizerOptions,
     places: Offload,
-    layout: Layout,
+    (layout, outline): (Layout, &Outline),
 ) -> Result<MemorySetup> {
     let table = model.table();
     let parameters = device.memory().usage(Category::Parameters).current;
-    let fp8 = options.fp8.map(|recipe| Fp8State::new(recipe, model.linear_layers()));
-    let shape = (options.local_batch_size, options.seq_len);
-    let scales = fp8.as_ref().map(Fp8State::scales);
-    let (sizes, token_bytes) = model.sizes(device, options.precision, scales, shape)?;
-    let parts = table.shards(layout.shard, layout.num_shards);
+    let (sizes, token_bytes) = passes(model, device, options)?;
+    let mut parts = table.shards(layout.shard, layout.num_shards);
+    let elsewhere = parts.iter_mut().enumerate().filter(|(unit, _)| !outline.holds(*unit));
+    elsewhere.for_each(|(_, part)| *part = 0..0);
     let mut optimizer = Optimizer::new(optimizer, table, &parts, device)?;
     let mut units = Vec::new();
     for (index, (info, sizes)) in table.units().iter().zip(&sizes).enumerate() {
@@ -88,6 +106,11 @@ pub(crate) fn memory_setup(
         optimizer.for_each_memory(index, |tensor| {
             optimizer_bytes += tensor.num_bytes().next_multiple_of(Device::ALIGNMENT)
         });
+        if !outline.holds(index) {
+            // Its passes are elsewhere, too, but messages are as long as what they read and make.
+            units.push(UnitMemory { passes: *sizes, optimizer_bytes, ..UnitMemory::default() });
+            continue;
+        }
         let (step_scratch, step_exchanges) = update(&mut optimizer, index, parts[index].len(), device)?;
         units.push(UnitMemory {
             len: info.num_elements,
@@ -106,6 +129,7 @@ pub(crate) fn memory_setup(
     Ok(MemorySetup {
         units,
         token_bytes,
+        message_len: options.local_batch_size * options.seq_len * model.config().hidden_size,
         fixed: CategoryBytes::new(fixed),
         num_shards: layout.num_shards,
         num_replicas: layout.num_replicas,

@@ -11,11 +11,12 @@ use trireme_optim::{
     ParameterGroup, StateDType,
 };
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, ParallelError,
-    StepPlan, ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, ParallelError, RankGrid, StepPlan,
+    ZeroPlusPlus,
 };
 use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
+use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs, simulate};
 use trireme_schedule::{Keep, Program, StateClass, ZeroStage, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_testkit::{random_batch, run_ranks, run_ranks_on, small_models};
@@ -67,6 +68,8 @@ struct Case {
     num_shards: usize,
     keep: Keep,
     places: Offload,
+    /// The schedule of a pipeline, its ranks, and stages of each.
+    pipeline: Option<(Kind, usize, usize)>,
 }
 
 impl Default for Case {
@@ -79,12 +82,14 @@ impl Default for Case {
             num_shards: 1,
             keep: Keep::All,
             places: Offload::default(),
+            pipeline: None,
         }
     }
 }
 
 impl Case {
-    fn program(&self, model: &Model) -> Program {
+    /// What a rank of the pipeline does.
+    fn program(&self, model: &Model, rank: usize) -> Program {
         let num_units = model.num_units();
         let keep = |unit: usize| match self.keep {
             _ if unit == 0 || unit + 1 == num_units => Keep::All,
@@ -92,7 +97,19 @@ impl Case {
             keep => keep,
         };
         let keeps: Vec<Keep> = (0..num_units).map(keep).collect();
-        let program = single::program(num_units, self.num_microbatches, &model.ties());
+        let program = match self.pipeline {
+            None => single::program(num_units, self.num_microbatches, &model.ties()),
+            Some((kind, num_ranks, stages_per_rank)) => {
+                let num_stages = num_ranks * stages_per_rank;
+                let num_microbatches = self.num_microbatches;
+                let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
+                let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
+                let schedule = generate(kind, sizes, &costs, None).unwrap();
+                let timeline = simulate(&schedule, &costs).unwrap();
+                let units = cut(&vec![1; num_units], num_stages);
+                programs(&schedule, &timeline, &units, &model.ties()).swap_remove(rank)
+            }
+        };
         offload(shard(recompute(program, &keeps), self.options.sharding), self.places)
     }
 
@@ -101,18 +118,24 @@ impl Case {
         let model = Model::new(config.clone(), &device).unwrap();
         let layout = Layout {
             num_shards: self.num_shards,
-            num_replicas: hosts.len() / self.num_shards,
+            num_replicas: hosts.len() / self.num_shards / self.pipeline_degree(),
             shard: rank % self.num_shards,
+            pipeline_degree: self.pipeline_degree(),
             num_local: hosts[..self.num_shards].iter().filter(|&&host| host == hosts[0]).count(),
             shares_memory: false,
             num_sharing: 1,
         };
+        let program = self.program(&model, rank * self.pipeline_degree() / hosts.len());
+        let at = (layout, &program.outline);
         let mut setup =
-            memory_setup(&model, &device, &self.options, &self.optimizer, self.places, layout).unwrap();
+            memory_setup(&model, &device, &self.options, &self.optimizer, self.places, at).unwrap();
         // Transfers take memory that is not counted.
         (setup.disk_chunk_bytes, setup.disk_write_bytes) = (1, 0);
-        let program = self.program(&model);
         (predict(&setup, &program), program)
+    }
+
+    fn pipeline_degree(&self) -> usize {
+        self.pipeline.map_or(1, |(_, num_ranks, _)| num_ranks)
     }
 
     fn device_options(&self, budget: Option<usize>) -> DeviceOptions {
@@ -128,8 +151,9 @@ impl Case {
         host: &Device,
     ) -> Result<(), ParallelError> {
         let model = Model::new(config.clone(), device)?;
-        let ranks = DataParallelRanks::new(group, self.num_shards)?;
-        let parts = ranks.parts(model.table());
+        let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
+        let program = self.program(&model, ranks.pipeline().rank().0);
+        let parts = ranks.parts(model.table(), &program.outline);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions {
             places: self.places,
@@ -141,7 +165,6 @@ impl Case {
         let is_moved = self.places.moves(StateClass::Optimizer);
         let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let optimizer = make(&self.optimizer, model.table(), &parts, optimizer_device)?;
-        let program = self.program(&model);
         let mut executor = Executor::new(model, optimizer, ranks, device, program, self.options, &offload)?;
         executor.initialize(1)?;
         for step in 1..=3 {
@@ -253,6 +276,25 @@ fn communication_takes_no_more_for_more_units() {
                 case.predict(&config, &vec![0; world_size], 0).0.peaks.get(Category::Communication)
             });
             assert_eq!(few, many, "{case:?}");
+        }
+    }
+}
+
+#[test]
+fn pipelines() {
+    let config = medium_model();
+    for (kind, stages_per_rank) in
+        [(Kind::GPipe, 1), (Kind::OneFOneB, 1), (Kind::Interleaved, 2), (Kind::BreadthFirst, 3)]
+    {
+        for (stage, data_degree, keep) in [
+            (ZeroStage::Zero, 1, Keep::All),
+            (ZeroStage::One, 2, Keep::Input),
+            (ZeroStage::Two, 2, Keep::Nothing),
+        ] {
+            let pipeline = Some((kind, 2, stages_per_rank));
+            let (options, num_shards) = (sharded(stage, OPTIONS), shards(stage, data_degree));
+            Case { options, num_microbatches: 4, num_shards, keep, pipeline, ..Case::default() }
+                .check(&config, 2 * data_degree);
         }
     }
 }

@@ -11,5 +11,6 @@ mod hosts;
 mod journey;
 mod measuring;
 mod memory;
+mod pipeline;
 mod places;
 mod strangers;

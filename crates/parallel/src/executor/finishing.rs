@@ -44,7 +44,7 @@ impl Executor {
     ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
         let (loss, mut waiting) = self.finish_reductions()?;
         let loss_scale = self.loss_scaler.scale();
-        let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.world().world_size() as f64);
+        let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
         let norm = match is_scaled || plan.grad_norm != GradNorm::Off {
             true => Some(self.sum_of_squares(&mut waiting)?.sqrt() * grad_scale),
@@ -116,10 +116,19 @@ impl Executor {
     fn sum_of_squares(&mut self, waiting: &mut Waiting) -> Result<f64, ParallelError> {
         // Those of gradients that are away were summed before they left.
         if !self.offloaded.moves(StateClass::Gradients) {
-            (0..self.model.num_units()).try_for_each(|unit| self.square(unit))?;
+            for unit in 0..self.model.num_units() {
+                if self.program.outline.holds(unit) {
+                    self.square(unit)?;
+                }
+            }
         }
-        let squares = self.squares.take().expect("squares are summed once a step");
-        let squares = waiting.wait(self.ranks.shards().all_reduce(squares, ReduceOp::Sum))?;
+        let mut squares = self.squares.take().expect("squares are summed once a step");
+        // Zeros of units that lie elsewhere change no sum.
+        let elsewhere = (0..squares.len()).filter(|&unit| !self.program.outline.holds(unit));
+        elsewhere.for_each(|unit| squares[unit] = 0.0);
+        for group in [self.ranks.shards(), self.ranks.pipeline()] {
+            squares = waiting.wait(group.all_reduce(squares, ReduceOp::Sum))?;
+        }
         let sum = squares.iter().sum();
         self.squares = Some(squares);
         Ok(sum)
@@ -138,6 +147,7 @@ impl Executor {
     fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
         let mut waiting = self.gradients.wait()?;
         waiting.add(std::mem::take(&mut self.waiting));
+        self.messages.finish(&mut waiting)?;
         let rows = self.options.local_batch_size * self.options.seq_len;
         let loss = self.losses.wait(&mut waiting)? / (self.num_global_microbatches() * rows) as f64;
         if let Some(fp8) = &mut self.fp8 {
@@ -148,7 +158,7 @@ impl Executor {
 
     /// Microbatches of a step on all ranks.
     fn num_global_microbatches(&self) -> usize {
-        self.program.outline.num_microbatches * self.ranks.world().world_size()
+        self.program.outline.num_microbatches * self.ranks.data().world_size()
     }
 
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.

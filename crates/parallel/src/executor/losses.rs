@@ -1,7 +1,7 @@
 //! The losses of a step's microbatches, and their sum.
 
 use crate::error::ParallelError;
-use crate::ranks::DataParallelRanks;
+use crate::ranks::RankGrid;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::sync::Arc;
@@ -9,13 +9,8 @@ use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::{Outline, ZeroStage};
 
-/// The place among all microbatches of a step of microbatch `index` of `rank`.
-pub(super) fn global_microbatch(
-    outline: &Outline,
-    ranks: &DataParallelRanks,
-    rank: Rank,
-    index: usize,
-) -> usize {
+/// The place among all microbatches of a step of microbatch `index` of the data-parallel `rank`.
+pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
     let num_shards = ranks.shards().world_size();
     match outline.zero_stage {
         ZeroStage::Zero | ZeroStage::One => rank.0 * outline.num_microbatches + index,
@@ -31,7 +26,7 @@ pub(super) fn global_microbatch(
 pub(super) struct Losses {
     world: Arc<Group>,
     num_microbatches: usize,
-    /// For each microbatch of the step, which of the gathered losses is its one.
+    /// For each microbatch of the step, which of the gathered losses is its one: of a rank with the head.
     order: Vec<usize>,
     /// Present while nothing is under way.
     buffer: Option<Buffer<f64>>,
@@ -40,15 +35,16 @@ pub(super) struct Losses {
 }
 
 impl Losses {
-    pub(super) fn new(outline: &Outline, ranks: &DataParallelRanks) -> Result<Self, ParallelError> {
+    pub(super) fn new(outline: &Outline, ranks: &RankGrid) -> Result<Self, ParallelError> {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), outline.num_microbatches);
-        let num_losses = world.world_size() * num_microbatches;
-        let mut order = vec![0; num_losses];
-        for place in 0..num_losses {
+        let data_degree = ranks.data().world_size();
+        let first = outline.rank_of(outline.num_units - 1) * data_degree * num_microbatches;
+        let mut order = vec![0; data_degree * num_microbatches];
+        for place in 0..order.len() {
             let (rank, index) = (Rank(place / num_microbatches), place % num_microbatches);
-            order[global_microbatch(outline, ranks, rank, index)] = place;
+            order[global_microbatch(outline, ranks, rank, index)] = first + place;
         }
-        let buffer = Some(world.buffer(num_losses)?);
+        let buffer = Some(world.buffer(world.world_size() * num_microbatches)?);
         Ok(Losses { world, num_microbatches, order, buffer, work: None, sum: TreeSum::new() })
     }
 
@@ -57,12 +53,20 @@ impl Losses {
         let buffer = self.buffer.as_mut().expect("losses are gathered once a step");
         buffer[self.world.rank().0 * self.num_microbatches + index] = loss;
         if index + 1 == self.num_microbatches {
-            self.work = self.buffer.take().map(|buffer| self.world.all_gather(buffer));
+            self.send();
         }
+    }
+
+    fn send(&mut self) {
+        self.work = self.buffer.take().map(|buffer| self.world.all_gather(buffer));
     }
 
     /// Waits for the losses of all ranks: their sum.
     pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<f64, ParallelError> {
+        if self.work.is_none() {
+            // A rank without the head has none of its own.
+            self.send();
+        }
         let losses = waiting.wait(self.work.take().expect("the losses were sent"))?;
         for &place in &self.order {
             self.sum.push(losses[place], |left, right| *left += right);

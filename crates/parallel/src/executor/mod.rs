@@ -2,6 +2,7 @@
 
 mod finishing;
 mod losses;
+mod messages;
 mod moves;
 mod passes;
 mod updating;
@@ -12,10 +13,11 @@ use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::{RankParameters, ShardMemory};
-use crate::ranks::DataParallelRanks;
+use crate::ranks::RankGrid;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::waiting::Waiting;
 use losses::{Losses, global_microbatch};
+use messages::Messages;
 use passes::InFlight;
 use std::ops::Range;
 use std::sync::Arc;
@@ -31,7 +33,7 @@ use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View
 pub struct Executor {
     model: Model,
     device: Device,
-    ranks: Arc<DataParallelRanks>,
+    ranks: Arc<RankGrid>,
     options: ExecutorOptions,
     program: Program,
     evaluation: Program,
@@ -48,6 +50,7 @@ pub struct Executor {
     exchange: ShardExchange,
     gradients: Gradients,
     in_flight: InFlight,
+    messages: Messages,
     loss_scaler: LossScaler,
     fp8: Option<AgreedScales>,
     losses: Losses,
@@ -60,18 +63,21 @@ pub struct Executor {
 impl Executor {
     /// Proves `program` and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
     ///
-    /// `optimizer` steps this rank's [`parts`](DataParallelRanks::parts) of the units; its state lies on the host if `offload`
+    /// `optimizer` steps this rank's [`parts`](RankGrid::parts) of the units; its state lies on the host if `offload`
     /// has it elsewhere than on the device.
     pub fn new(
         model: Model,
         optimizer: Optimizer,
-        mut ranks: DataParallelRanks,
+        mut ranks: RankGrid,
         device: &Device,
         program: Program,
         options: ExecutorOptions,
         offload: &OffloadOptions,
     ) -> Result<Self, ParallelError> {
-        validate(&program, 1)?;
+        // Without a pipeline microbatches run one after the other.
+        let in_flight_max =
+            if program.outline.stages.is_empty() { 1 } else { program.outline.num_microbatches };
+        validate(&program, in_flight_max)?;
         let spared = options.zero_plus_plus;
         let is_sharded = program.outline.zero_stage == ZeroStage::Three && ranks.shards().world_size() > 1;
         if is_sharded && spared != ZeroPlusPlus::NONE {
@@ -88,7 +94,7 @@ impl Executor {
             device: offload.device_of(class, device).clone(),
             is_at_hand: !offload.places.moves(class),
         };
-        let parameters = RankParameters::new(table, outline.zero_stage, precision, &ranks, device, &shards)?;
+        let parameters = RankParameters::new(table, outline, precision, &ranks, device, &shards)?;
         let devices = (device, offload.device_of(StateClass::Gradients, device));
         let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
         if optimizer.exchanges_momentum() {
@@ -98,12 +104,13 @@ impl Executor {
         let losses = Losses::new(outline, &ranks)?;
         let squares = Some(ranks.shards().buffer(outline.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
-        let evaluation = shard(single::evaluation(outline.num_units, &outline.ties), options.sharding);
+        let evaluation = shard(single::evaluation(outline), options.sharding);
         let Offload { parameters: at, prefetch, .. } = offload.places;
         let evaluation =
             lowering::offload(evaluation, Offload { parameters: at, prefetch, ..Offload::default() });
         let mut executor = Executor {
             in_flight: InFlight::new(outline),
+            messages: Messages::new(&ranks, outline.num_microbatches, device),
             host: offload.host.clone(),
             optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program),
@@ -151,7 +158,7 @@ impl Executor {
     }
 
     /// The ranks as a grid of replicas and shards.
-    pub fn ranks(&self) -> &DataParallelRanks {
+    pub fn ranks(&self) -> &RankGrid {
         &self.ranks
     }
 
@@ -185,7 +192,8 @@ impl Executor {
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let class = self.weights_class();
-        for unit in 0..self.model.num_units() {
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
             self.bring_state(class, unit)?;
             self.parameters.for_each_mut(unit, &mut write)?;
             self.send_state(class, unit, true)?;
@@ -201,7 +209,8 @@ impl Executor {
         &mut self,
         mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        for unit in 0..self.model.num_units() {
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
             self.bring_state(StateClass::Optimizer, unit)?;
             self.optimizer.load_states(unit, &self.device, &mut read)?;
             self.send_state(StateClass::Optimizer, unit, true)?;
@@ -225,7 +234,8 @@ impl Executor {
             return Ok(());
         }
         let class = self.weights_class();
-        for unit in 0..self.model.num_units() {
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
             self.bring_state(class, unit)?;
             self.parameters.unshard(unit)?;
             self.send_state(class, unit, false)?;
@@ -245,9 +255,13 @@ impl Executor {
         let group = Arc::clone(self.ranks.shards());
         for (unit, info) in table.units().iter().enumerate() {
             let mut buffer = group.buffer::<f32>(info.padded_len())?;
-            let part = self.parameters.parts()[unit].clone();
-            self.with_shard(unit, |shard| buffer[part].copy_from_slice(shard.f32s()))?;
-            let buffer = group.all_gather(buffer).wait()?;
+            let owner = self.program.outline.rank_of(unit);
+            if self.program.outline.holds(unit) {
+                let part = self.parameters.parts()[unit].clone();
+                self.with_shard(unit, |shard| buffer[part].copy_from_slice(shard.f32s()))?;
+                buffer = group.all_gather(buffer).wait()?;
+            }
+            let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
             if let Some(all) = &mut all {
                 all.flat_mut(unit).f32s().copy_from_slice(&buffer[..info.num_elements]);
             }
@@ -298,7 +312,8 @@ impl Executor {
     /// Compares what the replicas hold; collective.
     pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-        for unit in 0..self.model.num_units() {
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
             self.with_shard(unit, |shard| {
                 for value in shard.f32s() {
                     hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
@@ -323,7 +338,7 @@ impl Executor {
     /// Ranks that reduce gradients once a step have neighbouring microbatches. Where shards are reduced after each one, the
     /// shards' ranks take turns, so that sums over them come first and the order of all sums stays the same.
     pub fn global_microbatch(&self, index: usize) -> usize {
-        global_microbatch(&self.program.outline, &self.ranks, self.group().rank(), index)
+        global_microbatch(&self.program.outline, &self.ranks, self.ranks.data().rank(), index)
     }
 
     /// Runs the program once: a training step over this rank's microbatches, taken from `batches` in order.
@@ -343,13 +358,17 @@ impl Executor {
         if batches.len() < expected {
             return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
         }
+        for microbatch in 0..expected {
+            let batch = batches.next().expect("they were counted");
+            self.in_flight.begin(microbatch, batch, &self.program.outline);
+        }
         let mut finished = None;
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
             let line = format_args!("step {}, line {}: {action}", plan.step, index + 2);
             self.ranks.set_line(line);
-            self.act(action, plan, batches, &mut finished).map_err(|error| error.at(line))?;
+            self.act(action, plan, &mut finished).map_err(|error| error.at(line))?;
         }
         self.ranks.set_line(format_args!(""));
         Ok(finished.expect("a valid program steps every unit").0)
@@ -360,19 +379,13 @@ impl Executor {
         &mut self,
         action: Action,
         plan: StepPlan,
-        batches: &mut dyn ExactSizeIterator<Item = Batch>,
         finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
     ) -> Result<(), ParallelError> {
         self.await_parameters(action)?;
         self.await_state(action)?;
+        self.await_messages(action)?;
         match action {
-            Action::Forward { unit, microbatch, keep } => {
-                if unit == 0 {
-                    let batch = batches.next().expect("the number of microbatches was checked");
-                    self.in_flight.begin(microbatch, batch);
-                }
-                self.forward(unit, microbatch, keep)
-            }
+            Action::Forward { unit, microbatch, keep } => self.forward(unit, microbatch, keep),
             Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch),
             Action::Backward { unit, microbatch } => self.backward(unit, microbatch),
             Action::Unshard { unit } => self.parameters.unshard(unit),
@@ -381,6 +394,10 @@ impl Executor {
                 Ok(())
             }
             Action::ReduceGrad { unit } => self.reduce(unit, plan),
+            Action::SendForward { .. }
+            | Action::SendBackward { .. }
+            | Action::ReceiveForward { .. }
+            | Action::ReceiveBackward { .. } => self.exchange_message(action),
             Action::Fetch(state) => self.offloaded.fetch(state),
             Action::Evict(state) => self.evict(state),
             Action::Step { unit } => {

@@ -15,7 +15,7 @@ fn of_unit(class: StateClass, unit: usize) -> StateOf {
 impl Executor {
     /// Says how long each state is that will move.
     pub(super) fn expect_moves(&mut self) {
-        for unit in 0..self.model.num_units() {
+        for unit in self.program.outline.held().collect::<Vec<_>>() {
             for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
                 if self.offloaded.moves(class) {
                     let mut num_bytes = 0;
@@ -149,7 +149,7 @@ impl Executor {
             if !self.offloaded.moves(class) {
                 continue;
             }
-            for unit in 0..self.model.num_units() {
+            for unit in self.program.outline.held().collect::<Vec<_>>() {
                 let mut taken = Ok(());
                 self.with_memory(of_unit(class, unit), |part| {
                     part.release();

@@ -2,6 +2,7 @@
 
 use super::Executor;
 use crate::error::ParallelError;
+use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_model::{Batch, Step};
 use trireme_schedule::{Action, Keep, Outline};
@@ -53,10 +54,26 @@ impl InFlight {
         }
     }
 
-    /// Takes in what the first unit reads and the head predicts.
-    pub(super) fn begin(&mut self, microbatch: usize, batch: Batch) {
-        self.activations[microbatch] = Some(batch.inputs);
-        self.targets[microbatch] = Some(batch.targets);
+    /// Takes in what the first unit reads and the head predicts, if they lie on this rank.
+    pub(super) fn begin(&mut self, microbatch: usize, batch: Batch, outline: &Outline) {
+        self.activations[microbatch] = outline.holds(0).then_some(batch.inputs);
+        self.targets[microbatch] = outline.holds(outline.num_units - 1).then_some(batch.targets);
+    }
+
+    pub(super) fn take_activation(&mut self, microbatch: usize) -> Tensor {
+        self.activations[microbatch].take().expect("the unit has run")
+    }
+
+    pub(super) fn put_activation(&mut self, microbatch: usize, activation: Tensor) {
+        self.activations[microbatch] = Some(activation);
+    }
+
+    pub(super) fn take_grad(&mut self, microbatch: usize) -> Tensor {
+        self.grads[microbatch].take().expect("the unit has run backward")
+    }
+
+    pub(super) fn put_grad(&mut self, microbatch: usize, grad: Tensor) {
+        self.grads[microbatch] = Some(grad);
     }
 
     pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Pass> {
@@ -166,14 +183,15 @@ impl Executor {
         Ok(())
     }
 
-    /// Sum of the losses of a batch's rows in nats, without training. Collective where parameters are sharded: a rank without
-    /// a batch takes part in gathering them.
+    /// Sum of the losses of a batch's rows in nats, without training, where the head lies. Collective over the ranks of a pipeline,
+    /// which give the same batch, and where parameters are sharded: a rank without a batch takes part in gathering them.
     pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Option<f64>, ParallelError> {
         let shape = batch.as_ref().map(|batch| batch.inputs.shape());
         let (mut activation, mut targets) = match batch {
             Some(Batch { inputs, targets }) => (Some(inputs), Some(targets)),
             None => (None, None),
         };
+        activation = activation.filter(|_| self.evaluation.outline.holds(0));
         let mut loss = None;
         for index in 0..self.evaluation.actions.len() {
             let action = self.evaluation.actions[index];
@@ -184,6 +202,9 @@ impl Executor {
                 (Action::Evict(state), _) => self.evict(state)?,
                 (Action::Unshard { unit }, _) => self.parameters.unshard(unit)?,
                 (Action::Reshard { unit }, _) => self.parameters.reshard(unit),
+                (Action::SendForward { .. } | Action::ReceiveForward { .. }, Some(shape)) => {
+                    self.pass_evaluated(action, shape.num_elements(), &mut activation)?;
+                }
                 (Action::Forward { unit, .. }, Some(shape)) => {
                     let step = Step { parameters: &self.parameters, shape: (shape.rows(), shape.cols()) };
                     let mut tape = self.new_tape(Recording::Off);
@@ -200,6 +221,7 @@ impl Executor {
                 _ => (),
             }
         }
+        self.messages.finish(&mut Waiting::default())?;
         Ok(loss)
     }
 

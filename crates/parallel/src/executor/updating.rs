@@ -21,7 +21,7 @@ impl Executor {
 
     /// Whether any unit exchanges momentum in the step of this number.
     pub(super) fn has_momentum(&self, update_number: u64) -> bool {
-        (0..self.model.num_units()).any(|unit| self.is_momentum(unit, update_number))
+        self.program.outline.held().any(|unit| self.is_momentum(unit, update_number))
     }
 
     /// Whether a unit exchanges momentum in the step of this number.
@@ -49,7 +49,7 @@ impl Executor {
         let sum = Widened::new(&self.device, self.gradients.reduced(unit))?;
         let (device, shard) = (&self.optimizer_device, self.parameters.shard_mut(unit));
         if is_momentum {
-            let grad_scale = 1.0 / self.ranks.world().world_size() as f64;
+            let grad_scale = 1.0 / self.ranks.data().world_size() as f64;
             let settings = StepSettings { grad_scale, ..settings };
             self.optimizer.step_from_momentum(device, unit, shard, sum.view(), settings);
         } else {

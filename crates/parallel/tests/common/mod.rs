@@ -6,11 +6,12 @@ use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepOutcome,
-    StepPlan, ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, RankGrid, StepOutcome, StepPlan,
+    ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Offload, Sharding, offload, recompute, shard};
-use trireme_schedule::{Keep, StateClass, ZeroStage, single};
+use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs, simulate};
+use trireme_schedule::{Keep, Program, StateClass, ZeroStage, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::random_batch;
@@ -58,6 +59,8 @@ pub struct Layout<'a> {
     pub optimizer: OptimizerKind,
     /// Ranks of a replica, which share out what the options say.
     pub num_shards: usize,
+    /// How units are cut into stages, and in what order these run.
+    pub pipeline: Option<Pipeline>,
     /// What units keep; all of them all if there is no choice.
     pub keeps: &'a [Keep],
     /// Where state lives.
@@ -66,12 +69,35 @@ pub struct Layout<'a> {
     pub swap: SwapOptions,
 }
 
+/// Stages of a model, as evenly cut as its units allow.
+#[derive(Debug, Clone, Copy)]
+pub struct Pipeline {
+    pub kind: Kind,
+    pub num_ranks: usize,
+    pub stages_per_rank: usize,
+}
+
+impl Pipeline {
+    fn program(&self, model: &Model, num_microbatches: usize, rank: usize) -> Program {
+        let Pipeline { kind, num_ranks, stages_per_rank } = *self;
+        let (num_stages, num_units) = (num_ranks * stages_per_rank, model.num_units());
+        let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
+        let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
+        let schedule = generate(kind, sizes, &costs, None).unwrap();
+        let timeline = simulate(&schedule, &costs).unwrap();
+        let first = |stage: usize| stage * num_units / num_stages;
+        let units: Vec<_> = (0..num_stages).map(|stage| first(stage)..first(stage + 1)).collect();
+        programs(&schedule, &timeline, &units, &model.ties()).swap_remove(rank)
+    }
+}
+
 impl Default for Layout<'_> {
     fn default() -> Self {
         Layout {
             options: OPTIONS,
             optimizer: OptimizerKind::AdamW(ADAMW),
             num_shards: 1,
+            pipeline: None,
             keeps: &[],
             places: Offload::default(),
             folder: Path::new("/nonexistent"),
@@ -89,7 +115,12 @@ pub fn laid_out(
 ) -> Executor {
     let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
     let model = Model::new(config.clone(), &device).unwrap();
-    let ranks = DataParallelRanks::new(group, layout.num_shards).unwrap();
+    let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let ranks = RankGrid::with_pipeline(group, pipeline_degree, layout.num_shards).unwrap();
+    let program = match layout.pipeline {
+        Some(pipeline) => pipeline.program(&model, accumulation, ranks.pipeline().rank().0),
+        None => single::program(model.num_units(), accumulation, &model.ties()),
+    };
     let moves = OffloadOptions {
         places: layout.places,
         host: device.host().unwrap(),
@@ -98,9 +129,8 @@ pub fn laid_out(
     };
     let optimizer_options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(layout.optimizer) };
     let optimizer_device = moves.device_of(StateClass::Optimizer, &device);
-    let parts = ranks.parts(model.table());
+    let parts = ranks.parts(model.table(), &program.outline);
     let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
-    let program = single::program(model.num_units(), accumulation, &model.ties());
     let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
     let program = offload(shard(program, layout.options.sharding), moves.places);
     let mut executor =
@@ -111,7 +141,7 @@ pub fn laid_out(
 
 /// This rank's share of `num_microbatches` random microbatches of a step.
 pub fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<Batch> {
-    let per_rank = num_microbatches / executor.group().world_size();
+    let per_rank = num_microbatches / executor.ranks().data().world_size();
     let vocab_size = executor.model().config().vocab_size;
     let place = |index| executor.global_microbatch(index);
     let batch = |index| random_batch(executor.device(), SHAPE, vocab_size, step, place(index));

@@ -3,6 +3,7 @@
 mod gradients;
 mod hierarchy;
 mod host;
+mod messages;
 mod parameters;
 mod passes;
 mod pool;
@@ -13,6 +14,7 @@ use crate::usage::{CategoryBytes, Prediction, Usage};
 use gradients::Gradients;
 use host::Host;
 pub(crate) use host::state_bytes;
+use messages::Messages;
 use parameters::Parameters;
 use passes::Passes;
 pub(crate) use passes::kept;
@@ -46,8 +48,9 @@ pub(crate) fn walk(
     let mut passes = Passes::new(setup, program.outline.num_microbatches);
     let mut updates = Updates::new(setup);
     let mut host = Host::new(setup, &program.outline);
+    let mut messages = Messages::new(setup, &program.outline);
     for _ in 0..NUM_STEPS {
-        passes.begin(&mut usage);
+        passes.begin(&program.outline, &mut usage);
         let mut is_finished = false;
         for (index, &action) in program.actions.iter().enumerate() {
             // As in the program's text, which begins with a line of sizes.
@@ -58,7 +61,21 @@ pub(crate) fn walk(
                 let state = action.state(StateClass::Activations);
                 host.restore_activations(state, passes.restore(state.unit, state.microbatch, &mut usage));
             }
+            if messages.begin(action) {
+                passes.arrive(action, &mut usage);
+            }
             match action {
+                Action::SendForward { microbatch, .. } => {
+                    messages.exchange(action, &mut usage);
+                    passes.leave_output(microbatch, &mut usage);
+                }
+                Action::SendBackward { microbatch, .. } => {
+                    messages.exchange(action, &mut usage);
+                    passes.leave_grad(microbatch, &mut usage);
+                }
+                Action::ReceiveForward { .. } | Action::ReceiveBackward { .. } => {
+                    messages.exchange(action, &mut usage);
+                }
                 Action::Forward { unit, microbatch, keep } => {
                     passes.forward(unit, microbatch, keep, &mut usage);
                 }
@@ -87,6 +104,7 @@ pub(crate) fn walk(
                 Action::Step { unit } => {
                     if !std::mem::replace(&mut is_finished, true) {
                         gradients.finish(&mut usage);
+                        messages.finish();
                     }
                     gradients.read(unit, &mut usage);
                     updates.step(unit, &mut usage);

@@ -3,7 +3,7 @@
 use crate::setup::MemorySetup;
 use crate::usage::Usage;
 use trireme_base::{Category, UnitPasses};
-use trireme_schedule::Keep;
+use trireme_schedule::{Action, Keep, Outline};
 
 const ACTIVATIONS: Category = Category::Activations;
 
@@ -33,9 +33,27 @@ impl<'a> Passes<'a> {
         &self.setup.units[unit].passes
     }
 
-    /// The tokens of a step are there from its beginning.
-    pub(super) fn begin(&mut self, usage: &mut Usage) {
-        usage.take(ACTIVATIONS, 2 * self.num_microbatches * self.setup.token_bytes);
+    /// The tokens of a step are there from its beginning: those that the first unit reads and those that the head predicts,
+    /// where these lie.
+    pub(super) fn begin(&mut self, outline: &Outline, usage: &mut Usage) {
+        let ends = [0, outline.num_units - 1].into_iter().filter(|&end| outline.holds(end));
+        usage.take(ACTIVATIONS, ends.count() * self.num_microbatches * self.setup.token_bytes);
+    }
+
+    /// What another rank has sent for a pass is copied to the device.
+    pub(super) fn arrive(&mut self, action: Action, usage: &mut Usage) {
+        let (unit, microbatch) = (action.unit(), action.microbatch().unwrap_or(0));
+        let (slots, bytes) = match action {
+            Action::Forward { .. } => (&mut self.outputs, self.setup.units[unit].passes.input),
+            _ => (&mut self.grads, self.setup.units[unit].passes.output),
+        };
+        slots[microbatch] = bytes;
+        usage.take(ACTIVATIONS, bytes);
+    }
+
+    /// The gradient of a unit's input goes to another rank.
+    pub(super) fn leave_grad(&mut self, microbatch: usize, usage: &mut Usage) {
+        usage.give(ACTIVATIONS, std::mem::take(&mut self.grads[microbatch]));
     }
 
     pub(super) fn forward(&mut self, unit: usize, microbatch: usize, keep: Keep, usage: &mut Usage) {

@@ -29,6 +29,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
             // The gradient of the output is as large as what the unit above gives; it is added below.
             backward_peak: record + backward.max(input_grad),
             forward_operations: 10 + operations as u64,
+            backward_operations: 20 + 2 * operations as u64,
             renewal_operations: operations as u64 % 10,
         });
     }
@@ -102,6 +103,7 @@ fn more_memory_makes_less_again() {
         renewal_peak: 100,
         backward_peak: 150,
         forward_operations: 1000,
+        backward_operations: 2000,
         renewal_operations: 10,
     };
     let embedding = UnitPasses { output: 10, forward_peak: 10, backward_peak: 10, ..UnitPasses::default() };

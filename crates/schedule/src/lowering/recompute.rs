@@ -5,7 +5,8 @@ use crate::program::Program;
 /// nets with sublinear memory cost", 2016, section 4).
 ///
 /// A unit that keeps nothing belongs to the segment of the next unit below that keeps its input: backward of the segment's
-/// last unit is preceded by a recomputation of all of it, from the first to the last unit.
+/// last unit is preceded by a recomputation of all of it, from the first to the last unit. Segments end where stages of a
+/// pipeline do: what is received is kept.
 ///
 /// # Panics
 /// If there is not one choice for each unit, or the unit below one that keeps nothing keeps everything or its products: then
@@ -13,6 +14,12 @@ use crate::program::Program;
 pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
     let Program { outline, actions } = program;
     assert_eq!(keeps.len(), outline.num_units, "one choice for each unit");
+    let is_stage_start = |unit: usize| outline.stages.iter().any(|stage| stage.units.start == unit);
+    let keep_received = |(unit, &keep): (usize, &Keep)| match keep {
+        Keep::Nothing if is_stage_start(unit) => Keep::Input,
+        keep => keep,
+    };
+    let keeps: Vec<Keep> = keeps.iter().enumerate().map(keep_received).collect();
     for (unit, keep) in keeps.iter().enumerate() {
         let below = unit.checked_sub(1).map(|below| keeps[below]);
         let is_made_again = matches!(below, Some(Keep::Input | Keep::Nothing));

@@ -1,5 +1,6 @@
 //! Proving a program before it runs.
 
+mod pipeline;
 mod state;
 #[cfg(test)]
 mod tests;
@@ -7,6 +8,8 @@ mod tests;
 use crate::action::Action;
 use crate::program::Program;
 use state::State;
+
+pub use pipeline::validate_pipeline;
 
 /// A program that must not run. `index` counts the program's actions from 0.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -40,6 +43,43 @@ pub enum ProgramError {
         action: Action,
         /// What must come first.
         missing: Action,
+    },
+    /// Something for another rank of the pipeline.
+    #[error("action {index} '{action}' is not for rank {rank} of the pipeline")]
+    Elsewhere {
+        /// Place in the program.
+        index: usize,
+        /// The action.
+        action: Action,
+        /// The program's rank.
+        rank: usize,
+    },
+    /// A unit reads parameters that lie on another rank of the pipeline.
+    #[error("unit {reader} reads the parameters of unit {owner}, which lies on rank {rank} of the pipeline")]
+    TieAcrossRanks {
+        /// The unit that reads.
+        reader: usize,
+        /// The unit whose parameters they are.
+        owner: usize,
+        /// Where that one lies.
+        rank: usize,
+    },
+    /// Ranks of a pipeline wait for each other.
+    #[error(
+        "rank {rank} of the pipeline waits at action {index} '{action}' for rank {peer}, which {waits}: a deadlock",
+        waits = .next.map_or_else(|| "has come to its end".to_owned(), |next| format!("waits at '{next}'"))
+    )]
+    Deadlock {
+        /// The rank.
+        rank: usize,
+        /// Place in its program.
+        index: usize,
+        /// The message that it is at.
+        action: Action,
+        /// The rank that it waits for.
+        peer: usize,
+        /// What that one is at.
+        next: Option<Action>,
     },
     /// Never done.
     #[error("the program never does '{missing}'")]
@@ -80,9 +120,15 @@ pub enum ProgramError {
 ///
 /// Cost: linear in the actions, times the microbatches for steps.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
+    let outline = &program.outline;
+    if let Some(&(reader, owner)) =
+        outline.ties.iter().find(|(reader, owner)| outline.rank_of(*reader) != outline.rank_of(*owner))
+    {
+        return Err(ProgramError::TieAcrossRanks { reader, owner, rank: outline.rank_of(owner) });
+    }
     let mut state = State::new(&program.outline);
     state.run(&program.actions, in_flight_max)?;
-    let mut steps = (0..program.outline.num_units).map(|unit| Action::Step { unit });
+    let mut steps = program.outline.held().map(|unit| Action::Step { unit });
     match steps.find(|step| !state.is_done(*step)).or_else(|| state.left_over()) {
         Some(missing) => Err(ProgramError::Missing { missing }),
         None => Ok(()),

@@ -42,6 +42,8 @@ pub(super) struct State<'a> {
     at_rest: Parameters,
     /// State that is not at hand.
     away: BTreeSet<StateOf>,
+    /// What was sent, as unit and microbatch: forward and backward.
+    sent: [BTreeSet<(usize, usize)>; 2],
 }
 
 impl<'a> State<'a> {
@@ -59,10 +61,11 @@ impl<'a> State<'a> {
         let mut away = BTreeSet::new();
         for &class in &outline.offloaded {
             if matches!(class, StateClass::Optimizer | StateClass::Parameters) {
-                away.extend((0..outline.num_units).map(|unit| StateOf { class, unit, microbatch: 0 }));
+                away.extend(outline.held().map(|unit| StateOf { class, unit, microbatch: 0 }));
             }
         }
-        State { outline, units: (0..outline.num_units).map(unit).collect(), at_rest, away }
+        let (units, sent) = ((0..outline.num_units).map(unit).collect(), Default::default());
+        State { outline, units, at_rest, away, sent }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -71,6 +74,9 @@ impl<'a> State<'a> {
             let microbatch = action.microbatch().unwrap_or(0);
             if action.unit() >= num_units || microbatch >= num_microbatches {
                 return Err(ProgramError::OutOfRange { index, action, num_units, num_microbatches });
+            }
+            if !self.is_here(action) {
+                return Err(ProgramError::Elsewhere { index, action, rank: self.outline.rank });
             }
             if self.is_done(action) {
                 return Err(ProgramError::Repeated { index, action });
@@ -88,6 +94,21 @@ impl<'a> State<'a> {
         Ok(())
     }
 
+    /// Whether an action is for this rank: it holds the unit, or for what it receives a neighbour of it.
+    fn is_here(&self, action: Action) -> bool {
+        let (unit, outline) = (action.unit(), self.outline);
+        let holds =
+            |unit: Option<usize>| unit.is_some_and(|unit| unit < outline.num_units && outline.holds(unit));
+        let (own, below, above) = (Some(unit), unit.checked_sub(1), Some(unit + 1));
+        match action {
+            Action::ReceiveForward { .. } => !holds(own) && holds(above),
+            Action::ReceiveBackward { .. } => !holds(own) && holds(below),
+            Action::SendForward { .. } => holds(own) && !holds(above) && unit + 1 < outline.num_units,
+            Action::SendBackward { .. } => holds(own) && unit > 0 && !holds(below),
+            _ => holds(own),
+        }
+    }
+
     fn activations(&self, unit: usize, microbatch: usize) -> Activations {
         self.units[unit].activations[microbatch]
     }
@@ -100,7 +121,13 @@ impl<'a> State<'a> {
             Action::Recompute { microbatch, .. } => {
                 matches!(unit.activations[microbatch], Activations::Whole | Activations::Spent)
             }
-            Action::Backward { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
+            // What another rank has done has come about here when its result has come.
+            Action::ReceiveForward { microbatch, .. } => unit.activations[microbatch] != Activations::Absent,
+            Action::Backward { microbatch, .. } | Action::ReceiveBackward { microbatch, .. } => {
+                unit.activations[microbatch] == Activations::Spent
+            }
+            Action::SendForward { unit, microbatch } => self.sent[0].contains(&(unit, microbatch)),
+            Action::SendBackward { unit, microbatch } => self.sent[1].contains(&(unit, microbatch)),
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
                 unit.parameters == Parameters::Sharded || self.outline.zero_stage != ZeroStage::Three
@@ -135,9 +162,27 @@ impl<'a> State<'a> {
         match action {
             Action::Forward { unit, microbatch, .. } => {
                 let below = unit.checked_sub(1)?;
+                let missing = match self.outline.holds(below) {
+                    true => Action::Forward { unit: below, microbatch, keep: Keep::All },
+                    false => Action::ReceiveForward { unit: below, microbatch },
+                };
+                (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
+            }
+            Action::SendForward { unit, microbatch } => {
+                let missing = Action::Forward { unit, microbatch, keep: Keep::All };
+                (self.activations(unit, microbatch) == Activations::Absent).then_some(missing)
+            }
+            Action::SendBackward { unit, microbatch } => {
+                let missing = Action::Backward { unit, microbatch };
+                (self.activations(unit, microbatch) != Activations::Spent).then_some(missing)
+            }
+            Action::ReceiveBackward { unit, microbatch } => {
+                // There is no gradient before what it is the gradient of.
+                let below = unit - 1;
                 let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
                 (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
             }
+            Action::ReceiveForward { .. } => None,
             Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
                 Activations::Kept(Keep::Nothing) => {
                     let below = unit.checked_sub(1)?;
@@ -158,7 +203,7 @@ impl<'a> State<'a> {
             }
             Action::Step { .. } => {
                 let is_reduced = |unit: &usize| self.is_done(Action::ReduceGrad { unit: *unit });
-                let unit = (0..self.outline.num_units).find(|unit| !is_reduced(unit))?;
+                let unit = self.outline.held().find(|unit| !is_reduced(unit))?;
                 Some(Action::ReduceGrad { unit })
             }
             Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
@@ -178,7 +223,10 @@ impl<'a> State<'a> {
     fn missing_for_backward(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
         if above < self.outline.num_units && self.activations(above, microbatch) != Activations::Spent {
-            return Some(Action::Backward { unit: above, microbatch });
+            return Some(match self.outline.holds(above) {
+                true => Action::Backward { unit: above, microbatch },
+                false => Action::ReceiveBackward { unit: above, microbatch },
+            });
         }
         if self.outline.zero_stage >= ZeroStage::Two && self.units[unit].has_unreduced {
             return Some(Action::ReduceGrad { unit });
@@ -204,6 +252,14 @@ impl<'a> State<'a> {
                 unit.activations[microbatch] = Activations::Spent;
                 unit.has_unreduced = true;
             }
+            Action::ReceiveForward { microbatch, .. } => unit.activations[microbatch] = Activations::Whole,
+            Action::ReceiveBackward { microbatch, .. } => unit.activations[microbatch] = Activations::Spent,
+            Action::SendForward { unit, microbatch } => {
+                self.sent[0].insert((unit, microbatch));
+            }
+            Action::SendBackward { unit, microbatch } => {
+                self.sent[1].insert((unit, microbatch));
+            }
             Action::Unshard { .. } => unit.parameters = Parameters::Whole,
             Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
             Action::ReduceGrad { .. } => unit.has_unreduced = false,
@@ -223,11 +279,23 @@ impl<'a> State<'a> {
         }
     }
 
-    /// What would bring state back to where it was in the beginning, if it is not there.
+    /// What another rank of the pipeline waits for in vain.
+    fn unsent(&self) -> Option<Action> {
+        let passes = |unit| (0..self.outline.num_microbatches).map(move |microbatch| (unit, microbatch));
+        let sends = self.outline.held().flat_map(passes).flat_map(|(unit, microbatch)| {
+            [Action::SendForward { unit, microbatch }, Action::SendBackward { unit, microbatch }]
+        });
+        sends.into_iter().find(|&send| self.is_here(send) && !self.is_done(send))
+    }
+
+    /// What would bring state back to where it was in the beginning, if it is not there; or what was to be sent.
     pub(super) fn left_over(&self) -> Option<Action> {
+        if let Some(unsent) = self.unsent() {
+            return Some(unsent);
+        }
         let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
         for class in at_rest.into_iter().filter(|class| self.outline.offloaded.contains(class)) {
-            let states = (0..self.outline.num_units).map(|unit| StateOf { class, unit, microbatch: 0 });
+            let states = self.outline.held().map(|unit| StateOf { class, unit, microbatch: 0 });
             if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
                 return Some(Action::Evict(state));
             }

@@ -143,6 +143,20 @@ config_choice! {
 }
 
 config_choice! {
+    /// The order in which the stages of a pipeline run.
+    PipelineSchedule {
+        /// All forward passes, then all backward passes (Huang et al., 2019).
+        Gpipe = "gpipe",
+        /// As few microbatches in flight as there are stages ahead (Narayanan et al., 2021; Fan et al., 2021).
+        OneFOneB = "1f1b",
+        /// The same with several stages a worker, which cuts the bubble (Narayanan et al., 2021, section 2.2).
+        Interleaved = "interleaved-1f1b",
+        /// Several stages a worker, all microbatches through one before the next (Lamy-Poirier, 2023).
+        BreadthFirst = "breadth-first",
+    }
+}
+
+config_choice! {
     /// Which other runs have the same bits as this one.
     Determinism {
         /// Every layout of the same global batch: gradients are summed in one canonical tree.

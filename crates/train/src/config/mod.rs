@@ -14,6 +14,7 @@ mod explain;
 mod memory;
 mod mistake;
 mod optimizer;
+mod pipeline;
 mod reader;
 mod section;
 mod sections;
@@ -25,7 +26,7 @@ mod tests;
 
 pub use choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
+    PipelineSchedule, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
@@ -116,6 +117,25 @@ impl Config {
         self.world_size
     }
 
+    /// Workers that see different data.
+    pub fn data_parallel_degree(&self) -> usize {
+        self.world_size / self.parallelism().pipeline_parallel_degree
+    }
+
+    /// Stages of a worker of the pipeline.
+    pub fn stages_per_rank(&self) -> usize {
+        let parallelism = self.parallelism();
+        let needs_several = matches!(
+            parallelism.pipeline_parallel_schedule,
+            PipelineSchedule::Interleaved | PipelineSchedule::BreadthFirst
+        );
+        match parallelism.pipeline_parallel_stages_per_rank {
+            0 if needs_several && parallelism.pipeline_parallel_degree > 1 => 2,
+            0 => 1,
+            given => given,
+        }
+    }
+
     /// Workers that share out one replica of the training state.
     pub fn num_shards(&self) -> usize {
         self.parallelism().data_parallel_shard_degree as usize
@@ -124,7 +144,7 @@ impl Config {
     /// Microbatches that each worker computes in one step: the gradient accumulation.
     pub fn num_microbatches(&self) -> usize {
         let training = self.training();
-        training.global_batch_size / (training.local_batch_size * self.world_size)
+        training.global_batch_size / (training.local_batch_size * self.data_parallel_degree())
     }
 
     /// Tokens in one step of all workers.

@@ -3,7 +3,7 @@
 
 use super::choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
+    PipelineSchedule, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 use super::section::{Section, config_section, config_sections};
 use super::value::{ByteLimit, above, above_up_to};
@@ -270,6 +270,16 @@ config_section! {
     Parallelism {
         /// Replicas of the training state, which see different data; -1 takes as many as the shards leave.
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
+        /// Workers among which the units of the model (embedding, blocks, head) are divided, in stages of about equal work; each
+        /// microbatch goes through all of them. Neighbours in the pipeline are as far apart as there are data-parallel workers.
+        /// Losses and weights have the same bits.
+        pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
+        /// In which order stages run: `gpipe`, `1f1b`, `interleaved-1f1b` or `breadth-first` (docs/pipeline.md). Counts only with
+        /// `pipeline_parallel_degree` above 1.
+        pipeline_parallel_schedule: PipelineSchedule = PipelineSchedule::OneFOneB;
+        /// Stages of a worker; 0 takes 1, or 2 where the schedule needs several. Counts only with `pipeline_parallel_degree` above
+        /// 1.
+        pipeline_parallel_stages_per_rank: usize = 0, within 0..=1 << 10;
         /// Workers that share out one replica of the training state and see different data, too; neighbours, so that those
         /// of a host can be one replica (hybrid sharding). -1 takes as many as the replicas leave with a `zero_stage` (one
         /// replica of all workers if neither is set), and 1 without. Counts only with `zero_stage`.

@@ -7,6 +7,7 @@ use super::costs::check_costs;
 use super::memory::{check_activation_checkpoint, check_offload, check_parallelism, degrees, is_on_disk};
 use super::mistake::{Mistake, Place};
 use super::optimizer::{GroupPlaces, check_optimizer};
+use super::pipeline::check_pipeline;
 use super::reader::Loose;
 use super::section::Section;
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
@@ -34,10 +35,11 @@ pub(super) fn validate(
     check_run(&mut checks);
     check_model(&mut checks);
     check_data(&mut checks);
-    check_training(&mut checks, world_size);
-    check_parallelism(&mut checks, world_size);
+    let data_parallel_degree = check_pipeline(&mut checks, world_size);
+    check_training(&mut checks, data_parallel_degree);
+    check_parallelism(&mut checks, data_parallel_degree);
     check_activation_checkpoint(&mut checks);
-    check_offload(&mut checks, world_size);
+    check_offload(&mut checks, data_parallel_degree);
     check_loss_scale(&mut checks);
     check_fp8(&mut checks);
     check_tls(&mut checks);
@@ -51,7 +53,7 @@ pub(super) fn validate(
         mistakes.sort_by(|a, b| a.place.cmp(&b.place));
         return Err(mistakes);
     }
-    resolve(&mut loose.sections, world_size);
+    resolve(&mut loose.sections, data_parallel_degree);
     let group_places = GroupPlaces::of(&loose);
     Ok(Config { sections: loose.sections, world_size, group_places })
 }

@@ -14,8 +14,7 @@ use trireme_data::{Sampler, TokenFile};
 use trireme_model::{Batch, Model, ModelConfig};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    DataParallelRanks, Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, StepPlan,
-    ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, RankGrid, StepPlan, ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
@@ -241,13 +240,12 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         );
     }
     let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
-    let ranks = DataParallelRanks::new(group, num_shards)?;
+    let ranks = RankGrid::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
     let options =
         OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
     let moves = offload_options(args, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
-    let optimizer = Optimizer::new(&options, model.table(), &ranks.parts(model.table()), optimizer_device)?;
     let sharding =
         Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
     let num_units = model.num_units();
@@ -256,6 +254,8 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         (0..num_units).map(|unit| if is_block(unit) { args.keep } else { Keep::All }).collect();
     let program = recompute(single_stage::program(num_units, 1, &model.ties()), &keeps);
     let program = offload(shard(program, sharding), moves.places);
+    let parts = ranks.parts(model.table(), &program.outline);
+    let optimizer = Optimizer::new(&options, model.table(), &parts, optimizer_device)?;
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8: args.fp8.map(Fp8Recipe::new),

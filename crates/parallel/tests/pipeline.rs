@@ -1,0 +1,105 @@
+//! A pipeline gives the bits of one rank, whatever its schedule, and beside data parallelism.
+
+mod common;
+
+use common::{Layout, OPTIONS, Pipeline, STEPS, batches, laid_out};
+use trireme_model::ModelConfig;
+use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
+use trireme_schedule::lowering::Sharding;
+use trireme_schedule::pipeline::Kind;
+use trireme_schedule::{Keep, ZeroStage};
+use trireme_tensor::Precision;
+use trireme_testkit::{random_batch, run_ranks};
+
+/// Eight units, of which the head is not tied to the embedding.
+fn model() -> ModelConfig {
+    let text = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
+        "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
+        "max_position_embeddings": 32, "tie_word_embeddings": false}"#;
+    ModelConfig::from_json(text).unwrap()
+}
+
+/// Losses and norms of some steps, the loss of an evaluation, and all parameters, as bits.
+type Found = (Vec<[u64; 2]>, Option<u64>, Vec<u32>);
+
+fn train(mut executor: Executor, num_microbatches: usize) -> Found {
+    let mut found = Vec::new();
+    for step in 1..=STEPS {
+        let batches = batches(&executor, num_microbatches, step);
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+        let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
+        found.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
+    }
+    executor.check_replicas().unwrap();
+    let device = executor.device().clone();
+    let evaluated = executor.evaluate(Some(random_batch(&device, (1, 9), 61, 0, 0))).unwrap();
+    let all = executor.gather_parameters().unwrap();
+    let flat = |unit| all.as_ref().map(|all| all.flat(unit).f32s().to_vec()).unwrap_or_default();
+    let bits = (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect();
+    (found, evaluated.map(f64::to_bits), bits)
+}
+
+/// What all ranks find, where they find the same, and what one of them alone does.
+fn run(layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found {
+    let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let accumulation = num_microbatches * pipeline_degree / world_size;
+    let results = run_ranks(world_size, |group| {
+        train(laid_out(&model(), group, 1, accumulation, layout), num_microbatches)
+    });
+    assert!(results.iter().all(|(steps, ..)| *steps == results[0].0), "ranks agree");
+    let evaluated: Vec<u64> = results.iter().filter_map(|(_, evaluated, _)| *evaluated).collect();
+    assert_eq!(evaluated.len(), world_size / pipeline_degree, "the ranks with the head know the loss");
+    assert!(evaluated.iter().all(|loss| *loss == evaluated[0]));
+    (results[0].0.clone(), Some(evaluated[0]), results.into_iter().next().unwrap().2)
+}
+
+const SCHEDULES: [(Kind, usize); 4] =
+    [(Kind::GPipe, 1), (Kind::OneFOneB, 1), (Kind::Interleaved, 2), (Kind::BreadthFirst, 2)];
+
+#[test]
+fn every_schedule_gives_the_bits_of_one_rank() {
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    for options in [OPTIONS, bf16] {
+        for num_microbatches in [4, 8] {
+            let oracle = run(&Layout { options, ..Layout::default() }, 1, num_microbatches);
+            assert!(oracle.0[0][0] != oracle.0[2][0], "training changes the loss");
+            for (kind, stages_per_rank) in SCHEDULES {
+                for (num_ranks, data_degree) in [(2, 1), (4, 1), (2, 2)] {
+                    if num_microbatches / data_degree < num_ranks {
+                        continue;
+                    }
+                    let pipeline = Some(Pipeline { kind, num_ranks, stages_per_rank });
+                    let layout = Layout { options, pipeline, ..Layout::default() };
+                    let found = run(&layout, num_ranks * data_degree, num_microbatches);
+                    assert!(found == oracle, "{pipeline:?} x {data_degree}, {}", options.precision);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn recomputation_and_shared_out_states_keep_the_bits() {
+    let oracle = run(&Layout::default(), 1, 8);
+    let segments = [
+        Keep::All,
+        Keep::Input,
+        Keep::Nothing,
+        Keep::Nothing,
+        Keep::Products,
+        Keep::Input,
+        Keep::Nothing,
+        Keep::All,
+    ];
+    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+    for (zero_stage, num_shards) in
+        [(ZeroStage::Zero, 1), (ZeroStage::One, 2), (ZeroStage::Two, 2), (ZeroStage::Three, 2)]
+    {
+        for keeps in [&[][..], &segments] {
+            let sharding = Sharding { zero_stage, ..OPTIONS.sharding };
+            let options = ExecutorOptions { sharding, ..OPTIONS };
+            let layout = Layout { options, pipeline, num_shards, keeps, ..Layout::default() };
+            assert!(run(&layout, 4, 8) == oracle, "{zero_stage:?} {keeps:?}");
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! Messages between the ranks of a pipeline.
+
+use super::pool::Pool;
+use crate::setup::MemorySetup;
+use crate::usage::Usage;
+use std::collections::{BTreeSet, VecDeque};
+use trireme_base::Category;
+use trireme_schedule::{Action, Outline};
+
+/// Messages that were sent and whose memory is still lent, as the executor bounds them.
+const SENDS_MAX: usize = 2;
+
+#[derive(Debug)]
+pub(super) struct Messages<'a> {
+    setup: &'a MemorySetup,
+    outline: &'a Outline,
+    pool: Pool,
+    sent: VecDeque<usize>,
+    /// Messages that have come, or are under way: as unit and microbatch, of forward and of backward.
+    received: [BTreeSet<(usize, usize)>; 2],
+}
+
+impl<'a> Messages<'a> {
+    pub(super) fn new(setup: &'a MemorySetup, outline: &'a Outline) -> Self {
+        let pool = Pool::new(Category::Communication, size_of::<f32>(), 1, false);
+        Messages { setup, outline, pool, sent: VecDeque::new(), received: Default::default() }
+    }
+
+    /// What has come for a pass is copied, and its buffer is free again; whether the pass begins with one.
+    pub(super) fn begin(&mut self, action: Action) -> bool {
+        let key = |unit: usize| (unit, action.microbatch().unwrap_or(0));
+        let is_received = match action {
+            Action::Forward { unit, .. } if unit > 0 => self.received[0].remove(&key(unit - 1)),
+            Action::Backward { unit, .. } => self.received[1].remove(&key(unit + 1)),
+            _ => false,
+        };
+        if is_received {
+            self.pool.give(self.setup.message_len);
+        }
+        is_received
+    }
+
+    /// A message begins.
+    pub(super) fn exchange(&mut self, action: Action, usage: &mut Usage) {
+        let key = (action.unit(), action.microbatch().unwrap_or(0));
+        match action {
+            Action::SendForward { .. } | Action::SendBackward { .. } => {
+                if self.sent.len() >= SENDS_MAX {
+                    self.finish_first();
+                }
+                self.sent.push_back(self.setup.message_len);
+            }
+            Action::ReceiveForward { .. } => _ = self.received[0].insert(key),
+            Action::ReceiveBackward { .. } => _ = self.received[1].insert(key),
+            _ => return,
+        }
+        debug_assert!(self.outline.stages.len() > 1, "only pipelines have messages");
+        self.pool.take(self.setup.message_len, usage);
+    }
+
+    fn finish_first(&mut self) {
+        if let Some(len) = self.sent.pop_front() {
+            self.pool.give(len);
+        }
+    }
+
+    /// All that was sent has gone.
+    pub(super) fn finish(&mut self) {
+        while !self.sent.is_empty() {
+            self.finish_first();
+        }
+    }
+}

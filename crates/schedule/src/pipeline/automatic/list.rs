@@ -1,0 +1,214 @@
+//! List scheduling: time goes on, and whenever a rank is free it begins the pass that a rule likes best of those that
+//! are ready and fit its memory.
+
+use crate::pipeline::costs::Costs;
+use crate::pipeline::generate::Sizes;
+use crate::pipeline::pass::{Pass, PassKind};
+use crate::pipeline::schedule::Schedule;
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
+
+/// What a rank likes best.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Rule {
+    /// Forward before backward, if both are ready.
+    is_forward_first: bool,
+    /// How much of a weight half may run over into the time of a pass that is known to be ready by then, in percent.
+    overrun_percent: u64,
+    /// How much of the memory beyond one microbatch is used, in percent.
+    memory_percent: u64,
+}
+
+impl Rule {
+    /// The rules that are tried. None of them is best for all costs.
+    pub(super) fn all() -> impl Iterator<Item = Rule> {
+        let rule = |is_forward_first, overrun_percent, memory_percent| Rule {
+            is_forward_first,
+            overrun_percent,
+            memory_percent,
+        };
+        [false, true].into_iter().flat_map(move |is_forward_first| {
+            [0, 50, 100].into_iter().flat_map(move |overrun_percent| {
+                [100, 75, 50].into_iter().map(move |memory| rule(is_forward_first, overrun_percent, memory))
+            })
+        })
+    }
+}
+
+/// The schedule that a rule makes. Every rank must have room for one microbatch in all of its stages; beyond that
+/// it begins a microbatch only if it could still finish the oldest that it has begun, so it never comes to a stop.
+pub(super) fn schedule(
+    stage_ranks: &[usize],
+    sizes: Sizes,
+    costs: &Costs,
+    bounds: &[u64],
+    rule: Rule,
+) -> Schedule {
+    let mut search = Search::new(stage_ranks, sizes, costs, bounds, rule);
+    while let Some(Reverse((now, rank))) = search.wakes.pop() {
+        if search.ranks[rank].free_at <= now {
+            search.begin_best(rank, now);
+        }
+    }
+    let passes = search.ranks.into_iter().map(|rank| rank.passes);
+    let mut passes: Vec<Vec<Pass>> = passes.collect();
+    Schedule::synchronous(sizes.num_ranks, sizes.num_microbatches, stage_ranks.to_vec(), |rank| {
+        std::mem::take(&mut passes[rank])
+    })
+}
+
+/// No time is known.
+const UNKNOWN: u64 = u64::MAX;
+
+struct Rank {
+    /// Its stages, in the model's order.
+    stages: Vec<usize>,
+    /// What of its memory it uses.
+    bound: u64,
+    held: u64,
+    free_at: u64,
+    /// Weight halves that could run, the oldest first.
+    weight_halves: VecDeque<Pass>,
+    passes: Vec<Pass>,
+}
+
+struct Search<'a> {
+    costs: &'a Costs,
+    stage_ranks: &'a [usize],
+    num_microbatches: usize,
+    rule: Rule,
+    ranks: Vec<Rank>,
+    /// By stage: the next microbatch of each direction.
+    num_forward: Vec<usize>,
+    num_backward: Vec<usize>,
+    /// By stage and microbatch: when the input, and the gradient of the result, are at hand.
+    input_at: Vec<u64>,
+    gradient_at: Vec<u64>,
+    /// When to look at a rank.
+    wakes: BinaryHeap<Reverse<(u64, usize)>>,
+}
+
+impl<'a> Search<'a> {
+    fn new(stage_ranks: &'a [usize], sizes: Sizes, costs: &'a Costs, bounds: &[u64], rule: Rule) -> Self {
+        let num_microbatches = sizes.num_microbatches;
+        let rank = |rank: usize| {
+            let stages: Vec<usize> =
+                (0..stage_ranks.len()).filter(|&stage| stage_ranks[stage] == rank).collect();
+            let one: u64 = stages.iter().map(|&stage| costs.stages()[stage].activation).sum();
+            let useful = bounds[rank].min(one * num_microbatches as u64);
+            let bound = one + (u128::from(useful - one) * u128::from(rule.memory_percent) / 100) as u64;
+            let passes = Vec::with_capacity(3 * stages.len() * num_microbatches);
+            Rank { stages, bound, held: 0, free_at: 0, weight_halves: VecDeque::new(), passes }
+        };
+        let unknown = vec![UNKNOWN; stage_ranks.len() * num_microbatches];
+        let mut input_at = unknown.clone();
+        input_at[..num_microbatches].fill(0);
+        Search {
+            costs,
+            stage_ranks,
+            num_microbatches,
+            rule,
+            ranks: (0..sizes.num_ranks).map(rank).collect(),
+            num_forward: vec![0; stage_ranks.len()],
+            num_backward: vec![0; stage_ranks.len()],
+            input_at,
+            gradient_at: unknown,
+            wakes: (0..sizes.num_ranks).map(|rank| Reverse((0, rank))).collect(),
+        }
+    }
+
+    /// Begins what the rule likes best, or waits for what is on its way.
+    fn begin_best(&mut self, rank: usize, now: u64) {
+        let backward = self.earliest(rank, PassKind::BackwardInput);
+        let forward = self.earliest(rank, PassKind::Forward);
+        let order = if self.rule.is_forward_first { [forward, backward] } else { [backward, forward] };
+        let ready = order.into_iter().flatten().find(|&(at, _)| at <= now).map(|(_, pass)| pass);
+        let arrival = order.into_iter().flatten().map(|(at, _)| at).min().unwrap_or(UNKNOWN);
+        if let Some(pass) = ready.or_else(|| self.weight_half(rank, now, arrival)) {
+            self.begin(rank, now, pass);
+        }
+    }
+
+    /// Of the next pass of each of a rank's stages, in one direction, the one that is at hand first; of several at
+    /// the same time the one that is farthest along its way.
+    fn earliest(&self, rank: usize, kind: PassKind) -> Option<(u64, Pass)> {
+        let stages = self.ranks[rank].stages.iter();
+        let is_forward = kind == PassKind::Forward;
+        let next = |&stage: &usize| {
+            let (numbers, times) = if is_forward {
+                (&self.num_forward, &self.input_at)
+            } else {
+                (&self.num_backward, &self.gradient_at)
+            };
+            let microbatch = numbers[stage];
+            let at =
+                *times.get(self.index(stage, microbatch)).filter(|_| microbatch < self.num_microbatches)?;
+            let is_possible = at != UNKNOWN && (!is_forward || self.has_room(rank, stage, microbatch));
+            is_possible.then_some((at, Pass { kind, stage, microbatch }))
+        };
+        if is_forward {
+            stages.rev().filter_map(next).min_by_key(|&(at, _)| at)
+        } else {
+            stages.filter_map(next).min_by_key(|&(at, _)| at)
+        }
+    }
+
+    /// Whether forward leaves room for the oldest microbatch that has not been through all of the rank's stages.
+    /// Older ones can all go back, which frees their memory.
+    fn has_room(&self, rank: usize, stage: usize, microbatch: usize) -> bool {
+        let Rank { stages, bound, held, .. } = &self.ranks[rank];
+        let activation = |&stage: &usize| self.costs.stages()[stage].activation;
+        let oldest = stages.iter().map(|&stage| self.num_forward[stage]).min().unwrap_or(0);
+        let is_ahead = |stage: &&usize| self.num_forward[**stage] == oldest;
+        let reserved: u64 = stages.iter().filter(is_ahead).map(activation).sum();
+        let taken = if microbatch == oldest { 0 } else { activation(&stage) };
+        held + reserved + taken <= *bound
+    }
+
+    /// The oldest weight half, unless it would hold up a pass that arrives meanwhile.
+    fn weight_half(&self, rank: usize, now: u64, arrival: u64) -> Option<Pass> {
+        let &pass = self.ranks[rank].weight_halves.front()?;
+        let ticks = self.costs.ticks(pass);
+        let overrun = (now + ticks).saturating_sub(arrival);
+        (100 * u128::from(overrun) <= u128::from(ticks) * u128::from(self.rule.overrun_percent))
+            .then_some(pass)
+    }
+
+    fn begin(&mut self, rank: usize, now: u64, pass: Pass) {
+        let end = now + self.costs.ticks(pass);
+        let (taken, freed) = self.costs.activations(pass);
+        let state = &mut self.ranks[rank];
+        state.held = state.held + taken - freed;
+        state.free_at = end;
+        state.passes.push(pass);
+        self.wakes.push(Reverse((end, rank)));
+        let Pass { kind, stage, microbatch } = pass;
+        match kind {
+            PassKind::Forward => self.num_forward[stage] += 1,
+            PassKind::BackwardInput => {
+                self.num_backward[stage] += 1;
+                self.ranks[rank].weight_halves.push_back(Pass::backward_weight(stage, microbatch));
+            }
+            _ => {
+                self.ranks[rank].weight_halves.pop_front();
+            }
+        }
+        let num_stages = self.stage_ranks.len();
+        if kind == PassKind::Forward && stage + 1 == num_stages {
+            let index = self.index(stage, microbatch);
+            self.gradient_at[index] = end;
+        }
+        if let Some(next) = pass.result_goes_to(num_stages) {
+            let to = self.stage_ranks[next];
+            let at = if to == rank { end } else { end + self.costs.send() };
+            let index = self.index(next, microbatch);
+            let times = if kind == PassKind::Forward { &mut self.input_at } else { &mut self.gradient_at };
+            times[index] = at;
+            self.wakes.push(Reverse((at, to)));
+        }
+    }
+
+    fn index(&self, stage: usize, microbatch: usize) -> usize {
+        stage * self.num_microbatches + microbatch
+    }
+}

@@ -1,0 +1,159 @@
+//! The clock: when each pass begins and ends.
+
+use super::costs::Costs;
+use super::error::{Place, Ring, ScheduleError, Wait, Waiting};
+use super::pass::{Pass, PassKind};
+use super::schedule::Schedule;
+use super::shape;
+use super::timeline::{Span, Timeline};
+use std::collections::VecDeque;
+
+/// Runs a schedule in simulated time. A rank begins a pass once it has done the one before and the results that it
+/// needs are at hand: at its end on the same rank, [`Costs::send`] later on another one. Messages occupy neither
+/// sender nor receiver.
+///
+/// Cost: linear in the passes.
+pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, ScheduleError> {
+    shape::check(schedule, costs)?;
+    let (timeline, stuck) = run(schedule, costs);
+    stuck.map_or(Ok(timeline), |ring| Err(ScheduleError::Deadlock(ring)))
+}
+
+/// As far as the schedule gets, and why no further. Its sizes must have been checked.
+pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<Ring>) {
+    let mut clock = Clock::new(schedule, costs);
+    while let Some(rank) = clock.awake.pop_front() {
+        clock.is_awake[rank] = false;
+        clock.advance(rank);
+    }
+    let stuck = clock.ring();
+    (Timeline::new(schedule, costs, clock.spans), stuck)
+}
+
+/// No time: not done yet.
+const NEVER: u64 = u64::MAX;
+
+struct Clock<'a> {
+    schedule: &'a Schedule,
+    costs: &'a Costs,
+    num_microbatches: usize,
+    /// When forward of a stage for a microbatch ends.
+    forward_end: Vec<u64>,
+    /// When the gradient of a stage's input is there, for a microbatch.
+    gradient_end: Vec<u64>,
+    spans: Vec<Vec<Span>>,
+    /// Ranks that may be able to go on.
+    awake: VecDeque<usize>,
+    is_awake: Vec<bool>,
+}
+
+impl<'a> Clock<'a> {
+    fn new(schedule: &'a Schedule, costs: &'a Costs) -> Self {
+        let num_microbatches = schedule.num_microbatches_in_all();
+        let num_ranks = schedule.num_ranks();
+        let never = vec![NEVER; schedule.num_stages() * num_microbatches];
+        Clock {
+            schedule,
+            costs,
+            num_microbatches,
+            forward_end: never.clone(),
+            gradient_end: never,
+            spans: schedule.ranks.iter().map(|passes| Vec::with_capacity(passes.len())).collect(),
+            awake: (0..num_ranks).collect(),
+            is_awake: vec![true; num_ranks],
+        }
+    }
+
+    fn next_of(&self, rank: usize) -> Option<Pass> {
+        self.schedule.ranks[rank].get(self.spans[rank].len()).copied()
+    }
+
+    /// Does what the rank can do.
+    fn advance(&mut self, rank: usize) {
+        while let Some(pass) = self.next_of(rank) {
+            let Ok(ready) = self.ready(pass) else { return };
+            let free = self.spans[rank].last().map_or(0, |span| span.end);
+            let start = free.max(ready);
+            let end = start + self.costs.ticks(pass);
+            self.spans[rank].push(Span { start, end });
+            let index = pass.stage * self.num_microbatches + pass.microbatch;
+            match pass.kind {
+                PassKind::Forward => self.forward_end[index] = end,
+                PassKind::Backward | PassKind::BackwardInput => self.gradient_end[index] = end,
+                PassKind::BackwardWeight | PassKind::Update => {}
+            }
+            if let Some(stage) = pass.result_goes_to(self.schedule.num_stages()) {
+                self.wake(self.schedule.stage_ranks[stage]);
+            }
+        }
+    }
+
+    fn wake(&mut self, rank: usize) {
+        if !std::mem::replace(&mut self.is_awake[rank], true) {
+            self.awake.push_back(rank);
+        }
+    }
+
+    /// When all that a pass needs is at hand, or what of it has not been done.
+    fn ready(&self, pass: Pass) -> Result<u64, Pass> {
+        let mut ready = 0;
+        for needed in needs(pass, self.schedule.num_stages()).into_iter().flatten() {
+            let ends = if needed.kind == PassKind::Forward { &self.forward_end } else { &self.gradient_end };
+            let end = ends[needed.stage * self.num_microbatches + needed.microbatch];
+            if end == NEVER {
+                return Err(needed);
+            }
+            let ranks = &self.schedule.stage_ranks;
+            let is_near = ranks[needed.stage] == ranks[pass.stage];
+            ready = ready.max(if is_near { end } else { end + self.costs.send() });
+        }
+        Ok(ready)
+    }
+
+    /// Who waits for whom in the end, if anybody does.
+    fn ring(&self) -> Option<Ring> {
+        ring(self.schedule.num_ranks(), |rank| {
+            let pass = self.next_of(rank)?;
+            let needs = self.ready(pass).err()?;
+            let place = Place { rank, index: self.spans[rank].len() };
+            let for_rank = self.schedule.stage_ranks[needs.stage];
+            Some(Wait { place, next: Waiting::Pass { pass, needs }, for_rank })
+        })
+    }
+}
+
+/// The passes whose results a pass needs: forward that of the stage before, backward the gradient of the stage after
+/// and its own forward, the weight half its own input half.
+pub(super) fn needs(pass: Pass, num_stages: usize) -> [Option<Pass>; 2] {
+    let Pass { kind, stage, microbatch } = pass;
+    match kind {
+        PassKind::Forward => [stage.checked_sub(1).map(|before| Pass::forward(before, microbatch)), None],
+        PassKind::Backward | PassKind::BackwardInput => {
+            let is_last = stage + 1 == num_stages;
+            let gradient =
+                (!is_last).then(|| Pass { kind: PassKind::Backward, stage: stage + 1, microbatch });
+            [Some(Pass::forward(stage, microbatch)), gradient]
+        }
+        PassKind::BackwardWeight => [Some(Pass::backward_input(stage, microbatch)), None],
+        PassKind::Update => [Some(Pass::backward(stage, microbatch)), None],
+    }
+}
+
+/// Follows the waits from the first rank that has one until a rank comes again, or one that waits for nothing.
+pub(super) fn ring(num_ranks: usize, wait_of: impl Fn(usize) -> Option<Wait>) -> Option<Ring> {
+    let mut next = (0..num_ranks).find_map(&wait_of);
+    next.as_ref()?;
+    let mut waits: Vec<Wait> = Vec::new();
+    let mut place_of = vec![None; num_ranks];
+    while let Some(wait) = next {
+        let rank = wait.place.rank;
+        if let Some(first) = place_of[rank] {
+            waits.drain(..first);
+            break;
+        }
+        place_of[rank] = Some(waits.len());
+        waits.push(wait);
+        next = wait_of(wait.for_rank);
+    }
+    Some(Ring(waits))
+}

@@ -1,0 +1,123 @@
+use super::{kinds, turns};
+use crate::pipeline::clock;
+use crate::pipeline::costs::Costs;
+use crate::pipeline::error::{Place, ScheduleError};
+use crate::pipeline::pass::Pass;
+use crate::pipeline::schedule::Schedule;
+use crate::pipeline::shape;
+use crate::pipeline::timeline::{Span, Timeline};
+
+/// A rank × time grid of at most `columns_max` columns, as text:
+/// ```text
+/// rank 0 |F0F1····B0──··B1──|
+/// rank 1 |··F0B0──F1B1──····|
+/// F forward; B backward; · idle; 1 tick: 2 columns
+/// ```
+/// A pass is as wide as it is long, and begins with its letter and its microbatch as far as they find room. Letters
+/// of every other stage of a rank are small. Idle time is dotted.
+///
+/// # Panics
+/// If the timeline is not of this schedule.
+pub fn draw_text(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -> String {
+    draw(schedule, timeline, columns_max, None)
+}
+
+/// What is wrong with a schedule, drawn as far as it gets, with a mark under the place. Without a place, or for a
+/// schedule whose sizes are wrong, it is the error's text alone.
+pub fn draw_error(schedule: &Schedule, costs: &Costs, error: &ScheduleError, columns_max: usize) -> String {
+    let text = format!("{error}\n");
+    let Some(place) = error.place().filter(|_| shape::check(schedule, costs).is_ok()) else { return text };
+    let (timeline, _) = clock::run(schedule, costs);
+    text + &draw(schedule, &timeline, columns_max, Some(place))
+}
+
+/// Columns for ticks, as a fraction.
+struct Scale {
+    columns: u64,
+    ticks: u64,
+}
+
+impl Scale {
+    /// The shortest pass has room for its letter and its number, if all has room.
+    fn new(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -> Scale {
+        let spans = timeline.ranks.iter().flatten();
+        let shortest = spans.map(|span| span.ticks()).filter(|&ticks| ticks > 0).min().unwrap_or(1);
+        let label = 1 + schedule.num_microbatches_in_all().saturating_sub(1).to_string().len() as u64;
+        let wanted = u128::from(timeline.makespan) * u128::from(label) / u128::from(shortest);
+        let (columns, ticks) = if wanted <= columns_max as u128 {
+            (label, shortest)
+        } else {
+            (columns_max as u64, timeline.makespan)
+        };
+        let common = greatest_common_divisor(columns, ticks).max(1);
+        Scale { columns: columns / common, ticks: ticks / common }
+    }
+
+    fn column(&self, tick: u64) -> usize {
+        (u128::from(tick) * u128::from(self.columns) / u128::from(self.ticks)) as usize
+    }
+
+    fn describe(&self) -> String {
+        let counted =
+            |number: u64, what: &str| format!("{number} {what}{}", if number == 1 { "" } else { "s" });
+        format!("{}: {}", counted(self.ticks, "tick"), counted(self.columns, "column"))
+    }
+}
+
+fn greatest_common_divisor(one: u64, other: u64) -> u64 {
+    if other == 0 { one } else { greatest_common_divisor(other, one % other) }
+}
+
+fn draw(schedule: &Schedule, timeline: &Timeline, columns_max: usize, mark: Option<Place>) -> String {
+    let scale = Scale::new(schedule, timeline, columns_max);
+    let turns = turns(schedule);
+    let label_len = (schedule.num_ranks() - 1).to_string().len();
+    let mut text = String::new();
+    for (rank, passes) in schedule.ranks.iter().enumerate() {
+        let mut row = vec!['·'; scale.column(timeline.makespan)];
+        for (pass, &span) in passes.iter().zip(&timeline.ranks[rank]) {
+            draw_pass(&mut row, *pass, turns[pass.stage] % 2 == 1, span, &scale);
+        }
+        let label = format!("rank {rank:label_len$} |");
+        text += &format!("{label}{}|\n", row.into_iter().collect::<String>());
+        if let Some(place) = mark.filter(|place| place.rank == rank) {
+            let (column, width) = marked(timeline, place, &scale);
+            let what = passes.get(place.index).map_or(String::new(), |pass| format!(" {pass}"));
+            text += &format!("{}{}{what}\n", " ".repeat(label.len() + column), "^".repeat(width));
+        }
+    }
+    text + &legend(schedule, turns.contains(&1), &scale)
+}
+
+/// Where the mark of a place begins, and how wide it is: under its pass, or behind the last one that ran.
+fn marked(timeline: &Timeline, place: Place, scale: &Scale) -> (usize, usize) {
+    let spans = &timeline.ranks[place.rank];
+    match spans.get(place.index) {
+        Some(span) => {
+            let column = scale.column(span.start);
+            (column, scale.column(span.end).saturating_sub(column).max(1))
+        }
+        None => (spans.last().map_or(0, |span| scale.column(span.end)), 1),
+    }
+}
+
+fn draw_pass(row: &mut [char], pass: Pass, is_small: bool, span: Span, scale: &Scale) {
+    let cells = &mut row[scale.column(span.start)..scale.column(span.end)];
+    let letter = pass.kind.letter();
+    let mut label = vec![if is_small { letter.to_ascii_lowercase() } else { letter }];
+    label.extend(pass.microbatch.to_string().chars());
+    // Half a number would be another number.
+    if label.len() > cells.len() {
+        label.truncate(1);
+    }
+    label.resize(label.len().max(cells.len()), '─');
+    cells.iter_mut().zip(label).for_each(|(cell, character)| *cell = character);
+}
+
+fn legend(schedule: &Schedule, has_small: bool, scale: &Scale) -> String {
+    let mut parts: Vec<String> =
+        kinds(schedule).map(|kind| format!("{} {}", kind.letter(), kind.name())).collect();
+    parts.push("· idle".to_owned());
+    let small = if has_small { "; small letters: every other stage of a rank" } else { "" };
+    format!("{}{small}; {}\n", parts.join("; "), scale.describe())
+}

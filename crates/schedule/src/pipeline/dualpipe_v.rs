@@ -1,0 +1,70 @@
+use super::folded::{Chunk, FoldedRank};
+use super::schedule::{Placement, Schedule};
+
+/// DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab, "DualPipe
+/// could be better without the Dual", 2025): two stages a rank, folded. In the steady state forward of one stage and
+/// backward of the other come in pairs, so that the communication within each (of expert parallelism, say) can hide
+/// behind the other's work. Passes of a pair stand one after the other here, forward first, for a rank computes one
+/// at a time.
+///
+/// Bubble, where `F`, `I` and `W` take equal time: `(P - 1) F`. The authors' formula is for pairs that run as one and
+/// give both results at their end: `(P - 1) (F&B + B - 3 W)`, with `F&B` the time of a pair; one after the other,
+/// forward's result leaves before backward begins. Activations in flight: `2 P + 1` of a stage, which is half of a
+/// rank's layers. It needs `M >= 2 P`.
+pub(super) fn schedule(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    let stage_ranks = Placement::Folded.stage_ranks(num_ranks, 2);
+    Schedule::synchronous(num_ranks, num_microbatches, stage_ranks, |rank| {
+        let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
+        let num_below = num_ranks - rank - 1;
+        fill(&mut passes, rank, num_below);
+        steady(&mut passes, num_microbatches - 2 * num_ranks + rank + 1, num_below);
+        drain(&mut passes, rank, num_below);
+        passes.finish()
+    })
+}
+
+/// `num_below` ranks lie between this one and the fold.
+fn fill(passes: &mut FoldedRank, rank: usize, num_below: usize) {
+    for _ in 0..2 * num_below {
+        passes.forward(Chunk::Down);
+    }
+    for _ in 0..=rank {
+        passes.forward(Chunk::Down);
+        passes.forward(Chunk::Up);
+    }
+    for _ in 0..num_below {
+        passes.backward_input(Chunk::Up);
+        passes.backward_weight();
+        passes.forward(Chunk::Up);
+    }
+}
+
+fn steady(passes: &mut FoldedRank, num_pairs: usize, num_below: usize) {
+    for _ in 0..num_pairs {
+        passes.forward(Chunk::Down);
+        passes.backward(Chunk::Up);
+        passes.forward(Chunk::Up);
+        passes.backward(Chunk::Down);
+    }
+    for _ in 0..num_below {
+        passes.backward(Chunk::Up);
+        passes.forward(Chunk::Up);
+        passes.backward(Chunk::Down);
+    }
+}
+
+/// Backward alone is left. Its second half is done by halves, so that the input halves are with their ranks early.
+fn drain(passes: &mut FoldedRank, rank: usize, num_below: usize) {
+    let backwards = (0..=rank).flat_map(|_| [Chunk::Up, Chunk::Down]);
+    for (place, chunk) in backwards.enumerate() {
+        if place <= rank {
+            passes.backward(chunk);
+        } else {
+            passes.backward_input(chunk);
+        }
+    }
+    for _ in 0..num_below {
+        passes.backward_weight();
+        passes.backward_input(Chunk::Down);
+    }
+}

@@ -1,0 +1,86 @@
+use super::pass::Pass;
+use std::collections::VecDeque;
+
+/// The two stages of a rank in a folded pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Chunk {
+    /// On the way from the first rank to the last.
+    Down,
+    /// On the way back.
+    Up,
+}
+
+/// Writes the passes of a rank with two stages, each kind of pass of a stage in the order of microbatches. Passes of
+/// microbatches that do not exist are left out, so that a pattern may be written for more of them.
+pub(super) struct FoldedRank {
+    stages: [usize; 2],
+    num_microbatches: usize,
+    num_forward: [usize; 2],
+    num_backward: [usize; 2],
+    /// Weight halves that wait, in the order of their input halves.
+    held_back: VecDeque<(Chunk, usize)>,
+    passes: Vec<Pass>,
+}
+
+impl FoldedRank {
+    pub(super) fn new(rank: usize, num_ranks: usize, num_microbatches: usize) -> FoldedRank {
+        FoldedRank {
+            stages: [rank, 2 * num_ranks - 1 - rank],
+            num_microbatches,
+            num_forward: [0; 2],
+            num_backward: [0; 2],
+            held_back: VecDeque::new(),
+            passes: Vec::new(),
+        }
+    }
+
+    /// Forwards that were asked for, of a stage.
+    pub(super) fn num_forward(&self, chunk: Chunk) -> usize {
+        self.num_forward[chunk as usize]
+    }
+
+    /// Forward of a stage's next microbatch.
+    pub(super) fn forward(&mut self, chunk: Chunk) {
+        let microbatch = take_next(&mut self.num_forward[chunk as usize]);
+        self.push(Pass::forward, chunk, microbatch);
+    }
+
+    /// Backward, both halves, of a stage's next microbatch.
+    pub(super) fn backward(&mut self, chunk: Chunk) {
+        let microbatch = take_next(&mut self.num_backward[chunk as usize]);
+        self.push(Pass::backward, chunk, microbatch);
+    }
+
+    /// The input half of a stage's next microbatch; its weight half waits.
+    pub(super) fn backward_input(&mut self, chunk: Chunk) {
+        let microbatch = take_next(&mut self.num_backward[chunk as usize]);
+        self.push(Pass::backward_input, chunk, microbatch);
+        self.held_back.push_back((chunk, microbatch));
+    }
+
+    /// The weight half that has waited longest.
+    pub(super) fn backward_weight(&mut self) {
+        if let Some((chunk, microbatch)) = self.held_back.pop_front() {
+            self.push(Pass::backward_weight, chunk, microbatch);
+        }
+    }
+
+    /// The passes, after all weight halves that still wait.
+    pub(super) fn finish(mut self) -> Vec<Pass> {
+        while !self.held_back.is_empty() {
+            self.backward_weight();
+        }
+        self.passes
+    }
+
+    fn push(&mut self, pass: fn(usize, usize) -> Pass, chunk: Chunk, microbatch: usize) {
+        if microbatch < self.num_microbatches {
+            self.passes.push(pass(self.stages[chunk as usize], microbatch));
+        }
+    }
+}
+
+fn take_next(counter: &mut usize) -> usize {
+    *counter += 1;
+    *counter - 1
+}

@@ -1,0 +1,124 @@
+use std::fmt;
+use std::str::FromStr;
+
+/// What a pass does with a stage.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum PassKind {
+    /// Forward; its result goes to the next stage.
+    Forward,
+    /// Backward, both halves; the gradient of its input goes to the stage before.
+    Backward,
+    /// The half of backward that makes the gradient of the stage's input.
+    BackwardInput,
+    /// The half of backward that makes the gradients of the stage's weights.
+    BackwardWeight,
+    /// The update of the stage's weights, in schedules that do not drain between updates.
+    Update,
+}
+
+impl PassKind {
+    /// Every kind.
+    pub const ALL: [PassKind; 5] = [
+        PassKind::Forward,
+        PassKind::Backward,
+        PassKind::BackwardInput,
+        PassKind::BackwardWeight,
+        PassKind::Update,
+    ];
+
+    /// Letter in the text of schedules.
+    pub const fn letter(self) -> char {
+        match self {
+            PassKind::Forward => 'F',
+            PassKind::Backward => 'B',
+            PassKind::BackwardInput => 'I',
+            PassKind::BackwardWeight => 'W',
+            PassKind::Update => 'U',
+        }
+    }
+
+    /// In words.
+    pub const fn name(self) -> &'static str {
+        match self {
+            PassKind::Forward => "forward",
+            PassKind::Backward => "backward",
+            PassKind::BackwardInput => "backward, input half",
+            PassKind::BackwardWeight => "backward, weight half",
+            PassKind::Update => "update",
+        }
+    }
+}
+
+/// One stage's work for one microbatch: `F 3 0` is forward of stage 3 for microbatch 0.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Pass {
+    /// What is done.
+    pub kind: PassKind,
+    /// Stage, counted from 0 along the model.
+    pub stage: usize,
+    /// Microbatch, counted from 0 through all steps of the schedule; for an update, the last one whose gradient it
+    /// applies.
+    pub microbatch: usize,
+}
+
+impl Pass {
+    /// `F stage microbatch`.
+    pub const fn forward(stage: usize, microbatch: usize) -> Pass {
+        Pass { kind: PassKind::Forward, stage, microbatch }
+    }
+
+    /// `B stage microbatch`.
+    pub const fn backward(stage: usize, microbatch: usize) -> Pass {
+        Pass { kind: PassKind::Backward, stage, microbatch }
+    }
+
+    /// `I stage microbatch`.
+    pub const fn backward_input(stage: usize, microbatch: usize) -> Pass {
+        Pass { kind: PassKind::BackwardInput, stage, microbatch }
+    }
+
+    /// `W stage microbatch`.
+    pub const fn backward_weight(stage: usize, microbatch: usize) -> Pass {
+        Pass { kind: PassKind::BackwardWeight, stage, microbatch }
+    }
+
+    /// `U stage microbatch`.
+    pub const fn update(stage: usize, microbatch: usize) -> Pass {
+        Pass { kind: PassKind::Update, stage, microbatch }
+    }
+
+    /// The stage that waits for the pass's result, where the model has `num_stages`.
+    pub fn result_goes_to(self, num_stages: usize) -> Option<usize> {
+        match self.kind {
+            PassKind::Forward => (self.stage + 1 < num_stages).then_some(self.stage + 1),
+            PassKind::Backward | PassKind::BackwardInput => self.stage.checked_sub(1),
+            PassKind::BackwardWeight | PassKind::Update => None,
+        }
+    }
+}
+
+impl fmt::Display for Pass {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {} {}", self.kind.letter(), self.stage, self.microbatch)
+    }
+}
+
+/// The text is no pass.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "'{0}' is no pass; expected one of the letters F, B, I, W and U, a stage and a microbatch, as in 'F 3 0'"
+)]
+pub struct ParsePassError(pub String);
+
+impl FromStr for Pass {
+    type Err = ParsePassError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let refuse = || ParsePassError(text.to_owned());
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let [letter, stage, microbatch] = words[..] else { return Err(refuse()) };
+        let kind = PassKind::ALL.into_iter().find(|kind| letter.chars().eq([kind.letter()]));
+        let number = |word: &str| word.parse().map_err(|_| refuse());
+        Ok(Pass { kind: kind.ok_or_else(refuse)?, stage: number(stage)?, microbatch: number(microbatch)? })
+    }
+}

@@ -1,0 +1,56 @@
+//! What must hold before anything can be reckoned with.
+
+use super::costs::Costs;
+use super::error::{Place, ScheduleError};
+use super::schedule::{PASSES_MAX, Schedule};
+
+/// Refuses a schedule with sizes that its passes do not bear out, stages on ranks that do not exist, or passes of
+/// stages or microbatches that do not exist; and costs of another model. Memory that is taken for a schedule
+/// afterwards is in proportion to its passes.
+pub(super) fn check(schedule: &Schedule, costs: &Costs) -> Result<(), ScheduleError> {
+    check_sizes(schedule)?;
+    let (expected, found) = (schedule.num_stages(), costs.stages().len());
+    if expected != found {
+        return Err(ScheduleError::CostsDiffer { expected, found });
+    }
+    let num_ranks = schedule.num_ranks();
+    let misplaced = schedule.stage_ranks.iter().position(|&rank| rank >= num_ranks);
+    if let Some(stage) = misplaced {
+        return Err(ScheduleError::Placement { stage, rank: schedule.stage_ranks[stage], num_ranks });
+    }
+    check_passes(schedule)
+}
+
+fn check_sizes(schedule: &Schedule) -> Result<(), ScheduleError> {
+    let Schedule { num_microbatches, num_steps, .. } = *schedule;
+    let (num_stages, num_ranks) = (schedule.num_stages(), schedule.num_ranks());
+    let num_forward = num_stages.checked_mul(num_microbatches).and_then(|all| all.checked_mul(num_steps));
+    let is_possible = num_forward.is_some_and(|number| (1..=PASSES_MAX / 2).contains(&number));
+    let is_right = is_possible && num_ranks > 0 && schedule.num_passes() <= PASSES_MAX;
+    if is_right {
+        return Ok(());
+    }
+    Err(ScheduleError::Sizes {
+        ranks: num_ranks,
+        stages: num_stages,
+        microbatches: num_microbatches,
+        steps: num_steps,
+    })
+}
+
+fn check_passes(schedule: &Schedule) -> Result<(), ScheduleError> {
+    let (num_stages, num_microbatches) = (schedule.num_stages(), schedule.num_microbatches_in_all());
+    for (rank, passes) in schedule.ranks.iter().enumerate() {
+        for (index, &pass) in passes.iter().enumerate() {
+            let place = Place { rank, index };
+            if pass.stage >= num_stages || pass.microbatch >= num_microbatches {
+                return Err(ScheduleError::OutOfRange { place, pass, num_stages, num_microbatches });
+            }
+            let expected = schedule.stage_ranks[pass.stage];
+            if expected != rank {
+                return Err(ScheduleError::WrongRank { place, pass, expected });
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,102 @@
+//! Schedules without drains: versions of weights, staleness, and steps.
+
+use super::*;
+
+fn without_drains(kind: Kind, num_ranks: usize, num_microbatches: usize, num_steps: usize) -> Schedule {
+    let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank: 1, num_steps };
+    proven(kind, sizes, EQUAL).0
+}
+
+#[test]
+fn staleness_of_pipedream_is_the_ranks_below() {
+    for ranks in 1..=6 {
+        let schedule = without_drains(Kind::PipeDream, ranks, 1, 3 * ranks);
+        let below: Vec<usize> = (0..ranks).map(|stage| ranks - 1 - stage).collect();
+        assert_eq!(schedule.staleness(), below);
+        let versions: Vec<usize> = below.iter().map(|staleness| staleness + 1).collect();
+        assert_eq!(schedule.versions_kept(), versions);
+    }
+}
+
+#[test]
+fn longer_steps_make_pipedream_less_stale() {
+    for (ranks, microbatches) in [(4, 2), (4, 3), (5, 2), (6, 4), (3, 8)] {
+        let schedule = without_drains(Kind::PipeDream, ranks, microbatches, 8);
+        let expected: Vec<usize> =
+            (0..ranks).map(|stage| (ranks - 1 - stage).div_ceil(microbatches)).collect();
+        assert_eq!(schedule.staleness(), expected, "{ranks} {microbatches}");
+    }
+}
+
+#[test]
+fn pipedream_2bw_is_one_step_stale_with_two_versions() {
+    for (ranks, microbatches) in [(1, 1), (2, 2), (4, 4), (4, 7), (6, 9)] {
+        let schedule = without_drains(Kind::PipeDream2Bw, ranks, microbatches, 4);
+        assert_eq!(schedule.staleness(), vec![1; ranks]);
+        assert_eq!(schedule.versions_kept(), vec![2; ranks]);
+        // A microbatch reads one version on all stages.
+        for (passes, versions) in schedule.ranks.iter().zip(schedule.versions_read()) {
+            let reads = passes.iter().zip(versions).filter(|(pass, _)| pass.kind != PassKind::Update);
+            for (pass, version) in reads {
+                assert_eq!(version, (pass.microbatch / microbatches).saturating_sub(1), "{pass}");
+            }
+        }
+    }
+}
+
+#[test]
+fn backward_reads_what_its_forward_read() {
+    for kind in [Kind::PipeDream, Kind::PipeDream2Bw] {
+        let schedule = without_drains(kind, 4, 4, 5);
+        for (passes, versions) in schedule.ranks.iter().zip(schedule.versions_read()) {
+            let read_by = |wanted: Pass| {
+                let index = passes.iter().position(|&pass| pass == wanted).expect("a pass of the rank");
+                versions[index]
+            };
+            for pass in passes.iter().filter(|pass| pass.kind == PassKind::Backward) {
+                assert_eq!(read_by(*pass), read_by(Pass::forward(pass.stage, pass.microbatch)));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_schedule_that_drains_has_one_version() {
+    let (schedule, _) = proven(Kind::ZeroBubbleV, sizes(3, 6, 2), EQUAL);
+    assert_eq!(schedule.staleness(), [0; 6]);
+    assert_eq!(schedule.versions_kept(), [1; 6]);
+    assert_eq!(schedule.step(0, 0), &schedule.ranks[0][..]);
+}
+
+#[test]
+fn steps_are_the_schedule_cut_and_repeat_in_the_middle() {
+    let (ranks, microbatches, num_steps) = (4, 3, 6);
+    let schedule = without_drains(Kind::PipeDream, ranks, microbatches, num_steps);
+    for rank in 0..ranks {
+        let steps: Vec<&[Pass]> = (0..num_steps).map(|step| schedule.step(rank, step)).collect();
+        assert_eq!(steps.concat(), schedule.ranks[rank]);
+        let shifted = |step: &[Pass]| -> Vec<Pass> {
+            step.iter().map(|pass| Pass { microbatch: pass.microbatch + microbatches, ..*pass }).collect()
+        };
+        // The first step fills the pipeline, and the last ones drain it.
+        for step in 1..num_steps - 2 {
+            assert_eq!(shifted(steps[step]), steps[step + 1], "rank {rank}, step {step}");
+        }
+        for (step, passes) in steps.iter().enumerate() {
+            let update = Pass::update(rank, (step + 1) * microbatches - 1);
+            assert_eq!(passes.last(), Some(&update));
+        }
+    }
+}
+
+#[test]
+fn without_drains_only_the_ends_have_a_bubble() {
+    for kind in [Kind::PipeDream, Kind::PipeDream2Bw] {
+        for num_steps in [1, 2, 7] {
+            let sizes = Sizes { num_ranks: 4, num_microbatches: 4, stages_per_rank: 1, num_steps };
+            let (_, timeline) = proven(kind, sizes, EQUAL);
+            let ideal_ticks = 4 * num_steps as u64 * EQUAL.total();
+            assert_eq!(timeline.bubble(), Bubble { ticks: 3 * EQUAL.total(), ideal_ticks });
+        }
+    }
+}

@@ -1,0 +1,90 @@
+//! Pictures.
+
+use super::*;
+
+fn picture(kind: Kind, sizes: Sizes, stage: StageCosts, columns_max: usize) -> String {
+    let (schedule, timeline) = proven(kind, sizes, stage);
+    draw_text(&schedule, &timeline, columns_max)
+}
+
+#[test]
+fn a_grid_is_to_scale() {
+    let text = picture(Kind::OneFOneB, sizes(2, 2, 1), EQUAL, 80);
+    let expected = "\
+rank 0 |F0F1····B0──··B1──|
+rank 1 |··F0B0──F1B1──····|
+F forward; B backward; · idle; 1 tick: 2 columns
+";
+    assert_eq!(text, expected);
+    let scaled = picture(Kind::OneFOneB, sizes(2, 2, 1), StageCosts::of(100, 100, 100), 80);
+    assert_eq!(text.lines().next(), scaled.lines().next());
+}
+
+#[test]
+fn a_grid_that_is_too_wide_leaves_numbers_out() {
+    let text = picture(Kind::GPipe, sizes(2, 11, 1), EQUAL, 18);
+    let expected = "\
+rank 0 |FFFFF··BBBBBBBBBBB|
+rank 1 |FFFFFFBBBBBBBBBBB·|
+F forward; B backward; · idle; 2 ticks: 1 column
+";
+    assert_eq!(text, expected);
+}
+
+#[test]
+fn a_mark_stands_under_the_pass() {
+    let (schedule, _) = proven(Kind::GPipe, sizes(2, 3, 1), EQUAL);
+    let costs = Costs::equal(2, EQUAL).expect("possible costs");
+    let error = validate(&schedule, &costs, Some(&[3, 2])).expect_err("too many");
+    let text = draw_error(&schedule, &costs, &error, 80);
+    let lines: Vec<&str> = text.lines().collect();
+    assert_eq!(lines[0], "rank 1, pass 2: with 'F 1 2' the rank holds activations of 3; the bound is 2");
+    assert!(lines[2].starts_with("rank 1 |··F0F1F2B0──"), "{text}");
+    assert_eq!(lines[3], "              ^^ F 1 2");
+    let missing = ScheduleError::Missing { rank: 0, missing: Pass::forward(0, 0) };
+    assert_eq!(draw_error(&schedule, &costs, &missing, 80), "rank 0 never does 'F 0 0'\n");
+}
+
+/// The numbers of an attribute, in the order of the document.
+fn attribute(svg: &str, name: &str) -> Vec<f64> {
+    let begin = format!(" {name}=\"");
+    svg.split(&begin).skip(1).filter_map(|rest| rest.split('"').next()?.parse().ok()).collect()
+}
+
+#[test]
+fn an_svg_has_all_passes_to_scale() {
+    let (schedule, timeline) = proven(Kind::ZeroBubbleV, sizes(2, 4, 2), EQUAL);
+    let svg = draw_svg(&schedule, &timeline, "zb-v");
+    assert!(svg.starts_with("<svg xmlns=\"http://www.w3.org/2000/svg\" ") && svg.ends_with("</svg>\n"));
+    let passes: Vec<&str> = svg.lines().filter(|line| line.contains("<title>")).collect();
+    assert_eq!(passes.len(), schedule.num_passes());
+    let span = timeline.ranks[1][0];
+    let first_of_rank_1 = passes[schedule.ranks[0].len()];
+    assert!(first_of_rank_1.contains(&format!("<title>F 1 0, ticks {} to {}</title>", span.start, span.end)));
+    let tick = attribute(first_of_rank_1, "width")[0];
+    assert!((attribute(first_of_rank_1, "x")[0] - 70.0 - tick).abs() < 0.02, "{first_of_rank_1}");
+    // Stages of a rank differ in lightness.
+    let fill = |pass: &str| {
+        let line = passes.iter().find(|line| line.contains(&format!("<title>{pass},"))).expect("a pass");
+        line.split("fill=\"").nth(1).and_then(|rest| rest.split('"').next()).map(str::to_owned)
+    };
+    assert_ne!(fill("F 0 0"), fill("F 3 0"));
+    assert_eq!(fill("F 0 0"), fill("F 1 0"));
+    assert_ne!(fill("F 0 0"), fill("I 0 0"));
+    for name in [
+        "forward",
+        "backward, input half",
+        "backward, weight half",
+        "idle",
+        "lighter: a later stage of the rank",
+    ] {
+        assert!(svg.contains(&format!(">{name}</text>")), "{name}");
+    }
+}
+
+#[test]
+fn text_in_an_svg_means_itself() {
+    let (schedule, timeline) = proven(Kind::GPipe, sizes(1, 1, 1), EQUAL);
+    let svg = draw_svg(&schedule, &timeline, "<b> & \"c\" 'd'\u{0}");
+    assert!(svg.contains(">&lt;b&gt; &amp; &quot;c&quot; &apos;d&apos; </text>"), "{svg}");
+}

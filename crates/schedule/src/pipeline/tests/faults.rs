@@ -1,0 +1,261 @@
+//! Schedules that must not run, what is said of them, and where it is marked.
+
+use super::messages::{Event, check, place};
+use super::*;
+
+fn parse(text: &str) -> Schedule {
+    text.parse().unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// What is wrong with a schedule of two stages, and where.
+fn fault(text: &str) -> (String, Option<(usize, usize)>) {
+    let schedule = parse(text);
+    let costs = Costs::equal(schedule.num_stages(), EQUAL).expect("possible costs");
+    let error = validate(&schedule, &costs, None).expect_err("a fault");
+    (error.to_string(), error.place().map(|place| (place.rank, place.index)))
+}
+
+const HEADER: &str = "ranks 2 placement 0,1 microbatches 1\n";
+
+#[test]
+fn each_fault_is_named_with_its_place() {
+    for (ranks, message, place) in [
+        ("rank 0: F 0 0, B 0 0\nrank 1: F 1 0", "rank 1 never does 'B 1 0'", None),
+        ("rank 0: F 0 0, I 0 0\nrank 1: F 1 0, B 1 0", "rank 0 never does 'W 0 0'", None),
+        ("rank 0: B 0 0\nrank 1: F 1 0, B 1 0", "rank 0, pass 0: 'B 0 0' comes before 'F 0 0'", Some((0, 0))),
+        (
+            "rank 0: F 0 0, W 0 0, I 0 0\nrank 1: F 1 0, B 1 0",
+            "rank 0, pass 1: 'W 0 0' comes before 'I 0 0'",
+            Some((0, 1)),
+        ),
+        (
+            "rank 0: F 0 0, F 0 0\nrank 1: F 1 0, B 1 0",
+            "rank 0, pass 1: 'F 0 0' was done before",
+            Some((0, 1)),
+        ),
+        (
+            "rank 0: F 0 0, I 0 0, B 0 0\nrank 1: F 1 0, B 1 0",
+            "rank 0, pass 2: 'B 0 0' was done before",
+            Some((0, 2)),
+        ),
+        (
+            "rank 0: F 0 0, B 0 0\nrank 1: F 1 1, B 1 1",
+            "rank 1, pass 0: 'F 1 1' is outside of 2 stages and 1 micro",
+            Some((1, 0)),
+        ),
+        (
+            "rank 0: F 0 0, F 1 0\nrank 1: B 1 0",
+            "rank 0, pass 1: 'F 1 0' is of a stage that lies on rank 1",
+            Some((0, 1)),
+        ),
+        (
+            "rank 0: F 0 0, B 0 0, U 0 0\nrank 1: F 1 0, B 1 0",
+            "rank 0, pass 2: 'U 0 0' is not at the end of a step",
+            Some((0, 2)),
+        ),
+    ] {
+        let (found, found_place) = fault(&format!("{HEADER}{ranks}"));
+        assert!(found.starts_with(message), "{found}\n{message}");
+        assert_eq!(found_place, place, "{found}");
+    }
+    let nowhere = fault("ranks 1 placement 0,1 microbatches 1\nrank 0: F 0 0, B 0 0");
+    assert_eq!(nowhere, ("stage 1 lies on rank 1 of 1".to_owned(), None));
+    let huge =
+        fault("ranks 1 placement 0 microbatches 99999999999 steps 99999999999 weights stashed\nrank 0:").0;
+    assert!(huge.starts_with("a schedule of 1 ranks, 1 stages and 99999999999 steps"), "{huge}");
+}
+
+#[test]
+fn a_step_of_weights_is_updated_once_and_read_while_it_is_there() {
+    let stashed = "ranks 1 placement 0 microbatches 1 steps 2 weights stashed\n";
+    let (late, place) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, F 0 1, B 0 1, U 0 0, U 0 1"));
+    assert!(late.starts_with("rank 0, pass 4: 'U 0 0' is not at the end"), "{late}");
+    assert_eq!(place, Some((0, 4)));
+    let (missing, _) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, U 0 0, F 0 1, B 0 1"));
+    assert_eq!(missing, "rank 0 never does 'U 0 1'");
+    let buffered = "ranks 1 placement 0 microbatches 1 steps 3 weights double-buffered\n";
+    let passes = "rank 0: F 0 0, F 0 1, F 0 2, B 0 0, U 0 0, B 0 1, U 0 1, B 0 2, U 0 2";
+    let (early, place) = fault(&format!("{buffered}{passes}"));
+    assert!(early.starts_with("rank 0, pass 2: 'F 0 2' reads version 1 of its weights"), "{early}");
+    assert_eq!(place, Some((0, 2)));
+}
+
+#[test]
+fn a_deadlock_names_the_ring_and_marks_its_place() {
+    let schedule = parse(
+        "ranks 2 placement 0,1 microbatches 2\nrank 0: F 0 0, B 0 0, F 0 1, B 0 1\nrank 1: F 1 1, F 1 0, B 1 0, B 1 1",
+    );
+    let costs = Costs::equal(2, EQUAL).expect("possible costs");
+    let error = validate(&schedule, &costs, None).expect_err("a deadlock");
+    assert_eq!(simulate(&schedule, &costs), Err(error.clone()));
+    let expected = "\
+deadlock: rank 0, pass 1 'B 0 0' needs 'B 1 0' of rank 1; rank 1, pass 0 'F 1 1' needs 'F 0 1' of rank 0
+rank 0 |F0|
+          ^ B 0 0
+rank 1 |··|
+F forward; B backward; · idle; 1 tick: 2 columns
+";
+    assert_eq!(draw_error(&schedule, &costs, &error, 80), expected);
+}
+
+/// Every message is received just before the pass that needs it.
+fn received_late(schedule: &Schedule) -> Vec<Vec<Event>> {
+    let ranks = &schedule.stage_ranks;
+    let num_stages = schedule.num_stages();
+    let events = |(rank, passes): (usize, &Vec<Pass>)| {
+        let around = |&pass: &Pass| {
+            let Pass { kind, stage, microbatch } = pass;
+            let needed = match kind {
+                PassKind::Forward => stage.checked_sub(1).map(|before| Pass::forward(before, microbatch)),
+                PassKind::Backward if stage + 1 < num_stages => Some(Pass::backward(stage + 1, microbatch)),
+                _ => None,
+            };
+            let receive = needed.filter(|needed| ranks[needed.stage] != rank);
+            let receive = receive.map(|result_of| Event::Receive { result_of, from: ranks[result_of.stage] });
+            let to = pass.result_goes_to(num_stages).map(|stage| ranks[stage]).filter(|&to| to != rank);
+            let send = to.map(|to| Event::Send { result_of: pass, to });
+            receive.into_iter().chain([Event::Pass(pass)]).chain(send)
+        };
+        passes.iter().flat_map(around).collect()
+    };
+    schedule.ranks.iter().enumerate().map(events).collect()
+}
+
+/// Why the sender places the receive: GPipe runs either way, 1F1B does not.
+#[test]
+fn receives_just_before_they_are_needed_stop_1f1b() {
+    let sizes = sizes(2, 3, 1);
+    let (gpipe, _) = proven(Kind::GPipe, sizes, EQUAL);
+    assert_eq!(check(&received_late(&gpipe), &gpipe), Ok(()));
+    let (one_f_one_b, timeline) = proven(Kind::OneFOneB, sizes, EQUAL);
+    let error = check(&received_late(&one_f_one_b), &one_f_one_b).expect_err("both send");
+    assert_eq!(
+        error.to_string(),
+        "deadlock: rank 0, pass 2 sends the result of 'F 0 1' to rank 1, which does not receive it; rank 1, pass 2 sends \
+         the result of 'B 1 0' to rank 0, which does not receive it"
+    );
+    assert_eq!(check(&place(&one_f_one_b, &timeline), &one_f_one_b), Ok(()));
+}
+
+#[test]
+fn a_message_that_is_lost_or_late_is_found() {
+    let (schedule, timeline) = proven(Kind::OneFOneB, sizes(2, 2, 1), EQUAL);
+    let events = place(&schedule, &timeline);
+    for rank in 0..2 {
+        for index in 0..events[rank].len() {
+            let mut without = events.clone();
+            if !matches!(without[rank].remove(index), Event::Pass(_)) {
+                let error = check(&without, &schedule).expect_err("a message less");
+                assert!(
+                    matches!(error, ScheduleError::Deadlock(_) | ScheduleError::TooEarly { .. }),
+                    "{error}"
+                );
+            }
+        }
+    }
+    let mut neither = events;
+    neither[0].retain(|event| !matches!(event, Event::Send { .. }));
+    neither[1].retain(|event| !matches!(event, Event::Receive { .. }));
+    let error = check(&neither, &schedule).expect_err("no input");
+    assert_eq!(error.to_string(), "rank 1, pass 0: 'F 1 0' comes before 'F 0 0', whose result it needs");
+}
+
+#[test]
+fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
+    let refusal = |kind: &str, sizes: Sizes| {
+        let kind: Kind = kind.parse().unwrap_or_else(|error| panic!("{error}"));
+        let num_stages = sizes.num_ranks.saturating_mul(sizes.stages_per_rank).min(100);
+        let costs = Costs::equal(num_stages, EQUAL).expect("possible costs");
+        generate(kind, sizes, &costs, None).expect_err("sizes that do not fit").to_string()
+    };
+    for (kind, sizes, message) in [
+        (
+            "1f1b",
+            sizes(2, 4, 2),
+            "schedule '1f1b' needs 1 stages a rank, not 2; set that, or choose interleaved-1f1b, breadth-first or auto",
+        ),
+        (
+            "interleaved-1f1b",
+            sizes(2, 4, 1),
+            "schedule 'interleaved-1f1b' needs 2 or more stages a rank, not 1; set that, or choose 1f1b",
+        ),
+        (
+            "zb-v",
+            sizes(2, 4, 1),
+            "schedule 'zb-v' needs 2 stages a rank, not 1; set that, or choose zb-h1 or zb-h2",
+        ),
+        (
+            "dualpipe-v",
+            sizes(4, 7, 2),
+            "schedule 'dualpipe-v' needs at least 8 microbatches on 4 ranks, not 7; raise the global batch size, or choose zb-v",
+        ),
+        (
+            "pipedream-2bw",
+            sizes(4, 3, 1),
+            "schedule 'pipedream-2bw' needs at least 4 microbatches on 4 ranks, not 3",
+        ),
+        ("gpipe", Sizes { num_steps: 2, ..sizes(2, 2, 1) }, "schedule 'gpipe' drains after each step"),
+        ("gpipe", sizes(0, 2, 1), "a pipeline needs at least one rank"),
+        ("gpipe", sizes(usize::MAX, 2, 1), "a pipeline of Sizes"),
+        ("gpipe", sizes(1000, 1 << 20, 1), "a pipeline of Sizes"),
+        ("auto", sizes(101, 1, 1), "costs of 100 stages for a pipeline of 101"),
+    ] {
+        let found = refusal(kind, sizes);
+        assert!(found.starts_with(message), "{found}\n{message}");
+    }
+    let costs = Costs::equal(2, EQUAL).expect("possible costs");
+    let few = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4])).expect_err("one bound");
+    assert_eq!(few.to_string(), "bounds of activations for 1 ranks, for a pipeline of 2");
+    let memory = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4, 3])).expect_err("no room");
+    assert!(
+        memory
+            .to_string()
+            .starts_with("schedule 'gpipe' holds activations of 4 on rank 1, where 3 fit; choose"),
+        "{memory}"
+    );
+    let unknown = "gpip".parse::<Kind>().expect_err("no such name").to_string();
+    assert!(
+        unknown
+            .starts_with("there is no pipeline schedule 'gpip'; choose one of gpipe, 1f1b, interleaved-1f1b"),
+        "{unknown}"
+    );
+}
+
+#[test]
+fn costs_that_cannot_be_are_refused() {
+    let refusal =
+        |stage, send| Costs::new(vec![EQUAL, stage], send).expect_err("impossible costs").to_string();
+    assert!(refusal(StageCosts::of(0, 1, 1), 0).starts_with("forward of stage 1 takes 0 ticks; give from 1"));
+    assert!(
+        refusal(StageCosts::of(1, 0, 1), 0).starts_with("backward's input half of stage 1 takes 0 ticks")
+    );
+    assert!(
+        refusal(StageCosts::of(1, 1, TICKS_MAX + 1), 0)
+            .starts_with("backward's weight half of stage 1 takes")
+    );
+    assert!(refusal(EQUAL, TICKS_MAX + 1).starts_with("a message between stages takes"));
+    let kept = StageCosts { activation: 1, weight_activation: 2, ..EQUAL };
+    assert!(refusal(kept, 0).starts_with("stage 1 keeps 1 from forward and 2 of it after"));
+}
+
+#[test]
+fn text_that_is_no_schedule_is_refused_with_its_line() {
+    for (text, message) in [
+        ("", "line 1: '' should read 'ranks P placement"),
+        ("ranks 1 placement 0 microbatches", "line 1: 'ranks 1 placement 0 microbatches' should"),
+        ("ranks 1 placement 0,x microbatches 1", "line 1: "),
+        ("ranks 1 placement 0 microbatches 1 steps", "line 1: "),
+        ("ranks 1 placement 0 microbatches 1 weights new", "line 1: "),
+        (
+            "# first\nranks 1 placement 0 microbatches 1\nrank 1: F 0 0",
+            "line 3: expected 'rank 0:' and its passes",
+        ),
+        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, X 0 0", "line 2: 'X 0 0' is no pass"),
+        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0 0", "line 2: 'F 0 0 0' is no pass"),
+        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0,", "line 2: '' is no pass"),
+        ("ranks 2 placement 0,1 microbatches 1\nrank 0: F 0 0", "the header says 2 ranks, and 1 follow"),
+    ] {
+        let found = text.parse::<Schedule>().expect_err("no schedule").to_string();
+        assert!(found.starts_with(message), "{found}\n{message}");
+    }
+}

@@ -1,0 +1,37 @@
+mod asynchronous;
+mod automatic;
+mod drawing;
+mod faults;
+mod formulas;
+mod goldens;
+mod programs;
+mod properties;
+
+use super::*;
+use proptest::prelude::*;
+
+/// Sizes of a synchronous schedule.
+fn sizes(num_ranks: usize, num_microbatches: usize, stages_per_rank: usize) -> Sizes {
+    Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 }
+}
+
+/// All three passes take equal time.
+const EQUAL: StageCosts = StageCosts::of(1, 1, 1);
+
+fn equal_costs(sizes: Sizes, stage: StageCosts) -> Costs {
+    Costs::equal(sizes.num_ranks * sizes.stages_per_rank, stage).expect("possible costs")
+}
+
+/// A schedule that is valid, and its times.
+fn proven(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
+    let costs = equal_costs(sizes, stage);
+    let schedule = generate(kind, sizes, &costs, None).expect("sizes that fit");
+    assert_eq!(validate(&schedule, &costs, None), Ok(()), "{kind} {sizes:?}\n{schedule}");
+    let timeline = simulate(&schedule, &costs).expect("a valid schedule");
+    (schedule, timeline)
+}
+
+/// The kinds that are there without costs.
+fn fixed_kinds() -> impl Iterator<Item = Kind> {
+    Kind::ALL.into_iter().filter(|&kind| kind != Kind::Automatic)
+}

@@ -1,0 +1,110 @@
+//! Programs of units, from schedules of stages.
+
+use super::super::{Costs, Kind, Sizes, StageCosts, generate, programs, simulate};
+use crate::action::{Action, Keep};
+use crate::lowering::{Sharding, recompute, shard};
+use crate::program::{Program, ZeroStage};
+use crate::validate::{ProgramError, validate_pipeline};
+use proptest::prelude::*;
+
+const KINDS: [(Kind, usize); 4] =
+    [(Kind::GPipe, 1), (Kind::OneFOneB, 1), (Kind::Interleaved, 2), (Kind::BreadthFirst, 2)];
+
+/// Programs of stages with one unit more each than `units_min`, but for the first.
+fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatches: usize) -> Vec<Program> {
+    let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
+    let num_stages = num_ranks * stages_per_rank;
+    let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
+    let schedule = generate(kind, sizes, &costs, None).unwrap();
+    let timeline = simulate(&schedule, &costs).unwrap();
+    let units: Vec<_> =
+        (0..num_stages).map(|stage| (3 * stage).div_ceil(2)..(3 * stage + 3).div_ceil(2)).collect();
+    programs(&schedule, &timeline, &units, &[])
+}
+
+#[test]
+fn two_ranks_and_two_microbatches() {
+    let lines = |program: &Program| program.to_string().lines().collect::<Vec<_>>().join(", ");
+    let found: Vec<String> = lowered(Kind::OneFOneB, 2, 1, 2).iter().map(lines).collect();
+    let expected = [
+        "units 3 microbatches 2 rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, F 1 1, SEND_F 1 1, RECV_B 2 0, \
+         B 1 0, B 0 0, RECV_B 2 1, B 1 1, REDUCE_GRAD 1, B 0 1, REDUCE_GRAD 0, STEP 0, STEP 1",
+        "units 3 microbatches 2 rank 1 stage 0-2@0 stage 2-3@1, RECV_F 1 0, F 2 0, RECV_F 1 1, B 2 0, SEND_B 2 0, F 2 1, B 2 1, \
+         REDUCE_GRAD 2, SEND_B 2 1, STEP 2",
+    ];
+    assert_eq!(found, expected);
+}
+
+proptest! {
+    #[test]
+    fn programs_are_valid_and_read_back(
+        kind in 0..4_usize, num_ranks in 1..5_usize, more in 0..5_usize, stage in 0..3_usize, keep in 0..4_usize,
+    ) {
+        let (kind, stages_per_rank) = KINDS[kind];
+        let programs = lowered(kind, num_ranks, stages_per_rank, num_ranks + more);
+        let num_units = programs[0].outline.num_units;
+        let keeps: Vec<Keep> = (0..num_units)
+            .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
+            .map(|keep| if num_units == 1 { Keep::All } else { keep })
+            .collect();
+        let sharding = Sharding { zero_stage: ZeroStage::ALL[stage], prefetch: 0, keep_after_forward: false };
+        let programs: Vec<Program> =
+            programs.into_iter().map(|program| shard(recompute(program, &keeps), sharding)).collect();
+        prop_assert_eq!(validate_pipeline(&programs), Ok(()));
+        for program in &programs {
+            prop_assert_eq!(program.to_string().parse(), Ok(program.clone()));
+        }
+    }
+
+    #[test]
+    fn a_program_that_lost_an_action_is_refused(
+        kind in 0..4_usize, num_ranks in 2..4_usize, rank in 0..4_usize, at in any::<prop::sample::Index>(),
+    ) {
+        let (kind, stages_per_rank) = KINDS[kind];
+        let mut programs = lowered(kind, num_ranks, stages_per_rank, num_ranks + 1);
+        let actions = &mut programs[rank % num_ranks].actions;
+        let lost = actions.remove(at.index(actions.len()));
+        prop_assert!(validate_pipeline(&programs).is_err(), "without {}", lost);
+    }
+}
+
+#[test]
+fn receiving_only_before_use_stops_one_forward_one_backward() {
+    let mut programs = lowered(Kind::OneFOneB, 3, 1, 4);
+    for program in &mut programs {
+        let mut late: Vec<Action> = Vec::new();
+        let mut moved = Vec::new();
+        for &action in &program.actions {
+            match action {
+                Action::ReceiveForward { .. } | Action::ReceiveBackward { .. } => late.push(action),
+                _ => {
+                    let is_used = |receive: &Action| match (*receive, action) {
+                        (
+                            Action::ReceiveForward { unit, microbatch },
+                            Action::Forward { unit: own, microbatch: now, .. },
+                        ) => (unit + 1, microbatch) == (own, now),
+                        (
+                            Action::ReceiveBackward { unit, microbatch },
+                            Action::Backward { unit: own, microbatch: now },
+                        ) => (unit, microbatch) == (own + 1, now),
+                        _ => false,
+                    };
+                    moved.extend(late.extract_if(.., |receive| is_used(receive)));
+                    moved.push(action);
+                }
+            }
+        }
+        program.actions = moved;
+    }
+    let error = validate_pipeline(&programs).unwrap_err();
+    assert!(matches!(error, ProgramError::Deadlock { .. }), "{error}");
+    assert!(error.to_string().contains("waits at 'SEND_"), "{error}");
+}
+
+#[test]
+fn what_is_for_another_rank_is_refused() {
+    let mut programs = lowered(Kind::GPipe, 2, 1, 2);
+    programs[0].actions.insert(0, Action::Forward { unit: 2, microbatch: 0, keep: Keep::All });
+    let error = validate_pipeline(&programs).unwrap_err();
+    assert_eq!(error.to_string(), "action 0 'F 2 0' is not for rank 0 of the pipeline");
+}

@@ -1,0 +1,100 @@
+use super::costs::Costs;
+use super::schedule::Schedule;
+
+/// When a pass runs, in ticks from the common start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Span {
+    /// Begins.
+    pub start: u64,
+    /// Ends.
+    pub end: u64,
+}
+
+impl Span {
+    /// Ticks.
+    pub fn ticks(self) -> u64 {
+        self.end - self.start
+    }
+}
+
+/// A schedule in time. All times are in ticks of the costs.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Timeline {
+    /// For each rank, when its passes run, in the order of the schedule.
+    pub ranks: Vec<Vec<Span>>,
+    /// When the last pass ends.
+    pub makespan: u64,
+    /// For each rank, the time that its passes take.
+    pub busy: Vec<u64>,
+    /// For each rank, the most activations that it holds at a time, in the unit of the costs.
+    pub activations_max: Vec<u64>,
+}
+
+/// Time that is lost, and the time that it is compared with: what the busiest rank has to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Bubble {
+    /// Ticks lost.
+    pub ticks: u64,
+    /// Ticks without any loss.
+    pub ideal_ticks: u64,
+}
+
+impl Bubble {
+    /// Lost time by ideal time (Narayanan et al., 2021, section 2.2). Qi et al., 2023, divide by the sum of both.
+    pub fn fraction(self) -> f64 {
+        self.ticks as f64 / self.ideal_ticks as f64
+    }
+
+    /// Whether the fraction is exactly `numerator / denominator`.
+    pub fn is(self, numerator: u64, denominator: u64) -> bool {
+        u128::from(self.ticks) * u128::from(denominator)
+            == u128::from(numerator) * u128::from(self.ideal_ticks)
+    }
+}
+
+impl Timeline {
+    pub(super) fn new(schedule: &Schedule, costs: &Costs, ranks: Vec<Vec<Span>>) -> Timeline {
+        let busy = |spans: &Vec<Span>| spans.iter().map(|span| span.ticks()).sum();
+        Timeline {
+            makespan: ranks.iter().filter_map(|spans| spans.last()).map(|span| span.end).max().unwrap_or(0),
+            busy: ranks.iter().map(busy).collect(),
+            activations_max: activations_max(schedule, costs),
+            ranks,
+        }
+    }
+
+    /// Ticks from the common start to the common end in which a rank does nothing.
+    pub fn idle(&self, rank: usize) -> u64 {
+        self.makespan - self.busy[rank]
+    }
+
+    /// Ticks from a rank's first pass to the end of its last one.
+    pub fn extent(&self, rank: usize) -> u64 {
+        let spans = &self.ranks[rank];
+        spans.first().zip(spans.last()).map_or(0, |(first, last)| last.end - first.start)
+    }
+
+    /// The bubble as papers define it: what the longest rank takes from its first pass to its last, beyond the work
+    /// of the busiest. For GPipe, 1F1B and their interleaved forms the first rank is at work from the common start to
+    /// the common end, so that is the whole time. Zero-bubble schedules begin and end on one rank after another, and
+    /// the papers do not count the time before or after (Qi et al., 2023, section 2.2); [`Timeline::makespan`] does.
+    pub fn bubble(&self) -> Bubble {
+        let longest = (0..self.ranks.len()).map(|rank| self.extent(rank)).max().unwrap_or(0);
+        let ideal_ticks = self.busy.iter().copied().max().unwrap_or(0);
+        Bubble { ticks: longest - ideal_ticks, ideal_ticks }
+    }
+}
+
+/// The most activations that each rank holds at a time. It follows from the order of its passes alone.
+pub(super) fn activations_max(schedule: &Schedule, costs: &Costs) -> Vec<u64> {
+    let peak = |passes: &Vec<_>| {
+        let (mut held, mut peak) = (0_u64, 0);
+        for &pass in passes {
+            let (taken, freed) = costs.activations(pass);
+            held = (held + taken).saturating_sub(freed);
+            peak = peak.max(held);
+        }
+        peak
+    };
+    schedule.ranks.iter().map(peak).collect()
+}

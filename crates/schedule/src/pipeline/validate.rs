@@ -1,0 +1,160 @@
+//! Proving a schedule before it runs.
+
+use super::clock;
+use super::costs::Costs;
+use super::error::{Place, ScheduleError};
+use super::messages;
+use super::pass::{Pass, PassKind};
+use super::schedule::{Schedule, WeightVersions};
+use super::shape;
+
+/// Proves that every stage runs forward and backward (or both of its halves) once for every microbatch, on the rank
+/// where it lies and in an order that the data allows; that no rank holds more activations than its bound of
+/// `activations_max`, if there are bounds; that weights are updated once a step, and read while they are there; and
+/// that all ranks come to their ends, both when results wait for their receivers and when a rank that sends waits
+/// until the other one receives ([`messages::place`], [`messages::check`]).
+///
+/// Costs give activations their sizes, and messages their order. Time: linear in the passes, but for sorting them.
+pub fn validate(
+    schedule: &Schedule,
+    costs: &Costs,
+    activations_max: Option<&[u64]>,
+) -> Result<(), ScheduleError> {
+    shape::check(schedule, costs)?;
+    let mut progress = Progress::new(schedule);
+    for (rank, passes) in schedule.ranks.iter().enumerate() {
+        for (index, &pass) in passes.iter().enumerate() {
+            progress.take(Place { rank, index }, pass)?;
+        }
+    }
+    progress.check_complete()?;
+    if let Some(bounds) = activations_max {
+        check_activations(schedule, costs, bounds)?;
+    }
+    let timeline = clock::simulate(schedule, costs)?;
+    messages::check(&messages::place(schedule, &timeline), schedule)
+}
+
+/// Which passes of a stage for a microbatch have been done, as bits.
+type Done = u8;
+const FORWARD: Done = 1;
+const INPUT: Done = 2;
+const WEIGHT: Done = 4;
+const UPDATE: Done = 8;
+const BACKWARD: Done = INPUT | WEIGHT;
+
+struct Progress<'a> {
+    schedule: &'a Schedule,
+    num_microbatches: usize,
+    done: Vec<Done>,
+    /// By stage: updates, and microbatches with a complete backward since the last one.
+    num_updates: Vec<usize>,
+    num_gradients: Vec<usize>,
+}
+
+impl<'a> Progress<'a> {
+    fn new(schedule: &'a Schedule) -> Self {
+        let (num_stages, num_microbatches) = (schedule.num_stages(), schedule.num_microbatches_in_all());
+        Progress {
+            schedule,
+            num_microbatches,
+            done: vec![0; num_stages * num_microbatches],
+            num_updates: vec![0; num_stages],
+            num_gradients: vec![0; num_stages],
+        }
+    }
+
+    fn take(&mut self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
+        let Pass { kind, stage, microbatch } = pass;
+        let (bits, needed, missing) = match kind {
+            PassKind::Forward => (FORWARD, 0, pass),
+            PassKind::Backward => (BACKWARD, FORWARD, Pass::forward(stage, microbatch)),
+            PassKind::BackwardInput => (INPUT, FORWARD, Pass::forward(stage, microbatch)),
+            PassKind::BackwardWeight => (WEIGHT, INPUT, Pass::backward_input(stage, microbatch)),
+            PassKind::Update => (UPDATE, BACKWARD, Pass::backward(stage, microbatch)),
+        };
+        let done = &mut self.done[stage * self.num_microbatches + microbatch];
+        if *done & bits != 0 {
+            return Err(ScheduleError::Repeated { place, pass });
+        }
+        if *done & needed != needed {
+            return Err(ScheduleError::TooEarly { place, pass, missing });
+        }
+        *done |= bits;
+        match kind {
+            PassKind::Forward => self.check_version(place, pass),
+            PassKind::Update => self.take_update(place, pass),
+            _ if bits & WEIGHT != 0 => {
+                self.num_gradients[stage] += 1;
+                Ok(())
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// An update applies the gradients of its step, all of them and no others.
+    fn take_update(&mut self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
+        let num_microbatches = self.schedule.num_microbatches;
+        let (updates, gradients) = (&mut self.num_updates[pass.stage], &mut self.num_gradients[pass.stage]);
+        let is_last = pass.microbatch + 1 == (*updates + 1) * num_microbatches;
+        if self.schedule.weights == WeightVersions::Drained || !is_last || *gradients != num_microbatches {
+            return Err(ScheduleError::UpdateMisplaced { place, pass });
+        }
+        *updates += 1;
+        *gradients = 0;
+        Ok(())
+    }
+
+    /// Of a double buffer, only the newest version and the one before are there.
+    fn check_version(&self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
+        let newest = self.num_updates[pass.stage];
+        let version = self.schedule.version_for_forward(pass.microbatch, newest);
+        if version > newest || version + 1 < newest {
+            return Err(ScheduleError::NoSuchVersion { place, pass, version, newest });
+        }
+        Ok(())
+    }
+
+    fn check_complete(&self) -> Result<(), ScheduleError> {
+        let asynchronous = self.schedule.weights != WeightVersions::Drained;
+        for (stage, done) in self.done.chunks(self.num_microbatches).enumerate() {
+            for (microbatch, done) in done.iter().enumerate() {
+                let ends_step = (microbatch + 1).is_multiple_of(self.schedule.num_microbatches);
+                let missing = match done {
+                    done if done & FORWARD == 0 => Pass::forward(stage, microbatch),
+                    done if done & BACKWARD == 0 => Pass::backward(stage, microbatch),
+                    done if done & WEIGHT == 0 => Pass::backward_weight(stage, microbatch),
+                    done if asynchronous && ends_step && done & UPDATE == 0 => {
+                        Pass::update(stage, microbatch)
+                    }
+                    _ => continue,
+                };
+                return Err(ScheduleError::Missing { rank: self.schedule.stage_ranks[stage], missing });
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Refuses the first pass with which a rank holds more than its bound.
+pub(super) fn check_activations(
+    schedule: &Schedule,
+    costs: &Costs,
+    bounds: &[u64],
+) -> Result<(), ScheduleError> {
+    if bounds.len() != schedule.num_ranks() {
+        return Err(ScheduleError::BoundsDiffer { expected: schedule.num_ranks(), found: bounds.len() });
+    }
+    for (rank, (passes, &bound)) in schedule.ranks.iter().zip(bounds).enumerate() {
+        let mut held = 0;
+        for (index, &pass) in passes.iter().enumerate() {
+            let (taken, freed) = costs.activations(pass);
+            held = held + taken - freed;
+            if held > bound {
+                let place = Place { rank, index };
+                return Err(ScheduleError::TooManyActivations { place, pass, held, bound });
+            }
+        }
+    }
+    Ok(())
+}

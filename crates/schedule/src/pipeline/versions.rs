@@ -1,0 +1,97 @@
+//! Which weights the passes of a schedule without drains read.
+
+use super::pass::{Pass, PassKind};
+use super::schedule::{Schedule, WeightVersions};
+
+impl Schedule {
+    /// For each rank and each of its passes, the version of the stage's weights that it reads, counted by the updates
+    /// that made it; an update reads the newest one. 0 throughout for a schedule that drains.
+    ///
+    /// # Panics
+    /// If a pass is outside of the schedule's stages and microbatches; [`validate`](super::validate) refuses it.
+    pub fn versions_read(&self) -> Vec<Vec<usize>> {
+        let num_microbatches = self.num_microbatches_in_all();
+        let mut newest = vec![0; self.num_stages()];
+        let mut read_by_forward = vec![0; self.num_stages() * num_microbatches];
+        let mut version = |pass: &Pass| {
+            let newest = &mut newest[pass.stage];
+            let read = &mut read_by_forward[pass.stage * num_microbatches + pass.microbatch];
+            match pass.kind {
+                PassKind::Forward => {
+                    *read = self.version_for_forward(pass.microbatch, *newest);
+                    *read
+                }
+                PassKind::Update => {
+                    *newest += 1;
+                    *newest - 1
+                }
+                PassKind::Backward | PassKind::BackwardInput | PassKind::BackwardWeight => *read,
+            }
+        };
+        self.ranks.iter().map(|passes| passes.iter().map(&mut version).collect()).collect()
+    }
+
+    pub(super) fn version_for_forward(&self, microbatch: usize, newest: usize) -> usize {
+        match self.weights {
+            WeightVersions::Drained => 0,
+            WeightVersions::Stashed => newest,
+            WeightVersions::DoubleBuffered => (microbatch / self.num_microbatches).saturating_sub(1),
+        }
+    }
+
+    /// For each stage, the most updates between the weights that a gradient was taken at and those that it is applied
+    /// to.
+    pub fn staleness(&self) -> Vec<usize> {
+        let mut staleness = vec![0; self.num_stages()];
+        let versions = self.versions_read();
+        for (passes, versions) in self.ranks.iter().zip(&versions) {
+            for (pass, version) in passes.iter().zip(versions) {
+                if pass.kind != PassKind::Update && self.weights != WeightVersions::Drained {
+                    let applied_to = pass.microbatch / self.num_microbatches;
+                    let lag = applied_to.saturating_sub(*version);
+                    staleness[pass.stage] = lag.max(staleness[pass.stage]);
+                }
+            }
+        }
+        staleness
+    }
+
+    /// For each stage, the versions of its weights that it must keep: the newest, and all that a later pass reads,
+    /// back to the oldest one.
+    pub fn versions_kept(&self) -> Vec<usize> {
+        let mut kept = vec![1; self.num_stages()];
+        let versions = self.versions_read();
+        // From the end: the oldest version that this pass or a later one of the stage reads.
+        let mut oldest_needed = vec![usize::MAX; self.num_stages()];
+        for (passes, versions) in self.ranks.iter().zip(&versions) {
+            for (pass, &version) in passes.iter().zip(versions).rev() {
+                let oldest = &mut oldest_needed[pass.stage];
+                if pass.kind == PassKind::Update {
+                    let newest = version + 1;
+                    let behind = newest.saturating_sub((*oldest).min(newest));
+                    kept[pass.stage] = (behind + 1).max(kept[pass.stage]);
+                }
+                *oldest = version.min(*oldest);
+            }
+        }
+        kept
+    }
+
+    /// The passes of a rank in one step: from the end of the step before up to the last of its updates for this one.
+    /// The pipeline does not drain between steps, so forwards of later steps are among them. The first step has more
+    /// of those, for it fills the pipeline, and the last ones have fewer; all between are the same passes, each for
+    /// microbatches one step further on.
+    ///
+    /// # Panics
+    /// If there is no such rank or step.
+    pub fn step(&self, rank: usize, step: usize) -> &[Pass] {
+        let passes = &self.ranks[rank];
+        let num_updates = self.stages_of(rank).count();
+        let updates = || (0..passes.len()).filter(|&index| passes[index].kind == PassKind::Update);
+        let end_of =
+            |step: usize| updates().nth((step + 1) * num_updates - 1).map_or(passes.len(), |index| index + 1);
+        let begin = step.checked_sub(1).map_or(0, end_of);
+        let end = if step + 1 == self.num_steps { passes.len() } else { end_of(step) };
+        &passes[begin..end]
+    }
+}

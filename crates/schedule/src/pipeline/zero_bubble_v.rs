@@ -1,0 +1,64 @@
+use super::folded::{Chunk, FoldedRank};
+use super::schedule::{Placement, Schedule};
+
+/// ZB-V (Qi et al., "Zero bubble pipeline parallelism", 2023, section 6; as a repeated building block in Qi et al.,
+/// "Pipeline parallelism with controllable memory", 2024, section 3): two stages a rank, folded, so that the rank
+/// which runs the first stage runs the last one, too, and its backward can begin early.
+///
+/// Bubble, for `M >= 2 P - 1`: none where `F`, `I` and `W` take equal time, counted within each rank from its first
+/// pass to its last. Activations in flight: `2 P` of a stage, which is half of a rank's layers, so 1F1B's `P`, on
+/// every rank.
+///
+/// With fewer microbatches it is the schedule of `2 P - 1`, without the passes of those that do not exist.
+pub(super) fn schedule(num_ranks: usize, num_microbatches: usize) -> Schedule {
+    let stage_ranks = Placement::Folded.stage_ranks(num_ranks, 2);
+    Schedule::synchronous(num_ranks, num_microbatches, stage_ranks, |rank| {
+        let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
+        fill(&mut passes, rank, num_ranks);
+        steady(&mut passes, num_microbatches.max(2 * num_ranks - 1));
+        drain(&mut passes, rank, num_ranks);
+        passes.finish()
+    })
+}
+
+/// Until the rank has done its first backwards.
+fn fill(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
+    for _ in 0..2 * (num_ranks - rank) - 1 {
+        passes.forward(Chunk::Down);
+    }
+    for _ in 0..rank {
+        passes.forward(Chunk::Up);
+        passes.forward(Chunk::Down);
+    }
+    for _ in 0..num_ranks - rank {
+        passes.forward(Chunk::Up);
+        passes.backward_input(Chunk::Up);
+        passes.backward_weight();
+    }
+}
+
+/// Six passes for each microbatch: one of each kind on both stages.
+fn steady(passes: &mut FoldedRank, num_microbatches: usize) {
+    while passes.num_forward(Chunk::Up) < num_microbatches {
+        if passes.num_forward(Chunk::Down) < num_microbatches {
+            passes.forward(Chunk::Down);
+        }
+        passes.backward_input(Chunk::Down);
+        passes.backward_weight();
+        passes.forward(Chunk::Up);
+        passes.backward_input(Chunk::Up);
+        passes.backward_weight();
+    }
+}
+
+/// The last input halves without their weight halves first, for other ranks wait for them.
+fn drain(passes: &mut FoldedRank, rank: usize, num_ranks: usize) {
+    for _ in 0..rank {
+        passes.backward_input(Chunk::Down);
+        passes.backward_input(Chunk::Up);
+    }
+    for _ in 0..num_ranks - rank {
+        passes.backward_input(Chunk::Down);
+        passes.backward_weight();
+    }
+}

@@ -1,0 +1,83 @@
+use super::{ProgramError, validate};
+use crate::action::Action;
+use crate::program::Program;
+
+/// Proves the programs of all ranks of one pipeline together: each by itself, with as many microbatches in flight as a step
+/// has; and that all of them come to their ends even if a rank that sends or receives waits until the other one does so, too.
+///
+/// Cost: linear in the actions.
+pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
+    for program in programs {
+        validate(program, program.outline.num_microbatches)?;
+    }
+    let mut meeting = Meeting { programs, places: vec![0; programs.len()] };
+    let mut awake: Vec<usize> = (0..programs.len()).collect();
+    while let Some(rank) = awake.pop() {
+        while let Some(peer) = meeting.advance(rank) {
+            awake.push(peer);
+        }
+    }
+    match (0..programs.len()).find_map(|rank| meeting.next(rank).map(|message| (rank, message))) {
+        Some((rank, Message { action, peer, .. })) => {
+            let next = meeting.next(peer).map(|message| message.action);
+            Err(ProgramError::Deadlock { rank, index: meeting.places[rank], action, peer, next })
+        }
+        None => Ok(()),
+    }
+}
+
+/// A message that a rank is at.
+struct Message {
+    action: Action,
+    peer: usize,
+    /// What the other rank does for it.
+    counterpart: Action,
+}
+
+struct Meeting<'a> {
+    programs: &'a [Program],
+    places: Vec<usize>,
+}
+
+impl Meeting<'_> {
+    /// The message that a rank is at, once it has done all before it; `None` at its end.
+    fn next(&self, rank: usize) -> Option<Message> {
+        let program = self.programs.get(rank)?;
+        let outline = &program.outline;
+        program.actions[self.places[rank]..].iter().find_map(|&action| {
+            let (neighbour, counterpart) = match action {
+                Action::SendForward { unit, microbatch } => {
+                    (unit + 1, Action::ReceiveForward { unit, microbatch })
+                }
+                Action::ReceiveForward { unit, microbatch } => {
+                    (unit, Action::SendForward { unit, microbatch })
+                }
+                Action::SendBackward { unit, microbatch } => {
+                    (unit - 1, Action::ReceiveBackward { unit, microbatch })
+                }
+                Action::ReceiveBackward { unit, microbatch } => {
+                    (unit, Action::SendBackward { unit, microbatch })
+                }
+                _ => return None,
+            };
+            Some(Message { action, peer: outline.rank_of(neighbour), counterpart })
+        })
+    }
+
+    /// Goes past a rank's next message, if the other rank is at it, too; that one.
+    fn advance(&mut self, rank: usize) -> Option<usize> {
+        let Message { action, peer, counterpart } = self.next(rank)?;
+        if self.next(peer)?.action != counterpart {
+            return None;
+        }
+        self.pass(rank, action);
+        self.pass(peer, counterpart);
+        Some(peer)
+    }
+
+    fn pass(&mut self, rank: usize, message: Action) {
+        let actions = &self.programs[rank].actions[self.places[rank]..];
+        let place = actions.iter().position(|&action| action == message).expect("it is at the message");
+        self.places[rank] += place + 1;
+    }
+}

@@ -1,0 +1,47 @@
+//! Checks of how a model is divided into stages.
+
+use super::choice::PipelineSchedule;
+use super::sections::Sections;
+use super::validate::{Checks, changed_keys};
+use trireme_comm::CodecName;
+
+const DEGREE: &str = "parallelism.pipeline_parallel_degree";
+
+/// The workers that see different data.
+pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usize {
+    let Sections { parallelism, comm, .. } = &checks.loose.sections;
+    let degree = parallelism.pipeline_parallel_degree;
+    checks.require(world_size.is_multiple_of(degree), &[DEGREE, "launch.workers"], || {
+        format!("{world_size} workers are no multiple of the {degree} of a pipeline")
+    });
+    checks.require(
+        degree == 1 || comm.compression == CodecName::None,
+        &["comm.compression", DEGREE],
+        || "what compressors keep would differ from stage to stage; remove this key, or set pipeline_parallel_degree = 1".to_owned(),
+    );
+    checks.require(
+        degree == 1 || parallelism.zero_stage < 3,
+        &["parallelism.zero_stage", DEGREE],
+        || {
+            "parameters would be gathered anew for every microbatch of a stage; set zero_stage = 2, which shares out all else".to_owned()
+        },
+    );
+    let schedule = parallelism.pipeline_parallel_schedule;
+    let needs_several = schedule == PipelineSchedule::Interleaved;
+    let needs_one = matches!(schedule, PipelineSchedule::Gpipe | PipelineSchedule::OneFOneB);
+    let stages = parallelism.pipeline_parallel_stages_per_rank;
+    let keys = ["parallelism.pipeline_parallel_stages_per_rank", "parallelism.pipeline_parallel_schedule"];
+    checks.require(!(needs_several && stages == 1), &keys, || {
+        "an interleaved schedule needs several stages a worker; set 2 or more, or take \"1f1b\"".to_owned()
+    });
+    checks.require(!(needs_one && stages > 1), &keys, || {
+        "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned()
+    });
+    let unused = ["pipeline_parallel_schedule", "pipeline_parallel_stages_per_rank"];
+    for key in changed_keys(parallelism).filter(|key| unused.contains(key)) {
+        checks.require(degree > 1, &[&format!("parallelism.{key}"), DEGREE], || {
+            "counts only with pipeline_parallel_degree above 1; set that, or remove this key".to_owned()
+        });
+    }
+    (world_size / degree).max(1)
+}
