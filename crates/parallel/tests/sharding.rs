@@ -176,11 +176,16 @@ fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
                     if tiers[2] == Disk && num_microbatches > 2 {
                         continue;
                     }
-                    for keeps in [&[][..], &[Keep::All, Keep::Input, Keep::Products, Keep::All]] {
+                    for keeps in [
+                        &[][..],
+                        &[Keep::All, Keep::Input, Keep::Products, Keep::All],
+                        &[Keep::All, Keep::Products, Keep::All, Keep::All],
+                    ] {
                         let sharding = Sharding { zero_stage, ..options.sharding };
                         let [optimizer, parameters, gradients, activations] = tiers;
                         // Of few blocks or of all of them.
-                        let num_blocks = if keeps.is_empty() { usize::MAX } else { 1 };
+                        let num_blocks =
+                            if keeps.len() == 4 && keeps[1] == Keep::Input { 1 } else { usize::MAX };
                         let places = Offload {
                             optimizer,
                             parameters,

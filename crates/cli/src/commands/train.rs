@@ -311,10 +311,12 @@ fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
     let (peaks, total) = measured(trainer.executor().device());
     // Without state elsewhere the host is the device.
     let host = if plan.prediction.host > 0 { measured(trainer.executor().host()).1 } else { 0 };
-    let own: Vec<u8> = Category::ALL
-        .into_iter()
-        .map(|category| peaks.get(category))
-        .chain([total, host])
+    let predicted = plan.prediction;
+    let numbers = |peaks: CategoryBytes, total: usize, host: usize| {
+        Category::ALL.into_iter().map(move |category| peaks.get(category)).chain([total, host])
+    };
+    let own: Vec<u8> = numbers(peaks, total, host)
+        .chain(numbers(predicted.peaks, predicted.total(), predicted.host))
         .flat_map(|bytes| (bytes as u64).to_le_bytes())
         .collect();
     let all = trainer.executor().group().all_gather_bytes(&own).wait()?;
@@ -325,20 +327,23 @@ fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
         };
         all.iter().map(of_rank).max().unwrap_or(0)
     };
-    let (predicted, num_categories) = (plan.prediction, Category::ALL.len());
+    let num_categories = Category::ALL.len();
+    // Where the predictions begin.
+    let first = num_categories + 2;
     let mut columns = vec![("predicted", predicted.peaks, predicted.total()), ("measured", peaks, total)];
     if all.len() > 1 {
         let worst = CategoryBytes::new(std::array::from_fn(most));
+        let foreseen = CategoryBytes::new(std::array::from_fn(|index| most(first + index)));
         columns = vec![
-            ("predicted", predicted.peaks, predicted.total()),
+            ("predicted", foreseen, most(first + num_categories)),
             ("on rank 0", peaks, total),
             ("most of all", worst, most(num_categories)),
         ];
     }
     let mut text = format!("\n{}", table(&columns));
-    if predicted.host > 0 {
+    if most(first + num_categories + 1) > 0 {
         let [predicted, measured] =
-            [predicted.host, most(num_categories + 1)].map(|bytes| Bytes(bytes as u64));
+            [first + num_categories + 1, num_categories + 1].map(|index| Bytes(most(index) as u64));
         text += &format!(
             "beside that, state that does not live on the device took {measured} of the host's memory; {predicted} were \
              predicted at most, with transfers\n"

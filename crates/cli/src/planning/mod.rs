@@ -128,13 +128,14 @@ impl Plan {
         let outline = step_programs(config, &model, &given)?.swap_remove(rank).outline;
         let setup = memory_setup(&model, &device, &options, &optimizer, given.places, (layout, &outline))?;
         let bound = bound(config, workers);
-        let host_bound = host_bound(config, workers);
-        let bounds = MemoryBounds { device: bound.unwrap_or(usize::MAX), host: host_bound };
+        let host_bound = |device: usize| host_bound(config, workers, device);
+        let bounds =
+            MemoryBounds { device: bound.unwrap_or(usize::MAX), host: host_bound(bound.unwrap_or(0)) };
         let planning = Planning { config, model: &model, setup: &setup, bounds, rank };
         let (choices, reasons) = chosen.map_or_else(|| planning.choose(given), |chosen| (chosen, Vec::new()));
         let program = step_programs(config, &model, &choices)?.swap_remove(rank);
         let prediction = predict(&MemorySetup { places: choices.places, ..setup }, &program);
-        let rank = workers.rank;
+        let (rank, host_bound) = (workers.rank, host_bound(prediction.total()));
         Ok(Plan { rank, model, passes, program, choices, prediction, bound, host_bound, reasons })
     }
 
@@ -144,7 +145,8 @@ impl Plan {
         for place in 1..config.parallelism().pipeline_parallel_degree {
             let workers = Workers { rank: place * config.data_parallel_degree(), ..workers };
             let plan = Plan::new(config, vocabulary_size, workers, Some(largest.choices.clone()))?;
-            if plan.prediction.total() > largest.prediction.total() {
+            let need = |plan: &Plan| (plan.host_excess() > 0, plan.prediction.total());
+            if need(&plan) > need(&largest) {
                 largest = Plan { reasons: largest.reasons, ..plan };
             }
         }
@@ -222,11 +224,10 @@ fn host_bytes() -> usize {
     system.totalram as usize * system.mem_unit.max(1) as usize
 }
 
-/// What the state that is not on the device may take of the host's memory, for one worker.
-fn host_bound(config: &Config, workers: Workers) -> usize {
+/// What the state that is not on the device may take of the host's memory, for one worker whose device takes `device` bytes of it.
+fn host_bound(config: &Config, workers: Workers, device: usize) -> usize {
     let bytes = |limit: config::ByteLimit| limit.0.map(|bytes| bytes.0 as usize);
     let share = host_bytes() / workers.local_world_size;
-    let device = bytes(config.memory().device_budget).unwrap_or(0);
     bytes(config.memory().host_budget).unwrap_or(share.saturating_sub(device))
 }
 

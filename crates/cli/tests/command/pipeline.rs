@@ -60,6 +60,10 @@ fn pipelines_that_cannot_be_are_refused() {
             ),
             ["8 stages", "the model has 6"],
         ),
+        (
+            format!("--workers 2 {UNTIED} --set {degree}=2 --set activation_checkpoint.mode=auto"),
+            ["several in flight", "selective"],
+        ),
         ("--set parallelism.pipeline_parallel_schedule=gpipe".to_owned(), ["counts only with", "above 1"]),
     ] {
         tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);

@@ -26,7 +26,7 @@ impl Executor {
         }
         for action in self.program.actions.clone() {
             if let Action::Evict(state @ StateOf { class: StateClass::Activations, .. }) = action {
-                // As long as the first ones that come: only blocks' activations move, and those are alike.
+                // As long as the first ones that come: only blocks' activations move, and where as much is kept those are alike.
                 self.offloaded.expect(state, usize::MAX);
             }
         }
@@ -57,7 +57,12 @@ impl Executor {
     /// Starts to bring state to where it lives.
     pub(super) fn evict(&mut self, state: StateOf) -> Result<(), ParallelError> {
         let has_changed = match state.class {
-            StateClass::Optimizer | StateClass::Activations => true,
+            StateClass::Optimizer => {
+                // Masters are among it.
+                self.changed[state.unit] &= self.weights_class() != StateClass::Optimizer;
+                true
+            }
+            StateClass::Activations => true,
             StateClass::Parameters => std::mem::take(&mut self.changed[state.unit]),
             StateClass::Gradients => {
                 // The second time is after the update, which needed it for the last time.

@@ -9,7 +9,7 @@ use crate::error::ParallelError;
 use std::path::PathBuf;
 use store::Store;
 use trireme_schedule::lowering::{Offload, Tier};
-use trireme_schedule::{Outline, Program, StateClass, StateOf};
+use trireme_schedule::{Action, Keep, Outline, Program, StateClass, StateOf};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, Tensor};
 
@@ -95,22 +95,32 @@ pub(crate) type Memory<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut dyn Movable))
 pub(crate) struct Offloaded {
     num_microbatches: usize,
     /// By class; absent where nothing moves.
-    stores: [Option<Store>; 4],
+    stores: [Option<Store>; 3],
+    /// Of activations, by what forward keeps: of that only blocks of units are alike. Absent where none move.
+    activations: [Option<Store>; Keep::ALL.len()],
+    /// What forward of each unit keeps.
+    keeps: Vec<Keep>,
 }
 
 impl Offloaded {
     /// Stores for the classes that a program moves, for which nothing was evicted yet.
     pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Self {
         let Outline { num_units, num_microbatches, .. } = program.outline;
-        let stores = StateClass::ALL.map(|class| {
-            let num_blocks = match class {
-                StateClass::Activations => num_units * num_microbatches,
-                _ => num_units,
-            };
-            let moves = program.outline.offloaded.contains(&class);
-            moves.then(|| Store::new(class, options, num_blocks))
+        let moves = |class: &StateClass| program.outline.offloaded.contains(class);
+        let stores = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
+        let stores = stores.map(|class| moves(&class).then(|| Store::new(class, options, num_units)));
+        let mut keeps = vec![Keep::All; num_units];
+        for action in &program.actions {
+            if let Action::Forward { unit, keep, .. } = *action {
+                keeps[unit] = keep;
+            }
+        }
+        let class = StateClass::Activations;
+        let activations = Keep::ALL.map(|keep| {
+            let is_kept = moves(&class) && keeps.contains(&keep);
+            is_kept.then(|| Store::new(class, options, num_units * num_microbatches))
         });
-        Offloaded { num_microbatches, stores }
+        Offloaded { num_microbatches, stores, activations, keeps }
     }
 
     /// Says how many bytes a state has, before any of its class is evicted.
@@ -122,15 +132,25 @@ impl Offloaded {
 
     /// Whether a class moves.
     pub(crate) fn moves(&self, class: StateClass) -> bool {
-        self.stores[class as usize].is_some()
+        match class {
+            StateClass::Activations => self.activations.iter().any(Option::is_some),
+            _ => self.stores[class as usize].is_some(),
+        }
     }
 
     fn store(&mut self, state: StateOf) -> Option<(&mut Store, usize)> {
-        let block = match state.class {
-            StateClass::Activations => state.unit * self.num_microbatches + state.microbatch,
-            _ => state.unit,
+        let (store, block) = match state.class {
+            StateClass::Activations => {
+                let block = state.unit * self.num_microbatches + state.microbatch;
+                (&mut self.activations[self.keeps[state.unit] as usize], block)
+            }
+            class => (&mut self.stores[class as usize], state.unit),
         };
-        self.stores[state.class as usize].as_mut().map(|store| (store, block))
+        store.as_mut().map(|store| (store, block))
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Store> {
+        self.stores.iter().chain(&self.activations).flatten()
     }
 
     /// Brings state to where it lives, and frees its memory. State that did not change since it was fetched is there already.
@@ -164,12 +184,12 @@ impl Offloaded {
 
     /// What users should know of the disks: a line for each.
     pub(crate) fn describe(&self) -> Vec<String> {
-        self.stores.iter().flatten().filter_map(Store::describe).collect()
+        self.all().filter_map(Store::describe).collect()
     }
 
     /// Bytes read from and written to disks since the beginning.
     pub(crate) fn disk_bytes(&self) -> [u64; 2] {
-        let bytes = self.stores.iter().flatten().map(Store::disk_bytes);
+        let bytes = self.all().map(Store::disk_bytes);
         bytes.fold([0, 0], |sum, bytes| [sum[0] + bytes[0], sum[1] + bytes[1]])
     }
 }

@@ -1,6 +1,6 @@
 //! Checks of how a model is divided into stages.
 
-use super::choice::PipelineSchedule;
+use super::choice::{ActivationCheckpointMode, PipelineSchedule, Tier};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
@@ -26,6 +26,22 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
             "parameters would be gathered anew for every microbatch of a stage; set zero_stage = 2, which shares out all else".to_owned()
         },
     );
+    let Sections { activation_checkpoint, offload, .. } = &checks.loose.sections;
+    let is_open = activation_checkpoint.mode == ActivationCheckpointMode::Auto;
+    checks.require(degree == 1 || !is_open, &["activation_checkpoint.mode", DEGREE], || {
+        "\"auto\" chooses for one microbatch at a time, and a pipeline has several in flight; take \"selective\", \"block\" or \"every-k\"".to_owned()
+    });
+    let tiers = [
+        ("optimizer", offload.optimizer),
+        ("parameters", offload.parameters),
+        ("gradients", offload.gradients),
+        ("activations", offload.activations),
+    ];
+    for (key, tier) in tiers {
+        checks.require(degree == 1 || tier != Tier::Auto, &[&format!("offload.{key}"), DEGREE], || {
+            "\"auto\" chooses for one worker, and those of a pipeline differ; say where it lives".to_owned()
+        });
+    }
     let schedule = parallelism.pipeline_parallel_schedule;
     let needs_several = schedule == PipelineSchedule::Interleaved;
     let needs_one = matches!(schedule, PipelineSchedule::Gpipe | PipelineSchedule::OneFOneB);

@@ -225,7 +225,7 @@ fn outside_of_sections(sections: &Sections, key: &str) -> String {
 
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if section == "parallelism" && LATER_PARALLELISM_KEYS.contains(&key) {
-        return "not in this version; only data parallelism, with zero_stage".to_owned();
+        return "not in this version; only data parallelism, with zero_stage, and pipelines".to_owned();
     }
     if let Some(other) = section_with(sections, key) {
         return format!("unknown key in [{section}]; it belongs into [{other}]");

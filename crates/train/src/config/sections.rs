@@ -44,13 +44,8 @@ config_sections! {
 }
 
 /// Keys of `[parallelism]` that the design names and this version does not have.
-pub(super) const LATER_PARALLELISM_KEYS: &[&str] = &[
-    "tensor_parallel_degree",
-    "context_parallel_degree",
-    "pipeline_parallel_degree",
-    "pipeline_parallel_schedule",
-    "expert_parallel_degree",
-];
+pub(super) const LATER_PARALLELISM_KEYS: &[&str] =
+    &["tensor_parallel_degree", "context_parallel_degree", "expert_parallel_degree"];
 
 config_section! {
     /// The run's name and place. Every path in the config is relative to the current directory.
