@@ -59,7 +59,10 @@ fn better_neighbour(
     for (rank, block) in critical_blocks(schedule, &timeline, costs) {
         let (first, last) = block.into_inner();
         let moves = (first..=last).flat_map(|from| [(from, first), (from, last)]);
-        for (from, to) in moves.filter(|(from, to)| from != to) {
+        for (from, to) in moves {
+            if !leads_elsewhere(&schedule.ranks[rank], from, to) {
+                continue;
+            }
             *num_left = num_left.checked_sub(1)?;
             move_pass(&mut candidate.ranks[rank], from, to);
             // Only what can run has activations that can be counted.
@@ -74,12 +77,30 @@ fn better_neighbour(
     None
 }
 
+/// Moves a pass, place by place. Passes of one kind and stage stay in the order of microbatches, in which sums are made: they
+/// take equal time, so whichever comes to the other one's place is the one that is moved on. Moving back undoes it.
 fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
-    if from < to {
-        passes[from..=to].rotate_left(1);
-    } else {
-        passes[to..=from].rotate_right(1);
+    let mut place = from;
+    while place != to {
+        let next = step(place, to);
+        if !is_alike(passes[place], passes[next]) {
+            passes.swap(place, next);
+        }
+        place = next;
     }
+}
+
+/// Whether a move is another one than that of the pass beside it.
+fn leads_elsewhere(passes: &[Pass], from: usize, to: usize) -> bool {
+    from != to && !is_alike(passes[from], passes[step(from, to)])
+}
+
+fn step(place: usize, to: usize) -> usize {
+    if place < to { place + 1 } else { place - 1 }
+}
+
+fn is_alike(pass: Pass, other: Pass) -> bool {
+    (pass.kind, pass.stage) == (other.kind, other.stage)
 }
 
 /// One critical path, from its end to its begin: for each rank that it crosses, the passes that the rank runs without
