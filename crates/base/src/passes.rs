@@ -20,10 +20,20 @@ pub struct UnitPasses {
     pub renewal_peak: usize,
     /// At most during backward, from the record and the output's gradient to the input's gradient.
     pub backward_peak: usize,
+    /// What stays between the halves of backward, where they run apart.
+    pub halved: usize,
+    /// At most during the input half, as for backward.
+    pub input_half_peak: usize,
+    /// At most during the weight half, from what stays.
+    pub weight_half_peak: usize,
     /// Floating-point operations of forward: those of products, attention and normalisations.
     pub forward_operations: u64,
     /// The same of backward.
     pub backward_operations: u64,
+    /// The same of its input half.
+    pub input_half_operations: u64,
+    /// The same of its weight half, which may make again what backward in one has at hand.
+    pub weight_half_operations: u64,
     /// The same for making the record from the products.
     pub renewal_operations: u64,
 }

@@ -7,14 +7,14 @@ use trireme_base::{DType, UnitPasses};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
     Category, Device, DeviceError, Fp8Scales, GradSink, GradTarget, ParameterSpan, Parameters, Precision,
-    Tape, Tensor, Var,
+    Shape, Tape, Tensor, Var,
 };
 
 impl Model {
     /// The sizes of every unit's passes over microbatches of `shape` (sequences, and tokens of each), and the bytes of one
     /// tensor of token ids of a microbatch.
     ///
-    /// Each unit runs forward and backward once on the model's `device`, which must be one that [only
+    /// Each unit runs forward and backward once, and once more with the halves of backward apart, on the model's `device`, which must be one that [only
     /// counts](Device::counting): so the sizes are those of the operations themselves, whichever they are. Cost: some
     /// microseconds an operation.
     ///
@@ -28,7 +28,7 @@ impl Model {
         (batch, seq_len): (usize, usize),
     ) -> Result<(Vec<UnitPasses>, usize), ModelError> {
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
-        let mut rehearsal = Rehearsal {
+        let rehearsal = Rehearsal {
             model: self,
             device,
             precision,
@@ -61,6 +61,13 @@ struct Rehearsal<'a> {
     parameters: &'a Parameters,
 }
 
+/// A unit's forward pass.
+struct Recorded {
+    tape: Tape,
+    input: Var,
+    output: Option<Var>,
+}
+
 impl Rehearsal<'_> {
     fn in_use(&self) -> usize {
         self.device.memory().usage(Category::Activations).current
@@ -77,7 +84,7 @@ impl Rehearsal<'_> {
 
     /// The sizes of a unit that reads `input`, and its output; none from the head, which takes the targets.
     fn unit(
-        &mut self,
+        &self,
         unit: usize,
         input: Tensor,
         targets: &mut Option<Tensor>,
@@ -85,42 +92,35 @@ impl Rehearsal<'_> {
         let is_token = input.dtype() == DType::U32;
         let input_bytes = if is_token { 0 } else { self.bytes_of(&input)? };
         let base = self.in_use() - input_bytes;
-        let mut tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
-        let input = tape.input(input);
-        let step = Step { parameters: self.parameters, shape: self.shape };
-        let forward = || -> Result<Option<Var>, ModelError> {
-            if let Unit::Head { .. } = self.model.units()[unit] {
-                let targets = tape.input(targets.take().expect("a model has one head"));
-                self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
-                return Ok(None);
-            }
-            Ok(Some(self.model.forward(unit, &mut tape, step, input)?))
-        };
-        let (output, forward_peak, forward_operations) = self.watch(forward)?;
+        let (input_shape, input_dtype) = (input.shape(), input.dtype());
+        let targets_shape = targets.as_ref().map(Tensor::shape);
+        let (mut pass, forward_peak, forward_operations) =
+            self.watch(|| self.forward(unit, input, targets))?;
         let all = self.in_use();
-        let made = output.map(|output| tape.take_value(output));
-        let output_bytes = made.as_ref().map_or(Ok(0), |made| self.bytes_of(made))?;
+        let made = pass.output.map(|output| pass.tape.take_value(output));
+        let output = made.as_ref().map_or(Ok(0), |made| self.bytes_of(made))?;
         // The output is the next unit's from here on.
-        let base_of_backward = base + output_bytes;
-        tape.keep_products();
+        let base_of_backward = base + output;
+        pass.tape.keep_products();
         let products = self.in_use() - base_of_backward;
-        let (_, renewal_peak, renewal_operations) = self.watch(|| Ok(tape.recompute(self.parameters)?))?;
-        let grad =
-            made.as_ref().map(|made| self.device.empty(made.shape(), made.dtype(), Category::Activations));
-        let grad = grad.transpose()?;
-        let mut sink = CountingSink { device: self.device, target: None };
-        let (_, backward_peak, backward_operations) =
-            self.watch(|| Ok(tape.backward(self.parameters, output.zip(grad), &mut sink)?))?;
-        let input_grad = tape.take_grad(input);
-        tape.clear();
-        let input_grad = input_grad.map_or(0, |grad| {
-            let with = self.in_use();
-            drop(grad);
-            with - self.in_use()
-        });
+        let (_, renewal_peak, renewal_operations) =
+            self.watch(|| Ok(pass.tape.recompute(self.parameters)?))?;
+        let grad = made.as_ref().map(|made| self.empty(made.shape(), made.dtype())).transpose()?;
+        let (_, backward_peak, backward_operations) = self.watch(|| {
+            let mut sink = CountingSink { device: self.device, target: None };
+            Ok(pass.tape.backward(self.parameters, pass.output.zip(grad), &mut sink)?)
+        })?;
+        let grad = pass.tape.take_grad(pass.input);
+        let input_grad = grad.map_or(Ok(0), |grad| self.bytes_of(&grad))?;
+        drop(pass);
+        // Tokens are not counted, so they are there before.
+        let targets = targets_shape.map(|shape| self.empty(shape, DType::U32)).transpose()?;
+        let base_of_tokens = self.in_use();
+        let input = self.empty(input_shape, input_dtype)?;
+        let base_of_halves = if is_token { self.in_use() } else { base_of_tokens };
         let sizes = UnitPasses {
             input: input_bytes,
-            output: output_bytes,
+            output,
             input_grad,
             record: all - base_of_backward,
             products,
@@ -130,14 +130,69 @@ impl Rehearsal<'_> {
             forward_operations,
             backward_operations,
             renewal_operations,
+            ..self.halves(unit, input, targets, base_of_halves)?
         };
         Ok((sizes, made))
+    }
+
+    /// What the halves of backward take where they run apart, beside `base` bytes.
+    fn halves(
+        &self,
+        unit: usize,
+        input: Tensor,
+        mut targets: Option<Tensor>,
+        base: usize,
+    ) -> Result<UnitPasses, ModelError> {
+        let mut pass = self.forward(unit, input, &mut targets)?;
+        let made = pass.output.map(|output| pass.tape.take_value(output));
+        let grad = made.map(|made| self.empty(made.shape(), made.dtype())).transpose()?;
+        let (_, input_half_peak, input_half_operations) =
+            self.watch(|| Ok(pass.tape.backward_input(self.parameters, pass.output.zip(grad))?))?;
+        drop(pass.tape.take_grad(pass.input));
+        let halved = self.in_use() - base;
+        let (_, weight_half_peak, weight_half_operations) = self.watch(|| {
+            let mut sink = CountingSink { device: self.device, target: None };
+            Ok(pass.tape.backward_weight(self.parameters, &mut sink)?)
+        })?;
+        Ok(UnitPasses {
+            halved,
+            input_half_peak: input_half_peak - base,
+            weight_half_peak: weight_half_peak - base,
+            input_half_operations,
+            weight_half_operations,
+            ..UnitPasses::default()
+        })
+    }
+
+    /// Forward of a unit on a tape of its own.
+    fn forward(
+        &self,
+        unit: usize,
+        input: Tensor,
+        targets: &mut Option<Tensor>,
+    ) -> Result<Recorded, ModelError> {
+        let mut tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
+        let input = tape.input(input);
+        let step = Step { parameters: self.parameters, shape: self.shape };
+        let output = match self.model.units()[unit] {
+            Unit::Head { .. } => {
+                let targets = tape.input(targets.take().expect("a model has one head"));
+                self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
+                None
+            }
+            _ => Some(self.model.forward(unit, &mut tape, step, input)?),
+        };
+        Ok(Recorded { tape, input, output })
+    }
+
+    fn empty(&self, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {
+        self.device.empty(shape, dtype, Category::Activations)
     }
 
     /// What the device counts for a tensor.
     fn bytes_of(&self, tensor: &Tensor) -> Result<usize, DeviceError> {
         let before = self.in_use();
-        let _like = self.device.empty(tensor.shape(), tensor.dtype(), Category::Activations)?;
+        let _like = self.empty(tensor.shape(), tensor.dtype())?;
         Ok(self.in_use() - before)
     }
 }

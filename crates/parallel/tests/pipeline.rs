@@ -53,8 +53,16 @@ fn run(layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found
     (results[0].0.clone(), Some(evaluated[0]), results.into_iter().next().unwrap().2)
 }
 
-const SCHEDULES: [(Kind, usize); 4] =
-    [(Kind::GPipe, 1), (Kind::OneFOneB, 1), (Kind::Interleaved, 2), (Kind::BreadthFirst, 2)];
+const SCHEDULES: [(Kind, usize); 8] = [
+    (Kind::GPipe, 1),
+    (Kind::OneFOneB, 1),
+    (Kind::Interleaved, 2),
+    (Kind::BreadthFirst, 2),
+    (Kind::ZeroBubbleH1, 1),
+    (Kind::ZeroBubbleH2, 1),
+    (Kind::ZeroBubbleV, 2),
+    (Kind::DualPipeV, 2),
+];
 
 #[test]
 fn every_schedule_gives_the_bits_of_one_rank() {
@@ -65,7 +73,8 @@ fn every_schedule_gives_the_bits_of_one_rank() {
             assert!(oracle.0[0][0] != oracle.0[2][0], "training changes the loss");
             for (kind, stages_per_rank) in SCHEDULES {
                 for (num_ranks, data_degree) in [(2, 1), (4, 1), (2, 2)] {
-                    if num_microbatches / data_degree < num_ranks {
+                    let microbatches_min = if kind == Kind::DualPipeV { 2 * num_ranks } else { num_ranks };
+                    if num_microbatches / data_degree < microbatches_min {
                         continue;
                     }
                     let pipeline = Some(Pipeline { kind, num_ranks, stages_per_rank });
@@ -91,15 +100,20 @@ fn recomputation_and_shared_out_states_keep_the_bits() {
         Keep::Nothing,
         Keep::All,
     ];
-    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
     for (zero_stage, num_shards) in
         [(ZeroStage::Zero, 1), (ZeroStage::One, 2), (ZeroStage::Two, 2), (ZeroStage::Three, 2)]
     {
-        for keeps in [&[][..], &segments] {
+        for (kind, keeps) in [
+            (Kind::OneFOneB, &[][..]),
+            (Kind::OneFOneB, &segments),
+            (Kind::ZeroBubbleH1, &[]),
+            (Kind::ZeroBubbleH1, &segments),
+        ] {
+            let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 });
             let sharding = Sharding { zero_stage, ..OPTIONS.sharding };
             let options = ExecutorOptions { sharding, ..OPTIONS };
             let layout = Layout { options, pipeline, num_shards, keeps, ..Layout::default() };
-            assert!(run(&layout, 4, 8) == oracle, "{zero_stage:?} {keeps:?}");
+            assert!(run(&layout, 4, 8) == oracle, "{kind} {zero_stage:?} {keeps:?}");
         }
     }
 }

@@ -89,7 +89,7 @@ fn others(setup: &MemorySetup, program: &Program) -> (Vec<Others>, Prediction) {
         let unit = &mut others[action.unit()];
         match action {
             Action::Forward { .. } => unit.forward = unit.forward.max(found + tokens(num_token_tensors)),
-            Action::Recompute { .. } | Action::Backward { .. } => {
+            Action::Recompute { .. } | Action::Backward { .. } | Action::BackwardInput { .. } => {
                 let is_given = action.unit() + 1 < num_units;
                 let found = found + tokens(num_token_tensors - usize::from(is_given));
                 unit.backward = unit.backward.max(found);

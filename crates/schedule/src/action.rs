@@ -110,6 +110,20 @@ pub enum Action {
         /// Microbatch.
         microbatch: usize,
     },
+    /// `I u m`: the half of backward that makes the gradient of the unit's input.
+    BackwardInput {
+        /// Unit.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
+    /// `W u m`: the other half, which adds to the unit's gradient.
+    BackwardWeight {
+        /// Unit.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
     /// `SEND_F u m`: starts to send what forward of a unit has made to the rank of the unit above.
     SendForward {
         /// Unit.
@@ -201,7 +215,9 @@ impl Action {
         match self {
             Action::Unshard { .. } => &[StateClass::Parameters],
             Action::Step { .. } => &[StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients],
-            Action::Recompute { .. } | Action::Backward { .. } => &[StateClass::Activations],
+            Action::Recompute { .. } | Action::Backward { .. } | Action::BackwardInput { .. } => {
+                &[StateClass::Activations]
+            }
             _ => &[],
         }
     }
@@ -212,9 +228,16 @@ impl Action {
         StateOf { class, unit: self.unit(), microbatch: microbatch.unwrap_or(0) }
     }
 
-    /// Whether the action is a pass of a unit: forward, recomputation or backward.
+    /// Whether the action is a pass of a unit: forward, recomputation, backward or half of it.
     pub fn is_pass(self) -> bool {
-        matches!(self, Action::Forward { .. } | Action::Recompute { .. } | Action::Backward { .. })
+        matches!(
+            self,
+            Action::Forward { .. }
+                | Action::Recompute { .. }
+                | Action::Backward { .. }
+                | Action::BackwardInput { .. }
+                | Action::BackwardWeight { .. }
+        )
     }
 
     /// The microbatch that the action is about, if it is about one.
@@ -226,6 +249,8 @@ impl Action {
             Action::Forward { microbatch, .. }
             | Action::Recompute { microbatch, .. }
             | Action::Backward { microbatch, .. }
+            | Action::BackwardInput { microbatch, .. }
+            | Action::BackwardWeight { microbatch, .. }
             | Action::SendForward { microbatch, .. }
             | Action::ReceiveForward { microbatch, .. }
             | Action::SendBackward { microbatch, .. }
@@ -240,6 +265,8 @@ impl Action {
             Action::Forward { unit, .. }
             | Action::Recompute { unit, .. }
             | Action::Backward { unit, .. }
+            | Action::BackwardInput { unit, .. }
+            | Action::BackwardWeight { unit, .. }
             | Action::SendForward { unit, .. }
             | Action::ReceiveForward { unit, .. }
             | Action::SendBackward { unit, .. }
@@ -262,6 +289,8 @@ impl fmt::Display for Action {
             }
             Action::Recompute { unit, microbatch } => write!(f, "R {unit} {microbatch}"),
             Action::Backward { unit, microbatch } => write!(f, "B {unit} {microbatch}"),
+            Action::BackwardInput { unit, microbatch } => write!(f, "I {unit} {microbatch}"),
+            Action::BackwardWeight { unit, microbatch } => write!(f, "W {unit} {microbatch}"),
             Action::SendForward { unit, microbatch } => write!(f, "SEND_F {unit} {microbatch}"),
             Action::ReceiveForward { unit, microbatch } => write!(f, "RECV_F {unit} {microbatch}"),
             Action::SendBackward { unit, microbatch } => write!(f, "SEND_B {unit} {microbatch}"),
@@ -280,7 +309,7 @@ impl fmt::Display for Action {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "'{0}' is no action; expected 'F unit microbatch' (and 'keep products', 'keep input' or 'keep nothing'), 'R unit \
-     microbatch', 'B unit microbatch', 'SEND_F unit microbatch', 'RECV_F unit microbatch', 'SEND_B unit microbatch', 'RECV_B unit \
+     microbatch', 'B unit microbatch', 'I unit microbatch', 'W unit microbatch', 'SEND_F unit microbatch', 'RECV_F unit microbatch', 'SEND_B unit microbatch', 'RECV_B unit \
      microbatch', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit' or 'STEP unit'"
 )]
 pub struct ParseActionError(pub String);
@@ -300,15 +329,17 @@ impl FromStr for Action {
                 let keep = Keep::ALL.into_iter().find(|keep| keep.name() == name).ok_or_else(refuse)?;
                 Ok(Action::Forward { unit: number(unit)?, microbatch: number(microbatch)?, keep })
             }
-            ["R", unit, microbatch] => {
-                Ok(Action::Recompute { unit: number(unit)?, microbatch: number(microbatch)? })
-            }
-            ["B", unit, microbatch] => {
-                Ok(Action::Backward { unit: number(unit)?, microbatch: number(microbatch)? })
-            }
-            [verb @ ("SEND_F" | "RECV_F" | "SEND_B" | "RECV_B"), unit, microbatch] => {
+            [
+                verb @ ("R" | "B" | "I" | "W" | "SEND_F" | "RECV_F" | "SEND_B" | "RECV_B"),
+                unit,
+                microbatch,
+            ] => {
                 let (unit, microbatch) = (number(unit)?, number(microbatch)?);
                 Ok(match verb {
+                    "R" => Action::Recompute { unit, microbatch },
+                    "B" => Action::Backward { unit, microbatch },
+                    "I" => Action::BackwardInput { unit, microbatch },
+                    "W" => Action::BackwardWeight { unit, microbatch },
                     "SEND_F" => Action::SendForward { unit, microbatch },
                     "RECV_F" => Action::ReceiveForward { unit, microbatch },
                     "SEND_B" => Action::SendBackward { unit, microbatch },

@@ -73,11 +73,12 @@ impl Outline {
     }
 
     /// The units whose parameters an action reads. The backward pass of the first unit needs none of them, for its input
-    /// has no gradient.
+    /// has no gradient; the weight half of the head makes logits again.
     pub fn reads(&self, action: Action) -> impl Iterator<Item = usize> + '_ {
         let reader = match action {
             Action::Forward { unit, .. } | Action::Recompute { unit, .. } => Some(unit),
-            Action::Backward { unit, .. } if unit > 0 => Some(unit),
+            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } if unit > 0 => Some(unit),
+            Action::BackwardWeight { unit, .. } if unit + 1 == self.num_units => Some(unit),
             _ => None,
         };
         let tied = self.ties.iter().filter(move |(unit, _)| Some(*unit) == reader).map(|&(_, owner)| owner);

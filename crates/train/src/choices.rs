@@ -2,11 +2,10 @@
 
 use crate::config::{self, Config};
 use crate::error::TrainError;
-use std::ops::Range;
+use crate::stages::{StageChoice, cut_evenly, cut_stages};
 use trireme_base::UnitPasses;
 use trireme_schedule::lowering::{Offload, Tier};
-use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts};
-use trireme_schedule::{Keep, Program, StateClass, single};
+use trireme_schedule::{Keep, StateClass};
 
 /// What of a step is open once its layout is known, and does not change its bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -15,8 +14,8 @@ pub struct StepChoices {
     pub keeps: Vec<Keep>,
     /// Where state lives.
     pub places: Offload,
-    /// The units of each stage of a pipeline, in the model's order; none without a pipeline.
-    pub stages: Vec<Range<usize>>,
+    /// The stages of a pipeline, in the model's order; none without a pipeline.
+    pub stages: Vec<StageChoice>,
 }
 
 impl StepChoices {
@@ -29,16 +28,25 @@ impl StepChoices {
     /// If there are fewer units than stages.
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
         let keeps = given_keeps(config, passes.len());
-        Ok(StepChoices { keeps, places: given_places(config), stages: stages(config, passes)? })
+        let stages = cut_stages(config, passes, &keeps)?;
+        Ok(StepChoices { keeps, places: given_places(config), stages })
     }
 
-    /// As a message to the other ranks: where each class lives in a byte, the number of blocks and of uses ahead in eight
-    ///     /// each; the number of stages and the units at which they end in eight each, and what each unit keeps in a byte.
+    /// The stages of a pipeline; all units as one stage without one.
+    pub fn stages_or_one(&self, passes: &[UnitPasses]) -> Vec<StageChoice> {
+        match &self.stages[..] {
+            [] => cut_evenly(passes, &self.keeps, 1),
+            stages => stages.to_vec(),
+        }
+    }
+
+    /// As a message to the other ranks: where each class lives in a byte; the number of blocks, of uses ahead and of stages in
+    /// eight each; the stages; and what each unit keeps in a byte.
     pub fn to_bytes(&self) -> Vec<u8> {
         let Offload { num_blocks, prefetch, .. } = self.places;
-        let ends = self.stages.iter().map(|units| units.end);
-        let numbers = [num_blocks, prefetch, self.stages.len()].into_iter().chain(ends);
-        let numbers = numbers.map(|number| (number as u64).to_le_bytes());
+        let numbers = [num_blocks, prefetch, self.stages.len()].map(|number| number as u64);
+        let stages = self.stages.iter().flat_map(StageChoice::to_numbers);
+        let numbers = numbers.into_iter().chain(stages).map(u64::to_le_bytes);
         let tiers = StateClass::ALL.map(|class| self.places.tier(class) as u8);
         let keeps = self.keeps.iter().map(|&keep| keep as u8);
         tiers.into_iter().chain(numbers.flatten()).chain(keeps).collect()
@@ -49,16 +57,16 @@ impl StepChoices {
         let (tiers, rest) = bytes.split_first_chunk::<4>()?;
         let (num_blocks, rest) = rest.split_first_chunk::<8>()?;
         let (prefetch, rest) = rest.split_first_chunk::<8>()?;
-        let (num_stages, mut rest) = rest.split_first_chunk::<8>()?;
+        let (num_stages, mut keeps) = rest.split_first_chunk::<8>()?;
         let number = |bytes: &[u8; 8]| usize::try_from(u64::from_le_bytes(*bytes)).ok();
         let (mut stages, mut start) = (Vec::new(), 0);
         for _ in 0..number(num_stages)? {
-            let (end, others) = rest.split_first_chunk::<8>()?;
-            let end = number(end).filter(|&end| end > start)?;
-            stages.push(start..end);
-            (start, rest) = (end, others);
+            let (numbers, rest) = keeps.split_at_checked(8 * StageChoice::NUM_NUMBERS)?;
+            let stage = StageChoice::from_numbers(start, numbers.as_chunks::<8>().0)?;
+            start = stage.units.end;
+            stages.push(stage);
+            keeps = rest;
         }
-        let keeps = rest;
         let mut places =
             Offload { num_blocks: number(num_blocks)?, prefetch: number(prefetch)?, ..Offload::default() };
         for (class, &tier) in StateClass::ALL.into_iter().zip(tiers) {
@@ -101,55 +109,4 @@ fn given_places(config: &Config) -> Offload {
         num_blocks: usize::MAX,
         prefetch: offload.prefetch,
     }
-}
-
-fn stages(config: &Config, passes: &[UnitPasses]) -> Result<Vec<Range<usize>>, TrainError> {
-    let num_stages = config.parallelism().pipeline_parallel_degree * config.stages_per_rank();
-    match num_stages {
-        1 => Ok(Vec::new()),
-        _ if num_stages > passes.len() => {
-            Err(TrainError::TooManyStages { num_stages, num_units: passes.len() })
-        }
-        _ => {
-            let cost = |passes: &UnitPasses| passes.forward_operations + passes.backward_operations;
-            Ok(pipeline::cut(&passes.iter().map(cost).collect::<Vec<u64>>(), num_stages))
-        }
-    }
-}
-
-/// The schedule of a config's pipeline.
-///
-/// # Errors
-/// If its sizes do not fit the schedule.
-pub fn pipeline_schedule(config: &Config, costs: &Costs) -> Result<pipeline::Schedule, TrainError> {
-    let kind = match config.parallelism().pipeline_parallel_schedule {
-        config::PipelineSchedule::Gpipe => Kind::GPipe,
-        config::PipelineSchedule::OneFOneB => Kind::OneFOneB,
-        config::PipelineSchedule::Interleaved => Kind::Interleaved,
-        config::PipelineSchedule::BreadthFirst => Kind::BreadthFirst,
-    };
-    let sizes = Sizes {
-        num_ranks: config.parallelism().pipeline_parallel_degree,
-        num_microbatches: config.num_microbatches(),
-        stages_per_rank: config.stages_per_rank(),
-        num_steps: 1,
-    };
-    Ok(pipeline::generate(kind, sizes, costs, None)?)
-}
-
-/// The program, before it is lowered, of each rank of the pipeline; of one rank without one.
-pub(crate) fn base_programs(
-    config: &Config,
-    num_units: usize,
-    ties: &[(usize, usize)],
-    stages: &[Range<usize>],
-) -> Result<Vec<Program>, TrainError> {
-    if stages.is_empty() {
-        return Ok(vec![single::program(num_units, config.num_microbatches(), ties)]);
-    }
-    // Costs order messages only, and all ranks have to agree on that.
-    let costs = Costs::equal(stages.len(), StageCosts::of(1, 1, 1)).expect("these are costs");
-    let schedule = pipeline_schedule(config, &costs)?;
-    let timeline = pipeline::simulate(&schedule, &costs).expect("a schedule that was generated is valid");
-    Ok(pipeline::programs(&schedule, &timeline, stages, ties))
 }

@@ -15,11 +15,12 @@ mod optimizer;
 mod run_folder;
 mod sample;
 mod setup;
+mod stages;
 mod trainer;
 mod validation;
 mod weights;
 
-pub use choices::{StepChoices, pipeline_schedule};
+pub use choices::StepChoices;
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
 pub use observer::{Observer, RunFacts, Silent};
@@ -30,5 +31,6 @@ pub use setup::{
     CorpusState, ensure_corpus, executor_options, local_threads, model_config, share_of_cores, step_programs,
     unit_passes,
 };
+pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
 pub use weights::{LoadedModel, load_model};

@@ -1,11 +1,12 @@
 //! From a config to what a trainer needs: corpus, model, optimizer, executor.
 
-use crate::choices::{StepChoices, base_programs};
+use crate::choices::StepChoices;
 use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
 use crate::fp8;
 use crate::observer::Observer;
 use crate::optimizer::optimizer_options;
+use crate::stages::base_programs;
 use crate::trainer::device_options;
 use crate::weights::{checked_weights, read_held};
 use std::fs;

@@ -16,7 +16,7 @@ use trireme_parallel::{
 };
 use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs, simulate};
+use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
 use trireme_schedule::{Keep, Program, StateClass, ZeroStage, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_testkit::{random_batch, run_ranks, run_ranks_on, small_models};
@@ -105,9 +105,8 @@ impl Case {
                 let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
                 let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
                 let schedule = generate(kind, sizes, &costs, None).unwrap();
-                let timeline = simulate(&schedule, &costs).unwrap();
                 let units = cut(&vec![1; num_units], num_stages);
-                programs(&schedule, &timeline, &units, &model.ties()).swap_remove(rank)
+                programs(&schedule, &costs, &units, &model.ties()).swap_remove(rank)
             }
         };
         offload(shard(recompute(program, &keeps), self.options.sharding), self.places)
@@ -283,9 +282,14 @@ fn communication_takes_no_more_for_more_units() {
 #[test]
 fn pipelines() {
     let config = medium_model();
-    for (kind, stages_per_rank) in
-        [(Kind::GPipe, 1), (Kind::OneFOneB, 1), (Kind::Interleaved, 2), (Kind::BreadthFirst, 3)]
-    {
+    for (kind, stages_per_rank) in [
+        (Kind::GPipe, 1),
+        (Kind::OneFOneB, 1),
+        (Kind::Interleaved, 2),
+        (Kind::BreadthFirst, 3),
+        (Kind::ZeroBubbleH1, 1),
+        (Kind::DualPipeV, 2),
+    ] {
         for (stage, data_degree, keep) in [
             (ZeroStage::Zero, 1, Keep::All),
             (ZeroStage::One, 2, Keep::Input),

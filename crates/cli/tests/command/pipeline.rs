@@ -8,17 +8,16 @@ const UNTIED: &str =
 #[test]
 fn a_pipeline_has_the_losses_of_one_worker() {
     let scene = Scene::with_corpus();
-    let degree = "parallelism.pipeline_parallel_degree";
+    let (degree, schedule) =
+        ("parallelism.pipeline_parallel_degree", "parallelism.pipeline_parallel_schedule");
     scene.run(&format!("train tiny.toml --workers 1 {UNTIED} --set run.name=one")).succeeded();
     for (name, settings) in [
         ("two", format!("--workers 2 --set {degree}=2")),
         ("grid", format!("--workers 4 --set {degree}=2 --set parallelism.zero_stage=1")),
-        (
-            "turns",
-            format!(
-                "--workers 2 --set {degree}=2 --set parallelism.pipeline_parallel_schedule=interleaved-1f1b"
-            ),
-        ),
+        ("turns", format!("--workers 2 --set {degree}=2 --set {schedule}=interleaved-1f1b")),
+        ("halves", format!("--workers 2 --set {degree}=2 --set {schedule}=zb-h2")),
+        ("fold", format!("--workers 2 --set {degree}=2 --set {schedule}=zb-v")),
+        ("best", format!("--workers 2 --set {degree}=2 --set {schedule}=auto")),
     ] {
         let text =
             scene.run(&format!("train tiny.toml {UNTIED} {settings} --set run.name={name}")).succeeded();

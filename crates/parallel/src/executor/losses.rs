@@ -28,6 +28,8 @@ pub(super) struct Losses {
     num_microbatches: usize,
     /// For each microbatch of the step, which of the gathered losses is its one: of a rank with the head.
     order: Vec<usize>,
+    /// Losses of this rank that this step has taken in.
+    num_taken: usize,
     /// Present while nothing is under way.
     buffer: Option<Buffer<f64>>,
     work: Option<Work<Buffer<f64>>>,
@@ -45,19 +47,21 @@ impl Losses {
             order[global_microbatch(outline, ranks, rank, index)] = first + place;
         }
         let buffer = Some(world.buffer(world.world_size() * num_microbatches)?);
-        Ok(Losses { world, num_microbatches, order, buffer, work: None, sum: TreeSum::new() })
+        Ok(Losses { world, num_microbatches, order, num_taken: 0, buffer, work: None, sum: TreeSum::new() })
     }
 
     /// Takes in the loss of this rank's microbatch `index`; the last one sends them all.
     pub(super) fn push(&mut self, index: usize, loss: f64) {
         let buffer = self.buffer.as_mut().expect("losses are gathered once a step");
         buffer[self.world.rank().0 * self.num_microbatches + index] = loss;
-        if index + 1 == self.num_microbatches {
+        self.num_taken += 1;
+        if self.num_taken == self.num_microbatches {
             self.send();
         }
     }
 
     fn send(&mut self) {
+        self.num_taken = 0;
         self.work = self.buffer.take().map(|buffer| self.world.all_gather(buffer));
     }
 

@@ -145,7 +145,7 @@ impl Executor {
                 let work = messages.activations[microbatch].take().expect("a valid program receives it");
                 in_flight.put_activation(microbatch, messages.arrived(work, shape, device, waiting)?);
             }
-            Action::Backward { unit, .. } if is_elsewhere(unit + 1) => {
+            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } if is_elsewhere(unit + 1) => {
                 let work = messages.grads[microbatch].take().expect("a valid program receives it");
                 in_flight.put_grad(microbatch, messages.arrived(work, shape, device, waiting)?);
             }

@@ -388,6 +388,8 @@ impl Executor {
             Action::Forward { unit, microbatch, keep } => self.forward(unit, microbatch, keep),
             Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch),
             Action::Backward { unit, microbatch } => self.backward(unit, microbatch),
+            Action::BackwardInput { unit, microbatch } => self.backward_input(unit, microbatch),
+            Action::BackwardWeight { unit, microbatch } => self.backward_weight(unit, microbatch),
             Action::Unshard { unit } => self.parameters.unshard(unit),
             Action::Reshard { unit } => {
                 self.parameters.reshard(unit);

@@ -49,7 +49,9 @@ impl Executor {
             StateClass::Activations => match self.in_flight.pass(unit, microbatch) {
                 Some(Pass::Recorded { tape, .. }) => tape.for_each_memory(|tensor| visit(tensor)),
                 Some(Pass::Input(input)) => visit(input),
-                None => unreachable!("forward has kept something"),
+                Some(Pass::Halved(_)) | None => {
+                    unreachable!("forward has kept something, and backward not begun")
+                }
             },
         }
     }

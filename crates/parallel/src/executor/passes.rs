@@ -15,6 +15,8 @@ pub(super) enum Pass {
     Recorded { tape: Tape, input: Var, end: End },
     /// The input.
     Input(Tensor),
+    /// What the weight half of backward reads.
+    Halved(Tape),
 }
 
 /// What backward of a unit starts from.
@@ -110,7 +112,7 @@ impl Executor {
                 in_flight.spare(tape);
                 (keep == Keep::Input).then_some(Pass::Input(input))
             }
-            (_, Pass::Input(_)) => unreachable!("a pass was recorded"),
+            (_, Pass::Input(_) | Pass::Halved(_)) => unreachable!("a pass was recorded"),
         };
         *in_flight.pass(unit, microbatch) = kept;
         Ok(())
@@ -148,6 +150,7 @@ impl Executor {
                 return Ok(());
             }
             Some(Pass::Input(input)) => input,
+            Some(Pass::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
             None => self.in_flight.activations[microbatch].take().expect("the unit below was recomputed"),
         };
         let pass = self.record(unit, microbatch, input)?;
@@ -157,30 +160,56 @@ impl Executor {
 
     pub(super) fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         self.gradients.prepare(unit)?;
+        let (mut tape, input, output) = self.begin_backward(unit, microbatch);
+        tape.backward(&self.parameters, output, &mut self.gradients)?;
+        self.pass_grad_on(&mut tape, input, microbatch);
+        self.in_flight.spare(tape);
+        self.gradients.close(unit);
+        Ok(())
+    }
+
+    /// Makes the gradient of a unit's input. [`backward_weight`](Executor::backward_weight) does the rest.
+    pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        let (mut tape, input, output) = self.begin_backward(unit, microbatch);
+        tape.backward_input(&self.parameters, output)?;
+        self.pass_grad_on(&mut tape, input, microbatch);
+        *self.in_flight.pass(unit, microbatch) = Some(Pass::Halved(tape));
+        Ok(())
+    }
+
+    pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        self.gradients.prepare(unit)?;
+        let Some(Pass::Halved(mut tape)) = self.in_flight.pass(unit, microbatch).take() else {
+            unreachable!("the input half has run");
+        };
+        tape.backward_weight(&self.parameters, &mut self.gradients)?;
+        self.in_flight.spare(tape);
+        self.gradients.close(unit);
+        Ok(())
+    }
+
+    /// The tape of a unit's forward pass, its input, and what backward starts from; `None` for the loss.
+    fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (Tape, Var, Option<(Var, Tensor)>) {
         let in_flight = &mut self.in_flight;
-        let Some(Pass::Recorded { mut tape, input, end }) = in_flight.pass(unit, microbatch).take() else {
+        let Some(Pass::Recorded { tape, input, end }) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
         };
         // What a recomputation has made for a unit above that needs it no more.
         in_flight.activations[microbatch] = None;
         let output = match end {
-            End::Output(output) => {
-                Some((output, in_flight.grads[microbatch].take().expect("the unit above has run backward")))
-            }
+            End::Output(output) => Some((output, in_flight.take_grad(microbatch))),
             End::Loss { .. } => None,
         };
-        let is_head = output.is_none();
-        tape.backward(&self.parameters, output, &mut self.gradients)?;
-        in_flight.grads[microbatch] = tape.take_grad(input);
-        let loss_sum = tape.loss_sum();
-        in_flight.spare(tape);
-        self.gradients.close(unit);
-        if is_head {
-            let loss = loss_sum.expect("backward of the head computes the loss");
+        (tape, input, output)
+    }
+
+    /// Passes the gradient of a unit's input on, and the loss if the unit is the head.
+    fn pass_grad_on(&mut self, tape: &mut Tape, input: Var, microbatch: usize) {
+        self.in_flight.grads[microbatch] = tape.take_grad(input);
+        if let Some(loss) = tape.loss_sum() {
             // After the last microbatch the losses travel, ahead of the first gradient.
             self.losses.push(microbatch, loss);
         }
-        Ok(())
     }
 
     /// Sum of the losses of a batch's rows in nats, without training, where the head lies. Collective over the ranks of a pipeline,

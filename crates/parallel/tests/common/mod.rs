@@ -10,7 +10,7 @@ use trireme_parallel::{
     ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Offload, Sharding, offload, recompute, shard};
-use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs, simulate};
+use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Keep, Program, StateClass, ZeroStage, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, DeviceOptions, Precision};
@@ -84,10 +84,9 @@ impl Pipeline {
         let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
         let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
         let schedule = generate(kind, sizes, &costs, None).unwrap();
-        let timeline = simulate(&schedule, &costs).unwrap();
         let first = |stage: usize| stage * num_units / num_stages;
         let units: Vec<_> = (0..num_stages).map(|stage| first(stage)..first(stage + 1)).collect();
-        programs(&schedule, &timeline, &units, &model.ties()).swap_remove(rank)
+        programs(&schedule, &costs, &units, &model.ties()).swap_remove(rank)
     }
 }
 

@@ -31,7 +31,9 @@ impl<'a> Messages<'a> {
         let key = |unit: usize| (unit, action.microbatch().unwrap_or(0));
         let is_received = match action {
             Action::Forward { unit, .. } if unit > 0 => self.received[0].remove(&key(unit - 1)),
-            Action::Backward { unit, .. } => self.received[1].remove(&key(unit + 1)),
+            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => {
+                self.received[1].remove(&key(unit + 1))
+            }
             _ => false,
         };
         if is_received {

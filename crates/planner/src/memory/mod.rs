@@ -87,6 +87,16 @@ pub(crate) fn walk(
                     passes.backward(unit, microbatch, &mut usage);
                     gradients.close(unit, &mut usage);
                 }
+                Action::BackwardInput { unit, microbatch } => {
+                    passes.leave_output(microbatch, &mut usage);
+                    passes.backward_input(unit, microbatch, &mut usage);
+                }
+                Action::BackwardWeight { unit, .. } => {
+                    gradients.prepare(unit, &mut usage);
+                    gradients.open(unit, &mut usage);
+                    passes.backward_weight(unit, &mut usage);
+                    gradients.close(unit, &mut usage);
+                }
                 Action::Unshard { unit } => parameters.unshard(unit, &mut usage),
                 Action::Reshard { unit } => parameters.reshard(unit),
                 Action::ReduceGrad { unit } => gradients.reduce(unit, &mut usage),

@@ -115,11 +115,33 @@ impl<'a> Passes<'a> {
 
     pub(super) fn backward(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
         let sizes = self.sizes(unit);
+        self.differentiate(sizes, sizes.backward_peak, microbatch, usage);
+        self.leave_tokens(unit, usage);
+    }
+
+    pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        self.differentiate(sizes, sizes.input_half_peak, microbatch, usage);
+        usage.take(ACTIVATIONS, sizes.halved);
+    }
+
+    pub(super) fn backward_weight(&mut self, unit: usize, usage: &mut Usage) {
+        let sizes = self.sizes(unit);
+        usage.touch(ACTIVATIONS, sizes.weight_half_peak - sizes.halved);
+        usage.give(ACTIVATIONS, sizes.halved);
+        self.leave_tokens(unit, usage);
+    }
+
+    /// From the record and the output's gradient to the input's.
+    fn differentiate(&mut self, sizes: &UnitPasses, peak: usize, microbatch: usize, usage: &mut Usage) {
         let before = sizes.record + self.grads[microbatch];
-        usage.touch(ACTIVATIONS, sizes.backward_peak - before);
+        usage.touch(ACTIVATIONS, peak - before);
         usage.give(ACTIVATIONS, before);
         usage.take(ACTIVATIONS, sizes.input_grad);
         self.grads[microbatch] = sizes.input_grad;
+    }
+
+    fn leave_tokens(&self, unit: usize, usage: &mut Usage) {
         let is_end = unit == 0 || unit + 1 == self.setup.units.len();
         usage.give(ACTIVATIONS, if is_end { self.setup.token_bytes } else { 0 });
     }

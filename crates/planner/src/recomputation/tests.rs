@@ -31,6 +31,7 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
             forward_operations: 10 + operations as u64,
             backward_operations: 20 + 2 * operations as u64,
             renewal_operations: operations as u64 % 10,
+            ..UnitPasses::default()
         });
     }
     for unit in 1..passes.len() {
@@ -105,6 +106,7 @@ fn more_memory_makes_less_again() {
         forward_operations: 1000,
         backward_operations: 2000,
         renewal_operations: 10,
+        ..UnitPasses::default()
     };
     let embedding = UnitPasses { output: 10, forward_peak: 10, backward_peak: 10, ..UnitPasses::default() };
     let head = UnitPasses { output: 0, ..block };

@@ -207,7 +207,7 @@ fn swap_activations(actions: &[Action], num_units: usize, offload: &Offload) -> 
         }
         let is_use = |&place: &usize| {
             let action = actions[place];
-            let is_later = matches!(action, Action::Recompute { .. } | Action::Backward { .. });
+            let is_later = !matches!(action, Action::Forward { .. });
             is_later && (action.unit(), action.microbatch()) == (unit, Some(microbatch))
         };
         let later = &passes[pass + 1..];

@@ -36,7 +36,7 @@ pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
             Action::Forward { unit, microbatch, .. } => {
                 lowered.push(Action::Forward { unit, microbatch, keep: keeps[unit] });
             }
-            Action::Backward { unit, microbatch } => {
+            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
                 if keeps[unit] != Keep::All && is_segment_end(unit) {
                     let segment = segment_start(unit)..=unit;
                     lowered.extend(segment.map(|unit| Action::Recompute { unit, microbatch }));

@@ -41,7 +41,9 @@ pub fn shard(program: Program, sharding: Sharding) -> Program {
 fn reduce_every_microbatch(actions: &[Action]) -> Vec<Action> {
     let others = actions.iter().filter(|action| !matches!(action, Action::ReduceGrad { .. }));
     let with_reduction = |&action: &Action| match action {
-        Action::Backward { unit, .. } => [Some(action), Some(Action::ReduceGrad { unit })],
+        Action::Backward { unit, .. } | Action::BackwardWeight { unit, .. } => {
+            [Some(action), Some(Action::ReduceGrad { unit })]
+        }
         _ => [Some(action), None],
     };
     others.flat_map(with_reduction).flatten().collect()

@@ -181,14 +181,14 @@ pub(super) fn check_kind(kind: Kind, sizes: Sizes) -> Result<(), GenerateError> 
         return Err(GenerateError::Steps { kind, found: num_steps });
     }
     let several = "interleaved-1f1b, breadth-first or auto";
-    let (fits, expected, instead) = match kind {
-        Kind::Interleaved => (stages_per_rank >= 2, "2 or more", "1f1b"),
-        Kind::ZeroBubbleV | Kind::DualPipeV if stages_per_rank == 1 => (false, "2", "zb-h1 or zb-h2"),
-        Kind::ZeroBubbleV | Kind::DualPipeV => (stages_per_rank == 2, "2", several),
-        Kind::BreadthFirst | Kind::Automatic => (true, "", ""),
-        _ => (stages_per_rank == 1, "1", several),
-    };
-    if !fits {
+    let (stages_min, stages_max) = kind.stages_per_rank();
+    if !(stages_min..=stages_max).contains(&stages_per_rank) {
+        let (expected, instead) = match kind {
+            Kind::Interleaved => ("2 or more", "1f1b"),
+            Kind::ZeroBubbleV | Kind::DualPipeV if stages_per_rank == 1 => ("2", "zb-h1 or zb-h2"),
+            Kind::ZeroBubbleV | Kind::DualPipeV => ("2", several),
+            _ => ("1", several),
+        };
         return Err(GenerateError::StagesPerRank { kind, expected, found: stages_per_rank, instead });
     }
     let (min, instead) = match kind {

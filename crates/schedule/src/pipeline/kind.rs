@@ -61,6 +61,21 @@ impl Kind {
         }
     }
 
+    /// Stages that a rank has: the least and the most.
+    pub const fn stages_per_rank(self) -> (usize, usize) {
+        match self {
+            Kind::Interleaved => (2, usize::MAX),
+            Kind::ZeroBubbleV | Kind::DualPipeV => (2, 2),
+            Kind::BreadthFirst | Kind::Automatic => (1, usize::MAX),
+            Kind::GPipe
+            | Kind::OneFOneB
+            | Kind::ZeroBubbleH1
+            | Kind::ZeroBubbleH2
+            | Kind::PipeDream
+            | Kind::PipeDream2Bw => (1, 1),
+        }
+    }
+
     /// Whether the pipeline drains after every step, so that all microbatches of a step read the same weights.
     pub const fn is_synchronous(self) -> bool {
         !matches!(self, Kind::PipeDream | Kind::PipeDream2Bw)

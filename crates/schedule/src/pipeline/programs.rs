@@ -1,22 +1,24 @@
 //! From passes of stages to programs of units.
 
+use super::clock::simulate;
+use super::costs::Costs;
 use super::messages::{self, Event};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
-use super::timeline::Timeline;
 use crate::action::{Action, Keep};
 use crate::program::{Outline, Program, Stage};
 use std::ops::Range;
 
 /// The program of each rank of a synchronous schedule. `units` are those of each stage, `ties` as of
-/// [`Outline::ties`]; `timeline` orders messages ([`messages::place`]). A unit's gradient is reduced when the last microbatch has
+/// [`Outline::ties`]; messages have the order that they have in time at these costs ([`messages::place`]), which must be
+/// the same on all ranks. A unit's gradient is reduced when the last microbatch has
 /// added to it. Whatever else a layout asks for is put into the programs by [`lowering`](crate::lowering).
 ///
 /// # Panics
-/// If the stages do not follow each other, or the schedule updates weights without a drain or halves backward passes.
+/// If the schedule is not [valid](super::validate), or updates weights without a drain, or the stages do not follow each other.
 pub fn programs(
     schedule: &Schedule,
-    timeline: &Timeline,
+    costs: &Costs,
     units: &[Range<usize>],
     ties: &[(usize, usize)],
 ) -> Vec<Program> {
@@ -38,27 +40,41 @@ pub fn programs(
         let actions = actions(&events, units, &outline);
         Program { outline, actions }
     };
-    messages::place(schedule, timeline).into_iter().enumerate().map(program).collect()
+    let timeline = simulate(schedule, costs).expect("the schedule is valid");
+    messages::place(schedule, &timeline).into_iter().enumerate().map(program).collect()
 }
 
 fn actions(events: &[Event], units: &[Range<usize>], outline: &Outline) -> Vec<Action> {
     let mut actions = Vec::new();
-    let mut num_backwards = vec![0; units.len()];
+    let mut num_gradients = vec![0; units.len()];
     for &event in events {
         match event {
             Event::Pass(Pass { kind: PassKind::Forward, stage, microbatch }) => {
                 let forward = |unit| Action::Forward { unit, microbatch, keep: Keep::All };
                 actions.extend(units[stage].clone().map(forward));
             }
-            Event::Pass(Pass { kind: PassKind::Backward, stage, microbatch }) => {
-                num_backwards[stage] += 1;
-                let is_last = num_backwards[stage] == outline.num_microbatches;
+            Event::Pass(Pass { kind: PassKind::BackwardInput, stage, microbatch }) => {
+                let half = |unit| Action::BackwardInput { unit, microbatch };
+                actions.extend(units[stage].clone().rev().map(half));
+            }
+            Event::Pass(Pass {
+                kind: kind @ (PassKind::Backward | PassKind::BackwardWeight),
+                stage,
+                microbatch,
+            }) => {
+                num_gradients[stage] += 1;
+                let is_last = num_gradients[stage] == outline.num_microbatches;
                 for unit in units[stage].clone().rev() {
-                    actions.push(Action::Backward { unit, microbatch });
+                    actions.push(match kind {
+                        PassKind::Backward => Action::Backward { unit, microbatch },
+                        _ => Action::BackwardWeight { unit, microbatch },
+                    });
                     actions.extend(is_last.then_some(Action::ReduceGrad { unit }));
                 }
             }
-            Event::Pass(pass) => panic!("{pass} has no actions of units"),
+            Event::Pass(pass @ Pass { kind: PassKind::Update, .. }) => {
+                panic!("{pass} is not of a schedule that drains")
+            }
             Event::Send { result_of, .. } => actions.push(message(result_of, units, true)),
             Event::Receive { result_of, .. } => actions.push(message(result_of, units, false)),
         }

@@ -114,7 +114,7 @@ pub enum ProgramError {
 }
 
 /// Proves that every unit runs forward and backward once for every microbatch, in an order that the data allows; that what
-/// forward does not keep is recomputed; that parameters are whole wherever they are read, and as they were in the end; that
+/// forward does not keep is recomputed; that microbatches add to gradients in their order; that parameters are whole wherever they are read, and as they were in the end; that
 /// gradients are reduced once they are complete and every parameter stepped once all are reduced; and that no unit holds the
 /// activations of more than `in_flight_max` microbatches.
 ///

@@ -13,8 +13,17 @@ enum Activations {
     /// What forward has kept, which is not all.
     Kept(Keep),
     Whole,
+    /// The input half of backward has run.
+    Halved,
     /// Backward has run.
     Spent,
+}
+
+impl Activations {
+    /// Whether the gradient of the unit's input has been made.
+    fn are_differentiated(self) -> bool {
+        matches!(self, Activations::Halved | Activations::Spent)
+    }
 }
 
 /// What there is of a unit's parameters.
@@ -31,6 +40,8 @@ struct Unit {
     /// By microbatch.
     activations: Vec<Activations>,
     parameters: Parameters,
+    /// Microbatches that have added to the gradient.
+    num_added: usize,
     /// Whether backward has added to the gradient since it was last reduced.
     has_unreduced: bool,
     is_stepped: bool,
@@ -55,6 +66,7 @@ impl<'a> State<'a> {
         let unit = |_| Unit {
             activations: vec![Activations::Absent; outline.num_microbatches],
             parameters: at_rest,
+            num_added: 0,
             has_unreduced: false,
             is_stepped: false,
         };
@@ -119,13 +131,15 @@ impl<'a> State<'a> {
         match action {
             Action::Forward { microbatch, .. } => unit.activations[microbatch] != Activations::Absent,
             Action::Recompute { microbatch, .. } => {
-                matches!(unit.activations[microbatch], Activations::Whole | Activations::Spent)
+                let found = unit.activations[microbatch];
+                found == Activations::Whole || found.are_differentiated()
             }
             // What another rank has done has come about here when its result has come.
             Action::ReceiveForward { microbatch, .. } => unit.activations[microbatch] != Activations::Absent,
-            Action::Backward { microbatch, .. } | Action::ReceiveBackward { microbatch, .. } => {
-                unit.activations[microbatch] == Activations::Spent
-            }
+            Action::Backward { microbatch, .. }
+            | Action::BackwardInput { microbatch, .. }
+            | Action::ReceiveBackward { microbatch, .. } => unit.activations[microbatch].are_differentiated(),
+            Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
             Action::SendForward { unit, microbatch } => self.sent[0].contains(&(unit, microbatch)),
             Action::SendBackward { unit, microbatch } => self.sent[1].contains(&(unit, microbatch)),
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
@@ -174,7 +188,7 @@ impl<'a> State<'a> {
             }
             Action::SendBackward { unit, microbatch } => {
                 let missing = Action::Backward { unit, microbatch };
-                (self.activations(unit, microbatch) != Activations::Spent).then_some(missing)
+                (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
             }
             Action::ReceiveBackward { unit, microbatch } => {
                 // There is no gradient before what it is the gradient of.
@@ -192,14 +206,23 @@ impl<'a> State<'a> {
                 Activations::Kept(_) => None,
                 _ => Some(Action::Forward { unit, microbatch, keep: Keep::All }),
             },
-            Action::Backward { unit, microbatch } => self.missing_for_backward(unit, microbatch),
+            Action::BackwardInput { unit, microbatch } => self.missing_for_input_half(unit, microbatch),
+            Action::BackwardWeight { unit, microbatch } => {
+                let missing = Action::BackwardInput { unit, microbatch };
+                let is_early = self.activations(unit, microbatch) != Activations::Halved;
+                is_early.then_some(missing).or_else(|| self.missing_for_gradient(unit, microbatch))
+            }
+            Action::Backward { unit, microbatch } => {
+                let missing = self.missing_for_input_half(unit, microbatch);
+                missing.or_else(|| self.missing_for_gradient(unit, microbatch))
+            }
             Action::ReduceGrad { unit } => {
                 // Up to the second stage a gradient is reduced once, when all microbatches have added to it.
                 let is_early = |found: &Activations| *found != Activations::Spent;
                 let early = self.units[unit].activations.iter().position(is_early);
                 let is_once = self.outline.zero_stage < ZeroStage::Two;
                 let microbatch = early.filter(|_| is_once || !self.units[unit].has_unreduced)?;
-                Some(Action::Backward { unit, microbatch })
+                Some(self.completion(unit, microbatch))
             }
             Action::Step { .. } => {
                 let is_reduced = |unit: &usize| self.is_done(Action::ReduceGrad { unit: *unit });
@@ -220,16 +243,31 @@ impl<'a> State<'a> {
         }
     }
 
-    fn missing_for_backward(&self, unit: usize, microbatch: usize) -> Option<Action> {
+    /// What completes a unit's gradient for a microbatch.
+    fn completion(&self, unit: usize, microbatch: usize) -> Action {
+        match self.activations(unit, microbatch) {
+            Activations::Halved => Action::BackwardWeight { unit, microbatch },
+            _ => Action::Backward { unit, microbatch },
+        }
+    }
+
+    /// What must come before a microbatch adds to a unit's gradient: the microbatches before it, for sums have one order.
+    fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
+        let Unit { num_added, has_unreduced, .. } = self.units[unit];
+        if num_added != microbatch {
+            return Some(self.completion(unit, num_added));
+        }
+        let is_unreduced = self.outline.zero_stage >= ZeroStage::Two && has_unreduced;
+        is_unreduced.then_some(Action::ReduceGrad { unit })
+    }
+
+    fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
-        if above < self.outline.num_units && self.activations(above, microbatch) != Activations::Spent {
+        if above < self.outline.num_units && !self.activations(above, microbatch).are_differentiated() {
             return Some(match self.outline.holds(above) {
                 true => Action::Backward { unit: above, microbatch },
                 false => Action::ReceiveBackward { unit: above, microbatch },
             });
-        }
-        if self.outline.zero_stage >= ZeroStage::Two && self.units[unit].has_unreduced {
-            return Some(Action::ReduceGrad { unit });
         }
         match self.activations(unit, microbatch) {
             Activations::Whole => None,
@@ -248,8 +286,10 @@ impl<'a> State<'a> {
                 };
             }
             Action::Recompute { microbatch, .. } => unit.activations[microbatch] = Activations::Whole,
-            Action::Backward { microbatch, .. } => {
+            Action::BackwardInput { microbatch, .. } => unit.activations[microbatch] = Activations::Halved,
+            Action::Backward { microbatch, .. } | Action::BackwardWeight { microbatch, .. } => {
                 unit.activations[microbatch] = Activations::Spent;
+                unit.num_added += 1;
                 unit.has_unreduced = true;
             }
             Action::ReceiveForward { microbatch, .. } => unit.activations[microbatch] = Activations::Whole,

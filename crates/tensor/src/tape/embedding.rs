@@ -1,6 +1,7 @@
-use super::{Backward, Node, Tape, Var};
+use super::{Backward, GradSink, Node, Tape, Var, write_grad};
 use crate::device::DeviceError;
 use crate::parameters::{ParameterSource, ParameterSpan};
+use crate::tensor::Tensor;
 
 /// Rows of a table by token id, plus rows of a second table by position.
 #[derive(Debug, Clone, Copy)]
@@ -47,26 +48,49 @@ impl Tape {
     }
 }
 
+/// Tokens have no gradient: all of an embedding's backward is the weight half.
+#[derive(Debug)]
+pub(super) struct EmbeddingWeights {
+    node: EmbeddingNode,
+    dy: Tensor,
+}
+
 impl EmbeddingNode {
-    /// Tokens have no gradient: all of this is the weight half.
-    pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
+    pub(super) fn backward(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<Var, DeviceError> {
+        let (output, weights) = self.backward_input(cx);
+        weights.run(cx, sink)?;
+        Ok(output)
+    }
+
+    pub(super) fn backward_input(self, cx: &mut Backward<'_>) -> (Var, EmbeddingWeights) {
         let dy = cx.take_grad(self.y);
-        cx.write_grad(&self.op.tokens, |device, values, mut out, accumulate| {
+        (self.y, EmbeddingWeights { node: self, dy })
+    }
+}
+
+impl EmbeddingWeights {
+    pub(super) fn ids(&self) -> Var {
+        self.node.ids
+    }
+
+    pub(super) fn run(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+        let EmbeddingWeights { node, dy } = self;
+        write_grad(sink, &node.op.tokens, |mut out, accumulate| {
             if !accumulate {
                 out.f32s().fill(0.0);
             }
-            device.embedding_backward(values.get(self.ids), dy.view(), out);
+            cx.device.embedding_backward(cx.values.get(node.ids), dy.view(), out);
             Ok(())
         })?;
-        if let Some(positions) = self.op.positions {
-            cx.write_grad(&positions, |device, _, mut out, accumulate| {
+        if let Some(positions) = node.op.positions {
+            write_grad(sink, &positions, |mut out, accumulate| {
                 if !accumulate {
                     out.f32s().fill(0.0);
                 }
-                device.position_backward(dy.view(), self.seq_len, out);
+                cx.device.position_backward(dy.view(), node.seq_len, out);
                 Ok(())
             })?;
         }
-        Ok(self.y)
+        Ok(())
     }
 }

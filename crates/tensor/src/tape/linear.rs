@@ -1,4 +1,4 @@
-use super::{Backward, Node, Recording, Tape, Var, Vector};
+use super::{Backward, GradSink, Node, Recording, Tape, Var, Vector, write_grad};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::fp8::{Fp8Layer, Fp8Scales, Operand};
 use crate::kernels::MatmulEpilogue;
@@ -159,40 +159,73 @@ fn activate(
     })
 }
 
+/// The weight half of a linear layer's backward.
+#[derive(Debug)]
+pub(super) struct LinearWeights {
+    op: Linear,
+    /// What the matrix was applied to: the saved value, or what the activation made of it.
+    input: SavedInput,
+    dy: Tensor,
+    /// The same as products read it, in fp8.
+    rounded: Option<Tensor>,
+}
+
+#[derive(Debug)]
+enum SavedInput {
+    Value(Var),
+    Activated(Tensor),
+}
+
 impl LinearNode {
-    pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
+    pub(super) fn backward(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<Var, DeviceError> {
+        let (output, residual) = (self.y, self.residual);
+        let dy = self.input_half(cx)?.run(cx, sink)?;
+        if let Some(residual) = residual {
+            cx.add_grad(residual, dy);
+        }
+        Ok(output)
+    }
+
+    pub(super) fn backward_input(self, cx: &mut Backward<'_>) -> Result<(Var, LinearWeights), DeviceError> {
+        let (output, residual) = (self.y, self.residual);
+        let weights = self.input_half(cx)?;
+        if let Some(residual) = residual {
+            cx.add_grad_copied(residual, &weights.dy)?;
+        }
+        Ok((output, weights))
+    }
+
+    /// Gives the gradient of `x` to it. That of a residual is the result's.
+    fn input_half(self, cx: &mut Backward<'_>) -> Result<LinearWeights, DeviceError> {
         let dy = cx.take_grad(self.y);
         let fp8 = self.op.fp8(cx.fp8, Recording::On);
-        let dy_factor = factor(cx.device, fp8, Operand::OutputGrad, dy.view())?;
-        let mut d_input = self.backward_input(cx, dy_factor.view())?;
-        match self.op.activation {
+        let (mut d_input, rounded) = match factor(cx.device, fp8, Operand::OutputGrad, dy.view())? {
+            Factor::Unrounded(dy) => (self.input_grad(cx, dy)?, None),
+            Factor::Rounded(rounded) => (self.input_grad(cx, rounded.view())?, Some(rounded)),
+        };
+        let input = match self.op.activation {
             InputActivation::Identity => {
-                self.backward_weight(cx, None, dy_factor.view())?;
                 cx.add_grad(self.x, d_input);
+                SavedInput::Value(self.x)
             }
             InputActivation::Gelu => {
                 let mut x = cx.values.take(self.x);
                 cx.device.gelu_backward(x.view_mut(), d_input.view_mut());
-                self.backward_weight(cx, Some(&x), dy_factor.view())?;
                 cx.add_grad(self.x, d_input);
+                SavedInput::Activated(x)
             }
             InputActivation::SwiGlu => {
                 let mut x = cx.values.take(self.x);
                 cx.device.swiglu_backward(x.view_mut(), d_input.view_mut());
-                self.backward_weight(cx, Some(&d_input), dy_factor.view())?;
                 cx.add_grad(self.x, x);
+                SavedInput::Activated(d_input)
             }
-        }
-        drop(dy_factor);
-        self.backward_bias(cx, &dy)?;
-        if let Some(residual) = self.residual {
-            cx.add_grad(residual, dy);
-        }
-        Ok(self.y)
+        };
+        Ok(LinearWeights { op: self.op, input, dy, rounded })
     }
 
     /// Gradient of what the matrix is applied to.
-    fn backward_input(&self, cx: &Backward<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
+    fn input_grad(&self, cx: &Backward<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
         let rows = dy.shape().rows();
         let inputs = self.op.weight.shape.num_elements() / self.op.outputs();
         let mut dx = cx.device.activation_of([rows, inputs], cx.precision.dtype())?;
@@ -202,29 +235,38 @@ impl LinearNode {
         cx.device.matmul(cx.precision, left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
         Ok(dx)
     }
+}
 
-    /// `input` is what the matrix was applied to, if that is not the saved value itself.
-    fn backward_weight(
-        &self,
-        cx: &mut Backward<'_>,
-        input: Option<&Tensor>,
-        dy: View<'_>,
-    ) -> Result<(), DeviceError> {
-        let (precision, fp8) = (cx.precision, self.op.fp8(cx.fp8, Recording::On));
-        cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
-            let input = input.map_or_else(|| values.get(self.x), Tensor::view);
-            // Rounded again rather than kept: its scale is still that of the step.
-            let input = factor(device, fp8, Operand::Input, input)?;
-            weight_grad(device, precision, self.op.layout, input.view(), dy, out, accumulate)
-        })
+impl LinearWeights {
+    /// The value of the tape that it reads, if it is one.
+    pub(super) fn x(&self) -> Option<Var> {
+        match self.input {
+            SavedInput::Value(x) => Some(x),
+            SavedInput::Activated(_) => None,
+        }
     }
 
-    fn backward_bias(&self, cx: &mut Backward<'_>, dy: &Tensor) -> Result<(), DeviceError> {
-        let Some(bias) = self.op.bias else { return Ok(()) };
-        cx.write_grad(&bias, |device, _, out, accumulate| {
-            device.column_sums(dy.view(), out, accumulate);
-            Ok(())
-        })
+    /// Gives the gradient of the result back.
+    pub(super) fn run(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<Tensor, DeviceError> {
+        let LinearWeights { op, input, dy, rounded } = self;
+        let fp8 = op.fp8(cx.fp8, Recording::On);
+        write_grad(sink, &op.weight, |out, accumulate| {
+            let input = match &input {
+                SavedInput::Value(x) => cx.values.get(*x),
+                SavedInput::Activated(input) => input.view(),
+            };
+            // Rounded again rather than kept: its scale is still that of the step.
+            let input = factor(cx.device, fp8, Operand::Input, input)?;
+            let dy = rounded.as_ref().unwrap_or(&dy).view();
+            weight_grad(cx.device, cx.precision, op.layout, input.view(), dy, out, accumulate)
+        })?;
+        if let Some(bias) = op.bias {
+            write_grad(sink, &bias, |out, accumulate| {
+                cx.device.column_sums(dy.view(), out, accumulate);
+                Ok(())
+            })?;
+        }
+        Ok(dy)
     }
 }
 

@@ -1,5 +1,5 @@
 use super::linear::weight_grad;
-use super::{Backward, Node, Recording, Tape, Var, WeightLayout};
+use super::{Backward, GradSink, GradTarget, Node, Recording, Tape, Var, WeightLayout};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
@@ -27,7 +27,7 @@ pub struct LossHead {
 
 impl LossHead {
     /// Columns of the vocabulary whose logits are held at once for `rows` rows.
-    pub(crate) fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone {
+    pub(crate) fn chunks(&self, rows: usize) -> impl Iterator<Item = VocabularyChunk> + Clone + use<> {
         let vocabulary = self.weight.shape.rows();
         let len = (LOGITS_BYTES_MAX / (size_of::<f32>() * rows.max(1))).max(CHUNK_COLS_MIN).min(vocabulary);
         let first = (0..vocabulary).step_by(len.max(1));
@@ -130,36 +130,124 @@ fn sum_of_losses(statistics: &Tensor) -> f64 {
 
 impl LossNode {
     /// Gradients of the mean loss over the rows, times the loss scale; returns the sum of the losses.
-    pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<f64, DeviceError> {
-        let (x, targets) = (cx.values.get(self.x), cx.values.get(self.targets));
-        let rows = x.shape().rows();
-        let targets = targets.part(0, [rows].into());
-        let scale = self.loss_scale / rows as f32;
-        let (device, precision) = (cx.device, cx.precision);
-        let (statistics, mut whole) = self.op.statistics((device, precision), cx.parameters, x, targets)?;
-        // Sums over the vocabulary, so f32 until they are complete.
-        let mut dx = device.activation(x.shape())?;
-        let target = cx.sink.target(&self.op.weight)?;
-        let (mut d_weight, accumulate) = (target.view, target.accumulate);
-        for chunk in self.op.chunks(rows) {
-            let logits = match whole.take() {
-                Some(logits) => logits,
-                None => self.op.chunk_logits((device, precision), cx.parameters, x, chunk)?,
-            };
-            let mut gradient = device.activation_of(logits.shape(), precision.dtype())?;
-            let (logits, saved) = (logits.view(), statistics.view());
-            device.cross_entropy_gradient(logits, targets, chunk, saved, scale, gradient.view_mut());
-            let span = self.op.chunk_span(chunk);
-            let weight = (cx.parameters.span(&span), Transpose::No);
-            let epilogue =
-                if chunk.first == 0 { MatmulEpilogue::Overwrite } else { MatmulEpilogue::Accumulate };
-            device.matmul(precision, (gradient.view(), Transpose::No), weight, dx.view_mut(), epilogue)?;
-            let out = d_weight.reborrow().into_part(span.offset - self.op.weight.offset, span.shape);
-            let layout = WeightLayout::OutputsFirst;
-            weight_grad(device, precision, layout, x, gradient.view(), out, accumulate)?;
+    pub(super) fn backward(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<f64, DeviceError> {
+        let (statistics, mut whole) = self.statistics(cx)?;
+        let mut dx = self.empty_input_grad(cx)?;
+        let mut target = sink.target(&self.op.weight)?;
+        for chunk in self.chunks(cx) {
+            let gradient = self.logits_grad(cx, &statistics, chunk, whole.take())?;
+            self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
+            self.add_weight_grad(cx, &gradient, chunk, &mut target)?;
         }
-        cx.sink.grad_ready(&self.op.weight);
+        sink.grad_ready(&self.op.weight);
         cx.add_grad(self.x, dx);
         Ok(sum_of_losses(&statistics))
+    }
+
+    /// The input half. Of several chunks the weight half makes the logits again.
+    pub(super) fn backward_input(self, cx: &mut Backward<'_>) -> Result<(f64, LossWeights), DeviceError> {
+        let (statistics, mut whole) = self.statistics(cx)?;
+        let is_one_chunk = whole.is_some();
+        let mut dx = self.empty_input_grad(cx)?;
+        let mut kept = None;
+        for chunk in self.chunks(cx) {
+            let gradient = self.logits_grad(cx, &statistics, chunk, whole.take())?;
+            self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
+            kept = is_one_chunk.then_some(gradient);
+        }
+        cx.add_grad(self.x, dx);
+        Ok((sum_of_losses(&statistics), LossWeights { node: self, statistics, gradient: kept }))
+    }
+
+    fn targets<'a>(&self, cx: &'a Backward<'_>) -> View<'a> {
+        cx.values.get(self.targets).part(0, [cx.values.get(self.x).shape().rows()].into())
+    }
+
+    fn chunks(&self, cx: &Backward<'_>) -> impl Iterator<Item = VocabularyChunk> + use<> {
+        self.op.chunks(cx.values.get(self.x).shape().rows())
+    }
+
+    fn statistics(&self, cx: &Backward<'_>) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+        let (x, targets) = (cx.values.get(self.x), self.targets(cx));
+        self.op.statistics((cx.device, cx.precision), cx.parameters, x, targets)
+    }
+
+    /// Memory for the gradient of `x`: sums over the vocabulary, so f32 until they are complete.
+    fn empty_input_grad(&self, cx: &Backward<'_>) -> Result<Tensor, DeviceError> {
+        cx.device.activation(cx.values.get(self.x).shape())
+    }
+
+    /// The gradient of a chunk of the logits, which are made unless they are at hand.
+    fn logits_grad(
+        &self,
+        cx: &Backward<'_>,
+        statistics: &Tensor,
+        chunk: VocabularyChunk,
+        logits: Option<Tensor>,
+    ) -> Result<Tensor, DeviceError> {
+        let (device, precision, x) = (cx.device, cx.precision, cx.values.get(self.x));
+        let logits = match logits {
+            Some(logits) => logits,
+            None => self.op.chunk_logits((device, precision), cx.parameters, x, chunk)?,
+        };
+        let scale = self.loss_scale / x.shape().rows() as f32;
+        let mut gradient = device.activation_of(logits.shape(), precision.dtype())?;
+        let (targets, saved) = (self.targets(cx), statistics.view());
+        device.cross_entropy_gradient(logits.view(), targets, chunk, saved, scale, gradient.view_mut());
+        Ok(gradient)
+    }
+
+    fn add_input_grad(
+        &self,
+        cx: &Backward<'_>,
+        gradient: &Tensor,
+        chunk: VocabularyChunk,
+        dx: &mut Tensor,
+    ) -> Result<(), DeviceError> {
+        let weight = (cx.parameters.span(&self.op.chunk_span(chunk)), Transpose::No);
+        let epilogue = if chunk.first == 0 { MatmulEpilogue::Overwrite } else { MatmulEpilogue::Accumulate };
+        cx.device.matmul(cx.precision, (gradient.view(), Transpose::No), weight, dx.view_mut(), epilogue)
+    }
+
+    fn add_weight_grad(
+        &self,
+        cx: &Backward<'_>,
+        gradient: &Tensor,
+        chunk: VocabularyChunk,
+        target: &mut GradTarget<'_>,
+    ) -> Result<(), DeviceError> {
+        let span = self.op.chunk_span(chunk);
+        let out = target.view.reborrow().into_part(span.offset - self.op.weight.offset, span.shape);
+        let (x, layout) = (cx.values.get(self.x), WeightLayout::OutputsFirst);
+        weight_grad(cx.device, cx.precision, layout, x, gradient.view(), out, target.accumulate)
+    }
+}
+
+/// The weight half of a loss's backward.
+#[derive(Debug)]
+pub(super) struct LossWeights {
+    node: LossNode,
+    statistics: Tensor,
+    /// That of all logits, if one chunk holds them.
+    gradient: Option<Tensor>,
+}
+
+impl LossWeights {
+    pub(super) fn reads(&self) -> [Var; 2] {
+        [self.node.x, self.node.targets]
+    }
+
+    pub(super) fn run(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+        let LossWeights { node, statistics, mut gradient } = self;
+        let mut target = sink.target(&node.op.weight)?;
+        for chunk in node.chunks(cx) {
+            let gradient = match gradient.take() {
+                Some(gradient) => gradient,
+                None => node.logits_grad(cx, &statistics, chunk, None)?,
+            };
+            node.add_weight_grad(cx, &gradient, chunk, &mut target)?;
+        }
+        sink.grad_ready(&node.op.weight);
+        Ok(())
     }
 }

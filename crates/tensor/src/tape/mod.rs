@@ -2,13 +2,17 @@
 //!
 //! A tape records one unit's forward pass for one microbatch. Backward walks the record in reverse; a parameter's
 //! gradient goes to the [`GradSink`] at the moment it is complete, and each saved value is given back as soon as
-//! nothing needs it. Each operation's backward has an input half and a weight half, in separate functions.
+//! nothing needs it. Each operation's backward has an input half and a weight half. They run one after the other
+//! ([`Tape::backward`]), or all input halves before all weight halves ([`Tape::backward_input`], [`Tape::backward_weight`]), with
+//! the same bits.
 
 mod attention;
 mod embedding;
 mod linear;
 mod loss;
 mod norm;
+#[cfg(test)]
+mod tests;
 
 pub use attention::{KeyValueCache, RotaryTable};
 pub use embedding::Embedding;
@@ -58,6 +62,36 @@ enum Node {
     Loss(loss::LossNode),
 }
 
+/// The half of an operation's backward that makes gradients of parameters. It has what it needs, but for values of the tape.
+#[derive(Debug)]
+enum WeightHalf {
+    Embedding(embedding::EmbeddingWeights),
+    Norm(norm::NormWeights),
+    Linear(linear::LinearWeights),
+    Loss(loss::LossWeights),
+}
+
+impl WeightHalf {
+    /// The values of the tape that it reads.
+    fn reads(&self) -> [Option<Var>; 2] {
+        match self {
+            WeightHalf::Embedding(half) => [Some(half.ids()), None],
+            WeightHalf::Norm(half) => [Some(half.x()), None],
+            WeightHalf::Linear(half) => [half.x(), None],
+            WeightHalf::Loss(half) => half.reads().map(Some),
+        }
+    }
+
+    fn run(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+        match self {
+            WeightHalf::Embedding(half) => half.run(cx, sink),
+            WeightHalf::Norm(half) => half.run(cx, sink),
+            WeightHalf::Linear(half) => half.run(cx, sink).map(drop),
+            WeightHalf::Loss(half) => half.run(cx, sink),
+        }
+    }
+}
+
 /// Whether a tape saves what backward needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Recording {
@@ -77,6 +111,10 @@ pub struct Tape {
     values: Values,
     grads: Vec<Option<Tensor>>,
     nodes: Vec<Node>,
+    /// What the input halves have left to do, in order.
+    weight_halves: Vec<WeightHalf>,
+    /// By [`Var`], between the halves: a weight half reads the value.
+    is_read: Vec<bool>,
     loss_sum: Option<f64>,
 }
 
@@ -130,7 +168,6 @@ struct Backward<'a> {
     parameters: &'a dyn ParameterSource,
     values: &'a mut Values,
     grads: &'a mut [Option<Tensor>],
-    sink: &'a mut dyn GradSink,
 }
 
 impl Backward<'_> {
@@ -146,17 +183,30 @@ impl Backward<'_> {
         }
     }
 
-    /// Lets `write` put the gradient of a span where the sink wants it.
-    fn write_grad(
-        &mut self,
-        span: &ParameterSpan,
-        write: impl FnOnce(&Device, &Values, ViewMut<'_>, bool) -> Result<(), DeviceError>,
-    ) -> Result<(), DeviceError> {
-        let target = self.sink.target(span)?;
-        write(self.device, self.values, target.view, target.accumulate)?;
-        self.sink.grad_ready(span);
+    /// Adds what a later operation still reads to the gradient of `var`.
+    fn add_grad_copied(&mut self, var: Var, grad: &Tensor) -> Result<(), DeviceError> {
+        match &mut self.grads[var.0] {
+            Some(sum) => self.device.add_assign(sum.view_mut(), grad.view()),
+            slot => {
+                let mut copy = self.device.activation_of(grad.shape(), grad.dtype())?;
+                self.device.convert(grad.view(), copy.view_mut());
+                *slot = Some(copy);
+            }
+        }
         Ok(())
     }
+}
+
+/// Lets `write` put the gradient of a span where the sink wants it, or add it there.
+fn write_grad(
+    sink: &mut dyn GradSink,
+    span: &ParameterSpan,
+    write: impl FnOnce(ViewMut<'_>, bool) -> Result<(), DeviceError>,
+) -> Result<(), DeviceError> {
+    let target = sink.target(span)?;
+    write(target.view, target.accumulate)?;
+    sink.grad_ready(span);
+    Ok(())
 }
 
 impl Tape {
@@ -170,6 +220,8 @@ impl Tape {
             values: Values::default(),
             grads: Vec::new(),
             nodes: Vec::new(),
+            weight_halves: Vec::new(),
+            is_read: Vec::new(),
             loss_sum: None,
         }
     }
@@ -188,6 +240,8 @@ impl Tape {
         self.values.0.clear();
         self.grads.clear();
         self.nodes.clear();
+        self.weight_halves.clear();
+        self.is_read.clear();
         self.loss_sum = None;
     }
 
@@ -255,26 +309,16 @@ impl Tape {
         output: Option<(Var, Tensor)>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        if let Some((var, grad)) = output {
-            self.grads[var.0] = Some(grad);
-        }
+        self.begin_backward(output);
         while let Some(node) = self.nodes.pop() {
-            let mut cx = Backward {
-                device: &self.device,
-                precision: self.precision,
-                fp8: self.fp8.as_deref(),
-                parameters,
-                values: &mut self.values,
-                grads: &mut self.grads,
-                sink,
-            };
+            let cx = &mut self.backward_context(parameters);
             let output = match node {
-                Node::Embedding(node) => node.backward(&mut cx)?,
-                Node::Norm(node) => node.backward(&mut cx)?,
-                Node::Linear(node) => node.backward(&mut cx)?,
-                Node::Attention(node) => node.backward(&mut cx)?,
+                Node::Embedding(node) => node.backward(cx, sink)?,
+                Node::Norm(node) => node.backward(cx, sink)?,
+                Node::Linear(node) => node.backward(cx, sink)?,
+                Node::Attention(node) => node.backward(cx)?,
                 Node::Loss(node) => {
-                    self.loss_sum = Some(node.backward(&mut cx)?);
+                    self.loss_sum = Some(node.backward(cx, sink)?);
                     continue;
                 }
             };
@@ -282,6 +326,82 @@ impl Tape {
             self.values.0[output.0] = None;
         }
         Ok(())
+    }
+
+    /// Runs the input halves of backward: the gradient of what the unit reads is there then, and the loss. `output` is as for
+    /// [`backward`](Tape::backward).
+    ///
+    /// What the weight halves read stays: inputs of linear layers and of normalisations, and the gradients of their results. A
+    /// gradient that goes on along a residual is copied for them.
+    pub fn backward_input(
+        &mut self,
+        parameters: &dyn ParameterSource,
+        output: Option<(Var, Tensor)>,
+    ) -> Result<(), DeviceError> {
+        self.begin_backward(output);
+        self.is_read.resize(self.values.0.len(), false);
+        while let Some(node) = self.nodes.pop() {
+            let cx = &mut self.backward_context(parameters);
+            let (output, half) = match node {
+                Node::Embedding(node) => {
+                    let (output, half) = node.backward_input(cx);
+                    (Some(output), Some(WeightHalf::Embedding(half)))
+                }
+                Node::Norm(node) => {
+                    let (output, half) = node.backward_input(cx)?;
+                    (Some(output), Some(WeightHalf::Norm(half)))
+                }
+                Node::Linear(node) => {
+                    let (output, half) = node.backward_input(cx)?;
+                    (Some(output), Some(WeightHalf::Linear(half)))
+                }
+                Node::Attention(node) => (Some(node.backward(cx)?), None),
+                Node::Loss(node) => {
+                    let (loss_sum, half) = node.backward_input(cx)?;
+                    self.loss_sum = Some(loss_sum);
+                    (None, Some(WeightHalf::Loss(half)))
+                }
+            };
+            for var in half.iter().flat_map(WeightHalf::reads).flatten() {
+                self.is_read[var.0] = true;
+            }
+            self.weight_halves.extend(half);
+            // Every reader of the value came later on the tape.
+            if let Some(output) = output.filter(|output| !self.is_read[output.0]) {
+                self.values.0[output.0] = None;
+            }
+        }
+        Ok(())
+    }
+
+    /// Runs the weight halves of backward, after [`backward_input`](Tape::backward_input).
+    pub fn backward_weight(
+        &mut self,
+        parameters: &dyn ParameterSource,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let mut halves = std::mem::take(&mut self.weight_halves);
+        let cx = &mut self.backward_context(parameters);
+        halves.drain(..).try_for_each(|half| half.run(cx, sink))?;
+        self.weight_halves = halves;
+        Ok(())
+    }
+
+    fn begin_backward(&mut self, output: Option<(Var, Tensor)>) {
+        if let Some((var, grad)) = output {
+            self.grads[var.0] = Some(grad);
+        }
+    }
+
+    fn backward_context<'a>(&'a mut self, parameters: &'a dyn ParameterSource) -> Backward<'a> {
+        Backward {
+            device: &self.device,
+            precision: self.precision,
+            fp8: self.fp8.as_deref(),
+            parameters,
+            values: &mut self.values,
+            grads: &mut self.grads,
+        }
     }
 
     fn record(&mut self, node: impl FnOnce() -> Node) {

@@ -1,4 +1,4 @@
-use super::{Backward, Node, Tape, Values, Var, Vector};
+use super::{Backward, GradSink, Node, Tape, Values, Var, Vector, write_grad};
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameters::{ParameterSource, ParameterSpan};
@@ -82,14 +82,14 @@ impl NormNode {
         Ok(())
     }
 
-    pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
-        let dy = cx.take_grad(self.y);
-        self.backward_input(cx, &dy)?;
-        self.backward_weight(cx, &dy)?;
-        Ok(self.y)
+    pub(super) fn backward(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<Var, DeviceError> {
+        let (output, weights) = self.backward_input(cx)?;
+        weights.run(cx, sink)?;
+        Ok(output)
     }
 
-    fn backward_input(&self, cx: &mut Backward<'_>, dy: &Tensor) -> Result<(), DeviceError> {
+    pub(super) fn backward_input(self, cx: &mut Backward<'_>) -> Result<(Var, NormWeights), DeviceError> {
+        let dy = cx.take_grad(self.y);
         // The residual stream has left its gradient here already: add to it in the same pass.
         let (mut dx, accumulate) = match cx.grads[self.x.0].take() {
             Some(sum) => (sum, true),
@@ -99,19 +99,33 @@ impl NormNode {
         let rows = (cx.values.get(self.x), weight.view(), self.statistics.view());
         cx.device.norm_backward_input(rows, self.op.kind(), dy.view(), dx.view_mut(), accumulate);
         cx.grads[self.x.0] = Some(dx);
-        Ok(())
+        Ok((self.y, NormWeights { node: self, dy }))
+    }
+}
+
+/// The weight half of a normalisation's backward.
+#[derive(Debug)]
+pub(super) struct NormWeights {
+    node: NormNode,
+    dy: Tensor,
+}
+
+impl NormWeights {
+    pub(super) fn x(&self) -> Var {
+        self.node.x
     }
 
-    fn backward_weight(&self, cx: &mut Backward<'_>, dy: &Tensor) -> Result<(), DeviceError> {
-        if let Some(bias) = self.op.bias {
-            cx.write_grad(&bias, |device, _, out, accumulate| {
-                device.column_sums(dy.view(), out, accumulate);
+    pub(super) fn run(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+        let NormWeights { node, dy } = self;
+        if let Some(bias) = node.op.bias {
+            write_grad(sink, &bias, |out, accumulate| {
+                cx.device.column_sums(dy.view(), out, accumulate);
                 Ok(())
             })?;
         }
-        cx.write_grad(&self.op.weight, |device, values, out, accumulate| {
-            let x = values.get(self.x);
-            device.norm_backward_weight(x, dy.view(), self.statistics.view(), out, accumulate);
+        write_grad(sink, &node.op.weight, |out, accumulate| {
+            let (x, statistics) = (cx.values.get(node.x), node.statistics.view());
+            cx.device.norm_backward_weight(x, dy.view(), statistics, out, accumulate);
             Ok(())
         })
     }

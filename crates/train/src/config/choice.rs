@@ -153,6 +153,16 @@ config_choice! {
         Interleaved = "interleaved-1f1b",
         /// Several stages a worker, all microbatches through one before the next (Lamy-Poirier, 2023).
         BreadthFirst = "breadth-first",
+        /// 1F1B whose idle time is filled with halves of backward passes, in the same memory (Qi et al., 2023).
+        ZeroBubbleH1 = "zb-h1",
+        /// The same with about twice the microbatches in flight and no idle time (Qi et al., 2023).
+        ZeroBubbleH2 = "zb-h2",
+        /// Two stages a worker, there and back, with 1F1B's memory and no idle time (Qi et al., 2023).
+        ZeroBubbleV = "zb-v",
+        /// Two stages a worker, there and back, forward and backward in pairs (DeepSeek-AI, 2024).
+        DualPipeV = "dualpipe-v",
+        /// Whatever takes least time by the operations counted, within `pipeline_parallel_in_flight_max`.
+        Auto = "auto",
     }
 }
 

@@ -1,6 +1,6 @@
 //! Checks of how a model is divided into stages.
 
-use super::choice::{ActivationCheckpointMode, PipelineSchedule, Tier};
+use super::choice::{ActivationCheckpointMode, Tier};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
@@ -43,17 +43,21 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
         });
     }
     let schedule = parallelism.pipeline_parallel_schedule;
-    let needs_several = schedule == PipelineSchedule::Interleaved;
-    let needs_one = matches!(schedule, PipelineSchedule::Gpipe | PipelineSchedule::OneFOneB);
+    let (min, max) = schedule.kind().stages_per_rank();
     let stages = parallelism.pipeline_parallel_stages_per_rank;
     let keys = ["parallelism.pipeline_parallel_stages_per_rank", "parallelism.pipeline_parallel_schedule"];
-    checks.require(!(needs_several && stages == 1), &keys, || {
-        "an interleaved schedule needs several stages a worker; set 2 or more, or take \"1f1b\"".to_owned()
+    checks.require(stages == 0 || stages >= min, &keys, || {
+        format!("the schedule needs {min} stages a worker; set that, or take \"1f1b\"")
     });
-    checks.require(!(needs_one && stages > 1), &keys, || {
-        "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned()
+    checks.require(stages == 0 || stages <= max, &keys, || match max {
+        1 => "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned(),
+        _ => format!("the schedule has {max} stages a worker; set that, or take \"interleaved-1f1b\""),
     });
-    let unused = ["pipeline_parallel_schedule", "pipeline_parallel_stages_per_rank"];
+    let unused = [
+        "pipeline_parallel_schedule",
+        "pipeline_parallel_stages_per_rank",
+        "pipeline_parallel_in_flight_max",
+    ];
     for key in changed_keys(parallelism).filter(|key| unused.contains(key)) {
         checks.require(degree > 1, &[&format!("parallelism.{key}"), DEGREE], || {
             "counts only with pipeline_parallel_degree above 1; set that, or remove this key".to_owned()

@@ -269,12 +269,15 @@ config_section! {
         /// microbatch goes through all of them. Neighbours in the pipeline are as far apart as there are data-parallel workers.
         /// Losses and weights have the same bits.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
-        /// In which order stages run: `gpipe`, `1f1b`, `interleaved-1f1b` or `breadth-first` (docs/pipeline.md). Counts only with
-        /// `pipeline_parallel_degree` above 1.
+        /// In which order stages run: `gpipe`, `1f1b`, `interleaved-1f1b`, `breadth-first`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or
+        /// `auto` (docs/pipeline.md). Counts only with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule: PipelineSchedule = PipelineSchedule::OneFOneB;
         /// Stages of a worker; 0 takes 1, or 2 where the schedule needs several. Counts only with `pipeline_parallel_degree` above
         /// 1.
         pipeline_parallel_stages_per_rank: usize = 0, within 0..=1 << 10;
+        /// Microbatches of which a worker may hold the activations of all its stages; 0 is no bound, but for `auto` as many as
+        /// the pipeline has workers, which are the most of `1f1b`. A schedule that holds more is refused.
+        pipeline_parallel_in_flight_max: usize = 0, within 0..=1 << 20;
         /// Workers that share out one replica of the training state and see different data, too; neighbours, so that those
         /// of a host can be one replica (hybrid sharding). -1 takes as many as the replicas leave with a `zero_stage` (one
         /// replica of all workers if neither is set), and 1 without. Counts only with `zero_stage`.

@@ -1,14 +1,23 @@
 //! Programs of units, from schedules of stages.
 
-use super::super::{Costs, Kind, Sizes, StageCosts, generate, programs, simulate};
+use super::super::{Costs, Kind, Sizes, StageCosts, generate, programs};
 use crate::action::{Action, Keep};
 use crate::lowering::{Sharding, recompute, shard};
 use crate::program::{Program, ZeroStage};
 use crate::validate::{ProgramError, validate_pipeline};
 use proptest::prelude::*;
 
-const KINDS: [(Kind, usize); 4] =
-    [(Kind::GPipe, 1), (Kind::OneFOneB, 1), (Kind::Interleaved, 2), (Kind::BreadthFirst, 2)];
+const KINDS: [(Kind, usize); 9] = [
+    (Kind::GPipe, 1),
+    (Kind::OneFOneB, 1),
+    (Kind::Interleaved, 2),
+    (Kind::BreadthFirst, 2),
+    (Kind::ZeroBubbleH1, 1),
+    (Kind::ZeroBubbleH2, 1),
+    (Kind::ZeroBubbleV, 2),
+    (Kind::DualPipeV, 2),
+    (Kind::Automatic, 2),
+];
 
 /// Programs of stages with one unit more each than `units_min`, but for the first.
 fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatches: usize) -> Vec<Program> {
@@ -16,10 +25,9 @@ fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatche
     let num_stages = num_ranks * stages_per_rank;
     let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
     let schedule = generate(kind, sizes, &costs, None).unwrap();
-    let timeline = simulate(&schedule, &costs).unwrap();
     let units: Vec<_> =
         (0..num_stages).map(|stage| (3 * stage).div_ceil(2)..(3 * stage + 3).div_ceil(2)).collect();
-    programs(&schedule, &timeline, &units, &[])
+    programs(&schedule, &costs, &units, &[])
 }
 
 #[test]
@@ -38,10 +46,10 @@ fn two_ranks_and_two_microbatches() {
 proptest! {
     #[test]
     fn programs_are_valid_and_read_back(
-        kind in 0..4_usize, num_ranks in 1..5_usize, more in 0..5_usize, stage in 0..3_usize, keep in 0..4_usize,
+        kind in 0..KINDS.len(), num_ranks in 1..5_usize, more in 0..5_usize, stage in 0..3_usize, keep in 0..4_usize,
     ) {
         let (kind, stages_per_rank) = KINDS[kind];
-        let programs = lowered(kind, num_ranks, stages_per_rank, num_ranks + more);
+        let programs = lowered(kind, num_ranks, stages_per_rank, 2 * num_ranks + more);
         let num_units = programs[0].outline.num_units;
         let keeps: Vec<Keep> = (0..num_units)
             .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
@@ -58,10 +66,10 @@ proptest! {
 
     #[test]
     fn a_program_that_lost_an_action_is_refused(
-        kind in 0..4_usize, num_ranks in 2..4_usize, rank in 0..4_usize, at in any::<prop::sample::Index>(),
+        kind in 0..KINDS.len(), num_ranks in 2..4_usize, rank in 0..4_usize, at in any::<prop::sample::Index>(),
     ) {
         let (kind, stages_per_rank) = KINDS[kind];
-        let mut programs = lowered(kind, num_ranks, stages_per_rank, num_ranks + 1);
+        let mut programs = lowered(kind, num_ranks, stages_per_rank, 2 * num_ranks + 1);
         let actions = &mut programs[rank % num_ranks].actions;
         let lost = actions.remove(at.index(actions.len()));
         prop_assert!(validate_pipeline(&programs).is_err(), "without {}", lost);
@@ -107,4 +115,31 @@ fn what_is_for_another_rank_is_refused() {
     programs[0].actions.insert(0, Action::Forward { unit: 2, microbatch: 0, keep: Keep::All });
     let error = validate_pipeline(&programs).unwrap_err();
     assert_eq!(error.to_string(), "action 0 'F 2 0' is not for rank 0 of the pipeline");
+}
+
+#[test]
+fn halves_of_backward_become_actions_of_units() {
+    let lines = |program: &Program| program.to_string().lines().collect::<Vec<_>>().join(", ");
+    let found: Vec<String> = lowered(Kind::ZeroBubbleH1, 2, 1, 2).iter().map(lines).collect();
+    let expected = [
+        "units 3 microbatches 2 rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, F 1 1, SEND_F 1 1, RECV_B 2 0, \
+         I 1 0, I 0 0, W 1 0, W 0 0, RECV_B 2 1, I 1 1, I 0 1, W 1 1, REDUCE_GRAD 1, W 0 1, REDUCE_GRAD 0, STEP 0, STEP 1",
+        "units 3 microbatches 2 rank 1 stage 0-2@0 stage 2-3@1, RECV_F 1 0, F 2 0, RECV_F 1 1, I 2 0, SEND_B 2 0, F 2 1, I 2 1, \
+         SEND_B 2 1, W 2 0, W 2 1, REDUCE_GRAD 2, STEP 2",
+    ];
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn gradients_are_summed_in_the_order_of_microbatches() {
+    let mut programs = lowered(Kind::ZeroBubbleH1, 1, 1, 2);
+    let place = |actions: &[Action], text: &str| {
+        let wanted = text.parse::<Action>().unwrap();
+        actions.iter().position(|action| *action == wanted).unwrap()
+    };
+    let actions = &mut programs[0].actions;
+    let (first, second) = (place(actions, "W 0 0"), place(actions, "W 0 1"));
+    actions.swap(first, second);
+    let error = validate_pipeline(&programs).unwrap_err().to_string();
+    assert!(error.contains("W 0 1"), "{error}");
 }

@@ -1,0 +1,129 @@
+//! The halves of backward, one after the other and apart.
+
+use super::*;
+use crate::device::DeviceOptions;
+use crate::kernels::AttentionShape;
+use crate::parameters::{ParameterTable, Parameters};
+use trireme_base::{Category, RandomKey};
+
+/// So many that the logits of the vocabulary take two chunks.
+const ROWS: usize = 3072;
+const COLS: usize = 8;
+const VOCABULARY: usize = 3000;
+
+/// Adds gradients up in one flat buffer.
+struct Grads {
+    sum: Parameters,
+    num_written: usize,
+}
+
+impl GradSink for Grads {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        let view = self.sum.flat_mut(span.unit).into_part(span.offset, span.shape);
+        Ok(GradTarget { view, accumulate: true })
+    }
+
+    fn grad_ready(&mut self, _: &ParameterSpan) {
+        self.num_written += 1;
+    }
+}
+
+/// Embedding, a block and the loss, on one tape.
+struct Network {
+    device: Device,
+    embedding: Embedding,
+    norm: Norm,
+    qkv: Linear,
+    hidden: Linear,
+    projection: Linear,
+    head: LossHead,
+    parameters: Parameters,
+    num_parameters: usize,
+}
+
+impl Network {
+    fn new(activation: InputActivation) -> Self {
+        let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
+        let mut table = ParameterTable::default();
+        table.begin_unit("all");
+        let projected = if activation == InputActivation::SwiGlu { COLS / 2 } else { COLS };
+        let embedding = Embedding {
+            tokens: table.add("tokens", &[VOCABULARY, COLS]),
+            positions: Some(table.add("positions", &[ROWS, COLS])),
+        };
+        let (weight, bias) = (table.add("norm.weight", &[COLS]), Some(table.add("norm.bias", &[COLS])));
+        let norm = Norm { weight, bias, epsilon: 1e-5, centred: true };
+        let qkv = Linear {
+            weight: table.add("qkv.weight", &[COLS, 3 * COLS]),
+            layout: WeightLayout::InputsFirst,
+            bias: None,
+            activation: InputActivation::Identity,
+        };
+        let weight = table.add("hidden.weight", &[COLS, COLS]);
+        let hidden = Linear { weight, ..qkv };
+        let projection = Linear {
+            weight: table.add("projection.weight", &[COLS, projected]),
+            layout: WeightLayout::OutputsFirst,
+            bias: Some(table.add("projection.bias", &[COLS])),
+            activation,
+        };
+        let head = LossHead { weight: table.add("head.weight", &[VOCABULARY, COLS]) };
+        let num_parameters = table.parameters().len();
+        let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
+        RandomKey::new(3, "parameters").fill_normal(parameters.flat_mut(0).f32s(), 0.3);
+        Network { device, embedding, norm, qkv, hidden, projection, head, parameters, num_parameters }
+    }
+
+    /// The bits of the gradients of all parameters, and the loss.
+    fn run(&self, precision: Precision, apart: bool) -> (Vec<u32>, u64) {
+        let tokens = |first: u32| {
+            let mut tensor = self.device.empty([1, ROWS].into(), DType::U32, Category::Activations).unwrap();
+            let values = (first..).map(|token| token * 7 % VOCABULARY as u32);
+            tensor.view_mut().u32s().iter_mut().zip(values).for_each(|(token, value)| *token = value);
+            tensor
+        };
+        let mut tape = Tape::new(&self.device, Recording::On, precision);
+        let parameters = &self.parameters;
+        let (ids, targets) = (tape.input(tokens(0)), tape.input(tokens(1)));
+        let x = tape.embedding(parameters, &self.embedding, ids, 0).unwrap();
+        let normed = tape.norm(parameters, &self.norm, x).unwrap();
+        let qkv = tape.linear(parameters, &self.qkv, normed, None).unwrap();
+        let shape =
+            AttentionShape { batch: 1, seq_len: ROWS, num_heads: 2, num_kv_heads: 2, head_dim: COLS / 2 };
+        let attended = tape.attention(shape, None, qkv).unwrap();
+        let hidden = tape.linear(parameters, &self.hidden, attended, None).unwrap();
+        let y = tape.linear(parameters, &self.projection, hidden, Some(x)).unwrap();
+        let last = tape.norm(parameters, &self.norm, y).unwrap();
+        tape.loss(parameters, &self.head, last, targets, 1.0).unwrap();
+        let sum = Parameters::zeros(parameters.table(), &self.device, Category::Gradients).unwrap();
+        let mut grads = Grads { sum, num_written: 0 };
+        if apart {
+            tape.backward_input(parameters, None).unwrap();
+            assert_eq!(grads.num_written, 0);
+            tape.backward_weight(parameters, &mut grads).unwrap();
+        } else {
+            tape.backward(parameters, None, &mut grads).unwrap();
+        }
+        // The normalisation is used twice.
+        assert_eq!(grads.num_written, self.num_parameters + 2);
+        let bits = grads.sum.flat(0).f32s().iter().map(|value| value.to_bits()).collect();
+        let loss = tape.loss_sum().unwrap();
+        drop(tape);
+        (bits, loss.to_bits())
+    }
+}
+
+#[test]
+fn halves_apart_give_the_bits_of_halves_in_turns() {
+    for activation in [InputActivation::Identity, InputActivation::Gelu, InputActivation::SwiGlu] {
+        let network = Network::new(activation);
+        assert_eq!(network.head.chunks(ROWS).count(), 2);
+        for precision in [Precision::F32, Precision::Bf16] {
+            let whole = network.run(precision, false);
+            assert!(whole.0.iter().any(|&bits| bits != 0));
+            assert!(network.run(precision, true) == whole, "{activation:?} {precision}");
+        }
+        let in_use = network.device.memory().usage(Category::Activations).current;
+        assert_eq!(in_use, 0, "nothing is left");
+    }
+}

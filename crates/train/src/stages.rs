@@ -1,0 +1,176 @@
+//! The stages of a pipeline: how units are cut into them, what they cost, and what their ranks run.
+
+use crate::config::{Config, PipelineSchedule};
+use crate::error::TrainError;
+use std::ops::Range;
+use trireme_base::UnitPasses;
+use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
+use trireme_schedule::{Keep, Program, single};
+
+/// Ticks of the longest stage's forward pass: finer than what is known of times.
+const TICKS: u64 = 1000;
+
+/// Units that follow each other, and what their passes cost.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StageChoice {
+    /// The units.
+    pub units: Range<usize>,
+    /// In ticks, of which the longest stage's forward pass takes a thousand; activations in bytes.
+    pub costs: StageCosts,
+}
+
+impl StageChoice {
+    /// Numbers of its message.
+    pub(crate) const NUM_NUMBERS: usize = 7;
+
+    /// As a message: where it ends, and its costs.
+    pub(crate) fn to_numbers(&self) -> [u64; StageChoice::NUM_NUMBERS] {
+        let StageCosts { forward, backward_input, backward_weight, update, activation, weight_activation } =
+            self.costs;
+        let end = self.units.end as u64;
+        [end, forward, backward_input, backward_weight, update, activation, weight_activation]
+    }
+
+    /// Reads the message of a stage that begins at `start`, if it is one.
+    pub(crate) fn from_numbers(start: usize, numbers: &[[u8; 8]]) -> Option<Self> {
+        let numbers: Vec<u64> = numbers.iter().map(|&bytes| u64::from_le_bytes(bytes)).collect();
+        let [end, forward, backward_input, backward_weight, update, activation, weight_activation] =
+            numbers[..]
+        else {
+            return None;
+        };
+        let end = usize::try_from(end).ok().filter(|&end| end > start)?;
+        let costs =
+            StageCosts { forward, backward_input, backward_weight, update, activation, weight_activation };
+        Some(StageChoice { units: start..end, costs })
+    }
+}
+
+/// The stages of a config's pipeline, [evenly cut](cut_evenly); none without one.
+///
+/// # Errors
+/// If there are fewer units than stages.
+pub(crate) fn cut_stages(
+    config: &Config,
+    passes: &[UnitPasses],
+    keeps: &[Keep],
+) -> Result<Vec<StageChoice>, TrainError> {
+    let (num_stages, num_units) = (config.num_stages(), passes.len());
+    match num_stages {
+        1 => Ok(Vec::new()),
+        _ if num_stages > num_units => Err(TrainError::TooManyStages { num_stages, num_units }),
+        _ => Ok(cut_evenly(passes, keeps, num_stages)),
+    }
+}
+
+/// Cuts units into stages so that the one with most floating-point operations has as few as possible.
+pub(crate) fn cut_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: usize) -> Vec<StageChoice> {
+    let costs = passes.iter().zip(keeps).map(|(passes, &keep)| unit_costs(passes, keep));
+    let costs: Vec<StageCosts> = costs.collect();
+    let totals: Vec<u64> = costs.iter().map(StageCosts::total).collect();
+    let stages = pipeline::cut(&totals, num_stages);
+    let sums: Vec<StageCosts> = stages.iter().map(|units| sum(&costs[units.clone()])).collect();
+    let longest = sums.iter().map(|costs| costs.forward).max().unwrap_or(0).max(1);
+    let ticks = |cost: u64| (u128::from(cost) * u128::from(TICKS) / u128::from(longest)) as u64;
+    let in_ticks = |costs: StageCosts| StageCosts {
+        // No pass takes no time.
+        forward: ticks(costs.forward).max(1),
+        backward_input: ticks(costs.backward_input).max(1),
+        backward_weight: ticks(costs.backward_weight),
+        ..costs
+    };
+    let choice = |(units, costs)| StageChoice { units, costs: in_ticks(costs) };
+    stages.into_iter().zip(sums).map(choice).collect()
+}
+
+fn sum(units: &[StageCosts]) -> StageCosts {
+    let mut sum = StageCosts { activation: 0, weight_activation: 0, ..StageCosts::of(0, 0, 0) };
+    for unit in units {
+        sum.forward += unit.forward;
+        sum.backward_input += unit.backward_input;
+        sum.backward_weight += unit.backward_weight;
+        sum.update += unit.update;
+        sum.activation += unit.activation;
+        sum.weight_activation += unit.weight_activation;
+    }
+    sum
+}
+
+/// A unit's passes in floating-point operations, and its activations in bytes. What is made again counts to the input half.
+fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
+    let (again, activation) = match keep {
+        Keep::All => (0, passes.record),
+        Keep::Products => (passes.renewal_operations, passes.products),
+        Keep::Input => (passes.forward_operations, passes.input),
+        Keep::Nothing => (passes.forward_operations, 0),
+    };
+    StageCosts {
+        forward: passes.forward_operations,
+        backward_input: passes.input_half_operations + again,
+        backward_weight: passes.weight_half_operations,
+        update: 0,
+        activation: activation as u64,
+        // More than forward has kept, if most of that is made again; but that is for one microbatch at a time.
+        weight_activation: passes.halved.min(activation) as u64,
+    }
+}
+
+/// The schedule of a config's pipeline.
+///
+/// # Errors
+/// If its sizes do not fit the schedule, or it holds more than `pipeline_parallel_in_flight_max` allows.
+pub fn pipeline_schedule(config: &Config, stages: &[StageChoice]) -> Result<Schedule, TrainError> {
+    let parallelism = config.parallelism();
+    let (kind, num_ranks) =
+        (parallelism.pipeline_parallel_schedule.kind(), parallelism.pipeline_parallel_degree);
+    let stages_per_rank = config.stages_per_rank();
+    let sizes =
+        Sizes { num_ranks, num_microbatches: config.num_microbatches(), stages_per_rank, num_steps: 1 };
+    let in_flight_max = match parallelism.pipeline_parallel_in_flight_max {
+        0 if kind == Kind::Automatic => Some(num_ranks),
+        0 => None,
+        given => Some(given),
+    };
+    let largest = stages.iter().map(|stage| stage.costs.activation).max().unwrap_or(0);
+    let bounds =
+        in_flight_max.map(|max| vec![largest.saturating_mul((max * stages_per_rank) as u64); num_ranks]);
+    Ok(pipeline::generate(kind, sizes, &pipeline_costs(stages), bounds.as_deref())?)
+}
+
+/// What stages cost. Messages take no time: they go on beside passes.
+pub fn pipeline_costs(stages: &[StageChoice]) -> Costs {
+    let stages = stages.iter().map(|stage| stage.costs).collect();
+    Costs::new(stages, 0).expect("a thousand ticks, and bytes, are within bounds")
+}
+
+/// The program, before it is lowered, of each rank of the pipeline; of one rank without one.
+pub(crate) fn base_programs(
+    config: &Config,
+    num_units: usize,
+    ties: &[(usize, usize)],
+    stages: &[StageChoice],
+) -> Result<Vec<Program>, TrainError> {
+    if stages.is_empty() {
+        return Ok(vec![single::program(num_units, config.num_microbatches(), ties)]);
+    }
+    let schedule = pipeline_schedule(config, stages)?;
+    let units: Vec<Range<usize>> = stages.iter().map(|stage| stage.units.clone()).collect();
+    Ok(pipeline::programs(&schedule, &pipeline_costs(stages), &units, ties))
+}
+
+impl PipelineSchedule {
+    /// The schedule of this name.
+    pub fn kind(self) -> Kind {
+        match self {
+            PipelineSchedule::Gpipe => Kind::GPipe,
+            PipelineSchedule::OneFOneB => Kind::OneFOneB,
+            PipelineSchedule::Interleaved => Kind::Interleaved,
+            PipelineSchedule::BreadthFirst => Kind::BreadthFirst,
+            PipelineSchedule::ZeroBubbleH1 => Kind::ZeroBubbleH1,
+            PipelineSchedule::ZeroBubbleH2 => Kind::ZeroBubbleH2,
+            PipelineSchedule::ZeroBubbleV => Kind::ZeroBubbleV,
+            PipelineSchedule::DualPipeV => Kind::DualPipeV,
+            PipelineSchedule::Auto => Kind::Automatic,
+        }
+    }
+}
