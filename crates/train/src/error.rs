@@ -195,12 +195,6 @@ pub enum TrainError {
         /// Units.
         num_units: usize,
     },
-    /// A head that reads the embedding's weight from another rank.
-    #[error(
-        "the head is tied to the embedding, which lies on another worker of the pipeline; set [model] tie_word_embeddings = false, or \
-         [parallelism] pipeline_parallel_degree = 1"
-    )]
-    TiedAcrossStages,
     /// The pipeline's schedule.
     #[error(transparent)]
     Pipeline(#[from] GenerateError),
