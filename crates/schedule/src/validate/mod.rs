@@ -120,7 +120,7 @@ pub enum ProgramError {
 /// gradients are reduced once they are complete and every parameter stepped once all are reduced; and that no unit holds the
 /// activations of more than `in_flight_max` microbatches.
 ///
-/// Cost: linear in the actions, times the microbatches for steps.
+/// Cost: linear in the actions; each `STEP` looks at all units.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
     let outline = &program.outline;
     let is_across = |(reader, owner): &&(usize, usize)| outline.rank_of(*reader) != outline.rank_of(*owner);

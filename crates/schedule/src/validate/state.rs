@@ -40,6 +40,10 @@ struct Unit {
     /// By microbatch.
     activations: Vec<Activations>,
     parameters: Parameters,
+    /// Whether it lies on this rank.
+    is_held: bool,
+    /// Microbatches whose activations it holds.
+    in_flight: usize,
     /// Microbatches that have added to the gradient.
     num_added: usize,
     /// Whether backward has added to the gradient since it was last reduced.
@@ -90,9 +94,11 @@ impl<'a> State<'a> {
             ZeroStage::Three => Parameters::Sharded,
             _ => Parameters::Whole,
         };
-        let unit = |_| Unit {
+        let unit = |unit| Unit {
             activations: vec![Activations::Absent; outline.num_microbatches],
             parameters: at_rest,
+            is_held: outline.holds(unit),
+            in_flight: 0,
             num_added: 0,
             has_unreduced: false,
             is_stepped: false,
@@ -124,8 +130,7 @@ impl<'a> State<'a> {
                 return Err(ProgramError::TooEarly { index, action, missing });
             }
             self.apply(action);
-            let holds = |found: &&Activations| !matches!(found, Activations::Absent | Activations::Spent);
-            let in_flight = self.units[action.unit()].activations.iter().filter(holds).count();
+            let in_flight = self.units[action.unit()].in_flight;
             if action.is_pass() && in_flight > in_flight_max {
                 return Err(ProgramError::TooManyInFlight { index, action, in_flight, bound: in_flight_max });
             }
@@ -133,24 +138,33 @@ impl<'a> State<'a> {
         Ok(())
     }
 
+    /// Whether there is a unit, and it lies on this rank.
+    fn holds(&self, unit: usize) -> bool {
+        self.units.get(unit).is_some_and(|unit| unit.is_held)
+    }
+
+    /// The units that lie on this rank, in order.
+    fn held(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.units.len()).filter(|&unit| self.holds(unit))
+    }
+
     /// Whether an action is for this rank: it holds the unit, or for what it receives a neighbour of it.
     fn is_here(&self, action: Action) -> bool {
-        let (unit, outline) = (action.unit(), self.outline);
-        let holds =
-            |unit: Option<usize>| unit.is_some_and(|unit| unit < outline.num_units && outline.holds(unit));
-        let (own, below, above) = (Some(unit), unit.checked_sub(1), Some(unit + 1));
+        let unit = action.unit();
+        let holds_below = || unit.checked_sub(1).is_some_and(|below| self.holds(below));
+        let holds_above = || self.holds(unit + 1);
         match action {
-            Action::ReceiveForward { .. } => !holds(own) && holds(above),
-            Action::ReceiveBackward { .. } => !holds(own) && holds(below),
-            Action::SendForward { .. } => holds(own) && !holds(above) && unit + 1 < outline.num_units,
-            Action::SendBackward { .. } => holds(own) && unit > 0 && !holds(below),
+            Action::ReceiveForward { .. } => !self.holds(unit) && holds_above(),
+            Action::ReceiveBackward { .. } => !self.holds(unit) && holds_below(),
+            Action::SendForward { .. } => self.holds(unit) && !holds_above() && unit + 1 < self.units.len(),
+            Action::SendBackward { .. } => self.holds(unit) && unit > 0 && !holds_below(),
             Action::SendGrad { .. } | Action::ReceiveParameters { .. } => {
-                self.tie_of(unit).is_some() && !holds(own)
+                self.tie_of(unit).is_some() && !self.holds(unit)
             }
             Action::ReceiveGrad { .. } | Action::SendParameters { .. } => {
-                self.tie_of(unit).is_some() && holds(own)
+                self.tie_of(unit).is_some() && self.holds(unit)
             }
-            _ => holds(own),
+            _ => self.holds(unit),
         }
     }
 
@@ -192,7 +206,7 @@ impl<'a> State<'a> {
             }
             // Nothing to reduce is either too early or too often.
             Action::ReduceGrad { .. } => {
-                !unit.has_unreduced && unit.activations.iter().all(|found| *found == Activations::Spent)
+                !unit.has_unreduced && unit.num_added == self.outline.num_microbatches
             }
             Action::Fetch(state) => !self.away.contains(&state),
             Action::Evict(state) => {
@@ -220,7 +234,7 @@ impl<'a> State<'a> {
         match action {
             Action::Forward { unit, microbatch, .. } => {
                 let below = unit.checked_sub(1)?;
-                let missing = match self.outline.holds(below) {
+                let missing = match self.holds(below) {
                     true => Action::Forward { unit: below, microbatch, keep: Keep::All },
                     false => Action::ReceiveForward { unit: below, microbatch },
                 };
@@ -276,15 +290,14 @@ impl<'a> State<'a> {
             }
             Action::ReduceGrad { unit } => {
                 // Up to the second stage a gradient is reduced once, when all microbatches have added to it.
-                let is_early = |found: &Activations| *found != Activations::Spent;
-                let early = self.units[unit].activations.iter().position(is_early);
+                let Unit { num_added, has_unreduced, .. } = self.units[unit];
                 let is_once = self.outline.zero_stage < ZeroStage::Two;
-                let microbatch = early.filter(|_| is_once || !self.units[unit].has_unreduced)?;
-                Some(self.completion(unit, microbatch))
+                let is_early = num_added < self.outline.num_microbatches && (is_once || !has_unreduced);
+                is_early.then(|| self.completion(unit, num_added))
             }
             Action::Step { .. } => {
                 let is_reduced = |unit: &usize| self.is_done(Action::ReduceGrad { unit: *unit });
-                let unit = self.outline.held().find(|unit| !is_reduced(unit))?;
+                let unit = self.held().find(|unit| !is_reduced(unit))?;
                 Some(Action::ReduceGrad { unit })
             }
             Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
@@ -338,7 +351,7 @@ impl<'a> State<'a> {
     fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
         if above < self.outline.num_units && !self.activations(above, microbatch).are_differentiated() {
-            return Some(match self.outline.holds(above) {
+            return Some(match self.holds(above) {
                 true => Action::Backward { unit: above, microbatch },
                 false => Action::ReceiveBackward { unit: above, microbatch },
             });
@@ -354,6 +367,7 @@ impl<'a> State<'a> {
         let unit = &mut self.units[action.unit()];
         match action {
             Action::Forward { microbatch, keep, .. } => {
+                unit.in_flight += 1;
                 unit.activations[microbatch] = match keep {
                     Keep::All => Activations::Whole,
                     kept => Activations::Kept(kept),
@@ -363,6 +377,7 @@ impl<'a> State<'a> {
             Action::BackwardInput { microbatch, .. } => unit.activations[microbatch] = Activations::Halved,
             Action::Backward { microbatch, .. } | Action::BackwardWeight { microbatch, .. } => {
                 unit.activations[microbatch] = Activations::Spent;
+                unit.in_flight -= 1;
                 unit.num_added += 1;
                 unit.has_unreduced = true;
             }
@@ -404,7 +419,7 @@ impl<'a> State<'a> {
     /// What another rank of the pipeline waits for in vain.
     fn unsent(&self) -> Option<Action> {
         let passes = |unit| (0..self.outline.num_microbatches).map(move |microbatch| (unit, microbatch));
-        let sends = self.outline.held().flat_map(passes).flat_map(|(unit, microbatch)| {
+        let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
             [Action::SendForward { unit, microbatch }, Action::SendBackward { unit, microbatch }]
         });
         let ties = self.tie.iter().filter(|tie| tie.is_across).flat_map(|&Tie { owner: unit, .. }| {
@@ -423,7 +438,7 @@ impl<'a> State<'a> {
         }
         let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
         for class in at_rest.into_iter().filter(|class| self.outline.offloaded.contains(class)) {
-            let states = self.outline.held().map(|unit| StateOf { class, unit, microbatch: 0 });
+            let states = self.held().map(|unit| StateOf { class, unit, microbatch: 0 });
             if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
                 return Some(Action::Evict(state));
             }
