@@ -15,6 +15,7 @@ mod optimizer;
 mod run_folder;
 mod sample;
 mod setup;
+pub mod trace;
 mod trainer;
 mod validation;
 mod weights;
