@@ -21,12 +21,13 @@ mod secondary;
 mod shard_sum;
 mod step;
 mod stored;
+mod tied;
 mod tree;
 mod waiting;
 
 pub use compressed::compressor_sizes;
 pub use error::ParallelError;
-pub use executor::Executor;
+pub use executor::{ActionTime, Executor};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::parameter_placements;

@@ -5,6 +5,7 @@ mod losses;
 mod messages;
 mod moves;
 mod passes;
+mod timeline;
 mod updating;
 
 use crate::error::ParallelError;
@@ -15,12 +16,14 @@ use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::{RankParameters, ShardMemory};
 use crate::ranks::RankGrid;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
+use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use losses::{Losses, global_microbatch};
 use messages::Messages;
 use passes::InFlight;
 use std::ops::Range;
 use std::sync::Arc;
+use timeline::Timeline;
 use trireme_base::Rank;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
@@ -28,6 +31,8 @@ use trireme_optim::{LossScaler, LossScaling, Optimizer, StateInfo, StepSettings}
 use trireme_schedule::lowering::{self, Offload, shard};
 use trireme_schedule::{Action, Program, StateClass, ZeroStage, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
+
+pub use timeline::ActionTime;
 
 /// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
 pub struct Executor {
@@ -58,6 +63,7 @@ pub struct Executor {
     squares: Option<Buffer<f64>>,
     /// In this step, for parameters.
     waiting: Waiting,
+    timeline: Timeline,
 }
 
 impl Executor {
@@ -94,9 +100,19 @@ impl Executor {
             device: offload.device_of(class, device).clone(),
             is_at_hand: !offload.places.moves(class),
         };
-        let parameters = RankParameters::new(table, outline, precision, &ranks, device, &shards)?;
+        let mut parameters = RankParameters::new(table, outline, precision, &ranks, device, &shards)?;
+        if let Some(&(_, unit)) = outline
+            .ties
+            .iter()
+            .find(|(reader, _)| outline.holds(*reader))
+            .filter(|(_, owner)| !outline.holds(*owner))
+        {
+            parameters = parameters.with_copy(unit, ranks.pipeline(), device)?;
+        }
+        let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(StateClass::Gradients, device));
-        let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
+        let tied = TiedGradients::new(outline, model.tied_span(), messages.pool());
+        let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?.with_tied(tied);
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
@@ -110,12 +126,13 @@ impl Executor {
             lowering::offload(evaluation, Offload { parameters: at, prefetch, ..Offload::default() });
         let mut executor = Executor {
             in_flight: InFlight::new(outline),
-            messages: Messages::new(&ranks, outline.num_microbatches, device),
+            messages,
             host: offload.host.clone(),
             optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program),
             changed: vec![true; outline.num_units],
             is_squared: vec![false; outline.num_units],
+            timeline: Timeline::new(program.actions.len()),
             model,
             device: device.clone(),
             ranks,
@@ -165,6 +182,11 @@ impl Executor {
     /// The step program.
     pub fn program(&self) -> &Program {
         &self.program
+    }
+
+    /// When the actions of the last step ran, in the program's order; of a step that failed, those that ended.
+    pub fn timeline(&self) -> &[ActionTime] {
+        self.timeline.actions()
     }
 
     /// The elements of each unit's flat buffer that this rank steps.
@@ -231,7 +253,7 @@ impl Executor {
     fn refresh(&mut self) -> Result<(), ParallelError> {
         self.parameters.forget();
         if !self.parameters.are_wholes_kept() {
-            return Ok(());
+            return self.exchange_copies();
         }
         let class = self.weights_class();
         let held: Vec<usize> = self.program.outline.held().collect();
@@ -241,7 +263,8 @@ impl Executor {
             self.send_state(class, unit, false)?;
         }
         let mut waiting = Waiting::default();
-        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))
+        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))?;
+        self.exchange_copies()
     }
 
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
@@ -363,12 +386,14 @@ impl Executor {
             self.in_flight.begin(microbatch, batch, &self.program.outline);
         }
         let mut finished = None;
+        self.timeline.begin();
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
             let line = format_args!("step {}, line {}: {action}", plan.step, index + 2);
             self.ranks.set_line(line);
             self.act(action, plan, &mut finished).map_err(|error| error.at(line))?;
+            self.timeline.end();
         }
         self.ranks.set_line(format_args!(""));
         Ok(finished.expect("a valid program steps every unit").0)
@@ -384,6 +409,7 @@ impl Executor {
         self.await_parameters(action)?;
         self.await_state(action)?;
         self.await_messages(action)?;
+        self.timeline.start();
         match action {
             Action::Forward { unit, microbatch, keep } => self.forward(unit, microbatch, keep),
             Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch),
@@ -399,7 +425,11 @@ impl Executor {
             Action::SendForward { .. }
             | Action::SendBackward { .. }
             | Action::ReceiveForward { .. }
-            | Action::ReceiveBackward { .. } => self.exchange_message(action),
+            | Action::ReceiveBackward { .. }
+            | Action::SendGrad { .. }
+            | Action::ReceiveGrad { .. }
+            | Action::SendParameters { .. }
+            | Action::ReceiveParameters { .. } => self.exchange_message(action),
             Action::Fetch(state) => self.offloaded.fetch(state),
             Action::Evict(state) => self.evict(state),
             Action::Step { unit } => {

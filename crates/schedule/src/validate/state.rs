@@ -51,6 +51,31 @@ struct Unit {
     is_stepped: bool,
 }
 
+/// A unit that reads another one's parameters, where at least one of them lies on this rank of a pipeline.
+struct Tie {
+    reader: usize,
+    owner: usize,
+    is_across: bool,
+    /// By microbatch: what the reader has for the owner's gradient has been sent, or received.
+    exchanged: Vec<bool>,
+    /// The same of the parameters.
+    are_parameters_exchanged: bool,
+}
+
+impl Tie {
+    fn of(outline: &Outline) -> Option<Tie> {
+        let is_here = |(reader, owner): &&(usize, usize)| outline.holds(*reader) || outline.holds(*owner);
+        let &(reader, owner) = outline.ties.iter().find(is_here).filter(|_| !outline.stages.is_empty())?;
+        Some(Tie {
+            reader,
+            owner,
+            is_across: outline.rank_of(reader) != outline.rank_of(owner),
+            exchanged: vec![false; outline.num_microbatches],
+            are_parameters_exchanged: false,
+        })
+    }
+}
+
 pub(super) struct State<'a> {
     outline: &'a Outline,
     units: Vec<Unit>,
@@ -59,6 +84,8 @@ pub(super) struct State<'a> {
     away: BTreeSet<StateOf>,
     /// What was sent, as unit and microbatch: forward and backward.
     sent: [BTreeSet<(usize, usize)>; 2],
+    /// The tie of two units, if it concerns this rank.
+    tie: Option<Tie>,
 }
 
 impl<'a> State<'a> {
@@ -83,7 +110,7 @@ impl<'a> State<'a> {
             }
         }
         let (units, sent) = ((0..outline.num_units).map(unit).collect(), Default::default());
-        State { outline, units, at_rest, away, sent }
+        State { outline, units, at_rest, away, sent, tie: Tie::of(outline) }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -131,8 +158,19 @@ impl<'a> State<'a> {
             Action::ReceiveBackward { .. } => !self.holds(unit) && holds_below(),
             Action::SendForward { .. } => self.holds(unit) && !holds_above() && unit + 1 < self.units.len(),
             Action::SendBackward { .. } => self.holds(unit) && unit > 0 && !holds_below(),
+            Action::SendGrad { .. } | Action::ReceiveParameters { .. } => {
+                self.tie_of(unit).is_some() && !self.holds(unit)
+            }
+            Action::ReceiveGrad { .. } | Action::SendParameters { .. } => {
+                self.tie_of(unit).is_some() && self.holds(unit)
+            }
             _ => self.holds(unit),
         }
+    }
+
+    /// The tie to a unit, if the one that reads its parameters is on another rank.
+    fn tie_of(&self, owner: usize) -> Option<&Tie> {
+        self.tie.as_ref().filter(|tie| tie.is_across && tie.owner == owner)
     }
 
     fn activations(&self, unit: usize, microbatch: usize) -> Activations {
@@ -156,6 +194,12 @@ impl<'a> State<'a> {
             Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
             Action::SendForward { unit, microbatch } => self.sent[0].contains(&(unit, microbatch)),
             Action::SendBackward { unit, microbatch } => self.sent[1].contains(&(unit, microbatch)),
+            Action::SendGrad { unit, microbatch } | Action::ReceiveGrad { unit, microbatch } => {
+                self.tie_of(unit).is_some_and(|tie| tie.exchanged[microbatch])
+            }
+            Action::SendParameters { unit } | Action::ReceiveParameters { unit } => {
+                self.tie_of(unit).is_some_and(|tie| tie.are_parameters_exchanged)
+            }
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
                 unit.parameters == Parameters::Sharded || self.outline.zero_stage != ZeroStage::Three
@@ -210,7 +254,21 @@ impl<'a> State<'a> {
                 let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
                 (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
             }
-            Action::ReceiveForward { .. } => None,
+            Action::ReceiveForward { .. } | Action::ReceiveGrad { .. } => None,
+            Action::SendGrad { microbatch, .. } => self.missing_for_tied_grad(microbatch),
+            Action::SendParameters { unit } => {
+                let Unit { is_stepped, parameters, .. } = self.units[unit];
+                match parameters {
+                    _ if !is_stepped => Some(Action::Step { unit }),
+                    Parameters::Whole => None,
+                    _ => Some(Action::Unshard { unit }),
+                }
+            }
+            // Those of this step are read until its last backward pass.
+            Action::ReceiveParameters { .. } => {
+                let last = self.outline.num_microbatches - 1;
+                (0..=last).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
+            }
             Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
                 Activations::Kept(Keep::Nothing) => {
                     let below = unit.checked_sub(1)?;
@@ -264,11 +322,27 @@ impl<'a> State<'a> {
         }
     }
 
+    /// What must come before what the tied unit here has for the other one's gradient is there.
+    fn missing_for_tied_grad(&self, microbatch: usize) -> Option<Action> {
+        let reader = self.tie.as_ref()?.reader;
+        let is_early = self.activations(reader, microbatch) != Activations::Spent;
+        is_early.then(|| self.completion(reader, microbatch))
+    }
+
     /// What must come before a microbatch adds to a unit's gradient: the microbatches before it, for sums have one order.
     fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let Unit { num_added, has_unreduced, .. } = self.units[unit];
         if num_added != microbatch {
             return Some(self.completion(unit, num_added));
+        }
+        if let Some(tie) = self.tie.as_ref().filter(|tie| tie.owner == unit) {
+            let missing = match tie.is_across {
+                true => (!tie.exchanged[microbatch]).then_some(Action::ReceiveGrad { unit, microbatch }),
+                false => self.missing_for_tied_grad(microbatch),
+            };
+            if missing.is_some() {
+                return missing;
+            }
         }
         let is_unreduced = self.outline.zero_stage >= ZeroStage::Two && has_unreduced;
         is_unreduced.then_some(Action::ReduceGrad { unit })
@@ -315,6 +389,14 @@ impl<'a> State<'a> {
             Action::SendBackward { unit, microbatch } => {
                 self.sent[1].insert((unit, microbatch));
             }
+            Action::SendGrad { microbatch, .. } | Action::ReceiveGrad { microbatch, .. } => {
+                let tie = self.tie.as_mut().expect("the action is for this rank");
+                tie.exchanged[microbatch] = true;
+            }
+            Action::SendParameters { .. } | Action::ReceiveParameters { .. } => {
+                let tie = self.tie.as_mut().expect("the action is for this rank");
+                tie.are_parameters_exchanged = true;
+            }
             Action::Unshard { .. } => unit.parameters = Parameters::Whole,
             Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
             Action::ReduceGrad { .. } => unit.has_unreduced = false,
@@ -340,7 +422,13 @@ impl<'a> State<'a> {
         let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
             [Action::SendForward { unit, microbatch }, Action::SendBackward { unit, microbatch }]
         });
-        sends.into_iter().find(|&send| self.is_here(send) && !self.is_done(send))
+        let ties = self.tie.iter().filter(|tie| tie.is_across).flat_map(|&Tie { owner: unit, .. }| {
+            let grads = passes(unit).flat_map(|(unit, microbatch)| {
+                [Action::SendGrad { unit, microbatch }, Action::ReceiveGrad { unit, microbatch }]
+            });
+            grads.chain([Action::SendParameters { unit }, Action::ReceiveParameters { unit }])
+        });
+        sends.chain(ties).find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
     /// What would bring state back to where it was in the beginning, if it is not there; or what was to be sent.
