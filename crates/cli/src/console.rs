@@ -32,6 +32,12 @@ fn read_enough<T>(result: io::Result<T>, done: T) -> io::Result<T> {
     })
 }
 
+/// Columns of a drawing: those of the terminal, where it says how many it has.
+pub(crate) fn columns() -> usize {
+    let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
+    columns.filter(|columns| (20..=1000).contains(columns)).unwrap_or(120)
+}
+
 /// Tells something that is no result, on the error output.
 pub(crate) fn remark(text: &str) {
     // Nobody listening is no reason to stop.

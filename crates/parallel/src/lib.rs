@@ -26,7 +26,7 @@ mod waiting;
 
 pub use compressed::compressor_sizes;
 pub use error::ParallelError;
-pub use executor::Executor;
+pub use executor::{ActionTime, Executor};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::parameter_placements;

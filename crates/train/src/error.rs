@@ -73,6 +73,32 @@ pub enum TrainError {
         #[source]
         source: io::Error,
     },
+    /// There is no trace.
+    #[error(
+        "{} has no trace.json; set [metrics] trace_interval, such as 10, and train: it is written at every so many steps",
+        folder.display()
+    )]
+    NoTrace {
+        /// The run's folder.
+        folder: PathBuf,
+    },
+    /// The trace cannot be read.
+    #[error("cannot read {}", path.display())]
+    ReadTrace {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: io::Error,
+    },
+    /// A file is no trace of a run.
+    #[error("{} is no trace of a run: {what}; remove it, and train with [metrics] trace_interval", path.display())]
+    DamagedTrace {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
     /// Another process trains into the same folder.
     #[error("the run {} is in use by another process; wait for it, or set another [run] name", path.display())]
     RunInUse {

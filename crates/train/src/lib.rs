@@ -16,6 +16,7 @@ mod run_folder;
 mod sample;
 mod setup;
 mod stages;
+pub mod trace;
 mod trainer;
 mod validation;
 mod weights;

@@ -5,6 +5,7 @@ use crate::config::Config;
 use crate::error::TrainError;
 use crate::metrics::{MetricsFiles, MetricsWriter};
 use crate::observer::Observer;
+use crate::trace::TRACE_FILE;
 use std::fs::{self, File, TryLockError};
 use std::path::Path;
 use trireme_base::Bytes;
@@ -92,7 +93,8 @@ pub(crate) fn set_aside(folder: &Path, observer: &mut dyn Observer) -> Result<()
     for entry in fs::read_dir(folder).map_err(failed)? {
         let name = entry.map_err(failed)?.file_name();
         let text = name.to_string_lossy();
-        if text == "checkpoints" || text == "metrics.jsonl" || text.starts_with("events.out.tfevents.") {
+        let is_of_run = ["checkpoints", "metrics.jsonl", TRACE_FILE].contains(&&*text);
+        if is_of_run || text.starts_with("events.out.tfevents.") {
             names.push(name);
         }
     }

@@ -10,6 +10,7 @@ use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
 use crate::setup::{build_executor, lr_schedule, model_config, notice_determinism};
+use crate::trace::Tracer;
 use crate::validation::Validation;
 use std::fs::File;
 use std::path::PathBuf;
@@ -73,6 +74,7 @@ pub struct Trainer<'a> {
     state: TrainingState,
     files: RunFiles,
     metrics: Option<MetricsWriter>,
+    tracer: Tracer,
     /// Algorithms that the run's folder tells of.
     num_choices: usize,
     tokenizer: Tokenizer,
@@ -138,6 +140,7 @@ impl<'a> Trainer<'a> {
             state,
             files,
             metrics,
+            tracer: Tracer::new(&run_folder),
             num_choices: 0,
             tokenizer,
             batches: Vec::new(),
@@ -168,6 +171,7 @@ impl<'a> Trainer<'a> {
                 record.seconds_to_first_step = Some(self.options.started.elapsed().as_secs_f64());
                 summary.seconds_to_first_step = record.seconds_to_first_step;
             }
+            self.trace()?;
             let step = self.state.step;
             let is_last = step == training.steps;
             let interval = training.validation_interval;
@@ -187,6 +191,16 @@ impl<'a> Trainer<'a> {
             self.write_choices()?;
         }
         Ok(summary)
+    }
+
+    /// Writes down when the ranks did what in the last step, if its turn has come. Collective.
+    fn trace(&mut self) -> Result<(), TrainError> {
+        let (step, interval) = (self.state.step, self.config.metrics().trace_interval);
+        if interval > 0 && step.is_multiple_of(interval) {
+            self.executor.group().set_line(format_args!("step {step}: trace"));
+            self.tracer.write(step, &self.executor)?;
+        }
+        Ok(())
     }
 
     /// Writes down which algorithms were chosen, when there are new ones.

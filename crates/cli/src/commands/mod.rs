@@ -9,4 +9,5 @@ pub(crate) mod flight_recorder;
 pub(crate) mod generate;
 pub(crate) mod plan;
 pub(crate) mod prepare;
+pub(crate) mod report;
 pub(crate) mod train;

@@ -1,6 +1,6 @@
 //! `trireme plan`.
 
-use crate::console::Output;
+use crate::console::{Output, columns};
 use crate::planning::{Drawing, Plan, Source, Workers, advice, vocabulary_size};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
@@ -51,9 +51,6 @@ pub(crate) struct PlanArgs {
     svg: Option<PathBuf>,
 }
 
-/// Columns of a drawing, where the terminal does not say how many it has.
-const COLUMNS: usize = 120;
-
 /// Runs `trireme plan`.
 pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let mut overrides = args.overrides.clone();
@@ -83,8 +80,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     }
     text.extend(plan.reasons.iter().map(|reason| format!("{reason}\n")));
     if args.draw {
-        let columns = std::env::var("COLUMNS").ok().and_then(|columns| columns.parse().ok());
-        text += &format!("\n{}", drawing.text(columns.unwrap_or(COLUMNS)));
+        text += &format!("\n{}", drawing.text(columns()));
     }
     if let Some(path) = &args.svg {
         let title = format!("{}: a step of {workers}", args.config.display());

@@ -43,6 +43,8 @@ impl Executor {
         plan: StepPlan,
     ) -> Result<(StepOutcome, Option<StepSettings>), ParallelError> {
         let (loss, mut waiting) = self.finish_reductions()?;
+        self.timeline.start();
+        let waited = waiting.total();
         let loss_scale = self.loss_scaler.scale();
         let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
@@ -50,6 +52,7 @@ impl Executor {
             true => Some(self.sum_of_squares(&mut waiting)?.sqrt() * grad_scale),
             false => None,
         };
+        self.timeline.has_waited(waiting.total() - waited);
         let overflow = match norm {
             _ if !loss.is_finite() => Some((NonFinite::Loss, loss)),
             Some(norm) if !norm.is_finite() => Some((NonFinite::GradNorm, norm)),

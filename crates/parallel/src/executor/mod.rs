@@ -5,6 +5,7 @@ mod losses;
 mod messages;
 mod moves;
 mod passes;
+mod timeline;
 mod updating;
 
 use crate::error::ParallelError;
@@ -21,6 +22,7 @@ use messages::Messages;
 use passes::InFlight;
 use std::ops::Range;
 use std::sync::Arc;
+use timeline::Timeline;
 use trireme_base::Rank;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
@@ -28,6 +30,8 @@ use trireme_optim::{LossScaler, LossScaling, Optimizer, StateInfo, StepSettings}
 use trireme_schedule::lowering::{self, Offload, shard};
 use trireme_schedule::{Action, Program, StateClass, ZeroStage, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
+
+pub use timeline::ActionTime;
 
 /// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
 pub struct Executor {
@@ -58,6 +62,7 @@ pub struct Executor {
     squares: Option<Buffer<f64>>,
     /// In this step, for parameters.
     waiting: Waiting,
+    timeline: Timeline,
 }
 
 impl Executor {
@@ -116,6 +121,7 @@ impl Executor {
             offloaded: Offloaded::new(offload, &program),
             changed: vec![true; outline.num_units],
             is_squared: vec![false; outline.num_units],
+            timeline: Timeline::new(program.actions.len()),
             model,
             device: device.clone(),
             ranks,
@@ -165,6 +171,11 @@ impl Executor {
     /// The step program.
     pub fn program(&self) -> &Program {
         &self.program
+    }
+
+    /// When the actions of the last step ran, in the program's order; of a step that failed, those that ended.
+    pub fn timeline(&self) -> &[ActionTime] {
+        self.timeline.actions()
     }
 
     /// The elements of each unit's flat buffer that this rank steps.
@@ -363,12 +374,14 @@ impl Executor {
             self.in_flight.begin(microbatch, batch, &self.program.outline);
         }
         let mut finished = None;
+        self.timeline.begin();
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
             let line = format_args!("step {}, line {}: {action}", plan.step, index + 2);
             self.ranks.set_line(line);
             self.act(action, plan, &mut finished).map_err(|error| error.at(line))?;
+            self.timeline.end();
         }
         self.ranks.set_line(format_args!(""));
         Ok(finished.expect("a valid program steps every unit").0)
@@ -384,6 +397,7 @@ impl Executor {
         self.await_parameters(action)?;
         self.await_state(action)?;
         self.await_messages(action)?;
+        self.timeline.start();
         match action {
             Action::Forward { unit, microbatch, keep } => self.forward(unit, microbatch, keep),
             Action::Recompute { unit, microbatch } => self.recompute(unit, microbatch),

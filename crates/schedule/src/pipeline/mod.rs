@@ -54,7 +54,7 @@ mod zero_bubble_v;
 pub use clock::simulate;
 pub use costs::{Costs, CostsError, StageCosts, TICKS_MAX};
 pub use cut::cut;
-pub use draw::{draw_error, draw_svg, draw_text};
+pub use draw::{Picture, draw_error, draw_svg, draw_svg_together, draw_text, draw_text_together};
 pub use error::{Place, Ring, ScheduleError, Wait, Waiting};
 pub use generate::{GenerateError, Sizes, generate};
 pub use kind::{Kind, ParseKindError};

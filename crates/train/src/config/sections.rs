@@ -465,6 +465,9 @@ config_section! {
         jsonl: bool = true;
         /// Whether to write event files for TensorBoard.
         tensorboard: bool = true;
+        /// Steps from one to the next whose timeline is written to `trace.json`: when each worker did what, for `trireme report
+        /// trace`, chrome://tracing and Perfetto. The file holds the last few of them. 0 writes none.
+        trace_interval: u64 = 0, within 0..;
     }
 }
 

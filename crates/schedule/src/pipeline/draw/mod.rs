@@ -3,11 +3,36 @@
 mod svg;
 mod text;
 
-pub use svg::draw_svg;
-pub use text::{draw_error, draw_text};
+pub use svg::{draw_svg, draw_svg_together};
+pub use text::{draw_error, draw_text, draw_text_together};
 
-use super::pass::PassKind;
-use super::schedule::Schedule;
+use super::pass::{Pass, PassKind};
+use super::schedule::{Schedule, WeightVersions};
+use super::timeline::Timeline;
+
+/// One of several pictures that are drawn below each other, to one scale in time.
+#[derive(Debug, Clone, Copy)]
+pub struct Picture<'a> {
+    /// What it shows.
+    pub title: &'a str,
+    /// The passes.
+    pub schedule: &'a Schedule,
+    /// When they run.
+    pub timeline: &'a Timeline,
+}
+
+/// When the longest of them ends.
+fn longest(pictures: &[Picture<'_>]) -> u64 {
+    pictures.iter().map(|picture| picture.timeline.makespan).max().unwrap_or(0)
+}
+
+/// The number that a pass is labelled with: its microbatch, but an update after a drain is of all of them.
+fn number(schedule: &Schedule, pass: Pass) -> String {
+    match (pass.kind, schedule.weights) {
+        (PassKind::Update, WeightVersions::Drained) => String::new(),
+        _ => pass.microbatch.to_string(),
+    }
+}
 
 /// For each stage, which of its rank's stages it is, from 0.
 fn turns(schedule: &Schedule) -> Vec<usize> {

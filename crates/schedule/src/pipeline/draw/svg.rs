@@ -1,4 +1,4 @@
-use super::{kinds, turns};
+use super::{Picture, kinds, longest, number, turns};
 use crate::pipeline::pass::PassKind;
 use crate::pipeline::schedule::Schedule;
 use crate::pipeline::timeline::Timeline;
@@ -22,18 +22,44 @@ const DIGIT_WIDTH: f64 = 7.0;
 /// # Panics
 /// If the timeline is not of this schedule.
 pub fn draw_svg(schedule: &Schedule, timeline: &Timeline, title: &str) -> String {
-    let rows_top = MARGIN + TITLE_HEIGHT;
-    let height = rows_top + schedule.num_ranks() as f64 * (ROW_HEIGHT + ROW_GAP) + LEGEND_HEIGHT;
+    document(title, &[Picture { title: "", schedule, timeline }], "ticks")
+}
+
+/// Several timelines below each other in one SVG document, as [`draw_svg`] draws one, to one scale. `unit` is that of their times.
+///
+/// # Panics
+/// If a timeline is not of its schedule.
+pub fn draw_svg_together(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
+    document(title, pictures, unit)
+}
+
+fn document(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
+    let title_height = |title: &str| if title.is_empty() { 0.0 } else { TITLE_HEIGHT };
+    let height_of = |picture: &Picture<'_>| {
+        title_height(picture.title) + picture.schedule.num_ranks() as f64 * (ROW_HEIGHT + ROW_GAP)
+    };
+    let height = MARGIN + title_height(title) + pictures.iter().map(height_of).sum::<f64>() + LEGEND_HEIGHT;
     let mut svg = format!(
         "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
          font-family=\"sans-serif\" font-size=\"12\">\n{HATCH}<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"#ffffff\"/>\n"
     );
     push_text(&mut svg, MARGIN, MARGIN + 12.0, title);
-    let painter = Painter::new(schedule, timeline);
-    for rank in 0..schedule.num_ranks() {
-        painter.push_row(&mut svg, rank, rows_top + rank as f64 * (ROW_HEIGHT + ROW_GAP));
+    let pixels_per_tick = (WIDTH - LEFT - MARGIN) / longest(pictures).max(1) as f64;
+    let mut top = MARGIN + title_height(title);
+    for picture in pictures {
+        if !picture.title.is_empty() {
+            push_text(&mut svg, MARGIN, top + 16.0, picture.title);
+            top += TITLE_HEIGHT;
+        }
+        let painter = Painter::new(picture, pixels_per_tick, unit);
+        for rank in 0..picture.schedule.num_ranks() {
+            painter.push_row(&mut svg, rank, top);
+            top += ROW_HEIGHT + ROW_GAP;
+        }
     }
-    painter.push_legend(&mut svg, height - LEGEND_HEIGHT + MARGIN);
+    if let Some(picture) = pictures.first() {
+        Painter::new(picture, pixels_per_tick, unit).push_legend(&mut svg, top + MARGIN);
+    }
     svg + "</svg>\n"
 }
 
@@ -47,14 +73,16 @@ struct Painter<'a> {
     turns: Vec<usize>,
     num_turns: usize,
     pixels_per_tick: f64,
+    /// Of times.
+    unit: &'a str,
 }
 
 impl<'a> Painter<'a> {
-    fn new(schedule: &'a Schedule, timeline: &'a Timeline) -> Self {
+    fn new(picture: &Picture<'a>, pixels_per_tick: f64, unit: &'a str) -> Self {
+        let &Picture { schedule, timeline, .. } = picture;
         let turns = turns(schedule);
         let num_turns = turns.iter().max().map_or(1, |last| last + 1);
-        let pixels_per_tick = (WIDTH - LEFT - MARGIN) / timeline.makespan.max(1) as f64;
-        Painter { schedule, timeline, turns, num_turns, pixels_per_tick }
+        Painter { schedule, timeline, turns, num_turns, pixels_per_tick, unit }
     }
 
     fn push_row(&self, svg: &mut String, rank: usize, top: f64) {
@@ -62,10 +90,10 @@ impl<'a> Painter<'a> {
         push_rect(svg, (LEFT, self.x(self.timeline.makespan) - LEFT), (top, ROW_HEIGHT), "url(#idle)", "");
         for (pass, span) in self.schedule.ranks[rank].iter().zip(&self.timeline.ranks[rank]) {
             let (left, width) = (self.x(span.start), self.x(span.end) - self.x(span.start));
-            let tip = format!("{pass}, ticks {} to {}", span.start, span.end);
+            let tip = format!("{pass}, {} {} to {}", self.unit, span.start, span.end);
             let colour = self.colour(pass.kind, self.turns[pass.stage]);
             push_rect(svg, (left, width), (top, ROW_HEIGHT), &colour, &tip);
-            let label = pass.microbatch.to_string();
+            let label = number(self.schedule, *pass);
             if label.len() as f64 * DIGIT_WIDTH < width {
                 push_text(svg, left + 2.0, top + 16.0, &label);
             }

@@ -1,4 +1,4 @@
-use super::{kinds, turns};
+use super::{Picture, kinds, longest, number, turns};
 use crate::pipeline::clock;
 use crate::pipeline::costs::Costs;
 use crate::pipeline::error::{Place, ScheduleError};
@@ -20,6 +20,21 @@ use crate::pipeline::timeline::{Span, Timeline};
 /// If the timeline is not of this schedule.
 pub fn draw_text(schedule: &Schedule, timeline: &Timeline, columns_max: usize) -> String {
     draw(schedule, timeline, columns_max, None)
+}
+
+/// The grids of several timelines below each other under their titles, to one scale: the longest is `num_columns` wide. A line
+/// on what letters mean is at the end.
+///
+/// # Panics
+/// If a timeline is not of its schedule.
+pub fn draw_text_together(pictures: &[Picture<'_>], num_columns: usize) -> String {
+    let scale = Scale::of(num_columns as u64, longest(pictures));
+    let mut text = String::new();
+    for Picture { title, schedule, timeline } in pictures {
+        text += &format!("{title}\n{}", rows(schedule, timeline, &scale, None));
+    }
+    let schedule = pictures.first().map(|picture| picture.schedule);
+    text + &schedule.map(|schedule| format!("{}\n", letters(schedule))).unwrap_or_default()
 }
 
 /// What is wrong with a schedule, drawn as far as it gets, with a mark under the place. Without a place, or for a
@@ -49,7 +64,12 @@ impl Scale {
         } else {
             (columns_max as u64, timeline.makespan)
         };
-        let common = greatest_common_divisor(columns, ticks).max(1);
+        Scale::of(columns, ticks)
+    }
+
+    fn of(columns: u64, ticks: u64) -> Scale {
+        let ticks = ticks.max(1);
+        let common = greatest_common_divisor(columns, ticks);
         Scale { columns: columns / common, ticks: ticks / common }
     }
 
@@ -70,23 +90,34 @@ fn greatest_common_divisor(one: u64, other: u64) -> u64 {
 
 fn draw(schedule: &Schedule, timeline: &Timeline, columns_max: usize, mark: Option<Place>) -> String {
     let scale = Scale::new(schedule, timeline, columns_max);
+    format!("{}{}; {}\n", rows(schedule, timeline, &scale, mark), letters(schedule), scale.describe())
+}
+
+fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<Place>) -> String {
     let turns = turns(schedule);
     let label_len = (schedule.num_ranks() - 1).to_string().len();
     let mut text = String::new();
     for (rank, passes) in schedule.ranks.iter().enumerate() {
         let mut row = vec!['·'; scale.column(timeline.makespan)];
         for (pass, &span) in passes.iter().zip(&timeline.ranks[rank]) {
-            draw_pass(&mut row, *pass, turns[pass.stage] % 2 == 1, span, &scale);
+            let letter = letter(*pass, turns[pass.stage]);
+            draw_pass(&mut row, format!("{letter}{}", number(schedule, *pass)), span, scale);
         }
         let label = format!("rank {rank:label_len$} |");
         text += &format!("{label}{}|\n", row.into_iter().collect::<String>());
         if let Some(place) = mark.filter(|place| place.rank == rank) {
-            let (column, width) = marked(timeline, place, &scale);
+            let (column, width) = marked(timeline, place, scale);
             let what = passes.get(place.index).map_or(String::new(), |pass| format!(" {pass}"));
             text += &format!("{}{}{what}\n", " ".repeat(label.len() + column), "^".repeat(width));
         }
     }
-    text + &legend(schedule, turns.contains(&1), &scale)
+    text
+}
+
+/// Small in every other one of its rank's stages.
+fn letter(pass: Pass, turn: usize) -> char {
+    let letter = pass.kind.letter();
+    if turn % 2 == 1 { letter.to_ascii_lowercase() } else { letter }
 }
 
 /// Where the mark of a place begins, and how wide it is: under its pass, or behind the last one that ran.
@@ -101,11 +132,9 @@ fn marked(timeline: &Timeline, place: Place, scale: &Scale) -> (usize, usize) {
     }
 }
 
-fn draw_pass(row: &mut [char], pass: Pass, is_small: bool, span: Span, scale: &Scale) {
+fn draw_pass(row: &mut [char], label: String, span: Span, scale: &Scale) {
     let cells = &mut row[scale.column(span.start)..scale.column(span.end)];
-    let letter = pass.kind.letter();
-    let mut label = vec![if is_small { letter.to_ascii_lowercase() } else { letter }];
-    label.extend(pass.microbatch.to_string().chars());
+    let mut label: Vec<char> = label.chars().collect();
     // Half a number would be another number.
     if label.len() > cells.len() {
         label.truncate(1);
@@ -114,10 +143,12 @@ fn draw_pass(row: &mut [char], pass: Pass, is_small: bool, span: Span, scale: &S
     cells.iter_mut().zip(label).for_each(|(cell, character)| *cell = character);
 }
 
-fn legend(schedule: &Schedule, has_small: bool, scale: &Scale) -> String {
+/// What the letters mean.
+fn letters(schedule: &Schedule) -> String {
     let mut parts: Vec<String> =
         kinds(schedule).map(|kind| format!("{} {}", kind.letter(), kind.name())).collect();
     parts.push("· idle".to_owned());
+    let has_small = turns(schedule).contains(&1);
     let small = if has_small { "; small letters: every other stage of a rank" } else { "" };
-    format!("{}{small}; {}\n", parts.join("; "), scale.describe())
+    parts.join("; ") + small
 }

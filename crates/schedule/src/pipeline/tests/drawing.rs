@@ -88,3 +88,38 @@ fn text_in_an_svg_means_itself() {
     let svg = draw_svg(&schedule, &timeline, "<b> & \"c\" 'd'\u{0}");
     assert!(svg.contains(">&lt;b&gt; &amp; &quot;c&quot; &apos;d&apos; </text>"), "{svg}");
 }
+
+/// A forward pass, a backward pass and an update, each from one of these times to the next.
+fn one_step(times: [u64; 4]) -> (Schedule, Timeline) {
+    let (mut schedule, mut timeline) = proven(Kind::GPipe, sizes(1, 1, 1), EQUAL);
+    schedule.ranks[0].push(Pass::update(0, 0));
+    let spans = times.windows(2).map(|pair| Span { start: pair[0], end: pair[1] }).collect();
+    timeline.ranks = vec![spans];
+    timeline.makespan = times[3];
+    (schedule, timeline)
+}
+
+#[test]
+fn pictures_together_have_one_scale() {
+    let (slow, quick) = (one_step([100, 300, 700, 1000]), one_step([0, 200, 500, 600]));
+    let picture = |title, (schedule, timeline)| Picture { title, schedule, timeline };
+    let pictures = [picture("slow", (&slow.0, &slow.1)), picture("quick", (&quick.0, &quick.1))];
+    let expected = "\
+slow
+rank 0 |··F0──B0──────U─────|
+quick
+rank 0 |F0──B0────U─|
+F forward; B backward; U update; · idle
+";
+    assert_eq!(draw_text_together(&pictures, 20), expected);
+    let svg = draw_svg_together("both", &pictures, "us");
+    for text in ["both", "slow", "quick", "update"] {
+        assert_eq!(svg.matches(&format!(">{text}</text>")).count(), 1, "{text}");
+    }
+    let width = |tip: &str| {
+        let line = svg.lines().find(|line| line.contains(tip)).expect("a pass");
+        attribute(line, "width")[0]
+    };
+    assert!((width("F 0 0, us 100 to 300") - width("F 0 0, us 0 to 200")).abs() < 0.02);
+    assert!((width("B 0 0, us 300 to 700") - 2.0 * width("F 0 0, us 0 to 200")).abs() < 0.04);
+}

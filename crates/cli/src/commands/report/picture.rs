@@ -1,0 +1,111 @@
+//! Step programs in time as passes of stages, to be drawn.
+
+use trireme_planner::StepTimeline;
+use trireme_schedule::pipeline::{Pass, PassKind, Schedule, Span, Timeline, WeightVersions};
+use trireme_schedule::{Action, Outline, Program};
+
+/// Passes of a step and when they ran, and the updates after them.
+pub(super) struct StepPicture {
+    pub(super) schedule: Schedule,
+    pub(super) timeline: Timeline,
+    /// Idle time by what the busiest rank works in its passes, as for schedules; updates are after it.
+    pub(super) bubble: f64,
+}
+
+impl StepPicture {
+    /// Of the ranks of a pipeline. Passes of a stage's units that follow each other are one.
+    pub(super) fn new(programs: &[Program], timeline: &StepTimeline) -> Self {
+        let outline = &programs[0].outline;
+        let stage_ranks = match &outline.stages[..] {
+            [] => vec![0],
+            stages => stages.iter().map(|stage| stage.rank).collect(),
+        };
+        let mut schedule = Schedule {
+            num_microbatches: outline.num_microbatches,
+            num_steps: 1,
+            weights: WeightVersions::Drained,
+            stage_ranks,
+            ranks: vec![Vec::new(); programs.len()],
+        };
+        let mut drawn = Timeline {
+            ranks: vec![Vec::new(); programs.len()],
+            makespan: timeline.makespan,
+            busy: vec![0; programs.len()],
+            activations_max: Vec::new(),
+        };
+        let mut push_all = |kinds: fn(PassKind) -> bool, drawn: &mut Timeline| {
+            for (rank, (program, spans)) in programs.iter().zip(&timeline.ranks).enumerate() {
+                for (&action, &span) in program.actions.iter().zip(spans) {
+                    if let Some(pass) = pass_of(action, outline).filter(|pass| kinds(pass.kind)) {
+                        push(&mut schedule.ranks[rank], &mut drawn.ranks[rank], pass, span);
+                        drawn.busy[rank] += span.ticks();
+                    }
+                }
+            }
+        };
+        push_all(|kind| kind != PassKind::Update, &mut drawn);
+        let bubble = drawn.bubble();
+        let bubble = if bubble.ideal_ticks == 0 { 0.0 } else { bubble.fraction() };
+        push_all(|kind| kind == PassKind::Update, &mut drawn);
+        StepPicture { schedule, timeline: drawn, bubble }
+    }
+}
+
+/// The pass of a stage that an action is a part of. What recomputation takes belongs to backward.
+fn pass_of(action: Action, outline: &Outline) -> Option<Pass> {
+    let is_of = |unit: usize| outline.stages.iter().position(|stage| stage.units.contains(&unit));
+    let stage = is_of(action.unit()).unwrap_or(0);
+    match action {
+        Action::Forward { microbatch, .. } => Some(Pass::forward(stage, microbatch)),
+        Action::Recompute { microbatch, .. } | Action::Backward { microbatch, .. } => {
+            Some(Pass::backward(stage, microbatch))
+        }
+        Action::Step { .. } => Some(Pass::update(stage, 0)),
+        _ => None,
+    }
+}
+
+/// Adds to a rank's passes, or to the last of them.
+fn push(passes: &mut Vec<Pass>, spans: &mut Vec<Span>, pass: Pass, span: Span) {
+    match (passes.last(), spans.last_mut()) {
+        (Some(&last), Some(last_span)) if last == pass => last_span.end = span.end,
+        _ => {
+            passes.push(pass);
+            spans.push(span);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_of_a_stage_are_one_pass_and_waits_are_no_work() {
+        let program: Program = "units 3 microbatches 2\nF 0 0\nF 1 0\nF 2 0\nB 2 0\nR 1 0\nB 1 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\nSTEP 1"
+            .parse()
+            .unwrap();
+        let times = [
+            (0, 10),
+            (10, 20),
+            (25, 40),
+            (40, 60),
+            (60, 70),
+            (70, 90),
+            (90, 100),
+            (0, 500),
+            (120, 130),
+            (130, 140),
+        ];
+        let spans = times.map(|(start, end)| Span { start, end }).to_vec();
+        let timeline = StepTimeline { ranks: vec![spans], makespan: 140 };
+        let picture = StepPicture::new(&[program], &timeline);
+        assert_eq!(
+            picture.schedule.ranks[0],
+            [Pass::forward(0, 0), Pass::backward(0, 0), Pass::update(0, 0)]
+        );
+        let span = |start, end| Span { start, end };
+        assert_eq!(picture.timeline.ranks[0], [span(0, 40), span(40, 100), span(120, 140)]);
+        assert_eq!(picture.bubble, 5.0 / 95.0);
+    }
+}

@@ -1,0 +1,80 @@
+//! When the actions of a step ran.
+
+use std::time::{Duration, Instant};
+
+/// When an action ran. All clocks of a host read the same (`CLOCK_MONOTONIC`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ActionTime {
+    /// The rank came to it: the action before had ended.
+    pub issued: Instant,
+    /// Its own work began. Until then it waited for what it works with, and took over a message that had come. What it
+    /// waited for later is put before its work as well, so that the work is as long as it was.
+    pub start: Instant,
+    /// The rank went on. What the action has started may go on beside the next ones.
+    pub end: Instant,
+}
+
+/// The actions of the step under way, or of the last one, in the program's order. A step takes two readings of the clock an action,
+/// and no memory.
+pub(super) struct Timeline {
+    now: Instant,
+    start: Instant,
+    actions: Vec<ActionTime>,
+}
+
+impl Timeline {
+    pub(super) fn new(num_actions: usize) -> Self {
+        let now = Instant::now();
+        Timeline { now, start: now, actions: Vec::with_capacity(num_actions) }
+    }
+
+    /// A step begins, and with it its first action.
+    pub(super) fn begin(&mut self) {
+        self.actions.clear();
+        self.now = Instant::now();
+    }
+
+    /// What the action works with is at hand.
+    pub(super) fn start(&mut self) {
+        self.start = Instant::now();
+    }
+
+    /// Since its start the action has waited for so long.
+    pub(super) fn has_waited(&mut self, waited: Duration) {
+        self.start += waited;
+    }
+
+    /// The action ends, and the next one begins.
+    pub(super) fn end(&mut self) {
+        let issued = std::mem::replace(&mut self.now, Instant::now());
+        self.actions.push(ActionTime { issued, start: self.start, end: self.now });
+    }
+
+    pub(super) fn actions(&self) -> &[ActionTime] {
+        &self.actions
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn actions_follow_each_other_and_what_they_wait_is_not_their_work() {
+        let mut timeline = Timeline::new(2);
+        for _ in 0..2 {
+            timeline.begin();
+            timeline.start();
+            timeline.end();
+            timeline.start();
+            let started = timeline.start;
+            timeline.has_waited(Duration::from_nanos(5));
+            timeline.end();
+            let [first, second] = timeline.actions() else { panic!("a step has two actions") };
+            assert!(first.issued <= first.start && first.start <= first.end);
+            assert_eq!(second.issued, first.end);
+            assert_eq!(second.start, started + Duration::from_nanos(5));
+            assert_eq!(timeline.actions.capacity(), 2);
+        }
+    }
+}

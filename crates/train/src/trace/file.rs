@@ -1,0 +1,269 @@
+//! `trace.json`: Chrome's trace format (Google, "Trace Event Format", the JSON object form), a process for each rank and a thread for
+//! each stream. Names of events are actions as programs have them; `otherData` has what the programs are for.
+
+use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep, parse_outline};
+use crate::error::TrainError;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, ErrorKind, Read, Write};
+use std::path::Path;
+use trireme_schedule::{Action, Outline, Stream};
+
+/// What this version writes and reads.
+const FORMAT: u32 = 1;
+/// A file that is longer is not read.
+const FILE_BYTES_MAX: u64 = 256 << 20;
+/// More than any run writes.
+const STEPS_MAX: usize = 64;
+/// Units times microbatches.
+const PASSES_MAX: usize = 1 << 22;
+/// Times are below this many microseconds: a year.
+const MICROSECONDS_MAX: f64 = 3.2e13;
+/// Category of events that are no actions, but what came before one.
+const WAITING: &str = "waiting";
+
+#[derive(Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Document<'a> {
+    display_time_unit: Cow<'a, str>,
+    other_data: Header,
+    trace_events: Vec<Event<'a>>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Header {
+    format: u32,
+    ranks: Vec<HeaderRank>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct HeaderRank {
+    #[serde(flatten)]
+    place: RankPlace,
+    outline: String,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Event<'a> {
+    name: Cow<'a, str>,
+    #[serde(default)]
+    cat: Cow<'a, str>,
+    ph: Cow<'a, str>,
+    /// Rank.
+    pid: usize,
+    /// Stream.
+    tid: usize,
+    /// In microseconds.
+    #[serde(default)]
+    ts: f64,
+    #[serde(default)]
+    dur: f64,
+    args: Arguments<'a>,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct Arguments<'a> {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<Cow<'a, str>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    step: Option<u64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unit: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    microbatch: Option<usize>,
+    /// When the rank came to the action.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    issued: Option<f64>,
+}
+
+const STREAMS: [(Stream, &str); 4] = [
+    (Stream::Compute, "compute"),
+    (Stream::DataParallel, "data-parallel communication"),
+    (Stream::Pipeline, "pipeline"),
+    (Stream::Offload, "offload"),
+];
+
+/// Writes steps in the place of an earlier file, which stays whole until then.
+pub(super) fn write(path: &Path, steps: &[TracedStep]) -> io::Result<()> {
+    let aside = path.with_file_name(format!(".{TRACE_FILE}.partial"));
+    let written = File::create(&aside).and_then(|file| {
+        let mut file = BufWriter::new(file);
+        serde_json::to_writer(&mut file, &document(steps))?;
+        file.write_all(b"\n")?;
+        file.into_inner()?.sync_data()
+    });
+    written.and_then(|()| fs::rename(&aside, path)).inspect_err(|_| drop(fs::remove_file(&aside)))
+}
+
+fn document(steps: &[TracedStep]) -> Document<'static> {
+    let ranks = steps.last().map_or(&[][..], |step| &step.ranks);
+    let header = |rank: &RankTimeline| HeaderRank { place: rank.place, outline: rank.outline.to_string() };
+    let origin = steps.first().map_or(0, |step| step.began);
+    let mut events = Vec::new();
+    for RankTimeline { place, .. } in ranks {
+        let RankPlace { rank, pipeline_rank, data_rank, .. } = place;
+        let name = format!("rank {rank} (pipeline {pipeline_rank}, data {data_rank})");
+        events.push(named("process_name", *rank, 0, name));
+        for (stream, name) in STREAMS {
+            events.push(named("thread_name", *rank, stream as usize, name.to_owned()));
+        }
+    }
+    for step in steps {
+        // Clocks of a run do not go back.
+        let began = step.began.saturating_sub(origin);
+        for rank in &step.ranks {
+            rank.actions
+                .iter()
+                .for_each(|traced| push_action(&mut events, step.step, began, rank.place.rank, traced));
+        }
+    }
+    Document {
+        display_time_unit: "ms".into(),
+        other_data: Header { format: FORMAT, ranks: ranks.iter().map(header).collect() },
+        trace_events: events,
+    }
+}
+
+/// What a process or a thread is called.
+fn named(what: &'static str, pid: usize, tid: usize, name: String) -> Event<'static> {
+    let args = Arguments { name: Some(name.into()), ..Arguments::default() };
+    Event { name: what.into(), cat: "".into(), ph: "M".into(), pid, tid, ts: 0.0, dur: 0.0, args }
+}
+
+fn push_action(events: &mut Vec<Event<'static>>, step: u64, began: u64, pid: usize, traced: &TracedAction) {
+    let &TracedAction { action, issued, start, end } = traced;
+    let microseconds = |time: u64| (began + time) as f64 / 1e3;
+    let name = action.to_string();
+    let mut push = |name: String, cat: &'static str, from: u64, to: u64| {
+        let args = Arguments {
+            step: Some(step),
+            unit: Some(action.unit()),
+            microbatch: action.microbatch(),
+            issued: Some(microseconds(issued)),
+            name: None,
+        };
+        let (ts, dur) = (microseconds(from), (to - from) as f64 / 1e3);
+        let tid = action.stream() as usize;
+        events.push(Event { name: name.into(), cat: cat.into(), ph: "X".into(), pid, tid, ts, dur, args });
+    };
+    // Below a microsecond nothing was waited for.
+    if start - issued >= 1000 {
+        push(format!("waits to {name}"), WAITING, issued, start);
+    }
+    push(name, STREAMS[action.stream() as usize].1, start, end);
+}
+
+/// The steps in the trace of a run's folder, in their order. Each has actions of every rank.
+///
+/// # Errors
+/// [`TrainError::NoTrace`], [`TrainError::ReadTrace`], and [`TrainError::DamagedTrace`] for what is no trace: times that go back, ranks that
+/// do not make up a world, or programs of more units, microbatches or steps than there are in any.
+pub fn read(folder: &Path) -> Result<Vec<TracedStep>, TrainError> {
+    let path = folder.join(TRACE_FILE);
+    let unreadable = |source: io::Error| match source.kind() {
+        ErrorKind::NotFound => TrainError::NoTrace { folder: folder.to_owned() },
+        _ => TrainError::ReadTrace { path: path.clone(), source },
+    };
+    let mut text = Vec::new();
+    File::open(&path)
+        .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_end(&mut text))
+        .map_err(unreadable)?;
+    steps(&text).map_err(|what| TrainError::DamagedTrace { path, what })
+}
+
+/// The steps, or what is wrong.
+fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
+    if text.len() as u64 > FILE_BYTES_MAX {
+        return Err(format!("it is longer than {FILE_BYTES_MAX} bytes"));
+    }
+    let document: Document<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    let Header { format, ranks } = document.other_data;
+    if format != FORMAT {
+        return Err(format!("its format is {format}, and this program reads {FORMAT}"));
+    }
+    // Each has an event with its name.
+    if ranks.is_empty() || ranks.len() > document.trace_events.len() {
+        return Err(format!("it is said to be of {} ranks", ranks.len()));
+    }
+    let ranks = check_ranks(ranks)?;
+    let mut steps: BTreeMap<u64, Vec<Vec<TracedAction>>> = BTreeMap::new();
+    for (index, event) in document.trace_events.iter().enumerate() {
+        if event.ph != "X" || event.cat == WAITING {
+            continue;
+        }
+        let wrong = |what: &str| format!("event {index}, {:?}, {what}", event.name);
+        let step = event.args.step.ok_or_else(|| wrong("is of no step"))?;
+        let actions = steps.entry(step).or_insert_with(|| vec![Vec::new(); ranks.len()]);
+        let actions = actions.get_mut(event.pid).ok_or_else(|| wrong("is of a rank that does not exist"))?;
+        let traced = traced(event).ok_or_else(|| wrong("is no action with its times"))?;
+        if actions.last().is_some_and(|last| last.end > traced.issued) {
+            return Err(wrong("begins before the one before it has ended"));
+        }
+        actions.push(traced);
+        if steps.len() > STEPS_MAX {
+            return Err(format!("it has more than {STEPS_MAX} steps"));
+        }
+    }
+    steps.into_iter().map(|(step, actions)| assemble(step, actions, &ranks)).collect()
+}
+
+/// Ranks that make up pipelines beside each other, all with one outline.
+fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, String> {
+    let of_first = |rank: &&HeaderRank| rank.place.pipeline_rank == 0;
+    let data_degree = ranks.iter().filter(of_first).count();
+    let mut checked: Vec<(RankPlace, Outline)> = Vec::with_capacity(ranks.len());
+    for (index, HeaderRank { place, outline }) in ranks.into_iter().enumerate() {
+        let outline =
+            parse_outline(&outline).ok_or_else(|| format!("rank {index} has the outline {outline:?}"))?;
+        let sizes = outline.num_units.checked_mul(outline.num_microbatches);
+        let has_sizes = sizes.is_some_and(|sizes| (1..=PASSES_MAX).contains(&sizes));
+        let has_ties = outline.ties.iter().all(|&(reader, owner)| reader.max(owner) < outline.num_units);
+        let first = checked.first().map_or(&outline, |(_, first)| first);
+        let is_alike = Outline { rank: first.rank, ..outline.clone() } == *first;
+        let is_there = data_degree > 0
+            && (place.rank, place.pipeline_rank, place.data_rank)
+                == (index, index / data_degree, index % data_degree);
+        // Without stages each rank is the only one of its pipeline.
+        let is_placed = is_there && (outline.rank == place.pipeline_rank);
+        if !(has_sizes && has_ties && is_alike && is_placed) {
+            return Err(format!(
+                "rank {index} of it, with the outline \"{outline}\", does not fit the others"
+            ));
+        }
+        checked.push((place, outline));
+    }
+    Ok(checked)
+}
+
+fn traced(event: &Event<'_>) -> Option<TracedAction> {
+    let nanoseconds =
+        |time: f64| (0.0..MICROSECONDS_MAX).contains(&time).then(|| (time * 1e3).round() as u64);
+    let action: Action = event.name.parse().ok()?;
+    let (issued, start) = (nanoseconds(event.args.issued?)?, nanoseconds(event.ts)?);
+    let end = start + nanoseconds(event.dur)?;
+    (issued <= start).then_some(TracedAction { action, issued, start, end })
+}
+
+fn assemble(
+    step: u64,
+    actions: Vec<Vec<TracedAction>>,
+    ranks: &[(RankPlace, Outline)],
+) -> Result<TracedStep, String> {
+    let firsts = actions.iter().map(|actions| actions.first().map(|first| first.issued));
+    let began = firsts.collect::<Option<Vec<u64>>>().and_then(|firsts| firsts.into_iter().min());
+    let began = began.ok_or_else(|| format!("a rank does nothing in step {step}"))?;
+    let from_beginning = |traced: TracedAction| TracedAction {
+        issued: traced.issued - began,
+        start: traced.start - began,
+        end: traced.end - began,
+        ..traced
+    };
+    let rank = |((place, outline), actions): (&(RankPlace, Outline), Vec<TracedAction>)| RankTimeline {
+        place: *place,
+        outline: outline.clone(),
+        actions: actions.into_iter().map(from_beginning).collect(),
+    };
+    Ok(TracedStep { step, began, ranks: ranks.iter().zip(actions).map(rank).collect() })
+}

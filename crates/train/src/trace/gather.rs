@@ -1,0 +1,168 @@
+use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep, file, parse_outline};
+use crate::error::TrainError;
+use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
+use std::collections::VecDeque;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+use trireme_base::Rank;
+use trireme_parallel::Executor;
+use trireme_schedule::Action;
+
+/// Steps that a trace has at most.
+const STEPS_MAX: usize = 8;
+/// Actions of all ranks that a trace has at most, unless its last step has more.
+const ACTIONS_MAX: usize = 1 << 18;
+
+/// Writes the timelines of a run's steps, the newest of them.
+pub(crate) struct Tracer {
+    path: PathBuf,
+    /// At rank 0.
+    steps: VecDeque<TracedStep>,
+}
+
+impl Tracer {
+    /// For a run in `folder`. An earlier trace there stays until the first step is written.
+    pub(crate) fn new(folder: &Path) -> Self {
+        Tracer { path: folder.join(TRACE_FILE), steps: VecDeque::new() }
+    }
+
+    /// Gathers the timeline of the last step from all ranks and writes it, with those before it that are kept. Collective.
+    pub(crate) fn write(&mut self, step: u64, executor: &Executor) -> Result<(), TrainError> {
+        let Some(ranks) = gather(executor)? else { return Ok(()) };
+        self.steps.push_back(align(step, ranks));
+        let is_too_much = |steps: &VecDeque<TracedStep>| {
+            let num_actions: usize = steps.iter().map(TracedStep::num_actions).sum();
+            steps.len() > STEPS_MAX || (steps.len() > 1 && num_actions > ACTIONS_MAX)
+        };
+        while is_too_much(&self.steps) {
+            self.steps.pop_front();
+        }
+        let failed = |source| TrainError::RunFolder { path: self.path.clone(), source };
+        file::write(&self.path, self.steps.make_contiguous()).map_err(failed)
+    }
+}
+
+/// What a rank tells of its step, in nanoseconds on its host's clock.
+#[derive(Serialize, Deserialize)]
+struct Told {
+    place: RankPlace,
+    outline: String,
+    /// Each action with when it was issued, began and ended.
+    actions: Vec<(String, [u64; 3])>,
+}
+
+impl Told {
+    fn of(executor: &Executor) -> Told {
+        let ranks = executor.ranks();
+        let rank = ranks.world().rank();
+        let place = RankPlace {
+            rank: rank.0,
+            pipeline_rank: ranks.pipeline().rank().0,
+            data_rank: ranks.data().rank().0,
+            host: ranks.world().hosts().host_of(rank),
+        };
+        let (now, since_boot) = (Instant::now(), monotonic());
+        let on_clock = |at: Instant| (since_boot - now.duration_since(at)).as_nanos() as u64;
+        let program = executor.program();
+        let times = executor.timeline().iter().map(|time| [time.issued, time.start, time.end].map(on_clock));
+        let actions = program.actions.iter().map(Action::to_string).zip(times).collect();
+        Told { place, outline: program.outline.to_string(), actions }
+    }
+
+    fn understood(self) -> Option<RankTimeline> {
+        let action = |(name, [issued, start, end]): (String, [u64; 3])| {
+            Some(TracedAction { action: name.parse().ok()?, issued, start, end })
+        };
+        let actions = self.actions.into_iter().map(action).collect::<Option<_>>()?;
+        Some(RankTimeline { place: self.place, outline: parse_outline(&self.outline)?, actions })
+    }
+}
+
+/// The clock of [`Instant`], which processes of a host share.
+fn monotonic() -> Duration {
+    let time = clock_gettime(ClockId::Monotonic);
+    Duration::new(time.tv_sec.unsigned_abs(), u32::try_from(time.tv_nsec).unwrap_or_default())
+}
+
+/// The timelines of all ranks on their hosts' clocks, at rank 0.
+fn gather(executor: &Executor) -> Result<Option<Vec<RankTimeline>>, TrainError> {
+    let world = executor.group();
+    let told = serde_json::to_vec(&Told::of(executor)).expect("numbers and texts are JSON");
+    let lengths = world.all_gather_bytes(&(told.len() as u64).to_le_bytes()).wait()?;
+    if world.rank() != Rank::ROOT {
+        let mut message = world.buffer::<u8>(told.len())?;
+        message.copy_from_slice(&told);
+        world.send(message, Rank::ROOT).wait()?;
+        return Ok(None);
+    }
+    let mut ranks = Vec::with_capacity(lengths.len());
+    for (rank, length) in lengths.iter().enumerate() {
+        let received;
+        let told = if rank == 0 {
+            &told[..]
+        } else {
+            let length = length.as_slice().try_into().map_or(0, u64::from_le_bytes);
+            received = world.receive(world.buffer::<u8>(length as usize)?, Rank(rank)).wait()?;
+            &received[..]
+        };
+        let told = serde_json::from_slice(told).ok().and_then(Told::understood);
+        ranks.push(told.expect("ranks of one run tell what this one would"));
+    }
+    Ok(Some(ranks))
+}
+
+/// Puts all times on one clock, from the beginning of the step.
+fn align(step: u64, mut ranks: Vec<RankTimeline>) -> TracedStep {
+    let reduced = |rank: &RankTimeline| {
+        let is_step = |traced: &&TracedAction| matches!(traced.action, Action::Step { .. });
+        rank.actions.iter().find(is_step).map_or(0, |traced| traced.start)
+    };
+    let root = reduced(&ranks[0]);
+    // Of each host its lowest rank.
+    let mut hosts: Vec<u64> = Vec::new();
+    for rank in &ranks {
+        if rank.place.host == hosts.len() {
+            hosts.push(reduced(rank));
+        }
+    }
+    for rank in &mut ranks {
+        let ahead = hosts[rank.place.host];
+        let shift = |time: &mut u64| *time = time.wrapping_sub(ahead).wrapping_add(root);
+        rank.actions.iter_mut().for_each(|traced| each_time(traced, shift));
+    }
+    let began =
+        ranks.iter().filter_map(|rank| rank.actions.first()).map(|first| first.issued).min().unwrap_or(0);
+    for rank in &mut ranks {
+        rank.actions.iter_mut().for_each(|traced| each_time(traced, |time| *time -= began));
+    }
+    TracedStep { step, began, ranks }
+}
+
+fn each_time(traced: &mut TracedAction, change: impl Fn(&mut u64)) {
+    [&mut traced.issued, &mut traced.start, &mut traced.end].into_iter().for_each(change);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::rank;
+    use super::*;
+
+    #[test]
+    fn hosts_are_aligned_by_their_first_update_and_ranks_of_a_host_by_its_clock() {
+        let mut ranks = vec![rank(0, 2), rank(1, 2), rank(2, 2)];
+        let set = |rank: &mut RankTimeline, host, began: u64| {
+            rank.place.host = host;
+            rank.actions.iter_mut().for_each(|traced| each_time(traced, |time| *time += began));
+        };
+        set(&mut ranks[0], 0, 1_000_000);
+        // The second began later, and the third has another clock.
+        set(&mut ranks[1], 0, 1_000_007);
+        set(&mut ranks[2], 1, 50);
+        let step = align(3, ranks);
+        assert_eq!((step.step, step.began), (3, 1_000_000));
+        let begins: Vec<u64> = step.ranks.iter().map(|rank| rank.actions[0].issued).collect();
+        assert_eq!(begins, [0, 7, 0]);
+        assert_eq!(step.makespan(), rank(0, 2).actions.last().unwrap().end + 7);
+    }
+}
