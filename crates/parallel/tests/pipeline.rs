@@ -3,6 +3,7 @@
 mod common;
 
 use common::{Layout, OPTIONS, Pipeline, STEPS, batches, laid_out};
+use std::time::Instant;
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
 use trireme_schedule::lowering::Sharding;
@@ -116,4 +117,24 @@ fn recomputation_and_shared_out_states_keep_the_bits() {
             assert!(run(&layout, 4, 8) == oracle, "{kind} {zero_stage:?} {keeps:?}");
         }
     }
+}
+
+#[test]
+fn each_action_of_a_step_has_its_time() {
+    let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
+    run_ranks(2, |group| {
+        let mut executor = laid_out(&model(), group, 1, 4, &Layout { pipeline, ..Layout::default() });
+        assert!(executor.timeline().is_empty());
+        for step in 1..=2 {
+            let before = Instant::now();
+            let batches = batches(&executor, 4, step);
+            let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+            executor.run(plan, &mut batches.into_iter()).unwrap();
+            let times = executor.timeline();
+            assert_eq!(times.len(), executor.program().actions.len());
+            assert!(before <= times[0].issued && times[times.len() - 1].end <= Instant::now());
+            assert!(times.iter().all(|time| time.issued <= time.start && time.start <= time.end));
+            assert!(times.windows(2).all(|pair| pair[0].end == pair[1].issued));
+        }
+    });
 }

@@ -28,6 +28,9 @@ fn steps_allocate_nothing() {
         check(&keys);
         check_on(&[0, 1], &[&keys[..], &["parallelism.zero_hpz=true", "training.dtype=bf16"]].concat());
     }
+    let pipeline = ["parallelism.pipeline_parallel_degree=2", "model.tie_word_embeddings=false"];
+    check(&pipeline);
+    check(&[&pipeline[..], &["parallelism.pipeline_parallel_schedule=interleaved-1f1b"]].concat());
     for name in ["lion", "adafactor", "lamb", "lars", "muon"] {
         let keys = [&format!("optimizer.name={name}"), "optimizer.state_dtype=bf16"];
         check(&keys);

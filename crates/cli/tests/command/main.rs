@@ -14,3 +14,4 @@ mod memory;
 mod pipeline;
 mod places;
 mod strangers;
+mod traces;

@@ -1,3 +1,4 @@
+use super::ROOM;
 use crate::buffer::{CacheLine, Storage};
 use crate::control::{TICK, stall_warning};
 use crate::engine::Call;
@@ -92,6 +93,7 @@ impl Courier {
     ) -> Result<Self, CommError> {
         Ok(Courier {
             own,
+            polled: Vec::with_capacity(1 + 2 * links.len()),
             lanes: links.iter().map(|_| Lanes::default()).collect(),
             links,
             timeout: options.timeout,
@@ -99,8 +101,7 @@ impl Courier {
             checked: Instant::now(),
             piece: CacheLine::zeroed(options.chunk_bytes)?,
             patience: Patience::new(),
-            polled: Vec::new(),
-            ended: Vec::new(),
+            ended: Vec::with_capacity(ROOM),
             failed: None,
             recorder,
         })
@@ -108,10 +109,15 @@ impl Courier {
 
     pub(super) fn take(&mut self, parcel: Parcel) {
         let lanes = &mut self.lanes[parcel.peer.0];
-        match parcel.direction {
-            Direction::Send => lanes.outgoing.waiting.push_back(parcel),
-            Direction::Receive => lanes.incoming.waiting.push_back(parcel),
+        let waiting = match parcel.direction {
+            Direction::Send => &mut lanes.outgoing.waiting,
+            Direction::Receive => &mut lanes.incoming.waiting,
+        };
+        // Most ranks never exchange any.
+        if waiting.capacity() == 0 {
+            waiting.reserve(ROOM);
         }
+        waiting.push_back(parcel);
     }
 
     /// Whether there is nothing to move.

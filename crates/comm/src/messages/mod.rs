@@ -20,6 +20,10 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 use trireme_base::Rank;
 
+/// Messages for which there is room from the beginning. How many wait at a time depends on when the peers come, so that a place that
+/// grows with them would grow in some later step.
+const ROOM: usize = 32;
+
 /// One rank's messages.
 pub(crate) struct Messenger {
     office: Arc<Office>,
@@ -87,9 +91,9 @@ impl Messenger {
             recorder,
             state: Mutex::new(State {
                 courier: Some(courier),
-                submitted: VecDeque::new(),
-                slots: Vec::new(),
-                free: Vec::new(),
+                submitted: VecDeque::with_capacity(ROOM),
+                slots: Vec::with_capacity(ROOM),
+                free: Vec::with_capacity(ROOM),
                 num_pending: 0,
                 num_issued,
                 num_waiting: 0,

@@ -1,0 +1,103 @@
+//! Timelines of runs, and what is told of them.
+
+use crate::common::{Outcome, Running, Scene, tells};
+
+const PIPELINE: &str = "--set model.architecture=llama --set model.tie_word_embeddings=false --set model.num_layers=4 \
+                        --set parallelism.pipeline_parallel_degree=2";
+
+/// A scene in which a pipeline of two workers has left a trace of steps 2 and 4.
+fn traced() -> Scene {
+    let scene = Scene::with_corpus();
+    scene.run(&format!("train tiny.toml {PIPELINE} --set metrics.trace_interval=2")).succeeded();
+    scene
+}
+
+#[test]
+fn a_step_is_drawn_as_measured_and_as_simulated() {
+    let scene = traced();
+    let text = scene.run("report trace runs/tiny --svg step.svg").succeeded();
+    tells(
+        &text,
+        &[
+            "runs/tiny: step 4\n",
+            "measured, ",
+            "simulated from the mean of each pass, ",
+            "U update",
+            "; 1 column: ",
+        ],
+    );
+    tells(
+        &text,
+        &["rank    passes   waiting", "ratio  bubble measured  simulated\n       2 ", "\n       4 "],
+    );
+    assert_eq!(text.matches("\nrank 0 |").count(), 2, "{text}");
+    let svg = scene.read("step.svg");
+    assert!(svg.starts_with("<svg ") && svg.contains("<title>B 1 3, ns "), "{svg}");
+    // Every microbatch runs forward and backward on both workers, in both pictures.
+    for (pass, number) in [("F 0", 4), ("F 1", 4), ("B 0", 4), ("B 1", 4), ("U 0", 1), ("U 1", 1)] {
+        assert_eq!(svg.matches(&format!("<title>{pass} ")).count(), 2 * number, "{pass}");
+    }
+    tells(&scene.run("report trace runs/tiny --step 2").succeeded(), &["runs/tiny: step 2\n"]);
+    let error = scene.run("report trace runs/tiny --step 3").refused();
+    tells(&error, &["runs/tiny/trace.json has no such step; it has 2, 4"]);
+}
+
+#[test]
+fn traces_of_other_layouts_and_without_any() {
+    let scene = Scene::with_corpus();
+    scene.run(&format!("train tiny.toml {PIPELINE} --set run.name=plain")).succeeded();
+    let error = scene.run("report trace runs/plain").refused();
+    tells(&error, &["runs/plain has no trace.json", "[metrics] trace_interval"]);
+    let trace = "--set metrics.trace_interval=4";
+    scene.run(&format!("train tiny.toml {PIPELINE} {trace} --set run.name=traced")).succeeded();
+    assert_eq!(scene.losses("traced"), scene.losses("plain"));
+    scene.run(&format!("train tiny.toml {PIPELINE} {trace} --workers 4 --set run.name=grid")).succeeded();
+    let text = scene.run("report trace runs/grid").succeeded();
+    tells(&text, &["step 4, the first of 2 data-parallel pipelines", "\nrank 1 |"]);
+    let sharded =
+        "--set parallelism.zero_stage=3 --set activation_checkpoint.mode=block --set offload.optimizer=host";
+    scene.run(&format!("train tiny.toml {sharded} {trace} --set run.name=sharded")).succeeded();
+    tells(&scene.run("report trace runs/sharded").succeeded(), &["the first of 2", "\nrank 0 |F"]);
+    scene.run(&format!("train tiny.toml --workers 1 {trace} --set run.name=one")).succeeded();
+    tells(&scene.run("report trace runs/one").succeeded(), &["runs/one: step 4\n", "\nrank 0 |F"]);
+}
+
+#[test]
+fn a_new_run_sets_the_trace_aside() {
+    let scene = traced();
+    scene.run(&format!("train tiny.toml {PIPELINE} --set checkpoint.resume=never")).succeeded();
+    assert!(!scene.path("runs/tiny/trace.json").exists());
+    assert!(scene.path("runs/tiny/previous-1/trace.json").exists());
+}
+
+#[test]
+fn damaged_traces_are_refused_in_words() {
+    let scene = traced();
+    let whole = scene.read("runs/tiny/trace.json").into_bytes();
+    let report =
+        || -> Outcome { Running::start(scene.command("report trace runs/tiny --svg step.svg")).end() };
+    let mut num_refused = 0;
+    for (index, at) in (0..whole.len()).step_by(whole.len() / 150).enumerate() {
+        let mut damaged = whole.clone();
+        damaged[at] = b"90F\"- ,{"[index % 8];
+        scene.write("runs/tiny/trace.json", damaged);
+        // Another digit may be another time, and then there is nothing to refuse.
+        let outcome = report();
+        if outcome.code != Some(0) {
+            outcome.refused();
+            num_refused += 1;
+        }
+    }
+    assert!(num_refused > 50, "{num_refused}");
+    let text = String::from_utf8(whole).unwrap();
+    for (from, to, why) in [
+        ("\"F 2 1\"", "\"F 2 0\"", "holds no programs that could have run"),
+        ("\"SEND_B 3 0\"", "\"SEND_B 0 0\"", "holds no programs that could have run"),
+        ("@1\"", "@9\"", "holds no programs that could have run"),
+        ("\"traceEvents\"", "\"events\"", "is no trace of a run"),
+    ] {
+        assert!(text.contains(from), "{from}");
+        scene.write("runs/tiny/trace.json", text.replace(from, to));
+        tells(&report().refused(), &[why]);
+    }
+}
