@@ -22,19 +22,16 @@ pub fn simulate(schedule: &Schedule, costs: &Costs) -> Result<Timeline, Schedule
 /// As far as the schedule gets, and why no further. Its sizes must have been checked.
 pub(super) fn run(schedule: &Schedule, costs: &Costs) -> (Timeline, Option<Ring>) {
     let mut clock = Clock::new(schedule, costs);
-    while let Some(rank) = clock.awake.pop_front() {
-        clock.is_awake[rank] = false;
-        clock.advance(rank);
-    }
-    let stuck = clock.ring();
+    clock.run(schedule);
+    let stuck = clock.ring(schedule);
     (Timeline::new(schedule, costs, clock.spans), stuck)
 }
 
 /// No time: not done yet.
 const NEVER: u64 = u64::MAX;
 
-struct Clock<'a> {
-    schedule: &'a Schedule,
+/// How far ranks have come. The schedule is given to each call, so that what has not been done may change between them.
+pub(super) struct Clock<'a> {
     costs: &'a Costs,
     num_microbatches: usize,
     /// When forward of a stage for a microbatch ends.
@@ -48,43 +45,82 @@ struct Clock<'a> {
 }
 
 impl<'a> Clock<'a> {
-    fn new(schedule: &'a Schedule, costs: &'a Costs) -> Self {
+    /// A clock at the common start.
+    pub(super) fn new(schedule: &Schedule, costs: &'a Costs) -> Self {
         let num_microbatches = schedule.num_microbatches_in_all();
-        let num_ranks = schedule.num_ranks();
         let never = vec![NEVER; schedule.num_stages() * num_microbatches];
         Clock {
-            schedule,
             costs,
             num_microbatches,
             forward_end: never.clone(),
             gradient_end: never,
             spans: schedule.ranks.iter().map(|passes| Vec::with_capacity(passes.len())).collect(),
-            awake: (0..num_ranks).collect(),
-            is_awake: vec![true; num_ranks],
+            awake: VecDeque::with_capacity(schedule.num_ranks()),
+            is_awake: vec![false; schedule.num_ranks()],
         }
     }
 
-    fn next_of(&self, rank: usize) -> Option<Pass> {
-        self.schedule.ranks[rank].get(self.spans[rank].len()).copied()
+    /// For each rank, when the passes that it has done ran.
+    pub(super) fn spans(&self) -> &[Vec<Span>] {
+        &self.spans
+    }
+
+    /// Lets all ranks do what they can.
+    pub(super) fn run(&mut self, schedule: &Schedule) {
+        (0..schedule.num_ranks()).for_each(|rank| self.wake(rank));
+        while let Some(rank) = self.awake.pop_front() {
+            self.is_awake[rank] = false;
+            self.advance(schedule, rank);
+        }
+    }
+
+    /// Takes back all but the first `num_kept` passes of each rank.
+    pub(super) fn rewind(&mut self, schedule: &Schedule, num_kept: &[usize]) {
+        for (rank, &num_kept) in num_kept.iter().enumerate() {
+            for &pass in &schedule.ranks[rank][num_kept..self.spans[rank].len()] {
+                self.note_end(pass, NEVER);
+            }
+            self.spans[rank].truncate(num_kept);
+        }
+    }
+
+    /// Goes on as a run did before, of which these are the times.
+    pub(super) fn replay(&mut self, schedule: &Schedule, spans: &[Vec<Span>]) {
+        for (rank, spans) in spans.iter().enumerate() {
+            let num_done = self.spans[rank].len();
+            for (&pass, span) in schedule.ranks[rank][num_done..].iter().zip(&spans[num_done..]) {
+                self.note_end(pass, span.end);
+            }
+            self.spans[rank].extend_from_slice(&spans[num_done..]);
+        }
+    }
+
+    fn next_of(&self, schedule: &Schedule, rank: usize) -> Option<Pass> {
+        schedule.ranks[rank].get(self.spans[rank].len()).copied()
     }
 
     /// Does what the rank can do.
-    fn advance(&mut self, rank: usize) {
-        while let Some(pass) = self.next_of(rank) {
-            let Ok(ready) = self.ready(pass) else { return };
-            let free = self.spans[rank].last().map_or(0, |span| span.end);
+    fn advance(&mut self, schedule: &Schedule, rank: usize) {
+        let mut free = self.spans[rank].last().map_or(0, |span| span.end);
+        while let Some(pass) = self.next_of(schedule, rank) {
+            let Ok(ready) = self.ready(schedule, pass) else { return };
             let start = free.max(ready);
             let end = start + self.costs.ticks(pass);
             self.spans[rank].push(Span { start, end });
-            let index = pass.stage * self.num_microbatches + pass.microbatch;
-            match pass.kind {
-                PassKind::Forward => self.forward_end[index] = end,
-                PassKind::Backward | PassKind::BackwardInput => self.gradient_end[index] = end,
-                PassKind::BackwardWeight | PassKind::Update => {}
+            self.note_end(pass, end);
+            free = end;
+            if let Some(stage) = pass.result_goes_to(schedule.num_stages()) {
+                self.wake(schedule.stage_ranks[stage]);
             }
-            if let Some(stage) = pass.result_goes_to(self.schedule.num_stages()) {
-                self.wake(self.schedule.stage_ranks[stage]);
-            }
+        }
+    }
+
+    fn note_end(&mut self, pass: Pass, end: u64) {
+        let index = pass.stage * self.num_microbatches + pass.microbatch;
+        match pass.kind {
+            PassKind::Forward => self.forward_end[index] = end,
+            PassKind::Backward | PassKind::BackwardInput => self.gradient_end[index] = end,
+            PassKind::BackwardWeight | PassKind::Update => {}
         }
     }
 
@@ -95,15 +131,15 @@ impl<'a> Clock<'a> {
     }
 
     /// When all that a pass needs is at hand, or what of it has not been done.
-    fn ready(&self, pass: Pass) -> Result<u64, Pass> {
+    fn ready(&self, schedule: &Schedule, pass: Pass) -> Result<u64, Pass> {
         let mut ready = 0;
-        for needed in needs(pass, self.schedule.num_stages()).into_iter().flatten() {
+        for needed in needs(pass, schedule.num_stages()).into_iter().flatten() {
             let ends = if needed.kind == PassKind::Forward { &self.forward_end } else { &self.gradient_end };
             let end = ends[needed.stage * self.num_microbatches + needed.microbatch];
             if end == NEVER {
                 return Err(needed);
             }
-            let ranks = &self.schedule.stage_ranks;
+            let ranks = &schedule.stage_ranks;
             let is_near = ranks[needed.stage] == ranks[pass.stage];
             ready = ready.max(if is_near { end } else { end + self.costs.send() });
         }
@@ -111,12 +147,12 @@ impl<'a> Clock<'a> {
     }
 
     /// Who waits for whom in the end, if anybody does.
-    fn ring(&self) -> Option<Ring> {
-        ring(self.schedule.num_ranks(), |rank| {
-            let pass = self.next_of(rank)?;
-            let needs = self.ready(pass).err()?;
+    fn ring(&self, schedule: &Schedule) -> Option<Ring> {
+        ring(schedule.num_ranks(), |rank| {
+            let pass = self.next_of(schedule, rank)?;
+            let needs = self.ready(schedule, pass).err()?;
             let place = Place { rank, index: self.spans[rank].len() };
-            let for_rank = self.schedule.stage_ranks[needs.stage];
+            let for_rank = schedule.stage_ranks[needs.stage];
             Some(Wait { place, next: Waiting::Pass { pass, needs }, for_rank })
         })
     }

@@ -184,6 +184,18 @@ pub enum ScheduleError {
         /// The bound.
         bound: u64,
     },
+    /// A gradient, or a loss, that another one should be added to first.
+    #[error(
+        "{place}: '{pass}' comes before '{missing}'; gradients and losses are summed in the order of microbatches"
+    )]
+    SumMisordered {
+        /// Where.
+        place: Place,
+        /// The pass.
+        pass: Pass,
+        /// What must come first.
+        missing: Pass,
+    },
     /// An update where none belongs: in a schedule that drains, or not after the last backward of a step.
     #[error("{place}: '{pass}' is not at the end of a step's gradients of its stage")]
     UpdateMisplaced {
@@ -220,6 +232,7 @@ impl ScheduleError {
             | ScheduleError::Repeated { place, .. }
             | ScheduleError::TooEarly { place, .. }
             | ScheduleError::TooManyActivations { place, .. }
+            | ScheduleError::SumMisordered { place, .. }
             | ScheduleError::UpdateMisplaced { place, .. }
             | ScheduleError::NoSuchVersion { place, .. } => Some(*place),
             ScheduleError::Deadlock(Ring(waits)) => waits.first().map(|wait| wait.place),

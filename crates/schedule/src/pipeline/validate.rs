@@ -9,10 +9,11 @@ use super::schedule::{Schedule, WeightVersions};
 use super::shape;
 
 /// Proves that every stage runs forward and backward (or both of its halves) once for every microbatch, on the rank
-/// where it lies and in an order that the data allows; that no rank holds more activations than its bound of
-/// `activations_max`, if there are bounds; that weights are updated once a step, and read while they are there; and
-/// that all ranks come to their ends, both when results wait for their receivers and when a rank that sends waits
-/// until the other one receives ([`messages::place`], [`messages::check`]).
+/// where it lies and in an order that the data allows; that sums have one order, which is that of microbatches, for a
+/// stage's gradients and for the losses, which come with the last stage's input halves; that no rank holds more
+/// activations than its bound of `activations_max`, if there are bounds; that weights are updated once a step, and read
+/// while they are there; and that all ranks come to their ends, both when results wait for their receivers and when a
+/// rank that sends waits until the other one receives ([`messages::place`], [`messages::check`]).
 ///
 /// Costs give activations their sizes, and messages their order. Time: linear in the passes, but for sorting them.
 pub fn validate(
@@ -47,9 +48,11 @@ struct Progress<'a> {
     schedule: &'a Schedule,
     num_microbatches: usize,
     done: Vec<Done>,
-    /// By stage: updates, and microbatches with a complete backward since the last one.
+    /// By stage: updates, and microbatches with a complete backward.
     num_updates: Vec<usize>,
     num_gradients: Vec<usize>,
+    /// Microbatches with a loss.
+    num_losses: usize,
 }
 
 impl<'a> Progress<'a> {
@@ -61,6 +64,7 @@ impl<'a> Progress<'a> {
             done: vec![0; num_stages * num_microbatches],
             num_updates: vec![0; num_stages],
             num_gradients: vec![0; num_stages],
+            num_losses: 0,
         }
     }
 
@@ -84,24 +88,34 @@ impl<'a> Progress<'a> {
         match kind {
             PassKind::Forward => self.check_version(place, pass),
             PassKind::Update => self.take_update(place, pass),
-            _ if bits & WEIGHT != 0 => {
-                self.num_gradients[stage] += 1;
-                Ok(())
-            }
-            _ => Ok(()),
+            _ => self.take_backward(place, pass, bits),
         }
+    }
+
+    /// What backward adds to sums comes after that of the microbatches before.
+    fn take_backward(&mut self, place: Place, pass: Pass, bits: Done) -> Result<(), ScheduleError> {
+        let has_loss = bits & INPUT != 0 && pass.stage + 1 == self.schedule.num_stages();
+        let has_gradient = bits & WEIGHT != 0;
+        let sums = [(has_loss, &mut self.num_losses), (has_gradient, &mut self.num_gradients[pass.stage])];
+        for (_, num_added) in sums.into_iter().filter(|(is_added_to, _)| *is_added_to) {
+            if *num_added != pass.microbatch {
+                let missing = Pass { microbatch: *num_added, ..pass };
+                return Err(ScheduleError::SumMisordered { place, pass, missing });
+            }
+            *num_added += 1;
+        }
+        Ok(())
     }
 
     /// An update applies the gradients of its step, all of them and no others.
     fn take_update(&mut self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
-        let num_microbatches = self.schedule.num_microbatches;
-        let (updates, gradients) = (&mut self.num_updates[pass.stage], &mut self.num_gradients[pass.stage]);
-        let is_last = pass.microbatch + 1 == (*updates + 1) * num_microbatches;
-        if self.schedule.weights == WeightVersions::Drained || !is_last || *gradients != num_microbatches {
+        let updates = &mut self.num_updates[pass.stage];
+        let num_microbatches = (*updates + 1) * self.schedule.num_microbatches;
+        let is_at_end = [pass.microbatch + 1, self.num_gradients[pass.stage]] == [num_microbatches; 2];
+        if self.schedule.weights == WeightVersions::Drained || !is_at_end {
             return Err(ScheduleError::UpdateMisplaced { place, pass });
         }
         *updates += 1;
-        *gradients = 0;
         Ok(())
     }
 

@@ -2,33 +2,30 @@
 //! matter, and of these only the order within a block that one rank runs without a gap (van Laarhoven, Aarts and
 //! Lenstra, "Job shop scheduling by simulated annealing", 1992; here only what is better is taken, so it ends).
 
-use crate::pipeline::clock::{needs, simulate};
+use crate::pipeline::clock::{Clock, needs};
 use crate::pipeline::costs::Costs;
 use crate::pipeline::pass::{Pass, PassKind};
 use crate::pipeline::schedule::Schedule;
-use crate::pipeline::timeline::Timeline;
+use crate::pipeline::timeline::Span;
 use crate::pipeline::validate::check_activations;
 use std::ops::RangeInclusive;
 
 /// Passes that are timed at most, over all moves that are tried: a fraction of a second.
-const PASSES_TIMED_MAX: usize = 1 << 24;
+const PASSES_TIMED_MAX: usize = 1 << 23;
 
 /// Less is better: the makespan, then the sum of the ranks' ends, which leads on where the makespan does not change.
 type Score = (u64, u64);
 
-fn score(timeline: &Timeline) -> Score {
-    let ends = timeline.ranks.iter().filter_map(|spans| spans.last()).map(|span| span.end);
-    (timeline.makespan, ends.sum())
+fn score(spans: &[Vec<Span>]) -> Score {
+    let ends = || spans.iter().filter_map(|spans| spans.last()).map(|span| span.end);
+    (ends().max().unwrap_or(0), ends().sum())
 }
 
 /// Moves passes of a valid schedule until no move helps, or the effort has been spent.
 pub(super) fn improve(schedule: Schedule, costs: &Costs, bounds: &[u64]) -> Schedule {
-    let mut num_left = PASSES_TIMED_MAX / schedule.num_passes();
-    let mut schedule = halved(schedule);
-    while let Some(better) = better_neighbour(&schedule, costs, bounds, &mut num_left) {
-        schedule = better;
-    }
-    schedule
+    let mut search = Search::new(halved(schedule), costs, bounds);
+    while search.improve_once().is_some() {}
+    search.schedule
 }
 
 /// The same with all backwards in two halves, one directly after the other.
@@ -46,66 +43,117 @@ fn halved(mut schedule: Schedule) -> Schedule {
     schedule
 }
 
-/// The first schedule found that is better, by moving one pass to the begin or the end of its critical block.
-fn better_neighbour(
-    schedule: &Schedule,
-    costs: &Costs,
-    bounds: &[u64],
-    num_left: &mut usize,
-) -> Option<Schedule> {
-    let timeline = simulate(schedule, costs).ok()?;
-    let before = score(&timeline);
-    let mut candidate = schedule.clone();
-    for (rank, block) in critical_blocks(schedule, &timeline, costs) {
-        let (first, last) = block.into_inner();
-        let moves = (first..=last).flat_map(|from| [(from, first), (from, last)]);
-        for (from, to) in moves.filter(|(from, to)| from != to) {
-            *num_left = num_left.checked_sub(1)?;
-            move_pass(&mut candidate.ranks[rank], from, to);
-            // Only what can run has activations that can be counted.
-            if simulate(&candidate, costs).is_ok_and(|timeline| score(&timeline) < before)
-                && check_activations(&candidate, costs, bounds).is_ok()
-            {
-                return Some(candidate);
-            }
-            move_pass(&mut candidate.ranks[rank], to, from);
-        }
-    }
-    None
+struct Search<'a> {
+    schedule: Schedule,
+    /// The times of its passes.
+    spans: Vec<Vec<Span>>,
+    /// At the schedule's end.
+    clock: Clock<'a>,
+    costs: &'a Costs,
+    bounds: &'a [u64],
+    /// Passes that may still be timed.
+    num_left: usize,
 }
 
-fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
-    if from < to {
-        passes[from..=to].rotate_left(1);
-    } else {
-        passes[to..=from].rotate_right(1);
+impl<'a> Search<'a> {
+    fn new(schedule: Schedule, costs: &'a Costs, bounds: &'a [u64]) -> Self {
+        let mut clock = Clock::new(&schedule, costs);
+        clock.run(&schedule);
+        let spans = clock.spans().to_vec();
+        Search { schedule, spans, clock, costs, bounds, num_left: PASSES_TIMED_MAX }
     }
+
+    /// Takes the first move found that makes the schedule better: that of one pass to the begin or the end of its
+    /// critical block. `None` if there is none, or it has not been found in time.
+    fn improve_once(&mut self) -> Option<()> {
+        for (rank, block) in critical_blocks(&self.schedule, &self.spans, self.costs) {
+            let (first, last) = block.into_inner();
+            for (from, to) in (first..=last).flat_map(|from| [(from, first), (from, last)]) {
+                if leads_elsewhere(&self.schedule.ranks[rank], from, to) && self.try_move(rank, from, to)? {
+                    return Some(());
+                }
+            }
+        }
+        None
+    }
+
+    /// Moves a pass if that is better. What begins before the first pass that changes its place is as it was.
+    fn try_move(&mut self, rank: usize, from: usize, to: usize) -> Option<bool> {
+        let time = self.spans[rank][from.min(to)].start;
+        let is_earlier = |spans: &Vec<Span>| spans.partition_point(|span| span.start < time);
+        let num_kept: Vec<usize> = self.spans.iter().map(is_earlier).collect();
+        let num_timed = self.schedule.num_passes() - num_kept.iter().sum::<usize>();
+        self.num_left = self.num_left.checked_sub(num_timed)?;
+        self.clock.rewind(&self.schedule, &num_kept);
+        move_pass(&mut self.schedule.ranks[rank], from, to);
+        self.clock.run(&self.schedule);
+        let has_run = self.clock.spans().iter().zip(&self.spans).all(|(new, old)| new.len() == old.len());
+        // Only what can run has activations that can be counted.
+        let is_better = has_run
+            && score(self.clock.spans()) < score(&self.spans)
+            && check_activations(&self.schedule, self.costs, self.bounds).is_ok();
+        if is_better {
+            for ((spans, new), num_kept) in self.spans.iter_mut().zip(self.clock.spans()).zip(num_kept) {
+                spans[num_kept..].copy_from_slice(&new[num_kept..]);
+            }
+        } else {
+            self.clock.rewind(&self.schedule, &num_kept);
+            move_pass(&mut self.schedule.ranks[rank], to, from);
+            self.clock.replay(&self.schedule, &self.spans);
+        }
+        Some(is_better)
+    }
+}
+
+/// Moves a pass, place by place. Passes of one kind and stage stay in the order of microbatches, in which sums are made: they
+/// take equal time, so whichever comes to the other one's place is the one that is moved on. Moving back undoes it.
+fn move_pass(passes: &mut [Pass], from: usize, to: usize) {
+    let mut place = from;
+    while place != to {
+        let next = step(place, to);
+        if !is_alike(passes[place], passes[next]) {
+            passes.swap(place, next);
+        }
+        place = next;
+    }
+}
+
+/// Whether a move is another one than that of the pass beside it.
+fn leads_elsewhere(passes: &[Pass], from: usize, to: usize) -> bool {
+    from != to && !is_alike(passes[from], passes[step(from, to)])
+}
+
+fn step(place: usize, to: usize) -> usize {
+    if place < to { place + 1 } else { place - 1 }
+}
+
+fn is_alike(pass: Pass, other: Pass) -> bool {
+    (pass.kind, pass.stage) == (other.kind, other.stage)
 }
 
 /// One critical path, from its end to its begin: for each rank that it crosses, the passes that the rank runs without
 /// a gap.
 fn critical_blocks(
     schedule: &Schedule,
-    timeline: &Timeline,
+    spans: &[Vec<Span>],
     costs: &Costs,
 ) -> Vec<(usize, RangeInclusive<usize>)> {
     let position = Positions::new(schedule);
-    let end_of = |rank: usize| timeline.ranks[rank].last().map_or(0, |span| span.end);
+    let end_of = |rank: usize| spans[rank].last().map_or(0, |span| span.end);
     let mut rank = (0..schedule.num_ranks()).max_by_key(|&rank| end_of(rank)).unwrap_or(0);
     let mut last = schedule.ranks[rank].len() - 1;
     let mut blocks = Vec::new();
     loop {
-        let spans = &timeline.ranks[rank];
         let mut first = last;
-        while first > 0 && spans[first - 1].end == spans[first].start {
+        while first > 0 && spans[rank][first - 1].end == spans[rank][first].start {
             first -= 1;
         }
         blocks.push((rank, first..=last));
         let pass = schedule.ranks[rank][first];
         let awaited = needs(pass, schedule.num_stages()).into_iter().flatten().find_map(|needed| {
             let (other, index) = position.of(schedule, needed)?;
-            let arrival = timeline.ranks[other].get(index)?.end + costs.send();
-            (other != rank && arrival == spans[first].start).then_some((other, index))
+            let arrival = spans[other].get(index)?.end + costs.send();
+            (other != rank && arrival == spans[rank][first].start).then_some((other, index))
         });
         match awaited {
             Some(place) => (rank, last) = place,
@@ -143,5 +191,29 @@ impl Positions {
         let positions = if pass.kind == PassKind::Forward { &self.forward } else { &self.gradient };
         let index = *positions.get(pass.stage * self.num_microbatches + pass.microbatch)?;
         Some((schedule.stage_ranks[pass.stage], index))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pipeline::{Kind, Sizes, StageCosts, generate, simulate};
+
+    /// Only what a move changes is timed anew: the times must be those of the whole schedule nevertheless.
+    #[test]
+    fn times_are_those_of_the_schedule_after_every_move() {
+        let stage = |stage: u64| StageCosts::of(20 + 7 * stage % 5, 18 + 3 * stage % 7, 15 + 5 * stage % 9);
+        let costs = Costs::new((0..8).map(stage).collect(), 2).expect("possible costs");
+        let sizes = Sizes { num_ranks: 4, num_microbatches: 8, stages_per_rank: 2, num_steps: 1 };
+        let zero_bubble = generate(Kind::ZeroBubbleV, sizes, &costs, None).expect("sizes that fit");
+        let mut search = Search::new(halved(zero_bubble), &costs, &[u64::MAX; 4]);
+        let mut num_moves = 0;
+        while search.improve_once().is_some() {
+            num_moves += 1;
+            let timeline = simulate(&search.schedule, &costs).expect("a valid schedule");
+            assert_eq!(search.spans, timeline.ranks, "after {num_moves} moves");
+            assert_eq!(search.clock.spans(), timeline.ranks, "after {num_moves} moves");
+        }
+        assert!(num_moves > 3, "{num_moves}");
     }
 }

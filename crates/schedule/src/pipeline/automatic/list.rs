@@ -20,41 +20,51 @@ pub(super) struct Rule {
 }
 
 impl Rule {
-    /// The rules that are tried. None of them is best for all costs.
-    pub(super) fn all() -> impl Iterator<Item = Rule> {
-        let rule = |is_forward_first, overrun_percent, memory_percent| Rule {
-            is_forward_first,
-            overrun_percent,
-            memory_percent,
-        };
-        [false, true].into_iter().flat_map(move |is_forward_first| {
-            [0, 50, 100].into_iter().flat_map(move |overrun_percent| {
-                [100, 75, 50].into_iter().map(move |memory| rule(is_forward_first, overrun_percent, memory))
+    /// The rules that are tried, in groups that differ in memory alone, the least first. None of them is best for all costs.
+    pub(super) fn groups() -> impl Iterator<Item = [Rule; 3]> {
+        [false, true].into_iter().flat_map(|is_forward_first| {
+            [0, 50, 100].into_iter().map(move |overrun_percent| {
+                [50, 75, 100].map(|memory_percent| Rule { is_forward_first, overrun_percent, memory_percent })
             })
         })
     }
 }
 
-/// The schedule that a rule makes. Every rank must have room for one microbatch in all of its stages; beyond that
-/// it begins a microbatch only if it could still finish the oldest that it has begun, so it never comes to a stop.
+/// What a rule makes.
+pub(super) struct Listed {
+    /// The schedule; `None` if it would take longer than what was found before.
+    pub(super) schedule: Option<Schedule>,
+    /// Whether a pass had to wait for memory. If none had to, more memory changes nothing.
+    pub(super) lacked_room: bool,
+}
+
+/// The schedule that a rule makes, in `makespan_max` ticks. Every rank must have room for one microbatch in all of its stages;
+/// beyond that it begins a microbatch only if it could still finish the oldest that it has begun, so it never comes to a stop.
 pub(super) fn schedule(
     stage_ranks: &[usize],
     sizes: Sizes,
     costs: &Costs,
     bounds: &[u64],
     rule: Rule,
-) -> Schedule {
+    makespan_max: u64,
+) -> Listed {
     let mut search = Search::new(stage_ranks, sizes, costs, bounds, rule);
     while let Some(Reverse((now, rank))) = search.wakes.pop() {
-        if search.ranks[rank].free_at <= now {
-            search.begin_best(rank, now);
+        if search.ranks[rank].free_at > now {
+            continue;
         }
+        if now + search.ranks[rank].ticks_left > makespan_max {
+            return Listed { schedule: None, lacked_room: search.lacked_room };
+        }
+        search.begin_best(rank, now);
     }
     let passes = search.ranks.into_iter().map(|rank| rank.passes);
     let mut passes: Vec<Vec<Pass>> = passes.collect();
-    Schedule::synchronous(sizes.num_ranks, sizes.num_microbatches, stage_ranks.to_vec(), |rank| {
-        std::mem::take(&mut passes[rank])
-    })
+    let schedule =
+        Schedule::synchronous(sizes.num_ranks, sizes.num_microbatches, stage_ranks.to_vec(), |rank| {
+            std::mem::take(&mut passes[rank])
+        });
+    Listed { schedule: Some(schedule), lacked_room: search.lacked_room }
 }
 
 /// No time is known.
@@ -67,6 +77,8 @@ struct Rank {
     bound: u64,
     held: u64,
     free_at: u64,
+    /// Of all passes that it has not begun.
+    ticks_left: u64,
     /// Weight halves that could run, the oldest first.
     weight_halves: VecDeque<Pass>,
     passes: Vec<Pass>,
@@ -81,11 +93,14 @@ struct Search<'a> {
     /// By stage: the next microbatch of each direction.
     num_forward: Vec<usize>,
     num_backward: Vec<usize>,
-    /// By stage and microbatch: when the input, and the gradient of the result, are at hand.
+    /// By stage and microbatch: when the input, and the gradient of the result, are at hand. Each stage has one microbatch
+    /// more, which never is.
     input_at: Vec<u64>,
     gradient_at: Vec<u64>,
     /// When to look at a rank.
     wakes: BinaryHeap<Reverse<(u64, usize)>>,
+    /// Whether a forward had to wait for memory.
+    lacked_room: bool,
 }
 
 impl<'a> Search<'a> {
@@ -97,10 +112,18 @@ impl<'a> Search<'a> {
             let one: u64 = stages.iter().map(|&stage| costs.stages()[stage].activation).sum();
             let useful = bounds[rank].min(one * num_microbatches as u64);
             let bound = one + (u128::from(useful - one) * u128::from(rule.memory_percent) / 100) as u64;
-            let passes = Vec::with_capacity(3 * stages.len() * num_microbatches);
-            Rank { stages, bound, held: 0, free_at: 0, weight_halves: VecDeque::new(), passes }
+            let ticks: u64 = stages.iter().map(|&stage| costs.stages()[stage].total()).sum();
+            Rank {
+                bound,
+                held: 0,
+                free_at: 0,
+                ticks_left: ticks * num_microbatches as u64,
+                weight_halves: VecDeque::new(),
+                passes: Vec::with_capacity(3 * stages.len() * num_microbatches),
+                stages,
+            }
         };
-        let unknown = vec![UNKNOWN; stage_ranks.len() * num_microbatches];
+        let unknown = vec![UNKNOWN; stage_ranks.len() * (num_microbatches + 1)];
         let mut input_at = unknown.clone();
         input_at[..num_microbatches].fill(0);
         Search {
@@ -114,43 +137,50 @@ impl<'a> Search<'a> {
             input_at,
             gradient_at: unknown,
             wakes: (0..sizes.num_ranks).map(|rank| Reverse((0, rank))).collect(),
+            lacked_room: false,
         }
     }
 
     /// Begins what the rule likes best, or waits for what is on its way.
     fn begin_best(&mut self, rank: usize, now: u64) {
-        let backward = self.earliest(rank, PassKind::BackwardInput);
-        let forward = self.earliest(rank, PassKind::Forward);
-        let order = if self.rule.is_forward_first { [forward, backward] } else { [backward, forward] };
-        let ready = order.into_iter().flatten().find(|&(at, _)| at <= now).map(|(_, pass)| pass);
-        let arrival = order.into_iter().flatten().map(|(at, _)| at).min().unwrap_or(UNKNOWN);
-        if let Some(pass) = ready.or_else(|| self.weight_half(rank, now, arrival)) {
+        let (backward_at, backward) = self.next_backward(rank);
+        let (forward_at, forward) = self.next_forward(rank);
+        let (backward_is_ready, forward_is_ready) = (backward_at <= now, forward_at <= now);
+        let pass = if forward_is_ready && (self.rule.is_forward_first || !backward_is_ready) {
+            Some(Pass::forward(forward, self.num_forward[forward]))
+        } else if backward_is_ready {
+            Some(Pass::backward_input(backward, self.num_backward[backward]))
+        } else {
+            self.weight_half(rank, now, forward_at.min(backward_at))
+        };
+        if let Some(pass) = pass {
             self.begin(rank, now, pass);
         }
     }
 
-    /// Of the next pass of each of a rank's stages, in one direction, the one that is at hand first; of several at
-    /// the same time the one that is farthest along its way.
-    fn earliest(&self, rank: usize, kind: PassKind) -> Option<(u64, Pass)> {
-        let stages = self.ranks[rank].stages.iter();
-        let is_forward = kind == PassKind::Forward;
-        let next = |&stage: &usize| {
-            let (numbers, times) = if is_forward {
-                (&self.num_forward, &self.input_at)
+    /// Of the next backwards of a rank's stages the one that is at hand first; of several at the same time the one that is
+    /// farthest along its way. When that is, and the stage.
+    fn next_backward(&self, rank: usize) -> (u64, usize) {
+        let at = |&stage: &usize| (self.gradient_at[self.index(stage, self.num_backward[stage])], stage);
+        self.ranks[rank].stages.iter().map(at).min().unwrap_or((UNKNOWN, 0))
+    }
+
+    /// The same for forwards that there is room for.
+    fn next_forward(&mut self, rank: usize) -> (u64, usize) {
+        let mut first = (UNKNOWN, 0);
+        for &stage in self.ranks[rank].stages.iter().rev() {
+            let microbatch = self.num_forward[stage];
+            let at = self.input_at[self.index(stage, microbatch)];
+            if at >= first.0 {
+                continue;
+            }
+            if self.has_room(rank, stage, microbatch) {
+                first = (at, stage);
             } else {
-                (&self.num_backward, &self.gradient_at)
-            };
-            let microbatch = numbers[stage];
-            let at =
-                *times.get(self.index(stage, microbatch)).filter(|_| microbatch < self.num_microbatches)?;
-            let is_possible = at != UNKNOWN && (!is_forward || self.has_room(rank, stage, microbatch));
-            is_possible.then_some((at, Pass { kind, stage, microbatch }))
-        };
-        if is_forward {
-            stages.rev().filter_map(next).min_by_key(|&(at, _)| at)
-        } else {
-            stages.filter_map(next).min_by_key(|&(at, _)| at)
+                self.lacked_room = true;
+            }
         }
+        first
     }
 
     /// Whether forward leaves room for the oldest microbatch that has not been through all of the rank's stages.
@@ -180,6 +210,7 @@ impl<'a> Search<'a> {
         let state = &mut self.ranks[rank];
         state.held = state.held + taken - freed;
         state.free_at = end;
+        state.ticks_left -= end - now;
         state.passes.push(pass);
         self.wakes.push(Reverse((end, rank)));
         let Pass { kind, stage, microbatch } = pass;
@@ -204,11 +235,14 @@ impl<'a> Search<'a> {
             let index = self.index(next, microbatch);
             let times = if kind == PassKind::Forward { &mut self.input_at } else { &mut self.gradient_at };
             times[index] = at;
-            self.wakes.push(Reverse((at, to)));
+            // Whoever is at work until then looks anyway.
+            if self.ranks[to].free_at < at {
+                self.wakes.push(Reverse((at, to)));
+            }
         }
     }
 
     fn index(&self, stage: usize, microbatch: usize) -> usize {
-        stage * self.num_microbatches + microbatch
+        stage * (self.num_microbatches + 1) + microbatch
     }
 }

@@ -12,9 +12,10 @@ use super::validate::check_activations;
 use improve::improve;
 
 /// The schedule of least simulated time ([`Timeline::makespan`](super::Timeline::makespan)) that keeps to the bounds:
-/// the best of all fixed synchronous schedules that fit, of what list scheduling finds by several rules, and of what
-/// moving single passes makes of these two. Of equal times the one that holds fewer activations is taken, and a fixed
-/// one rather than another.
+/// the best of all fixed synchronous schedules that fit, of what list scheduling finds by several rules for each
+/// placement, and of what moving single passes makes of these. Of equal times the one that holds fewer activations is
+/// taken, and a fixed one rather than another. Where one of them takes the least time that there can be, passes are not
+/// moved.
 pub(super) fn schedule(
     sizes: Sizes,
     costs: &Costs,
@@ -22,34 +23,77 @@ pub(super) fn schedule(
 ) -> Result<Schedule, GenerateError> {
     let unbounded = vec![u64::MAX; sizes.num_ranks];
     let bounds = activations_max.unwrap_or(&unbounded);
-    for &placement in placements(sizes) {
-        check_room(&placement.stage_ranks(sizes.num_ranks, sizes.stages_per_rank), costs, bounds)?;
+    let placements = placements(sizes);
+    for stage_ranks in &placements {
+        check_room(stage_ranks, costs, bounds)?;
     }
+    let least = placements.iter().map(|stage_ranks| makespan_min(stage_ranks, sizes, costs)).min();
+    let listed = placements.iter().filter_map(|stage_ranks| best_listed(stage_ranks, sizes, costs, bounds));
+    let mut found: Vec<Timed> = best_fixed(sizes, costs, bounds).into_iter().chain(listed).collect();
+    if found.iter().all(|timed| Some(timed.score.0) != least) {
+        let improved = |timed: &Timed| Timed::new(improve(timed.schedule.clone(), costs, bounds), costs);
+        found.extend(found.iter().filter_map(improved).collect::<Vec<_>>());
+    }
+    let best = found.into_iter().min_by_key(|timed| timed.score);
+    Ok(best.expect("list scheduling makes one for each placement").schedule)
+}
+
+/// A schedule and its score, of which less is better: the time, then the activations.
+struct Timed {
+    schedule: Schedule,
+    score: (u64, u64),
+}
+
+impl Timed {
+    fn new(schedule: Schedule, costs: &Costs) -> Option<Timed> {
+        let timeline = simulate(&schedule, costs).ok()?;
+        let score = (timeline.makespan, timeline.activations_max.iter().sum());
+        Some(Timed { schedule, score })
+    }
+}
+
+fn best_fixed(sizes: Sizes, costs: &Costs, bounds: &[u64]) -> Option<Timed> {
     let kinds = Kind::ALL.into_iter().filter(|&kind| kind != Kind::Automatic && kind.is_synchronous());
     let fixed = kinds.filter(|&kind| check_kind(kind, sizes).is_ok()).map(|kind| fixed(kind, sizes));
     let fitting = fixed.filter(|schedule| check_activations(schedule, costs, bounds).is_ok());
-    let searched = placements(sizes).iter().flat_map(|placement| {
-        let stage_ranks = placement.stage_ranks(sizes.num_ranks, sizes.stages_per_rank);
-        list::Rule::all().map(move |rule| list::schedule(&stage_ranks, sizes, costs, bounds, rule))
-    });
-    let fixed = fitting.min_by_key(|schedule| score(schedule, costs));
-    let searched = searched.min_by_key(|schedule| score(schedule, costs));
-    let improved = [&fixed, &searched].map(|schedule| Some(improve(schedule.clone()?, costs, bounds)));
-    let all = [fixed, searched].into_iter().chain(improved).flatten();
-    let best = all.min_by_key(|schedule| score(schedule, costs));
-    Ok(best.expect("list scheduling makes one for each placement"))
+    fitting.filter_map(|schedule| Timed::new(schedule, costs)).min_by_key(|timed| timed.score)
 }
 
-/// Less is better: the time, then the activations.
-fn score(schedule: &Schedule, costs: &Costs) -> (u64, u64) {
-    simulate(schedule, costs)
-        .map_or((u64::MAX, u64::MAX), |timeline| (timeline.makespan, timeline.activations_max.iter().sum()))
+fn best_listed(stage_ranks: &[usize], sizes: Sizes, costs: &Costs, bounds: &[u64]) -> Option<Timed> {
+    let mut best: Option<Timed> = None;
+    for rules in list::Rule::groups() {
+        for rule in rules {
+            let makespan_max = best.as_ref().map_or(u64::MAX, |timed| timed.score.0);
+            let listed = list::schedule(stage_ranks, sizes, costs, bounds, rule, makespan_max);
+            let timed = listed.schedule.and_then(|schedule| Timed::new(schedule, costs));
+            best = best.into_iter().chain(timed).min_by_key(|timed| timed.score);
+            if !listed.lacked_room {
+                break;
+            }
+        }
+    }
+    best
 }
 
-/// With one stage a rank, folding changes nothing.
-fn placements(sizes: Sizes) -> &'static [Placement] {
-    let all = &[Placement::Looped, Placement::Folded];
-    if sizes.stages_per_rank == 1 { &all[..1] } else { all }
+/// No schedule takes less: a rank begins when the first microbatch can have come to it, and then has all of its work to do.
+fn makespan_min(stage_ranks: &[usize], sizes: Sizes, costs: &Costs) -> u64 {
+    let mut arrival = 0;
+    let mut earliest = vec![u64::MAX; sizes.num_ranks];
+    let mut work = vec![0; sizes.num_ranks];
+    for (stage, (&rank, stage_costs)) in stage_ranks.iter().zip(costs.stages()).enumerate() {
+        earliest[rank] = arrival.min(earliest[rank]);
+        work[rank] += stage_costs.total() * sizes.num_microbatches as u64;
+        let is_near = stage_ranks.get(stage + 1) == Some(&rank);
+        arrival += stage_costs.forward + if is_near { 0 } else { costs.send() };
+    }
+    earliest.into_iter().zip(work).map(|(earliest, work)| earliest + work).max().unwrap_or(0)
+}
+
+/// Where stages may lie. With one stage a rank, folding changes nothing.
+fn placements(sizes: Sizes) -> Vec<Vec<usize>> {
+    let Sizes { num_ranks, stages_per_rank, .. } = sizes;
+    let all = [Placement::Looped, Placement::Folded].map(|all| all.stage_ranks(num_ranks, stages_per_rank));
+    all.into_iter().take(stages_per_rank.min(2)).collect()
 }
 
 /// A rank must be able to hold one microbatch in all of its stages.

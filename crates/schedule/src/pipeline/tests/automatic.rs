@@ -11,6 +11,7 @@ fn best_fixed(sizes: Sizes, costs: &Costs, bounds: &[u64]) -> Option<u64> {
 fn automatic(sizes: Sizes, costs: &Costs, bounds: &[u64]) -> u64 {
     let schedule = generate(Kind::Automatic, sizes, costs, Some(bounds)).expect("room for a microbatch");
     assert_eq!(validate(&schedule, costs, Some(bounds)), Ok(()));
+    assert!(sums_are_in_order(&schedule), "{schedule}");
     simulate(&schedule, costs).expect("a valid schedule").makespan
 }
 

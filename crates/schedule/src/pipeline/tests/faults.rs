@@ -66,6 +66,51 @@ fn each_fault_is_named_with_its_place() {
 }
 
 #[test]
+fn sums_are_made_in_the_order_of_microbatches() {
+    let header = "ranks 2 placement 0,1 microbatches 2\n";
+    for (ranks, message, place) in [
+        (
+            "rank 0: F 0 0, F 0 1, B 0 1, B 0 0\nrank 1: F 1 0, F 1 1, B 1 0, B 1 1",
+            "rank 0, pass 2: 'B 0 1' comes before 'B 0 0'; gradients and losses are summed in the order of microbatches",
+            (0, 2),
+        ),
+        (
+            "rank 0: F 0 0, F 0 1, I 0 1, I 0 0, W 0 1, W 0 0\nrank 1: F 1 0, F 1 1, B 1 0, B 1 1",
+            "rank 0, pass 4: 'W 0 1' comes before 'W 0 0'; gradients",
+            (0, 4),
+        ),
+        (
+            "rank 0: F 0 0, F 0 1, B 0 0, B 0 1\nrank 1: F 1 0, F 1 1, I 1 1, I 1 0, W 1 0, W 1 1",
+            "rank 1, pass 2: 'I 1 1' comes before 'I 1 0'; gradients",
+            (1, 2),
+        ),
+    ] {
+        let (found, found_place) = fault(&format!("{header}{ranks}"));
+        assert!(found.starts_with(message), "{found}\n{message}");
+        assert_eq!(found_place, Some(place), "{found}");
+    }
+    let passes = "rank 0: F 0 0, F 0 1, I 0 1, I 0 0, W 0 0, W 0 1\nrank 1: F 1 0, F 1 1, B 1 0, B 1 1";
+    let schedule = parse(&format!("{header}{passes}"));
+    let costs = Costs::equal(2, EQUAL).expect("possible costs");
+    assert_eq!(validate(&schedule, &costs, None), Ok(()), "input halves below the last stage have no sum");
+}
+
+#[test]
+fn a_misordered_sum_is_drawn_at_its_place() {
+    let schedule =
+        parse("ranks 1 placement 0 microbatches 2\nrank 0: F 0 0, F 0 1, I 0 0, I 0 1, W 0 1, W 0 0");
+    let costs = Costs::equal(1, EQUAL).expect("possible costs");
+    let error = validate(&schedule, &costs, None).expect_err("a fault");
+    let expected = "\
+rank 0, pass 4: 'W 0 1' comes before 'W 0 0'; gradients and losses are summed in the order of microbatches
+rank 0 |F0F1I0I1W1W0|
+                ^^ W 0 1
+F forward; I backward, input half; W backward, weight half; · idle; 1 tick: 2 columns
+";
+    assert_eq!(draw_error(&schedule, &costs, &error, 80), expected);
+}
+
+#[test]
 fn a_step_of_weights_is_updated_once_and_read_while_it_is_there() {
     let stashed = "ranks 1 placement 0 microbatches 1 steps 2 weights stashed\n";
     let (late, place) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, F 0 1, B 0 1, U 0 0, U 0 1"));

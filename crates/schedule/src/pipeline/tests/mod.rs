@@ -31,6 +31,20 @@ fn proven(kind: Kind, sizes: Sizes, stage: StageCosts) -> (Schedule, Timeline) {
     (schedule, timeline)
 }
 
+/// Whether each stage completes its gradients in the order of microbatches, and the last one its losses.
+fn sums_are_in_order(schedule: &Schedule) -> bool {
+    let microbatches_of = |stage: usize, kind: PassKind| {
+        let passes = schedule.ranks[schedule.stage_ranks[stage]].iter();
+        let adds = passes.filter(move |pass| {
+            pass.stage == stage && (pass.kind == kind || pass.kind == PassKind::Backward)
+        });
+        adds.map(|pass| pass.microbatch)
+    };
+    let last = schedule.num_stages() - 1;
+    (0..=last).all(|stage| microbatches_of(stage, PassKind::BackwardWeight).is_sorted())
+        && microbatches_of(last, PassKind::BackwardInput).is_sorted()
+}
+
 /// The kinds that are there without costs.
 fn fixed_kinds() -> impl Iterator<Item = Kind> {
     Kind::ALL.into_iter().filter(|&kind| kind != Kind::Automatic)

@@ -41,6 +41,7 @@ proptest! {
     fn schedules_are_valid_with_any_costs_and_read_back((kind, sizes, costs) in any_case()) {
         let schedule = generate(kind, sizes, &costs, None).expect("sizes that fit");
         prop_assert_eq!(validate(&schedule, &costs, None), Ok(()), "{}", schedule);
+        prop_assert!(sums_are_in_order(&schedule), "{}", schedule);
         prop_assert_eq!(schedule.to_string().parse(), Ok(schedule));
     }
 
