@@ -221,6 +221,22 @@ pub enum TrainError {
         /// Units.
         num_units: usize,
     },
+    /// A stage that begins where there is no unit.
+    #[error(
+        "[parallelism] pipeline_parallel_split_points has a stage begin at unit {split_point}, and the model has {num_units} (embedding, \
+         blocks and head, counted from 0); lower it, or remove the key to have stages cut evenly"
+    )]
+    SplitPointBeyondUnits {
+        /// Where the stage begins.
+        split_point: usize,
+        /// Units.
+        num_units: usize,
+    },
+    /// Rank 0 has cut stages that this rank cannot read.
+    #[error(
+        "rank 0 has cut the pipeline anew in a form that is not known here; run the same version of the command on all workers"
+    )]
+    ForeignStages,
     /// A head that reads the embedding's weight from another rank.
     #[error(
         "the head is tied to the embedding, which lies on another worker of the pipeline; set [model] tie_word_embeddings = false, or \

@@ -1,5 +1,6 @@
 //! The loop of a run on one rank.
 
+use crate::balance::Balance;
 use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
@@ -9,7 +10,9 @@ use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
-use crate::setup::{build_executor, lr_schedule, model_config, notice_determinism};
+use crate::setup::{
+    build_executor, lr_schedule, model_config, notice_determinism, step_programs, unit_passes,
+};
 use crate::trace::Tracer;
 use crate::validation::Validation;
 use std::fs::File;
@@ -67,6 +70,10 @@ pub struct Trainer<'a> {
     observer: &'a mut dyn Observer,
     options: TrainerOptions,
     executor: Executor,
+    choices: StepChoices,
+    balance: Option<Balance>,
+    /// The step after which units moved for the last time, if they did.
+    moved_after: Option<u64>,
     train: TokenFile,
     sampler: Sampler,
     validation: Option<Validation>,
@@ -112,8 +119,12 @@ impl<'a> Trainer<'a> {
         let model_json = format!("{:#}\n", model.to_json());
         let device = Device::cpu(device_options(config, options.num_threads))?;
         let model = Model::new(model, &device)?;
-        let choices = options.memory_plan.as_ref().map(|plan| &plan.choices);
-        let mut executor = build_executor(config, model, choices, group, &device)?;
+        let choices = match &options.memory_plan {
+            Some(plan) => plan.choices.clone(),
+            None => StepChoices::given(config, &unit_passes(config, model.config(), options.num_threads)?)?,
+        };
+        let balance = Balance::new(config, model.config(), options.num_threads)?;
+        let mut executor = build_executor(config, model, &choices, group, &device)?;
         notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
@@ -133,6 +144,9 @@ impl<'a> Trainer<'a> {
             observer,
             options,
             executor,
+            choices,
+            balance,
+            moved_after: None,
             train,
             sampler,
             validation,
@@ -189,8 +203,37 @@ impl<'a> Trainer<'a> {
                 summary.checkpoint = Some(self.save_checkpoint()?);
             }
             self.write_choices()?;
+            if !is_last {
+                self.rebalance()?;
+            }
         }
         Ok(summary)
+    }
+
+    /// Lets units move to where they even out the work, if its turn has come and it is worth it. Collective.
+    fn rebalance(&mut self) -> Result<(), TrainError> {
+        let (step, group) = (self.state.step, self.executor.group());
+        let Some(balance) = &mut self.balance else { return Ok(()) };
+        group.set_line(format_args!("step {step}: balance of the pipeline"));
+        let Some(found) = balance.decide(step, self.config, &self.choices, &self.executor)? else {
+            return Ok(());
+        };
+        let place = self.executor.ranks().pipeline().rank().0;
+        let programs = step_programs(self.config, self.executor.model(), &found.choices);
+        self.executor.relocate(programs?.swap_remove(place))?;
+        balance.forget();
+        self.choices = found.choices;
+        self.moved_after = Some(step);
+        // It was of stages that are no more.
+        self.options.memory_plan = None;
+        for device in [self.executor.device(), self.executor.host()] {
+            device.memory().restart_peaks();
+        }
+        if self.metrics.is_some() {
+            run_folder::write_program(self.config, self.executor.program(), &found.reason)?;
+        }
+        self.observer.notice(&found.reason);
+        Ok(())
     }
 
     /// Writes down when the ranks did what in the last step, if its turn has come. Collective.
@@ -226,6 +269,9 @@ impl<'a> Trainer<'a> {
             if training.max_norm > 0.0 { GradNorm::Clip(training.max_norm) } else { GradNorm::Measure };
         let plan = StepPlan { step, lr, grad_norm };
         let outcome = self.executor.run(plan, &mut self.batches.drain(..))?;
+        if let Some(balance) = &mut self.balance {
+            balance.observe(&self.executor);
+        }
         let tokens = self.config.tokens_per_step();
         self.state.step = step;
         self.state.next_sample += training.global_batch_size as u64;
@@ -328,6 +374,17 @@ impl<'a> Trainer<'a> {
     /// Model, parameters and device.
     pub fn executor(&self) -> &Executor {
         &self.executor
+    }
+
+    /// What is left open by the layout, as it is now: units may have moved.
+    pub fn choices(&self) -> &StepChoices {
+        &self.choices
+    }
+
+    /// The step after which units moved between workers for the last time, if they did. Peaks of memory are of the steps since
+    /// then.
+    pub fn moved_after(&self) -> Option<u64> {
+        self.moved_after
     }
 
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.

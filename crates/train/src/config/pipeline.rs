@@ -1,11 +1,13 @@
 //! Checks of how a model is divided into stages.
 
-use super::choice::{ActivationCheckpointMode, Tier};
-use super::sections::Sections;
+use super::choice::{ActivationCheckpointMode, PipelineSchedule, Tier};
+use super::sections::{Parallelism, Sections};
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
+const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
+const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 
 /// The workers that see different data.
 pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usize {
@@ -45,7 +47,7 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
     let schedule = parallelism.pipeline_parallel_schedule;
     let (min, max) = schedule.kind().stages_per_rank();
     let stages = parallelism.pipeline_parallel_stages_per_rank;
-    let keys = ["parallelism.pipeline_parallel_stages_per_rank", "parallelism.pipeline_parallel_schedule"];
+    let keys = ["parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
     checks.require(stages == 0 || stages >= min, &keys, || {
         format!("the schedule needs {min} stages a worker; set that, or take \"1f1b\"")
     });
@@ -53,10 +55,14 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
         1 => "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned(),
         _ => format!("the schedule has {max} stages a worker; set that, or take \"interleaved-1f1b\""),
     });
+    check_split_points(checks);
+    check_rebalance(checks);
     let unused = [
         "pipeline_parallel_schedule",
         "pipeline_parallel_stages_per_rank",
         "pipeline_parallel_in_flight_max",
+        "pipeline_parallel_split_points",
+        "pipeline_parallel_rebalance_interval",
     ];
     for key in changed_keys(parallelism).filter(|key| unused.contains(key)) {
         checks.require(degree > 1, &[&format!("parallelism.{key}"), DEGREE], || {
@@ -64,4 +70,57 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
         });
     }
     (world_size / degree).max(1)
+}
+
+fn check_split_points(checks: &mut Checks<'_>) {
+    let Sections { parallelism, .. } = &checks.loose.sections;
+    let (points, num_stages) = (&parallelism.pipeline_parallel_split_points, parallelism.num_stages());
+    const KEY: &str = "parallelism.pipeline_parallel_split_points";
+    let keys = [KEY, DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
+    checks.require(points.is_empty() || num_stages == 1 || points.len() == num_stages - 1, &keys, || {
+        let (needed, found) = (num_stages - 1, points.len());
+        format!("{num_stages} stages are cut at {needed} units, and here are {found}; give where each stage after the first begins")
+    });
+    let follow = points.first() != Some(&0) && points.is_sorted_by(|left, right| left < right);
+    checks.require(follow, &[KEY], || {
+        "every stage has a unit: give increasing numbers from 1 on, such as [3, 5]".to_owned()
+    });
+}
+
+fn check_rebalance(checks: &mut Checks<'_>) {
+    let Sections { parallelism, memory, .. } = &checks.loose.sections;
+    let is_on = parallelism.pipeline_parallel_rebalance_interval > 0;
+    for (key, budget) in [("device_budget", memory.device_budget), ("host_budget", memory.host_budget)] {
+        checks.require(!is_on || budget.0.is_none(), &[INTERVAL, &format!("memory.{key}")], || {
+            format!(
+                "units may come to a worker that has no room for them; remove this key, or {key} of [memory]"
+            )
+        });
+    }
+    const KEY: &str = "pipeline_parallel_rebalance_threshold";
+    if changed_keys(parallelism).any(|key| key == KEY) {
+        checks.require(is_on, &[&format!("parallelism.{KEY}"), INTERVAL], || {
+            "counts only with pipeline_parallel_rebalance_interval; set that, such as to 100, or remove this key".to_owned()
+        });
+    }
+}
+
+impl Parallelism {
+    /// Stages of a worker of the pipeline.
+    pub(super) fn stages_per_rank(&self) -> usize {
+        let usual = match self.pipeline_parallel_schedule {
+            PipelineSchedule::BreadthFirst => 2,
+            schedule => schedule.kind().stages_per_rank().0,
+        };
+        match self.pipeline_parallel_stages_per_rank {
+            _ if self.pipeline_parallel_degree == 1 => 1,
+            0 => usual,
+            given => given,
+        }
+    }
+
+    /// Stages of the model; 1 without a pipeline.
+    pub(super) fn num_stages(&self) -> usize {
+        self.pipeline_parallel_degree * self.stages_per_rank()
+    }
 }
