@@ -35,11 +35,13 @@ fn units_move_where_a_given_cut_is_uneven() {
     let scene = Scene::with_corpus();
     // Six blocks, of which any machine takes longer for five than for one.
     let model = format!("{UNTIED} --set model.num_layers=6 --set checkpoint.interval=4");
-    let pipeline = "--set parallelism.pipeline_parallel_degree=2 --set parallelism.pipeline_parallel_split_points=[2]";
+    let pipeline =
+        "--set parallelism.pipeline_parallel_degree=2 --set parallelism.pipeline_parallel_split_points=[2]";
     let balanced = "--set parallelism.pipeline_parallel_rebalance_interval=3";
     scene.run(&format!("train tiny.toml --workers 1 {model} --set run.name=one")).succeeded();
     for (name, workers) in [("two", "--workers 2"), ("grid", "--workers 4 --set parallelism.zero_stage=2")] {
-        let command = format!("train tiny.toml {workers} {model} {pipeline} {balanced} --set run.name={name}");
+        let command =
+            format!("train tiny.toml {workers} {model} {pipeline} {balanced} --set run.name={name}");
         let text = scene.run(&command).succeeded();
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
         let moved = text.lines().find(|line| line.contains("units 0-1 | 2-7 are now 0-"));
@@ -55,8 +57,12 @@ fn units_move_where_a_given_cut_is_uneven() {
         assert_eq!(columns[1], columns[3], "{text}");
     }
     // What a rank had before a move another layout goes on from.
-    scene.run(&format!("train tiny.toml --workers 1 {model} --set run.name=two --set training.steps=14")).succeeded();
-    scene.run(&format!("train tiny.toml --workers 1 {model} --set run.name=one --set training.steps=14")).succeeded();
+    scene
+        .run(&format!("train tiny.toml --workers 1 {model} --set run.name=two --set training.steps=14"))
+        .succeeded();
+    scene
+        .run(&format!("train tiny.toml --workers 1 {model} --set run.name=one --set training.steps=14"))
+        .succeeded();
     assert_eq!(scene.losses("two"), scene.losses("one"));
 }
 
@@ -104,11 +110,19 @@ fn pipelines_that_cannot_be_are_refused() {
             format!("--workers 2 {UNTIED} --set {degree}=2 --set {split_points}=[2,4]"),
             ["cut at 1 units, and here are 2", "where each stage after the first begins"],
         ),
-        (format!("--workers 3 {UNTIED} --set {degree}=3 --set {split_points}=[3,3]"), ["increasing numbers", "[3, 3]"]),
-        (format!("--workers 2 {UNTIED} --set {degree}=2 --set {split_points}=[6]"), ["unit 6, and the model has 6", "lower it"]),
+        (
+            format!("--workers 3 {UNTIED} --set {degree}=3 --set {split_points}=[3,3]"),
+            ["increasing numbers", "[3, 3]"],
+        ),
+        (
+            format!("--workers 2 {UNTIED} --set {degree}=2 --set {split_points}=[6]"),
+            ["unit 6, and the model has 6", "lower it"],
+        ),
         (format!("--set {split_points}=[1]"), ["counts only with", "above 1"]),
         (
-            format!("--workers 2 {UNTIED} --set {degree}=2 --set {interval}=5 --set memory.device_budget=1GiB"),
+            format!(
+                "--workers 2 {UNTIED} --set {degree}=2 --set {interval}=5 --set memory.device_budget=1GiB"
+            ),
             ["no room for them", "device_budget"],
         ),
         (
