@@ -6,8 +6,8 @@ use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Embedding, KeyValueCache, LossHead, Norm, RotaryTable};
 use trireme_tensor::{
-    Category, Device, DeviceError, ParameterId, ParameterInfo, ParameterSource, ParameterTable, Parameters,
-    Tape, Tensor, Var,
+    Category, Device, DeviceError, ParameterId, ParameterInfo, ParameterSource, ParameterSpan,
+    ParameterTable, Parameters, Tape, Tensor, Var,
 };
 
 /// A part of the model that is run, reduced and stepped as one.
@@ -196,7 +196,13 @@ impl Model {
     /// Units that read another unit's parameters, the reader and the owner: the head those of the embedding, where they
     /// are tied.
     pub fn ties(&self) -> Vec<(usize, usize)> {
-        let (head, owner) = (self.num_units() - 1, self.head().1.weight.unit);
-        if owner == head { Vec::new() } else { vec![(head, owner)] }
+        let tie = |span: ParameterSpan| (self.num_units() - 1, span.unit);
+        self.tied_span().map(tie).into_iter().collect()
+    }
+
+    /// The parameters that a unit other than theirs reads, if there are any: the head, those of the embedding.
+    pub fn tied_span(&self) -> Option<ParameterSpan> {
+        let weight = self.head().1.weight;
+        (weight.unit + 1 < self.num_units()).then_some(weight)
     }
 }

@@ -10,6 +10,7 @@ use crate::ranks::RankGrid;
 use crate::reduction::{Exchanges, Reduced, Reduction};
 use crate::shard_sum::{ShardSum, ShardSums};
 use crate::step::ExecutorOptions;
+use crate::tied::TiedGradients;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
@@ -107,6 +108,8 @@ pub(crate) struct Gradients {
     exchanges: Exchanges,
     /// What reductions take beside gradients.
     counted: Counted,
+    /// What tied units of a pipeline have for each other.
+    tied: Option<TiedGradients>,
     /// For each parameter: the open gradient of its unit holds a part of it.
     written: Vec<bool>,
     waiting: Waiting,
@@ -205,6 +208,7 @@ impl Gradients {
             is_narrow_pooled,
             exchanges,
             counted,
+            tied: None,
             waiting: Waiting::default(),
         })
     }
@@ -213,18 +217,42 @@ impl Gradients {
     pub(crate) fn release(&mut self) {
         self.units.clear();
         self.pool = None;
+        self.tied = None;
         self.counted = Counted::new(&self.device);
     }
 
-    /// Makes room for the gradients that backward of `unit` writes.
-    pub(crate) fn prepare(&mut self, unit: usize) -> Result<(), ParallelError> {
-        if self.pool.is_none() {
-            return Ok(());
+    /// Lets what a tied unit has for another one's gradient wait for it.
+    pub(crate) fn with_tied(self, tied: Option<TiedGradients>) -> Self {
+        Gradients { tied, ..self }
+    }
+
+    /// Makes room for the gradients that backward of `unit` writes. What a unit that is tied to it has for the microbatch, is there.
+    pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        if self.pool.is_some() {
+            let outline = std::mem::take(&mut self.outline);
+            let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
+            self.outline = outline;
+            prepared?;
         }
-        let outline = std::mem::take(&mut self.outline);
-        let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
-        self.outline = outline;
-        prepared
+        let Some(tied) = &mut self.tied else { return Ok(()) };
+        tied.begin(unit, microbatch)?;
+        let Some(part) = tied.take(unit, microbatch) else { return Ok(()) };
+        let span = tied.span();
+        let device = self.device.clone();
+        let GradTarget { mut view, accumulate } = self.target(&span)?;
+        if accumulate {
+            device.add_assign(view, View::from_f32s(&part, span.shape));
+        } else {
+            view.f32s().copy_from_slice(&part);
+        }
+        self.grad_ready(&span);
+        self.tied.as_ref().expect("it was there").give(part);
+        Ok(())
+    }
+
+    /// What tied units of a pipeline have for each other.
+    pub(crate) fn tied(&mut self) -> Option<&mut TiedGradients> {
+        self.tied.as_mut()
     }
 
     /// Takes memory for a whole gradient, and waits for some to come back rather than take ever more.
@@ -460,6 +488,9 @@ impl UnitGradient {
 
 impl GradSink for Gradients {
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        if let Some(open) = self.tied.as_mut().and_then(|tied| tied.target(span)) {
+            return Ok(open);
+        }
         let accumulate = self.written[span.first.0];
         let state = &mut self.units[span.unit];
         state.open(&self.device)?;
@@ -469,6 +500,9 @@ impl GradSink for Gradients {
     }
 
     fn grad_ready(&mut self, span: &ParameterSpan) {
+        if self.tied.as_mut().is_some_and(|tied| tied.end(span)) {
+            return;
+        }
         self.written[span.first.0..span.first.0 + span.num_parameters].fill(true);
     }
 }

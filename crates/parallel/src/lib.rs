@@ -22,6 +22,7 @@ mod secondary;
 mod shard_sum;
 mod step;
 mod stored;
+mod tied;
 mod tree;
 mod waiting;
 

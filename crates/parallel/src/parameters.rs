@@ -29,6 +29,14 @@ pub(crate) struct RankParameters {
     /// This rank's shard of each unit, without what fills up leaves.
     parts: Vec<Range<usize>>,
     layout: Layout,
+    /// A unit of another rank of the pipeline that a unit here reads, in f32.
+    copy: Option<UnitCopy>,
+}
+
+/// The parameters of a unit that lies elsewhere.
+struct UnitCopy {
+    unit: usize,
+    values: Buffer<f32>,
 }
 
 /// Where shards lie that are apart from what operations read.
@@ -90,7 +98,25 @@ impl RankParameters {
                 Layout::Apart { shards: make(table, parts.clone(), &shards.device, category)?, wholes }
             }
         };
-        Ok(RankParameters { table: Arc::clone(table), parts, layout })
+        Ok(RankParameters { table: Arc::clone(table), parts, layout, copy: None })
+    }
+
+    /// Takes memory for a unit that lies elsewhere and is read here.
+    pub(crate) fn with_copy(
+        mut self,
+        unit: usize,
+        group: &Group,
+        device: &Device,
+    ) -> Result<Self, ParallelError> {
+        let len = self.table.units()[unit].num_elements;
+        device.memory().take(Category::Parameters, len * size_of::<f32>())?;
+        self.copy = Some(UnitCopy { unit, values: group.buffer(len)? });
+        Ok(self)
+    }
+
+    /// Writes the unit that lies elsewhere.
+    pub(crate) fn copy_mut(&mut self) -> &mut [f32] {
+        &mut self.copy.as_mut().expect("a unit that lies elsewhere is read here").values
     }
 
     /// The elements of each unit's flat buffer that this rank steps.
@@ -207,11 +233,20 @@ impl RankParameters {
 
 impl ParameterSource for RankParameters {
     fn unit(&self, unit: usize) -> View<'_> {
+        if let Some(copy) = self.copy.as_ref().filter(|copy| copy.unit == unit) {
+            return View::from_f32s(&copy.values, [copy.values.len()].into());
+        }
         match &self.layout {
             Layout::Replicated(parameters) => parameters.unit(unit),
             Layout::Within(wholes) => wholes.view(unit),
             Layout::Apart { wholes, .. } => wholes.view(unit),
         }
+    }
+}
+
+impl fmt::Debug for UnitCopy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "UnitCopy({})", self.unit)
     }
 }
 

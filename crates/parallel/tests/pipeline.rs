@@ -12,12 +12,12 @@ use trireme_schedule::{Keep, ZeroStage};
 use trireme_tensor::Precision;
 use trireme_testkit::{random_batch, run_ranks};
 
-/// Eight units, of which the head is not tied to the embedding.
-fn model() -> ModelConfig {
+/// Eight units; the head may be tied to the embedding.
+fn model(is_tied: bool) -> ModelConfig {
     let text = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
-        "max_position_embeddings": 32, "tie_word_embeddings": false}"#;
-    ModelConfig::from_json(text).unwrap()
+        "max_position_embeddings": 32, "tie_word_embeddings": TIED}"#;
+    ModelConfig::from_json(&text.replace("TIED", &is_tied.to_string())).unwrap()
 }
 
 /// Losses and norms of some steps, the loss of an evaluation, and all parameters, as bits.
@@ -41,11 +41,11 @@ fn train(mut executor: Executor, num_microbatches: usize) -> Found {
 }
 
 /// What all ranks find, where they find the same, and what one of them alone does.
-fn run(layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found {
+fn run(model: &ModelConfig, layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found {
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = num_microbatches * pipeline_degree / world_size;
     let results = run_ranks(world_size, |group| {
-        train(laid_out(&model(), group, 1, accumulation, layout), num_microbatches)
+        train(laid_out(model, group, 1, accumulation, layout), num_microbatches)
     });
     assert!(results.iter().all(|(steps, ..)| *steps == results[0].0), "ranks agree");
     let evaluated: Vec<u64> = results.iter().filter_map(|(_, evaluated, _)| *evaluated).collect();
@@ -54,7 +54,7 @@ fn run(layout: &Layout<'_>, world_size: usize, num_microbatches: usize) -> Found
     (results[0].0.clone(), Some(evaluated[0]), results.into_iter().next().unwrap().2)
 }
 
-const SCHEDULES: [(Kind, usize); 8] = [
+const SCHEDULES: [(Kind, usize); 10] = [
     (Kind::GPipe, 1),
     (Kind::OneFOneB, 1),
     (Kind::Interleaved, 2),
@@ -63,14 +63,17 @@ const SCHEDULES: [(Kind, usize); 8] = [
     (Kind::ZeroBubbleH2, 1),
     (Kind::ZeroBubbleV, 2),
     (Kind::DualPipeV, 2),
+    (Kind::Automatic, 1),
+    (Kind::Automatic, 2),
 ];
 
 #[test]
 fn every_schedule_gives_the_bits_of_one_rank() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
-    for options in [OPTIONS, bf16] {
+    for (options, is_tied) in [(OPTIONS, false), (OPTIONS, true), (bf16, false), (bf16, true)] {
+        let model = model(is_tied);
         for num_microbatches in [4, 8] {
-            let oracle = run(&Layout { options, ..Layout::default() }, 1, num_microbatches);
+            let oracle = run(&model, &Layout { options, ..Layout::default() }, 1, num_microbatches);
             assert!(oracle.0[0][0] != oracle.0[2][0], "training changes the loss");
             for (kind, stages_per_rank) in SCHEDULES {
                 for (num_ranks, data_degree) in [(2, 1), (4, 1), (2, 2)] {
@@ -80,8 +83,12 @@ fn every_schedule_gives_the_bits_of_one_rank() {
                     }
                     let pipeline = Some(Pipeline { kind, num_ranks, stages_per_rank });
                     let layout = Layout { options, pipeline, ..Layout::default() };
-                    let found = run(&layout, num_ranks * data_degree, num_microbatches);
-                    assert!(found == oracle, "{pipeline:?} x {data_degree}, {}", options.precision);
+                    let found = run(&model, &layout, num_ranks * data_degree, num_microbatches);
+                    assert!(
+                        found == oracle,
+                        "{pipeline:?} x {data_degree}, {}, tied {is_tied}",
+                        options.precision
+                    );
                 }
             }
         }
@@ -90,7 +97,13 @@ fn every_schedule_gives_the_bits_of_one_rank() {
 
 #[test]
 fn recomputation_and_shared_out_states_keep_the_bits() {
-    let oracle = run(&Layout::default(), 1, 8);
+    for is_tied in [false, true] {
+        shared_out(&model(is_tied), is_tied);
+    }
+}
+
+fn shared_out(model: &ModelConfig, is_tied: bool) {
+    let oracle = run(model, &Layout::default(), 1, 8);
     let segments = [
         Keep::All,
         Keep::Input,
@@ -104,6 +117,10 @@ fn recomputation_and_shared_out_states_keep_the_bits() {
     for (zero_stage, num_shards) in
         [(ZeroStage::Zero, 1), (ZeroStage::One, 2), (ZeroStage::Two, 2), (ZeroStage::Three, 2)]
     {
+        // The head would read shards of another rank.
+        if is_tied && zero_stage == ZeroStage::Three {
+            continue;
+        }
         for (kind, keeps) in [
             (Kind::OneFOneB, &[][..]),
             (Kind::OneFOneB, &segments),
@@ -114,7 +131,7 @@ fn recomputation_and_shared_out_states_keep_the_bits() {
             let sharding = Sharding { zero_stage, ..OPTIONS.sharding };
             let options = ExecutorOptions { sharding, ..OPTIONS };
             let layout = Layout { options, pipeline, num_shards, keeps, ..Layout::default() };
-            assert!(run(&layout, 4, 8) == oracle, "{kind} {zero_stage:?} {keeps:?}");
+            assert!(run(model, &layout, 4, 8) == oracle, "{kind} {zero_stage:?} {keeps:?}");
         }
     }
 }

@@ -17,12 +17,12 @@ const NUM_MICROBATCHES: usize = 4;
 /// Steps from one move to the next.
 const STEPS: u64 = 2;
 
-/// Eight units, of which the head is not tied to the embedding.
-fn model() -> ModelConfig {
+/// Eight units.
+fn model(is_tied: bool) -> ModelConfig {
     let text = r#"{"model_type": "llama", "vocab_size": 61, "hidden_size": 24, "intermediate_size": 40,
         "num_hidden_layers": 6, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6,
         "max_position_embeddings": 32, "tie_word_embeddings": false}"#;
-    ModelConfig::from_json(text).unwrap()
+    ModelConfig { tie_word_embeddings: is_tied, ..ModelConfig::from_json(text).unwrap() }
 }
 
 /// Bits of losses and norms, of the loss of evaluations, and of all parameters at rank 0; and bytes that are in use.
@@ -34,10 +34,10 @@ struct Found {
     in_use: [usize; 5],
 }
 
-fn start(group: Group, layout: &Layout<'_>) -> Executor {
+fn start(group: Group, is_tied: bool, layout: &Layout<'_>) -> Executor {
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let accumulation = NUM_MICROBATCHES * pipeline_degree / group.world_size();
-    laid_out(&model(), group, 1, accumulation, layout)
+    laid_out(&model(is_tied), group, 1, accumulation, layout)
 }
 
 /// Trains, and before each part of the training but the first cuts the model anew, if it is a pipeline.
@@ -68,10 +68,17 @@ fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Foun
 /// A run whose units move finds what one rank does; ranks that have seen all these moves have as much memory in use as those that
 /// have not moved since they were cut so.
 fn check(layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) {
+    for is_tied in [false, true] {
+        let what = if is_tied { format!("{what}, tied") } else { what.to_owned() };
+        check_model(is_tied, layout, world_size, cuts, &what);
+    }
+}
+
+fn check_model(is_tied: bool, layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) {
     let alone =
         Layout { options: unsharded(layout.options), optimizer: layout.optimizer, ..Layout::default() };
-    let oracle = run_ranks(1, |group| train(start(group, &alone), &alone, cuts)).remove(0);
-    let moved = run_ranks(world_size, |group| train(start(group, layout), layout, cuts));
+    let oracle = run_ranks(1, |group| train(start(group, is_tied, &alone), &alone, cuts)).remove(0);
+    let moved = run_ranks(world_size, |group| train(start(group, is_tied, layout), layout, cuts));
     for found in &moved {
         assert_eq!(found.steps, oracle.steps, "{what}");
     }
@@ -87,7 +94,7 @@ fn check(layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) 
     // Trained a little, moved at once, and trained on.
     let last = &cuts[cuts.len() - 1..];
     let once = run_ranks(world_size, |group| {
-        let mut executor = start(group, layout);
+        let mut executor = start(group, is_tied, layout);
         executor.relocate(cut_anew(&executor, last[0], layout)).unwrap();
         train(executor, layout, &[])
     });

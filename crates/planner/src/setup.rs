@@ -63,6 +63,15 @@ pub struct StepExchange {
     pub element_bytes: usize,
 }
 
+/// Elements of what a unit of a pipeline reads of another one's parameters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TiedLens {
+    /// The parameters, of which it has a part of the gradient.
+    pub span: usize,
+    /// All parameters of their unit, of which there is a copy where that one is on another rank.
+    pub unit: usize,
+}
+
 /// A model in one layout, as one rank sees it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemorySetup {
@@ -72,6 +81,8 @@ pub struct MemorySetup {
     pub token_bytes: usize,
     /// Elements of what units pass on to each other, in f32.
     pub message_len: usize,
+    /// Parameters that a unit reads which are another one's, if there are any.
+    pub tied: Option<TiedLens>,
     /// What is there all the time whatever the program does, but for the optimizer's state: tables of the model, what the
     /// group takes.
     pub fixed: CategoryBytes,
@@ -149,6 +160,7 @@ impl MemorySetup {
         let unit = |&passes: &UnitPasses| UnitMemory { passes, ..UnitMemory::default() };
         MemorySetup {
             units: passes.iter().map(unit).collect(),
+            tied: None,
             token_bytes,
             message_len: 0,
             fixed: CategoryBytes::default(),

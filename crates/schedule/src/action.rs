@@ -152,6 +152,32 @@ pub enum Action {
         /// Microbatch.
         microbatch: usize,
     },
+    /// `SEND_GRAD u m`: starts to send what a unit here has for the gradient of unit `u`, whose parameters it reads, to the rank
+    /// of that one.
+    SendGrad {
+        /// Unit whose gradient it is.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
+    /// `RECV_GRAD u m`: starts to receive what a unit on another rank has for the gradient of unit `u`. What completes that
+    /// gradient here waits for it, and adds to it.
+    ReceiveGrad {
+        /// Unit whose gradient it is.
+        unit: usize,
+        /// Microbatch.
+        microbatch: usize,
+    },
+    /// `SEND_PARAM u`: sends a unit's parameters to the rank of the unit that reads them, too.
+    SendParameters {
+        /// Unit.
+        unit: usize,
+    },
+    /// `RECV_PARAM u`: receives the parameters of a unit on another rank that a unit here reads.
+    ReceiveParameters {
+        /// Unit.
+        unit: usize,
+    },
     /// `UNSHARD u`: starts to gather a unit's parameters from the nearest complete copy: the shards of the data-parallel ranks,
     /// or what ranks of the host have kept of an earlier gathering since the unit's last `STEP`. What reads them waits for
     /// them.
@@ -204,7 +230,11 @@ impl Action {
             Action::SendForward { .. }
             | Action::ReceiveForward { .. }
             | Action::SendBackward { .. }
-            | Action::ReceiveBackward { .. } => Stream::Pipeline,
+            | Action::ReceiveBackward { .. }
+            | Action::SendGrad { .. }
+            | Action::ReceiveGrad { .. }
+            | Action::SendParameters { .. }
+            | Action::ReceiveParameters { .. } => Stream::Pipeline,
             Action::Fetch(_) | Action::Evict(_) => Stream::Offload,
             _ => Stream::Compute,
         }
@@ -240,6 +270,21 @@ impl Action {
         )
     }
 
+    /// What the other rank does for a message, if the action is one.
+    pub fn counterpart(self) -> Option<Action> {
+        Some(match self {
+            Action::SendForward { unit, microbatch } => Action::ReceiveForward { unit, microbatch },
+            Action::ReceiveForward { unit, microbatch } => Action::SendForward { unit, microbatch },
+            Action::SendBackward { unit, microbatch } => Action::ReceiveBackward { unit, microbatch },
+            Action::ReceiveBackward { unit, microbatch } => Action::SendBackward { unit, microbatch },
+            Action::SendGrad { unit, microbatch } => Action::ReceiveGrad { unit, microbatch },
+            Action::ReceiveGrad { unit, microbatch } => Action::SendGrad { unit, microbatch },
+            Action::SendParameters { unit } => Action::ReceiveParameters { unit },
+            Action::ReceiveParameters { unit } => Action::SendParameters { unit },
+            _ => return None,
+        })
+    }
+
     /// The microbatch that the action is about, if it is about one.
     pub fn microbatch(self) -> Option<usize> {
         match self {
@@ -254,7 +299,9 @@ impl Action {
             | Action::SendForward { microbatch, .. }
             | Action::ReceiveForward { microbatch, .. }
             | Action::SendBackward { microbatch, .. }
-            | Action::ReceiveBackward { microbatch, .. } => Some(microbatch),
+            | Action::ReceiveBackward { microbatch, .. }
+            | Action::SendGrad { microbatch, .. }
+            | Action::ReceiveGrad { microbatch, .. } => Some(microbatch),
             _ => None,
         }
     }
@@ -271,6 +318,10 @@ impl Action {
             | Action::ReceiveForward { unit, .. }
             | Action::SendBackward { unit, .. }
             | Action::ReceiveBackward { unit, .. }
+            | Action::SendGrad { unit, .. }
+            | Action::ReceiveGrad { unit, .. }
+            | Action::SendParameters { unit }
+            | Action::ReceiveParameters { unit }
             | Action::Unshard { unit }
             | Action::Reshard { unit }
             | Action::ReduceGrad { unit }
@@ -295,6 +346,10 @@ impl fmt::Display for Action {
             Action::ReceiveForward { unit, microbatch } => write!(f, "RECV_F {unit} {microbatch}"),
             Action::SendBackward { unit, microbatch } => write!(f, "SEND_B {unit} {microbatch}"),
             Action::ReceiveBackward { unit, microbatch } => write!(f, "RECV_B {unit} {microbatch}"),
+            Action::SendGrad { unit, microbatch } => write!(f, "SEND_GRAD {unit} {microbatch}"),
+            Action::ReceiveGrad { unit, microbatch } => write!(f, "RECV_GRAD {unit} {microbatch}"),
+            Action::SendParameters { unit } => write!(f, "SEND_PARAM {unit}"),
+            Action::ReceiveParameters { unit } => write!(f, "RECV_PARAM {unit}"),
             Action::Unshard { unit } => write!(f, "UNSHARD {unit}"),
             Action::Reshard { unit } => write!(f, "RESHARD {unit}"),
             Action::ReduceGrad { unit } => write!(f, "REDUCE_GRAD {unit}"),
@@ -310,7 +365,7 @@ impl fmt::Display for Action {
 #[error(
     "'{0}' is no action; expected 'F unit microbatch' (and 'keep products', 'keep input' or 'keep nothing'), 'R unit \
      microbatch', 'B unit microbatch', 'I unit microbatch', 'W unit microbatch', 'SEND_F unit microbatch', 'RECV_F unit microbatch', 'SEND_B unit microbatch', 'RECV_B unit \
-     microbatch', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit' or 'STEP unit'"
+     microbatch', 'SEND_GRAD unit microbatch', 'RECV_GRAD unit microbatch', 'SEND_PARAM unit', 'RECV_PARAM unit', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit' or 'STEP unit'"
 )]
 pub struct ParseActionError(pub String);
 
@@ -330,7 +385,8 @@ impl FromStr for Action {
                 Ok(Action::Forward { unit: number(unit)?, microbatch: number(microbatch)?, keep })
             }
             [
-                verb @ ("R" | "B" | "I" | "W" | "SEND_F" | "RECV_F" | "SEND_B" | "RECV_B"),
+                verb @ ("R" | "B" | "I" | "W" | "SEND_F" | "RECV_F" | "SEND_B" | "RECV_B" | "SEND_GRAD"
+                | "RECV_GRAD"),
                 unit,
                 microbatch,
             ] => {
@@ -343,9 +399,13 @@ impl FromStr for Action {
                     "SEND_F" => Action::SendForward { unit, microbatch },
                     "RECV_F" => Action::ReceiveForward { unit, microbatch },
                     "SEND_B" => Action::SendBackward { unit, microbatch },
-                    _ => Action::ReceiveBackward { unit, microbatch },
+                    "RECV_B" => Action::ReceiveBackward { unit, microbatch },
+                    "SEND_GRAD" => Action::SendGrad { unit, microbatch },
+                    _ => Action::ReceiveGrad { unit, microbatch },
                 })
             }
+            ["SEND_PARAM", unit] => Ok(Action::SendParameters { unit: number(unit)? }),
+            ["RECV_PARAM", unit] => Ok(Action::ReceiveParameters { unit: number(unit)? }),
             ["UNSHARD", unit] => Ok(Action::Unshard { unit: number(unit)? }),
             ["RESHARD", unit] => Ok(Action::Reshard { unit: number(unit)? }),
             ["REDUCE_GRAD", unit] => Ok(Action::ReduceGrad { unit: number(unit)? }),

@@ -85,10 +85,33 @@ impl Outline {
         reader.into_iter().chain(tied)
     }
 
-    /// The units whose gradients backward of `unit` adds to.
+    /// The units whose gradients backward of `unit` adds to where they are: its own, and without a pipeline that of the unit whose
+    /// parameters it reads. In a pipeline several microbatches are under way, and what it has for the other unit waits for
+    /// backward of that one for the same microbatch.
     pub fn writes(&self, unit: usize) -> impl Iterator<Item = usize> + '_ {
-        let tied = self.ties.iter().filter(move |(reader, _)| *reader == unit).map(|&(_, owner)| owner);
-        std::iter::once(unit).chain(tied)
+        let ties = self.ties.iter().filter(move |(reader, _)| *reader == unit && self.stages.is_empty());
+        std::iter::once(unit).chain(ties.map(|&(_, owner)| owner))
+    }
+
+    /// The unit that reads the parameters of another one, which is `unit`, if there is one.
+    pub fn reader_of(&self, unit: usize) -> Option<usize> {
+        self.ties.iter().find(|(_, owner)| *owner == unit).map(|&(reader, _)| reader)
+    }
+
+    /// The rank that a message goes to or comes from, if the action is one.
+    pub fn peer(&self, action: Action) -> Option<usize> {
+        match action {
+            Action::SendForward { unit, .. } => Some(self.rank_of(unit + 1)),
+            Action::SendBackward { unit, .. } => Some(self.rank_of(unit - 1)),
+            Action::ReceiveForward { unit, .. }
+            | Action::ReceiveBackward { unit, .. }
+            | Action::SendGrad { unit, .. }
+            | Action::ReceiveParameters { unit } => Some(self.rank_of(unit)),
+            Action::ReceiveGrad { unit, .. } | Action::SendParameters { unit } => {
+                self.reader_of(unit).map(|reader| self.rank_of(reader))
+            }
+            _ => None,
+        }
     }
 }
 

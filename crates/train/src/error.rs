@@ -237,12 +237,6 @@ pub enum TrainError {
         "rank 0 has cut the pipeline anew in a form that is not known here; run the same version of the command on all workers"
     )]
     ForeignStages,
-    /// A head that reads the embedding's weight from another rank.
-    #[error(
-        "the head is tied to the embedding, which lies on another worker of the pipeline; set [model] tie_word_embeddings = false, or \
-         [parallelism] pipeline_parallel_degree = 1"
-    )]
-    TiedAcrossStages,
     /// The pipeline's schedule.
     #[error(transparent)]
     Pipeline(#[from] GenerateError),

@@ -280,16 +280,13 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
 /// What each rank of the pipeline does in a step; one without a pipeline.
 ///
 /// # Errors
-/// If the pipeline's schedule does not fit its sizes, or the head is tied to an embedding on another rank.
+/// If the pipeline's schedule does not fit its sizes.
 pub fn step_programs(
     config: &Config,
     model: &Model,
     choices: &StepChoices,
 ) -> Result<Vec<Program>, TrainError> {
     let ties = model.ties();
-    if choices.stages.len() > 1 && !ties.is_empty() && config.parallelism().pipeline_parallel_degree > 1 {
-        return Err(TrainError::TiedAcrossStages);
-    }
     let programs = base_programs(config, model.num_units(), &ties, &choices.stages)?;
     let lower = |program: Program| {
         let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));

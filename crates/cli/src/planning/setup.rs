@@ -7,7 +7,9 @@ use trireme_comm::{CompressorSizes, Group, Round};
 use trireme_model::Model;
 use trireme_optim::{LossScaling, Optimizer, OptimizerOptions, ShardOps, StepSettings};
 use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, ZeroPlusPlus, compressor_sizes};
-use trireme_planner::{CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, UnitMemory};
+use trireme_planner::{
+    CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, TiedLens, UnitMemory,
+};
 use trireme_schedule::lowering::Offload;
 use trireme_schedule::{Outline, ZeroStage};
 use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES, ParameterTable};
@@ -129,6 +131,10 @@ pub(crate) fn memory_setup(
     Ok(MemorySetup {
         units,
         token_bytes,
+        tied: model.tied_span().map(|span| TiedLens {
+            span: span.shape.num_elements(),
+            unit: table.units()[span.unit].num_elements,
+        }),
         message_len: options.local_batch_size * options.seq_len * model.config().hidden_size,
         fixed: CategoryBytes::new(fixed),
         num_shards: layout.num_shards,

@@ -297,8 +297,9 @@ fn pipelines() {
         ] {
             let pipeline = Some((kind, 2, stages_per_rank));
             let (options, num_shards) = (sharded(stage, OPTIONS), shards(stage, data_degree));
-            Case { options, num_microbatches: 4, num_shards, keep, pipeline, ..Case::default() }
-                .check(&config, 2 * data_degree);
+            let case = Case { options, num_microbatches: 4, num_shards, keep, pipeline, ..Case::default() };
+            case.check(&config, 2 * data_degree);
+            case.check(&ModelConfig { tie_word_embeddings: true, ..config.clone() }, 2 * data_degree);
         }
     }
 }

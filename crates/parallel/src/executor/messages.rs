@@ -10,7 +10,7 @@ use std::sync::Arc;
 use trireme_base::{DType, Rank};
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::Action;
-use trireme_tensor::{Category, Device, Shape, Tensor, View};
+use trireme_tensor::{Category, Device, ParameterSource, Shape, Tensor, View, ViewMut};
 
 /// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
 const SENDS_MAX: usize = 2;
@@ -24,6 +24,8 @@ pub(super) struct Messages {
     activations: Vec<Option<Work<Buffer<f32>>>>,
     /// By microbatch: the gradient from the rank of the unit above.
     grads: Vec<Option<Work<Buffer<f32>>>>,
+    /// By microbatch: what a unit of another rank has for the gradient of one here, whose parameters it reads.
+    tied: Vec<Option<Work<Buffer<f32>>>>,
 }
 
 impl Messages {
@@ -36,7 +38,13 @@ impl Messages {
             sent: VecDeque::with_capacity(SENDS_MAX + 1),
             activations: none(),
             grads: none(),
+            tied: none(),
         }
+    }
+
+    /// Memory of messages.
+    pub(super) fn pool(&self) -> &Pool<f32> {
+        &self.pool
     }
 
     /// Starts to send a tensor, and gives its memory back.
@@ -46,12 +54,27 @@ impl Messages {
         to: usize,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        // No sooner than it must be, so that the memory which messages take does not depend on time.
-        if self.sent.len() >= SENDS_MAX {
-            self.finish_first(waiting)?;
-        }
+        self.make_room(waiting)?;
         let mut buffer = self.pool.take(tensor.shape().num_elements())?;
         buffer.copy_from_slice(tensor.view().f32s());
+        self.sent.push_back(self.group.send(buffer, Rank(to)));
+        Ok(())
+    }
+
+    /// Waits for the first message if as many are under way as may be: no sooner, so that the memory which they take does not
+    /// depend on time.
+    fn make_room(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        if self.sent.len() >= SENDS_MAX { self.finish_first(waiting) } else { Ok(()) }
+    }
+
+    /// Starts to send a buffer of the pool.
+    fn send_buffer(
+        &mut self,
+        buffer: Buffer<f32>,
+        to: usize,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        self.make_room(waiting)?;
         self.sent.push_back(self.group.send(buffer, Rank(to)));
         Ok(())
     }
@@ -100,32 +123,66 @@ impl Executor {
 
     /// Starts a message of a step.
     pub(super) fn exchange_message(&mut self, action: Action) -> Result<(), ParallelError> {
-        let Executor { program, in_flight, messages, waiting, .. } = self;
-        let outline = &program.outline;
+        let len = self.passed_on(self.num_tokens()).num_elements();
+        let Executor { program, in_flight, messages, gradients, waiting, .. } = self;
+        let peer = program.outline.peer(action).expect("it is a message");
         match action {
-            Action::SendForward { unit, microbatch } => {
-                let activation = in_flight.take_activation(microbatch);
-                messages.send(activation, outline.rank_of(unit + 1), waiting)
+            Action::SendForward { microbatch, .. } => {
+                messages.send(in_flight.take_activation(microbatch), peer, waiting)
             }
-            Action::SendBackward { unit, microbatch } => {
-                let grad = in_flight.take_grad(microbatch);
-                messages.send(grad, outline.rank_of(unit - 1), waiting)
+            Action::SendBackward { microbatch, .. } => {
+                messages.send(in_flight.take_grad(microbatch), peer, waiting)
             }
-            Action::ReceiveForward { unit, microbatch } => {
-                let from = outline.rank_of(unit);
-                let len = self.passed_on(self.num_tokens()).num_elements();
-                let work = self.messages.receive(len, from)?;
-                self.messages.activations[microbatch] = Some(work);
+            Action::ReceiveForward { microbatch, .. } => {
+                messages.activations[microbatch] = Some(messages.receive(len, peer)?);
                 Ok(())
             }
-            Action::ReceiveBackward { unit, microbatch } => {
-                let from = outline.rank_of(unit);
-                let len = self.passed_on(self.num_tokens()).num_elements();
-                let work = self.messages.receive(len, from)?;
-                self.messages.grads[microbatch] = Some(work);
+            Action::ReceiveBackward { microbatch, .. } => {
+                messages.grads[microbatch] = Some(messages.receive(len, peer)?);
                 Ok(())
             }
+            Action::SendGrad { microbatch, .. } => {
+                let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
+                messages.send_buffer(part, peer, waiting)
+            }
+            Action::ReceiveGrad { microbatch, .. } => {
+                let len = gradients.tied().expect("the unit is tied").len();
+                messages.tied[microbatch] = Some(messages.receive(len, peer)?);
+                Ok(())
+            }
+            Action::SendParameters { .. } | Action::ReceiveParameters { .. } => self.exchange_copy(action),
             _ => unreachable!("{action} is no message"),
+        }
+    }
+
+    /// Brings the copy of a unit that lies on another rank up to date with it.
+    fn exchange_copy(&mut self, action: Action) -> Result<(), ParallelError> {
+        let Executor { program, messages, parameters, device, waiting, .. } = self;
+        let peer = program.outline.peer(action).expect("it is a message");
+        if let Action::SendParameters { unit } = action {
+            parameters.ensure(unit, waiting)?;
+            let whole = parameters.unit(unit);
+            let shape = whole.shape();
+            let mut buffer = messages.pool.take(shape.num_elements())?;
+            device.convert(whole, ViewMut::from_f32s(&mut buffer, shape));
+            messages.send_buffer(buffer, peer, waiting)?;
+            return messages.finish(waiting);
+        }
+        let work = messages.receive(parameters.copy_mut().len(), peer)?;
+        let buffer = waiting.wait(work)?;
+        parameters.copy_mut().copy_from_slice(&buffer);
+        messages.pool.give(buffer);
+        Ok(())
+    }
+
+    /// Brings copies of units that lie on other ranks up to date, outside of a step. Collective over the ranks of a pipeline.
+    pub(super) fn exchange_copies(&mut self) -> Result<(), ParallelError> {
+        let is_copying = |action: &&Action| {
+            matches!(action, Action::SendParameters { .. } | Action::ReceiveParameters { .. })
+        };
+        match self.program.actions.iter().find(is_copying) {
+            Some(&action) => self.exchange_copy(action),
+            None => Ok(()),
         }
     }
 
@@ -138,7 +195,7 @@ impl Executor {
     pub(super) fn await_messages(&mut self, action: Action) -> Result<(), ParallelError> {
         let Some(microbatch) = action.microbatch() else { return Ok(()) };
         let shape = self.passed_on(self.num_tokens());
-        let Executor { program, device, in_flight, messages, waiting, .. } = self;
+        let Executor { program, device, in_flight, messages, gradients, waiting, .. } = self;
         let is_elsewhere = |unit: usize| unit < program.outline.num_units && !program.outline.holds(unit);
         match action {
             Action::Forward { unit, .. } if unit > 0 && is_elsewhere(unit - 1) => {
@@ -150,6 +207,12 @@ impl Executor {
                 in_flight.put_grad(microbatch, messages.arrived(work, shape, device, waiting)?);
             }
             _ => (),
+        }
+        if let Action::Backward { unit, .. } | Action::BackwardWeight { unit, .. } = action
+            && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
+            && let Some(work) = messages.tied[microbatch].take()
+        {
+            tied.put(microbatch, waiting.wait(work)?);
         }
         Ok(())
     }

@@ -17,6 +17,7 @@ use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::{RankParameters, ShardMemory};
 use crate::ranks::RankGrid;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
+use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use losses::{Losses, global_microbatch};
 use messages::Messages;
@@ -107,10 +108,20 @@ impl Executor {
             device: offload.device_of(class, device).clone(),
             is_at_hand: !offload.places.moves(class),
         };
-        let parameters = RankParameters::new(table, outline, precision, &ranks, device, &shards)?;
+        let mut parameters = RankParameters::new(table, outline, precision, &ranks, device, &shards)?;
+        if let Some(&(_, unit)) = outline
+            .ties
+            .iter()
+            .find(|(reader, _)| outline.holds(*reader))
+            .filter(|(_, owner)| !outline.holds(*owner))
+        {
+            parameters = parameters.with_copy(unit, ranks.pipeline(), device)?;
+        }
+        let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(StateClass::Gradients, device));
         device.memory().take(Category::Communication, ranks.fixed_bytes())?;
-        let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?;
+        let tied = TiedGradients::new(outline, model.tied_span(), messages.pool());
+        let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?.with_tied(tied);
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
@@ -121,7 +132,7 @@ impl Executor {
         let evaluation = evaluation_program(outline, options.sharding, offload.places);
         let mut executor = Executor {
             in_flight: InFlight::new(outline),
-            messages: Messages::new(&ranks, outline.num_microbatches, device),
+            messages,
             offload: offload.clone(),
             optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program),
@@ -248,7 +259,7 @@ impl Executor {
     fn refresh(&mut self) -> Result<(), ParallelError> {
         self.parameters.forget();
         if !self.parameters.are_wholes_kept() {
-            return Ok(());
+            return self.exchange_copies();
         }
         let class = self.weights_class();
         let held: Vec<usize> = self.program.outline.held().collect();
@@ -258,7 +269,8 @@ impl Executor {
             self.send_state(class, unit, false)?;
         }
         let mut waiting = Waiting::default();
-        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))
+        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))?;
+        self.exchange_copies()
     }
 
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
@@ -419,7 +431,11 @@ impl Executor {
             Action::SendForward { .. }
             | Action::SendBackward { .. }
             | Action::ReceiveForward { .. }
-            | Action::ReceiveBackward { .. } => self.exchange_message(action),
+            | Action::ReceiveBackward { .. }
+            | Action::SendGrad { .. }
+            | Action::ReceiveGrad { .. }
+            | Action::SendParameters { .. }
+            | Action::ReceiveParameters { .. } => self.exchange_message(action),
             Action::Fetch(state) => self.offloaded.fetch(state),
             Action::Evict(state) => self.evict(state),
             Action::Step { unit } => {

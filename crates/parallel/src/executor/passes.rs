@@ -159,7 +159,7 @@ impl Executor {
     }
 
     pub(super) fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        self.gradients.prepare(unit)?;
+        self.gradients.prepare(unit, microbatch)?;
         let (mut tape, input, output) = self.begin_backward(unit, microbatch);
         tape.backward(&self.parameters, output, &mut self.gradients)?;
         self.pass_grad_on(&mut tape, input, microbatch);
@@ -178,7 +178,7 @@ impl Executor {
     }
 
     pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        self.gradients.prepare(unit)?;
+        self.gradients.prepare(unit, microbatch)?;
         let Some(Pass::Halved(mut tape)) = self.in_flight.pass(unit, microbatch).take() else {
             unreachable!("the input half has run");
         };

@@ -14,11 +14,12 @@ use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
 use crate::gradients::Gradients;
 use crate::offload::Offloaded;
+use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
-use trireme_schedule::{Outline, Program, StateClass, validate};
+use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
 use trireme_tensor::Category;
 
 impl Executor {
@@ -34,12 +35,16 @@ impl Executor {
     /// more use.
     ///
     /// # Panics
-    /// If the program differs in more than stages and the order of actions; and if gradients are compressed, for what is kept
-    /// of them does not move.
+    /// If the program differs in more than which units stages have, and the order of actions; and if gradients are compressed,
+    /// for what is kept of them does not move.
     pub fn relocate(&mut self, program: Program) -> Result<(), ParallelError> {
         validate(&program, program.outline.num_microbatches)?;
-        let unstaged = |outline: &Outline| Outline { stages: Vec::new(), ..outline.clone() };
-        assert_eq!(unstaged(&program.outline), unstaged(&self.program.outline), "only stages change");
+        // So a head that reads an embedding of another rank goes on to do so, from the copy that is there.
+        let uncut = |outline: &Outline| {
+            let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
+            Outline { stages: outline.stages.iter().map(stage).collect(), ..outline.clone() }
+        };
+        assert_eq!(uncut(&program.outline), uncut(&self.program.outline), "only the cut changes");
         assert!(self.compressors().next().is_none(), "nothing is kept of gradients");
         for unit in 0..self.model.num_units() {
             // What the last update has made may still be on its way to the other shards.
@@ -61,8 +66,10 @@ impl Executor {
         self.losses = Losses::new(outline, &self.ranks)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.evaluation = evaluation_program(outline, self.options.sharding, self.offload.places);
+        let tied = TiedGradients::new(outline, self.model.tied_span(), self.messages.pool());
         let devices = (&self.device, self.offload.device_of(StateClass::Gradients, &self.device));
-        self.gradients = Gradients::new(self.model.table(), outline, &self.ranks, devices, &self.options)?;
+        let gradients = Gradients::new(self.model.table(), outline, &self.ranks, devices, &self.options)?;
+        self.gradients = gradients.with_tied(tied);
         self.is_squared.fill(false);
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! Messages between the ranks of a pipeline.
 
 use super::pool::Pool;
-use crate::setup::MemorySetup;
+use crate::setup::{MemorySetup, TiedLens};
 use crate::usage::Usage;
 use std::collections::{BTreeSet, VecDeque};
 use trireme_base::Category;
@@ -47,17 +47,54 @@ impl<'a> Messages<'a> {
         let key = (action.unit(), action.microbatch().unwrap_or(0));
         match action {
             Action::SendForward { .. } | Action::SendBackward { .. } => {
-                if self.sent.len() >= SENDS_MAX {
-                    self.finish_first();
-                }
-                self.sent.push_back(self.setup.message_len);
+                self.send(self.setup.message_len);
             }
             Action::ReceiveForward { .. } => _ = self.received[0].insert(key),
             Action::ReceiveBackward { .. } => _ = self.received[1].insert(key),
-            _ => return,
+            _ => return self.exchange_tied(action, usage),
         }
         debug_assert!(self.outline.stages.len() > 1, "only pipelines have messages");
         self.pool.take(self.setup.message_len, usage);
+    }
+
+    /// A message about parameters that a unit reads which are another one's.
+    fn exchange_tied(&mut self, action: Action, usage: &mut Usage) {
+        let Some(TiedLens { span, unit }) = self.setup.tied else { return };
+        match action {
+            // It has its memory since backward of the unit that reads.
+            Action::SendGrad { .. } => self.send(span),
+            Action::ReceiveGrad { .. } => self.pool.take(span, usage),
+            Action::SendParameters { .. } => {
+                self.pool.take(unit, usage);
+                self.send(unit);
+                self.finish();
+            }
+            Action::ReceiveParameters { .. } => {
+                self.pool.take(unit, usage);
+                self.pool.give(unit);
+            }
+            _ => unreachable!("{action} is no message"),
+        }
+    }
+
+    fn send(&mut self, len: usize) {
+        if self.sent.len() >= SENDS_MAX {
+            self.finish_first();
+        }
+        self.sent.push_back(len);
+    }
+
+    /// What tied units have for each other's gradients when one of them completes its own.
+    pub(super) fn complete(&mut self, unit: usize, usage: &mut Usage) {
+        let Some(tied) = self.setup.tied.filter(|_| !self.outline.stages.is_empty()) else { return };
+        for &(reader, owner) in &self.outline.ties {
+            if unit == reader {
+                self.pool.take(tied.span, usage);
+            }
+            if unit == owner {
+                self.pool.give(tied.span);
+            }
+        }
     }
 
     fn finish_first(&mut self) {

@@ -65,6 +65,10 @@ pub(crate) fn walk(
                 passes.arrive(action, &mut usage);
             }
             match action {
+                Action::SendGrad { .. }
+                | Action::ReceiveGrad { .. }
+                | Action::SendParameters { .. }
+                | Action::ReceiveParameters { .. } => messages.exchange(action, &mut usage),
                 Action::SendForward { microbatch, .. } => {
                     messages.exchange(action, &mut usage);
                     passes.leave_output(microbatch, &mut usage);
@@ -82,6 +86,7 @@ pub(crate) fn walk(
                 Action::Recompute { unit, microbatch } => passes.recompute(unit, microbatch, &mut usage),
                 Action::Backward { unit, microbatch } => {
                     gradients.prepare(unit, &mut usage);
+                    messages.complete(unit, &mut usage);
                     passes.leave_output(microbatch, &mut usage);
                     gradients.open(unit, &mut usage);
                     passes.backward(unit, microbatch, &mut usage);
@@ -93,6 +98,7 @@ pub(crate) fn walk(
                 }
                 Action::BackwardWeight { unit, .. } => {
                     gradients.prepare(unit, &mut usage);
+                    messages.complete(unit, &mut usage);
                     gradients.open(unit, &mut usage);
                     passes.backward_weight(unit, &mut usage);
                     gradients.close(unit, &mut usage);

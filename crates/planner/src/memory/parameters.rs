@@ -54,6 +54,10 @@ impl<'a> Parameters<'a> {
                 _ => usage.take(master, setup.on_device(unit.shard_len)),
             }
         }
+        let is_copied = |(reader, owner): &(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
+        if let Some(tied) = setup.tied.filter(|_| outline.ties.iter().any(is_copied)) {
+            usage.take(Category::Parameters, tied.unit * DType::F32.size());
+        }
         for &len in setup.levels.iter().filter_map(|levels| levels.secondary_lens.as_ref()).flatten() {
             usage.take(Category::Parameters, setup.elements_on_device(len, setup.gather_dtype));
         }

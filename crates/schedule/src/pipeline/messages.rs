@@ -34,19 +34,32 @@ pub enum Event {
     },
 }
 
+/// Two stages of which one reads parameters of the other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tie {
+    /// The stage that reads.
+    pub reader: usize,
+    /// The stage whose parameters they are.
+    pub owner: usize,
+}
+
 /// Each rank's passes with its messages among them, in the order of a timeline: a result is sent right after its
-/// pass, and received at that time, too. `timeline` is that of the whole schedule ([`simulate`](super::simulate)).
+/// pass, and received at that time, too. `timeline` is that of the whole schedule ([`simulate`](super::simulate)). With a `tie`,
+/// the reader sends what it has for the owner's gradient as the result of its weight half.
 ///
 /// Cost: that of sorting the passes.
-pub fn place(schedule: &Schedule, timeline: &Timeline) -> Vec<Vec<Event>> {
+pub fn place(schedule: &Schedule, timeline: &Timeline, tie: Option<Tie>) -> Vec<Vec<Event>> {
     let ranks = &schedule.stage_ranks;
     let mut messages = Vec::new();
     for (passes, spans) in schedule.ranks.iter().zip(&timeline.ranks) {
         for (pass, span) in passes.iter().zip(spans) {
+            let from = ranks[pass.stage];
             let to = pass.result_goes_to(schedule.num_stages()).map(|stage| ranks[stage]);
-            if let Some(to) = to.filter(|&to| to != ranks[pass.stage]) {
-                messages.push((span.end, ranks[pass.stage], to, *pass));
-            }
+            let owner = tie.filter(|tie| tie.reader == pass.stage && pass.kind.completes_gradients());
+            let gradient = Pass::backward_weight(pass.stage, pass.microbatch);
+            let all = [(to, *pass), (owner.map(|tie| ranks[tie.owner]), gradient)].into_iter();
+            let to_others = all.filter_map(|(to, result_of)| Some((to.filter(|&to| to != from)?, result_of)));
+            messages.extend(to_others.map(|(to, result_of)| (span.end, from, to, result_of)));
         }
     }
     // Which of two messages at the same time is first does not matter, if it is on all ranks.

@@ -2,16 +2,18 @@
 
 use super::clock::simulate;
 use super::costs::Costs;
-use super::messages::{self, Event};
+use super::messages::{self, Event, Tie};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use crate::action::{Action, Keep};
 use crate::program::{Outline, Program, Stage};
+use std::collections::VecDeque;
 use std::ops::Range;
 
 /// The program of each rank of a synchronous schedule. `units` are those of each stage, `ties` as of
 /// [`Outline::ties`]; messages have the order that they have in time at these costs ([`messages::place`]), which must be
-/// the same on all ranks. A unit's gradient is reduced when the last microbatch has
+/// the same on all ranks. Where a tied unit lies on another rank than the one whose parameters it reads, that one's gradient is
+/// completed for a microbatch when the tied unit's part of it has come; one tie is known. A unit's gradient is reduced when the last microbatch has
 /// added to it. Whatever else a layout asks for is put into the programs by [`lowering`](crate::lowering).
 ///
 /// # Panics
@@ -37,60 +39,127 @@ pub fn programs(
             rank,
             ..Outline::default()
         };
-        let actions = actions(&events, units, &outline);
+        let mut actions = Actions {
+            units,
+            outline: &outline,
+            actions: Vec::new(),
+            num_tied: 0,
+            held_back: VecDeque::new(),
+        };
+        events.into_iter().for_each(|event| actions.take(event));
+        let actions = actions.finish();
         Program { outline, actions }
     };
     let timeline = simulate(schedule, costs).expect("the schedule is valid");
-    messages::place(schedule, &timeline).into_iter().enumerate().map(program).collect()
+    let stage_of =
+        |unit: usize| units.iter().position(|units| units.contains(&unit)).expect("units have stages");
+    let tie = ties.first().map(|&(reader, owner)| Tie { reader: stage_of(reader), owner: stage_of(owner) });
+    messages::place(schedule, &timeline, tie).into_iter().enumerate().map(program).collect()
 }
 
-fn actions(events: &[Event], units: &[Range<usize>], outline: &Outline) -> Vec<Action> {
-    let mut actions = Vec::new();
-    let mut num_gradients = vec![0; units.len()];
-    for &event in events {
+/// From the events of a rank to the actions of its units.
+struct Actions<'a> {
+    units: &'a [Range<usize>],
+    outline: &'a Outline,
+    actions: Vec<Action>,
+    /// Of a unit whose parameters another one reads: for how many microbatches that one's part of the gradient is here.
+    num_tied: usize,
+    /// Its weight halves that wait for that.
+    held_back: VecDeque<usize>,
+}
+
+impl Actions<'_> {
+    fn take(&mut self, event: Event) {
         match event {
-            Event::Pass(Pass { kind: PassKind::Forward, stage, microbatch }) => {
-                let forward = |unit| Action::Forward { unit, microbatch, keep: Keep::All };
-                actions.extend(units[stage].clone().map(forward));
-            }
-            Event::Pass(Pass { kind: PassKind::BackwardInput, stage, microbatch }) => {
-                let half = |unit| Action::BackwardInput { unit, microbatch };
-                actions.extend(units[stage].clone().rev().map(half));
-            }
-            Event::Pass(Pass {
-                kind: kind @ (PassKind::Backward | PassKind::BackwardWeight),
-                stage,
-                microbatch,
-            }) => {
-                num_gradients[stage] += 1;
-                let is_last = num_gradients[stage] == outline.num_microbatches;
-                for unit in units[stage].clone().rev() {
-                    actions.push(match kind {
-                        PassKind::Backward => Action::Backward { unit, microbatch },
-                        _ => Action::BackwardWeight { unit, microbatch },
-                    });
-                    actions.extend(is_last.then_some(Action::ReduceGrad { unit }));
+            Event::Pass(Pass { kind, stage, microbatch }) => self.pass(kind, stage, microbatch),
+            Event::Send { result_of, .. } => self.actions.push(self.message(result_of, true)),
+            Event::Receive { result_of, .. } => {
+                self.actions.push(self.message(result_of, false));
+                if result_of.kind == PassKind::BackwardWeight {
+                    self.tied_grad_is_here();
                 }
             }
-            Event::Pass(pass @ Pass { kind: PassKind::Update, .. }) => {
-                panic!("{pass} is not of a schedule that drains")
-            }
-            Event::Send { result_of, .. } => actions.push(message(result_of, units, true)),
-            Event::Receive { result_of, .. } => actions.push(message(result_of, units, false)),
         }
     }
-    actions.extend(outline.held().map(|unit| Action::Step { unit }));
-    actions
-}
 
-/// The message with the result of a pass, which its last unit has made.
-fn message(result_of: Pass, units: &[Range<usize>], is_sent: bool) -> Action {
-    let Pass { kind, stage, microbatch } = result_of;
-    let Range { start, end } = units[stage];
-    match (kind, is_sent) {
-        (PassKind::Forward, true) => Action::SendForward { unit: end - 1, microbatch },
-        (PassKind::Forward, false) => Action::ReceiveForward { unit: end - 1, microbatch },
-        (_, true) => Action::SendBackward { unit: start, microbatch },
-        (_, false) => Action::ReceiveBackward { unit: start, microbatch },
+    fn pass(&mut self, kind: PassKind, stage: usize, microbatch: usize) {
+        let units = self.units[stage].clone();
+        match kind {
+            PassKind::Forward => {
+                let forward = |unit| Action::Forward { unit, microbatch, keep: Keep::All };
+                self.actions.extend(units.map(forward));
+            }
+            PassKind::BackwardInput => {
+                let half = |unit| Action::BackwardInput { unit, microbatch };
+                self.actions.extend(units.rev().map(half));
+            }
+            PassKind::Backward | PassKind::BackwardWeight => {
+                for unit in units.rev() {
+                    self.complete(kind, unit, microbatch);
+                    if self
+                        .outline
+                        .ties
+                        .iter()
+                        .any(|&(reader, owner)| reader == unit && self.outline.holds(owner))
+                    {
+                        self.tied_grad_is_here();
+                    }
+                }
+            }
+            PassKind::Update => panic!("stage {stage} is updated by a schedule that does not drain"),
+        }
+    }
+
+    /// Completes the gradient of a unit for a microbatch, or does what can be done until the part of a tied unit is here.
+    fn complete(&mut self, kind: PassKind, unit: usize, microbatch: usize) {
+        if self.outline.reader_of(unit).is_some() && self.num_tied <= microbatch {
+            if kind == PassKind::Backward {
+                self.actions.push(Action::BackwardInput { unit, microbatch });
+            }
+            self.held_back.push_back(microbatch);
+            return;
+        }
+        self.actions.push(match kind {
+            PassKind::Backward => Action::Backward { unit, microbatch },
+            _ => Action::BackwardWeight { unit, microbatch },
+        });
+        let is_last = microbatch + 1 == self.outline.num_microbatches;
+        self.actions.extend(is_last.then_some(Action::ReduceGrad { unit }));
+    }
+
+    /// The part of the next microbatch is here.
+    fn tied_grad_is_here(&mut self) {
+        self.num_tied += 1;
+        let owner = self.outline.ties[0].1;
+        if let Some(&microbatch) = self.held_back.front().filter(|&&microbatch| microbatch < self.num_tied) {
+            self.held_back.pop_front();
+            self.complete(PassKind::BackwardWeight, owner, microbatch);
+        }
+    }
+
+    /// The message with the result of a pass, which its last unit has made.
+    fn message(&self, result_of: Pass, is_sent: bool) -> Action {
+        let Pass { kind, stage, microbatch } = result_of;
+        let Range { start, end } = self.units[stage];
+        let sent = match kind {
+            PassKind::Forward => Action::SendForward { unit: end - 1, microbatch },
+            PassKind::BackwardWeight => Action::SendGrad { unit: self.outline.ties[0].1, microbatch },
+            _ => Action::SendBackward { unit: start, microbatch },
+        };
+        if is_sent { sent } else { sent.counterpart().expect("it is a message") }
+    }
+
+    /// Ends the step: units are updated, and whoever reads the parameters of another rank gets them.
+    fn finish(mut self) -> Vec<Action> {
+        let outline = self.outline;
+        self.actions.extend(outline.held().map(|unit| Action::Step { unit }));
+        for &(reader, unit) in &outline.ties {
+            match (outline.holds(reader), outline.holds(unit)) {
+                (true, false) => self.actions.push(Action::ReceiveParameters { unit }),
+                (false, true) => self.actions.push(Action::SendParameters { unit }),
+                _ => (),
+            }
+        }
+        self.actions
     }
 }

@@ -33,7 +33,7 @@ pub fn validate(
         check_activations(schedule, costs, bounds)?;
     }
     let timeline = clock::simulate(schedule, costs)?;
-    messages::check(&messages::place(schedule, &timeline), schedule)
+    messages::check(&messages::place(schedule, &timeline, None), schedule)
 }
 
 /// Which passes of a stage for a microbatch have been done, as bits.

@@ -6,7 +6,7 @@ mod state;
 mod tests;
 
 use crate::action::Action;
-use crate::program::Program;
+use crate::program::{Program, ZeroStage};
 use state::State;
 
 pub use pipeline::validate_pipeline;
@@ -54,8 +54,10 @@ pub enum ProgramError {
         /// The program's rank.
         rank: usize,
     },
-    /// A unit reads parameters that lie on another rank of the pipeline.
-    #[error("unit {reader} reads the parameters of unit {owner}, which lies on rank {rank} of the pipeline")]
+    /// A unit reads sharded parameters that lie on another rank of the pipeline.
+    #[error(
+        "unit {reader} reads the parameters of unit {owner}, which are sharded and lie on rank {rank} of the pipeline"
+    )]
     TieAcrossRanks {
         /// The unit that reads.
         reader: usize,
@@ -118,12 +120,12 @@ pub enum ProgramError {
 /// gradients are reduced once they are complete and every parameter stepped once all are reduced; and that no unit holds the
 /// activations of more than `in_flight_max` microbatches.
 ///
-/// Cost: linear in the actions, times the microbatches for steps.
+/// Cost: linear in the actions; each `STEP` looks at all units.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
     let outline = &program.outline;
-    if let Some(&(reader, owner)) =
-        outline.ties.iter().find(|(reader, owner)| outline.rank_of(*reader) != outline.rank_of(*owner))
-    {
+    let is_across = |(reader, owner): &&(usize, usize)| outline.rank_of(*reader) != outline.rank_of(*owner);
+    let has_copies = outline.zero_stage < ZeroStage::Three;
+    if let Some(&(reader, owner)) = outline.ties.iter().find(is_across).filter(|_| !has_copies) {
         return Err(ProgramError::TieAcrossRanks { reader, owner, rank: outline.rank_of(owner) });
     }
     let mut state = State::new(&program.outline);

@@ -45,22 +45,8 @@ impl Meeting<'_> {
         let program = self.programs.get(rank)?;
         let outline = &program.outline;
         program.actions[self.places[rank]..].iter().find_map(|&action| {
-            let (neighbour, counterpart) = match action {
-                Action::SendForward { unit, microbatch } => {
-                    (unit + 1, Action::ReceiveForward { unit, microbatch })
-                }
-                Action::ReceiveForward { unit, microbatch } => {
-                    (unit, Action::SendForward { unit, microbatch })
-                }
-                Action::SendBackward { unit, microbatch } => {
-                    (unit - 1, Action::ReceiveBackward { unit, microbatch })
-                }
-                Action::ReceiveBackward { unit, microbatch } => {
-                    (unit, Action::SendBackward { unit, microbatch })
-                }
-                _ => return None,
-            };
-            Some(Message { action, peer: outline.rank_of(neighbour), counterpart })
+            let (peer, counterpart) = (outline.peer(action)?, action.counterpart()?);
+            Some(Message { action, peer, counterpart })
         })
     }
 

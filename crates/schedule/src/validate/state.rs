@@ -40,11 +40,40 @@ struct Unit {
     /// By microbatch.
     activations: Vec<Activations>,
     parameters: Parameters,
+    /// Whether it lies on this rank.
+    is_held: bool,
+    /// Microbatches whose activations it holds.
+    in_flight: usize,
     /// Microbatches that have added to the gradient.
     num_added: usize,
     /// Whether backward has added to the gradient since it was last reduced.
     has_unreduced: bool,
     is_stepped: bool,
+}
+
+/// A unit that reads another one's parameters, where at least one of them lies on this rank of a pipeline.
+struct Tie {
+    reader: usize,
+    owner: usize,
+    is_across: bool,
+    /// By microbatch: what the reader has for the owner's gradient has been sent, or received.
+    exchanged: Vec<bool>,
+    /// The same of the parameters.
+    are_parameters_exchanged: bool,
+}
+
+impl Tie {
+    fn of(outline: &Outline) -> Option<Tie> {
+        let is_here = |(reader, owner): &&(usize, usize)| outline.holds(*reader) || outline.holds(*owner);
+        let &(reader, owner) = outline.ties.iter().find(is_here).filter(|_| !outline.stages.is_empty())?;
+        Some(Tie {
+            reader,
+            owner,
+            is_across: outline.rank_of(reader) != outline.rank_of(owner),
+            exchanged: vec![false; outline.num_microbatches],
+            are_parameters_exchanged: false,
+        })
+    }
 }
 
 pub(super) struct State<'a> {
@@ -55,6 +84,8 @@ pub(super) struct State<'a> {
     away: BTreeSet<StateOf>,
     /// What was sent, as unit and microbatch: forward and backward.
     sent: [BTreeSet<(usize, usize)>; 2],
+    /// The tie of two units, if it concerns this rank.
+    tie: Option<Tie>,
 }
 
 impl<'a> State<'a> {
@@ -63,9 +94,11 @@ impl<'a> State<'a> {
             ZeroStage::Three => Parameters::Sharded,
             _ => Parameters::Whole,
         };
-        let unit = |_| Unit {
+        let unit = |unit| Unit {
             activations: vec![Activations::Absent; outline.num_microbatches],
             parameters: at_rest,
+            is_held: outline.holds(unit),
+            in_flight: 0,
             num_added: 0,
             has_unreduced: false,
             is_stepped: false,
@@ -77,7 +110,7 @@ impl<'a> State<'a> {
             }
         }
         let (units, sent) = ((0..outline.num_units).map(unit).collect(), Default::default());
-        State { outline, units, at_rest, away, sent }
+        State { outline, units, at_rest, away, sent, tie: Tie::of(outline) }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -97,8 +130,7 @@ impl<'a> State<'a> {
                 return Err(ProgramError::TooEarly { index, action, missing });
             }
             self.apply(action);
-            let holds = |found: &&Activations| !matches!(found, Activations::Absent | Activations::Spent);
-            let in_flight = self.units[action.unit()].activations.iter().filter(holds).count();
+            let in_flight = self.units[action.unit()].in_flight;
             if action.is_pass() && in_flight > in_flight_max {
                 return Err(ProgramError::TooManyInFlight { index, action, in_flight, bound: in_flight_max });
             }
@@ -106,19 +138,39 @@ impl<'a> State<'a> {
         Ok(())
     }
 
+    /// Whether there is a unit, and it lies on this rank.
+    fn holds(&self, unit: usize) -> bool {
+        self.units.get(unit).is_some_and(|unit| unit.is_held)
+    }
+
+    /// The units that lie on this rank, in order.
+    fn held(&self) -> impl Iterator<Item = usize> + '_ {
+        (0..self.units.len()).filter(|&unit| self.holds(unit))
+    }
+
     /// Whether an action is for this rank: it holds the unit, or for what it receives a neighbour of it.
     fn is_here(&self, action: Action) -> bool {
-        let (unit, outline) = (action.unit(), self.outline);
-        let holds =
-            |unit: Option<usize>| unit.is_some_and(|unit| unit < outline.num_units && outline.holds(unit));
-        let (own, below, above) = (Some(unit), unit.checked_sub(1), Some(unit + 1));
+        let unit = action.unit();
+        let holds_below = || unit.checked_sub(1).is_some_and(|below| self.holds(below));
+        let holds_above = || self.holds(unit + 1);
         match action {
-            Action::ReceiveForward { .. } => !holds(own) && holds(above),
-            Action::ReceiveBackward { .. } => !holds(own) && holds(below),
-            Action::SendForward { .. } => holds(own) && !holds(above) && unit + 1 < outline.num_units,
-            Action::SendBackward { .. } => holds(own) && unit > 0 && !holds(below),
-            _ => holds(own),
+            Action::ReceiveForward { .. } => !self.holds(unit) && holds_above(),
+            Action::ReceiveBackward { .. } => !self.holds(unit) && holds_below(),
+            Action::SendForward { .. } => self.holds(unit) && !holds_above() && unit + 1 < self.units.len(),
+            Action::SendBackward { .. } => self.holds(unit) && unit > 0 && !holds_below(),
+            Action::SendGrad { .. } | Action::ReceiveParameters { .. } => {
+                self.tie_of(unit).is_some() && !self.holds(unit)
+            }
+            Action::ReceiveGrad { .. } | Action::SendParameters { .. } => {
+                self.tie_of(unit).is_some() && self.holds(unit)
+            }
+            _ => self.holds(unit),
         }
+    }
+
+    /// The tie to a unit, if the one that reads its parameters is on another rank.
+    fn tie_of(&self, owner: usize) -> Option<&Tie> {
+        self.tie.as_ref().filter(|tie| tie.is_across && tie.owner == owner)
     }
 
     fn activations(&self, unit: usize, microbatch: usize) -> Activations {
@@ -142,13 +194,19 @@ impl<'a> State<'a> {
             Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
             Action::SendForward { unit, microbatch } => self.sent[0].contains(&(unit, microbatch)),
             Action::SendBackward { unit, microbatch } => self.sent[1].contains(&(unit, microbatch)),
+            Action::SendGrad { unit, microbatch } | Action::ReceiveGrad { unit, microbatch } => {
+                self.tie_of(unit).is_some_and(|tie| tie.exchanged[microbatch])
+            }
+            Action::SendParameters { unit } | Action::ReceiveParameters { unit } => {
+                self.tie_of(unit).is_some_and(|tie| tie.are_parameters_exchanged)
+            }
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
                 unit.parameters == Parameters::Sharded || self.outline.zero_stage != ZeroStage::Three
             }
             // Nothing to reduce is either too early or too often.
             Action::ReduceGrad { .. } => {
-                !unit.has_unreduced && unit.activations.iter().all(|found| *found == Activations::Spent)
+                !unit.has_unreduced && unit.num_added == self.outline.num_microbatches
             }
             Action::Fetch(state) => !self.away.contains(&state),
             Action::Evict(state) => {
@@ -176,7 +234,7 @@ impl<'a> State<'a> {
         match action {
             Action::Forward { unit, microbatch, .. } => {
                 let below = unit.checked_sub(1)?;
-                let missing = match self.outline.holds(below) {
+                let missing = match self.holds(below) {
                     true => Action::Forward { unit: below, microbatch, keep: Keep::All },
                     false => Action::ReceiveForward { unit: below, microbatch },
                 };
@@ -196,7 +254,21 @@ impl<'a> State<'a> {
                 let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
                 (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
             }
-            Action::ReceiveForward { .. } => None,
+            Action::ReceiveForward { .. } | Action::ReceiveGrad { .. } => None,
+            Action::SendGrad { microbatch, .. } => self.missing_for_tied_grad(microbatch),
+            Action::SendParameters { unit } => {
+                let Unit { is_stepped, parameters, .. } = self.units[unit];
+                match parameters {
+                    _ if !is_stepped => Some(Action::Step { unit }),
+                    Parameters::Whole => None,
+                    _ => Some(Action::Unshard { unit }),
+                }
+            }
+            // Those of this step are read until its last backward pass.
+            Action::ReceiveParameters { .. } => {
+                let last = self.outline.num_microbatches - 1;
+                (0..=last).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
+            }
             Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
                 Activations::Kept(Keep::Nothing) => {
                     let below = unit.checked_sub(1)?;
@@ -218,15 +290,14 @@ impl<'a> State<'a> {
             }
             Action::ReduceGrad { unit } => {
                 // Up to the second stage a gradient is reduced once, when all microbatches have added to it.
-                let is_early = |found: &Activations| *found != Activations::Spent;
-                let early = self.units[unit].activations.iter().position(is_early);
+                let Unit { num_added, has_unreduced, .. } = self.units[unit];
                 let is_once = self.outline.zero_stage < ZeroStage::Two;
-                let microbatch = early.filter(|_| is_once || !self.units[unit].has_unreduced)?;
-                Some(self.completion(unit, microbatch))
+                let is_early = num_added < self.outline.num_microbatches && (is_once || !has_unreduced);
+                is_early.then(|| self.completion(unit, num_added))
             }
             Action::Step { .. } => {
                 let is_reduced = |unit: &usize| self.is_done(Action::ReduceGrad { unit: *unit });
-                let unit = self.outline.held().find(|unit| !is_reduced(unit))?;
+                let unit = self.held().find(|unit| !is_reduced(unit))?;
                 Some(Action::ReduceGrad { unit })
             }
             Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
@@ -251,11 +322,27 @@ impl<'a> State<'a> {
         }
     }
 
+    /// What must come before what the tied unit here has for the other one's gradient is there.
+    fn missing_for_tied_grad(&self, microbatch: usize) -> Option<Action> {
+        let reader = self.tie.as_ref()?.reader;
+        let is_early = self.activations(reader, microbatch) != Activations::Spent;
+        is_early.then(|| self.completion(reader, microbatch))
+    }
+
     /// What must come before a microbatch adds to a unit's gradient: the microbatches before it, for sums have one order.
     fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let Unit { num_added, has_unreduced, .. } = self.units[unit];
         if num_added != microbatch {
             return Some(self.completion(unit, num_added));
+        }
+        if let Some(tie) = self.tie.as_ref().filter(|tie| tie.owner == unit) {
+            let missing = match tie.is_across {
+                true => (!tie.exchanged[microbatch]).then_some(Action::ReceiveGrad { unit, microbatch }),
+                false => self.missing_for_tied_grad(microbatch),
+            };
+            if missing.is_some() {
+                return missing;
+            }
         }
         let is_unreduced = self.outline.zero_stage >= ZeroStage::Two && has_unreduced;
         is_unreduced.then_some(Action::ReduceGrad { unit })
@@ -264,7 +351,7 @@ impl<'a> State<'a> {
     fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
         if above < self.outline.num_units && !self.activations(above, microbatch).are_differentiated() {
-            return Some(match self.outline.holds(above) {
+            return Some(match self.holds(above) {
                 true => Action::Backward { unit: above, microbatch },
                 false => Action::ReceiveBackward { unit: above, microbatch },
             });
@@ -280,6 +367,7 @@ impl<'a> State<'a> {
         let unit = &mut self.units[action.unit()];
         match action {
             Action::Forward { microbatch, keep, .. } => {
+                unit.in_flight += 1;
                 unit.activations[microbatch] = match keep {
                     Keep::All => Activations::Whole,
                     kept => Activations::Kept(kept),
@@ -289,6 +377,7 @@ impl<'a> State<'a> {
             Action::BackwardInput { microbatch, .. } => unit.activations[microbatch] = Activations::Halved,
             Action::Backward { microbatch, .. } | Action::BackwardWeight { microbatch, .. } => {
                 unit.activations[microbatch] = Activations::Spent;
+                unit.in_flight -= 1;
                 unit.num_added += 1;
                 unit.has_unreduced = true;
             }
@@ -299,6 +388,14 @@ impl<'a> State<'a> {
             }
             Action::SendBackward { unit, microbatch } => {
                 self.sent[1].insert((unit, microbatch));
+            }
+            Action::SendGrad { microbatch, .. } | Action::ReceiveGrad { microbatch, .. } => {
+                let tie = self.tie.as_mut().expect("the action is for this rank");
+                tie.exchanged[microbatch] = true;
+            }
+            Action::SendParameters { .. } | Action::ReceiveParameters { .. } => {
+                let tie = self.tie.as_mut().expect("the action is for this rank");
+                tie.are_parameters_exchanged = true;
             }
             Action::Unshard { .. } => unit.parameters = Parameters::Whole,
             Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
@@ -322,10 +419,16 @@ impl<'a> State<'a> {
     /// What another rank of the pipeline waits for in vain.
     fn unsent(&self) -> Option<Action> {
         let passes = |unit| (0..self.outline.num_microbatches).map(move |microbatch| (unit, microbatch));
-        let sends = self.outline.held().flat_map(passes).flat_map(|(unit, microbatch)| {
+        let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
             [Action::SendForward { unit, microbatch }, Action::SendBackward { unit, microbatch }]
         });
-        sends.into_iter().find(|&send| self.is_here(send) && !self.is_done(send))
+        let ties = self.tie.iter().filter(|tie| tie.is_across).flat_map(|&Tie { owner: unit, .. }| {
+            let grads = passes(unit).flat_map(|(unit, microbatch)| {
+                [Action::SendGrad { unit, microbatch }, Action::ReceiveGrad { unit, microbatch }]
+            });
+            grads.chain([Action::SendParameters { unit }, Action::ReceiveParameters { unit }])
+        });
+        sends.chain(ties).find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
     /// What would bring state back to where it was in the beginning, if it is not there; or what was to be sent.
@@ -335,7 +438,7 @@ impl<'a> State<'a> {
         }
         let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
         for class in at_rest.into_iter().filter(|class| self.outline.offloaded.contains(class)) {
-            let states = self.outline.held().map(|unit| StateOf { class, unit, microbatch: 0 });
+            let states = self.held().map(|unit| StateOf { class, unit, microbatch: 0 });
             if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
                 return Some(Action::Evict(state));
             }

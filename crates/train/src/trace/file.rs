@@ -19,8 +19,12 @@ const FILE_BYTES_MAX: u64 = 256 << 20;
 const STEPS_MAX: usize = 64;
 /// Units times microbatches.
 const PASSES_MAX: usize = 1 << 22;
+/// As many as a world has at most.
+const RANKS_MAX: usize = 1 << 16;
 /// Times are below this many microseconds: a year.
 const MICROSECONDS_MAX: f64 = 3.2e13;
+/// What a step takes at most: a day. Steps of as many ranks can be added up.
+const STEP_NANOSECONDS_MAX: u64 = 86_400_000_000_000;
 /// Category of events that are no actions, but what came before one.
 const WAITING: &str = "waiting";
 
@@ -184,7 +188,7 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
         return Err(format!("its format is {format}, and this program reads {FORMAT}"));
     }
     // Each has an event with its name.
-    if ranks.is_empty() || ranks.len() > document.trace_events.len() {
+    if !(1..=RANKS_MAX.min(document.trace_events.len())).contains(&ranks.len()) {
         return Err(format!("it is said to be of {} ranks", ranks.len()));
     }
     let ranks = check_ranks(ranks)?;
@@ -254,6 +258,10 @@ fn assemble(
     let firsts = actions.iter().map(|actions| actions.first().map(|first| first.issued));
     let began = firsts.collect::<Option<Vec<u64>>>().and_then(|firsts| firsts.into_iter().min());
     let began = began.ok_or_else(|| format!("a rank does nothing in step {step}"))?;
+    let ended = actions.iter().flatten().map(|traced| traced.end).max().unwrap_or(began);
+    if ended - began > STEP_NANOSECONDS_MAX {
+        return Err(format!("step {step} takes longer than a day"));
+    }
     let from_beginning = |traced: TracedAction| TracedAction {
         issued: traced.issued - began,
         start: traced.start - began,

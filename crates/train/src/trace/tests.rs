@@ -91,11 +91,16 @@ fn other_files_are_refused() {
     let text = std::fs::read_to_string(folder.path().join(TRACE_FILE)).unwrap();
     for (from, to, why) in [
         ("\"format\":1", "\"format\":2", "its format is 2"),
-        ("\"X\",\"pid\":1", "\"X\",\"pid\":7", "is of a rank that does not exist"),
+        (
+            "compute\",\"ph\":\"X\",\"pid\":1",
+            "compute\",\"ph\":\"X\",\"pid\":7",
+            "is of a rank that does not exist",
+        ),
         ("\"name\":\"F 1 0\"", "\"name\":\"F one 0\"", "is no action with its times"),
         ("\"dur\":0.6", "\"dur\":-0.6", "is no action with its times"),
         ("\"dur\":0.6", "\"dur\":1e300", "is no action with its times"),
         ("\"dur\":0.6", "\"dur\":60.0", "begins before the one before it has ended"),
+        ("\"ts\":105.4,\"dur\":0.6", "\"ts\":105.4,\"dur\":1e11", "step 20 takes longer than a day"),
         ("\"issued\":1.0", "\"issued\":9.0", "is no action with its times"),
         ("\"step\":20", "\"stop\":20", "is of no step"),
         ("units 2", "units 99999999999999999999", "has the outline"),

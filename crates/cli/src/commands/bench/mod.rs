@@ -3,6 +3,7 @@
 mod collectives;
 mod disk;
 mod kernels;
+mod schedule;
 mod step;
 
 use crate::launch::{LaunchError, LocalWorld, run_local_workers, this_command};
@@ -27,6 +28,7 @@ enum BenchCommand {
     Collectives(collectives::CollectivesArgs),
     Disk(disk::DiskArgs),
     Kernels(kernels::KernelsArgs),
+    Schedule(schedule::ScheduleArgs),
     Step(step::StepArgs),
 }
 
@@ -36,6 +38,7 @@ pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
         BenchCommand::Collectives(args) => collectives::run(args, started),
         BenchCommand::Disk(args) => disk::run(args),
         BenchCommand::Kernels(args) => kernels::run(args),
+        BenchCommand::Schedule(args) => schedule::run(args),
         BenchCommand::Step(args) => step::run(args, started),
     }
 }

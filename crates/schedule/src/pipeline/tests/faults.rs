@@ -179,13 +179,13 @@ fn receives_just_before_they_are_needed_stop_1f1b() {
         "deadlock: rank 0, pass 2 sends the result of 'F 0 1' to rank 1, which does not receive it; rank 1, pass 2 sends \
          the result of 'B 1 0' to rank 0, which does not receive it"
     );
-    assert_eq!(check(&place(&one_f_one_b, &timeline), &one_f_one_b), Ok(()));
+    assert_eq!(check(&place(&one_f_one_b, &timeline, None), &one_f_one_b), Ok(()));
 }
 
 #[test]
 fn a_message_that_is_lost_or_late_is_found() {
     let (schedule, timeline) = proven(Kind::OneFOneB, sizes(2, 2, 1), EQUAL);
-    let events = place(&schedule, &timeline);
+    let events = place(&schedule, &timeline, None);
     for rank in 0..2 {
         for index in 0..events[rank].len() {
             let mut without = events.clone();

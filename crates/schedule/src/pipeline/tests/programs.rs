@@ -21,13 +21,26 @@ const KINDS: [(Kind, usize); 9] = [
 
 /// Programs of stages with one unit more each than `units_min`, but for the first.
 fn lowered(kind: Kind, num_ranks: usize, stages_per_rank: usize, num_microbatches: usize) -> Vec<Program> {
+    tied(kind, num_ranks, stages_per_rank, num_microbatches, false)
+}
+
+/// The same; the last unit may read the parameters of the first.
+fn tied(
+    kind: Kind,
+    num_ranks: usize,
+    stages_per_rank: usize,
+    num_microbatches: usize,
+    is_tied: bool,
+) -> Vec<Program> {
     let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
     let num_stages = num_ranks * stages_per_rank;
     let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
     let schedule = generate(kind, sizes, &costs, None).unwrap();
     let units: Vec<_> =
         (0..num_stages).map(|stage| (3 * stage).div_ceil(2)..(3 * stage + 3).div_ceil(2)).collect();
-    programs(&schedule, &costs, &units, &[])
+    let last = units[num_stages - 1].end - 1;
+    let ties = if is_tied && last > 0 { vec![(last, 0)] } else { Vec::new() };
+    programs(&schedule, &costs, &units, &ties)
 }
 
 #[test]
@@ -47,9 +60,10 @@ proptest! {
     #[test]
     fn programs_are_valid_and_read_back(
         kind in 0..KINDS.len(), num_ranks in 1..5_usize, more in 0..5_usize, stage in 0..3_usize, keep in 0..4_usize,
+        is_tied in any::<bool>(),
     ) {
         let (kind, stages_per_rank) = KINDS[kind];
-        let programs = lowered(kind, num_ranks, stages_per_rank, 2 * num_ranks + more);
+        let programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + more, is_tied);
         let num_units = programs[0].outline.num_units;
         let keeps: Vec<Keep> = (0..num_units)
             .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
@@ -67,9 +81,10 @@ proptest! {
     #[test]
     fn a_program_that_lost_an_action_is_refused(
         kind in 0..KINDS.len(), num_ranks in 2..4_usize, rank in 0..4_usize, at in any::<prop::sample::Index>(),
+        is_tied in any::<bool>(),
     ) {
         let (kind, stages_per_rank) = KINDS[kind];
-        let mut programs = lowered(kind, num_ranks, stages_per_rank, 2 * num_ranks + 1);
+        let mut programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + 1, is_tied);
         let actions = &mut programs[rank % num_ranks].actions;
         let lost = actions.remove(at.index(actions.len()));
         prop_assert!(validate_pipeline(&programs).is_err(), "without {}", lost);
@@ -142,4 +157,18 @@ fn gradients_are_summed_in_the_order_of_microbatches() {
     actions.swap(first, second);
     let error = validate_pipeline(&programs).unwrap_err().to_string();
     assert!(error.contains("W 0 1"), "{error}");
+}
+
+#[test]
+fn a_tied_unit_sends_its_part_of_the_gradient_and_gets_the_parameters() {
+    let lines = |program: &Program| program.to_string().lines().collect::<Vec<_>>().join(", ");
+    let found: Vec<String> = tied(Kind::ZeroBubbleH1, 2, 1, 2, true).iter().map(lines).collect();
+    let expected = [
+        "units 3 microbatches 2 ties 2:0 rank 0 stage 0-2@0 stage 2-3@1, F 0 0, F 1 0, SEND_F 1 0, F 0 1, F 1 1, SEND_F 1 1, \
+         RECV_B 2 0, I 1 0, I 0 0, W 1 0, RECV_B 2 1, I 1 1, I 0 1, RECV_GRAD 0 0, W 0 0, W 1 1, REDUCE_GRAD 1, RECV_GRAD 0 1, \
+         W 0 1, REDUCE_GRAD 0, STEP 0, STEP 1, SEND_PARAM 0",
+        "units 3 microbatches 2 ties 2:0 rank 1 stage 0-2@0 stage 2-3@1, RECV_F 1 0, F 2 0, RECV_F 1 1, I 2 0, SEND_B 2 0, F 2 1, \
+         I 2 1, SEND_B 2 1, W 2 0, SEND_GRAD 0 0, W 2 1, REDUCE_GRAD 2, SEND_GRAD 0 1, STEP 2, RECV_PARAM 0",
+    ];
+    assert_eq!(found, expected);
 }

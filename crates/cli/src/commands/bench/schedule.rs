@@ -1,0 +1,283 @@
+//! `trireme bench schedule`.
+
+use crate::console::{Measuring, Output};
+use anyhow::Result;
+use serde::Serialize;
+use std::io::Write;
+use std::time::Instant;
+use trireme_schedule::lowering::{Sharding, recompute, shard};
+use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
+use trireme_schedule::{Keep, Program, ZeroStage, validate_pipeline};
+
+/// With `--units-per-stage 0`, a rank does at least this many things.
+const ACTIONS: usize = 60_000;
+
+/// A send and a receive in each direction.
+const MESSAGES: usize = 4;
+
+const HELP: &str = "\
+How to read it:
+  Times are in milliseconds, of one thread; the median of the repeats, and for
+  the total the median of the totals. generate makes the order of passes; check
+  proves it; programs makes each rank's actions with its messages; lower puts in
+  recomputation and ZeRO-1's gatherings; prove proves the programs of all ranks
+  together. Actions are those of the rank with most. Stages take about the same
+  time, but no two neighbours exactly, so auto has something to look for.
+
+Examples:
+  trireme bench schedule
+      All schedules for 64 ranks and 512 microbatches, with 60,000 actions a
+      rank: what a job on many hosts does once, before its first step.
+  trireme bench schedule --schedule auto --stages-per-rank 2 --repeats 9
+      One schedule, measured longer.";
+
+/// Time how long it takes to make and prove pipeline schedules.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HELP)]
+pub(super) struct ScheduleArgs {
+    /// Ranks of the pipeline.
+    #[arg(long, value_name = "P", default_value_t = 64, value_parser = in_range(1, 1 << 12))]
+    ranks: usize,
+    /// Microbatches of a step.
+    #[arg(long, value_name = "M", default_value_t = 512, value_parser = in_range(1, 1 << 16))]
+    microbatches: usize,
+    /// Stages of a rank; 0 takes the fewest that the schedule works with.
+    #[arg(long, value_name = "V", default_value_t = 0, value_parser = in_range(0, 1 << 10))]
+    stages_per_rank: usize,
+    /// Units of a stage; 0 takes as many as make 60,000 actions a rank.
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = in_range(0, 1 << 10))]
+    units_per_stage: usize,
+    /// Units of which one keeps its input and the others are recomputed from it; 0 keeps everything.
+    #[arg(long, value_name = "UNITS", default_value_t = 2, value_parser = in_range(0, 1 << 10))]
+    recompute: usize,
+    /// A schedule as a config names it, or all.
+    #[arg(long, value_name = "NAME", default_value = "all", value_parser = parse_choice)]
+    schedule: Choice,
+    /// How often each is made.
+    #[arg(long, value_name = "TIMES", default_value_t = 3, value_parser = in_range(1, 1000))]
+    repeats: usize,
+    /// Print one JSON object.
+    #[arg(long)]
+    json: bool,
+}
+
+fn in_range(min: u64, max: u64) -> impl clap::builder::TypedValueParser<Value = usize> {
+    use clap::builder::{RangedU64ValueParser, TypedValueParser};
+    RangedU64ValueParser::<u64>::new().range(min..=max).map(|number| number as usize)
+}
+
+/// Which schedules to time.
+#[derive(Debug, Clone, Copy)]
+enum Choice {
+    All,
+    One(Kind),
+}
+
+impl Choice {
+    /// Without drains there are no programs. Of all schedules, those that work with the stages of a rank; 0 suits each.
+    fn kinds(self, stages_per_rank: usize) -> Vec<Kind> {
+        let fits = |kind: &Kind| {
+            let (min, max) = kind.stages_per_rank();
+            stages_per_rank == 0 || (min..=max).contains(&stages_per_rank)
+        };
+        match self {
+            Choice::All => synchronous().filter(fits).collect(),
+            Choice::One(kind) => vec![kind],
+        }
+    }
+}
+
+fn synchronous() -> impl Iterator<Item = Kind> {
+    Kind::ALL.into_iter().filter(|kind| kind.is_synchronous())
+}
+
+fn parse_choice(text: &str) -> Result<Choice, String> {
+    if text == "all" {
+        return Ok(Choice::All);
+    }
+    let names = || synchronous().map(Kind::name).collect::<Vec<_>>().join(", ");
+    let kind = synchronous().find(|kind| kind.name() == text);
+    kind.map(Choice::One).ok_or_else(|| format!("expected all, or one of {}", names()))
+}
+
+/// What is printed; the fields are the keys of `--json`.
+#[derive(Debug, Serialize)]
+struct Report {
+    version: &'static str,
+    ranks: usize,
+    microbatches: usize,
+    repeats: usize,
+    schedules: Vec<ScheduleReport>,
+}
+
+#[derive(Debug, Serialize)]
+struct ScheduleReport {
+    schedule: &'static str,
+    stages_per_rank: usize,
+    units_per_stage: usize,
+    actions_per_rank: usize,
+    /// Of all ranks.
+    actions: usize,
+    generate_ms: f64,
+    check_ms: f64,
+    programs_ms: f64,
+    lower_ms: f64,
+    prove_ms: f64,
+    total_ms: f64,
+}
+
+/// Runs `trireme bench schedule`.
+pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
+    let measuring = Measuring::new();
+    let mut schedules = Vec::new();
+    for kind in args.schedule.kinds(args.stages_per_rank) {
+        measuring.tell(kind.name());
+        schedules.push(measure(kind, args)?);
+    }
+    drop(measuring);
+    let version = env!("CARGO_PKG_VERSION");
+    let ScheduleArgs { ranks, microbatches, repeats, .. } = *args;
+    let report = Report { version, ranks, microbatches, repeats, schedules };
+    if args.json {
+        writeln!(Output, "{}", serde_json::to_string(&report)?)?;
+        return Ok(());
+    }
+    print(&report)
+}
+
+fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
+    let stages_per_rank = match args.stages_per_rank {
+        0 => kind.stages_per_rank().0,
+        given => given,
+    };
+    let (num_ranks, num_microbatches) = (args.ranks, args.microbatches);
+    let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
+    let costs = Costs::new((0..num_ranks * stages_per_rank).map(stage_costs).collect(), 1)?;
+    let mut made = Vec::new();
+    for _ in 0..args.repeats {
+        made.push(make(kind, sizes, &costs, args)?);
+    }
+    let Made { units_per_stage, actions_per_rank, actions, .. } = made[0];
+    let [generate_ms, check_ms, programs_ms, lower_ms, prove_ms] =
+        std::array::from_fn(|phase| median(made.iter().map(|made| made.phases_ms[phase])));
+    Ok(ScheduleReport {
+        schedule: kind.name(),
+        stages_per_rank,
+        units_per_stage,
+        actions_per_rank,
+        actions,
+        generate_ms,
+        check_ms,
+        programs_ms,
+        lower_ms,
+        prove_ms,
+        total_ms: median(made.iter().map(|made| made.phases_ms.iter().sum())),
+    })
+}
+
+/// No two neighbours take the same time.
+fn stage_costs(stage: usize) -> StageCosts {
+    let stage = stage as u64;
+    StageCosts::of(18 + 2 * stage % 5, 18 + 3 * stage % 5, 18 + stage % 4)
+}
+
+/// What was made once, and how long that took.
+struct Made {
+    units_per_stage: usize,
+    actions_per_rank: usize,
+    actions: usize,
+    /// In the order of the report.
+    phases_ms: [f64; 5],
+}
+
+fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<Made> {
+    let mut begin = Instant::now();
+    let mut lap_ms = || std::mem::replace(&mut begin, Instant::now()).elapsed().as_secs_f64() * 1e3;
+    let schedule = pipeline::generate(kind, sizes, costs, None)?;
+    let generate_ms = lap_ms();
+    pipeline::validate(&schedule, costs, None)?;
+    let check_ms = lap_ms();
+    let units_per_stage = match args.units_per_stage {
+        0 => units_for_actions(&schedule, args.recompute),
+        given => given,
+    };
+    let num_stages = schedule.num_stages();
+    let units: Vec<_> =
+        (0..num_stages).map(|stage| stage * units_per_stage..(stage + 1) * units_per_stage).collect();
+    let programs = pipeline::programs(&schedule, costs, &units, &[]);
+    let programs_ms = lap_ms();
+    let keeps = keeps(num_stages * units_per_stage, args.recompute);
+    let sharding = Sharding { zero_stage: ZeroStage::One, prefetch: 0, keep_after_forward: false };
+    let lowered = programs.into_iter().map(|program| shard(recompute(program, &keeps), sharding));
+    let programs: Vec<Program> = lowered.collect();
+    let lower_ms = lap_ms();
+    validate_pipeline(&programs)?;
+    let prove_ms = lap_ms();
+    let lengths = || programs.iter().map(|program| program.actions.len());
+    Ok(Made {
+        units_per_stage,
+        actions_per_rank: lengths().max().unwrap_or(0),
+        actions: lengths().sum(),
+        phases_ms: [generate_ms, check_ms, programs_ms, lower_ms, prove_ms],
+    })
+}
+
+/// Units of a stage with which a rank has as many actions as are asked for: each pass of each unit is one.
+fn units_for_actions(schedule: &Schedule, recompute: usize) -> usize {
+    let num_ranks = schedule.num_ranks();
+    let microbatches = schedule.num_stages() * schedule.num_microbatches / num_ranks;
+    let recomputed = if recompute == 0 { 0 } else { microbatches };
+    let per_unit = schedule.num_passes() / num_ranks + recomputed;
+    ACTIONS.saturating_sub(MESSAGES * microbatches).div_ceil(per_unit).max(1)
+}
+
+fn keeps(num_units: usize, recompute: usize) -> Vec<Keep> {
+    let keep = |unit: usize| match unit.checked_rem(recompute) {
+        None => Keep::All,
+        Some(0) => Keep::Input,
+        Some(_) => Keep::Nothing,
+    };
+    (0..num_units).map(keep).collect()
+}
+
+fn median(values: impl Iterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.collect();
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+fn print(report: &Report) -> Result<()> {
+    let Report { ranks, microbatches, repeats, .. } = report;
+    writeln!(
+        Output,
+        "{ranks} ranks, {microbatches} microbatches; milliseconds, medians of {repeats}\n\n\
+         {:<17} {:>6} {:>5} {:>12} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
+        "schedule",
+        "stages",
+        "units",
+        "actions/rank",
+        "generate",
+        "check",
+        "programs",
+        "lower",
+        "prove",
+        "total"
+    )?;
+    for schedule in &report.schedules {
+        writeln!(
+            Output,
+            "{:<17} {:>6} {:>5} {:>12} {:>9.1} {:>8.1} {:>9.1} {:>8.1} {:>8.1} {:>8.1}",
+            schedule.schedule,
+            schedule.stages_per_rank,
+            schedule.units_per_stage,
+            schedule.actions_per_rank,
+            schedule.generate_ms,
+            schedule.check_ms,
+            schedule.programs_ms,
+            schedule.lower_ms,
+            schedule.prove_ms,
+            schedule.total_ms,
+        )?;
+    }
+    Ok(())
+}

@@ -1,0 +1,87 @@
+//! Gradients of parameters that a unit of a pipeline reads, and another one has.
+//!
+//! Several microbatches are under way at a time, so what the reader has for a microbatch waits until the owner completes its
+//! gradient for the same one: within the rank, or after a message.
+
+use crate::error::ParallelError;
+use crate::pool::Pool;
+use trireme_comm::Buffer;
+use trireme_schedule::Outline;
+use trireme_tensor::{GradTarget, ParameterSpan, ViewMut};
+
+/// What the reader of a tie has for the owner's gradient, by microbatch.
+pub(crate) struct TiedGradients {
+    span: ParameterSpan,
+    reader: usize,
+    pool: Pool<f32>,
+    /// Being written by backward of the reader for this microbatch.
+    open: Option<(usize, Buffer<f32>)>,
+    parts: Vec<Option<Buffer<f32>>>,
+}
+
+impl TiedGradients {
+    /// For the parameters of `span`, if a tie of the pipeline of `outline` concerns this rank. Memory comes from the pool of
+    /// messages.
+    pub(crate) fn new(outline: &Outline, span: Option<ParameterSpan>, pool: &Pool<f32>) -> Option<Self> {
+        let span = span.filter(|_| !outline.stages.is_empty())?;
+        let reader = outline.reader_of(span.unit)?;
+        let is_here = outline.holds(reader) || outline.holds(span.unit);
+        let parts = (0..outline.num_microbatches).map(|_| None).collect();
+        is_here.then(|| TiedGradients { span, reader, pool: pool.clone(), open: None, parts })
+    }
+
+    /// The parameters.
+    pub(crate) fn span(&self) -> ParameterSpan {
+        self.span
+    }
+
+    /// Elements of a part.
+    pub(crate) fn len(&self) -> usize {
+        self.span.shape.num_elements()
+    }
+
+    /// Makes room for what backward of `unit` has, if it is the reader.
+    pub(crate) fn begin(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
+        if unit == self.reader {
+            self.open = Some((microbatch, self.pool.take(self.len())?));
+        }
+        Ok(())
+    }
+
+    /// Where the reader's backward writes, while it runs.
+    pub(crate) fn target(&mut self, span: &ParameterSpan) -> Option<GradTarget<'_>> {
+        let (_, buffer) = self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
+        debug_assert_eq!((span.offset, span.shape), (self.span.offset, self.span.shape), "one span is tied");
+        Some(GradTarget { view: ViewMut::from_f32s(buffer, span.shape), accumulate: false })
+    }
+
+    /// The reader has written its part; whether that was it.
+    pub(crate) fn end(&mut self, span: &ParameterSpan) -> bool {
+        let open = self.open.take_if(|_| span.unit == self.span.unit);
+        let is_end = open.is_some();
+        if let Some((microbatch, part)) = open {
+            self.put(microbatch, part);
+        }
+        is_end
+    }
+
+    /// A part has come.
+    pub(crate) fn put(&mut self, microbatch: usize, part: Buffer<f32>) {
+        self.parts[microbatch] = Some(part);
+    }
+
+    /// The part of a microbatch, to be sent.
+    pub(crate) fn take_to_send(&mut self, microbatch: usize) -> Buffer<f32> {
+        self.parts[microbatch].take().expect("the reader has run backward")
+    }
+
+    /// The part of a microbatch, to be added to the gradient of `unit`, if that is the owner.
+    pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Buffer<f32>> {
+        self.parts.get_mut(microbatch).filter(|_| unit == self.span.unit)?.take()
+    }
+
+    /// Gives the memory of a part back.
+    pub(crate) fn give(&self, part: Buffer<f32>) {
+        self.pool.give(part);
+    }
+}
