@@ -99,6 +99,8 @@ pub(crate) struct Gradients {
     units: Vec<UnitGradient>,
     /// Whole gradients in f32, where something else is kept.
     pool: Option<Pool<f32>>,
+    /// What has counted whole gradients that stay.
+    staying: Option<Pool<f32>>,
     /// Whether those are under way until they are reduced.
     is_pool_under_way: bool,
     /// Whether what is under way is rounded, and goes when it was added to a shard.
@@ -194,6 +196,7 @@ impl Gradients {
             let lens = fused.map(|unit| unit.shape.num_elements());
             fusions.reserve(lens, options.reduce_dtype, &counted, group)?;
         }
+        let (pool, staying) = if keeps_whole { (None, Some(pool)) } else { (Some(pool), None) };
         Ok(Gradients {
             device: device.clone(),
             determinism: options.determinism,
@@ -203,7 +206,8 @@ impl Gradients {
             ranks: Arc::clone(ranks),
             under_way: VecDeque::with_capacity(units.len()),
             units,
-            pool: (!keeps_whole).then_some(pool),
+            pool,
+            staying,
             is_pool_under_way,
             is_narrow_pooled,
             exchanges,
@@ -216,7 +220,7 @@ impl Gradients {
     /// Gives all memory back, in which there is nothing between steps, before others take the place of these.
     pub(crate) fn release(&mut self) {
         self.units.clear();
-        self.pool = None;
+        (self.pool, self.staying) = (None, None);
         self.tied = None;
         self.counted = Counted::new(&self.device);
     }

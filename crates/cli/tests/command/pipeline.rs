@@ -34,10 +34,10 @@ fn a_pipeline_has_the_losses_of_one_worker() {
 fn units_move_where_a_given_cut_is_uneven() {
     let scene = Scene::with_corpus();
     // Six blocks, of which any machine takes longer for five than for one.
-    let model = format!("{UNTIED} --set model.num_layers=6 --set checkpoint.interval=4");
+    let model = format!("{MODEL} --set model.num_layers=6 --set training.steps=12");
     let pipeline =
         "--set parallelism.pipeline_parallel_degree=2 --set parallelism.pipeline_parallel_split_points=[2]";
-    let balanced = "--set parallelism.pipeline_parallel_rebalance_interval=3";
+    let balanced = "--set parallelism.pipeline_parallel_rebalance_interval=9";
     scene.run(&format!("train tiny.toml --workers 1 {model} --set run.name=one")).succeeded();
     for (name, workers) in [("two", "--workers 2"), ("grid", "--workers 4 --set parallelism.zero_stage=2")] {
         let command =
@@ -46,7 +46,7 @@ fn units_move_where_a_given_cut_is_uneven() {
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
         let moved = text.lines().find(|line| line.contains("units 0-1 | 2-7 are now 0-"));
         let moved = moved.unwrap_or_else(|| panic!("nothing moved: {text}"));
-        tells(moved, &["step 3: the busiest worker of the pipeline took "]);
+        tells(moved, &["step 9: the busiest worker of the pipeline took "]);
         let program = scene.read(&format!("runs/{name}/program.txt"));
         assert!(!program.contains("stage 0-2@0"), "{program}");
         tells(&program, &["# step ", " are now "]);
@@ -106,21 +106,21 @@ fn pipelines_that_cannot_be_are_refused() {
         ),
         ("--set parallelism.pipeline_parallel_schedule=gpipe".to_owned(), ["counts only with", "above 1"]),
         (
-            format!("--workers 2 {UNTIED} --set {degree}=2 --set {split_points}=[2,4]"),
+            format!("--workers 2 {MODEL} --set {degree}=2 --set {split_points}=[2,4]"),
             ["cut at 1 units, and here are 2", "where each stage after the first begins"],
         ),
         (
-            format!("--workers 3 {UNTIED} --set {degree}=3 --set {split_points}=[3,3]"),
-            ["increasing numbers", "[3, 3]"],
+            format!("--workers 3 {MODEL} --set {degree}=3 --set {split_points}=[3,3]"),
+            ["increasing numbers", "[3,3]"],
         ),
         (
-            format!("--workers 2 {UNTIED} --set {degree}=2 --set {split_points}=[6]"),
+            format!("--workers 2 {MODEL} --set {degree}=2 --set {split_points}=[6]"),
             ["unit 6, and the model has 6", "lower it"],
         ),
         (format!("--set {split_points}=[1]"), ["counts only with", "above 1"]),
         (
             format!(
-                "--workers 2 {UNTIED} --set {degree}=2 --set {interval}=5 --set memory.device_budget=1GiB"
+                "--workers 2 {MODEL} --set {degree}=2 --set {interval}=5 --set memory.device_budget=1GiB"
             ),
             ["no room for them", "device_budget"],
         ),
