@@ -56,7 +56,7 @@ enum Fact {
     Arrived,
 }
 
-/// Of activations or of gradients: when each fact came about, by unit and microbatch.
+/// Of one kind of result: when each fact came about, by unit and microbatch.
 struct Times {
     num_microbatches: usize,
     facts: [Vec<u64>; 3],
@@ -94,6 +94,9 @@ struct Clock<'a, Ticks> {
     ticks: Ticks,
     activations: Times,
     gradients: Times,
+    /// What tied units have for the gradients of others, by the unit whose it is; and copies of parameters, as of microbatch 0.
+    tied: Times,
+    copies: Times,
     ranks: Vec<RankClock>,
     /// Ranks that may be able to go on.
     awake: VecDeque<usize>,
@@ -113,6 +116,8 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
             ticks,
             activations: Times::of(programs),
             gradients: Times::of(programs),
+            tied: Times::of(programs),
+            copies: Times::of(programs),
             ranks: programs.iter().map(rank).collect(),
             awake: (0..programs.len()).collect(),
         }
@@ -124,7 +129,13 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
             let Some(ready) = self.ready(rank, action) else { return };
             let streams = &mut self.ranks[rank].streams;
             let now = streams[Stream::Compute as usize];
-            let is_receive = matches!(action, Action::ReceiveForward { .. } | Action::ReceiveBackward { .. });
+            let is_receive = matches!(
+                action,
+                Action::ReceiveForward { .. }
+                    | Action::ReceiveBackward { .. }
+                    | Action::ReceiveGrad { .. }
+                    | Action::ReceiveParameters { .. }
+            );
             let span = if is_receive {
                 Span { start: now, end: now.max(ready) }
             } else {
@@ -147,9 +158,13 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
             Action::Forward { unit, microbatch, .. } if unit > 0 => {
                 *self.activations.at(where_made(unit - 1), unit - 1, microbatch)
             }
-            Action::Backward { unit, microbatch } if unit + 1 < outline.num_units => {
+            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch }
+                if unit + 1 < outline.num_units =>
+            {
                 *self.gradients.at(where_made(unit + 1), unit + 1, microbatch)
             }
+            Action::ReceiveGrad { unit, microbatch } => *self.tied.at(Fact::Sent, unit, microbatch),
+            Action::ReceiveParameters { unit } => *self.copies.at(Fact::Sent, unit, 0),
             Action::ReceiveForward { unit, microbatch } => *self.activations.at(Fact::Sent, unit, microbatch),
             Action::ReceiveBackward { unit, microbatch } => *self.gradients.at(Fact::Sent, unit, microbatch),
             Action::Step { .. } => {
@@ -158,27 +173,46 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
             }
             _ => 0,
         };
+        // A unit's own part of a gradient joins that of the unit which reads its parameters.
+        let tied = match (completed(action), completed(action).and_then(|(unit, _)| outline.reader_of(unit)))
+        {
+            (Some((unit, microbatch)), Some(reader)) => *self.tied.at(where_made(reader), unit, microbatch),
+            _ => 0,
+        };
         let clock = &self.ranks[rank];
         let whole = outline.reads(action).filter_map(|unit| clock.whole.get(&unit));
         let fetched = action.uses().iter().filter_map(|&class| clock.fetched.get(&action.state(class)));
-        let ready = whole.chain(fetched).copied().fold(result, u64::max);
+        let ready = whole.chain(fetched).copied().fold(result.max(tied), u64::max);
         (ready != NEVER).then_some(ready)
     }
 
     /// Notes what an action has brought about at `end`, and wakes who waits for it.
     fn note(&mut self, rank: usize, action: Action, end: u64) {
-        let Clock { programs, activations, gradients, ranks, awake, .. } = self;
+        let Clock { programs, activations, gradients, tied, copies, ranks, awake, .. } = self;
+        let outline = &programs[rank].outline;
+        if let Some((reader, microbatch)) = completed(action)
+            && let Some(&(_, owner)) = outline.ties.iter().find(|(unit, _)| *unit == reader)
+        {
+            *tied.at(Fact::Made, owner, microbatch) = end;
+        }
+        let is_send = matches!(
+            action,
+            Action::SendForward { .. }
+                | Action::SendBackward { .. }
+                | Action::SendGrad { .. }
+                | Action::SendParameters { .. }
+        );
+        awake.extend(outline.peer(action).filter(|_| is_send));
         match action {
             Action::Forward { unit, microbatch, .. } => *activations.at(Fact::Made, unit, microbatch) = end,
-            Action::Backward { unit, microbatch } => *gradients.at(Fact::Made, unit, microbatch) = end,
-            Action::SendForward { unit, microbatch } => {
-                *activations.at(Fact::Sent, unit, microbatch) = end;
-                awake.push_back(programs[rank].outline.rank_of(unit + 1));
+            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
+                *gradients.at(Fact::Made, unit, microbatch) = end
             }
-            Action::SendBackward { unit, microbatch } => {
-                *gradients.at(Fact::Sent, unit, microbatch) = end;
-                awake.push_back(programs[rank].outline.rank_of(unit - 1));
-            }
+            Action::SendForward { unit, microbatch } => *activations.at(Fact::Sent, unit, microbatch) = end,
+            Action::SendBackward { unit, microbatch } => *gradients.at(Fact::Sent, unit, microbatch) = end,
+            Action::SendGrad { unit, microbatch } => *tied.at(Fact::Sent, unit, microbatch) = end,
+            Action::ReceiveGrad { unit, microbatch } => *tied.at(Fact::Arrived, unit, microbatch) = end,
+            Action::SendParameters { unit } => *copies.at(Fact::Sent, unit, 0) = end,
             Action::ReceiveForward { unit, microbatch } => {
                 *activations.at(Fact::Arrived, unit, microbatch) = end
             }
@@ -199,5 +233,15 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
                 self.awake.extend(0..self.ranks.len());
             }
         }
+    }
+}
+
+/// The unit whose gradient an action completes for a microbatch, and the microbatch.
+fn completed(action: Action) -> Option<(usize, usize)> {
+    match action {
+        Action::Backward { unit, microbatch } | Action::BackwardWeight { unit, microbatch } => {
+            Some((unit, microbatch))
+        }
+        _ => None,
     }
 }

@@ -4,8 +4,14 @@ use trireme_schedule::lowering::{Sharding, shard};
 use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{ZeroStage, single};
 
-const KINDS: [(Kind, usize); 4] =
-    [(Kind::GPipe, 1), (Kind::OneFOneB, 1), (Kind::Interleaved, 2), (Kind::BreadthFirst, 2)];
+const KINDS: [(Kind, usize); 6] = [
+    (Kind::GPipe, 1),
+    (Kind::OneFOneB, 1),
+    (Kind::Interleaved, 2),
+    (Kind::BreadthFirst, 2),
+    (Kind::ZeroBubbleH2, 1),
+    (Kind::DualPipeV, 2),
+];
 
 /// A schedule of stages as programs with a unit a stage, and its own makespan.
 fn of_stages(
@@ -18,7 +24,7 @@ fn of_stages(
     let schedule = generate(kind.0, sizes, costs, None).unwrap();
     let timeline = pipeline::simulate(&schedule, costs).unwrap();
     let units: Vec<_> = (0..schedule.num_stages()).map(|stage| stage..stage + 1).collect();
-    (programs(&schedule, &timeline, &units, &[]), timeline.makespan)
+    (programs(&schedule, costs, &units, &[]), timeline.makespan)
 }
 
 /// Ticks of each stage's passes and of messages; what else there is takes none.
@@ -28,6 +34,8 @@ fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
         Action::Backward { unit, .. } => {
             costs.stages()[unit].backward_input + costs.stages()[unit].backward_weight
         }
+        Action::BackwardInput { unit, .. } => costs.stages()[unit].backward_input,
+        Action::BackwardWeight { unit, .. } => costs.stages()[unit].backward_weight,
         Action::SendForward { .. } | Action::SendBackward { .. } => costs.send(),
         _ => 0,
     }
@@ -36,22 +44,22 @@ fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
 proptest! {
     #[test]
     fn programs_take_what_their_schedule_takes(
-        kind in 0..4_usize, num_ranks in 1..5_usize, more in 0..5_usize, times in prop::collection::vec(1..9_u64, 3),
+        kind in 0..KINDS.len(), num_ranks in 1..5_usize, more in 0..5_usize, times in prop::collection::vec(1..9_u64, 3),
         send in 0..2_u64,
     ) {
         let num_stages = num_ranks * KINDS[kind].1;
         let stage = StageCosts::of(times[0], times[1], times[2]);
         let costs = Costs::new(vec![stage; num_stages], send).unwrap();
-        let (programs, makespan) = of_stages(KINDS[kind], num_ranks, num_ranks + more, &costs);
+        let (programs, makespan) = of_stages(KINDS[kind], num_ranks, 2 * num_ranks + more, &costs);
         prop_assert_eq!(simulate(&programs, ticks(&costs)).unwrap().makespan, makespan);
     }
 
     #[test]
     fn no_step_is_shorter_than_its_longest_chain(
-        kind in 0..4_usize, num_ranks in 1..5_usize, more in 0..5_usize, seed in any::<u64>(), send in 0..9_u64,
+        kind in 0..KINDS.len(), num_ranks in 1..5_usize, more in 0..5_usize, seed in any::<u64>(), send in 0..9_u64,
     ) {
         let equal = Costs::equal(num_ranks * KINDS[kind].1, StageCosts::of(1, 1, 1)).unwrap();
-        let (programs, _) = of_stages(KINDS[kind], num_ranks, num_ranks + more, &equal);
+        let (programs, _) = of_stages(KINDS[kind], num_ranks, 2 * num_ranks + more, &equal);
         // Each action takes something else.
         let ticks = |_: usize, action: Action| match action {
             Action::SendForward { .. } | Action::SendBackward { .. } => send,
@@ -60,7 +68,7 @@ proptest! {
             _ => 1,
         };
         let timeline = simulate(&programs, ticks).unwrap();
-        let mut chains = vec![0; num_ranks + more];
+        let mut chains = vec![0; 2 * num_ranks + more];
         for (rank, (program, spans)) in programs.iter().zip(&timeline.ranks).enumerate() {
             prop_assert_eq!(program.actions.len(), spans.len());
             let computed: Vec<_> =
@@ -135,4 +143,24 @@ fn programs_that_never_end_are_refused() {
     let error = simulate(&[alone], |_, _| 1).unwrap_err();
     assert!(matches!(error, ProgramError::Deadlock { .. }), "{error}");
     assert_eq!(simulate(&[], |_, _| 1).unwrap().makespan, 0);
+}
+
+#[test]
+fn the_embedding_waits_for_the_head_that_is_tied_to_it() {
+    let sizes = Sizes { num_ranks: 3, num_microbatches: 4, stages_per_rank: 1, num_steps: 1 };
+    let costs = Costs::equal(3, StageCosts::of(1, 1, 1)).unwrap();
+    let schedule = generate(Kind::ZeroBubbleH1, sizes, &costs, None).unwrap();
+    let programs = programs(&schedule, &costs, &[0..1, 1..2, 2..3], &[(2, 0)]);
+    let timeline = simulate(&programs, |_, _| 10).unwrap();
+    let end = |rank: usize, text: &str| {
+        let action = text.parse::<Action>().unwrap();
+        let place = programs[rank].actions.iter().position(|found| *found == action).unwrap();
+        timeline.ranks[rank][place].end
+    };
+    for microbatch in 0..4 {
+        let sent = end(2, &format!("SEND_GRAD 0 {microbatch}"));
+        assert_eq!(end(2, &format!("W 2 {microbatch}")) + 10, sent);
+        assert!(end(0, &format!("W 0 {microbatch}")) >= sent + 10, "microbatch {microbatch}");
+    }
+    assert!(end(2, "RECV_PARAM 0") >= end(0, "SEND_PARAM 0"));
 }

@@ -1,6 +1,6 @@
 //! Timelines of steps: when each rank did what.
 //!
-//! [`Tracer`] gathers the timeline of a step to rank 0, which writes it to the run's folder; [`read`] reads it again. The file
+//! The trainer gathers the timeline of a step to rank 0, which writes it to the run's folder; [`read`] reads it again. The file
 //! alone is enough to know the programs of all ranks.
 
 mod file;

@@ -60,6 +60,8 @@ fn pass_of(action: Action, outline: &Outline) -> Option<Pass> {
         Action::Recompute { microbatch, .. } | Action::Backward { microbatch, .. } => {
             Some(Pass::backward(stage, microbatch))
         }
+        Action::BackwardInput { microbatch, .. } => Some(Pass::backward_input(stage, microbatch)),
+        Action::BackwardWeight { microbatch, .. } => Some(Pass::backward_weight(stage, microbatch)),
         Action::Step { .. } => Some(Pass::update(stage, 0)),
         _ => None,
     }
