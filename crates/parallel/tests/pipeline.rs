@@ -140,7 +140,7 @@ fn shared_out(model: &ModelConfig, is_tied: bool) {
 fn each_action_of_a_step_has_its_time() {
     let pipeline = Some(Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 });
     run_ranks(2, |group| {
-        let mut executor = laid_out(&model(), group, 1, 4, &Layout { pipeline, ..Layout::default() });
+        let mut executor = laid_out(&model(false), group, 1, 4, &Layout { pipeline, ..Layout::default() });
         assert!(executor.timeline().is_empty());
         for step in 1..=2 {
             let before = Instant::now();

@@ -19,8 +19,11 @@ use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
-use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
+use trireme_schedule::{Outline, Program, Stage, StateClass, ZeroStage, validate};
 use trireme_tensor::Category;
+
+/// The class of all that moves: below the third ZeRO stage, which is not moved, the parameters that are stepped are of it.
+const CLASS: StateClass = StateClass::Optimizer;
 
 impl Executor {
     /// Runs `program` from now on, in which units may lie on other ranks of the pipeline: they move there with their
@@ -36,7 +39,7 @@ impl Executor {
     ///
     /// # Panics
     /// If the program differs in more than which units stages have, and the order of actions; and if gradients are compressed,
-    /// for what is kept of them does not move.
+    /// or parameters are shared out, for what there is of those does not move.
     pub fn relocate(&mut self, program: Program) -> Result<(), ParallelError> {
         validate(&program, program.outline.num_microbatches)?;
         // So a head that reads an embedding of another rank goes on to do so, from the copy that is there.
@@ -46,6 +49,7 @@ impl Executor {
         };
         assert_eq!(uncut(&program.outline), uncut(&self.program.outline), "only the cut changes");
         assert!(self.compressors().next().is_none(), "nothing is kept of gradients");
+        assert!(program.outline.zero_stage < ZeroStage::Three, "ranks have whole parameters");
         for unit in 0..self.model.num_units() {
             // What the last update has made may still be on its way to the other shards.
             self.parameters.ensure(unit, &mut Waiting::default())?;
@@ -76,43 +80,52 @@ impl Executor {
 
     /// Brings every unit from where it lay to where it lies now.
     fn move_units(&mut self, before: &Outline) -> Result<(), ParallelError> {
-        let now = self.program.outline.clone();
-        let parts = self.ranks.parts(self.model.table(), &now);
-        let class = StateClass::Optimizer;
-        let is_away = self.offloaded.moves(class);
-        if is_away {
+        let now = &self.program.outline;
+        let parts = self.ranks.parts(self.model.table(), now);
+        if self.offloaded.moves(CLASS) {
             // A file has room for the units that it is made for, so there is another one, and it must know their lengths.
-            for unit in now.held().filter(|&unit| !before.holds(unit)) {
+            for unit in now.held().filter(|&unit| !before.holds(unit)).collect::<Vec<_>>() {
                 self.set_part(unit, parts[unit].clone(), true)?;
-                self.release(class, unit);
+                self.release(CLASS, unit);
             }
         }
         let mut was = std::mem::replace(&mut self.offloaded, Offloaded::new(&self.offload, &self.program));
         self.expect_moves();
-        for unit in 0..now.num_units {
-            let (from, to) = (before.rank_of(unit), now.rank_of(unit));
-            if from == now.rank {
-                std::mem::swap(&mut self.offloaded, &mut was);
-                self.bring_state(class, unit)?;
-                std::mem::swap(&mut self.offloaded, &mut was);
-            }
-            if from == now.rank && to != from {
-                self.send_unit(unit, to)?;
-                self.set_part(unit, parts[unit].clone(), false)?;
-            }
-            if to == now.rank && to != from {
-                match is_away {
-                    true => self.retake(class, unit)?,
-                    false => self.set_part(unit, parts[unit].clone(), true)?,
-                }
-                self.receive_unit(unit, from)?;
-            }
-            if to == now.rank {
-                self.send_state(class, unit, true)?;
-            }
+        for (unit, part) in parts.into_iter().enumerate() {
+            self.move_unit(unit, part, before, &mut was)?;
         }
         self.offloaded.go_on_from(&was);
         Ok(())
+    }
+
+    /// Brings a unit, of which this rank is to step `part`, from where it lay to where it lies now. `was` has what is not in
+    /// memory.
+    fn move_unit(
+        &mut self,
+        unit: usize,
+        part: Range<usize>,
+        before: &Outline,
+        was: &mut Offloaded,
+    ) -> Result<(), ParallelError> {
+        let now = &self.program.outline;
+        let (own, from, to) = (now.rank, before.rank_of(unit), now.rank_of(unit));
+        if from == own {
+            std::mem::swap(&mut self.offloaded, was);
+            let brought = self.bring_state(CLASS, unit);
+            std::mem::swap(&mut self.offloaded, was);
+            brought?;
+        }
+        if from == own && to != own {
+            self.send_unit(unit, to)?;
+            self.set_part(unit, part, false)?;
+        } else if to == own && from != own {
+            match self.offloaded.moves(CLASS) {
+                true => self.retake(CLASS, unit)?,
+                false => self.set_part(unit, part, true)?,
+            }
+            self.receive_unit(unit, from)?;
+        }
+        if to == own { self.send_state(CLASS, unit, true) } else { Ok(()) }
     }
 
     /// What this rank steps of a unit is another part from now on.
