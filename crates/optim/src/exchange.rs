@@ -28,12 +28,12 @@ pub enum Exchange {
 impl Optimizer {
     /// Whether there are steps in which ranks may sum momentum.
     pub fn exchanges_momentum(&self) -> bool {
-        matches!(self.kind, OptimizerKind::CompressedAdam(..))
+        matches!(self.options.kind, OptimizerKind::CompressedAdam(..))
     }
 
     /// What ranks sum in update `step`, counted from 1.
     pub fn exchange(&self, step: u64) -> Exchange {
-        match self.kind {
+        match self.options.kind {
             OptimizerKind::CompressedAdam(_, schedule) if !schedule.at(step).0 => Exchange::Momentum,
             _ => Exchange::Gradients,
         }

@@ -103,7 +103,7 @@ impl UnitShare {
 /// An optimizer with its state for every unit, or a part of every unit.
 #[derive(Debug)]
 pub struct Optimizer {
-    pub(crate) kind: OptimizerKind,
+    pub(crate) options: OptimizerOptions,
     pub(crate) table: Arc<ParameterTable>,
     parts: Vec<Range<usize>>,
     pub(crate) units: Vec<Vec<UnitShare>>,
@@ -147,17 +147,37 @@ impl Optimizer {
         has_memory: bool,
     ) -> Result<Self, DeviceError> {
         assert_eq!(parts.len(), table.units().len(), "one part for each unit");
-        let (kind, table, sums) = (options.kind, Arc::clone(table), Vec::new());
-        let mut optimizer = Optimizer { kind, table, parts: parts.to_vec(), units: Vec::new(), sums };
-        for (index, part) in parts.iter().enumerate() {
-            let table = &optimizer.table;
-            let unit = UnitBuilder { options, table, unit: &table.units()[index], part, device }.shares()?;
+        let mut optimizer = Optimizer {
+            options: options.clone(),
+            table: Arc::clone(table),
+            parts: parts.to_vec(),
+            units: Vec::new(),
+            sums: Vec::new(),
+        };
+        for index in 0..parts.len() {
+            let unit = optimizer.shares(index, device)?;
             optimizer.units.push(unit);
             if !has_memory {
                 optimizer.for_each_memory(index, Tensor::release);
             }
         }
         Ok(optimizer)
+    }
+
+    /// Steps `part` of a unit from now on, with a state of zeros; what was kept of the unit is given back.
+    ///
+    /// # Errors
+    /// If there is no memory for its state; nothing is kept of the unit then.
+    pub fn set_part(&mut self, unit: usize, part: Range<usize>, device: &Device) -> Result<(), DeviceError> {
+        self.units[unit].clear();
+        self.parts[unit] = part;
+        self.units[unit] = self.shares(unit, device)?;
+        Ok(())
+    }
+
+    fn shares(&self, unit: usize, device: &Device) -> Result<Vec<UnitShare>, DeviceError> {
+        let (options, table, part) = (&self.options, &self.table, &self.parts[unit]);
+        UnitBuilder { options, table, unit: &table.units()[unit], part, device }.shares()
     }
 
     /// Units of the model.

@@ -1,6 +1,7 @@
 //! Gradients of every unit: accumulated over microbatches, reduced over ranks.
 
 use crate::compressed::Compressed;
+use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::hierarchical::{Hierarchical, Hierarchy};
 use crate::offload::Movable;
@@ -98,6 +99,8 @@ pub(crate) struct Gradients {
     units: Vec<UnitGradient>,
     /// Whole gradients in f32, where something else is kept.
     pool: Option<Pool<f32>>,
+    /// What has counted whole gradients that stay.
+    staying: Option<Pool<f32>>,
     /// Whether those are under way until they are reduced.
     is_pool_under_way: bool,
     /// Whether what is under way is rounded, and goes when it was added to a shard.
@@ -105,6 +108,8 @@ pub(crate) struct Gradients {
     /// Units whose reductions are under way, the first one first.
     under_way: VecDeque<usize>,
     exchanges: Exchanges,
+    /// What reductions take beside gradients.
+    counted: Counted,
     /// What tied units of a pipeline have for each other.
     tied: Option<TiedGradients>,
     /// For each parameter: the open gradient of its unit holds a part of it.
@@ -123,7 +128,6 @@ impl Gradients {
     ) -> Result<Self, ParallelError> {
         let is_sharded = outline.zero_stage >= ZeroStage::One;
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
-        device.memory().take(Category::Communication, ranks.fixed_bytes())?;
         let format = options.zero_plus_plus.quantized_gradients;
         let hierarchy =
             ranks.levels().zip(format).map(|(levels, format)| Hierarchy::new(levels, format, device));
@@ -145,7 +149,7 @@ impl Gradients {
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
         let is_narrow_pooled = needs_shards && dtype != Precision::F32;
         let shard_sums = ShardSums::new(ranks, options.determinism, shards_device);
-        let mut units = Vec::new();
+        let (mut units, counted) = (Vec::new(), Counted::new(device));
         for (index, unit) in table.units().iter().enumerate() {
             // Of a unit that lies elsewhere in the pipeline there is no gradient.
             let is_held = outline.holds(index);
@@ -165,7 +169,7 @@ impl Gradients {
             let reduction = match (compressed, &hierarchy) {
                 (Some(compressed), _) => Reduction::Compressed(compressed),
                 (None, Some(hierarchy)) => Reduction::Hierarchical(Hierarchical::new(hierarchy, unit)),
-                (None, None) => Reduction::new(len, dtype, &exchanges, device, group)?,
+                (None, None) => Reduction::new(len, dtype, &exchanges, &counted, group)?,
             };
             let is_compressed = matches!(reduction, Reduction::Compressed(_));
             let reducible = if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None };
@@ -190,8 +194,9 @@ impl Gradients {
             // Backward starts with the last unit.
             let fused = units.iter().rev().filter(|unit| !matches!(unit.reduction, Reduction::Compressed(_)));
             let lens = fused.map(|unit| unit.shape.num_elements());
-            fusions.reserve(lens, options.reduce_dtype, device, group)?;
+            fusions.reserve(lens, options.reduce_dtype, &counted, group)?;
         }
+        let (pool, staying) = if keeps_whole { (None, Some(pool)) } else { (Some(pool), None) };
         Ok(Gradients {
             device: device.clone(),
             determinism: options.determinism,
@@ -201,13 +206,23 @@ impl Gradients {
             ranks: Arc::clone(ranks),
             under_way: VecDeque::with_capacity(units.len()),
             units,
-            pool: (!keeps_whole).then_some(pool),
+            pool,
+            staying,
             is_pool_under_way,
             is_narrow_pooled,
             exchanges,
+            counted,
             tied: None,
             waiting: Waiting::default(),
         })
+    }
+
+    /// Gives all memory back, in which there is nothing between steps, before others take the place of these.
+    pub(crate) fn release(&mut self) {
+        self.units.clear();
+        (self.pool, self.staying) = (None, None);
+        self.tied = None;
+        self.counted = Counted::new(&self.device);
     }
 
     /// Lets what a tied unit has for another one's gradient wait for it.

@@ -4,6 +4,7 @@
 //! `trireme_schedule::validate` before it runs.
 
 mod compressed;
+mod counted;
 mod error;
 mod exchange;
 mod executor;

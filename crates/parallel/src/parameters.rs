@@ -172,6 +172,26 @@ impl RankParameters {
         Ok(())
     }
 
+    /// Steps `part` of a unit from now on, and reads all of it if this rank of the pipeline `holds` it; what was here of it is given
+    /// back. It is zeros then, also the whole until it is gathered.
+    pub(crate) fn set_part(
+        &mut self,
+        unit: usize,
+        part: Range<usize>,
+        holds: bool,
+    ) -> Result<(), ParallelError> {
+        self.parts[unit] = part.clone();
+        match &mut self.layout {
+            Layout::Replicated(parameters) => parameters.set_part(unit, part)?,
+            Layout::Within(wholes) => wholes.hold(unit, holds)?,
+            Layout::Apart { shards, wholes } => {
+                wholes.hold(unit, holds)?;
+                shards.set_part(unit, part)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Starts to gather a unit. Collective over the shards.
     pub(crate) fn unshard(&mut self, unit: usize) -> Result<(), ParallelError> {
         match &mut self.layout {
@@ -234,6 +254,9 @@ impl fmt::Debug for UnitCopy {
 trait Wholes: fmt::Debug + Send {
     /// Whether units stay when they were gathered.
     fn are_kept(&self) -> bool;
+
+    /// Takes memory for a unit that stays, or gives it back.
+    fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError>;
 
     /// Starts to gather a unit, to which this rank gives `shard`, or what lies in its place already.
     fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError>;
@@ -337,6 +360,16 @@ impl<T: Stored> Gathered<T> {
 impl<T: Stored> Wholes for Gathered<T> {
     fn are_kept(&self) -> bool {
         self.is_kept
+    }
+
+    fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
+        if let Whole::Present(buffer) = std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            self.pool.discard(buffer);
+        }
+        if holds && self.is_kept {
+            self.units[unit] = Whole::Present(self.pool.take(self.table.units()[unit].padded_len())?);
+        }
+        Ok(())
     }
 
     fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError> {

@@ -1,3 +1,4 @@
+use crate::counted::Counted;
 use crate::error::ParallelError;
 use std::sync::{Arc, Mutex, PoisonError};
 use trireme_comm::{Buffer, Element, Group};
@@ -6,17 +7,21 @@ use trireme_tensor::{Category, Device};
 /// Buffers of a group that are used again, so that steps allocate nothing.
 pub(crate) struct Pool<T> {
     group: Arc<Group>,
-    device: Device,
     category: Category,
     /// Whether peers read the buffers.
     is_exchanged: bool,
-    free: Arc<Mutex<Vec<Buffer<T>>>>,
+    shared: Arc<Shared<T>>,
+}
+
+/// What clones have in common. Buffers that were taken go no later than this.
+struct Shared<T> {
+    free: Mutex<Vec<Buffer<T>>>,
+    counted: Counted,
 }
 
 impl<T> Clone for Pool<T> {
     fn clone(&self) -> Self {
-        let Pool { group, device, free, .. } = self;
-        Pool { group: Arc::clone(group), device: device.clone(), free: Arc::clone(free), ..*self }
+        Pool { group: Arc::clone(&self.group), shared: Arc::clone(&self.shared), ..*self }
     }
 }
 
@@ -24,13 +29,13 @@ impl<T: Element> Pool<T> {
     /// An empty pool, whose buffers are counted as `category`; and what this rank maps of its peers' ones, if they are
     /// exchanged as they are.
     pub(crate) fn new(group: &Arc<Group>, device: &Device, category: Category, is_exchanged: bool) -> Self {
-        let (group, device) = (Arc::clone(group), device.clone());
-        Pool { group, device, category, is_exchanged, free: Arc::default() }
+        let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
+        Pool { group: Arc::clone(group), category, is_exchanged, shared: Arc::new(shared) }
     }
 
     /// A buffer of `len` elements with unspecified contents, if one is free.
     pub(crate) fn free(&self, len: usize) -> Option<Buffer<T>> {
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
         let index = free.iter().position(|buffer| buffer.len() == len)?;
         Some(free.swap_remove(index))
     }
@@ -40,16 +45,28 @@ impl<T: Element> Pool<T> {
         if let Some(buffer) = self.free(len) {
             return Ok(buffer);
         }
-        let num_bytes = len * size_of::<T>();
-        self.device.memory().take(self.category, num_bytes)?;
-        if self.is_exchanged {
-            self.device.memory().take(Category::Communication, self.group.peer_bytes_mapped(num_bytes))?;
-        }
+        let (own, mapped) = self.num_bytes(len);
+        self.shared.counted.take(self.category, own)?;
+        self.shared.counted.take(Category::Communication, mapped)?;
         Ok(self.group.buffer::<T>(len)?)
+    }
+
+    /// Bytes of a buffer, and of what is mapped of its peers.
+    fn num_bytes(&self, len: usize) -> (usize, usize) {
+        let own = len * size_of::<T>();
+        (own, if self.is_exchanged { self.group.peer_bytes_mapped(own) } else { 0 })
     }
 
     /// Gives a buffer back.
     pub(crate) fn give(&self, buffer: Buffer<T>) {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+        self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    }
+
+    /// Gives a buffer back that is not used again.
+    pub(crate) fn discard(&self, buffer: Buffer<T>) {
+        let (own, mapped) = self.num_bytes(buffer.len());
+        drop(buffer);
+        self.shared.counted.give(self.category, own);
+        self.shared.counted.give(Category::Communication, mapped);
     }
 }

@@ -2,6 +2,7 @@
 //! or compressed.
 
 use crate::compressed::Compressed;
+use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::hierarchical::Hierarchical;
 use crate::pool::Pool;
@@ -124,7 +125,7 @@ impl Fusions {
         &self,
         lens: impl Iterator<Item = usize>,
         dtype: Precision,
-        device: &Device,
+        counted: &Counted,
         group: &Group,
     ) -> Result<(), ParallelError> {
         let num_bytes = match dtype {
@@ -133,7 +134,7 @@ impl Fusions {
             Precision::F16 => self.f16.reserve(lens)?,
         };
         let num_bytes = num_bytes + group.peer_bytes_mapped(num_bytes);
-        Ok(device.memory().take(Category::Communication, num_bytes)?)
+        counted.take(Category::Communication, num_bytes)
     }
 }
 
@@ -150,7 +151,7 @@ impl Reduction {
         len: usize,
         dtype: Precision,
         exchanges: &Exchanges,
-        device: &Device,
+        counted: &Counted,
         group: &Group,
     ) -> Result<Self, ParallelError> {
         let dtype = if group.world_size() == 1 { Precision::F32 } else { dtype };
@@ -165,9 +166,9 @@ impl Reduction {
             },
             Exchanges::Fusing(fusions) => {
                 let num_bytes = len * dtype.dtype().size();
-                device.memory().take(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+                counted.take(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
                 if dtype != Precision::F32 {
-                    device.memory().take(Category::Gradients, num_bytes)?;
+                    counted.take(Category::Gradients, num_bytes)?;
                 }
                 match dtype {
                     Precision::F32 => {
@@ -342,7 +343,8 @@ mod tests {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
             let exchanges = Exchanges::fusing(&group, 0);
-            let mut reduction = Reduction::new(LEN, dtype, &exchanges, &device, &group).unwrap();
+            let counted = Counted::new(&device);
+            let mut reduction = Reduction::new(LEN, dtype, &exchanges, &counted, &group).unwrap();
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
             let mut found = Vec::new();
             // The second round finds the buffers of the first.

@@ -167,6 +167,10 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
             Action::ReceiveParameters { unit } => *self.copies.at(Fact::Sent, unit, 0),
             Action::ReceiveForward { unit, microbatch } => *self.activations.at(Fact::Sent, unit, microbatch),
             Action::ReceiveBackward { unit, microbatch } => *self.gradients.at(Fact::Sent, unit, microbatch),
+            // A rank that does not drain waits for its own reductions.
+            Action::Step { .. } if outline.asynchronous.is_some() => {
+                self.ranks[rank].streams.into_iter().max()?
+            }
             Action::Step { .. } => {
                 self.reduce(rank);
                 self.ranks.iter().map(|rank| rank.is_reduced.unwrap_or(NEVER)).max()?

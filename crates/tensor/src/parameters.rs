@@ -218,6 +218,8 @@ pub struct Parameters {
     /// Of each unit's flat buffer.
     parts: Vec<Range<usize>>,
     flats: Vec<Tensor>,
+    device: Device,
+    category: Category,
 }
 
 impl Parameters {
@@ -245,7 +247,7 @@ impl Parameters {
         device.check_room(num_elements.saturating_mul(size_of::<f32>()), category)?;
         let flat = |part: &Range<usize>| device.zeros([part.len()].into(), DType::F32, category);
         let flats = parts.iter().map(flat).collect::<Result<_, _>>()?;
-        Ok(Parameters { table: Arc::clone(table), parts, flats })
+        Ok(Parameters { table: Arc::clone(table), parts, flats, device: device.clone(), category })
     }
 
     /// The same without memory, which [`memory_mut`](Parameters::memory_mut) lets be taken: no more than a unit's is taken at a
@@ -263,7 +265,7 @@ impl Parameters {
             Ok(flat)
         };
         let flats = parts.iter().map(flat).collect::<Result<_, DeviceError>>()?;
-        Ok(Parameters { table: Arc::clone(table), parts, flats })
+        Ok(Parameters { table: Arc::clone(table), parts, flats, device: device.clone(), category })
     }
 
     /// The table that these values are for.
@@ -284,6 +286,17 @@ impl Parameters {
     /// What is here of a unit's flat buffer, to write.
     pub fn flat_mut(&mut self, unit: usize) -> ViewMut<'_> {
         self.flats[unit].view_mut()
+    }
+
+    /// Has zeros for `part` of a unit's flat buffer from now on; what was there of it is given back.
+    ///
+    /// # Errors
+    /// If there is no memory for it; nothing is there of the unit then.
+    pub fn set_part(&mut self, unit: usize, part: Range<usize>) -> Result<(), DeviceError> {
+        self.flats[unit].release();
+        self.flats[unit] = self.device.zeros([part.len()].into(), DType::F32, self.category)?;
+        self.parts[unit] = part;
+        Ok(())
     }
 
     /// The memory of a unit.

@@ -21,11 +21,11 @@ pub struct StepChoices {
 impl StepChoices {
     /// As the config says. What it leaves to a plan stays: all that backward reads is kept, on the device.
     ///
-    /// Stages are cut so that the one with most floating-point operations has as few as possible; `passes` are those of each
-    /// unit.
+    /// Stages that are not given are cut so that the one with most floating-point operations has as few as possible; `passes` are
+    /// those of each unit.
     ///
     /// # Errors
-    /// If there are fewer units than stages.
+    /// If there are fewer units than stages, or than the config cuts at.
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
         let keeps = given_keeps(config, passes.len());
         let stages = cut_stages(config, passes, &keeps)?;

@@ -221,6 +221,28 @@ pub enum TrainError {
         /// Units.
         num_units: usize,
     },
+    /// A stage that begins where there is no unit.
+    #[error(
+        "[parallelism] pipeline_parallel_split_points has a stage begin at unit {split_point}, and the model has {num_units} (embedding, \
+         blocks and head, counted from 0); lower it, or remove the key to have stages cut evenly"
+    )]
+    SplitPointBeyondUnits {
+        /// Where the stage begins.
+        split_point: usize,
+        /// Units.
+        num_units: usize,
+    },
+    /// Rank 0 has cut stages that this rank cannot read.
+    #[error(
+        "rank 0 has cut the pipeline anew in a form that is not known here; run the same version of the command on all workers"
+    )]
+    ForeignStages,
+    /// A pipeline that does not drain, and a head that reads the embedding's weight.
+    #[error(
+        "the head is tied to the embedding, and a pipeline that does not drain between steps would have them read different \
+         versions of it; set [model] tie_word_embeddings = false, or another pipeline_parallel_schedule"
+    )]
+    TiedVersions,
     /// The pipeline's schedule.
     #[error(transparent)]
     Pipeline(#[from] GenerateError),

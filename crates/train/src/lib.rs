@@ -3,6 +3,7 @@
 //! [`config::Config`] is read and checked once; [`Trainer`] runs it on one rank of a group; what a user sees on the
 //! way goes to an [`Observer`].
 
+mod balance;
 mod checkpointing;
 mod choices;
 mod compression;

@@ -11,6 +11,7 @@ use std::path::Path;
 use trireme_base::Bytes;
 use trireme_comm::{Choice, Group};
 use trireme_parallel::Executor;
+use trireme_schedule::Program;
 use trireme_schedule::collective::CostModel;
 
 /// Where workers write what they did last when something goes wrong, in a run's folder.
@@ -30,13 +31,19 @@ pub(crate) fn open(
         fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
     };
     write("config.toml", &files.config_toml)?;
-    // Behind the program, so that its lines are those that errors name.
-    let comment: String = comment.lines().map(|line| format!("# {line}\n")).collect();
-    write("program.txt", &format!("{}{comment}", executor.program()))?;
+    write_program(config, executor.program(), comment)?;
     write_choices(config, executor.group())?;
     let metrics = config.metrics();
     let which = MetricsFiles { jsonl: metrics.jsonl, tensorboard: metrics.tensorboard };
     Ok(MetricsWriter::open(&folder, which, resumed_step)?)
+}
+
+/// Writes down what this rank does in a step, with a `comment` on it.
+pub(crate) fn write_program(config: &Config, program: &Program, comment: &str) -> Result<(), TrainError> {
+    let path = config.run_folder().join("program.txt");
+    // Behind the program, so that its lines are those that errors name.
+    let comment: String = comment.lines().map(|line| format!("# {line}\n")).collect();
+    fs::write(&path, format!("{program}{comment}")).map_err(|source| TrainError::RunFolder { path, source })
 }
 
 /// Writes down which algorithms the group has chosen so far, and by which costs.

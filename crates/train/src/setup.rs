@@ -226,11 +226,11 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
     }
 }
 
-/// The model with its first weights, its optimizer and its program on one rank. `choices` count before what the config says.
+/// The model with its first weights, its optimizer and its program on one rank.
 pub(crate) fn build_executor(
     config: &Config,
     model: Model,
-    choices: Option<&StepChoices>,
+    choices: &StepChoices,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
@@ -238,11 +238,7 @@ pub(crate) fn build_executor(
     let pipeline_degree = config.parallelism().pipeline_parallel_degree;
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let choices = match choices {
-        Some(choices) => choices.clone(),
-        None => StepChoices::given(config, &unit_passes(config, model.config(), device.num_threads())?)?,
-    };
-    let program = step_programs(config, &model, &choices)?.swap_remove(ranks.pipeline().rank().0);
+    let program = step_programs(config, &model, choices)?.swap_remove(ranks.pipeline().rank().0);
     let moves = offload_options(config, choices.places, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
     let parts = ranks.parts(model.table(), &program.outline);
@@ -284,13 +280,16 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
 /// What each rank of the pipeline does in a step; one without a pipeline.
 ///
 /// # Errors
-/// If the pipeline's schedule does not fit its sizes.
+/// If the pipeline's schedule does not fit its sizes, or the model.
 pub fn step_programs(
     config: &Config,
     model: &Model,
     choices: &StepChoices,
 ) -> Result<Vec<Program>, TrainError> {
     let ties = model.ties();
+    if config.is_asynchronous() && !ties.is_empty() {
+        return Err(TrainError::TiedVersions);
+    }
     let programs = base_programs(config, model.num_units(), &ties, &choices.stages)?;
     let lower = |program: Program| {
         let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));

@@ -46,29 +46,41 @@ impl StageChoice {
     }
 }
 
-/// The stages of a config's pipeline, [evenly cut](cut_evenly); none without one.
+/// The stages of a config's pipeline, as given or [evenly cut](cut_evenly); none without one.
 ///
 /// # Errors
-/// If there are fewer units than stages.
+/// If there are fewer units than stages, or than given.
 pub(crate) fn cut_stages(
     config: &Config,
     passes: &[UnitPasses],
     keeps: &[Keep],
 ) -> Result<Vec<StageChoice>, TrainError> {
     let (num_stages, num_units) = (config.num_stages(), passes.len());
-    match num_stages {
-        1 => Ok(Vec::new()),
+    let given = &config.parallelism().pipeline_parallel_split_points;
+    match (num_stages, given.last()) {
+        (1, _) => Ok(Vec::new()),
         _ if num_stages > num_units => Err(TrainError::TooManyStages { num_stages, num_units }),
-        _ => Ok(cut_evenly(passes, keeps, num_stages)),
+        (_, None) => Ok(cut_evenly(passes, keeps, num_stages)),
+        (_, Some(&split_point)) if split_point >= num_units => {
+            Err(TrainError::SplitPointBeyondUnits { split_point, num_units })
+        }
+        _ => {
+            let bounds = [&[0], &given[..], &[num_units]].concat();
+            let units = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
+            Ok(stages_of(&counted_costs(passes, keeps), units))
+        }
     }
 }
 
 /// Cuts units into stages so that the one with most floating-point operations has as few as possible.
 pub(crate) fn cut_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: usize) -> Vec<StageChoice> {
-    let costs = passes.iter().zip(keeps).map(|(passes, &keep)| unit_costs(passes, keep));
-    let costs: Vec<StageCosts> = costs.collect();
+    let costs = counted_costs(passes, keeps);
     let totals: Vec<u64> = costs.iter().map(StageCosts::total).collect();
-    let stages = pipeline::cut(&totals, num_stages);
+    stages_of(&costs, pipeline::cut(&totals, num_stages))
+}
+
+/// Stages of these units, by the costs of each unit in whatever takes time.
+pub(crate) fn stages_of(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<StageChoice> {
     let sums: Vec<StageCosts> = stages.iter().map(|units| sum(&costs[units.clone()])).collect();
     let longest = sums.iter().map(|costs| costs.forward).max().unwrap_or(0).max(1);
     let ticks = |cost: u64| (u128::from(cost) * u128::from(TICKS) / u128::from(longest)) as u64;
@@ -77,6 +89,7 @@ pub(crate) fn cut_evenly(passes: &[UnitPasses], keeps: &[Keep], num_stages: usiz
         forward: ticks(costs.forward).max(1),
         backward_input: ticks(costs.backward_input).max(1),
         backward_weight: ticks(costs.backward_weight),
+        update: ticks(costs.update),
         ..costs
     };
     let choice = |(units, costs)| StageChoice { units, costs: in_ticks(costs) };
@@ -94,6 +107,11 @@ fn sum(units: &[StageCosts]) -> StageCosts {
         sum.weight_activation += unit.weight_activation;
     }
     sum
+}
+
+/// By unit, its passes in floating-point operations, and its activations in bytes.
+pub(crate) fn counted_costs(passes: &[UnitPasses], keeps: &[Keep]) -> Vec<StageCosts> {
+    passes.iter().zip(keeps).map(|(passes, &keep)| unit_costs(passes, keep)).collect()
 }
 
 /// A unit's passes in floating-point operations, and its activations in bytes. What is made again counts to the input half.
@@ -124,8 +142,12 @@ pub fn pipeline_schedule(config: &Config, stages: &[StageChoice]) -> Result<Sche
     let (kind, num_ranks) =
         (parallelism.pipeline_parallel_schedule.kind(), parallelism.pipeline_parallel_degree);
     let stages_per_rank = config.stages_per_rank();
-    let sizes =
-        Sizes { num_ranks, num_microbatches: config.num_microbatches(), stages_per_rank, num_steps: 1 };
+    let sizes = Sizes {
+        num_ranks,
+        num_microbatches: config.num_microbatches(),
+        stages_per_rank,
+        num_steps: config.steps_per_program(),
+    };
     let in_flight_max = match parallelism.pipeline_parallel_in_flight_max {
         0 if kind == Kind::Automatic => Some(num_ranks),
         0 => None,
@@ -171,6 +193,8 @@ impl PipelineSchedule {
             PipelineSchedule::ZeroBubbleV => Kind::ZeroBubbleV,
             PipelineSchedule::DualPipeV => Kind::DualPipeV,
             PipelineSchedule::Auto => Kind::Automatic,
+            PipelineSchedule::PipeDream => Kind::PipeDream,
+            PipelineSchedule::PipeDream2Bw => Kind::PipeDream2Bw,
         }
     }
 }

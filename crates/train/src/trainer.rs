@@ -1,5 +1,6 @@
 //! The loop of a run on one rank.
 
+use crate::balance::Balance;
 use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
@@ -9,7 +10,9 @@ use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
-use crate::setup::{build_executor, lr_schedule, model_config, notice_determinism};
+use crate::setup::{
+    build_executor, lr_schedule, model_config, notice_determinism, step_programs, unit_passes,
+};
 use crate::trace::Tracer;
 use crate::validation::Validation;
 use std::fs::File;
@@ -67,6 +70,10 @@ pub struct Trainer<'a> {
     observer: &'a mut dyn Observer,
     options: TrainerOptions,
     executor: Executor,
+    choices: StepChoices,
+    balance: Option<Balance>,
+    /// The step after which units moved for the last time, if they did.
+    moved_after: Option<u64>,
     train: TokenFile,
     sampler: Sampler,
     validation: Option<Validation>,
@@ -80,6 +87,10 @@ pub struct Trainer<'a> {
     tokenizer: Tokenizer,
     batches: Vec<Batch>,
     window: Vec<u32>,
+    /// Of the program that runs, or ran last.
+    plans: Vec<StepPlan>,
+    outcomes: Vec<StepOutcome>,
+    records: Vec<StepRecord>,
     /// Kept locked while the run goes on.
     _lock: Option<File>,
 }
@@ -112,8 +123,12 @@ impl<'a> Trainer<'a> {
         let model_json = format!("{:#}\n", model.to_json());
         let device = Device::cpu(device_options(config, options.num_threads))?;
         let model = Model::new(model, &device)?;
-        let choices = options.memory_plan.as_ref().map(|plan| &plan.choices);
-        let mut executor = build_executor(config, model, choices, group, &device)?;
+        let choices = match &options.memory_plan {
+            Some(plan) => plan.choices.clone(),
+            None => StepChoices::given(config, &unit_passes(config, model.config(), options.num_threads)?)?,
+        };
+        let balance = Balance::new(config, model.config(), options.num_threads)?;
+        let mut executor = build_executor(config, model, &choices, group, &device)?;
         notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
@@ -133,6 +148,9 @@ impl<'a> Trainer<'a> {
             observer,
             options,
             executor,
+            choices,
+            balance,
+            moved_after: None,
             train,
             sampler,
             validation,
@@ -145,6 +163,9 @@ impl<'a> Trainer<'a> {
             tokenizer,
             batches: Vec::new(),
             window: vec![0; training.seq_len + 1],
+            plans: Vec::new(),
+            outcomes: Vec::new(),
+            records: Vec::new(),
             _lock: lock,
         })
     }
@@ -166,31 +187,72 @@ impl<'a> Trainer<'a> {
             seconds_to_first_step: None,
         };
         while self.state.step < end.min(training.steps) {
-            let mut record = self.step()?;
-            if summary.seconds_to_first_step.is_none() {
-                record.seconds_to_first_step = Some(self.options.started.elapsed().as_secs_f64());
-                summary.seconds_to_first_step = record.seconds_to_first_step;
-            }
-            self.trace()?;
-            let step = self.state.step;
-            let is_last = step == training.steps;
-            let interval = training.validation_interval;
-            if is_last || (interval > 0 && step.is_multiple_of(interval)) {
-                record.validation_loss = self.validate()?;
-                summary.validation_loss = record.validation_loss.or(summary.validation_loss);
-            }
-            if let Some(metrics) = &mut self.metrics {
-                metrics.write(&record)?;
-            }
-            self.observer.step(&record);
-            (summary.step, summary.loss) = (step, Some(record.loss));
-            let checkpoint = self.config.checkpoint();
-            if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
-                summary.checkpoint = Some(self.save_checkpoint()?);
+            self.advance()?;
+            for record in std::mem::take(&mut self.records) {
+                self.finish_step(record, &mut summary)?;
             }
             self.write_choices()?;
+            if self.state.step < training.steps {
+                self.rebalance()?;
+            }
         }
         Ok(summary)
+    }
+
+    /// What follows a step of a program. Where the program has several, what needs their weights comes after the last one, at
+    /// whose multiples the config has it.
+    fn finish_step(&mut self, mut record: StepRecord, summary: &mut RunSummary) -> Result<(), TrainError> {
+        let training = self.config.training();
+        if record.step == self.state.step {
+            self.trace()?;
+        }
+        if summary.seconds_to_first_step.is_none() {
+            record.seconds_to_first_step = Some(self.options.started.elapsed().as_secs_f64());
+            summary.seconds_to_first_step = record.seconds_to_first_step;
+        }
+        let step = record.step;
+        let is_last = step == training.steps;
+        let interval = training.validation_interval;
+        if is_last || (interval > 0 && step.is_multiple_of(interval)) {
+            record.validation_loss = self.validate()?;
+            summary.validation_loss = record.validation_loss.or(summary.validation_loss);
+        }
+        if let Some(metrics) = &mut self.metrics {
+            metrics.write(&record)?;
+        }
+        self.observer.step(&record);
+        (summary.step, summary.loss) = (step, Some(record.loss));
+        let checkpoint = self.config.checkpoint();
+        if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
+            summary.checkpoint = Some(self.save_checkpoint()?);
+        }
+        Ok(())
+    }
+
+    /// Lets units move to where they even out the work, if its turn has come and it is worth it. Collective.
+    fn rebalance(&mut self) -> Result<(), TrainError> {
+        let (step, group) = (self.state.step, self.executor.group());
+        let Some(balance) = &mut self.balance else { return Ok(()) };
+        group.set_line(format_args!("step {step}: balance of the pipeline"));
+        let Some(found) = balance.decide(step, self.config, &self.choices, &self.executor)? else {
+            return Ok(());
+        };
+        let place = self.executor.ranks().pipeline().rank().0;
+        let programs = step_programs(self.config, self.executor.model(), &found.choices);
+        self.executor.relocate(programs?.swap_remove(place))?;
+        balance.forget();
+        self.choices = found.choices;
+        self.moved_after = Some(step);
+        // It was of stages that are no more.
+        self.options.memory_plan = None;
+        for device in [self.executor.device(), self.executor.host()] {
+            device.memory().restart_peaks();
+        }
+        if self.metrics.is_some() {
+            run_folder::write_program(self.config, self.executor.program(), &found.reason)?;
+        }
+        self.observer.notice(&found.reason);
+        Ok(())
     }
 
     /// Writes down when the ranks did what in the last step, if its turn has come. Collective.
@@ -214,38 +276,68 @@ impl<'a> Trainer<'a> {
         Ok(())
     }
 
-    /// One training step.
+    /// One training step; the last one of a program that has several.
     pub fn step(&mut self) -> Result<StepRecord, TrainError> {
+        self.advance()?;
+        Ok(self.records.pop().expect("a program has steps"))
+    }
+
+    /// Runs the program once, and notes what each of its steps has come to.
+    fn advance(&mut self) -> Result<(), TrainError> {
         let began = Instant::now();
         let bytes_before = self.executor.ranks().payload_bytes();
         let training = self.config.training();
         self.load_batches()?;
-        let step = self.state.step + 1;
-        let lr = self.schedule.lr(step);
         let grad_norm =
             if training.max_norm > 0.0 { GradNorm::Clip(training.max_norm) } else { GradNorm::Measure };
-        let plan = StepPlan { step, lr, grad_norm };
-        let outcome = self.executor.run(plan, &mut self.batches.drain(..))?;
+        let num_steps = self.executor.program().outline.num_steps();
+        let schedule = &self.schedule;
+        let steps = self.state.step + 1..=self.state.step + num_steps as u64;
+        self.plans.clear();
+        self.plans.extend(steps.map(|step| StepPlan { step, lr: schedule.lr(step), grad_norm }));
+        self.outcomes.clear();
+        match self.plans[..] {
+            [plan] => self.outcomes.push(self.executor.run(plan, &mut self.batches.drain(..))?),
+            _ => self.outcomes.extend(self.executor.run_steps(&self.plans, &mut self.batches.drain(..))?),
+        }
+        if let Some(balance) = &mut self.balance {
+            balance.observe(&self.executor);
+        }
+        let step_seconds = began.elapsed().as_secs_f64() / num_steps as f64;
+        let comm_bytes = (self.executor.ranks().payload_bytes() - bytes_before) / num_steps as u64;
+        self.records.clear();
+        for index in 0..num_steps {
+            let record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
+            self.records.push(record);
+        }
+        Ok(())
+    }
+
+    /// Notes what a step has come to, whose share of its program's time and bytes this is.
+    fn record(
+        &mut self,
+        plan: StepPlan,
+        outcome: StepOutcome,
+        (step_seconds, comm_bytes): (f64, u64),
+    ) -> StepRecord {
         let tokens = self.config.tokens_per_step();
-        self.state.step = step;
-        self.state.next_sample += training.global_batch_size as u64;
+        self.state.step = plan.step;
+        self.state.next_sample += self.config.training().global_batch_size as u64;
         self.state.tokens += tokens;
         self.state.loss_scaler = self.executor.loss_scaler().state();
         self.notice_skipped(&outcome);
-        let step_seconds = began.elapsed().as_secs_f64();
-        let comm_bytes = self.executor.ranks().payload_bytes();
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
         let compression = outcome.compression;
-        Ok(StepRecord {
-            step,
+        StepRecord {
+            step: plan.step,
             loss: outcome.loss,
             grad_norm: outcome.grad_norm.unwrap_or(f64::NAN),
-            lr,
+            lr: plan.lr,
             tokens: self.state.tokens,
             tokens_per_second: tokens as f64 / step_seconds,
             step_seconds,
             comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
-            comm_bytes: comm_bytes - bytes_before,
+            comm_bytes,
             memory_peak_bytes: memory_peaks(self.executor.device()),
             memory_predicted_bytes: self.options.memory_plan.as_ref().map(|plan| plan.predicted),
             compression_bytes_saved: compression
@@ -254,7 +346,7 @@ impl<'a> Trainer<'a> {
             loss_scale: is_scaled.then_some(outcome.loss_scale),
             skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
             ..StepRecord::default()
-        })
+        }
     }
 
     /// Tells of a step that was skipped; such a step is done as far as data and schedule go.
@@ -270,10 +362,10 @@ impl<'a> Trainer<'a> {
             .notice(&format!("step {step}: {what} overflowed in f16; skipped, loss scale {from} → {to}"));
     }
 
-    /// This rank's microbatches of the next step.
+    /// This rank's microbatches of the next program.
     fn load_batches(&mut self) -> Result<(), TrainError> {
         let training = self.config.training();
-        for index in 0..self.config.num_microbatches() {
+        for index in 0..self.executor.program().outline.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
             let mut batch =
                 Batch::zeros(self.executor.device(), training.local_batch_size, training.seq_len)?;
@@ -328,6 +420,17 @@ impl<'a> Trainer<'a> {
     /// Model, parameters and device.
     pub fn executor(&self) -> &Executor {
         &self.executor
+    }
+
+    /// What is left open by the layout, as it is now: units may have moved.
+    pub fn choices(&self) -> &StepChoices {
+        &self.choices
+    }
+
+    /// The step after which units moved between workers for the last time, if they did. Peaks of memory are of the steps since
+    /// then.
+    pub fn moved_after(&self) -> Option<u64> {
+        self.moved_after
     }
 
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.

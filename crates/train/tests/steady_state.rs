@@ -30,6 +30,7 @@ fn steps_allocate_nothing() {
     }
     let pipeline = ["parallelism.pipeline_parallel_degree=2", "model.tie_word_embeddings=false"];
     check(&pipeline);
+    check(&[&pipeline[..], &["parallelism.pipeline_parallel_rebalance_interval=1"]].concat());
     check(&[&pipeline[..], &["parallelism.pipeline_parallel_schedule=interleaved-1f1b"]].concat());
     for name in ["lion", "adafactor", "lamb", "lars", "muon"] {
         let keys = [&format!("optimizer.name={name}"), "optimizer.state_dtype=bf16"];

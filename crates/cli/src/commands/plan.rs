@@ -67,7 +67,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let millions = plan.model.table().num_elements() as f64 / 1e6;
     text += &format!("{millions:.2} M parameters; {workers}\n\n");
     if config.parallelism().pipeline_parallel_degree > 1 {
-        text += &format!("{}\nof rank {}, which takes most:\n", drawing.summary(), plan.rank);
+        text += &format!("{}\nof rank {}, which takes most:\n", drawing.summary(&config), plan.rank);
     }
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);

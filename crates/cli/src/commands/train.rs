@@ -255,6 +255,11 @@ fn train(
     };
     let mut trainer = Trainer::new(config, group, options, &mut console).map_err(over_budget)?;
     let summary = trainer.run().map_err(over_budget)?;
+    // What was predicted before units moved was of other stages.
+    let plan = match trainer.moved_after() {
+        Some(_) => Plan::new(config, vocabulary_size, workers, Some(trainer.choices().clone()))?,
+        None => plan,
+    };
     let memory = memory_table(&trainer, &plan)?;
     let weights = match config.generate().num_tokens {
         0 => None,
@@ -340,7 +345,8 @@ fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
             ("most of all", worst, most(num_categories)),
         ];
     }
-    let mut text = format!("\n{}", table(&columns));
+    let since = trainer.moved_after().map(|step| format!("after units moved at step {step}:\n"));
+    let mut text = format!("\n{}{}", since.unwrap_or_default(), table(&columns));
     if most(first + num_categories + 1) > 0 {
         let [predicted, measured] =
             [first + num_categories + 1, num_categories + 1].map(|index| Bytes(most(index) as u64));

@@ -26,8 +26,8 @@ impl Drawing {
         Ok(Drawing { schedule, timeline, shares: stages.into_iter().map(share).collect() })
     }
 
-    /// What the stages are and how much time is lost, in a line for each rank and one for all.
-    pub(crate) fn summary(&self) -> String {
+    /// What the stages are and how much time is lost, in a line for each rank and one for all; and whether that stays.
+    pub(crate) fn summary(&self, config: &Config) -> String {
         let mut text = String::new();
         for rank in 0..self.schedule.num_ranks() {
             let stage = |stage: usize| {
@@ -38,9 +38,19 @@ impl Drawing {
             text += &format!("pipeline rank {rank}: {}\n", stages.join(", "));
         }
         let bubble = 100.0 * self.timeline.bubble().fraction();
-        text + &format!(
+        text += &format!(
             "bubble: {bubble:.1} % of what the busiest rank works, with floating-point operations for time\n"
-        )
+        );
+        let parallelism = config.parallelism();
+        let threshold = parallelism.pipeline_parallel_rebalance_threshold;
+        match parallelism.pipeline_parallel_rebalance_interval {
+            0 => text,
+            interval => {
+                text + &format!(
+                    "every {interval} steps units move if the busiest rank was measured to work more than {threshold} of the mean\n"
+                )
+            }
+        }
     }
 
     /// The grid of ranks and time, at most so many columns wide.

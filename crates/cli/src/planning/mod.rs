@@ -125,7 +125,9 @@ impl Plan {
         let (passes, _) = passes(&model, &device, &options)?;
         let given = StepChoices::given(config, &passes)?;
         let rank = workers.rank / data_degree;
-        let outline = step_programs(config, &model, &given)?.swap_remove(rank).outline;
+        // Of the chosen stages, which may be others.
+        let outline =
+            step_programs(config, &model, chosen.as_ref().unwrap_or(&given))?.swap_remove(rank).outline;
         let setup = memory_setup(&model, &device, &options, &optimizer, given.places, (layout, &outline))?;
         let bound = bound(config, workers);
         let host_bound = |device: usize| host_bound(config, workers, device);

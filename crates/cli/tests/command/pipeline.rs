@@ -31,12 +31,52 @@ fn a_pipeline_has_the_losses_of_one_worker() {
 }
 
 #[test]
+fn units_move_where_a_given_cut_is_uneven() {
+    let scene = Scene::with_corpus();
+    // Six blocks, of which any machine takes longer for five than for one.
+    let model = format!("{MODEL} --set model.num_layers=6 --set training.steps=12");
+    let pipeline =
+        "--set parallelism.pipeline_parallel_degree=2 --set parallelism.pipeline_parallel_split_points=[2]";
+    let balanced = "--set parallelism.pipeline_parallel_rebalance_interval=9";
+    scene.run(&format!("train tiny.toml --workers 1 {model} --set run.name=one")).succeeded();
+    for (name, workers) in [("two", "--workers 2"), ("grid", "--workers 4 --set parallelism.zero_stage=2")] {
+        let command =
+            format!("train tiny.toml {workers} {model} {pipeline} {balanced} --set run.name={name}");
+        let text = scene.run(&command).succeeded();
+        assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
+        let moved = text.lines().find(|line| line.contains("units 0-1 | 2-7 are now 0-"));
+        let moved = moved.unwrap_or_else(|| panic!("nothing moved: {text}"));
+        tells(moved, &["step 9: the busiest worker of the pipeline took "]);
+        let program = scene.read(&format!("runs/{name}/program.txt"));
+        assert!(!program.contains("stage 0-2@0"), "{program}");
+        tells(&program, &["# step ", " are now "]);
+        // Memory is that of the stages as they are now.
+        let rest = text.split_once("after units moved at step ").unwrap().1;
+        let together = rest.lines().find(|line| line.starts_with("together")).unwrap();
+        let columns: Vec<&str> = together.split_whitespace().collect();
+        assert_eq!(columns[1], columns[3], "{text}");
+    }
+    // What a rank had before a move another layout goes on from.
+    scene
+        .run(&format!("train tiny.toml --workers 1 {model} --set run.name=two --set training.steps=14"))
+        .succeeded();
+    scene
+        .run(&format!("train tiny.toml --workers 1 {model} --set run.name=one --set training.steps=14"))
+        .succeeded();
+    assert_eq!(scene.losses("two"), scene.losses("one"));
+}
+
+#[test]
 fn plan_tells_and_draws_a_pipeline() {
     let scene = Scene::with_corpus();
     let settings = format!("--workers 3 --set parallelism.pipeline_parallel_degree=3 {MODEL}");
     let text = scene.run(&format!("plan tiny.toml {settings} --draw --svg step.svg")).succeeded();
     tells(&text, &["pipeline rank 2: units ", "bubble: ", "which takes most", "rank 0 |F0", "\u{b7}"]);
     assert!(scene.read("step.svg").starts_with("<svg "));
+    let text = scene
+        .run(&format!("plan tiny.toml {settings} --set parallelism.pipeline_parallel_split_points=[1,5] --set parallelism.pipeline_parallel_rebalance_interval=9"))
+        .succeeded();
+    tells(&text, &["pipeline rank 1: units 1-4 ", "every 9 steps units move", "more than 1.1 of the mean"]);
     let text = scene.run("plan tiny.toml --workers 1 --draw").succeeded();
     tells(&text, &["rank 0 |F0"]);
     assert!(!text.contains("pipeline rank"), "{text}");
@@ -46,6 +86,8 @@ fn plan_tells_and_draws_a_pipeline() {
 fn pipelines_that_cannot_be_are_refused() {
     let scene = Scene::with_corpus();
     let degree = "parallelism.pipeline_parallel_degree";
+    let split_points = "parallelism.pipeline_parallel_split_points";
+    let interval = "parallelism.pipeline_parallel_rebalance_interval";
     for (settings, facts) in [
         (format!("--workers 3 {MODEL} --set {degree}=2"), ["3 workers", "no multiple of the 2"]),
         (
@@ -63,7 +105,53 @@ fn pipelines_that_cannot_be_are_refused() {
             ["several in flight", "selective"],
         ),
         ("--set parallelism.pipeline_parallel_schedule=gpipe".to_owned(), ["counts only with", "above 1"]),
+        (
+            format!("--workers 2 {MODEL} --set {degree}=2 --set {split_points}=[2,4]"),
+            ["cut at 1 units, and here are 2", "where each stage after the first begins"],
+        ),
+        (
+            format!("--workers 3 {MODEL} --set {degree}=3 --set {split_points}=[3,3]"),
+            ["increasing numbers", "[3,3]"],
+        ),
+        (
+            format!("--workers 2 {MODEL} --set {degree}=2 --set {split_points}=[6]"),
+            ["unit 6, and the model has 6", "lower it"],
+        ),
+        (format!("--set {split_points}=[1]"), ["counts only with", "above 1"]),
+        (
+            format!(
+                "--workers 2 {MODEL} --set {degree}=2 --set {interval}=5 --set memory.device_budget=1GiB"
+            ),
+            ["no room for them", "device_budget"],
+        ),
+        (
+            "--set parallelism.pipeline_parallel_rebalance_threshold=1.5".to_owned(),
+            ["counts only with pipeline_parallel_rebalance_interval", "such as to 100"],
+        ),
     ] {
         tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
     }
+}
+
+#[test]
+fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpoint() {
+    let scene = Scene::with_corpus();
+    let settings = format!(
+        "--workers 2 {MODEL} --set model.tie_word_embeddings=false --set parallelism.pipeline_parallel_degree=2 \
+         --set parallelism.pipeline_parallel_schedule=pipedream-2bw --set parallelism.pipeline_parallel_drain_interval=2 \
+         --set checkpoint.interval=2"
+    );
+    let text = scene.run(&format!("train tiny.toml {settings} --set run.name=whole")).succeeded();
+    let together = text.lines().find(|line| line.starts_with("together")).unwrap();
+    let columns: Vec<&str> = together.split_whitespace().collect();
+    assert_eq!(columns[1], columns[3], "{text}");
+    tells(&scene.read("runs/whole/program.txt"), &["steps 2 weights double-buffered", "STASH 0"]);
+    assert!(scene.losses("whole").len() >= 4, "{:?}", scene.losses("whole"));
+    let refused = scene.run(&format!(
+        "train tiny.toml {settings} --set parallelism.pipeline_parallel_drain_interval=3 --set run.name=odd"
+    ));
+    tells(&refused.refused(), &["no multiple", "pipeline_parallel_drain_interval"]);
+    let refused =
+        scene.run(&format!("train tiny.toml {settings} --set model.tie_word_embeddings=true --set run.name=tied"));
+    tells(&refused.refused(), &["tied to the embedding", "tie_word_embeddings = false"]);
 }

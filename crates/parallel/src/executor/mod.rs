@@ -6,6 +6,7 @@ mod losses;
 mod messages;
 mod moves;
 mod passes;
+mod relocation;
 mod timeline;
 mod updating;
 
@@ -30,8 +31,8 @@ use trireme_base::Rank;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, StateInfo, StepSettings};
-use trireme_schedule::lowering::{self, Offload, shard};
-use trireme_schedule::{Action, Program, StateClass, ZeroStage, single, validate};
+use trireme_schedule::lowering::{self, Offload, Sharding, shard};
+use trireme_schedule::{Action, Outline, Program, StateClass, ZeroStage, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, ParameterSource, Parameters, View, ViewMut};
 
 pub use timeline::ActionTime;
@@ -46,7 +47,7 @@ pub struct Executor {
     evaluation: Program,
     parameters: RankParameters,
     optimizer: Optimizer,
-    host: Device,
+    offload: OffloadOptions,
     /// Where the optimizer works.
     optimizer_device: Device,
     offloaded: Offloaded,
@@ -68,6 +69,13 @@ pub struct Executor {
     /// In this step, for parameters.
     waiting: Waiting,
     timeline: Timeline,
+}
+
+/// How units run without training.
+fn evaluation_program(training: &Outline, sharding: Sharding, places: Offload) -> Program {
+    let Offload { parameters, prefetch, .. } = places;
+    let places = Offload { parameters, prefetch, ..Offload::default() };
+    lowering::offload(shard(single::evaluation(training), sharding), places)
 }
 
 impl Executor {
@@ -115,6 +123,7 @@ impl Executor {
         }
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(StateClass::Gradients, device));
+        device.memory().take(Category::Communication, ranks.fixed_bytes())?;
         let tied = TiedGradients::new(outline, model.tied_span(), messages.pool());
         let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?.with_tied(tied);
         if optimizer.exchanges_momentum() {
@@ -125,14 +134,11 @@ impl Executor {
         let updates = Updates::new(outline, ranks.pipeline())?;
         let squares = Some(ranks.shards().buffer(outline.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
-        let evaluation = shard(single::evaluation(outline), options.sharding);
-        let Offload { parameters: at, prefetch, .. } = offload.places;
-        let evaluation =
-            lowering::offload(evaluation, Offload { parameters: at, prefetch, ..Offload::default() });
+        let evaluation = evaluation_program(outline, options.sharding, offload.places);
         let mut executor = Executor {
             in_flight: InFlight::new(outline),
             messages,
-            host: offload.host.clone(),
+            offload: offload.clone(),
             optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program),
             changed: vec![true; outline.num_units],
@@ -172,7 +178,7 @@ impl Executor {
 
     /// The host beside it, in whose memory state lives that is not on the device, or passes through.
     pub fn host(&self) -> &Device {
-        &self.host
+        &self.offload.host
     }
 
     /// All ranks.
@@ -383,6 +389,9 @@ impl Executor {
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome, ParallelError> {
+        if self.updates.is_some() {
+            return Ok(self.run_steps(&[plan], batches)?.remove(0));
+        }
         let mut finished = None;
         self.run_program(&[plan], batches, &mut finished)?;
         Ok(finished.expect("a valid program steps every unit").0)

@@ -157,19 +157,30 @@ impl Executor {
                 continue;
             }
             for unit in self.program.outline.held().collect::<Vec<_>>() {
-                let mut taken = Ok(());
-                self.with_memory(of_unit(class, unit), |part| {
-                    part.release();
-                    if taken.is_ok() {
-                        taken = part.restore().map(|()| part.bytes_mut().fill(0));
-                    }
-                });
-                taken?;
+                self.release(class, unit);
+                self.retake(class, unit)?;
+                self.with_memory(of_unit(class, unit), |part| part.bytes_mut().fill(0));
                 self.send_state(class, unit, true)?;
             }
         }
-        self.host.trim();
+        self.offload.host.trim();
         Ok(())
+    }
+
+    /// Gives the memory of a unit's state back, with what it holds.
+    pub(super) fn release(&mut self, class: StateClass, unit: usize) {
+        self.with_memory(of_unit(class, unit), |part| part.release());
+    }
+
+    /// Takes memory for a unit's state again, with unspecified contents.
+    pub(super) fn retake(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
+        let mut taken = Ok(());
+        self.with_memory(of_unit(class, unit), |part| {
+            if taken.is_ok() {
+                taken = part.restore();
+            }
+        });
+        taken
     }
 
     /// What users should know of the disks that state lives on: a line for each.

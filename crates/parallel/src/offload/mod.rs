@@ -100,6 +100,8 @@ pub(crate) struct Offloaded {
     activations: [Option<Store>; Keep::ALL.len()],
     /// What forward of each unit keeps.
     keeps: Vec<Keep>,
+    /// Read and written before these stores were there.
+    earlier_disk_bytes: [u64; 2],
 }
 
 impl Offloaded {
@@ -120,7 +122,12 @@ impl Offloaded {
             let is_kept = moves(&class) && keeps.contains(&keep);
             is_kept.then(|| Store::new(class, options, num_units * num_microbatches))
         });
-        Offloaded { num_microbatches, stores, activations, keeps }
+        Offloaded { num_microbatches, stores, activations, keeps, earlier_disk_bytes: [0, 0] }
+    }
+
+    /// Counts the transfers of other stores, which these take the place of, as earlier ones.
+    pub(crate) fn go_on_from(&mut self, earlier: &Offloaded) {
+        self.earlier_disk_bytes = earlier.disk_bytes();
     }
 
     /// Says how many bytes a state has, before any of its class is evicted.
@@ -190,6 +197,6 @@ impl Offloaded {
     /// Bytes read from and written to disks since the beginning.
     pub(crate) fn disk_bytes(&self) -> [u64; 2] {
         let bytes = self.all().map(Store::disk_bytes);
-        bytes.fold([0, 0], |sum, bytes| [sum[0] + bytes[0], sum[1] + bytes[1]])
+        bytes.fold(self.earlier_disk_bytes, |sum, bytes| [sum[0] + bytes[0], sum[1] + bytes[1]])
     }
 }

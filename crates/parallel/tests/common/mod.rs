@@ -72,7 +72,7 @@ pub struct Layout<'a> {
     pub swap: SwapOptions,
 }
 
-/// Stages of a model, as evenly cut as its units allow.
+/// Stages of a model.
 #[derive(Debug, Clone, Copy)]
 pub struct Pipeline {
     pub kind: Kind,
@@ -81,15 +81,21 @@ pub struct Pipeline {
 }
 
 impl Pipeline {
-    fn program(&self, model: &Model, num_microbatches: usize, rank: usize) -> Program {
+    /// The first unit of each stage but the first.
+    fn even_splits(&self, num_units: usize) -> Vec<usize> {
+        let num_stages = self.num_ranks * self.stages_per_rank;
+        (1..num_stages).map(|stage| stage * num_units / num_stages).collect()
+    }
+
+    fn program(&self, model: &Model, splits: &[usize], num_microbatches: usize, rank: usize) -> Program {
         let Pipeline { kind, num_ranks, stages_per_rank } = *self;
-        let (num_stages, num_units) = (num_ranks * stages_per_rank, model.num_units());
+        let num_stages = num_ranks * stages_per_rank;
         let num_steps = if kind.is_synchronous() { 1 } else { ASYNCHRONOUS_STEPS };
         let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
         let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
         let schedule = generate(kind, sizes, &costs, None).unwrap();
-        let first = |stage: usize| stage * num_units / num_stages;
-        let units: Vec<_> = (0..num_stages).map(|stage| first(stage)..first(stage + 1)).collect();
+        let bounds = [&[0], splits, &[model.num_units()]].concat();
+        let units: Vec<_> = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
         programs(&schedule, &costs, &units, &model.ties()).swap_remove(rank)
     }
 }
@@ -122,7 +128,10 @@ pub fn laid_out(
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, layout.num_shards).unwrap();
     let program = match layout.pipeline {
-        Some(pipeline) => pipeline.program(&model, accumulation, ranks.pipeline().rank().0),
+        Some(pipeline) => {
+            let splits = pipeline.even_splits(model.num_units());
+            pipeline.program(&model, &splits, accumulation, ranks.pipeline().rank().0)
+        }
         None => single::program(model.num_units(), accumulation, &model.ties()),
     };
     let moves = OffloadOptions {
@@ -136,12 +145,24 @@ pub fn laid_out(
     let optimizer_device = moves.device_of(StateClass::Optimizer, &device);
     let parts = ranks.parts(model.table(), &program.outline);
     let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
-    let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
-    let program = offload(shard(program, layout.options.sharding), moves.places);
+    let program = lowered(program, layout);
     let mut executor =
         Executor::new(model, optimizer, ranks, &device, program, layout.options, &moves).unwrap();
     executor.initialize(1).unwrap();
     executor
+}
+
+fn lowered(program: Program, layout: &Layout<'_>) -> Program {
+    let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
+    offload(shard(program, layout.options.sharding), layout.places)
+}
+
+/// The same with stages that begin at `splits`.
+pub fn cut_anew(executor: &Executor, splits: &[usize], layout: &Layout<'_>) -> Program {
+    let (rank, num_microbatches) =
+        (executor.ranks().pipeline().rank().0, executor.program().outline.num_microbatches);
+    let pipeline = layout.pipeline.expect("a pipeline is cut");
+    lowered(pipeline.program(executor.model(), splits, num_microbatches, rank), layout)
 }
 
 /// This rank's share of `num_microbatches` random microbatches of a step.

@@ -161,6 +161,11 @@ config_choice! {
         ZeroBubbleV = "zb-v",
         /// Two stages a worker, there and back, forward and backward in pairs (DeepSeek-AI, 2024).
         DualPipeV = "dualpipe-v",
+        /// 1F1B that does not drain between steps: gradients of old weights, of which stages keep as many versions as they need
+        /// (Narayanan et al., 2019).
+        PipeDream = "pipedream",
+        /// The same with gradients one step old throughout, and two versions of weights (Narayanan et al., 2021).
+        PipeDream2Bw = "pipedream-2bw",
         /// Whatever takes least time by the operations counted, within `pipeline_parallel_in_flight_max`.
         Auto = "auto",
     }

@@ -124,21 +124,25 @@ impl Config {
 
     /// Stages of a worker of the pipeline.
     pub fn stages_per_rank(&self) -> usize {
-        let parallelism = self.parallelism();
-        let usual = match parallelism.pipeline_parallel_schedule {
-            PipelineSchedule::BreadthFirst => 2,
-            schedule => schedule.kind().stages_per_rank().0,
-        };
-        match parallelism.pipeline_parallel_stages_per_rank {
-            _ if parallelism.pipeline_parallel_degree == 1 => 1,
-            0 => usual,
-            given => given,
+        self.parallelism().stages_per_rank()
+    }
+
+    /// Whether there is a pipeline that does not drain between steps.
+    pub fn is_asynchronous(&self) -> bool {
+        self.parallelism().is_asynchronous()
+    }
+
+    /// Steps of a program: 1, unless the pipeline does not drain between steps.
+    pub fn steps_per_program(&self) -> usize {
+        match self.is_asynchronous() {
+            true => self.parallelism().pipeline_parallel_drain_interval as usize,
+            false => 1,
         }
     }
 
     /// Stages of the model; 1 without a pipeline.
     pub fn num_stages(&self) -> usize {
-        self.parallelism().pipeline_parallel_degree * self.stages_per_rank()
+        self.parallelism().num_stages()
     }
 
     /// Workers that share out one replica of the training state.

@@ -1,11 +1,13 @@
 //! Checks of how a model is divided into stages.
 
-use super::choice::{ActivationCheckpointMode, Tier};
-use super::sections::Sections;
+use super::choice::{ActivationCheckpointMode, Fp8, PipelineSchedule, Tier, TrainingDtype};
+use super::sections::{Parallelism, Sections};
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
+const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
+const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 
 /// The workers that see different data.
 pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usize {
@@ -45,7 +47,7 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
     let schedule = parallelism.pipeline_parallel_schedule;
     let (min, max) = schedule.kind().stages_per_rank();
     let stages = parallelism.pipeline_parallel_stages_per_rank;
-    let keys = ["parallelism.pipeline_parallel_stages_per_rank", "parallelism.pipeline_parallel_schedule"];
+    let keys = ["parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
     checks.require(stages == 0 || stages >= min, &keys, || {
         format!("the schedule needs {min} stages a worker; set that, or take \"1f1b\"")
     });
@@ -53,10 +55,15 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
         1 => "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned(),
         _ => format!("the schedule has {max} stages a worker; set that, or take \"interleaved-1f1b\""),
     });
+    check_split_points(checks);
+    check_rebalance(checks);
+    check_asynchronous(checks);
     let unused = [
         "pipeline_parallel_schedule",
         "pipeline_parallel_stages_per_rank",
         "pipeline_parallel_in_flight_max",
+        "pipeline_parallel_split_points",
+        "pipeline_parallel_rebalance_interval",
     ];
     for key in changed_keys(parallelism).filter(|key| unused.contains(key)) {
         checks.require(degree > 1, &[&format!("parallelism.{key}"), DEGREE], || {
@@ -64,4 +71,101 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
         });
     }
     (world_size / degree).max(1)
+}
+
+fn check_split_points(checks: &mut Checks<'_>) {
+    let Sections { parallelism, .. } = &checks.loose.sections;
+    let (points, num_stages) = (&parallelism.pipeline_parallel_split_points, parallelism.num_stages());
+    const KEY: &str = "parallelism.pipeline_parallel_split_points";
+    let keys = [KEY, DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
+    checks.require(points.is_empty() || num_stages == 1 || points.len() == num_stages - 1, &keys, || {
+        let (needed, found) = (num_stages - 1, points.len());
+        format!("{num_stages} stages are cut at {needed} units, and here are {found}; give where each stage after the first begins")
+    });
+    let follow = points.first() != Some(&0) && points.is_sorted_by(|left, right| left < right);
+    checks.require(follow, &[KEY], || {
+        "every stage has a unit: give increasing numbers from 1 on, such as [3, 5]".to_owned()
+    });
+}
+
+fn check_rebalance(checks: &mut Checks<'_>) {
+    let Sections { parallelism, memory, .. } = &checks.loose.sections;
+    let is_on = parallelism.pipeline_parallel_rebalance_interval > 0;
+    for (key, budget) in [("device_budget", memory.device_budget), ("host_budget", memory.host_budget)] {
+        checks.require(!is_on || budget.0.is_none(), &[INTERVAL, &format!("memory.{key}")], || {
+            format!(
+                "units may come to a worker that has no room for them; remove this key, or {key} of [memory]"
+            )
+        });
+    }
+    const KEY: &str = "pipeline_parallel_rebalance_threshold";
+    if changed_keys(parallelism).any(|key| key == KEY) {
+        checks.require(is_on, &[&format!("parallelism.{KEY}"), INTERVAL], || {
+            "counts only with pipeline_parallel_rebalance_interval; set that, such as to 100, or remove this key".to_owned()
+        });
+    }
+}
+
+/// What does not go with a pipeline that does not drain between steps.
+fn check_asynchronous(checks: &mut Checks<'_>) {
+    let Sections { parallelism, training, checkpoint, offload, .. } = &checks.loose.sections;
+    let is_on = parallelism.is_asynchronous();
+    const KEY: &str = "parallelism.pipeline_parallel_drain_interval";
+    if changed_keys(parallelism).any(|key| KEY.ends_with(key)) {
+        checks.require(is_on, &[KEY, SCHEDULE], || {
+            "counts only with the schedules \"pipedream\" and \"pipedream-2bw\"; take one of these, or remove this key".to_owned()
+        });
+    }
+    if !is_on {
+        return;
+    }
+    let drain = parallelism.pipeline_parallel_drain_interval;
+    for (key, steps) in [
+        ("training.steps", training.steps),
+        ("training.validation_interval", training.validation_interval),
+        ("checkpoint.interval", if checkpoint.enable { checkpoint.interval } else { 0 }),
+    ] {
+        checks.require(steps.is_multiple_of(drain), &[key, KEY], || {
+            format!("the pipeline is empty after every {drain} steps only, of which {steps} is no multiple; change either")
+        });
+    }
+    checks.require(parallelism.pipeline_parallel_rebalance_interval == 0, &[INTERVAL, SCHEDULE], || {
+        "where units lie decides how old their gradients are; remove this key, or take a schedule that drains".to_owned()
+    });
+    checks.require(parallelism.zero_stage < 2, &["parallelism.zero_stage", SCHEDULE], || {
+        "gradients would be shared out for each version of the weights; set zero_stage = 1, or a schedule that drains".to_owned()
+    });
+    let is_possible = training.dtype != TrainingDtype::F16 && training.fp8 == Fp8::Off;
+    checks.require(is_possible, &["training.dtype", SCHEDULE], || {
+        "a step that overflows cannot be skipped when others have begun; take \"bf16\" or \"f32\", without fp8".to_owned()
+    });
+    let tiers = [offload.optimizer, offload.parameters, offload.gradients, offload.activations];
+    checks.require(tiers.iter().all(|&tier| tier == Tier::Device), &["offload.optimizer", SCHEDULE], || {
+        "state is at hand for all steps between two drains; remove the keys of [offload], or take a schedule that drains".to_owned()
+    });
+}
+
+impl Parallelism {
+    /// Whether there is a pipeline that does not drain between steps.
+    pub(super) fn is_asynchronous(&self) -> bool {
+        self.pipeline_parallel_degree > 1 && !self.pipeline_parallel_schedule.kind().is_synchronous()
+    }
+
+    /// Stages of a worker of the pipeline.
+    pub(super) fn stages_per_rank(&self) -> usize {
+        let usual = match self.pipeline_parallel_schedule {
+            PipelineSchedule::BreadthFirst => 2,
+            schedule => schedule.kind().stages_per_rank().0,
+        };
+        match self.pipeline_parallel_stages_per_rank {
+            _ if self.pipeline_parallel_degree == 1 => 1,
+            0 => usual,
+            given => given,
+        }
+    }
+
+    /// Stages of the model; 1 without a pipeline.
+    pub(super) fn num_stages(&self) -> usize {
+        self.pipeline_parallel_degree * self.stages_per_rank()
+    }
 }

@@ -270,7 +270,8 @@ config_section! {
         /// Losses and weights have the same bits.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
         /// In which order stages run: `gpipe`, `1f1b`, `interleaved-1f1b`, `breadth-first`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or
-        /// `auto` (docs/pipeline.md). Counts only with `pipeline_parallel_degree` above 1.
+        /// `auto`; or `pipedream` or `pipedream-2bw`, which do not drain between steps: losses and weights are others then
+        /// (docs/pipeline.md). Counts only with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule: PipelineSchedule = PipelineSchedule::OneFOneB;
         /// Stages of a worker; 0 takes 1, or 2 where the schedule needs several. Counts only with `pipeline_parallel_degree` above
         /// 1.
@@ -278,6 +279,19 @@ config_section! {
         /// Microbatches of which a worker may hold the activations of all its stages; 0 is no bound, but for `auto` as many as
         /// the pipeline has workers, which are the most of `1f1b`. A schedule that holds more is refused.
         pipeline_parallel_in_flight_max: usize = 0, within 0..=1 << 20;
+        /// With `pipedream` and `pipedream-2bw`: steps from one point at which the pipeline is empty to the next one. Validation and
+        /// checkpoints need that.
+        pipeline_parallel_drain_interval: u64 = 10, within 1..=1 << 10;
+        /// Units at which the stages after the first begin, in order: 0 is the embedding, 1 the first block. An empty list has stages
+        /// cut evenly by counted operations. Counts only with `pipeline_parallel_degree` above 1.
+        pipeline_parallel_split_points: Vec<usize> = Vec::new();
+        /// Steps from one look at what units were measured to take to the next: where that is uneven, stages are cut anew and
+        /// units move to other workers with their state. Losses and weights have the same bits. 0 leaves stages as they are cut.
+        /// Counts only with `pipeline_parallel_degree` above 1.
+        pipeline_parallel_rebalance_interval: u64 = 0, within 0..;
+        /// What the busiest worker of the pipeline must work, as a part of what all do on average, for units to move. Counts only
+        /// with `pipeline_parallel_rebalance_interval`.
+        pipeline_parallel_rebalance_threshold: f64 = 1.1, within 1.0..;
         /// Workers that share out one replica of the training state and see different data, too; neighbours, so that those
         /// of a host can be one replica (hybrid sharding). -1 takes as many as the replicas leave with a `zero_stage` (one
         /// replica of all workers if neither is set), and 1 without. Counts only with `zero_stage`.

@@ -23,9 +23,9 @@ pub struct StepRecord {
     pub comm_seconds_exposed: f64,
     /// Bytes that this worker sent.
     pub comm_bytes: u64,
-    /// Most memory held by this worker so far.
+    /// Most memory held by this worker so far; where units of a pipeline have moved, since then.
     pub memory_peak_bytes: MemoryPeakBytes,
-    /// What that was predicted to be, where it was.
+    /// What that was predicted to be, where it was, and no units have moved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_predicted_bytes: Option<MemoryPeakBytes>,
     /// Bytes that this worker would have sent in addition without compression, by the formulas of

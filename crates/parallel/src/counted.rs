@@ -1,0 +1,56 @@
+use crate::error::ParallelError;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use trireme_tensor::{Category, Device};
+
+/// Memory that a group has given, counted on a device as long as this is there.
+pub(crate) struct Counted {
+    device: Device,
+    bytes: [AtomicUsize; Category::ALL.len()],
+}
+
+impl Counted {
+    /// Counts nothing yet.
+    pub(crate) fn new(device: &Device) -> Self {
+        Counted { device: device.clone(), bytes: std::array::from_fn(|_| AtomicUsize::new(0)) }
+    }
+
+    /// Counts memory that is about to be taken.
+    pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<(), ParallelError> {
+        self.device.memory().take(category, num_bytes)?;
+        self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Counts memory that was given back.
+    pub(crate) fn give(&self, category: Category, num_bytes: usize) {
+        self.bytes[category as usize].fetch_sub(num_bytes, Ordering::Relaxed);
+        self.device.memory().give(category, num_bytes);
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        for (category, bytes) in Category::ALL.into_iter().zip(&mut self.bytes) {
+            self.device.memory().give(category, *bytes.get_mut());
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_tensor::DeviceOptions;
+
+    #[test]
+    fn what_was_counted_is_given_back_in_the_end() {
+        let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+        let counted = Counted::new(&device);
+        counted.take(Category::Gradients, 30).unwrap();
+        counted.take(Category::Communication, 5).unwrap();
+        counted.give(Category::Gradients, 10);
+        assert_eq!(device.memory().total().current, 25);
+        drop(counted);
+        assert_eq!((device.memory().total().current, device.memory().total().peak), (0, 35));
+        assert_eq!(device.memory().usage(Category::Gradients).current, 0);
+    }
+}

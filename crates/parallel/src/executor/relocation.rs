@@ -1,0 +1,179 @@
+//! Units move between the ranks of a pipeline, with all that was learned about them.
+//!
+//! Between two steps nothing is in flight: what there is of a unit are its parameters, in f32, and what the optimizer keeps of
+//! it. Ranks with the same place among those that see other data pass that on as it lies in memory, each its own shard. Sums
+//! have an order that no stage decides, so no bit of later steps changes.
+
+use super::asynchronous::Updates;
+use super::losses::Losses;
+use super::messages::Messages;
+use super::passes::InFlight;
+use super::timeline::Timeline;
+use super::{Executor, evaluation_program};
+use crate::counted::Counted;
+use crate::error::ParallelError;
+use crate::exchange::ShardExchange;
+use crate::gradients::Gradients;
+use crate::offload::Offloaded;
+use crate::tied::TiedGradients;
+use crate::waiting::Waiting;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::Rank;
+use trireme_schedule::{Outline, Program, Stage, StateClass, ZeroStage, validate};
+use trireme_tensor::Category;
+
+/// The class of all that moves: below the third ZeRO stage, which is not moved, the parameters that are stepped are of it.
+const CLASS: StateClass = StateClass::Optimizer;
+
+impl Executor {
+    /// Runs `program` from now on, in which units may lie on other ranks of the pipeline: they move there with their
+    /// parameters and the optimizer's state. Collective, between steps.
+    ///
+    /// Units move one after the other, each in one message of all that its rank has of it: with AdamW in f32 12 bytes an
+    /// element of the shard. Memory for it is taken when it comes and given back when it has gone, so a rank takes no more than for the
+    /// units that it had and those that it gets, and one message.
+    ///
+    /// # Errors
+    /// If the program is not valid, and nothing has changed then; what device, group and disks refuse, after which the executor is of no
+    /// more use.
+    ///
+    /// # Panics
+    /// If the program differs in more than which units stages have, and the order of actions; and if gradients are compressed,
+    /// or parameters are shared out, for what there is of those does not move.
+    pub fn relocate(&mut self, program: Program) -> Result<(), ParallelError> {
+        validate(&program, program.outline.num_microbatches)?;
+        // So a head that reads an embedding of another rank goes on to do so, from the copy that is there.
+        let uncut = |outline: &Outline| {
+            let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
+            Outline { stages: outline.stages.iter().map(stage).collect(), ..outline.clone() }
+        };
+        assert_eq!(uncut(&program.outline), uncut(&self.program.outline), "only the cut changes");
+        assert!(self.compressors().next().is_none(), "nothing is kept of gradients");
+        assert!(program.outline.zero_stage < ZeroStage::Three, "ranks have whole parameters");
+        for unit in 0..self.model.num_units() {
+            // What the last update has made may still be on its way to the other shards.
+            self.parameters.ensure(unit, &mut Waiting::default())?;
+        }
+        let before = std::mem::replace(&mut self.program, program).outline;
+        self.renew_step_memory()?;
+        self.move_units(&before)?;
+        self.refresh()
+    }
+
+    /// Takes new memory for what a step begins without.
+    fn renew_step_memory(&mut self) -> Result<(), ParallelError> {
+        let outline = &self.program.outline;
+        self.gradients.release();
+        self.in_flight = InFlight::new(outline);
+        self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
+        self.exchange = ShardExchange::new(&self.ranks, &self.device);
+        self.losses = Losses::new(outline, &self.ranks)?;
+        self.updates = Updates::new(outline, self.ranks.pipeline())?;
+        self.timeline = Timeline::new(self.program.actions.len());
+        self.evaluation = evaluation_program(outline, self.options.sharding, self.offload.places);
+        let tied = TiedGradients::new(outline, self.model.tied_span(), self.messages.pool());
+        let devices = (&self.device, self.offload.device_of(StateClass::Gradients, &self.device));
+        let gradients = Gradients::new(self.model.table(), outline, &self.ranks, devices, &self.options)?;
+        self.gradients = gradients.with_tied(tied);
+        self.is_squared.fill(false);
+        Ok(())
+    }
+
+    /// Brings every unit from where it lay to where it lies now.
+    fn move_units(&mut self, before: &Outline) -> Result<(), ParallelError> {
+        let now = &self.program.outline;
+        let parts = self.ranks.parts(self.model.table(), now);
+        if self.offloaded.moves(CLASS) {
+            // A file has room for the units that it is made for, so there is another one, and it must know their lengths.
+            for unit in now.held().filter(|&unit| !before.holds(unit)).collect::<Vec<_>>() {
+                self.set_part(unit, parts[unit].clone(), true)?;
+                self.release(CLASS, unit);
+            }
+        }
+        let mut was = std::mem::replace(&mut self.offloaded, Offloaded::new(&self.offload, &self.program));
+        self.expect_moves();
+        for (unit, part) in parts.into_iter().enumerate() {
+            self.move_unit(unit, part, before, &mut was)?;
+        }
+        self.offloaded.go_on_from(&was);
+        Ok(())
+    }
+
+    /// Brings a unit, of which this rank is to step `part`, from where it lay to where it lies now. `was` has what is not in
+    /// memory.
+    fn move_unit(
+        &mut self,
+        unit: usize,
+        part: Range<usize>,
+        before: &Outline,
+        was: &mut Offloaded,
+    ) -> Result<(), ParallelError> {
+        let now = &self.program.outline;
+        let (own, from, to) = (now.rank, before.rank_of(unit), now.rank_of(unit));
+        if from == own {
+            std::mem::swap(&mut self.offloaded, was);
+            let brought = self.bring_state(CLASS, unit);
+            std::mem::swap(&mut self.offloaded, was);
+            brought?;
+        }
+        if from == own && to != own {
+            self.send_unit(unit, to)?;
+            self.set_part(unit, part, false)?;
+        } else if to == own && from != own {
+            match self.offloaded.moves(CLASS) {
+                true => self.retake(CLASS, unit)?,
+                false => self.set_part(unit, part, true)?,
+            }
+            self.receive_unit(unit, from)?;
+        }
+        if to == own { self.send_state(CLASS, unit, true) } else { Ok(()) }
+    }
+
+    /// What this rank steps of a unit is another part from now on.
+    fn set_part(&mut self, unit: usize, part: Range<usize>, holds: bool) -> Result<(), ParallelError> {
+        self.optimizer.set_part(unit, part.clone(), &self.optimizer_device)?;
+        self.parameters.set_part(unit, part, holds)
+    }
+
+    /// Shows `visit` the bytes of all that moves with a unit, which is in memory.
+    fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(&mut [u8])) {
+        visit(bytemuck::cast_slice_mut(self.parameters.shard_mut(unit).f32s()));
+        self.optimizer.for_each_memory(unit, |tensor| visit(tensor.bytes_mut()));
+    }
+
+    fn unit_bytes(&mut self, unit: usize) -> usize {
+        let mut num_bytes = 0;
+        self.with_unit(unit, |part| num_bytes += part.len());
+        num_bytes
+    }
+
+    fn send_unit(&mut self, unit: usize, to: usize) -> Result<(), ParallelError> {
+        let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
+        counted.take(Category::Communication, num_bytes)?;
+        let group = Arc::clone(self.ranks.pipeline());
+        let mut message = group.buffer::<u8>(num_bytes)?;
+        let mut rest = &mut message[..];
+        self.with_unit(unit, |part| {
+            let (own, others) = std::mem::take(&mut rest).split_at_mut(part.len());
+            own.copy_from_slice(part);
+            rest = others;
+        });
+        group.send(message, Rank(to)).wait()?;
+        Ok(())
+    }
+
+    fn receive_unit(&mut self, unit: usize, from: usize) -> Result<(), ParallelError> {
+        let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
+        counted.take(Category::Communication, num_bytes)?;
+        let group = self.ranks.pipeline();
+        let message = group.receive(group.buffer::<u8>(num_bytes)?, Rank(from)).wait()?;
+        let mut rest = &message[..];
+        self.with_unit(unit, |part| {
+            let (own, others) = rest.split_at(part.len());
+            part.copy_from_slice(own);
+            rest = others;
+        });
+        Ok(())
+    }
+}

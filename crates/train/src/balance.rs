@@ -1,0 +1,362 @@
+//! Dynamic balance of a pipeline: what units take is measured, and when one rank works much more than the others, stages are
+//! cut anew.
+//!
+//! A unit is taken to cost on any rank what it costs where it lies. What a rank of another speed makes of it shows in the
+//! next steps.
+
+use crate::choices::StepChoices;
+use crate::config::Config;
+use crate::error::TrainError;
+use crate::setup::{step_programs, unit_passes};
+use crate::stages::{StageChoice, counted_costs, stages_of};
+use std::fmt::Write;
+use std::ops::Range;
+use trireme_base::{Rank, UnitPasses};
+use trireme_model::ModelConfig;
+use trireme_parallel::{ActionTime, Executor};
+use trireme_schedule::pipeline::{self, StageCosts};
+use trireme_schedule::{Action, Outline, Program};
+
+/// Steps whose times are kept: enough for a median that a few slow steps do not touch, few enough to be of now.
+const STEPS_MAX: usize = 16;
+
+/// What the busiest rank of another cut works less at least, for units to move: less may be noise.
+const GAIN_MIN: f64 = 0.03;
+
+/// What a unit takes in a step, in nanoseconds of all microbatches: forward, backward in one, its input half with what is made
+/// again, its weight half, and the update.
+type UnitTimes = [u64; 5];
+
+fn part_of(action: Action) -> Option<usize> {
+    match action {
+        Action::Forward { .. } => Some(0),
+        Action::Backward { .. } => Some(1),
+        Action::Recompute { .. } | Action::BackwardInput { .. } => Some(2),
+        Action::BackwardWeight { .. } => Some(3),
+        Action::Step { .. } => Some(4),
+        _ => None,
+    }
+}
+
+/// The times of this rank's units in the last steps.
+struct MeasuredTimes {
+    num_units: usize,
+    /// By step, then unit; steps take turns.
+    times: Vec<UnitTimes>,
+    /// Steps seen. The first one takes memory that the others find, and is not kept.
+    num_seen: usize,
+}
+
+impl MeasuredTimes {
+    fn new(num_units: usize) -> Self {
+        MeasuredTimes { num_units, times: vec![UnitTimes::default(); STEPS_MAX * num_units], num_seen: 0 }
+    }
+
+    /// Takes in a step. Allocates nothing.
+    fn observe(&mut self, program: &Program, timeline: &[ActionTime]) {
+        self.num_seen += 1;
+        let Some(place) = self.num_seen.checked_sub(2).map(|kept| kept % STEPS_MAX * self.num_units) else {
+            return;
+        };
+        let step = &mut self.times[place..place + self.num_units];
+        step.fill(UnitTimes::default());
+        for (action, time) in program.actions.iter().zip(timeline) {
+            if let Some(part) = part_of(*action) {
+                step[action.unit()][part] += (time.end - time.start).as_nanos() as u64;
+            }
+        }
+    }
+
+    /// By unit, the median over the steps of each of its times; none before there are steps.
+    fn medians(&self) -> Option<Vec<UnitTimes>> {
+        let num_kept = self.num_seen.saturating_sub(1).min(STEPS_MAX);
+        let median = |unit: usize, part: usize| {
+            let mut found: Vec<u64> =
+                (0..num_kept).map(|step| self.times[step * self.num_units + unit][part]).collect();
+            found.sort_unstable();
+            found[num_kept / 2]
+        };
+        let of_unit = |unit| std::array::from_fn(|part| median(unit, part));
+        (num_kept > 0).then(|| (0..self.num_units).map(of_unit).collect())
+    }
+}
+
+/// Costs of units by what they were measured to take, in nanoseconds. Backward in one is divided as its operations are.
+fn measured_costs(counted: &[StageCosts], times: &[UnitTimes], num_microbatches: usize) -> Vec<StageCosts> {
+    let costs = |(counted, times): (&StageCosts, &UnitTimes)| {
+        let [forward, backward, again, weight, update] = *times;
+        let halves = u128::from(counted.backward_input + counted.backward_weight).max(1);
+        let of_weights = (u128::from(backward) * u128::from(counted.backward_weight) / halves) as u64;
+        let per_microbatch = |time: u64| time / num_microbatches as u64;
+        StageCosts {
+            forward: per_microbatch(forward),
+            backward_input: per_microbatch(again + backward - of_weights),
+            backward_weight: per_microbatch(weight + of_weights),
+            update,
+            ..*counted
+        }
+    };
+    counted.iter().zip(times).map(costs).collect()
+}
+
+/// What the busiest rank works in a step, as a part of what all do on average.
+fn imbalance<'a>(units: impl Iterator<Item = &'a Range<usize>>, stage_ranks: &[usize], work: &[u64]) -> f64 {
+    let mut ranks = vec![0; stage_ranks.iter().max().map_or(0, |last| last + 1)];
+    for (units, &rank) in units.zip(stage_ranks) {
+        ranks[rank] += work[units.clone()].iter().sum::<u64>();
+    }
+    let busiest = ranks.iter().copied().max().unwrap_or(0) as f64;
+    busiest * ranks.len() as f64 / (ranks.iter().sum::<u64>() as f64).max(1.0)
+}
+
+/// Another cut, and how uneven the work is before and after, by the same times.
+#[derive(Debug, Clone, PartialEq)]
+struct Recut {
+    stages: Vec<StageChoice>,
+    before: f64,
+    after: f64,
+}
+
+/// A cut that is better than the `present` one, where the busiest rank works more than `threshold` of the mean.
+fn recut(
+    present: &[StageChoice],
+    stage_ranks: &[usize],
+    costs: &[StageCosts],
+    num_microbatches: usize,
+    threshold: f64,
+) -> Option<Recut> {
+    let in_step = |costs: &StageCosts| costs.total() * num_microbatches as u64 + costs.update;
+    let work: Vec<u64> = costs.iter().map(in_step).collect();
+    let before = imbalance(present.iter().map(|stage| &stage.units), stage_ranks, &work);
+    if before <= threshold {
+        return None;
+    }
+    let units = pipeline::cut(&work, present.len());
+    let after = imbalance(units.iter(), stage_ranks, &work);
+    let is_better = after < before * (1.0 - GAIN_MIN);
+    is_better.then(|| Recut { stages: stages_of(costs, units), before, after })
+}
+
+/// Stages that are to be from now on, and what is said of it.
+pub(crate) struct Move {
+    pub(crate) choices: StepChoices,
+    pub(crate) reason: String,
+}
+
+/// Watches over a run's balance.
+pub(crate) struct Balance {
+    interval: u64,
+    threshold: f64,
+    passes: Vec<UnitPasses>,
+    times: MeasuredTimes,
+}
+
+impl Balance {
+    /// As the config wants it, if it does.
+    pub(crate) fn new(
+        config: &Config,
+        model: &ModelConfig,
+        num_threads: usize,
+    ) -> Result<Option<Self>, TrainError> {
+        let parallelism = config.parallelism();
+        let interval = parallelism.pipeline_parallel_rebalance_interval;
+        if interval == 0 {
+            return Ok(None);
+        }
+        let (threshold, passes) =
+            (parallelism.pipeline_parallel_rebalance_threshold, unit_passes(config, model, num_threads)?);
+        let times = MeasuredTimes::new(passes.len());
+        Ok(Some(Balance { interval, threshold, passes, times }))
+    }
+
+    /// Takes in the times of the step that the executor has just run.
+    pub(crate) fn observe(&mut self, executor: &Executor) {
+        self.times.observe(executor.program(), executor.timeline());
+    }
+
+    /// Measures anew: units have moved.
+    pub(crate) fn forget(&mut self) {
+        self.times.num_seen = 0;
+    }
+
+    /// Whether units are to move after `step`, and where to. Rank 0 decides for all by what all have measured: a message of 40
+    /// bytes a unit from each rank, and one of rank 0. Collective.
+    pub(crate) fn decide(
+        &self,
+        step: u64,
+        config: &Config,
+        choices: &StepChoices,
+        executor: &Executor,
+    ) -> Result<Option<Move>, TrainError> {
+        let own = self.times.medians().filter(|_| step.is_multiple_of(self.interval));
+        let Some(own) = own else { return Ok(None) };
+        let group = executor.group();
+        let bytes: Vec<u8> = own.iter().flatten().flat_map(|time| time.to_le_bytes()).collect();
+        let told = group.all_gather_bytes(&bytes).wait()?;
+        let own = match group.rank() {
+            Rank::ROOT => self.find(&told, config, choices, executor).map_or_else(Vec::new, |recut| {
+                let numbers = [recut.before, recut.after].map(f64::to_le_bytes);
+                let choices = StepChoices { stages: recut.stages, ..choices.clone() };
+                [numbers.concat(), choices.to_bytes()].concat()
+            }),
+            _ => Vec::new(),
+        };
+        let decided = group.all_gather_bytes(&own).wait()?.swap_remove(Rank::ROOT.0);
+        if decided.is_empty() {
+            return Ok(None);
+        }
+        let made = read_move(step, &decided, choices);
+        made.ok_or(TrainError::ForeignStages).map(Some)
+    }
+
+    /// A better cut that the schedule can run, by the times that all ranks have told.
+    fn find(
+        &self,
+        told: &[Vec<u8>],
+        config: &Config,
+        choices: &StepChoices,
+        executor: &Executor,
+    ) -> Option<Recut> {
+        let times = slowest(told, self.passes.len());
+        let outline: &Outline = &executor.program().outline;
+        let counted = counted_costs(&self.passes, &choices.keeps);
+        let costs = measured_costs(&counted, &times, outline.num_microbatches);
+        let stage_ranks: Vec<usize> = outline.stages.iter().map(|stage| stage.rank).collect();
+        let recut = recut(&choices.stages, &stage_ranks, &costs, outline.num_microbatches, self.threshold)?;
+        let choices = StepChoices { stages: recut.stages.clone(), ..choices.clone() };
+        step_programs(config, executor.model(), &choices).is_ok().then_some(recut)
+    }
+}
+
+/// Of each unit, what it takes where that is longest: a step waits for the slowest of the ranks that run it.
+fn slowest(told: &[Vec<u8>], num_units: usize) -> Vec<UnitTimes> {
+    let mut times = vec![UnitTimes::default(); num_units];
+    for bytes in told {
+        for (slowest, bytes) in times.iter_mut().flatten().zip(bytes.as_chunks::<8>().0) {
+            *slowest = (*slowest).max(u64::from_le_bytes(*bytes));
+        }
+    }
+    times
+}
+
+/// Reads what rank 0 has decided.
+fn read_move(step: u64, bytes: &[u8], present: &StepChoices) -> Option<Move> {
+    let (before, rest) = bytes.split_first_chunk::<8>()?;
+    let (after, choices) = rest.split_first_chunk::<8>()?;
+    let choices = StepChoices::from_bytes(choices)?;
+    let [before, after] = [before, after].map(|bytes| f64::from_le_bytes(*bytes));
+    let reason = format!(
+        "step {step}: the busiest worker of the pipeline took {before:.2} of the mean; units {} are now {}, which makes it {after:.2}",
+        cut_text(&present.stages),
+        cut_text(&choices.stages)
+    );
+    Some(Move { choices, reason })
+}
+
+/// `0-3 | 4-7`.
+fn cut_text(stages: &[StageChoice]) -> String {
+    let mut text = String::new();
+    for (index, StageChoice { units, .. }) in stages.iter().enumerate() {
+        let bar = if index > 0 { " | " } else { "" };
+        match units.len() {
+            1 => write!(text, "{bar}{}", units.start),
+            _ => write!(text, "{bar}{}-{}", units.start, units.end - 1),
+        }
+        .expect("a text takes what is written");
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+    use trireme_schedule::single;
+
+    fn units(cuts: &[Range<usize>]) -> Vec<StageChoice> {
+        let choice =
+            |units: &Range<usize>| StageChoice { units: units.clone(), costs: StageCosts::of(1, 1, 1) };
+        cuts.iter().map(choice).collect()
+    }
+
+    fn of(times: &[u64]) -> Vec<StageCosts> {
+        times.iter().map(|&time| StageCosts::of(time, time, 0)).collect()
+    }
+
+    #[test]
+    fn an_uneven_cut_is_made_better() {
+        let costs = of(&[100, 100, 100, 500]);
+        let found = recut(&units(&[0..1, 1..4]), &[0, 1], &costs, 4, 1.1).unwrap();
+        assert_eq!(found.stages.iter().map(|stage| stage.units.clone()).collect::<Vec<_>>(), [0..3, 3..4]);
+        assert_eq!((found.before, found.after), (1.75, 1.25));
+        // The schedule sees them in ticks of the longest stage's forward pass.
+        assert_eq!((found.stages[0].costs.forward, found.stages[1].costs.forward), (600, 1000));
+        // By this the last stage has most of it, whatever its passes take.
+        let costs = [StageCosts { update: 9000, ..StageCosts::of(1, 1, 0) }, costs[0], costs[0], costs[0]];
+        let found = recut(&units(&[0..2, 2..4]), &[0, 1], &costs, 4, 1.1).unwrap();
+        assert_eq!(found.stages[0].units, 0..1);
+    }
+
+    #[test]
+    fn what_is_even_enough_or_cannot_be_better_stays() {
+        assert_eq!(recut(&units(&[0..2, 2..4]), &[0, 1], &of(&[100, 120, 100, 100]), 4, 1.1), None);
+        // One unit is more than half of all.
+        assert_eq!(recut(&units(&[0..3, 3..4]), &[0, 1], &of(&[10, 10, 10, 100]), 4, 1.1), None);
+        // Stages of one rank add up.
+        let round = [0, 1, 0, 1];
+        assert_eq!(
+            recut(&units(&[0..1, 1..2, 2..3, 3..4]), &round, &of(&[100, 300, 300, 100]), 4, 1.1),
+            None
+        );
+    }
+
+    #[test]
+    fn times_are_medians_of_the_last_steps_without_waits() {
+        let program = single::program(2, 2, &[]);
+        let mut times = MeasuredTimes::new(2);
+        let now = Instant::now();
+        let step = |nanos: u64| -> Vec<ActionTime> {
+            let time = |index: usize| {
+                let start = now + Duration::from_micros(1000 * index as u64 + 500);
+                ActionTime { issued: now, start, end: start + Duration::from_nanos(nanos) }
+            };
+            (0..program.actions.len()).map(time).collect()
+        };
+        assert!(times.medians().is_none());
+        times.observe(&program, &step(70_000));
+        assert!(times.medians().is_none(), "the first step is not like the others");
+        for nanos in [10, 90_000, 30] {
+            times.observe(&program, &step(nanos));
+        }
+        assert_eq!(times.medians().unwrap(), [[60, 60, 0, 0, 30]; 2]);
+        (0..STEPS_MAX).for_each(|_| times.observe(&program, &step(7)));
+        assert_eq!(times.medians().unwrap(), [[14, 14, 0, 0, 7]; 2]);
+    }
+
+    #[test]
+    fn backward_in_one_is_divided_as_operations_are() {
+        let counted = [StageCosts::of(5, 30, 10)];
+        let costs = measured_costs(&counted, &[[40, 80, 8, 4, 9]], 4);
+        let expected = StageCosts { update: 9, ..StageCosts::of(10, 17, 6) };
+        assert_eq!(costs, [expected]);
+        assert_eq!(measured_costs(&[StageCosts::of(0, 0, 0)], &[[4; 5]], 2)[0].backward_input, 4);
+    }
+
+    #[test]
+    fn what_ranks_tell_is_read_or_refused() {
+        let bytes = |times: &[u64]| times.iter().flat_map(|time| time.to_le_bytes()).collect::<Vec<u8>>();
+        let told = [bytes(&[1, 2, 3, 4, 5]), bytes(&[2, 1, 0, 9, 0, 7, 7, 7, 7, 7])];
+        assert_eq!(slowest(&told, 2), [[2, 2, 3, 9, 5], [7; 5]]);
+        let keeps = Vec::new();
+        let places = trireme_schedule::lowering::Offload::default();
+        let present = StepChoices { keeps, places, stages: units(&[0..1, 1..4]) };
+        let next = StepChoices { stages: units(&[0..3, 3..4]), ..present.clone() };
+        let message =
+            [1.75_f64.to_le_bytes().to_vec(), 1.25_f64.to_le_bytes().to_vec(), next.to_bytes()].concat();
+        let made = read_move(40, &message, &present).unwrap();
+        assert_eq!(made.choices, next);
+        let text = "step 40: the busiest worker of the pipeline took 1.75 of the mean; units 0 | 1-3 are now 0-2 | 3, which makes it 1.25";
+        assert_eq!(made.reason, text);
+        assert!(read_move(40, &message[..60], &present).is_none());
+    }
+}
