@@ -202,8 +202,19 @@ pub enum Action {
     /// `EVICT optimizer u`, `EVICT activations u m`: starts to bring state back to where it lives, and frees its memory.
     Evict(StateOf),
     /// `STEP u`: updates a unit's parameters, or this rank's shard of them. The first of a program waits for every
-    /// reduction, for the gradients' global norm needs all of them.
+    /// reduction, for the gradients' global norm needs all of them. In a pipeline that does not drain between updates, the first of
+    /// each update waits for the reductions of this rank.
     Step {
+        /// Unit.
+        unit: usize,
+    },
+    /// `STASH u`: keeps a copy of a unit's parameters as they are, for passes that read them after the next `STEP`.
+    Stash {
+        /// Unit.
+        unit: usize,
+    },
+    /// `UNSTASH u`: gives the oldest copy of a unit's parameters back, which no later pass reads.
+    Unstash {
         /// Unit.
         unit: usize,
     },
@@ -325,7 +336,9 @@ impl Action {
             | Action::Unshard { unit }
             | Action::Reshard { unit }
             | Action::ReduceGrad { unit }
-            | Action::Step { unit } => unit,
+            | Action::Step { unit }
+            | Action::Stash { unit }
+            | Action::Unstash { unit } => unit,
             Action::Fetch(state) | Action::Evict(state) => state.unit,
         }
     }
@@ -356,6 +369,8 @@ impl fmt::Display for Action {
             Action::Fetch(state) => write!(f, "FETCH {state}"),
             Action::Evict(state) => write!(f, "EVICT {state}"),
             Action::Step { unit } => write!(f, "STEP {unit}"),
+            Action::Stash { unit } => write!(f, "STASH {unit}"),
+            Action::Unstash { unit } => write!(f, "UNSTASH {unit}"),
         }
     }
 }
@@ -365,7 +380,7 @@ impl fmt::Display for Action {
 #[error(
     "'{0}' is no action; expected 'F unit microbatch' (and 'keep products', 'keep input' or 'keep nothing'), 'R unit \
      microbatch', 'B unit microbatch', 'I unit microbatch', 'W unit microbatch', 'SEND_F unit microbatch', 'RECV_F unit microbatch', 'SEND_B unit microbatch', 'RECV_B unit \
-     microbatch', 'SEND_GRAD unit microbatch', 'RECV_GRAD unit microbatch', 'SEND_PARAM unit', 'RECV_PARAM unit', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit' or 'STEP unit'"
+     microbatch', 'SEND_GRAD unit microbatch', 'RECV_GRAD unit microbatch', 'SEND_PARAM unit', 'RECV_PARAM unit', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit', 'STEP unit', 'STASH unit' or 'UNSTASH unit'"
 )]
 pub struct ParseActionError(pub String);
 
@@ -420,6 +435,8 @@ impl FromStr for Action {
                 Ok(if verb == "FETCH" { Action::Fetch(state) } else { Action::Evict(state) })
             }
             ["STEP", unit] => Ok(Action::Step { unit: number(unit)? }),
+            ["STASH", unit] => Ok(Action::Stash { unit: number(unit)? }),
+            ["UNSTASH", unit] => Ok(Action::Unstash { unit: number(unit)? }),
             _ => Err(refuse()),
         }
     }

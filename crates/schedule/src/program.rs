@@ -1,4 +1,5 @@
 use crate::action::{Action, ParseActionError, StateClass};
+use crate::pipeline::WeightVersions;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
@@ -37,12 +38,21 @@ pub struct Stage {
     pub rank: usize,
 }
 
+/// Updates of a pipeline that does not drain between them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Asynchronous {
+    /// Steps of the program: updates of every unit, after equally many microbatches each.
+    pub num_steps: usize,
+    /// Which version of its parameters a unit reads.
+    pub weights: WeightVersions,
+}
+
 /// What a program is for.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outline {
     /// Units of the model.
     pub num_units: usize,
-    /// Microbatches of this rank in a step.
+    /// Microbatches of this rank: of a step, or of all steps if the program has several.
     pub num_microbatches: usize,
     /// What the ranks share out.
     pub zero_stage: ZeroStage,
@@ -54,9 +64,27 @@ pub struct Outline {
     pub stages: Vec<Stage>,
     /// This rank, among those of the pipeline.
     pub rank: usize,
+    /// Of a pipeline that does not drain between updates.
+    pub asynchronous: Option<Asynchronous>,
 }
 
 impl Outline {
+    /// Steps of the program.
+    pub fn num_steps(&self) -> usize {
+        self.asynchronous.map_or(1, |asynchronous| asynchronous.num_steps)
+    }
+
+    /// Microbatches of this rank in a step.
+    pub fn microbatches_per_step(&self) -> usize {
+        self.num_microbatches / self.num_steps()
+    }
+
+    /// The version of its parameters that forward of a unit reads for a microbatch, if it has been updated `newest` times.
+    pub fn version_read(&self, microbatch: usize, newest: usize) -> usize {
+        let weights = self.asynchronous.map_or(WeightVersions::Drained, |asynchronous| asynchronous.weights);
+        weights.read_by_forward(self.microbatches_per_step(), microbatch, newest)
+    }
+
     /// The rank of the pipeline on which a unit lies.
     pub fn rank_of(&self, unit: usize) -> usize {
         self.stages.iter().find(|stage| stage.units.contains(&unit)).map_or(self.rank, |stage| stage.rank)
@@ -125,7 +153,7 @@ impl Outline {
 /// The header goes on with `zero_stage 3` where ranks share out something, with `offload optimizer` for each class of state
 /// that lives elsewhere, and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
-/// stage: units 0 and 1 lie on rank 1.
+/// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
     /// What it is for.
@@ -146,7 +174,9 @@ impl fmt::Display for Outline {
             write!(f, " rank {}", self.rank)?;
         }
         let stage = |Stage { units, rank }: &Stage| write!(f, " stage {}-{}@{rank}", units.start, units.end);
-        self.stages.iter().try_for_each(stage)
+        self.stages.iter().try_for_each(stage)?;
+        let Some(Asynchronous { num_steps, weights }) = self.asynchronous else { return Ok(()) };
+        write!(f, " steps {num_steps} weights {}", weights.name())
     }
 }
 
@@ -162,8 +192,8 @@ impl fmt::Display for Program {
 pub enum ParseProgramError {
     /// The first line does not give the sizes.
     #[error(
-        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z', 'offload C', 'ties U:V', 'rank R' \
-         and 'stage U-V@R'"
+        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z', 'offload C', 'ties U:V', 'rank R', \
+         'stage U-V@R' and 'steps N weights W'"
     )]
     Header {
         /// Line, from 1.
@@ -208,10 +238,19 @@ fn parse_outline(text: &str) -> Option<Outline> {
                 let units = start.parse().ok()?..end.parse().ok()?;
                 outline.stages.push(Stage { units, rank: rank.parse().ok()? });
             }
+            ["steps", steps] => {
+                let num_steps = steps.parse().ok().filter(|&steps| steps > 0)?;
+                outline.asynchronous = Some(Asynchronous { num_steps, weights: WeightVersions::Stashed });
+            }
+            ["weights", name] => {
+                let known = WeightVersions::ALL.into_iter().find(|weights| weights.name() == *name)?;
+                outline.asynchronous.as_mut()?.weights = known;
+            }
             _ => return None,
         }
     }
-    odd.is_empty().then_some(outline)
+    let is_whole = outline.num_microbatches.is_multiple_of(outline.num_steps());
+    (odd.is_empty() && is_whole).then_some(outline)
 }
 
 impl FromStr for Program {

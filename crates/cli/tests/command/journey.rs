@@ -98,6 +98,7 @@ fn help_teaches_and_fits_a_terminal() {
         "bench",
         "bench step",
         "bench disk",
+        "bench schedule",
     ] {
         let help = scene.run(&format!("{command} --help")).succeeded();
         assert!(help.lines().all(|line| line.chars().count() <= 100), "{help}");

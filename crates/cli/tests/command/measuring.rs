@@ -1,4 +1,4 @@
-//! `trireme doctor` and `trireme bench kernels`: what they tell makes sense. How fast anything is, is not tested.
+//! `trireme doctor`, `trireme bench kernels` and `trireme bench schedule`: what they tell makes sense. How fast anything is, is not tested.
 
 use crate::common::{Outcome, Scene, tells};
 use serde_json::Value;
@@ -250,4 +250,50 @@ fn the_collectives_of_workers_are_timed() {
     tells(&misused(scene.run("bench collectives --dtype f8")), &["f8", "bf16"]);
     let refused = scene.run("bench collectives --factor 1").one_error();
     tells(&refused, &["--factor 2"]);
+}
+
+#[test]
+fn schedules_are_made_and_proven_phase_by_phase() {
+    let scene = Scene::new();
+    let arguments = "bench schedule --ranks 4 --microbatches 8 --repeats 2";
+    let found = parse(&scene.run(&format!("{arguments} --units-per-stage 3 --json")).succeeded());
+    let names = texts(&found["schedules"], "schedule");
+    let expected = [
+        "gpipe",
+        "1f1b",
+        "interleaved-1f1b",
+        "zb-h1",
+        "zb-h2",
+        "zb-v",
+        "dualpipe-v",
+        "breadth-first",
+        "auto",
+    ];
+    assert_eq!(names, expected);
+    for schedule in found["schedules"].as_array().unwrap() {
+        for key in ["generate_ms", "check_ms", "programs_ms", "lower_ms", "prove_ms", "total_ms"] {
+            positive(&schedule[key]);
+        }
+    }
+    // Three units' forward, recomputation and backward, and four messages, for eight microbatches; three reductions, steps and
+    // gatherings.
+    assert_eq!(found["schedules"][1]["actions_per_rank"], (3 * 3 + 4) * 8 + 3 * 3);
+
+    let table = scene.run(&format!("{arguments} --stages-per-rank 2")).succeeded();
+    let rows: Vec<Vec<&str>> = table.lines().skip(3).map(|line| line.split_whitespace().collect()).collect();
+    assert_eq!(
+        rows.iter().map(|row| row[0]).collect::<Vec<_>>(),
+        [expected[2], expected[5], expected[6], expected[7], expected[8]]
+    );
+    for row in &rows {
+        let actions: usize = row[3].parse().unwrap();
+        assert!((60_000..63_000).contains(&actions), "{table}");
+    }
+    let unknown = scene.run(&format!("{arguments} --schedule pipedream"));
+    assert_eq!(unknown.code, Some(2), "{unknown:?}");
+    tells(&unknown.stderr, &["expected all, or one of gpipe, 1f1b"]);
+    tells(
+        &scene.refused_without_trace(&format!("{arguments} --schedule 1f1b --stages-per-rank 2")),
+        &["schedule '1f1b' needs 1 stages a rank"],
+    );
 }

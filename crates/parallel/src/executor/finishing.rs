@@ -49,7 +49,7 @@ impl Executor {
         let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64);
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
         let norm = match is_scaled || plan.grad_norm != GradNorm::Off {
-            true => Some(self.sum_of_squares(&mut waiting)?.sqrt() * grad_scale),
+            true => Some(self.sum_of_squares(true, &mut waiting)?.sqrt() * grad_scale),
             false => None,
         };
         self.timeline.has_waited(waiting.total() - waited);
@@ -102,7 +102,7 @@ impl Executor {
         if self.options.compression.normalize().is_some() {
             return 1.0;
         }
-        self.program.outline.num_microbatches as f64 * f64::from(self.loss_scaler.scale())
+        self.program.outline.microbatches_per_step() as f64 * f64::from(self.loss_scaler.scale())
     }
 
     /// What compressors keep of gradients at the loss scale `from` goes to the scale of the next step. Momentum has none.
@@ -115,8 +115,12 @@ impl Executor {
     }
 
     /// Sum of the squares of all gradients' elements, in the order of the canonical tree: over a rank's leaves of each unit,
-    /// over the ranks, over the units.
-    fn sum_of_squares(&mut self, waiting: &mut Waiting) -> Result<f64, ParallelError> {
+    /// over the ranks, over the units; those of the other ranks of the pipeline among them if it goes `across` them.
+    pub(super) fn sum_of_squares(
+        &mut self,
+        across: bool,
+        waiting: &mut Waiting,
+    ) -> Result<f64, ParallelError> {
         // Those of gradients that are away were summed before they left.
         if !self.offloaded.moves(StateClass::Gradients) {
             for unit in 0..self.model.num_units() {
@@ -129,7 +133,8 @@ impl Executor {
         // Zeros of units that lie elsewhere change no sum.
         let elsewhere = (0..squares.len()).filter(|&unit| !self.program.outline.holds(unit));
         elsewhere.for_each(|unit| squares[unit] = 0.0);
-        for group in [self.ranks.shards(), self.ranks.pipeline()] {
+        let groups = [Some(self.ranks.shards()), across.then_some(self.ranks.pipeline())];
+        for group in groups.into_iter().flatten() {
             squares = waiting.wait(group.all_reduce(squares, ReduceOp::Sum))?;
         }
         let sum = squares.iter().sum();
@@ -151,17 +156,18 @@ impl Executor {
         let mut waiting = self.gradients.wait()?;
         waiting.add(std::mem::take(&mut self.waiting));
         self.messages.finish(&mut waiting)?;
-        let rows = self.options.local_batch_size * self.options.seq_len;
-        let loss = self.losses.wait(&mut waiting)? / (self.num_global_microbatches() * rows) as f64;
+        let num_rows = self.num_global_rows();
+        let loss = self.losses.wait(&mut waiting)?[0] / num_rows;
         if let Some(fp8) = &mut self.fp8 {
             fp8.advance(self.ranks.world(), &mut waiting)?;
         }
         Ok((loss, waiting))
     }
 
-    /// Microbatches of a step on all ranks.
-    fn num_global_microbatches(&self) -> usize {
-        self.program.outline.num_microbatches * self.ranks.data().world_size()
+    /// Rows of a step on all ranks.
+    pub(super) fn num_global_rows(&self) -> f64 {
+        let rows = self.options.local_batch_size * self.options.seq_len;
+        (self.program.outline.microbatches_per_step() * self.ranks.data().world_size() * rows) as f64
     }
 
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.

@@ -9,24 +9,28 @@ use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::{Outline, ZeroStage};
 
-/// The place among all microbatches of a step of microbatch `index` of the data-parallel `rank`.
+/// The place among all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel `rank`.
 pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
     let num_shards = ranks.shards().world_size();
-    match outline.zero_stage {
-        ZeroStage::Zero | ZeroStage::One => rank.0 * outline.num_microbatches + index,
+    let num_microbatches = outline.microbatches_per_step();
+    let (step, index) = (index / num_microbatches, index % num_microbatches);
+    let within = match outline.zero_stage {
+        ZeroStage::Zero | ZeroStage::One => rank.0 * num_microbatches + index,
         ZeroStage::Two | ZeroStage::Three => {
             let (replica, shard) = (rank.0 / num_shards, rank.0 % num_shards);
-            (replica * outline.num_microbatches + index) * num_shards + shard
+            (replica * num_microbatches + index) * num_shards + shard
         }
-    }
+    };
+    step * num_microbatches * ranks.data().world_size() + within
 }
 
-/// Losses of all microbatches of a step, gathered from all ranks, so that they are summed in the one order of the
+/// Losses of all microbatches of a program, gathered from all ranks, so that those of a step are summed in the one order of the
 /// microbatches.
 pub(super) struct Losses {
     world: Arc<Group>,
     num_microbatches: usize,
-    /// For each microbatch of the step, which of the gathered losses is its one: of a rank with the head.
+    num_steps: usize,
+    /// For each microbatch of all ranks, which of the gathered losses is its one: of a rank with the head.
     order: Vec<usize>,
     /// Losses of this rank that this step has taken in.
     num_taken: usize,
@@ -34,6 +38,8 @@ pub(super) struct Losses {
     buffer: Option<Buffer<f64>>,
     work: Option<Work<Buffer<f64>>>,
     sum: TreeSum<f64>,
+    /// By step.
+    sums: Vec<f64>,
 }
 
 impl Losses {
@@ -47,12 +53,14 @@ impl Losses {
             order[global_microbatch(outline, ranks, rank, index)] = first + place;
         }
         let buffer = Some(world.buffer(world.world_size() * num_microbatches)?);
-        Ok(Losses { world, num_microbatches, order, num_taken: 0, buffer, work: None, sum: TreeSum::new() })
+        let num_steps = outline.num_steps();
+        let (sum, sums) = (TreeSum::new(), Vec::with_capacity(num_steps));
+        Ok(Losses { world, num_microbatches, num_steps, order, num_taken: 0, buffer, work: None, sum, sums })
     }
 
-    /// Takes in the loss of this rank's microbatch `index`; the last one sends them all.
+    /// Takes in the loss of this rank's microbatch `index`; the last one of the program sends them all.
     pub(super) fn push(&mut self, index: usize, loss: f64) {
-        let buffer = self.buffer.as_mut().expect("losses are gathered once a step");
+        let buffer = self.buffer.as_mut().expect("losses are gathered once a program");
         buffer[self.world.rank().0 * self.num_microbatches + index] = loss;
         self.num_taken += 1;
         if self.num_taken == self.num_microbatches {
@@ -65,17 +73,20 @@ impl Losses {
         self.work = self.buffer.take().map(|buffer| self.world.all_gather(buffer));
     }
 
-    /// Waits for the losses of all ranks: their sum.
-    pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<f64, ParallelError> {
+    /// Waits for the losses of all ranks: their sum in each step.
+    pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<&[f64], ParallelError> {
         if self.work.is_none() {
             // A rank without the head has none of its own.
             self.send();
         }
         let losses = waiting.wait(self.work.take().expect("the losses were sent"))?;
-        for &place in &self.order {
-            self.sum.push(losses[place], |left, right| *left += right);
+        self.sums.clear();
+        for places in self.order.chunks_exact(self.order.len() / self.num_steps) {
+            places.iter().for_each(|&place| self.sum.push(losses[place], |left, right| *left += right));
+            let sum = self.sum.finish(|left, right| *left += right);
+            self.sums.push(sum.expect("a step has microbatches"));
         }
         self.buffer = Some(losses);
-        Ok(self.sum.finish(|left, right| *left += right).expect("a step has microbatches"))
+        Ok(&self.sums)
     }
 }

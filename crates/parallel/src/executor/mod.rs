@@ -1,5 +1,6 @@
 //! Runs step programs.
 
+mod asynchronous;
 mod finishing;
 mod losses;
 mod messages;
@@ -19,6 +20,7 @@ use crate::ranks::RankGrid;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
+use asynchronous::Updates;
 use losses::{Losses, global_microbatch};
 use messages::Messages;
 use passes::InFlight;
@@ -31,7 +33,7 @@ use trireme_model::{Batch, Model};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, StateInfo, StepSettings};
 use trireme_schedule::lowering::{self, Offload, Sharding, shard};
 use trireme_schedule::{Action, Outline, Program, StateClass, ZeroStage, single, validate};
-use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, Parameters, View, ViewMut};
+use trireme_tensor::{Category, Device, Fp8State, ParameterInfo, ParameterSource, Parameters, View, ViewMut};
 
 pub use timeline::ActionTime;
 
@@ -62,6 +64,8 @@ pub struct Executor {
     losses: Losses,
     /// Sums of the squares of each unit's gradient.
     squares: Option<Buffer<f64>>,
+    /// Of a program that does not drain between updates.
+    updates: Option<Updates>,
     /// In this step, for parameters.
     waiting: Waiting,
     timeline: Timeline,
@@ -127,6 +131,7 @@ impl Executor {
         }
         let exchange = ShardExchange::new(&ranks, device);
         let losses = Losses::new(outline, &ranks)?;
+        let updates = Updates::new(outline, ranks.pipeline())?;
         let squares = Some(ranks.shards().buffer(outline.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
         let evaluation = evaluation_program(outline, options.sharding, offload.places);
@@ -153,6 +158,7 @@ impl Executor {
             fp8,
             losses,
             squares,
+            updates,
             waiting: Waiting::default(),
         };
         executor.expect_moves();
@@ -383,6 +389,37 @@ impl Executor {
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome, ParallelError> {
+        let mut finished = None;
+        self.run_program(&[plan], batches, &mut finished)?;
+        Ok(finished.expect("a valid program steps every unit").0)
+    }
+
+    /// Runs the program once, for all of its steps, which `plans` are for. Microbatches are those of one step after the other.
+    ///
+    /// # Errors
+    /// As those of [`run`](Executor::run); of a pipeline that does not drain between updates, when some of these are done.
+    ///
+    /// # Panics
+    /// If there is not a plan for each step.
+    pub fn run_steps(
+        &mut self,
+        plans: &[StepPlan],
+        batches: &mut dyn ExactSizeIterator<Item = Batch>,
+    ) -> Result<Vec<StepOutcome>, ParallelError> {
+        assert_eq!(plans.len(), self.program.outline.num_steps(), "each step has its plan");
+        if self.updates.is_none() {
+            return Ok(vec![self.run(plans[0], batches)?]);
+        }
+        self.run_program(plans, batches, &mut None)?;
+        self.finish_steps(plans)
+    }
+
+    fn run_program(
+        &mut self,
+        plans: &[StepPlan],
+        batches: &mut dyn ExactSizeIterator<Item = Batch>,
+        finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
+    ) -> Result<(), ParallelError> {
         let expected = self.program.outline.num_microbatches;
         if batches.len() < expected {
             return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
@@ -391,25 +428,24 @@ impl Executor {
             let batch = batches.next().expect("they were counted");
             self.in_flight.begin(microbatch, batch, &self.program.outline);
         }
-        let mut finished = None;
         self.timeline.begin();
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
-            let line = format_args!("step {}, line {}: {action}", plan.step, index + 2);
+            let line = format_args!("step {}, line {}: {action}", plans[0].step, index + 2);
             self.ranks.set_line(line);
-            self.act(action, plan, &mut finished).map_err(|error| error.at(line))?;
+            self.act(action, plans, finished).map_err(|error| error.at(line))?;
             self.timeline.end();
         }
         self.ranks.set_line(format_args!(""));
-        Ok(finished.expect("a valid program steps every unit").0)
+        Ok(())
     }
 
     /// Does one thing of a step. What its end has come to is `finished` from the first update on.
     fn act(
         &mut self,
         action: Action,
-        plan: StepPlan,
+        plans: &[StepPlan],
         finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
     ) -> Result<(), ParallelError> {
         self.await_parameters(action)?;
@@ -427,7 +463,7 @@ impl Executor {
                 self.parameters.reshard(unit);
                 Ok(())
             }
-            Action::ReduceGrad { unit } => self.reduce(unit, plan),
+            Action::ReduceGrad { unit } => self.reduce(unit, plans[0]),
             Action::SendForward { .. }
             | Action::SendBackward { .. }
             | Action::ReceiveForward { .. }
@@ -438,10 +474,19 @@ impl Executor {
             | Action::ReceiveParameters { .. } => self.exchange_message(action),
             Action::Fetch(state) => self.offloaded.fetch(state),
             Action::Evict(state) => self.evict(state),
+            Action::Stash { unit } => {
+                let updates = self.updates.as_mut().expect("a valid program does not drain");
+                updates.stash(unit, self.parameters.unit(unit), &self.device)
+            }
+            Action::Unstash { unit } => {
+                self.updates.as_mut().expect("a valid program does not drain").unstash(unit);
+                Ok(())
+            }
+            Action::Step { unit } if self.updates.is_some() => self.step_ahead(unit, plans),
             Action::Step { unit } => {
                 let (_, update) = match *finished {
                     Some(finished) => finished,
-                    None => *finished.insert(self.finish_gradients(plan)?),
+                    None => *finished.insert(self.finish_gradients(plans[0])?),
                 };
                 if let Some(settings) = update {
                     self.update(unit, settings)?;
@@ -455,7 +500,9 @@ impl Executor {
     fn await_parameters(&mut self, action: Action) -> Result<(), ParallelError> {
         let Executor { program, parameters, waiting, .. } = self;
         match action {
-            Action::Reshard { unit } | Action::Step { unit } => parameters.ensure(unit, waiting),
+            Action::Reshard { unit } | Action::Step { unit } | Action::Stash { unit } => {
+                parameters.ensure(unit, waiting)
+            }
             _ => program.outline.reads(action).try_for_each(|unit| parameters.ensure(unit, waiting)),
         }
     }

@@ -1,6 +1,7 @@
 //! Passes of units: forward, recomputation, backward, evaluation.
 
 use super::Executor;
+use super::asynchronous::PassParameters;
 use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::sync::Arc;
@@ -96,6 +97,9 @@ impl Executor {
         keep: Keep,
     ) -> Result<(), ParallelError> {
         let input = self.in_flight.activations[microbatch].take().expect("the unit below has run");
+        if let Some(updates) = &mut self.updates {
+            updates.begin_forward(unit, microbatch, &self.program.outline);
+        }
         let pass = self.record(unit, microbatch, input)?;
         let in_flight = &mut self.in_flight;
         let kept = match (keep, pass) {
@@ -123,7 +127,8 @@ impl Executor {
         let spare = self.in_flight.spare_tapes.pop();
         let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
         let shape = (self.options.local_batch_size, self.options.seq_len);
-        let step = Step { parameters: &self.parameters, shape };
+        let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
+        let step = Step { parameters: &parameters, shape };
         let in_flight = &mut self.in_flight;
         let input = tape.input(input);
         let is_head = unit + 1 == self.program.outline.num_units;
@@ -145,7 +150,12 @@ impl Executor {
     pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         let input = match self.in_flight.pass(unit, microbatch).take() {
             Some(Pass::Recorded { mut tape, input, end }) => {
-                tape.recompute(&self.parameters)?;
+                tape.recompute(&PassParameters::new(
+                    &self.parameters,
+                    self.updates.as_ref(),
+                    unit,
+                    microbatch,
+                ))?;
                 *self.in_flight.pass(unit, microbatch) = Some(Pass::Recorded { tape, input, end });
                 return Ok(());
             }
@@ -161,7 +171,8 @@ impl Executor {
     pub(super) fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         self.gradients.prepare(unit, microbatch)?;
         let (mut tape, input, output) = self.begin_backward(unit, microbatch);
-        tape.backward(&self.parameters, output, &mut self.gradients)?;
+        let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
+        tape.backward(&parameters, output, &mut self.gradients)?;
         self.pass_grad_on(&mut tape, input, microbatch);
         self.in_flight.spare(tape);
         self.gradients.close(unit);
@@ -171,7 +182,8 @@ impl Executor {
     /// Makes the gradient of a unit's input. [`backward_weight`](Executor::backward_weight) does the rest.
     pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         let (mut tape, input, output) = self.begin_backward(unit, microbatch);
-        tape.backward_input(&self.parameters, output)?;
+        let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
+        tape.backward_input(&parameters, output)?;
         self.pass_grad_on(&mut tape, input, microbatch);
         *self.in_flight.pass(unit, microbatch) = Some(Pass::Halved(tape));
         Ok(())
@@ -182,7 +194,8 @@ impl Executor {
         let Some(Pass::Halved(mut tape)) = self.in_flight.pass(unit, microbatch).take() else {
             unreachable!("the input half has run");
         };
-        tape.backward_weight(&self.parameters, &mut self.gradients)?;
+        let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
+        tape.backward_weight(&parameters, &mut self.gradients)?;
         self.in_flight.spare(tape);
         self.gradients.close(unit);
         Ok(())

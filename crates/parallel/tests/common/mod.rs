@@ -18,6 +18,8 @@ use trireme_testkit::random_batch;
 
 pub const SHAPE: (usize, usize) = (2, 17);
 pub const STEPS: u64 = 3;
+/// Of a program that does not drain between updates.
+pub const ASYNCHRONOUS_STEPS: usize = 6;
 
 /// In f32, summed in the canonical order.
 pub const OPTIONS: ExecutorOptions = ExecutorOptions {
@@ -57,6 +59,7 @@ pub fn executor(
 pub struct Layout<'a> {
     pub options: ExecutorOptions,
     pub optimizer: OptimizerKind,
+    pub weight_decay: f32,
     /// Ranks of a replica, which share out what the options say.
     pub num_shards: usize,
     /// How units are cut into stages, and in what order these run.
@@ -87,7 +90,8 @@ impl Pipeline {
     fn program(&self, model: &Model, splits: &[usize], num_microbatches: usize, rank: usize) -> Program {
         let Pipeline { kind, num_ranks, stages_per_rank } = *self;
         let num_stages = num_ranks * stages_per_rank;
-        let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
+        let num_steps = if kind.is_synchronous() { 1 } else { ASYNCHRONOUS_STEPS };
+        let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
         let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
         let schedule = generate(kind, sizes, &costs, None).unwrap();
         let bounds = [&[0], splits, &[model.num_units()]].concat();
@@ -101,6 +105,7 @@ impl Default for Layout<'_> {
         Layout {
             options: OPTIONS,
             optimizer: OptimizerKind::AdamW(ADAMW),
+            weight_decay: 0.1,
             num_shards: 1,
             pipeline: None,
             keeps: &[],
@@ -135,7 +140,8 @@ pub fn laid_out(
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
     };
-    let optimizer_options = OptimizerOptions { weight_decay: 0.1, ..OptimizerOptions::new(layout.optimizer) };
+    let optimizer_options =
+        OptimizerOptions { weight_decay: layout.weight_decay, ..OptimizerOptions::new(layout.optimizer) };
     let optimizer_device = moves.device_of(StateClass::Optimizer, &device);
     let parts = ranks.parts(model.table(), &program.outline);
     let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();

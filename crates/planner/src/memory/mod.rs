@@ -105,7 +105,11 @@ pub(crate) fn walk(
                 }
                 Action::Unshard { unit } => parameters.unshard(unit, &mut usage),
                 Action::Reshard { unit } => parameters.reshard(unit),
-                Action::ReduceGrad { unit } => gradients.reduce(unit, &mut usage),
+                Action::ReduceGrad { unit } => {
+                    // Of the next step, if the pipeline does not drain between updates.
+                    is_finished = false;
+                    gradients.reduce(unit, &mut usage);
+                }
                 Action::Fetch(_) => (),
                 Action::Evict(state @ StateOf { class, unit, microbatch }) => {
                     match class {
@@ -120,14 +124,19 @@ pub(crate) fn walk(
                 Action::Step { unit } => {
                     if !std::mem::replace(&mut is_finished, true) {
                         gradients.finish(&mut usage);
-                        messages.finish();
+                        if program.outline.asynchronous.is_none() {
+                            messages.finish();
+                        }
                     }
                     gradients.read(unit, &mut usage);
                     updates.step(unit, &mut usage);
                 }
+                Action::Stash { unit } => parameters.stash(unit, &mut usage),
+                Action::Unstash { unit } => parameters.unstash(unit),
             }
             see(action, usage.line_peaks());
         }
+        messages.finish();
     }
     Prediction { host: host.peak(), ..usage.found() }
 }

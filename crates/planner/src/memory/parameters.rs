@@ -27,6 +27,8 @@ pub(super) struct Parameters<'a> {
     /// For each unit: its host has a copy. That it is out of date after a step takes no more: the memory by which it was made is
     /// still there.
     is_near: Vec<bool>,
+    /// For each unit: copies of older versions, and memory that such copies have left.
+    stashed: Vec<[usize; 2]>,
 }
 
 impl<'a> Parameters<'a> {
@@ -71,6 +73,7 @@ impl<'a> Parameters<'a> {
             packed: PackedGathering::new(setup),
             units: vec![Whole::Absent; num_units],
             is_near: vec![false; num_units],
+            stashed: vec![[0; 2]; num_units],
         };
         if is_kept {
             (0..setup.units.len()).for_each(|unit| parameters.unshard(unit, usage));
@@ -110,6 +113,22 @@ impl<'a> Parameters<'a> {
             self.is_near[unit] =
                 self.setup.levels.as_ref().is_some_and(|levels| levels.secondary_lens.is_some());
         }
+    }
+
+    /// A copy of a unit's parameters is kept.
+    pub(super) fn stash(&mut self, unit: usize, usage: &mut Usage) {
+        let [copies, spare] = &mut self.stashed[unit];
+        *copies += 1;
+        match spare.checked_sub(1) {
+            Some(left) => *spare = left,
+            None => usage.take(Category::Parameters, self.setup.on_device(self.setup.units[unit].len)),
+        }
+    }
+
+    /// Its memory is for another one.
+    pub(super) fn unstash(&mut self, unit: usize) {
+        let [copies, spare] = &mut self.stashed[unit];
+        (*copies, *spare) = (*copies - 1, *spare + 1);
     }
 
     pub(super) fn reshard(&mut self, unit: usize) {

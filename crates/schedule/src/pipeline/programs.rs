@@ -6,37 +6,43 @@ use super::messages::{self, Event, Tie};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use crate::action::{Action, Keep};
-use crate::program::{Outline, Program, Stage};
-use std::collections::VecDeque;
+use crate::program::{Asynchronous, Outline, Program, Stage};
+use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// The program of each rank of a synchronous schedule. `units` are those of each stage, `ties` as of
+/// The program of each rank. `units` are those of each stage, `ties` as of
 /// [`Outline::ties`]; messages have the order that they have in time at these costs ([`messages::place`]), which must be
 /// the same on all ranks. Where a tied unit lies on another rank than the one whose parameters it reads, that one's gradient is
-/// completed for a microbatch when the tied unit's part of it has come; one tie is known. A unit's gradient is reduced when the last microbatch has
-/// added to it. Whatever else a layout asks for is put into the programs by [`lowering`](crate::lowering).
+/// completed for a microbatch when the tied unit's part of it has come; one tie is known. A unit's gradient is reduced when the last
+/// microbatch of a step has added to it. A schedule that does not drain between updates has its weights' versions stashed before an
+/// update as long as later passes read them. Whatever else a layout asks for is put into the programs by [`lowering`](crate::lowering).
 ///
 /// # Panics
-/// If the schedule is not [valid](super::validate), or updates weights without a drain, or the stages do not follow each other.
+/// If the schedule is not [valid](super::validate), or the stages do not follow each other, or there are ties where weights are
+/// updated without a drain.
 pub fn programs(
     schedule: &Schedule,
     costs: &Costs,
     units: &[Range<usize>],
     ties: &[(usize, usize)],
 ) -> Vec<Program> {
-    assert_eq!(schedule.weights, WeightVersions::Drained, "the schedule drains before the update");
+    let is_drained = schedule.weights == WeightVersions::Drained;
+    assert!(is_drained || ties.is_empty(), "versions of tied weights would differ");
     assert_eq!(units.len(), schedule.num_stages(), "each stage has units");
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start;
     assert!(units[0].start == 0 && units.windows(2).all(follows), "stages follow each other: {units:?}");
     let stage = |(units, &rank): (&Range<usize>, &usize)| Stage { units: units.clone(), rank };
     let stages: Vec<Stage> = units.iter().zip(&schedule.stage_ranks).map(stage).collect();
+    let versions_read = schedule.versions_read();
     let program = |(rank, events): (usize, Vec<Event>)| {
         let outline = Outline {
             num_units: units[units.len() - 1].end,
-            num_microbatches: schedule.num_microbatches,
+            num_microbatches: schedule.num_microbatches_in_all(),
             ties: ties.to_vec(),
             stages: stages.clone(),
             rank,
+            asynchronous: (!is_drained)
+                .then_some(Asynchronous { num_steps: schedule.num_steps, weights: schedule.weights }),
             ..Outline::default()
         };
         let mut actions = Actions {
@@ -45,6 +51,7 @@ pub fn programs(
             actions: Vec::new(),
             num_tied: 0,
             held_back: VecDeque::new(),
+            versions: Versions::new(schedule, rank, &versions_read[rank]),
         };
         events.into_iter().for_each(|event| actions.take(event));
         let actions = actions.finish();
@@ -66,6 +73,52 @@ struct Actions<'a> {
     num_tied: usize,
     /// Its weight halves that wait for that.
     held_back: VecDeque<usize>,
+    versions: Versions<'a>,
+}
+
+/// Which versions of weights a rank's passes read.
+struct Versions<'a> {
+    /// By pass.
+    read: &'a [usize],
+    /// By stage and version: the last pass that reads it, updates aside.
+    last_reader: BTreeMap<(usize, usize), usize>,
+    /// Passes that were taken, and updates by stage.
+    num_taken: usize,
+    num_updates: BTreeMap<usize, usize>,
+}
+
+/// The weights of a stage that a pass reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Weights {
+    /// A later pass reads them.
+    ReadLater,
+    /// No later pass does. They have not been updated yet.
+    Newest,
+    /// Neither does one, and they have been updated since.
+    Old,
+}
+
+impl<'a> Versions<'a> {
+    fn new(schedule: &Schedule, rank: usize, read: &'a [usize]) -> Self {
+        let passes = schedule.ranks[rank].iter().zip(read).enumerate();
+        let readers = passes.filter(|(_, (pass, _))| pass.kind != PassKind::Update);
+        let last_reader = readers.map(|(place, (pass, &version))| ((pass.stage, version), place)).collect();
+        Versions { read, last_reader, num_taken: 0, num_updates: BTreeMap::new() }
+    }
+
+    /// The weights that the next pass reads.
+    fn take(&mut self, kind: PassKind, stage: usize) -> Weights {
+        let (place, version) = (self.num_taken, self.read[self.num_taken]);
+        self.num_taken += 1;
+        let num_updates = self.num_updates.entry(stage).or_insert(0);
+        let is_newest = version == *num_updates;
+        *num_updates += usize::from(kind == PassKind::Update);
+        match self.last_reader.get(&(stage, version)) {
+            Some(&last) if last > place => Weights::ReadLater,
+            _ if is_newest => Weights::Newest,
+            _ => Weights::Old,
+        }
+    }
 }
 
 impl Actions<'_> {
@@ -84,6 +137,7 @@ impl Actions<'_> {
 
     fn pass(&mut self, kind: PassKind, stage: usize, microbatch: usize) {
         let units = self.units[stage].clone();
+        let weights = self.versions.take(kind, stage);
         match kind {
             PassKind::Forward => {
                 let forward = |unit| Action::Forward { unit, microbatch, keep: Keep::All };
@@ -106,7 +160,15 @@ impl Actions<'_> {
                     }
                 }
             }
-            PassKind::Update => panic!("stage {stage} is updated by a schedule that does not drain"),
+            PassKind::Update => {
+                for unit in units {
+                    self.actions.extend((weights == Weights::ReadLater).then_some(Action::Stash { unit }));
+                    self.actions.push(Action::Step { unit });
+                }
+            }
+        }
+        if weights == Weights::Old {
+            self.actions.extend(self.units[stage].clone().map(|unit| Action::Unstash { unit }));
         }
     }
 
@@ -123,7 +185,7 @@ impl Actions<'_> {
             PassKind::Backward => Action::Backward { unit, microbatch },
             _ => Action::BackwardWeight { unit, microbatch },
         });
-        let is_last = microbatch + 1 == self.outline.num_microbatches;
+        let is_last = (microbatch + 1).is_multiple_of(self.outline.microbatches_per_step());
         self.actions.extend(is_last.then_some(Action::ReduceGrad { unit }));
     }
 
@@ -152,7 +214,9 @@ impl Actions<'_> {
     /// Ends the step: units are updated, and whoever reads the parameters of another rank gets them.
     fn finish(mut self) -> Vec<Action> {
         let outline = self.outline;
-        self.actions.extend(outline.held().map(|unit| Action::Step { unit }));
+        if outline.asynchronous.is_none() {
+            self.actions.extend(outline.held().map(|unit| Action::Step { unit }));
+        }
         for &(reader, unit) in &outline.ties {
             match (outline.holds(reader), outline.holds(unit)) {
                 (true, false) => self.actions.push(Action::ReceiveParameters { unit }),

@@ -122,7 +122,8 @@ impl<'a> Progress<'a> {
     /// Of a double buffer, only the newest version and the one before are there.
     fn check_version(&self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
         let newest = self.num_updates[pass.stage];
-        let version = self.schedule.version_for_forward(pass.microbatch, newest);
+        let Schedule { weights, num_microbatches, .. } = *self.schedule;
+        let version = weights.read_by_forward(num_microbatches, pass.microbatch, newest);
         if version > newest || version + 1 < newest {
             return Err(ScheduleError::NoSuchVersion { place, pass, version, newest });
         }

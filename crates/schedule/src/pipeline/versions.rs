@@ -3,6 +3,19 @@
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 
+impl WeightVersions {
+    /// The version that forward of a microbatch reads where there are `num_microbatches` in a step and `newest` is the one that
+    /// the stage was updated to last; backward of the microbatch reads the same one. Versions are counted by the updates that
+    /// made them, from 0 where the pipeline was empty.
+    pub fn read_by_forward(self, num_microbatches: usize, microbatch: usize, newest: usize) -> usize {
+        match self {
+            WeightVersions::Drained => 0,
+            WeightVersions::Stashed => newest,
+            WeightVersions::DoubleBuffered => (microbatch / num_microbatches).saturating_sub(1),
+        }
+    }
+}
+
 impl Schedule {
     /// For each rank and each of its passes, the version of the stage's weights that it reads, counted by the updates
     /// that made it; an update reads the newest one. 0 throughout for a schedule that drains.
@@ -18,7 +31,7 @@ impl Schedule {
             let read = &mut read_by_forward[pass.stage * num_microbatches + pass.microbatch];
             match pass.kind {
                 PassKind::Forward => {
-                    *read = self.version_for_forward(pass.microbatch, *newest);
+                    *read = self.weights.read_by_forward(self.num_microbatches, pass.microbatch, *newest);
                     *read
                 }
                 PassKind::Update => {
@@ -29,14 +42,6 @@ impl Schedule {
             }
         };
         self.ranks.iter().map(|passes| passes.iter().map(&mut version).collect()).collect()
-    }
-
-    pub(super) fn version_for_forward(&self, microbatch: usize, newest: usize) -> usize {
-        match self.weights {
-            WeightVersions::Drained => 0,
-            WeightVersions::Stashed => newest,
-            WeightVersions::DoubleBuffered => (microbatch / self.num_microbatches).saturating_sub(1),
-        }
     }
 
     /// For each stage, the most updates between the weights that a gradient was taken at and those that it is applied

@@ -3,7 +3,7 @@
 use super::ProgramError;
 use crate::action::{Action, Keep, StateClass, StateOf};
 use crate::program::{Outline, ZeroStage};
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 
 /// What there is of the activations that backward of a unit for a microbatch reads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,7 +48,13 @@ struct Unit {
     num_added: usize,
     /// Whether backward has added to the gradient since it was last reduced.
     has_unreduced: bool,
-    is_stepped: bool,
+    /// Steps whose gradient has been reduced, and whose update is done.
+    num_reduced: usize,
+    num_stepped: usize,
+    /// Versions of the parameters of which there are copies, the oldest one first; counted by the updates that made them.
+    stashed: VecDeque<usize>,
+    /// By microbatch: the version that forward has read.
+    read: Vec<usize>,
 }
 
 /// A unit that reads another one's parameters, where at least one of them lies on this rank of a pipeline.
@@ -78,6 +84,7 @@ impl Tie {
 
 pub(super) struct State<'a> {
     outline: &'a Outline,
+    microbatches_per_step: usize,
     units: Vec<Unit>,
     at_rest: Parameters,
     /// State that is not at hand.
@@ -101,7 +108,10 @@ impl<'a> State<'a> {
             in_flight: 0,
             num_added: 0,
             has_unreduced: false,
-            is_stepped: false,
+            num_reduced: 0,
+            num_stepped: 0,
+            stashed: VecDeque::new(),
+            read: vec![0; outline.num_microbatches],
         };
         let mut away = BTreeSet::new();
         for &class in &outline.offloaded {
@@ -110,7 +120,9 @@ impl<'a> State<'a> {
             }
         }
         let (units, sent) = ((0..outline.num_units).map(unit).collect(), Default::default());
-        State { outline, units, at_rest, away, sent, tie: Tie::of(outline) }
+        // A program of no microbatches has no action that asks.
+        let microbatches_per_step = outline.microbatches_per_step().max(1);
+        State { outline, microbatches_per_step, units, at_rest, away, sent, tie: Tie::of(outline) }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -206,13 +218,17 @@ impl<'a> State<'a> {
             }
             // Nothing to reduce is either too early or too often.
             Action::ReduceGrad { .. } => {
-                !unit.has_unreduced && unit.num_added == self.outline.num_microbatches
+                !unit.has_unreduced
+                    && unit.num_added > 0
+                    && unit.num_added.is_multiple_of(self.microbatches_per_step)
             }
             Action::Fetch(state) => !self.away.contains(&state),
             Action::Evict(state) => {
                 self.away.contains(&state) || !self.outline.offloaded.contains(&state.class)
             }
-            Action::Step { .. } => unit.is_stepped,
+            Action::Step { .. } => unit.num_stepped == self.outline.num_steps(),
+            Action::Stash { .. } => unit.stashed.back() == Some(&unit.num_stepped),
+            Action::Unstash { .. } => false,
         }
     }
 
@@ -222,13 +238,25 @@ impl<'a> State<'a> {
         states.find(|state| self.away.contains(state)).map(Action::Fetch)
     }
 
+    /// The version of a unit's parameters that a pass reads, if there is no copy of it any more.
+    fn missing_version(&self, action: Action) -> Option<Action> {
+        let microbatch = action.microbatch().filter(|_| action.is_pass())?;
+        let unit = &self.units[action.unit()];
+        let version = match action {
+            Action::Forward { .. } => self.outline.version_read(microbatch, unit.num_stepped),
+            _ => unit.read[microbatch],
+        };
+        let is_there = version == unit.num_stepped || unit.stashed.contains(&version);
+        (!is_there).then_some(Action::Stash { unit: action.unit() })
+    }
+
     /// What `action` needs and is not there.
     fn first_missing(&self, action: Action) -> Option<Action> {
         let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Whole;
         if let Some(unit) = self.outline.reads(action).find(|unit| !is_whole(unit)) {
             return Some(Action::Unshard { unit });
         }
-        if let Some(missing) = self.missing_state(action) {
+        if let Some(missing) = self.missing_state(action).or_else(|| self.missing_version(action)) {
             return Some(missing);
         }
         match action {
@@ -257,9 +285,9 @@ impl<'a> State<'a> {
             Action::ReceiveForward { .. } | Action::ReceiveGrad { .. } => None,
             Action::SendGrad { microbatch, .. } => self.missing_for_tied_grad(microbatch),
             Action::SendParameters { unit } => {
-                let Unit { is_stepped, parameters, .. } = self.units[unit];
-                match parameters {
-                    _ if !is_stepped => Some(Action::Step { unit }),
+                let step = Action::Step { unit };
+                match self.units[unit].parameters {
+                    _ if !self.is_done(step) => Some(step),
                     Parameters::Whole => None,
                     _ => Some(Action::Unshard { unit }),
                 }
@@ -292,14 +320,17 @@ impl<'a> State<'a> {
                 // Up to the second stage a gradient is reduced once, when all microbatches have added to it.
                 let Unit { num_added, has_unreduced, .. } = self.units[unit];
                 let is_once = self.outline.zero_stage < ZeroStage::Two;
-                let is_early = num_added < self.outline.num_microbatches && (is_once || !has_unreduced);
+                let is_complete = num_added > 0 && num_added.is_multiple_of(self.microbatches_per_step);
+                let is_early = !is_complete && (is_once || !has_unreduced);
                 is_early.then(|| self.completion(unit, num_added))
             }
-            Action::Step { .. } => {
-                let is_reduced = |unit: &usize| self.is_done(Action::ReduceGrad { unit: *unit });
+            Action::Step { unit } => {
+                let num_stepped = self.units[unit].num_stepped;
+                let is_reduced = |unit: &usize| self.units[*unit].num_reduced > num_stepped;
                 let unit = self.held().find(|unit| !is_reduced(unit))?;
                 Some(Action::ReduceGrad { unit })
             }
+            Action::Unstash { unit } => self.units[unit].stashed.is_empty().then_some(Action::Stash { unit }),
             Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
                 let is_kept =
                     matches!(self.activations(unit, microbatch), Activations::Kept(_) | Activations::Whole);
@@ -310,7 +341,11 @@ impl<'a> State<'a> {
                 let reduction = Action::ReduceGrad { unit };
                 (!self.is_done(reduction)).then_some(reduction)
             }
-            Action::Unshard { .. } | Action::Reshard { .. } | Action::Fetch(_) | Action::Evict(_) => None,
+            Action::Unshard { .. }
+            | Action::Reshard { .. }
+            | Action::Fetch(_)
+            | Action::Evict(_)
+            | Action::Stash { .. } => None,
         }
     }
 
@@ -331,9 +366,12 @@ impl<'a> State<'a> {
 
     /// What must come before a microbatch adds to a unit's gradient: the microbatches before it, for sums have one order.
     fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
-        let Unit { num_added, has_unreduced, .. } = self.units[unit];
+        let Unit { num_added, has_unreduced, num_stepped, .. } = self.units[unit];
         if num_added != microbatch {
             return Some(self.completion(unit, num_added));
+        }
+        if num_stepped < microbatch / self.microbatches_per_step {
+            return Some(Action::Step { unit });
         }
         if let Some(tie) = self.tie.as_ref().filter(|tie| tie.owner == unit) {
             let missing = match tie.is_across {
@@ -368,6 +406,7 @@ impl<'a> State<'a> {
         match action {
             Action::Forward { microbatch, keep, .. } => {
                 unit.in_flight += 1;
+                unit.read[microbatch] = self.outline.version_read(microbatch, unit.num_stepped);
                 unit.activations[microbatch] = match keep {
                     Keep::All => Activations::Whole,
                     kept => Activations::Kept(kept),
@@ -399,7 +438,10 @@ impl<'a> State<'a> {
             }
             Action::Unshard { .. } => unit.parameters = Parameters::Whole,
             Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
-            Action::ReduceGrad { .. } => unit.has_unreduced = false,
+            Action::ReduceGrad { .. } => {
+                unit.has_unreduced = false;
+                unit.num_reduced = unit.num_added / self.microbatches_per_step;
+            }
             Action::Fetch(state) => {
                 self.away.remove(&state);
             }
@@ -407,12 +449,14 @@ impl<'a> State<'a> {
                 self.away.insert(state);
             }
             Action::Step { .. } => {
-                unit.is_stepped = true;
+                unit.num_stepped += 1;
                 let is_shard = self.outline.zero_stage != ZeroStage::Zero;
                 if is_shard && unit.parameters == Parameters::Whole {
                     unit.parameters = Parameters::Stale;
                 }
             }
+            Action::Stash { .. } => unit.stashed.push_back(unit.num_stepped),
+            Action::Unstash { .. } => drop(unit.stashed.pop_front()),
         }
     }
 
@@ -442,6 +486,9 @@ impl<'a> State<'a> {
             if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
                 return Some(Action::Evict(state));
             }
+        }
+        if let Some(unit) = self.units.iter().position(|unit| !unit.stashed.is_empty()) {
+            return Some(Action::Unstash { unit });
         }
         let unit = self.units.iter().position(|unit| unit.parameters != self.at_rest)?;
         Some(match self.at_rest {

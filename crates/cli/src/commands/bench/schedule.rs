@@ -12,8 +12,11 @@ use trireme_schedule::{Keep, Program, ZeroStage, validate_pipeline};
 /// With `--units-per-stage 0`, a rank does at least this many things.
 const ACTIONS: usize = 60_000;
 
-/// A send and a receive in each direction.
+/// Of a stage for a microbatch: a send and a receive in each direction.
 const MESSAGES: usize = 4;
+
+/// Of a unit after all microbatches: its reduction, step and gathering.
+const UPDATES: usize = 3;
 
 const HELP: &str = "\
 How to read it:
@@ -225,10 +228,11 @@ fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<
 /// Units of a stage with which a rank has as many actions as are asked for: each pass of each unit is one.
 fn units_for_actions(schedule: &Schedule, recompute: usize) -> usize {
     let num_ranks = schedule.num_ranks();
-    let microbatches = schedule.num_stages() * schedule.num_microbatches / num_ranks;
-    let recomputed = if recompute == 0 { 0 } else { microbatches };
-    let per_unit = schedule.num_passes() / num_ranks + recomputed;
-    ACTIONS.saturating_sub(MESSAGES * microbatches).div_ceil(per_unit).max(1)
+    let stages_per_rank = schedule.num_stages() / num_ranks;
+    let recomputed = if recompute == 0 { 0 } else { schedule.num_microbatches };
+    let per_unit = schedule.num_passes() / num_ranks + stages_per_rank * (recomputed + UPDATES);
+    let messages = MESSAGES * stages_per_rank * schedule.num_microbatches;
+    ACTIONS.saturating_sub(messages).div_ceil(per_unit).max(1)
 }
 
 fn keeps(num_units: usize, recompute: usize) -> Vec<Keep> {

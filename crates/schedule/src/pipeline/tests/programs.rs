@@ -1,10 +1,10 @@
 //! Programs of units, from schedules of stages.
 
-use super::super::{Costs, Kind, Sizes, StageCosts, generate, programs};
+use super::super::{Costs, Kind, Schedule, Sizes, StageCosts, generate, programs};
 use crate::action::{Action, Keep};
 use crate::lowering::{Sharding, recompute, shard};
 use crate::program::{Program, ZeroStage};
-use crate::validate::{ProgramError, validate_pipeline};
+use crate::validate::{ProgramError, validate, validate_pipeline};
 use proptest::prelude::*;
 
 const KINDS: [(Kind, usize); 9] = [
@@ -171,4 +171,70 @@ fn a_tied_unit_sends_its_part_of_the_gradient_and_gets_the_parameters() {
          I 2 1, SEND_B 2 1, W 2 0, SEND_GRAD 0 0, W 2 1, REDUCE_GRAD 2, SEND_GRAD 0 1, STEP 2, RECV_PARAM 0",
     ];
     assert_eq!(found, expected);
+}
+
+/// Programs of an asynchronous schedule, with a unit a stage.
+fn asynchronous(
+    kind: Kind,
+    num_ranks: usize,
+    num_microbatches: usize,
+    num_steps: usize,
+) -> (Schedule, Vec<Program>) {
+    let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank: 1, num_steps };
+    let costs = Costs::equal(num_ranks, StageCosts::of(1, 1, 1)).unwrap();
+    let schedule = generate(kind, sizes, &costs, None).unwrap();
+    let units: Vec<_> = (0..num_ranks).map(|stage| stage..stage + 1).collect();
+    let programs = programs(&schedule, &costs, &units, &[]);
+    (schedule, programs)
+}
+
+#[test]
+fn weights_are_stashed_before_an_update_as_long_as_they_are_read() {
+    let lines = |program: &Program| program.to_string().lines().collect::<Vec<_>>().join(", ");
+    let (_, programs) = asynchronous(Kind::PipeDream, 2, 1, 3);
+    let found: Vec<String> = programs.iter().map(lines).collect();
+    let expected = [
+        "units 2 microbatches 3 rank 0 stage 0-1@0 stage 1-2@1 steps 3 weights stashed, F 0 0, SEND_F 0 0, F 0 1, SEND_F 0 1, \
+         RECV_B 1 0, B 0 0, REDUCE_GRAD 0, STASH 0, STEP 0, F 0 2, SEND_F 0 2, RECV_B 1 1, B 0 1, REDUCE_GRAD 0, UNSTASH 0, \
+         STASH 0, STEP 0, RECV_B 1 2, B 0 2, REDUCE_GRAD 0, UNSTASH 0, STEP 0",
+        "units 2 microbatches 3 rank 1 stage 0-1@0 stage 1-2@1 steps 3 weights stashed, RECV_F 0 0, F 1 0, RECV_F 0 1, B 1 0, \
+         REDUCE_GRAD 1, SEND_B 1 0, STEP 1, F 1 1, B 1 1, REDUCE_GRAD 1, RECV_F 0 2, SEND_B 1 1, STEP 1, F 1 2, B 1 2, \
+         REDUCE_GRAD 1, SEND_B 1 2, STEP 1",
+    ];
+    assert_eq!(found, expected);
+}
+
+proptest! {
+    #[test]
+    fn asynchronous_programs_are_valid_and_stash_as_many_versions_as_stated(
+        is_double_buffered in any::<bool>(), num_ranks in 1..5_usize, microbatches in 0..5_usize, steps in 1..12_usize,
+    ) {
+        let (kind, microbatches) = match is_double_buffered {
+            true => (Kind::PipeDream2Bw, num_ranks + microbatches),
+            false => (Kind::PipeDream, 1 + microbatches),
+        };
+        let (schedule, programs) = asynchronous(kind, num_ranks, microbatches, steps);
+        prop_assert_eq!(validate_pipeline(&programs), Ok(()));
+        for (rank, program) in programs.iter().enumerate() {
+            prop_assert_eq!(program.to_string().parse(), Ok(program.clone()));
+            let count = |(held, most): (usize, usize), action: &Action| match action {
+                Action::Stash { .. } => (held + 1, most.max(held + 1)),
+                Action::Unstash { .. } => (held - 1, most),
+                _ => (held, most),
+            };
+            let (left, most) = program.actions.iter().fold((0, 0), count);
+            prop_assert_eq!(left, 0);
+            // Between versions that are read there may be one that is not, unless the pipeline is full for long enough.
+            let stated = schedule.versions_kept()[rank];
+            prop_assert!(most < stated, "{} versions beside the newest one, where {} are stated", most, stated);
+            prop_assert!(most + 1 == stated || steps <= 2 * num_ranks);
+            // Each of these is needed.
+            for at in 0..program.actions.len() {
+                let mut without = program.clone();
+                if matches!(without.actions.remove(at), Action::Stash { .. } | Action::Unstash { .. } | Action::Step { .. }) {
+                    prop_assert!(validate(&without, without.outline.num_microbatches).is_err());
+                }
+            }
+        }
+    }
 }

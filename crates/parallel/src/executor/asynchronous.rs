@@ -1,0 +1,193 @@
+//! Programs of several steps, of a pipeline that does not drain between updates.
+//!
+//! A rank updates its units as soon as their gradients are there, whatever the other ranks are at. So a gradient's norm, and with
+//! it the clipping, is that of the rank's units; what is told of a step is known when the program has ended.
+
+use super::Executor;
+use crate::error::ParallelError;
+use crate::parameters::RankParameters;
+use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
+use crate::waiting::Waiting;
+use std::collections::VecDeque;
+use trireme_base::{DType, ReduceOp};
+use trireme_comm::{Buffer, Group};
+use trireme_optim::{StepSettings, clip_coefficient};
+use trireme_schedule::Outline;
+use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
+
+/// Versions of a rank's parameters, and updates under way.
+pub(super) struct Updates {
+    units: Vec<UnitVersions>,
+    /// The step whose gradients were reduced last, and how to update by them.
+    settings: Option<(usize, StepSettings)>,
+    /// By step, squares of the norms of this rank's gradients. Present while they are not being summed.
+    squares: Option<Buffer<f64>>,
+}
+
+/// Versions are counted by the updates of the program that made them.
+#[derive(Default)]
+struct UnitVersions {
+    newest: usize,
+    /// Copies of older ones, the oldest one first.
+    stashed: VecDeque<(usize, Tensor)>,
+    /// Memory of copies that were given back.
+    spare: Vec<Tensor>,
+    /// By microbatch: what its passes read.
+    read: Vec<usize>,
+}
+
+impl Updates {
+    /// Of the programs of `outline`, if they do not drain between updates.
+    pub(super) fn new(outline: &Outline, pipeline: &Group) -> Result<Option<Self>, ParallelError> {
+        if outline.asynchronous.is_none() {
+            return Ok(None);
+        }
+        let unit = |_| UnitVersions { read: vec![0; outline.num_microbatches], ..UnitVersions::default() };
+        let units = (0..outline.num_units).map(unit).collect();
+        Ok(Some(Updates { units, settings: None, squares: Some(pipeline.buffer(outline.num_steps())?) }))
+    }
+
+    /// Forward of a unit begins.
+    pub(super) fn begin_forward(&mut self, unit: usize, microbatch: usize, outline: &Outline) {
+        let state = &mut self.units[unit];
+        state.read[microbatch] = outline.version_read(microbatch, state.newest);
+    }
+
+    /// Keeps a copy of a unit's parameters.
+    pub(super) fn stash(
+        &mut self,
+        unit: usize,
+        whole: View<'_>,
+        device: &Device,
+    ) -> Result<(), ParallelError> {
+        let state = &mut self.units[unit];
+        let mut copy = match state.spare.pop() {
+            Some(copy) => copy,
+            None => device.empty(whole.shape(), DType::F32, Category::Parameters)?,
+        };
+        device.convert(whole, copy.view_mut());
+        state.stashed.push_back((state.newest, copy));
+        Ok(())
+    }
+
+    /// Gives the oldest copy of a unit's parameters back.
+    pub(super) fn unstash(&mut self, unit: usize) {
+        let state = &mut self.units[unit];
+        let (_, copy) = state.stashed.pop_front().expect("a valid program has stashed one");
+        state.spare.push(copy);
+    }
+
+    /// The copy that passes of a unit for a microbatch read; `None` if they read what is newest.
+    fn copy(&self, unit: usize, microbatch: usize) -> Option<View<'_>> {
+        let UnitVersions { newest, stashed, read, .. } = &self.units[unit];
+        let version = read[microbatch];
+        if version == *newest {
+            return None;
+        }
+        let copy = stashed.iter().find(|(stashed, _)| *stashed == version);
+        Some(copy.expect("a valid program has stashed it").1.view())
+    }
+}
+
+/// Parameters as the passes of a unit for a microbatch read them.
+#[derive(Debug)]
+pub(super) struct PassParameters<'a> {
+    newest: &'a RankParameters,
+    unit: usize,
+    /// An older version of the unit.
+    copy: Option<View<'a>>,
+}
+
+impl<'a> PassParameters<'a> {
+    pub(super) fn new(
+        newest: &'a RankParameters,
+        updates: Option<&'a Updates>,
+        unit: usize,
+        microbatch: usize,
+    ) -> Self {
+        PassParameters { newest, unit, copy: updates.and_then(|updates| updates.copy(unit, microbatch)) }
+    }
+}
+
+impl ParameterSource for PassParameters<'_> {
+    fn unit(&self, unit: usize) -> View<'_> {
+        match self.copy {
+            Some(copy) if unit == self.unit => copy,
+            _ => self.newest.unit(unit),
+        }
+    }
+}
+
+impl Executor {
+    /// Updates a unit by the gradients of its next step.
+    pub(super) fn step_ahead(&mut self, unit: usize, plans: &[StepPlan]) -> Result<(), ParallelError> {
+        let updates = self.updates.as_ref().expect("the program does not drain");
+        let step = updates.units[unit].newest;
+        let settings = match updates.settings {
+            Some((of, settings)) if of == step => settings,
+            _ => self.settings_of(step, plans[step])?,
+        };
+        self.update(unit, settings)?;
+        let updates = self.updates.as_mut().expect("it was there");
+        updates.settings = Some((step, settings));
+        updates.units[unit].newest += 1;
+        Ok(())
+    }
+
+    /// Waits for the reductions of this rank, and judges what they have come to: how to update by them.
+    fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<StepSettings, ParallelError> {
+        let mut waiting = self.gradients.wait()?;
+        self.timeline.has_waited(waiting.total());
+        let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64);
+        if plan.grad_norm != GradNorm::Off {
+            let norm = self.sum_of_squares(false, &mut waiting)?.sqrt() * grad_scale;
+            if !norm.is_finite() {
+                return Err(ParallelError::NotFinite {
+                    step: plan.step,
+                    what: NonFinite::GradNorm,
+                    value: norm,
+                });
+            }
+            if let GradNorm::Clip(norm_max) = plan.grad_norm {
+                grad_scale *= clip_coefficient(norm, norm_max);
+            }
+            let updates = self.updates.as_mut().expect("the program does not drain");
+            updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
+        }
+        self.waiting.add(waiting);
+        Ok(StepSettings { step: plan.step, lr: plan.lr, grad_scale })
+    }
+
+    /// The end of a program: what its steps have come to.
+    pub(super) fn finish_steps(&mut self, plans: &[StepPlan]) -> Result<Vec<StepOutcome>, ParallelError> {
+        let mut waiting = std::mem::take(&mut self.waiting);
+        self.messages.finish(&mut waiting)?;
+        // Before anything else of all ranks: those with the head have sent theirs.
+        let losses = self.mean_losses(&mut waiting)?;
+        let updates = self.updates.as_mut().expect("the program does not drain");
+        updates.settings = None;
+        updates.units.iter_mut().for_each(|unit| unit.newest = 0);
+        let squares = updates.squares.take().expect("they are summed once a program");
+        let squares = waiting.wait(self.ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
+        let norms: Vec<f64> = squares.iter().map(|square| square.sqrt()).collect();
+        updates.squares = Some(squares);
+        let outcomes = losses.into_iter().zip(plans).zip(norms);
+        let comm_exposed = waiting.total() / plans.len() as u32;
+        let outcome = |((loss, plan), norm): ((f64, &StepPlan), f64)| {
+            if !loss.is_finite() {
+                return Err(ParallelError::NotFinite { step: plan.step, what: NonFinite::Loss, value: loss });
+            }
+            let grad_norm = (plan.grad_norm != GradNorm::Off).then_some(norm);
+            let loss_scale = self.loss_scaler.scale();
+            Ok(StepOutcome { loss, grad_norm, loss_scale, skipped: None, comm_exposed, compression: None })
+        };
+        outcomes.map(outcome).collect()
+    }
+
+    /// The mean loss of each step over the global batch.
+    fn mean_losses(&mut self, waiting: &mut Waiting) -> Result<Vec<f64>, ParallelError> {
+        let num_rows = self.num_global_rows();
+        let sums = self.losses.wait(waiting)?;
+        Ok(sums.iter().map(|sum| sum / num_rows).collect())
+    }
+}
