@@ -40,7 +40,8 @@ impl Executor {
     ///
     /// # Panics
     /// If the program differs in more than which units stages have, and the order of actions; and if gradients are compressed,
-    /// or parameters are shared out, for what there is of those does not move.
+    /// or parameters are shared out, for what there is of those does not move; and if the pipeline does not drain between updates,
+    /// for then the cut decides the bits.
     pub fn relocate(&mut self, program: Program) -> Result<(), ParallelError> {
         validate(&program, program.outline.num_microbatches)?;
         // So a head that reads an embedding of another rank goes on to do so, from the copy that is there.
@@ -51,6 +52,7 @@ impl Executor {
         assert_eq!(uncut(&program.outline), uncut(&self.program.outline), "only the cut changes");
         assert!(self.compressors().next().is_none(), "nothing is kept of gradients");
         assert!(program.outline.zero_stage < ZeroStage::Three, "ranks have whole parameters");
+        assert!(self.updates.is_none(), "a pipeline that does not drain has other bits with each cut");
         for unit in 0..self.model.num_units() {
             // What the last update has made may still be on its way to the other shards.
             self.parameters.ensure(unit, &mut Waiting::default())?;
