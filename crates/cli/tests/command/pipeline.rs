@@ -139,7 +139,7 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
     let settings = format!(
         "--workers 2 {MODEL} --set model.tie_word_embeddings=false --set parallelism.pipeline_parallel_degree=2 \
          --set parallelism.pipeline_parallel_schedule=pipedream-2bw --set parallelism.pipeline_parallel_drain_interval=2 \
-         --set checkpoint.interval=2"
+         --set checkpoint.interval=2 --set lr_scheduler.decay_steps=4"
     );
     let text = scene.run(&format!("train tiny.toml {settings} --set run.name=whole")).succeeded();
     let together = text.lines().find(|line| line.starts_with("together")).unwrap();
@@ -147,11 +147,17 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
     assert_eq!(columns[1], columns[3], "{text}");
     tells(&scene.read("runs/whole/program.txt"), &["steps 2 weights double-buffered", "STASH 0"]);
     assert!(scene.losses("whole").len() >= 4, "{:?}", scene.losses("whole"));
+    // What a run that was cut in two has done.
+    for steps in [2, 4] {
+        let steps = format!("--set training.steps={steps} --set run.name=parts");
+        scene.run(&format!("train tiny.toml {settings} {steps}")).succeeded();
+    }
+    assert_eq!(scene.losses("parts"), scene.losses("whole"));
     let refused = scene.run(&format!(
         "train tiny.toml {settings} --set parallelism.pipeline_parallel_drain_interval=3 --set run.name=odd"
     ));
     tells(&refused.refused(), &["no multiple", "pipeline_parallel_drain_interval"]);
-    let refused =
-        scene.run(&format!("train tiny.toml {settings} --set model.tie_word_embeddings=true --set run.name=tied"));
+    let refused = scene
+        .run(&format!("train tiny.toml {settings} --set model.tie_word_embeddings=true --set run.name=tied"));
     tells(&refused.refused(), &["tied to the embedding", "tie_word_embeddings = false"]);
 }

@@ -4,7 +4,6 @@
 //! it. Ranks with the same place among those that see other data pass that on as it lies in memory, each its own shard. Sums
 //! have an order that no stage decides, so no bit of later steps changes.
 
-use super::asynchronous::Updates;
 use super::losses::Losses;
 use super::messages::Messages;
 use super::passes::InFlight;
@@ -71,7 +70,6 @@ impl Executor {
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
         self.exchange = ShardExchange::new(&self.ranks, &self.device);
         self.losses = Losses::new(outline, &self.ranks)?;
-        self.updates = Updates::new(outline, self.ranks.pipeline())?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.evaluation = evaluation_program(outline, self.options.sharding, self.offload.places);
         let tied = TiedGradients::new(outline, self.model.tied_span(), self.messages.pool());

@@ -126,7 +126,7 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
         ("checkpoint.interval", if checkpoint.enable { checkpoint.interval } else { 0 }),
     ] {
         checks.require(steps.is_multiple_of(drain), &[key, KEY], || {
-            format!("the pipeline is empty after every {drain} steps only, of which {steps} is no multiple; change either")
+            format!("the pipeline is empty after every {drain} steps only, of which {steps} is no multiple; change it, or pipeline_parallel_drain_interval")
         });
     }
     checks.require(parallelism.pipeline_parallel_rebalance_interval == 0, &[INTERVAL, SCHEDULE], || {
