@@ -1,7 +1,8 @@
 //! Checks of how the training state is shared out, and of what is recomputed.
 
 use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
-use super::sections::{ActivationCheckpoint, Offload, Parallelism, Sections};
+use super::layout::{ActivationCheckpoint, Offload, Parallelism};
+use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 

@@ -11,6 +11,7 @@ mod choice;
 mod compression;
 mod costs;
 mod explain;
+mod layout;
 mod memory;
 mod mistake;
 mod optimizer;
@@ -28,10 +29,11 @@ pub use choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
     PipelineSchedule, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
+pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};
 pub use sections::{
-    ActivationCheckpoint, Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Memory, Metrics, Model,
-    Offload, Optimizer, OptimizerGroup, Parallelism, Run, Training,
+    Checkpoint, Comm, Data, Generate, Launch, LrScheduler, Metrics, Model, Optimizer, OptimizerGroup, Run,
+    Training,
 };
 
 pub use value::ByteLimit;

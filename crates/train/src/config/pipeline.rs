@@ -1,7 +1,8 @@
 //! Checks of how a model is divided into stages.
 
 use super::choice::{ActivationCheckpointMode, Fp8, PipelineSchedule, Tier, TrainingDtype};
-use super::sections::{Parallelism, Sections};
+use super::layout::Parallelism;
+use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 

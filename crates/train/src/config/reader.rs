@@ -1,8 +1,9 @@
 //! Reads the file and the `--set` options key by key, and collects the mistakes of single keys.
 
+use super::layout::LATER_PARALLELISM_KEYS;
 use super::mistake::{Mistake, Place, nearest};
 use super::section::{KeyError, Section, TableList};
-use super::sections::{LATER_PARALLELISM_KEYS, Sections};
+use super::sections::Sections;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;

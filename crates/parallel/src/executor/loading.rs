@@ -1,0 +1,125 @@
+//! What an executor begins with and ends with: weights and state in, weights out.
+
+use super::Executor;
+use crate::error::ParallelError;
+use crate::waiting::Waiting;
+use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::Rank;
+use trireme_optim::StateInfo;
+use trireme_schedule::StateClass;
+use trireme_tensor::{Category, ParameterInfo, Parameters};
+
+impl Executor {
+    /// Calls `write` with the description of each parameter of which this rank steps something, which of its elements that
+    /// is, and the elements, in order. Collective, unless it fails.
+    ///
+    /// # Errors
+    /// What `write` returns, and what keeps parameters from where they live.
+    pub fn load_parameters<E: From<ParallelError>>(
+        &mut self,
+        mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let class = self.weights_class();
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
+            self.bring_state(class, unit)?;
+            self.parameters.for_each_mut(unit, &mut write)?;
+            self.send_state(class, unit, true)?;
+        }
+        Ok(self.refresh()?)
+    }
+
+    /// Sets every state of the optimizer to what `read` writes.
+    ///
+    /// # Errors
+    /// What `read` returns, and what keeps state from where it lives.
+    pub fn load_optimizer<E: From<ParallelError>>(
+        &mut self,
+        mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
+            self.bring_state(StateClass::Optimizer, unit)?;
+            self.optimizer.load_states(unit, &self.device, &mut read)?;
+            self.send_state(StateClass::Optimizer, unit, true)?;
+        }
+        Ok(())
+    }
+
+    /// Makes the model's random initial parameters. Collective.
+    pub fn initialize(&mut self, seed: u64) -> Result<(), ParallelError> {
+        let model = self.model.clone();
+        self.load_parameters(|info, held, values| {
+            model.initialize(info, held.start, values, seed);
+            Ok(())
+        })
+    }
+
+    /// Brings what operations read up to date with the parameters that were loaded. Collective.
+    pub(super) fn refresh(&mut self) -> Result<(), ParallelError> {
+        self.parameters.forget();
+        if !self.parameters.are_wholes_kept() {
+            return self.exchange_copies();
+        }
+        let class = self.weights_class();
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
+            self.bring_state(class, unit)?;
+            self.parameters.unshard(unit)?;
+            self.send_state(class, unit, false)?;
+        }
+        let mut waiting = Waiting::default();
+        (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))?;
+        self.exchange_copies()
+    }
+
+    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
+    ///
+    /// A unit at a time is gathered by every rank of a replica: with ZeRO no other rank needs memory for more.
+    pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
+        let is_root = self.group().rank() == Rank::ROOT;
+        let table = Arc::clone(self.model.table());
+        let zeros = || Parameters::zeros(&table, &self.device.host()?, Category::Parameters);
+        let mut all = is_root.then(zeros).transpose()?;
+        let group = Arc::clone(self.ranks.shards());
+        for (unit, info) in table.units().iter().enumerate() {
+            let mut buffer = group.buffer::<f32>(info.padded_len())?;
+            let owner = self.program.outline.rank_of(unit);
+            if self.program.outline.holds(unit) {
+                let part = self.parameters.parts()[unit].clone();
+                self.with_shard(unit, |shard| buffer[part].copy_from_slice(shard.f32s()))?;
+                buffer = group.all_gather(buffer).wait()?;
+            }
+            let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
+            if let Some(all) = &mut all {
+                all.flat_mut(unit).f32s().copy_from_slice(&buffer[..info.num_elements]);
+            }
+        }
+        Ok(all)
+    }
+
+    /// Compares what the replicas hold; collective.
+    pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
+        let mut hash = 0xcbf2_9ce4_8422_2325_u64;
+        let held: Vec<usize> = self.program.outline.held().collect();
+        for unit in held {
+            self.with_shard(unit, |shard| {
+                for value in shard.f32s() {
+                    hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
+                }
+            })?;
+        }
+        let replicas = self.ranks.replicas();
+        let hashes = replicas.all_gather_bytes(&hash.to_le_bytes()).wait()?;
+        let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+        let expected = number(&hashes[0]);
+        match hashes.iter().map(|bytes| number(bytes)).enumerate().find(|(_, found)| *found != expected) {
+            Some((replica, found)) => {
+                let [rank, other] = [replica, 0].map(|replica| self.ranks.rank_in_replica(replica));
+                Err(ParallelError::ReplicasDiffer { rank, found, other, expected })
+            }
+            None => Ok(()),
+        }
+    }
+}
