@@ -56,6 +56,19 @@ pub enum ParallelError {
         /// Microbatches given.
         found: usize,
     },
+    /// Loss or gradients of a pipeline that does not drain between updates became infinite or NaN.
+    #[error(
+        "step {step}: the {what} is {value}; other workers of the pipeline may have updated parameters since: go on from the last \
+         checkpoint. Try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or [training] max_norm"
+    )]
+    NotFiniteAhead {
+        /// The step.
+        step: u64,
+        /// What it is.
+        what: NonFinite,
+        /// Its value.
+        value: f64,
+    },
     /// Loss or gradients became infinite or NaN; parameters are as before the step.
     #[error(
         "step {step}: the {what} is {value}; parameters were left as before the step. Try a lower [optimizer] lr, a longer \

@@ -44,7 +44,9 @@ fn run_steps(executor: &mut Executor, first: usize, grad_norm: GradNorm) -> Vec<
     let batches: Vec<Batch> = (0..outline.num_microbatches).map(batch).collect();
     let plans: Vec<StepPlan> =
         (first..first + ASYNCHRONOUS_STEPS).map(|step| plan(step, grad_norm)).collect();
-    executor.run_steps(&plans, &mut batches.into_iter()).unwrap()
+    let mut outcomes = Vec::new();
+    executor.run_steps(&plans, &mut batches.into_iter(), &mut outcomes).unwrap();
+    outcomes
 }
 
 /// Losses of the steps, and all parameters.

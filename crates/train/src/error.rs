@@ -2,12 +2,13 @@ use crate::config::ConfigError;
 use crate::metrics::MetricsError;
 use std::io;
 use std::path::PathBuf;
+use trireme_base::Bytes;
 use trireme_checkpoint::CheckpointError;
 use trireme_comm::{CommError, CompressionError};
 use trireme_data::DataError;
 use trireme_model::ModelError;
 use trireme_parallel::ParallelError;
-use trireme_schedule::pipeline::GenerateError;
+use trireme_schedule::pipeline::{GenerateError, Kind};
 use trireme_tensor::{DeviceError, OverBudget};
 
 /// A run could not begin, go on or end.
@@ -237,6 +238,34 @@ pub enum TrainError {
         "rank 0 has cut the pipeline anew in a form that is not known here; run the same version of the command on all workers"
     )]
     ForeignStages,
+    /// A schedule that holds more activations than it may.
+    #[error(
+        "schedule '{kind}' holds {needed} of activations on worker {rank} of the pipeline, where [parallelism] \
+         pipeline_parallel_in_flight_max leaves room for {bound}; {remedy}"
+    )]
+    InFlight {
+        /// Which schedule.
+        kind: Kind,
+        /// The rank of the pipeline.
+        rank: usize,
+        /// What it would hold.
+        needed: Bytes,
+        /// What it may.
+        bound: Bytes,
+        /// What to try.
+        remedy: &'static str,
+    },
+    /// A checkpoint at a step at which the pipeline would not be empty.
+    #[error(
+        "the run goes on from step {step}, which is no multiple of the {num_steps} steps between which the pipeline does not drain; set \
+         [parallelism] pipeline_parallel_drain_interval to a divisor of {step}, or [checkpoint] resume = \"never\""
+    )]
+    ResumedWithinProgram {
+        /// Where it goes on from.
+        step: u64,
+        /// Steps of a program.
+        num_steps: u64,
+    },
     /// A pipeline that does not drain, and a head that reads the embedding's weight.
     #[error(
         "the head is tied to the embedding, and a pipeline that does not drain between steps would have them read different \

@@ -3,8 +3,8 @@
 use crate::config::{Config, PipelineSchedule};
 use crate::error::TrainError;
 use std::ops::Range;
-use trireme_base::UnitPasses;
-use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
+use trireme_base::{Bytes, UnitPasses};
+use trireme_schedule::pipeline::{self, Costs, GenerateError, Kind, Schedule, Sizes, StageCosts};
 use trireme_schedule::{Keep, Program, single};
 
 /// Ticks of the longest stage's forward pass: finer than what is known of times.
@@ -156,7 +156,13 @@ pub fn pipeline_schedule(config: &Config, stages: &[StageChoice]) -> Result<Sche
     let largest = stages.iter().map(|stage| stage.costs.activation).max().unwrap_or(0);
     let bounds =
         in_flight_max.map(|max| vec![largest.saturating_mul((max * stages_per_rank) as u64); num_ranks]);
-    Ok(pipeline::generate(kind, sizes, &pipeline_costs(stages), bounds.as_deref())?)
+    let made = pipeline::generate(kind, sizes, &pipeline_costs(stages), bounds.as_deref());
+    made.map_err(|error| match error {
+        GenerateError::Memory { kind, rank, needed, bound, remedy } => {
+            TrainError::InFlight { kind, rank, needed: Bytes(needed), bound: Bytes(bound), remedy }
+        }
+        error => TrainError::Pipeline(error),
+    })
 }
 
 /// What stages cost. Messages take no time: they go on beside passes.

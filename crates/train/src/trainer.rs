@@ -135,6 +135,10 @@ impl<'a> Trainer<'a> {
             run_folder::set_aside(&run_folder, observer)?;
         }
         let state = resume(config, &mut executor, &train, observer)?;
+        let num_steps = config.steps_per_program() as u64;
+        if !state.step.is_multiple_of(num_steps) {
+            return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
+        }
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
         let comment = options.memory_plan.as_ref().map_or("", |plan| &plan.comment);
         let files = RunFiles { config_toml: config.to_toml(), model_json };
@@ -188,9 +192,9 @@ impl<'a> Trainer<'a> {
         };
         while self.state.step < end.min(training.steps) {
             self.advance()?;
-            for record in std::mem::take(&mut self.records) {
-                self.finish_step(record, &mut summary)?;
-            }
+            let mut records = std::mem::take(&mut self.records);
+            records.drain(..).try_for_each(|record| self.finish_step(record, &mut summary))?;
+            self.records = records;
             self.write_choices()?;
             if self.state.step < training.steps {
                 self.rebalance()?;
@@ -243,8 +247,9 @@ impl<'a> Trainer<'a> {
         balance.forget();
         self.choices = found.choices;
         self.moved_after = Some(step);
-        // It was of stages that are no more.
+        // They were of stages that are no more.
         self.options.memory_plan = None;
+        self.tracer.forget();
         for device in [self.executor.device(), self.executor.host()] {
             device.memory().restart_peaks();
         }
@@ -296,10 +301,7 @@ impl<'a> Trainer<'a> {
         self.plans.clear();
         self.plans.extend(steps.map(|step| StepPlan { step, lr: schedule.lr(step), grad_norm }));
         self.outcomes.clear();
-        match self.plans[..] {
-            [plan] => self.outcomes.push(self.executor.run(plan, &mut self.batches.drain(..))?),
-            _ => self.outcomes.extend(self.executor.run_steps(&self.plans, &mut self.batches.drain(..))?),
-        }
+        self.executor.run_steps(&self.plans, &mut self.batches.drain(..), &mut self.outcomes)?;
         if let Some(balance) = &mut self.balance {
             balance.observe(&self.executor);
         }

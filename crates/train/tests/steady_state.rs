@@ -31,7 +31,14 @@ fn steps_allocate_nothing() {
     let pipeline = ["parallelism.pipeline_parallel_degree=2", "model.tie_word_embeddings=false"];
     check(&pipeline);
     check(&[&pipeline[..], &["parallelism.pipeline_parallel_rebalance_interval=1"]].concat());
-    check(&[&pipeline[..], &["parallelism.pipeline_parallel_schedule=interleaved-1f1b"]].concat());
+    for schedule in ["interleaved-1f1b", "zb-h2", "zb-v"] {
+        let schedule = format!("parallelism.pipeline_parallel_schedule={schedule}");
+        check(&[&pipeline[..], &[&schedule]].concat());
+        check(&[&pipeline[..1], &[&schedule]].concat());
+    }
+    let ahead = ["parallelism.pipeline_parallel_drain_interval=2", "checkpoint.enable=false"];
+    let ahead = [&pipeline[..], &ahead].concat();
+    check(&[&ahead[..], &["parallelism.pipeline_parallel_schedule=pipedream"]].concat());
     for name in ["lion", "adafactor", "lamb", "lars", "muon"] {
         let keys = [&format!("optimizer.name={name}"), "optimizer.state_dtype=bf16"];
         check(&keys);

@@ -41,6 +41,16 @@ impl Drawing {
         text += &format!(
             "bubble: {bubble:.1} % of what the busiest rank works, with floating-point operations for time\n"
         );
+        if config.is_asynchronous() {
+            let list =
+                |numbers: Vec<usize>| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
+            let (versions, staleness) = (self.schedule.versions_kept(), self.schedule.staleness());
+            text += &format!(
+                "weights: by stage {} versions are kept, and gradients are applied to weights at most {} updates newer\n",
+                list(versions),
+                list(staleness)
+            );
+        }
         let parallelism = config.parallelism();
         let threshold = parallelism.pipeline_parallel_rebalance_threshold;
         match parallelism.pipeline_parallel_rebalance_interval {

@@ -174,7 +174,7 @@ impl Case {
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
             let plans = vec![plan; executor.program().outline.num_steps()];
-            executor.run_steps(&plans, &mut batches.into_iter())?;
+            executor.run_steps(&plans, &mut batches.into_iter(), &mut Vec::new())?;
         }
         Ok(())
     }

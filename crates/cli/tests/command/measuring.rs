@@ -267,6 +267,10 @@ fn schedules_are_made_and_proven_phase_by_phase() {
         "zb-v",
         "dualpipe-v",
         "breadth-first",
+        "pipedream",
+        "pipedream-2bw",
+        "pipedream",
+        "pipedream-2bw",
         "auto",
     ];
     assert_eq!(names, expected);

@@ -40,8 +40,9 @@ fn units_move_where_a_given_cut_is_uneven() {
     let balanced = "--set parallelism.pipeline_parallel_rebalance_interval=9";
     scene.run(&format!("train tiny.toml --workers 1 {model} --set run.name=one")).succeeded();
     for (name, workers) in [("two", "--workers 2"), ("grid", "--workers 4 --set parallelism.zero_stage=2")] {
-        let command =
-            format!("train tiny.toml {workers} {model} {pipeline} {balanced} --set run.name={name}");
+        let command = format!(
+            "train tiny.toml {workers} {model} {pipeline} {balanced} --set run.name={name} --set metrics.trace_interval=1"
+        );
         let text = scene.run(&command).succeeded();
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
         let moved = text.lines().find(|line| line.contains("units 0-1 | 2-7 are now 0-"));
@@ -50,6 +51,11 @@ fn units_move_where_a_given_cut_is_uneven() {
         let program = scene.read(&format!("runs/{name}/program.txt"));
         assert!(!program.contains("stage 0-2@0"), "{program}");
         tells(&program, &["# step ", " are now "]);
+        // The trace is of the steps since then, whose programs it has.
+        tells(
+            &scene.run(&format!("report trace runs/{name} --step 10")).succeeded(),
+            &["measured", "simulated"],
+        );
         // Memory is that of the stages as they are now.
         let rest = text.split_once("after units moved at step ").unwrap().1;
         let together = rest.lines().find(|line| line.starts_with("together")).unwrap();
@@ -141,7 +147,14 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
          --set parallelism.pipeline_parallel_schedule=pipedream-2bw --set parallelism.pipeline_parallel_drain_interval=2 \
          --set checkpoint.interval=2 --set lr_scheduler.decay_steps=4"
     );
-    let text = scene.run(&format!("train tiny.toml {settings} --set run.name=whole")).succeeded();
+    let text = scene
+        .run(&format!("train tiny.toml {settings} --set run.name=whole --set metrics.trace_interval=2"))
+        .succeeded();
+    // Updates are between passes.
+    let drawn = scene.run("report trace runs/whole").succeeded();
+    tells(&drawn, &["measured", "simulated", "U3"]);
+    let plan = scene.run(&format!("plan tiny.toml {settings} --draw")).succeeded();
+    tells(&plan, &["2, 2 versions are kept", "at most 1, 1 updates newer"]);
     let together = text.lines().find(|line| line.starts_with("together")).unwrap();
     let columns: Vec<&str> = together.split_whitespace().collect();
     assert_eq!(columns[1], columns[3], "{text}");
@@ -153,6 +166,13 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
         scene.run(&format!("train tiny.toml {settings} {steps}")).succeeded();
     }
     assert_eq!(scene.losses("parts"), scene.losses("whole"));
+    let refused = scene.run(&format!(
+        "train tiny.toml {settings} --set run.name=parts --set parallelism.pipeline_parallel_drain_interval=3 --set training.steps=6 --set checkpoint.interval=3"
+    ));
+    tells(
+        &refused.refused(),
+        &["goes on from step 4", "no multiple of the 3 steps", "pipeline_parallel_drain_interval"],
+    );
     let refused = scene.run(&format!(
         "train tiny.toml {settings} --set parallelism.pipeline_parallel_drain_interval=3 --set run.name=odd"
     ));

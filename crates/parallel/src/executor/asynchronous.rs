@@ -7,11 +7,10 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::parameters::RankParameters;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
-use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use trireme_base::{DType, ReduceOp};
 use trireme_comm::{Buffer, Group};
-use trireme_optim::{StepSettings, clip_coefficient};
+use trireme_optim::StepSettings;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterSource, Tensor, View};
 
@@ -137,57 +136,56 @@ impl Executor {
     /// Waits for the reductions of this rank, and judges what they have come to: how to update by them.
     fn settings_of(&mut self, step: usize, plan: StepPlan) -> Result<StepSettings, ParallelError> {
         let mut waiting = self.gradients.wait()?;
-        self.timeline.has_waited(waiting.total());
-        let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64);
+        let mut found = None;
         if plan.grad_norm != GradNorm::Off {
-            let norm = self.sum_of_squares(false, &mut waiting)?.sqrt() * grad_scale;
+            let norm = self.sum_of_squares(false, &mut waiting)?.sqrt() * self.grad_scale();
             if !norm.is_finite() {
-                return Err(ParallelError::NotFinite {
-                    step: plan.step,
-                    what: NonFinite::GradNorm,
-                    value: norm,
-                });
-            }
-            if let GradNorm::Clip(norm_max) = plan.grad_norm {
-                grad_scale *= clip_coefficient(norm, norm_max);
+                let what = NonFinite::GradNorm;
+                return Err(ParallelError::NotFiniteAhead { step: plan.step, what, value: norm });
             }
             let updates = self.updates.as_mut().expect("the program does not drain");
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
+            found = Some(norm);
         }
+        self.timeline.has_waited(waiting.total());
         self.waiting.add(waiting);
-        Ok(StepSettings { step: plan.step, lr: plan.lr, grad_scale })
+        Ok(self.settings_by(plan, found))
     }
 
-    /// The end of a program: what its steps have come to.
-    pub(super) fn finish_steps(&mut self, plans: &[StepPlan]) -> Result<Vec<StepOutcome>, ParallelError> {
+    /// The end of a program: adds what its steps have come to.
+    pub(super) fn finish_steps(
+        &mut self,
+        plans: &[StepPlan],
+        outcomes: &mut Vec<StepOutcome>,
+    ) -> Result<(), ParallelError> {
         let mut waiting = std::mem::take(&mut self.waiting);
         self.messages.finish(&mut waiting)?;
-        // Before anything else of all ranks: those with the head have sent theirs.
-        let losses = self.mean_losses(&mut waiting)?;
-        let updates = self.updates.as_mut().expect("the program does not drain");
+        let num_rows = self.num_global_rows();
+        let Executor { updates, losses, ranks, loss_scaler, .. } = self;
+        let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
+        // Before anything else of all ranks: those with the head have sent theirs.
+        let sums = losses.wait(&mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");
-        let squares = waiting.wait(self.ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
-        let norms: Vec<f64> = squares.iter().map(|square| square.sqrt()).collect();
-        updates.squares = Some(squares);
-        let outcomes = losses.into_iter().zip(plans).zip(norms);
+        let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
         let comm_exposed = waiting.total() / plans.len() as u32;
-        let outcome = |((loss, plan), norm): ((f64, &StepPlan), f64)| {
+        for ((sum, plan), square) in sums.iter().zip(plans).zip(&squares[..]) {
+            let loss = sum / num_rows;
             if !loss.is_finite() {
-                return Err(ParallelError::NotFinite { step: plan.step, what: NonFinite::Loss, value: loss });
+                let what = NonFinite::Loss;
+                return Err(ParallelError::NotFiniteAhead { step: plan.step, what, value: loss });
             }
-            let grad_norm = (plan.grad_norm != GradNorm::Off).then_some(norm);
-            let loss_scale = self.loss_scaler.scale();
-            Ok(StepOutcome { loss, grad_norm, loss_scale, skipped: None, comm_exposed, compression: None })
-        };
-        outcomes.map(outcome).collect()
-    }
-
-    /// The mean loss of each step over the global batch.
-    fn mean_losses(&mut self, waiting: &mut Waiting) -> Result<Vec<f64>, ParallelError> {
-        let num_rows = self.num_global_rows();
-        let sums = self.losses.wait(waiting)?;
-        Ok(sums.iter().map(|sum| sum / num_rows).collect())
+            outcomes.push(StepOutcome {
+                loss,
+                grad_norm: (plan.grad_norm != GradNorm::Off).then_some(square.sqrt()),
+                loss_scale: loss_scaler.scale(),
+                skipped: None,
+                comm_exposed,
+                compression: None,
+            });
+        }
+        updates.squares = Some(squares);
+        Ok(())
     }
 }

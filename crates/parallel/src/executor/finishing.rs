@@ -46,7 +46,7 @@ impl Executor {
         self.timeline.start();
         let waited = waiting.total();
         let loss_scale = self.loss_scaler.scale();
-        let mut grad_scale = 1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64);
+        let grad_scale = self.grad_scale();
         let is_scaled = self.loss_scaler.scaling() != LossScaling::Off;
         let norm = match is_scaled || plan.grad_norm != GradNorm::Off {
             true => Some(self.sum_of_squares(true, &mut waiting)?.sqrt() * grad_scale),
@@ -77,11 +77,24 @@ impl Executor {
             }
             return Ok((outcome, None));
         }
-        if let GradNorm::Clip(norm_max) = plan.grad_norm {
-            let norm = grad_norm.expect("a step that clips exchanges gradients");
-            grad_scale *= clip_coefficient(norm, norm_max);
-        }
-        Ok((outcome, Some(StepSettings { step, lr: plan.lr, grad_scale })))
+        Ok((outcome, Some(self.settings_by(plan, grad_norm))))
+    }
+
+    /// From a sum of gradients over all microbatches of all ranks to their mean.
+    pub(super) fn grad_scale(&self) -> f64 {
+        1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64)
+    }
+
+    /// How to update by gradients of this norm, which was taken if the plan asks for it.
+    pub(super) fn settings_by(&self, plan: StepPlan, norm: Option<f64>) -> StepSettings {
+        let clipping = match plan.grad_norm {
+            GradNorm::Clip(norm_max) => {
+                clip_coefficient(norm.expect("a step that clips exchanges gradients"), norm_max)
+            }
+            _ => 1.0,
+        };
+        let (step, grad_scale) = (self.update_number(plan), self.grad_scale() * clipping);
+        StepSettings { step, lr: plan.lr, grad_scale }
     }
 
     /// What compression did in this step, in the units of the gradient's norm.

@@ -277,18 +277,22 @@ impl Executor {
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome, ParallelError> {
-        if self.updates.is_some() {
-            return Ok(self.run_steps(&[plan], batches)?.remove(0));
-        }
         let mut finished = None;
         self.run_program(&[plan], batches, &mut finished)?;
-        Ok(finished.expect("a valid program steps every unit").0)
+        if let Some((outcome, _)) = finished {
+            return Ok(outcome);
+        }
+        let mut outcomes = Vec::new();
+        self.finish_steps(&[plan], &mut outcomes)?;
+        Ok(outcomes.remove(0))
     }
 
-    /// Runs the program once, for all of its steps, which `plans` are for. Microbatches are those of one step after the other.
+    /// Runs the program once, for all of its steps, which `plans` are for, and adds what each has come to to `outcomes`.
+    /// Microbatches are those of one step after the other.
     ///
     /// # Errors
-    /// As those of [`run`](Executor::run); of a pipeline that does not drain between updates, when some of these are done.
+    /// As those of [`run`](Executor::run); of a pipeline that does not drain between updates also
+    /// [`ParallelError::NotFiniteAhead`], when some of these are done.
     ///
     /// # Panics
     /// If there is not a plan for each step.
@@ -296,13 +300,16 @@ impl Executor {
         &mut self,
         plans: &[StepPlan],
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
-    ) -> Result<Vec<StepOutcome>, ParallelError> {
+        outcomes: &mut Vec<StepOutcome>,
+    ) -> Result<(), ParallelError> {
         assert_eq!(plans.len(), self.program.outline.num_steps(), "each step has its plan");
-        if self.updates.is_none() {
-            return Ok(vec![self.run(plans[0], batches)?]);
+        let mut finished = None;
+        self.run_program(plans, batches, &mut finished)?;
+        match finished {
+            Some((outcome, _)) => outcomes.push(outcome),
+            None => self.finish_steps(plans, outcomes)?,
         }
-        self.run_program(plans, batches, &mut None)?;
-        self.finish_steps(plans)
+        Ok(())
     }
 
     fn run_program(

@@ -66,6 +66,34 @@ pub enum ProgramError {
         /// Where that one lies.
         rank: usize,
     },
+    /// Versions of parameters in a program that drains before its update, and so has one.
+    #[error("action {index} '{action}' is for pipelines that do not drain between updates")]
+    Versioned {
+        /// Place in the program.
+        index: usize,
+        /// The action.
+        action: Action,
+    },
+    /// A unit reads parameters of another one, and both read versions of their own.
+    #[error("unit {reader} reads the parameters of unit {owner}, of which it may need another version")]
+    TiedVersions {
+        /// The unit that reads.
+        reader: usize,
+        /// The unit whose parameters they are.
+        owner: usize,
+    },
+    /// Stages that do not make up the model, or lie on ranks that are not there.
+    #[error(
+        "the stages of rank {rank} of the pipeline are not those of {num_units} units on {num_ranks} ranks, in order"
+    )]
+    Stages {
+        /// Whose program it is.
+        rank: usize,
+        /// Units of the model.
+        num_units: usize,
+        /// Programs that there are.
+        num_ranks: usize,
+    },
     /// Ranks of a pipeline wait for each other.
     #[error(
         "rank {rank} of the pipeline waits at action {index} '{action}' for rank {peer}, which {waits}: a deadlock",
@@ -127,6 +155,15 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     let has_copies = outline.zero_stage < ZeroStage::Three;
     if let Some(&(reader, owner)) = outline.ties.iter().find(is_across).filter(|_| !has_copies) {
         return Err(ProgramError::TieAcrossRanks { reader, owner, rank: outline.rank_of(owner) });
+    }
+    let is_versioned = |action: &Action| matches!(action, Action::Stash { .. } | Action::Unstash { .. });
+    if let Some(index) =
+        program.actions.iter().position(is_versioned).filter(|_| outline.asynchronous.is_none())
+    {
+        return Err(ProgramError::Versioned { index, action: program.actions[index] });
+    }
+    if let Some(&(reader, owner)) = outline.ties.first().filter(|_| outline.asynchronous.is_some()) {
+        return Err(ProgramError::TiedVersions { reader, owner });
     }
     let mut state = State::new(&program.outline);
     state.run(&program.actions, in_flight_max)?;

@@ -1,13 +1,14 @@
 use super::{ProgramError, validate};
 use crate::action::Action;
-use crate::program::Program;
+use crate::program::{Outline, Program, Stage};
 
 /// Proves the programs of all ranks of one pipeline together: each by itself, with as many microbatches in flight as a step
 /// has; and that all of them come to their ends even if a rank that sends or receives waits until the other one does so, too.
 ///
 /// Cost: linear in the actions.
 pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
-    for program in programs {
+    for (rank, program) in programs.iter().enumerate() {
+        check_stages(&program.outline, rank, programs.len())?;
         validate(program, program.outline.num_microbatches)?;
     }
     let mut meeting = Meeting { programs, places: vec![0; programs.len()] };
@@ -24,6 +25,23 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
         }
         None => Ok(()),
     }
+}
+
+/// That stages follow each other from the first unit to the last, on ranks that are there.
+fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), ProgramError> {
+    let Outline { num_units, stages, .. } = outline;
+    let mut next = 0;
+    let is_next = |stage: &Stage| {
+        let is_next = stage.units.start == next && stage.units.end > next && stage.rank < num_ranks;
+        next = stage.units.end;
+        is_next
+    };
+    let are_in_order = stages.iter().all(is_next);
+    let are_whole = stages.is_empty() || next == *num_units;
+    if are_in_order && are_whole && outline.rank == rank {
+        return Ok(());
+    }
+    Err(ProgramError::Stages { rank, num_units: *num_units, num_ranks })
 }
 
 /// A message that a rank is at.

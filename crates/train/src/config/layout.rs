@@ -16,7 +16,7 @@ config_section! {
         data_parallel_replicate_degree: i64 = -1, within -1..=1 << 20;
         /// Workers among which the units of the model (embedding, blocks, head) are divided, in stages of about equal work; each
         /// microbatch goes through all of them. Neighbours in the pipeline are as far apart as there are data-parallel workers.
-        /// Losses and weights have the same bits.
+        /// Losses and weights have the same bits, whatever the schedule, but for those that do not drain between steps.
         pipeline_parallel_degree: usize = 1, within 1..=1 << 12;
         /// In which order stages run: `gpipe`, `1f1b`, `interleaved-1f1b`, `breadth-first`, `zb-h1`, `zb-h2`, `zb-v`, `dualpipe-v` or
         /// `auto`; or `pipedream` or `pipedream-2bw`, which do not drain between steps: losses and weights are others then
@@ -28,8 +28,8 @@ config_section! {
         /// Microbatches of which a worker may hold the activations of all its stages; 0 is no bound, but for `auto` as many as
         /// the pipeline has workers, which are the most of `1f1b`. A schedule that holds more is refused.
         pipeline_parallel_in_flight_max: usize = 0, within 0..=1 << 20;
-        /// With `pipedream` and `pipedream-2bw`: steps from one point at which the pipeline is empty to the next one. Validation and
-        /// checkpoints need that.
+        /// With `pipedream` and `pipedream-2bw`: steps from one point at which the pipeline is empty to the next one. Validation,
+        /// checkpoints and traces need that. With 1 no gradient is old.
         pipeline_parallel_drain_interval: u64 = 10, within 1..=1 << 10;
         /// Units at which the stages after the first begin, in order: 0 is the embedding, 1 the first block. An empty list has stages
         /// cut evenly by counted operations. Counts only with `pipeline_parallel_degree` above 1.

@@ -109,7 +109,7 @@ fn check_rebalance(checks: &mut Checks<'_>) {
 
 /// What does not go with a pipeline that does not drain between steps.
 fn check_asynchronous(checks: &mut Checks<'_>) {
-    let Sections { parallelism, training, checkpoint, offload, .. } = &checks.loose.sections;
+    let Sections { parallelism, training, checkpoint, metrics, offload, .. } = &checks.loose.sections;
     let is_on = parallelism.is_asynchronous();
     const KEY: &str = "parallelism.pipeline_parallel_drain_interval";
     if changed_keys(parallelism).any(|key| KEY.ends_with(key)) {
@@ -124,6 +124,7 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
     for (key, steps) in [
         ("training.steps", training.steps),
         ("training.validation_interval", training.validation_interval),
+        ("metrics.trace_interval", metrics.trace_interval),
         ("checkpoint.interval", if checkpoint.enable { checkpoint.interval } else { 0 }),
     ] {
         checks.require(steps.is_multiple_of(drain), &[key, KEY], || {
@@ -136,14 +137,23 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
     checks.require(parallelism.zero_stage < 2, &["parallelism.zero_stage", SCHEDULE], || {
         "gradients would be shared out for each version of the weights; set zero_stage = 1, or a schedule that drains".to_owned()
     });
-    let is_possible = training.dtype != TrainingDtype::F16 && training.fp8 == Fp8::Off;
-    checks.require(is_possible, &["training.dtype", SCHEDULE], || {
-        "a step that overflows cannot be skipped when others have begun; take \"bf16\" or \"f32\", without fp8".to_owned()
+    checks.require(training.dtype != TrainingDtype::F16, &["training.dtype", SCHEDULE], || {
+        "a step that overflows cannot be skipped when others have begun; take \"bf16\" or \"f32\"".to_owned()
     });
-    let tiers = [offload.optimizer, offload.parameters, offload.gradients, offload.activations];
-    checks.require(tiers.iter().all(|&tier| tier == Tier::Device), &["offload.optimizer", SCHEDULE], || {
-        "state is at hand for all steps between two drains; remove the keys of [offload], or take a schedule that drains".to_owned()
+    checks.require(training.fp8 == Fp8::Off, &["training.fp8", SCHEDULE], || {
+        "all workers agree on the scales of fp8 after each step, and these do not meet; remove this key, or take a schedule that drains".to_owned()
     });
+    let tiers = [
+        ("optimizer", offload.optimizer),
+        ("parameters", offload.parameters),
+        ("gradients", offload.gradients),
+        ("activations", offload.activations),
+    ];
+    for (key, tier) in tiers {
+        checks.require(tier == Tier::Device, &[&format!("offload.{key}"), SCHEDULE], || {
+            "state is at hand for all steps between two drains; remove this key, or take a schedule that drains".to_owned()
+        });
+    }
 }
 
 impl Parallelism {

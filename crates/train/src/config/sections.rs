@@ -160,7 +160,7 @@ config_section! {
         /// layout only, a little faster.
         determinism: Determinism = Determinism::Layout;
         /// Largest global norm of the gradients, to which larger ones are scaled; 0 leaves them as they are, which one_bit_adam
-        /// and zero_one_adam need.
+        /// and zero_one_adam need. In a pipeline that does not drain between steps each worker goes by the norm of its own units.
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps from one validation to the next; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;

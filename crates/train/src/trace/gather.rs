@@ -27,6 +27,11 @@ impl Tracer {
         Tracer { path: folder.join(TRACE_FILE), steps: VecDeque::new() }
     }
 
+    /// Leaves the steps so far out of what is written next: their programs were others.
+    pub(crate) fn forget(&mut self) {
+        self.steps.clear();
+    }
+
     /// Gathers the timeline of the last step from all ranks and writes it, with those before it that are kept. Collective.
     pub(crate) fn write(&mut self, step: u64, executor: &Executor) -> Result<(), TrainError> {
         let Some(ranks) = gather(executor)? else { return Ok(()) };

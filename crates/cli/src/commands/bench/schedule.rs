@@ -26,6 +26,8 @@ How to read it:
   recomputation and ZeRO-1's gatherings; prove proves the programs of all ranks
   together. Actions are those of the rank with most. Stages take about the same
   time, but no two neighbours exactly, so auto has something to look for.
+  pipedream and pipedream-2bw have several steps, of as many microbatches as
+  there are ranks.
 
 Examples:
   trireme bench schedule
@@ -77,30 +79,25 @@ enum Choice {
 }
 
 impl Choice {
-    /// Without drains there are no programs. Of all schedules, those that work with the stages of a rank; 0 suits each.
+    /// Of all schedules, those that work with the stages of a rank; 0 suits each.
     fn kinds(self, stages_per_rank: usize) -> Vec<Kind> {
         let fits = |kind: &Kind| {
             let (min, max) = kind.stages_per_rank();
             stages_per_rank == 0 || (min..=max).contains(&stages_per_rank)
         };
         match self {
-            Choice::All => synchronous().filter(fits).collect(),
+            Choice::All => Kind::ALL.into_iter().filter(fits).collect(),
             Choice::One(kind) => vec![kind],
         }
     }
-}
-
-fn synchronous() -> impl Iterator<Item = Kind> {
-    Kind::ALL.into_iter().filter(|kind| kind.is_synchronous())
 }
 
 fn parse_choice(text: &str) -> Result<Choice, String> {
     if text == "all" {
         return Ok(Choice::All);
     }
-    let names = || synchronous().map(Kind::name).collect::<Vec<_>>().join(", ");
-    let kind = synchronous().find(|kind| kind.name() == text);
-    kind.map(Choice::One).ok_or_else(|| format!("expected all, or one of {}", names()))
+    let names = || Kind::ALL.map(Kind::name).join(", ");
+    text.parse().map(Choice::One).map_err(|_| format!("expected all, or one of {}", names()))
 }
 
 /// What is printed; the fields are the keys of `--json`.
@@ -154,7 +151,16 @@ fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
         given => given,
     };
     let (num_ranks, num_microbatches) = (args.ranks, args.microbatches);
-    let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 };
+    let sizes = match kind.is_synchronous() {
+        true => Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps: 1 },
+        // As many steps as there are, of the fewest microbatches that keep the pipeline full.
+        false => Sizes {
+            num_ranks,
+            num_microbatches: num_ranks,
+            stages_per_rank,
+            num_steps: num_microbatches.div_ceil(num_ranks),
+        },
+    };
     let costs = Costs::new((0..num_ranks * stages_per_rank).map(stage_costs).collect(), 1)?;
     let mut made = Vec::new();
     for _ in 0..args.repeats {

@@ -8,7 +8,7 @@ use trireme_schedule::{Action, Outline, Program};
 pub(super) struct StepPicture {
     pub(super) schedule: Schedule,
     pub(super) timeline: Timeline,
-    /// Idle time by what the busiest rank works in its passes, as for schedules; updates are after it.
+    /// Idle time by what the busiest rank works in its passes, as for schedules; updates after a drain do not count.
     pub(super) bubble: f64,
 }
 
@@ -21,9 +21,9 @@ impl StepPicture {
             stages => stages.iter().map(|stage| stage.rank).collect(),
         };
         let mut schedule = Schedule {
-            num_microbatches: outline.num_microbatches,
-            num_steps: 1,
-            weights: WeightVersions::Drained,
+            num_microbatches: outline.microbatches_per_step(),
+            num_steps: outline.num_steps(),
+            weights: outline.asynchronous.map_or(WeightVersions::Drained, |found| found.weights),
             stage_ranks,
             ranks: vec![Vec::new(); programs.len()],
         };
@@ -35,24 +35,31 @@ impl StepPicture {
         };
         let mut push_all = |kinds: fn(PassKind) -> bool, drawn: &mut Timeline| {
             for (rank, (program, spans)) in programs.iter().zip(&timeline.ranks).enumerate() {
+                let mut num_updates = vec![0; outline.num_units];
                 for (&action, &span) in program.actions.iter().zip(spans) {
-                    if let Some(pass) = pass_of(action, outline).filter(|pass| kinds(pass.kind)) {
+                    let pass = pass_of(action, outline, &mut num_updates);
+                    if let Some(pass) = pass.filter(|pass| kinds(pass.kind)) {
                         push(&mut schedule.ranks[rank], &mut drawn.ranks[rank], pass, span);
                         drawn.busy[rank] += span.ticks();
                     }
                 }
             }
         };
-        push_all(|kind| kind != PassKind::Update, &mut drawn);
+        let is_drained = outline.asynchronous.is_none();
+        // Without a drain there are updates between the passes.
+        push_all(if is_drained { |kind| kind != PassKind::Update } else { |_| true }, &mut drawn);
         let bubble = drawn.bubble();
         let bubble = if bubble.ideal_ticks == 0 { 0.0 } else { bubble.fraction() };
-        push_all(|kind| kind == PassKind::Update, &mut drawn);
+        if is_drained {
+            push_all(|kind| kind == PassKind::Update, &mut drawn);
+        }
         StepPicture { schedule, timeline: drawn, bubble }
     }
 }
 
-/// The pass of a stage that an action is a part of. What recomputation takes belongs to backward.
-fn pass_of(action: Action, outline: &Outline) -> Option<Pass> {
+/// The pass of a stage that an action is a part of, of units that have been updated so often. What recomputation takes belongs to
+/// backward.
+fn pass_of(action: Action, outline: &Outline, num_updates: &mut [usize]) -> Option<Pass> {
     let is_of = |unit: usize| outline.stages.iter().position(|stage| stage.units.contains(&unit));
     let stage = is_of(action.unit()).unwrap_or(0);
     match action {
@@ -62,7 +69,10 @@ fn pass_of(action: Action, outline: &Outline) -> Option<Pass> {
         }
         Action::BackwardInput { microbatch, .. } => Some(Pass::backward_input(stage, microbatch)),
         Action::BackwardWeight { microbatch, .. } => Some(Pass::backward_weight(stage, microbatch)),
-        Action::Step { .. } => Some(Pass::update(stage, 0)),
+        Action::Step { unit } => {
+            num_updates[unit] += 1;
+            Some(Pass::update(stage, num_updates[unit] * outline.microbatches_per_step() - 1))
+        }
         _ => None,
     }
 }
@@ -104,10 +114,22 @@ mod tests {
         let picture = StepPicture::new(&[program], &timeline);
         assert_eq!(
             picture.schedule.ranks[0],
-            [Pass::forward(0, 0), Pass::backward(0, 0), Pass::update(0, 0)]
+            [Pass::forward(0, 0), Pass::backward(0, 0), Pass::update(0, 1)]
         );
         let span = |start, end| Span { start, end };
         assert_eq!(picture.timeline.ranks[0], [span(0, 40), span(40, 100), span(120, 140)]);
         assert_eq!(picture.bubble, 5.0 / 95.0);
+    }
+
+    #[test]
+    fn updates_without_a_drain_are_between_the_passes() {
+        let program: Program = "units 1 microbatches 2 steps 2 weights stashed\nF 0 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\nF 0 1\nB 0 1\nREDUCE_GRAD 0\nSTEP 0"
+            .parse()
+            .unwrap();
+        let spans = (0..8).map(|place| Span { start: 10 * place, end: 10 * place + 10 }).collect();
+        let picture = StepPicture::new(&[program], &StepTimeline { ranks: vec![spans], makespan: 80 });
+        let passes =
+            [0, 1].map(|step| [Pass::forward(0, step), Pass::backward(0, step), Pass::update(0, step)]);
+        assert_eq!(picture.schedule.ranks[0], passes.concat());
     }
 }
