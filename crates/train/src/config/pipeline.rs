@@ -1,7 +1,7 @@
 //! Checks of how a model is divided into stages.
 
 use super::choice::{ActivationCheckpointMode, Fp8, PipelineSchedule, Tier, TrainingDtype};
-use super::layout::Parallelism;
+use super::layout::{Offload, Parallelism};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
@@ -34,13 +34,7 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
     checks.require(degree == 1 || !is_open, &["activation_checkpoint.mode", DEGREE], || {
         "\"auto\" chooses for one microbatch at a time, and a pipeline has several in flight; take \"selective\", \"block\" or \"every-k\"".to_owned()
     });
-    let tiers = [
-        ("optimizer", offload.optimizer),
-        ("parameters", offload.parameters),
-        ("gradients", offload.gradients),
-        ("activations", offload.activations),
-    ];
-    for (key, tier) in tiers {
+    for (key, tier) in tiers(offload) {
         checks.require(degree == 1 || tier != Tier::Auto, &[&format!("offload.{key}"), DEGREE], || {
             "\"auto\" chooses for one worker, and those of a pipeline differ; say where it lives".to_owned()
         });
@@ -143,17 +137,21 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
     checks.require(training.fp8 == Fp8::Off, &["training.fp8", SCHEDULE], || {
         "all workers agree on the scales of fp8 after each step, and these do not meet; remove this key, or take a schedule that drains".to_owned()
     });
-    let tiers = [
-        ("optimizer", offload.optimizer),
-        ("parameters", offload.parameters),
-        ("gradients", offload.gradients),
-        ("activations", offload.activations),
-    ];
-    for (key, tier) in tiers {
+    for (key, tier) in tiers(offload) {
         checks.require(tier == Tier::Device, &[&format!("offload.{key}"), SCHEDULE], || {
             "state is at hand for all steps between two drains; remove this key, or take a schedule that drains".to_owned()
         });
     }
+}
+
+/// Where each class of state is to live, by key.
+fn tiers(offload: &Offload) -> [(&'static str, Tier); 4] {
+    [
+        ("optimizer", offload.optimizer),
+        ("parameters", offload.parameters),
+        ("gradients", offload.gradients),
+        ("activations", offload.activations),
+    ]
 }
 
 impl Parallelism {

@@ -40,7 +40,7 @@ ui.perfetto.dev for every action of every worker.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct TraceArgs {
-    /// A run's folder, with the trace that [metrics] trace_interval asks for.
+    /// A run's folder, with the trace that trace_interval of its metrics asks for.
     run_folder: PathBuf,
     /// The step to draw; the last one without it.
     #[arg(long, value_name = "N")]

@@ -1,0 +1,176 @@
+//! What must come before an action.
+
+use super::{Activations, Parameters, State, Unit};
+use crate::action::{Action, Keep, StateClass, StateOf};
+use crate::program::ZeroStage;
+
+impl State<'_> {
+    /// The state that an action works with, if it lives elsewhere.
+    fn missing_state(&self, action: Action) -> Option<Action> {
+        let mut states = action.uses().iter().map(|&class| action.state(class));
+        states.find(|state| self.away.contains(state)).map(Action::Fetch)
+    }
+
+    /// The version of a unit's parameters that a pass reads, if there is no copy of it any more.
+    fn missing_version(&self, action: Action) -> Option<Action> {
+        let microbatch = action.microbatch().filter(|_| action.is_pass())?;
+        let unit = &self.units[action.unit()];
+        let version = match action {
+            Action::Forward { .. } => self.outline.version_read(microbatch, unit.num_stepped),
+            _ => unit.read[microbatch],
+        };
+        let is_there = version == unit.num_stepped || unit.stashed.contains(&version);
+        (!is_there).then_some(Action::Stash { unit: action.unit() })
+    }
+
+    /// What `action` needs and is not there.
+    pub(super) fn first_missing(&self, action: Action) -> Option<Action> {
+        let is_whole = |unit: &usize| self.units[*unit].parameters == Parameters::Whole;
+        if let Some(unit) = self.outline.reads(action).find(|unit| !is_whole(unit)) {
+            return Some(Action::Unshard { unit });
+        }
+        if let Some(missing) = self.missing_state(action).or_else(|| self.missing_version(action)) {
+            return Some(missing);
+        }
+        match action {
+            Action::Forward { unit, microbatch, .. } => {
+                let below = unit.checked_sub(1)?;
+                let missing = match self.holds(below) {
+                    true => Action::Forward { unit: below, microbatch, keep: Keep::All },
+                    false => Action::ReceiveForward { unit: below, microbatch },
+                };
+                (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
+            }
+            Action::SendForward { unit, microbatch } => {
+                let missing = Action::Forward { unit, microbatch, keep: Keep::All };
+                (self.activations(unit, microbatch) == Activations::Absent).then_some(missing)
+            }
+            Action::SendBackward { unit, microbatch } => {
+                let missing = Action::Backward { unit, microbatch };
+                (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
+            }
+            Action::ReceiveBackward { unit, microbatch } => {
+                // There is no gradient before what it is the gradient of.
+                let below = unit - 1;
+                let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
+                (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
+            }
+            Action::ReceiveForward { .. } | Action::ReceiveGrad { .. } => None,
+            Action::SendGrad { microbatch, .. } => self.missing_for_tied_grad(microbatch),
+            Action::SendParameters { unit } => {
+                let step = Action::Step { unit };
+                match self.units[unit].parameters {
+                    _ if !self.is_done(step) => Some(step),
+                    Parameters::Whole => None,
+                    _ => Some(Action::Unshard { unit }),
+                }
+            }
+            // Those of this step are read until its last backward pass.
+            Action::ReceiveParameters { .. } => {
+                let last = self.outline.num_microbatches - 1;
+                (0..=last).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
+            }
+            Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
+                Activations::Kept(Keep::Nothing) => {
+                    let below = unit.checked_sub(1)?;
+                    let missing = Action::Recompute { unit: below, microbatch };
+                    (self.activations(below, microbatch) != Activations::Whole).then_some(missing)
+                }
+                Activations::Kept(_) => None,
+                _ => Some(Action::Forward { unit, microbatch, keep: Keep::All }),
+            },
+            Action::BackwardInput { unit, microbatch } => self.missing_for_input_half(unit, microbatch),
+            Action::BackwardWeight { unit, microbatch } => {
+                let missing = Action::BackwardInput { unit, microbatch };
+                let is_early = self.activations(unit, microbatch) != Activations::Halved;
+                is_early.then_some(missing).or_else(|| self.missing_for_gradient(unit, microbatch))
+            }
+            Action::Backward { unit, microbatch } => {
+                let missing = self.missing_for_input_half(unit, microbatch);
+                missing.or_else(|| self.missing_for_gradient(unit, microbatch))
+            }
+            Action::ReduceGrad { unit } => {
+                // Up to the second stage a gradient is reduced once, when all microbatches have added to it.
+                let Unit { num_added, has_unreduced, .. } = self.units[unit];
+                let is_once = self.outline.zero_stage < ZeroStage::Two;
+                let is_complete = num_added > 0 && num_added.is_multiple_of(self.microbatches_per_step);
+                let is_early = !is_complete && (is_once || !has_unreduced);
+                is_early.then(|| self.completion(unit, num_added))
+            }
+            Action::Step { unit } => {
+                let num_stepped = self.units[unit].num_stepped;
+                let is_reduced = |unit: &usize| self.units[*unit].num_reduced > num_stepped;
+                let unit = self.held().find(|unit| !is_reduced(unit))?;
+                Some(Action::ReduceGrad { unit })
+            }
+            Action::Unstash { unit } => self.units[unit].stashed.is_empty().then_some(Action::Stash { unit }),
+            Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
+                let is_kept =
+                    matches!(self.activations(unit, microbatch), Activations::Kept(_) | Activations::Whole);
+                let missing = Action::Forward { unit, microbatch, keep: Keep::All };
+                (!is_kept).then_some(missing)
+            }
+            Action::Evict(StateOf { class: StateClass::Gradients, unit, .. }) => {
+                let reduction = Action::ReduceGrad { unit };
+                (!self.is_done(reduction)).then_some(reduction)
+            }
+            Action::Unshard { .. }
+            | Action::Reshard { .. }
+            | Action::Fetch(_)
+            | Action::Evict(_)
+            | Action::Stash { .. } => None,
+        }
+    }
+
+    /// What completes a unit's gradient for a microbatch.
+    fn completion(&self, unit: usize, microbatch: usize) -> Action {
+        match self.activations(unit, microbatch) {
+            Activations::Halved => Action::BackwardWeight { unit, microbatch },
+            _ => Action::Backward { unit, microbatch },
+        }
+    }
+
+    /// What must come before what the tied unit here has for the other one's gradient is there.
+    fn missing_for_tied_grad(&self, microbatch: usize) -> Option<Action> {
+        let reader = self.tie.as_ref()?.reader;
+        let is_early = self.activations(reader, microbatch) != Activations::Spent;
+        is_early.then(|| self.completion(reader, microbatch))
+    }
+
+    /// What must come before a microbatch adds to a unit's gradient: the microbatches before it, for sums have one order.
+    fn missing_for_gradient(&self, unit: usize, microbatch: usize) -> Option<Action> {
+        let Unit { num_added, has_unreduced, num_stepped, .. } = self.units[unit];
+        if num_added != microbatch {
+            return Some(self.completion(unit, num_added));
+        }
+        if num_stepped < microbatch / self.microbatches_per_step {
+            return Some(Action::Step { unit });
+        }
+        if let Some(tie) = self.tie.as_ref().filter(|tie| tie.owner == unit) {
+            let missing = match tie.is_across {
+                true => (!tie.exchanged[microbatch]).then_some(Action::ReceiveGrad { unit, microbatch }),
+                false => self.missing_for_tied_grad(microbatch),
+            };
+            if missing.is_some() {
+                return missing;
+            }
+        }
+        let is_unreduced = self.outline.zero_stage >= ZeroStage::Two && has_unreduced;
+        is_unreduced.then_some(Action::ReduceGrad { unit })
+    }
+
+    fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
+        let above = unit + 1;
+        if above < self.outline.num_units && !self.activations(above, microbatch).are_differentiated() {
+            return Some(match self.holds(above) {
+                true => Action::Backward { unit: above, microbatch },
+                false => Action::ReceiveBackward { unit: above, microbatch },
+            });
+        }
+        match self.activations(unit, microbatch) {
+            Activations::Whole => None,
+            Activations::Kept(_) => Some(Action::Recompute { unit, microbatch }),
+            _ => Some(Action::Forward { unit, microbatch, keep: Keep::All }),
+        }
+    }
+}
