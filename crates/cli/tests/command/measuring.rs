@@ -269,8 +269,6 @@ fn schedules_are_made_and_proven_phase_by_phase() {
         "breadth-first",
         "pipedream",
         "pipedream-2bw",
-        "pipedream",
-        "pipedream-2bw",
         "auto",
     ];
     assert_eq!(names, expected);
