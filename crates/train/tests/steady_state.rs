@@ -36,7 +36,11 @@ fn steps_allocate_nothing() {
         check(&[&pipeline[..], &[&schedule]].concat());
         check(&[&pipeline[..1], &[&schedule]].concat());
     }
-    let ahead = ["parallelism.pipeline_parallel_drain_interval=2", "checkpoint.enable=false"];
+    let ahead = [
+        "parallelism.pipeline_parallel_drain_interval=2",
+        "training.validation_interval=0",
+        "checkpoint.enable=false",
+    ];
     let ahead = [&pipeline[..], &ahead].concat();
     check(&[&ahead[..], &["parallelism.pipeline_parallel_schedule=pipedream"]].concat());
     for name in ["lion", "adafactor", "lamb", "lars", "muon"] {

@@ -285,7 +285,7 @@ fn schedules_are_made_and_proven_phase_by_phase() {
     let rows: Vec<Vec<&str>> = table.lines().skip(3).map(|line| line.split_whitespace().collect()).collect();
     assert_eq!(
         rows.iter().map(|row| row[0]).collect::<Vec<_>>(),
-        [expected[2], expected[5], expected[6], expected[7], expected[8]]
+        [expected[2], expected[5], expected[6], expected[7], expected[10]]
     );
     for row in &rows {
         let actions: usize = row[3].parse().unwrap();

@@ -149,7 +149,7 @@ impl Executor {
         }
         self.timeline.has_waited(waiting.total());
         self.waiting.add(waiting);
-        Ok(self.settings_by(plan, found))
+        Ok(self.settings_by(plan, self.grad_scale(), found))
     }
 
     /// The end of a program: adds what its steps have come to.

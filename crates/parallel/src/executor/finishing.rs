@@ -77,7 +77,7 @@ impl Executor {
             }
             return Ok((outcome, None));
         }
-        Ok((outcome, Some(self.settings_by(plan, grad_norm))))
+        Ok((outcome, Some(self.settings_by(plan, grad_scale, grad_norm))))
     }
 
     /// From a sum of gradients over all microbatches of all ranks to their mean.
@@ -85,16 +85,15 @@ impl Executor {
         1.0 / (self.gradient_unit() * self.ranks.data().world_size() as f64)
     }
 
-    /// How to update by gradients of this norm, which was taken if the plan asks for it.
-    pub(super) fn settings_by(&self, plan: StepPlan, norm: Option<f64>) -> StepSettings {
+    /// How to update by gradients of this scale and norm, which was taken if the plan asks for it.
+    pub(super) fn settings_by(&self, plan: StepPlan, grad_scale: f64, norm: Option<f64>) -> StepSettings {
         let clipping = match plan.grad_norm {
             GradNorm::Clip(norm_max) => {
                 clip_coefficient(norm.expect("a step that clips exchanges gradients"), norm_max)
             }
             _ => 1.0,
         };
-        let (step, grad_scale) = (self.update_number(plan), self.grad_scale() * clipping);
-        StepSettings { step, lr: plan.lr, grad_scale }
+        StepSettings { step: self.update_number(plan), lr: plan.lr, grad_scale: grad_scale * clipping }
     }
 
     /// What compression did in this step, in the units of the gradient's norm.
