@@ -291,7 +291,7 @@ fn schedules_are_made_and_proven_phase_by_phase() {
         let actions: usize = row[3].parse().unwrap();
         assert!((60_000..63_000).contains(&actions), "{table}");
     }
-    let unknown = scene.run(&format!("{arguments} --schedule pipedream"));
+    let unknown = scene.run(&format!("{arguments} --schedule pipedreams"));
     assert_eq!(unknown.code, Some(2), "{unknown:?}");
     tells(&unknown.stderr, &["expected all, or one of gpipe, 1f1b"]);
     tells(
