@@ -317,6 +317,12 @@ fn offload_options(config: &Config, places: Offload, device: &Device) -> Result<
     let offload = config.offload();
     let is_away = |&class: &StateClass| places.tier(class) != Tier::Device;
     let host = if StateClass::ALL.iter().any(is_away) { device.host()? } else { device.clone() };
+    let run_folder = config.run_folder();
+    if offload.folder == run_folder {
+        // The first rank makes it, but the others need not have seen that.
+        std::fs::create_dir_all(&run_folder)
+            .map_err(|source| TrainError::RunFolder { path: run_folder.clone(), source })?;
+    }
     let timeout = Duration::from_secs_f64(offload.timeout_seconds);
     let swap = SwapOptions { timeout, ..SwapOptions::default() };
     Ok(OffloadOptions { places, host, folder: offload.folder.clone(), swap })
