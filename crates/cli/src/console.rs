@@ -57,7 +57,7 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     exit_code(error)
 }
 
-/// The error and its causes, a line each; what came from outside cannot steer the terminal.
+/// The error and its causes, further lines of each indented below it; what came from outside cannot steer the terminal.
 fn describe(error: &anyhow::Error) -> String {
     let mut text = format!("error: {error}");
     let mut last = error.to_string();
@@ -65,7 +65,7 @@ fn describe(error: &anyhow::Error) -> String {
         let cause = cause.to_string();
         // Errors that pass on another's text name it once.
         if !last.contains(&cause) {
-            text.push_str(&format!("\n  because: {cause}"));
+            text.push_str(&format!("\n  because: {}", cause.replace('\n', "\n    ")));
         }
         last = cause;
     }

@@ -7,7 +7,7 @@
 use crate::choices::StepChoices;
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::setup::{step_programs, unit_passes};
+use crate::setup::{proven_programs, unit_passes};
 use crate::stages::{StageChoice, counted_costs, stages_of};
 use std::fmt::Write;
 use std::ops::Range;
@@ -224,7 +224,7 @@ impl Balance {
         let stage_ranks: Vec<usize> = outline.stages.iter().map(|stage| stage.rank).collect();
         let recut = recut(&choices.stages, &stage_ranks, &costs, outline.num_microbatches, self.threshold)?;
         let choices = StepChoices { stages: recut.stages.clone(), ..choices.clone() };
-        step_programs(config, executor.model(), &choices).is_ok().then_some(recut)
+        proven_programs(config, executor.model(), &choices).is_ok().then_some(recut)
     }
 }
 
@@ -271,7 +271,7 @@ fn cut_text(stages: &[StageChoice]) -> String {
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};
-    use trireme_schedule::single;
+    use trireme_schedule::{Keep, single};
 
     fn units(cuts: &[Range<usize>]) -> Vec<StageChoice> {
         let choice =
@@ -347,14 +347,16 @@ mod tests {
         let bytes = |times: &[u64]| times.iter().flat_map(|time| time.to_le_bytes()).collect::<Vec<u8>>();
         let told = [bytes(&[1, 2, 3, 4, 5]), bytes(&[2, 1, 0, 9, 0, 7, 7, 7, 7, 7])];
         assert_eq!(slowest(&told, 2), [[2, 2, 3, 9, 5], [7; 5]]);
-        let keeps = Vec::new();
+        let keeps = vec![Keep::All, Keep::Input];
         let places = trireme_schedule::lowering::Offload::default();
-        let present = StepChoices { keeps, places, stages: units(&[0..1, 1..4]) };
+        let schedule = "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".parse().ok();
+        let present = StepChoices { keeps, places, stages: units(&[0..1, 1..4]), schedule };
         let next = StepChoices { stages: units(&[0..3, 3..4]), ..present.clone() };
         let message =
             [1.75_f64.to_le_bytes().to_vec(), 1.25_f64.to_le_bytes().to_vec(), next.to_bytes()].concat();
         let made = read_move(40, &message, &present).unwrap();
         assert_eq!(made.choices, next);
+        assert!(made.choices.schedule.is_some());
         let text = "step 40: the busiest worker of the pipeline took 1.75 of the mean; units 0 | 1-3 are now 0-2 | 3, which makes it 1.25";
         assert_eq!(made.reason, text);
         assert!(read_move(40, &message[..60], &present).is_none());

@@ -2,9 +2,11 @@
 
 use crate::config::{self, Config};
 use crate::error::TrainError;
+use crate::schedule_file::read_schedule;
 use crate::stages::{StageChoice, cut_evenly, cut_stages};
 use trireme_base::UnitPasses;
 use trireme_schedule::lowering::{Offload, Tier};
+use trireme_schedule::pipeline::Schedule;
 use trireme_schedule::{Keep, StateClass};
 
 /// What of a step is open once its layout is known, and does not change its bits.
@@ -16,6 +18,8 @@ pub struct StepChoices {
     pub places: Offload,
     /// The stages of a pipeline, in the model's order; none without a pipeline.
     pub stages: Vec<StageChoice>,
+    /// The schedule of a pipeline, if the config gives one in a file.
+    pub schedule: Option<Schedule>,
 }
 
 impl StepChoices {
@@ -25,11 +29,11 @@ impl StepChoices {
     /// those of each unit.
     ///
     /// # Errors
-    /// If there are fewer units than stages, or than the config cuts at.
+    /// If there are fewer units than stages, or than the config cuts at; or the file of the schedule cannot be read.
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
         let keeps = given_keeps(config, passes.len());
         let stages = cut_stages(config, passes, &keeps)?;
-        Ok(StepChoices { keeps, places: given_places(config), stages })
+        Ok(StepChoices { keeps, places: given_places(config), stages, schedule: read_schedule(config)? })
     }
 
     /// The stages of a pipeline; all units as one stage without one.
@@ -40,16 +44,17 @@ impl StepChoices {
         }
     }
 
-    /// As a message to the other ranks: where each class lives in a byte; the number of blocks, of uses ahead and of stages in
-    /// eight each; the stages; and what each unit keeps in a byte.
+    /// As a message to the other ranks: where each class lives in a byte; the number of blocks, of uses ahead, of units and of
+    /// stages in eight each; the stages; what each unit keeps in a byte; and the text of a given schedule.
     pub fn to_bytes(&self) -> Vec<u8> {
         let Offload { num_blocks, prefetch, .. } = self.places;
-        let numbers = [num_blocks, prefetch, self.stages.len()].map(|number| number as u64);
+        let numbers = [num_blocks, prefetch, self.keeps.len(), self.stages.len()].map(|number| number as u64);
         let stages = self.stages.iter().flat_map(StageChoice::to_numbers);
         let numbers = numbers.into_iter().chain(stages).map(u64::to_le_bytes);
         let tiers = StateClass::ALL.map(|class| self.places.tier(class) as u8);
         let keeps = self.keeps.iter().map(|&keep| keep as u8);
-        tiers.into_iter().chain(numbers.flatten()).chain(keeps).collect()
+        let schedule = self.schedule.as_ref().map_or_else(String::new, Schedule::to_string);
+        tiers.into_iter().chain(numbers.flatten()).chain(keeps).chain(schedule.into_bytes()).collect()
     }
 
     /// Reads the message, if it is one.
@@ -57,23 +62,29 @@ impl StepChoices {
         let (tiers, rest) = bytes.split_first_chunk::<4>()?;
         let (num_blocks, rest) = rest.split_first_chunk::<8>()?;
         let (prefetch, rest) = rest.split_first_chunk::<8>()?;
-        let (num_stages, mut keeps) = rest.split_first_chunk::<8>()?;
+        let (num_units, rest) = rest.split_first_chunk::<8>()?;
+        let (num_stages, mut rest) = rest.split_first_chunk::<8>()?;
         let number = |bytes: &[u8; 8]| usize::try_from(u64::from_le_bytes(*bytes)).ok();
         let (mut stages, mut start) = (Vec::new(), 0);
         for _ in 0..number(num_stages)? {
-            let (numbers, rest) = keeps.split_at_checked(8 * StageChoice::NUM_NUMBERS)?;
+            let (numbers, others) = rest.split_at_checked(8 * StageChoice::NUM_NUMBERS)?;
             let stage = StageChoice::from_numbers(start, numbers.as_chunks::<8>().0)?;
             start = stage.units.end;
             stages.push(stage);
-            keeps = rest;
+            rest = others;
         }
+        let (keeps, schedule) = rest.split_at_checked(number(num_units)?)?;
+        let keeps = keeps.iter().map(|&keep| Keep::ALL.get(usize::from(keep)).copied());
+        let schedule = match schedule {
+            [] => None,
+            text => Some(std::str::from_utf8(text).ok()?.parse().ok()?),
+        };
         let mut places =
             Offload { num_blocks: number(num_blocks)?, prefetch: number(prefetch)?, ..Offload::default() };
         for (class, &tier) in StateClass::ALL.into_iter().zip(tiers) {
             places = places.with(class, *Tier::ALL.get(usize::from(tier))?);
         }
-        let keeps = keeps.iter().map(|&keep| Keep::ALL.get(usize::from(keep)).copied());
-        Some(StepChoices { keeps: keeps.collect::<Option<_>>()?, places, stages })
+        Some(StepChoices { keeps: keeps.collect::<Option<_>>()?, places, stages, schedule })
     }
 }
 

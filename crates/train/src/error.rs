@@ -1,5 +1,6 @@
 use crate::config::ConfigError;
 use crate::metrics::MetricsError;
+use crate::schedule_file::ScheduleFileError;
 use std::io;
 use std::path::PathBuf;
 use trireme_base::Bytes;
@@ -238,6 +239,15 @@ pub enum TrainError {
         "rank 0 has cut the pipeline anew in a form that is not known here; run the same version of the command on all workers"
     )]
     ForeignStages,
+    /// A schedule of the user's own.
+    #[error("the pipeline's schedule {} cannot be run", path.display())]
+    ScheduleFile {
+        /// The file.
+        path: PathBuf,
+        /// Why.
+        #[source]
+        source: ScheduleFileError,
+    },
     /// A schedule that holds more activations than it may.
     #[error(
         "schedule '{kind}' holds {needed} of activations on worker {rank} of the pipeline, where [parallelism] \

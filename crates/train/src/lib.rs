@@ -15,6 +15,7 @@ mod observer;
 mod optimizer;
 mod run_folder;
 mod sample;
+mod schedule_file;
 mod setup;
 mod stages;
 pub mod trace;
@@ -29,6 +30,7 @@ pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
 pub use run_folder::FLIGHT_RECORDER_FOLDER;
 pub use sample::{SampleSettings, sample};
+pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
     CorpusState, ensure_corpus, executor_options, local_threads, model_config, share_of_cores, step_programs,
     unit_passes,

@@ -20,10 +20,11 @@ use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoic
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, OffloadOptions, RankGrid, SwapOptions, ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, OffloadOptions, ParallelError, RankGrid, SwapOptions,
+    ZeroPlusPlus,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use trireme_schedule::{Program, StateClass, ZeroStage};
+use trireme_schedule::{Program, StateClass, ZeroStage, validate_pipeline};
 use trireme_tensor::{Device, DeviceOptions, Fp8State, IntegerFormat, Precision};
 
 /// How [`ensure_corpus`] found the corpus.
@@ -238,7 +239,7 @@ pub(crate) fn build_executor(
     let pipeline_degree = config.parallelism().pipeline_parallel_degree;
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let program = step_programs(config, &model, choices)?.swap_remove(ranks.pipeline().rank().0);
+    let program = proven_programs(config, &model, choices)?.swap_remove(ranks.pipeline().rank().0);
     let moves = offload_options(config, choices.places, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
     let parts = ranks.parts(model.table(), &program.outline);
@@ -290,12 +291,23 @@ pub fn step_programs(
     if config.is_asynchronous() && !ties.is_empty() {
         return Err(TrainError::TiedVersions);
     }
-    let programs = base_programs(config, model.num_units(), &ties, &choices.stages)?;
+    let programs = base_programs(config, model.num_units(), &ties, choices)?;
     let lower = |program: Program| {
         let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));
         offload(program, choices.places)
     };
     Ok(programs.into_iter().map(lower).collect())
+}
+
+/// The [`step_programs`], after a proof that all ranks of the pipeline come to the end of theirs together.
+pub(crate) fn proven_programs(
+    config: &Config,
+    model: &Model,
+    choices: &StepChoices,
+) -> Result<Vec<Program>, TrainError> {
+    let programs = step_programs(config, model, choices)?;
+    validate_pipeline(&programs).map_err(ParallelError::from)?;
+    Ok(programs)
 }
 
 /// What passes of a model's units take on any worker.

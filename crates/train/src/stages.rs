@@ -1,7 +1,9 @@
 //! The stages of a pipeline: how units are cut into them, what they cost, and what their ranks run.
 
+use crate::choices::StepChoices;
 use crate::config::{Config, PipelineSchedule};
 use crate::error::TrainError;
+use crate::schedule_file::check_schedule;
 use std::ops::Range;
 use trireme_base::{Bytes, UnitPasses};
 use trireme_schedule::pipeline::{self, Costs, GenerateError, Kind, Schedule, Sizes, StageCosts};
@@ -133,29 +135,30 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
     }
 }
 
-/// The schedule of a config's pipeline.
+/// The schedule of a config's pipeline: the one that is `given` in a file, or one made by its name.
 ///
 /// # Errors
-/// If its sizes do not fit the schedule, or it holds more than `pipeline_parallel_in_flight_max` allows.
-pub fn pipeline_schedule(config: &Config, stages: &[StageChoice]) -> Result<Schedule, TrainError> {
+/// If its sizes do not fit the schedule, it holds more than `pipeline_parallel_in_flight_max` allows, or a given one must not
+/// run.
+pub fn pipeline_schedule(
+    config: &Config,
+    stages: &[StageChoice],
+    given: Option<&Schedule>,
+) -> Result<Schedule, TrainError> {
+    if let Some(given) = given {
+        check_schedule(config, stages, given)?;
+        return Ok(given.clone());
+    }
     let parallelism = config.parallelism();
     let (kind, num_ranks) =
         (parallelism.pipeline_parallel_schedule.kind(), parallelism.pipeline_parallel_degree);
-    let stages_per_rank = config.stages_per_rank();
     let sizes = Sizes {
         num_ranks,
         num_microbatches: config.num_microbatches(),
-        stages_per_rank,
+        stages_per_rank: config.stages_per_rank(),
         num_steps: config.steps_per_program(),
     };
-    let in_flight_max = match parallelism.pipeline_parallel_in_flight_max {
-        0 if kind == Kind::Automatic => Some(num_ranks),
-        0 => None,
-        given => Some(given),
-    };
-    let largest = stages.iter().map(|stage| stage.costs.activation).max().unwrap_or(0);
-    let bounds =
-        in_flight_max.map(|max| vec![largest.saturating_mul((max * stages_per_rank) as u64); num_ranks]);
+    let bounds = activation_bounds(config, stages, (kind == Kind::Automatic).then_some(num_ranks));
     let made = pipeline::generate(kind, sizes, &pipeline_costs(stages), bounds.as_deref());
     made.map_err(|error| match error {
         GenerateError::Memory { kind, rank, needed, bound, remedy } => {
@@ -163,6 +166,23 @@ pub fn pipeline_schedule(config: &Config, stages: &[StageChoice]) -> Result<Sche
         }
         error => TrainError::Pipeline(error),
     })
+}
+
+/// What each rank of a config's pipeline may hold of activations, in bytes, if that is bounded: as many microbatches as it says,
+/// or else `usual`, of the largest stage.
+pub(crate) fn activation_bounds(
+    config: &Config,
+    stages: &[StageChoice],
+    usual: Option<usize>,
+) -> Option<Vec<u64>> {
+    let parallelism = config.parallelism();
+    let in_flight_max = match parallelism.pipeline_parallel_in_flight_max {
+        0 => usual?,
+        given => given,
+    };
+    let largest = stages.iter().map(|stage| stage.costs.activation).max().unwrap_or(0);
+    let bound = largest.saturating_mul((in_flight_max * config.stages_per_rank()) as u64);
+    Some(vec![bound; parallelism.pipeline_parallel_degree])
 }
 
 /// What stages cost. Messages take no time: they go on beside passes.
@@ -176,12 +196,12 @@ pub(crate) fn base_programs(
     config: &Config,
     num_units: usize,
     ties: &[(usize, usize)],
-    stages: &[StageChoice],
+    StepChoices { stages, schedule: given, .. }: &StepChoices,
 ) -> Result<Vec<Program>, TrainError> {
     if stages.is_empty() {
         return Ok(vec![single::program(num_units, config.num_microbatches(), ties)]);
     }
-    let schedule = pipeline_schedule(config, stages)?;
+    let schedule = pipeline_schedule(config, stages, given.as_ref())?;
     let units: Vec<Range<usize>> = stages.iter().map(|stage| stage.units.clone()).collect();
     Ok(pipeline::programs(&schedule, &pipeline_costs(stages), &units, ties))
 }

@@ -11,7 +11,7 @@ use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
 use crate::setup::{
-    build_executor, lr_schedule, model_config, notice_determinism, step_programs, unit_passes,
+    build_executor, lr_schedule, model_config, notice_determinism, proven_programs, unit_passes,
 };
 use crate::trace::Tracer;
 use crate::validation::Validation;
@@ -242,7 +242,7 @@ impl<'a> Trainer<'a> {
             return Ok(());
         };
         let place = self.executor.ranks().pipeline().rank().0;
-        let programs = step_programs(self.config, self.executor.model(), &found.choices);
+        let programs = proven_programs(self.config, self.executor.model(), &found.choices);
         self.executor.relocate(programs?.swap_remove(place))?;
         balance.forget();
         self.choices = found.choices;

@@ -4,7 +4,7 @@ use crate::console::{Output, columns};
 use crate::planning::{Drawing, Plan, Source, Workers, advice, vocabulary_size};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use trireme_base::Bytes;
 use trireme_planner::table;
 use trireme_train::config::Config;
@@ -22,7 +22,10 @@ Examples:
   trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --draw
       The stages of a pipeline of four workers, and the order in which they run, to scale.
 
-Nothing is trained or written but the drawing, and memory for the model is not needed. docs/memory.md says what is counted.";
+  trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --save-schedule order.txt
+      The same order as text, to change it: train with --set parallelism.pipeline_parallel_schedule_file=order.txt.
+
+Nothing is trained, and nothing written but what is asked for; memory for the model is not needed. docs/memory.md says what is counted.";
 
 /// Predict the memory that a run's workers take.
 ///
@@ -49,6 +52,9 @@ pub(crate) struct PlanArgs {
     /// Write the drawing to a file as SVG.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
+    /// Write the order of passes to a file, which `[parallelism] pipeline_parallel_schedule_file` reads.
+    #[arg(long, value_name = "FILE")]
+    save_schedule: Option<PathBuf>,
 }
 
 /// Runs `trireme plan`.
@@ -82,14 +88,18 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     if args.draw {
         text += &format!("\n{}", drawing.text(columns()));
     }
-    if let Some(path) = &args.svg {
-        let title = format!("{}: a step of {workers}", args.config.display());
-        std::fs::write(path, drawing.svg(&title))
-            .with_context(|| format!("cannot write {}", path.display()))?;
-    }
+    let title = format!("{}: a step of {workers}", args.config.display());
+    save(args.svg.as_deref(), || drawing.svg(&title))?;
+    save(args.save_schedule.as_deref(), || drawing.schedule_text())?;
     Output.write_all(text.as_bytes())?;
     if !plan.fits() {
         bail!(advice(source, &config, &plan, vocabulary_size, workers));
     }
     Ok(())
+}
+
+/// Writes what was asked for, if it was.
+fn save(path: Option<&Path>, text: impl FnOnce() -> String) -> Result<()> {
+    let Some(path) = path else { return Ok(()) };
+    std::fs::write(path, text()).with_context(|| format!("cannot write {}", path.display()))
 }

@@ -293,11 +293,12 @@ fn common_plan(
     group: &Group,
 ) -> Result<Plan> {
     let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
-    if !is_kept_open && open_classes(config).is_empty() {
+    let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
+    if !is_kept_open && !has_file && open_classes(config).is_empty() {
         return fitting_plan(config, source, vocabulary_size, workers, None);
     }
     let is_root = group.rank() == Rank::ROOT;
-    // Hosts may differ in their memory, and replicas must not differ in what they do.
+    // Hosts may differ in their memory and their files, and workers must not differ in what they do.
     let own = match is_root {
         true => Some(fitting_plan(config, source, vocabulary_size, workers, None)?),
         false => None,

@@ -19,7 +19,7 @@ impl Drawing {
     /// Of a plan; without a pipeline all units are one stage.
     pub(crate) fn new(config: &Config, plan: &Plan) -> Result<Self> {
         let stages = plan.choices.stages_or_one(&plan.passes);
-        let schedule = pipeline_schedule(config, &stages)?;
+        let schedule = pipeline_schedule(config, &stages, plan.choices.schedule.as_ref())?;
         let timeline = simulate(&schedule, &pipeline_costs(&stages))?;
         let all: u64 = stages.iter().map(|stage| stage.costs.total()).sum();
         let share = |stage: StageChoice| (stage.units, stage.costs.total() as f64 / all as f64);
@@ -61,6 +61,11 @@ impl Drawing {
                 )
             }
         }
+    }
+
+    /// Each rank's passes, in the form that a config's `pipeline_parallel_schedule_file` has.
+    pub(crate) fn schedule_text(&self) -> String {
+        self.schedule.to_string()
     }
 
     /// The grid of ranks and time, at most so many columns wide.

@@ -123,18 +123,17 @@ impl Plan {
             num_sharing: workers.num_sharing,
         };
         let (passes, _) = passes(&model, &device, &options)?;
-        let given = StepChoices::given(config, &passes)?;
+        let is_open = chosen.is_none();
+        let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
         let rank = workers.rank / data_degree;
-        // Of the chosen stages, which may be others.
-        let outline =
-            step_programs(config, &model, chosen.as_ref().unwrap_or(&given))?.swap_remove(rank).outline;
+        let outline = step_programs(config, &model, &given)?.swap_remove(rank).outline;
         let setup = memory_setup(&model, &device, &options, &optimizer, given.places, (layout, &outline))?;
         let bound = bound(config, workers);
         let host_bound = |device: usize| host_bound(config, workers, device);
         let bounds =
             MemoryBounds { device: bound.unwrap_or(usize::MAX), host: host_bound(bound.unwrap_or(0)) };
         let planning = Planning { config, model: &model, setup: &setup, bounds, rank };
-        let (choices, reasons) = chosen.map_or_else(|| planning.choose(given), |chosen| (chosen, Vec::new()));
+        let (choices, reasons) = if is_open { planning.choose(given) } else { (given, Vec::new()) };
         let program = step_programs(config, &model, &choices)?.swap_remove(rank);
         let prediction = predict(&MemorySetup { places: choices.places, ..setup }, &program);
         let (rank, host_bound) = (workers.rank, host_bound(prediction.total()));

@@ -181,3 +181,109 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
         .run(&format!("train tiny.toml {settings} --set model.tie_word_embeddings=true --set run.name=tied"));
     tells(&refused.refused(), &["tied to the embedding", "tie_word_embeddings = false"]);
 }
+
+#[test]
+fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
+    let scene = Scene::with_corpus();
+    let pipeline = format!("--workers 2 {MODEL} --set parallelism.pipeline_parallel_degree=2");
+    let file = |name: &str| format!("--set parallelism.pipeline_parallel_schedule_file={name}");
+    let two_stages = "--set parallelism.pipeline_parallel_stages_per_rank=2";
+    scene.run(&format!("train tiny.toml --workers 1 {MODEL} --set run.name=one")).succeeded();
+    scene
+        .run(&format!(
+            "plan tiny.toml {pipeline} --set parallelism.pipeline_parallel_schedule=dualpipe-v --save-schedule saved.txt"
+        ))
+        .succeeded();
+    // Made by nobody's name: the embedding is on the last worker, and a worker's stages are neighbours.
+    scene.write(
+        "own.txt",
+        "ranks 2 placement 1,1,0,0 microbatches 4 # there is no such schedule\n\
+         rank 0: F 2 0, F 2 1, F 3 0, I 3 0, B 2 0, F 3 1, W 3 0, B 3 1, B 2 1, F 2 2, F 3 2, B 3 2, B 2 2, F 2 3, F 3 3, B 3 3, \
+         I 2 3, W 2 3\n\
+         rank 1: F 0 0, F 1 0, F 0 1, F 1 1, F 0 2, B 1 0, I 0 0, W 0 0, F 1 2, I 1 1, W 1 1, B 0 1, B 1 2, B 0 2, F 0 3, F 1 3, \
+         B 1 3, B 0 3\n",
+    );
+    for name in ["saved.txt", "own.txt"] {
+        let settings = format!("{pipeline} {two_stages} {}", file(name));
+        let text = scene.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
+        assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
+        let together = text.lines().find(|line| line.starts_with("together")).unwrap();
+        let columns: Vec<&str> = together.split_whitespace().collect();
+        assert_eq!(columns[1], columns[3], "{text}");
+        // What is saved of it is what was given.
+        scene.run(&format!("plan tiny.toml {settings} --save-schedule again.txt")).succeeded();
+        let passes = |file: &str| scene.read(file).lines().skip(1).map(str::to_owned).collect::<Vec<_>>();
+        assert_eq!(passes("again.txt"), passes(name));
+    }
+    tells(&scene.read("runs/own.txt/program.txt"), &["@1", "SEND_GRAD 0 1", "I 4 0"]);
+
+    let in_order = "F 0 0, F 0 1, F 0 2, F 0 3, B 0 0, B 0 1, B 0 2, B 0 3";
+    let refusals: [(&str, String, &str, &[&str]); 8] = [
+        (
+            "late.txt",
+            format!(
+                "ranks 2 placement 0,1 microbatches 4\nrank 0: {in_order}\n\
+                 rank 1: F 1 0, B 1 0, F 1 2, B 1 2, F 1 1, B 1 1, F 1 3, B 1 3"
+            ),
+            "",
+            &["rank 1, pass 3: 'B 1 2' comes before 'B 1 1'", "rank 0 |F0F1F2F3", "^^ B 1 2", "F forward"],
+        ),
+        (
+            "ring.txt",
+            "ranks 2 placement 0,1 microbatches 4\n\
+             rank 0: F 0 0, B 0 0, F 0 1, B 0 1, F 0 2, B 0 2, F 0 3, B 0 3\n\
+             rank 1: F 1 1, F 1 0, B 1 0, B 1 1, F 1 2, B 1 2, F 1 3, B 1 3"
+                .to_owned(),
+            "",
+            &["deadlock: ", "'F 1 1' needs 'F 0 1' of rank 0", "'B 0 0' needs 'B 1 0' of rank 1", "^ B 0 0"],
+        ),
+        (
+            "much.txt",
+            format!(
+                "ranks 2 placement 0,1 microbatches 4\nrank 0: {in_order}\nrank 1: {}",
+                in_order.replace(" 0 ", " 1 ")
+            ),
+            "--set parallelism.pipeline_parallel_in_flight_max=2",
+            &["rank 0, pass 2: with 'F 0 2'", "the bound is ", "^^ F 0 2"],
+        ),
+        (
+            "other.txt",
+            "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".to_owned(),
+            "",
+            &["1 workers, 1 stages and 1 microbatches", "2 workers, 2 stages and 4 microbatches"],
+        ),
+        (
+            "uneven.txt",
+            "ranks 2 placement 0,0 microbatches 4\nrank 0:\nrank 1:".to_owned(),
+            "",
+            &["worker 0 has 2 of the stages", "each has to have 1"],
+        ),
+        (
+            "ahead.txt",
+            "ranks 2 placement 0,1 microbatches 4 steps 2 weights stashed\nrank 0:\nrank 1:".to_owned(),
+            "",
+            &["does not drain", "pipedream"],
+        ),
+        (
+            "text.txt",
+            scene.read("text.txt"),
+            "",
+            &["line 1:", "should read 'ranks P placement R,R,... microbatches M'"],
+        ),
+        (
+            "saved.txt",
+            scene.read("saved.txt"),
+            "--set parallelism.pipeline_parallel_schedule=gpipe",
+            &["takes the schedule's place"],
+        ),
+    ];
+    for (name, text, settings, facts) in refusals {
+        scene.write(name, text);
+        let command = format!("train tiny.toml {pipeline} {} {settings} --set run.name=refused", file(name));
+        tells(&scene.refused_without_trace(&command), facts);
+    }
+    let gone = scene.refused_without_trace(&format!("train tiny.toml {pipeline} {}", file("gone.txt")));
+    tells(&gone, &["gone.txt", "cannot read the file", "No such file"]);
+    let alone = scene.refused_without_trace(&format!("train tiny.toml {}", file("saved.txt")));
+    tells(&alone, &["counts only with", "above 1"]);
+}

@@ -108,6 +108,15 @@ impl fmt::Display for Pass {
     }
 }
 
+/// As much of a text as an error shows.
+pub(super) fn shortened(text: &str) -> String {
+    const CHARS_MAX: usize = 80;
+    match text.char_indices().nth(CHARS_MAX) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
 /// The text is no pass.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
@@ -119,7 +128,7 @@ impl FromStr for Pass {
     type Err = ParsePassError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let refuse = || ParsePassError(text.to_owned());
+        let refuse = || ParsePassError(shortened(text));
         let words: Vec<&str> = text.split_whitespace().collect();
         let [letter, stage, microbatch] = words[..] else { return Err(refuse()) };
         let kind = PassKind::ALL.into_iter().find(|kind| letter.chars().eq([kind.letter()]));

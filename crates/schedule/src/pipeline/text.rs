@@ -1,6 +1,6 @@
 //! The text form of schedules.
 
-use super::pass::{ParsePassError, Pass};
+use super::pass::{ParsePassError, Pass, shortened};
 use super::schedule::{PASSES_MAX, Schedule, WeightVersions};
 use std::fmt;
 use std::str::FromStr;
@@ -106,7 +106,7 @@ impl FromStr for Schedule {
         let mut lines = lines.filter(|(_, line)| !line.is_empty());
         let (line, found) = lines.next().unwrap_or((1, ""));
         let (num_ranks, mut schedule) = parse_header(found)
-            .ok_or_else(|| ParseScheduleError::Header { line, found: found.to_owned() })?;
+            .ok_or_else(|| ParseScheduleError::Header { line, found: shortened(found) })?;
         let mut num_left = PASSES_MAX;
         for (rank, (line, text)) in lines.enumerate() {
             let passes = text.strip_prefix("rank ").and_then(|text| text.split_once(':'));

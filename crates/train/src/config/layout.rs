@@ -22,6 +22,10 @@ config_section! {
         /// `auto`; or `pipedream` or `pipedream-2bw`, which do not drain between steps: losses and weights are others then
         /// (docs/pipeline.md). Counts only with `pipeline_parallel_degree` above 1.
         pipeline_parallel_schedule: PipelineSchedule = PipelineSchedule::OneFOneB;
+        /// File with a schedule of your own, in its place: for each worker the passes of its stages in order, as text, such as
+        /// `trireme plan --save-schedule` writes (docs/pipeline.md). It is proven before the first step. The first worker reads it for
+        /// all. Counts only with `pipeline_parallel_degree` above 1.
+        pipeline_parallel_schedule_file: Option<PathBuf> = None;
         /// Stages of a worker; 0 takes 1, or 2 where the schedule needs several. Counts only with `pipeline_parallel_degree` above
         /// 1.
         pipeline_parallel_stages_per_rank: usize = 0, within 0..=1 << 10;

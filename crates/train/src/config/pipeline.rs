@@ -8,6 +8,7 @@ use trireme_comm::CodecName;
 
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
 const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
+const SCHEDULE_FILE: &str = "parallelism.pipeline_parallel_schedule_file";
 const INTERVAL: &str = "parallelism.pipeline_parallel_rebalance_interval";
 
 /// The workers that see different data.
@@ -39,22 +40,13 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
             "\"auto\" chooses for one worker, and those of a pipeline differ; say where it lives".to_owned()
         });
     }
-    let schedule = parallelism.pipeline_parallel_schedule;
-    let (min, max) = schedule.kind().stages_per_rank();
-    let stages = parallelism.pipeline_parallel_stages_per_rank;
-    let keys = ["parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
-    checks.require(stages == 0 || stages >= min, &keys, || {
-        format!("the schedule needs {min} stages a worker; set that, or take \"1f1b\"")
-    });
-    checks.require(stages == 0 || stages <= max, &keys, || match max {
-        1 => "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned(),
-        _ => format!("the schedule has {max} stages a worker; set that, or take \"interleaved-1f1b\""),
-    });
+    check_schedule(checks);
     check_split_points(checks);
     check_rebalance(checks);
     check_asynchronous(checks);
     let unused = [
         "pipeline_parallel_schedule",
+        "pipeline_parallel_schedule_file",
         "pipeline_parallel_stages_per_rank",
         "pipeline_parallel_in_flight_max",
         "pipeline_parallel_split_points",
@@ -66,6 +58,27 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
         });
     }
     (world_size / degree).max(1)
+}
+
+fn check_schedule(checks: &mut Checks<'_>) {
+    let Sections { parallelism, .. } = &checks.loose.sections;
+    let schedule = parallelism.pipeline_parallel_schedule;
+    if parallelism.pipeline_parallel_schedule_file.is_some() {
+        checks.require(schedule == PipelineSchedule::OneFOneB, &[SCHEDULE_FILE, SCHEDULE], || {
+            "the file takes the schedule's place; remove one of these keys".to_owned()
+        });
+        return;
+    }
+    let (min, max) = schedule.kind().stages_per_rank();
+    let stages = parallelism.pipeline_parallel_stages_per_rank;
+    let keys = ["parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
+    checks.require(stages == 0 || stages >= min, &keys, || {
+        format!("the schedule needs {min} stages a worker; set that, or take \"1f1b\"")
+    });
+    checks.require(stages == 0 || stages <= max, &keys, || match max {
+        1 => "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned(),
+        _ => format!("the schedule has {max} stages a worker; set that, or take \"interleaved-1f1b\""),
+    });
 }
 
 fn check_split_points(checks: &mut Checks<'_>) {

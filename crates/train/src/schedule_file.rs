@@ -1,0 +1,165 @@
+//! A pipeline's schedule that a user gives in a file.
+
+use crate::config::Config;
+use crate::error::TrainError;
+use crate::stages::{StageChoice, activation_bounds, pipeline_costs};
+use std::fmt;
+use std::fs::File;
+use std::io::{self, Read};
+use std::path::Path;
+use trireme_schedule::pipeline::{ParseScheduleError, Schedule, WeightVersions, draw_error, validate};
+
+/// The largest file that is read: enough for as many passes as a schedule may have.
+const FILE_BYTES_MAX: u64 = 64 << 20;
+
+/// Columns of the picture that an error shows: with their rank's label they fit into a terminal of 80.
+const PICTURE_COLUMNS: usize = 64;
+
+/// What a schedule is made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ScheduleSizes {
+    /// Ranks of the pipeline.
+    pub num_ranks: usize,
+    /// Stages of the model.
+    pub num_stages: usize,
+    /// Microbatches of a step.
+    pub num_microbatches: usize,
+}
+
+impl fmt::Display for ScheduleSizes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let ScheduleSizes { num_ranks, num_stages, num_microbatches } = self;
+        write!(f, "{num_ranks} workers, {num_stages} stages and {num_microbatches} microbatches")
+    }
+}
+
+/// Why the schedule of a file cannot be run.
+#[derive(Debug, thiserror::Error)]
+pub enum ScheduleFileError {
+    /// The file cannot be read.
+    #[error("cannot read the file")]
+    Read(#[source] io::Error),
+    /// The file is too large to be a schedule.
+    #[error("it has more than {FILE_BYTES_MAX} bytes; is it another file?")]
+    TooLarge,
+    /// The text is no schedule.
+    #[error(transparent)]
+    Parse(#[from] ParseScheduleError),
+    /// The schedule is made for another pipeline.
+    #[error(
+        "it is for {found}, and the run has {expected}; change the file, or what makes these numbers: [parallelism] \
+         pipeline_parallel_degree, pipeline_parallel_stages_per_rank and [training] global_batch_size"
+    )]
+    SizesDiffer {
+        /// What the file is for.
+        found: ScheduleSizes,
+        /// What the run has.
+        expected: ScheduleSizes,
+    },
+    /// Stages are not dealt out evenly.
+    #[error("worker {rank} has {found} of the stages, where each has to have {expected}")]
+    Uneven {
+        /// The worker's place in the pipeline.
+        rank: usize,
+        /// Stages that it has.
+        found: usize,
+        /// Stages that each has.
+        expected: usize,
+    },
+    /// Several steps, or several versions of weights.
+    #[error(
+        "it does not drain between steps; set pipeline_parallel_schedule = \"pipedream\" or \"pipedream-2bw\" instead, or take 'steps' and \
+         'weights' from its first line"
+    )]
+    DoesNotDrain,
+    /// The schedule must not run: what is wrong, and a grid of ranks and time in which the place is marked.
+    #[error("{picture}")]
+    Invalid {
+        /// All of this.
+        picture: String,
+    },
+}
+
+/// The schedule that a config gives in a file, if it does.
+///
+/// # Errors
+/// If the file cannot be read, or has something else in it.
+pub(crate) fn read_schedule(config: &Config) -> Result<Option<Schedule>, TrainError> {
+    let Some(path) = schedule_path(config) else { return Ok(None) };
+    read(path).map(Some).map_err(|source| TrainError::ScheduleFile { path: path.to_owned(), source })
+}
+
+/// Proves a schedule from the config's file for stages with these costs.
+///
+/// # Errors
+/// If it is of another pipeline, or must not run.
+pub(crate) fn check_schedule(
+    config: &Config,
+    stages: &[StageChoice],
+    schedule: &Schedule,
+) -> Result<(), TrainError> {
+    let path = schedule_path(config).unwrap_or(Path::new(""));
+    check(config, stages, schedule)
+        .map_err(|source| TrainError::ScheduleFile { path: path.to_owned(), source })
+}
+
+fn schedule_path(config: &Config) -> Option<&Path> {
+    config.parallelism().pipeline_parallel_schedule_file.as_deref()
+}
+
+fn read(path: &Path) -> Result<Schedule, ScheduleFileError> {
+    let mut text = String::new();
+    let file = File::open(path).map_err(ScheduleFileError::Read)?;
+    file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text).map_err(ScheduleFileError::Read)?;
+    if text.len() as u64 > FILE_BYTES_MAX {
+        return Err(ScheduleFileError::TooLarge);
+    }
+    Ok(text.parse()?)
+}
+
+fn check(config: &Config, stages: &[StageChoice], schedule: &Schedule) -> Result<(), ScheduleFileError> {
+    if (schedule.num_steps, schedule.weights) != (1, WeightVersions::Drained) {
+        return Err(ScheduleFileError::DoesNotDrain);
+    }
+    let found = ScheduleSizes {
+        num_ranks: schedule.num_ranks(),
+        num_stages: schedule.num_stages(),
+        num_microbatches: schedule.num_microbatches,
+    };
+    let expected = ScheduleSizes {
+        num_ranks: config.parallelism().pipeline_parallel_degree,
+        num_stages: config.num_stages(),
+        num_microbatches: config.num_microbatches(),
+    };
+    if found != expected {
+        return Err(ScheduleFileError::SizesDiffer { found, expected });
+    }
+    let num_held = |rank| (rank, schedule.stages_of(rank).count());
+    let uneven = (0..schedule.num_ranks()).map(num_held).find(|(_, held)| *held != config.stages_per_rank());
+    if let Some((rank, found)) = uneven {
+        return Err(ScheduleFileError::Uneven { rank, found, expected: config.stages_per_rank() });
+    }
+    let (costs, bounds) = (pipeline_costs(stages), activation_bounds(config, stages, None));
+    validate(schedule, &costs, bounds.as_deref()).map_err(|error| ScheduleFileError::Invalid {
+        picture: draw_error(schedule, &costs, &error, PICTURE_COLUMNS).trim_end().to_owned(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_no_schedule_is_read_within_bounds() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("large");
+        let file = File::create(&path).unwrap();
+        file.set_len(FILE_BYTES_MAX + 1).unwrap();
+        assert!(matches!(read(&path), Err(ScheduleFileError::TooLarge)));
+        file.set_len(FILE_BYTES_MAX).unwrap();
+        let error = read(&path).unwrap_err();
+        assert!(matches!(error, ScheduleFileError::Parse(_)) && error.to_string().len() < 400);
+        std::fs::write(&path, [0xff]).unwrap();
+        assert!(matches!(read(&path), Err(ScheduleFileError::Read(_))));
+    }
+}
