@@ -54,19 +54,6 @@ fn run(model: &ModelConfig, layout: &Layout<'_>, world_size: usize, num_microbat
     (results[0].0.clone(), Some(evaluated[0]), results.into_iter().next().unwrap().2)
 }
 
-const SCHEDULES: [(Kind, usize); 10] = [
-    (Kind::GPipe, 1),
-    (Kind::OneFOneB, 1),
-    (Kind::Interleaved, 2),
-    (Kind::BreadthFirst, 2),
-    (Kind::ZeroBubbleH1, 1),
-    (Kind::ZeroBubbleH2, 1),
-    (Kind::ZeroBubbleV, 2),
-    (Kind::DualPipeV, 2),
-    (Kind::Automatic, 1),
-    (Kind::Automatic, 2),
-];
-
 #[test]
 fn every_schedule_gives_the_bits_of_one_rank() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
@@ -75,7 +62,7 @@ fn every_schedule_gives_the_bits_of_one_rank() {
         for num_microbatches in [4, 8] {
             let oracle = run(&model, &Layout { options, ..Layout::default() }, 1, num_microbatches);
             assert!(oracle.0[0][0] != oracle.0[2][0], "training changes the loss");
-            for (kind, stages_per_rank) in SCHEDULES {
+            for (kind, stages_per_rank) in Kind::synchronous(2) {
                 for (num_ranks, data_degree) in [(2, 1), (4, 1), (2, 2)] {
                     let microbatches_min = if kind == Kind::DualPipeV { 2 * num_ranks } else { num_ranks };
                     if num_microbatches / data_degree < microbatches_min {

@@ -2,7 +2,9 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use trireme_schedule::pipeline::Span;
-use trireme_schedule::{Action, Outline, Program, ProgramError, StateOf, Stream, validate_pipeline};
+use trireme_schedule::{
+    Action, Message, MessageKind, Outline, Program, ProgramError, StateOf, Stream, validate_pipeline,
+};
 
 #[cfg(test)]
 mod tests;
@@ -48,7 +50,7 @@ const NEVER: u64 = u64::MAX;
 /// What actions bring about for a unit and a microbatch.
 #[derive(Clone, Copy)]
 enum Fact {
-    /// An activation, or a gradient, lies where it was made.
+    /// What may be sent lies where it was made.
     Made,
     /// It has travelled.
     Sent,
@@ -56,8 +58,9 @@ enum Fact {
     Arrived,
 }
 
-/// Of one kind of result: when each fact came about, by unit and microbatch.
+/// Of all that may be sent: when each fact came about, by what it is, unit and microbatch.
 struct Times {
+    num_units: usize,
     num_microbatches: usize,
     facts: [Vec<u64>; 3],
 }
@@ -67,13 +70,15 @@ impl Times {
         let sizes = |size: fn(&Outline) -> usize| {
             programs.iter().map(|program| size(&program.outline)).max().unwrap_or(0)
         };
+        let num_units = sizes(|outline| outline.num_units);
         let num_microbatches = sizes(|outline| outline.num_microbatches);
-        let never = vec![NEVER; sizes(|outline| outline.num_units) * num_microbatches];
-        Times { num_microbatches, facts: [never.clone(), never.clone(), never] }
+        let never = vec![NEVER; MessageKind::ALL.len() * num_units * num_microbatches];
+        Times { num_units, num_microbatches, facts: [never.clone(), never.clone(), never] }
     }
 
-    fn at(&mut self, fact: Fact, unit: usize, microbatch: usize) -> &mut u64 {
-        &mut self.facts[fact as usize][unit * self.num_microbatches + microbatch]
+    fn at(&mut self, fact: Fact, Message { kind, unit, microbatch }: Message) -> &mut u64 {
+        let row = kind as usize * self.num_units + unit;
+        &mut self.facts[fact as usize][row * self.num_microbatches + microbatch]
     }
 }
 
@@ -92,11 +97,7 @@ struct RankClock {
 struct Clock<'a, Ticks> {
     programs: &'a [Program],
     ticks: Ticks,
-    activations: Times,
-    gradients: Times,
-    /// What tied units have for the gradients of others, by the unit whose it is; and copies of parameters, as of microbatch 0.
-    tied: Times,
-    copies: Times,
+    times: Times,
     ranks: Vec<RankClock>,
     /// Ranks that may be able to go on.
     awake: VecDeque<usize>,
@@ -114,10 +115,7 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
         Clock {
             programs,
             ticks,
-            activations: Times::of(programs),
-            gradients: Times::of(programs),
-            tied: Times::of(programs),
-            copies: Times::of(programs),
+            times: Times::of(programs),
             ranks: programs.iter().map(rank).collect(),
             awake: (0..programs.len()).collect(),
         }
@@ -129,14 +127,7 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
             let Some(ready) = self.ready(rank, action) else { return };
             let streams = &mut self.ranks[rank].streams;
             let now = streams[Stream::Compute as usize];
-            let is_receive = matches!(
-                action,
-                Action::ReceiveForward { .. }
-                    | Action::ReceiveBackward { .. }
-                    | Action::ReceiveGrad { .. }
-                    | Action::ReceiveParameters { .. }
-            );
-            let span = if is_receive {
+            let span = if matches!(action, Action::Receive(_)) {
                 Span { start: now, end: now.max(ready) }
             } else {
                 let stream = &mut streams[action.stream() as usize];
@@ -156,17 +147,14 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
         let where_made = |unit| if outline.holds(unit) { Fact::Made } else { Fact::Arrived };
         let result = match action {
             Action::Forward { unit, microbatch, .. } if unit > 0 => {
-                *self.activations.at(where_made(unit - 1), unit - 1, microbatch)
+                *self.times.at(where_made(unit - 1), Message::activation(unit - 1, microbatch))
             }
             Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch }
                 if unit + 1 < outline.num_units =>
             {
-                *self.gradients.at(where_made(unit + 1), unit + 1, microbatch)
+                *self.times.at(where_made(unit + 1), Message::gradient(unit + 1, microbatch))
             }
-            Action::ReceiveGrad { unit, microbatch } => *self.tied.at(Fact::Sent, unit, microbatch),
-            Action::ReceiveParameters { unit } => *self.copies.at(Fact::Sent, unit, 0),
-            Action::ReceiveForward { unit, microbatch } => *self.activations.at(Fact::Sent, unit, microbatch),
-            Action::ReceiveBackward { unit, microbatch } => *self.gradients.at(Fact::Sent, unit, microbatch),
+            Action::Receive(message) => *self.times.at(Fact::Sent, message),
             // A rank that does not drain waits for its own reductions.
             Action::Step { .. } if outline.asynchronous.is_some() => {
                 self.ranks[rank].streams.into_iter().max()?
@@ -178,51 +166,38 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
             _ => 0,
         };
         // A unit's own part of a gradient joins that of the unit which reads its parameters.
-        let tied = match (completed(action), completed(action).and_then(|(unit, _)| outline.reader_of(unit)))
-        {
-            (Some((unit, microbatch)), Some(reader)) => *self.tied.at(where_made(reader), unit, microbatch),
-            _ => 0,
-        };
+        let tied = action.completed_gradient().and_then(|(unit, microbatch)| {
+            let reader = outline.reader_of(unit)?;
+            Some(*self.times.at(where_made(reader), Message::tied_gradient(unit, microbatch)))
+        });
         let clock = &self.ranks[rank];
         let whole = outline.reads(action).filter_map(|unit| clock.whole.get(&unit));
         let fetched = action.uses().iter().filter_map(|&class| clock.fetched.get(&action.state(class)));
-        let ready = whole.chain(fetched).copied().fold(result.max(tied), u64::max);
+        let ready = whole.chain(fetched).copied().fold(result.max(tied.unwrap_or(0)), u64::max);
         (ready != NEVER).then_some(ready)
     }
 
     /// Notes what an action has brought about at `end`, and wakes who waits for it.
     fn note(&mut self, rank: usize, action: Action, end: u64) {
-        let Clock { programs, activations, gradients, tied, copies, ranks, awake, .. } = self;
+        let Clock { programs, times, ranks, awake, .. } = self;
         let outline = &programs[rank].outline;
-        if let Some((reader, microbatch)) = completed(action)
+        if let Some((reader, microbatch)) = action.completed_gradient()
             && let Some(&(_, owner)) = outline.ties.iter().find(|(unit, _)| *unit == reader)
         {
-            *tied.at(Fact::Made, owner, microbatch) = end;
+            *times.at(Fact::Made, Message::tied_gradient(owner, microbatch)) = end;
         }
-        let is_send = matches!(
-            action,
-            Action::SendForward { .. }
-                | Action::SendBackward { .. }
-                | Action::SendGrad { .. }
-                | Action::SendParameters { .. }
-        );
-        awake.extend(outline.peer(action).filter(|_| is_send));
         match action {
-            Action::Forward { unit, microbatch, .. } => *activations.at(Fact::Made, unit, microbatch) = end,
+            Action::Forward { unit, microbatch, .. } => {
+                *times.at(Fact::Made, Message::activation(unit, microbatch)) = end;
+            }
             Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
-                *gradients.at(Fact::Made, unit, microbatch) = end
+                *times.at(Fact::Made, Message::gradient(unit, microbatch)) = end;
             }
-            Action::SendForward { unit, microbatch } => *activations.at(Fact::Sent, unit, microbatch) = end,
-            Action::SendBackward { unit, microbatch } => *gradients.at(Fact::Sent, unit, microbatch) = end,
-            Action::SendGrad { unit, microbatch } => *tied.at(Fact::Sent, unit, microbatch) = end,
-            Action::ReceiveGrad { unit, microbatch } => *tied.at(Fact::Arrived, unit, microbatch) = end,
-            Action::SendParameters { unit } => *copies.at(Fact::Sent, unit, 0) = end,
-            Action::ReceiveForward { unit, microbatch } => {
-                *activations.at(Fact::Arrived, unit, microbatch) = end
+            Action::Send(message) => {
+                *times.at(Fact::Sent, message) = end;
+                awake.extend(outline.peer(action));
             }
-            Action::ReceiveBackward { unit, microbatch } => {
-                *gradients.at(Fact::Arrived, unit, microbatch) = end
-            }
+            Action::Receive(message) => *times.at(Fact::Arrived, message) = end,
             Action::Unshard { unit } => drop(ranks[rank].whole.insert(unit, end)),
             Action::Fetch(state) => drop(ranks[rank].fetched.insert(state, end)),
             _ => (),
@@ -237,15 +212,5 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
                 self.awake.extend(0..self.ranks.len());
             }
         }
-    }
-}
-
-/// The unit whose gradient an action completes for a microbatch, and the microbatch.
-fn completed(action: Action) -> Option<(usize, usize)> {
-    match action {
-        Action::Backward { unit, microbatch } | Action::BackwardWeight { unit, microbatch } => {
-            Some((unit, microbatch))
-        }
-        _ => None,
     }
 }

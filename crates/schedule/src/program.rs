@@ -1,4 +1,4 @@
-use crate::action::{Action, ParseActionError, StateClass};
+use crate::action::{Action, MessageKind, ParseActionError, StateClass};
 use crate::pipeline::WeightVersions;
 use std::fmt;
 use std::ops::Range;
@@ -128,18 +128,19 @@ impl Outline {
 
     /// The rank that a message goes to or comes from, if the action is one.
     pub fn peer(&self, action: Action) -> Option<usize> {
-        match action {
-            Action::SendForward { unit, .. } => Some(self.rank_of(unit + 1)),
-            Action::SendBackward { unit, .. } => Some(self.rank_of(unit - 1)),
-            Action::ReceiveForward { unit, .. }
-            | Action::ReceiveBackward { unit, .. }
-            | Action::SendGrad { unit, .. }
-            | Action::ReceiveParameters { unit } => Some(self.rank_of(unit)),
-            Action::ReceiveGrad { unit, .. } | Action::SendParameters { unit } => {
-                self.reader_of(unit).map(|reader| self.rank_of(reader))
-            }
-            _ => None,
-        }
+        let (message, is_sent) = match action {
+            Action::Send(message) => (message, true),
+            Action::Receive(message) => (message, false),
+            _ => return None,
+        };
+        let reader = || self.reader_of(message.unit);
+        let unit = match (message.kind, is_sent) {
+            (MessageKind::Activation, true) => Some(message.unit + 1),
+            (MessageKind::Gradient, true) => message.unit.checked_sub(1),
+            (MessageKind::TiedGradient, false) | (MessageKind::Parameters, true) => reader(),
+            _ => Some(message.unit),
+        };
+        unit.map(|unit| self.rank_of(unit))
     }
 }
 

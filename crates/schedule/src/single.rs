@@ -1,6 +1,6 @@
 //! One stage: every rank runs the whole model, with data parallelism or without.
 
-use crate::action::{Action, Keep};
+use crate::action::{Action, Keep, Message};
 use crate::program::{Outline, Program};
 
 /// The program of a rank that runs all units for each of its microbatches in turn, with all of the training state.
@@ -33,10 +33,10 @@ pub fn evaluation(training: &Outline) -> Program {
     for action in forward(num_units, 0, Keep::Nothing).filter(|action| outline.holds(action.unit())) {
         let (unit, microbatch) = (action.unit(), 0);
         if let Some(below) = unit.checked_sub(1).filter(|&below| is_elsewhere(below)) {
-            actions.push(Action::ReceiveForward { unit: below, microbatch });
+            actions.push(Action::Receive(Message::activation(below, microbatch)));
         }
         actions.push(action);
-        actions.extend(is_elsewhere(unit + 1).then_some(Action::SendForward { unit, microbatch }));
+        actions.extend(is_elsewhere(unit + 1).then_some(Action::Send(Message::activation(unit, microbatch))));
     }
     Program { outline, actions }
 }

@@ -9,7 +9,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use trireme_base::{DType, Rank};
 use trireme_comm::{Buffer, Group, Work};
-use trireme_schedule::Action;
+use trireme_schedule::{Action, Message, MessageKind};
 use trireme_tensor::{Category, Device, ParameterSource, Shape, Tensor, View, ViewMut};
 
 /// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
@@ -20,12 +20,8 @@ pub(super) struct Messages {
     group: Arc<Group>,
     pool: Pool<f32>,
     sent: VecDeque<Work<Buffer<f32>>>,
-    /// By microbatch: what the rank of the unit below has made.
-    activations: Vec<Option<Work<Buffer<f32>>>>,
-    /// By microbatch: the gradient from the rank of the unit above.
-    grads: Vec<Option<Work<Buffer<f32>>>>,
-    /// By microbatch: what a unit of another rank has for the gradient of one here, whose parameters it reads.
-    tied: Vec<Option<Work<Buffer<f32>>>>,
+    /// What begins to come for passes, by kind and microbatch: activations, gradients and parts of a tied gradient.
+    coming: [Vec<Option<Work<Buffer<f32>>>>; 3],
 }
 
 impl Messages {
@@ -36,9 +32,7 @@ impl Messages {
             pool: Pool::new(&group, device, Category::Communication, false),
             group,
             sent: VecDeque::with_capacity(SENDS_MAX + 1),
-            activations: none(),
-            grads: none(),
-            tied: none(),
+            coming: [none(), none(), none()],
         }
     }
 
@@ -94,6 +88,11 @@ impl Messages {
         Ok(())
     }
 
+    /// Where a message for a pass is put when it begins to come, and taken by that pass.
+    fn coming(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Work<Buffer<f32>>> {
+        &mut self.coming[kind as usize][microbatch]
+    }
+
     /// Starts to receive `len` elements.
     fn receive(&self, len: usize, from: usize) -> Result<Work<Buffer<f32>>, ParallelError> {
         Ok(self.group.receive(self.pool.take(len)?, Rank(from)))
@@ -121,54 +120,53 @@ impl Executor {
         [rows, self.model.config().hidden_size].into()
     }
 
-    /// Starts a message of a step.
-    pub(super) fn exchange_message(&mut self, action: Action) -> Result<(), ParallelError> {
-        let len = self.passed_on(self.num_tokens()).num_elements();
+    /// Starts to send a message of a step.
+    pub(super) fn send_message(&mut self, message: Message) -> Result<(), ParallelError> {
+        let Message { kind, unit, microbatch } = message;
         let Executor { program, in_flight, messages, gradients, waiting, .. } = self;
-        let peer = program.outline.peer(action).expect("it is a message");
-        match action {
-            Action::SendForward { microbatch, .. } => {
-                messages.send(in_flight.take_activation(microbatch), peer, waiting)
-            }
-            Action::SendBackward { microbatch, .. } => {
-                messages.send(in_flight.take_grad(microbatch), peer, waiting)
-            }
-            Action::ReceiveForward { microbatch, .. } => {
-                messages.activations[microbatch] = Some(messages.receive(len, peer)?);
-                Ok(())
-            }
-            Action::ReceiveBackward { microbatch, .. } => {
-                messages.grads[microbatch] = Some(messages.receive(len, peer)?);
-                Ok(())
-            }
-            Action::SendGrad { microbatch, .. } => {
+        let peer = program.outline.peer(Action::Send(message)).expect("it is for a rank of the pipeline");
+        match kind {
+            MessageKind::Activation => messages.send(in_flight.take_activation(microbatch), peer, waiting),
+            MessageKind::Gradient => messages.send(in_flight.take_grad(microbatch), peer, waiting),
+            MessageKind::TiedGradient => {
                 let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
                 messages.send_buffer(part, peer, waiting)
             }
-            Action::ReceiveGrad { microbatch, .. } => {
-                let len = gradients.tied().expect("the unit is tied").len();
-                messages.tied[microbatch] = Some(messages.receive(len, peer)?);
-                Ok(())
-            }
-            Action::SendParameters { .. } | Action::ReceiveParameters { .. } => self.exchange_copy(action),
-            _ => unreachable!("{action} is no message"),
+            MessageKind::Parameters => self.send_copy(unit, peer),
         }
     }
 
-    /// Brings the copy of a unit that lies on another rank up to date with it.
-    fn exchange_copy(&mut self, action: Action) -> Result<(), ParallelError> {
-        let Executor { program, messages, parameters, device, waiting, .. } = self;
-        let peer = program.outline.peer(action).expect("it is a message");
-        if let Action::SendParameters { unit } = action {
-            parameters.ensure(unit, waiting)?;
-            let whole = parameters.unit(unit);
-            let shape = whole.shape();
-            let mut buffer = messages.pool.take(shape.num_elements())?;
-            device.convert(whole, ViewMut::from_f32s(&mut buffer, shape));
-            messages.send_buffer(buffer, peer, waiting)?;
-            return messages.finish(waiting);
-        }
-        let work = messages.receive(parameters.copy_mut().len(), peer)?;
+    /// Starts to receive a message of a step.
+    pub(super) fn receive_message(&mut self, message: Message) -> Result<(), ParallelError> {
+        let Message { kind, microbatch, .. } = message;
+        let passed_on = self.passed_on(self.num_tokens()).num_elements();
+        let Executor { program, messages, gradients, .. } = self;
+        let peer = program.outline.peer(Action::Receive(message)).expect("it is from a rank of the pipeline");
+        let len = match kind {
+            MessageKind::Activation | MessageKind::Gradient => passed_on,
+            MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
+            MessageKind::Parameters => return self.receive_copy(peer),
+        };
+        *messages.coming(kind, microbatch) = Some(messages.receive(len, peer)?);
+        Ok(())
+    }
+
+    /// Sends a unit's parameters to the rank that has a copy of them.
+    fn send_copy(&mut self, unit: usize, to: usize) -> Result<(), ParallelError> {
+        let Executor { messages, parameters, device, waiting, .. } = self;
+        parameters.ensure(unit, waiting)?;
+        let whole = parameters.unit(unit);
+        let shape = whole.shape();
+        let mut buffer = messages.pool.take(shape.num_elements())?;
+        device.convert(whole, ViewMut::from_f32s(&mut buffer, shape));
+        messages.send_buffer(buffer, to, waiting)?;
+        messages.finish(waiting)
+    }
+
+    /// Receives the parameters of which this rank has a copy.
+    fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
+        let Executor { messages, parameters, waiting, .. } = self;
+        let work = messages.receive(parameters.copy_mut().len(), from)?;
         let buffer = waiting.wait(work)?;
         parameters.copy_mut().copy_from_slice(&buffer);
         messages.pool.give(buffer);
@@ -177,12 +175,11 @@ impl Executor {
 
     /// Brings copies of units that lie on other ranks up to date, outside of a step. Collective over the ranks of a pipeline.
     pub(super) fn exchange_copies(&mut self) -> Result<(), ParallelError> {
-        let is_copying = |action: &&Action| {
-            matches!(action, Action::SendParameters { .. } | Action::ReceiveParameters { .. })
-        };
-        match self.program.actions.iter().find(is_copying) {
-            Some(&action) => self.exchange_copy(action),
-            None => Ok(()),
+        let is_exchange = |action: &Action| matches!(action, Action::Send(message) | Action::Receive(message) if message.kind == MessageKind::Parameters);
+        match self.program.actions.iter().copied().find(is_exchange) {
+            Some(Action::Send(message)) => self.send_message(message),
+            Some(Action::Receive(message)) => self.receive_message(message),
+            _ => Ok(()),
         }
     }
 
@@ -199,18 +196,24 @@ impl Executor {
         let is_elsewhere = |unit: usize| unit < program.outline.num_units && !program.outline.holds(unit);
         match action {
             Action::Forward { unit, .. } if unit > 0 && is_elsewhere(unit - 1) => {
-                let work = messages.activations[microbatch].take().expect("a valid program receives it");
+                let work = messages
+                    .coming(MessageKind::Activation, microbatch)
+                    .take()
+                    .expect("a valid program receives it");
                 in_flight.put_activation(microbatch, messages.arrived(work, shape, device, waiting)?);
             }
             Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } if is_elsewhere(unit + 1) => {
-                let work = messages.grads[microbatch].take().expect("a valid program receives it");
+                let work = messages
+                    .coming(MessageKind::Gradient, microbatch)
+                    .take()
+                    .expect("a valid program receives it");
                 in_flight.put_grad(microbatch, messages.arrived(work, shape, device, waiting)?);
             }
             _ => (),
         }
-        if let Action::Backward { unit, .. } | Action::BackwardWeight { unit, .. } = action
+        if let Some((unit, _)) = action.completed_gradient()
             && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
-            && let Some(work) = messages.tied[microbatch].take()
+            && let Some(work) = messages.coming(MessageKind::TiedGradient, microbatch).take()
         {
             tied.put(microbatch, waiting.wait(work)?);
         }
@@ -225,15 +228,14 @@ impl Executor {
         activation: &mut Option<Tensor>,
     ) -> Result<(), ParallelError> {
         let (shape, mut waiting) = (self.passed_on(rows), Waiting::default());
-        let outline = &self.evaluation.outline;
+        let peer = self.evaluation.outline.peer(action).expect("it is a message");
         match action {
-            Action::SendForward { unit, .. } => {
+            Action::Send(_) => {
                 let made = activation.take().expect("the unit has run");
-                let to = outline.rank_of(unit + 1);
-                self.messages.send(made, to, &mut waiting)
+                self.messages.send(made, peer, &mut waiting)
             }
-            Action::ReceiveForward { unit, .. } => {
-                let work = self.messages.receive(shape.num_elements(), outline.rank_of(unit))?;
+            Action::Receive(_) => {
+                let work = self.messages.receive(shape.num_elements(), peer)?;
                 *activation = Some(self.messages.arrived(work, shape, &self.device, &mut waiting)?);
                 Ok(())
             }

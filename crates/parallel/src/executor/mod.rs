@@ -362,14 +362,8 @@ impl Executor {
                 Ok(())
             }
             Action::ReduceGrad { unit } => self.reduce(unit, plans[0]),
-            Action::SendForward { .. }
-            | Action::SendBackward { .. }
-            | Action::ReceiveForward { .. }
-            | Action::ReceiveBackward { .. }
-            | Action::SendGrad { .. }
-            | Action::ReceiveGrad { .. }
-            | Action::SendParameters { .. }
-            | Action::ReceiveParameters { .. } => self.exchange_message(action),
+            Action::Send(message) => self.send_message(message),
+            Action::Receive(message) => self.receive_message(message),
             Action::Fetch(state) => self.offloaded.fetch(state),
             Action::Evict(state) => self.evict(state),
             Action::Stash { unit } => {

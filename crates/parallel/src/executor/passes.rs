@@ -244,7 +244,7 @@ impl Executor {
                 (Action::Evict(state), _) => self.evict(state)?,
                 (Action::Unshard { unit }, _) => self.parameters.unshard(unit)?,
                 (Action::Reshard { unit }, _) => self.parameters.reshard(unit),
-                (Action::SendForward { .. } | Action::ReceiveForward { .. }, Some(shape)) => {
+                (Action::Send(_) | Action::Receive(_), Some(shape)) => {
                     self.pass_evaluated(action, shape.num_elements(), &mut activation)?;
                 }
                 (Action::Forward { unit, .. }, Some(shape)) => {

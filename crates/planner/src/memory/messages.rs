@@ -1,11 +1,11 @@
 //! Messages between the ranks of a pipeline.
 
 use super::pool::Pool;
-use crate::setup::{MemorySetup, TiedLens};
+use crate::setup::MemorySetup;
 use crate::usage::Usage;
 use std::collections::{BTreeSet, VecDeque};
 use trireme_base::Category;
-use trireme_schedule::{Action, Outline};
+use trireme_schedule::{Action, Message, MessageKind, Outline};
 
 /// Messages that were sent and whose memory is still lent, as the executor bounds them.
 const SENDS_MAX: usize = 2;
@@ -16,23 +16,24 @@ pub(super) struct Messages<'a> {
     outline: &'a Outline,
     pool: Pool,
     sent: VecDeque<usize>,
-    /// Messages that have come, or are under way: as unit and microbatch, of forward and of backward.
-    received: [BTreeSet<(usize, usize)>; 2],
+    /// Messages for passes that have come, or are under way.
+    received: BTreeSet<Message>,
 }
 
 impl<'a> Messages<'a> {
     pub(super) fn new(setup: &'a MemorySetup, outline: &'a Outline) -> Self {
         let pool = Pool::new(Category::Communication, size_of::<f32>(), 1, false);
-        Messages { setup, outline, pool, sent: VecDeque::new(), received: Default::default() }
+        Messages { setup, outline, pool, sent: VecDeque::new(), received: BTreeSet::new() }
     }
 
     /// What has come for a pass is copied, and its buffer is free again; whether the pass begins with one.
     pub(super) fn begin(&mut self, action: Action) -> bool {
-        let key = |unit: usize| (unit, action.microbatch().unwrap_or(0));
         let is_received = match action {
-            Action::Forward { unit, .. } if unit > 0 => self.received[0].remove(&key(unit - 1)),
-            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => {
-                self.received[1].remove(&key(unit + 1))
+            Action::Forward { unit, microbatch, .. } if unit > 0 => {
+                self.received.remove(&Message::activation(unit - 1, microbatch))
+            }
+            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
+                self.received.remove(&Message::gradient(unit + 1, microbatch))
             }
             _ => false,
         };
@@ -42,42 +43,48 @@ impl<'a> Messages<'a> {
         is_received
     }
 
-    /// A message begins.
-    pub(super) fn exchange(&mut self, action: Action, usage: &mut Usage) {
-        let key = (action.unit(), action.microbatch().unwrap_or(0));
-        match action {
-            Action::SendForward { .. } | Action::SendBackward { .. } => {
-                self.send(self.setup.message_len);
+    /// A message is sent.
+    pub(super) fn send(&mut self, message: Message, usage: &mut Usage) {
+        let len = self.len_of(message.kind);
+        match message.kind {
+            MessageKind::Activation | MessageKind::Gradient => {
+                self.lend(len);
+                self.pool.take(len, usage);
             }
-            Action::ReceiveForward { .. } => _ = self.received[0].insert(key),
-            Action::ReceiveBackward { .. } => _ = self.received[1].insert(key),
-            _ => return self.exchange_tied(action, usage),
-        }
-        debug_assert!(self.outline.stages.len() > 1, "only pipelines have messages");
-        self.pool.take(self.setup.message_len, usage);
-    }
-
-    /// A message about parameters that a unit reads which are another one's.
-    fn exchange_tied(&mut self, action: Action, usage: &mut Usage) {
-        let Some(TiedLens { span, unit }) = self.setup.tied else { return };
-        match action {
             // It has its memory since backward of the unit that reads.
-            Action::SendGrad { .. } => self.send(span),
-            Action::ReceiveGrad { .. } => self.pool.take(span, usage),
-            Action::SendParameters { .. } => {
-                self.pool.take(unit, usage);
-                self.send(unit);
+            MessageKind::TiedGradient => self.lend(len),
+            MessageKind::Parameters => {
+                self.pool.take(len, usage);
+                self.lend(len);
                 self.finish();
             }
-            Action::ReceiveParameters { .. } => {
-                self.pool.take(unit, usage);
-                self.pool.give(unit);
-            }
-            _ => unreachable!("{action} is no message"),
         }
     }
 
-    fn send(&mut self, len: usize) {
+    /// A message begins to come.
+    pub(super) fn receive(&mut self, message: Message, usage: &mut Usage) {
+        let len = self.len_of(message.kind);
+        self.pool.take(len, usage);
+        match message.kind {
+            MessageKind::Activation | MessageKind::Gradient => _ = self.received.insert(message),
+            MessageKind::TiedGradient => (),
+            // It is waited for at once.
+            MessageKind::Parameters => self.pool.give(len),
+        }
+    }
+
+    /// Elements of a message.
+    fn len_of(&self, kind: MessageKind) -> usize {
+        let tied = || self.setup.tied.expect("a unit reads another one's parameters");
+        match kind {
+            MessageKind::Activation | MessageKind::Gradient => self.setup.message_len,
+            MessageKind::TiedGradient => tied().span,
+            MessageKind::Parameters => tied().unit,
+        }
+    }
+
+    /// The first of too many lent buffers has to come back before another one is lent.
+    fn lend(&mut self, len: usize) {
         if self.sent.len() >= SENDS_MAX {
             self.finish_first();
         }

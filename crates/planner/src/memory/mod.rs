@@ -65,21 +65,11 @@ pub(crate) fn walk(
                 passes.arrive(action, &mut usage);
             }
             match action {
-                Action::SendGrad { .. }
-                | Action::ReceiveGrad { .. }
-                | Action::SendParameters { .. }
-                | Action::ReceiveParameters { .. } => messages.exchange(action, &mut usage),
-                Action::SendForward { microbatch, .. } => {
-                    messages.exchange(action, &mut usage);
-                    passes.leave_output(microbatch, &mut usage);
+                Action::Send(message) => {
+                    messages.send(message, &mut usage);
+                    passes.leave_sent(message, &mut usage);
                 }
-                Action::SendBackward { microbatch, .. } => {
-                    messages.exchange(action, &mut usage);
-                    passes.leave_grad(microbatch, &mut usage);
-                }
-                Action::ReceiveForward { .. } | Action::ReceiveBackward { .. } => {
-                    messages.exchange(action, &mut usage);
-                }
+                Action::Receive(message) => messages.receive(message, &mut usage),
                 Action::Forward { unit, microbatch, keep } => {
                     passes.forward(unit, microbatch, keep, &mut usage);
                 }

@@ -3,7 +3,7 @@
 use crate::setup::MemorySetup;
 use crate::usage::Usage;
 use trireme_base::{Category, UnitPasses};
-use trireme_schedule::{Action, Keep, Outline};
+use trireme_schedule::{Action, Keep, Message, MessageKind, Outline};
 
 const ACTIVATIONS: Category = Category::Activations;
 
@@ -51,9 +51,14 @@ impl<'a> Passes<'a> {
         usage.take(ACTIVATIONS, bytes);
     }
 
-    /// The gradient of a unit's input goes to another rank.
-    pub(super) fn leave_grad(&mut self, microbatch: usize, usage: &mut Usage) {
-        usage.give(ACTIVATIONS, std::mem::take(&mut self.grads[microbatch]));
+    /// What passes have made goes to another rank.
+    pub(super) fn leave_sent(&mut self, message: Message, usage: &mut Usage) {
+        let made = match message.kind {
+            MessageKind::Activation => &mut self.outputs[message.microbatch],
+            MessageKind::Gradient => &mut self.grads[message.microbatch],
+            MessageKind::TiedGradient | MessageKind::Parameters => return,
+        };
+        usage.give(ACTIVATIONS, std::mem::take(made));
     }
 
     pub(super) fn forward(&mut self, unit: usize, microbatch: usize, keep: Keep, usage: &mut Usage) {

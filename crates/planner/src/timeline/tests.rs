@@ -4,14 +4,10 @@ use trireme_schedule::lowering::{Sharding, shard};
 use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{ZeroStage, single};
 
-const KINDS: [(Kind, usize); 6] = [
-    (Kind::GPipe, 1),
-    (Kind::OneFOneB, 1),
-    (Kind::Interleaved, 2),
-    (Kind::BreadthFirst, 2),
-    (Kind::ZeroBubbleH2, 1),
-    (Kind::DualPipeV, 2),
-];
+/// A synchronous schedule, and its stages a rank.
+fn kinds() -> impl Strategy<Value = (Kind, usize)> {
+    prop::sample::select(Kind::synchronous(2).collect::<Vec<_>>())
+}
 
 /// A schedule of stages as programs with a unit a stage, and its own makespan.
 fn of_stages(
@@ -36,7 +32,7 @@ fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
         }
         Action::BackwardInput { unit, .. } => costs.stages()[unit].backward_input,
         Action::BackwardWeight { unit, .. } => costs.stages()[unit].backward_weight,
-        Action::SendForward { .. } | Action::SendBackward { .. } => costs.send(),
+        Action::Send(_) => costs.send(),
         _ => 0,
     }
 }
@@ -44,25 +40,25 @@ fn ticks(costs: &Costs) -> impl Fn(usize, Action) -> u64 {
 proptest! {
     #[test]
     fn programs_take_what_their_schedule_takes(
-        kind in 0..KINDS.len(), num_ranks in 1..5_usize, more in 0..5_usize, times in prop::collection::vec(1..9_u64, 3),
+        kind in kinds(), num_ranks in 1..5_usize, more in 0..5_usize, times in prop::collection::vec(1..9_u64, 3),
         send in 0..2_u64,
     ) {
-        let num_stages = num_ranks * KINDS[kind].1;
+        let num_stages = num_ranks * kind.1;
         let stage = StageCosts::of(times[0], times[1], times[2]);
         let costs = Costs::new(vec![stage; num_stages], send).unwrap();
-        let (programs, makespan) = of_stages(KINDS[kind], num_ranks, 2 * num_ranks + more, &costs);
+        let (programs, makespan) = of_stages(kind, num_ranks, 2 * num_ranks + more, &costs);
         prop_assert_eq!(simulate(&programs, ticks(&costs)).unwrap().makespan, makespan);
     }
 
     #[test]
     fn no_step_is_shorter_than_its_longest_chain(
-        kind in 0..KINDS.len(), num_ranks in 1..5_usize, more in 0..5_usize, seed in any::<u64>(), send in 0..9_u64,
+        kind in kinds(), num_ranks in 1..5_usize, more in 0..5_usize, seed in any::<u64>(), send in 0..9_u64,
     ) {
-        let equal = Costs::equal(num_ranks * KINDS[kind].1, StageCosts::of(1, 1, 1)).unwrap();
-        let (programs, _) = of_stages(KINDS[kind], num_ranks, 2 * num_ranks + more, &equal);
+        let equal = Costs::equal(num_ranks * kind.1, StageCosts::of(1, 1, 1)).unwrap();
+        let (programs, _) = of_stages(kind, num_ranks, 2 * num_ranks + more, &equal);
         // Each action takes something else.
         let ticks = |_: usize, action: Action| match action {
-            Action::SendForward { .. } | Action::SendBackward { .. } => send,
+            Action::Send(_) => send,
             Action::Forward { unit, microbatch, .. } => 1 + (seed >> ((unit * 7 + microbatch) % 60)) % 16,
             Action::Backward { unit, microbatch } => 1 + (seed >> ((unit + microbatch * 5) % 60)) % 16,
             _ => 1,
@@ -76,7 +72,7 @@ proptest! {
             prop_assert!(computed.windows(2).all(|pair| pair[0].1.end <= pair[1].1.start), "one after the other");
             prop_assert!(computed.iter().map(|(_, span)| span.ticks()).sum::<u64>() <= timeline.makespan);
             for (&action, span) in program.actions.iter().zip(spans) {
-                let is_send = matches!(action, Action::SendForward { .. } | Action::SendBackward { .. });
+                let is_send = matches!(action, Action::Send(_));
                 if action.is_pass() || is_send {
                     chains[action.microbatch().unwrap()] += ticks(rank, action);
                     prop_assert_eq!(span.ticks(), ticks(rank, action));
@@ -101,7 +97,7 @@ fn messages_travel_beside_passes_and_receivers_wait() {
     let ticks = |rank: usize, action: Action| match action {
         Action::Forward { .. } => 10,
         Action::Backward { .. } => 20,
-        Action::SendForward { .. } | Action::SendBackward { .. } => 3,
+        Action::Send(_) => 3,
         Action::ReduceGrad { .. } => 100 * rank as u64,
         _ => 5,
     };

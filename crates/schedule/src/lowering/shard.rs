@@ -40,11 +40,8 @@ pub fn shard(program: Program, sharding: Sharding) -> Program {
 
 fn reduce_every_microbatch(actions: &[Action]) -> Vec<Action> {
     let others = actions.iter().filter(|action| !matches!(action, Action::ReduceGrad { .. }));
-    let with_reduction = |&action: &Action| match action {
-        Action::Backward { unit, .. } | Action::BackwardWeight { unit, .. } => {
-            [Some(action), Some(Action::ReduceGrad { unit })]
-        }
-        _ => [Some(action), None],
+    let with_reduction = |&action: &Action| {
+        [Some(action), action.completed_gradient().map(|(unit, _)| Action::ReduceGrad { unit })]
     };
     others.flat_map(with_reduction).flatten().collect()
 }

@@ -44,6 +44,15 @@ impl Kind {
         Kind::Automatic,
     ];
 
+    /// Every synchronous schedule, with each number of stages a rank that it can have, up to `stages_max`.
+    pub fn synchronous(stages_max: usize) -> impl Iterator<Item = (Kind, usize)> {
+        let with_stages = move |kind: Kind| {
+            let (least, most) = kind.stages_per_rank();
+            (least..=most.min(stages_max)).map(move |stages_per_rank| (kind, stages_per_rank))
+        };
+        Kind::ALL.into_iter().filter(|kind| kind.is_synchronous()).flat_map(with_stages)
+    }
+
     /// Name in configs.
     pub const fn name(self) -> &'static str {
         match self {

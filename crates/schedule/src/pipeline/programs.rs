@@ -5,7 +5,7 @@ use super::costs::Costs;
 use super::messages::{self, Event, Tie};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
-use crate::action::{Action, Keep};
+use crate::action::{Action, Keep, Message};
 use crate::program::{Asynchronous, Outline, Program, Stage};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
@@ -203,12 +203,12 @@ impl Actions<'_> {
     fn message(&self, result_of: Pass, is_sent: bool) -> Action {
         let Pass { kind, stage, microbatch } = result_of;
         let Range { start, end } = self.units[stage];
-        let sent = match kind {
-            PassKind::Forward => Action::SendForward { unit: end - 1, microbatch },
-            PassKind::BackwardWeight => Action::SendGrad { unit: self.outline.ties[0].1, microbatch },
-            _ => Action::SendBackward { unit: start, microbatch },
+        let message = match kind {
+            PassKind::Forward => Message::activation(end - 1, microbatch),
+            PassKind::BackwardWeight => Message::tied_gradient(self.outline.ties[0].1, microbatch),
+            _ => Message::gradient(start, microbatch),
         };
-        if is_sent { sent } else { sent.counterpart().expect("it is a message") }
+        if is_sent { Action::Send(message) } else { Action::Receive(message) }
     }
 
     /// Ends the step: units are updated, and whoever reads the parameters of another rank gets them.
@@ -219,8 +219,8 @@ impl Actions<'_> {
         }
         for &(reader, unit) in &outline.ties {
             match (outline.holds(reader), outline.holds(unit)) {
-                (true, false) => self.actions.push(Action::ReceiveParameters { unit }),
-                (false, true) => self.actions.push(Action::SendParameters { unit }),
+                (true, false) => self.actions.push(Action::Receive(Message::parameters(unit))),
+                (false, true) => self.actions.push(Action::Send(Message::parameters(unit))),
                 _ => (),
             }
         }

@@ -19,7 +19,7 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
         }
     }
     match (0..programs.len()).find_map(|rank| meeting.next(rank).map(|message| (rank, message))) {
-        Some((rank, Message { action, peer, .. })) => {
+        Some((rank, NextMessage { action, peer, .. })) => {
             let next = meeting.next(peer).map(|message| message.action);
             Err(ProgramError::Deadlock { rank, index: meeting.places[rank], action, peer, next })
         }
@@ -45,7 +45,7 @@ fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), 
 }
 
 /// A message that a rank is at.
-struct Message {
+struct NextMessage {
     action: Action,
     peer: usize,
     /// What the other rank does for it.
@@ -59,18 +59,18 @@ struct Meeting<'a> {
 
 impl Meeting<'_> {
     /// The message that a rank is at, once it has done all before it; `None` at its end.
-    fn next(&self, rank: usize) -> Option<Message> {
+    fn next(&self, rank: usize) -> Option<NextMessage> {
         let program = self.programs.get(rank)?;
         let outline = &program.outline;
         program.actions[self.places[rank]..].iter().find_map(|&action| {
             let (peer, counterpart) = (outline.peer(action)?, action.counterpart()?);
-            Some(Message { action, peer, counterpart })
+            Some(NextMessage { action, peer, counterpart })
         })
     }
 
     /// Goes past a rank's next message, if the other rank is at it, too; that one.
     fn advance(&mut self, rank: usize) -> Option<usize> {
-        let Message { action, peer, counterpart } = self.next(rank)?;
+        let NextMessage { action, peer, counterpart } = self.next(rank)?;
         if self.next(peer)?.action != counterpart {
             return None;
         }

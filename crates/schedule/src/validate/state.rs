@@ -3,7 +3,7 @@
 mod needs;
 
 use super::ProgramError;
-use crate::action::{Action, Keep, StateClass, StateOf};
+use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
 use crate::program::{Outline, ZeroStage};
 use std::collections::{BTreeSet, VecDeque};
 
@@ -64,23 +64,13 @@ struct Tie {
     reader: usize,
     owner: usize,
     is_across: bool,
-    /// By microbatch: what the reader has for the owner's gradient has been sent, or received.
-    exchanged: Vec<bool>,
-    /// The same of the parameters.
-    are_parameters_exchanged: bool,
 }
 
 impl Tie {
     fn of(outline: &Outline) -> Option<Tie> {
         let is_here = |(reader, owner): &&(usize, usize)| outline.holds(*reader) || outline.holds(*owner);
         let &(reader, owner) = outline.ties.iter().find(is_here).filter(|_| !outline.stages.is_empty())?;
-        Some(Tie {
-            reader,
-            owner,
-            is_across: outline.rank_of(reader) != outline.rank_of(owner),
-            exchanged: vec![false; outline.num_microbatches],
-            are_parameters_exchanged: false,
-        })
+        Some(Tie { reader, owner, is_across: outline.rank_of(reader) != outline.rank_of(owner) })
     }
 }
 
@@ -91,8 +81,8 @@ pub(super) struct State<'a> {
     at_rest: Parameters,
     /// State that is not at hand.
     away: BTreeSet<StateOf>,
-    /// What was sent, as unit and microbatch: forward and backward.
-    sent: [BTreeSet<(usize, usize)>; 2],
+    /// What was sent or received.
+    exchanged: BTreeSet<Message>,
     /// The tie of two units, if it concerns this rank.
     tie: Option<Tie>,
 }
@@ -121,10 +111,10 @@ impl<'a> State<'a> {
                 away.extend(outline.held().map(|unit| StateOf { class, unit, microbatch: 0 }));
             }
         }
-        let (units, sent) = ((0..outline.num_units).map(unit).collect(), Default::default());
+        let (units, exchanged) = ((0..outline.num_units).map(unit).collect(), BTreeSet::new());
         // A program of no microbatches has no action that asks.
         let microbatches_per_step = outline.microbatches_per_step().max(1);
-        State { outline, microbatches_per_step, units, at_rest, away, sent, tie: Tie::of(outline) }
+        State { outline, microbatches_per_step, units, at_rest, away, exchanged, tie: Tie::of(outline) }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -168,23 +158,25 @@ impl<'a> State<'a> {
         let holds_below = || unit.checked_sub(1).is_some_and(|below| self.holds(below));
         let holds_above = || self.holds(unit + 1);
         match action {
-            Action::ReceiveForward { .. } => !self.holds(unit) && holds_above(),
-            Action::ReceiveBackward { .. } => !self.holds(unit) && holds_below(),
-            Action::SendForward { .. } => self.holds(unit) && !holds_above() && unit + 1 < self.units.len(),
-            Action::SendBackward { .. } => self.holds(unit) && unit > 0 && !holds_below(),
-            Action::SendGrad { .. } | Action::ReceiveParameters { .. } => {
-                self.tie_of(unit).is_some() && !self.holds(unit)
-            }
-            Action::ReceiveGrad { .. } | Action::SendParameters { .. } => {
-                self.tie_of(unit).is_some() && self.holds(unit)
-            }
+            Action::Receive(message) => match message.kind {
+                MessageKind::Activation => !self.holds(unit) && holds_above(),
+                MessageKind::Gradient => !self.holds(unit) && holds_below(),
+                MessageKind::TiedGradient => self.has_tie(unit) && self.holds(unit),
+                MessageKind::Parameters => self.has_tie(unit) && !self.holds(unit),
+            },
+            Action::Send(message) => match message.kind {
+                MessageKind::Activation => self.holds(unit) && !holds_above() && unit + 1 < self.units.len(),
+                MessageKind::Gradient => self.holds(unit) && unit > 0 && !holds_below(),
+                MessageKind::TiedGradient => self.has_tie(unit) && !self.holds(unit),
+                MessageKind::Parameters => self.has_tie(unit) && self.holds(unit),
+            },
             _ => self.holds(unit),
         }
     }
 
-    /// The tie to a unit, if the one that reads its parameters is on another rank.
-    fn tie_of(&self, owner: usize) -> Option<&Tie> {
-        self.tie.as_ref().filter(|tie| tie.is_across && tie.owner == owner)
+    /// Whether the parameters of a unit are read on another rank.
+    fn has_tie(&self, owner: usize) -> bool {
+        self.tie.as_ref().is_some_and(|tie| tie.is_across && tie.owner == owner)
     }
 
     fn activations(&self, unit: usize, microbatch: usize) -> Activations {
@@ -200,20 +192,11 @@ impl<'a> State<'a> {
                 let found = unit.activations[microbatch];
                 found == Activations::Whole || found.are_differentiated()
             }
-            // What another rank has done has come about here when its result has come.
-            Action::ReceiveForward { microbatch, .. } => unit.activations[microbatch] != Activations::Absent,
-            Action::Backward { microbatch, .. }
-            | Action::BackwardInput { microbatch, .. }
-            | Action::ReceiveBackward { microbatch, .. } => unit.activations[microbatch].are_differentiated(),
+            Action::Backward { microbatch, .. } | Action::BackwardInput { microbatch, .. } => {
+                unit.activations[microbatch].are_differentiated()
+            }
             Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
-            Action::SendForward { unit, microbatch } => self.sent[0].contains(&(unit, microbatch)),
-            Action::SendBackward { unit, microbatch } => self.sent[1].contains(&(unit, microbatch)),
-            Action::SendGrad { unit, microbatch } | Action::ReceiveGrad { unit, microbatch } => {
-                self.tie_of(unit).is_some_and(|tie| tie.exchanged[microbatch])
-            }
-            Action::SendParameters { unit } | Action::ReceiveParameters { unit } => {
-                self.tie_of(unit).is_some_and(|tie| tie.are_parameters_exchanged)
-            }
+            Action::Send(message) | Action::Receive(message) => self.exchanged.contains(&message),
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
                 unit.parameters == Parameters::Sharded || self.outline.zero_stage != ZeroStage::Three
@@ -253,21 +236,17 @@ impl<'a> State<'a> {
                 unit.num_added += 1;
                 unit.has_unreduced = true;
             }
-            Action::ReceiveForward { microbatch, .. } => unit.activations[microbatch] = Activations::Whole,
-            Action::ReceiveBackward { microbatch, .. } => unit.activations[microbatch] = Activations::Spent,
-            Action::SendForward { unit, microbatch } => {
-                self.sent[0].insert((unit, microbatch));
+            Action::Send(message) => {
+                self.exchanged.insert(message);
             }
-            Action::SendBackward { unit, microbatch } => {
-                self.sent[1].insert((unit, microbatch));
-            }
-            Action::SendGrad { microbatch, .. } | Action::ReceiveGrad { microbatch, .. } => {
-                let tie = self.tie.as_mut().expect("the action is for this rank");
-                tie.exchanged[microbatch] = true;
-            }
-            Action::SendParameters { .. } | Action::ReceiveParameters { .. } => {
-                let tie = self.tie.as_mut().expect("the action is for this rank");
-                tie.are_parameters_exchanged = true;
+            // What another rank has done has come about here when its result has come.
+            Action::Receive(message) => {
+                match message.kind {
+                    MessageKind::Activation => unit.activations[message.microbatch] = Activations::Whole,
+                    MessageKind::Gradient => unit.activations[message.microbatch] = Activations::Spent,
+                    MessageKind::TiedGradient | MessageKind::Parameters => (),
+                }
+                self.exchanged.insert(message);
             }
             Action::Unshard { .. } => unit.parameters = Parameters::Whole,
             Action::Reshard { .. } => unit.parameters = Parameters::Sharded,
@@ -297,13 +276,12 @@ impl<'a> State<'a> {
     fn unsent(&self) -> Option<Action> {
         let passes = |unit| (0..self.outline.num_microbatches).map(move |microbatch| (unit, microbatch));
         let sends = self.held().flat_map(passes).flat_map(|(unit, microbatch)| {
-            [Action::SendForward { unit, microbatch }, Action::SendBackward { unit, microbatch }]
+            [Message::activation(unit, microbatch), Message::gradient(unit, microbatch)].map(Action::Send)
         });
-        let ties = self.tie.iter().filter(|tie| tie.is_across).flat_map(|&Tie { owner: unit, .. }| {
-            let grads = passes(unit).flat_map(|(unit, microbatch)| {
-                [Action::SendGrad { unit, microbatch }, Action::ReceiveGrad { unit, microbatch }]
-            });
-            grads.chain([Action::SendParameters { unit }, Action::ReceiveParameters { unit }])
+        let ties = self.tie.iter().filter(|tie| tie.is_across).flat_map(|tie| {
+            let grads = passes(tie.owner).map(|(unit, microbatch)| Message::tied_gradient(unit, microbatch));
+            let messages = grads.chain([Message::parameters(tie.owner)]);
+            messages.flat_map(|message| [Action::Send(message), Action::Receive(message)])
         });
         sends.chain(ties).find(|&message| self.is_here(message) && !self.is_done(message))
     }

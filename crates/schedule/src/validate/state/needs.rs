@@ -1,7 +1,7 @@
 //! What must come before an action.
 
 use super::{Activations, Parameters, State, Unit};
-use crate::action::{Action, Keep, StateClass, StateOf};
+use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
 use crate::program::ZeroStage;
 
 impl State<'_> {
@@ -37,39 +37,12 @@ impl State<'_> {
                 let below = unit.checked_sub(1)?;
                 let missing = match self.holds(below) {
                     true => Action::Forward { unit: below, microbatch, keep: Keep::All },
-                    false => Action::ReceiveForward { unit: below, microbatch },
+                    false => Action::Receive(Message::activation(below, microbatch)),
                 };
                 (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
             }
-            Action::SendForward { unit, microbatch } => {
-                let missing = Action::Forward { unit, microbatch, keep: Keep::All };
-                (self.activations(unit, microbatch) == Activations::Absent).then_some(missing)
-            }
-            Action::SendBackward { unit, microbatch } => {
-                let missing = Action::Backward { unit, microbatch };
-                (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
-            }
-            Action::ReceiveBackward { unit, microbatch } => {
-                // There is no gradient before what it is the gradient of.
-                let below = unit - 1;
-                let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
-                (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
-            }
-            Action::ReceiveForward { .. } | Action::ReceiveGrad { .. } => None,
-            Action::SendGrad { microbatch, .. } => self.missing_for_tied_grad(microbatch),
-            Action::SendParameters { unit } => {
-                let step = Action::Step { unit };
-                match self.units[unit].parameters {
-                    _ if !self.is_done(step) => Some(step),
-                    Parameters::Whole => None,
-                    _ => Some(Action::Unshard { unit }),
-                }
-            }
-            // Those of this step are read until its last backward pass.
-            Action::ReceiveParameters { .. } => {
-                let last = self.outline.num_microbatches - 1;
-                (0..=last).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
-            }
+            Action::Send(message) => self.missing_for_send(message),
+            Action::Receive(message) => self.missing_for_receive(message),
             Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
                 Activations::Kept(Keep::Nothing) => {
                     let below = unit.checked_sub(1)?;
@@ -122,6 +95,46 @@ impl State<'_> {
         }
     }
 
+    /// What must come before a message is sent: what makes its content.
+    fn missing_for_send(&self, Message { kind, unit, microbatch }: Message) -> Option<Action> {
+        match kind {
+            MessageKind::Activation => {
+                let missing = Action::Forward { unit, microbatch, keep: Keep::All };
+                (self.activations(unit, microbatch) == Activations::Absent).then_some(missing)
+            }
+            MessageKind::Gradient => {
+                let missing = Action::Backward { unit, microbatch };
+                (!self.activations(unit, microbatch).are_differentiated()).then_some(missing)
+            }
+            MessageKind::TiedGradient => self.missing_for_tied_grad(microbatch),
+            MessageKind::Parameters => {
+                let step = Action::Step { unit };
+                match self.units[unit].parameters {
+                    _ if !self.is_done(step) => Some(step),
+                    Parameters::Whole => None,
+                    _ => Some(Action::Unshard { unit }),
+                }
+            }
+        }
+    }
+
+    /// What must come before a message is received: for parameters, the last backward pass that reads the old ones.
+    fn missing_for_receive(&self, Message { kind, unit, microbatch }: Message) -> Option<Action> {
+        match kind {
+            MessageKind::Gradient => {
+                // There is no gradient before what it is the gradient of.
+                let below = unit - 1;
+                let missing = Action::Forward { unit: below, microbatch, keep: Keep::All };
+                (self.activations(below, microbatch) == Activations::Absent).then_some(missing)
+            }
+            MessageKind::Parameters => {
+                let last = self.outline.num_microbatches - 1;
+                (0..=last).find_map(|microbatch| self.missing_for_tied_grad(microbatch))
+            }
+            MessageKind::Activation | MessageKind::TiedGradient => None,
+        }
+    }
+
     /// What completes a unit's gradient for a microbatch.
     fn completion(&self, unit: usize, microbatch: usize) -> Action {
         match self.activations(unit, microbatch) {
@@ -148,7 +161,10 @@ impl State<'_> {
         }
         if let Some(tie) = self.tie.as_ref().filter(|tie| tie.owner == unit) {
             let missing = match tie.is_across {
-                true => (!tie.exchanged[microbatch]).then_some(Action::ReceiveGrad { unit, microbatch }),
+                true => {
+                    let receive = Action::Receive(Message::tied_gradient(unit, microbatch));
+                    (!self.is_done(receive)).then_some(receive)
+                }
                 false => self.missing_for_tied_grad(microbatch),
             };
             if missing.is_some() {
@@ -164,7 +180,7 @@ impl State<'_> {
         if above < self.outline.num_units && !self.activations(above, microbatch).are_differentiated() {
             return Some(match self.holds(above) {
                 true => Action::Backward { unit: above, microbatch },
-                false => Action::ReceiveBackward { unit: above, microbatch },
+                false => Action::Receive(Message::gradient(above, microbatch)),
             });
         }
         match self.activations(unit, microbatch) {

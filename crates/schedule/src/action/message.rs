@@ -1,0 +1,62 @@
+/// What a message between the ranks of a pipeline brings. Messages of a unit's parameters have no microbatch, but the others have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum MessageKind {
+    /// What forward of the unit has made, for the unit above.
+    Activation,
+    /// The gradient of the unit's input, for the unit below.
+    Gradient,
+    /// What another unit, which reads the parameters of this one, has for their gradient. Whatever completes that gradient adds
+    /// to it.
+    TiedGradient,
+    /// The unit's parameters, for another unit that reads them.
+    Parameters,
+}
+
+impl MessageKind {
+    /// Every kind.
+    pub const ALL: [MessageKind; 4] =
+        [MessageKind::Activation, MessageKind::Gradient, MessageKind::TiedGradient, MessageKind::Parameters];
+
+    /// Name in programs, behind `SEND_` and `RECV_`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            MessageKind::Activation => "F",
+            MessageKind::Gradient => "B",
+            MessageKind::TiedGradient => "GRAD",
+            MessageKind::Parameters => "PARAM",
+        }
+    }
+}
+
+/// A message between two ranks of a pipeline.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Message {
+    /// What it brings.
+    pub kind: MessageKind,
+    /// Of which unit.
+    pub unit: usize,
+    /// Of which microbatch; 0 for parameters.
+    pub microbatch: usize,
+}
+
+impl Message {
+    /// What forward of a unit has made.
+    pub const fn activation(unit: usize, microbatch: usize) -> Message {
+        Message { kind: MessageKind::Activation, unit, microbatch }
+    }
+
+    /// The gradient of a unit's input.
+    pub const fn gradient(unit: usize, microbatch: usize) -> Message {
+        Message { kind: MessageKind::Gradient, unit, microbatch }
+    }
+
+    /// A part of a unit's gradient, made by the unit that reads its parameters.
+    pub const fn tied_gradient(unit: usize, microbatch: usize) -> Message {
+        Message { kind: MessageKind::TiedGradient, unit, microbatch }
+    }
+
+    /// A unit's parameters.
+    pub const fn parameters(unit: usize) -> Message {
+        Message { kind: MessageKind::Parameters, unit, microbatch: 0 }
+    }
+}
