@@ -1,5 +1,7 @@
 //! The loop of a run on one rank.
 
+mod stepping;
+
 use crate::balance::Balance;
 use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
 use crate::choices::StepChoices;
@@ -22,9 +24,9 @@ use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
-use trireme_optim::{LossScaling, LrSchedule};
-use trireme_parallel::{Executor, GradNorm, NonFinite, StepOutcome, StepPlan};
-use trireme_tensor::{Category, Device, DeviceOptions, Parameters};
+use trireme_optim::LrSchedule;
+use trireme_parallel::{Executor, StepOutcome, StepPlan};
+use trireme_tensor::{Device, DeviceOptions, Parameters};
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone)]
@@ -287,100 +289,6 @@ impl<'a> Trainer<'a> {
         Ok(self.records.pop().expect("a program has steps"))
     }
 
-    /// Runs the program once, and notes what each of its steps has come to.
-    fn advance(&mut self) -> Result<(), TrainError> {
-        let began = Instant::now();
-        let bytes_before = self.executor.ranks().payload_bytes();
-        let training = self.config.training();
-        self.load_batches()?;
-        let grad_norm =
-            if training.max_norm > 0.0 { GradNorm::Clip(training.max_norm) } else { GradNorm::Measure };
-        let num_steps = self.executor.program().outline.num_steps();
-        let schedule = &self.schedule;
-        let steps = self.state.step + 1..=self.state.step + num_steps as u64;
-        self.plans.clear();
-        self.plans.extend(steps.map(|step| StepPlan { step, lr: schedule.lr(step), grad_norm }));
-        self.outcomes.clear();
-        self.executor.run_steps(&self.plans, &mut self.batches.drain(..), &mut self.outcomes)?;
-        if let Some(balance) = &mut self.balance {
-            balance.observe(&self.executor);
-        }
-        let step_seconds = began.elapsed().as_secs_f64() / num_steps as f64;
-        let comm_bytes = (self.executor.ranks().payload_bytes() - bytes_before) / num_steps as u64;
-        self.records.clear();
-        for index in 0..num_steps {
-            let record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
-            self.records.push(record);
-        }
-        Ok(())
-    }
-
-    /// Notes what a step has come to, whose share of its program's time and bytes this is.
-    fn record(
-        &mut self,
-        plan: StepPlan,
-        outcome: StepOutcome,
-        (step_seconds, comm_bytes): (f64, u64),
-    ) -> StepRecord {
-        let tokens = self.config.tokens_per_step();
-        self.state.step = plan.step;
-        self.state.next_sample += self.config.training().global_batch_size as u64;
-        self.state.tokens += tokens;
-        self.state.loss_scaler = self.executor.loss_scaler().state();
-        self.notice_skipped(&outcome);
-        let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
-        let compression = outcome.compression;
-        StepRecord {
-            step: plan.step,
-            loss: outcome.loss,
-            grad_norm: outcome.grad_norm.unwrap_or(f64::NAN),
-            lr: plan.lr,
-            tokens: self.state.tokens,
-            tokens_per_second: tokens as f64 / step_seconds,
-            step_seconds,
-            comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
-            comm_bytes,
-            memory_peak_bytes: memory_peaks(self.executor.device()),
-            memory_predicted_bytes: self.options.memory_plan.as_ref().map(|plan| plan.predicted),
-            compression_bytes_saved: compression
-                .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),
-            compression_error_norm: compression.map(|found| f64::from(found.error_norm)),
-            loss_scale: is_scaled.then_some(outcome.loss_scale),
-            skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
-            ..StepRecord::default()
-        }
-    }
-
-    /// Tells of a step that was skipped; such a step is done as far as data and schedule go.
-    fn notice_skipped(&mut self, outcome: &StepOutcome) {
-        let what = match outcome.skipped {
-            None => return,
-            Some(NonFinite::Loss) => "the loss",
-            Some(NonFinite::GradNorm) => "gradients",
-        };
-        let (from, to) = (outcome.loss_scale, self.executor.loss_scaler().scale());
-        let step = self.state.step;
-        self.observer
-            .notice(&format!("step {step}: {what} overflowed in f16; skipped, loss scale {from} → {to}"));
-    }
-
-    /// This rank's microbatches of the next program.
-    fn load_batches(&mut self) -> Result<(), TrainError> {
-        let training = self.config.training();
-        for index in 0..self.executor.program().outline.num_microbatches {
-            let microbatch = self.executor.global_microbatch(index);
-            let mut batch =
-                Batch::zeros(self.executor.device(), training.local_batch_size, training.seq_len)?;
-            for row in 0..training.local_batch_size {
-                let index = self.state.next_sample + (microbatch * training.local_batch_size + row) as u64;
-                self.train.read_window(self.sampler.window(index).start, &mut self.window)?;
-                batch.set_row(row, &self.window);
-            }
-            self.batches.push(batch);
-        }
-        Ok(())
-    }
-
     /// Mean loss on the held-out text, if any was held out. Collective.
     pub fn validate(&mut self) -> Result<Option<f64>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
@@ -455,16 +363,4 @@ impl<'a> Trainer<'a> {
 pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
     DeviceOptions { num_threads, budget, ..DeviceOptions::default() }
-}
-
-fn memory_peaks(device: &Device) -> MemoryPeakBytes {
-    let peak = |category| device.memory().usage(category).peak as u64;
-    MemoryPeakBytes {
-        parameters: peak(Category::Parameters),
-        gradients: peak(Category::Gradients),
-        optimizer: peak(Category::Optimizer),
-        activations: peak(Category::Activations),
-        communication: peak(Category::Communication),
-        total: device.memory().total().peak as u64,
-    }
 }

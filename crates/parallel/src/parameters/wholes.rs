@@ -1,0 +1,199 @@
+//! Whole units, gathered from the shards of the ranks.
+
+use crate::error::ParallelError;
+use crate::packed::PackedGathering;
+use crate::pool::Pool;
+use crate::ranks::RankGrid;
+use crate::secondary::SecondaryShards;
+use crate::step::ZeroPlusPlus;
+use crate::stored::Stored;
+use crate::waiting::Waiting;
+use std::fmt;
+use std::sync::Arc;
+use trireme_comm::{Buffer, Group, Work};
+use trireme_schedule::{Outline, ZeroStage};
+use trireme_tensor::{Category, Device, ParameterTable, UnitInfo, View, ViewMut};
+
+/// Whole units that are gathered from shards.
+pub(super) trait Wholes: fmt::Debug + Send {
+    /// Whether units stay when they were gathered.
+    fn are_kept(&self) -> bool;
+
+    /// Takes memory for a unit that stays, or gives it back.
+    fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError>;
+
+    /// Starts to gather a unit, to which this rank gives `shard`, or what lies in its place already.
+    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError>;
+
+    fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError>;
+
+    fn reshard(&mut self, unit: usize);
+
+    /// What was kept of a unit to gather it again is out of date.
+    fn forget(&mut self, unit: usize);
+
+    fn view(&self, unit: usize) -> View<'_>;
+}
+
+/// Whole units in one type of float.
+pub(super) struct Gathered<T> {
+    group: Arc<Group>,
+    table: Arc<ParameterTable>,
+    device: Device,
+    units: Vec<Whole<T>>,
+    is_kept: bool,
+    pool: Pool<T>,
+    /// How units that are not near are gathered as integers.
+    packed: Option<PackedGathering>,
+    /// Where units are near.
+    secondary: Option<SecondaryShards>,
+}
+
+enum Whole<T> {
+    Absent,
+    Present(Buffer<T>),
+    Gathering(Work<Buffer<T>>),
+    /// As integers, which have come from other hosts.
+    Packed(Work<Buffer<u8>>),
+}
+
+impl<T: Stored> Gathered<T> {
+    pub(super) fn new(
+        table: &Arc<ParameterTable>,
+        outline: &Outline,
+        group: &Arc<Group>,
+        device: &Device,
+    ) -> Result<Self, ParallelError> {
+        let is_kept = outline.zero_stage < ZeroStage::Three;
+        let category = if is_kept { Category::Parameters } else { Category::Communication };
+        let pool = Pool::new(group, device, category, true);
+        let whole = |(index, unit): (usize, &UnitInfo)| match is_kept && outline.holds(index) {
+            true => Ok(Whole::Present(pool.take(unit.padded_len())?)),
+            false => Ok(Whole::Absent),
+        };
+        let units = table.units().iter().enumerate().map(whole);
+        let units = units.collect::<Result<_, ParallelError>>()?;
+        Ok(Gathered {
+            group: Arc::clone(group),
+            table: Arc::clone(table),
+            device: device.clone(),
+            units,
+            is_kept,
+            pool,
+            packed: None,
+            secondary: None,
+        })
+    }
+
+    /// As told, if the ranks are split by hosts. On one host shards are as near as copies of them would be.
+    pub(super) fn sparing(mut self, spared: ZeroPlusPlus, ranks: &RankGrid) -> Result<Self, ParallelError> {
+        let Some(levels) = ranks.levels() else { return Ok(self) };
+        if spared.quantized_weights {
+            self.packed = Some(PackedGathering::new(levels, &self.device));
+        }
+        if spared.secondary_shards && levels.across.world_size() > 1 {
+            self.secondary = Some(SecondaryShards::new::<T>(&self.table, levels, &self.device)?);
+        }
+        Ok(self)
+    }
+
+    /// Starts to gather a unit as it is from the shards.
+    fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole<T>, ParallelError> {
+        let info = &self.table.units()[unit];
+        let mut buffer = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            Whole::Present(buffer) => buffer,
+            _ => self.pool.take(info.padded_len())?,
+        };
+        if let Some(shard) = shard {
+            let own = info.shard(self.group.rank().0, self.group.world_size());
+            let shape = shard.shape();
+            self.device.convert(shard, T::view_mut(&mut buffer[own], shape));
+        }
+        Ok(Whole::Gathering(self.group.all_gather(buffer)))
+    }
+
+    pub(super) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
+        let len = self.table.units()[unit].num_elements;
+        match &mut self.units[unit] {
+            Whole::Present(buffer) => T::view_mut(&mut buffer[..len], [len].into()),
+            _ => panic!("unit {unit} is written while it is not there"),
+        }
+    }
+}
+
+impl<T: Stored> Wholes for Gathered<T> {
+    fn are_kept(&self) -> bool {
+        self.is_kept
+    }
+
+    fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
+        if let Whole::Present(buffer) = std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            self.pool.discard(buffer);
+        }
+        if holds && self.is_kept {
+            self.units[unit] = Whole::Present(self.pool.take(self.table.units()[unit].padded_len())?);
+        }
+        Ok(())
+    }
+
+    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError> {
+        let info = &self.table.units()[unit];
+        self.units[unit] = match (&self.secondary, &self.packed, shard) {
+            (Some(secondary), ..) if secondary.has(unit) => {
+                Whole::Gathering(secondary.gather(unit, self.pool.take(info.padded_len())?))
+            }
+            (_, Some(packed), Some(shard)) => Whole::Packed(packed.start(info, shard)?),
+            (_, _, shard) => self.gather(unit, shard)?,
+        };
+        Ok(())
+    }
+
+    fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        let whole = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            Whole::Gathering(work) => waiting.wait(work)?,
+            Whole::Packed(work) => {
+                let info = &self.table.units()[unit];
+                let mut whole = self.pool.take(info.padded_len())?;
+                let packed = self.packed.as_ref().expect("it was packed by this");
+                packed.finish(info, work, &mut whole, waiting)?;
+                whole
+            }
+            other => {
+                self.units[unit] = other;
+                return Ok(());
+            }
+        };
+        if let Some(secondary) = self.secondary.as_mut().filter(|secondary| !secondary.has(unit)) {
+            secondary.keep(unit, &whole);
+        }
+        self.units[unit] = Whole::Present(whole);
+        Ok(())
+    }
+
+    fn reshard(&mut self, unit: usize) {
+        if let Whole::Present(buffer) = std::mem::replace(&mut self.units[unit], Whole::Absent) {
+            self.pool.give(buffer);
+        }
+    }
+
+    fn forget(&mut self, unit: usize) {
+        if let Some(secondary) = &mut self.secondary {
+            secondary.forget(unit);
+        }
+    }
+
+    fn view(&self, unit: usize) -> View<'_> {
+        let len = self.table.units()[unit].num_elements;
+        match &self.units[unit] {
+            Whole::Present(buffer) => T::view(&buffer[..len], [len].into()),
+            _ => panic!("unit {unit} is read while it is not there"),
+        }
+    }
+}
+
+impl<T> fmt::Debug for Gathered<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let present = self.units.iter().map(|whole| matches!(whole, Whole::Present(_)));
+        write!(f, "Gathered({:?})", present.collect::<Vec<_>>())
+    }
+}
