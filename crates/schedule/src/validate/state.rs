@@ -74,6 +74,34 @@ impl Tie {
     }
 }
 
+/// What was sent or received: a flag for each kind of message, unit and microbatch.
+struct Exchanged {
+    num_units: usize,
+    num_microbatches: usize,
+    flags: Vec<bool>,
+}
+
+impl Exchanged {
+    fn new(outline: &Outline) -> Self {
+        let Outline { num_units, num_microbatches, .. } = *outline;
+        let flags = vec![false; MessageKind::ALL.len() * num_units * num_microbatches];
+        Exchanged { num_units, num_microbatches, flags }
+    }
+
+    fn place(&self, Message { kind, unit, microbatch }: Message) -> usize {
+        (kind as usize * self.num_units + unit) * self.num_microbatches + microbatch
+    }
+
+    fn contains(&self, message: Message) -> bool {
+        self.flags[self.place(message)]
+    }
+
+    fn insert(&mut self, message: Message) {
+        let place = self.place(message);
+        self.flags[place] = true;
+    }
+}
+
 pub(super) struct State<'a> {
     outline: &'a Outline,
     microbatches_per_step: usize,
@@ -81,8 +109,7 @@ pub(super) struct State<'a> {
     at_rest: Parameters,
     /// State that is not at hand.
     away: BTreeSet<StateOf>,
-    /// What was sent or received.
-    exchanged: BTreeSet<Message>,
+    exchanged: Exchanged,
     /// The tie of two units, if it concerns this rank.
     tie: Option<Tie>,
 }
@@ -111,7 +138,7 @@ impl<'a> State<'a> {
                 away.extend(outline.held().map(|unit| StateOf { class, unit, microbatch: 0 }));
             }
         }
-        let (units, exchanged) = ((0..outline.num_units).map(unit).collect(), BTreeSet::new());
+        let (units, exchanged) = ((0..outline.num_units).map(unit).collect(), Exchanged::new(outline));
         // A program of no microbatches has no action that asks.
         let microbatches_per_step = outline.microbatches_per_step().max(1);
         State { outline, microbatches_per_step, units, at_rest, away, exchanged, tie: Tie::of(outline) }
@@ -196,7 +223,7 @@ impl<'a> State<'a> {
                 unit.activations[microbatch].are_differentiated()
             }
             Action::BackwardWeight { microbatch, .. } => unit.activations[microbatch] == Activations::Spent,
-            Action::Send(message) | Action::Receive(message) => self.exchanged.contains(&message),
+            Action::Send(message) | Action::Receive(message) => self.exchanged.contains(message),
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
                 unit.parameters == Parameters::Sharded || self.outline.zero_stage != ZeroStage::Three
@@ -236,9 +263,7 @@ impl<'a> State<'a> {
                 unit.num_added += 1;
                 unit.has_unreduced = true;
             }
-            Action::Send(message) => {
-                self.exchanged.insert(message);
-            }
+            Action::Send(message) => self.exchanged.insert(message),
             // What another rank has done has come about here when its result has come.
             Action::Receive(message) => {
                 match message.kind {
