@@ -9,6 +9,9 @@ pub struct AdamWSettings {
     pub beta1: f32,
     /// Decay rate of the second moment.
     pub beta2: f32,
+    /// Share of the first moment in the update of AdamW and Adam, the gradient having the rest (`nu1` of QHAdam: Ma, Yarats
+    /// 2019); 1 for the others.
+    pub nu: f32,
     /// Added to the root of the second moment.
     pub epsilon: f32,
 }

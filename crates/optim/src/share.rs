@@ -116,6 +116,7 @@ fn adamw(settings: AdamWSettings, own: ParameterSettings, step: &UnitStep<'_>, l
         lr: step.lr(own) * lr_scale,
         beta1: own.beta1.unwrap_or(settings.beta1),
         beta2: own.beta2.unwrap_or(settings.beta2),
+        nu: settings.nu,
         epsilon: settings.epsilon,
         weight_decay: own.weight_decay,
         grad_scale: step.grad_scale(),

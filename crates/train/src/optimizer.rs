@@ -32,7 +32,7 @@ pub fn optimizer_options(config: &Config, table: &ParameterTable) -> Result<Opti
 fn kind(optimizer: &config::Optimizer, precision: Precision) -> OptimizerKind {
     let (beta1, beta2, momentum) =
         (optimizer.beta1 as f32, optimizer.beta2 as f32, optimizer.momentum as f32);
-    let adamw = AdamWSettings { beta1, beta2, epsilon: optimizer.eps as f32 };
+    let adamw = AdamWSettings { beta1, beta2, nu: optimizer.nu as f32, epsilon: optimizer.eps as f32 };
     match optimizer.name {
         OptimizerName::AdamW => OptimizerKind::AdamW(adamw),
         OptimizerName::Adam => OptimizerKind::Adam(adamw),

@@ -40,7 +40,7 @@ const OPTIONS: ExecutorOptions = ExecutorOptions {
 
 fn adamw() -> OptimizerOptions {
     OptimizerOptions {
-        kind: OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 }),
+        kind: OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 }),
         weight_decay: 0.1,
         decay_norms_and_biases: false,
         groups: Vec::<ParameterGroup>::new(),
@@ -341,7 +341,7 @@ fn state_that_lives_elsewhere() {
 #[test]
 fn optimizers_with_scratch_memory_and_exchanges() {
     let [config, _] = small_models();
-    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
     let muon = MuonSettings {
         momentum: 0.95,
         nesterov: true,

@@ -11,7 +11,7 @@ use trireme_optim::{
 };
 use trireme_tensor::{Device, DeviceError, DeviceOptions, ParameterTable, Precision, View, ViewMut};
 
-pub(crate) const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+pub(crate) const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
 
 pub(crate) const MUON: MuonSettings = MuonSettings {
     momentum: 0.95,
@@ -26,7 +26,7 @@ pub(crate) const MUON: MuonSettings = MuonSettings {
 /// One of every kind.
 pub(crate) const KINDS: [OptimizerKind; 11] = [
     OptimizerKind::AdamW(ADAMW),
-    OptimizerKind::Adam(ADAMW),
+    OptimizerKind::Adam(AdamWSettings { nu: 0.7, ..ADAMW }),
     OptimizerKind::Sgd(SgdSettings { momentum: 0.9, nesterov: true }),
     OptimizerKind::Lion(LionSettings { beta1: 0.9, beta2: 0.95 }),
     OptimizerKind::Adafactor(AdafactorSettings {

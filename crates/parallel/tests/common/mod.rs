@@ -38,7 +38,7 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     seq_len: SHAPE.1,
 };
 
-pub const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+pub const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
 
 /// A scale that starts here and does not grow within a test.
 pub fn dynamic(initial: u32) -> LossScaling {

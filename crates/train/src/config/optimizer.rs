@@ -18,6 +18,7 @@ fn owners(key: &str) -> &'static [OptimizerName] {
     match key {
         "beta1" | "beta2" => &[AdamW, Adam, Lion, Lamb, Muon, OneBitAdam, ZeroOneAdam],
         "eps" => &[AdamW, Adam, Lamb, Muon, OneBitAdam, ZeroOneAdam],
+        "nu" => &[AdamW, Adam],
         "momentum" => &[Sgd, Lars],
         "nesterov" => &[Sgd],
         "beta2_decay" | "clip_threshold" | "relative_step" => &[Adafactor],

@@ -182,6 +182,9 @@ config_section! {
         /// Decay of the mean of squared gradients (those of Adam's kind, muon's other parameters), or of the mean of gradients
         /// (lion).
         beta2: f64 = 0.95, within 0.0..1.0;
+        /// Share of the mean of gradients in the update; the gradient itself has the rest (adamw, adam; QHAdam). Where gradients
+        /// are of old weights, as in pipelines that do not drain, 0.78 is better than 1.
+        nu: f64 = 1.0, within 0.0..=1.0;
         /// Added to the denominator of the update (those of Adam's kind, muon's other parameters).
         eps: f64 = 1e-8, within above(0.0);
         /// Weight decay: added to the gradient in adam, sgd and lars, decoupled from it in the others.

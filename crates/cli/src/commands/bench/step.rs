@@ -241,7 +241,7 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     }
     let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
     let ranks = RankGrid::new(group, num_shards)?;
-    let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 });
+    let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
     let options =
         OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
     let moves = offload_options(args, device)?;

@@ -52,7 +52,7 @@ fn what_is_not_compressed_is_rounded() {
 
 #[test]
 fn momentum_that_may_be_taken_back() {
-    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, epsilon: 1e-8 };
+    let adam = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
     let dynamic = LossScaling::Dynamic { initial: 256, growth_interval: 100 };
     let schedules =
         [VarianceSchedule::Warmup { num_steps: 1 }, VarianceSchedule::Doubling { num_updates: 1 }];

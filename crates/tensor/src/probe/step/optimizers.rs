@@ -14,6 +14,7 @@ const ADAMW: AdamWStep = AdamWStep {
     lr: 1e-4,
     beta1: 0.9,
     beta2: 0.95,
+    nu: 1.0,
     epsilon: 1e-8,
     weight_decay: 0.1,
     grad_scale: 1.0,

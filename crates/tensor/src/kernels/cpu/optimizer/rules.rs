@@ -12,6 +12,9 @@ pub struct AdamWStep {
     pub beta1: f32,
     /// Decay rate of the second moment.
     pub beta2: f32,
+    /// Share of the first moment in the update of AdamW and of Adam; the gradient itself has the rest (`nu1` of Ma, Yarats:
+    /// "Quasi-hyperbolic momentum and Adam for deep learning", 2019, equation 8). 1 is the optimizer itself.
+    pub nu: f32,
     /// Added to the root of the second moment.
     pub epsilon: f32,
     /// Decoupled decay; 0 for parameters that do not decay.
@@ -159,6 +162,8 @@ pub const FACTORED_FLOOR: f32 = 1e-30;
 struct Corrected {
     step: AdamWStep,
     step_size: f32,
+    /// What the gradient itself counts in the update, where an uncorrected first moment counts `nu`.
+    gradient_share: f32,
     /// One over the correction of the first moment.
     unbias1: f32,
     /// One over the root of the correction of the second moment.
@@ -173,6 +178,7 @@ impl Corrected {
         Corrected {
             step: s,
             step_size: s.lr / correction1,
+            gradient_share: (1.0 - s.nu) * correction1,
             unbias1: 1.0 / correction1,
             root2: 1.0 / correction2.sqrt(),
             keep: 1.0 - s.lr * s.weight_decay,
@@ -181,6 +187,12 @@ impl Corrected {
 
     fn of(adamw: AdamWStep) -> Self {
         Corrected::new(AdamStep { adamw, num_second: adamw.step })
+    }
+
+    /// What the update goes along, for a new first moment `m` and a gradient `g`.
+    #[inline(always)]
+    fn direction(self, m: f32, g: f32) -> f32 {
+        if self.step.nu == 1.0 { m } else { self.step.nu * m + self.gradient_share * g }
     }
 }
 
@@ -205,7 +217,7 @@ for_each_simd_level! {
             let g = g * s.grad_scale;
             *m = s.beta1 * *m + (1.0 - s.beta1) * g;
             *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
-            *p = *p * c.keep - c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+            *p = *p * c.keep - c.step_size * c.direction(*m, g) / (v.sqrt() * c.root2 + s.epsilon);
         }
     }
 
@@ -215,7 +227,7 @@ for_each_simd_level! {
             let g = g * s.grad_scale + s.weight_decay * *p;
             *m = s.beta1 * *m + (1.0 - s.beta1) * g;
             *v = s.beta2 * *v + (1.0 - s.beta2) * g * g;
-            *p -= c.step_size * *m / (v.sqrt() * c.root2 + s.epsilon);
+            *p -= c.step_size * c.direction(*m, g) / (v.sqrt() * c.root2 + s.epsilon);
         }
     }
 

@@ -14,6 +14,7 @@ const ADAMW: AdamWStep = AdamWStep {
     lr: 0.01,
     beta1: 0.9,
     beta2: 0.95,
+    nu: 1.0,
     epsilon: 1e-8,
     weight_decay: 0.1,
     grad_scale: 0.5,
@@ -86,7 +87,7 @@ fn sum(terms: &[f64]) -> Exact {
     Exact::new(terms.iter().sum(), terms.iter().map(|term| term.abs()).sum())
 }
 
-/// Algorithm 2 of the paper, in f64: parameter, first and second moment.
+/// Algorithm 2 of the paper with QHAdam's `nu1`, in f64: parameter, first and second moment.
 fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64)) -> [Exact; 3] {
     let [lr, beta1, beta2, epsilon, decay, scale] =
         [s.lr, s.beta1, s.beta2, s.epsilon, s.weight_decay, s.grad_scale].map(f64::from);
@@ -94,9 +95,12 @@ fn adamw_f64(s: AdamWStep, (parameter, grad, first, second): (f64, f64, f64, f64
     let first = sum(&[beta1 * first, (1.0 - beta1) * grad]);
     let second = sum(&[beta2 * second, (1.0 - beta2) * grad * grad]);
     let corrected = second.value / (1.0 - beta2.powf(s.step as f64));
-    let factor = lr / (1.0 - beta1.powf(s.step as f64)) / (corrected.sqrt() + epsilon);
-    let value = parameter - lr * decay * parameter - factor * first.value;
-    let magnitude = parameter.abs() * (1.0 + lr * decay) + factor * first.in_f32;
+    let factor = lr / (corrected.sqrt() + epsilon);
+    let (nu, mean) = (f64::from(s.nu), 1.0 / (1.0 - beta1.powf(s.step as f64)));
+    let direction = nu * mean * first.value + (1.0 - nu) * grad;
+    let value = parameter - lr * decay * parameter - factor * direction;
+    let magnitude =
+        parameter.abs() * (1.0 + lr * decay) + factor * (nu * mean * first.in_f32 + (1.0 - nu) * grad.abs());
     [Exact::new(value, magnitude), first, second]
 }
 
@@ -159,9 +163,10 @@ proptest! {
         (lr, beta1, beta2) in (1e-6_f32..1.0, 0.0_f32..0.99, 0.5_f32..0.999),
         (weight_decay, grad_scale) in (0.0_f32..0.5, 1e-4_f32..2.0),
         (nesterov, step) in (any::<bool>(), 1_u64..2000),
+        nu in prop_oneof![Just(1.0), 0.0_f32..1.0],
     ) {
         let inputs = Inputs::new(len, 2.0_f32.powi(range));
-        let adamw = AdamWStep { lr, beta1, beta2, weight_decay, grad_scale, step, ..ADAMW };
+        let adamw = AdamWStep { lr, beta1, beta2, nu, weight_decay, grad_scale, step, ..ADAMW };
         check_adamw(&inputs, adamw);
         check_momentum(&inputs, MomentumStep { lr, momentum: beta1, nesterov, weight_decay, grad_scale, step });
     }
