@@ -227,6 +227,18 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
     }
 }
 
+/// Says what helps where gradients are of old weights.
+pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
+    let optimizer = config.optimizer();
+    let has_nu = matches!(optimizer.name, config::OptimizerName::AdamW | config::OptimizerName::Adam);
+    if config.is_asynchronous() && has_nu && optimizer.nu == 1.0 {
+        observer.notice(
+            "gradients are of older weights than those that they change, which a smaller [optimizer] nu, such as 0.78, and a longer \
+             warm-up bear better",
+        );
+    }
+}
+
 /// The model with its first weights, its optimizer and its program on one rank.
 pub(crate) fn build_executor(
     config: &Config,

@@ -13,7 +13,7 @@ use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
 use crate::setup::{
-    build_executor, lr_schedule, model_config, notice_determinism, proven_programs, unit_passes,
+    build_executor, lr_schedule, model_config, notice_delay, notice_determinism, proven_programs, unit_passes,
 };
 use crate::trace::Tracer;
 use crate::validation::Validation;
@@ -118,6 +118,7 @@ impl<'a> Trainer<'a> {
         let (model, notices) = model_config(config, train.vocabulary_size())?;
         notices.iter().for_each(|notice| observer.notice(notice));
         notice_determinism(config, config.data_parallel_degree(), observer);
+        notice_delay(config, observer);
         if training.fp8 != Fp8::Off {
             observer.notice(FP8_NOTICE);
         }

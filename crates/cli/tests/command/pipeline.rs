@@ -150,6 +150,7 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
     let text = scene
         .run(&format!("train tiny.toml {settings} --set run.name=whole --set metrics.trace_interval=2"))
         .succeeded();
+    tells(&text, &["gradients are of older weights", "[optimizer] nu"]);
     // Updates are between passes.
     let drawn = scene.run("report trace runs/whole").succeeded();
     tells(&drawn, &["measured", "simulated", "U3"]);
