@@ -57,7 +57,7 @@ pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     exit_code(error)
 }
 
-/// The error and its causes, further lines of each indented below it; what came from outside cannot steer the terminal.
+/// The error and its causes, of which further lines are indented below; what came from outside cannot steer the terminal.
 fn describe(error: &anyhow::Error) -> String {
     let mut text = format!("error: {error}");
     let mut last = error.to_string();

@@ -196,7 +196,8 @@ impl Balance {
         let own = match group.rank() {
             Rank::ROOT => self.find(&told, config, choices, executor).map_or_else(Vec::new, |recut| {
                 let numbers = [recut.before, recut.after].map(f64::to_le_bytes);
-                let choices = StepChoices { stages: recut.stages, ..choices.clone() };
+                // A given schedule stays, and is known.
+                let choices = StepChoices { stages: recut.stages, schedule: None, ..choices.clone() };
                 [numbers.concat(), choices.to_bytes()].concat()
             }),
             _ => Vec::new(),
@@ -243,7 +244,7 @@ fn slowest(told: &[Vec<u8>], num_units: usize) -> Vec<UnitTimes> {
 fn read_move(step: u64, bytes: &[u8], present: &StepChoices) -> Option<Move> {
     let (before, rest) = bytes.split_first_chunk::<8>()?;
     let (after, choices) = rest.split_first_chunk::<8>()?;
-    let choices = StepChoices::from_bytes(choices)?;
+    let choices = StepChoices { schedule: present.schedule.clone(), ..StepChoices::from_bytes(choices)? };
     let [before, after] = [before, after].map(|bytes| f64::from_le_bytes(*bytes));
     let reason = format!(
         "step {step}: the busiest worker of the pipeline took {before:.2} of the mean; units {} are now {}, which makes it {after:.2}",
@@ -352,8 +353,8 @@ mod tests {
         let schedule = "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".parse().ok();
         let present = StepChoices { keeps, places, stages: units(&[0..1, 1..4]), schedule };
         let next = StepChoices { stages: units(&[0..3, 3..4]), ..present.clone() };
-        let message =
-            [1.75_f64.to_le_bytes().to_vec(), 1.25_f64.to_le_bytes().to_vec(), next.to_bytes()].concat();
+        let told = StepChoices { schedule: None, ..next.clone() }.to_bytes();
+        let message = [1.75_f64.to_le_bytes().to_vec(), 1.25_f64.to_le_bytes().to_vec(), told].concat();
         let made = read_move(40, &message, &present).unwrap();
         assert_eq!(made.choices, next);
         assert!(made.choices.schedule.is_some());

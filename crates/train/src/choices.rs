@@ -4,7 +4,8 @@ use crate::config::{self, Config};
 use crate::error::TrainError;
 use crate::schedule_file::read_schedule;
 use crate::stages::{StageChoice, cut_evenly, cut_stages};
-use trireme_base::UnitPasses;
+use trireme_base::{Rank, UnitPasses};
+use trireme_comm::{CONTROL_BYTES_MAX, CommError, Group};
 use trireme_schedule::lowering::{Offload, Tier};
 use trireme_schedule::pipeline::Schedule;
 use trireme_schedule::{Keep, StateClass};
@@ -42,6 +43,24 @@ impl StepChoices {
             [] => cut_evenly(passes, &self.keeps, 1),
             stages => stages.to_vec(),
         }
+    }
+
+    /// What rank 0 has chosen, which is its `own`; `None` if that cannot be read here. Collective: in messages as long as control data may be.
+    pub fn of_root(own: Option<&StepChoices>, group: &Group) -> Result<Option<Self>, TrainError> {
+        let own = own.map_or_else(Vec::new, StepChoices::to_bytes);
+        let tell = |bytes: &[u8]| -> Result<Vec<u8>, CommError> {
+            Ok(group.all_gather_bytes(bytes).wait()?.swap_remove(Rank::ROOT.0))
+        };
+        let Ok(len) = <[u8; 8]>::try_from(tell(&(own.len() as u64).to_le_bytes())?) else { return Ok(None) };
+        let (mut message, mut pieces) = (Vec::new(), own.chunks(CONTROL_BYTES_MAX));
+        while (message.len() as u64) < u64::from_le_bytes(len) {
+            let piece = tell(pieces.next().unwrap_or_default())?;
+            if piece.is_empty() {
+                return Ok(None);
+            }
+            message.extend(piece);
+        }
+        Ok(StepChoices::from_bytes(&message))
     }
 
     /// As a message to the other ranks: where each class lives in a byte; the number of blocks, of uses ahead, of units and of
@@ -119,5 +138,40 @@ fn given_places(config: &Config) -> Offload {
         activations: tier(offload.activations),
         num_blocks: usize::MAX,
         prefetch: offload.prefetch,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_schedule::pipeline::{Pass, WeightVersions};
+    use trireme_testkit::run_ranks;
+
+    #[test]
+    fn all_ranks_have_what_rank_0_has_chosen_however_long_it_is() {
+        let passes =
+            |stage: usize, count: usize| (0..count).map(|index| Pass::forward(stage, index)).collect();
+        // Of the longer one the text is in four pieces.
+        for count in [1, 150_000] {
+            let schedule = Schedule {
+                num_microbatches: count,
+                num_steps: 1,
+                weights: WeightVersions::Drained,
+                stage_ranks: vec![0, 1],
+                ranks: vec![passes(0, count), passes(1, count)],
+            };
+            let chosen = StepChoices {
+                keeps: vec![Keep::All, Keep::Input],
+                places: Offload::default(),
+                stages: Vec::new(),
+                schedule: Some(schedule),
+            };
+            assert_eq!(chosen.to_bytes().len() > 3 * CONTROL_BYTES_MAX, count > 1);
+            let found = run_ranks(3, |group| {
+                let own = (group.rank() == Rank::ROOT).then_some(&chosen);
+                StepChoices::of_root(own, &group).unwrap()
+            });
+            assert_eq!(found, [Some(chosen.clone()), Some(chosen.clone()), Some(chosen)]);
+        }
     }
 }

@@ -32,8 +32,8 @@ pub use run_folder::FLIGHT_RECORDER_FOLDER;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
-    CorpusState, ensure_corpus, executor_options, local_threads, model_config, share_of_cores, step_programs,
-    unit_passes,
+    CorpusState, ensure_corpus, executor_options, local_threads, model_config, proven_programs,
+    share_of_cores, step_programs, unit_passes,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};

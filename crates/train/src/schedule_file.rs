@@ -7,12 +7,15 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
-use trireme_schedule::pipeline::{ParseScheduleError, Schedule, WeightVersions, draw_error, validate};
+use trireme_schedule::pipeline::{
+    ParseScheduleError, Schedule, ScheduleError, WeightVersions, draw_error, validate,
+};
 
 /// The largest file that is read: enough for as many passes as a schedule may have.
 const FILE_BYTES_MAX: u64 = 64 << 20;
 
-/// Columns of the picture that an error shows: with their rank's label they fit into a terminal of 80.
+/// Columns of the picture that an error shows: with their rank's label they fit into a terminal of 80, as does a mark but at the
+/// right edge.
 const PICTURE_COLUMNS: usize = 64;
 
 /// What a schedule is made for.
@@ -29,7 +32,7 @@ pub struct ScheduleSizes {
 impl fmt::Display for ScheduleSizes {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let ScheduleSizes { num_ranks, num_stages, num_microbatches } = self;
-        write!(f, "{num_ranks} workers, {num_stages} stages and {num_microbatches} microbatches")
+        write!(f, "workers {num_ranks}, stages {num_stages}, microbatches {num_microbatches}")
     }
 }
 
@@ -47,7 +50,7 @@ pub enum ScheduleFileError {
     Parse(#[from] ParseScheduleError),
     /// The schedule is made for another pipeline.
     #[error(
-        "it is for {found}, and the run has {expected}; change the file, or what makes these numbers: [parallelism] \
+        "it is for {found}, and the run has {expected} in the pipeline; change the file, or what makes these numbers: [parallelism] \
          pipeline_parallel_degree, pipeline_parallel_stages_per_rank and [training] global_batch_size"
     )]
     SizesDiffer {
@@ -68,8 +71,7 @@ pub enum ScheduleFileError {
     },
     /// Several steps, or several versions of weights.
     #[error(
-        "it does not drain between steps; set pipeline_parallel_schedule = \"pipedream\" or \"pipedream-2bw\" instead, or take 'steps' and \
-         'weights' from its first line"
+        "it does not drain between steps; set pipeline_parallel_schedule = \"pipedream\" or \"pipedream-2bw\" instead"
     )]
     DoesNotDrain,
     /// The schedule must not run: what is wrong, and a grid of ranks and time in which the place is marked.
@@ -98,7 +100,8 @@ pub(crate) fn check_schedule(
     stages: &[StageChoice],
     schedule: &Schedule,
 ) -> Result<(), TrainError> {
-    let path = schedule_path(config).unwrap_or(Path::new(""));
+    // Its name may be in the config of rank 0 alone.
+    let path = schedule_path(config).unwrap_or(Path::new("of rank 0"));
     check(config, stages, schedule)
         .map_err(|source| TrainError::ScheduleFile { path: path.to_owned(), source })
 }
@@ -140,8 +143,13 @@ fn check(config: &Config, stages: &[StageChoice], schedule: &Schedule) -> Result
         return Err(ScheduleFileError::Uneven { rank, found, expected: config.stages_per_rank() });
     }
     let (costs, bounds) = (pipeline_costs(stages), activation_bounds(config, stages, None));
-    validate(schedule, &costs, bounds.as_deref()).map_err(|error| ScheduleFileError::Invalid {
-        picture: draw_error(schedule, &costs, &error, PICTURE_COLUMNS).trim_end().to_owned(),
+    validate(schedule, &costs, bounds.as_deref()).map_err(|error| {
+        let mut picture = draw_error(schedule, &costs, &error, PICTURE_COLUMNS).trim_end().to_owned();
+        if matches!(error, ScheduleError::TooManyActivations { .. }) {
+            picture +=
+                "\nactivations are counted in bytes, and [parallelism] pipeline_parallel_in_flight_max bounds them";
+        }
+        ScheduleFileError::Invalid { picture }
     })
 }
 

@@ -312,7 +312,10 @@ pub fn step_programs(
 }
 
 /// The [`step_programs`], after a proof that all ranks of the pipeline come to the end of theirs together.
-pub(crate) fn proven_programs(
+///
+/// # Errors
+/// As those, or if the proof fails.
+pub fn proven_programs(
     config: &Config,
     model: &Model,
     choices: &StepChoices,

@@ -87,10 +87,10 @@ pub(crate) fn stages_of(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<
     let longest = sums.iter().map(|costs| costs.forward).max().unwrap_or(0).max(1);
     let ticks = |cost: u64| (u128::from(cost) * u128::from(TICKS) / u128::from(longest)) as u64;
     let in_ticks = |costs: StageCosts| StageCosts {
-        // No pass takes no time.
+        // No pass takes no time: messages follow the passes that make them.
         forward: ticks(costs.forward).max(1),
         backward_input: ticks(costs.backward_input).max(1),
-        backward_weight: ticks(costs.backward_weight),
+        backward_weight: ticks(costs.backward_weight).max(1),
         update: ticks(costs.update),
         ..costs
     };

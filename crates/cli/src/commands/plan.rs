@@ -66,6 +66,9 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let (workers, vocabulary_size) = (Workers::local(&config), vocabulary_size(&config)?);
     let plan = Plan::largest(&config, vocabulary_size, workers)?;
     let drawing = Drawing::new(&config, &plan)?;
+    if args.save_schedule.is_some() {
+        refuse_to_save(&config)?;
+    }
     let mut text = String::new();
     if args.program {
         text += &format!("{}\n", plan.program);
@@ -94,6 +97,19 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     Output.write_all(text.as_bytes())?;
     if !plan.fits() {
         bail!(advice(source, &config, &plan, vocabulary_size, workers));
+    }
+    Ok(())
+}
+
+/// What cannot be read again as a schedule of one's own.
+fn refuse_to_save(config: &Config) -> Result<()> {
+    if config.parallelism().pipeline_parallel_degree == 1 {
+        bail!("--save-schedule writes the order of a pipeline; set parallelism.pipeline_parallel_degree");
+    }
+    if config.is_asynchronous() {
+        bail!(
+            "--save-schedule writes what pipeline_parallel_schedule_file reads, and that is for schedules that drain between steps"
+        );
     }
     Ok(())
 }

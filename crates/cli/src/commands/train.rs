@@ -303,9 +303,8 @@ fn common_plan(
         true => Some(fitting_plan(config, source, vocabulary_size, workers, None)?),
         false => None,
     };
-    let message = own.as_ref().map_or_else(Vec::new, |plan| plan.choices.to_bytes());
-    let message = group.all_gather_bytes(&message).wait()?.swap_remove(Rank::ROOT.0);
-    match (own, StepChoices::from_bytes(&message)) {
+    let chosen = StepChoices::of_root(own.as_ref().map(|plan| &plan.choices), group)?;
+    match (own, chosen) {
         (Some(plan), _) => Ok(plan),
         (None, Some(chosen)) => fitting_plan(config, source, vocabulary_size, workers, Some(chosen)),
         (None, None) => bail!("worker 0 runs another version of the command"),

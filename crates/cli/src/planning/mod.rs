@@ -27,7 +27,7 @@ use trireme_train::config::{self, ActivationCheckpointMode, Config, ModelSource,
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     MemoryPlan, StepChoices, TrainError, device_options, executor_options, local_threads, model_config,
-    optimizer_options, step_programs,
+    optimizer_options, proven_programs, step_programs,
 };
 
 /// The workers of a run, as one of them sees them.
@@ -126,7 +126,9 @@ impl Plan {
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
         let rank = workers.rank / data_degree;
-        let outline = step_programs(config, &model, &given)?.swap_remove(rank).outline;
+        // What another worker has chosen it has proven.
+        let make = if is_open { proven_programs } else { step_programs };
+        let outline = make(config, &model, &given)?.swap_remove(rank).outline;
         let setup = memory_setup(&model, &device, &options, &optimizer, given.places, (layout, &outline))?;
         let bound = bound(config, workers);
         let host_bound = |device: usize| host_bound(config, workers, device);

@@ -53,8 +53,11 @@ impl Timed {
 }
 
 fn best_fixed(sizes: Sizes, costs: &Costs, bounds: &[u64]) -> Option<Timed> {
-    let kinds = Kind::ALL.into_iter().filter(|&kind| kind != Kind::Automatic && kind.is_synchronous());
-    let fixed = kinds.filter(|&kind| check_kind(kind, sizes).is_ok()).map(|kind| fixed(kind, sizes));
+    let kinds = Kind::synchronous(sizes.stages_per_rank).filter(|&(kind, _)| kind != Kind::Automatic);
+    let kinds = kinds.filter(|&(kind, stages_per_rank)| {
+        stages_per_rank == sizes.stages_per_rank && check_kind(kind, sizes).is_ok()
+    });
+    let fixed = kinds.map(|(kind, _)| fixed(kind, sizes));
     let fitting = fixed.filter(|schedule| check_activations(schedule, costs, bounds).is_ok());
     fitting.filter_map(|schedule| Timed::new(schedule, costs)).min_by_key(|timed| timed.score)
 }
