@@ -65,7 +65,7 @@ impl StepChoices {
 
     /// As a message to the other ranks: where each class lives in a byte; the number of blocks, of uses ahead, of units and of
     /// stages in eight each; the stages; what each unit keeps in a byte; and the text of a given schedule.
-    pub fn to_bytes(&self) -> Vec<u8> {
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
         let Offload { num_blocks, prefetch, .. } = self.places;
         let numbers = [num_blocks, prefetch, self.keeps.len(), self.stages.len()].map(|number| number as u64);
         let stages = self.stages.iter().flat_map(StageChoice::to_numbers);
@@ -77,7 +77,7 @@ impl StepChoices {
     }
 
     /// Reads the message, if it is one.
-    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+    pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (tiers, rest) = bytes.split_first_chunk::<4>()?;
         let (num_blocks, rest) = rest.split_first_chunk::<8>()?;
         let (prefetch, rest) = rest.split_first_chunk::<8>()?;

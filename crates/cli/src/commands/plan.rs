@@ -21,7 +21,6 @@ Examples:
       What has to leave the device so that a step fits, if anything, where it goes and when.
   trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --draw
       The stages of a pipeline of four workers, and the order in which they run, to scale.
-
   trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --save-schedule order.txt
       The same order as text, to change it: train with --set parallelism.pipeline_parallel_schedule_file=order.txt.
 
