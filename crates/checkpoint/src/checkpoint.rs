@@ -96,8 +96,17 @@ impl Checkpoint {
 
     /// Reads every file and compares its checksum; returns the error of each file that fails.
     pub fn verify(&self) -> Vec<CheckpointError> {
+        self.verify_share(0, 1)
+    }
+
+    /// [`verify`](Self::verify) for the files that are the turn of `rank` among `num_ranks`, so that ranks that share
+    /// the work read every byte once.
+    ///
+    /// # Panics
+    /// If `num_ranks` is 0.
+    pub fn verify_share(&self, rank: usize, num_ranks: usize) -> Vec<CheckpointError> {
         let failure = |(name, entry): (&String, &FileEntry)| verify_file(&self.path.join(name), entry).err();
-        self.files.iter().filter_map(failure).collect()
+        self.files.iter().skip(rank).step_by(num_ranks).filter_map(failure).collect()
     }
 }
 

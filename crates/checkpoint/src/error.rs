@@ -65,6 +65,16 @@ pub enum CheckpointError {
         /// What is wrong with it.
         reason: String,
     },
+    /// Another rank has read a damaged part of a checkpoint.
+    #[error("{} is damaged, as rank {rank} found: {reason}", path.display())]
+    DamagedElsewhere {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The rank that read it.
+        rank: Rank,
+        /// What that rank says.
+        reason: String,
+    },
     /// A newer or unknown version of the format.
     #[error("{} is of format version {found}; this program reads version {known}", path.display())]
     FormatVersion {
@@ -244,6 +254,26 @@ pub enum CheckpointError {
     },
 }
 
+impl CheckpointError {
+    /// Whether a checkpoint is not what was written, so that an older one may be whole. A folder that may not be read, or
+    /// a newer version of the format, is no damage.
+    pub fn is_damage(&self) -> bool {
+        match self {
+            CheckpointError::Damaged { .. }
+            | CheckpointError::DamagedElsewhere { .. }
+            | CheckpointError::NothingToOpen { .. } => true,
+            CheckpointError::Read { source, .. } => {
+                matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
+                    || source.raw_os_error() == Some(EIO)
+            }
+            _ => false,
+        }
+    }
+}
+
+/// The system's number for a sector that cannot be read, for which [`io::ErrorKind`] has no name.
+const EIO: i32 = 5;
+
 /// One difference between the tensors stored and the tensors expected.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Mismatch {
@@ -309,7 +339,7 @@ fn list(mismatches: &[Mismatch]) -> String {
 }
 
 /// An error with all its sources on one line, for a rank that gets no more than text.
-pub(crate) fn with_sources(error: &dyn std::error::Error) -> String {
+pub fn with_sources(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut source = error.source();
     while let Some(cause) = source {

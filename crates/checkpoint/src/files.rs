@@ -123,8 +123,13 @@ pub(crate) fn parent_of(path: &Path) -> &Path {
 /// What the name of an unfinished folder ends with: no two attempts, whatever their process or host,
 /// write to the same one.
 pub(crate) fn partial_suffix() -> String {
+    random_suffix(PARTIAL)
+}
+
+/// `start`, then eight random hexadecimal digits.
+pub(crate) fn random_suffix(start: &str) -> String {
     let random = std::hash::RandomState::new().build_hasher().finish();
-    format!("{PARTIAL}{:08x}", random as u32)
+    format!("{start}{:08x}", random as u32)
 }
 
 /// Whether `suffix` was made by [`partial_suffix`].

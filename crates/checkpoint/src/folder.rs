@@ -1,9 +1,9 @@
-//! The folder of a run's checkpoints: `step-N` for each complete one, `latest` naming the newest, and
-//! `step-N.partial-xxxxxxxx` for what a crash left unfinished.
+//! The folder of a run's checkpoints: `step-N` for each complete one, `latest` naming the newest, `step-N.partial-xxxxxxxx`
+//! for what a crash left unfinished, and `step-N.damaged-xxxxxxxx` for one that could not be read back.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::files::{is_partial_suffix, reading};
+use crate::files::{FileStep, damaged, is_partial_suffix, random_suffix, reading};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -82,16 +82,7 @@ pub fn list_checkpoints(folder: &Path) -> Result<Vec<(u64, PathBuf)>, Checkpoint
     Ok(steps.into_iter().map(|step| (step, folder.join(step_name(step)))).collect())
 }
 
-/// What [`find_latest`] found.
-#[derive(Debug)]
-pub struct LatestCheckpoint {
-    /// The newest checkpoint that opens.
-    pub checkpoint: Option<Checkpoint>,
-    /// Newer ones that do not, newest first; tell the user.
-    pub skipped: Vec<SkippedCheckpoint>,
-}
-
-/// A checkpoint that does not open.
+/// A checkpoint that cannot be used.
 #[derive(Debug)]
 pub struct SkippedCheckpoint {
     /// Its folder.
@@ -100,19 +91,46 @@ pub struct SkippedCheckpoint {
     pub reason: CheckpointError,
 }
 
-/// The newest checkpoint in `folder` that opens (see [`Checkpoint::open`]), and why newer ones do not.
+/// The newest checkpoint in `folder` that opens (see [`Checkpoint::open`]) and is not among `skipped`. Those that do not
+/// open are added to `skipped`, newest first; report them to the user.
 ///
 /// # Errors
 /// If the folder cannot be read; one that does not exist is empty.
-pub fn find_latest(folder: &Path) -> Result<LatestCheckpoint, CheckpointError> {
-    let mut skipped = Vec::new();
-    for (_, path) in list_checkpoints(folder)?.into_iter().rev() {
-        match Checkpoint::open(&path) {
-            Ok(checkpoint) => return Ok(LatestCheckpoint { checkpoint: Some(checkpoint), skipped }),
+pub fn find_latest(
+    folder: &Path,
+    skipped: &mut Vec<SkippedCheckpoint>,
+) -> Result<Option<Checkpoint>, CheckpointError> {
+    for (step, path) in list_checkpoints(folder)?.into_iter().rev() {
+        if skipped.iter().any(|skipped| skipped.path == path) {
+            continue;
+        }
+        match open_step(&path, step) {
+            Ok(checkpoint) => return Ok(Some(checkpoint)),
             Err(reason) => skipped.push(SkippedCheckpoint { path, reason }),
         }
     }
-    Ok(LatestCheckpoint { checkpoint: None, skipped })
+    Ok(None)
+}
+
+fn open_step(path: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
+    let checkpoint = Checkpoint::open(path)?;
+    match checkpoint.step() {
+        found if found == step => Ok(checkpoint),
+        found => Err(damaged(path, format!("its manifest is that of step {found}"))),
+    }
+}
+
+/// Renames a damaged checkpoint to `step-N.damaged-xxxxxxxx`, which no function of this crate takes for a checkpoint;
+/// returns the new path.
+///
+/// # Errors
+/// If it cannot be renamed.
+pub fn set_aside(path: &Path) -> Result<PathBuf, CheckpointError> {
+    let mut name = path.as_os_str().to_owned();
+    name.push(random_suffix(".damaged-"));
+    let aside = PathBuf::from(name);
+    FileStep::Rename { from: path.to_owned(), to: aside.clone() }.execute()?;
+    Ok(aside)
 }
 
 #[cfg(test)]
@@ -127,8 +145,13 @@ mod tests {
         {
             names.add(name.into());
         }
-        for name in ["step-5.partial-0123abcd", "step-5.partial", "step-5.partial-mine", "step-5.bak", "old"]
-        {
+        for name in [
+            "step-5.partial-0123abcd",
+            "step-5.partial",
+            "step-5.partial-mine",
+            "step-5.damaged-0123abcd",
+            "old",
+        ] {
             names.add(name.into());
         }
         let leftovers = vec!["step-5.partial-0123abcd".to_owned()];

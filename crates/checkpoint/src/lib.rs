@@ -45,10 +45,10 @@ mod save_plan;
 mod stored;
 
 pub use checkpoint::Checkpoint;
-pub use error::{CheckpointError, Mismatch};
+pub use error::{CheckpointError, Mismatch, with_sources};
 pub use export::{ModelExport, SHARD_BYTES_MAX, export};
 pub use files::ExtraFile;
-pub use folder::{LatestCheckpoint, SkippedCheckpoint, find_latest, list_checkpoints};
+pub use folder::{SkippedCheckpoint, find_latest, list_checkpoints, set_aside};
 pub use hugging_face::HuggingFaceDirectory;
 pub use model_source::{CHECKPOINTS_FOLDER, ModelSource, checkpoints_folder};
 pub use safetensors::Dtype as StoredDType;

@@ -1,6 +1,6 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::folder::{LatestCheckpoint, SkippedCheckpoint, find_latest, list_checkpoints};
+use crate::folder::{SkippedCheckpoint, find_latest, list_checkpoints};
 use crate::hugging_face::{HuggingFaceDirectory, MODEL_FILES};
 use crate::manifest::MANIFEST_FILE;
 use crate::stored::StoredTensors;
@@ -38,8 +38,8 @@ impl ModelSource {
         if list_checkpoints(&folder)?.is_empty() {
             return HuggingFaceDirectory::open(path).map(ModelSource::HuggingFace);
         }
-        let LatestCheckpoint { checkpoint, mut skipped } = find_latest(&folder)?;
-        match checkpoint {
+        let mut skipped = Vec::new();
+        match find_latest(&folder, &mut skipped)? {
             Some(checkpoint) => Ok(ModelSource::Checkpoint { checkpoint, skipped }),
             None => Err(skipped.swap_remove(0).reason),
         }

@@ -132,7 +132,7 @@ mod tests {
             for step in &steps[..num_done] {
                 step.execute().unwrap();
             }
-            let latest = find_latest(folder.path()).unwrap().checkpoint.expect("a checkpoint");
+            let latest = find_latest(folder.path(), &mut Vec::new()).unwrap().expect("a checkpoint");
             let is_published = folder.path().join("step-30/shard-00000.safetensors").exists();
             assert_eq!(latest.step(), if is_published { 30 } else { 20 }, "after {num_done} changes");
             assert!(latest.verify().is_empty());

@@ -173,10 +173,10 @@ impl Observer for Console {
         match facts.resumed_step {
             0 => self.line(&format!("training {} steps", facts.steps)),
             step if step >= facts.steps => self.line(&format!(
-                "the run has reached its last step, {step}; set [training] steps higher to go on, or [checkpoint] resume \
-                 = \"never\" to start anew"
+                "the run has reached its last step, {step}; raise [training] steps to train on, or set [checkpoint] resume \
+                 = \"never\" to start again"
             )),
-            step => self.line(&format!("going on after step {step} of {}", facts.steps)),
+            step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }
         if self.is_root && std::io::stderr().is_terminal() && facts.resumed_step < facts.steps {
             let template = "{wide_bar} {pos}/{len}  {msg}  time left {eta}";

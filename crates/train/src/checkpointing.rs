@@ -1,4 +1,4 @@
-//! What a run keeps in its checkpoints, and how it goes on from one.
+//! What a run keeps in its checkpoints, and how it resumes from one.
 
 use crate::compression::{CompressionState, compressor_bytes, compressor_placements, read_compressors};
 use crate::config::{Config, Resume};
@@ -12,14 +12,19 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, ExtraFile, LatestCheckpoint,
-    OPTIMIZER_PREFIX, Snapshot, TensorSource, WriteBytes, find_latest, list_checkpoints, save,
+    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, ExtraFile, OPTIMIZER_PREFIX,
+    SkippedCheckpoint, Snapshot, TensorSource, WriteBytes, find_latest, list_checkpoints, save, set_aside,
+    with_sources,
 };
+use trireme_comm::Group;
 use trireme_data::{TokenFile, Tokenizer};
 use trireme_optim::{LossScalerState, StateInfo};
 use trireme_parallel::{Executor, ParallelError, parameter_placements};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 use trireme_schedule::StateClass;
+
+/// The longest description of damage that ranks send each other, in bytes.
+const MESSAGE_BYTES_MAX: usize = 4096;
 
 /// Everything besides tensors that determines the steps to come. Random numbers are functions of the seed and a
 /// counter, so the seed and the next sample are all of the generator's state.
@@ -48,9 +53,14 @@ pub(crate) struct TrainingState {
 }
 
 impl TrainingState {
-    /// Reads the state of a checkpoint.
-    fn read(state: &serde_json::Value) -> Result<Self, serde_json::Error> {
+    /// Reads the state of a checkpoint of `step`.
+    fn read(state: &serde_json::Value, step: u64) -> Result<Self, serde_json::Error> {
         let state = TrainingState::deserialize(state)?;
+        if state.step != step {
+            let differs =
+                format!("it is the state of step {}, and the manifest's step is {step}", state.step);
+            return Err(serde_json::Error::custom(differs));
+        }
         if state.loss_scaler.skipped_steps > state.step {
             return Err(serde_json::Error::custom("more steps were skipped than were made"));
         }
@@ -234,7 +244,7 @@ fn state_name(info: &StateInfo<'_>) -> String {
     format!("{OPTIMIZER_PREFIX}{}.{}", info.name, info.parameter.name)
 }
 
-/// Goes on from a checkpoint if there is one, else begins at the first sample. Collective.
+/// Resumes from a checkpoint if there is one, else begins at the first sample. Collective.
 pub(crate) fn resume(
     config: &Config,
     executor: &mut Executor,
@@ -252,7 +262,7 @@ pub(crate) fn resume(
         loss_scaler: executor.loss_scaler().state(),
         compression: None,
     };
-    let state = match find_resume(config, executor, observer)? {
+    let state = match find_resume(config, executor.group(), observer)? {
         Some(checkpoint) => restore(&checkpoint, executor, &beginning, observer)?,
         None => beginning,
     };
@@ -263,16 +273,43 @@ pub(crate) fn resume(
     Ok(state)
 }
 
-/// The checkpoint to go on from, if there is one. Rank 0 decides, for the others may see the folder later.
+/// The checkpoint to resume from, if there is one, after the ranks have read all of it: nothing is loaded from one that is
+/// damaged. Damaged ones that are newer are renamed. Collective.
+///
+/// Cost: each byte of the checkpoint is read once, by one rank.
 fn find_resume(
     config: &Config,
-    executor: &Executor,
+    group: &Group,
     observer: &mut dyn Observer,
 ) -> Result<Option<Checkpoint>, TrainError> {
-    let group = executor.group();
+    let mut damaged = Vec::new();
+    loop {
+        let Some(checkpoint) = choose_together(config, group, &mut damaged)? else { return Ok(None) };
+        let Some(reason) = verify_together(&checkpoint, group)? else {
+            for SkippedCheckpoint { path, reason } in &damaged {
+                let (aside, reason) = (set_aside(path)?, with_sources(reason));
+                observer.notice(&format!("{} is now {}, because {reason}", path.display(), aside.display()));
+            }
+            return Ok(Some(checkpoint));
+        };
+        if config.checkpoint().resume != Resume::Auto {
+            return Err(reason.into());
+        }
+        if group.rank() == Rank::ROOT {
+            damaged.push(SkippedCheckpoint { path: checkpoint.path().to_owned(), reason });
+        }
+    }
+}
+
+/// The checkpoint that rank 0 chooses, for the others may see the folder later. `damaged` is rank 0's. Collective.
+fn choose_together(
+    config: &Config,
+    group: &Group,
+    damaged: &mut Vec<SkippedCheckpoint>,
+) -> Result<Option<Checkpoint>, TrainError> {
     let mut chosen = Ok(None);
     if group.rank() == Rank::ROOT {
-        chosen = choose_checkpoint(config, observer);
+        chosen = choose_checkpoint(config, damaged);
     }
     // A failure travels as a mark, so that no rank waits for a failed one.
     let message = match &chosen {
@@ -291,19 +328,57 @@ fn find_resume(
     }
 }
 
-fn choose_checkpoint(config: &Config, observer: &mut dyn Observer) -> Result<Option<Checkpoint>, TrainError> {
+/// The checkpoint that the config asks for. With `auto` it is the newest that opens; those that are damaged and newer join
+/// `damaged`, and are not chosen again.
+fn choose_checkpoint(
+    config: &Config,
+    damaged: &mut Vec<SkippedCheckpoint>,
+) -> Result<Option<Checkpoint>, TrainError> {
     match &config.checkpoint().resume {
         Resume::Never => Ok(None),
         Resume::From(path) => Ok(Some(Checkpoint::open(path)?)),
         Resume::Auto => {
-            let LatestCheckpoint { checkpoint, skipped } =
-                find_latest(&config.run_folder().join(CHECKPOINTS_FOLDER))?;
-            for skipped in skipped {
-                observer.notice(&format!("passed over {}: {}", skipped.path.display(), skipped.reason));
+            let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
+            let found = find_latest(&folder, damaged)?;
+            if let Some(index) = damaged.iter().position(|skipped| !skipped.reason.is_damage()) {
+                return Err(damaged.swap_remove(index).reason.into());
             }
-            Ok(checkpoint)
+            match (&found, damaged.is_empty()) {
+                (None, false) => {
+                    let reasons = damaged.iter().map(|skipped| with_sources(&skipped.reason)).collect();
+                    Err(TrainError::AllCheckpointsDamaged { folder, reasons })
+                }
+                _ => Ok(found),
+            }
         }
     }
+}
+
+/// Reads the whole checkpoint, each rank a share of it; the damage, if any rank has found some. Collective.
+fn verify_together(checkpoint: &Checkpoint, group: &Group) -> Result<Option<CheckpointError>, TrainError> {
+    group.set_line(format_args!("reading {}", checkpoint.path().display()));
+    let own = checkpoint.verify_share(group.rank().0, group.world_size()).into_iter().next();
+    let own = own.or_else(|| state_damage(checkpoint));
+    let (is_damage, text) =
+        own.as_ref().map_or((true, String::new()), |own| (own.is_damage(), with_sources(own)));
+    let mut message = text.into_bytes();
+    message.truncate(MESSAGE_BYTES_MAX);
+    let messages = group.all_gather_bytes(&message).wait()?;
+    if let Some(own) = own {
+        return if is_damage { Ok(Some(own)) } else { Err(own.into()) };
+    }
+    let elsewhere = messages.iter().position(|message| !message.is_empty());
+    Ok(elsewhere.map(|rank| CheckpointError::DamagedElsewhere {
+        path: checkpoint.path().to_owned(),
+        rank: Rank(rank),
+        reason: String::from_utf8_lossy(&messages[rank]).into_owned(),
+    }))
+}
+
+/// What keeps the state of a checkpoint from being this program's.
+fn state_damage(checkpoint: &Checkpoint) -> Option<CheckpointError> {
+    let reason = TrainingState::read(checkpoint.state(), checkpoint.step()).err()?.to_string();
+    Some(CheckpointError::Damaged { path: checkpoint.path().to_owned(), reason })
 }
 
 /// Refuses to go on after `step` where later checkpoints are: the run's next ones could not be told from them.
@@ -325,7 +400,7 @@ fn restore(
 ) -> Result<TrainingState, TrainError> {
     let path = checkpoint.path();
     let unreadable = |source| TrainError::ResumeState { path: path.to_owned(), source };
-    let state = TrainingState::read(checkpoint.state()).map_err(unreadable)?;
+    let state = TrainingState::read(checkpoint.state(), checkpoint.step()).map_err(unreadable)?;
     state.check_order(expected, path)?;
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
@@ -351,16 +426,18 @@ mod tests {
         let mut state = json!({
             "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "seq_len": 24, "corpus": "01234567", "corpus_tokens": 9,
         });
-        let older = TrainingState::read(&state).unwrap();
+        let older = TrainingState::read(&state, 5).unwrap();
+        let other = TrainingState::read(&state, 6).unwrap_err().to_string();
+        assert!(other.contains("state of step 5, and the manifest's step is 6"), "{other}");
         assert_eq!((older.step, older.loss_scaler), (5, LossScalerState::default()));
         state["loss_scaler"] = json!({"scale": 512, "good_steps": 2, "skipped_steps": 5});
-        let read = TrainingState::read(&state).unwrap();
+        let read = TrainingState::read(&state, 5).unwrap();
         assert_eq!(read.loss_scaler, LossScalerState { scale: Some(512), good_steps: 2, skipped_steps: 5 });
         assert_eq!(serde_json::to_value(&read).unwrap(), state);
         state["loss_scaler"]["skipped_steps"] = json!(6);
-        assert!(TrainingState::read(&state).unwrap_err().to_string().contains("more steps were skipped"));
+        assert!(TrainingState::read(&state, 5).unwrap_err().to_string().contains("more steps were skipped"));
         state["loss_scaler"] = json!({"scale": -1, "good_steps": 2, "skipped_steps": 5});
-        assert!(TrainingState::read(&state).is_err());
+        assert!(TrainingState::read(&state, 5).is_err());
     }
 
     #[test]
@@ -370,12 +447,12 @@ mod tests {
             "loss_scaler": {"scale": null, "good_steps": 0, "skipped_steps": 0},
             "compression": {"codec": "top_k", "world_size": 2, "loss_scale": 64},
         });
-        let read = TrainingState::read(&state).unwrap();
+        let read = TrainingState::read(&state, 5).unwrap();
         assert_eq!(serde_json::to_value(&read).unwrap(), state);
         state["compression"]["loss_scale"] = json!(0);
-        let error = TrainingState::read(&state).unwrap_err().to_string();
+        let error = TrainingState::read(&state, 5).unwrap_err().to_string();
         assert!(error.contains("0 is no loss scale of compressed gradients"), "{error}");
         state["compression"] = json!(7);
-        assert!(TrainingState::read(&state).is_err());
+        assert!(TrainingState::read(&state, 5).is_err());
     }
 }

@@ -123,19 +123,32 @@ pub enum TrainError {
         /// In this run.
         expected: String,
     },
-    /// Going on from a checkpoint would fork the run within one folder.
+    /// Resuming from a checkpoint would fork the run within one folder.
     #[error(
-        "going on after step {step}, but {} holds checkpoints up to step {newest}; set another [run] name to branch off, or move them \
+        "cannot resume after step {step}: {} holds checkpoints up to step {newest}; set another [run] name to branch off, or move them \
          away",
         folder.display()
     )]
     NewerCheckpoints {
-        /// The step to go on after.
+        /// The step to resume after.
         step: u64,
         /// The newest step in the folder.
         newest: u64,
         /// The run's checkpoints.
         folder: PathBuf,
+    },
+    /// A run has checkpoints, and none is whole.
+    #[error(
+        "no checkpoint in {} can be resumed from; to begin anew, set [checkpoint] resume = \"never\", which moves the earlier run \
+         aside:{}",
+        folder.display(),
+        reasons.iter().map(|reason| format!("\n  {reason}")).collect::<String>()
+    )]
+    AllCheckpointsDamaged {
+        /// The run's checkpoints.
+        folder: PathBuf,
+        /// Of each one, the newest first.
+        reasons: Vec<String>,
     },
     /// Rank 0 failed to find the checkpoint to go on from, and tells why itself.
     #[error("rank 0 could not choose a checkpoint to go on from; its own error says why")]

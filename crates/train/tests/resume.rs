@@ -361,7 +361,7 @@ fn a_fork_within_one_folder_is_refused() {
     let mut observer = trireme_train::Silent;
     let error =
         trireme_train::Trainer::new(&fork, trireme_comm::single(), options, &mut observer).err().unwrap();
-    assert!(error.to_string().contains("going on after step 5"), "{error}");
+    assert!(error.to_string().contains("cannot resume after step 5"), "{error}");
     // In a folder of its own the branch is welcome.
     let branch = train(&job(folder.path(), "branch", 1, 10, &[&resume]));
     assert_eq!(branch.0[0].step, 6);

@@ -3,7 +3,10 @@
 use crate::common::{FILES, bytes, mesh, save_all, tensor};
 use proptest::prelude::*;
 use trireme_base::{DType, Rank};
-use trireme_checkpoint::{Checkpoint, CheckpointError, Mismatch, StoredDType, find_latest, list_checkpoints};
+use trireme_checkpoint::{
+    Checkpoint, CheckpointError, Mismatch, SkippedCheckpoint, StoredDType, find_latest, list_checkpoints,
+    set_aside,
+};
 use trireme_plan::{Extent, Placement, TensorPlacement};
 
 fn any_placement(num_dims: usize) -> impl Strategy<Value = Placement> {
@@ -92,8 +95,9 @@ fn a_checkpoint_holds_state_and_files_beside_the_tensors() {
 #[test]
 fn the_newest_checkpoint_that_opens_is_found_and_the_others_have_a_reason() {
     let folder = tempfile::tempdir().unwrap();
-    let nothing = find_latest(&folder.path().join("none")).unwrap();
-    assert!(nothing.checkpoint.is_none() && nothing.skipped.is_empty());
+    let mut skipped = Vec::new();
+    assert!(find_latest(&folder.path().join("none"), &mut skipped).unwrap().is_none());
+    assert!(skipped.is_empty());
     for step in [5, 9, 10] {
         save_all(folder.path(), step, &two_tensors(), 1);
     }
@@ -101,9 +105,22 @@ fn the_newest_checkpoint_that_opens_is_found_and_the_others_have_a_reason() {
         list_checkpoints(folder.path()).unwrap().into_iter().map(|(step, _)| step).collect();
     assert_eq!(steps, [5, 9, 10]);
     std::fs::remove_file(folder.path().join("step-10/shard-00000.safetensors")).unwrap();
-    let latest = find_latest(folder.path()).unwrap();
-    assert_eq!(latest.checkpoint.unwrap().step(), 9);
-    assert!(matches!(&latest.skipped[..], [only] if only.path.ends_with("step-10")));
+    assert_eq!(find_latest(folder.path(), &mut skipped).unwrap().unwrap().step(), 9);
+    assert!(matches!(&skipped[..], [only] if only.path.ends_with("step-10")));
+    // What the caller found damaged by itself is not found again.
+    let path = folder.path().join("step-9");
+    let reason = CheckpointError::Damaged { path: path.clone(), reason: "a checksum differs".into() };
+    skipped.push(SkippedCheckpoint { path: path.clone(), reason });
+    assert_eq!(find_latest(folder.path(), &mut skipped).unwrap().unwrap().step(), 5);
+    assert_eq!(skipped.len(), 2);
+    // A copy under the name of another step is not that step's.
+    std::fs::rename(folder.path().join("step-5"), folder.path().join("step-7")).unwrap();
+    assert!(find_latest(folder.path(), &mut skipped).unwrap().is_none());
+    let aside = set_aside(&path).unwrap();
+    assert!(aside.to_str().unwrap().contains("step-9.damaged-"), "{}", aside.display());
+    let steps: Vec<u64> =
+        list_checkpoints(folder.path()).unwrap().into_iter().map(|(step, _)| step).collect();
+    assert_eq!(steps, [7, 10]);
 }
 
 #[test]

@@ -9,8 +9,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use trireme_base::Bytes;
 use trireme_checkpoint::{
-    Checkpoint, CheckpointError, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors,
-    checkpoints_folder, export, list_checkpoints,
+    Checkpoint, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors, checkpoints_folder,
+    export, list_checkpoints, with_sources,
 };
 
 /// Look into checkpoints, and export models from them.
@@ -108,11 +108,6 @@ fn verify_source(source: &ModelSource) -> anyhow::Result<()> {
     }
     let lines: String = failures.iter().map(|failure| format!("\n  {}", with_sources(failure))).collect();
     bail!("{} is damaged:{lines}", checkpoint.path().display());
-}
-
-/// An error with what caused it, on one line.
-fn with_sources(error: &CheckpointError) -> String {
-    anyhow::Chain::new(error).map(ToString::to_string).collect::<Vec<_>>().join(": ")
 }
 
 fn write_model(

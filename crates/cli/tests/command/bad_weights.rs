@@ -77,22 +77,3 @@ fn a_model_without_description_or_tokenizer() {
     std::fs::remove_file(scene.path("model/config.json")).unwrap();
     assert_refused(&scene, &["model", "config.json"]);
 }
-
-#[test]
-fn a_bit_of_a_checkpoint_flipped() {
-    let scene = Scene::with_corpus();
-    scene.run("train tiny.toml --workers 1").succeeded();
-    scene.flip_bit("runs/tiny/checkpoints/step-4/shard-00000.safetensors");
-    let damaged = ["step-4/shard-00000.safetensors is damaged", "checksum"];
-    for workers in [1, 2] {
-        let command = format!("train tiny.toml --workers {workers} --set training.steps=6");
-        tells(&scene.run(&command).refused(), &damaged);
-    }
-    assert_eq!(scene.names("runs/tiny/checkpoints"), ["latest", "step-2", "step-4"]);
-    let verified = scene.run("checkpoint inspect runs/tiny --verify");
-    assert_eq!(verified.code, Some(1));
-    tells(&verified.stderr, &damaged);
-    // The one before it still serves.
-    let earlier = "--set checkpoint.resume=runs/tiny/checkpoints/step-2 --set run.name=again";
-    tells(&scene.run(&format!("train tiny.toml {earlier}")).succeeded(), &["going on after step 2 of 4"]);
-}

@@ -47,7 +47,7 @@ fn during_the_steps() {
         let num_steps = scene.losses("tiny").len();
         assert!(scene.whole_checkpoints("tiny") > 0);
         let printed = scene.run(&format!("{train} --set training.steps={}", num_steps + 5)).succeeded();
-        tells(&printed, &["going on after step "]);
+        tells(&printed, &["resuming after step "]);
         let steps: Vec<u64> = scene.losses("tiny").iter().map(|(step, _)| *step).collect();
         assert_eq!(steps, (1..=num_steps as u64 + 5).collect::<Vec<_>>());
     }
@@ -76,7 +76,7 @@ fn during_a_checkpoint() {
         assert!(scene.whole_checkpoints("tiny") > 0);
         let num_steps = scene.losses("tiny").len();
         let printed = scene.run(&format!("{train} --set training.steps={}", num_steps + 2)).succeeded();
-        tells(&printed, &["going on after step "]);
+        tells(&printed, &["resuming after step "]);
         assert!(!is_being_written(), "what was half-written is gone");
     }
 }

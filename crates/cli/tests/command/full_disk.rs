@@ -25,7 +25,7 @@ fn a_checkpoint_leaves_the_earlier_one() {
         tells(&error, &["checkpoint of step 4 was not saved", "step-4", "free space", "File too large"]);
         assert_eq!(scene.names("runs/tiny/checkpoints"), ["latest", "step-2"]);
         assert_eq!(scene.whole_checkpoints("tiny"), 1);
-        tells(&scene.run(&train).succeeded(), &["going on after step 2 of 4"]);
+        tells(&scene.run(&train).succeeded(), &["resuming after step 2 of 4"]);
         assert_eq!(scene.losses("tiny").iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4]);
     }
 }

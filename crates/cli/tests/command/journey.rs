@@ -43,7 +43,7 @@ fn from_text_to_text() {
     assert_eq!(scene.run(&format!("generate model {generate}")).succeeded(), text);
 
     let printed = scene.run("train tiny.toml --set training.steps=6").succeeded();
-    tells(&printed, &["going on after step 4 of 6", "step: 6 "]);
+    tells(&printed, &["resuming after step 4 of 6", "step: 6 "]);
     assert_eq!(scene.losses("tiny").iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
 }
 

@@ -4,6 +4,7 @@ mod bad_config;
 mod bad_text;
 mod bad_weights;
 mod common;
+mod damage;
 mod deaths;
 mod full_disk;
 mod hangs;
