@@ -230,6 +230,8 @@ pub enum CheckpointError {
         rank: Rank,
         /// What that rank says.
         reason: String,
+        /// Whether that rank's disk is full.
+        is_out_of_space: bool,
     },
     /// The ranks could not tell each other how a save went.
     #[error("the checkpoint of step {step} was not saved: the ranks could not tell each other how it went")]
@@ -246,11 +248,25 @@ pub enum CheckpointError {
         /// The folder.
         path: PathBuf,
     },
-    /// A folder that would be replaced, but holds no model.
-    #[error("{} holds no model (no config.json), so it is not replaced; choose another folder", path.display())]
-    TargetIsNoModel {
+    /// A folder within a run.
+    #[error("{} lies in the run or checkpoint {}; choose a folder outside of it", path.display(), run.display())]
+    TargetInRun {
         /// The folder.
         path: PathBuf,
+        /// The run or the checkpoint.
+        run: PathBuf,
+    },
+    /// A folder that would be replaced, but is not an export.
+    #[error(
+        "{} is not replaced: no export writes {}; choose another folder, or remove this one yourself",
+        path.display(),
+        foreign.display()
+    )]
+    TargetIsNoExport {
+        /// The folder.
+        path: PathBuf,
+        /// An entry that is not of an export.
+        foreign: PathBuf,
     },
 }
 
@@ -266,6 +282,19 @@ impl CheckpointError {
                 matches!(source.kind(), io::ErrorKind::NotFound | io::ErrorKind::UnexpectedEof)
                     || source.raw_os_error() == Some(EIO)
             }
+            _ => false,
+        }
+    }
+
+    /// Whether a disk is full, or a quota used up: what cannot be written now may be written later.
+    pub fn is_out_of_space(&self) -> bool {
+        match self {
+            CheckpointError::Write { source, .. } | CheckpointError::Rename { source, .. } => matches!(
+                source.kind(),
+                io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge
+            ),
+            CheckpointError::SaveFailedHere { source, .. } => source.is_out_of_space(),
+            CheckpointError::SaveFailedElsewhere { is_out_of_space, .. } => *is_out_of_space,
             _ => false,
         }
     }

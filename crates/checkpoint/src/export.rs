@@ -4,7 +4,10 @@ use crate::CONFIG_FILE;
 use crate::error::CheckpointError;
 use crate::extent::split;
 use crate::files::{ExtraFile, FileStep, damaged, is_plain_name, parent_of, partial_suffix, reading};
-use crate::hugging_face::{INDEX_FILE, MODEL_FILE, ShardIndex};
+use crate::folder::list_checkpoints;
+use crate::hugging_face::{INDEX_FILE, MODEL_FILE, MODEL_FILES, ShardIndex};
+use crate::manifest::MANIFEST_FILE;
+use crate::model_source::CHECKPOINTS_FOLDER;
 use crate::safetensors_file::SafetensorsWriter;
 use crate::save_plan::PART_BYTES_MAX;
 use crate::stored::{StoredTensor, StoredTensors};
@@ -28,7 +31,7 @@ pub struct ModelExport<'a> {
     /// A model of more bytes is written in several files with an index; no file exceeds this unless a
     /// single tensor does.
     pub shard_bytes_max: u64,
-    /// Whether a model directory already there is replaced.
+    /// Whether an export already there is replaced.
     pub force: bool,
 }
 
@@ -38,7 +41,8 @@ pub struct ModelExport<'a> {
 /// another one is corrected. Memory: at most 64 MiB of a tensor at a time.
 ///
 /// # Errors
-/// `out` is not empty and not to be replaced, or to be replaced but no model directory; tensors of a dtype
+/// `out` lies in a run or a checkpoint; it is not empty and not to be replaced, or to be replaced but holds what no export
+/// writes; tensors of a dtype
 /// that cannot be read; reading and writing.
 pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError> {
     check_target(out, model.force)?;
@@ -53,18 +57,61 @@ pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError
 }
 
 fn check_target(out: &Path, force: bool) -> Result<(), CheckpointError> {
-    let mut entries = match fs::read_dir(out) {
+    if let Some(run) = run_around(out).map_err(reading(out))? {
+        return Err(CheckpointError::TargetInRun { path: out.to_owned(), run });
+    }
+    let entries = match fs::read_dir(out) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
         entries => entries.map_err(reading(out))?,
     };
-    if entries.next().is_none() {
-        return Ok(());
+    let mut foreign = None;
+    let mut is_empty = true;
+    for entry in entries {
+        let entry = entry.map_err(reading(out))?;
+        is_empty = false;
+        let is_file = entry.file_type().map_err(reading(out))?.is_file();
+        if !(is_file && entry.file_name().to_str().is_some_and(is_export_file)) {
+            foreign = Some(entry.path());
+        }
     }
-    match (force, out.join(CONFIG_FILE).is_file()) {
-        (false, _) => Err(CheckpointError::TargetExists { path: out.to_owned() }),
-        (true, false) => Err(CheckpointError::TargetIsNoModel { path: out.to_owned() }),
-        (true, true) => Ok(()),
+    let path = out.to_owned();
+    match (is_empty, force, foreign) {
+        (true, ..) => Ok(()),
+        (false, false, _) => Err(CheckpointError::TargetExists { path }),
+        (false, true, Some(foreign)) => Err(CheckpointError::TargetIsNoExport { path, foreign }),
+        (false, true, None) => Ok(()),
     }
+}
+
+/// The checkpoint or the run's folder that `out` is or lies in, if there is one.
+fn run_around(out: &Path) -> io::Result<Option<PathBuf>> {
+    // The name of `out` may not be there yet, and links above it may lead into a run.
+    let there = out.ancestors().find(|folder| folder.exists());
+    let there = there.filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let there = fs::canonicalize(there)?;
+    let is_of_run = |folder: &&Path| {
+        folder.join(MANIFEST_FILE).is_file()
+            || [CHECKPOINTS_FOLDER, "."].iter().any(|name| holds_checkpoint(&folder.join(name)))
+    };
+    Ok(there.ancestors().find(is_of_run).map(Path::to_owned))
+}
+
+fn holds_checkpoint(folder: &Path) -> bool {
+    let checkpoints = list_checkpoints(folder).unwrap_or_default();
+    checkpoints.iter().any(|(_, path)| path.join(MANIFEST_FILE).is_file())
+}
+
+/// Whether an export may write a file of this name.
+fn is_export_file(name: &str) -> bool {
+    let is_shard = || {
+        let numbers = name.strip_prefix("model-").and_then(|rest| rest.strip_suffix(".safetensors"));
+        numbers.and_then(|numbers| numbers.split_once("-of-")).is_some_and(|(number, count)| {
+            [number, count]
+                .iter()
+                .all(|digits| !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit()))
+        })
+    };
+    MODEL_FILES.contains(&name) || [MODEL_FILE, INDEX_FILE].contains(&name) || is_shard()
 }
 
 /// A name for a sibling: `out/` and `out` are the same folder.
@@ -117,7 +164,7 @@ fn publish(aside: &Path, out: &Path) -> Result<(), CheckpointError> {
         return Err(error);
     }
     sync.execute()?;
-    FileStep::RemoveFolder(replaced).execute()
+    FileStep::Remove(replaced).execute()
 }
 
 /// A tensor to write, in the dtype it is read in.

@@ -40,8 +40,8 @@ pub(crate) enum FileStep {
         /// The new name.
         to: PathBuf,
     },
-    /// Removes a folder with all it holds.
-    RemoveFolder(PathBuf),
+    /// Removes a file, or a folder with all it holds.
+    Remove(PathBuf),
 }
 
 impl FileStep {
@@ -58,10 +58,15 @@ impl FileStep {
                 to: to.clone(),
                 source,
             }),
-            FileStep::RemoveFolder(path) => fs::remove_dir_all(path)
-                .map_err(|source| CheckpointError::Remove { path: path.clone(), source }),
+            FileStep::Remove(path) => {
+                remove(path).map_err(|source| CheckpointError::Remove { path: path.clone(), source })
+            }
         }
     }
+}
+
+fn remove(path: &Path) -> io::Result<()> {
+    if fs::symlink_metadata(path)?.is_dir() { fs::remove_dir_all(path) } else { fs::remove_file(path) }
 }
 
 fn write_synced(path: &Path, contents: &[u8]) -> io::Result<()> {
@@ -126,8 +131,13 @@ pub(crate) fn partial_suffix() -> String {
     random_suffix(PARTIAL)
 }
 
+/// What the name of a damaged checkpoint ends with once it is set aside.
+pub(crate) fn damaged_suffix() -> String {
+    random_suffix(".damaged-")
+}
+
 /// `start`, then eight random hexadecimal digits.
-pub(crate) fn random_suffix(start: &str) -> String {
+fn random_suffix(start: &str) -> String {
     let random = std::hash::RandomState::new().build_hasher().finish();
     format!("{start}{:08x}", random as u32)
 }

@@ -3,7 +3,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::files::{FileStep, damaged, is_partial_suffix, random_suffix, reading};
+use crate::files::{FileStep, damaged, damaged_suffix, is_partial_suffix, reading};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -127,7 +127,7 @@ fn open_step(path: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
 /// If it cannot be renamed.
 pub fn set_aside(path: &Path) -> Result<PathBuf, CheckpointError> {
     let mut name = path.as_os_str().to_owned();
-    name.push(random_suffix(".damaged-"));
+    name.push(damaged_suffix());
     let aside = PathBuf::from(name);
     FileStep::Rename { from: path.to_owned(), to: aside.clone() }.execute()?;
     Ok(aside)

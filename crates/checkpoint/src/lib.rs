@@ -52,7 +52,7 @@ pub use folder::{SkippedCheckpoint, find_latest, list_checkpoints, set_aside};
 pub use hugging_face::HuggingFaceDirectory;
 pub use model_source::{CHECKPOINTS_FOLDER, ModelSource, checkpoints_folder};
 pub use safetensors::Dtype as StoredDType;
-pub use save::{InMemory, Snapshot, TensorSource, WriteBytes, save};
+pub use save::{InMemory, Saved, Snapshot, TensorSource, WriteBytes, save};
 pub use save_plan::{PART_BYTES_MAX, WritePart, plan_save};
 pub use stored::{StoredTensor, StoredTensors};
 

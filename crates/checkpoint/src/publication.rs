@@ -1,18 +1,24 @@
 //! What rank 0 changes in a folder of checkpoints, as lists of single changes. They are decided before any
 //! is made, so that a test can stop after each one, as a crash would.
 
-use crate::files::{ExtraFile, FileStep, parent_of, partial_suffix};
+use crate::files::{ExtraFile, FileStep, damaged_suffix, parent_of, partial_suffix};
 use crate::folder::{LATEST_FILE, step_name};
 use crate::manifest::MANIFEST_FILE;
+use std::iter;
 use std::path::Path;
 
 /// What rank 0 changes before the ranks write.
-pub(crate) fn begin_steps(folder: &Path, partial_name: &str, leftovers: &[String]) -> Vec<FileStep> {
-    let mut steps =
-        vec![FileStep::CreateFolder(folder.to_owned()), FileStep::SyncFolder(parent_of(folder).to_owned())];
-    steps.extend(leftovers.iter().map(|name| FileStep::RemoveFolder(folder.join(name))));
-    steps.push(FileStep::CreateFolder(folder.join(partial_name)));
-    steps
+pub(crate) fn begin_steps(folder: &Path, partial_name: &str) -> Vec<FileStep> {
+    vec![
+        FileStep::CreateFolder(folder.to_owned()),
+        FileStep::SyncFolder(parent_of(folder).to_owned()),
+        FileStep::CreateFolder(folder.join(partial_name)),
+    ]
+}
+
+/// Removes what crashes have left unfinished. None of it has to succeed: the next save tries again.
+pub(crate) fn leftover_steps(folder: &Path, leftovers: &[String]) -> Vec<Vec<FileStep>> {
+    leftovers.iter().map(|name| vec![FileStep::Remove(folder.join(name))]).collect()
 }
 
 /// What rank 0 changes after the ranks have written.
@@ -22,19 +28,18 @@ pub(crate) struct Publication<'a> {
     pub(crate) step: u64,
     pub(crate) files: &'a [ExtraFile<'a>],
     pub(crate) manifest: String,
-    /// Whether a damaged checkpoint of the same step is in the way.
+    /// Whether something damaged is in the way under the name of the same step.
     pub(crate) damaged_exists: bool,
     /// Steps of the checkpoints to remove.
     pub(crate) pruned: Vec<u64>,
 }
 
 impl Publication<'_> {
-    /// The changes, in order. Up to the renaming to `step-N` all is as before; after it the checkpoint is
-    /// complete.
+    /// The changes that make the checkpoint, in order. Up to the renaming to `step-N` all is as before; after it the
+    /// checkpoint is complete.
     pub(crate) fn steps(&self) -> Vec<FileStep> {
         let partial = self.folder.join(self.partial_name);
         let published = self.folder.join(step_name(self.step));
-        let sync_folder = || FileStep::SyncFolder(self.folder.to_owned());
         let mut steps: Vec<FileStep> = (self.files.iter())
             .map(|file| FileStep::WriteFile {
                 path: partial.join(file.name),
@@ -45,27 +50,36 @@ impl Publication<'_> {
         steps.push(FileStep::WriteFile { path: partial.join(MANIFEST_FILE), contents });
         steps.push(FileStep::SyncFolder(partial.clone()));
         if self.damaged_exists {
-            steps.extend(self.removal(self.step));
+            let to = self.folder.join(step_name(self.step) + &damaged_suffix());
+            steps.push(FileStep::Rename { from: published.clone(), to });
         }
-        steps.extend([FileStep::Rename { from: partial, to: published }, sync_folder()]);
-        steps.extend(self.mark());
-        steps.push(sync_folder());
-        steps.extend(self.pruned.iter().flat_map(|&step| self.removal(step)));
+        steps.extend([FileStep::Rename { from: partial, to: published }, self.sync()]);
         steps
     }
 
+    /// What follows once the checkpoint is complete, as lists of changes of which each stands for itself: the mark of the
+    /// latest, and the removal of each old checkpoint. A list ends at the first change that fails. None has to succeed:
+    /// the next save tries again.
+    pub(crate) fn tidying(&self) -> Vec<Vec<FileStep>> {
+        iter::once(self.mark()).chain(self.pruned.iter().map(|&step| self.removal(step))).collect()
+    }
+
     /// Names the new checkpoint as the latest.
-    fn mark(&self) -> [FileStep; 2] {
+    fn mark(&self) -> Vec<FileStep> {
         let (to, from) = (self.folder.join(LATEST_FILE), self.folder.join(format!("{LATEST_FILE}.partial")));
         let contents = format!("{}\n", step_name(self.step)).into_bytes();
-        [FileStep::WriteFile { path: from.clone(), contents }, FileStep::Rename { from, to }]
+        vec![FileStep::WriteFile { path: from.clone(), contents }, FileStep::Rename { from, to }, self.sync()]
     }
 
     /// Makes a checkpoint an unfinished one, then removes it: half of it never looks like a whole one.
-    fn removal(&self, step: u64) -> [FileStep; 2] {
+    fn removal(&self, step: u64) -> Vec<FileStep> {
         let aside = self.folder.join(step_name(step) + &partial_suffix());
         let from = self.folder.join(step_name(step));
-        [FileStep::Rename { from, to: aside.clone() }, FileStep::RemoveFolder(aside)]
+        vec![FileStep::Rename { from, to: aside.clone() }, FileStep::Remove(aside)]
+    }
+
+    fn sync(&self) -> FileStep {
+        FileStep::SyncFolder(self.folder.to_owned())
     }
 }
 
@@ -93,7 +107,8 @@ mod tests {
     fn all_steps(folder: &Path, model: &Path) -> Vec<FileStep> {
         let partial_name = "step-30.partial-0000abcd";
         let read = |name: &str| fs::read(model.join(name)).unwrap();
-        let mut steps = begin_steps(folder, partial_name, &["step-7.partial-00000007".to_owned()]);
+        let mut steps = leftover_steps(folder, &["step-7.partial-00000007".to_owned()]).concat();
+        steps.extend(begin_steps(folder, partial_name));
         let shard = "shard-00000.safetensors";
         let path = folder.join(partial_name).join(shard);
         steps.push(FileStep::WriteFile { path, contents: read(shard) });
@@ -107,6 +122,7 @@ mod tests {
             pruned: vec![10],
         };
         steps.extend(publication.steps());
+        steps.extend(publication.tidying().concat());
         steps
     }
 

@@ -6,7 +6,7 @@ use crate::extent::{intersection, position_in};
 use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix};
 use crate::folder::{FolderNames, step_name, steps_to_prune};
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
-use crate::publication::{Publication, begin_steps};
+use crate::publication::{Publication, begin_steps, leftover_steps};
 use crate::safetensors_file::{SafetensorsWriter, stored};
 use crate::save_plan::{PART_BYTES_MAX, WritePart, part_name, plan_save};
 use serde::de::DeserializeOwned;
@@ -60,7 +60,17 @@ pub struct Snapshot<'a> {
     pub files: &'a [ExtraFile<'a>],
 }
 
-/// Writes a checkpoint to `folder/step-N` and returns that path. Called by all ranks of `group` together;
+/// A checkpoint that was saved.
+#[derive(Debug)]
+pub struct Saved {
+    /// Its folder.
+    pub path: PathBuf,
+    /// What rank 0 could not tidy up, such as an old checkpoint that could not be removed. The checkpoint is complete
+    /// all the same, and the next save tries again; report it to the user.
+    pub untidy: Vec<CheckpointError>,
+}
+
+/// Writes a checkpoint to `folder/step-N`. Called by all ranks of `group` together;
 /// they share `folder`. Afterwards only the newest `keep_latest_k` checkpoints stay (0: all of them).
 ///
 /// Each rank writes its parts of [`plan_save`] to one safetensors file in `step-N.partial-xxxxxxxx` and
@@ -71,6 +81,8 @@ pub struct Snapshot<'a> {
 /// Cost: every byte of the state is written once, by one rank; three exchanges of small messages; memory for what
 /// `source` has at hand.
 ///
+/// What is left to tidy up once the checkpoint is complete is not an error: see [`Saved::untidy`].
+///
 /// # Errors
 /// If it fails on one rank it fails on all, each with the rank and the reason, and the unfinished folder is
 /// removed. A complete checkpoint is never overwritten: the step must be newer than all in `folder`.
@@ -80,7 +92,7 @@ pub fn save(
     snapshot: &Snapshot<'_>,
     source: &mut dyn TensorSource,
     keep_latest_k: usize,
-) -> Result<PathBuf, CheckpointError> {
+) -> Result<Saved, CheckpointError> {
     let saving = Saving { group, folder, snapshot };
     let partial_name = (group.rank() == Rank::ROOT).then(|| step_name(snapshot.step) + &partial_suffix());
     let result = saving.run(partial_name.as_deref(), source, keep_latest_k);
@@ -118,6 +130,23 @@ struct Shard {
     part_crc32s: Vec<u32>,
 }
 
+/// How a rank's part of a save failed.
+#[derive(Debug, Serialize, Deserialize)]
+struct Failure {
+    reason: String,
+    is_out_of_space: bool,
+}
+
+impl Failure {
+    fn of(error: &CheckpointError) -> Self {
+        Failure { reason: with_sources(error), is_out_of_space: error.is_out_of_space() }
+    }
+
+    fn unreadable(error: &serde_json::Error) -> Self {
+        Failure { reason: format!("its message cannot be read: {error}"), is_out_of_space: false }
+    }
+}
+
 impl Saving<'_> {
     /// The whole save on one rank; `partial_name` is rank 0's.
     fn run(
@@ -125,9 +154,10 @@ impl Saving<'_> {
         partial_name: Option<&str>,
         source: &mut dyn TensorSource,
         keep_latest_k: usize,
-    ) -> Result<PathBuf, CheckpointError> {
+    ) -> Result<Saved, CheckpointError> {
+        let mut untidy = Vec::new();
         let opened = self.plan().and_then(|plan| {
-            partial_name.map_or(Ok(()), |name| self.begin(name))?;
+            partial_name.map_or(Ok(()), |name| self.begin(name, &mut untidy))?;
             Ok(plan)
         });
         let fingerprint = self.fingerprint();
@@ -140,9 +170,9 @@ impl Saving<'_> {
         let agreed_name = openings[0].partial_name.as_deref().expect("rank 0 names the folder");
         let written = self.write_shard(&self.folder.join(agreed_name), &plan[self.group.rank().0], source);
         let (_, shards) = self.agree(written, Option::clone)?;
-        let published = partial_name.map_or(Ok(()), |name| self.publish(name, &plan, &shards, keep_latest_k));
-        self.agree(published, |()| ())?;
-        Ok(self.folder.join(step_name(self.snapshot.step)))
+        let publish = |name| self.publish(name, &plan, &shards, keep_latest_k, &mut untidy);
+        self.agree(partial_name.map_or(Ok(()), publish), |()| ())?;
+        Ok(Saved { path: self.folder.join(step_name(self.snapshot.step)), untidy })
     }
 
     /// Tells every rank how it went on every other: either all go on, each with what all have to say, or
@@ -153,7 +183,7 @@ impl Saving<'_> {
         message: impl Fn(&T) -> M,
     ) -> Result<(T, Vec<M>), CheckpointError> {
         let step = self.snapshot.step;
-        let mine: Result<M, String> = outcome.as_ref().map(message).map_err(|error| with_sources(error));
+        let mine: Result<M, Failure> = outcome.as_ref().map(message).map_err(Failure::of);
         let mine = serde_json::to_vec(&mine).expect("messages are JSON");
         let gathered = self.group.all_gather_bytes(&mine).wait();
         let value = outcome.map_err(|error| {
@@ -162,9 +192,12 @@ impl Saving<'_> {
         })?;
         let gathered = gathered.map_err(|source| CheckpointError::Exchange { step, source })?;
         let messages = gathered.iter().enumerate().map(|(rank, bytes)| {
-            let unreadable = |error| Err(format!("what it says cannot be read: {error}"));
-            let theirs: Result<M, String> = serde_json::from_slice(bytes).unwrap_or_else(unreadable);
-            theirs.map_err(|reason| CheckpointError::SaveFailedElsewhere { step, rank: Rank(rank), reason })
+            let unreadable = |error| Err(Failure::unreadable(&error));
+            let theirs: Result<M, Failure> = serde_json::from_slice(bytes).unwrap_or_else(unreadable);
+            theirs.map_err(|Failure { reason, is_out_of_space }| {
+                let rank = Rank(rank);
+                CheckpointError::SaveFailedElsewhere { step, rank, reason, is_out_of_space }
+            })
         });
         Ok((value, messages.collect::<Result<_, _>>()?))
     }
@@ -195,7 +228,7 @@ impl Saving<'_> {
     }
 
     /// Rank 0: makes sure nothing complete is in the way, and creates the unfinished folder.
-    fn begin(&self, partial_name: &str) -> Result<(), CheckpointError> {
+    fn begin(&self, partial_name: &str, untidy: &mut Vec<CheckpointError>) -> Result<(), CheckpointError> {
         let names = FolderNames::read(self.folder)?;
         let step = self.snapshot.step;
         for &other in names.steps.iter().filter(|&&other| other >= step) {
@@ -204,7 +237,8 @@ impl Saving<'_> {
                 return Err(CheckpointError::NotNewer { step, existing });
             }
         }
-        begin_steps(self.folder, partial_name, &names.leftovers).iter().try_for_each(FileStep::execute)
+        tidy(&leftover_steps(self.folder, &names.leftovers), untidy);
+        begin_steps(self.folder, partial_name).iter().try_for_each(FileStep::execute)
     }
 
     /// Writes and syncs this rank's file, unless it has nothing to write.
@@ -253,6 +287,7 @@ impl Saving<'_> {
         plan: &[Vec<WritePart>],
         shards: &[Option<Shard>],
         keep_latest_k: usize,
+        untidy: &mut Vec<CheckpointError>,
     ) -> Result<(), CheckpointError> {
         let manifest = self.manifest(plan, shards).to_text();
         if manifest.len() as u64 > JSON_BYTES_MAX {
@@ -272,7 +307,9 @@ impl Saving<'_> {
             damaged_exists: names.steps.contains(&step),
             pruned: steps_to_prune(&names.steps, step, keep_latest_k),
         };
-        publication.steps().iter().try_for_each(FileStep::execute)
+        publication.steps().iter().try_for_each(FileStep::execute)?;
+        tidy(&publication.tidying(), untidy);
+        Ok(())
     }
 
     fn manifest(&self, plan: &[Vec<WritePart>], shards: &[Option<Shard>]) -> Manifest {
@@ -298,6 +335,11 @@ impl Saving<'_> {
         }
         Manifest::new(self.snapshot.step, self.snapshot.state.clone(), tensors, files)
     }
+}
+
+/// Makes changes that need not succeed; adds the failures to `untidy`.
+fn tidy(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>) {
+    untidy.extend(lists.iter().filter_map(|steps| steps.iter().try_for_each(FileStep::execute).err()));
 }
 
 fn shard_name(rank: usize) -> String {

@@ -8,11 +8,11 @@ use crate::observer::Observer;
 use crate::weights::{checked_weights, read_extents, read_held};
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, ExtraFile, OPTIMIZER_PREFIX,
+    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, ExtraFile, OPTIMIZER_PREFIX, Saved,
     SkippedCheckpoint, Snapshot, TensorSource, WriteBytes, find_latest, list_checkpoints, save, set_aside,
     with_sources,
 };
@@ -87,6 +87,11 @@ impl TrainingState {
     }
 }
 
+/// The checksum of the corpus that a checkpoint was trained on, if it states one.
+pub(crate) fn corpus_of(checkpoint: &Checkpoint) -> Option<String> {
+    Some(checkpoint.state()["corpus"].as_str()?.to_owned())
+}
+
 /// Small files that go into every checkpoint.
 pub(crate) struct RunFiles {
     /// Resolved config of the run.
@@ -103,7 +108,7 @@ pub(crate) fn write_checkpoint(
     files: &RunFiles,
     tokenizer: &Tokenizer,
     keep_latest_k: usize,
-) -> Result<PathBuf, TrainError> {
+) -> Result<Saved, TrainError> {
     let mesh = executor.ranks().mesh();
     let outline = executor.program().outline.clone();
     let mut tensors = parameter_placements(executor.model().table(), &outline, &mesh);
@@ -134,9 +139,10 @@ pub(crate) fn write_checkpoint(
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
     let (group, folder) = (Arc::clone(executor.ranks().world()), run_folder.join(CHECKPOINTS_FOLDER));
     let mut source = RunTensors { executor, entries: &entries, tensors: &tensors, brought: None };
-    let path = save(&group, &folder, &snapshot, &mut source, keep_latest_k)?;
+    let saved = save(&group, &folder, &snapshot, &mut source, keep_latest_k);
+    // Also after a failure, which need not end the run.
     source.send_back()?;
-    Ok(path)
+    Ok(saved?)
 }
 
 /// What a tensor of a checkpoint is.

@@ -88,7 +88,7 @@ mod tests {
         let (mesh, state) = (Mesh::data_parallel(1), serde_json::Value::Null);
         let bytes: Vec<&[u8]> = values.iter().map(|values| bytemuck::cast_slice(values)).collect();
         let snapshot = Snapshot { step: 1, mesh: &mesh, tensors, state: &state, files: &[] };
-        let path = save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&bytes), 1).unwrap();
+        let path = save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&bytes), 1).unwrap().path;
         Checkpoint::open(&path).unwrap()
     }
 

@@ -9,7 +9,7 @@ use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Resume};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
-use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord};
+use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
 use crate::setup::{
@@ -21,6 +21,7 @@ use std::fs::File;
 use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Rank;
+use trireme_checkpoint::with_sources;
 use trireme_comm::Group;
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
@@ -93,7 +94,9 @@ pub struct Trainer<'a> {
     plans: Vec<StepPlan>,
     outcomes: Vec<StepOutcome>,
     records: Vec<StepRecord>,
-    /// Kept locked while the run goes on.
+    /// What the user was told of once.
+    reported: Vec<String>,
+    /// Kept locked while the run lasts.
     _lock: Option<File>,
 }
 
@@ -173,6 +176,7 @@ impl<'a> Trainer<'a> {
             plans: Vec::new(),
             outcomes: Vec::new(),
             records: Vec::new(),
+            reported: Vec::new(),
             _lock: lock,
         })
     }
@@ -203,6 +207,9 @@ impl<'a> Trainer<'a> {
                 self.rebalance()?;
             }
         }
+        if let Some(metrics) = &mut self.metrics {
+            metrics.finish()?;
+        }
         Ok(summary)
     }
 
@@ -224,16 +231,38 @@ impl<'a> Trainer<'a> {
             record.validation_loss = self.validate()?;
             summary.validation_loss = record.validation_loss.or(summary.validation_loss);
         }
-        if let Some(metrics) = &mut self.metrics {
-            metrics.write(&record)?;
-        }
+        self.write_metrics(&record)?;
         self.observer.step(&record);
         (summary.step, summary.loss) = (step, Some(record.loss));
         let checkpoint = self.config.checkpoint();
         if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
-            summary.checkpoint = Some(self.save_checkpoint()?);
+            summary.checkpoint = self.save_checkpoint(is_last)?.or(summary.checkpoint.take());
         }
         Ok(())
+    }
+
+    /// Writes the record of a step; says so when a full disk keeps it waiting, and when it waits no more.
+    fn write_metrics(&mut self, record: &StepRecord) -> Result<(), TrainError> {
+        let Some(metrics) = &mut self.metrics else { return Ok(()) };
+        match metrics.write(record)? {
+            Written::Now => {}
+            Written::Later(error) => {
+                let error = with_sources(&error);
+                self.report_once(format!("{error}; records of steps wait in memory until it can be written"));
+            }
+            Written::WithThoseThatWaited => {
+                self.observer.notice(&format!("metrics are complete again at step {}", record.step));
+            }
+        }
+        Ok(())
+    }
+
+    /// Tells the user what does not end the run, unless that was said before.
+    fn report_once(&mut self, text: String) {
+        if !self.reported.contains(&text) {
+            self.observer.notice(&text);
+            self.reported.push(text);
+        }
     }
 
     /// Lets units move to where they even out the work, if its turn has come and it is worth it. Collective.
@@ -296,14 +325,32 @@ impl<'a> Trainer<'a> {
         self.validation.as_mut().map(|validation| validation.run(&mut self.executor)).transpose()
     }
 
-    fn save_checkpoint(&mut self) -> Result<PathBuf, TrainError> {
+    /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.
+    fn save_checkpoint(&mut self, is_last: bool) -> Result<Option<PathBuf>, TrainError> {
         let keep = self.config.checkpoint().keep_latest_k;
         let folder = self.config.run_folder();
         self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
-        let path =
-            write_checkpoint(&mut self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep)?;
-        self.observer.checkpoint(self.state.step, &path);
-        Ok(path)
+        let saved =
+            write_checkpoint(&mut self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep);
+        match saved {
+            Ok(saved) => {
+                for error in &saved.untidy {
+                    let error = with_sources(error);
+                    self.report_once(format!(
+                        "{error}; the checkpoints are complete, and the next one tries again"
+                    ));
+                }
+                self.observer.checkpoint(self.state.step, &saved.path);
+                Ok(Some(saved.path))
+            }
+            Err(TrainError::Checkpoint(error)) if error.is_out_of_space() && !is_last => {
+                let (error, interval) = (with_sources(&error), self.config.checkpoint().interval);
+                self.observer
+                    .notice(&format!("{error}; training continues, and tries again in {interval} steps"));
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
     }
 
     fn facts(&self) -> RunFacts {

@@ -197,5 +197,5 @@ fn copy_with_nan(original: &Path, folder: &Path, damaged: &str) -> PathBuf {
     let values: Vec<&[u8]> = values.iter().map(|bytes| &bytes[..]).collect();
     let snapshot =
         Snapshot { step: 5, mesh: &mesh, tensors: &tensors, state: checkpoint.state(), files: &[] };
-    save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), 1).unwrap()
+    save(&trireme_comm::single(), folder, &snapshot, &mut InMemory(&values), 1).unwrap().path
 }

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
-use trireme_checkpoint::{CheckpointError, ExtraFile, InMemory, Snapshot, save};
+use trireme_checkpoint::{CheckpointError, ExtraFile, InMemory, Saved, Snapshot, save};
 use trireme_comm::{Group, inproc_world};
 use trireme_plan::{Axis, Extent, Mesh, Placement, TensorPlacement};
 
@@ -64,7 +64,7 @@ pub(crate) fn save_changed(
     tensors: &[TensorPlacement],
     degree: usize,
     change: impl Fn(Rank, &mut Vec<Vec<u8>>) + Sync,
-) -> Vec<Result<PathBuf, CheckpointError>> {
+) -> Vec<Result<Saved, CheckpointError>> {
     let mesh = mesh(degree);
     let state = serde_json::json!({ "tokens_seen": step * 1000 });
     on_ranks(degree, |group| {
@@ -81,5 +81,7 @@ pub(crate) fn save_changed(
 pub(crate) fn save_all(folder: &Path, step: u64, tensors: &[TensorPlacement], degree: usize) -> PathBuf {
     let mut results = save_changed(folder, step, tensors, degree, |_, _| ());
     assert!(results.iter().all(Result::is_ok), "{results:?}");
-    results.swap_remove(0).expect("every rank has saved")
+    let saved = results.swap_remove(0).expect("every rank has saved");
+    assert!(saved.untidy.is_empty(), "{:?}", saved.untidy);
+    saved.path
 }

@@ -4,7 +4,9 @@ use crate::common::{bytes, held_bytes, mesh, on_ranks, save_all, save_changed, t
 use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
-use trireme_checkpoint::{Checkpoint, CheckpointError, ExtraFile, InMemory, Snapshot, find_latest, save};
+use trireme_checkpoint::{
+    Checkpoint, CheckpointError, ExtraFile, InMemory, Saved, Snapshot, find_latest, save,
+};
 use trireme_plan::{Extent, Placement, TensorPlacement};
 
 fn example() -> [TensorPlacement; 2] {
@@ -118,13 +120,55 @@ fn a_failure_on_one_rank_is_one_on_all_and_leaves_earlier_checkpoints() {
     for (rank, result) in results.iter().enumerate() {
         match result {
             Err(CheckpointError::SaveFailedHere { step: 2, rank: Rank(1), .. }) => assert_eq!(rank, 1),
-            Err(CheckpointError::SaveFailedElsewhere { step: 2, rank: Rank(1), reason }) => {
+            Err(CheckpointError::SaveFailedElsewhere {
+                step: 2,
+                rank: Rank(1),
+                reason,
+                is_out_of_space: false,
+            }) => {
                 assert!(rank != 1 && reason.contains("'w'"), "{reason}");
             }
             other => panic!("rank {rank}: {other:?}"),
         }
     }
     assert_only_step_1(folder.path());
+}
+
+#[test]
+fn what_cannot_be_tidied_up_fails_no_save_and_is_tried_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let latest = folder.path().join("latest");
+    save_all(folder.path(), 1, &example(), 2);
+    fs::remove_file(&latest).unwrap();
+    fs::create_dir_all(latest.join("in the way")).unwrap();
+    // A leftover need not be a folder.
+    fs::write(folder.path().join("step-9.partial-0123abcd"), "").unwrap();
+    for step in [2, 3] {
+        let results = save_changed(folder.path(), step, &example(), 2, |_, _| ());
+        let saved: Vec<_> = results.into_iter().map(Result::unwrap).collect();
+        assert!(
+            matches!(&saved[0].untidy[..], [CheckpointError::Rename { to, .. }] if *to == latest),
+            "{saved:?}"
+        );
+        assert!(saved[1].untidy.is_empty(), "it is for rank 0 to tidy up");
+        assert!(Checkpoint::open(&saved[0].path).unwrap().verify().is_empty());
+    }
+    fs::remove_dir_all(&latest).unwrap();
+    save_all(folder.path(), 4, &example(), 2);
+    assert_eq!(fs::read_to_string(&latest).unwrap(), "step-4\n");
+    let names: Vec<_> =
+        files_of(folder.path()).iter().map(|path| path.file_name().unwrap().to_owned()).collect();
+    assert_eq!(names, ["latest", "step-1", "step-2", "step-3", "step-4"]);
+}
+
+#[test]
+fn what_has_the_name_of_a_checkpoint_and_is_none_is_kept_under_another() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("step-2"), "thesis").unwrap();
+    save_all(folder.path(), 2, &example(), 1);
+    let kept =
+        files_of(folder.path()).into_iter().find(|path| path.to_str().unwrap().contains("step-2.damaged-"));
+    assert_eq!(fs::read(kept.expect("it is set aside")).unwrap(), b"thesis");
 }
 
 #[test]
@@ -156,7 +200,7 @@ fn a_rank_that_cannot_write_fails_the_save_everywhere() {
 }
 
 /// The reason why `result` failed on this rank.
-fn reason(result: Result<PathBuf, CheckpointError>) -> CheckpointError {
+fn reason(result: Result<Saved, CheckpointError>) -> CheckpointError {
     match result {
         Err(CheckpointError::SaveFailedHere { source, .. }) => *source,
         other => panic!("no failure on this rank: {other:?}"),
@@ -164,7 +208,7 @@ fn reason(result: Result<PathBuf, CheckpointError>) -> CheckpointError {
 }
 
 #[test]
-fn a_complete_checkpoint_is_never_overwritten_but_a_damaged_one_is() {
+fn a_complete_checkpoint_is_never_overwritten_but_a_damaged_one_makes_room() {
     let folder = tempfile::tempdir().unwrap();
     save_all(folder.path(), 1, &example(), 1);
     for step in [0, 1] {
@@ -174,6 +218,9 @@ fn a_complete_checkpoint_is_never_overwritten_but_a_damaged_one_is() {
     }
     fs::write(folder.path().join("step-1/checkpoint.json"), "{}").unwrap();
     save_all(folder.path(), 1, &example(), 2);
+    let aside = files_of(folder.path()).swap_remove(2);
+    assert!(aside.to_str().unwrap().contains("step-1.damaged-"), "{}", aside.display());
+    fs::remove_dir_all(aside).unwrap();
     assert_only_step_1(folder.path());
 }
 

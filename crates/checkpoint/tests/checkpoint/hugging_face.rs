@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 use trireme_base::DType;
 use trireme_checkpoint::{
-    CheckpointError, ExtraFile, HuggingFaceDirectory, ModelExport, ModelSource, SHARD_BYTES_MAX,
+    Checkpoint, CheckpointError, ExtraFile, HuggingFaceDirectory, ModelExport, ModelSource, SHARD_BYTES_MAX,
     StoredTensors, export,
 };
 use trireme_plan::{Extent, Placement, TensorPlacement};
@@ -151,10 +151,10 @@ fn export_run(run: &Path, out: &Path, shard_bytes_max: u64, force: bool) -> Resu
 
 #[test]
 fn an_exported_checkpoint_is_a_model_directory_of_one_file_or_more() {
-    let run = tempfile::tempdir().unwrap();
+    let (run, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     save_all(&run.path().join("checkpoints"), 4, &weights(), 2);
     for (name, shard_bytes_max, num_files) in [("one", SHARD_BYTES_MAX, 2), ("two", 100, 4), ("each", 1, 5)] {
-        let out = run.path().join(name);
+        let out = other.path().join(name);
         export_run(run.path(), &out, shard_bytes_max, false).unwrap();
         assert_eq!(fs::read_dir(&out).unwrap().count(), num_files, "{name}");
         let source = ModelSource::open(&out).unwrap();
@@ -166,15 +166,15 @@ fn an_exported_checkpoint_is_a_model_directory_of_one_file_or_more() {
             assert_eq!(read(&exported, &tensor.name, &whole), bytes(tensor, &whole));
         }
     }
-    // Nothing but the run's checkpoints and the three directories is left.
-    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 4);
+    // Nothing but the three directories is left.
+    assert_eq!(fs::read_dir(other.path()).unwrap().count(), 3);
 }
 
 #[test]
 fn an_index_counts_the_bytes_and_names_every_file() {
-    let run = tempfile::tempdir().unwrap();
+    let (run, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
-    let out = run.path().join("out");
+    let out = other.path().join("out");
     export_run(run.path(), &out, 100, false).unwrap();
     let index = fs::read(out.join("model.safetensors.index.json")).unwrap();
     let index: serde_json::Value = serde_json::from_slice(&index).unwrap();
@@ -185,30 +185,70 @@ fn an_index_counts_the_bytes_and_names_every_file() {
 }
 
 #[test]
-fn a_folder_is_replaced_only_by_force_and_only_if_it_holds_a_model() {
-    let run = tempfile::tempdir().unwrap();
+fn a_folder_is_replaced_only_by_force_and_only_if_it_is_an_export() {
+    let (run, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
-    let out = run.path().join("out");
+    let out = other.path().join("out");
     fs::create_dir(&out).unwrap();
     export_run(run.path(), &out, SHARD_BYTES_MAX, false).expect("an empty folder may be used");
-    fs::write(out.join("old"), "").unwrap();
+    fs::write(out.join("merges.txt"), "of an earlier export").unwrap();
     let refused = export_run(run.path(), &out, SHARD_BYTES_MAX, false);
     assert!(matches!(refused, Err(CheckpointError::TargetExists { .. })));
-    assert!(out.join("old").exists());
-    export_run(run.path(), &run.path().join("out/"), SHARD_BYTES_MAX, true).unwrap();
-    assert!(!out.join("old").exists() && out.join("model.safetensors").exists());
+    assert!(out.join("merges.txt").exists());
+    export_run(run.path(), &other.path().join("out/"), SHARD_BYTES_MAX, true).unwrap();
+    assert!(!out.join("merges.txt").exists() && out.join("model.safetensors").exists());
 
-    let precious = run.path().join("precious");
-    fs::create_dir(&precious).unwrap();
-    fs::write(precious.join("thesis.tex"), "").unwrap();
-    let refused = export_run(run.path(), &precious, SHARD_BYTES_MAX, true);
-    assert!(matches!(refused, Err(CheckpointError::TargetIsNoModel { .. })));
-    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 3);
+    // What else is in the folder of a model is somebody's work.
+    for foreign in ["thesis.tex", "model-1-of-x.safetensors", "onnx"] {
+        let path = out.join(foreign);
+        if foreign == "onnx" {
+            fs::create_dir(&path).unwrap()
+        } else {
+            fs::write(&path, "").unwrap()
+        }
+        let refused = export_run(run.path(), &out, SHARD_BYTES_MAX, true);
+        assert!(
+            matches!(&refused, Err(CheckpointError::TargetIsNoExport { foreign, .. }) if *foreign == path),
+            "{refused:?}"
+        );
+        assert!(path.exists());
+        if foreign == "onnx" { fs::remove_dir(&path).unwrap() } else { fs::remove_file(&path).unwrap() }
+    }
+    assert_eq!(fs::read_dir(other.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn an_export_never_writes_into_a_run() {
+    let (run, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let checkpoint = save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
+    let link = other.path().join("link");
+    std::os::unix::fs::symlink(run.path(), &link).unwrap();
+    let within = [
+        run.path().to_owned(),
+        run.path().join("out"),
+        run.path().join("deep/er/out"),
+        run.path().join("checkpoints"),
+        checkpoint.clone(),
+        checkpoint.join("out"),
+        link.join("out"),
+    ];
+    for out in within {
+        for force in [false, true] {
+            let refused = export_run(run.path(), &out, SHARD_BYTES_MAX, force);
+            assert!(
+                matches!(refused, Err(CheckpointError::TargetInRun { .. })),
+                "{}: {refused:?}",
+                out.display()
+            );
+        }
+    }
+    assert!(Checkpoint::open(&checkpoint).unwrap().verify().is_empty());
+    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 1);
 }
 
 #[test]
 fn a_failed_export_leaves_nothing() {
-    let run = tempfile::tempdir().unwrap();
+    let (run, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let path = save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
     let source = ModelSource::open(run.path()).unwrap();
     let shard = path.join("shard-00000.safetensors");
@@ -218,18 +258,18 @@ fn a_failed_export_leaves_nothing() {
     contents[last_weight] ^= 1;
     fs::write(&shard, contents).unwrap();
     let model = ModelExport { tensors: &source.weights(), files: &[], shard_bytes_max: 100, force: false };
-    let failed = export(&model, &run.path().join("out"));
+    let failed = export(&model, &other.path().join("out"));
     assert!(matches!(failed, Err(CheckpointError::Damaged { .. })), "{failed:?}");
-    assert_eq!(fs::read_dir(run.path()).unwrap().count(), 1);
+    assert_eq!(fs::read_dir(other.path()).unwrap().count(), 0);
 }
 
 #[test]
 fn a_config_that_states_another_dtype_is_corrected() {
-    let run = tempfile::tempdir().unwrap();
+    let (run, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     save_all(&run.path().join("checkpoints"), 4, &weights(), 1);
     let source = ModelSource::open(run.path()).unwrap();
     let export_with = |config: &str, name: &str| {
-        let out = run.path().join(name);
+        let out = other.path().join(name);
         let files = [ExtraFile { name: "config.json", contents: config.as_bytes() }];
         let tensors = &source.weights();
         export(

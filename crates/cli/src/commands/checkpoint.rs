@@ -42,7 +42,7 @@ enum CheckpointCommand {
         /// Split the weights into several files if they need more than this, such as 5GiB.
         #[arg(long, value_name = "SIZE", default_value = "5GiB")]
         max_shard_size: Bytes,
-        /// Replace a model directory already there.
+        /// Replace an earlier export. Nothing else is ever replaced.
         #[arg(long)]
         force: bool,
     },
@@ -321,8 +321,8 @@ mod tests {
 
     #[test]
     fn an_export_is_a_model_directory() {
-        let run = run_folder();
-        let target = run.path().join("model");
+        let (run, other) = (run_folder(), tempfile::tempdir().unwrap());
+        let target = other.path().join("model");
         write_model(run.path(), &target, Bytes(5 << 30), false, &mut Vec::new()).unwrap();
         let text = inspected(&target, false, false).unwrap();
         assert!(text.contains("hugging_face") && text.contains("weights: 1 tensors"), "{text}");

@@ -262,22 +262,29 @@ fn train(
     };
     let memory = memory_table(&trainer, &plan)?;
     let weights = match config.generate().num_tokens {
-        0 => None,
-        _ => trainer.gather_parameters()?,
+        0 => Ok(None),
+        _ => trainer.gather_parameters(),
+    };
+    let weights = match weights {
+        Err(error) if error.comm().is_some() => return Err(error.into()),
+        weights => weights.transpose(),
     };
     // The others must not outrun rank 0's last words: their exit would look like a loss.
     trainer.executor().group().barrier().wait()?;
     if is_root {
         let verdict = verdict(&trainer, &summary)?;
-        let text = weights.map(|weights| sample_text(config, &trainer, &weights)).transpose()?;
+        let text = weights.map(|weights| sample_text(config, &trainer, &weights?));
         drop(trainer);
         console.finish();
         console.line(&memory);
         if let Some(verdict) = verdict {
             console.line(&verdict);
         }
-        if let Some(text) = text {
-            console.line(&format!("\n--- sample ---\n{text}\n--------------\n"));
+        match text {
+            Some(Ok(text)) => console.line(&format!("\n--- sample ---\n{text}\n--------------\n")),
+            // What was trained is saved, and a sample can be made from it at any time.
+            Some(Err(error)) => console.line(&format!("\nthere is no sample: {error:#}\n")),
+            None => {}
         }
         whereabouts(config, &summary).iter().for_each(|line| console.line(line));
     }

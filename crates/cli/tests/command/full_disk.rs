@@ -31,12 +31,40 @@ fn a_checkpoint_leaves_the_earlier_one() {
 }
 
 #[test]
+fn a_run_continues_without_a_checkpoint_that_is_not_its_last() {
+    for workers in [1, 2] {
+        let scene = Scene::with_corpus();
+        let train =
+            format!("train tiny.toml --workers {workers} --set comm.transport=tcp --set training.steps=5");
+        let run = Running::start(scene.command_on_full_disk(100, &train)).end();
+        let tries = run.stdout.lines().filter(|line| line.starts_with("note: the checkpoint of step "));
+        let tries: Vec<_> = tries.collect();
+        tells(
+            tries[0],
+            &["step 2 was not saved", "File too large", "training continues, and tries again in 2 steps"],
+        );
+        assert_eq!(tries.len(), 2, "{tries:?}");
+        tells(&run.refused(), &["the checkpoint of step 5 was not saved"]);
+        assert_eq!(scene.losses("tiny").len(), 5);
+        assert!(scene.names("runs/tiny/checkpoints").is_empty());
+    }
+}
+
+#[test]
 fn metrics_and_exports_name_their_file() {
     let scene = Scene::with_corpus();
-    let train = "train tiny.toml --workers 1 --set training.steps=100 --set checkpoint.interval=100";
-    let error = Running::start(scene.command_on_full_disk(16, train)).end().refused();
+    let train = "train tiny.toml --workers 1 --set training.steps=100 --set checkpoint.enable=false";
+    let run = Running::start(scene.command_on_full_disk(16, train)).end();
+    assert_eq!(
+        run.stdout.matches("records of steps wait in memory").count(),
+        2,
+        "once a file: {}",
+        run.stdout
+    );
+    tells(&run.stdout, &["step: 100 "]);
+    let error = run.refused();
     tells(&error, &["cannot write to the metrics file runs/tiny/", "File too large"]);
-    // What the disk took of a record is cut off by the run that goes on.
+    // What the disk took of a record is cut off by the next run.
     scene.run("train tiny.toml --workers 1").succeeded();
     assert_eq!(scene.losses("tiny").len(), 4);
     let before = scene.everything();

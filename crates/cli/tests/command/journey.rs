@@ -48,6 +48,30 @@ fn from_text_to_text() {
 }
 
 #[test]
+fn a_run_whose_sample_cannot_be_made_is_a_success() {
+    let scene = Scene::with_corpus();
+    scene.write(
+        "long.toml",
+        scene.read("tiny.toml") + "prompt = \"more than the sixteen positions of this model\"\n",
+    );
+    for workers in [1, 2] {
+        let train = format!("train long.toml --workers {workers} --set run.name=run-{workers}");
+        let printed = scene.run(&train).succeeded();
+        tells(&printed, &["there is no sample: ", "the last checkpoint is "]);
+    }
+}
+
+#[test]
+fn an_export_into_a_run_is_refused() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml").succeeded();
+    for target in ["runs/tiny/checkpoints/step-2", "runs/tiny", "runs/tiny/model", "corpus"] {
+        let error = scene.refused_without_trace(&format!("checkpoint export runs/tiny {target} --force"));
+        tells(&error, &[target]);
+    }
+}
+
+#[test]
 fn an_exported_model_is_trained_on() {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml").succeeded();

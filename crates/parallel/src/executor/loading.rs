@@ -74,14 +74,20 @@ impl Executor {
         self.exchange_copies()
     }
 
-    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
+    /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective: if rank 0 has no memory for
+    /// them, it fails there alone, before anything is gathered.
     ///
     /// A unit at a time is gathered by every rank of a replica: with ZeRO no other rank needs memory for more.
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, ParallelError> {
         let is_root = self.group().rank() == Rank::ROOT;
         let table = Arc::clone(self.model.table());
         let zeros = || Parameters::zeros(&table, &self.device.host()?, Category::Parameters);
-        let mut all = is_root.then(zeros).transpose()?;
+        let all = is_root.then(zeros).transpose();
+        let outcomes = self.group().all_gather_bytes(&[u8::from(all.is_err())]).wait()?;
+        let mut all = all?;
+        if outcomes[Rank::ROOT.0] != [0] {
+            return Ok(None);
+        }
         let group = Arc::clone(self.ranks.shards());
         for (unit, info) in table.units().iter().enumerate() {
             let mut buffer = group.buffer::<f32>(info.padded_len())?;

@@ -4,10 +4,10 @@
 //! payload, all little-endian (`tensorflow/core/lib/io/record_writer.h`). The messages are those of
 //! `event.proto` and `summary.proto`; only the fields below are used.
 
+use super::record_file::{RecordFile, Unwritten};
 use super::{MetricsError, RECORD_BYTES, StepRecord};
-use std::fs::{File, OpenOptions};
-use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::fs::OpenOptions;
+use std::path::Path;
 use std::time::Duration;
 
 // The key of a field is its number in the message, then its wire type in the lowest three bits.
@@ -31,8 +31,7 @@ const STATUS_START: u64 = 1;
 /// One file of events. The buffers are kept from step to step, so that writing allocates nothing.
 #[derive(Debug)]
 pub(super) struct EventFile {
-    path: PathBuf,
-    file: File,
+    pub(super) file: RecordFile,
     summary: Vec<u8>,
     event: Vec<u8>,
     record: Vec<u8>,
@@ -61,21 +60,25 @@ impl EventFile {
             }
         };
         let buffer = || Vec::with_capacity(RECORD_BYTES);
-        let mut events = EventFile { path, file, summary: buffer(), event: buffer(), record: buffer() };
+        let file = RecordFile::new(path, file, 0, RECORD_BYTES);
+        let mut events = EventFile { file, summary: buffer(), event: buffer(), record: buffer() };
         events
-            .write_event(wall_time, 0, |event, _| put_bytes(event, EVENT_FILE_VERSION, b"brain.Event:2"))?;
+            .write_event(wall_time, 0, |event, _| put_bytes(event, EVENT_FILE_VERSION, b"brain.Event:2"))
+            .map_err(Unwritten::into_error)?;
         if resumed_step > 0 {
-            events.write_event(wall_time, resumed_step + 1, |event, session_log| {
-                session_log.push(SESSION_LOG_STATUS);
-                put_varint(session_log, STATUS_START);
-                put_bytes(event, EVENT_SESSION_LOG, session_log);
-            })?;
+            events
+                .write_event(wall_time, resumed_step + 1, |event, session_log| {
+                    session_log.push(SESSION_LOG_STATUS);
+                    put_varint(session_log, STATUS_START);
+                    put_bytes(event, EVENT_SESSION_LOG, session_log);
+                })
+                .map_err(Unwritten::into_error)?;
         }
         Ok(events)
     }
 
     /// Writes the scalars of a step as one event.
-    pub(super) fn write(&mut self, record: &StepRecord, wall_time: Duration) -> Result<(), MetricsError> {
+    pub(super) fn write(&mut self, record: &StepRecord, wall_time: Duration) -> Result<(), Unwritten> {
         self.write_event(wall_time, record.step, |event, summary| {
             put_scalars(summary, record);
             put_bytes(event, EVENT_SUMMARY, summary);
@@ -88,7 +91,7 @@ impl EventFile {
         wall_time: Duration,
         step: u64,
         fill: impl FnOnce(&mut Vec<u8>, &mut Vec<u8>),
-    ) -> Result<(), MetricsError> {
+    ) -> Result<(), Unwritten> {
         self.event.clear();
         self.summary.clear();
         self.event.push(EVENT_WALL_TIME);
@@ -98,8 +101,7 @@ impl EventFile {
         fill(&mut self.event, &mut self.summary);
         self.record.clear();
         put_record(&mut self.record, &self.event);
-        let written = self.file.write_all(&self.record);
-        written.map_err(|source: io::Error| MetricsError::Write { path: self.path.clone(), source })
+        self.file.append(&self.record)
     }
 }
 

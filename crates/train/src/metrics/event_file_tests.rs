@@ -85,10 +85,10 @@ fn written(resumed_step: u64, records: &[StepRecord]) -> Vec<u8> {
     for record in records {
         events.write(record, Duration::from_millis(1_700_000_000_500)).unwrap();
     }
-    let name = events.path.file_name().unwrap().to_str().unwrap();
+    let name = events.file.path.file_name().unwrap().to_str().unwrap();
     assert!(name.starts_with("events.out.tfevents.1700000000."), "{name}");
     assert!(name.ends_with(&format!(".{}.0", std::process::id())), "{name}");
-    std::fs::read(&events.path).unwrap()
+    std::fs::read(&events.file.path).unwrap()
 }
 
 #[test]

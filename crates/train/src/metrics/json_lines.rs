@@ -1,7 +1,8 @@
+use super::record_file::{RecordFile, Unwritten};
 use super::{MetricsError, RECORD_BYTES, StepRecord};
 use serde::Deserialize;
 use std::fs::{File, OpenOptions};
-use std::io::{self, BufRead, BufReader, Read, Seek, SeekFrom, Write};
+use std::io::{self, BufRead, BufReader, Read};
 use std::path::PathBuf;
 
 /// No record comes near this length; a longer line is something else.
@@ -10,8 +11,7 @@ const LINE_BYTES_MAX: u64 = 1 << 16;
 /// `metrics.jsonl`: a JSON object a step, each step once, in order.
 #[derive(Debug)]
 pub(super) struct JsonLines {
-    path: PathBuf,
-    file: File,
+    pub(super) file: RecordFile,
     line: Vec<u8>,
 }
 
@@ -20,7 +20,7 @@ impl JsonLines {
     /// crash may have left.
     pub(super) fn open(path: PathBuf, resumed_step: u64) -> Result<Self, MetricsError> {
         let refuse = |source| MetricsError::Open { path: path.clone(), source };
-        let mut file = OpenOptions::new()
+        let file = OpenOptions::new()
             .read(true)
             .write(true)
             .create(true)
@@ -31,18 +31,17 @@ impl JsonLines {
             Scan::Records { kept_bytes } => kept_bytes,
             Scan::Damaged { line } => return Err(MetricsError::Damaged { path, line }),
         };
-        file.set_len(kept_bytes).and_then(|()| file.seek(SeekFrom::Start(kept_bytes))).map_err(refuse)?;
-        Ok(JsonLines { path, file, line: Vec::with_capacity(RECORD_BYTES) })
+        file.set_len(kept_bytes).map_err(refuse)?;
+        let file = RecordFile::new(path, file, kept_bytes, RECORD_BYTES);
+        Ok(JsonLines { file, line: Vec::with_capacity(RECORD_BYTES) })
     }
 
-    /// Appends one line, in one system call.
-    pub(super) fn write(&mut self, record: &StepRecord) -> Result<(), MetricsError> {
+    /// Appends one line.
+    pub(super) fn write(&mut self, record: &StepRecord) -> Result<(), Unwritten> {
         self.line.clear();
         serde_json::to_writer(&mut self.line, record).expect("a record of numbers is JSON");
         self.line.push(b'\n');
-        self.file
-            .write_all(&self.line)
-            .map_err(|source| MetricsError::Write { path: self.path.clone(), source })
+        self.file.append(&self.line)
     }
 }
 

@@ -6,11 +6,13 @@
 mod event_file;
 mod json_lines;
 mod record;
+mod record_file;
 
 pub use record::{LogLine, MemoryPeakBytes, StepRecord};
 
 use event_file::EventFile;
 use json_lines::JsonLines;
+use record_file::{RecordFile, Unwritten};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -63,6 +65,19 @@ pub struct MetricsFiles {
 pub struct MetricsWriter {
     json_lines: Option<JsonLines>,
     event_file: Option<EventFile>,
+    /// Whether some records wait for the disk.
+    is_waiting: bool,
+}
+
+/// What became of a record.
+#[derive(Debug)]
+pub enum Written {
+    /// It is in its files.
+    Now,
+    /// A disk does not take it. It waits in memory, and is written with the next record.
+    Later(MetricsError),
+    /// It is in its files, and so are those that waited.
+    WithThoseThatWaited,
 }
 
 impl MetricsWriter {
@@ -76,16 +91,40 @@ impl MetricsWriter {
             files.jsonl.then(|| JsonLines::open(folder.join("metrics.jsonl"), resumed_step)).transpose()?;
         let event_file =
             files.tensorboard.then(|| EventFile::create(folder, wall_time(), resumed_step)).transpose()?;
-        Ok(MetricsWriter { json_lines, event_file })
+        Ok(MetricsWriter { json_lines, event_file, is_waiting: false })
     }
 
-    /// Writes the record of a step to each file.
-    pub fn write(&mut self, record: &StepRecord) -> Result<(), MetricsError> {
-        if let Some(json_lines) = &mut self.json_lines {
-            json_lines.write(record)?;
+    /// Writes the record of a step to each file. What a full disk does not take waits in memory.
+    ///
+    /// # Errors
+    /// If more waits than memory is meant to hold.
+    pub fn write(&mut self, record: &StepRecord) -> Result<Written, MetricsError> {
+        let outcomes = [
+            self.json_lines.as_mut().map_or(Ok(()), |json_lines| json_lines.write(record)),
+            self.event_file.as_mut().map_or(Ok(()), |event_file| event_file.write(record, wall_time())),
+        ];
+        let mut written = if self.is_waiting { Written::WithThoseThatWaited } else { Written::Now };
+        self.is_waiting = false;
+        for outcome in outcomes {
+            match outcome {
+                Ok(()) => {}
+                Err(Unwritten::Waits(error)) => (written, self.is_waiting) = (Written::Later(error), true),
+                Err(Unwritten::Refused(error)) => return Err(error),
+            }
         }
-        if let Some(event_file) = &mut self.event_file {
-            event_file.write(record, wall_time())?;
+        Ok(written)
+    }
+
+    /// Tries for the last time to write what waits.
+    ///
+    /// # Errors
+    /// If records are lost.
+    pub fn finish(&mut self) -> Result<(), MetricsError> {
+        let json_lines = self.json_lines.as_mut().map(|json_lines| &mut json_lines.file);
+        let event_file = self.event_file.as_mut().map(|event_file| &mut event_file.file);
+        let is_waiting = |file: &&mut RecordFile| file.is_waiting();
+        for file in json_lines.into_iter().chain(event_file).filter(is_waiting) {
+            file.append(&[]).map_err(Unwritten::into_error)?;
         }
         Ok(())
     }

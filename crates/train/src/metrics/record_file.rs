@@ -1,0 +1,104 @@
+use super::MetricsError;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+/// Records that wait for a disk to have room again take at most this much memory, in bytes a file.
+const WAITING_BYTES_MAX: usize = 16 << 20;
+
+/// A file that grows by whole records. What the disk does not take waits in memory and is written with the next record.
+#[derive(Debug)]
+pub(super) struct RecordFile {
+    pub(super) path: PathBuf,
+    file: File,
+    /// Bytes that are written. What follows them, a part of a record, is written over.
+    written_bytes: u64,
+    waiting: Vec<u8>,
+}
+
+impl RecordFile {
+    /// Appends to the first `written_bytes` of `file`. A buffer of `record_bytes` is made, so that records up to that
+    /// length allocate nothing.
+    pub(super) fn new(path: PathBuf, file: File, written_bytes: u64, record_bytes: usize) -> Self {
+        RecordFile { path, file, written_bytes, waiting: Vec::with_capacity(record_bytes) }
+    }
+
+    /// Appends a record, in one system call, behind those that wait.
+    ///
+    /// # Errors
+    /// Why it waits, which is no loss until the file is dropped; or why it is refused, where too much waits already.
+    pub(super) fn append(&mut self, record: &[u8]) -> Result<(), Unwritten> {
+        let is_full = self.waiting.len() + record.len() > WAITING_BYTES_MAX;
+        if !is_full {
+            self.waiting.extend_from_slice(record);
+        }
+        let written = self.file.write_all_at(&self.waiting, self.written_bytes);
+        match written {
+            Ok(()) => {
+                self.written_bytes += self.waiting.len() as u64;
+                self.waiting.clear();
+                if is_full { self.append(record) } else { Ok(()) }
+            }
+            Err(source) => {
+                let error = MetricsError::Write { path: self.path.clone(), source };
+                Err(if is_full { Unwritten::Refused(error) } else { Unwritten::Waits(error) })
+            }
+        }
+    }
+
+    /// Whether records wait.
+    pub(super) fn is_waiting(&self) -> bool {
+        !self.waiting.is_empty()
+    }
+}
+
+/// Why a record is not in its file.
+#[derive(Debug)]
+pub(super) enum Unwritten {
+    /// It is in memory, and is written with the next record.
+    Waits(MetricsError),
+    /// It is lost.
+    Refused(MetricsError),
+}
+
+impl Unwritten {
+    /// The reason alone.
+    pub(super) fn into_error(self) -> MetricsError {
+        match self {
+            Unwritten::Waits(error) | Unwritten::Refused(error) => error,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::OpenOptions;
+
+    #[test]
+    fn records_wait_until_the_disk_has_room() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("records");
+        std::fs::write(&path, "kept;torn").unwrap();
+        let open = |path| OpenOptions::new().write(true).open(path).unwrap();
+        let mut records = RecordFile::new(path.clone(), open(std::path::Path::new("/dev/full")), 5, 0);
+        for record in ["a;", "b;"] {
+            let unwritten = records.append(record.as_bytes()).unwrap_err();
+            assert!(matches!(unwritten, Unwritten::Waits(MetricsError::Write { .. })));
+            assert!(records.is_waiting());
+        }
+        let long = vec![b'x'; WAITING_BYTES_MAX];
+        assert!(matches!(records.append(&long), Err(Unwritten::Refused(_))), "memory is bounded");
+        records.file = open(&path);
+        records.append(b"c;").unwrap();
+        assert!(!records.is_waiting());
+        records.append(b"d;").unwrap();
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "kept;a;b;c;d;");
+        // As much as memory takes at once goes to the disk behind what waits.
+        records.file = open(std::path::Path::new("/dev/full"));
+        records.append(b"e;").unwrap_err();
+        records.file = open(&path);
+        records.append(&long).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), 15 + WAITING_BYTES_MAX as u64);
+    }
+}
