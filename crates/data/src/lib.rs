@@ -23,7 +23,7 @@ pub use corpus::Corpus;
 pub use error::DataError;
 pub use prepare::{
     InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent, Skipped,
-    TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare,
+    StagedCorpus, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare, stage,
 };
 pub use sampler::{Sampler, Window};
 pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};

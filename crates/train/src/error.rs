@@ -107,10 +107,19 @@ pub enum TrainError {
         /// The run's folder.
         path: PathBuf,
     },
+    /// The ranks were given different runs.
+    #[error(
+        "the ranks do not train the same run; give all of them the same program, config, model and text:{}",
+        differences.iter().map(|line| format!("\n  {line}")).collect::<String>()
+    )]
+    RanksDisagree {
+        /// Each key that differs, with its values and their ranks.
+        differences: Vec<String>,
+    },
     /// A checkpoint is of another kind of run.
     #[error(
         "{} was written with {what} {found}, and this run has {expected}: the data would come in another order. Set it back, start \
-         anew with [checkpoint] resume = \"never\", or go on from these weights with [model] init_from and another [run] name",
+         again with [checkpoint] resume = \"never\", or train on from these weights with [model] init_from and another [run] name",
         path.display()
     )]
     ResumeDiffers {

@@ -3,17 +3,20 @@
 //! [`config::Config`] is read and checked once; [`Trainer`] runs it on one rank of a group; what a user sees on the
 //! way goes to an [`Observer`].
 
+mod agreement;
 mod balance;
 mod checkpointing;
 mod choices;
 mod compression;
 pub mod config;
+mod corpus;
 mod error;
 mod fp8;
 pub mod metrics;
 mod observer;
 mod optimizer;
 mod run_folder;
+mod run_lock;
 mod sample;
 mod schedule_file;
 mod setup;
@@ -23,17 +26,20 @@ mod trainer;
 mod validation;
 mod weights;
 
+pub use agreement::agree_on_config;
 pub use choices::StepChoices;
+pub use corpus::{CorpusState, RunCorpus, corpus_folder, ensure_corpus};
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
 pub use run_folder::FLIGHT_RECORDER_FOLDER;
+pub use run_lock::RunLock;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
-    CorpusState, ensure_corpus, executor_options, local_threads, model_config, proven_programs,
-    share_of_cores, step_programs, unit_passes,
+    executor_options, local_threads, model_config, proven_programs, share_of_cores, step_programs,
+    unit_passes,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};

@@ -6,7 +6,7 @@ use crate::error::TrainError;
 use crate::metrics::{MetricsFiles, MetricsWriter};
 use crate::observer::Observer;
 use crate::trace::TRACE_FILE;
-use std::fs::{self, File, TryLockError};
+use std::fs;
 use std::path::Path;
 use trireme_base::Bytes;
 use trireme_comm::{Choice, Group};
@@ -78,19 +78,6 @@ fn choices(group: &Group) -> String {
         row(&collective.to_string(), &Bytes(choice.bytes()).to_string(), &elements, &algorithm.to_string());
     }
     text
-}
-
-/// Makes the folder, and keeps other processes from training into it while the file stays open.
-pub(crate) fn lock(folder: &Path) -> Result<File, TrainError> {
-    let path = folder.join(".lock");
-    let failed = |source| TrainError::RunFolder { path: path.clone(), source };
-    fs::create_dir_all(folder).map_err(failed)?;
-    let lock = File::create(&path).map_err(failed)?;
-    match lock.try_lock() {
-        Ok(()) => Ok(lock),
-        Err(TryLockError::WouldBlock) => Err(TrainError::RunInUse { path: folder.to_owned() }),
-        Err(TryLockError::Error(source)) => Err(failed(source)),
-    }
 }
 
 /// Moves what an earlier run left in `folder` into `previous-K` there, so that a new run begins and nothing is lost.

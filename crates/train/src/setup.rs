@@ -14,9 +14,8 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trireme_base::UnitPasses;
-use trireme_checkpoint::{CHECKPOINTS_FOLDER, CONFIG_FILE, ModelSource as WeightsSource, list_checkpoints};
+use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
-use trireme_data::{Corpus, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, prepare};
 use trireme_model::{Architecture, Model, ModelConfig};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
@@ -26,56 +25,6 @@ use trireme_parallel::{
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Program, StateClass, ZeroStage, validate_pipeline};
 use trireme_tensor::{Device, DeviceOptions, Fp8State, IntegerFormat, Precision};
-
-/// How [`ensure_corpus`] found the corpus.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum CorpusState {
-    /// As it should be.
-    Current,
-    /// It was prepared.
-    Made,
-    /// Its inputs have changed, but the run goes on with what it began with.
-    Kept,
-}
-
-/// Prepares the corpus that the config names, unless it is there and nothing has changed, or a run that has begun with it is
-/// to go on: another corpus would be another order of samples.
-pub fn ensure_corpus(config: &Config, progress: &dyn Progress) -> Result<CorpusState, TrainError> {
-    let data = config.data();
-    if data.inputs.is_empty() {
-        return Ok(CorpusState::Current);
-    }
-    let options = prepare_options(data);
-    if is_current(&options)? {
-        return Ok(CorpusState::Current);
-    }
-    let has_begun = !list_checkpoints(&config.run_folder().join(CHECKPOINTS_FOLDER))?.is_empty();
-    if has_begun && config.checkpoint().resume != config::Resume::Never && Corpus::open(&data.folder).is_ok()
-    {
-        return Ok(CorpusState::Kept);
-    }
-    prepare(&options, progress)?;
-    Ok(CorpusState::Made)
-}
-
-fn prepare_options(data: &config::Data) -> PrepareOptions {
-    let tokenizer = match (&data.tokenizer, data.train_bpe) {
-        (config::Tokenizer::File(path), _) => TokenizerChoice::File(path.clone()),
-        (config::Tokenizer::Bytes, 0) => TokenizerChoice::Bytes,
-        (config::Tokenizer::Bytes, vocabulary_size) => TokenizerChoice::TrainBpe { vocabulary_size },
-    };
-    PrepareOptions {
-        tokenizer,
-        field: data.field.clone(),
-        extensions: data.extensions.clone(),
-        invalid_utf8: match data.invalid_utf8 {
-            config::InvalidUtf8::Replace => InvalidUtf8::Replace,
-            config::InvalidUtf8::Refuse => InvalidUtf8::Refuse,
-        },
-        validation_fraction: data.validation_fraction,
-        ..PrepareOptions::new(data.inputs.clone(), data.folder.clone())
-    }
-}
 
 /// An equal share of this host's cores for each of `local_world_size` workers, at least one.
 pub fn share_of_cores(local_world_size: usize) -> usize {

@@ -2,6 +2,7 @@
 
 mod stepping;
 
+use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
 use crate::checkpointing::{RunFiles, TrainingState, resume, write_checkpoint};
 use crate::choices::StepChoices;
@@ -12,12 +13,12 @@ use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
 use crate::observer::{Observer, RunFacts};
 use crate::run_folder;
+use crate::run_lock::RunLock;
 use crate::setup::{
     build_executor, lr_schedule, model_config, notice_delay, notice_determinism, proven_programs, unit_passes,
 };
 use crate::trace::Tracer;
 use crate::validation::Validation;
-use std::fs::File;
 use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::Rank;
@@ -97,7 +98,7 @@ pub struct Trainer<'a> {
     /// What the user was told of once.
     reported: Vec<String>,
     /// Kept locked while the run lasts.
-    _lock: Option<File>,
+    _lock: Option<RunLock>,
 }
 
 impl<'a> Trainer<'a> {
@@ -112,13 +113,15 @@ impl<'a> Trainer<'a> {
         let training = config.training();
         let run_folder = config.run_folder();
         let is_root = group.rank() == Rank::ROOT;
-        let lock = if is_root { Some(run_folder::lock(&run_folder)?) } else { None };
+        let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
         let data_folder = &config.data().folder;
-        let Corpus { train, validation, .. } = Corpus::open(data_folder)?;
+        let corpus = Corpus::open(data_folder)?;
         let tokenizer = Tokenizer::load(data_folder)?;
+        let (model, notices) = model_config(config, corpus.train.vocabulary_size())?;
+        agree(&Facts::of_config(config).and(Facts::of_contents(&corpus, &tokenizer, &model)), &group)?;
+        let Corpus { train, validation, .. } = corpus;
         let sampler = Sampler::shuffled(train.num_tokens(), training.seq_len, training.seed)?;
         let validation = validation.map(|tokens| Validation::new(tokens, training, &group)).transpose()?;
-        let (model, notices) = model_config(config, train.vocabulary_size())?;
         notices.iter().for_each(|notice| observer.notice(notice));
         notice_determinism(config, config.data_parallel_degree(), observer);
         notice_delay(config, observer);

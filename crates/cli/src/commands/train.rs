@@ -19,8 +19,9 @@ use trireme_planner::{CategoryBytes, table};
 use trireme_tensor::{OverBudget, Parameters};
 use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Transport};
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunSummary, SampleSettings, StepChoices, TrainError,
-    Trainer, TrainerOptions, ensure_corpus, local_threads, model_config, sample,
+    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunCorpus, RunLock, RunSummary, SampleSettings,
+    StepChoices, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus,
+    local_threads, model_config, sample,
 };
 
 const EXAMPLES: &str = "\
@@ -62,18 +63,11 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     let source = Source { path: &args.config, overrides: &overrides, world_size };
     let config = Config::load(source.path, source.overrides, source.world_size)?;
     match environment {
-        Some(environment) => work(&config, source, &environment, started),
+        Some(environment) => work(config, source, &environment, started),
         None => {
-            let vocabulary_size = check(&config)?;
-            // Before there is a worker or a file, it is said once.
             let workers = Workers::local(&config);
-            refuse_excess(
-                Plan::largest(&config, vocabulary_size, workers)?,
-                &config,
-                source,
-                vocabulary_size,
-                workers,
-            )?;
+            let version = prepare_run(&config, source, workers)?;
+            let config = with_corpus(config, version);
             match config.world_size() {
                 1 => train(&config, source, single(), 1, started),
                 _ => launch(&config, started),
@@ -107,16 +101,44 @@ fn refuse_excess(
     Ok(plan)
 }
 
-/// Prepares the corpus, and finds what does not fit it before a worker starts or a file of the run is made; how many tokens it
-/// knows.
-fn check(config: &Config) -> Result<usize> {
-    prepare_corpus(config)?;
-    let corpus = Corpus::open(&config.data().folder).map_err(TrainError::from)?;
-    model_config(config, corpus.train.vocabulary_size())?;
+/// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
+/// a file of the run is written or a worker is started; the version of the corpus.
+fn prepare_run(config: &Config, source: Source<'_>, workers: Workers) -> Result<u64> {
+    let _lock = RunLock::of_run(config)?;
+    let display = Display::new();
+    let corpus = ensure_corpus(config, &display, |corpus| check(config, corpus, source, workers));
+    display.clear();
+    let RunCorpus { version, state } = corpus?;
+    // Under a launcher of ours, the launcher has said so.
+    if error_log().is_none() {
+        match state {
+            CorpusState::Kept => remark(
+                "note: the inputs have changed; the run resumes with the corpus it began with ([checkpoint] resume = \"never\" \
+                 starts again with the new one)",
+            ),
+            CorpusState::Made if version > 1 => remark(&format!(
+                "note: the corpus is in {}, beside one that an earlier run was trained on",
+                corpus_folder(&config.data().folder, version).display()
+            )),
+            CorpusState::Made | CorpusState::Current => {}
+        }
+    }
+    Ok(version)
+}
+
+fn with_corpus(config: Config, version: u64) -> Config {
+    let folder = corpus_folder(&config.data().folder, version);
+    config.with_data_folder(folder)
+}
+
+/// Refuses a model, a plan or settings that do not fit the corpus.
+fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers) -> Result<()> {
+    let vocabulary_size = corpus.train.vocabulary_size();
+    model_config(config, vocabulary_size)?;
     let training = config.training();
     Sampler::shuffled(corpus.train.num_tokens(), training.seq_len, training.seed)
         .map_err(TrainError::from)?;
-    if let Some(num_tokens) = corpus.validation.map(|tokens| tokens.num_tokens())
+    if let Some(num_tokens) = corpus.validation.as_ref().map(|tokens| tokens.num_tokens())
         && num_tokens <= training.seq_len as u64
     {
         return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
@@ -124,7 +146,9 @@ fn check(config: &Config) -> Result<usize> {
     if let Some(folder) = &config.model().init_from {
         ModelSource::open(folder).map_err(TrainError::from)?;
     }
-    Ok(corpus.train.vocabulary_size())
+    let plan = Plan::largest(config, vocabulary_size, workers)?;
+    refuse_excess(plan, config, source, vocabulary_size, workers)?;
+    Ok(())
 }
 
 fn log_folder(config: &Config) -> PathBuf {
@@ -151,27 +175,8 @@ fn launch(config: &Config, started: Instant) -> Result<()> {
     Ok(())
 }
 
-fn prepare_corpus(config: &Config) -> Result<()> {
-    let display = Display::new();
-    let state = ensure_corpus(config, &display);
-    display.clear();
-    // Under a launcher of ours, the launcher has said so.
-    if state? == CorpusState::Kept && error_log().is_none() {
-        remark(
-            "note: the inputs have changed; the run goes on with the corpus it began with ([checkpoint] resume = \"never\" \
-             begins anew with the new one)",
-        );
-    }
-    Ok(())
-}
-
 /// One worker of a world that a launcher has started.
-fn work(
-    config: &Config,
-    source: Source<'_>,
-    environment: &WorkerEnvironment,
-    started: Instant,
-) -> Result<()> {
+fn work(config: Config, source: Source<'_>, environment: &WorkerEnvironment, started: Instant) -> Result<()> {
     let comm = config.comm();
     let timeout = Duration::from_secs_f64(comm.timeout_seconds);
     let options = JoinOptions {
@@ -204,17 +209,21 @@ fn work(
 }
 
 fn prepare_and_train(
-    config: &Config,
+    config: Config,
     source: Source<'_>,
     group: Group,
     local_world_size: usize,
     started: Instant,
 ) -> Result<()> {
-    if group.rank() == Rank::ROOT {
-        prepare_corpus(config)?;
-    }
-    group.barrier().wait()?;
-    train(config, source, group, local_world_size, started)
+    agree_on_config(&config, &group)?;
+    let own = match group.rank() {
+        Rank::ROOT => prepare_run(&config, source, Workers::of(&config, &group, local_world_size))?,
+        _ => 0,
+    };
+    let versions = group.all_gather_bytes(&own.to_le_bytes()).wait()?;
+    let version = versions[0].as_slice().try_into().map_or(1, u64::from_le_bytes);
+    let config = with_corpus(config, version);
+    train(&config, source, group, local_world_size, started)
 }
 
 /// The files for TLS; the config has all of them or none.

@@ -15,11 +15,11 @@ fn folders_that_cannot_be_written() {
         ),
         (
             format!("train tiny.toml --set run.folder={under_a_file}"),
-            &["cannot write text.txt/below/tiny/logs"],
+            &["cannot write text.txt/below/tiny/.lock"],
         ),
         (
             format!("train tiny.toml --workers 1 --set run.folder={under_a_file}"),
-            &["cannot write text.txt/below/tiny/logs"],
+            &["cannot write text.txt/below/tiny/.lock"],
         ),
     ] {
         let error = scene.refused_without_trace(&arguments);

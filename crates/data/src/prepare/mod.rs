@@ -17,7 +17,7 @@ pub use report::{Part, PrepareReport};
 pub use utf8::InvalidUtf8;
 
 use crate::tokenizer::{BYTES_TOKENIZER_FILE, SpaceAtCut, TOKENIZER_FILE};
-use crate::{DataError, TokenFile, TokenFileWriter, Tokenizer};
+use crate::{Corpus, DataError, TokenFile, TokenFileWriter, Tokenizer};
 use batch::Batch;
 use inputs::Inputs;
 use reader::{CorpusReader, ReadCounts};
@@ -80,6 +80,42 @@ impl Progress for Silent {
 /// the output cannot be written. What was in the output folder is then as before; if the new files are complete
 /// but cannot be moved into their place, the folder has no [`REPORT_FILE`] and counts as not prepared.
 pub fn prepare(options: &PrepareOptions, progress: &dyn Progress) -> Result<PrepareReport, DataError> {
+    stage(options, progress)?.commit()
+}
+
+/// A corpus that is complete, and not yet in its place. Dropping it removes it.
+#[derive(Debug)]
+pub struct StagedCorpus {
+    staging: Staging,
+    report: PrepareReport,
+}
+
+impl StagedCorpus {
+    /// Opens it for training.
+    ///
+    /// # Errors
+    /// As [`Corpus::open`].
+    pub fn corpus(&self) -> Result<Corpus, DataError> {
+        Corpus::open(&self.staging.path(""))
+    }
+
+    /// Puts it into the output folder, in place of what [`prepare`] wrote there earlier.
+    ///
+    /// # Errors
+    /// If the files cannot be moved. The folder then has no [`REPORT_FILE`] and counts as not prepared.
+    pub fn commit(self) -> Result<PrepareReport, DataError> {
+        let is_made = |name: &&str| self.staging.path(name).exists();
+        let made: Vec<&str> = OUTPUT_FILES.into_iter().filter(is_made).collect();
+        self.staging.commit(&OUTPUT_FILES, &made, REPORT_FILE)?;
+        Ok(self.report)
+    }
+}
+
+/// Does all that [`prepare`] does but putting the files into their place: what is in the output folder stays as it is.
+///
+/// # Errors
+/// As [`prepare`].
+pub fn stage(options: &PrepareOptions, progress: &dyn Progress) -> Result<StagedCorpus, DataError> {
     options.check()?;
     let inputs = Inputs::collect(options)?;
     let fingerprint = options.fingerprint(&inputs)?;
@@ -104,9 +140,7 @@ pub fn prepare(options: &PrepareOptions, progress: &dyn Progress) -> Result<Prep
         fingerprint,
     };
     report.write(&staging.path(REPORT_FILE))?;
-    let made: Vec<&str> = OUTPUT_FILES.into_iter().filter(|name| staging.path(name).exists()).collect();
-    staging.commit(&OUTPUT_FILES, &made, REPORT_FILE)?;
-    Ok(report)
+    Ok(StagedCorpus { staging, report })
 }
 
 /// Whether the output folder holds what [`prepare`] would write: no input (by path, size and time of change)

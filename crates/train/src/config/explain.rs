@@ -71,6 +71,23 @@ pub(super) fn write(config: &Config) -> String {
     )
 }
 
+/// Every key that counts, as `section.key`, with its value.
+pub(super) fn values(config: &Config) -> Vec<(String, String)> {
+    let mut values = Vec::new();
+    let text = |key: Key| key.value.map_or_else(|| "not set".to_owned(), |value| value.to_string());
+    for (name, section) in config.sections.all() {
+        let keys = section.keys().into_iter().filter(|key| counts(config, name, key));
+        values.extend(keys.map(|key| (format!("{name}.{}", key.name), text(key))));
+        for (list, tables) in section.lists() {
+            for (index, table) in tables.tables().into_iter().enumerate() {
+                let keys = table.keys().into_iter();
+                values.extend(keys.map(|key| (format!("{name}.{list}[{index}].{}", key.name), text(key))));
+            }
+        }
+    }
+    values
+}
+
 fn write_lists(name: &str, section: &dyn Section) -> String {
     let mut text = String::new();
     for (list, tables) in section.lists() {

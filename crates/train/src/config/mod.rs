@@ -114,6 +114,17 @@ impl Config {
         explain::write(self)
     }
 
+    /// Every key that counts, as `section.key`, with its value.
+    pub fn values(&self) -> Vec<(String, String)> {
+        explain::values(self)
+    }
+
+    /// The same config with the corpus in `folder`.
+    pub fn with_data_folder(mut self, folder: PathBuf) -> Self {
+        self.sections.data.folder = folder;
+        self
+    }
+
     /// Number of workers.
     pub fn world_size(&self) -> usize {
         self.world_size

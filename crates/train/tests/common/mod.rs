@@ -4,7 +4,7 @@ use std::path::Path;
 use std::time::Instant;
 use trireme_comm::Group;
 use trireme_train::config::Config;
-use trireme_train::{Observer, Trainer, TrainerOptions, ensure_corpus};
+use trireme_train::{Observer, TrainError, Trainer, TrainerOptions, corpus_folder, ensure_corpus};
 
 /// The config of a job of `steps` steps over eight microbatches each; `more` is added to its keys.
 ///
@@ -31,8 +31,9 @@ pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more:
     );
     let overrides: Vec<String> = more.iter().map(|&key| key.to_owned()).collect();
     let config = Config::parse(&toml, Path::new("job.toml"), &overrides, None).unwrap();
-    ensure_corpus(&config, &trireme_data::Silent).unwrap();
-    config
+    let corpus = ensure_corpus(&config, &trireme_data::Silent, |_| Ok::<_, TrainError>(())).unwrap();
+    let folder = corpus_folder(&config.data().folder, corpus.version);
+    config.with_data_folder(folder)
 }
 
 /// A trainer for one rank.

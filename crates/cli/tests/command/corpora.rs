@@ -1,0 +1,84 @@
+//! A corpus that a run was trained on outlives launches that are refused, and runs that begin with another text.
+
+use crate::common::{Scene, tells};
+use std::fs::File;
+
+/// A run that has prepared its own corpus, and whose text has changed since.
+fn trained_then_changed() -> Scene {
+    let scene = Scene::new();
+    scene.run("train tiny.toml").succeeded();
+    scene.write("text.txt", "something else altogether\n".repeat(900));
+    scene
+}
+
+fn resumes(scene: &Scene) {
+    let resumed = scene.run("train tiny.toml --set training.steps=6");
+    assert_eq!(resumed.code, Some(0), "{resumed:?}");
+    tells(&resumed.stdout, &["resuming after step 4 of 6"]);
+    tells(&resumed.stderr, &["the run resumes with the corpus it began with"]);
+}
+
+#[test]
+fn a_launch_that_is_refused_changes_nothing() {
+    let scene = trained_then_changed();
+    for reason in [
+        "--set memory.device_budget=100KiB",
+        "--set training.seq_len=100000",
+        "--set model.vocab_size=8",
+        "--set model.init_from=nowhere",
+    ] {
+        let command = format!("train tiny.toml --set checkpoint.resume=never {reason}");
+        for workers in [1, 2] {
+            scene.refused_without_trace(&format!("{command} --workers {workers}"));
+        }
+    }
+    resumes(&scene);
+}
+
+#[test]
+fn a_launch_into_a_run_in_use_changes_nothing() {
+    let scene = trained_then_changed();
+    let lock = File::open(scene.path("runs/tiny/.lock")).unwrap();
+    lock.lock().unwrap();
+    let error = scene.refused_without_trace("train tiny.toml --set checkpoint.resume=never");
+    tells(&error, &["runs/tiny", "in use"]);
+    drop(lock);
+    resumes(&scene);
+}
+
+#[test]
+fn a_first_launch_that_is_refused_leaves_nothing() {
+    let scene = Scene::new();
+    for workers in [1, 2] {
+        let command = format!("train tiny.toml --workers {workers} --set memory.device_budget=100KiB");
+        scene.refused_without_trace(&command);
+    }
+}
+
+#[test]
+fn another_corpus_is_made_beside_one_that_checkpoints_refer_to() {
+    let scene = trained_then_changed();
+    let old = scene.losses("tiny");
+    let anew = scene.run("train tiny.toml --set checkpoint.resume=never");
+    assert_eq!(anew.code, Some(0), "{anew:?}");
+    tells(
+        &anew.stderr,
+        &["the corpus is in runs/tiny/data-2, beside one that an earlier run was trained on"],
+    );
+    assert_ne!(scene.losses("tiny"), old);
+    tells(&scene.read("runs/tiny/config.toml"), &["folder = \"runs/tiny/data-2\""]);
+    // The new run resumes with its corpus.
+    tells(&scene.run("train tiny.toml --set training.steps=6").succeeded(), &["resuming after step 4 of 6"]);
+    // So does the earlier one.
+    let resume = "--set checkpoint.resume=runs/tiny/previous-1/checkpoints/step-2";
+    let branch = format!("train tiny.toml {resume} --set run.name=branch --set data.folder=runs/tiny/data");
+    let branch = scene.run(&branch);
+    assert_eq!(branch.code, Some(0), "{branch:?}");
+    assert_eq!(scene.losses("branch"), old[2..]);
+    // Without a checkpoint there is nothing to keep.
+    scene.write("text.txt", "one more text\n".repeat(900));
+    scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
+    scene.write("text.txt", "and one more\n".repeat(900));
+    scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
+    assert!(!scene.path("runs/fresh/data-2").exists());
+}

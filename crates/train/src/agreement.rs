@@ -1,0 +1,221 @@
+//! All ranks train the same run, or none does.
+//!
+//! Ranks that are started by hand may be given different configs, models or texts. Nothing in training itself would notice:
+//! each would apply its own learning rate to the common gradient, and a checkpoint would mix their weights.
+
+use crate::config::Config;
+use crate::error::TrainError;
+use std::collections::{BTreeMap, BTreeSet};
+use trireme_base::Rank;
+use trireme_comm::{CONTROL_BYTES_MAX, Group};
+use trireme_data::{Corpus, Tokenizer};
+use trireme_model::ModelConfig;
+
+/// Keys in which ranks may differ: what belongs to a host or a process alone, and paths whose contents are compared instead.
+const MAY_DIFFER: [&str; 11] = [
+    "training.threads",
+    "data.folder",
+    "model.config",
+    "offload.folder",
+    "comm.interface",
+    "comm.secret_file",
+    "comm.tls_certificate",
+    "comm.tls_key",
+    "comm.tls_ca",
+    "launch.workers",
+    "launch.master_port",
+];
+
+/// The longest value that a message quotes, in characters.
+const VALUE_CHARS_MAX: usize = 200;
+
+/// Differences that a message lists before it counts the rest.
+const LISTED_MAX: usize = 20;
+
+/// What must be the same on all ranks: a value for each name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Facts(BTreeMap<String, String>);
+
+impl Facts {
+    /// The version of the program, and the config.
+    pub(crate) fn of_config(config: &Config) -> Self {
+        let version = ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned());
+        let keys = config.values().into_iter().filter(|(name, _)| !MAY_DIFFER.contains(&name.as_str()));
+        Facts(keys.chain([version]).collect())
+    }
+
+    /// What the config refers to.
+    pub(crate) fn of_contents(corpus: &Corpus, tokenizer: &Tokenizer, model: &ModelConfig) -> Self {
+        let mut facts = BTreeMap::new();
+        for (part, tokens) in [("train", Some(&corpus.train)), ("validation", corpus.validation.as_ref())] {
+            let Some(tokens) = tokens else { continue };
+            let checksum = tokens.fingerprint().unwrap_or_default();
+            let value = format!("{} with checksum {checksum:08x}", tokens.num_tokens());
+            facts.insert(format!("{part} tokens"), value);
+        }
+        let (name, contents) = tokenizer.file();
+        let checksum = crc32c::crc32c(contents);
+        facts.insert("tokenizer".to_owned(), format!("{name} with checksum {checksum:08x}"));
+        if let serde_json::Value::Object(members) = model.to_json() {
+            facts.extend(members.iter().map(|(name, value)| (format!("model's {name}"), value.to_string())));
+        }
+        Facts(facts)
+    }
+
+    /// These facts and others.
+    pub(crate) fn and(mut self, others: Facts) -> Self {
+        self.0.extend(others.0);
+        self
+    }
+
+    fn checksum(&self) -> u32 {
+        self.0.iter().flat_map(|(name, value)| [name, value]).fold(0, |checksum, text| {
+            let checksum = crc32c::crc32c_append(checksum, &(text.len() as u64).to_le_bytes());
+            crc32c::crc32c_append(checksum, text.as_bytes())
+        })
+    }
+
+    /// As a message, with long values cut, and no more facts than control data may hold.
+    fn to_bytes(&self) -> Vec<u8> {
+        let mut facts = BTreeMap::new();
+        // JSON writes a byte as six at most.
+        let mut bytes_left = CONTROL_BYTES_MAX / 6 - 2;
+        for (name, value) in &self.0 {
+            let mut quoted: String = value.chars().take(VALUE_CHARS_MAX).collect();
+            if quoted.len() < value.len() {
+                quoted += &format!("... with checksum {:08x}", crc32c::crc32c(value.as_bytes()));
+            }
+            let punctuation = r#""":"","#.len();
+            let Some(rest) = bytes_left.checked_sub(name.len() + quoted.len() + punctuation) else { break };
+            bytes_left = rest;
+            facts.insert(name, quoted);
+        }
+        serde_json::to_vec(&facts).expect("a map of texts is JSON")
+    }
+
+    /// Reads a message. Another version may write it in another way: then no fact is known of its rank.
+    fn from_bytes(bytes: &[u8]) -> Self {
+        Facts(serde_json::from_slice(bytes).unwrap_or_default())
+    }
+}
+
+/// Compares the program and the config of all ranks; call it before a rank acts on its config. Collective.
+///
+/// Cost: one exchange of four bytes; the facts travel only where they differ.
+///
+/// # Errors
+/// On all ranks alike: each key that differs, with its values and their ranks.
+pub fn agree_on_config(config: &Config, group: &Group) -> Result<(), TrainError> {
+    agree(&Facts::of_config(config), group)
+}
+
+/// Compares facts on all ranks. Collective.
+pub(crate) fn agree(facts: &Facts, group: &Group) -> Result<(), TrainError> {
+    group.set_line(format_args!("comparing what the ranks train"));
+    let checksums = group.all_gather_bytes(&facts.checksum().to_le_bytes()).wait()?;
+    if checksums.iter().all(|checksum| *checksum == checksums[0]) {
+        return Ok(());
+    }
+    let all = group.all_gather_bytes(&facts.to_bytes()).wait()?;
+    let all: Vec<Facts> = all.iter().map(|bytes| Facts::from_bytes(bytes)).collect();
+    Err(TrainError::RanksDisagree { differences: differences(&all) })
+}
+
+/// A line for each fact that differs, with its values and their ranks.
+fn differences(all: &[Facts]) -> Vec<String> {
+    let names: BTreeSet<&String> = all.iter().flat_map(|facts| facts.0.keys()).collect();
+    let mut lines: Vec<String> = names.into_iter().filter_map(|name| difference(name, all)).collect();
+    let num_more = lines.len().saturating_sub(LISTED_MAX);
+    if num_more > 0 {
+        lines.truncate(LISTED_MAX);
+        lines.push(format!("and {num_more} more"));
+    }
+    lines
+}
+
+fn difference(name: &str, all: &[Facts]) -> Option<String> {
+    let mut ranks: BTreeMap<Option<&String>, Vec<Rank>> = BTreeMap::new();
+    for (rank, facts) in all.iter().enumerate() {
+        ranks.entry(facts.0.get(name)).or_default().push(Rank(rank));
+    }
+    let mut values: Vec<_> = ranks.into_iter().collect();
+    // That of rank 0 comes first.
+    values.sort_by_key(|(_, ranks)| ranks[0]);
+    let text = |(value, ranks): &(Option<&String>, Vec<Rank>)| {
+        format!("{} on {}", value.map_or("not set", |value| value), list(ranks))
+    };
+    let texts: Vec<String> = values.iter().map(text).collect();
+    (texts.len() > 1).then(|| format!("{name}: {}", texts.join(", ")))
+}
+
+/// Such as "rank 3" or "ranks 0 and 2 to 5".
+fn list(ranks: &[Rank]) -> String {
+    let runs = ranks.chunk_by(|a, b| a.0 + 1 == b.0).map(|run| match run {
+        [only] => only.to_string(),
+        [first, .., last] => format!("{first} to {last}"),
+        [] => unreachable!("a run has a rank"),
+    });
+    let noun = if ranks.len() == 1 { "rank" } else { "ranks" };
+    format!("{noun} {}", runs.collect::<Vec<_>>().join(" and "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_testkit::run_ranks;
+
+    fn facts(pairs: &[(&str, &str)]) -> Facts {
+        Facts(pairs.iter().map(|(name, value)| (name.to_string(), value.to_string())).collect())
+    }
+
+    #[test]
+    fn every_rank_learns_which_ranks_differ_in_what() {
+        let found = run_ranks(5, |group| {
+            let lr = if [1, 4].contains(&group.rank().0) { "1e-3" } else { "3e-4" };
+            let mut own = vec![("optimizer.lr", lr), ("training.seed", "0")];
+            if group.rank() == Rank(2) {
+                own.push(("data.field", "body"));
+            }
+            agree(&facts(&own), &group).unwrap_err().to_string()
+        });
+        assert!(found.iter().all(|text| *text == found[0]));
+        for line in [
+            "\n  data.field: not set on ranks 0 to 1 and 3 to 4, body on rank 2",
+            "\n  optimizer.lr: 3e-4 on ranks 0 and 2 to 3, 1e-3 on ranks 1 and 4",
+        ] {
+            assert!(found[0].contains(line), "{}", found[0]);
+        }
+        assert!(!found[0].contains("seed"), "{}", found[0]);
+    }
+
+    #[test]
+    fn ranks_that_agree_go_on() {
+        let same = run_ranks(3, |group| agree(&facts(&[("a", "1"), ("b", "2")]), &group).is_ok());
+        assert_eq!(same, [true; 3]);
+        assert_ne!(facts(&[("a", "1b")]).checksum(), facts(&[("a1", "b")]).checksum());
+    }
+
+    #[test]
+    fn messages_and_lists_are_bounded() {
+        let many = |value: &str| {
+            Facts((0..20_000).map(|index| (format!("key {index:06}"), value.repeat(300))).collect())
+        };
+        assert!(many("\u{1}").to_bytes().len() <= CONTROL_BYTES_MAX);
+        let found = run_ranks(2, |group| {
+            let value = if group.rank() == Rank::ROOT { "x" } else { "y" };
+            match agree(&many(value), &group) {
+                Err(TrainError::RanksDisagree { differences }) => differences,
+                other => panic!("{other:?}"),
+            }
+        });
+        assert_eq!(found[0].len(), LISTED_MAX + 1);
+        assert!(found[0][LISTED_MAX].starts_with("and "), "{:?}", found[0]);
+    }
+
+    #[test]
+    fn values_that_differ_behind_what_is_quoted_differ() {
+        let both = ["1", "2"].map(|end| facts(&[("a", &("x".repeat(VALUE_CHARS_MAX) + end))]));
+        let both = both.map(|facts| Facts::from_bytes(&facts.to_bytes()));
+        assert_eq!(differences(&both).len(), 1);
+    }
+}

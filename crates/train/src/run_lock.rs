@@ -1,0 +1,115 @@
+//! One process at a time trains into a run's folder.
+
+use crate::config::Config;
+use crate::error::TrainError;
+use std::fs::{self, File, TryLockError};
+use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::{Duration, Instant};
+
+/// How long a lock that another process holds is waited for.
+const LOCK_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How long to wait before the lock is tried again.
+const LOCK_PAUSE: Duration = Duration::from_millis(20);
+
+/// Keeps other processes from training into a run's folder while it lives. A process that dies leaves no lock behind.
+///
+/// Folders that were made for the lock alone go with it, so a run that is refused leaves nothing.
+#[derive(Debug)]
+pub struct RunLock {
+    path: PathBuf,
+    /// The run's folder and those above it, as far as they were not there; the innermost first.
+    folders_made: Vec<PathBuf>,
+    /// Holds the lock.
+    _file: File,
+}
+
+impl RunLock {
+    /// Locks the folder of a run, and makes it if it is not there. A process that was killed a moment ago releases its
+    /// lock a little later, so a lock that is held is waited for, 2 seconds at most.
+    ///
+    /// # Errors
+    /// If the folder cannot be made, or the run is in use by another process.
+    pub fn of_run(config: &Config) -> Result<Self, TrainError> {
+        let deadline = Instant::now() + LOCK_PATIENCE;
+        RunLock::take(&config.run_folder(), || {
+            thread::sleep(LOCK_PAUSE);
+            Instant::now() < deadline
+        })
+    }
+
+    /// Tries to lock `folder` until `waits` says that it has waited long enough.
+    fn take(folder: &Path, mut waits: impl FnMut() -> bool) -> Result<Self, TrainError> {
+        let path = folder.join(".lock");
+        let failed = |source| TrainError::RunFolder { path: path.clone(), source };
+        let folders_made: Vec<PathBuf> =
+            folder.ancestors().take_while(|folder| !folder.exists()).map(PathBuf::from).collect();
+        loop {
+            fs::create_dir_all(folder).map_err(failed)?;
+            let file = File::create(&path).map_err(failed)?;
+            match file.try_lock() {
+                // Whoever held it may have removed the file: then this lock would keep nobody out.
+                Ok(()) if is_at(&file, &path).map_err(failed)? => {
+                    return Ok(RunLock { path, folders_made, _file: file });
+                }
+                Ok(()) => {}
+                Err(TryLockError::WouldBlock) if waits() => {}
+                Err(TryLockError::WouldBlock) => {
+                    return Err(TrainError::RunInUse { path: folder.to_owned() });
+                }
+                Err(TryLockError::Error(source)) => return Err(failed(source)),
+            }
+        }
+    }
+}
+
+/// Whether `path` names the open file.
+fn is_at(file: &File, path: &Path) -> io::Result<bool> {
+    let open = file.metadata()?;
+    match fs::metadata(path) {
+        Ok(named) => Ok((named.dev(), named.ino()) == (open.dev(), open.ino())),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+impl Drop for RunLock {
+    fn drop(&mut self) {
+        let Some(folder) = self.folders_made.first() else { return };
+        let is_alone = fs::read_dir(folder).is_ok_and(|entries| entries.count() == 1);
+        if is_alone && fs::remove_file(&self.path).is_ok() {
+            // As far as they are empty; nobody is left to report a failure to.
+            let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_lock_that_is_released_meanwhile_is_taken_and_another_one_is_refused() {
+        let folder = tempfile::tempdir().unwrap();
+        let run = folder.path().join("runs/tiny");
+        let mut held = Some(RunLock::take(&run, || false).unwrap());
+        let refused = RunLock::take(&run, || false);
+        assert!(matches!(refused, Err(TrainError::RunInUse { .. })));
+        // The first one goes with the folders that it made, while the second one waits.
+        let taken = RunLock::take(&run, || held.take().is_some()).unwrap();
+        assert!(matches!(RunLock::take(&run, || false), Err(TrainError::RunInUse { .. })));
+        fs::write(run.join("metrics.jsonl"), "").unwrap();
+        drop(taken);
+        assert!(run.join("metrics.jsonl").exists() && run.join(".lock").exists());
+    }
+
+    #[test]
+    fn a_refused_run_leaves_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        drop(RunLock::take(&folder.path().join("runs/tiny"), || false).unwrap());
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+}
