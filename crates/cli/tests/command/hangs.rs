@@ -109,7 +109,7 @@ fn an_operation_that_differs_is_reported_without_a_launcher() {
     let port = free_port();
     let bench = |rank, bytes: &str| {
         let command =
-            format!("bench collectives --op all_reduce --min-bytes {bytes} --max-bytes {bytes} --seconds 1");
+            format!("bench collectives --ops all_reduce --min-bytes {bytes} --max-bytes {bytes} --seconds 1");
         Running::start(scene.worker(rank, port, &command))
     };
     let (first, second) = (bench(0, "64K"), bench(1, "128K"));
