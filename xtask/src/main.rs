@@ -1,27 +1,30 @@
-//! Chores of the workspace: `cargo xtask tidy`.
+//! Chores of the workspace: `cargo xtask tidy` and `cargo xtask compare`.
 
+mod compare;
 mod tidy;
 
+use clap::Parser;
 use std::path::Path;
 use std::process::ExitCode;
 
-const USAGE: &str = "\
-usage: cargo xtask tidy
-
-  tidy   checks what the compiler does not: which crate may depend on which, where unsafe code lies, words and
-         calls that do not belong here, the form and length of files";
+/// Chores of the workspace.
+#[derive(Debug, clap::Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+enum Chore {
+    /// Check what the compiler does not.
+    ///
+    /// Which crate may depend on which, where unsafe code may be, words and calls that do not belong in the sources, and
+    /// the form and length of files.
+    Tidy,
+    Compare(compare::CompareArgs),
+}
 
 fn main() -> anyhow::Result<ExitCode> {
-    let arguments: Vec<String> = std::env::args().skip(1).collect();
-    if arguments != ["tidy"] {
-        eprintln!("{USAGE}");
-        return Ok(ExitCode::from(2));
-    }
-    let findings = tidy::check(workspace_root())?;
-    findings.iter().for_each(|finding| println!("{finding}"));
-    let num_refused = findings.iter().filter(|finding| finding.is_refused()).count();
-    println!("tidy: {num_refused} to mend, {} to consider", findings.len() - num_refused);
-    Ok(if num_refused == 0 { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let succeeded = match Chore::parse() {
+        Chore::Tidy => tidy::run(workspace_root())?,
+        Chore::Compare(args) => compare::run(&args, workspace_root())?,
+    };
+    Ok(if succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
 fn workspace_root() -> &'static Path {

@@ -1,8 +1,8 @@
 //! Weights after a few steps, as other implementations have them.
 //!
-//! They were made in f64, from parameters and gradients that a generator of whole numbers gives (`values` below): AdamW,
-//! Adam, SGD, Adafactor and Muon by torch.optim 2.13 (Muon with its iteration replaced by one in f64), the others by a few lines
-//! of numpy from the algorithm boxes of the papers named in docs/optimizers.md.
+//! `peers/optimizer_reference.py` prints them. It computes in f64, from parameters and gradients of an integer generator
+//! (`values` below): AdamW, Adam, SGD, Adafactor and Muon by torch.optim 2.13 (Muon with an iteration in f64), the others by
+//! a few lines of numpy that follow the algorithms in the papers named in docs/optimizers.md.
 
 mod common;
 

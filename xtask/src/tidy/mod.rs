@@ -14,8 +14,17 @@ use finding::Finding;
 use std::path::Path;
 use workspace::Workspace;
 
-/// Everything there is to mend or to consider in the workspace at `root`, by file and line.
-pub(crate) fn check(root: &Path) -> Result<Vec<Finding>> {
+/// Runs `cargo xtask tidy`; whether nothing was refused.
+pub(crate) fn run(root: &Path) -> Result<bool> {
+    let findings = check(root)?;
+    findings.iter().for_each(|finding| println!("{finding}"));
+    let num_refused = findings.iter().filter(|finding| finding.is_refused()).count();
+    println!("tidy: {num_refused} to fix, {} to consider", findings.len() - num_refused);
+    Ok(num_refused == 0)
+}
+
+/// Everything there is to fix or to consider in the workspace at `root`, by file and line.
+fn check(root: &Path) -> Result<Vec<Finding>> {
     let workspace = Workspace::read(root)?;
     let mut findings = dependencies::check(&workspace.architecture, &workspace.members);
     findings.extend(dependencies::check_command_line_crates(&workspace.members));
@@ -39,6 +48,6 @@ mod tests {
         let findings = super::check(crate::workspace_root()).expect("the workspace can be read");
         let refused: Vec<String> =
             findings.iter().filter(|finding| finding.is_refused()).map(ToString::to_string).collect();
-        assert!(refused.is_empty(), "{} to mend:\n{}", refused.len(), refused.join("\n"));
+        assert!(refused.is_empty(), "{} to fix:\n{}", refused.len(), refused.join("\n"));
     }
 }

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 /// Folders whose files are checked; what else lies in a checkout (builds, runs, a user's texts) is not ours.
-const FOLDERS: [&str; 7] = [".cargo", ".ci", "configs", "crates", "docs", "examples", "xtask"];
+const FOLDERS: [&str; 8] = [".cargo", ".ci", "configs", "crates", "docs", "examples", "peers", "xtask"];
 
 /// The document with the table of dependencies.
 const ARCHITECTURE_FILE: &str = "ARCHITECTURE.md";
@@ -83,7 +83,7 @@ fn add_files(folder: &Path, paths: &mut Vec<PathBuf>) -> Result<()> {
 fn is_checked(path: &Path) -> bool {
     let by_extension = path
         .extension()
-        .is_some_and(|extension| ["rs", "toml", "md"].iter().any(|known| extension == *known));
+        .is_some_and(|extension| ["rs", "toml", "md", "py", "c"].iter().any(|known| extension == *known));
     by_extension || path.ends_with(".ci/run")
 }
 
@@ -110,7 +110,8 @@ mod tests {
 
     #[test]
     fn sources_and_documents_are_checked_and_data_is_not() {
-        for name in ["README.md", "crates/base/src/lib.rs", "Cargo.toml", "/elsewhere/.ci/run"] {
+        for name in ["README.md", "crates/base/src/lib.rs", "Cargo.toml", "peers/a.py", "/elsewhere/.ci/run"]
+        {
             assert!(is_checked(Path::new(name)), "{name}");
         }
         for name in ["Cargo.lock", "model.safetensors", "reference.json", "LICENSE-APACHE", "run"] {

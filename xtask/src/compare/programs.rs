@@ -1,0 +1,186 @@
+//! The programs that are compared: making them ready, and running them.
+
+use super::rows::{Program, Run};
+use anyhow::{Context, Result, bail};
+use serde_json::{Value, json};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The programs, ready to run.
+pub(super) struct Programs {
+    root: PathBuf,
+    binary: PathBuf,
+    python: PathBuf,
+    /// What PyTorch has compiled stays here: later rounds find it.
+    compiled_folder: PathBuf,
+    open_mpi: Option<OpenMpi>,
+}
+
+struct OpenMpi {
+    version: String,
+    all_reduce: PathBuf,
+}
+
+impl Programs {
+    /// Builds Trireme, and installs PyTorch into the target folder unless `python` has it already.
+    pub(super) fn prepare(root: &Path, python: Option<PathBuf>) -> Result<Self> {
+        let target =
+            std::env::var_os("CARGO_TARGET_DIR").map_or(root.join("target"), |folder| root.join(folder));
+        let folder = target.join("compare");
+        fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
+        succeed(Command::new(cargo).args(["build", "--release", "--bin", "trireme"]).current_dir(root))?;
+        let python = match python {
+            Some(python) => python,
+            None => virtual_environment(root, &target.join("peers-venv"))?,
+        };
+        let open_mpi = OpenMpi::prepare(root, &folder)?;
+        let compiled_folder = folder.join("inductor");
+        Ok(Programs {
+            root: root.to_owned(),
+            binary: target.join("release/trireme"),
+            python,
+            compiled_folder,
+            open_mpi,
+        })
+    }
+
+    /// Version of Open MPI, where it is installed.
+    pub(super) fn open_mpi_version(&self) -> Option<&str> {
+        self.open_mpi.as_ref().map(|open_mpi| open_mpi.version.as_str())
+    }
+
+    /// Whether there is something to run.
+    pub(super) fn has(&self, program: Program) -> bool {
+        program != Program::OpenMpi || self.open_mpi.is_some()
+    }
+
+    /// The JSON objects that a command prints.
+    pub(super) fn run(&self, run: &Run) -> Result<Vec<Value>> {
+        let mut command = match run.program {
+            Program::TriremeBinary => {
+                let metadata = fs::metadata(&self.binary)
+                    .with_context(|| format!("cannot read {}", self.binary.display()))?;
+                return Ok(Vec::from([json!({ "installed_bytes": metadata.len() })]));
+            }
+            Program::Trireme => Command::new(&self.binary),
+            Program::Python => Command::new(&self.python),
+            Program::Torchrun => {
+                let mut command = Command::new(&self.python);
+                command.args(["-m", "torch.distributed.run", "--nproc-per-node", "2"]);
+                command
+            }
+            Program::OpenMpi => {
+                let open_mpi = self.open_mpi.as_ref().context("Open MPI is not installed")?;
+                let mut command = Command::new("mpirun");
+                command.args(["-n", "2"]).arg(&open_mpi.all_reduce);
+                command
+            }
+        };
+        command.args(run.arguments.split(' ')).current_dir(&self.root);
+        // Each script sets its number of threads; torchrun asks for the variable.
+        command.env("OMP_NUM_THREADS", "1");
+        command.env("PYTHONDONTWRITEBYTECODE", "1");
+        command.env("TORCHINDUCTOR_CACHE_DIR", &self.compiled_folder);
+        command.env("OMPI_ALLOW_RUN_AS_ROOT", "1").env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1");
+        parse(&output(&mut command)?)
+    }
+}
+
+impl OpenMpi {
+    /// Compiles the benchmark, if Open MPI's compiler and launcher are installed.
+    fn prepare(root: &Path, folder: &Path) -> Result<Option<Self>> {
+        let Ok(version) = output(Command::new("mpirun").arg("--version")) else { return Ok(None) };
+        let version = version.lines().next().unwrap_or_default().replace("mpirun (Open MPI) ", "Open MPI ");
+        let has_compiler = Command::new("mpicc").arg("--version").output().is_ok();
+        if !version.starts_with("Open MPI ") || !has_compiler {
+            return Ok(None);
+        }
+        let all_reduce = folder.join("mpi_all_reduce");
+        succeed(
+            Command::new("mpicc")
+                .args(["-O2", "peers/mpi_all_reduce.c", "-o"])
+                .arg(&all_reduce)
+                .current_dir(root),
+        )?;
+        Ok(Some(OpenMpi { version, all_reduce }))
+    }
+}
+
+/// Python with the packages of `peers/requirements.txt`, installed into `folder` unless that has happened before.
+fn virtual_environment(root: &Path, folder: &Path) -> Result<PathBuf> {
+    let python = folder.join("bin/python");
+    let requirements = root.join("peers/requirements.txt");
+    let wanted =
+        fs::read(&requirements).with_context(|| format!("cannot read {}", requirements.display()))?;
+    // A copy of the requirements tells that they are installed.
+    let installed = folder.join("requirements.txt");
+    if fs::read(&installed).is_ok_and(|installed| installed == wanted) {
+        return Ok(python);
+    }
+    succeed(Command::new("python3").args(["-m", "venv"]).arg(folder))?;
+    succeed(Command::new(&python).args(["-m", "pip", "install", "--requirement"]).arg(&requirements))?;
+    fs::write(&installed, wanted).with_context(|| format!("cannot write {}", installed.display()))?;
+    Ok(python)
+}
+
+/// Runs a command that prints to the terminal.
+fn succeed(command: &mut Command) -> Result<()> {
+    let status = command.status().with_context(|| format!("cannot start {}", line(command)))?;
+    if !status.success() {
+        bail!("{} failed: {status}", line(command));
+    }
+    Ok(())
+}
+
+/// What a command prints.
+pub(super) fn output(command: &mut Command) -> Result<String> {
+    let output = command.output().with_context(|| format!("cannot start {}", line(command)))?;
+    if !output.status.success() {
+        let errors = String::from_utf8_lossy(&output.stderr);
+        let last: Vec<&str> = errors.lines().rev().take(5).collect();
+        let last: Vec<&str> = last.into_iter().rev().collect();
+        bail!("{} failed: {}\n{}", line(command), output.status, last.join("\n"));
+    }
+    String::from_utf8(output.stdout)
+        .with_context(|| format!("{} printed something that is not text", line(command)))
+}
+
+fn line(command: &Command) -> String {
+    let words = [command.get_program()].into_iter().chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
+/// The JSON objects of a text that has nothing else.
+fn parse(text: &str) -> Result<Vec<Value>> {
+    let objects: Vec<Value> = serde_json::Deserializer::from_str(text)
+        .into_iter()
+        .collect::<Result<_, _>>()
+        .with_context(|| format!("expected JSON, found: {}", text.trim()))?;
+    if objects.is_empty() {
+        bail!("expected JSON, found nothing");
+    }
+    Ok(objects)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn output_is_read_object_by_object() {
+        assert_eq!(parse("{\"a\": 1}\n{\"a\": 2}\n").unwrap(), [json!({"a": 1}), json!({"a": 2})]);
+        assert_eq!(parse("{\n  \"a\": [1]\n}\n").unwrap(), [json!({"a": [1]})]);
+        for wrong in ["", "\n", "Traceback", "{\"a\": 1} done", "{\"a\":"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_command_that_fails_tells_its_last_lines() {
+        let script = "echo one >&2; for i in 2 3 4 5 6; do echo $i >&2; done; exit 3";
+        let error = output(Command::new("sh").args(["-c", script])).unwrap_err().to_string();
+        assert!(error.ends_with("exit status: 3\n2\n3\n4\n5\n6"), "{error}");
+    }
+}

@@ -1,0 +1,335 @@
+//! What is compared with what: the rows of the table, and the commands that give their numbers.
+
+use std::fmt;
+
+/// A command that prints JSON objects.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Run {
+    pub(super) program: Program,
+    /// Separated by spaces.
+    pub(super) arguments: String,
+}
+
+impl fmt::Display for Run {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let program = match self.program {
+            Program::Trireme => "trireme",
+            Program::TriremeBinary => "the size of trireme",
+            Program::Python => "python",
+            Program::Torchrun => "torchrun",
+            Program::OpenMpi => "mpirun",
+        };
+        write!(f, "{program} {}", self.arguments)
+    }
+}
+
+/// What a command starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Program {
+    Trireme,
+    /// Nothing: the number is the size of Trireme's binary.
+    TriremeBinary,
+    /// A script of `peers/`.
+    Python,
+    /// A script of `peers/` in two processes.
+    Torchrun,
+    /// `peers/mpi_all_reduce.c` in two processes.
+    OpenMpi,
+}
+
+/// A number in what commands print, and how the table shows it.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Quantity {
+    /// Key in a JSON object.
+    pub(super) key: &'static str,
+    /// The object is the one with this many `bytes`, or the first one.
+    pub(super) bytes: Option<u64>,
+    /// The number of a command is this many of what the table shows.
+    pub(super) scale: f64,
+    pub(super) num_decimals: usize,
+    pub(super) larger_is_better: bool,
+}
+
+const TOKENS_PER_SECOND: Quantity = Quantity {
+    key: "tokens_per_second_median",
+    bytes: None,
+    scale: 1.0,
+    num_decimals: 0,
+    larger_is_better: true,
+};
+const FIRST_STEP: Quantity =
+    Quantity { key: "seconds_to_first_step", num_decimals: 2, larger_is_better: false, ..TOKENS_PER_SECOND };
+const PEAK_MEMORY: Quantity =
+    Quantity { key: "peak_rss_bytes", scale: (1 << 20) as f64, num_decimals: 0, ..FIRST_STEP };
+const INSTALLATION: Quantity = Quantity { key: "installed_bytes", ..PEAK_MEMORY };
+const SHORT_VECTOR: Quantity =
+    Quantity { key: "median_us", bytes: Some(4 << 10), num_decimals: 1, ..FIRST_STEP };
+const LONG_VECTOR: Quantity = Quantity { bytes: Some(64 << 20), scale: 1e3, ..SHORT_VECTOR };
+
+/// A row of the table.
+#[derive(Debug, Clone)]
+pub(super) struct Row {
+    pub(super) name: &'static str,
+    pub(super) quantity: Quantity,
+    pub(super) ours: Run,
+    pub(super) peers: Vec<Peer>,
+    /// The step whose kernels bound our side.
+    pub(super) bound: Option<Step>,
+}
+
+impl Row {
+    fn new(name: &'static str, quantity: Quantity, ours: Run, peers: impl Into<Vec<Peer>>) -> Self {
+        Row { name, quantity, ours, peers: peers.into(), bound: None }
+    }
+
+    fn bounded_by(self, step: Step) -> Self {
+        Row { bound: Some(step), ..self }
+    }
+}
+
+/// The other side of a row: one program in some variants, of which the best one counts.
+#[derive(Debug, Clone)]
+pub(super) struct Peer {
+    pub(super) variants: Vec<(&'static str, Run)>,
+}
+
+impl Peer {
+    fn new(name: &'static str, run: Run) -> Self {
+        Peer { variants: Vec::from([(name, run)]) }
+    }
+}
+
+/// How long to measure.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Effort {
+    /// Timed steps of a training run, and those before them.
+    pub(super) num_steps: usize,
+    pub(super) num_warmup_steps: usize,
+    /// For one size of a collective operation.
+    pub(super) seconds: f64,
+}
+
+/// Training steps that both sides run.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) struct Step {
+    pub(super) model: &'static str,
+    pub(super) dtype: &'static str,
+    num_workers: usize,
+    /// Sequences of a worker's batch.
+    batch: usize,
+    seq: usize,
+    effort: Effort,
+}
+
+/// Threads of all workers together.
+const NUM_THREADS: usize = 2;
+
+impl Step {
+    /// Tokens of all workers.
+    pub(super) fn num_tokens(self) -> usize {
+        self.num_workers * self.batch * self.seq
+    }
+
+    fn shape(self) -> String {
+        let Step { model, dtype, num_workers, batch, seq, .. } = self;
+        let threads = NUM_THREADS / num_workers;
+        format!(
+            "--model configs/models/{model} --dtype {dtype} --batch {batch} --seq {seq} --threads {threads}"
+        )
+    }
+
+    fn arguments(self) -> String {
+        let Effort { num_steps, num_warmup_steps, .. } = self.effort;
+        format!("{} --steps {num_steps} --warmup {num_warmup_steps}", self.shape())
+    }
+
+    fn trireme(self) -> Run {
+        let arguments = format!("bench step {} --workers {} --json", self.arguments(), self.num_workers);
+        Run { program: Program::Trireme, arguments }
+    }
+
+    /// Workers that do not communicate.
+    fn independent(self) -> Run {
+        let Run { program, arguments } = self.trireme();
+        Run { program, arguments: arguments + " --independent" }
+    }
+
+    /// PyTorch, eager and compiled.
+    fn pytorch(self) -> [Peer; 1] {
+        let (program, strategy, names) = match self.num_workers {
+            1 => (Program::Python, "none", ["PyTorch", "PyTorch, compiled"]),
+            _ => (Program::Torchrun, "ddp", ["PyTorch DDP over gloo", "PyTorch DDP over gloo, compiled"]),
+        };
+        let eager = format!("peers/torch_train.py {} --strategy {strategy}", self.arguments());
+        let compiled = format!("{eager} --compile");
+        let runs = [eager, compiled].map(|arguments| Run { program, arguments });
+        [Peer { variants: names.into_iter().zip(runs).collect() }]
+    }
+
+    /// The kernels of this step, each beside what bounds it.
+    pub(super) fn kernels(self) -> Run {
+        let arguments =
+            format!("bench kernels {} --seconds {} --json", self.shape(), self.effort.seconds / 10.0);
+        Run { program: Program::Trireme, arguments }
+    }
+}
+
+/// Versions of the Python side, and what it takes on disk.
+pub(super) fn installation() -> Run {
+    Run { program: Program::Python, arguments: "peers/installation.py".to_owned() }
+}
+
+/// The table of README.md.
+pub(super) fn rows(effort: Effort) -> Vec<Row> {
+    let gpt2 = Step { model: "gpt2-11m", dtype: "bf16", num_workers: 1, batch: 8, seq: 256, effort };
+    let gpt2_by_two = Step { num_workers: 2, batch: 4, ..gpt2 };
+    let [gpt2_f32, gpt2_by_two_f32] = [gpt2, gpt2_by_two].map(|step| Step { dtype: "f32", ..step });
+    let llama = Step { model: "llama-12m", ..gpt2 };
+    let gpt2_124m = Step { model: "gpt2-124m", batch: 2, seq: 512, ..gpt2 };
+
+    // Both sizes come from one command; the factor leads from one to the other.
+    let seconds = effort.seconds;
+    let sizes = format!("--min-bytes 4096 --max-bytes 67108864 --factor 16384 --seconds {seconds}");
+    let all_reduce = |transport: &str| Run {
+        program: Program::Trireme,
+        arguments: format!(
+            "bench collectives --ops all_reduce --workers 2 --transport {transport} {sizes} --json"
+        ),
+    };
+    let gloo = Run {
+        program: Program::Torchrun,
+        arguments: format!("peers/torch_collectives.py --ops all_reduce {sizes}"),
+    };
+    let gloo = || Peer::new("gloo", gloo.clone());
+    let open_mpi = Run { program: Program::OpenMpi, arguments: format!("{seconds} 4096 67108864") };
+    let open_mpi = || Peer::new("Open MPI", open_mpi.clone());
+
+    Vec::from([
+        Row::new(
+            "gpt2-11m, bf16, 1 process × 2 threads, tokens/s",
+            TOKENS_PER_SECOND,
+            gpt2.trireme(),
+            gpt2.pytorch(),
+        )
+        .bounded_by(gpt2),
+        Row::new(
+            "gpt2-11m, bf16, 2 workers × 1 thread, tokens/s",
+            TOKENS_PER_SECOND,
+            gpt2_by_two.trireme(),
+            gpt2_by_two.pytorch(),
+        ),
+        Row::new(
+            "llama-12m, bf16, 1 process × 2 threads, tokens/s",
+            TOKENS_PER_SECOND,
+            llama.trireme(),
+            llama.pytorch(),
+        )
+        .bounded_by(llama),
+        Row::new(
+            "gpt2-124m, bf16, 1 process × 2 threads, tokens/s",
+            TOKENS_PER_SECOND,
+            gpt2_124m.trireme(),
+            gpt2_124m.pytorch(),
+        )
+        .bounded_by(gpt2_124m),
+        Row::new(
+            "gpt2-11m, f32, 1 process × 2 threads, tokens/s",
+            TOKENS_PER_SECOND,
+            gpt2_f32.trireme(),
+            gpt2_f32.pytorch(),
+        )
+        .bounded_by(gpt2_f32),
+        Row::new(
+            "gpt2-11m, f32, 2 workers × 1 thread, tokens/s",
+            TOKENS_PER_SECOND,
+            gpt2_by_two_f32.trireme(),
+            gpt2_by_two_f32.pytorch(),
+        ),
+        Row::new(
+            "gpt2-11m, bf16, 2 workers, tokens/s",
+            TOKENS_PER_SECOND,
+            gpt2_by_two.trireme(),
+            [Peer::new("Trireme, two independent workers", gpt2_by_two.independent())],
+        ),
+        Row::new(
+            "all_reduce of 64 MiB, 2 workers, shared memory, ms",
+            LONG_VECTOR,
+            all_reduce("shm"),
+            [gloo(), open_mpi()],
+        ),
+        Row::new(
+            "all_reduce of 64 MiB, 2 workers, TCP over loopback, ms",
+            LONG_VECTOR,
+            all_reduce("tcp"),
+            [gloo()],
+        ),
+        Row::new(
+            "all_reduce of 4 KiB, 2 workers, shared memory, µs",
+            SHORT_VECTOR,
+            all_reduce("shm"),
+            [gloo(), open_mpi()],
+        ),
+        Row::new(
+            "from the command to the end of the first step, 2 workers, seconds",
+            FIRST_STEP,
+            gpt2_by_two.trireme(),
+            gpt2_by_two.pytorch(),
+        ),
+        Row::new(
+            "peak memory of 1 process × 2 threads, bf16, MiB",
+            PEAK_MEMORY,
+            gpt2.trireme(),
+            gpt2.pytorch(),
+        ),
+        Row::new(
+            "size of the installation, MiB",
+            INSTALLATION,
+            Run { program: Program::TriremeBinary, arguments: String::new() },
+            [Peer::new("PyTorch and what it requires", installation())],
+        ),
+    ])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EFFORT: Effort = Effort { num_steps: 16, num_warmup_steps: 3, seconds: 1.0 };
+
+    #[test]
+    fn the_rows_are_those_of_the_readme() {
+        let readme = std::fs::read_to_string(crate::workspace_root().join("README.md")).unwrap();
+        let figures = readme.split_once("\n## Figures\n").unwrap().1;
+        let table = figures.lines().skip_while(|line| !line.starts_with('|')).skip(2);
+        let in_readme: Vec<&str> =
+            table.map_while(|line| line.strip_prefix("| ")?.split_once(" |")).map(|(name, _)| name).collect();
+        let here: Vec<&str> = rows(EFFORT).iter().map(|row| row.name).collect();
+        assert_eq!(here, in_readme);
+    }
+
+    #[test]
+    fn models_and_scripts_are_there() {
+        for row in rows(EFFORT) {
+            let peers = row.peers.iter().flat_map(|peer| &peer.variants).map(|(_, run)| run);
+            let kernels = row.bound.map(Step::kernels);
+            for word in peers.chain([&row.ours]).chain(&kernels).flat_map(|run| run.arguments.split(' ')) {
+                let is_path = word.starts_with("configs/") || word.starts_with("peers/");
+                assert!(!is_path || crate::workspace_root().join(word).exists(), "{word}");
+            }
+        }
+    }
+
+    #[test]
+    fn both_sides_take_the_same_step() {
+        let rows = rows(EFFORT);
+        for row in rows.iter().filter(|row| row.quantity.key == TOKENS_PER_SECOND.key) {
+            let (_, peer) = &row.peers[0].variants[0];
+            let common = "--batch 4 --seq 256 --threads 1 --steps 16 --warmup 3";
+            if row.name.contains("2 workers × 1 thread") {
+                assert!(row.ours.arguments.contains(common), "{}", row.ours.arguments);
+                assert!(peer.arguments.contains(common), "{}", peer.arguments);
+            }
+        }
+        assert_eq!(rows.iter().filter_map(|row| row.bound).map(Step::num_tokens).max(), Some(2048));
+    }
+}
