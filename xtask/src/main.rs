@@ -19,12 +19,19 @@ enum Chore {
     Compare(compare::CompareArgs),
 }
 
-fn main() -> anyhow::Result<ExitCode> {
+fn main() -> ExitCode {
     let succeeded = match Chore::parse() {
-        Chore::Tidy => tidy::run(workspace_root())?,
-        Chore::Compare(args) => compare::run(&args, workspace_root())?,
+        Chore::Tidy => tidy::run(workspace_root()),
+        Chore::Compare(args) => compare::run(&args, workspace_root()),
     };
-    Ok(if succeeded { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    match succeeded {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
 }
 
 fn workspace_root() -> &'static Path {

@@ -16,9 +16,11 @@ use setting::{Bound, Setting};
 use std::path::{Path, PathBuf};
 
 const HELP: &str = "\
-The first call builds Trireme and installs PyTorch (peers/requirements.txt, about 5 GB) into target/peers-venv, which
-needs python3 with venv. Open MPI is compared where mpicc and mpirun are installed. The table goes to the standard
-output, everything else to the error output. Nothing else should run on the machine meanwhile.
+The first call builds Trireme and installs PyTorch (peers/requirements.txt,
+about 5 GB) into target/peers-venv, which needs python3 with venv. Open MPI is
+compared if mpicc and mpirun are installed. The table goes to the standard
+output, everything else to the error output. Run nothing else on the machine
+meanwhile.
 
 Examples:
   cargo xtask compare --rounds 5 > table.md

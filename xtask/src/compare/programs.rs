@@ -32,6 +32,8 @@ impl Programs {
         let cargo = std::env::var_os("CARGO").unwrap_or("cargo".into());
         succeed(Command::new(cargo).args(["build", "--release", "--bin", "trireme"]).current_dir(root))?;
         let python = match python {
+            // Commands run in the root; a bare name is looked up in PATH.
+            Some(python) if python.exists() => std::path::absolute(python)?,
             Some(python) => python,
             None => virtual_environment(root, &target.join("peers-venv"))?,
         };
