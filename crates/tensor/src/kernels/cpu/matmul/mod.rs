@@ -119,7 +119,7 @@ impl Cpu {
                 let out = SharedSlice::new(out);
                 self.for_tiles(precision, size, (left, right), scratch, |at| {
                     // SAFETY: tiles do not overlap, and this task alone has this one.
-                    let tile = unsafe { Tile::new(&out, at.row * cols + at.col, cols, at.size) };
+                    let mut tile = unsafe { Tile::new(&out, at.row * cols + at.col, cols, at.size) };
                     let epilogue = epilogue.from(at.row, at.col, cols);
                     tile.multiply(at.left, at.right, epilogue.accumulate);
                     tile.finish(self.features, &epilogue);

@@ -6,6 +6,7 @@ use super::{LeftFactor, Product, RightPanels};
 use crate::kernels::cpu::SharedSlice;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::simd::{CpuFeatures, for_each_simd_level};
+use std::marker::PhantomData;
 use std::mem::MaybeUninit;
 
 /// Tiles of the result, one a task. Columns: a block of the right factor (512 KiB) stays in the second-level cache.
@@ -63,45 +64,45 @@ impl<'a> TileEpilogue<'a> {
     }
 }
 
-/// A rectangle of a row-major result that one task owns.
-pub(crate) struct Tile {
+/// A rectangle of a row-major result. The tile borrows its elements mutably for `'a`.
+pub(crate) struct Tile<'a> {
     start: *mut f32,
     row_stride: usize,
     size: Product,
+    elements: PhantomData<&'a mut [f32]>,
 }
 
-impl Tile {
+impl<'a> Tile<'a> {
     /// The rectangle of `size.rows x size.cols` that begins at element `offset`.
     ///
     /// # Safety
-    /// While the tile lives, no one else reaches its elements.
+    /// Nothing else accesses its elements while the tile exists.
     pub(crate) unsafe fn new(
-        out: &SharedSlice<'_, f32>,
+        out: &SharedSlice<'a, f32>,
         offset: usize,
         row_stride: usize,
         size: Product,
     ) -> Self {
         assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
         // SAFETY: in bounds by the line above.
-        Tile { start: unsafe { out.as_ptr().add(offset) }, row_stride, size }
+        Tile { start: unsafe { out.as_ptr().add(offset) }, row_stride, size, elements: PhantomData }
     }
 
     /// A tile that is a whole buffer.
-    pub(crate) fn whole(out: &mut [f32], size: Product) -> Self {
+    pub(crate) fn whole(out: &'a mut [f32], size: Product) -> Self {
         assert_eq!(out.len(), size.rows * size.cols);
-        Tile { start: out.as_mut_ptr(), row_stride: size.cols, size }
+        Tile { start: out.as_mut_ptr(), row_stride: size.cols, size, elements: PhantomData }
     }
 
     /// A row of the rectangle.
-    #[allow(clippy::mut_from_ref)]
-    pub(crate) fn row(&self, row: usize) -> &mut [f32] {
+    pub(crate) fn row(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.size.rows);
-        // SAFETY: rows of the tile lie in the result (checked in `new`) and belong to the tile's owner.
+        // SAFETY: the row lies in the result, as `new` checked, and the tile borrows it mutably.
         unsafe { std::slice::from_raw_parts_mut(self.start.add(row * self.row_stride), self.size.cols) }
     }
 
-    /// The part of the tile that one call of the micro-kernel makes.
-    fn part(&self, row: usize, rows: usize, col: usize, cols: usize) -> MicroTile {
+    /// The part of the tile that one call of the micro-kernel computes.
+    fn part(&mut self, row: usize, rows: usize, col: usize, cols: usize) -> MicroTile {
         assert!(row + rows <= self.size.rows && col + cols <= self.size.cols);
         // SAFETY: within the tile by the line above.
         let start = unsafe { self.start.add(row * self.row_stride + col) };
@@ -112,7 +113,7 @@ impl Tile {
     /// on the way, a panel at a time.
     ///
     /// The right factor may have more terms than the product, if all of them are one block of the inner dim: the first ones count.
-    pub(crate) fn multiply(&self, left: LeftFactor<'_>, right: RightPanels<'_>, accumulate: bool) {
+    pub(crate) fn multiply(&mut self, left: LeftFactor<'_>, right: RightPanels<'_>, accumulate: bool) {
         let Product { rows, cols, inner } = self.size;
         let micro = right.micro;
         if inner == 0 && !accumulate {
@@ -148,7 +149,7 @@ impl Tile {
     }
 
     /// Adds what the epilogue adds after the product.
-    pub(super) fn finish(&self, features: CpuFeatures, epilogue: &TileEpilogue<'_>) {
+    pub(super) fn finish(&mut self, features: CpuFeatures, epilogue: &TileEpilogue<'_>) {
         if epilogue.bias.is_none() && epilogue.residual.is_none() {
             return;
         }
@@ -173,7 +174,8 @@ pub(super) unsafe fn rounded_tile<T: Element>(
     assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * TILE_COLS];
     assert!(size.rows * size.cols <= sums.len() && !epilogue.accumulate);
-    let tile = Tile { start: sums.as_mut_ptr().cast(), row_stride: size.cols, size };
+    let mut tile =
+        Tile { start: sums.as_mut_ptr().cast(), row_stride: size.cols, size, elements: PhantomData };
     tile.multiply(left, right, false);
     for row in 0..size.rows {
         // SAFETY: in bounds by the assertion; the caller has the rectangle.
