@@ -21,8 +21,10 @@ mod words;
 use super::element::{Element, Floats, FloatsMut};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
+use kernel::Left;
 pub(crate) use kernel::Micro;
 use pack::Span;
+use std::ops::Range;
 pub(crate) use tile::Tile;
 use tile::{TILE_COLS, TILE_ROWS, TileEpilogue, rounded_tile};
 
@@ -194,21 +196,20 @@ impl Cpu {
         left: Matrix<'_>,
         words: &'a mut [u32],
     ) -> PackedLeft<'a> {
-        let by_rows = pack::by_rows(micro, left);
-        let panels = PackedLeft { micro, size, by_rows, data: SharedSlice::new(words) };
+        let out = SharedSlice::new(&mut *words);
         self.threads.run(size.rows.div_ceil(micro.rows), &|panel| {
             let row = panel * micro.rows;
             let lines = micro.rows.min(size.rows - row);
             for (block, (first, len)) in micro.inner_blocks(size.inner).enumerate() {
                 let (first_term, num_terms) = micro.terms(first, len, size.inner);
-                let (offset, words) = panels.place(row, (block, first, len));
-                // SAFETY: panels do not overlap, and this task alone has this one.
-                let out = unsafe { panels.data.range(offset, words) };
+                let place = PackedLeft::place((micro, size.inner), row, (block, first, len));
+                // SAFETY: panels do not overlap, and only this task accesses this one.
+                let out = unsafe { out.range(place.start, place.len()) };
                 let span = Span { inner: num_terms, lines, len };
                 pack::pack_left_panel(micro, left.from(row, first_term), span, out);
             }
         });
-        panels
+        PackedLeft { micro, inner: size.inner, by_rows: pack::by_rows(micro, left), words }
     }
 
     fn pack_right<'a>(
@@ -330,9 +331,9 @@ fn packs_left(micro: Micro, size: Product, left: Matrix<'_>) -> bool {
 /// A left factor in panels: for each panel of rows, for each block of the inner dim, what the micro-kernel reads.
 pub(crate) struct PackedLeft<'a> {
     micro: Micro,
-    size: Product,
+    inner: usize,
     by_rows: bool,
-    data: SharedSlice<'a, u32>,
+    words: &'a [u32],
 }
 
 impl PackedLeft<'_> {
@@ -344,10 +345,21 @@ impl PackedLeft<'_> {
         micro.inner_blocks(inner).map(|(_, len)| pack::left_words(micro, len)).sum()
     }
 
-    /// Offset and length of the panel that begins at `row` in the `block`th block, the words `first..first + len`.
-    fn place(&self, row: usize, (block, first, len): (usize, usize, usize)) -> (usize, usize) {
-        let panel = row / self.micro.rows * Self::panel_words(self.micro, self.size.inner);
-        (panel + first * self.micro.rows + block * pack::SLACK, pack::left_words(self.micro, len))
+    /// Where the panel that begins at `row` lies: the part of the `block`th block, the words `first..first + len`.
+    fn place(
+        (micro, inner): (Micro, usize),
+        row: usize,
+        (block, first, len): (usize, usize, usize),
+    ) -> Range<usize> {
+        let start =
+            row / micro.rows * Self::panel_words(micro, inner) + first * micro.rows + block * pack::SLACK;
+        start..start + pack::left_words(micro, len)
+    }
+
+    /// The panel that begins at `row`, in a block.
+    fn panel(&self, row: usize, block: (usize, usize, usize)) -> Left<'_> {
+        let words = &self.words[Self::place((self.micro, self.inner), row, block)];
+        pack::packed_left(self.micro, self.by_rows, block.2, words)
     }
 }
 

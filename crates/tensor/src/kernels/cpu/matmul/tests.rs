@@ -223,6 +223,14 @@ fn products_of_every_layout_and_odd_sizes() {
     }
 }
 
+#[test]
+fn threads_share_a_packed_left_factor() {
+    // Two tiles of columns, whose tasks read the same panels. Small enough for Miri, which sees who reads what another may write.
+    for kind in [KINDS[0], KINDS[1]] {
+        check(Case::new((5, TILE_COLS + 1, 3), 1, kind));
+    }
+}
+
 /// Zero and one as often as many.
 fn lengths(max: usize) -> impl Strategy<Value = usize> {
     prop_oneof![1 => 0_usize..2, 5 => 2_usize..max]

@@ -132,10 +132,7 @@ impl<'a> Tile<'a> {
                         pack::left_panel(micro, left.from(row, first_term), span, &mut buffer)
                     }
                     LeftFactor::Packed(panels, first_row) => {
-                        let (offset, words) = panels.place(first_row + row, (block, first, len));
-                        // SAFETY: packing has ended, and no one writes to the panels.
-                        let words = unsafe { panels.data.range(offset, words) };
-                        pack::packed_left(micro, panels.by_rows, len, words)
+                        panels.panel(first_row + row, (block, first, len))
                     }
                 };
                 for col in (0..cols).step_by(micro.cols) {
