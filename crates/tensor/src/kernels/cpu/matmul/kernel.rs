@@ -127,7 +127,7 @@ impl Micro {
     ///
     /// # Safety
     /// The left factor has `len` words in each row of the tile (of `self.rows` rows if read by rows of words), the tile's elements
-    /// are in bounds and belong to the caller, and this thread holds the session.
+    /// are in bounds, belong to the caller and, if `accumulate` is set, are initialised, and this thread holds the session.
     #[inline]
     pub(super) unsafe fn run(
         &self,
@@ -146,23 +146,23 @@ impl Micro {
         // A panel that reaches beyond the result goes through a whole tile on the stack.
         let mut whole = [0.0_f32; COLS_MAX * ROWS_MAX];
         let rows = if self.row_major { self.rows } else { tile.rows };
-        // SAFETY: the tile's rows lie in memory that the caller owns.
-        let out_row = |row: usize| unsafe {
-            std::slice::from_raw_parts_mut(tile.start.add(row * tile.row_stride), tile.cols)
-        };
+        // Pointers, not references: unless the call accumulates, the elements may be uninitialised.
+        let out = |row: usize, col: usize| tile.start.wrapping_add(row * tile.row_stride + col);
         // AMX adds to what is there as it goes, the others in the end: an edge has the bits of a whole tile.
         let is_added_first = accumulate && self.row_major;
         if is_added_first {
             for (row, sums) in whole.chunks_exact_mut(self.cols).take(tile.rows).enumerate() {
-                sums[..tile.cols].copy_from_slice(out_row(row));
+                // SAFETY: the elements of a row of the tile, which the caller has written.
+                unsafe { sums.as_mut_ptr().copy_from_nonoverlapping(out(row, 0), tile.cols) };
             }
         }
         let wide = MicroTile { start: whole.as_mut_ptr(), row_stride: self.cols, cols: self.cols, rows };
         // SAFETY: the caller vouches for the factors; the tile is our own.
         unsafe { self.dispatch(len, left, panel, wide, is_added_first) };
         for (row, sums) in whole.chunks_exact(self.cols).take(tile.rows).enumerate() {
-            for (out, &sum) in out_row(row).iter_mut().zip(sums) {
-                *out = if accumulate && !is_added_first { *out + sum } else { sum };
+            for (col, &sum) in sums.iter().enumerate().take(tile.cols) {
+                // SAFETY: an element of the tile, which the caller has written if it is to be added to.
+                unsafe { put(out(row, col), sum, accumulate && !is_added_first) };
             }
         }
     }
@@ -290,10 +290,19 @@ unsafe fn portable<const ROWS: usize>(
         }
     }
     for (row, sums) in sums.iter().enumerate() {
-        // SAFETY: the tile's elements belong to the caller.
-        let out = unsafe { std::slice::from_raw_parts_mut(tile.start.add(row * tile.row_stride), 16) };
-        for (out, &sum) in out.iter_mut().zip(sums) {
-            *out = if accumulate { *out + sum } else { sum };
+        for (col, &sum) in sums.iter().enumerate() {
+            // SAFETY: the tile's elements belong to the caller.
+            unsafe { put(tile.start.add(row * tile.row_stride + col), sum, accumulate) };
         }
     }
+}
+
+/// Writes a sum to `out`, or adds it to what is there.
+///
+/// # Safety
+/// `out` may be written to and, if `accumulate` is set, read.
+#[inline(always)]
+unsafe fn put(out: *mut f32, sum: f32, accumulate: bool) {
+    // SAFETY: the caller's promise.
+    unsafe { out.write(if accumulate { out.read() + sum } else { sum }) };
 }

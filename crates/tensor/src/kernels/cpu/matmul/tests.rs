@@ -231,6 +231,15 @@ fn threads_share_a_packed_left_factor() {
     }
 }
 
+#[test]
+fn sums_of_narrow_results_begin_in_memory_that_nothing_has_written() {
+    // No terms, a whole tile of the portable kernel, and edges. Miri sees whether something refers to the memory too early:
+    // MIRIFLAGS=-Zmiri-recursive-validation.
+    for size in [(2, 3, 0), (4, 16, 2), (5, 17, 2)] {
+        check(Case::new(size, 0, KINDS[1]));
+    }
+}
+
 /// Zero and one as often as many.
 fn lengths(max: usize) -> impl Strategy<Value = usize> {
     prop_oneof![1 => 0_usize..2, 5 => 2_usize..max]

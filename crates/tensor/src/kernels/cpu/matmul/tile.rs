@@ -94,6 +94,20 @@ impl<'a> Tile<'a> {
         Tile { start: out.as_mut_ptr(), row_stride: size.cols, size, elements: PhantomData }
     }
 
+    /// The product of two factors, in memory that nothing has written yet.
+    fn of_product(
+        memory: &'a mut [MaybeUninit<f32>],
+        size: Product,
+        (left, right): (LeftFactor<'_>, RightPanels<'_>),
+    ) -> Self {
+        assert!(size.rows * size.cols <= memory.len());
+        let start = memory.as_mut_ptr().cast();
+        let mut tile = Tile { start, row_stride: size.cols, size, elements: PhantomData };
+        // It writes every element before it reads it, and makes no reference to any.
+        tile.multiply(left, right, false);
+        tile
+    }
+
     /// A row of the rectangle.
     pub(crate) fn row(&mut self, row: usize) -> &mut [f32] {
         assert!(row < self.size.rows);
@@ -109,15 +123,19 @@ impl<'a> Tile<'a> {
         MicroTile { start, row_stride: self.row_stride, rows, cols }
     }
 
-    /// `tile = left right`, plus the tile where `accumulate` is set. Runs on the calling thread. A left factor in memory is packed
-    /// on the way, a panel at a time.
+    /// `tile = left right`, plus the tile where `accumulate` is set; without it, no element is read before it is written. Runs on
+    /// the calling thread. A left factor in memory is packed on the way, a panel at a time.
     ///
     /// The right factor may have more terms than the product, if all of them are one block of the inner dim: the first ones count.
     pub(crate) fn multiply(&mut self, left: LeftFactor<'_>, right: RightPanels<'_>, accumulate: bool) {
         let Product { rows, cols, inner } = self.size;
         let micro = right.micro;
         if inner == 0 && !accumulate {
-            (0..rows).for_each(|row| self.row(row).fill(0.0));
+            for row in 0..rows {
+                let MicroTile { start, .. } = self.part(row, 1, 0, cols);
+                // SAFETY: a row of this tile. Bits of zero are 0.0.
+                unsafe { start.write_bytes(0, cols) };
+            }
         }
         let _session = micro.begin();
         let mut buffer = LeftBuffer::new();
@@ -170,10 +188,8 @@ pub(super) unsafe fn rounded_tile<T: Element>(
 ) {
     assert!(offset + extent(row_stride, size) <= out.len, "the tile lies in the result");
     let mut sums = [const { MaybeUninit::<f32>::uninit() }; TILE_ROWS * TILE_COLS];
-    assert!(size.rows * size.cols <= sums.len() && !epilogue.accumulate);
-    let mut tile =
-        Tile { start: sums.as_mut_ptr().cast(), row_stride: size.cols, size, elements: PhantomData };
-    tile.multiply(left, right, false);
+    assert!(!epilogue.accumulate);
+    let mut tile = Tile::of_product(&mut sums, size, (left, right));
     for row in 0..size.rows {
         // SAFETY: in bounds by the assertion; the caller has the rectangle.
         let out = unsafe { out.range(offset + row * row_stride, size.cols) };
