@@ -47,6 +47,19 @@ pub enum DeviceError {
         #[source]
         source: std::io::Error,
     },
+    /// A tensor would have more bytes than a process can address.
+    #[error(
+        "a tensor of shape {shape:?} in {dtype} for {category} has more bytes than a process can address; use a smaller \
+         local_batch_size, seq_len or model"
+    )]
+    Unaddressable {
+        /// Sizes of the dims.
+        shape: Shape,
+        /// Element type.
+        dtype: DType,
+        /// What it was for.
+        category: Category,
+    },
     /// Its memory is used up.
     #[error("{0}")]
     OutOfMemory(String),
@@ -117,13 +130,19 @@ impl Device {
         Device { cpu, arena, counter, num_operations: Arc::default() }
     }
 
-    /// Floating-point operations of products, attention and normalisations so far, as their formulas count them.
+    /// Floating-point operations of products, attention and normalisations so far, as their formulas count them; `u64::MAX`
+    /// if there are more.
     pub fn num_operations(&self) -> u64 {
         self.num_operations.load(Ordering::Relaxed)
     }
 
-    fn count_operations(&self, num_operations: usize) {
-        self.num_operations.fetch_add(num_operations as u64, Ordering::Relaxed);
+    /// Counts as many operations as the product of `factors`.
+    fn count_operations(&self, factors: &[usize]) {
+        let more = factors.iter().fold(1_u64, |product, &factor| product.saturating_mul(factor as u64));
+        let add = |sum: u64| Some(sum.saturating_add(more));
+        self.num_operations
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add)
+            .expect("the closure always returns a sum");
     }
 
     /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
@@ -168,8 +187,13 @@ impl Device {
     }
 
     /// A tensor with unspecified contents.
+    ///
+    /// # Errors
+    /// If its size cannot be addressed, or there is no memory for it.
     pub fn empty(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
-        let block = self.arena.take(shape.num_elements() * dtype.size(), category)?;
+        let num_bytes =
+            shape.num_bytes(dtype).ok_or(DeviceError::Unaddressable { shape, dtype, category })?;
+        let block = self.arena.take(num_bytes, category)?;
         Ok(Tensor::new(block, shape, dtype))
     }
 
@@ -247,7 +271,7 @@ impl Device {
             (sizes(&left, left_transpose), sizes(&right, right_transpose));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
         let size = Product { rows, cols, inner };
-        self.count_operations(2 * rows * cols * inner);
+        self.count_operations(&[2, rows, cols, inner]);
         let factors = (matrix(&left, left_transpose), matrix(&right, right_transpose));
         let num_words = self.cpu.matmul_scratch(precision, size, factors.0);
         let mut scratch = self.activation_of([num_words], DType::U32)?;
@@ -308,7 +332,7 @@ impl Device {
         mut statistics: ViewMut<'_>,
     ) {
         let bias = bias.map(|bias| bias.f32s());
-        self.count_operations(NORM_OPERATIONS * x.shape().num_elements());
+        self.count_operations(&[NORM_OPERATIONS, x.shape().num_elements()]);
         with_element!(y.dtype() => |T| {
             self.cpu.norm::<T>(x.f32s(), weight.f32s(), bias, kind, y.elements(), statistics.f32s());
         });

@@ -28,7 +28,7 @@ pub struct ParameterInfo {
 impl ParameterInfo {
     /// The parameter's elements within its unit's flat buffer.
     pub fn range(&self) -> Range<usize> {
-        self.offset..self.offset + self.shape.num_elements()
+        self.offset..self.offset.saturating_add(self.shape.num_elements())
     }
 
     /// Which of the parameter's elements lie in `part` of the flat buffer, if any do.
@@ -85,7 +85,7 @@ impl UnitInfo {
 
     /// Elements of the flat buffer with all leaves filled up, which is what ranks share out: equal shards are whole leaves.
     pub fn padded_len(&self) -> usize {
-        self.leaf_len() * LEAVES
+        self.leaf_len().saturating_mul(LEAVES)
     }
 
     /// The elements of shard `index` of `num_shards`, without what fills up the last leaves.
@@ -138,7 +138,8 @@ impl ParameterTable {
         let unit = self.units.len().checked_sub(1).expect("a parameter belongs to a unit");
         let info = &mut self.units[unit];
         let (id, offset, shape) = (ParameterId(self.parameters.len()), info.num_elements, Shape::new(shape));
-        info.num_elements += shape.num_elements();
+        // Saturates, as shapes do: a device refuses to hold so many.
+        info.num_elements = info.num_elements.saturating_add(shape.num_elements());
         info.parameters.end += 1;
         self.parameters.push(ParameterInfo { name: name.into(), shape, unit, offset });
         ParameterSpan { unit, offset, shape, first: id, num_parameters: 1 }
@@ -154,7 +155,7 @@ impl ParameterTable {
         let inner = &first.shape.dims()[1..];
         assert!(spans.iter().all(|span| &span.shape.dims()[1..] == inner), "{parts:?} do not stack");
         let mut dims = first.shape.dims().to_vec();
-        dims[0] = spans.iter().map(|span| span.shape.dims()[0]).sum();
+        dims[0] = spans.iter().fold(0, |sum: usize, span| sum.saturating_add(span.shape.dims()[0]));
         ParameterSpan { shape: Shape::new(&dims), num_parameters: spans.len(), ..first }
     }
 
@@ -193,7 +194,7 @@ impl ParameterTable {
 
     /// Number of elements of all parameters.
     pub fn num_elements(&self) -> usize {
-        self.units.iter().map(|unit| unit.num_elements).sum()
+        self.units.iter().fold(0, |sum: usize, unit| sum.saturating_add(unit.num_elements))
     }
 }
 
@@ -356,6 +357,20 @@ mod tests {
         assert_eq!(table.parameters()[4].range(), 36..44);
         assert_eq!(table.units()[unit].num_elements, 44);
         assert_eq!(table.num_elements(), 64);
+    }
+
+    #[test]
+    fn tables_beyond_all_addresses_are_refused_in_words() {
+        let device = Device::counting(DeviceOptions::default()).unwrap();
+        let mut table = ParameterTable::default();
+        for name in ["first", "second"] {
+            table.begin_unit(name);
+            table.add("weight", &[1 << 40, 1 << 40]);
+            table.add_stacked(&[("q".into(), vec![usize::MAX, 4]), ("k".into(), vec![2, 4])]);
+        }
+        assert_eq!(table.num_elements(), usize::MAX);
+        let refused = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap_err();
+        assert!(refused.to_string().contains("TiB for parameters do not fit into"), "{refused}");
     }
 
     #[test]

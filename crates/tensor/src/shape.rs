@@ -1,4 +1,5 @@
 use std::fmt;
+use trireme_base::DType;
 
 const DIMS_MAX: usize = 4;
 
@@ -26,20 +27,33 @@ impl Shape {
         &self.dims[..self.num_dims]
     }
 
-    /// Product of the dims: 1 for a scalar.
+    /// Product of the dims: 1 for a scalar, `usize::MAX` if it overflows. No device has a tensor of a shape that overflows.
     pub fn num_elements(&self) -> usize {
-        self.dims().iter().product()
+        product(self.dims())
     }
 
-    /// Product of all dims but the last: the number of rows when the last dim is a row.
+    /// Product of all dims but the last: the number of rows when the last dim is a row. Saturates as
+    /// [`num_elements`](Shape::num_elements) does.
     pub fn rows(&self) -> usize {
-        self.dims()[..self.num_dims.saturating_sub(1)].iter().product()
+        product(&self.dims()[..self.num_dims.saturating_sub(1)])
+    }
+
+    /// Bytes of a tensor of this shape; `None` unless every product of its dims, in bytes, can be addressed. Dims of 0 do
+    /// not excuse the others.
+    pub(crate) fn num_bytes(&self, dtype: DType) -> Option<usize> {
+        let bytes = self.dims().iter().try_fold(dtype.size(), |bytes, &dim| bytes.checked_mul(dim.max(1)))?;
+        isize::try_from(bytes).ok()?;
+        Some(self.num_elements() * dtype.size())
     }
 
     /// The last dim: the length of a row; 1 for a scalar.
     pub fn cols(&self) -> usize {
         self.dims().last().copied().unwrap_or(1)
     }
+}
+
+fn product(dims: &[usize]) -> usize {
+    dims.iter().fold(1, |product: usize, &dim| product.saturating_mul(dim))
 }
 
 impl fmt::Debug for Shape {

@@ -2,6 +2,7 @@ use crate::device::DeviceError;
 use crate::kernels::cpu::arena::Block;
 use crate::kernels::cpu::element::{Element, Floats, FloatsMut};
 use crate::shape::Shape;
+use std::ops::Range;
 use trireme_base::{Bf16, DType, F16};
 
 /// A row-major array that owns its memory on a device.
@@ -14,7 +15,7 @@ pub struct Tensor {
 
 impl Tensor {
     pub(crate) fn new(block: Block, shape: Shape, dtype: DType) -> Self {
-        debug_assert_eq!(block.len(), shape.num_elements() * dtype.size());
+        debug_assert_eq!(Some(block.len()), shape.num_bytes(dtype));
         Tensor { block, shape, dtype }
     }
 
@@ -189,8 +190,7 @@ impl<'a> View<'a> {
     /// # Panics
     /// If they lie outside.
     pub fn part(&self, offset: usize, shape: Shape) -> View<'a> {
-        let size = self.dtype.size();
-        let bytes = &self.bytes[offset * size..(offset + shape.num_elements()) * size];
+        let bytes = &self.bytes[part_bytes(self.dtype, offset, shape)];
         View { bytes, shape, dtype: self.dtype }
     }
 }
@@ -317,8 +317,14 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If they lie outside.
     pub fn into_part(self, offset: usize, shape: Shape) -> ViewMut<'a> {
-        let size = self.dtype.size();
-        let bytes = &mut self.bytes[offset * size..(offset + shape.num_elements()) * size];
+        let bytes = &mut self.bytes[part_bytes(self.dtype, offset, shape)];
         ViewMut { bytes, shape, dtype: self.dtype }
     }
+}
+
+/// The bytes of `shape.num_elements()` elements from element `offset` on. What overflows saturates, and lies outside of all
+/// memory.
+fn part_bytes(dtype: DType, offset: usize, shape: Shape) -> Range<usize> {
+    let byte = |element: usize| element.saturating_mul(dtype.size());
+    byte(offset)..byte(offset.saturating_add(shape.num_elements()))
 }

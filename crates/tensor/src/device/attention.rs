@@ -30,7 +30,7 @@ impl Device {
     ) -> Result<(), DeviceError> {
         let log_sums = log_sums.f32s();
         // Two products of queries with the keys up to their own.
-        self.count_operations(2 * shape.rows() * shape.output_cols() * (shape.seq_len + 1));
+        self.count_operations(&[2, shape.rows(), shape.output_cols(), shape.seq_len.saturating_add(1)]);
         with_element!(qkv.dtype() => |T| {
             let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, false)])?;
             let mut scratch = scratch.view_mut();

@@ -29,3 +29,36 @@ fn a_budget_holds_for_blocks() {
     drop((half, other_half));
     vector(256).unwrap();
 }
+
+#[test]
+fn sizes_beyond_all_addresses_are_refused_in_words() {
+    let device = Device::counting(DeviceOptions::default()).unwrap();
+    let (half, all) = (1 << 32, usize::MAX);
+    // Without the dims of 0 their product passes `isize::MAX`, too: rows of nothing are still counted.
+    for dims in [&[half, half][..], &[all, 2], &[half, half, 0], &[0, all], &[half / 2, half / 4]] {
+        let refused = device.empty(Shape::new(dims), DType::F32, Category::Gradients).unwrap_err();
+        assert!(matches!(refused, DeviceError::Unaddressable { .. }), "{refused}");
+        let text = refused.to_string();
+        assert!(text.contains(&format!("{dims:?}")) && text.contains("gradients"), "{text}");
+    }
+    // As many as can be addressed are more than there are.
+    let refused = device.empty([half / 2, half / 8].into(), DType::F32, Category::Gradients).unwrap_err();
+    assert!(matches!(refused, DeviceError::OutOfMemory(_)), "{refused}");
+    assert_eq!(Shape::from([half, half, 7]).num_elements(), usize::MAX);
+    assert_eq!(Shape::from([half, half, 0]).num_elements(), 0);
+    assert_eq!(Shape::from([half, half, 0]).rows(), usize::MAX);
+}
+
+#[test]
+fn operations_are_counted_to_the_largest_number_and_no_further() {
+    let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let side = 1 << 21;
+    let tensor = || device.empty([side, side].into(), DType::Bf16, Category::Activations).unwrap();
+    let (factor, mut out) = (tensor(), tensor());
+    for _ in 0..2 {
+        let factors = [(factor.view(), Transpose::No); 2];
+        let epilogue = MatmulEpilogue::Overwrite;
+        device.matmul(Precision::Bf16, factors[0], factors[1], out.view_mut(), epilogue).unwrap();
+        assert_eq!(device.num_operations(), u64::MAX);
+    }
+}

@@ -33,24 +33,26 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
+    // Sizes that overflow saturate: no device has a tensor of such a shape.
+
     /// Elements of a row of `qkv`.
     pub fn qkv_cols(&self) -> usize {
-        (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.output_cols().saturating_add(self.kv_cols().saturating_mul(2))
     }
 
     /// Elements of a row of the output.
     pub fn output_cols(&self) -> usize {
-        self.num_heads * self.head_dim
+        self.num_heads.saturating_mul(self.head_dim)
     }
 
     /// Elements of the keys, or of the values, of one position.
     pub fn kv_cols(&self) -> usize {
-        self.num_kv_heads * self.head_dim
+        self.num_kv_heads.saturating_mul(self.head_dim)
     }
 
     /// Rows of `qkv` and of the output.
     pub fn rows(&self) -> usize {
-        self.batch * self.seq_len
+        self.batch.saturating_mul(self.seq_len)
     }
 
     fn key_col(&self, kv_head: usize) -> usize {

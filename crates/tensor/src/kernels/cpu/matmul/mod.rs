@@ -59,9 +59,13 @@ impl<'a> Matrix<'a> {
     }
 
     fn covers(&self, rows: usize, cols: usize) -> bool {
-        rows == 0
-            || cols == 0
-            || (rows - 1) * self.row_stride + (cols - 1) * self.col_stride < self.values.len()
+        if rows == 0 || cols == 0 {
+            return true;
+        }
+        let row = (rows - 1).checked_mul(self.row_stride);
+        let col = (cols - 1).checked_mul(self.col_stride);
+        let last = row.zip(col).and_then(|(row, col)| row.checked_add(col));
+        last.is_some_and(|last| last < self.values.len())
     }
 }
 
@@ -114,7 +118,7 @@ impl Cpu {
         scratch: &mut [u32],
     ) {
         let cols = size.cols;
-        assert_eq!(out.len(), size.rows * cols, "the result is {} x {cols}", size.rows);
+        assert_eq!(Some(out.len()), size.rows.checked_mul(cols), "the result is {} x {cols}", size.rows);
         assert!(left.covers(size.rows, size.inner), "{left:?} {size:?}");
         match out {
             FloatsMut::F32(out) => {

@@ -240,6 +240,24 @@ fn sums_of_narrow_results_begin_in_memory_that_nothing_has_written() {
     }
 }
 
+#[test]
+#[should_panic(expected = "the result is 4294967296 x 4294967296")]
+fn a_result_whose_size_overflows_is_no_empty_one() {
+    let size = Product { rows: 1 << 32, cols: 1 << 32, inner: 0 };
+    let empty = Matrix::row_major(Floats::F32(&[]), 0, false);
+    let (factors, out) = ((empty, empty), FloatsMut::F32(&mut []));
+    let cpu = cpu(CpuFeatures::Portable, 1);
+    cpu.matmul(Precision::F32, size, factors, out, MatmulEpilogue::Overwrite, &mut []);
+}
+
+#[test]
+fn a_matrix_whose_extent_overflows_is_not_covered() {
+    let values = [0.0; 4];
+    let matrix = Matrix { values: Floats::F32(&values), row_stride: 1 << 32, col_stride: 1 };
+    assert!(matrix.covers(1, 4) && matrix.covers(0, usize::MAX));
+    assert!(!matrix.covers((1 << 32) + 1, 4));
+}
+
 /// Zero and one as often as many.
 fn lengths(max: usize) -> impl Strategy<Value = usize> {
     prop_oneof![1 => 0_usize..2, 5 => 2_usize..max]

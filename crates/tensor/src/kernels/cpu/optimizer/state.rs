@@ -148,6 +148,8 @@ impl PieceState<'_> {
         position: usize,
     ) {
         let range = block * BLOCK_LEN..block * BLOCK_LEN + values.len();
+        // The noise is a function of all bits of the position: the high ones, mostly 0, change the seed.
+        let noise = noise ^ ((position as u64 >> 32) as u32).wrapping_mul(0x85eb_ca6b);
         let position = position as u32;
         match self {
             PieceState::Absent => {}

@@ -1,6 +1,8 @@
 //! State in fewer bits.
 
 use super::*;
+use crate::kernels::cpu::simd::CpuFeatures;
+use crate::kernels::cpu::test_support::cpu;
 use trireme_base::Bf16;
 
 /// A state of one piece.
@@ -132,5 +134,23 @@ fn rounding_at_random_keeps_means_right() {
                 assert!((mean / expected - 1.0).abs() < 0.02, "{dtype:?}: {mean} instead of {expected}");
             }
         }
+    }
+}
+
+#[test]
+fn noise_does_not_repeat_after_as_many_elements_as_u32_has_values() {
+    let cpu = cpu(CpuFeatures::Portable, 1);
+    let values = random(256, "values");
+    for dtype in [StateDType::Bf16, StateDType::Int8] {
+        let kept_at = |position| {
+            let piece = Piece { position, start: 0, state: 0, len: values.len(), update: 0 };
+            let pieces = Pieces::new(vec![piece]);
+            let mut kept = Kept::new(dtype, false, values.len());
+            cpu.write_state((&pieces, 0..1), kept.slice(), &values);
+            kept.read(&cpu, &pieces, values.len())
+        };
+        assert_eq!(kept_at(7), kept_at(7));
+        assert_ne!(kept_at(7), kept_at(7 + (1 << 32)), "{dtype:?}");
+        assert_ne!(kept_at(7 + (1 << 32)), kept_at(7 + (2 << 32)), "{dtype:?}");
     }
 }
