@@ -34,8 +34,18 @@ impl Pieces {
     /// Longer pieces would leave threads without work. Of what is updated without sums and blocks they may be cut anywhere.
     pub const LEN_MAX: usize = TASK_ELEMENTS;
 
-    /// These pieces, which do not overlap.
+    /// These pieces, in the order of memory.
+    ///
+    /// # Panics
+    /// If two of them overlap, in the buffers or in the state, or are out of order: tasks write to pieces at the same time.
     pub fn new(pieces: Vec<Piece>) -> Self {
+        for pair in pieces.windows(2) {
+            let (first, second) = (pair[0], pair[1]);
+            let is_after = |first: usize, len, second| first.saturating_add(len) <= second;
+            let is_apart = is_after(first.start, first.len, second.start)
+                && is_after(first.state, first.len, second.state);
+            assert!(is_apart, "{first:?} and {second:?} overlap");
+        }
         let mut tasks = Vec::new();
         let (mut first, mut num_elements) = (0, 0);
         for (index, piece) in pieces.iter().enumerate() {

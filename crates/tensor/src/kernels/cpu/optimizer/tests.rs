@@ -318,7 +318,8 @@ fn factored_kernels_match_f64() {
             .step_by(16)
             .map(|position| {
                 let len = 16.min(held.end - position);
-                Piece { position, start: position - held.start, state: 0, len, update: 0 }
+                let start = position - held.start;
+                Piece { position, start, state: start, len, update: 0 }
             })
             .collect();
         let pieces = Pieces::new(pieces);
@@ -361,4 +362,16 @@ fn factored_kernels_match_f64() {
         assert!(col_sums.iter().zip(&expected_cols).all(|(&found, &expected)| close(found, expected)));
         assert!(close(squares.iter().sum(), expected_square), "{rows}x{cols}");
     }
+}
+
+#[test]
+fn pieces_that_overlap_are_refused() {
+    let piece = |start, state| Piece { position: start, start, state, len: 4, update: 0 };
+    let new = |pieces: [Piece; 2]| std::panic::catch_unwind(|| Pieces::new(pieces.into()));
+    assert!(new([piece(0, 0), piece(4, 4)]).is_ok());
+    // Of parameters, of state, and in another order than that of memory.
+    for (start, state) in [(3, 4), (4, 3), (3, 3)] {
+        assert!(new([piece(0, 0), piece(start, state)]).is_err(), "{start}, {state}");
+    }
+    assert!(new([piece(4, 4), piece(0, 0)]).is_err());
 }
