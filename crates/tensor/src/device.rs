@@ -130,6 +130,11 @@ impl Device {
         Device { cpu, arena, counter, num_operations: Arc::default() }
     }
 
+    /// Whether this device only counts: who fills its memory without a kernel must leave it alone.
+    pub(crate) fn is_counting(&self) -> bool {
+        self.cpu.threads.is_idle()
+    }
+
     /// Floating-point operations of products, attention and normalisations so far, as their formulas count them; `u64::MAX`
     /// if there are more.
     pub fn num_operations(&self) -> u64 {
@@ -152,7 +157,7 @@ impl Device {
     /// If its memory cannot be reserved.
     pub fn host(&self) -> Result<Device, DeviceError> {
         let counter = Arc::new(MemoryCounter::new(None));
-        let arena = match self.cpu.threads.is_idle() {
+        let arena = match self.is_counting() {
             true => Arena::reserve_bytes(COUNTING_BYTES, Arc::clone(&counter)),
             false => Arena::reserve(Arc::clone(&counter)),
         };
@@ -200,7 +205,7 @@ impl Device {
     /// A tensor of zeros.
     pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
         let mut tensor = self.empty(shape, dtype, category)?;
-        if !self.cpu.threads.is_idle() {
+        if !self.is_counting() {
             tensor.view_mut().zero();
         }
         Ok(tensor)

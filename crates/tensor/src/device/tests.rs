@@ -1,6 +1,7 @@
 //! Counting without computing, and budgets.
 
 use super::*;
+use crate::tape::RotaryTable;
 
 #[test]
 fn a_device_that_counts_computes_nothing_and_takes_no_memory() {
@@ -61,4 +62,13 @@ fn operations_are_counted_to_the_largest_number_and_no_further() {
         device.matmul(Precision::Bf16, factors[0], factors[1], out.view_mut(), epilogue).unwrap();
         assert_eq!(device.num_operations(), u64::MAX);
     }
+}
+
+#[test]
+fn a_table_of_rotary_positions_is_counted_and_not_computed() {
+    let device = Device::counting(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let table = RotaryTable::new(&device, 64, &[1.0; 16]).unwrap();
+    assert_eq!(device.memory().usage(Category::Parameters).current, 2 * 4 * 64 * 16);
+    // The cosine of position 0 is 1; memory that was never touched holds zeros.
+    assert!(table.at(0).cos.iter().all(|&cos| cos == 0.0));
 }

@@ -18,6 +18,9 @@ impl RotaryTable {
         let shape = [positions, frequencies.len()].into();
         let mut cos = device.empty(shape, DType::F32, Category::Parameters)?;
         let mut sin = device.empty(shape, DType::F32, Category::Parameters)?;
+        if device.is_counting() {
+            return Ok(RotaryTable { cos, sin });
+        }
         let (mut cos_view, mut sin_view) = (cos.view_mut(), sin.view_mut());
         let pairs = cos_view.f32s().iter_mut().zip(sin_view.f32s());
         for (index, (cos, sin)) in pairs.enumerate() {
@@ -28,7 +31,7 @@ impl RotaryTable {
         Ok(RotaryTable { cos, sin })
     }
 
-    fn at(&self, first_position: usize) -> Rotary<'_> {
+    pub(crate) fn at(&self, first_position: usize) -> Rotary<'_> {
         Rotary { cos: self.cos.view().f32s(), sin: self.sin.view().f32s(), first_position }
     }
 }
