@@ -1,15 +1,20 @@
 //! What a person sees of a run, and how commands end.
 
+use crate::bounded::within;
 use crate::hang::Hang;
 use crate::launch::{self, LOST_PEER_EXIT_CODE, LaunchError};
 use indicatif::{ProgressBar, ProgressStyle};
 use signal_hook::consts::SIGINT;
 use std::fs::{File, OpenOptions};
 use std::io::{self, IsTerminal, Write};
-use std::path::Path;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
 use trireme_comm::CommError;
 use trireme_train::metrics::{LogLine, StepRecord};
 use trireme_train::{Observer, RunFacts, TrainError};
+
+/// How long the last words of a worker may take to be written to its log.
+const LOG_MAX: Duration = Duration::from_secs(1);
 
 /// Standard output, for what a command was asked to print. A reader that has seen enough, such as `head`, is
 /// no error.
@@ -48,7 +53,7 @@ pub(crate) fn remark(text: &str) {
 pub(crate) fn report_error(error: &anyhow::Error) -> u8 {
     let text = describe(error);
     // A launcher shows the end of the log: on the terminal as well, the error would stand there twice.
-    let is_logged = launch::error_log().is_some_and(|log| append_line(&log, &text).is_ok());
+    let is_logged = launch::error_log().is_some_and(|log| is_logged(log, text.clone()));
     // Who presses Ctrl-C needs no telling.
     let is_known = matches!(error.downcast_ref(), Some(LaunchError::Interrupted { signal: SIGINT }));
     if !is_logged && !is_known {
@@ -73,8 +78,10 @@ fn describe(error: &anyhow::Error) -> String {
     text.chars().map(|c| if is_plain(c) { c.to_string() } else { c.escape_default().to_string() }).collect()
 }
 
-fn append_line(path: &Path, text: &str) -> io::Result<()> {
-    writeln!(OpenOptions::new().append(true).open(path)?, "{text}")
+/// Whether the line could be added to a log, whose file system may hang.
+fn is_logged(log: PathBuf, line: String) -> bool {
+    let append = move || writeln!(OpenOptions::new().append(true).open(log)?, "{line}");
+    matches!(within(LOG_MAX, append), Some(Ok(())))
 }
 
 fn exit_code(error: &anyhow::Error) -> u8 {
@@ -238,5 +245,25 @@ impl Measuring {
 impl Drop for Measuring {
     fn drop(&mut self) {
         self.0.finish_and_clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rustix::fs::{CWD, FileType, Mode, mknodat};
+
+    #[test]
+    fn a_log_that_cannot_be_written_does_not_hold_up_the_last_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        assert!(!is_logged(log.clone(), "error: first".to_owned()));
+        std::fs::write(&log, "").unwrap();
+        assert!(is_logged(log.clone(), "error: second".to_owned()));
+        assert_eq!(std::fs::read_to_string(&log).unwrap(), "error: second\n");
+        // Opening a pipe that nobody reads never returns.
+        let pipe = folder.path().join("pipe");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        assert!(!is_logged(pipe, "error: third".to_owned()));
     }
 }

@@ -1,5 +1,6 @@
 //! The `trireme` command line.
 
+mod bounded;
 mod commands;
 mod console;
 mod hang;

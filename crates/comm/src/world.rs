@@ -1,6 +1,6 @@
 //! Where groups begin: a world of one, of threads, or of processes that join each other.
 
-use crate::recorder::{FlightRecorder, RecorderOptions};
+use crate::recorder::FlightRecorder;
 use crate::rendezvous::{self, Home};
 use crate::transport::Parts;
 use crate::transport::link::Connection;
@@ -12,7 +12,7 @@ use trireme_schedule::collective::Hosts;
 
 /// A world of one rank: every operation completes at once, and no thread is started.
 pub fn single() -> Group {
-    let recorder = FlightRecorder::new(Rank::ROOT, 1, RecorderOptions::default());
+    let recorder = FlightRecorder::new(Rank::ROOT, 1);
     Group::alone(None, Home::inproc(), &GroupOptions::default(), recorder)
 }
 
@@ -55,7 +55,7 @@ pub fn inproc_world_on(hosts: &[usize], options: &GroupOptions) -> Vec<Group> {
             seats: None,
             is_inproc: true,
         };
-        let recorder = FlightRecorder::new(Rank(rank), world_size, RecorderOptions::default());
+        let recorder = FlightRecorder::new(Rank(rank), world_size);
         let world = recorder.group("world".to_owned(), Rank(rank), (0..world_size).map(Rank).collect());
         Group::start(parts, Home::inproc(), Arc::default(), options, world)
             .expect("memory, file descriptors and a thread")

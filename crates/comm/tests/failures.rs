@@ -2,10 +2,14 @@
 
 mod support;
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use std::time::Duration;
-use support::{TRANSPORTS, on_ranks, small_pieces};
+use support::{TRANSPORTS, join_options, on_ranks, ranks, small_pieces};
 use trireme_base::{DType, Rank, ReduceOp};
-use trireme_comm::{Buffer, CommError, Element, Group, GroupOptions, Operation, TransportKind, Work};
+use trireme_comm::{
+    Buffer, CommError, Element, Group, GroupOptions, JoinOptions, Operation, RecorderOptions,
+    TransportChoice, TransportKind, Work, join, report_path,
+};
 
 fn zeros<T: Element>(group: &Group, len: usize) -> Buffer<T> {
     group.buffer(len).expect("memory")
@@ -174,4 +178,29 @@ fn what_one_rank_can_see_alone_does_not_end_the_group() {
         assert!(matches!(group.buffer::<u8>(usize::MAX / 4), Err(CommError::Allocate { .. })));
         group.barrier().wait().expect("the group goes on");
     });
+}
+
+/// The flight recorder of rank 0 opens a pipe that nobody reads: that never returns, as on a file system that hangs. The
+/// thread that does it ends with this process.
+#[test]
+fn a_rank_whose_file_system_hangs_fails_with_the_others_and_ends() {
+    for choice in [TransportChoice::Shm, TransportChoice::Tcp] {
+        let folder = tempfile::tempdir().expect("a folder");
+        let pipe = folder.path().join(".rank-0.json.partial");
+        mknodat(CWD, &pipe, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).expect("a pipe");
+        let flight_recorder =
+            RecorderOptions { folder: Some(folder.path().to_owned()), ..RecorderOptions::default() };
+        let options = JoinOptions { flight_recorder, ..join_options(2, choice, &small_pieces()) };
+        std::thread::scope(|scope| {
+            for options in ranks(&options, &[0, 1]) {
+                scope.spawn(move || {
+                    let group = join(&options).expect("joined");
+                    let buffer = zeros::<f32>(&group, 100 + group.rank().0);
+                    let failure = group.all_reduce(buffer, ReduceOp::Sum).wait().expect_err("other lengths");
+                    assert!(matches!(failure, CommError::Mismatch { .. }), "{choice}: {failure}");
+                });
+            }
+        });
+        assert!(!report_path(folder.path(), 0).exists() && report_path(folder.path(), 1).exists());
+    }
 }

@@ -385,13 +385,16 @@ fn ranks_write_files_gather_and_tell_of_a_wait_once() {
                 .collect();
             threads.into_iter().map(|thread| thread.join().expect("no panic")).collect()
         });
+        let gathered = Diagnosis::of(&[recorders[0].report()]);
+        // Their reports are written then.
+        drop(recorders);
         let files = read_reports(folder.path()).expect("reports");
         assert_eq!(
             files.iter().map(|report| (report.rank, report.occasion)).collect::<Vec<_>>(),
             [(0, Occasion::Failed), (1, Occasion::Failed), (2, Occasion::Failed)]
         );
         // What rank 0 was told is what the others report.
-        let (gathered, own) = (Diagnosis::of(&[recorders[0].report()]), Diagnosis::of(&files));
+        let own = Diagnosis::of(&files);
         assert_eq!(gathered.findings.len(), 3);
         for (told, own) in gathered.findings.iter().zip(&own.findings) {
             let place = |place: &Option<trireme_comm::Place>| {

@@ -94,12 +94,14 @@ pub(crate) enum LaunchError {
     },
     /// A worker died, and the others have been ended. Of several deaths this is the first that was not
     /// itself the loss of a peer.
-    #[error("{}{}", describe_death(*rank, death, log, last_lines), indented(table))]
+    #[error("{}{}", describe_death(*rank, death, left, log, last_lines), indented(table))]
     WorkerDied {
         /// The worker that died.
         rank: Rank,
         /// How it died.
         death: Death,
+        /// Workers that SIGKILL has not ended.
+        left: Vec<Rank>,
         /// Where its log is.
         log: PathBuf,
         /// The end of its log.
@@ -148,9 +150,21 @@ impl fmt::Display for Death {
     }
 }
 
-fn describe_death(rank: Rank, death: &Death, log: &std::path::Path, last_lines: &[String]) -> String {
-    let mut text =
-        format!("rank {rank} {death}; the other workers have been ended. Its log is {}", log.display());
+fn describe_death(
+    rank: Rank,
+    death: &Death,
+    left: &[Rank],
+    log: &std::path::Path,
+    last_lines: &[String],
+) -> String {
+    let mut text = format!("rank {rank} {death}; the other workers have been ended");
+    if !left.is_empty() {
+        let left = left.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ");
+        text.push_str(&format!(
+            ", but for rank {left}, which SIGKILL does not end: look for a disk that hangs"
+        ));
+    }
+    text.push_str(&format!(". Its log is {}", log.display()));
     if !last_lines.is_empty() {
         text.push_str(", which ends:");
     }

@@ -4,6 +4,8 @@ use super::LaunchError;
 use super::error::Death;
 use super::joining::SECRET_VARIABLE;
 use super::worker_processes::{WorkerProcesses, is_follower};
+use crate::bounded::within;
+use crate::console::remark;
 use crate::hang;
 use rustix::process::Signal;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
@@ -16,7 +18,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
-use trireme_comm::{Diagnosis, Occasion, RankReport, Secret, read_reports, remove_reports, report_path};
+use trireme_comm::{Diagnosis, Occasion, RankReport, Secret, remove_reports};
 
 /// How long the death of a worker that has lost a peer waits for the death of that peer.
 const CAUSE_GRACE: Duration = Duration::from_secs(1);
@@ -26,6 +28,9 @@ const REPORT_GRACE: Duration = Duration::from_millis(1500);
 
 /// How often to look for their reports meanwhile.
 const REPORT_LOOK: Duration = Duration::from_millis(20);
+
+/// How long a file system has to give the reports that are there.
+const READ_MAX: Duration = Duration::from_secs(1);
 
 /// How long a worker has to end after SIGTERM.
 const TERMINATE_GRACE: Duration = Duration::from_secs(2);
@@ -58,9 +63,11 @@ pub(crate) fn this_command() -> io::Result<Command> {
 /// The commands get torchrun's variables, and a secret that is made for this world. What a worker prints goes to its log; what rank 0 prints, to
 /// where this process prints. If a worker dies, the others are ended: within 1 second the cause is found,
 /// then SIGTERM leaves them 2 seconds, then they are killed. SIGINT, SIGTERM and SIGHUP end the workers, too.
-/// No worker is left when this returns. The process should end then: the three signals no longer end it.
+/// No worker is left when this returns, unless the kernel does not let it end, as on a file system that hangs: that is
+/// waited for 2 seconds. The process should end then: the three signals no longer end it.
 ///
-/// When one dies, the others have 1.5 seconds to report where they are, and the error tells it.
+/// When one dies, the others have 1.5 seconds to report where they are, and the error tells it. What cannot be read within
+/// 1 second is left out, and the death is printed then, before anything else is waited for.
 ///
 /// Call it from the main thread: workers that call [`die_with_parent`](super::die_with_parent) end with the
 /// thread that has started them.
@@ -74,7 +81,8 @@ pub(crate) fn run_local_workers(
     // Before the first worker starts: none may end unseen, and no Ctrl-C may leave one behind.
     let _forwarder = SignalForwarder::start(sender).map_err(|source| LaunchError::Watch { source })?;
     let workers = start_workers(world, command)?;
-    Watch { workers, signals: &signals, recorder_folder: world.recorder_folder }.until_all_have_ended()
+    let watch = Watch { workers, signals: &signals, recorder_folder: world.recorder_folder, tell: &remark };
+    watch.until_all_have_ended()
 }
 
 fn start_workers(
@@ -111,6 +119,8 @@ struct Watch<'a> {
     workers: WorkerProcesses,
     signals: &'a Receiver<i32>,
     recorder_folder: &'a Path,
+    /// Prints a line.
+    tell: &'a dyn Fn(&str),
 }
 
 impl Watch<'_> {
@@ -164,21 +174,38 @@ impl Watch<'_> {
     /// What the workers report after the death of `rank`, put together; nothing if that worker ended for a reason of its
     /// own, which it has told.
     fn table(&mut self, rank: Rank, death: Death) -> Result<Vec<String>, LaunchError> {
-        let folder = self.recorder_folder;
-        let has_own_reason = matches!(death, Death::Exit(_)) && is_awaited(folder, rank);
-        if has_own_reason || !report_path(folder, rank.0).exists() {
-            return Ok(Vec::new());
-        }
         let deadline = Instant::now() + REPORT_GRACE;
-        while Instant::now() < deadline && self.workers.active().any(|rank| is_awaited(folder, rank)) {
-            if !matches!(self.next_signal(Some(Instant::now() + REPORT_LOOK)), None | Some(SIGCHLD)) {
-                break;
+        loop {
+            let Some(reports) = self.reports() else {
+                // At once: to end workers that wait for this file system may take long.
+                let folder = self.recorder_folder.display();
+                (self.tell)(&format!(
+                    "warning: rank {rank} {death}; what the workers did last is not known, for {folder} does not answer"
+                ));
+                return Ok(Vec::new());
+            };
+            let has_not_failed = |rank: Rank| {
+                reports.iter().any(|report| report.rank == rank.0 && report.occasion != Occasion::Failed)
+            };
+            let has_own_reason = matches!(death, Death::Exit(_)) && has_not_failed(rank);
+            if has_own_reason || !reports.iter().any(|report| report.rank == rank.0) {
+                return Ok(Vec::new());
+            }
+            let is_over = Instant::now() >= deadline || !self.workers.active().any(has_not_failed);
+            let next_look = Some(Instant::now() + REPORT_LOOK);
+            if is_over || !matches!(self.next_signal(next_look), None | Some(SIGCHLD)) {
+                return Ok(hang::lines(&Diagnosis::of(&reports), &self.workers.fates()));
             }
             self.reap()?;
         }
-        // Reports that cannot be read are no reason to withhold the rest.
-        let reports = read_reports(folder).unwrap_or_default();
-        Ok(hang::lines(&Diagnosis::of(&reports), &self.workers.fates()))
+    }
+
+    /// The reports that are there, without those that cannot be read; `None` if the file system does not answer.
+    fn reports(&self) -> Option<Vec<RankReport>> {
+        let (folder, num_workers) = (self.recorder_folder.to_owned(), self.workers.len());
+        within(READ_MAX, move || {
+            (0..num_workers).filter_map(|rank| RankReport::read(&folder, rank).ok()).collect()
+        })
     }
 
     /// Ends the workers after a signal to this process, and reports the signal.
@@ -207,12 +234,6 @@ impl Watch<'_> {
         }
         Ok(())
     }
-}
-
-/// Whether a worker has a flight recorder and has not yet reported a failure.
-fn is_awaited(recorder_folder: &Path, rank: Rank) -> bool {
-    let report = RankReport::read(recorder_folder, rank.0);
-    report.is_ok_and(|report| report.occasion != Occasion::Failed)
 }
 
 /// A thread that hands on the signals of interest.

@@ -1,6 +1,7 @@
 //! Workers are shells here. Each notes its process id, so that it can be seen to be gone.
 
 use super::*;
+use std::cell::RefCell;
 use std::fs;
 use std::path::PathBuf;
 
@@ -133,9 +134,8 @@ fn interrupted_by(scene: &Scene, sent: &[i32]) -> LaunchError {
     let _forwarder = SignalForwarder::start(sender.clone()).unwrap();
     let workers = start_workers(scene.world(2), |_| scene.shell(FOREVER)).unwrap();
     sent.iter().for_each(|signal| sender.send(*signal).unwrap());
-    Watch { workers, signals: &signals, recorder_folder: scene.folder.path() }
-        .until_all_have_ended()
-        .unwrap_err()
+    let watch = Watch { workers, signals: &signals, recorder_folder: scene.folder.path(), tell: &|_| {} };
+    watch.until_all_have_ended().unwrap_err()
 }
 
 #[test]
@@ -188,4 +188,29 @@ fn a_busy_port_is_refused_before_any_worker_starts() {
     let world = LocalWorld { master_port: busy.local_addr().unwrap().port(), ..scene.world(2) };
     let error = run_local_workers(world, |_| panic!("a worker was started")).unwrap_err();
     assert!(matches!(error, LaunchError::Port { .. }), "{error:?}");
+}
+
+/// Opening a pipe that nobody writes to never returns, as on a file system that hangs. The threads that do it end with this
+/// process.
+#[test]
+fn reports_and_logs_that_cannot_be_read_hold_up_no_error() {
+    let scene = Scene::new();
+    let hung = "mkfifo rank-0.json rank-1.json; rm rank-1.log; mkfifo rank-1.log; kill -KILL $$";
+    let (sender, signals) = channel();
+    let _forwarder = SignalForwarder::start(sender).unwrap();
+    let scripts = [FOREVER, hung];
+    let workers = start_workers(scene.world(2), |rank| scene.shell(scripts[rank.0])).unwrap();
+    let told = RefCell::new(Vec::new());
+    let tell = |line: &str| told.borrow_mut().push(line.to_owned());
+    let watch = Watch { workers, signals: &signals, recorder_folder: scene.folder.path(), tell: &tell };
+    let LaunchError::WorkerDied { rank: Rank(1), death: Death::Signal(9), last_lines, table, .. } =
+        watch.until_all_have_ended().unwrap_err()
+    else {
+        panic!("another error");
+    };
+    let told = told.into_inner();
+    assert!(told.len() == 1 && told[0].starts_with("warning: rank 1 was killed by SIGKILL"), "{told:?}");
+    assert!(told[0].contains("does not answer"), "{told:?}");
+    assert_eq!((last_lines, table), (vec![], vec![]));
+    scene.assert_all_gone();
 }

@@ -1,5 +1,6 @@
 use super::LaunchError;
 use super::error::Death;
+use crate::bounded::within;
 use crate::hang::{Fate, Fates};
 use rustix::process::{Pid, Signal, kill_process, set_parent_process_death_signal};
 use std::fs::{File, OpenOptions};
@@ -7,6 +8,8 @@ use std::io::{self, Read, Seek, SeekFrom};
 use std::os::unix::process::{ExitStatusExt, parent_id};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
 /// The exit code of a worker that ends because another one is gone: a follower, not the cause.
@@ -14,6 +17,15 @@ pub(crate) const LOST_PEER_EXIT_CODE: u8 = 74;
 
 /// Tells a worker the process id of the launcher that has started it.
 const LAUNCHER_VARIABLE: &str = "TRIREME_LAUNCHER_PID";
+
+/// How long a killed worker has to end. Only a call of the kernel takes longer, such as one of a file system that hangs.
+const KILL_GRACE: Duration = Duration::from_secs(2);
+
+/// How often to look whether it has.
+const KILL_LOOK: Duration = Duration::from_millis(5);
+
+/// How long a file system has to give the end of a log.
+const READ_MAX: Duration = Duration::from_secs(1);
 
 /// Tells rank 0 which file is its log.
 const ERROR_LOG_VARIABLE: &str = "TRIREME_ERROR_LOG";
@@ -44,9 +56,11 @@ pub(crate) fn signal_name(signal: i32) -> String {
     signal_hook::low_level::signal_name(signal).map_or_else(|| format!("signal {signal}"), str::to_owned)
 }
 
-/// The processes of the workers of this host. None outlives this value.
+/// The processes of the workers of this host. None outlives this value, unless not even SIGKILL ends it.
 pub(super) struct WorkerProcesses {
     workers: Vec<Worker>,
+    /// Until when those that were killed are waited for.
+    patience: Option<Instant>,
 }
 
 struct Worker {
@@ -62,7 +76,12 @@ struct Worker {
 impl WorkerProcesses {
     /// No workers yet.
     pub(super) fn new() -> Self {
-        WorkerProcesses { workers: Vec::new() }
+        WorkerProcesses { workers: Vec::new(), patience: None }
+    }
+
+    /// How many were started.
+    pub(super) fn len(&self) -> usize {
+        self.workers.len()
     }
 
     /// Starts the worker `rank` with `command`, and appends what it prints to `log`. Rank 0 prints to
@@ -144,21 +163,39 @@ impl WorkerProcesses {
         }
     }
 
-    /// Kills every worker that has not ended, and waits for it.
+    /// Kills every worker that has not ended, and waits until it has, 2 seconds at most.
     pub(super) fn kill(&mut self) -> io::Result<()> {
         self.send(Signal::KILL);
-        for worker in self.workers.iter_mut().filter(|worker| worker.status.is_none()) {
-            worker.status = Some(worker.child.wait()?);
+        let until = *self.patience.get_or_insert_with(|| Instant::now() + KILL_GRACE);
+        self.wait(until)
+    }
+
+    /// Waits until every worker has ended.
+    fn wait(&mut self, until: Instant) -> io::Result<()> {
+        loop {
+            self.reap()?;
+            if !self.are_running() || Instant::now() >= until {
+                return Ok(());
+            }
+            thread::sleep(KILL_LOOK);
         }
-        Ok(())
     }
 
     /// The error that tells of the death of the worker `rank`, with the end of its log and a table of all workers.
     pub(super) fn report(&self, rank: Rank, death: Death, table: Vec<String>) -> LaunchError {
         let worker = self.workers.iter().find(|worker| worker.rank == rank).expect("the rank was started");
+        let (log, start) = (worker.log.clone(), worker.log_start);
         // An unreadable log is no reason to withhold the rest.
-        let last_lines = last_lines(&worker.log, worker.log_start).unwrap_or_default();
-        LaunchError::WorkerDied { rank, death, log: worker.log.clone(), last_lines, table }
+        let last_lines = within(READ_MAX, move || last_lines(&log, start).unwrap_or_default());
+        let running = self.workers.iter().filter(|worker| worker.status.is_none());
+        LaunchError::WorkerDied {
+            rank,
+            death,
+            left: running.map(|worker| worker.rank).collect(),
+            log: worker.log.clone(),
+            last_lines: last_lines.unwrap_or_default(),
+            table,
+        }
     }
 }
 
@@ -252,6 +289,19 @@ mod tests {
                 assert!(orphan.unwrap().success());
             }
         }
+    }
+
+    #[test]
+    fn a_worker_that_cannot_be_killed_is_not_waited_for_but_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut workers = WorkerProcesses::new();
+        // Nobody kills it before it is waited for.
+        workers
+            .start(Rank(0), Command::new("sleep").arg("60").stdout(Stdio::null()), folder.path().join("log"))
+            .unwrap();
+        workers.wait(Instant::now()).unwrap();
+        let text = workers.report(Rank(0), Death::Exit(1), Vec::new()).to_string();
+        assert!(text.contains("but for rank 0, which SIGKILL does not end"), "{text}");
     }
 
     #[test]

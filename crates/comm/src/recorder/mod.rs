@@ -1,8 +1,8 @@
 //! The flight recorder: what each group of this rank did last, for the moment when something goes wrong.
 //!
 //! Every operation is noted when it is issued, when its execution begins and when it ends: three short locks and no
-//! allocation. When an operation takes long or fails, or a peer tells of a failure, the rank writes all of it to a file
-//! and tells its peers where it is. [`Diagnosis`] puts the reports of several ranks together.
+//! allocation. When an operation takes long or fails, or a peer tells of a failure, the rank tells its peers where it is
+//! and has a thread of its own write all of it to a file. [`Diagnosis`] puts the reports of several ranks together.
 
 mod diagnosis;
 mod file;
@@ -12,6 +12,7 @@ mod operation_fields;
 mod report;
 mod ring;
 mod text;
+mod writer;
 
 pub use diagnosis::{Diagnosis, Difference, Disagreement, Finding, Side, Source};
 pub use file::{ReadReportsError, read_reports, remove_reports, report_path};
@@ -25,12 +26,14 @@ pub use report::{
 pub(crate) use ring::Issued;
 pub(crate) use text::{GroupName, Line};
 
+use crate::CommError;
 use group_log::GroupLog;
 use std::fmt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant, SystemTime};
 use trireme_base::Rank;
+use writer::ReportWriter;
 
 /// How long a rank whose group has failed waits for the others to tell where they are, if it does.
 pub(crate) const GATHER_MAX: Duration = Duration::from_millis(1500);
@@ -42,7 +45,7 @@ const NUM_DROPPED_KEPT: usize = 8;
 #[derive(Debug, Clone, Default)]
 pub struct RecorderOptions {
     /// Where this rank writes its report, as `rank-N.json`; nowhere by default. A file that cannot be written is left
-    /// out: it must not be what ends a run.
+    /// out, and so is one that takes longer than 1 s when the rank joins or ends: it must not be what ends a run.
     pub folder: Option<PathBuf>,
     /// Is told of operations that take long: once each, at half of the timeout or after 30 s.
     pub on_stall: Option<OnStall>,
@@ -51,12 +54,12 @@ pub struct RecorderOptions {
     pub gathers: bool,
 }
 
-/// Called with a line that says who waits for whom, from the thread that waits.
+/// Called with a line that says who waits for whom, from a thread that does nothing but write reports.
 #[derive(Clone)]
 pub struct OnStall(Arc<dyn Fn(&str) + Send + Sync>);
 
 impl OnStall {
-    /// Calls `listener`, which must not take long.
+    /// Calls `listener`. Reports are not written while it runs.
     pub fn new(listener: impl Fn(&str) + Send + Sync + 'static) -> Self {
         OnStall(Arc::new(listener))
     }
@@ -75,16 +78,29 @@ pub struct FlightRecorder(Arc<Shared>);
 struct Shared {
     rank: Rank,
     world_size: usize,
-    options: RecorderOptions,
     groups: Mutex<Vec<Arc<GroupLog>>>,
-    /// The worst that has happened; held while the file is written.
+    /// The worst that has happened; held while a report is handed to the writer, so that the last one says the worst.
     worst: Mutex<Occasion>,
+    gathers: bool,
+    /// Absent if reports go nowhere.
+    writer: Option<ReportWriter>,
 }
 
 impl FlightRecorder {
-    pub(crate) fn new(rank: Rank, world_size: usize, options: RecorderOptions) -> Self {
-        let worst = Mutex::new(Occasion::Joined);
-        FlightRecorder(Arc::new(Shared { rank, world_size, options, groups: Mutex::default(), worst }))
+    /// A recorder whose reports are read by nobody but this process.
+    pub(crate) fn new(rank: Rank, world_size: usize) -> Self {
+        FlightRecorder::with(rank, world_size, false, None)
+    }
+
+    /// A recorder that does what the options say.
+    pub(crate) fn start(rank: Rank, world_size: usize, options: &RecorderOptions) -> Result<Self, CommError> {
+        let writer = ReportWriter::start(rank, options)?;
+        Ok(FlightRecorder::with(rank, world_size, options.gathers, writer))
+    }
+
+    fn with(rank: Rank, world_size: usize, gathers: bool, writer: Option<ReportWriter>) -> Self {
+        let (groups, worst) = (Mutex::default(), Mutex::new(Occasion::Joined));
+        FlightRecorder(Arc::new(Shared { rank, world_size, groups, worst, gathers, writer }))
     }
 
     /// Begins to record a group, in which this rank is `own` and whose `members` have these ranks in the world.
@@ -106,25 +122,29 @@ impl FlightRecorder {
         self.report_on(*self.worst())
     }
 
-    /// Writes the report to its file, if it has one.
+    /// Has the report written to its file, if it has one.
     pub(crate) fn write(&self, occasion: Occasion) {
         let mut worst = self.worst();
         *worst = occasion.max(*worst);
-        if let Some(folder) = &self.0.options.folder {
-            // Best effort, as the options say.
-            let _ = file::write_report(folder, &self.report_on(*worst));
+        if let Some(writer) = &self.0.writer {
+            writer.write(self.report_on(*worst));
         }
     }
 
-    pub(crate) fn tell_of_stall(&self, line: &str) {
-        if let Some(OnStall(listener)) = &self.0.options.on_stall {
-            listener(line);
+    /// Waits until the reports so far are written, but not for a file system that hangs.
+    pub(crate) fn flush(&self) {
+        self.0.writer.iter().for_each(ReportWriter::flush);
+    }
+
+    pub(crate) fn tell_of_stall(&self, line: String) {
+        if let Some(writer) = &self.0.writer {
+            writer.tell_of_stall(line);
         }
         self.write(Occasion::Stalled);
     }
 
     pub(crate) fn gathers(&self) -> bool {
-        self.0.options.gathers
+        self.0.gathers
     }
 
     fn report_on(&self, occasion: Occasion) -> RankReport {
@@ -147,7 +167,7 @@ impl FlightRecorder {
     }
 
     fn worst(&self) -> MutexGuard<'_, Occasion> {
-        self.0.worst.lock().expect("no thread panics while it writes a report")
+        self.0.worst.lock().expect("no thread panics while it makes a report")
     }
 }
 

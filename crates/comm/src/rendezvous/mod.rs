@@ -166,12 +166,13 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         _ => connecting.by_tcp(deadline)?,
     };
     let home = Home::new(key.derive("trireme: key of split groups", &[&table.session]), interface, tls);
-    let recorder = FlightRecorder::new(options.rank, options.world_size, options.flight_recorder.clone());
+    let recorder = FlightRecorder::start(options.rank, options.world_size, &options.flight_recorder)?;
     let members = (0..options.world_size).map(Rank).collect();
     let world = recorder.group("world".to_owned(), options.rank, members);
     let group = Group::start(parts, home, Arc::default(), &options.group, world)?;
     // Tells a launcher that this rank will report.
     recorder.write(Occasion::Joined);
+    recorder.flush();
     Ok(group)
 }
 

@@ -1,7 +1,7 @@
 //! A peer that does not keep to the protocol: its ends of the connections are in the test's hands.
 
 use super::*;
-use crate::recorder::{FlightRecorder, RecorderOptions};
+use crate::recorder::FlightRecorder;
 use crate::transport::link::SocketLink;
 use std::io::Write;
 use std::net::Shutdown;
@@ -48,7 +48,7 @@ fn outcome_with(
     let selection = Selection::new(hosts.clone(), false, Arc::default(), options);
     let mut linked =
         Linked::new(Rank(0), hosts, links, None, None, selection, options).expect("memory for a piece");
-    let recorder = FlightRecorder::new(Rank(0), 2, RecorderOptions::default());
+    let recorder = FlightRecorder::new(Rank(0), 2);
     let recorder = recorder.group("world".to_owned(), Rank(0), Vec::from([Rank(0), Rank(1)]));
     let mut watch = Control::new(row(own_control), recorder).expect("an epoll instance");
     let mut peer = Peer { data, control };
