@@ -120,12 +120,16 @@ impl Queue {
 
     fn enqueue(self: &Arc<Self>, operation: Operation, payload: Payload) -> Ticket {
         let mut state = self.lock();
-        let progress = match &state.failure {
-            Some(failure) => Progress::Finished(Err(failure.clone())),
-            None => Progress::Waiting(operation, self.recorder.issue(operation), payload),
+        let issued = match &state.failure {
+            Some(failure) => Err(failure.clone()),
+            None => self.recorder.issue(operation),
         };
         state.num_issued += 1;
-        let is_waiting = state.failure.is_none();
+        let is_waiting = issued.is_ok();
+        let progress = match issued {
+            Ok(issued) => Progress::Waiting(operation, issued, payload),
+            Err(failure) => Progress::Finished(Err(failure)),
+        };
         let slot = state.fill_slot(progress);
         if is_waiting {
             state.waiting.push_back(slot);

@@ -213,6 +213,7 @@ impl Office {
         is_awaited: bool,
         is_enough: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
+        let guard = AbortOnPanic(self);
         let mut may_sleep = false;
         let result = loop {
             state.exchange(&mut courier);
@@ -240,6 +241,7 @@ impl Office {
                 break Err(failure);
             }
         };
+        std::mem::forget(guard);
         match result {
             Err(failure) => state.fail(failure),
             Ok(()) if state.failure.is_none() => state.courier = Some(courier),
@@ -248,6 +250,16 @@ impl Office {
         self.finished.notify_all();
         self.submitted.notify_one();
         state
+    }
+}
+
+/// Turns a panic while the courier is out of its place into a failure of the group, for other threads may wait for messages.
+struct AbortOnPanic<'a>(&'a Office);
+
+impl Drop for AbortOnPanic<'_> {
+    fn drop(&mut self) {
+        self.0.recorder.fail(&CommError::Panicked, None);
+        self.0.abort(CommError::Panicked);
     }
 }
 
@@ -333,5 +345,34 @@ impl Drop for Receipt {
             Slot::Ended(_) | Slot::Taken => state.release(self.slot),
             _ => state.slots[self.slot] = Slot::Abandoned,
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::recorder::FlightRecorder;
+    use std::panic::{AssertUnwindSafe, catch_unwind};
+    use trireme_base::DType;
+
+    /// A messenger without the link that it needs: whoever moves a message panics.
+    #[test]
+    fn a_courier_that_panics_fails_whoever_waits_and_its_group() {
+        let recorder = FlightRecorder::new(Rank(0), 2);
+        let world = recorder.group("world".to_owned(), Rank(0), vec![Rank(0), Rank(1)]);
+        let messenger =
+            Messenger::start(Rank(0), vec![None, None], &GroupOptions::default(), world.clone()).unwrap();
+        let send = || {
+            let operation = Operation::Message { dtype: DType::U8, len: 1 };
+            messenger.send(Rank(1), operation, Storage::heap(1).unwrap())
+        };
+        let (first, second) = (send(), send());
+        // Panics here, unless the courier's own thread was quicker.
+        let first = catch_unwind(AssertUnwindSafe(|| first.wait()));
+        assert!(!matches!(first, Ok(Ok(_))));
+        assert!(matches!(second.wait(), Err(CommError::Panicked)));
+        assert!(matches!(send().wait(), Err(CommError::Panicked)));
+        assert!(matches!(world.issue(Operation::Barrier), Err(CommError::Panicked)));
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(messenger)));
     }
 }

@@ -64,8 +64,14 @@ impl GroupRecorder {
     }
 
     /// Notes that the next operation of the group was issued.
-    pub(crate) fn issue(&self, operation: Operation) -> Issued {
+    ///
+    /// # Errors
+    /// What has ended the group on this rank, such as a message that failed.
+    pub(crate) fn issue(&self, operation: Operation) -> Result<Issued, CommError> {
         let mut state = self.log.lock();
+        if let Some((_, failure)) = &state.failure {
+            return Err(failure.clone());
+        }
         let issued = Issued { line: state.line, at: Instant::now() };
         let thread = Issuer::One(thread::current().id());
         state.issuer = match state.issuer {
@@ -85,7 +91,7 @@ impl GroupRecorder {
             ended: None,
             has_failed: false,
         });
-        issued
+        Ok(issued)
     }
 
     /// Notes that the execution of an operation begins.
