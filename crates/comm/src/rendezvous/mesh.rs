@@ -8,14 +8,14 @@ use super::wire::{invalid, wait_for};
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::event::PollFlags;
-use rustix::io::retry_on_intr;
+use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::{
-    set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
-    set_tcp_user_timeout, socket_peercred,
+    Timeout, set_socket_keepalive, set_socket_timeout, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
+    set_tcp_nodelay, set_tcp_user_timeout, socket_peercred,
 };
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
 };
 use rustix::process::geteuid;
 use std::io::{self, IoSlice, IoSliceMut};
@@ -199,7 +199,7 @@ fn call(
             encrypted(socket, members, purpose, Side::Connecting, &key, deadline)?
         }
         Route::Local => {
-            let stream = UnixStream::connect_addr(&local_address(place.meeting)?)?;
+            let stream = connect_local(place.meeting, deadline)?;
             check_user(&stream)?;
             introduce(&stream)?;
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
@@ -287,7 +287,27 @@ pub(crate) fn listen_local(meeting: u64) -> io::Result<UnixListener> {
 }
 
 fn local_address(meeting: u64) -> io::Result<UnixAddr> {
-    UnixAddr::from_abstract_name(format!("trireme-{meeting:016x}"))
+    UnixAddr::from_abstract_name(local_name(meeting))
+}
+
+fn local_name(meeting: u64) -> String {
+    format!("trireme-{meeting:016x}")
+}
+
+/// Connects to the socket at which a rank of this host is met. A rank that accepts nobody, for it is stopped, is waited for
+/// until the deadline; one that has ended refuses at once.
+fn connect_local(meeting: u64, deadline: Instant) -> io::Result<UnixStream> {
+    let stream = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;
+    // It is this timeout that bounds a wait for room in the listener's queue (unix(7), connect).
+    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+    set_socket_timeout(&stream, Timeout::Send, Some(left))?;
+    match retry_on_intr(|| net::connect(&stream, &address)) {
+        Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
+        connected => connected?,
+    }
+    set_socket_timeout(&stream, Timeout::Send, None)?;
+    Ok(stream.into())
 }
 
 /// Refuses to share memory with a process of another user.
@@ -323,4 +343,26 @@ fn receive_arena(socket: impl AsFd, deadline: Instant) -> io::Result<OwnedFd> {
 
 fn in_context(error: io::Error, doing: String) -> io::Error {
     io::Error::new(error.kind(), format!("{doing}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::secret::random_bytes;
+    use rustix::net::{bind, listen, socket};
+
+    /// A queue for connections that is full, before a process that accepts none, as one that is stopped.
+    #[test]
+    fn a_socket_of_this_host_that_accepts_nobody_is_given_up_at_the_deadline() {
+        let meeting = u64::from_ne_bytes(random_bytes().unwrap());
+        let listener = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes()).unwrap();
+        bind(&listener, &address).unwrap();
+        listen(&listener, 0).unwrap();
+        let soon = || Instant::now() + Duration::from_millis(50);
+        let _first = connect_local(meeting, soon()).unwrap();
+        assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::TimedOut);
+        drop(listener);
+        assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
 }
