@@ -1,6 +1,7 @@
-//! Chores of the workspace: `cargo xtask tidy` and `cargo xtask compare`.
+//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask compare` and `cargo xtask faults`.
 
 mod compare;
+mod faults;
 mod tidy;
 
 use clap::Parser;
@@ -17,12 +18,14 @@ enum Chore {
     /// the form and length of files.
     Tidy,
     Compare(compare::CompareArgs),
+    Faults(faults::FaultsArgs),
 }
 
 fn main() -> ExitCode {
     let succeeded = match Chore::parse() {
         Chore::Tidy => tidy::run(workspace_root()),
         Chore::Compare(args) => compare::run(&args, workspace_root()),
+        Chore::Faults(args) => faults::run(&args, workspace_root()),
     };
     match succeeded {
         Ok(true) => ExitCode::SUCCESS,

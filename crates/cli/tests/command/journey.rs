@@ -62,6 +62,26 @@ fn a_run_whose_sample_cannot_be_made_is_a_success() {
 }
 
 #[test]
+fn a_run_is_summarized_and_drawn() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --set training.validation_interval=2").succeeded();
+    let report = scene.run("report run runs/tiny --svg losses.svg").succeeded();
+    tells(
+        &report,
+        &["steps: 4, tokens: 512", "best validation loss: ", "bigram baseline: ", "peak memory of rank 0: "],
+    );
+    let svg = scene.read("losses.svg");
+    tells(&svg, &["runs/tiny: 4 steps", "validation loss", "bigram baseline"]);
+    assert_eq!(svg.matches("<circle").count(), 2, "{svg}");
+    // A line that is being written is not there yet, and one that is no record is named.
+    scene.cut("runs/tiny/metrics.jsonl", 5);
+    tells(&scene.run("report run runs/tiny").succeeded(), &["steps: 3, "]);
+    scene.write("runs/tiny/metrics.jsonl", "no record\n");
+    tells(&scene.run("report run runs/tiny").refused(), &["line 1 of runs/tiny/metrics.jsonl"]);
+    tells(&scene.run("report run nowhere").refused(), &["cannot read nowhere/metrics.jsonl"]);
+}
+
+#[test]
 fn an_export_into_a_run_is_refused() {
     let scene = Scene::with_corpus();
     scene.run("train tiny.toml").succeeded();

@@ -1,7 +1,9 @@
 //! `trireme report`.
 
 mod comparison;
+mod curves;
 mod picture;
+mod run;
 mod trace;
 
 use anyhow::Result;
@@ -15,12 +17,14 @@ pub(crate) struct ReportArgs {
 
 #[derive(Debug, clap::Subcommand)]
 enum ReportCommand {
+    Run(run::RunArgs),
     Trace(trace::TraceArgs),
 }
 
 /// Runs `trireme report`.
 pub(crate) fn run(args: &ReportArgs) -> Result<()> {
     match &args.command {
+        ReportCommand::Run(args) => run::run(args),
         ReportCommand::Trace(args) => trace::run(args),
     }
 }

@@ -1,0 +1,232 @@
+//! `cargo xtask faults`: a run with checkpoints, in which each system call that changes files fails or is the last one. Whatever
+//! happens, the next command must resume to the losses of the undisturbed run, and leave nothing unfinished behind.
+//!
+//! The calls are injected by strace, which counts them for each thread by itself.
+
+use anyhow::{Context, Result, bail, ensure};
+use std::collections::BTreeMap;
+use std::fs;
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+/// The system calls by which a run changes files.
+const CALLS: [&str; 13] = [
+    "openat",
+    "write",
+    "pwrite64",
+    "ftruncate",
+    "fsync",
+    "fdatasync",
+    "rename",
+    "renameat2",
+    "unlink",
+    "unlinkat",
+    "rmdir",
+    "mkdir",
+    "mkdirat",
+];
+
+/// What happens at a call: it fails, the disk is full, or the process is killed.
+const FAULTS: [&str; 3] = ["error=EIO", "error=ENOSPC", "signal=SIGKILL"];
+
+const CONFIG: &str = r#"
+model = { architecture = "gpt2", hidden_size = 16, num_layers = 1, num_heads = 2 }
+data = { folder = "corpus" }
+training = { local_batch_size = 2, global_batch_size = 4, seq_len = 16, steps = 6, threads = 1 }
+checkpoint = { interval = 2, keep_latest_k = 1 }
+metrics = { log_interval = 1000 }
+generate = { num_tokens = 0 }
+"#;
+
+/// A folder in which runs are disturbed.
+struct Scene {
+    folder: PathBuf,
+    binary: PathBuf,
+    num_workers: usize,
+}
+
+/// What a run with a fault came to.
+enum Outcome {
+    /// The fault ended it.
+    Ended,
+    /// It went to its end all the same.
+    Survived,
+}
+
+/// Inject a fault at each system call of a run with checkpoints.
+///
+/// Each call by which a small run changes files fails, finds the disk full, or is the last one of its process. The next
+/// command must resume to the losses of the undisturbed run and leave nothing unfinished behind. Needs strace.
+#[derive(Debug, clap::Args)]
+pub(crate) struct FaultsArgs {
+    /// The program, built by `cargo build --release`.
+    #[arg(long, value_name = "PATH", default_value = "target/release/trireme")]
+    binary: PathBuf,
+    /// Workers of the run.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    workers: usize,
+    /// Inject at one call in N of each kind only.
+    #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN)]
+    stride: NonZeroUsize,
+}
+
+/// Runs `cargo xtask faults`.
+pub(crate) fn run(args: &FaultsArgs, root: &Path) -> Result<bool> {
+    let binary = fs::canonicalize(root.join(&args.binary))
+        .with_context(|| format!("no program at {}; run `cargo build --release`", args.binary.display()))?;
+    let folder = std::env::temp_dir().join(format!("trireme-faults-{}", std::process::id()));
+    fs::create_dir(&folder)?;
+    let scene = Scene { folder: folder.clone(), binary, num_workers: args.workers };
+    let result = scene.run_all(args.stride.get());
+    fs::remove_dir_all(&folder)?;
+    result.map(|()| true)
+}
+
+impl Scene {
+    fn run_all(&self, stride: usize) -> Result<()> {
+        fs::write(self.folder.join("job.toml"), CONFIG)?;
+        fs::write(self.folder.join("text.txt"), "a text of words that come again and again\n".repeat(200))?;
+        succeeded(&self.command(&["prepare", "text.txt", "--out", "corpus"]).output()?)?;
+        succeeded(&self.train().output()?)?;
+        let losses = self.losses()?;
+        ensure!(losses.lines().count() == 6, "the undisturbed run has six steps:\n{losses}");
+        let counts = self.count_calls()?;
+        let num_calls: usize = counts.values().sum();
+        println!("{num_calls} calls in the longest thread: {counts:?}");
+        let mut num_faults = 0;
+        let mut num_survived = 0;
+        for fault in FAULTS {
+            for (call, &count) in &counts {
+                for number in (1..=count).step_by(stride) {
+                    let what = format!("{call} {number} of {count}, {fault}");
+                    match self.check(&format!("{call}:{fault}:when={number}"), &losses).context(what)? {
+                        Outcome::Ended => {}
+                        Outcome::Survived => num_survived += 1,
+                    }
+                    num_faults += 1;
+                }
+                println!("{fault} in {call}: every run resumed to the losses of the undisturbed run");
+            }
+        }
+        println!(
+            "{num_faults} faults: {num_survived} runs went to their end, {} ended and resumed; nothing was lost or left behind",
+            num_faults - num_survived
+        );
+        Ok(())
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = Command::new(&self.binary);
+        command.args(arguments).current_dir(&self.folder).stdin(Stdio::null());
+        command
+    }
+
+    fn train(&self) -> Command {
+        self.command(&["train", "job.toml", "--workers", &self.num_workers.to_string()])
+    }
+
+    fn train_under_strace(&self, arguments: &[&str]) -> Result<Output> {
+        let mut command = Command::new("strace");
+        command.args(["-f", "-qq"]).args(arguments).arg("--").arg(&self.binary);
+        command.args(["train", "job.toml", "--workers", &self.num_workers.to_string()]);
+        command.current_dir(&self.folder).stdin(Stdio::null());
+        command.output().context("cannot run strace, which injects the faults; install it")
+    }
+
+    fn forget_run(&self) -> Result<()> {
+        Ok(fs::remove_dir_all(self.folder.join("runs"))?)
+    }
+
+    /// The most calls of each kind that a thread of a run makes.
+    fn count_calls(&self) -> Result<BTreeMap<String, usize>> {
+        self.forget_run()?;
+        let log = self.folder.join("calls.txt");
+        let path = log.to_str().context("the temporary folder has no UTF-8 name")?;
+        succeeded(&self.train_under_strace(&["-e", &format!("trace={}", CALLS.join(",")), "-o", path])?)?;
+        let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
+        for line in fs::read_to_string(&log)?.lines() {
+            let Some((thread, rest)) = line.split_once(char::is_whitespace) else { continue };
+            let Some((call, _)) = rest.trim_start().split_once('(') else { continue };
+            if CALLS.contains(&call) {
+                *counts.entry((call.to_owned(), thread.to_owned())).or_default() += 1;
+            }
+        }
+        let mut most: BTreeMap<String, usize> = BTreeMap::new();
+        for ((call, _), count) in counts {
+            let entry = most.entry(call).or_default();
+            *entry = count.max(*entry);
+        }
+        Ok(most)
+    }
+
+    /// One run with a fault, and one without that resumes.
+    fn check(&self, injection: &str, losses: &str) -> Result<Outcome> {
+        self.forget_run()?;
+        let call = injection.split(':').next().unwrap_or_default();
+        let trace = format!("trace={call}");
+        let disturbed = self.train_under_strace(&[
+            "-e",
+            &trace,
+            "-e",
+            &format!("inject={injection}"),
+            "-o",
+            "/dev/null",
+        ])?;
+        let text = describe(&disturbed);
+        ensure!(!text.contains("panicked"), "the run panicked:\n{text}");
+        // A run that is killed before its folder was made has left nothing to resume.
+        fs::create_dir_all(self.folder.join("runs"))?;
+        succeeded(&self.train().output()?).with_context(|| format!("after\n{text}"))?;
+        let found = self.losses()?;
+        ensure!(found == losses, "the losses differ:\n{found}after\n{text}");
+        self.check_nothing_is_left()?;
+        Ok(if disturbed.status.success() { Outcome::Survived } else { Outcome::Ended })
+    }
+
+    /// Steps and losses of the run, a line each.
+    fn losses(&self) -> Result<String> {
+        let metrics = fs::read_to_string(self.folder.join("runs/job/metrics.jsonl"))?;
+        let line = |line: &str| -> Result<String> {
+            let record: serde_json::Value = serde_json::from_str(line)?;
+            Ok(format!("{} {}\n", record["step"], record["loss"]))
+        };
+        metrics.lines().map(line).collect()
+    }
+
+    fn check_nothing_is_left(&self) -> Result<()> {
+        let names = names(&self.folder.join("runs/job/checkpoints"))?;
+        ensure!(names == ["latest", "step-6"], "checkpoints: {names:?}");
+        for (folder, known) in [
+            (self.folder.clone(), &["calls.txt", "corpus", "job.toml", "runs", "text.txt"][..]),
+            (self.folder.join("runs"), &["job"]),
+            (
+                self.folder.join("corpus"),
+                &["prepare.json", "tokenizer.bytes.json", "train.tokens", "validation.tokens"],
+            ),
+        ] {
+            let found = self::names(&folder)?;
+            if let Some(other) = found.iter().find(|name| !known.contains(&name.as_str())) {
+                bail!("{} holds {other}", folder.display());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn names(folder: &Path) -> Result<Vec<String>> {
+    let name = |entry: std::io::Result<fs::DirEntry>| Ok(entry?.file_name().to_string_lossy().into_owned());
+    let mut names = fs::read_dir(folder)?.map(name).collect::<Result<Vec<_>>>()?;
+    names.sort();
+    Ok(names)
+}
+
+fn succeeded(output: &Output) -> Result<()> {
+    ensure!(output.status.success(), "a command without a fault failed:\n{}", describe(output));
+    Ok(())
+}
+
+fn describe(output: &Output) -> String {
+    let [stdout, stderr] = [&output.stdout, &output.stderr].map(|bytes| String::from_utf8_lossy(bytes));
+    format!("{}\n{stdout}{stderr}", output.status)
+}
