@@ -3,6 +3,7 @@
 use super::programs::{Programs, output};
 use super::results::{Round, ours};
 use super::rows::{Program, Row, Run, Step, installation};
+use super::table::with_separators;
 use anyhow::{Context, Result};
 use serde_json::Value;
 use std::fmt;
@@ -115,8 +116,10 @@ pub(super) fn show_bounds(bounds: &[Bound], rows: &[Row], rounds: &[Round]) -> S
         let reached = row.and_then(|row| ours(rounds, row));
         let reached = reached.map_or("failed".to_owned(), |ours| format!("{:.2}", ours / tokens_per_second));
         shown.push_str(&format!(
-            "| {}, {} | {unit} {peak_gflops:.0} GFLOP/s | {tokens_per_second:.0} | {reached} |\n",
-            step.model, step.dtype
+            "| {}, {} | {unit} {peak_gflops:.0} GFLOP/s | {} | {reached} |\n",
+            step.model,
+            step.dtype,
+            with_separators(*tokens_per_second, 0)
         ));
     }
     shown
@@ -143,7 +146,7 @@ mod tests {
         let row = Row { bound: Some(step()), ..row(SPEED) };
         let shown = show_bounds(&[bound], &[row], &rounds(&[&[("ours", 5120.0)]]));
         assert!(shown.contains(" 57.8 GB/s"), "{shown}");
-        assert!(shown.ends_with("| gpt2-11m, bf16 | fma 512 513 GFLOP/s | 10240 | 0.50 |\n"), "{shown}");
+        assert!(shown.ends_with("| gpt2-11m, bf16 | fma 512 513 GFLOP/s | 10,240 | 0.50 |\n"), "{shown}");
         assert_eq!(show_bounds(&[], &[], &[]), "");
         assert!(Bound::read(step(), &json!({"steps": []})).is_err());
     }

@@ -35,9 +35,13 @@ fn peer_cells(row: &Row, peer: &Peer, rounds: &[Round], is_installed: bool) -> (
     }
 }
 
-/// With thousands apart.
 fn show(number: f64, quantity: Quantity) -> String {
-    let text = format!("{number:.*}", quantity.num_decimals);
+    with_separators(number, quantity.num_decimals)
+}
+
+/// The number with a comma before each group of three digits.
+pub(super) fn with_separators(number: f64, num_decimals: usize) -> String {
+    let text = format!("{number:.num_decimals$}");
     let num_digits = text.find('.').unwrap_or(text.len());
     let (digits, fraction) = text.split_at(num_digits);
     let mut shown = String::new();
@@ -95,17 +99,16 @@ mod tests {
     }
 
     #[test]
-    fn numbers_have_their_decimals_and_thousands_apart() {
-        let two = Quantity { num_decimals: 2, ..SPEED };
-        for (number, quantity, expected) in [
-            (0.0, SPEED, "0"),
-            (999.4, SPEED, "999"),
-            (999.6, SPEED, "1,000"),
-            (1_234_567.0, SPEED, "1,234,567"),
-            (0.384, two, "0.38"),
-            (12_345.678, two, "12,345.68"),
+    fn numbers_have_their_decimals_and_separators() {
+        for (number, num_decimals, expected) in [
+            (0.0, 0, "0"),
+            (999.4, 0, "999"),
+            (999.6, 0, "1,000"),
+            (1_234_567.0, 0, "1,234,567"),
+            (0.384, 2, "0.38"),
+            (12_345.678, 2, "12,345.68"),
         ] {
-            assert_eq!(show(number, quantity), expected);
+            assert_eq!(with_separators(number, num_decimals), expected);
         }
     }
 }
