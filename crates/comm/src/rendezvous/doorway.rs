@@ -130,7 +130,9 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                     let address = address.and_then(|address| SocketAddr::try_from(address).ok());
                     if self.visitors.len() == NUM_VISITORS_MAX {
                         let oldest = self.visitors.pop_front().expect("there are many visitors");
-                        self.turn_away(oldest.door, "it had not introduced itself when others came");
+                        // Hung up on without a word: if it is a member, it tries again.
+                        self.refusals
+                            .add(oldest.door.address, "it had not introduced itself when others came");
                     }
                     let examination = Examination::new(self.key.clone(), nonce()?);
                     let (door, received, since) = (Door { socket, address }, Vec::new(), Instant::now());

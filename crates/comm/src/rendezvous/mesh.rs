@@ -4,7 +4,7 @@ use super::encryption::encrypt;
 use super::hello::Place;
 use super::key::Key;
 use super::session::{Gate, Session};
-use super::wire::{invalid, wait_for};
+use super::wire::{has_hung_up, invalid, pauses, wait_for};
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::event::PollFlags;
@@ -23,7 +23,7 @@ use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
@@ -186,32 +186,55 @@ fn call(
     growing: &mut Growing,
     deadline: Instant,
 ) -> io::Result<()> {
-    let (place, purpose) = (&members.places[lower], errand.purpose);
-    let introduce =
-        |socket: &dyn AsFd| session.introduce(socket.as_fd(), Rank(lower), errand.to_word(), deadline);
+    let purpose = errand.purpose;
+    let (socket, key) = reach(session, members, lower, errand, deadline)?;
     let connection = match members.routes[lower] {
         Route::Tcp => {
-            let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-            let stream = TcpStream::connect_timeout(&place.address, left)
-                .map_err(|error| in_context(error, format!("at {}", place.address)))?;
-            let key = introduce(&stream)?;
-            let socket = tuned(stream, purpose)?;
+            let socket = tuned(socket, purpose)?;
             encrypted(socket, members, purpose, Side::Connecting, &key, deadline)?
         }
         Route::Local => {
-            let stream = connect_local(place.meeting, deadline)?;
-            check_user(&stream)?;
-            introduce(&stream)?;
             if let (Purpose::Control, Some(arena)) = (purpose, members.arena) {
-                send_arena(&stream, arena)?;
-                let memory = receive_arena(&stream, deadline)?;
+                send_arena(&socket, arena)?;
+                let memory = receive_arena(&socket, deadline)?;
                 growing.arenas[lower] = Some(PeerArena::map(&memory, members.arena_bytes_min)?);
             }
-            Connection::Plain(stream.into())
+            Connection::Plain(socket)
         }
     };
     *growing.place(lower, errand).expect("connections are made as they are counted") = Some(connection);
     Ok(())
+}
+
+/// Connects to a lower member and introduces this rank.
+fn reach(
+    session: &Session<'_>,
+    members: &Members<'_>,
+    lower: usize,
+    errand: Errand,
+    deadline: Instant,
+) -> io::Result<(OwnedFd, Key)> {
+    let place = &members.places[lower];
+    loop {
+        let socket: OwnedFd = match members.routes[lower] {
+            Route::Tcp => {
+                let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
+                TcpStream::connect_timeout(&place.address, left)
+                    .map_err(|error| in_context(error, format!("at {}", place.address)))?
+                    .into()
+            }
+            Route::Local => {
+                let socket = connect_local(place.meeting, deadline)?;
+                check_user(&socket)?;
+                socket
+            }
+        };
+        match session.introduce(&socket, Rank(lower), errand.to_word(), deadline) {
+            // Among many who connect, the other rank may have hung up to make room.
+            Err(error) if has_hung_up(&error) && pauses(deadline) => {}
+            introduced => return Ok((socket, introduced?)),
+        }
+    }
 }
 
 /// Takes the next connection of a higher member.
@@ -234,7 +257,7 @@ fn answer(
     let purpose = errand.purpose;
     let connection = match route {
         Route::Tcp => {
-            let socket = tuned(accepted.socket.into(), purpose)?;
+            let socket = tuned(accepted.socket, purpose)?;
             encrypted(socket, members, purpose, Side::Accepting, &accepted.key, deadline)?
         }
         Route::Local => {
@@ -268,17 +291,17 @@ fn encrypted(
 }
 
 /// Sets what makes small messages quick, and what notices a dead host within 5 s.
-fn tuned(stream: TcpStream, purpose: Purpose) -> io::Result<OwnedFd> {
-    set_tcp_nodelay(&stream, true)?;
+fn tuned(socket: OwnedFd, purpose: Purpose) -> io::Result<OwnedFd> {
+    set_tcp_nodelay(&socket, true)?;
     // Only where it is always quiet: a full data connection may well wait for longer than this.
     if purpose == Purpose::Control {
-        set_socket_keepalive(&stream, true)?;
-        set_tcp_keepidle(&stream, Duration::from_secs(1))?;
-        set_tcp_keepintvl(&stream, Duration::from_secs(1))?;
-        set_tcp_keepcnt(&stream, 3)?;
-        set_tcp_user_timeout(&stream, 3000)?;
+        set_socket_keepalive(&socket, true)?;
+        set_tcp_keepidle(&socket, Duration::from_secs(1))?;
+        set_tcp_keepintvl(&socket, Duration::from_secs(1))?;
+        set_tcp_keepcnt(&socket, 3)?;
+        set_tcp_user_timeout(&socket, 3000)?;
     }
-    Ok(stream.into())
+    Ok(socket)
 }
 
 /// The socket at which a rank is met by processes of its host. It has no file, and ends with the process.
@@ -296,18 +319,18 @@ fn local_name(meeting: u64) -> String {
 
 /// Connects to the socket at which a rank of this host is met. A rank that accepts nobody, for it is stopped, is waited for
 /// until the deadline; one that has ended refuses at once.
-fn connect_local(meeting: u64, deadline: Instant) -> io::Result<UnixStream> {
-    let stream = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;
     // It is this timeout that bounds a wait for room in the listener's queue (unix(7), connect).
     let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    set_socket_timeout(&stream, Timeout::Send, Some(left))?;
-    match retry_on_intr(|| net::connect(&stream, &address)) {
+    set_socket_timeout(&socket, Timeout::Send, Some(left))?;
+    match retry_on_intr(|| net::connect(&socket, &address)) {
         Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
         connected => connected?,
     }
-    set_socket_timeout(&stream, Timeout::Send, None)?;
-    Ok(stream.into())
+    set_socket_timeout(&socket, Timeout::Send, None)?;
+    Ok(socket)
 }
 
 /// Refuses to share memory with a process of another user.
@@ -348,6 +371,7 @@ fn in_context(error: io::Error, doing: String) -> io::Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::refusals::Refusals;
     use crate::secret::random_bytes;
     use rustix::net::{bind, listen, socket};
 
@@ -364,5 +388,36 @@ mod tests {
         assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::TimedOut);
         drop(listener);
         assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
+    }
+
+    /// As a rank hangs up on the oldest connection when too many have not introduced themselves.
+    #[test]
+    fn a_member_that_was_hung_up_on_tries_again() {
+        let refusals = Refusals::silent();
+        let session = |rank| Session::new(&Key::of(None), &[1; 32], Rank(rank), 2, &refusals);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let place = Place { host: 0, meeting: 0, address: listener.local_addr().unwrap() };
+        let members = Members {
+            own: Rank(1),
+            places: &[place, place],
+            routes: &[Route::Tcp; 2],
+            arena: None,
+            arena_bytes_min: 0,
+            tls: None,
+            sockets_per_peer: 1,
+        };
+        let errand = Errand { purpose: Purpose::Messages, index: 0 };
+        let deadline = Instant::now() + Duration::from_secs(20);
+        std::thread::scope(|scope| {
+            let reached = scope.spawn(|| reach(&session(1), &members, 0, errand, deadline).map(drop));
+            drop(listener.accept().unwrap());
+            let accepting = scope.spawn(|| {
+                let session = session(0);
+                let mut gate = session.accept(&listener).unwrap();
+                gate.next(Instant::now() + Duration::from_secs(2), |_, _| true).map(|member| member.from)
+            });
+            reached.join().unwrap().unwrap();
+            assert_eq!(accepting.join().unwrap().unwrap(), Rank(1));
+        });
     }
 }

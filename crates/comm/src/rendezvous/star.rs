@@ -7,7 +7,7 @@ use super::key::{Key, nonce};
 use super::lobby::{self, Guest};
 use super::message::{Message, Table};
 use super::refusals::Refusals;
-use super::wire::invalid;
+use super::wire::{has_hung_up, invalid, pauses};
 use crate::{CommError, JoinOptions, TransportChoice};
 use std::io;
 use std::net::{IpAddr, SocketAddr, TcpListener, TcpStream};
@@ -15,8 +15,6 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
-/// Between two attempts to reach rank 0.
-const RETRY_PAUSE: Duration = Duration::from_millis(20);
 /// One attempt to reach rank 0 lasts at most this long.
 const ATTEMPT_MAX: Duration = Duration::from_secs(5);
 /// Rank 0 has listened for longer than the others have known it, so it gives up first and can say why.
@@ -125,13 +123,6 @@ impl Joining<'_> {
     }
 }
 
-fn has_hung_up(error: &io::Error) -> bool {
-    matches!(
-        error.kind(),
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
-    )
-}
-
 /// Connects to rank 0, as soon as it listens.
 fn reach(
     options: &JoinOptions,
@@ -157,15 +148,6 @@ fn reach(
             });
         }
     }
-}
-
-/// Waits before the next attempt, if there is time for one.
-fn pauses(deadline: Instant) -> bool {
-    let has_time = Instant::now() + RETRY_PAUSE <= deadline;
-    if has_time {
-        std::thread::sleep(RETRY_PAUSE);
-    }
-    has_time
 }
 
 fn connect(address: &SocketAddr, timeout: Duration) -> io::Result<TcpStream> {

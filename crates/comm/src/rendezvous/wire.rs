@@ -8,6 +8,9 @@ use std::net::{IpAddr, Ipv6Addr};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
+/// Between two attempts to reach another rank.
+const RETRY_PAUSE: Duration = Duration::from_millis(20);
+
 /// Waits until `socket` is ready for `flags`.
 pub(super) fn wait_for(socket: impl AsFd, flags: PollFlags, deadline: Instant) -> io::Result<()> {
     loop {
@@ -48,6 +51,23 @@ pub(super) fn send_all(socket: impl AsFd, mut bytes: &[u8], deadline: Instant) -
         }
     }
     Ok(())
+}
+
+/// Whether the other side has ended the connection, which may be worth another attempt.
+pub(super) fn has_hung_up(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe
+    )
+}
+
+/// Waits before the next attempt, if there is time for one.
+pub(super) fn pauses(deadline: Instant) -> bool {
+    let has_time = Instant::now() + RETRY_PAUSE <= deadline;
+    if has_time {
+        std::thread::sleep(RETRY_PAUSE);
+    }
+    has_time
 }
 
 /// A failure for bytes that are not what the protocol says.
