@@ -223,17 +223,17 @@ pub enum DataError {
         /// The version that it claims.
         version: u32,
     },
-    /// A token file that is shorter or longer than its header says.
+    /// A token file that is shorter or longer than its header says, or than it was when it was opened.
     #[error(
-        "{path} has {actual_bytes} bytes where its header asks for {expected_bytes}: it was cut off or \
-         overwritten; prepare the corpus again"
+        "{path} has {actual_bytes} bytes instead of {expected_bytes}: it was truncated or overwritten; \
+         prepare the corpus again"
     )]
     TokenFileLength {
         /// The file.
         path: PathBuf,
-        /// The size that its header asks for.
+        /// The size that it should have.
         expected_bytes: u64,
-        /// Its size.
+        /// The size that it has.
         actual_bytes: u64,
     },
     /// A token file whose bytes are not those that were written.
@@ -241,8 +241,8 @@ pub enum DataError {
     TokenFileDamaged {
         /// The file.
         path: PathBuf,
-        /// Which part does not fit which.
-        what: &'static str,
+        /// Which part is wrong.
+        what: String,
     },
     /// A flat token file of an impossible size.
     #[error("{path} has {actual_bytes} bytes; a flat token file holds at least one u16 and nothing else")]
@@ -254,13 +254,15 @@ pub enum DataError {
     },
     /// A token outside the vocabulary.
     #[error(
-        "{path}: token {id} lies outside the vocabulary of {vocabulary_size}; was it made with another \
-         tokenizer?"
+        "{path}: token {index} has the id {id}, outside the vocabulary of {vocabulary_size}; the file was \
+         made with another tokenizer, or overwritten"
     )]
     TokenOutsideVocabulary {
         /// The token file.
         path: PathBuf,
-        /// The token.
+        /// The token's index in the file.
+        index: u64,
+        /// Its id.
         id: u32,
         /// Every id must lie below this.
         vocabulary_size: usize,

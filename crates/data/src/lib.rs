@@ -12,7 +12,6 @@ mod baseline;
 mod corpus;
 mod error;
 mod files;
-mod mapping;
 mod prepare;
 mod sampler;
 mod token_file;

@@ -51,7 +51,7 @@ fn decoded(file: &TokenFile, tokenizer: &Tokenizer) -> Vec<String> {
         file.read_window(document.start, &mut tokens).unwrap();
         tokenizer.decode(&tokens).unwrap()
     };
-    file.documents().map(decode).collect()
+    file.documents().map(Result::unwrap).map(decode).collect()
 }
 
 fn files_in(folder: &Path) -> Vec<(String, Vec<u8>)> {

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 use tempfile::TempDir;
 use trireme_base::DType;
 use trireme_data::{DataError, TokenFile, TokenFileWriter};
@@ -55,7 +56,7 @@ proptest! {
             end += length as u64;
         }
         prop_assert_eq!(file.num_documents(), ranges.len() as u64);
-        prop_assert_eq!(file.documents().collect::<Vec<_>>(), ranges);
+        prop_assert_eq!(file.documents().map(Result::unwrap).collect::<Vec<_>>(), ranges);
         let start = (start * expected.len() as f64) as usize;
         let mut window = vec![0; (expected.len() - start).min(1000)];
         file.read_window(start as u64, &mut window).unwrap();
@@ -199,4 +200,71 @@ fn what_is_no_token_file_is_named_so() {
 fn a_window_past_the_end_is_a_broken_invariant() {
     let (_folder, path) = two_documents();
     let _ = TokenFile::open(&path).unwrap().read_window(100, &mut [0; 51]);
+}
+
+/// The file at `path`, opened as if it had been written long ago, so that any change shows in its time.
+fn open_aged(path: &Path) -> TokenFile {
+    let long_ago = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+    fs::File::options().write(true).open(path).unwrap().set_modified(long_ago).unwrap();
+    TokenFile::open(path).unwrap()
+}
+
+#[test]
+fn a_file_truncated_in_use_is_an_error_that_names_it() {
+    let (_folder, path) = two_documents();
+    let flat = path.with_extension("u16");
+    fs::write(&flat, [1; 1 << 16]).unwrap();
+    for (path, file) in
+        [(&flat, TokenFile::open_flat_u16(&flat, 300).unwrap()), (&path, TokenFile::open(&path).unwrap())]
+    {
+        let expected = fs::metadata(path).unwrap().len();
+        fs::File::options().write(true).open(path).unwrap().set_len(80).unwrap();
+        let error = file.read_window(file.num_tokens() - 100, &mut [0; 100]).unwrap_err();
+        assert!(
+            matches!(&error, DataError::TokenFileLength { expected_bytes, actual_bytes: 80, .. }
+                if *expected_bytes == expected),
+            "{error}"
+        );
+        assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+    }
+}
+
+#[test]
+fn a_file_overwritten_in_use_is_an_error_that_names_it() {
+    let (_folder, path) = two_documents();
+    let good = fs::read(&path).unwrap();
+    let mut other_tokens = good.clone();
+    other_tokens[64..66].copy_from_slice(&7_u16.to_le_bytes());
+    let other = path.with_extension("other");
+    write(&other, &[(0..100).rev().collect(), (0..50).collect()], 257);
+    let other_corpus = fs::read(other).unwrap();
+    for overwritten in [&other_tokens, &other_corpus] {
+        fs::write(&path, &good).unwrap();
+        let file = open_aged(&path);
+        file.read_window(0, &mut [0; 150]).unwrap();
+        fs::write(&path, overwritten).unwrap();
+        for _ in 0..2 {
+            let error = file.read_window(0, &mut [0; 150]).unwrap_err();
+            assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
+        }
+    }
+    fs::write(&path, &good).unwrap();
+    let file = open_aged(&path);
+    fs::write(&path, &good).unwrap();
+    file.read_window(0, &mut [0; 150]).expect("the same bytes were written again");
+}
+
+#[test]
+fn an_id_that_a_flat_file_gets_in_use_is_refused_with_its_place() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a.u16");
+    fs::write(&path, [1; 1000]).unwrap();
+    let file = TokenFile::open_flat_u16(&path, 300).unwrap();
+    file.read_window(0, &mut [0; 500]).unwrap();
+    let mut bytes = [1; 1000];
+    bytes[700..702].copy_from_slice(&300_u16.to_le_bytes());
+    fs::write(&path, bytes).unwrap();
+    let error = file.read_window(300, &mut [0; 100]).unwrap_err();
+    assert!(matches!(error, DataError::TokenOutsideVocabulary { index: 350, id: 300, .. }), "{error}");
+    assert!(error.to_string().contains(path.to_str().unwrap()), "{error}");
 }

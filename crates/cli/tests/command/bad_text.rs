@@ -65,7 +65,7 @@ fn token_files_that_are_not_what_was_written() {
             tells(&scene.refused_without_trace(&format!("train tiny.toml --workers {workers}")), facts);
         }
     };
-    assert_refused(|scene| scene.cut("corpus/train.tokens", 10), &["corpus/train.tokens", "cut off"]);
+    assert_refused(|scene| scene.cut("corpus/train.tokens", 10), &["corpus/train.tokens", "truncated"]);
     assert_refused(
         |scene| scene.flip_bit("corpus/train.tokens"),
         &["corpus/train.tokens is damaged", "checksum"],

@@ -3,7 +3,6 @@ use crate::{DataError, TokenFile, TokenFileWriter};
 use std::ops::Range;
 
 const COPY_TOKENS: u64 = 64 << 10;
-const RELEASE_TOKENS: u64 = 8 << 20;
 /// Any value does, but the same corpus must be split the same way every time.
 const SELECTION_SEED: u64 = 0;
 /// Going on until the last token fits would favour tiny documents.
@@ -22,7 +21,7 @@ enum HeldOut {
 /// until that is nearly reached: small and large documents are as likely, and the fraction is never exceeded.
 /// The tail of the corpus takes their place where they make up less than half the fraction: a single
 /// document, or a few large ones.
-fn held_out(all: &TokenFile, fraction: f64) -> HeldOut {
+fn held_out(all: &TokenFile, fraction: f64) -> Result<HeldOut, DataError> {
     let wanted = fraction * all.num_tokens() as f64;
     let mut documents = Vec::new();
     let mut num_held_out = 0;
@@ -31,7 +30,7 @@ fn held_out(all: &TokenFile, fraction: f64) -> HeldOut {
             break;
         }
         let index = permuted(position, all.num_documents(), SELECTION_SEED, 0);
-        let document = all.document(index);
+        let document = all.document(index)?;
         let num_tokens = document.end - document.start;
         if (num_held_out + num_tokens) as f64 <= wanted {
             num_held_out += num_tokens;
@@ -40,9 +39,9 @@ fn held_out(all: &TokenFile, fraction: f64) -> HeldOut {
     }
     if num_held_out as f64 >= wanted / 2.0 {
         documents.sort_unstable();
-        HeldOut::Documents(documents)
+        Ok(HeldOut::Documents(documents))
     } else {
-        HeldOut::Tail(all.num_tokens() - (wanted.round() as u64).max(1))
+        Ok(HeldOut::Tail(all.num_tokens() - (wanted.round() as u64).max(1)))
     }
 }
 
@@ -56,10 +55,10 @@ pub(super) fn split(
     validation: &mut TokenFileWriter,
     on_progress: impl FnMut(u64),
 ) -> Result<(), DataError> {
-    let held_out = held_out(all, fraction);
-    let mut copier = Copier { all, num_released: 0, on_progress };
+    let held_out = held_out(all, fraction)?;
+    let mut copier = Copier { all, on_progress };
     for index in 0..all.num_documents() {
-        let document = all.document(index);
+        let document = all.document(index)?;
         match &held_out {
             HeldOut::Documents(indices) if indices.binary_search(&index).is_ok() => {
                 copier.copy(document, validation)?;
@@ -75,11 +74,8 @@ pub(super) fn split(
     Ok(())
 }
 
-/// Copies front to back and gives the memory of what is done back to the system: it would hold the whole
-/// file.
 struct Copier<'a, F> {
     all: &'a TokenFile,
-    num_released: u64,
     on_progress: F,
 }
 
@@ -91,17 +87,9 @@ impl<F: FnMut(u64)> Copier<'_, F> {
             let part = &mut buffer[..COPY_TOKENS.min(tokens.end - start) as usize];
             self.all.read_window(start, part)?;
             to.push(part)?;
-            self.done(start + part.len() as u64);
+            (self.on_progress)(start + part.len() as u64);
         }
         to.end_document()
-    }
-
-    fn done(&mut self, num_done: u64) {
-        if num_done - self.num_released >= RELEASE_TOKENS {
-            self.all.release(self.num_released..num_done);
-            self.num_released = num_done;
-        }
-        (self.on_progress)(num_done);
     }
 }
 
@@ -133,6 +121,7 @@ mod tests {
         paths.map(|path| {
             let file = TokenFile::open(&path).unwrap();
             file.documents()
+                .map(Result::unwrap)
                 .map(|document| {
                     let mut tokens = vec![0; (document.end - document.start) as usize];
                     file.read_window(document.start, &mut tokens).unwrap();

@@ -74,14 +74,21 @@ impl Header {
         bytes
     }
 
-    /// Reads and checks the header of a file of `file` bytes; afterwards every offset lies inside it.
-    pub(super) fn parse(file: &[u8], path: &Path) -> Result<(Header, Layout), DataError> {
-        let damaged = |what| DataError::TokenFileDamaged { path: path.to_owned(), what };
+    /// Reads and checks the header of a file of `file_bytes` bytes that begins with `file`: its first
+    /// [`HEADER_BYTES`], or all of a shorter file. Afterwards every offset lies inside the file.
+    pub(super) fn parse(file: &[u8], file_bytes: u64, path: &Path) -> Result<(Header, Layout), DataError> {
+        let damaged =
+            |what: &str| DataError::TokenFileDamaged { path: path.to_owned(), what: what.to_owned() };
+        let wrong_length = |expected_bytes| DataError::TokenFileLength {
+            path: path.to_owned(),
+            expected_bytes,
+            actual_bytes: file_bytes,
+        };
         if !file.starts_with(&MAGIC) {
             return Err(DataError::NotATokenFile { path: path.to_owned() });
         }
         if file.len() < HEADER_BYTES {
-            return Err(truncated(path, HEADER_BYTES as u64, file));
+            return Err(wrong_length(HEADER_BYTES as u64));
         }
         let version = u32_at(file, 8);
         if version != VERSION {
@@ -109,8 +116,8 @@ impl Header {
         if u64_at(file, 40) != layout.documents.start || u64_at(file, 48) != layout.checksums.start {
             return Err(damaged("its tables do not lie where its counts put them"));
         }
-        if file.len() as u64 != layout.checksums.end {
-            return Err(truncated(path, layout.checksums.end, file));
+        if file_bytes != layout.checksums.end {
+            return Err(wrong_length(layout.checksums.end));
         }
         Ok((header, layout))
     }
@@ -118,10 +125,6 @@ impl Header {
 
 fn part_end(start: u64, count: u64, entry_bytes: u64) -> Option<u64> {
     count.checked_mul(entry_bytes)?.checked_add(start)
-}
-
-fn truncated(path: &Path, expected_bytes: u64, file: &[u8]) -> DataError {
-    DataError::TokenFileLength { path: path.to_owned(), expected_bytes, actual_bytes: file.len() as u64 }
 }
 
 /// # Panics
@@ -150,6 +153,10 @@ mod tests {
         }
     }
 
+    fn parse(file: &[u8]) -> Result<(Header, Layout), DataError> {
+        Header::parse(file, file.len() as u64, Path::new("a"))
+    }
+
     fn with_checksum(mut bytes: [u8; HEADER_BYTES]) -> [u8; HEADER_BYTES] {
         let checksum = crc32fast::hash(&bytes[..60]);
         bytes[60..64].copy_from_slice(&checksum.to_le_bytes());
@@ -158,7 +165,7 @@ mod tests {
 
     #[test]
     fn a_header_comes_back() {
-        let (read, layout) = Header::parse(&header().to_bytes(), Path::new("a")).unwrap();
+        let (read, layout) = parse(&header().to_bytes()).unwrap();
         assert_eq!(read, header());
         assert_eq!(layout.checksums.end, HEADER_BYTES as u64);
     }
@@ -168,7 +175,7 @@ mod tests {
         for bit in 0..HEADER_BYTES * 8 {
             let mut bytes = header().to_bytes();
             bytes[bit / 8] ^= 1 << (bit % 8);
-            assert!(Header::parse(&bytes, Path::new("a")).is_err(), "bit {bit}");
+            assert!(parse(&bytes).is_err(), "bit {bit}");
         }
     }
 
@@ -192,7 +199,7 @@ mod tests {
                 if offset == 12 { &mut bytes[12..16] } else { &mut bytes[offset..offset + 8] };
             let length = field.len();
             field.copy_from_slice(&value.to_le_bytes()[..length]);
-            let error = Header::parse(&with_checksum(bytes), Path::new("a")).unwrap_err().to_string();
+            let error = parse(&with_checksum(bytes)).unwrap_err().to_string();
             assert!(error.contains(expected), "{error}");
         }
     }
@@ -200,7 +207,7 @@ mod tests {
     #[test]
     fn counts_beyond_the_file_are_refused_by_its_length() {
         let huge = Header { num_tokens: 1 << 40, num_documents: 1 << 40, ..header() };
-        let error = Header::parse(&huge.to_bytes(), Path::new("a")).unwrap_err();
+        let error = parse(&huge.to_bytes()).unwrap_err();
         assert!(matches!(error, DataError::TokenFileLength { actual_bytes: 64, .. }), "{error}");
     }
 }

@@ -1,4 +1,4 @@
-//! Token files: the tokens of a corpus on disk, ready to be mapped into memory.
+//! Token files: the tokens of a corpus on disk, of which any window can be read.
 //!
 //! All numbers are little-endian. In order, without gaps:
 //!

@@ -1,27 +1,37 @@
-use super::format::{BLOCK_BYTES, DOCUMENT_ENTRY_BYTES, Header, Layout, VOCABULARY_SIZE_MAX, u32_at, u64_at};
+use super::format::{
+    BLOCK_BYTES, CHECKSUM_ENTRY_BYTES, DOCUMENT_ENTRY_BYTES, HEADER_BYTES, Header, VOCABULARY_SIZE_MAX,
+    u32_at, u64_at,
+};
 use crate::DataError;
-use crate::mapping::Mapping;
-use std::fs::File;
+use std::fs::{File, Metadata};
+use std::io;
 use std::ops::Range;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use trireme_base::DType;
 
 /// Files up to this size are verified in full when they are opened.
-const VERIFY_AT_OPEN_BYTES_MAX: usize = 1 << 30;
+const VERIFY_AT_OPEN_BYTES_MAX: u64 = 1 << 30;
+/// Tokens are read in parts of this size, through the stack.
+const PART_BYTES: usize = 16 << 10;
 
-/// The tokens of a corpus, mapped into memory.
+/// The tokens of a corpus in an open file.
 ///
-/// Whatever the file holds, the ids that come out lie below [`vocabulary_size`](Self::vocabulary_size) and
-/// are those that were written: every block of tokens is compared with its checksum before it is first used.
-/// The file must not be changed while it is open; replacing it by renaming another over it is fine.
+/// Whatever the file holds, and whatever happens to it, the ids that come out are below
+/// [`vocabulary_size`](Self::vocabulary_size): every read checks them. They are also those that were written:
+/// every block of tokens is compared with its checksum before its first use, and again after the file has
+/// changed. Replacing an open file by renaming another over it is fine: the old one is read to the end.
 #[derive(Debug)]
 pub struct TokenFile {
     path: PathBuf,
-    bytes: Mapping,
+    file: File,
+    file_bytes: u64,
+    /// Time of the file's last change for which `verified` holds, in nanoseconds.
+    modified: AtomicI64,
     dtype: DType,
     vocabulary_size: usize,
-    tokens: Range<usize>,
+    tokens: Range<u64>,
     /// Absent in a flat file.
     tables: Option<Tables>,
     /// One bit a block: whether it was compared with its checksum and with the vocabulary.
@@ -30,8 +40,8 @@ pub struct TokenFile {
 
 #[derive(Debug)]
 struct Tables {
-    documents: Range<usize>,
-    checksums: Range<usize>,
+    documents: Range<u64>,
+    checksums: Range<u64>,
     /// CRC-32 over both.
     checksum: u32,
 }
@@ -43,7 +53,7 @@ impl TokenFile {
     /// file are verified when they are first read.
     ///
     /// # Errors
-    /// If the file cannot be read, is no token file, is cut short, or any verified byte differs from what
+    /// If the file cannot be read, is not a token file, is truncated, or any verified byte differs from what
     /// was written.
     pub fn open(path: &Path) -> Result<Self, DataError> {
         Self::open_unverified(path)?.verified_if_small()
@@ -52,16 +62,23 @@ impl TokenFile {
     /// Like [`open`](Self::open), but verifies every block only when it is first read, however small the
     /// file.
     pub(crate) fn open_unverified(path: &Path) -> Result<Self, DataError> {
-        let bytes = map(path)?;
-        let (header, layout) = Header::parse(&bytes, path)?;
-        verify_tables(&bytes, &header, &layout, path)?;
-        let tables = Tables {
-            documents: in_memory(&layout.documents),
-            checksums: in_memory(&layout.checksums),
-            checksum: header.tables_checksum,
-        };
-        let tokens = in_memory(&layout.tokens);
-        Ok(Self::new(path, bytes, header.dtype, header.vocabulary_size, tokens, Some(tables)))
+        let (file, metadata) = open_file(path)?;
+        let mut start = [0; HEADER_BYTES];
+        let start = &mut start[..metadata.len().min(HEADER_BYTES as u64) as usize];
+        file.read_exact_at(start, 0).map_err(|source| DataError::Read { path: path.to_owned(), source })?;
+        let (header, layout) = Header::parse(start, metadata.len(), path)?;
+        let checksum = header.tables_checksum;
+        let tables = Tables { documents: layout.documents, checksums: layout.checksums, checksum };
+        let file = Self::new(
+            path,
+            file,
+            &metadata,
+            (header.dtype, header.vocabulary_size),
+            layout.tokens,
+            Some(tables),
+        );
+        file.verify_tables()?;
+        Ok(file)
     }
 
     /// Opens a flat file: nothing but u16 little-endian ids, without header, documents or checksums.
@@ -73,34 +90,42 @@ impl TokenFile {
         if !(1..=VOCABULARY_SIZE_MAX).contains(&vocabulary_size) {
             return Err(DataError::VocabularySize { vocabulary_size });
         }
-        let bytes = map(path)?;
-        if bytes.is_empty() || bytes.len() % 2 != 0 {
-            return Err(DataError::FlatFileLength {
-                path: path.to_owned(),
-                actual_bytes: bytes.len() as u64,
-            });
+        let (file, metadata) = open_file(path)?;
+        let actual_bytes = metadata.len();
+        if actual_bytes == 0 || !actual_bytes.is_multiple_of(2) {
+            return Err(DataError::FlatFileLength { path: path.to_owned(), actual_bytes });
         }
-        let tokens = 0..bytes.len();
-        Self::new(path, bytes, DType::U16, vocabulary_size, tokens, None).verified_if_small()
+        Self::new(path, file, &metadata, (DType::U16, vocabulary_size), 0..actual_bytes, None)
+            .verified_if_small()
     }
 
     fn new(
         path: &Path,
-        bytes: Mapping,
-        dtype: DType,
-        vocabulary_size: usize,
-        tokens: Range<usize>,
+        file: File,
+        metadata: &Metadata,
+        (dtype, vocabulary_size): (DType, usize),
+        tokens: Range<u64>,
         tables: Option<Tables>,
     ) -> Self {
-        let num_blocks = tokens.len().div_ceil(BLOCK_BYTES);
+        let num_blocks = (tokens.end - tokens.start).div_ceil(BLOCK_BYTES as u64);
         let verified = (0..num_blocks.div_ceil(64)).map(|_| AtomicU64::new(0)).collect();
-        TokenFile { path: path.to_owned(), bytes, dtype, vocabulary_size, tokens, tables, verified }
+        TokenFile {
+            path: path.to_owned(),
+            file,
+            file_bytes: metadata.len(),
+            modified: AtomicI64::new(modified(metadata)),
+            dtype,
+            vocabulary_size,
+            tokens,
+            tables,
+            verified,
+        }
     }
 
     fn verified_if_small(self) -> Result<Self, DataError> {
-        if self.tokens.len() <= VERIFY_AT_OPEN_BYTES_MAX {
-            let num_blocks = self.tokens.len().div_ceil(BLOCK_BYTES);
-            (0..num_blocks).try_for_each(|block| self.verify_block(block))?;
+        let token_bytes = self.tokens.end - self.tokens.start;
+        if token_bytes <= VERIFY_AT_OPEN_BYTES_MAX {
+            (0..token_bytes.div_ceil(BLOCK_BYTES as u64)).try_for_each(|block| self.verify_block(block))?;
         }
         Ok(self)
     }
@@ -112,12 +137,13 @@ impl TokenFile {
 
     /// The number of tokens.
     pub fn num_tokens(&self) -> u64 {
-        (self.tokens.len() / self.dtype.size()) as u64
+        (self.tokens.end - self.tokens.start) / self.dtype.size() as u64
     }
 
     /// The number of documents; 0 for a flat file.
     pub fn num_documents(&self) -> u64 {
-        self.tables.as_ref().map_or(0, |tables| tables.documents.len() as u64 / DOCUMENT_ENTRY_BYTES)
+        let table = self.tables.as_ref().map_or(0..0, |tables| tables.documents.clone());
+        (table.end - table.start) / DOCUMENT_ENTRY_BYTES
     }
 
     /// Every id lies below this.
@@ -138,110 +164,195 @@ impl TokenFile {
 
     /// The token range of document `index`.
     ///
+    /// # Errors
+    /// If the file cannot be read, or its table has changed since it was opened.
+    ///
     /// # Panics
     /// If there is no such document; a flat file has none.
-    pub fn document(&self, index: u64) -> Range<u64> {
+    pub fn document(&self, index: u64) -> Result<Range<u64>, DataError> {
         let num_documents = self.num_documents();
         assert!(index < num_documents, "document {index} does not exist among {num_documents}");
-        let table = self.tables.as_ref().map_or(&[][..], |tables| &self.bytes[tables.documents.clone()]);
-        let end_of = |index: u64| u64_at(table, (index * DOCUMENT_ENTRY_BYTES) as usize);
-        let start = index.checked_sub(1).map_or(0, end_of);
-        start..end_of(index)
+        let table = self.tables.as_ref().map_or(0, |tables| tables.documents.start);
+        // The first document starts where the table has no entry before it.
+        let mut entries = [0; 2 * DOCUMENT_ENTRY_BYTES as usize];
+        let (offset, skipped) = match index {
+            0 => (table, DOCUMENT_ENTRY_BYTES as usize),
+            _ => (table + (index - 1) * DOCUMENT_ENTRY_BYTES, 0),
+        };
+        self.read_at(offset, &mut entries[skipped..])?;
+        let document = u64_at(&entries, 0)..u64_at(&entries, DOCUMENT_ENTRY_BYTES as usize);
+        if document.is_empty() || document.end > self.num_tokens() {
+            return Err(self.damaged(DOCUMENTS_OUT_OF_ORDER));
+        }
+        Ok(document)
     }
 
     /// The token range of each document, in order; none for a flat file.
-    pub fn documents(&self) -> impl Iterator<Item = Range<u64>> + '_ {
+    pub fn documents(&self) -> impl Iterator<Item = Result<Range<u64>, DataError>> + '_ {
         (0..self.num_documents()).map(|index| self.document(index))
     }
 
     /// Copies the tokens from index `start` on into `out`, all of it. Allocates nothing.
     ///
     /// # Errors
-    /// If a block that was not read before differs from its checksum, or holds an id outside the vocabulary.
+    /// If the file cannot be read, is truncated, or holds an id outside the vocabulary; or if a block that was
+    /// not read before, or not since the file has changed, differs from its checksum.
     ///
     /// # Panics
     /// If the window reaches past the last token.
     pub fn read_window(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         let end = start.saturating_add(out.len() as u64);
         assert!(end <= self.num_tokens(), "tokens {start}..{end} lie past the {} tokens", self.num_tokens());
-        let window = start as usize * self.dtype.size()..end as usize * self.dtype.size();
-        for block in window.start / BLOCK_BYTES..window.end.div_ceil(BLOCK_BYTES) {
+        self.check_for_changes()?;
+        let size = self.dtype.size();
+        let window = start * size as u64..end * size as u64;
+        let block_bytes = BLOCK_BYTES as u64;
+        for block in window.start / block_bytes..window.end.div_ceil(block_bytes) {
             self.verify_block(block)?;
         }
-        let bytes = &self.bytes[self.tokens.clone()][window];
-        copy_ids(bytes, self.dtype, out);
+        let mut bytes = [0; PART_BYTES];
+        let mut offset = self.tokens.start + window.start;
+        for part in out.chunks_mut(PART_BYTES / size) {
+            let bytes = &mut bytes[..part.len() * size];
+            self.read_at(offset, bytes)?;
+            copy_ids(bytes, self.dtype, part);
+            offset += bytes.len() as u64;
+        }
+        self.check_ids(start, out)
+    }
+
+    /// Notices that the file was written to since it was verified, and has it verified again.
+    fn check_for_changes(&self) -> Result<(), DataError> {
+        let metadata = self.file.metadata().map_err(|source| self.unreadable(source))?;
+        if metadata.len() != self.file_bytes {
+            return Err(self.wrong_length(metadata.len()));
+        }
+        let modified = modified(&metadata);
+        // A thread that misses the change may read a wrong token, as it may before the change is made.
+        if self.modified.load(Ordering::Relaxed) != modified {
+            self.verify_tables()?;
+            self.verified.iter().for_each(|word| word.store(0, Ordering::Relaxed));
+            self.modified.store(modified, Ordering::Relaxed);
+        }
         Ok(())
     }
 
-    /// Gives the memory of tokens that will not be read again soon back to the system.
-    pub(crate) fn release(&self, tokens: Range<u64>) {
-        let size = self.dtype.size();
-        let first = self.tokens.start;
-        self.bytes.release(first + tokens.start as usize * size..first + tokens.end as usize * size);
+    /// Checks the order of the documents, and both tables against the checksum that the header had.
+    fn verify_tables(&self) -> Result<(), DataError> {
+        let Some(Tables { documents, checksums, checksum }) = &self.tables else { return Ok(()) };
+        let mut hasher = crc32fast::Hasher::new();
+        let (mut last, mut is_ordered) = (0, true);
+        self.for_each_part(documents, |part| {
+            hasher.update(part);
+            for entry in part.chunks_exact(DOCUMENT_ENTRY_BYTES as usize) {
+                is_ordered &= u64_at(entry, 0) > last;
+                last = u64_at(entry, 0);
+            }
+        })?;
+        self.for_each_part(checksums, |part| hasher.update(part))?;
+        if hasher.finalize() != *checksum {
+            return Err(self.damaged("its tables do not match their checksum"));
+        }
+        if !is_ordered {
+            return Err(self.damaged(DOCUMENTS_OUT_OF_ORDER));
+        }
+        if last != self.num_tokens() {
+            return Err(self.damaged("its documents do not end with its tokens"));
+        }
+        Ok(())
     }
 
-    fn verify_block(&self, block: usize) -> Result<(), DataError> {
+    fn verify_block(&self, block: u64) -> Result<(), DataError> {
         let mask = 1 << (block % 64);
-        let word = &self.verified[block / 64];
+        let word = &self.verified[(block / 64) as usize];
         // Verifying twice is harmless, and nothing else is published by the bit: relaxed order is enough.
         if word.load(Ordering::Relaxed) & mask != 0 {
             return Ok(());
         }
-        let tokens = &self.bytes[self.tokens.clone()];
-        let start = block * BLOCK_BYTES;
-        let bytes = &tokens[start..tokens.len().min(start + BLOCK_BYTES)];
+        let start = self.tokens.start + block * BLOCK_BYTES as u64;
+        let mut bytes = [0; BLOCK_BYTES];
+        let bytes = &mut bytes[..(self.tokens.end - start).min(BLOCK_BYTES as u64) as usize];
+        self.read_at(start, bytes)?;
+        let first = block * (BLOCK_BYTES / self.dtype.size()) as u64;
+        let num_tokens = bytes.len() / self.dtype.size();
         if let Some(tables) = &self.tables {
-            let stored = u32_at(&self.bytes[tables.checksums.clone()], block * 4);
-            if crc32fast::hash(bytes) != stored {
-                let what = "a block of its tokens does not match the block's checksum";
-                return Err(DataError::TokenFileDamaged { path: self.path.clone(), what });
+            let mut stored = [0; CHECKSUM_ENTRY_BYTES as usize];
+            self.read_at(tables.checksums.start + block * CHECKSUM_ENTRY_BYTES, &mut stored)?;
+            if crc32fast::hash(bytes) != u32_at(&stored, 0) {
+                let end = first + num_tokens as u64;
+                return Err(self.damaged(format!("tokens {first}..{end} do not match their checksum")));
             }
         }
-        let largest = largest_id(bytes, self.dtype);
-        if largest as usize >= self.vocabulary_size {
-            return Err(DataError::TokenOutsideVocabulary {
-                path: self.path.clone(),
-                id: largest,
-                vocabulary_size: self.vocabulary_size,
-            });
+        if largest_id(bytes, self.dtype) as usize >= self.vocabulary_size {
+            let mut ids = vec![0; num_tokens];
+            copy_ids(bytes, self.dtype, &mut ids);
+            self.check_ids(first, &ids)?;
         }
         word.fetch_or(mask, Ordering::Relaxed);
         Ok(())
     }
+
+    /// Checks the ids of the tokens from index `start` on.
+    fn check_ids(&self, start: u64, ids: &[u32]) -> Result<(), DataError> {
+        let vocabulary_size = self.vocabulary_size;
+        match (start..).zip(ids).find(|&(_, &id)| id as usize >= vocabulary_size) {
+            None => Ok(()),
+            Some((index, &id)) => {
+                let path = self.path.clone();
+                Err(DataError::TokenOutsideVocabulary { path, index, id, vocabulary_size })
+            }
+        }
+    }
+
+    /// Calls `visit` with the bytes of `range`, in order, in parts of 64 KiB.
+    fn for_each_part(&self, range: &Range<u64>, mut visit: impl FnMut(&[u8])) -> Result<(), DataError> {
+        let mut bytes = [0; BLOCK_BYTES];
+        for start in range.clone().step_by(BLOCK_BYTES) {
+            let part = &mut bytes[..(range.end - start).min(BLOCK_BYTES as u64) as usize];
+            self.read_at(start, part)?;
+            visit(part);
+        }
+        Ok(())
+    }
+
+    fn read_at(&self, offset: u64, bytes: &mut [u8]) -> Result<(), DataError> {
+        self.file.read_exact_at(bytes, offset).map_err(|source| match source.kind() {
+            io::ErrorKind::UnexpectedEof => {
+                self.wrong_length(self.file.metadata().map_or(0, |file| file.len()))
+            }
+            _ => self.unreadable(source),
+        })
+    }
+
+    fn unreadable(&self, source: io::Error) -> DataError {
+        DataError::Read { path: self.path.clone(), source }
+    }
+
+    fn damaged(&self, what: impl Into<String>) -> DataError {
+        DataError::TokenFileDamaged { path: self.path.clone(), what: what.into() }
+    }
+
+    fn wrong_length(&self, actual_bytes: u64) -> DataError {
+        DataError::TokenFileLength { path: self.path.clone(), expected_bytes: self.file_bytes, actual_bytes }
+    }
 }
 
-fn map(path: &Path) -> Result<Mapping, DataError> {
+const DOCUMENTS_OUT_OF_ORDER: &str = "its documents are out of order";
+
+fn open_file(path: &Path) -> Result<(File, Metadata), DataError> {
     let read = |source| DataError::Read { path: path.to_owned(), source };
-    let file = File::open(path).map_err(read)?;
-    if !file.metadata().map_err(read)?.is_file() {
+    // Opening a pipe would wait for its writer.
+    if !std::fs::metadata(path).map_err(read)?.is_file() {
         return Err(DataError::NotATokenFile { path: path.to_owned() });
     }
-    Mapping::new(&file).map_err(read)
+    let file = File::open(path).map_err(read)?;
+    let metadata = file.metadata().map_err(read)?;
+    Ok((file, metadata))
 }
 
-/// A checked part of a mapped file: it lies in memory, so its offsets fit.
-fn in_memory(part: &Range<u64>) -> Range<usize> {
-    part.start as usize..part.end as usize
-}
-
-fn verify_tables(bytes: &[u8], header: &Header, layout: &Layout, path: &Path) -> Result<(), DataError> {
-    let damaged = |what| Err(DataError::TokenFileDamaged { path: path.to_owned(), what });
-    let tables = layout.documents.start as usize..layout.checksums.end as usize;
-    if crc32fast::hash(&bytes[tables]) != header.tables_checksum {
-        return damaged("its tables do not match their checksum");
-    }
-    let mut last = 0;
-    for entry in bytes[in_memory(&layout.documents)].chunks_exact(DOCUMENT_ENTRY_BYTES as usize) {
-        let end = u64_at(entry, 0);
-        if end <= last {
-            return damaged("its documents are out of order");
-        }
-        last = end;
-    }
-    if last != header.num_tokens {
-        return damaged("its documents do not end with its tokens");
-    }
-    Ok(())
+/// When the file was last written to, in nanoseconds; only good for comparison.
+fn modified(metadata: &Metadata) -> i64 {
+    metadata.mtime().wrapping_mul(1_000_000_000).wrapping_add(metadata.mtime_nsec())
 }
 
 fn largest_id(bytes: &[u8], dtype: DType) -> u32 {

@@ -72,8 +72,10 @@ impl TokenFileWriter {
     /// If an id is not below the vocabulary size, or the disk refuses the bytes.
     pub fn push(&mut self, tokens: &[u32]) -> Result<(), DataError> {
         let vocabulary_size = self.header.vocabulary_size;
-        if let Some(&id) = tokens.iter().find(|&&id| id as usize >= vocabulary_size) {
-            return Err(DataError::TokenOutsideVocabulary { path: self.path.clone(), id, vocabulary_size });
+        let mut indexed = (self.header.num_tokens..).zip(tokens);
+        if let Some((index, &id)) = indexed.find(|&(_, &id)| id as usize >= vocabulary_size) {
+            let path = self.path.clone();
+            return Err(DataError::TokenOutsideVocabulary { path, index, id, vocabulary_size });
         }
         let mut rest = tokens;
         while !rest.is_empty() {
