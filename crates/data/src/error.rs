@@ -166,6 +166,14 @@ pub enum DataError {
         #[source]
         source: Box<dyn Error + Send + Sync>,
     },
+    /// The tokenizer of a corpus is not the one that was written.
+    #[error(
+        "{path} is damaged: it is not the tokenizer that the corpus was prepared with; prepare the corpus again"
+    )]
+    TokenizerDamaged {
+        /// The tokenizer's file.
+        path: PathBuf,
+    },
     /// A folder with no tokenizer, or with two.
     #[error("{folder} holds {found}; expected either tokenizer.json or tokenizer.bytes.json")]
     TokenizerFolder {

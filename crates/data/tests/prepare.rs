@@ -398,3 +398,43 @@ fn progress_reaches_the_end_of_each_phase() {
         assert_eq!(done, total, "{phase:?}");
     }
 }
+
+#[test]
+fn a_stored_tokenizer_that_has_changed_is_refused_and_made_again() {
+    let room = Room::new(&[("a.txt", long_text(30).as_bytes())]);
+    let bytes = room.options(&[""]);
+    let tokenizer = TokenizerChoice::TrainBpe { vocabulary_size: 280 };
+    let bpe = PrepareOptions { tokenizer, ..room.options(&[""]) };
+    for (options, name) in [(bytes, "tokenizer.bytes.json"), (bpe, "tokenizer.json")] {
+        prepare(&options, &Silent).unwrap();
+        let path = options.out.join(name);
+        let good = fs::read(&path).unwrap();
+        for index in (0..good.len()).step_by(good.len().div_ceil(100)) {
+            let mut bad = good.clone();
+            bad[index] ^= 1;
+            fs::write(&path, &bad).unwrap();
+            let error = Tokenizer::load(&options.out).unwrap_err();
+            assert!(
+                matches!(&error, DataError::TokenizerDamaged { path: named } if *named == path),
+                "{error}"
+            );
+        }
+        assert!(!is_current(&options).unwrap());
+        prepare(&options, &Silent).unwrap();
+        assert!(is_current(&options).unwrap() && fs::read(&path).unwrap() == good);
+        Tokenizer::load(&options.out).unwrap();
+    }
+}
+
+#[test]
+fn a_corpus_of_an_earlier_version_without_the_tokenizers_checksum_opens() {
+    let room = Room::new(&[("a.txt", b"some text")]);
+    let options = room.options(&[""]);
+    prepare(&options, &Silent).unwrap();
+    let path = options.out.join("prepare.json");
+    let mut report: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+    report.as_object_mut().unwrap().remove("tokenizer_crc32").unwrap();
+    fs::write(&path, report.to_string()).unwrap();
+    assert_eq!(room.documents(), ["some text"]);
+    assert!(is_current(&options).unwrap());
+}

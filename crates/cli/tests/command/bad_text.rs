@@ -82,6 +82,39 @@ fn token_files_that_are_not_what_was_written() {
 }
 
 #[test]
+fn a_stored_tokenizer_that_has_changed() {
+    let scene = Scene::with_corpus();
+    scene.run("train tiny.toml --workers 1").succeeded();
+    scene.flip_bit("corpus/tokenizer.bytes.json");
+    for workers in [1, 2] {
+        let command = format!("train tiny.toml --workers {workers} --set run.name=again");
+        tells(&scene.run(&command).refused(), &["corpus/tokenizer.bytes.json is damaged"]);
+    }
+    scene.flip_bit("runs/tiny/checkpoints/step-4/tokenizer.bytes.json");
+    tells(
+        &scene.run("generate runs/tiny").refused(),
+        &["step-4/tokenizer.bytes.json is damaged", "checksum"],
+    );
+    scene.run("generate runs/tiny --tokenizer bytes --num-tokens 1").succeeded();
+}
+
+#[test]
+fn a_tokenizer_that_the_library_cannot_take() {
+    let scene = Scene::new();
+    for (normalizer, fact) in [
+        (
+            r#"{"type": "Precompiled", "precompiled_charsmap": "BAAAAAAAAAA="}"#,
+            "damaged precompiled_charsmap",
+        ),
+        (r#"{"type": "Replace", "pattern": {"String": ""}, "content": "x"}"#, "an empty pattern"),
+    ] {
+        scene.write("tokenizer.json", format!("{{\"normalizer\": {normalizer}}}"));
+        let error = scene.refused_without_trace("prepare text.txt --tokenizer tokenizer.json --out corpus");
+        tells(&error, &["cannot load the tokenizer tokenizer.json", fact]);
+    }
+}
+
+#[test]
 fn a_text_shorter_than_one_sequence() {
     let scene = Scene::with_corpus();
     let error = scene.refused_without_trace("train tiny.toml --set training.seq_len=100000");

@@ -129,6 +129,7 @@ pub fn stage(options: &PrepareOptions, progress: &dyn Progress) -> Result<Staged
     let report = PrepareReport {
         inputs: options.inputs.iter().map(|path| path.display().to_string()).collect(),
         tokenizer: options.tokenizer.to_string(),
+        tokenizer_crc32: Some(crc32fast::hash(tokenizer.file().1)),
         vocabulary_size: tokenizer.vocabulary_size(),
         end_of_document: tokenizer.end_of_document(),
         train,
@@ -144,7 +145,8 @@ pub fn stage(options: &PrepareOptions, progress: &dyn Progress) -> Result<Staged
 }
 
 /// Whether the output folder holds what [`prepare`] would write: no input (by path, size and time of change)
-/// and no option differs from then. Costs a look at each input file, without reading it.
+/// and no option differs from then, and the tokenizer is whole. Costs a look at each input file, without reading
+/// it.
 ///
 /// # Errors
 /// If an input is missing or a folder cannot be read.
@@ -154,7 +156,8 @@ pub fn is_current(options: &PrepareOptions) -> Result<bool, DataError> {
     let Ok(report) = PrepareReport::read(&options.out) else { return Ok(false) };
     let expected_files = iter::once(TRAIN_FILE).chain(report.validation.map(|_| VALIDATION_FILE));
     Ok(report.fingerprint == fingerprint
-        && expected_files.into_iter().all(|name| options.out.join(name).is_file()))
+        && expected_files.into_iter().all(|name| options.out.join(name).is_file())
+        && Tokenizer::stored_file(&options.out).is_ok())
 }
 
 fn choose_tokenizer(

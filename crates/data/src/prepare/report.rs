@@ -30,6 +30,9 @@ pub struct PrepareReport {
     pub inputs: Vec<String>,
     /// `bytes`, the path of a `tokenizer.json`, or that one was trained.
     pub tokenizer: String,
+    /// CRC-32 of the tokenizer's file; absent in reports of earlier versions.
+    #[serde(default)]
+    pub tokenizer_crc32: Option<u32>,
     /// Every token lies below this; the model's vocabulary must be at least as large.
     pub vocabulary_size: usize,
     /// The token after each document, if the tokenizer has one.

@@ -1,15 +1,17 @@
 //! Text to token ids and back.
 
+mod checks;
 mod stream;
 mod train;
 
 pub use stream::StreamDecoder;
 pub(crate) use train::BPE_VOCABULARY_SIZE_MIN;
 
-use crate::{DataError, VOCABULARY_SIZE_MAX};
+use crate::{DataError, PrepareReport, VOCABULARY_SIZE_MAX};
+use checks::guarded;
 use std::fs;
 use std::path::{Path, PathBuf};
-use tokenizers::ModelWrapper;
+use tokenizers::{ModelWrapper, PostProcessorWrapper};
 
 /// A Hugging Face tokenizer, in the folder of a prepared corpus or of a model.
 pub const TOKENIZER_FILE: &str = "tokenizer.json";
@@ -26,8 +28,8 @@ const END_OF_DOCUMENT_NAMES: [&str; 5] = ["<|endoftext|>", "<|end_of_text|>", "<
 
 /// Turns text into token ids and back.
 ///
-/// Encoding is a pure function of the text: padding, truncation and dropout that a `tokenizer.json` may ask
-/// for are left out, and no token is added around a text. The name of a special token that occurs in the text
+/// Encoding is a pure function of the text: padding, truncation, dropout and the post-processor that a
+/// `tokenizer.json` may ask for are left out, so no token is added around a text. The name of a special token that occurs in the text
 /// becomes that token, as in the Hugging Face library.
 #[derive(Debug)]
 pub struct Tokenizer {
@@ -71,29 +73,53 @@ impl Tokenizer {
     /// # Errors
     /// If the file cannot be read, is larger than 256 MiB, or is no tokenizer.
     pub fn from_file(path: &Path) -> Result<Self, DataError> {
-        let read = |source| DataError::Read { path: path.to_owned(), source };
-        let bytes = fs::metadata(path).map_err(read)?.len();
-        if bytes > TOKENIZER_BYTES_MAX {
-            let source = format!("it has {bytes} bytes, more than {TOKENIZER_BYTES_MAX}").into();
-            return Err(DataError::LoadTokenizer { path: path.to_owned(), source });
-        }
-        Self::from_json(fs::read(path).map_err(read)?)
+        Self::from_json(read(path)?)
             .map_err(|source| DataError::LoadTokenizer { path: path.to_owned(), source })
     }
 
     /// Loads the tokenizer of a prepared corpus or a model: [`TOKENIZER_FILE`] or [`BYTES_TOKENIZER_FILE`].
     ///
     /// # Errors
-    /// If the folder holds neither or both, or the file is no tokenizer.
+    /// If the folder holds neither or both, the file is not a tokenizer, or it is not the one that the corpus was
+    /// prepared with.
     pub fn load(folder: &Path) -> Result<Self, DataError> {
-        let file = folder.join(TOKENIZER_FILE);
-        let marker = folder.join(BYTES_TOKENIZER_FILE);
-        let refuse = |found| Err(DataError::TokenizerFolder { folder: folder.to_owned(), found });
-        match (file.exists(), marker.exists()) {
-            (true, true) => refuse("two tokenizers"),
-            (true, false) => Self::from_file(&file),
-            (false, true) => Ok(Self::bytes()),
-            (false, false) => refuse("no tokenizer"),
+        let (name, content) = Self::stored_file(folder)?;
+        Self::from_stored(folder, name, content)
+    }
+
+    /// Name and content of the tokenizer's file in the folder of a corpus or a model; that of a corpus is compared
+    /// with the checksum in its report.
+    pub(crate) fn stored_file(folder: &Path) -> Result<(&'static str, Vec<u8>), DataError> {
+        let file = the_only_file(folder, |name| {
+            let path = folder.join(name);
+            if path.exists() { read(&path).map(Some) } else { Ok(None) }
+        })?;
+        // Absent for a model, and in the reports of earlier versions.
+        let written = PrepareReport::read(folder).ok().and_then(|report| report.tokenizer_crc32);
+        if written.is_some_and(|written| crc32fast::hash(&file.1) != written) {
+            return Err(DataError::TokenizerDamaged { path: folder.join(file.0) });
+        }
+        Ok(file)
+    }
+
+    /// As [`load`](Self::load), for files of `folder` that `read` gives by name; it gives `None` for a file that is
+    /// not there.
+    ///
+    /// # Errors
+    /// If there is neither file or both, the file is not a tokenizer, or `read` fails.
+    pub fn from_files<E: From<DataError>>(
+        folder: &Path,
+        read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, E>,
+    ) -> Result<Self, E> {
+        let (name, content) = the_only_file(folder, read)?;
+        Ok(Self::from_stored(folder, name, content)?)
+    }
+
+    fn from_stored(folder: &Path, name: &str, content: Vec<u8>) -> Result<Self, DataError> {
+        match name {
+            BYTES_TOKENIZER_FILE => Ok(Self::bytes()),
+            _ => Self::from_json(content)
+                .map_err(|source| DataError::LoadTokenizer { path: folder.join(name), source }),
         }
     }
 
@@ -141,9 +167,7 @@ impl Tokenizer {
         match &self.kind {
             Kind::Bytes => out.extend(text.bytes().map(u32::from)),
             Kind::HuggingFace(inner) => {
-                let encoding = inner
-                    .tokenizer
-                    .encode_fast(text, false)
+                let encoding = guarded(|| inner.tokenizer.encode_fast(text, false))
                     .map_err(|source| DataError::Encode { text_bytes: text.len(), source })?;
                 out.extend_from_slice(encoding.get_ids());
             }
@@ -162,9 +186,9 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace(inner) => inner
-                .tokenizer
-                .decode(ids, true)
+            // The library takes the number of tokens less one.
+            Kind::HuggingFace(_) if ids.is_empty() => Ok(String::new()),
+            Kind::HuggingFace(inner) => guarded(|| inner.tokenizer.decode(ids, true))
                 .map_err(|source| DataError::Decode { num_tokens: ids.len(), source }),
         }
     }
@@ -187,8 +211,14 @@ impl Tokenizer {
     }
 
     fn from_json(json: Vec<u8>) -> Result<Self, tokenizers::Error> {
-        let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json)?;
+        checks::check(&json)?;
+        let mut tokenizer = guarded(|| {
+            let tokenizer = tokenizers::Tokenizer::from_bytes(&json)?;
+            checks::check_added_tokens(&tokenizer)?;
+            Ok(tokenizer)
+        })?;
         tokenizer.with_truncation(None)?.with_padding(None);
+        tokenizer.with_post_processor(None::<PostProcessorWrapper>);
         if let ModelWrapper::BPE(model) = tokenizer.get_model()
             && model.dropout.is_some()
         {
@@ -205,6 +235,31 @@ impl Tokenizer {
         let inner = HuggingFace { tokenizer, json, vocabulary_size, end_of_document };
         Ok(Tokenizer { kind: Kind::HuggingFace(Box::new(inner)) })
     }
+}
+
+/// Name and content of the one file of a tokenizer in `folder`.
+fn the_only_file<E: From<DataError>>(
+    folder: &Path,
+    read: impl Fn(&'static str) -> Result<Option<Vec<u8>>, E>,
+) -> Result<(&'static str, Vec<u8>), E> {
+    let refuse = |found| Err(DataError::TokenizerFolder { folder: folder.to_owned(), found }.into());
+    match (read(TOKENIZER_FILE)?, read(BYTES_TOKENIZER_FILE)?) {
+        (Some(_), Some(_)) => refuse("two tokenizers"),
+        (Some(json), None) => Ok((TOKENIZER_FILE, json)),
+        (None, Some(mark)) => Ok((BYTES_TOKENIZER_FILE, mark)),
+        (None, None) => refuse("no tokenizer"),
+    }
+}
+
+/// Reads a tokenizer's file, unless it is too large to be one.
+fn read(path: &Path) -> Result<Vec<u8>, DataError> {
+    let read = |source| DataError::Read { path: path.to_owned(), source };
+    let bytes = fs::metadata(path).map_err(read)?.len();
+    if bytes > TOKENIZER_BYTES_MAX {
+        let source = format!("it has {bytes} bytes, more than {TOKENIZER_BYTES_MAX}").into();
+        return Err(DataError::LoadTokenizer { path: path.to_owned(), source });
+    }
+    fs::read(path).map_err(read)
 }
 
 #[cfg(test)]

@@ -139,6 +139,120 @@ fn broken_tokenizer_files_are_refused() {
     }
 }
 
+/// The base64 text of `units` of a trie and the texts after them, as a `precompiled_charsmap` has them.
+fn charsmap(units: &[u32], texts: &[u8]) -> String {
+    let size = (units.len() as u32 * 4).to_le_bytes();
+    let units: Vec<u8> = units.iter().flat_map(|unit| unit.to_le_bytes()).collect();
+    base64::encode([&size[..], &units, texts].concat())
+}
+
+/// A trie that maps the letter "o" to the text at `offset`.
+fn trie_of_o(offset: u32) -> Vec<u32> {
+    const ROOT_OFFSET: u32 = 256;
+    let letter = u32::from(b'o');
+    let node = (ROOT_OFFSET ^ letter) as usize;
+    let mut units = vec![0; 1024];
+    units[0] = ROOT_OFFSET << 10;
+    // Has a leaf, which is at node ^ (node ^ 512).
+    units[node] = ((node as u32 ^ 512) << 10) | 1 << 8 | letter;
+    units[512] = 1 << 31 | offset;
+    units
+}
+
+#[test]
+fn a_precompiled_charsmap_normalizes() {
+    let mut json = sentence_piece();
+    let map = charsmap(&trie_of_o(2), b"x\0tw\0");
+    json["normalizer"]["normalizers"]
+        .as_array_mut()
+        .unwrap()
+        .push(json!({"type": "Precompiled", "precompiled_charsmap": map}));
+    assert_eq!(encode(&from_value(&json), "o"), encode(&from_value(&sentence_piece()), "tw"));
+}
+
+#[test]
+fn tokenizers_that_the_library_cannot_take_are_refused() {
+    let mut charsmaps = vec![
+        ("empty", String::new()),
+        ("not base64", "!!".to_owned()),
+        ("claims 4 GiB", base64::encode([0xff; 4])),
+        ("no trie", charsmap(&[], b"x\0")),
+        ("a short trie", charsmap(&[1 << 18], b"x\0")),
+        ("offsets outside of the trie", charsmap(&[u32::MAX; 1024], b"x\0")),
+        ("a text outside of the map", charsmap(&trie_of_o(3), b"x\0")),
+        ("a text within a character", charsmap(&trie_of_o(1), "é\0".as_bytes())),
+        ("not UTF-8", charsmap(&trie_of_o(0), b"\xff\0")),
+        ("a very long text", charsmap(&trie_of_o(0), &[b'x'; 1 << 20])),
+    ];
+    let mut outside = trie_of_o(0);
+    outside[(256 ^ u32::from(b'o')) as usize] |= 1 << 30;
+    charsmaps.push(("a child outside of the trie", charsmap(&outside, b"x\0")));
+    let precompiled = charsmaps.into_iter().flat_map(|(name, map)| {
+        let normalizer = json!({"type": "Precompiled", "precompiled_charsmap": map});
+        let nested = json!({"type": "Sequence", "normalizers": [{"type": "Lowercase"}, normalizer]});
+        [(name, "normalizer", normalizer), (name, "normalizer", nested)]
+    });
+    let replace = |pattern, content| json!({"type": "Replace", "pattern": pattern, "content": content});
+    let split =
+        |pattern| json!({"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": false});
+    let doubling = replace(json!({"String": "o"}), "oo".to_owned());
+    let others = [
+        ("empty pattern", "normalizer", replace(json!({"String": ""}), "x".to_owned())),
+        ("empty pattern", "normalizer", replace(json!({"Regex": ""}), "x".to_owned())),
+        ("empty pattern", "decoder", replace(json!({"String": ""}), "x".to_owned())),
+        ("empty pattern", "pre_tokenizer", split(json!({"String": ""}))),
+        ("empty pattern", "pre_tokenizer", split(json!({"Regex": ""}))),
+        ("long replacement", "normalizer", replace(json!({"String": "o"}), "x".repeat(1 << 16))),
+        ("long replacement", "decoder", replace(json!({"Regex": "o"}), "x".repeat(1 << 16))),
+        ("long prefix", "normalizer", json!({"type": "Prepend", "prepend": "x".repeat(1 << 20)})),
+        ("doubling", "normalizer", json!({"type": "Sequence", "normalizers": vec![doubling; 40]})),
+        ("pieces of no length", "pre_tokenizer", json!({"type": "FixedLength", "length": 0})),
+    ];
+    let no_map = json!({"type": "Precompiled", "precompiled_charsmap": null});
+    for (name, key, value) in precompiled.chain(others).chain([("no map", "normalizer", no_map)]) {
+        let mut json = sentence_piece();
+        json[key] = value;
+        let refused = Tokenizer::from_json(json.to_string().into_bytes());
+        assert!(refused.is_err(), "{name} as {key} is accepted");
+    }
+}
+
+#[test]
+fn added_tokens_of_nothing_are_refused() {
+    let mut json = sentence_piece();
+    let space = json!({"id": 300, "content": " ", "special": true, "normalized": true, "single_word": false,
+                       "lstrip": true, "rstrip": false});
+    json["added_tokens"].as_array_mut().unwrap().push(space);
+    from_value(&json);
+    json["normalizer"] = json!({"type": "Strip", "strip_left": true, "strip_right": true});
+    let error = Tokenizer::from_json(json.to_string().into_bytes()).unwrap_err().to_string();
+    assert!(error.contains("leaves nothing of the added token \" \""), "{error}");
+}
+
+#[test]
+fn what_follows_the_tokens_of_a_text_is_left_out() {
+    let mut json = sentence_piece();
+    // The library panics over a second text where there is one.
+    json["post_processor"] = json!({"type": "TemplateProcessing", "pair": [], "special_tokens": {},
+                                    "single": [{"Sequence": {"id": "B", "type_id": 0}}]});
+    assert_eq!(encode(&from_value(&json), "two"), encode(&from_value(&sentence_piece()), "two"));
+}
+
+#[test]
+fn nothing_decodes_to_nothing() {
+    let mut json = sentence_piece();
+    json["decoder"] = json!({"type": "BPEDecoder", "suffix": "</w>"});
+    for tokenizer in [from_value(&json), trained(), Tokenizer::bytes()] {
+        assert_eq!(tokenizer.decode(&[]).unwrap(), "");
+    }
+}
+
+#[test]
+fn a_panic_of_the_library_is_an_error() {
+    let error = guarded::<()>(|| panic!("this panic is part of the test")).unwrap_err().to_string();
+    assert!(error.ends_with("panicked: this panic is part of the test"), "{error}");
+}
+
 #[test]
 fn padding_truncation_and_dropout_are_left_out() {
     let mut json = sentence_piece();

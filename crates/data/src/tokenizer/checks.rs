@@ -1,0 +1,124 @@
+//! Refuses what the tokenizer library would panic over, or do without bound.
+
+use base64::decode;
+use serde::Deserialize;
+use serde_json::{Map, Value};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use tokenizers::{NormalizedString, Normalizer};
+
+/// A normalizer or decoder may make a text so many times longer. In known tokenizers it is a few dozen times.
+const GROWTH_MAX: usize = 1 << 14;
+
+/// The parts of a `tokenizer.json` that work on text; the vocabulary is skipped.
+#[derive(Deserialize)]
+#[serde(default)]
+struct TextParts {
+    normalizer: Value,
+    pre_tokenizer: Value,
+    decoder: Value,
+}
+
+impl Default for TextParts {
+    fn default() -> Self {
+        TextParts { normalizer: Value::Null, pre_tokenizer: Value::Null, decoder: Value::Null }
+    }
+}
+
+/// Checks a `tokenizer.json` before the library sees it.
+pub(super) fn check(json: &[u8]) -> Result<(), tokenizers::Error> {
+    let TextParts { normalizer, pre_tokenizer, decoder } = serde_json::from_slice(json)?;
+    for (key, part) in [("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer), ("decoder", decoder)] {
+        let growth = growth(&part).map_err(|reason| format!("its {key} {reason}"))?;
+        if growth > GROWTH_MAX {
+            return Err(format!("its {key} can make a text more than {GROWTH_MAX} times longer").into());
+        }
+    }
+    Ok(())
+}
+
+/// Refuses added tokens of which the normalizer leaves nothing: the library would find them everywhere, without end.
+pub(super) fn check_added_tokens(tokenizer: &tokenizers::Tokenizer) -> Result<(), tokenizers::Error> {
+    let Some(normalizer) = tokenizer.get_normalizer() else { return Ok(()) };
+    for token in tokenizer.get_added_tokens_decoder().values().filter(|token| token.normalized) {
+        let mut text = NormalizedString::from(&token.content[..]);
+        normalizer.normalize(&mut text)?;
+        if text.get().is_empty() {
+            return Err(
+                format!("its normalizer leaves nothing of the added token {:?}", token.content).into()
+            );
+        }
+    }
+    Ok(())
+}
+
+/// How many times longer a part can make a text at most, not counting a small constant.
+fn growth(part: &Value) -> Result<usize, &'static str> {
+    let (own, inner) = match part {
+        Value::Array(parts) => (1, parts.iter().collect()),
+        Value::Object(fields) => (growth_by_fields(fields)?, fields.values().collect()),
+        _ => (1, Vec::new()),
+    };
+    inner.into_iter().try_fold(own, |product, part| Ok(product.saturating_mul(growth(part)?)))
+}
+
+fn growth_by_fields(fields: &Map<String, Value>) -> Result<usize, &'static str> {
+    let kind = fields.get("type").and_then(Value::as_str).unwrap_or_default();
+    if kind == "Precompiled" || fields.contains_key("precompiled_charsmap") {
+        let map = fields.get("precompiled_charsmap").and_then(Value::as_str);
+        return map.and_then(longest_replacement).ok_or("has a damaged precompiled_charsmap");
+    }
+    if kind == "FixedLength" && fields.get("length").is_some_and(|length| length == 0) {
+        return Err("cuts pieces of length 0");
+    }
+    let pattern = |kind| fields.get("pattern").and_then(|pattern| pattern.get(kind)).and_then(Value::as_str);
+    let (literal, regex) = (pattern("String"), pattern("Regex"));
+    if literal.or(regex) == Some("") {
+        return Err("has an empty pattern, which matches everywhere");
+    }
+    let added = ["content", "prepend"].iter().find_map(|key| fields.get(*key)?.as_str());
+    let added = added.map_or(0, str::len);
+    Ok(match literal {
+        Some(literal) => added.div_ceil(literal.len()).max(1),
+        // A regular expression may match between any two characters.
+        None => added + 1,
+    })
+}
+
+/// The length of the longest text that SentencePiece's map of characters, in base64, has for a character; `None`
+/// if following the map would lead out of it.
+///
+/// The map is the size of a trie in bytes, the trie, and texts that end with NUL. The trie is a double array of
+/// 32-bit units (Yata, Oono, Morita, Fuketa, Sumitomo and Aoe, "A compact static double-array keeping character codes",
+/// 2007): from a node, byte `b` leads to the unit at `node ^ b` if that has the label `b`, and on to the
+/// node at `node ^ b ^ offset`; there lies the offset of a text if the unit says that it has a leaf.
+fn longest_replacement(base64: &str) -> Option<usize> {
+    let map = decode(base64).ok()?;
+    let (trie_bytes, rest) = map.split_first_chunk()?;
+    let (trie, texts) = rest.split_at_checked(u32::from_le_bytes(*trie_bytes) as usize / 4 * 4)?;
+    let units: Vec<u32> = trie.as_chunks().0.iter().map(|&unit| u32::from_le_bytes(unit)).collect();
+    let texts = str::from_utf8(texts).ok()?;
+    let offset = |unit: u32| ((unit >> 10) << ((unit & 1 << 9) >> 6)) as usize;
+    // Any byte may follow.
+    let is_node = |node: usize| node | 0xff < units.len();
+    let leads_inside = |(index, &unit): (usize, &u32)| {
+        let is_label = unit >> 31 == 0;
+        let has_leaf = unit >> 8 & 1 == 1;
+        let node = index ^ offset(unit);
+        let is_text = || texts.is_char_boundary((units[node] & !(1 << 31)) as usize);
+        !is_label || (is_node(node) && (!has_leaf || is_text()))
+    };
+    let is_whole = is_node(offset(*units.first()?)) && units.iter().enumerate().all(leads_inside);
+    is_whole.then(|| texts.split('\0').map(str::len).max().unwrap_or(0).max(1))
+}
+
+/// Calls the tokenizer library. It panics over some mistakes in a tokenizer, such as merges without the prefix that they
+/// need or a decoder that takes the end off an empty token, and poisons no more than its own caches by that.
+pub(super) fn guarded<T>(
+    call: impl FnOnce() -> Result<T, tokenizers::Error>,
+) -> Result<T, tokenizers::Error> {
+    catch_unwind(AssertUnwindSafe(call)).unwrap_or_else(|payload| {
+        let message = payload.downcast_ref::<String>().map(String::as_str);
+        let message = message.or(payload.downcast_ref::<&str>().copied()).unwrap_or("without a message");
+        Err(format!("the tokenizer library panicked: {message}").into())
+    })
+}
