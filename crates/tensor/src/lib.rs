@@ -13,6 +13,7 @@ mod optimizer;
 mod parameters;
 mod precision;
 pub mod probe;
+pub mod proof;
 mod shape;
 pub mod tape;
 mod tensor;

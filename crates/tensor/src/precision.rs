@@ -17,6 +17,9 @@ pub enum Precision {
 }
 
 impl Precision {
+    /// Every precision.
+    pub const ALL: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
+
     /// Element type of activations.
     pub const fn dtype(self) -> DType {
         match self {

@@ -27,7 +27,7 @@ fn every_product_kernel_is_timed() {
     assert_eq!((sizes.operations(), sizes.to_string().as_str()), (44880.0, "33x17x40"));
     for features in CpuFeatures::ALL.into_iter().filter(|level| *level <= CpuFeatures::detect()) {
         let probe = Probe::new(&device(Some(features)), NO_TIME);
-        for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+        for precision in Precision::ALL {
             assert!(probe.peak(Unit::of(features, precision)) > 1e6);
             for transposes in Transposes::ALL {
                 assert_sane(probe.product(precision, transposes, sizes).unwrap());

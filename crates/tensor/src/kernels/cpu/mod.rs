@@ -71,6 +71,17 @@ impl<'a, T> SharedSlice<'a, T> {
     }
 }
 
+/// Roundings to f32 one after the other in a kernel apart from its sums: at most a dozen operations, among them
+/// an exponential with an error of five roundings.
+const NUM_ROUNDINGS: f64 = 16.0;
+
+/// Bound of a kernel's rounding errors in f32, in proportion to the magnitudes of its terms, for sums of up to `num_terms`: one of
+/// the analysis of rounding errors, to first order. Sums have their terms in [`simd::LANES`] lanes; those of matrix products
+/// have one lane, but also errors that cancel.
+pub(crate) fn f32_error(num_terms: usize) -> f64 {
+    (NUM_ROUNDINGS + num_terms as f64 / simd::LANES as f64) * 2.0_f64.powi(-24)
+}
+
 /// Elements one task of an elementwise kernel handles: enough to repay a hand-over between
 /// threads (about a microsecond), small enough to share out.
 const TASK_ELEMENTS: usize = 16 * 1024;

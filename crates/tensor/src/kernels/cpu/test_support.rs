@@ -1,9 +1,9 @@
 //! What the tests of the kernels share: processors to run on, values, and how much rounding is allowed.
 
-use super::Cpu;
 use super::element::Element;
-use super::simd::{CpuFeatures, LANES};
+use super::simd::CpuFeatures;
 use super::threads::ThreadPool;
+use super::{Cpu, f32_error};
 use proptest::prelude::ProptestConfig;
 use std::fmt::Debug;
 use trireme_base::{DType, RandomKey};
@@ -118,10 +118,6 @@ fn limits<T: Element>() -> (f64, f64, f64) {
     }
 }
 
-/// Roundings to f32 one after the other in a kernel apart from its sums: at most a dozen operations, among them
-/// an exponential with an error of five roundings.
-const NUM_ROUNDINGS: f64 = 16.0;
-
 /// Exponentials overflow, and what is divided by them is lost, a little below this; it is far below what a test looks at.
 const VANISHING: f64 = 1e-33;
 
@@ -144,9 +140,7 @@ impl Exact {
 
 /// Compares a kernel's results, which were stored as `T` and had up to `num_terms` terms, with exact ones.
 ///
-/// The bound of an error is one of the analysis of rounding errors, to first order: a unit roundoff of `T`, once, and of f32 for
-/// each operation that follows another. Sums have their terms in [`LANES`] lanes; those of matrix products have one lane, but also
-/// errors that cancel.
+/// The bound of an error is a unit roundoff of `T`, once, and [`f32_error`] for the operations before it.
 pub(crate) fn assert_close<T: Element>(
     what: &impl Debug,
     found: &[f32],
@@ -154,7 +148,7 @@ pub(crate) fn assert_close<T: Element>(
     num_terms: usize,
 ) {
     let (unit, smallest, largest) = limits::<T>();
-    let in_f32 = (NUM_ROUNDINGS + num_terms as f64 / LANES as f64) * limits::<f32>().0;
+    let in_f32 = f32_error(num_terms);
     let mut num_exact = 0;
     for (index, exact) in exact.into_iter().enumerate() {
         let bound = unit * exact.in_element + in_f32 * exact.in_f32 + smallest + VANISHING;

@@ -10,8 +10,6 @@ use crate::kernels::cpu::test_support::{
 use proptest::prelude::*;
 use trireme_base::{Bf16, DType, F16};
 
-const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
-
 /// What a product is made of, and what is added to it.
 #[derive(Clone, Copy, Debug)]
 struct Case {
@@ -270,11 +268,11 @@ proptest! {
     fn products_of_any_size_and_dtypes(
         size in (lengths(100), lengths(100), lengths(100)),
         layout in 0_usize..4,
-        precision in 0..PRECISIONS.len(),
+        precision in 0..Precision::ALL.len(),
         (left, right, out) in (0..DTYPES.len(), 0..DTYPES.len(), 0..DTYPES.len()),
         (has_bias, has_residual) in any::<(bool, bool)>(),
     ) {
-        let kind = (PRECISIONS[precision], DTYPES[left], DTYPES[right], DTYPES[out]);
+        let kind = (Precision::ALL[precision], DTYPES[left], DTYPES[right], DTYPES[out]);
         check(Case { has_bias, has_residual, ..Case::new(size, layout, kind) });
     }
 }
@@ -345,7 +343,8 @@ fn one_wrong_stride_would_be_seen() {
     for (transposed, expected) in [(false, [1.0, 2.0, 3.0, 4.0]), (true, [1.0, 3.0, 2.0, 4.0])] {
         let left = Matrix::row_major(Floats::F32(&left), 2, transposed);
         let right = Matrix::row_major(Floats::F32(&identity), 2, false);
-        for (features, precision) in levels().flat_map(|level| PRECISIONS.map(|precision| (level, precision)))
+        for (features, precision) in
+            levels().flat_map(|level| Precision::ALL.map(|precision| (level, precision)))
         {
             let mut out = [0.0_f32; 4];
             multiply(

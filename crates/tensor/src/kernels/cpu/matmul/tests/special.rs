@@ -76,7 +76,7 @@ fn sum_of(features: CpuFeatures, precision: Precision, values: &[f32], other: f3
 #[test]
 fn infinities_add_up_and_padding_has_no_part_in_it() {
     for features in levels() {
-        for precision in PRECISIONS {
+        for precision in Precision::ALL {
             let what = format!("{features} {precision}");
             for place in [0, 1, 2, 15, 32] {
                 let mut values = vec![1.0; 33];

@@ -1,0 +1,342 @@
+//! Kernels for products prove themselves: what they compute is compared with what the portable kernel computes.
+
+use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
+use crate::kernels::cpu::matmul::{MatmulEpilogue, Matrix, Product};
+use crate::kernels::cpu::threads::ThreadPool;
+use crate::kernels::cpu::{Cpu, f32_error};
+use crate::kernels::{CpuFeatures, Unit};
+use crate::precision::Precision;
+use crate::probe::{ProductSizes, Transposes};
+use std::fmt;
+use trireme_base::DType;
+
+/// A kernel for products of a precision: the one that runs on a unit of the processor.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ProductKernel {
+    /// What factors are rounded to.
+    pub precision: Precision,
+    /// What multiplies.
+    pub unit: Unit,
+}
+
+impl ProductKernel {
+    /// The kernel that products of a precision use at a SIMD level.
+    pub fn of(features: CpuFeatures, precision: Precision) -> Self {
+        ProductKernel { precision, unit: Unit::of(features, precision) }
+    }
+
+    /// Every kernel that some level up to `features` uses, from the lowest level of each precision.
+    pub fn up_to(features: CpuFeatures) -> Vec<ProductKernel> {
+        let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= features);
+        let kernels = |precision| levels.clone().map(move |level| ProductKernel::of(level, precision));
+        let mut kernels: Vec<_> = Precision::ALL.into_iter().flat_map(kernels).collect();
+        // Levels that change nothing for a precision are neighbours.
+        kernels.dedup();
+        kernels
+    }
+
+    /// Whether this is a kernel that the others are compared with: every machine has it, and it has no machine code of its own.
+    pub fn is_portable(self) -> bool {
+        self.unit.features() == CpuFeatures::Portable
+    }
+
+    /// Compares the kernel with the portable one on small products: whole panels and edges, sums of one term, of an odd
+    /// number and of several blocks. Takes about a millisecond. An instruction that the system refuses kills the process.
+    ///
+    /// # Errors
+    /// The first element that is wrong. Elements whose terms are small integers must be equal; others may differ by as much as
+    /// rounding allows.
+    ///
+    /// # Panics
+    /// If the machine does not have the kernel's SIMD level.
+    pub fn prove(self) -> Result<(), WrongProduct> {
+        let features = self.unit.features();
+        assert!(features <= CpuFeatures::detect(), "{self} is beyond this machine");
+        self.prove_at(features)
+    }
+
+    fn prove_at(self, features: CpuFeatures) -> Result<(), WrongProduct> {
+        let [portable, candidate] = [CpuFeatures::Portable, features].map(single_threaded);
+        compare(self.precision, |case| case.product(&portable), |case| case.product(&candidate))
+    }
+}
+
+impl fmt::Display for ProductKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} products on {}", self.precision, self.unit)
+    }
+}
+
+/// An element that a kernel computed wrong.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+#[error(
+    "element {row},{col} of a product of {sizes} ({transposes}) is {found:e}, where the portable kernel computes {expected:e}"
+)]
+pub struct WrongProduct {
+    /// Sizes of the product.
+    pub sizes: ProductSizes,
+    /// Which factors were read transposed.
+    pub transposes: Transposes,
+    /// Row of the element.
+    pub row: usize,
+    /// Column of the element.
+    pub col: usize,
+    /// The element.
+    pub found: f32,
+    /// What the portable kernel computes.
+    pub expected: f32,
+}
+
+/// Rows, columns and terms. Every micro-kernel meets whole tiles and edges, and inner dims in one block and in several; the left
+/// factor of the last product is packed once for two tiles of columns.
+const SIZES: [[usize; 3]; 6] = [[1, 1, 1], [5, 7, 3], [33, 37, 19], [32, 33, 32], [2, 17, 531], [3, 515, 5]];
+
+fn single_threaded(features: CpuFeatures) -> Cpu {
+    // A pool of one is the calling thread, so that none has to be started.
+    Cpu { threads: ThreadPool::new(1).expect("a pool of one starts no thread"), features }
+}
+
+/// Compares two ways to compute the products of a precision.
+fn compare(
+    precision: Precision,
+    expected: impl Fn(&Case) -> Vec<f32>,
+    found: impl Fn(&Case) -> Vec<f32>,
+) -> Result<(), WrongProduct> {
+    // In memory, factors are activations or, if f32, also weights and gradients.
+    let kept = precision.dtype();
+    let mut dtypes = vec![(kept, DType::F32), (kept, kept), (DType::F32, kept), (DType::F32, DType::F32)];
+    if precision == Precision::F32 {
+        // All of them are alike: one is written, one is added.
+        dtypes.truncate(2);
+    }
+    for [rows, cols, inner] in SIZES {
+        for transposes in Transposes::ALL {
+            for (index, &dtypes) in dtypes.iter().enumerate() {
+                let size = Product { rows, cols, inner };
+                let case = Case::new(precision, size, transposes, dtypes, index % 2 == 1);
+                case.check(&expected(&case), &found(&case))?;
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A product, with its factors.
+///
+/// Even rows of the left factor and even columns of the right one hold small integers. Where they meet, no operation rounds, in
+/// whatever order terms are summed.
+struct Case {
+    precision: Precision,
+    size: Product,
+    transposes: Transposes,
+    dtypes: (DType, DType),
+    left: Vec<f32>,
+    right: Vec<f32>,
+    /// What the product is added to, if it is.
+    before: Option<f32>,
+}
+
+impl Case {
+    fn new(
+        precision: Precision,
+        size: Product,
+        transposes: Transposes,
+        dtypes: (DType, DType),
+        accumulates: bool,
+    ) -> Self {
+        let Product { rows, cols, inner } = size;
+        let (mut left, mut right) = (vec![0.0; rows * inner], vec![0.0; inner * cols]);
+        let mut case = Case {
+            precision,
+            size,
+            transposes,
+            dtypes,
+            left: Vec::new(),
+            right: Vec::new(),
+            before: accumulates.then_some(3.0),
+        };
+        for term in 0..inner {
+            (0..rows).for_each(|row| left[case.left_place(row, term)] = value(row * inner + term, row));
+            (0..cols).for_each(|col| right[case.right_place(term, col)] = value(!(term * cols + col), col));
+        }
+        (case.left, case.right) = (left, right);
+        case
+    }
+
+    fn left_place(&self, row: usize, term: usize) -> usize {
+        match self.transposes {
+            Transposes::TN => term * self.size.rows + row,
+            Transposes::NN | Transposes::NT => row * self.size.inner + term,
+        }
+    }
+
+    fn right_place(&self, term: usize, col: usize) -> usize {
+        match self.transposes {
+            Transposes::NT => col * self.size.inner + term,
+            Transposes::NN | Transposes::TN => term * self.size.cols + col,
+        }
+    }
+
+    fn product(&self, cpu: &Cpu) -> Vec<f32> {
+        with_element!(self.dtypes.0 => |L| with_element!(self.dtypes.1 => |R| self.product_of::<L, R>(cpu)))
+    }
+
+    fn product_of<L: Element, R: Element>(&self, cpu: &Cpu) -> Vec<f32> {
+        let Product { rows, cols, inner } = self.size;
+        let (left, right) = (narrow::<L>(&self.left), narrow::<R>(&self.right));
+        let (left_cols, left_transposed) =
+            if self.transposes == Transposes::TN { (rows, true) } else { (inner, false) };
+        let (right_cols, right_transposed) =
+            if self.transposes == Transposes::NT { (inner, true) } else { (cols, false) };
+        let left = Matrix::row_major(L::floats(&left), left_cols, left_transposed);
+        let right = Matrix::row_major(R::floats(&right), right_cols, right_transposed);
+        let epilogue =
+            if self.before.is_some() { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
+        // What a kernel reads and must not shows as NaN.
+        let mut out = vec![self.before.unwrap_or(f32::NAN); rows * cols];
+        let mut scratch = vec![u32::MAX; cpu.matmul_scratch(self.precision, self.size, left)];
+        let factors = (left, right);
+        cpu.matmul(self.precision, self.size, factors, FloatsMut::F32(&mut out), epilogue, &mut scratch);
+        out
+    }
+
+    fn check(&self, expected: &[f32], found: &[f32]) -> Result<(), WrongProduct> {
+        let Product { rows, cols, inner } = self.size;
+        for (index, (&expected, &found)) in expected.iter().zip(found).enumerate() {
+            let (row, col) = (index / cols, index % cols);
+            let is_exact = row % 2 == 0 && col % 2 == 0;
+            if expected.to_bits() == found.to_bits()
+                || (!is_exact && f64::from((found - expected).abs()) <= self.bound(row, col))
+            {
+                continue;
+            }
+            let (sizes, transposes) = (ProductSizes { rows, cols, inner }, self.transposes);
+            return Err(WrongProduct { sizes, transposes, row, col, found, expected });
+        }
+        Ok(())
+    }
+
+    /// By how much two kernels may differ, each of which has a rounding error of its own.
+    fn bound(&self, row: usize, col: usize) -> f64 {
+        let term = |term| {
+            f64::from((self.left[self.left_place(row, term)] * self.right[self.right_place(term, col)]).abs())
+        };
+        let magnitude = (0..self.size.inner).map(term).sum::<f64>() + f64::from(self.before.unwrap_or(0.0));
+        2.0 * f32_error(self.size.inner) * magnitude
+    }
+}
+
+/// An integer from -4 to 3 in an even line, a fraction from -1 to 1 in an odd one.
+fn value(index: usize, line: usize) -> f32 {
+    let bits = (index as u32).wrapping_mul(0x9e37_79b1);
+    let bits = (bits ^ (bits >> 15)).wrapping_mul(0x2c1b_3c6d);
+    if line.is_multiple_of(2) {
+        (bits >> 29) as f32 - 4.0
+    } else {
+        (bits >> 8) as f32 / (1 << 23) as f32 - 1.0
+    }
+}
+
+fn narrow<T: Element>(values: &[f32]) -> Vec<T> {
+    values.iter().map(|&value| T::from_f32(value)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::kernels::cpu::test_support::levels;
+
+    #[test]
+    fn kernels_of_every_level_are_proven() {
+        for features in levels() {
+            for kernel in ProductKernel::up_to(features) {
+                kernel.prove_at(features.min(kernel.unit.features())).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn levels_share_kernels() {
+        let names =
+            |features| ProductKernel::up_to(features).iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert!(ProductKernel::up_to(CpuFeatures::Portable).iter().all(|kernel| kernel.is_portable()));
+        let amx = names(CpuFeatures::AmxBf16);
+        assert_eq!(
+            amx,
+            [
+                "f32 products on mul+add 128",
+                "f32 products on fma 256",
+                "f32 products on fma 512",
+                "bf16 products on mul+add 128",
+                "bf16 products on fma 256",
+                "bf16 products on fma 512",
+                "bf16 products on vdpbf16ps",
+                "bf16 products on tdpbf16ps",
+                "f16 products on mul+add 128",
+                "f16 products on fma 256",
+                "f16 products on fma 512",
+            ]
+        );
+        assert_eq!(names(CpuFeatures::Avx512Bf16).len(), amx.len() - 1);
+    }
+
+    /// Compares the portable kernel with itself after a mistake.
+    fn mistaken(precision: Precision, mistake: impl Fn(&Case, &mut Vec<f32>)) -> Result<(), WrongProduct> {
+        let cpu = single_threaded(CpuFeatures::Portable);
+        compare(
+            precision,
+            |case| case.product(&cpu),
+            |case| {
+                let mut found = case.product(&cpu);
+                mistake(case, &mut found);
+                found
+            },
+        )
+    }
+
+    #[test]
+    fn wrong_numbers_are_found_and_told() {
+        for precision in Precision::ALL {
+            mistaken(precision, |_, _| ()).unwrap();
+            // The last element of whole tiles and of edges, a sign, a value that is not a number.
+            for (row, col) in [(0, 0), (32, 36), (31, 31)] {
+                let at = |case: &Case, found: &mut Vec<f32>, wrong: &dyn Fn(f32) -> f32| {
+                    if (case.size.rows, case.size.cols) == (33, 37) {
+                        found[row * 37 + col] = wrong(found[row * 37 + col]);
+                    }
+                };
+                for wrong in [|x: f32| x + 0.01, |_| f32::NAN, |x| x * (1.0 + 1e-4) + 1e-4] {
+                    let error = mistaken(precision, |case, found| at(case, found, &wrong)).unwrap_err();
+                    assert_eq!((error.row, error.col, error.sizes.inner), (row, col, 19), "{error}");
+                    assert!(error.to_string().contains("of a product of 33x37x19 (NN) is"), "{error}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn where_nothing_rounds_the_last_bit_counts() {
+        let next = |case: &Case, found: &mut Vec<f32>| {
+            if case.size.inner == 531 {
+                found[2] = found[2].next_up();
+            }
+        };
+        let error = mistaken(Precision::F32, next).unwrap_err();
+        assert_eq!((error.row, error.col, error.sizes.inner), (0, 2, 531));
+        // Elsewhere it may differ.
+        let next = |_: &Case, found: &mut Vec<f32>| {
+            if let Some(odd) = found.get_mut(1) {
+                *odd = odd.next_up();
+            }
+        };
+        mistaken(Precision::F32, next).unwrap();
+    }
+
+    #[test]
+    fn sums_that_are_rounded_to_16_bits_are_found() {
+        let narrow = |_: &Case, found: &mut Vec<f32>| {
+            found.iter_mut().for_each(|x| *x = trireme_base::Bf16::from_f32(*x).to_f32());
+        };
+        assert!(mistaken(Precision::Bf16, narrow).is_err());
+    }
+}
