@@ -9,6 +9,7 @@ use trireme_base::{Rank, ReduceOp};
 use trireme_comm::{Group, GroupOptions, JoinOptions, Secret, TransportKind, join};
 use trireme_schedule::collective::Algorithm;
 use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, Network};
+use trireme_testkit::or_skip;
 
 const LEN: usize = 1 << 20;
 const BYTES: u64 = 4 * LEN as u64;
@@ -63,10 +64,7 @@ fn bytes_across(hosts: &[Host; 2], algorithm: &str) -> (u64, bool) {
 
 #[test]
 fn a_hierarchy_sends_a_third_of_what_a_ring_sends_across_hosts() {
-    if let Err(reason) = Network::available() {
-        eprintln!("skipped: no networks can be made here: {reason}");
-        return;
-    }
+    let Some(()) = or_skip("networks of hosts", Network::available()) else { return };
     let network = Network::new();
     let hosts = [(); 2].map(|()| network.add_host());
     let is_about = |(bytes, has_resent): (u64, bool), expected: u64| {

@@ -15,6 +15,7 @@ use support::{join_options, small_pieces};
 use trireme_base::{Bf16, Rank, ReduceOp};
 use trireme_comm::{Buffer, CommError, Element, Group, JoinOptions, TransportChoice, TransportKind, join};
 use trireme_schedule::collective::{Algorithm, FlatAlgorithm, block};
+use trireme_testkit::or_skip;
 
 /// Set for the processes that these tests start: what to do, and the address of the world.
 const WORKER: &str = "TRIREME_COMM_TEST_MPI";
@@ -39,13 +40,7 @@ fn launch(role: &str, num_workers: usize) -> Option<Output> {
         .env("OMPI_ALLOW_RUN_AS_ROOT", "1")
         .env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
         .output();
-    match started {
-        Ok(output) => Some(output),
-        Err(error) => {
-            eprintln!("skipped: cannot start mpirun: {error}");
-            None
-        }
-    }
+    or_skip("launcher of MPI that can be started, mpirun", started)
 }
 
 /// What the workers said, and whether all of them and the launcher ended well.

@@ -7,6 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use support::{METHODS, create, folder, nameless_file, options, round_trip};
 use trireme_swap::{ALIGNMENT, Method, SwapError, SwapFile, SwapOptions, measure_bandwidth};
+use trireme_testkit::or_skip;
 
 #[test]
 fn space_is_taken_at_once_and_given_back_at_the_end() {
@@ -93,10 +94,7 @@ fn the_description_says_what_was_chosen() {
 #[test]
 fn a_file_system_in_memory_serves_too() {
     let folder = Path::new("/dev/shm");
-    if !folder.is_dir() {
-        eprintln!("skipped, as this system has no {}", folder.display());
-        return;
-    }
+    let Some(_) = or_skip("file system in memory", folder.metadata()) else { return };
     let swap = SwapFile::create(folder, &[100_000], &options(Method::Ring)).expect("a swap file");
     round_trip(&swap, 0, 100_000, 1).expect("memory works");
 }

@@ -6,10 +6,12 @@ mod allocations;
 mod amx_emulator;
 pub mod network;
 pub mod relay;
+mod skipping;
 
 pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub use amx_emulator::emulate_amx;
+pub use skipping::or_skip;
 
 use trireme_base::{Random, RandomKey};
 use trireme_comm::{Group, GroupOptions, inproc_world_on};

@@ -7,14 +7,12 @@ use std::net::{IpAddr, Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 use support::{connect, eventually, exchange, network, transfer};
 use trireme_testkit::network::Network;
+use trireme_testkit::or_skip;
 use trireme_testkit::relay::{Conditions, FrameRelay, Loss, TcpRelay, Towards};
 
 /// A network that can have relays, or the reason why the test does without.
 fn network_with_relays() -> Option<Network> {
-    if let Err(reason) = FrameRelay::available() {
-        eprintln!("skipped: no relays can be made here: {reason}");
-        return None;
-    }
+    or_skip("relays", FrameRelay::available())?;
     network()
 }
 

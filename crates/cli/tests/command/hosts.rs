@@ -5,19 +5,14 @@ use rustix::process::{Signal, kill_process};
 use std::net::IpAddr;
 use std::time::Duration;
 use trireme_testkit::network::{Host, IPV4_TCP_HEADER_BYTES, IPV6_TCP_HEADER_BYTES, Network};
+use trireme_testkit::or_skip;
 use trireme_testkit::relay::{Conditions, FrameRelay, Loss, Towards};
 
 const ENDLESS: &str = "--set comm.transport=tcp --set training.steps=1000000000";
 
 /// A network, or the reason why the test does without.
 fn network() -> Option<Network> {
-    match Network::available() {
-        Ok(()) => Some(Network::new()),
-        Err(reason) => {
-            eprintln!("skipped: no networks can be made here: {reason}");
-            None
-        }
-    }
+    or_skip("networks of hosts", Network::available()).map(|()| Network::new())
 }
 
 /// Hosts for a world of two.
@@ -120,10 +115,7 @@ fn train_the_same_model_and_send_what_the_formula_says() {
 
 #[test]
 fn a_line_that_delays_and_loses_changes_no_bit() {
-    if let Err(reason) = FrameRelay::available() {
-        eprintln!("skipped: no relays can be made here: {reason}");
-        return;
-    }
+    let Some(()) = or_skip("relays", FrameRelay::available()) else { return };
     let Some(network) = network() else { return };
     let conditions = Conditions { delay: Duration::from_millis(1), bits_per_second: Some(100_000_000) };
     let (far, relay) = network.add_host_behind(conditions, Loss { fraction: 0.02, seed: 1 });

@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Mutex;
 use tempfile::TempDir;
 use trireme_swap::{Access, AlignedBuffer, Interceptor, Method, SwapError, SwapFile, SwapOptions};
+use trireme_testkit::or_skip;
 
 pub(crate) const METHODS: [Method; 3] = [Method::Ring, Method::DirectThreads, Method::BufferedThreads];
 
@@ -23,11 +24,9 @@ pub(crate) fn options(method: Method) -> SwapOptions {
 /// A file that is served with the method asked for; none, with a word on it, where the system does not allow that.
 pub(crate) fn create(folder: &Path, blocks: &[usize], options: &SwapOptions) -> Option<SwapFile> {
     let swap = SwapFile::create(folder, blocks, options).expect("a swap file");
-    if swap.describe().method == options.method {
-        return Some(swap);
-    }
-    eprintln!("skipped, as this system has no {}: {}", options.method, swap.describe());
-    None
+    let is_by_method = swap.describe().method == options.method;
+    let reason = swap.describe().to_string();
+    or_skip(&options.method.to_string(), if is_by_method { Ok(swap) } else { Err(reason) })
 }
 
 /// A buffer with bytes that depend on the seed and the position.

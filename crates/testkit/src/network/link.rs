@@ -76,13 +76,11 @@ impl Link {
 #[cfg(test)]
 mod tests {
     use crate::network::Network;
+    use crate::or_skip;
 
     #[test]
     fn both_ends_are_shaped() {
-        if let Err(reason) = Network::available() {
-            eprintln!("skipped: no networks can be made here: {reason}");
-            return;
-        }
+        let Some(()) = or_skip("networks of hosts", Network::available()) else { return };
         let network = Network::new();
         let host = network.add_host();
         let rates = || {

@@ -5,19 +5,14 @@ use std::io::{Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 use trireme_testkit::network::{Host, Network};
+use trireme_testkit::or_skip;
 
 /// Far above what anything here takes.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A network, or the reason why the test does without.
 pub(crate) fn network() -> Option<Network> {
-    match Network::available() {
-        Ok(()) => Some(Network::new()),
-        Err(reason) => {
-            eprintln!("skipped: no networks can be made here: {reason}");
-            None
-        }
-    }
+    or_skip("networks of hosts", Network::available()).map(|()| Network::new())
 }
 
 /// Sends this many bytes, which count, over a connection; what has come out at its other end.

@@ -1,0 +1,42 @@
+use std::fmt::Display;
+
+/// Set to 1, no test may be skipped.
+const VARIABLE: &str = "TRIREME_TESTS_SKIP_NOTHING";
+
+/// What a test needs of the machine, `found` or not. `None`, and a line that says why, where the test is to be skipped.
+/// Every test that may be skipped asks here.
+///
+/// # Panics
+/// If the machine lacks it, and `TRIREME_TESTS_SKIP_NOTHING` is set to 1.
+pub fn or_skip<T>(what: &str, found: Result<T, impl Display>) -> Option<T> {
+    let may_skip = std::env::var(VARIABLE).map_or(true, |value| value != "1");
+    or_skip_if(may_skip, what, found)
+}
+
+fn or_skip_if<T>(may_skip: bool, what: &str, found: Result<T, impl Display>) -> Option<T> {
+    match found {
+        Ok(found) => Some(found),
+        Err(reason) if may_skip => {
+            eprintln!("skipped: this machine has no {what}: {reason}");
+            None
+        }
+        Err(reason) => panic!("{VARIABLE} is set, and this machine has no {what}: {reason}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_there_is_given() {
+        assert_eq!([true, false].map(|may_skip| or_skip_if(may_skip, "x", Ok::<_, String>(7))), [Some(7); 2]);
+        assert_eq!(or_skip_if::<u8>(true, "x", Err("none was made")), None);
+    }
+
+    #[test]
+    #[should_panic(expected = "this machine has no x: none was made")]
+    fn what_must_be_there_fails_the_test() {
+        or_skip_if::<()>(false, "x", Err("none was made"));
+    }
+}
