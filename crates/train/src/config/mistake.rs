@@ -36,13 +36,20 @@ pub enum ConfigError {
     },
 }
 
+/// Mistakes that a message lists before it counts the rest.
+const LISTED_MAX: usize = 20;
+
 fn list(mistakes: &[Mistake]) -> String {
     let count = match mistakes.len() {
         1 => "1 mistake".to_owned(),
         count => format!("{count} mistakes"),
     };
-    let lines: Vec<String> = mistakes.iter().map(|mistake| format!("\n  {mistake}")).collect();
-    format!("{count} in the config:{}", lines.concat())
+    let lines: String = mistakes.iter().take(LISTED_MAX).map(|mistake| format!("\n  {mistake}")).collect();
+    let more = match mistakes.len().saturating_sub(LISTED_MAX) {
+        0 => String::new(),
+        count => format!("\n  and {count} more"),
+    };
+    format!("{count} in the config:{lines}{more}")
 }
 
 /// One mistake in a config.

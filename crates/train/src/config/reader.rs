@@ -4,11 +4,15 @@ use super::layout::LATER_PARALLELISM_KEYS;
 use super::mistake::{Mistake, Place, nearest};
 use super::section::{KeyError, Section, TableList};
 use super::sections::Sections;
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
+
+/// Mistakes that get an explanation of their own; so many are more than a message lists.
+const EXPLAINED_MAX: usize = 100;
 
 /// A config whose keys have been read one by one; no key has been held against another.
 pub(super) struct Loose {
@@ -37,7 +41,7 @@ impl Loose {
             doubtful: BTreeSet::new(),
             mistakes: Vec::new(),
         };
-        loose.read_file(&Source { text, path });
+        loose.read_file(&Source::new(text, path));
         for (index, option) in overrides.iter().enumerate() {
             loose.read_override(option, index);
         }
@@ -46,7 +50,7 @@ impl Loose {
 
     fn read_file(&mut self, source: &Source<'_>) {
         let (document, errors) = DeTable::parse_recoverable(source.text);
-        for (section, keys) in document.get_ref() {
+        for (section, keys) in in_text_order(document.get_ref()) {
             self.read_section(source, section, keys);
         }
         let broken = errors.into_iter().map(|error| {
@@ -61,7 +65,8 @@ impl Loose {
             // A broken line may have held anything.
             self.doubtful.extend(Sections::NAMES.iter().map(|name| name.to_string()));
             // What the parser made up to get past a broken line is not the user's mistake.
-            self.mistakes.retain(|mistake| broken.iter().all(|other| other.place != mistake.place));
+            let places: BTreeSet<&Place> = broken.iter().map(|mistake| &mistake.place).collect();
+            self.mistakes.retain(|mistake| !places.contains(&mistake.place));
         }
         self.mistakes.extend(broken);
     }
@@ -83,7 +88,7 @@ impl Loose {
         if !Sections::NAMES.contains(&name) {
             return self.refuse_section(source.line(section.span().start), name);
         }
-        for (key, value) in table {
+        for (key, value) in in_text_order(table) {
             let given = source.given(key.span().start..value.span().end);
             let place = |span: Range<usize>| source.given(span);
             self.read_value(name, key.get_ref(), value.get_ref(), given, &place);
@@ -171,6 +176,7 @@ impl Loose {
         given: Given,
         read: impl FnOnce(&mut dyn Section, &str) -> Result<(), KeyError>,
     ) {
+        let is_explained = self.mistakes.len() < EXPLAINED_MAX;
         let target = match path.list {
             Some((list, _)) => self.list_mut(path.section, list).last_mut(),
             None => self.sections.get_mut(path.section).expect("the section's name was checked"),
@@ -182,6 +188,7 @@ impl Loose {
             }
             Err(KeyError::Unknown) => {
                 let explanation = match path.list {
+                    _ if !is_explained => "unknown key".to_owned(),
                     Some((list, _)) => unknown_in(target, &format!("[[{}.{list}]]", path.section), key),
                     None => unknown_key(&self.sections, path.section, key),
                 };
@@ -271,17 +278,33 @@ fn key_names(section: &dyn Section) -> Vec<&'static str> {
     section.keys().iter().map(|key| key.name).chain(lists).collect()
 }
 
+/// The keys of a table as they stand in the text, so that the first mistakes are those of the first lines.
+fn in_text_order<'a, 'i>(
+    table: &'a DeTable<'i>,
+) -> Vec<(&'a Spanned<Cow<'i, str>>, &'a Spanned<DeValue<'i>>)> {
+    let mut keys: Vec<_> = table.iter().collect();
+    keys.sort_by_key(|(key, _)| key.span().start);
+    keys
+}
+
 /// The config file, to say where in it something stands.
 struct Source<'a> {
     text: &'a str,
     path: &'a Path,
+    /// Where each line but the first begins.
+    line_starts: Vec<usize>,
 }
 
-impl Source<'_> {
+impl<'a> Source<'a> {
+    fn new(text: &'a str, path: &'a Path) -> Self {
+        let line_starts = text.match_indices('\n').map(|(newline, _)| newline + 1).collect();
+        Source { text, path, line_starts }
+    }
+
     /// The text at `span`, cut to one line.
     fn given(&self, span: Range<usize>) -> Given {
         const SHOWN_CHARS_MAX: usize = 80;
-        let line = self.text.bytes().take(span.start).filter(|byte| *byte == b'\n').count() + 1;
+        let line = self.line_starts.partition_point(|start| *start <= span.start) + 1;
         let text = self.text.get(span).unwrap_or_default().trim();
         let first = text.lines().next().unwrap_or_default();
         let mut shown: String = first.chars().take(SHOWN_CHARS_MAX).collect();
@@ -293,10 +316,9 @@ impl Source<'_> {
 
     /// The line on which `offset` lies.
     fn line(&self, offset: usize) -> Given {
-        let is_newline = |byte: &u8| *byte == b'\n';
-        let (before, after) = self.text.as_bytes().split_at(offset.min(self.text.len()));
-        let start = before.iter().rposition(is_newline).map_or(0, |newline| newline + 1);
-        let end = before.len() + after.iter().position(is_newline).unwrap_or(after.len());
+        let next = self.line_starts.partition_point(|start| *start <= offset);
+        let start = next.checked_sub(1).map_or(0, |own| self.line_starts[own]);
+        let end = self.line_starts.get(next).map_or(self.text.len(), |next| next - 1);
         self.given(start..end)
     }
 }

@@ -1,4 +1,5 @@
 mod compression;
+mod hostile;
 mod optimizer;
 
 use super::*;
