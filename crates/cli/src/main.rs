@@ -5,6 +5,7 @@ mod commands;
 mod console;
 mod hang;
 mod launch;
+mod memory_limit;
 mod planning;
 mod started;
 

@@ -2,6 +2,7 @@
 
 use super::Uses;
 use super::machine::Machine;
+use crate::memory_limit::MemoryLimit;
 use serde::Serialize;
 use trireme_base::Bytes;
 use trireme_tensor::CpuFeatures;
@@ -54,10 +55,11 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
             "A kernel fills them with one thread: try [training] threads = half as many, and compare steps.",
         );
     }
-    if let Some(limit) = machine.memory_limit_bytes {
+    if let Some(bytes) = machine.memory_limit_bytes {
+        let limit = MemoryLimit { bytes, file: machine.memory_limit_file.clone() };
         warn(
-            format!("this process may use {} of the machine's memory", Bytes(limit)),
-            "The system kills what takes more: choose [training] local_batch_size and seq_len for it.",
+            format!("this process may not use all of the machine's memory, but {limit}"),
+            "Training refuses to start if it is predicted to take more, because the system would kill it.",
         );
     }
     if let Some(available) = machine.memory_available_bytes.filter(|bytes| *bytes < MEMORY_BYTES_MIN) {
@@ -115,6 +117,7 @@ mod tests {
             memory_bytes: Some(8 << 30),
             memory_available_bytes: Some(4 << 30),
             memory_limit_bytes: None,
+            memory_limit_file: None,
             huge_pages: Some("madvise".to_owned()),
             dev_shm_bytes: None,
             load: Some(0.1),
@@ -152,7 +155,7 @@ mod tests {
             (after(|machine, _| machine.num_cores = 4), "may use 2 of 4 cores"),
             (after(|_, uses| uses.threads = 3), "3 threads were measured where 2 cores"),
             (after(|machine, _| machine.threads_per_core = 2), "2 logical cores share"),
-            (after(|machine, _| machine.memory_limit_bytes = Some(1 << 30)), "may use 1.00GiB"),
+            (after(|machine, _| machine.memory_limit_bytes = Some(1 << 30)), "but 1.00GiB, the"),
             (after(|machine, _| machine.memory_available_bytes = Some(5 << 20)), "only 5.00MiB"),
             (after(|machine, _| machine.huge_pages = Some("never".to_owned())), "no huge pages"),
             (

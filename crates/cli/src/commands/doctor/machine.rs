@@ -1,5 +1,6 @@
 //! What the system tells of the machine.
 
+use crate::memory_limit::MemoryLimit;
 use serde::Serialize;
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -41,8 +42,10 @@ pub(super) struct Machine {
     pub(super) caches: Vec<Cache>,
     pub(super) memory_bytes: Option<u64>,
     pub(super) memory_available_bytes: Option<u64>,
-    /// What a container or a slice of the system limits this process to, if that is less.
+    /// The limit of this process's control group, if that is less.
     pub(super) memory_limit_bytes: Option<u64>,
+    /// The file that sets it.
+    pub(super) memory_limit_file: Option<PathBuf>,
     /// When the system gives huge pages: always, madvise or never.
     pub(super) huge_pages: Option<String>,
     /// Size of /dev/shm.
@@ -76,6 +79,8 @@ impl Machine {
             _ => 1,
         };
         let memory_bytes = bytes("MemTotal");
+        let limit = MemoryLimit::of_control_groups(root)
+            .filter(|limit| memory_bytes.is_none_or(|all| limit.bytes < all));
         Machine {
             processor: field(&processor, "model name").map(str::to_owned),
             architecture: std::env::consts::ARCH,
@@ -87,9 +92,8 @@ impl Machine {
             caches: system.caches(),
             memory_bytes,
             memory_available_bytes: bytes("MemAvailable"),
-            memory_limit_bytes: system
-                .memory_limit()
-                .filter(|limit| memory_bytes.is_none_or(|all| *limit < all)),
+            memory_limit_bytes: limit.as_ref().map(|limit| limit.bytes),
+            memory_limit_file: limit.and_then(|limit| limit.file),
             huge_pages: chosen(&system.text("sys/kernel/mm/transparent_hugepage/enabled")),
             dev_shm_bytes: rustix::fs::statvfs(root.join("dev/shm"))
                 .ok()
@@ -137,26 +141,6 @@ impl System<'_> {
             })
         };
         (0..16).map_while(cache).filter(|cache| !cache.name.ends_with('i')).collect()
-    }
-
-    /// The least of the limits of the control groups that this process is in.
-    fn memory_limit(&self) -> Option<u64> {
-        let groups = self.text("proc/self/cgroup");
-        let limits = groups.lines().flat_map(|line| {
-            // `0::/path` of the second version, `4:memory:/path` of the first.
-            let mut parts = line.splitn(3, ':').skip(1);
-            let (mount, file) = match parts.next() {
-                Some("") => ("sys/fs/cgroup", "memory.max"),
-                Some("memory") => ("sys/fs/cgroup/memory", "memory.limit_in_bytes"),
-                _ => return Vec::new(),
-            };
-            let group = PathBuf::from(parts.next().unwrap_or_default().trim_start_matches('/'));
-            group
-                .ancestors()
-                .filter_map(|group| number(self.text(Path::new(mount).join(group).join(file)).trim()))
-                .collect()
-        });
-        limits.min()
     }
 }
 
@@ -226,9 +210,9 @@ model name\t: Intel(R) Xeon(R) Platinum 8481C
             ("proc/meminfo", "MemTotal:  2048 kB\nMemFree: 1 kB\nMemAvailable:  1024 kB\n"),
             ("proc/loadavg", "1.25 0.5 0.25 3/85 2663\n"),
             ("proc/self/cgroup", "4:memory:/a/b\n3:cpu:/\n0::/\n"),
+            ("proc/self/mountinfo", "35 31 0:32 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory\n"),
             ("sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n"),
             ("sys/fs/cgroup/memory/a/memory.limit_in_bytes", "1000\n"),
-            ("sys/fs/cgroup/memory.max", "max\n"),
             ("sys/kernel/mm/transparent_hugepage/enabled", "always [madvise] never\n"),
             ("sys/class/dmi/id/sys_vendor", "QEMU\n"),
             ("sys/class/dmi/id/product_name", "Standard PC\n"),
@@ -258,6 +242,8 @@ model name\t: Intel(R) Xeon(R) Platinum 8481C
         assert_eq!(machine.caches, [cache("L1d", 48 << 10, 1), cache("L3", 2 << 20, 3)]);
         assert_eq!((machine.memory_bytes, machine.memory_available_bytes), (Some(2 << 20), Some(1 << 20)));
         assert_eq!((machine.memory_limit_bytes, machine.load), (Some(1000), Some(1.25)));
+        let file = Path::new("/sys/fs/cgroup/memory/a/memory.limit_in_bytes");
+        assert_eq!(machine.memory_limit_file.as_deref(), Some(file));
         assert_eq!(machine.huge_pages.as_deref(), Some("madvise"));
     }
 

@@ -1,0 +1,223 @@
+//! How much memory the processes of this host may take, and what says so.
+
+use rustix::system::sysinfo;
+use std::fmt;
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+use trireme_base::Bytes;
+
+/// A limit on the memory of all processes in a group, or of the machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct MemoryLimit {
+    pub(crate) bytes: u64,
+    /// The file of the control group that sets the limit; `None` if it is the machine's memory.
+    pub(crate) file: Option<PathBuf>,
+}
+
+impl MemoryLimit {
+    /// The lowest limit that applies to this process.
+    ///
+    /// Memory that other programs use at the moment does not lower it: the same run gets the same limit every time.
+    pub(crate) fn of_this_process() -> Self {
+        let system = sysinfo();
+        let machine =
+            MemoryLimit { bytes: system.totalram as u64 * u64::from(system.mem_unit.max(1)), file: None };
+        match Self::of_control_groups(Path::new("/")) {
+            Some(limit) if limit.bytes < machine.bytes => limit,
+            _ => machine,
+        }
+    }
+
+    /// The lowest limit of the control groups that this process belongs to, read from the files below `root`, which is `/`
+    /// except in tests.
+    pub(crate) fn of_control_groups(root: &Path) -> Option<Self> {
+        let text = |path: &str| fs::read_to_string(root.join(path)).unwrap_or_default();
+        let (groups, mounts) = (text("proc/self/cgroup"), text("proc/self/mountinfo"));
+        let hierarchies = groups.lines().filter_map(|line| Hierarchy::of(line, &mounts));
+        hierarchies.flat_map(|hierarchy| hierarchy.limits(root)).min_by_key(|limit| limit.bytes)
+    }
+}
+
+impl fmt::Display for MemoryLimit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bytes = Bytes(self.bytes);
+        match &self.file {
+            None => write!(f, "{bytes}, the memory of this machine"),
+            Some(file) => {
+                write!(f, "{bytes}, the limit of this process's control group ({})", file.display())
+            }
+        }
+    }
+}
+
+/// A tree of control groups that counts memory.
+struct Hierarchy {
+    /// Where it is mounted.
+    mount_point: PathBuf,
+    /// This process's group, relative to that.
+    group: PathBuf,
+    /// Files that hold a limit. Above `memory.high` the kernel slows processes down until they hardly run.
+    files: &'static [&'static str],
+}
+
+impl Hierarchy {
+    /// The hierarchy of a line of `/proc/self/cgroup`: `0::/path` in version 2, `4:memory:/path` in version 1.
+    fn of(line: &str, mounts: &str) -> Option<Self> {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (controllers, group) = (fields.next()?, Path::new(fields.next()?));
+        let has_memory = |options: &str| options.split(',').any(|option| option == "memory");
+        let is_unified = controllers.is_empty();
+        if !is_unified && !has_memory(controllers) {
+            return None;
+        }
+        let is_of_this = |mount: &Mount<'_>| match mount.kind {
+            "cgroup2" => is_unified,
+            "cgroup" => !is_unified && has_memory(mount.options),
+            _ => false,
+        };
+        let mount = mounts.lines().filter_map(Mount::parse).find(is_of_this)?;
+        // A container may see its own group as the root of the tree, under whatever name the host has for it.
+        let is_below = group.components().all(|component| component != Component::ParentDir);
+        let group = group.strip_prefix(mount.root).ok().filter(|_| is_below).unwrap_or(Path::new(""));
+        Some(Hierarchy {
+            mount_point: mount.point.into(),
+            group: group.strip_prefix("/").unwrap_or(group).to_owned(),
+            files: if is_unified { &["memory.max", "memory.high"] } else { &["memory.limit_in_bytes"] },
+        })
+    }
+
+    /// The limits of the group and of those around it; a group without a limit has `max` in its file.
+    fn limits(&self, root: &Path) -> Vec<MemoryLimit> {
+        let folders = self.group.ancestors().map(|group| self.mount_point.join(group));
+        let files = folders.flat_map(|folder| self.files.iter().map(move |file| folder.join(file)));
+        let limit = |file: PathBuf| {
+            let text = fs::read_to_string(root.join(file.strip_prefix("/").ok()?)).ok()?;
+            Some(MemoryLimit { bytes: text.trim().parse().ok()?, file: Some(file) })
+        };
+        files.filter_map(limit).collect()
+    }
+}
+
+/// A line of `/proc/self/mountinfo`, as far as it matters here.
+struct Mount<'a> {
+    /// The part of the file system that is mounted.
+    root: &'a str,
+    point: &'a str,
+    kind: &'a str,
+    options: &'a str,
+}
+
+impl<'a> Mount<'a> {
+    fn parse(line: &'a str) -> Option<Self> {
+        // Between the two parts stands any number of optional fields.
+        let (place, file_system) = line.split_once(" - ")?;
+        let mut place = place.split(' ').skip(3);
+        let mut file_system = file_system.split(' ');
+        Some(Mount {
+            root: place.next()?,
+            point: place.next()?,
+            kind: file_system.next()?,
+            options: file_system.nth(1)?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+31 23 0:28 / /sys/fs/cgroup rw - tmpfs tmpfs rw,mode=755
+32 31 0:29 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu
+35 31 0:32 / /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory
+41 31 0:38 / /sys/fs/cgroup/unified rw,relatime shared:9 master:1 - cgroup2 cgroup2 rw
+";
+    const CONTAINER: &str = "35 31 0:32 /docker/1 /sys/fs/cgroup/x rw - cgroup cgroup rw,cpu,memory\n";
+
+    /// The limit that is found, with its file below `/sys/fs/cgroup`.
+    fn found(groups: &str, mounts: &str, files: &[(&str, &str)]) -> Option<(u64, String)> {
+        let folder = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| {
+            let path = folder.path().join(path);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        write("proc/self/cgroup", groups);
+        write("proc/self/mountinfo", mounts);
+        files.iter().for_each(|(file, text)| write(&format!("sys/fs/cgroup/{file}"), text));
+        let limit = MemoryLimit::of_control_groups(folder.path())?;
+        let file = limit.file.unwrap();
+        Some((limit.bytes, file.strip_prefix("/sys/fs/cgroup").unwrap().to_str().unwrap().to_owned()))
+    }
+
+    #[test]
+    fn the_lowest_limit_of_all_groups_counts() {
+        let both = "4:memory:/a/b\n3:cpu:/\n0::/c/d\n";
+        let none = ("memory/a/b/memory.limit_in_bytes", "9223372036854771712\n");
+        for (groups, mounts, files, expected) in [
+            (
+                both,
+                MOUNTS,
+                &[none, ("memory/a/memory.limit_in_bytes", "1000\n")][..],
+                "memory/a/memory.limit_in_bytes",
+            ),
+            (both, MOUNTS, &[none, ("unified/c/d/memory.max", "1000\n")], "unified/c/d/memory.max"),
+            (
+                both,
+                MOUNTS,
+                &[("unified/memory.max", "max\n"), ("unified/c/memory.high", "1000\n")],
+                "unified/c/memory.high",
+            ),
+            // A container that sees no other group than its own.
+            (
+                "4:cpu,memory:/docker/1\n",
+                CONTAINER,
+                &[("x/memory.limit_in_bytes", "1000\n")],
+                "x/memory.limit_in_bytes",
+            ),
+            (
+                "4:memory:/docker/1/a\n",
+                CONTAINER,
+                &[("x/a/memory.limit_in_bytes", "1000\n")],
+                "x/a/memory.limit_in_bytes",
+            ),
+            (
+                "4:memory:/../other\n",
+                CONTAINER,
+                &[("x/memory.limit_in_bytes", "1000\n")],
+                "x/memory.limit_in_bytes",
+            ),
+            ("0::/../../x\n", MOUNTS, &[("unified/memory.max", "1000\n")], "unified/memory.max"),
+        ] {
+            assert_eq!(found(groups, mounts, files), Some((1000, expected.to_owned())), "{groups}");
+        }
+    }
+
+    #[test]
+    fn what_is_not_told_or_makes_no_sense_limits_nothing() {
+        let file = ("memory/memory.limit_in_bytes", "1000");
+        assert!(found("4:memory:/\n", MOUNTS, &[file]).is_some());
+        for (groups, mounts, text) in [
+            ("4:memory:/\n", MOUNTS, "max"),
+            ("4:memory:/\n", MOUNTS, "-5"),
+            ("4:memory:/\n", MOUNTS, ""),
+            ("4:memory:/\n", "", "1000"),
+            ("4:memory:/\n", "35 31 / -\n\n - cgroup cgroup memory\n", "1000"),
+            ("3:cpu:/\n", MOUNTS, "1000"),
+            ("0\n::\n:memory\n", MOUNTS, "1000"),
+            ("", MOUNTS, "1000"),
+        ] {
+            assert_eq!(found(groups, mounts, &[(file.0, text)]), None, "{groups}");
+        }
+    }
+
+    #[test]
+    fn a_limit_says_what_sets_it() {
+        let limit = MemoryLimit { bytes: 3 << 20, file: Some("/sys/fs/cgroup/a/memory.max".into()) };
+        let expected = "3.00MiB, the limit of this process's control group (/sys/fs/cgroup/a/memory.max)";
+        assert_eq!(limit.to_string(), expected);
+        let machine = MemoryLimit { file: None, ..limit };
+        assert_eq!(machine.to_string(), "3.00MiB, the memory of this machine");
+        assert!(MemoryLimit::of_this_process().bytes > 0);
+    }
+}
