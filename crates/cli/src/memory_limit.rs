@@ -42,10 +42,8 @@ impl fmt::Display for MemoryLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let bytes = Bytes(self.bytes);
         match &self.file {
-            None => write!(f, "{bytes}, the memory of this machine"),
-            Some(file) => {
-                write!(f, "{bytes}, the limit of this process's control group ({})", file.display())
-            }
+            None => write!(f, "the {bytes} of this machine"),
+            Some(file) => write!(f, "the {bytes} that the control group allows ({})", file.display()),
         }
     }
 }
@@ -214,10 +212,10 @@ mod tests {
     #[test]
     fn a_limit_says_what_sets_it() {
         let limit = MemoryLimit { bytes: 3 << 20, file: Some("/sys/fs/cgroup/a/memory.max".into()) };
-        let expected = "3.00MiB, the limit of this process's control group (/sys/fs/cgroup/a/memory.max)";
+        let expected = "the 3.00MiB that the control group allows (/sys/fs/cgroup/a/memory.max)";
         assert_eq!(limit.to_string(), expected);
         let machine = MemoryLimit { file: None, ..limit };
-        assert_eq!(machine.to_string(), "3.00MiB, the memory of this machine");
+        assert_eq!(machine.to_string(), "the 3.00MiB of this machine");
         assert!(MemoryLimit::of_this_process().bytes > 0);
     }
 }

@@ -18,12 +18,34 @@ pub struct MemoryBounds {
     pub device: usize,
     /// Of the host's memory for state that is not on the device.
     pub host: usize,
+    /// Of the machine's memory, which both of these are part of. Memory that several workers map counts for the one that it belongs to.
+    pub machine: usize,
 }
 
 impl MemoryBounds {
-    /// Whether a step that takes this stays within them.
+    /// No bounds.
+    pub const NONE: MemoryBounds = MemoryBounds { device: usize::MAX, host: usize::MAX, machine: usize::MAX };
+
+    /// Bytes by which a step passes the bound that it passes most; 0 if it fits.
+    pub fn excess(&self, prediction: &Prediction) -> usize {
+        self.device_excess(prediction).max(prediction.host.saturating_sub(self.host))
+    }
+
+    /// Whether a step fits.
     pub fn hold(&self, prediction: &Prediction) -> bool {
-        prediction.total() <= self.device && prediction.host <= self.host
+        self.excess(prediction) == 0
+    }
+
+    /// As `excess`, of the bounds that hold if less lies on the device.
+    fn device_excess(&self, prediction: &Prediction) -> usize {
+        let machine = prediction.on_machine().saturating_sub(self.machine);
+        machine.max(prediction.total().saturating_sub(self.device))
+    }
+
+    /// What a step may take of the device, if it differs from the one predicted only there.
+    pub(crate) fn device_total(&self, prediction: &Prediction) -> usize {
+        let beside = prediction.on_machine() as isize - prediction.total() as isize;
+        self.device.min(self.machine.saturating_add_signed(-beside))
     }
 }
 
@@ -60,7 +82,7 @@ pub struct Placing {
 /// first and used last, so as many blocks as are needed leave, from the first on (Huang et al., "SwapAdvisor", 2020, swaps by
 /// the same lifetimes, found by search); parameters, gradients and the optimizer's state are idle through all passes of other units,
 /// and leave as classes. All combinations of places are looked at. Cost: at most 81 programs, times the logarithm of the blocks.
-/// If nothing fits, of what fits with the host, or else of all, the places that take least of the device.
+/// If nothing fits, the places that pass their bounds least.
 pub fn fit_places(
     setup: &MemorySetup,
     open: &[StateClass],
@@ -81,7 +103,7 @@ pub fn fit_places(
         if bounds.hold(&found.prediction) && best.as_ref().is_none_or(is_cheaper) {
             best = Some(found);
         }
-        let rank = |placing: &Placing| (placing.prediction.host > bounds.host, placing.prediction.total());
+        let rank = |placing: &Placing| (bounds.excess(&placing.prediction), placing.prediction.total());
         smallest = if rank(&found) < rank(&smallest) { found } else { smallest };
     }
     best.unwrap_or(smallest)
@@ -129,7 +151,8 @@ impl<P: Fn(Offload) -> Program> Search<'_, P> {
     fn with_fewest_blocks(&self, places: Offload, open: &[StateClass]) -> Placing {
         let all = self.placing(places);
         let is_open = open.contains(&StateClass::Activations) && places.activations != Tier::Device;
-        if !is_open || all.prediction.total() > self.bounds.device {
+        let fits = |placing: &Placing| self.bounds.device_excess(&placing.prediction) == 0;
+        if !is_open || !fits(&all) {
             return all;
         }
         // So many suffice, and so many do not.
@@ -138,7 +161,7 @@ impl<P: Fn(Offload) -> Program> Search<'_, P> {
         while enough - too_few > 1 {
             let num_blocks = too_few + (enough - too_few) / 2;
             let placing = self.placing(Offload { num_blocks, ..places });
-            if placing.prediction.total() <= self.bounds.device {
+            if fits(&placing) {
                 (enough, found) = (num_blocks, placing);
             } else {
                 too_few = num_blocks;

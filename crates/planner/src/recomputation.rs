@@ -1,6 +1,7 @@
 //! The least recomputation that fits into a given memory.
 
 use crate::memory::walk;
+use crate::offload::MemoryBounds;
 use crate::setup::MemorySetup;
 use crate::usage::Prediction;
 use trireme_base::{Category, UnitPasses};
@@ -27,7 +28,7 @@ pub struct Choice {
 /// How often the room is cut back where a choice takes more than was reckoned with.
 const NUM_ATTEMPTS: usize = 8;
 
-/// The least recomputation with which `program` takes no more than `budget` bytes, as [`predict`](crate::predict) counts them,
+/// The least recomputation with which `program` takes no more than `bounds`, as [`predict`](crate::predict) counts,
 /// with that prediction; `program` makes the program of a choice, with one microbatch after the other.
 ///
 /// What all but activations take is looked at where every unit but the first and the last keeps its input; where another
@@ -35,22 +36,23 @@ const NUM_ATTEMPTS: usize = 8;
 /// what was tried, the choice that takes least.
 pub fn fit_keeps(
     setup: &MemorySetup,
-    budget: usize,
+    bounds: MemoryBounds,
     program: impl Fn(&[Keep]) -> Program,
 ) -> (Choice, Prediction) {
     let passes: Vec<UnitPasses> = setup.units.iter().map(|unit| unit.passes).collect();
     let least = inputs_only(&passes);
     let (others, prediction) = others(setup, &program(&least.keeps));
+    let mut room_total = bounds.device_total(&prediction);
     let mut smallest = (least, prediction);
-    let mut room_total = budget;
     for _ in 0..NUM_ATTEMPTS {
         let room: Vec<Room> = others.iter().map(|others| others.room(room_total)).collect();
         let Some(choice) = choose_keeps(&passes, &room) else { break };
         let found = crate::predict(setup, &program(&choice.keeps));
-        if found.total() <= budget {
+        let excess = bounds.excess(&found);
+        if excess == 0 {
             return (choice, found);
         }
-        room_total = room_total.saturating_sub(found.total() - budget);
+        room_total = room_total.saturating_sub(excess);
         smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
     }
     smallest

@@ -34,6 +34,11 @@ pub struct Prediction {
     pub line: usize,
     /// The host's memory that state takes, which lives there or passes through it, at most.
     pub host: usize,
+    /// The peak of all categories, without memory of other ranks that this one maps: what the rank adds to the memory in use
+    /// on its machine.
+    pub own: usize,
+    /// What the rank holds between steps, counted as `own`.
+    pub own_between_steps: usize,
 }
 
 impl Prediction {
@@ -41,12 +46,19 @@ impl Prediction {
     pub fn total(&self) -> usize {
         self.at_peak.total()
     }
+
+    /// What the rank adds to the memory in use on its machine, at most.
+    pub fn on_machine(&self) -> usize {
+        self.own + self.host
+    }
 }
 
 /// Bytes in use while a program is gone through.
 #[derive(Debug, Default)]
 pub(crate) struct Usage {
     current: CategoryBytes,
+    /// Bytes of other ranks' memory that are part of `current`.
+    mapped: usize,
     line: usize,
     /// Of each category at most since the line began.
     line_peaks: CategoryBytes,
@@ -72,6 +84,13 @@ impl Usage {
         if self.current.total() > self.found.total() {
             (self.found.at_peak, self.found.line) = (self.current, self.line);
         }
+        self.found.own = self.found.own.max(self.own());
+    }
+
+    /// Takes bytes of other ranks' memory, which they count as well. They stay mapped.
+    pub(crate) fn take_mapped(&mut self, bytes: usize) {
+        self.mapped += bytes;
+        self.take(Category::Communication, bytes);
     }
 
     pub(crate) fn give(&mut self, category: Category, bytes: usize) {
@@ -88,7 +107,13 @@ impl Usage {
         self.line_peaks
     }
 
+    /// What is in use now, without memory of other ranks.
+    fn own(&self) -> usize {
+        self.current.total() - self.mapped
+    }
+
+    /// What was found, after the last step.
     pub(crate) fn found(&self) -> Prediction {
-        self.found
+        Prediction { own_between_steps: self.own(), ..self.found }
     }
 }

@@ -1,6 +1,7 @@
 //! `trireme plan`.
 
 use crate::console::{Output, columns};
+use crate::memory_limit::MemoryLimit;
 use crate::planning::{Drawing, Plan, Source, Workers, advice, vocabulary_size};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
@@ -62,7 +63,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     let source = Source { path: &args.config, overrides: &overrides, world_size: None };
     let config = Config::load(source.path, source.overrides, None)?;
-    let (workers, vocabulary_size) = (Workers::local(&config), vocabulary_size(&config)?);
+    let limit = MemoryLimit::of_this_process();
+    let (workers, vocabulary_size) = (Workers::local(&config, &limit), vocabulary_size(&config)?);
     let plan = Plan::largest(&config, vocabulary_size, workers)?;
     let drawing = Drawing::new(&config, &plan)?;
     if args.save_schedule.is_some() {
@@ -94,8 +96,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     save(args.svg.as_deref(), || drawing.svg(&title))?;
     save(args.save_schedule.as_deref(), || drawing.schedule_text())?;
     Output.write_all(text.as_bytes())?;
-    if !plan.fits() {
-        bail!(advice(source, &config, &plan, vocabulary_size, workers));
+    if let Some(limit) = plan.passed() {
+        bail!(advice(source, &config, (&plan, limit), vocabulary_size, workers));
     }
     Ok(())
 }

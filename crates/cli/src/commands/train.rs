@@ -5,7 +5,8 @@ use crate::console::{Console, remark};
 use crate::launch::{
     LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers, this_command, work_in_world,
 };
-use crate::planning::{Plan, Source, Workers, advice, changes, measured, open_classes};
+use crate::memory_limit::MemoryLimit;
+use crate::planning::{Limit, Plan, Source, Workers, advice, changes, measured, open_classes};
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Result, anyhow, bail};
 use std::path::PathBuf;
@@ -65,7 +66,8 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     match environment {
         Some(environment) => work(config, source, &environment, started),
         None => {
-            let workers = Workers::local(&config);
+            let limit = MemoryLimit::of_this_process();
+            let workers = Workers::local(&config, &limit);
             let version = prepare_run(&config, source, workers)?;
             let config = with_corpus(config, version);
             match config.world_size() {
@@ -81,7 +83,7 @@ fn fitting_plan(
     config: &Config,
     source: Source<'_>,
     vocabulary_size: usize,
-    workers: Workers,
+    workers: Workers<'_>,
     chosen: Option<StepChoices>,
 ) -> Result<Plan> {
     let plan = Plan::new(config, vocabulary_size, workers, chosen)?;
@@ -93,10 +95,10 @@ fn refuse_excess(
     config: &Config,
     source: Source<'_>,
     vocabulary_size: usize,
-    workers: Workers,
+    workers: Workers<'_>,
 ) -> Result<Plan> {
-    if !plan.fits() {
-        bail!(advice(source, config, &plan, vocabulary_size, workers));
+    if let Some(limit) = plan.passed() {
+        bail!(advice(source, config, (&plan, limit), vocabulary_size, workers));
     }
     Ok(plan)
 }
@@ -217,7 +219,10 @@ fn prepare_and_train(
 ) -> Result<()> {
     agree_on_config(&config, &group)?;
     let own = match group.rank() {
-        Rank::ROOT => prepare_run(&config, source, Workers::of(&config, &group, local_world_size))?,
+        Rank::ROOT => {
+            let limit = MemoryLimit::of_this_process();
+            prepare_run(&config, source, Workers::of(&config, &group, local_world_size, &limit))?
+        }
         _ => 0,
     };
     let versions = group.all_gather_bytes(&own.to_le_bytes()).wait()?;
@@ -246,7 +251,8 @@ fn train(
 ) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
-    let workers = Workers::of(config, &group, local_world_size);
+    let limit = MemoryLimit::of_this_process();
+    let workers = Workers::of(config, &group, local_world_size, &limit);
     let vocabulary_size =
         Corpus::open(&config.data().folder).map_err(TrainError::from)?.train.vocabulary_size();
     let plan = common_plan(config, source, vocabulary_size, workers, &group)?;
@@ -256,8 +262,8 @@ fn train(
         TrainerOptions { num_threads: local_threads(config, local_world_size), started, memory_plan };
     let over_budget = |error: TrainError| match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
-            let sizes = (plan.prediction.total().max(*budget), *budget);
-            let changes = changes(source, config, sizes, vocabulary_size, workers);
+            let now = plan.prediction.total().max(*budget);
+            let changes = changes(source, config, (now, Limit::Device), vocabulary_size, workers);
             anyhow!("{error}\n{changes}")
         }
         None => error.into(),
@@ -272,7 +278,11 @@ fn train(
     let memory = memory_table(&trainer, &plan)?;
     let weights = match config.generate().num_tokens {
         0 => Ok(None),
-        _ => trainer.gather_parameters(),
+        _ => {
+            // Activations are no longer needed; the copy of the parameters takes their place.
+            trainer.executor().device().trim();
+            trainer.gather_parameters()
+        }
     };
     let weights = match weights {
         Err(error) if error.comm().is_some() => return Err(error.into()),
@@ -305,7 +315,7 @@ fn common_plan(
     config: &Config,
     source: Source<'_>,
     vocabulary_size: usize,
-    workers: Workers,
+    workers: Workers<'_>,
     group: &Group,
 ) -> Result<Plan> {
     let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;

@@ -1,6 +1,6 @@
 //! Changes of a config that would fit into its memory.
 
-use super::{Plan, Workers};
+use super::{Limit, Plan, Workers};
 use std::path::Path;
 use trireme_base::{Bytes, Category};
 use trireme_schedule::StateClass;
@@ -21,56 +21,54 @@ pub(crate) struct Source<'a> {
 /// Values for keys, which users may give as `--set`.
 type Change = Vec<String>;
 
-/// What a plan that does not fit takes, and what would fit in its place.
+/// Why a plan is refused that passes `limit`, and what would fit in its place.
 pub(crate) fn advice(
     source: Source<'_>,
     config: &Config,
-    plan: &Plan,
+    (plan, limit): (&Plan, Limit),
     vocabulary_size: usize,
-    workers: Workers,
+    workers: Workers<'_>,
 ) -> String {
-    let (total, bound) = (plan.prediction.total(), plan.bound.unwrap_or(usize::MAX));
+    let (taken, bound) = plan.taken(limit);
+    let [taken_bytes, excess, bound] = [taken, taken - bound, bound].map(|bytes| Bytes(bytes as u64));
     let share =
         |category: Category| format!("{category} {}", Bytes(plan.prediction.at_peak.get(category) as u64));
-    let shares: Vec<String> = Category::ALL.into_iter().map(share).collect();
-    if plan.excess() == 0 {
-        return host_advice(plan);
-    }
-    format!(
-        "a step is predicted to take {} of worker {}'s memory, {} more than the {} that it may; at the peak, {}, these are {}\n{}",
-        Bytes(total as u64),
-        plan.rank,
-        Bytes(plan.excess() as u64),
-        Bytes(bound as u64),
-        plan.prediction.moment(&plan.program),
-        shares.join(", "),
-        changes(source, config, (total, bound), vocabulary_size, workers)
-    )
+    let shares = Category::ALL.map(share).join(", ");
+    let moment = plan.prediction.moment(&plan.program);
+    let refusal = match limit {
+        Limit::Device => format!(
+            "a step is predicted to take {taken_bytes} of worker {}'s memory, {excess} more than the {bound} that it may; at the \
+             peak, {moment}, these are {shares}",
+            plan.rank
+        ),
+        Limit::Offload => {
+            return format!(
+                "the state that does not live on worker {}'s device is predicted to take {taken_bytes} of the host's memory, \
+                 {excess} more than the {bound} that it may; have more of it live on \"disk\" (docs/memory.md), take a smaller \
+                 [offload] prefetch, more workers on more hosts, or raise [memory] host_budget",
+                plan.rank
+            );
+        }
+        Limit::Host => format!(
+            "the workers of this host are predicted to take {taken_bytes} together, {excess} more than {}; worker {} takes the \
+             most, {}: at the peak, {moment}, these are {shares}",
+            plan.limit,
+            plan.rank,
+            Bytes(plan.prediction.on_machine() as u64)
+        ),
+    };
+    format!("{refusal}\n{}", changes(source, config, (taken, limit), vocabulary_size, workers))
 }
 
-/// What a plan takes whose device suffices, but not the host's memory.
-fn host_advice(plan: &Plan) -> String {
-    format!(
-        "the state that does not live on worker {}'s device is predicted to take {} of the host's memory, {} more than the {} that it \
-         may; have more of it live on \"disk\" (docs/memory.md), take a smaller [offload] prefetch, more workers on more \
-         hosts, or raise [memory] host_budget",
-        plan.rank,
-        Bytes(plan.prediction.host as u64),
-        Bytes(plan.host_excess() as u64),
-        Bytes(plan.host_bound as u64)
-    )
-}
-
-/// The changes of a config that takes `now`, which fit into `bound`: at most three, each with what it takes; or the one that
-/// takes least.
+/// The changes of a config that takes `now` of what is limited, which fit: at most three, each with what it takes; or the one
+/// that takes the least.
 pub(crate) fn changes(
     source: Source<'_>,
     config: &Config,
-    (now, bound): (usize, usize),
+    (now, limit): (usize, Limit),
     vocabulary_size: usize,
-    workers: Workers,
+    workers: Workers<'_>,
 ) -> String {
-    let total = |change: &Change| predicted(source, change, vocabulary_size, workers);
     let (mut tried, mut told) = (Vec::new(), Vec::new());
     let mut smallest: Option<(usize, Change)> = None;
     for family in candidates(config, source.world_size.is_none()) {
@@ -83,19 +81,20 @@ pub(crate) fn changes(
                 continue;
             }
             tried.push(change.clone());
-            let Some(total) = total(&change) else { continue };
-            if total < smallest.as_ref().map_or(now, |(least, _)| *least) {
-                smallest = Some((total, change.clone()));
+            let Some(plan) = planned(source, &change, vocabulary_size, workers) else { continue };
+            let (taken, _) = plan.taken(limit);
+            if taken < smallest.as_ref().map_or(now, |(least, _)| *least) {
+                smallest = Some((taken, change.clone()));
             }
-            if total <= bound {
-                told.push((total, change));
+            if plan.passed().is_none() {
+                told.push((taken, change));
                 break;
             }
         }
     }
-    let line = |(total, change): &(usize, Change)| {
+    let line = |(taken, change): &(usize, Change)| {
         let keys: Vec<String> = change.iter().map(|key| format!("--set {key}")).collect();
-        format!("\n    {:>10} with {}", Bytes(*total as u64), keys.join(" "))
+        format!("\n    {:>10} with {}", Bytes(*taken as u64), keys.join(" "))
     };
     match (told.is_empty(), smallest) {
         (false, _) => format!("  what would fit:{}", told.iter().map(line).collect::<String>()),
@@ -106,14 +105,18 @@ pub(crate) fn changes(
     }
 }
 
-/// What a step would take with a change, if the config allows it.
-fn predicted(source: Source<'_>, change: &Change, vocabulary_size: usize, workers: Workers) -> Option<usize> {
+/// The plan with a change, if the config allows it.
+fn planned(
+    source: Source<'_>,
+    change: &Change,
+    vocabulary_size: usize,
+    workers: Workers<'_>,
+) -> Option<Plan> {
     let overrides = [source.overrides, change].concat();
     let config = Config::load(source.path, &overrides, source.world_size).ok()?;
     let is_same = config.world_size() == workers.world_size;
-    let workers = if is_same { workers } else { Workers::local(&config) };
-    let plan = Plan::largest(&config, vocabulary_size, workers).ok()?;
-    (plan.host_excess() == 0).then(|| plan.prediction.total())
+    let workers = if is_same { workers } else { Workers::local(&config, workers.limit) };
+    Plan::largest(&config, vocabulary_size, workers).ok()
 }
 
 /// Families of changes, those that cost least first; within a family each takes less than the one before.
@@ -147,6 +150,15 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
     let workers = workers
         .map(|workers| change(&[&format!("launch.workers={workers}"), "parallelism.zero_stage=3", &global]));
     let more_workers: Vec<Change> = if may_start_workers { workers.collect() } else { Vec::new() };
+    // On one host, fewer workers hold fewer copies of the state.
+    let fewer = std::iter::successors(Some(config.world_size() / 2), |half| Some(half / 2));
+    let fewer = fewer.take_while(|&workers| may_start_workers && workers > 0);
+    let fewer_workers: Vec<Change> =
+        fewer.map(|workers| change(&[&format!("launch.workers={workers}"), &global])).collect();
+    let unsampled: Vec<Change> = match config.generate().num_tokens {
+        0 => Vec::new(),
+        _ => [change(&["generate.num_tokens=0"])].into(),
+    };
     let strongest = |family: &[Change]| family.last().cloned().unwrap_or_default();
     let [recompute, shard, moves, shrink, narrowed] =
         [&recomputed, &sharded, &moved, &smaller, &narrow].map(|f| strongest(f));
@@ -160,7 +172,8 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         [&recompute[..], &moves, &shrink, &narrowed].concat(),
     ];
     let combined = combined.into_iter().filter(|change| !change.is_empty()).map(|change| [change].into());
-    [recomputed, sharded, moved, smaller, narrow, more_workers].into_iter().chain(combined).collect()
+    let families = [unsampled, recomputed, sharded, moved, smaller, narrow, more_workers, fewer_workers];
+    families.into_iter().chain(combined).collect()
 }
 
 /// Classes of state that stay on the device and could leave it as it is.

@@ -64,16 +64,16 @@ impl Planning<'_> {
     fn choose_keeps(&self, choices: &mut StepChoices, reasons: &mut Vec<String>) -> bool {
         let places = choices.places;
         let setup = MemorySetup { places, ..self.setup.clone() };
-        let (choice, prediction) = fit_keeps(&setup, self.bounds.device, |keeps| {
+        let (choice, prediction) = fit_keeps(&setup, self.bounds, |keeps| {
             self.program(StepChoices { keeps: keeps.to_vec(), ..choices.clone() })
         });
-        let fits = prediction.total() <= self.bounds.device;
+        let fits = self.bounds.hold(&prediction);
         if fits {
             let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();
             let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
             reasons.push(format!(
                 "recomputation: for at most {} a worker, {}; that makes {share:.1} % of the forward pass again and takes {}",
-                Bytes(self.bounds.device as u64),
+                Bytes(self.bounds.device.min(self.bounds.machine) as u64),
                 describe_keeps(&choice.keeps),
                 Bytes(prediction.total() as u64)
             ));
@@ -120,7 +120,7 @@ impl Planning<'_> {
         };
         format!(
             "offload: for at most {} a worker, {moved}, and takes {} of the device and {} of the host's memory",
-            Bytes(self.bounds.device as u64),
+            Bytes(self.bounds.device.min(self.bounds.machine) as u64),
             Bytes(prediction.total() as u64),
             Bytes(prediction.host as u64)
         )

@@ -3,6 +3,7 @@
 mod alternatives;
 mod choices;
 mod drawing;
+mod limits;
 mod setup;
 
 #[cfg(test)]
@@ -11,7 +12,9 @@ mod tests;
 pub(crate) use alternatives::{Source, advice, changes};
 pub(crate) use choices::open_classes;
 pub(crate) use drawing::Drawing;
+pub(crate) use limits::Limit;
 
+use crate::memory_limit::MemoryLimit;
 use anyhow::Result;
 use choices::Planning;
 use setup::{Layout, memory_setup, passes};
@@ -23,7 +26,7 @@ use trireme_model::Model;
 use trireme_planner::{CategoryBytes, MemoryBounds, MemorySetup, Prediction, predict};
 use trireme_schedule::Program;
 use trireme_tensor::Device;
-use trireme_train::config::{self, ActivationCheckpointMode, Config, ModelSource, Transport};
+use trireme_train::config::{self, Config, ModelSource, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
     MemoryPlan, StepChoices, TrainError, device_options, executor_options, local_threads, model_config,
@@ -32,7 +35,7 @@ use trireme_train::{
 
 /// The workers of a run, as one of them sees them.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Workers {
+pub(crate) struct Workers<'a> {
     rank: usize,
     world_size: usize,
     /// On this host.
@@ -41,11 +44,13 @@ pub(crate) struct Workers {
     shares_memory: bool,
     /// Whose memory the group of this one takes a part of.
     num_sharing: usize,
+    /// What all workers of this host may take together.
+    limit: &'a MemoryLimit,
 }
 
-impl Workers {
+impl<'a> Workers<'a> {
     /// Those that the command starts on this host, seen by the first.
-    pub(crate) fn local(config: &Config) -> Self {
+    pub(crate) fn local(config: &Config, limit: &'a MemoryLimit) -> Self {
         let world_size = config.world_size();
         let shares_memory = matches!(config.comm().transport, Transport::Auto | Transport::Shm);
         Workers {
@@ -55,11 +60,17 @@ impl Workers {
             num_threads: local_threads(config, world_size),
             shares_memory,
             num_sharing: if shares_memory { world_size } else { 1 },
+            limit,
         }
     }
 
     /// Those of a group.
-    pub(crate) fn of(config: &Config, group: &Group, local_world_size: usize) -> Self {
+    pub(crate) fn of(
+        config: &Config,
+        group: &Group,
+        local_world_size: usize,
+        limit: &'a MemoryLimit,
+    ) -> Self {
         let num_sharing = match group.transport() {
             TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
             _ => 1,
@@ -71,11 +82,26 @@ impl Workers {
             num_threads: local_threads(config, local_world_size),
             shares_memory: group.transport() == TransportKind::Shm,
             num_sharing,
+            limit,
         }
+    }
+
+    /// For each place of the pipeline a worker, one of this host if there is any, and how many of them this host has there.
+    /// Neighbours share a host, as launchers number them.
+    fn by_place(self, config: &Config) -> Vec<(Workers<'a>, usize)> {
+        let data_degree = config.data_parallel_degree();
+        let first = self.rank / self.local_world_size * self.local_world_size;
+        let worker = |place: usize| {
+            let ranks = place * data_degree..(place + 1) * data_degree;
+            let near = ranks.start.max(first)..ranks.end.min(first + self.local_world_size);
+            let rank = if near.is_empty() { ranks.start } else { near.start };
+            (Workers { rank, ..self }, near.len())
+        };
+        (0..config.parallelism().pipeline_parallel_degree).map(worker).collect()
     }
 }
 
-impl fmt::Display for Workers {
+impl fmt::Display for Workers<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let workers = if self.world_size == 1 { "worker" } else { "workers" };
         write!(f, "{} {workers} x {} threads", self.world_size, self.num_threads)
@@ -92,20 +118,62 @@ pub(crate) struct Plan {
     pub(crate) program: Program,
     pub(crate) choices: StepChoices,
     pub(crate) prediction: Prediction,
-    /// What it has to stay within, if anything.
-    pub(crate) bound: Option<usize>,
-    /// The same of the host's memory for state that is not on the device.
-    pub(crate) host_bound: usize,
+    /// What the config bounds of it, and the worker's share of the host's limit.
+    bounds: MemoryBounds,
+    /// What all workers of this host are predicted to take together, and the limit on that.
+    on_host: usize,
+    limit: MemoryLimit,
     /// What was chosen and why, where something was to be chosen.
     pub(crate) reasons: Vec<String>,
 }
 
 impl Plan {
-    /// Plans a run over a corpus of `vocabulary_size`. `chosen` is what another worker has chosen.
+    /// The plan of one worker for a run over a corpus of `vocabulary_size`. `chosen` is what another worker has chosen.
     pub(crate) fn new(
         config: &Config,
         vocabulary_size: usize,
-        workers: Workers,
+        workers: Workers<'_>,
+        chosen: Option<StepChoices>,
+    ) -> Result<Self> {
+        let mut plan = Plan::of_worker(config, vocabulary_size, workers, chosen)?;
+        let place = |workers: Workers<'_>| workers.rank / config.data_parallel_degree();
+        let mut on_host = limits::launcher_bytes(workers);
+        for (worker, num_workers) in
+            workers.by_place(config).into_iter().filter(|(_, num_workers)| *num_workers > 0)
+        {
+            on_host += if place(worker) == place(workers) {
+                plan.host_bytes(config, num_workers)
+            } else {
+                let chosen = Some(plan.choices.clone());
+                Plan::of_worker(config, vocabulary_size, worker, chosen)?.host_bytes(config, num_workers)
+            };
+        }
+        plan.on_host = on_host;
+        Ok(plan)
+    }
+
+    /// The plan of the worker that needs the most memory, of one in each place of the pipeline; the first one chooses for all.
+    pub(crate) fn largest(config: &Config, vocabulary_size: usize, workers: Workers<'_>) -> Result<Self> {
+        let need = |plan: &Plan| (plan.prediction.host > plan.bounds.host, plan.prediction.total());
+        let mut places = workers.by_place(config).into_iter();
+        let (worker, num_workers) = places.next().expect("a pipeline has a place");
+        let mut largest = Plan::of_worker(config, vocabulary_size, worker, None)?;
+        let mut on_host = limits::launcher_bytes(workers) + largest.host_bytes(config, num_workers);
+        for (worker, num_workers) in places {
+            let plan = Plan::of_worker(config, vocabulary_size, worker, Some(largest.choices.clone()))?;
+            on_host += plan.host_bytes(config, num_workers);
+            if need(&plan) > need(&largest) {
+                largest = Plan { reasons: largest.reasons, ..plan };
+            }
+        }
+        Ok(Plan { on_host, ..largest })
+    }
+
+    /// As [`new`](Plan::new), without what the other workers of the host take.
+    fn of_worker(
+        config: &Config,
+        vocabulary_size: usize,
+        workers: Workers<'_>,
         chosen: Option<StepChoices>,
     ) -> Result<Self> {
         let device = Device::counting(device_options_without_budget(config, workers))?;
@@ -130,45 +198,14 @@ impl Plan {
         let make = if is_open { proven_programs } else { step_programs };
         let outline = make(config, &model, &given)?.swap_remove(rank).outline;
         let setup = memory_setup(&model, &device, &options, &optimizer, given.places, (layout, &outline))?;
-        let bound = bound(config, workers);
-        let host_bound = |device: usize| host_bound(config, workers, device);
-        let bounds =
-            MemoryBounds { device: bound.unwrap_or(usize::MAX), host: host_bound(bound.unwrap_or(0)) };
+        let bounds = limits::bounds(config, workers);
         let planning = Planning { config, model: &model, setup: &setup, bounds, rank };
-        let (choices, reasons) = if is_open { planning.choose(given) } else { (given, Vec::new()) };
+        let (choices, mut reasons) = if is_open { planning.choose(given) } else { (given, Vec::new()) };
+        reasons.extend(limits::budget_notice(config, workers, bounds));
         let program = step_programs(config, &model, &choices)?.swap_remove(rank);
         let prediction = predict(&MemorySetup { places: choices.places, ..setup }, &program);
-        let (rank, host_bound) = (workers.rank, host_bound(prediction.total()));
-        Ok(Plan { rank, model, passes, program, choices, prediction, bound, host_bound, reasons })
-    }
-
-    /// The plan of the worker that takes most, of one in each place of the pipeline; the first one chooses for all.
-    pub(crate) fn largest(config: &Config, vocabulary_size: usize, workers: Workers) -> Result<Self> {
-        let mut largest = Plan::new(config, vocabulary_size, workers, None)?;
-        for place in 1..config.parallelism().pipeline_parallel_degree {
-            let workers = Workers { rank: place * config.data_parallel_degree(), ..workers };
-            let plan = Plan::new(config, vocabulary_size, workers, Some(largest.choices.clone()))?;
-            let need = |plan: &Plan| (plan.host_excess() > 0, plan.prediction.total());
-            if need(&plan) > need(&largest) {
-                largest = Plan { reasons: largest.reasons, ..plan };
-            }
-        }
-        Ok(largest)
-    }
-
-    /// Bytes by which it passes what it has to stay within; 0 if it fits.
-    pub(crate) fn excess(&self) -> usize {
-        self.bound.map_or(0, |bound| self.prediction.total().saturating_sub(bound))
-    }
-
-    /// Whether it stays within what it may take.
-    pub(crate) fn fits(&self) -> bool {
-        self.excess() == 0 && self.host_excess() == 0
-    }
-
-    /// The same of the host's memory.
-    pub(crate) fn host_excess(&self) -> usize {
-        self.prediction.host.saturating_sub(self.host_bound)
+        let (rank, limit) = (workers.rank, workers.limit.clone());
+        Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
     }
 
     /// What the trainer is told of it.
@@ -204,34 +241,8 @@ fn num_local(num_shards: usize, local_world_size: usize) -> usize {
 }
 
 /// The prediction itself knows no budget.
-fn device_options_without_budget(config: &Config, workers: Workers) -> trireme_tensor::DeviceOptions {
+fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> trireme_tensor::DeviceOptions {
     trireme_tensor::DeviceOptions { budget: None, ..device_options(config, workers.num_threads) }
-}
-
-/// Bytes that a worker has to stay within.
-fn bound(config: &Config, workers: Workers) -> Option<usize> {
-    let bytes = |limit: config::ByteLimit| limit.0.map(|bytes| bytes.0 as usize);
-    let budget = bytes(config.memory().device_budget);
-    let checkpoint = config.activation_checkpoint();
-    match (checkpoint.mode, bytes(checkpoint.memory)) {
-        (ActivationCheckpointMode::Auto, Some(memory)) => {
-            Some(budget.map_or(memory, |budget| budget.min(memory)))
-        }
-        (ActivationCheckpointMode::Auto, None) => budget.or(Some(host_bytes() / workers.local_world_size)),
-        _ => budget,
-    }
-}
-
-fn host_bytes() -> usize {
-    let system = rustix::system::sysinfo();
-    system.totalram as usize * system.mem_unit.max(1) as usize
-}
-
-/// What the state that is not on the device may take of the host's memory, for one worker whose device takes `device` bytes of it.
-fn host_bound(config: &Config, workers: Workers, device: usize) -> usize {
-    let bytes = |limit: config::ByteLimit| limit.0.map(|bytes| bytes.0 as usize);
-    let share = host_bytes() / workers.local_world_size;
-    bytes(config.memory().host_budget).unwrap_or(share.saturating_sub(device))
 }
 
 /// The vocabulary of the config's corpus, or what it will be when it is prepared.

@@ -1,6 +1,7 @@
 //! Predictions against what real steps take.
 
 mod communication;
+mod limits;
 
 use super::setup::{Layout, memory_setup};
 use trireme_base::Category;

@@ -82,6 +82,19 @@ fn what_would_not_fit_is_refused_and_what_would_is_told() {
 }
 
 #[test]
+fn without_a_budget_the_machine_bounds_a_run() {
+    let scene = Scene::with_corpus();
+    let settings = "--workers 4096 --set training.global_batch_size=8192 --set model.hidden_size=1024";
+    for command in ["plan", "train"] {
+        let error = scene.refused_without_trace(&format!("{command} tiny.toml {settings}"));
+        tells(
+            &error,
+            &["predicted to take", "TiB together", "more than the", "worker 0", "at line", "launch.workers="],
+        );
+    }
+}
+
+#[test]
 fn auto_recomputes_as_little_as_fits() {
     let scene = Scene::with_corpus();
     let settings = "--workers 1 --set model.num_layers=6 --set activation_checkpoint.mode=auto";

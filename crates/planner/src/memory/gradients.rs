@@ -112,12 +112,12 @@ impl<'a> Gradients<'a> {
         let compression = &setup.units[unit].compression;
         match compression {
             Some(compression) => {
-                usage.take(Category::Communication, compression_bytes(setup, compression, len));
+                take_compression(setup, compression, len, usage);
             }
             None if self.is_sharded() => (),
             None => {
                 let num_bytes = len * if self.rounds { setup.reduce_dtype.size() } else { F32 };
-                usage.take(Category::Communication, setup.mapped_of_replicas(num_bytes));
+                usage.take_mapped(setup.mapped_of_replicas(num_bytes));
                 usage.take(Category::Gradients, if self.rounds { num_bytes } else { 0 });
             }
         }
@@ -128,7 +128,7 @@ impl<'a> Gradients<'a> {
         if self.has_shards && !setup.is_away(StateClass::Gradients) {
             let num_bytes = setup.units[unit].shard_len * self.shard_dtype().size();
             usage.take(Category::Gradients, num_bytes);
-            usage.take(Category::Communication, setup.mapped_of_replicas(num_bytes));
+            usage.take_mapped(setup.mapped_of_replicas(num_bytes));
         }
     }
 
@@ -288,13 +288,16 @@ impl<'a> Gradients<'a> {
     }
 }
 
-/// Bytes that the compressed reduction of `len` elements takes besides them.
-fn compression_bytes(setup: &MemorySetup, compression: &CompressionMemory, len: usize) -> usize {
-    let exchanged = |&num_bytes: &usize| num_bytes + setup.mapped_of_replicas(num_bytes);
-    let of_step = |rounds: &Vec<usize>| rounds.iter().map(exchanged).sum::<usize>();
-    let messages = compression.messages.iter().map(of_step).max().unwrap_or(0);
+/// Takes what the compressed reduction of `len` elements needs besides them: the most of any kind of step.
+fn take_compression(setup: &MemorySetup, compression: &CompressionMemory, len: usize, usage: &mut Usage) {
+    let mapped =
+        |messages: &[usize]| messages.iter().map(|&bytes| setup.mapped_of_replicas(bytes)).sum::<usize>();
+    let of_step = |messages: &Vec<usize>| (messages.iter().sum::<usize>(), mapped(messages));
+    let largest = compression.messages.iter().map(of_step).max_by_key(|(own, mapped)| own + mapped);
+    let (own, mapped) = largest.unwrap_or_default();
     let whole = if compression.sends_whole { setup.mapped_of_replicas(len * F32) } else { 0 };
-    compression.compressor_bytes + messages + whole
+    usage.take(Category::Communication, compression.compressor_bytes + own);
+    usage.take_mapped(mapped + whole);
 }
 
 /// Bytes of the batches in which short gradients travel, in the order of their reductions.

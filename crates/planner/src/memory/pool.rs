@@ -31,7 +31,7 @@ impl Pool {
         let num_bytes = len * self.element_bytes;
         usage.take(self.category, num_bytes);
         if self.is_mapped {
-            usage.take(Category::Communication, peer_bytes(self.group_size, num_bytes));
+            usage.take_mapped(peer_bytes(self.group_size, num_bytes));
         }
     }
 

@@ -44,3 +44,22 @@ fn a_peak_is_found_in_whichever_pass_it_is() {
     assert_eq!(found(Keep::Products, UnitPasses { backward_peak: 99, ..block }), (99, 8));
     assert_eq!(found(Keep::Input, UnitPasses { forward_peak: 99, ..block }), (109, 7));
 }
+
+#[test]
+fn memory_of_other_ranks_is_no_rank_s_own() {
+    let passes = UnitPasses { forward_peak: 64, backward_peak: 64, ..UnitPasses::default() };
+    let (len, num_units) = (1 << 10, 2);
+    let mut setup = MemorySetup::of_passes(&vec![passes; num_units], 0);
+    for unit in &mut setup.units {
+        (unit.len, unit.padded_len, unit.shard_len, unit.optimizer_bytes) = (len, len, len, 8 * len);
+    }
+    let program = single::program(num_units, 1, &[]);
+    let state = num_units * 16 * len;
+    let alone = predict(&setup, &program);
+    assert_eq!((alone.own, alone.own_between_steps), (alone.total(), state));
+    let (num_replicas, replicas_share_memory) = (2, true);
+    let shared = predict(&MemorySetup { num_replicas, replicas_share_memory, ..setup }, &program);
+    // Each of two replicas reduces half of the other's gradients where they lie.
+    assert_eq!(shared.total() - alone.total(), num_units * 2 * len);
+    assert_eq!((shared.own, shared.own_between_steps), (alone.own, state));
+}

@@ -59,10 +59,11 @@ proptest! {
     #[test]
     fn no_other_choice_fits_and_moves_less(
         num_units in 2..7_usize, stage in 0..4_usize, device in 1_000..9_000_usize, host in 0..9_000_usize,
+        machine in 1_000..18_000_usize,
     ) {
         let (setup, zero_stage) = (setup(num_units), ZeroStage::ALL[stage]);
         let program = |places| program(num_units, zero_stage, places);
-        let bounds = MemoryBounds { device, host };
+        let bounds = MemoryBounds { device, host, machine };
         let search = Search { setup: &setup, bounds, program: &program };
         let outline = program(Offload::default()).outline;
         let all = every_choice(&outline).into_iter().map(|places| search.placing(places));
@@ -79,7 +80,7 @@ fn the_first_blocks_leave_and_no_more_than_needed() {
     let (setup, open) = (setup(num_units), [StateClass::Activations]);
     let program = |places| program(num_units, ZeroStage::Zero, places);
     let all = predict(&setup, &program(Offload::default())).total();
-    let fit = |device| fit_places(&setup, &open, MemoryBounds { device, host: 1 << 20 }, program);
+    let fit = |device| fit_places(&setup, &open, MemoryBounds { device, ..MemoryBounds::NONE }, program);
     assert_eq!(fit(all).places.activations, Tier::Device);
     let found = fit(all - 640 - 1);
     assert_eq!((found.places.activations, found.places.num_blocks), (Tier::Host, 2));
@@ -96,7 +97,7 @@ fn what_the_host_has_no_room_for_goes_to_disk() {
     let program = |places| program(num_units, ZeroStage::One, places);
     let all = predict(&setup, &program(Offload::default())).total();
     let tier = |host| {
-        let bounds = MemoryBounds { device: all - 1, host };
+        let bounds = MemoryBounds { device: all - 1, host, ..MemoryBounds::NONE };
         let found = fit_places(&setup, &open, bounds, program);
         bounds.hold(&found.prediction).then_some(found.places.optimizer)
     };

@@ -84,7 +84,8 @@ proptest! {
         let budget = smallest + ((largest - smallest) as f64 * part) as usize - usize::from(part < 0.05);
         let fitting = choices.iter().filter(|choice| total(choice) <= budget);
         let expected = fitting.map(|choice| operations(&passes, choice)).min();
-        let (choice, found) = fit_keeps(&setup, budget, program);
+        let bounds = MemoryBounds { device: budget, ..MemoryBounds::NONE };
+        let (choice, found) = fit_keeps(&setup, bounds, program);
         prop_assert_eq!(found.total(), total(&choice.keeps));
         prop_assert_eq!(choice.operations, operations(&passes, &choice.keeps));
         let operations = (found.total() <= budget).then_some(choice.operations);

@@ -58,7 +58,7 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
     if let Some(bytes) = machine.memory_limit_bytes {
         let limit = MemoryLimit { bytes, file: machine.memory_limit_file.clone() };
         warn(
-            format!("this process may not use all of the machine's memory, but {limit}"),
+            format!("this process may use only {limit}"),
             "Training refuses to start if it is predicted to take more, because the system would kill it.",
         );
     }
@@ -155,7 +155,7 @@ mod tests {
             (after(|machine, _| machine.num_cores = 4), "may use 2 of 4 cores"),
             (after(|_, uses| uses.threads = 3), "3 threads were measured where 2 cores"),
             (after(|machine, _| machine.threads_per_core = 2), "2 logical cores share"),
-            (after(|machine, _| machine.memory_limit_bytes = Some(1 << 30)), "but 1.00GiB, the"),
+            (after(|machine, _| machine.memory_limit_bytes = Some(1 << 30)), "only the 1.00GiB of"),
             (after(|machine, _| machine.memory_available_bytes = Some(5 << 20)), "only 5.00MiB"),
             (after(|machine, _| machine.huge_pages = Some("never".to_owned())), "no huge pages"),
             (

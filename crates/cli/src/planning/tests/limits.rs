@@ -1,0 +1,148 @@
+//! What workers of one host may take together, and what is done about it.
+
+use crate::memory_limit::MemoryLimit;
+use crate::planning::{Limit, Plan, Source, Workers, advice};
+use tempfile::TempDir;
+use trireme_train::config::Config;
+
+const CONFIG: &str = "\
+[model]
+architecture = \"gpt2\"
+hidden_size = 64
+num_layers = 6
+num_heads = 2
+[data]
+inputs = [\"text.txt\"]
+[training]
+local_batch_size = 64
+seq_len = 128
+threads = 1
+";
+
+const VOCABULARY_SIZE: usize = 257;
+
+/// What a process takes beside what is predicted.
+const RESERVE: u64 = 16 << 20;
+
+struct Scene {
+    folder: TempDir,
+    overrides: Vec<String>,
+}
+
+impl Scene {
+    fn new(overrides: &[&str]) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("test.toml"), CONFIG).unwrap();
+        Scene { folder, overrides: overrides.iter().map(|&change| change.to_owned()).collect() }
+    }
+
+    /// The plan within a limit, and why it is refused.
+    fn plan(&self, bytes: u64) -> (Plan, Option<String>) {
+        let limit = MemoryLimit { bytes, file: Some("/sys/fs/cgroup/memory.max".into()) };
+        let path = self.folder.path().join("test.toml");
+        let source = Source { path: &path, overrides: &self.overrides, world_size: None };
+        let config = Config::load(source.path, source.overrides, None).unwrap();
+        let workers = Workers::local(&config, &limit);
+        let plan = Plan::largest(&config, VOCABULARY_SIZE, workers).unwrap();
+        let refusal = plan.passed().map(|limit| {
+            assert_eq!(limit, Limit::Host);
+            advice(source, &config, (&plan, limit), VOCABULARY_SIZE, workers)
+        });
+        (plan, refusal)
+    }
+
+    /// The least limit that the plan fits.
+    fn need(&self) -> u64 {
+        self.plan(u64::MAX).0.taken(Limit::Host).0 as u64
+    }
+}
+
+#[test]
+fn without_a_budget_the_host_s_limit_bounds_a_plan() {
+    let scene = Scene::new(&[]);
+    let need = scene.need();
+    assert_eq!(scene.plan(need).1, None);
+    let refusal = scene.plan(need - 1).1.unwrap();
+    for fact in [
+        "1B more than the",
+        "(/sys/fs/cgroup/memory.max)",
+        "worker 0",
+        "at line",
+        "activations",
+        "what would fit:",
+    ] {
+        assert!(refusal.contains(fact), "{fact}: {refusal}");
+    }
+    // What is said to fit does.
+    let changes: Vec<&str> =
+        refusal.lines().filter_map(|line| Some(line.split_once(" with --set ")?.1)).collect();
+    assert!(!changes.is_empty(), "{refusal}");
+    for change in changes {
+        let scene = Scene::new(&change.split(" --set ").collect::<Vec<_>>());
+        assert_eq!(scene.plan(need - 1).1, None, "{change}");
+    }
+}
+
+#[test]
+fn workers_share_the_limit_and_what_one_maps_of_another_counts_once() {
+    let mapped = |plan: &Plan| plan.prediction.total() - plan.prediction.own;
+    let [(one, _), (two, _)] =
+        ["1", "2"].map(|workers| Scene::new(&[&format!("launch.workers={workers}")]).plan(u64::MAX));
+    assert_eq!(mapped(&one), 0);
+    assert!(mapped(&two) > 0, "each reduces a part of the other's gradients in place");
+    let process = |plan: &Plan| (plan.prediction.own + plan.prediction.own / 32) as u64 + RESERVE;
+    assert_eq!(one.taken(Limit::Host).0 as u64, process(&one));
+    assert_eq!(
+        two.taken(Limit::Host).0 as u64,
+        2 * process(&two) + RESERVE,
+        "and the launcher is a process, too"
+    );
+}
+
+#[test]
+fn stages_of_a_pipeline_count_as_they_are() {
+    let settings =
+        ["launch.workers=2", "parallelism.pipeline_parallel_degree=2", "training.local_batch_size=8"];
+    let scene = Scene::new(&settings);
+    let (largest, _) = scene.plan(u64::MAX);
+    let twice_the_largest = 2 * (largest.prediction.own + largest.prediction.own / 32) as u64 + 3 * RESERVE;
+    let need = scene.need();
+    assert!(need < twice_the_largest, "{need}, {twice_the_largest}");
+    assert_eq!(scene.plan(need).1, None);
+}
+
+#[test]
+fn auto_stays_within_the_limit_without_a_budget() {
+    let all = Scene::new(&[]).need();
+    let recomputed = Scene::new(&["activation_checkpoint.mode=auto"]);
+    let (plan, refusal) = recomputed.plan(all * 9 / 10);
+    assert_eq!(refusal, None);
+    assert!(plan.reasons[0].contains("keep"), "{:?}", plan.reasons);
+    assert_eq!(recomputed.plan(all * 9 / 10).0.choices, plan.choices, "the same limit, the same choice");
+    let refusal = recomputed.plan(1 << 20).1.unwrap();
+    assert!(refusal.contains("nothing that was tried fits"), "{refusal}");
+}
+
+#[test]
+fn a_budget_above_the_limit_is_told_and_the_limit_counts() {
+    let all = Scene::new(&[]).need();
+    let scene = Scene::new(&["memory.device_budget=64GiB", "activation_checkpoint.mode=auto"]);
+    let (plan, refusal) = scene.plan(all * 9 / 10);
+    assert_eq!(refusal, None);
+    let told = plan.reasons.last().unwrap();
+    assert!(told.contains("device_budget = 64.00GiB is more than") && told.contains("memory.max"), "{told}");
+    let (plan, _) = scene.plan(128 << 30);
+    assert!(!plan.reasons.iter().any(|reason| reason.contains("device_budget")), "{:?}", plan.reasons);
+}
+
+#[test]
+fn a_sample_at_the_end_is_reckoned_with() {
+    let [without, with] = ["0", "8"].map(|num_tokens| {
+        let sample = format!("generate.num_tokens={num_tokens}");
+        Scene::new(&["training.local_batch_size=1", "training.seq_len=8", &sample])
+    });
+    let (plan, _) = without.plan(u64::MAX);
+    let held = plan.prediction.own + (with.need() - without.need()) as usize;
+    let state_and_copy = plan.prediction.own_between_steps + 4 * plan.model.table().num_elements();
+    assert!(held > state_and_copy && plan.prediction.own < state_and_copy, "{held}, {state_and_copy}");
+}
