@@ -127,9 +127,12 @@ fn virtual_environment(root: &Path, folder: &Path) -> Result<PathBuf> {
     Ok(python)
 }
 
-/// Runs a command that prints to the terminal.
+/// Runs a command and shows what it prints on the error output: the standard output is for the tables.
 fn succeed(command: &mut Command) -> Result<()> {
-    let status = command.status().with_context(|| format!("cannot start {}", line(command)))?;
+    let status = command
+        .stdout(std::io::stderr())
+        .status()
+        .with_context(|| format!("cannot start {}", line(command)))?;
     if !status.success() {
         bail!("{} failed: {status}", line(command));
     }
