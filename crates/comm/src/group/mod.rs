@@ -232,6 +232,11 @@ impl Group {
         Ok(())
     }
 
+    /// What has ended the group, as far as that is known; a peer that dies is noticed within half a second.
+    pub(crate) fn failure(&self) -> Option<CommError> {
+        self.messenger.as_ref()?.office().failure()
+    }
+
     pub(crate) fn arena(&self) -> Option<&Arc<Arena>> {
         self.arena.as_ref()
     }

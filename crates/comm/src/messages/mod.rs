@@ -174,6 +174,11 @@ impl Office {
         self.wake_all();
     }
 
+    /// What has failed whatever is issued from now on.
+    pub(crate) fn failure(&self) -> Option<CommError> {
+        self.lock().failure.clone()
+    }
+
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no thread panics while it holds the office")
     }

@@ -5,6 +5,7 @@ use super::hello::Place;
 use super::key::Key;
 use super::session::{Gate, Session};
 use super::wire::{has_hung_up, invalid, pauses, wait_for};
+use crate::CommError;
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
 use rustix::event::PollFlags;
@@ -26,6 +27,9 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
+
+/// How often to look whether those who are waited for may still come.
+const LOOK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +95,8 @@ pub(super) struct Members<'a> {
     pub(super) tls: Option<&'a Tls>,
     /// TCP connections to each member for each purpose but notices.
     pub(super) sockets_per_peer: usize,
+    /// What has ended a group that they are all in, if that is known: then some of them never connect.
+    pub(super) failure: &'a (dyn Fn() -> Option<CommError> + Sync),
 }
 
 impl Members<'_> {
@@ -245,14 +251,23 @@ fn answer(
     growing: &mut Growing,
     deadline: Instant,
 ) -> io::Result<()> {
-    let is_expected = |from: Rank, word: u64| {
+    let mut is_expected = |from: Rank, word: u64| {
         Errand::of(word).is_some_and(|errand| {
             from > members.own
                 && members.routes[from.0] == route
                 && growing.place(from.0, errand).is_some_and(|place| place.is_none())
         })
     };
-    let accepted = gate.next(deadline, is_expected)?;
+    let accepted = loop {
+        let next_look = deadline.min(Instant::now() + LOOK_INTERVAL);
+        match gate.next(next_look, &mut is_expected) {
+            Err(error) if error.kind() == io::ErrorKind::TimedOut && next_look < deadline => {}
+            accepted => break accepted?,
+        }
+        if let Some(failure) = (members.failure)() {
+            return Err(io::Error::other(failure));
+        }
+    };
     let errand = Errand::of(accepted.purpose).expect("only known errands are expected");
     let purpose = errand.purpose;
     let connection = match route {
@@ -319,7 +334,7 @@ fn local_name(meeting: u64) -> String {
 
 /// Connects to the socket at which a rank of this host is met. A rank that accepts nobody, for it is stopped, is waited for
 /// until the deadline; one that has ended refuses at once.
-fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
+pub(super) fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
     let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
     let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;
     // It is this timeout that bounds a wait for room in the listener's queue (unix(7), connect).
@@ -405,6 +420,7 @@ mod tests {
             arena_bytes_min: 0,
             tls: None,
             sockets_per_peer: 1,
+            failure: &|| None,
         };
         let errand = Errand { purpose: Purpose::Messages, index: 0 };
         let deadline = Instant::now() + Duration::from_secs(20);

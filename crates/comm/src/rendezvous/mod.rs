@@ -252,6 +252,7 @@ impl Connecting<'_> {
                 TransportChoice::Mpi => 1,
                 _ => self.options.group.sockets_per_peer,
             },
+            failure: &|| None,
         };
         mesh::connect(self.session, &members, self.listeners, deadline)
     }

@@ -203,6 +203,7 @@ impl Preparation {
                 TransportKind::Mpi => 1,
                 _ => parent.options().sockets_per_peer,
             },
+            failure: &|| parent.failure(),
         };
         // A world's own options for refusals are gone by now; strangers are turned away in silence.
         let refusals = Refusals::silent();
@@ -229,5 +230,47 @@ impl Preparation {
             _ => None,
         };
         Ok(Parts { rank: membership.own, hosts: self.hosts, rows, memory, seats, is_inproc })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{GroupOptions, inproc_world_with};
+    use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+    use std::time::Duration;
+
+    /// Rank 2 dies when it has made one of its connections to each of the others, which wait for the next.
+    #[test]
+    fn a_rank_that_dies_during_a_split_is_noticed_long_before_the_deadline() {
+        let options = GroupOptions { timeout: Duration::from_secs(3600), ..GroupOptions::default() };
+        let mut groups = inproc_world_with(3, &options);
+        let victim = groups.pop().unwrap();
+        std::thread::scope(|scope| {
+            for group in groups {
+                scope.spawn(move || {
+                    let failure = group.split(Some(0), 0).err().unwrap();
+                    assert!(matches!(failure, CommError::PeerLost { rank: Rank(2), .. }), "{failure}");
+                });
+            }
+            let membership = membership(&victim, Some(0), 0).unwrap().unwrap();
+            let prepared = Preparation::new(&victim, &membership).unwrap();
+            let offers = agree(&victim, "preparing to connect", Ok(prepared.offer.encode())).unwrap();
+            let offers: Vec<Offer> = offers.iter().map(|offer| Offer::decode(offer).unwrap()).collect();
+            let refusals = Refusals::silent();
+            let session = Session::new(&victim.home().key, &offers[0].nonce, Rank(2), 3, &refusals);
+            let soon = Instant::now() + Duration::from_secs(20);
+            let made = [0, 1].map(|lower| {
+                let socket = mesh::connect_local(offers[lower].place.meeting, soon).unwrap();
+                session.introduce(&socket, Rank(lower), 0, soon).unwrap();
+                socket
+            });
+            let died = catch_unwind(AssertUnwindSafe(|| {
+                let _victim = victim;
+                resume_unwind(Box::new("not printed"));
+            }));
+            assert!(died.is_err());
+            drop(made);
+        });
     }
 }
