@@ -4,8 +4,8 @@ use super::rust_text::{Line, RustFile, contains_word};
 /// Crates that are functions of their arguments alone.
 const PURE_CRATES: [&str; 2] = ["plan", "schedule"];
 
-/// Crates that talk to a person.
-const COMMAND_CRATES: [&str; 2] = ["cli", "xtask"];
+/// Crates that talk to a person; `testkit` says which tests are skipped.
+const COMMAND_CRATES: [&str; 3] = ["cli", "testkit", "xtask"];
 
 /// A test whose child process does nothing until it is killed: no event ends its wait.
 const CHILD_TO_BE_KILLED: &str = "crates/cli/src/launch/worker_processes.rs";
