@@ -148,8 +148,11 @@ fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers)
     if let Some(folder) = &config.model().init_from {
         ModelSource::open(folder).map_err(TrainError::from)?;
     }
-    let plan = Plan::largest(config, vocabulary_size, workers)?;
-    refuse_excess(plan, config, source, vocabulary_size, workers)?;
+    // Under a launcher of ours, the launcher has planned.
+    if error_log().is_none() {
+        let plan = Plan::largest(config, vocabulary_size, workers)?;
+        refuse_excess(plan, config, source, vocabulary_size, workers)?;
+    }
     Ok(())
 }
 
