@@ -114,6 +114,14 @@ pub enum DataError {
         /// The fraction asked for.
         fraction: f64,
     },
+    /// More tokenizing threads than can be fed.
+    #[error("{num_threads} tokenizing threads are more than {num_threads_max}, the most that there may be")]
+    TooManyThreads {
+        /// The threads asked for.
+        num_threads: usize,
+        /// The most there may be.
+        num_threads_max: usize,
+    },
     /// A vocabulary for training a BPE tokenizer that is too small or too large.
     #[error(
         "a BPE vocabulary of {vocabulary_size} is not in {smallest}..={largest}: the 256 bytes and \

@@ -38,6 +38,12 @@ pub enum DeviceError {
     /// Its memory could not be reserved.
     #[error("cannot reserve memory for the CPU device: {0}")]
     Reserve(#[source] std::io::Error),
+    /// More threads than a device may have.
+    #[error("{num_threads} threads are more than {}, the most that a device may have", Device::THREADS_MAX)]
+    TooManyThreads {
+        /// Threads asked for.
+        num_threads: usize,
+    },
     /// Its threads could not be started.
     #[error("cannot start {num_threads} kernel threads: {source}; set [training] threads lower")]
     Threads {
@@ -104,9 +110,12 @@ impl Device {
     /// Sizes of memory are rounded up to a multiple of so many bytes.
     pub const ALIGNMENT: usize = ALIGNMENT;
 
+    /// Threads that a device may have at most; more are refused before any is started.
+    pub const THREADS_MAX: usize = 1 << 12;
+
     /// The CPU, with threads of its own.
     pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
-        let num_threads = num_threads(options);
+        let num_threads = num_threads(options)?;
         let threads =
             ThreadPool::new(num_threads).map_err(|source| DeviceError::Threads { num_threads, source })?;
         let counter = Arc::new(MemoryCounter::new(options.budget));
@@ -117,7 +126,7 @@ impl Device {
     /// A device that counts what [`Device::cpu`] with these options would take and compute, and does neither: its memory is
     /// never touched, and its kernels check their arguments and end. What runs on it tells its own size.
     pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
-        let threads = ThreadPool::idle(num_threads(options));
+        let threads = ThreadPool::idle(num_threads(options)?);
         let counter = Arc::new(MemoryCounter::new(options.budget));
         let arena = Arena::reserve_bytes(COUNTING_BYTES, Arc::clone(&counter));
         Ok(Self::new(threads, options, arena.map_err(DeviceError::Reserve)?, counter))
@@ -452,10 +461,11 @@ impl Device {
 /// Of a normalisation for each element: two sums, a difference, a product with the weight, and a bias.
 const NORM_OPERATIONS: usize = 8;
 
-fn num_threads(options: DeviceOptions) -> usize {
+fn num_threads(options: DeviceOptions) -> Result<usize, DeviceError> {
     match options.num_threads {
-        0 => std::thread::available_parallelism().map_or(1, usize::from),
-        given => given,
+        0 => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
+        num_threads if num_threads > Device::THREADS_MAX => Err(DeviceError::TooManyThreads { num_threads }),
+        given => Ok(given),
     }
 }
 

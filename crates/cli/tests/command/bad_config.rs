@@ -120,3 +120,17 @@ fn arguments_that_cannot_be() {
     assert_eq!(outcome.code, Some(2));
     tells(&outcome.stderr, &["unrecognized subcommand 'trian'", "'train'"]);
 }
+
+#[test]
+fn more_threads_and_workers_than_there_can_be() {
+    let scene = Scene::with_corpus();
+    for (command, fact) in [
+        ("generate . --threads 99999", "99999 threads are more than 4096"),
+        ("prepare text.txt --out other --threads 99999", "99999 tokenizing threads are more than 256"),
+        ("train tiny.toml --set training.threads=99999", "from 0 to 4096"),
+        ("train tiny.toml --set launch.workers=99999", "from 1 to 4096"),
+        ("train tiny.toml --workers 99999", "from 1 to 4096"),
+    ] {
+        tells(&scene.refused_without_trace(command), &[fact]);
+    }
+}

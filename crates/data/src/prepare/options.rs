@@ -11,6 +11,9 @@ use std::thread;
 /// Changes whenever the same inputs and options give other files than before.
 const OUTPUT_VERSION: u32 = 1;
 
+/// One thread reads for all; it could not feed more than this.
+const THREADS_MAX: NonZeroUsize = NonZeroUsize::new(256).expect("256 is not 0");
+
 /// Which tokenizer turns the corpus into tokens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TokenizerChoice {
@@ -56,7 +59,7 @@ pub struct PrepareOptions {
     pub invalid_utf8: InvalidUtf8,
     /// The share of tokens held out for validation, in `0..1`.
     pub validation_fraction: f64,
-    /// Tokenizing threads, of which at most 256 are started; the output does not depend on it.
+    /// Tokenizing threads, at most 256; the output does not depend on them.
     pub num_threads: NonZeroUsize,
 }
 
@@ -72,13 +75,20 @@ impl PrepareOptions {
             extensions: Vec::new(),
             invalid_utf8: InvalidUtf8::Replace,
             validation_fraction: 0.05,
-            num_threads: thread::available_parallelism().unwrap_or(NonZeroUsize::MIN),
+            num_threads: thread::available_parallelism()
+                .map_or(NonZeroUsize::MIN, |cores| cores.min(THREADS_MAX)),
         }
     }
 
     pub(super) fn check(&self) -> Result<(), DataError> {
         if !(0.0..1.0).contains(&self.validation_fraction) {
             return Err(DataError::ValidationFraction { fraction: self.validation_fraction });
+        }
+        if self.num_threads > THREADS_MAX {
+            return Err(DataError::TooManyThreads {
+                num_threads: self.num_threads.get(),
+                num_threads_max: THREADS_MAX.get(),
+            });
         }
         let (smallest, largest) = (BPE_VOCABULARY_SIZE_MIN, VOCABULARY_SIZE_MAX);
         match self.tokenizer {

@@ -6,8 +6,6 @@ use std::panic::resume_unwind;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::thread;
 
-/// One thread reads for all; more than this could not be fed.
-const THREADS_MAX: usize = 256;
 /// Batches that may wait before and behind each tokenizing thread.
 const WAITING_BATCHES_MAX: usize = 2;
 
@@ -34,7 +32,7 @@ pub(super) fn tokenize(
     thread::scope(|scope| {
         let mut batches = Vec::new();
         let mut results = Vec::new();
-        for _ in 0..num_threads.get().min(THREADS_MAX) {
+        for _ in 0..num_threads.get() {
             let (batch_sender, batch_receiver) = sync_channel(WAITING_BATCHES_MAX);
             let (result_sender, result_receiver) = sync_channel(WAITING_BATCHES_MAX);
             batches.push(batch_sender);

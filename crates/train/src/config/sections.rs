@@ -13,6 +13,7 @@ use trireme_comm::{CodecName, GroupOptions};
 use trireme_optim::LossScaling;
 use trireme_parallel::ExecutorOptions;
 use trireme_schedule::collective::Algorithm;
+use trireme_tensor::Device;
 
 const LOSS_SCALE_MAX: u32 = LossScaling::SCALE_MAX;
 
@@ -154,7 +155,7 @@ config_section! {
         /// `growth_interval` of PyTorch's GradScaler).
         loss_scale_growth_interval: u64 = 2000, within 1..;
         /// Threads of each worker; 0 shares the cores of the host among its workers.
-        threads: usize = 0, within 0..=1 << 12;
+        threads: usize = 0, within 0..=Device::THREADS_MAX;
         /// `layout` gives the same bits for any number of workers and threads, at the same local and
         /// global_batch_size (workers, and microbatches of each, in powers of two); `run` gives them for this
         /// layout only, a little faster.
