@@ -19,6 +19,9 @@ pub(crate) const METADATA_KEY: &str = "__metadata__";
 /// Longest header that is read, the same as in the reference implementation.
 const HEADER_BYTES_MAX: u64 = 100_000_000;
 
+/// Tensors that a file may describe: several times as many as the largest models have in all of their files.
+const TENSORS_MAX: usize = 1 << 18;
+
 const LENGTH_BYTES: u64 = 8;
 
 const WRITE_BUFFER_BYTES: usize = 1 << 20;
@@ -46,6 +49,10 @@ pub(crate) fn read_header(path: &Path) -> Result<BTreeMap<String, HeaderEntry>, 
     }
     let mut header = vec![0; length as usize];
     file.read_exact(&mut header).map_err(reading(path))?;
+    // Each tensor is an object, and no escape stands for its brace.
+    if header.iter().filter(|&&byte| byte == b'{').count() > TENSORS_MAX {
+        return Err(damaged(path, format!("its header describes more than {TENSORS_MAX} tensors")));
+    }
     let header: Metadata = serde_json::from_slice(&header)
         .map_err(|error| damaged(path, format!("its header is invalid: {error}")))?;
     let data_start = LENGTH_BYTES + length;
@@ -252,6 +259,14 @@ mod tests {
             std::fs::write(&path, bytes).unwrap();
             assert!(matches!(read_header(&path), Err(CheckpointError::Damaged { .. })), "{header}");
         }
+        // Each would take some hundred bytes of memory, and microseconds.
+        let entry = |index: usize| format!(r#""{index}":{}"#, tensor("[0,0]", "[0]"));
+        let many = (0..=TENSORS_MAX).map(entry).collect::<Vec<_>>().join(",");
+        let header = format!("{{{many}}}");
+        let bytes = [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat();
+        std::fs::write(&path, bytes).unwrap();
+        let error = read_header(&path).unwrap_err().to_string();
+        assert!(error.contains("more than 262144 tensors"), "{error}");
         std::fs::write(&path, [&u64::MAX.to_le_bytes()[..], b"{}"].concat()).unwrap();
         assert!(matches!(read_header(&path), Err(CheckpointError::Damaged { .. })));
     }
