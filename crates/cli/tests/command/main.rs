@@ -4,6 +4,7 @@ mod bad_config;
 mod bad_text;
 mod bad_weights;
 mod common;
+mod control_groups;
 mod corpora;
 mod damage;
 mod deaths;

@@ -162,7 +162,6 @@ fn sizes_without_a_unit_and_unused_keys_are_mistakes() {
     for (setting, facts) in [
         ("memory.device_budget=lots", ["a size with a unit", "512MiB"]),
         ("activation_checkpoint.memory=1GiB", ["counts only with mode = ", "auto"]),
-        ("offload.activations=auto", ["state leave the device when that is full", "device_budget"]),
     ] {
         tells(&scene.refused_without_trace(&format!("plan tiny.toml --set {setting}")), &facts);
     }

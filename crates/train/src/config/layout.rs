@@ -81,7 +81,7 @@ config_section! {
         /// Blocks of a segment that is recomputed as one. Counts only with `mode = "every-k"`.
         every_k: usize = 2, within 1..=1 << 12;
         /// Memory of a worker within which to stay, of all categories together, such as "1.5GiB"; "none" takes `[memory]
-        /// device_budget`, or without that the worker's share of the host's memory. Counts only with `mode = "auto"`.
+        /// device_budget`. The worker's share of the host's limit bounds it in any case. Counts only with `mode = "auto"`.
         memory: ByteLimit = ByteLimit(None);
     }
 }
@@ -90,18 +90,19 @@ config_section! {
     /// The memory of each worker.
     Memory {
         /// What a worker may have in use at a time, of all categories together (docs/memory.md), such as "512MiB"; "none"
-        /// sets no bound. A run that is predicted to need more is refused before its first step.
+        /// sets no bound but the limit of the host: its memory, or what its control group allows. A run that is predicted to need
+        /// more than either is refused before its first step.
         device_budget: ByteLimit = ByteLimit(None);
         /// What the state of a worker may take that `[offload]` has live with the host, or pass through it, such as "8GiB";
-        /// "none" takes the worker's share of the host's memory, less what the worker's device takes of it.
+        /// "none" sets no bound but the limit of the host.
         host_budget: ByteLimit = ByteLimit(None);
     }
 }
 
 config_section! {
     /// Where the training state of a worker lives between its uses: on the `device`, in the memory of the `host`, or on `disk`.
-    /// What says `auto` leaves the device only if a step would not fit into `[memory] device_budget` otherwise: that of which
-    /// least has to move, to the host as far as that has memory, else to disk; of activations those of as many blocks as it
+    /// What says `auto` leaves the device only if a step would not fit into `[memory] device_budget` and the limit of the host
+    /// otherwise: that of which least has to move, to the host as far as that has memory, else to disk; of activations those of as many blocks as it
     /// takes. The plan is printed. Losses and weights have the same bits.
     Offload {
         /// What the optimizer keeps. Where that is not on the device, the host does the updates. Needs `zero_stage` from 1 on,

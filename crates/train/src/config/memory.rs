@@ -122,19 +122,6 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         &["offload.gradients", "training.global_batch_size"],
         || "gradients of several microbatches are summed in memory; take \"host\", or a larger local_batch_size".to_owned(),
     );
-    let budget = checks.loose.sections.memory.device_budget;
-    for (key, tier) in [
-        ("optimizer", optimizer),
-        ("parameters", offload.parameters),
-        ("gradients", gradients),
-        ("activations", offload.activations),
-    ] {
-        checks.require(
-            tier != Tier::Auto || budget.0.is_some(),
-            &[&format!("offload.{key}"), "memory.device_budget"],
-            || "\"auto\" has state leave the device when that is full; set [memory] device_budget, such as \"512MiB\"".to_owned(),
-        );
-    }
     let is_on_disk = is_on_disk(offload);
     for key in changed_keys(offload).filter(|key| ["folder", "timeout_seconds"].contains(key)) {
         checks.require(is_on_disk, &[&format!("offload.{key}")], || {

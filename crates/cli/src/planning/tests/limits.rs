@@ -119,6 +119,12 @@ fn auto_stays_within_the_limit_without_a_budget() {
     assert_eq!(refusal, None);
     assert!(plan.reasons[0].contains("keep"), "{:?}", plan.reasons);
     assert_eq!(recomputed.plan(all * 9 / 10).0.choices, plan.choices, "the same limit, the same choice");
+    // Moving state to the host's memory does not spare any of it: only a disk does.
+    let large = "training.local_batch_size=1024";
+    let moved = Scene::new(&["offload.activations=auto", large]);
+    let (plan, refusal) = moved.plan(Scene::new(&[large]).need() * 9 / 10);
+    assert_eq!(refusal, None);
+    assert!(plan.reasons[0].contains("(disk"), "{:?}", plan.reasons);
     let refusal = recomputed.plan(1 << 20).1.unwrap();
     assert!(refusal.contains("nothing that was tried fits"), "{refusal}");
 }

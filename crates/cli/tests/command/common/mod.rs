@@ -121,6 +121,16 @@ impl Scene {
         command
     }
 
+    /// The same, in the control group whose processes are listed in `group`.
+    pub(crate) fn command_in(&self, group: &Path, arguments: &str) -> Command {
+        let mut command = Command::new("sh");
+        let script = "echo $$ > \"$1\"; shift; exec \"$@\"";
+        command.args(["-c", script, "sh"]).arg(group).arg(env!("CARGO_BIN_EXE_trireme"));
+        command.args(arguments.split_whitespace());
+        self.prepare(&mut command);
+        command
+    }
+
     /// Makes a command run in the scene's folder, without a terminal and without another launcher's variables.
     pub(crate) fn prepare(&self, command: &mut Command) {
         let is_launchers = |name: &OsStr| {
