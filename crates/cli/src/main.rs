@@ -7,6 +7,7 @@ mod hang;
 mod launch;
 mod memory_limit;
 mod planning;
+mod simd;
 mod started;
 
 use clap::{Parser, Subcommand};
@@ -44,6 +45,8 @@ enum Command {
     Doctor(commands::doctor::DoctorArgs),
     Bench(commands::bench::BenchArgs),
     FlightRecorder(commands::flight_recorder::FlightRecorderArgs),
+    #[command(hide = true)]
+    ProveKernels(commands::prove_kernels::ProveKernelsArgs),
 }
 
 fn main() -> ExitCode {
@@ -60,6 +63,7 @@ fn main() -> ExitCode {
             Command::Doctor(args) => commands::doctor::run(&args),
             Command::Bench(args) => commands::bench::run(&args, started),
             Command::FlightRecorder(args) => commands::flight_recorder::run(&args),
+            Command::ProveKernels(args) => commands::prove_kernels::run(&args),
         });
     match result {
         Ok(()) => ExitCode::SUCCESS,

@@ -26,6 +26,7 @@ fn peak_memory_is_within_a_tenth_of_what_is_counted() {
             ])
             .args(["--workers", workers, "--model"])
             .arg(folder.path())
+            .env("XDG_CACHE_HOME", folder.path())
             .output()
             .unwrap();
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -28,13 +28,15 @@ use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, StepOutcome, StepPlan};
-use trireme_tensor::{Device, DeviceOptions, Parameters};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Parameters};
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone)]
 pub struct TrainerOptions {
     /// Threads of this worker.
     pub num_threads: usize,
+    /// Kernels use no higher SIMD level than this; `None` means the highest that the machine has.
+    pub features_max: Option<CpuFeatures>,
     /// When the command started, for `seconds_to_first_step`.
     pub started: Instant,
     /// What was planned for this worker's memory; alike on all workers but for the predictions. What the config leaves to a
@@ -130,7 +132,10 @@ impl<'a> Trainer<'a> {
         }
 
         let model_json = format!("{:#}\n", model.to_json());
-        let device = Device::cpu(device_options(config, options.num_threads))?;
+        let device = Device::cpu(DeviceOptions {
+            features_max: options.features_max,
+            ..device_options(config, options.num_threads)
+        })?;
         let model = Model::new(model, &device)?;
         let choices = match &options.memory_plan {
             Some(plan) => plan.choices.clone(),

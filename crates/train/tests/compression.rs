@@ -166,7 +166,8 @@ fn a_state_that_is_not_finite_is_refused() {
             10,
             &[&keys[..], &[&format!("checkpoint.resume={path:?}")]].concat(),
         );
-        let options = TrainerOptions { num_threads: 1, started: Instant::now(), memory_plan: None };
+        let options =
+            TrainerOptions { num_threads: 1, started: Instant::now(), memory_plan: None, features_max: None };
         Trainer::new(&config, trireme_comm::single(), options, &mut Silent)
             .err()
             .map(|error| error.to_string())

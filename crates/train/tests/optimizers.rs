@@ -106,6 +106,7 @@ fn a_group_that_no_parameter_belongs_to_ends_the_run_before_it_begins() {
         num_threads: 1,
         started: std::time::Instant::now(),
         memory_plan: None,
+        features_max: None,
     };
     let error = match trireme_train::Trainer::new(&config, trireme_comm::single(), options, &mut observer) {
         Err(error @ TrainError::Config(_)) => error.to_string(),

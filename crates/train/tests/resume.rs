@@ -315,6 +315,7 @@ fn another_order_of_samples_is_refused() {
             num_threads: 1,
             started: std::time::Instant::now(),
             memory_plan: None,
+            features_max: None,
         };
         let mut observer = trireme_train::Silent;
         let error = trireme_train::Trainer::new(&config, trireme_comm::single(), options, &mut observer);
@@ -357,6 +358,7 @@ fn a_fork_within_one_folder_is_refused() {
         num_threads: 1,
         started: std::time::Instant::now(),
         memory_plan: None,
+        features_max: None,
     };
     let mut observer = trireme_train::Silent;
     let error =

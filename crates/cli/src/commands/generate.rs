@@ -1,6 +1,7 @@
 //! `trireme generate`.
 
 use crate::console::{Output, remark};
+use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
 use std::path::PathBuf;
@@ -54,7 +55,10 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     if !(args.top_p > 0.0 && args.top_p <= 1.0) {
         bail!("--top-p is {}; it must be above 0 and at most 1", args.top_p);
     }
-    let device = Device::cpu(DeviceOptions { num_threads: args.threads, ..DeviceOptions::default() })?;
+    let simd = Simd::choose(Proof::Cached)?;
+    simd.warn();
+    let (num_threads, features_max) = (args.threads, Some(simd.level));
+    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
     let LoadedModel { model, parameters, notices } = load_model(&args.path, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;

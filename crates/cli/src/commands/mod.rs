@@ -9,5 +9,6 @@ pub(crate) mod flight_recorder;
 pub(crate) mod generate;
 pub(crate) mod plan;
 pub(crate) mod prepare;
+pub(crate) mod prove_kernels;
 pub(crate) mod report;
 pub(crate) mod train;

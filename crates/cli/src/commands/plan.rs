@@ -3,6 +3,7 @@
 use crate::console::{Output, columns};
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Drawing, Plan, Source, Workers, advice, vocabulary_size};
+use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -64,7 +65,10 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let source = Source { path: &args.config, overrides: &overrides, world_size: None };
     let config = Config::load(source.path, source.overrides, None)?;
     let limit = MemoryLimit::of_this_process();
-    let (workers, vocabulary_size) = (Workers::local(&config, &limit), vocabulary_size(&config)?);
+    let simd = Simd::choose(Proof::Cached)?;
+    simd.warn();
+    let workers = Workers::local(&config, &limit, simd.level);
+    let vocabulary_size = vocabulary_size(&config)?;
     let plan = Plan::largest(&config, vocabulary_size, workers)?;
     let drawing = Drawing::new(&config, &plan)?;
     if args.save_schedule.is_some() {

@@ -7,6 +7,7 @@ use crate::launch::{
 };
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Limit, Plan, Source, Workers, advice, changes, measured, open_classes};
+use crate::simd::{Proof, Simd};
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Result, anyhow, bail};
 use std::path::PathBuf;
@@ -17,7 +18,7 @@ use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice
 use trireme_data::{Corpus, Sampler, bigram_baseline};
 use trireme_model::Sampling;
 use trireme_planner::{CategoryBytes, table};
-use trireme_tensor::{OverBudget, Parameters};
+use trireme_tensor::{CpuFeatures, OverBudget, Parameters};
 use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Transport};
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunCorpus, RunLock, RunSummary, SampleSettings,
@@ -63,16 +64,23 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     let world_size = environment.as_ref().map(|environment| environment.world_size);
     let source = Source { path: &args.config, overrides: &overrides, world_size };
     let config = Config::load(source.path, source.overrides, source.world_size)?;
+    let simd = Simd::choose(Proof::Cached)?;
     match environment {
-        Some(environment) => work(config, source, &environment, started),
+        Some(environment) => {
+            if environment.local_rank == 0 {
+                simd.warn();
+            }
+            work(config, source, &environment, started, simd.level)
+        }
         None => {
+            simd.warn();
             let limit = MemoryLimit::of_this_process();
-            let workers = Workers::local(&config, &limit);
+            let workers = Workers::local(&config, &limit, simd.level);
             let version = prepare_run(&config, source, workers)?;
             let config = with_corpus(config, version);
             match config.world_size() {
-                1 => train(&config, source, single(), 1, started),
-                _ => launch(&config, started),
+                1 => train(&config, source, single(), 1, started, simd.level),
+                _ => launch(&config, started, &simd),
             }
         }
     }
@@ -161,7 +169,7 @@ fn log_folder(config: &Config) -> PathBuf {
 }
 
 /// Starts the workers of this host and waits for them.
-fn launch(config: &Config, started: Instant) -> Result<()> {
+fn launch(config: &Config, started: Instant, simd: &Simd) -> Result<()> {
     let log_folder = log_folder(config);
     std::fs::create_dir_all(&log_folder)
         .map_err(|source| TrainError::RunFolder { path: log_folder.clone(), source })?;
@@ -174,14 +182,20 @@ fn launch(config: &Config, started: Instant) -> Result<()> {
     let command = this_command()?;
     run_local_workers(world, |_| {
         let mut worker = std::process::Command::new(command.get_program());
-        worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started));
+        worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started)).envs([simd.variable()]);
         worker
     })?;
     Ok(())
 }
 
 /// One worker of a world that a launcher has started.
-fn work(config: Config, source: Source<'_>, environment: &WorkerEnvironment, started: Instant) -> Result<()> {
+fn work(
+    config: Config,
+    source: Source<'_>,
+    environment: &WorkerEnvironment,
+    started: Instant,
+    features: CpuFeatures,
+) -> Result<()> {
     let comm = config.comm();
     let timeout = Duration::from_secs_f64(comm.timeout_seconds);
     let options = JoinOptions {
@@ -209,7 +223,7 @@ fn work(config: Config, source: Source<'_>, environment: &WorkerEnvironment, sta
     };
     let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
     work_in_world(options, Some(recorder_folder), |group| {
-        prepare_and_train(config, source, group, environment.local_world_size, started)
+        prepare_and_train(config, source, group, environment.local_world_size, started, features)
     })
 }
 
@@ -219,19 +233,20 @@ fn prepare_and_train(
     group: Group,
     local_world_size: usize,
     started: Instant,
+    features: CpuFeatures,
 ) -> Result<()> {
     agree_on_config(&config, &group)?;
     let own = match group.rank() {
         Rank::ROOT => {
             let limit = MemoryLimit::of_this_process();
-            prepare_run(&config, source, Workers::of(&config, &group, local_world_size, &limit))?
+            prepare_run(&config, source, Workers::of(&config, &group, local_world_size, &limit, features))?
         }
         _ => 0,
     };
     let versions = group.all_gather_bytes(&own.to_le_bytes()).wait()?;
     let version = versions[0].as_slice().try_into().map_or(1, u64::from_le_bytes);
     let config = with_corpus(config, version);
-    train(&config, source, group, local_world_size, started)
+    train(&config, source, group, local_world_size, started, features)
 }
 
 /// The files for TLS; the config has all of them or none.
@@ -251,18 +266,19 @@ fn train(
     group: Group,
     local_world_size: usize,
     started: Instant,
+    features: CpuFeatures,
 ) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
     let limit = MemoryLimit::of_this_process();
-    let workers = Workers::of(config, &group, local_world_size, &limit);
+    let workers = Workers::of(config, &group, local_world_size, &limit, features);
     let vocabulary_size =
         Corpus::open(&config.data().folder).map_err(TrainError::from)?.train.vocabulary_size();
     let plan = common_plan(config, source, vocabulary_size, workers, &group)?;
     plan.reasons.iter().for_each(|reason| console.notice(reason));
     let memory_plan = Some(plan.memory_plan());
-    let options =
-        TrainerOptions { num_threads: local_threads(config, local_world_size), started, memory_plan };
+    let num_threads = local_threads(config, local_world_size);
+    let options = TrainerOptions { num_threads, features_max: Some(features), started, memory_plan };
     let over_budget = |error: TrainError| match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
             let now = plan.prediction.total().max(*budget);

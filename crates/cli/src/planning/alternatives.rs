@@ -115,7 +115,7 @@ fn planned(
     let overrides = [source.overrides, change].concat();
     let config = Config::load(source.path, &overrides, source.world_size).ok()?;
     let is_same = config.world_size() == workers.world_size;
-    let workers = if is_same { workers } else { Workers::local(&config, workers.limit) };
+    let workers = if is_same { workers } else { Workers::local(&config, workers.limit, workers.features) };
     Plan::largest(&config, vocabulary_size, workers).ok()
 }
 

@@ -25,7 +25,7 @@ use trireme_data::{Corpus, Tokenizer};
 use trireme_model::Model;
 use trireme_planner::{CategoryBytes, MemoryBounds, MemorySetup, Prediction, predict};
 use trireme_schedule::Program;
-use trireme_tensor::Device;
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ModelSource, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
@@ -41,6 +41,8 @@ pub(crate) struct Workers<'a> {
     /// On this host.
     local_world_size: usize,
     num_threads: usize,
+    /// The SIMD level of their kernels, on which scratch memory depends.
+    features: CpuFeatures,
     shares_memory: bool,
     /// Whose memory the group of this one takes a part of.
     num_sharing: usize,
@@ -50,7 +52,7 @@ pub(crate) struct Workers<'a> {
 
 impl<'a> Workers<'a> {
     /// Those that the command starts on this host, seen by the first.
-    pub(crate) fn local(config: &Config, limit: &'a MemoryLimit) -> Self {
+    pub(crate) fn local(config: &Config, limit: &'a MemoryLimit, features: CpuFeatures) -> Self {
         let world_size = config.world_size();
         let shares_memory = matches!(config.comm().transport, Transport::Auto | Transport::Shm);
         Workers {
@@ -58,6 +60,7 @@ impl<'a> Workers<'a> {
             world_size,
             local_world_size: world_size,
             num_threads: local_threads(config, world_size),
+            features,
             shares_memory,
             num_sharing: if shares_memory { world_size } else { 1 },
             limit,
@@ -70,6 +73,7 @@ impl<'a> Workers<'a> {
         group: &Group,
         local_world_size: usize,
         limit: &'a MemoryLimit,
+        features: CpuFeatures,
     ) -> Self {
         let num_sharing = match group.transport() {
             TransportKind::Shm | TransportKind::ShmAndTcp => local_world_size,
@@ -80,6 +84,7 @@ impl<'a> Workers<'a> {
             world_size: group.world_size(),
             local_world_size,
             num_threads: local_threads(config, local_world_size),
+            features,
             shares_memory: group.transport() == TransportKind::Shm,
             num_sharing,
             limit,
@@ -241,8 +246,9 @@ fn num_local(num_shards: usize, local_world_size: usize) -> usize {
 }
 
 /// The prediction itself knows no budget.
-fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> trireme_tensor::DeviceOptions {
-    trireme_tensor::DeviceOptions { budget: None, ..device_options(config, workers.num_threads) }
+fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> DeviceOptions {
+    let features_max = Some(workers.features);
+    DeviceOptions { features_max, budget: None, ..device_options(config, workers.num_threads) }
 }
 
 /// The vocabulary of the config's corpus, or what it will be when it is prepared.

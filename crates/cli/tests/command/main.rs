@@ -17,5 +17,6 @@ mod measuring;
 mod memory;
 mod pipeline;
 mod places;
+mod simd;
 mod strangers;
 mod traces;

@@ -38,7 +38,11 @@ pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more:
 
 /// A trainer for one rank.
 pub(crate) fn trainer<'a>(config: &'a Config, group: Group, observer: &'a mut dyn Observer) -> Trainer<'a> {
-    let options =
-        TrainerOptions { num_threads: config.training().threads, started: Instant::now(), memory_plan: None };
+    let options = TrainerOptions {
+        num_threads: config.training().threads,
+        started: Instant::now(),
+        memory_plan: None,
+        features_max: None,
+    };
     Trainer::new(config, group, options, observer).unwrap()
 }

@@ -3,6 +3,7 @@
 use super::seconds;
 use super::step::{parse_precision, read_model};
 use crate::console::{Measuring, Output};
+use crate::simd::{Proof, Simd};
 use anyhow::{Result, bail};
 use serde::Serialize;
 use std::io::Write;
@@ -158,7 +159,10 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
         0 => trireme_train::share_of_cores(1),
         threads => threads,
     };
-    let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() })?;
+    let simd = Simd::choose(Proof::Cached)?;
+    simd.warn();
+    let features_max = Some(simd.level);
+    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
     let probe = Probe::new(&device, args.seconds);
     let measuring = Measuring::new();
     measuring.tell("memory");

@@ -7,6 +7,7 @@ mod schedule;
 mod step;
 
 use crate::launch::{LaunchError, LocalWorld, run_local_workers, this_command};
+use crate::simd::Simd;
 use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
@@ -50,8 +51,8 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
 }
 
 /// Starts this command again for each worker, and waits until all have ended. If one dies, its log and the flight recorders'
-/// reports stay in a folder like that of a run.
-fn launch_workers(num_workers: usize, started: Instant) -> Result<()> {
+/// reports stay in a folder like that of a run. `simd` is what their kernels use, if they have any.
+fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
     std::fs::create_dir_all(&folder)
         .with_context(|| format!("cannot make the folder {}", folder.display()))?;
@@ -61,7 +62,7 @@ fn launch_workers(num_workers: usize, started: Instant) -> Result<()> {
     let command = this_command()?;
     let ended = run_local_workers(world, |_| {
         let mut worker = std::process::Command::new(command.get_program());
-        worker.args(command.get_args());
+        worker.args(command.get_args()).envs(simd.map(Simd::variable));
         worker.env(STARTED_VARIABLE, to_variable(started)).env(RECORDER_VARIABLE, &recorder_folder);
         worker
     });

@@ -3,6 +3,7 @@
 use super::{launch_workers, recorder_folder};
 use crate::console::Output;
 use crate::launch::{WorkerEnvironment, join_options, work_in_world};
+use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::io::Write;
@@ -18,7 +19,7 @@ use trireme_parallel::{
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
-use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
+use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_train::FP8_NOTICE;
 
 /// Time training steps of a model with random weights.
@@ -97,7 +98,7 @@ pub(crate) struct StepArgs {
 }
 
 pub(super) fn parse_precision(text: &str) -> Result<Precision, String> {
-    [Precision::F32, Precision::Bf16, Precision::F16]
+    Precision::ALL
         .into_iter()
         .find(|precision| precision.to_string() == text)
         .ok_or_else(|| "expected f32, bf16 or f16".to_owned())
@@ -177,21 +178,26 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
     if args.reduce_dtype == Precision::F16 && args.dtype != Precision::F16 {
         bail!("--reduce-dtype f16 needs a loss scale; add --dtype f16, or take bf16");
     }
-    match WorkerEnvironment::of_this_process()? {
+    let environment = WorkerEnvironment::of_this_process()?;
+    let simd = Simd::choose(Proof::Cached)?;
+    if environment.as_ref().is_none_or(|environment| environment.local_rank == 0) {
+        simd.warn();
+    }
+    match environment {
         Some(environment) => {
             let options = JoinOptions {
                 transport: args.transport,
                 job: "bench".to_owned(),
                 ..join_options(&environment, None)?
             };
-            work_in_world(options, recorder_folder(), |group| measure(args, group, started))
+            work_in_world(options, recorder_folder(), |group| measure(args, group, started, simd.level))
         }
         None if args.workers > 1 => {
             // Before workers start, for each of them would find the same mistake.
             read_model(&args.model)?;
-            launch_workers(args.workers, started)
+            launch_workers(args.workers, started, Some(&simd))
         }
-        None => measure(args, single(), started),
+        None => measure(args, single(), started, simd.level),
     }
 }
 
@@ -285,13 +291,14 @@ fn offload_options(args: &StepArgs, device: &Device) -> Result<OffloadOptions> {
     Ok(OffloadOptions { places, host: device.host()?, folder: args.offload_folder.clone(), ..none })
 }
 
-fn measure(args: &StepArgs, world: Group, started: Instant) -> Result<()> {
+fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeatures) -> Result<()> {
     let (rank, world_size) = (world.rank(), world.world_size());
     let num_threads = match args.threads {
         0 => trireme_train::share_of_cores(world_size),
         threads => threads,
     };
-    let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() })?;
+    let features_max = Some(features);
+    let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
     // Independent workers meet again when they tell what they found.
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let mut executor = build(args, group, &device)?;

@@ -1,7 +1,7 @@
 //! What will hurt on this machine, and what to do about it.
 
-use super::Uses;
 use super::machine::Machine;
+use super::{ExcludedKernel, Uses};
 use crate::memory_limit::MemoryLimit;
 use serde::Serialize;
 use trireme_base::Bytes;
@@ -89,6 +89,12 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
             "Linux gives it since 5.16, if no system call filter of a container keeps it back.",
         );
     }
+    for ExcludedKernel { kernel, reason } in &uses.excluded {
+        warn(
+            format!("{kernel} are not used, because {reason}"),
+            "Nothing computes with them. Please report it, with what `trireme doctor --json` prints.",
+        );
+    }
     for transport in uses.transports.iter().filter(|transport| transport.error.is_some()) {
         warn(
             format!("the transport {} {transport}", transport.name),
@@ -134,7 +140,16 @@ mod tests {
             costs: None,
         };
         let transports = Vec::from([shm]);
-        (machine, Uses { features: String::new(), threads: 2, products: Vec::new(), transports, hosts: None })
+        let uses = Uses {
+            features: String::new(),
+            features_reason: "",
+            threads: 2,
+            products: Vec::new(),
+            excluded: Vec::new(),
+            transports,
+            hosts: None,
+        };
+        (machine, uses)
     }
 
     /// Warnings after a change, besides those of a processor without AVX2.
@@ -164,6 +179,13 @@ mod tests {
                     uses.transports[0].error = Some("forbidden".to_owned());
                 }),
                 "the transport shm cannot be used: forbidden",
+            ),
+            (
+                after(|_, uses| {
+                    let (kernel, reason) = ("f32 products on fma 512".to_owned(), "1 is 2".to_owned());
+                    uses.excluded.push(ExcludedKernel { kernel, reason });
+                }),
+                "f32 products on fma 512 are not used, because 1 is 2",
             ),
         ] {
             assert!(found.len() == 1 && found[0].contains(fact), "{fact}: {found:?}");

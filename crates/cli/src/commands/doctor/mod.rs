@@ -9,11 +9,12 @@ mod transports;
 use crate::commands::bench::seconds;
 use crate::commands::costs::CostArgs;
 use crate::console::{Measuring, Output};
+use crate::simd::{Excluded, Proof, Simd};
 use advice::Advice;
 use anyhow::{Context, Result, bail};
 use choices::HostsFigure;
 use machine::Machine;
-use products::{PRECISIONS, ProductFigure};
+use products::ProductFigure;
 use serde::Serialize;
 use std::io::Write;
 use std::path::Path;
@@ -21,6 +22,7 @@ use std::time::Duration;
 use transports::TransportFigure;
 use trireme_base::Bytes;
 use trireme_tensor::probe::{ProductSizes, Unit, why_absent};
+use trireme_tensor::proof::ProductKernel;
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Precision};
 
 const SIZES: [ProductSizes; 1] = [ProductSizes { rows: 512, cols: 512, inner: 512 }];
@@ -115,17 +117,27 @@ struct Report {
 #[derive(Debug, Serialize)]
 struct Uses {
     features: String,
+    features_reason: &'static str,
     threads: usize,
-    products: Vec<ProductKernel>,
+    products: Vec<UsedKernel>,
+    /// Kernels that have not proven themselves.
+    excluded: Vec<ExcludedKernel>,
     transports: Vec<TransportFigure>,
     /// What several hosts would choose, if that was asked for.
     #[serde(skip_serializing_if = "Option::is_none")]
     hosts: Option<HostsFigure>,
 }
 
+/// A kernel that computes something else than the portable one, or that the system kills.
+#[derive(Debug, Serialize)]
+struct ExcludedKernel {
+    kernel: String,
+    reason: String,
+}
+
 /// What makes products of a precision.
 #[derive(Debug, Serialize)]
-struct ProductKernel {
+struct UsedKernel {
     precision: String,
     unit: String,
     /// Values are rounded to the precision, then multiplied as f32.
@@ -134,17 +146,27 @@ struct ProductKernel {
     not_used: Vec<String>,
 }
 
-impl ProductKernel {
-    fn of(precision: Precision) -> Self {
-        let unit = Unit::of(CpuFeatures::detect(), precision);
-        let mut faster: Vec<Unit> = CpuFeatures::ALL.map(|level| Unit::of(level, precision)).into();
-        faster.dedup();
-        let reason = |other: Unit| why_absent(other.features()).map(|why| format!("no {other}: {why}"));
-        ProductKernel {
+impl UsedKernel {
+    fn of(simd: &Simd, precision: Precision) -> Self {
+        let ProductKernel { unit, .. } = ProductKernel::of(simd.level, precision);
+        let all = ProductKernel::up_to(CpuFeatures::AmxBf16).into_iter();
+        let faster = all.filter(|other| other.precision == precision && other.unit > unit);
+        let reason = |other: ProductKernel| {
+            if let Some(why) = why_absent(other.unit.features()) {
+                return format!("no {}: {why}", other.unit);
+            }
+            let excluded = simd.excluded.iter().find(|excluded| excluded.kernel == other);
+            let why = match excluded {
+                Some(excluded) => &excluded.reason,
+                None => simd.reason_of_lower(),
+            };
+            format!("not {}: {why}", other.unit)
+        };
+        UsedKernel {
             precision: precision.to_string(),
             unit: unit.to_string(),
             is_emulated: precision != Precision::F32 && unit <= Unit::Fma512,
-            not_used: faster.into_iter().filter(|other| *other > unit).filter_map(reason).collect(),
+            not_used: faster.map(reason).collect(),
         }
     }
 }
@@ -157,6 +179,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
     if args.hosts == 0 || args.hosts > NUM_RANKS_MAX / args.workers {
         bail!("--hosts must be at least 1, and all hosts together may have {NUM_RANKS_MAX} workers at most");
     }
+    let simd = Simd::choose(Proof::Fresh)?;
     // Before anything here makes it busy.
     let machine = Machine::read(Path::new("/"));
     let threads = match args.threads {
@@ -177,9 +200,11 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
     let hosts =
         costs.filter(|_| args.hosts > 1).map(|costs| HostsFigure::new(args.hosts, args.workers, &costs));
     let uses = Uses {
-        features: CpuFeatures::detect().to_string(),
+        features: simd.level.to_string(),
+        features_reason: simd.reason(),
         threads,
-        products: PRECISIONS.map(ProductKernel::of).into(),
+        products: Precision::ALL.map(|precision| UsedKernel::of(&simd, precision)).into(),
+        excluded: excluded(&simd),
         transports,
         hosts,
     };
@@ -188,7 +213,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
         ([], false) => &SIZES,
         (given, false) => given,
     };
-    let products = products::measure(sizes, threads, args.seconds, &measuring)?;
+    let products = products::measure(sizes, threads, args.seconds, &simd, &measuring)?;
     drop(measuring);
     let warnings = advice::warnings(&machine, &uses, cfg!(debug_assertions));
     let report = Report { version: env!("CARGO_PKG_VERSION"), machine, uses, products, warnings };
@@ -203,6 +228,14 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
         writeln!(Output, "\nwarning: {problem}\n  {advice}")?;
     }
     Ok(())
+}
+
+fn excluded(simd: &Simd) -> Vec<ExcludedKernel> {
+    let describe = |excluded: &Excluded| ExcludedKernel {
+        kernel: excluded.kernel.to_string(),
+        reason: excluded.reason.clone(),
+    };
+    simd.excluded.iter().map(describe).collect()
 }
 
 fn print_machine(machine: &Machine) -> Result<()> {
@@ -238,7 +271,7 @@ fn print_machine(machine: &Machine) -> Result<()> {
 fn print_uses(uses: &Uses) -> Result<()> {
     let line = |name: &str, value: &str| writeln!(Output, "  {name:<14}{value}");
     writeln!(Output, "\nTrireme uses")?;
-    line("SIMD level", &uses.features)?;
+    line("SIMD level", &format!("{}: {}", uses.features, uses.features_reason))?;
     line("threads", &uses.threads.to_string())?;
     for kernel in &uses.products {
         let rounded = if kernel.is_emulated { ", of values rounded and widened to f32" } else { "" };

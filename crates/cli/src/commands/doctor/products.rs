@@ -1,15 +1,15 @@
 //! How fast the kernels for matrix products are.
 
 use crate::console::{Measuring, Output};
+use crate::simd::Simd;
 
 use anyhow::{Context, Result};
 use serde::Serialize;
 use std::io::Write;
 use std::time::Duration;
-use trireme_tensor::probe::{Probe, ProductSizes, Transposes, Unit};
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Precision};
-
-pub(super) const PRECISIONS: [Precision; 3] = [Precision::F32, Precision::Bf16, Precision::F16];
+use trireme_tensor::probe::{Probe, ProductSizes, Transposes};
+use trireme_tensor::proof::ProductKernel;
+use trireme_tensor::{Device, DeviceOptions};
 
 /// Speed of one kernel; its fields are keys of `--json`.
 #[derive(Debug, Serialize)]
@@ -40,32 +40,25 @@ pub(super) struct TransposeFigure {
     pub(super) fraction_of_peak: f64,
 }
 
-/// Every kernel that this machine can run: precision, and the lowest SIMD level that has its unit.
-fn kernels() -> Vec<(Precision, Unit)> {
-    let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= CpuFeatures::detect());
-    let mut kernels: Vec<_> = PRECISIONS
-        .into_iter()
-        .flat_map(|precision| levels.clone().map(move |level| (precision, Unit::of(level, precision))))
-        .collect();
-    // Levels that change nothing for a precision stand beside each other.
-    kernels.dedup();
-    kernels
-}
-
-/// Measures every kernel for products of these sizes, on one thread and on `num_threads`.
+/// Measures every kernel that may be used, for products of these sizes, on one thread and on `num_threads`.
 pub(super) fn measure(
     sizes: &[ProductSizes],
     num_threads: usize,
     duration: Duration,
+    simd: &Simd,
     measuring: &Measuring,
 ) -> Result<Vec<ProductFigure>> {
     let mut figures = Vec::new();
     let thread_counts = if num_threads == 1 { vec![1] } else { vec![1, num_threads] };
     for size in sizes {
-        for (precision, unit) in kernels() {
+        for kernel in ProductKernel::up_to(simd.most) {
+            if simd.excluded.iter().any(|excluded| excluded.kernel == kernel) {
+                continue;
+            }
+            let ProductKernel { precision, unit } = kernel;
             for &num_threads in &thread_counts {
                 measuring.tell(&format!("{precision} on {unit}, {num_threads} threads: {size}"));
-                figures.push(measure_kernel(precision, unit, *size, num_threads, duration)?);
+                figures.push(measure_kernel(kernel, simd, *size, num_threads, duration)?);
             }
         }
     }
@@ -73,12 +66,13 @@ pub(super) fn measure(
 }
 
 fn measure_kernel(
-    precision: Precision,
-    unit: Unit,
+    kernel: ProductKernel,
+    simd: &Simd,
     sizes: ProductSizes,
     num_threads: usize,
     duration: Duration,
 ) -> Result<ProductFigure> {
+    let ProductKernel { precision, unit } = kernel;
     let device =
         Device::cpu(DeviceOptions { num_threads, features_max: Some(unit.features()), budget: None })?;
     let probe = Probe::new(&device, duration);
@@ -98,7 +92,7 @@ fn measure_kernel(
         precision: precision.to_string(),
         features: unit.features().to_string(),
         unit: unit.to_string(),
-        is_used: unit == Unit::of(CpuFeatures::detect(), precision),
+        is_used: kernel == ProductKernel::of(simd.level, precision),
         threads: num_threads,
         rows: sizes.rows,
         cols: sizes.cols,

@@ -42,7 +42,7 @@ impl Scene {
         let path = self.folder.path().join("test.toml");
         let source = Source { path: &path, overrides: &self.overrides, world_size: None };
         let config = Config::load(source.path, source.overrides, None).unwrap();
-        let workers = Workers::local(&config, &limit);
+        let workers = Workers::local(&config, &limit, trireme_tensor::CpuFeatures::detect());
         let plan = Plan::largest(&config, VOCABULARY_SIZE, workers).unwrap();
         let refusal = plan.passed().map(|limit| {
             assert_eq!(limit, Limit::Host);

@@ -53,14 +53,15 @@ const LAUNCHER_VARIABLES: [&str; 10] = [
     "TRIREME_",
 ];
 
-/// A folder of its own with `text.txt` and `tiny.toml`.
+/// A folder of its own with `text.txt` and `tiny.toml`, and another one for what commands cache.
 pub(crate) struct Scene {
     folder: TempDir,
+    cache: TempDir,
 }
 
 impl Scene {
     pub(crate) fn new() -> Self {
-        let scene = Scene { folder: tempfile::tempdir().unwrap() };
+        let scene = Scene { folder: tempfile::tempdir().unwrap(), cache: tempfile::tempdir().unwrap() };
         let words = ["one", "two", "three", "five", "eight", "thirteen", "owls"];
         let line = |index: usize| format!("{} {}\n", words[index % 7], words[index * index % 5]);
         scene.write("text.txt", (0..1500).map(line).collect::<String>());
@@ -139,6 +140,7 @@ impl Scene {
         for (name, _) in std::env::vars_os().filter(|(name, _)| is_launchers(name)) {
             command.env_remove(name);
         }
+        command.env("XDG_CACHE_HOME", self.cache.path());
         // A panic would show itself by its backtrace.
         command.env("RUST_BACKTRACE", "1").current_dir(self.folder.path()).stdin(Stdio::null());
     }
@@ -173,6 +175,12 @@ impl Scene {
             }
         }
         found
+    }
+
+    /// The files in which results of proofs are cached.
+    pub(crate) fn cached_proofs(&self) -> Vec<PathBuf> {
+        let folder = self.cache.path().join("trireme");
+        if folder.exists() { entries(&folder) } else { Vec::new() }
     }
 
     /// Names in a folder, in order; none if there is no such folder.

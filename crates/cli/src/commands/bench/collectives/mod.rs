@@ -151,7 +151,7 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
         bail!("--workers, --min-bytes and --iters must be at least 1, and --factor 2");
     }
     let Some(environment) = WorkerEnvironment::of_this_process()? else {
-        return launch_workers(args.workers, started);
+        return launch_workers(args.workers, started, None);
     };
     let group = GroupOptions {
         algorithm: args.algorithm,

@@ -1,0 +1,33 @@
+//! `trireme prove-kernels`, which other commands start.
+
+use crate::console::Output;
+use crate::simd::{Trial, trials, try_kernels};
+use anyhow::Result;
+use rustix::process::{DumpableBehavior, Resource, Rlimit, getrlimit, set_dumpable_behavior, setrlimit};
+
+/// As the command is called.
+pub(crate) const NAME: &str = "prove-kernels";
+
+/// A kernel that never ends is ended by SIGXCPU after so many seconds of all kernels together.
+const SECONDS_MAX: u64 = 10;
+
+/// Compare this machine's kernels for products with the portable ones.
+///
+/// For each it prints its name before it tries it, and then what came of it. An instruction that the system refuses kills this
+/// process.
+#[derive(Debug, clap::Args)]
+pub(crate) struct ProveKernelsArgs {
+    /// Names of kernels; all without any.
+    kernels: Vec<String>,
+}
+
+/// Runs `trireme prove-kernels`.
+pub(crate) fn run(args: &ProveKernelsArgs) -> Result<()> {
+    // Its death is nothing to keep a memory image of.
+    set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
+    let Rlimit { current, maximum } = getrlimit(Resource::Cpu);
+    let seconds = current.map_or(SECONDS_MAX, |current| current.min(SECONDS_MAX));
+    setrlimit(Resource::Cpu, Rlimit { current: Some(seconds), maximum })?;
+    let is_chosen = |trial: &&Trial| args.kernels.is_empty() || args.kernels.contains(&trial.kernel);
+    Ok(try_kernels(trials().iter().filter(is_chosen), &mut Output)?)
+}

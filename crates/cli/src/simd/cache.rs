@@ -1,0 +1,226 @@
+//! Results of proofs, kept in the user's cache for one processor, system and program.
+
+use super::trial::{REASON_CHARS_MAX, Verdicts};
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+use std::time::UNIX_EPOCH;
+
+/// Longer files are not read; ours have a few KiB.
+const FILE_BYTES_MAX: u64 = 64 << 10;
+
+/// The first processor's part of /proc/cpuinfo is shorter.
+const PROCESSOR_BYTES_MAX: u64 = 16 << 10;
+
+/// What stays the same of a processor, as Linux calls it on x86-64 and on Arm.
+const PROCESSOR_FIELDS: [&str; 13] = [
+    "vendor_id",
+    "cpu family",
+    "model",
+    "model name",
+    "stepping",
+    "microcode",
+    "flags",
+    "Features",
+    "CPU implementer",
+    "CPU architecture",
+    "CPU variant",
+    "CPU part",
+    "CPU revision",
+];
+
+/// What the results are true of.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Identity {
+    processor: String,
+    /// Which states of the processor are saved, and what is emulated, is the system's matter.
+    system: String,
+    program: String,
+}
+
+/// The file.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Document {
+    identity: Identity,
+    kernels: Verdicts,
+}
+
+/// Where results for this machine and program are.
+#[derive(Debug)]
+pub(super) struct Cache {
+    path: PathBuf,
+    identity: Identity,
+}
+
+impl Cache {
+    /// None where the system does not tell what belongs to it.
+    pub(super) fn of_this_machine() -> Option<Self> {
+        let identity = Identity::of_this_process()?;
+        // One file for each kind of processor: hosts may share the folder.
+        let mut hasher = DefaultHasher::new();
+        identity.processor.hash(&mut hasher);
+        let path = folder()?.join("trireme").join(format!("kernels-{:016x}.json", hasher.finish()));
+        Some(Cache { path, identity })
+    }
+
+    /// The results for these kernels, if they are there. A file that holds anything else is taken for none.
+    pub(super) fn read(&self, kernels: &[String]) -> Option<Verdicts> {
+        let text = read_up_to(&self.path, FILE_BYTES_MAX + 1)?;
+        if text.len() as u64 > FILE_BYTES_MAX {
+            return None;
+        }
+        let Document { identity, kernels: verdicts } = serde_json::from_str(&text).ok()?;
+        let is_plain = |reason: &String| {
+            reason.chars().count() <= REASON_CHARS_MAX && !reason.chars().any(char::is_control)
+        };
+        let is_whole = identity == self.identity
+            && verdicts.len() == kernels.len()
+            && kernels.iter().all(|kernel| verdicts.contains_key(kernel))
+            && verdicts.values().flatten().all(is_plain);
+        is_whole.then_some(verdicts)
+    }
+
+    /// Keeps results. A reader finds the old file or the new one, never a part.
+    pub(super) fn write(&self, verdicts: &Verdicts) -> io::Result<()> {
+        let document = Document { identity: self.identity.clone(), kernels: verdicts.clone() };
+        fs::create_dir_all(self.path.parent().unwrap_or(Path::new(".")))?;
+        let aside = self.path.with_extension(format!("{}.partial", std::process::id()));
+        let written = fs::write(&aside, serde_json::to_vec_pretty(&document)?);
+        written.and_then(|()| fs::rename(&aside, &self.path)).inspect_err(|_| drop(fs::remove_file(&aside)))
+    }
+}
+
+impl Identity {
+    fn of_this_process() -> Option<Self> {
+        let processor = processor(&read_up_to(Path::new("/proc/cpuinfo"), PROCESSOR_BYTES_MAX)?);
+        let system = rustix::system::uname();
+        let system =
+            [system.sysname(), system.release(), system.version()].map(|text| text.to_string_lossy());
+        let path = std::env::current_exe().ok()?;
+        let metadata = fs::metadata(&path).ok()?;
+        let modified = metadata.modified().ok()?.duration_since(UNIX_EPOCH).ok()?.as_nanos();
+        let program = format!(
+            "{} {}, {} bytes of {modified}",
+            path.display(),
+            env!("CARGO_PKG_VERSION"),
+            metadata.len()
+        );
+        Some(Identity { processor, system: system.join(" "), program })
+    }
+}
+
+/// The beginning of a text file; none of what is no file.
+fn read_up_to(path: &Path, num_bytes: u64) -> Option<String> {
+    // Opening a pipe would wait for its other end.
+    if !fs::metadata(path).ok()?.is_file() {
+        return None;
+    }
+    let mut bytes = Vec::new();
+    File::open(path).ok()?.take(num_bytes).read_to_end(&mut bytes).ok()?;
+    Some(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+/// The lines about the first processor that do not change while it runs.
+fn processor(text: &str) -> String {
+    let is_kept = |line: &&str| {
+        line.split_once(':').is_some_and(|(field, _)| PROCESSOR_FIELDS.contains(&field.trim_end()))
+    };
+    let first = text.lines().take_while(|line| !line.trim().is_empty());
+    first.filter(is_kept).collect::<Vec<_>>().join("\n")
+}
+
+/// The user's folder for what can be made again (XDG Base Directory Specification).
+fn folder() -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).map(PathBuf::from).filter(|path| path.is_absolute());
+    variable("XDG_CACHE_HOME").or_else(|| Some(variable("HOME")?.join(".cache")))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tempfile::TempDir;
+
+    fn cache(folder: &TempDir) -> Cache {
+        let text = |text: &str| text.to_owned();
+        let identity = Identity { processor: text("one"), system: text("one"), program: text("one") };
+        Cache { path: folder.path().join("trireme/kernels.json"), identity }
+    }
+
+    fn results() -> (Vec<String>, Verdicts) {
+        let names = ["good", "wrong"].map(str::to_owned);
+        let verdicts = names.clone().into_iter().zip([None, Some("1 is 2".to_owned())]).collect();
+        (names.into(), verdicts)
+    }
+
+    #[test]
+    fn results_are_kept_for_the_same_machine_and_program_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let (names, verdicts) = results();
+        let own = cache(&folder);
+        assert_eq!(own.read(&names), None);
+        own.write(&verdicts).unwrap();
+        assert_eq!(own.read(&names), Some(verdicts));
+        assert_eq!(fs::read_dir(folder.path().join("trireme")).unwrap().count(), 1, "nothing else is left");
+        let changes: [fn(&mut Identity); 3] = [
+            |identity| identity.processor = "other".to_owned(),
+            |identity| identity.system = "other".to_owned(),
+            |identity| identity.program = "other".to_owned(),
+        ];
+        for change in changes {
+            let mut other = cache(&folder);
+            change(&mut other.identity);
+            assert_eq!(other.read(&names), None);
+        }
+        // Kernels that were not tried, and fewer.
+        assert_eq!(own.read(&[names.clone(), vec!["third".to_owned()]].concat()), None);
+        assert_eq!(own.read(&names[..1]), None);
+    }
+
+    #[test]
+    fn files_that_are_broken_or_forged_are_not_believed() {
+        let folder = tempfile::tempdir().unwrap();
+        let (names, verdicts) = results();
+        let own = cache(&folder);
+        own.write(&verdicts).unwrap();
+        let whole = fs::read_to_string(&own.path).unwrap();
+        for end in 0..whole.len() {
+            fs::write(&own.path, &whole[..end]).unwrap();
+            assert_eq!(own.read(&names), None, "the first {end} bytes");
+        }
+        for forged in [
+            whole.replace("1 is 2", "\\u001b[31m"),
+            whole.replace("1 is 2", &"x".repeat(REASON_CHARS_MAX + 1)),
+            whole.replace("1 is 2", &"x".repeat(FILE_BYTES_MAX as usize)),
+            whole.replace("null", "false"),
+            whole.replacen('{', "{\"other\": 1,", 1),
+            format!("{whole} {{}}"),
+            "[".repeat(10_000),
+        ] {
+            assert_ne!(forged, whole);
+            fs::write(&own.path, forged).unwrap();
+            assert_eq!(own.read(&names), None);
+        }
+        fs::write(&own.path, [0xff; 100]).unwrap();
+        assert_eq!(own.read(&names), None);
+        fs::write(&own.path, &whole).unwrap();
+        assert_eq!(own.read(&names), Some(verdicts.clone()));
+        fs::remove_file(&own.path).unwrap();
+        fs::create_dir(&own.path).unwrap();
+        assert_eq!(own.read(&names), None);
+        assert!(own.write(&verdicts).is_err());
+        assert_eq!(fs::read_dir(folder.path().join("trireme")).unwrap().count(), 1, "nothing else is left");
+    }
+
+    #[test]
+    fn a_processor_is_what_does_not_change() {
+        let text = "processor\t: 0\nmodel name\t: Fast\ncpu MHz\t\t: 1234.5\nflags\t\t: fma avx2\n\nprocessor\t: 1\n\
+                    model name\t: Other\n";
+        assert_eq!(processor(text), "model name\t: Fast\nflags\t\t: fma avx2");
+        let own = Identity::of_this_process().unwrap();
+        assert_eq!(own, Identity::of_this_process().unwrap());
+    }
+}

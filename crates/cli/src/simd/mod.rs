@@ -1,0 +1,258 @@
+//! Which SIMD level kernels use: the highest one whose kernels for products prove themselves on this machine.
+//!
+//! Before a command computes, each kernel is compared with the portable one, in a child process, because the system may kill
+//! whoever runs it (`trial`). The results are kept for this processor and this program (`cache`). `TRIREME_SIMD` chooses a
+//! lower level. A launcher chooses for its workers.
+
+mod cache;
+mod trial;
+
+pub(crate) use trial::{Trial, try_kernels};
+
+use crate::console::remark;
+use crate::hang::plain;
+use crate::launch::LaunchError;
+use anyhow::Result;
+use cache::Cache;
+use std::process::Command;
+use trial::Verdicts;
+use trireme_tensor::probe::{Unit, why_absent};
+use trireme_tensor::proof::ProductKernel;
+use trireme_tensor::{CpuFeatures, Precision};
+
+/// The highest level that the user allows.
+const LEVEL_VARIABLE: &str = "TRIREME_SIMD";
+
+/// Tells a worker the level that its launcher has chosen.
+const CHOSEN_VARIABLE: &str = "TRIREME_SIMD_CHOSEN";
+
+/// Whether results of an earlier command count.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Proof {
+    /// They do.
+    Cached,
+    /// All kernels are tried again.
+    Fresh,
+}
+
+/// A SIMD level, and why it was chosen.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Simd {
+    /// What kernels use.
+    pub(crate) level: CpuFeatures,
+    /// The highest level of the machine, or that the user allows.
+    pub(crate) most: CpuFeatures,
+    /// Kernels of the machine that must not be used.
+    pub(crate) excluded: Vec<Excluded>,
+}
+
+/// A kernel that has not proven itself.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Excluded {
+    pub(crate) kernel: ProductKernel,
+    /// What was wrong.
+    pub(crate) reason: String,
+}
+
+impl Simd {
+    /// Chooses the level of this process.
+    ///
+    /// # Errors
+    /// If an environment variable does not name a level of this machine.
+    pub(crate) fn choose(proof: Proof) -> Result<Self> {
+        let supported = CpuFeatures::detect();
+        let named = |variable| level_of(variable, std::env::var(variable).ok(), supported);
+        if let Some(level) = named(CHOSEN_VARIABLE)? {
+            return Ok(Simd { level, most: level, excluded: Vec::new() });
+        }
+        let most = named(LEVEL_VARIABLE)?.unwrap_or(supported);
+        if most == CpuFeatures::Portable {
+            return Ok(Simd { level: most, most, excluded: Vec::new() });
+        }
+        let names: Vec<String> = kernels().iter().map(ProductKernel::to_string).collect();
+        let cache = Cache::of_this_machine();
+        let cached = cache.as_ref().filter(|_| proof == Proof::Cached).and_then(|cache| cache.read(&names));
+        let verdicts = cached.unwrap_or_else(|| {
+            let verdicts = prove(&names);
+            if let Some(cache) = &cache {
+                // A cache that cannot be written costs the next command the time of the proof.
+                let _ = cache.write(&verdicts);
+            }
+            verdicts
+        });
+        Ok(Self::from_verdicts(most, verdicts))
+    }
+
+    fn from_verdicts(most: CpuFeatures, mut verdicts: Verdicts) -> Self {
+        let exclude = |kernel: ProductKernel| {
+            let reason = verdicts.remove(&kernel.to_string())??;
+            Some(Excluded { kernel, reason })
+        };
+        let excluded: Vec<Excluded> = ProductKernel::up_to(most).into_iter().filter_map(exclude).collect();
+        let is_proven = |level: &CpuFeatures| {
+            let kernels = Precision::ALL.map(|precision| ProductKernel::of(*level, precision));
+            excluded.iter().all(|excluded| !kernels.contains(&excluded.kernel))
+        };
+        let levels = CpuFeatures::ALL.into_iter().rev().filter(|level| *level <= most);
+        let level = levels.clone().find(is_proven).expect("portable kernels are never excluded");
+        Simd { level, most, excluded }
+    }
+
+    /// For the environment of a worker.
+    pub(crate) fn variable(&self) -> (&'static str, String) {
+        (CHOSEN_VARIABLE, self.level.to_string())
+    }
+
+    /// A line for each kernel that would be used, had it proven itself.
+    pub(crate) fn warnings(&self) -> impl Iterator<Item = String> {
+        let missed = self.excluded.iter().filter(|excluded| excluded.kernel.unit.features() > self.level);
+        missed.map(|Excluded { kernel, reason }| {
+            let instead = Unit::of(self.level, kernel.precision);
+            format!(
+                "warning: {kernel} are not used on this machine, because {reason}; {} products run on {instead}",
+                kernel.precision
+            )
+        })
+    }
+
+    /// Shows the warnings.
+    pub(crate) fn warn(&self) {
+        self.warnings().for_each(|line| remark(&line));
+    }
+
+    /// Why a proven kernel of a higher level is not used.
+    pub(crate) fn reason_of_lower(&self) -> &'static str {
+        if self.level < self.most {
+            "another kernel of its SIMD level is excluded"
+        } else {
+            "TRIREME_SIMD chooses less"
+        }
+    }
+
+    /// Why it is this level.
+    pub(crate) fn reason(&self) -> &'static str {
+        if self.level < self.most {
+            "the highest whose kernels for products compute what the portable ones do"
+        } else if self.most < CpuFeatures::detect() {
+            "TRIREME_SIMD chooses it"
+        } else if self.level == CpuFeatures::Portable {
+            "this machine has no other"
+        } else {
+            "the highest of this machine; its kernels for products compute what the portable ones do"
+        }
+    }
+}
+
+/// The kernels of this machine that have something to prove.
+fn kernels() -> Vec<ProductKernel> {
+    let all = ProductKernel::up_to(CpuFeatures::detect()).into_iter();
+    all.filter(|kernel| !kernel.is_portable()).collect()
+}
+
+/// The trials of this machine's kernels.
+pub(crate) fn trials() -> Vec<Trial> {
+    let trial = |kernel: ProductKernel| Trial {
+        kernel: kernel.to_string(),
+        prove: Box::new(move || kernel.prove().map_err(|wrong| wrong.to_string())),
+    };
+    kernels().into_iter().map(trial).collect()
+}
+
+/// Tries kernels in child processes, or here if there can be none.
+fn prove(names: &[String]) -> Verdicts {
+    let command = |names: &[String]| {
+        let mut command = Command::new(std::env::current_exe()?);
+        command.arg(crate::commands::prove_kernels::NAME).args(names);
+        Ok(command)
+    };
+    trial::in_children(names, &command).unwrap_or_else(|error| {
+        remark(&format!(
+            "warning: kernels cannot be tried in a child process ({}); they are tried in this one",
+            plain(&error.to_string())
+        ));
+        trial::here(&trials())
+    })
+}
+
+/// The level that a variable names, if it is set.
+fn level_of(
+    variable: &'static str,
+    value: Option<String>,
+    supported: CpuFeatures,
+) -> Result<Option<CpuFeatures>, LaunchError> {
+    let Some(value) = value.filter(|value| !value.is_empty()) else { return Ok(None) };
+    let named = CpuFeatures::ALL.into_iter().find(|level| level.to_string() == value);
+    if let Some(level) = named.filter(|level| *level <= supported) {
+        return Ok(Some(level));
+    }
+    let levels = CpuFeatures::ALL.into_iter().filter(|level| *level <= supported);
+    let levels = levels.map(|level| level.to_string()).collect::<Vec<_>>().join(", ");
+    let why = named.and_then(why_absent).map(|why| format!(" ({why})")).unwrap_or_default();
+    let expected = format!("a SIMD level of this machine: {levels}{why}");
+    Err(LaunchError::UnfitVariable { variable, value, expected })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is chosen of the level `most`, where these kernels are excluded.
+    fn chosen(most: CpuFeatures, excluded: &[(CpuFeatures, Precision)]) -> Simd {
+        let name = |&(level, precision): &(CpuFeatures, Precision)| {
+            (ProductKernel::of(level, precision).to_string(), Some("it was wrong".to_owned()))
+        };
+        let all = ProductKernel::up_to(CpuFeatures::AmxBf16).into_iter();
+        let mut verdicts: Verdicts = all.map(|kernel| (kernel.to_string(), None)).collect();
+        verdicts.extend(excluded.iter().map(name));
+        Simd::from_verdicts(most, verdicts)
+    }
+
+    #[test]
+    fn the_highest_level_without_an_excluded_kernel_is_chosen() {
+        use CpuFeatures::{AmxBf16, Avx2, Avx512, Avx512Bf16, Portable};
+        use Precision::{Bf16, F16, F32};
+        for (most, excluded, level, num_warnings) in [
+            (AmxBf16, &[][..], AmxBf16, 0),
+            (AmxBf16, &[(AmxBf16, Bf16)], Avx512Bf16, 1),
+            (AmxBf16, &[(AmxBf16, Bf16), (Avx512Bf16, Bf16)], Avx512, 2),
+            // A kernel that several levels share; AMX alone does not make a level.
+            (AmxBf16, &[(Avx512, F32)], Avx2, 1),
+            (Avx512, &[(Avx512, F16), (Avx2, F32), (Avx2, Bf16)], Portable, 3),
+            // Nobody misses these.
+            (AmxBf16, &[(Avx512Bf16, Bf16), (Avx2, F32)], AmxBf16, 0),
+            (Avx2, &[(AmxBf16, Bf16), (Avx512, F32)], Avx2, 0),
+        ] {
+            let simd = chosen(most, excluded);
+            assert_eq!((simd.level, simd.warnings().count()), (level, num_warnings), "{most} {excluded:?}");
+        }
+    }
+
+    #[test]
+    fn a_warning_names_the_kernel_the_mistake_and_what_is_used_instead() {
+        let simd = chosen(CpuFeatures::AmxBf16, &[(CpuFeatures::AmxBf16, Precision::Bf16)]);
+        assert_eq!(
+            simd.warnings().collect::<Vec<_>>(),
+            [
+                "warning: bf16 products on tdpbf16ps are not used on this machine, because it was wrong; bf16 products run on \
+              vdpbf16ps"
+            ]
+        );
+        assert!(simd.reason().starts_with("the highest whose"));
+        assert_eq!(simd.variable(), (CHOSEN_VARIABLE, "avx512_bf16".to_owned()));
+    }
+
+    #[test]
+    fn a_variable_names_a_level_of_the_machine() {
+        let level = |value: &str| level_of(LEVEL_VARIABLE, Some(value.to_owned()), CpuFeatures::Avx512);
+        assert_eq!(level("").unwrap(), None);
+        assert_eq!(level_of(LEVEL_VARIABLE, None, CpuFeatures::Avx512).unwrap(), None);
+        assert_eq!(level("avx2").unwrap(), Some(CpuFeatures::Avx2));
+        assert_eq!(level("portable").unwrap(), Some(CpuFeatures::Portable));
+        for unfit in ["AVX2", "amx_bf16", "sse", "avx512_bf16", "avx2 "] {
+            let error = level(unfit).unwrap_err().to_string();
+            let facts =
+                [format!("TRIREME_SIMD is '{unfit}'"), "this machine: portable, avx2, avx512".to_owned()];
+            assert!(facts.iter().all(|fact| error.contains(fact)), "{error}");
+        }
+    }
+}

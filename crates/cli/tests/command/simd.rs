@@ -1,0 +1,155 @@
+//! Kernels prove themselves, and `TRIREME_SIMD` chooses a lower level.
+
+use crate::common::{Outcome, Running, Scene, tells};
+use serde_json::Value;
+use std::fs;
+use trireme_tensor::CpuFeatures;
+
+impl Scene {
+    fn run_with_simd(&self, level: &str, arguments: &str) -> Outcome {
+        let mut command = self.command(arguments);
+        command.env("TRIREME_SIMD", level);
+        Running::start(command).end()
+    }
+
+    fn doctor(&self, level: &str) -> Value {
+        let told =
+            self.run_with_simd(level, "doctor --json --shape 2x3x4 --threads 1 --seconds 0").succeeded();
+        serde_json::from_str(&told).unwrap()
+    }
+
+    /// Loss of each step of a run on one worker.
+    fn losses_with_simd(&self, level: &str) -> Vec<(u64, u64)> {
+        let run = format!("train tiny.toml --workers 1 --set run.name=at-{level}");
+        self.run_with_simd(level, &run).succeeded();
+        self.losses(&format!("at-{level}"))
+    }
+}
+
+/// The levels of this machine, without the lowest one.
+fn levels() -> impl Iterator<Item = CpuFeatures> {
+    CpuFeatures::ALL.into_iter().filter(|level| (CpuFeatures::Avx2..=CpuFeatures::detect()).contains(level))
+}
+
+#[test]
+fn the_kernels_of_this_machine_prove_themselves() {
+    let printed = Scene::new().run("prove-kernels").succeeded();
+    let lines: Vec<&str> = printed.lines().collect();
+    for pair in lines.chunks(2) {
+        assert!(pair[0].starts_with("try ") && pair[1] == "proven", "{printed}");
+    }
+    assert_eq!(lines.is_empty(), CpuFeatures::detect() == CpuFeatures::Portable);
+    assert!(!Scene::new().run("--help").succeeded().contains("prove-kernels"));
+}
+
+#[test]
+fn the_user_chooses_a_lower_level() {
+    let scene = Scene::new();
+    let highest = scene.doctor("");
+    assert_eq!(highest["uses"]["features"], CpuFeatures::detect().to_string());
+    assert_eq!(highest["uses"]["excluded"], Value::Array(Vec::new()));
+    for level in levels().chain([CpuFeatures::Portable]) {
+        let found = scene.doctor(&level.to_string());
+        assert_eq!(found["uses"]["features"], level.to_string());
+        let is_lower = level < CpuFeatures::detect();
+        let reason = found["uses"]["features_reason"].as_str().unwrap();
+        assert_eq!(reason.contains("TRIREME_SIMD"), is_lower, "{reason}");
+        let used = found["products"].as_array().unwrap().iter().filter(|product| product["is_used"] == true);
+        assert_eq!(used.count(), 3, "{level}");
+    }
+}
+
+#[test]
+fn training_computes_at_the_level_that_was_chosen() {
+    let scene = Scene::with_corpus();
+    let model = r#"{"model_type": "gpt2", "vocab_size": 50, "n_positions": 8, "n_embd": 16, "n_layer": 1, "n_head": 2}"#;
+    fs::create_dir(scene.path("model")).unwrap();
+    scene.write("model/config.json", model);
+    for level in levels().chain([CpuFeatures::Portable]) {
+        let arguments =
+            "bench kernels --model model --batch 1 --seq 4 --seconds 0 --threads 1 --only norm --json";
+        let told = scene.run_with_simd(&level.to_string(), arguments).succeeded();
+        let found: Value = serde_json::from_str(&told).unwrap();
+        assert_eq!(found["features"], level.to_string());
+    }
+    // In f32 the levels with fused multiply-adds agree to the bit, and the lowest one differs from them.
+    let portable = scene.losses_with_simd("portable");
+    for level in levels() {
+        let fused = scene.losses_with_simd(&level.to_string());
+        assert_eq!(fused.len(), portable.len());
+        assert_ne!(fused, portable, "{level}");
+        assert_eq!(fused, scene.losses_with_simd("avx2"), "{level}");
+    }
+}
+
+#[test]
+fn workers_take_the_level_of_their_launcher() {
+    let scene = Scene::with_corpus();
+    let mut losses = Vec::new();
+    for level in ["portable", ""] {
+        let name = format!("level-{level}");
+        scene.run_with_simd(level, &format!("train tiny.toml --set run.name={name}")).succeeded();
+        losses.push(scene.losses(&name));
+    }
+    assert_eq!(losses[0] == losses[1], CpuFeatures::detect() == CpuFeatures::Portable);
+}
+
+#[test]
+fn levels_that_this_machine_has_not_are_refused() {
+    let scene = Scene::with_corpus();
+    for arguments in ["train tiny.toml", "plan tiny.toml", "doctor", "generate nowhere"] {
+        let before = scene.everything();
+        let error = scene.run_with_simd("sse9", arguments).refused();
+        tells(&error, &["TRIREME_SIMD is 'sse9'", "portable"]);
+        assert!(scene.everything() == before, "{arguments}");
+    }
+    if CpuFeatures::detect() < CpuFeatures::AmxBf16 {
+        let error = scene.run_with_simd("amx_bf16", "doctor").refused();
+        tells(&error, &["TRIREME_SIMD is 'amx_bf16'", "portable", "AMX"]);
+    }
+}
+
+#[test]
+fn proofs_are_cached_and_a_cached_exclusion_counts_until_the_doctor_looks_again() {
+    if CpuFeatures::detect() == CpuFeatures::Portable {
+        return;
+    }
+    let scene = Scene::with_corpus();
+    let plan = || Running::start(scene.command("plan tiny.toml")).end();
+    plan().succeeded();
+    let cached = scene.cached_proofs();
+    assert_eq!(cached.len(), 1);
+    let first = fs::read_to_string(&cached[0]).unwrap();
+    plan().succeeded();
+    assert_eq!(fs::read_to_string(&cached[0]).unwrap(), first);
+
+    let fused = "f32 products on fma 256";
+    let excluded = first.replace(&format!("\"{fused}\": null"), &format!("\"{fused}\": \"1 is 2\""));
+    assert_ne!(excluded, first);
+    fs::write(&cached[0], &excluded).unwrap();
+    let warned = Running::start({
+        let mut command = scene.command("plan tiny.toml");
+        command.env("TRIREME_SIMD", "avx2");
+        command
+    });
+    let warned = warned.end();
+    assert_eq!(warned.code, Some(0));
+    tells(&warned.stderr, &[fused, "because 1 is 2", "f32 products run on mul+add 128"]);
+    assert_eq!(warned.stderr.lines().count(), 1, "{}", warned.stderr);
+    // Two workers, one warning.
+    let mut command = scene.command("train tiny.toml");
+    command.env("TRIREME_SIMD", "avx2");
+    let trained = Running::start(command).end();
+    assert!(trained.code == Some(0) && trained.stderr == warned.stderr, "{trained:?}");
+
+    assert_eq!(scene.doctor("avx2")["uses"]["features"], "avx2");
+    assert_eq!(fs::read_to_string(&cached[0]).unwrap(), first);
+
+    for broken in
+        [first.replace("bytes of", "bytes from"), first[..first.len() / 2].to_owned(), String::new()]
+    {
+        fs::write(&cached[0], broken).unwrap();
+        plan().succeeded();
+        assert_eq!(fs::read_to_string(&cached[0]).unwrap(), first);
+    }
+}
