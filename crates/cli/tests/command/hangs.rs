@@ -120,7 +120,7 @@ fn an_operation_that_differs_is_reported_without_a_launcher() {
         &error,
         &[
             "differs between ranks",
-            "first mismatch: length of world ",
+            "first mismatch: operation of world ",
             "rank 1 issued all_reduce(sum, ",
             "try: ",
         ],
