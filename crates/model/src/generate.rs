@@ -1,9 +1,10 @@
 //! Generation, token by token, with cached keys and values.
 
 use crate::error::ModelError;
-use crate::model::{Model, Step};
+use crate::model::{Model, Past, Step, rotary_table};
+use std::sync::Arc;
 use trireme_base::{DType, Random};
-use trireme_tensor::tape::{KeyValueCache, Recording};
+use trireme_tensor::tape::{KeyValueCache, Recording, RotaryTable};
 use trireme_tensor::{Category, Device, ParameterSource, Precision, Tape};
 
 /// How the next token is chosen from logits.
@@ -65,6 +66,7 @@ pub struct Generation<'a> {
     model: &'a Model,
     parameters: &'a dyn ParameterSource,
     device: &'a Device,
+    rotary: Option<Arc<RotaryTable>>,
     caches: Vec<KeyValueCache>,
     position: usize,
 }
@@ -81,7 +83,8 @@ impl<'a> Generation<'a> {
         let kv_cols = config.num_kv_heads * config.head_dim;
         let cache = |_| KeyValueCache::new(device, 1, capacity, kv_cols);
         let caches = (0..config.num_layers).map(cache).collect::<Result<_, _>>()?;
-        Ok(Generation { model, parameters, device, caches, position: 0 })
+        let rotary = rotary_table(config, capacity, device)?;
+        Ok(Generation { model, parameters, device, rotary, caches, position: 0 })
     }
 
     /// Tokens read so far.
@@ -102,7 +105,8 @@ impl<'a> Generation<'a> {
             let mut tape = Tape::new(self.device, Recording::Off, Precision::F32);
             let cache = unit.checked_sub(1).map(|layer| &mut self.caches[layer]);
             let input = tape.input(x);
-            let output = self.model.forward_at(unit, &mut tape, step, input, self.position, cache)?;
+            let past = Past { position: self.position, rotary: self.rotary.as_ref(), cache };
+            let output = self.model.forward_after(unit, &mut tape, step, input, past)?;
             x = tape.take_value(output);
         }
         self.position += tokens.len();
@@ -118,7 +122,9 @@ impl<'a> Generation<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ModelConfig;
     use trireme_base::RandomKey;
+    use trireme_tensor::{DeviceOptions, Parameters};
 
     fn draws(sampling: Sampling) -> Vec<u32> {
         let mut random = Random::new(RandomKey::new(1, "sampling"), 0);
@@ -139,5 +145,21 @@ mod tests {
         assert_eq!(draws(Sampling { top_p: 0.6, ..all }), [1]);
         assert_eq!(draws(Sampling { top_p: 0.7, ..all }), [1, 2]);
         assert_eq!(draws(Sampling { temperature: 0.01, ..all }), [1]);
+    }
+
+    #[test]
+    fn memory_is_that_of_the_positions_used() {
+        let text = include_str!("../tests/golden/llama/config.json");
+        let mut json: serde_json::Value = serde_json::from_str(text).unwrap();
+        json["max_position_embeddings"] = (1 << 24).into();
+        let config = ModelConfig::from_json(&json.to_string()).unwrap();
+        let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+        let model = Model::new(config, 8, &device).unwrap();
+        let parameters = Parameters::zeros(model.table(), &device, Category::Parameters).unwrap();
+        let mut generation = Generation::new(&model, &parameters, &device, 16).unwrap();
+        for _ in 0..4 {
+            generation.read(&[1, 2, 3, 4]).unwrap();
+        }
+        assert!(device.memory().total().peak < 1 << 20, "{:?}", device.memory().total());
     }
 }

@@ -56,6 +56,32 @@ pub struct Step<'a> {
     pub shape: (usize, usize),
 }
 
+/// What comes before the tokens of a forward pass.
+#[derive(Debug)]
+pub(crate) struct Past<'a> {
+    /// Position of the first token.
+    pub(crate) position: usize,
+    /// Table of all positions up to the last token's (llama).
+    pub(crate) rotary: Option<&'a Arc<RotaryTable>>,
+    /// Keys and values of a block at earlier positions.
+    pub(crate) cache: Option<&'a mut KeyValueCache>,
+}
+
+/// The rotary table of a model that has one, for positions below `num_positions`.
+pub(crate) fn rotary_table(
+    config: &ModelConfig,
+    num_positions: usize,
+    device: &Device,
+) -> Result<Option<Arc<RotaryTable>>, DeviceError> {
+    if config.architecture == Architecture::Gpt2 {
+        return Ok(None);
+    }
+    let dim = config.head_dim;
+    let frequency = |pair: usize| config.rope_theta.powf(-2.0 * pair as f64 / dim as f64);
+    let frequencies: Vec<f64> = (0..dim / 2).map(frequency).collect();
+    Ok(Some(Arc::new(RotaryTable::new(device, num_positions, &frequencies)?)))
+}
+
 /// A model: its units, and the table of their parameters.
 #[derive(Debug, Clone)]
 pub struct Model {
@@ -66,20 +92,13 @@ pub struct Model {
 }
 
 impl Model {
-    /// Builds the model of a config.
-    pub fn new(config: ModelConfig, device: &Device) -> Result<Self, ModelError> {
+    /// Builds the model of a config, to run [`Model::forward`] on sequences of at most `seq_len_max` tokens.
+    ///
+    /// A [`Generation`](crate::Generation) has its own limit.
+    pub fn new(config: ModelConfig, seq_len_max: usize, device: &Device) -> Result<Self, ModelError> {
         config.check()?;
         let (units, table) = build_units(&config);
-        let rotary = match config.architecture {
-            Architecture::Gpt2 => None,
-            Architecture::Llama => {
-                let dim = config.head_dim;
-                let frequencies: Vec<f64> = (0..dim / 2)
-                    .map(|pair| config.rope_theta.powf(-2.0 * pair as f64 / dim as f64))
-                    .collect();
-                Some(Arc::new(RotaryTable::new(device, config.max_position_embeddings, &frequencies)?))
-            }
-        };
+        let rotary = rotary_table(&config, seq_len_max, device)?;
         Ok(Model { config, units, table: Arc::new(table), rotary })
     }
 
@@ -142,23 +161,23 @@ impl Model {
     /// # Panics
     /// If `unit` is the head.
     pub fn forward(&self, unit: usize, tape: &mut Tape, step: Step<'_>, x: Var) -> Result<Var, DeviceError> {
-        self.forward_at(unit, tape, step, x, 0, None)
+        let past = Past { position: 0, rotary: self.rotary.as_ref(), cache: None };
+        self.forward_after(unit, tape, step, x, past)
     }
 
-    /// As [`Model::forward`] for tokens from `first_position` on, with the keys and values before them in `cache`.
-    pub(crate) fn forward_at(
+    /// As [`Model::forward`] for tokens that follow `past`.
+    pub(crate) fn forward_after(
         &self,
         unit: usize,
         tape: &mut Tape,
         step: Step<'_>,
         x: Var,
-        first_position: usize,
-        cache: Option<&mut KeyValueCache>,
+        past: Past<'_>,
     ) -> Result<Var, DeviceError> {
         match &self.units[unit] {
-            Unit::Embedding(embedding) => tape.embedding(step.parameters, embedding, x, first_position),
+            Unit::Embedding(embedding) => tape.embedding(step.parameters, embedding, x, past.position),
             Unit::Block(block) => {
-                block.forward(tape, step.parameters, step.shape, self.rotary.as_ref(), x, cache)
+                block.forward(tape, step.parameters, step.shape, past.rotary, x, past.cache)
             }
             Unit::Head { .. } => panic!("the head makes a loss or logits, not a value for a next unit"),
         }

@@ -60,7 +60,7 @@ impl Golden {
         let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
         let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
         let config = ModelConfig::from_json(&String::from_utf8(read("config.json")).unwrap()).unwrap();
-        let model = Model::new(config, &device).unwrap();
+        let model = Model::new(config.clone(), config.max_position_embeddings, &device).unwrap();
         let mut parameters = Parameters::zeros(model.table(), &device, Category::Parameters).unwrap();
         let weights = read("model.safetensors");
         let weights = SafeTensors::deserialize(&weights).unwrap();

@@ -281,8 +281,8 @@ pub fn unit_passes(
     num_threads: usize,
 ) -> Result<Vec<UnitPasses>, TrainError> {
     let device = Device::counting(DeviceOptions { budget: None, ..device_options(config, num_threads) })?;
-    let model = Model::new(model.clone(), &device)?;
     let training = config.training();
+    let model = Model::new(model.clone(), training.seq_len, &device)?;
     let fp8 = fp8::recipe(training).map(|recipe| Fp8State::new(recipe, model.linear_layers()));
     let shape = (training.local_batch_size, training.seq_len);
     Ok(model.sizes(&device, precision(training.dtype), fp8.as_ref().map(Fp8State::scales), shape)?.0)

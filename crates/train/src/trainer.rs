@@ -136,7 +136,7 @@ impl<'a> Trainer<'a> {
             features_max: options.features_max,
             ..device_options(config, options.num_threads)
         })?;
-        let model = Model::new(model, &device)?;
+        let model = Model::new(model, training.seq_len, &device)?;
         let choices = match &options.memory_plan {
             Some(plan) => plan.choices.clone(),
             None => StepChoices::given(config, &unit_passes(config, model.config(), options.num_threads)?)?,

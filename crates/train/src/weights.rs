@@ -38,9 +38,11 @@ pub fn load_model(path: &Path, device: &Device) -> Result<LoadedModel, TrainErro
                 .map(|skipped| format!("passed over {}: {}", skipped.path.display(), skipped.reason)),
         );
     }
-    let model = Model::new(config, device)?;
-    let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
+    // Generation has its own limit of positions, and nothing else is run.
+    let model = Model::new(config, 0, device)?;
+    // Before memory is taken: a description may be of any size, the weights are there.
     let weights = checked_weights(&source.weights(), &model)?;
+    let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
     parameters.for_each_mut(read_held(&weights, ""))?;
     Ok(LoadedModel { model, parameters, notices })
 }

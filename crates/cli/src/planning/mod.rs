@@ -183,7 +183,7 @@ impl Plan {
     ) -> Result<Self> {
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (model, _) = model_config(config, vocabulary_size)?;
-        let model = Model::new(model, &device).map_err(TrainError::from)?;
+        let model = Model::new(model, config.training().seq_len, &device).map_err(TrainError::from)?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let (num_shards, data_degree) = (config.num_shards(), config.data_parallel_degree());
         let layout = Layout {

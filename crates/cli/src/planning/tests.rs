@@ -116,7 +116,7 @@ impl Case {
 
     fn predict(&self, config: &ModelConfig, hosts: &[usize], rank: usize) -> (Prediction, Program) {
         let device = Device::counting(self.device_options(None)).unwrap();
-        let model = Model::new(config.clone(), &device).unwrap();
+        let model = Model::new(config.clone(), self.options.seq_len, &device).unwrap();
         let layout = Layout {
             num_shards: self.num_shards,
             num_replicas: hosts.len() / self.num_shards / self.pipeline_degree(),
@@ -151,7 +151,7 @@ impl Case {
         device: &Device,
         host: &Device,
     ) -> Result<(), ParallelError> {
-        let model = Model::new(config.clone(), device)?;
+        let model = Model::new(config.clone(), self.options.seq_len, device)?;
         let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
         let program = self.program(&model, ranks.pipeline().rank().0);
         let parts = ranks.parts(model.table(), &program.outline);

@@ -124,7 +124,7 @@ pub fn laid_out(
     layout: &Layout<'_>,
 ) -> Executor {
     let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
-    let model = Model::new(config.clone(), &device).unwrap();
+    let model = Model::new(config.clone(), config.max_position_embeddings, &device).unwrap();
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, layout.num_shards).unwrap();
     let program = match layout.pipeline {

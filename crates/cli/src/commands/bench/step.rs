@@ -237,14 +237,11 @@ pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
 }
 
 fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
-    let model = Model::new(read_model(&args.model)?, device)?;
-    if args.seq > model.config().max_position_embeddings {
-        bail!(
-            "--seq {} is more than the model's {} positions",
-            args.seq,
-            model.config().max_position_embeddings
-        );
+    let config = read_model(&args.model)?;
+    if args.seq > config.max_position_embeddings {
+        bail!("--seq {} is more than the model's {} positions", args.seq, config.max_position_embeddings);
     }
+    let model = Model::new(config, args.seq, device)?;
     let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
     let ranks = RankGrid::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
