@@ -337,9 +337,20 @@ impl Saving<'_> {
     }
 }
 
-/// Makes changes that need not succeed; adds the failures to `untidy`.
+/// Makes changes that need not succeed; adds the failures to `untidy`. A list that fails leaves none of the files that it
+/// wrote under a name of their own.
 fn tidy(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>) {
-    untidy.extend(lists.iter().filter_map(|steps| steps.iter().try_for_each(FileStep::execute).err()));
+    for steps in lists {
+        if let Err(error) = steps.iter().try_for_each(FileStep::execute) {
+            untidy.push(error);
+            for step in steps {
+                if let FileStep::WriteFile { path, .. } = step {
+                    // Best effort as well: it may have been renamed already.
+                    let _ = fs::remove_file(path);
+                }
+            }
+        }
+    }
 }
 
 fn shard_name(rank: usize) -> String {

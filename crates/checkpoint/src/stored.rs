@@ -85,6 +85,11 @@ impl StoredTensors {
         StoredTensors { path: path.to_owned(), tensors }
     }
 
+    /// The checkpoint or model directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Each tensor with its name, in the order of the names.
     pub fn iter(&self) -> impl Iterator<Item = (&str, &StoredTensor)> {
         self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor))

@@ -152,6 +152,7 @@ fn what_cannot_be_tidied_up_fails_no_save_and_is_tried_again() {
         );
         assert!(saved[1].untidy.is_empty(), "it is for rank 0 to tidy up");
         assert!(Checkpoint::open(&saved[0].path).unwrap().verify().is_empty());
+        assert!(!folder.path().join("latest.partial").exists(), "a mark that fails leaves nothing behind");
     }
     fs::remove_dir_all(&latest).unwrap();
     save_all(folder.path(), 4, &example(), 2);
