@@ -269,7 +269,7 @@ pub(crate) fn resume(
         compression: None,
     };
     let state = match find_resume(config, executor.group(), observer)? {
-        Some(checkpoint) => restore(&checkpoint, executor, &beginning, observer)?,
+        Some(checkpoint) => restore(&checkpoint, config, executor, &beginning, observer)?,
         None => beginning,
     };
     if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
@@ -400,6 +400,7 @@ fn check_newest(run_folder: &Path, step: u64) -> Result<(), TrainError> {
 /// this run has.
 fn restore(
     checkpoint: &Checkpoint,
+    config: &Config,
     executor: &mut Executor,
     expected: &TrainingState,
     observer: &mut dyn Observer,
@@ -411,7 +412,8 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
-    executor.load_parameters(read_held(&checked_weights(&checkpoint.weights(), &model)?, ""))?;
+    let weights = checked_weights(&checkpoint.weights(), &model)?;
+    executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
     executor.load_optimizer(|info, values| {
         read_extents(checkpoint.tensors(), &state_name(info), info.shape, info.held.clone(), values)
     })?;

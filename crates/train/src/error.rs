@@ -36,6 +36,27 @@ pub enum TrainError {
         #[source]
         source: ModelError,
     },
+    /// Weights that hold NaN or infinity.
+    #[error(
+        "{count} of {num_elements} weights of '{name}' in {} are not finite (the first is {value}, element {first}): the run that wrote \
+         them diverged, or they were damaged before they were written. Use an earlier checkpoint, or load them as they are with \
+         [model] allow_non_finite = true (train) or --allow-non-finite (generate)",
+        path.display()
+    )]
+    NonFiniteWeights {
+        /// The checkpoint or model directory.
+        path: PathBuf,
+        /// The tensor.
+        name: String,
+        /// How many are not finite, of those that this rank reads.
+        count: usize,
+        /// How many this rank reads.
+        num_elements: usize,
+        /// Index of the first, in row-major order.
+        first: usize,
+        /// The first.
+        value: f32,
+    },
     /// Weights without a description of their model.
     #[error("{} has no config.json to tell what model its weights are for", path.display())]
     NoModelConfig {

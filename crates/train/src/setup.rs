@@ -214,7 +214,7 @@ pub(crate) fn build_executor(
         Some(folder) => {
             let source = WeightsSource::open(folder)?;
             let weights = checked_weights(&source.weights(), executor.model())?;
-            executor.load_parameters(read_held(&weights, ""))?;
+            executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
         }
     }
     Ok(executor)

@@ -22,7 +22,10 @@ pub struct LoadedModel {
 }
 
 /// Loads the model of a checkpoint, of a run's newest checkpoint, or of a Hugging Face directory.
-pub fn load_model(path: &Path, device: &Device) -> Result<LoadedModel, TrainError> {
+///
+/// # Errors
+/// Weights that hold NaN or infinity, unless `allow_non_finite`; files that are missing, damaged, or not the model's.
+pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Result<LoadedModel, TrainError> {
     let source = ModelSource::open(path)?;
     let missing = || TrainError::NoModelConfig { path: source.path().to_owned() };
     let text = source.read_file(CONFIG_FILE)?.ok_or_else(missing)?;
@@ -43,7 +46,7 @@ pub fn load_model(path: &Path, device: &Device) -> Result<LoadedModel, TrainErro
     // Before memory is taken: a description may be of any size, the weights are there.
     let weights = checked_weights(&source.weights(), &model)?;
     let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
-    parameters.for_each_mut(read_held(&weights, ""))?;
+    parameters.for_each_mut(read_held(&weights, allow_non_finite))?;
     Ok(LoadedModel { model, parameters, notices })
 }
 
@@ -59,13 +62,25 @@ pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<S
     Ok(stored)
 }
 
-/// What reads the elements of a parameter that are held, from the tensor that is called by `prefix` and its name.
+/// What reads the elements of a parameter that are held, from the tensor of its name. NaN and infinity are errors, unless
+/// `allow_non_finite`: a step with them ends in a loss that says nothing of where they came from.
 pub(crate) fn read_held(
     stored: &StoredTensors,
-    prefix: &str,
+    allow_non_finite: bool,
 ) -> impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), TrainError> {
     move |info, held, values| {
-        read_extents(stored, &format!("{prefix}{}", info.name), info.shape, held, values)
+        read_extents(stored, &info.name, info.shape, held.clone(), values)?;
+        match values.iter().position(|value| !value.is_finite()) {
+            Some(first) if !allow_non_finite => Err(TrainError::NonFiniteWeights {
+                path: stored.path().to_owned(),
+                name: info.name.to_string(),
+                count: values.iter().filter(|value| !value.is_finite()).count(),
+                num_elements: values.len(),
+                first: held.start + first,
+                value: values[first],
+            }),
+            _ => Ok(()),
+        }
     }
 }
 

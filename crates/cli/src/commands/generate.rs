@@ -42,6 +42,9 @@ pub(crate) struct GenerateArgs {
     /// Go on where the tokenizer says that a document ends.
     #[arg(long)]
     ignore_end: bool,
+    /// Load the weights although they hold NaN or infinity.
+    #[arg(long)]
+    allow_non_finite: bool,
     /// Threads to compute with; all cores by default.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     threads: usize,
@@ -59,7 +62,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     simd.warn();
     let (num_threads, features_max) = (args.threads, Some(simd.level));
     let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
-    let LoadedModel { model, parameters, notices } = load_model(&args.path, &device)?;
+    let LoadedModel { model, parameters, notices } = load_model(&args.path, args.allow_non_finite, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;
     let settings = SampleSettings {

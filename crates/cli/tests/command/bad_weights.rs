@@ -77,3 +77,34 @@ fn a_model_without_description_or_tokenizer() {
     std::fs::remove_file(scene.path("model/config.json")).unwrap();
     assert_refused(&scene, &["model", "config.json"]);
 }
+
+#[test]
+fn weights_that_are_not_finite() {
+    let scene = scene_with_model();
+    let file = scene.path("model/model.safetensors");
+    let name = "transformer.h.0.attn.c_attn.weight";
+    Weights::read(&file)
+        .with_value(name, 2000, f32::NAN)
+        .with_value(name, 40, f32::NEG_INFINITY)
+        .write(&file);
+    assert_refused(&scene, &["weights of 'transformer.h.0.attn.c_attn.weight' in model", "not finite"]);
+    tells(&scene.run("generate model").refused(), &["2 of 3072 weights", "the first is -inf, element 40"]);
+    scene.run("generate model --num-tokens 1 --allow-non-finite").succeeded();
+    let train = "train from_model.toml --workers 1 --set model.allow_non_finite=true";
+    tells(&scene.run(train).refused(), &["the loss is NaN"]);
+}
+
+#[test]
+fn a_checkpoint_with_weights_that_are_not_finite() {
+    let scene = scene_with_model();
+    let file = scene.path("model/model.safetensors");
+    // The embedding of a position that no sequence of the run is long enough for: the loss stays finite.
+    Weights::read(&file).with_value("transformer.wpe.weight", 12 * 32, f32::INFINITY).write(&file);
+    let train =
+        "train from_model.toml --set training.seq_len=8 --set generate.num_tokens=0 --set training.steps";
+    scene.run(&format!("{train}=1 --set model.allow_non_finite=true")).succeeded();
+    let facts = ["1 of 512 weights of 'transformer.wpe.weight'", "runs/from_model/checkpoints/step-1"];
+    tells(&scene.run("generate runs/from_model").refused(), &facts);
+    tells(&scene.run(&format!("{train}=2")).refused(), &["are not finite", "allow_non_finite"]);
+    scene.run(&format!("{train}=2 --set model.allow_non_finite=true")).succeeded();
+}

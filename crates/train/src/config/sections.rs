@@ -64,6 +64,8 @@ config_section! {
         /// first weights; random weights without it. Its `config.json` counts where nothing else describes
         /// the model.
         init_from: Option<PathBuf> = None;
+        /// Whether weights are loaded although they hold NaN or infinity, from `init_from` or from a checkpoint.
+        allow_non_finite: bool = false;
         /// Family of the model; the keys below count only with it.
         architecture: Option<Architecture> = None;
         /// Number of tokens the model knows; 0 takes the tokenizer's.

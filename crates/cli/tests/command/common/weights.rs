@@ -43,6 +43,14 @@ impl Weights {
         self
     }
 
+    /// The same weights with `value` as the element `index` of one of them.
+    pub(crate) fn with_value(mut self, name: &str, index: usize, value: f32) -> Self {
+        let start =
+            self.header[name]["data_offsets"][0].as_u64().unwrap() as usize + index * size_of::<f32>();
+        self.data[start..start + size_of::<f32>()].copy_from_slice(&value.to_le_bytes());
+        self
+    }
+
     pub(crate) fn write(&self, path: &Path) {
         let header = serde_json::to_vec(&self.header).unwrap();
         let parts = [&(header.len() as u64).to_le_bytes()[..], &header, &self.data];
