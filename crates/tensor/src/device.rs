@@ -36,7 +36,10 @@ pub struct DeviceOptions {
 #[derive(Debug, thiserror::Error)]
 pub enum DeviceError {
     /// Its memory could not be reserved.
-    #[error("cannot reserve memory for the CPU device: {0}")]
+    #[error(
+        "cannot reserve addresses for the memory of the CPU device: {0}; see whether `ulimit -v`, `ulimit -d` or the setting \
+         vm.overcommit_memory = 2 keeps them back"
+    )]
     Reserve(#[source] std::io::Error),
     /// More threads than a device may have.
     #[error("{num_threads} threads are more than {}, the most that a device may have", Device::THREADS_MAX)]
@@ -77,7 +80,9 @@ pub enum DeviceError {
 impl From<OutOfMemory> for DeviceError {
     fn from(error: OutOfMemory) -> Self {
         match error {
-            OutOfMemory::Machine { .. } => DeviceError::OutOfMemory(error.to_string()),
+            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } => {
+                DeviceError::OutOfMemory(error.to_string())
+            }
             OutOfMemory::Budget(error) => DeviceError::OverBudget(error),
         }
     }
@@ -103,9 +108,6 @@ pub struct Device {
     num_operations: Arc<AtomicU64>,
 }
 
-/// Addresses of a device that only counts: more than any model needs, and less than a process has.
-const COUNTING_BYTES: usize = 1 << 45;
-
 impl Device {
     /// Sizes of memory are rounded up to a multiple of so many bytes.
     pub const ALIGNMENT: usize = ALIGNMENT;
@@ -128,7 +130,7 @@ impl Device {
     pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
         let threads = ThreadPool::idle(num_threads(options)?);
         let counter = Arc::new(MemoryCounter::new(options.budget));
-        let arena = Arena::reserve_bytes(COUNTING_BYTES, Arc::clone(&counter));
+        let arena = Arena::counting(Arc::clone(&counter));
         Ok(Self::new(threads, options, arena.map_err(DeviceError::Reserve)?, counter))
     }
 
@@ -167,7 +169,7 @@ impl Device {
     pub fn host(&self) -> Result<Device, DeviceError> {
         let counter = Arc::new(MemoryCounter::new(None));
         let arena = match self.is_counting() {
-            true => Arena::reserve_bytes(COUNTING_BYTES, Arc::clone(&counter)),
+            true => Arena::counting(Arc::clone(&counter)),
             false => Arena::reserve(Arc::clone(&counter)),
         };
         let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));

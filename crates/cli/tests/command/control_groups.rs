@@ -49,7 +49,8 @@ impl ControlGroup {
 
     /// Runs `trireme` in the group.
     fn run(&self, scene: &Scene, arguments: &str) -> Outcome {
-        Running::start(scene.command_in(&self.folder.join("cgroup.procs"), arguments)).end()
+        let enter = format!("echo $$ > '{}'", self.folder.join("cgroup.procs").display());
+        Running::start(scene.command_after(&enter, arguments)).end()
     }
 
     /// How many processes the system has killed for the group's limit.

@@ -17,6 +17,7 @@ mod measuring;
 mod memory;
 mod pipeline;
 mod places;
+mod process_limits;
 mod simd;
 mod strangers;
 mod traces;

@@ -111,25 +111,20 @@ impl Scene {
         command
     }
 
-    /// The same, unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
-    pub(crate) fn command_on_full_disk(&self, num_blocks: usize, arguments: &str) -> Command {
+    /// The same, in a process that a shell has first given the limits that `setup` sets.
+    pub(crate) fn command_after(&self, setup: &str, arguments: &str) -> Command {
         let mut command = Command::new("sh");
-        // Ignoring the signal turns it into an error of the write, as a full disk is one.
-        let script = format!("trap '' XFSZ; ulimit -f {num_blocks}; exec \"$@\"");
+        let script = format!("{setup}; exec \"$@\"");
         command.args(["-c", &script, "sh", env!("CARGO_BIN_EXE_trireme")]);
         command.args(arguments.split_whitespace());
         self.prepare(&mut command);
         command
     }
 
-    /// The same, in the control group whose processes are listed in `group`.
-    pub(crate) fn command_in(&self, group: &Path, arguments: &str) -> Command {
-        let mut command = Command::new("sh");
-        let script = "echo $$ > \"$1\"; shift; exec \"$@\"";
-        command.args(["-c", script, "sh"]).arg(group).arg(env!("CARGO_BIN_EXE_trireme"));
-        command.args(arguments.split_whitespace());
-        self.prepare(&mut command);
-        command
+    /// The same, unable to make a file longer than `num_blocks` x 512 bytes, as on a disk that fills up.
+    pub(crate) fn command_on_full_disk(&self, num_blocks: usize, arguments: &str) -> Command {
+        // Ignoring the signal turns it into an error of the write, as a full disk is one.
+        self.command_after(&format!("trap '' XFSZ; ulimit -f {num_blocks}"), arguments)
     }
 
     /// Makes a command run in the scene's folder, without a terminal and without another launcher's variables.

@@ -5,9 +5,13 @@
 //! every request finds its block, and nothing is allocated.
 
 use crate::memory::{MemoryCounter, OverBudget, describe};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::mm::{
+    Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap, mmap_anonymous, mprotect, munmap,
+};
+use rustix::process::{Resource, getrlimit};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use trireme_base::{Bytes, Category};
 
 /// Blocks begin at multiples of this: a cache line, and the widest SIMD register.
@@ -16,22 +20,41 @@ pub(crate) const ALIGNMENT: usize = 64;
 /// The least that the system takes back; a multiple of its pages.
 const PAGE: usize = 64 << 10;
 
+/// Memory is made accessible in multiples of this: a huge page, so that none is split where the accessible part ends.
+const STEP: usize = 2 << 20;
+
+/// Addresses of an arena that only counts: more than any model needs, and less than a process has.
+const COUNTING_BYTES: usize = 1 << 45;
+
+/// Part of the addresses that a process may have which one arena takes at most, and what it makes do with.
+const ADDRESSES_SHARE: usize = 4;
+const ADDRESSES_MIN: usize = 1 << 24;
+
 /// A range of memory handed out in blocks.
 #[derive(Debug)]
 pub(crate) struct Arena {
     start: NonNull<u8>,
     reserved: usize,
-    free: Mutex<FreeList>,
+    blocks: Mutex<Blocks>,
     counter: Arc<MemoryCounter>,
+}
+
+/// Which bytes of an arena belong to no block, and which a block may lie in.
+#[derive(Debug)]
+struct Blocks {
+    free: FreeList,
+    /// Bytes from the start on that may be read and written. Those after them are addresses and nothing else, for which
+    /// no system asks whether it has the memory.
+    accessible: usize,
 }
 
 // SAFETY: the range is only reached through blocks, which do not overlap.
 unsafe impl Send for Arena {}
-// SAFETY: as above; the free list is behind a lock.
+// SAFETY: as above; what changes is behind a lock.
 unsafe impl Sync for Arena {}
 
 /// No block of the size asked for.
-#[derive(Debug, Clone, thiserror::Error)]
+#[derive(Debug, thiserror::Error)]
 pub(crate) enum OutOfMemory {
     /// It is more than the machine has.
     #[error(
@@ -39,6 +62,12 @@ pub(crate) enum OutOfMemory {
          a smaller local_batch_size or seq_len, or a machine with more memory"
     )]
     Machine { requested: Bytes, category: Category, reserved: Bytes, in_use: String },
+    /// The system gives no more memory to this process.
+    #[error(
+        "out of memory: the system refuses {requested} for {category} ({in_use}): {source}; if the machine has as much, see whether \
+         `ulimit -d`, `ulimit -v` or the setting vm.overcommit_memory = 2 keeps it back"
+    )]
+    Refused { requested: Bytes, category: Category, in_use: String, source: std::io::Error },
     /// It is more than the budget.
     #[error(transparent)]
     Budget(#[from] OverBudget),
@@ -52,32 +81,33 @@ impl Arena {
         Self::reserve_bytes(num_bytes.max(1 << 30), counter)
     }
 
-    /// Reserves `num_bytes` of addresses, or as many as the system gives.
+    /// Reserves `num_bytes` of addresses, or as many as the process may have.
     pub(crate) fn reserve_bytes(num_bytes: usize, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        let mut reserved = num_bytes;
+        let mut reserved = addresses(num_bytes);
         loop {
-            // SAFETY: a fresh anonymous mapping at an address of the system's choice.
-            let mapping = unsafe {
-                mmap_anonymous(
-                    std::ptr::null_mut(),
-                    reserved,
-                    ProtFlags::READ | ProtFlags::WRITE,
-                    MapFlags::PRIVATE | MapFlags::NORESERVE,
-                )
-            };
-            match mapping {
-                Ok(start) => {
-                    // Fewer TLB misses; a system without huge pages may refuse, at no loss but speed.
-                    // SAFETY: the range has just been mapped.
-                    let _ = unsafe { madvise(start, reserved, Advice::LinuxHugepage) };
-                    let start = NonNull::new(start.cast()).expect("the system maps nothing at address 0");
-                    return Ok(Arena { start, reserved, free: Mutex::new(FreeList::new(reserved)), counter });
-                }
-                // Systems that refuse overcommitted memory may still give less.
-                Err(_) if reserved > 1 << 28 => reserved /= 2,
+            match map_private(reserved, ProtFlags::empty()) {
+                Ok(start) => return Ok(Self::new(start, reserved, 0, counter)),
+                Err(_) if reserved > ADDRESSES_MIN => reserved = reserved / 2 / PAGE * PAGE,
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    /// An arena of a device that only counts, whose blocks may be larger than the machine's memory: few of their pages are ever
+    /// touched.
+    pub(crate) fn counting(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
+        let num_bytes = addresses(COUNTING_BYTES);
+        let start = map_private(num_bytes, ACCESS).or_else(|refused| {
+            // Where the system sets memory aside for all that may be written, it does not for a file without pages. Making one
+            // longer than `ulimit -f` allows would end the process.
+            if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { map_file(num_bytes) }
+        })?;
+        Ok(Self::new(start, num_bytes, num_bytes, counter))
+    }
+
+    fn new(start: NonNull<u8>, reserved: usize, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
+        let blocks = Mutex::new(Blocks { free: FreeList::new(reserved), accessible });
+        Arena { start, reserved, blocks, counter }
     }
 
     /// Refuses early what can never fit.
@@ -96,9 +126,10 @@ impl Arena {
 
     /// Gives the pages of free memory back to the system.
     pub(crate) fn trim(&self) {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        for span in &free.spans {
-            let (start, end) = (span.offset.next_multiple_of(PAGE), (span.offset + span.len) / PAGE * PAGE);
+        let blocks = self.blocks();
+        for span in &blocks.free.spans {
+            let end = (span.offset + span.len).min(blocks.accessible);
+            let (start, end) = (span.offset.next_multiple_of(PAGE), end / PAGE * PAGE);
             if start < end {
                 // SAFETY: pages within the mapping of which no block has a part: nobody reads them before writing them anew.
                 // A system that refuses keeps them.
@@ -120,13 +151,68 @@ impl Arena {
         self.check_room(len, category)?;
         let padded = len.next_multiple_of(ALIGNMENT);
         self.counter.take(category, padded)?;
-        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let Some(offset) = free.take(padded) else {
+        let mut blocks = self.blocks();
+        let Some(offset) = blocks.free.take(padded) else {
             self.counter.give(category, padded);
             return Err(self.out_of_memory(len, category));
         };
+        if let Err(source) = self.make_accessible(&mut blocks, offset + padded) {
+            blocks.free.give(offset, padded);
+            self.counter.give(category, padded);
+            let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
+            return Err(OutOfMemory::Refused { requested, category, in_use, source: source.into() });
+        }
         Ok(offset)
     }
+
+    /// Lets blocks lie in the bytes before `end`.
+    fn make_accessible(&self, blocks: &mut Blocks, end: usize) -> rustix::io::Result<()> {
+        if end <= blocks.accessible {
+            return Ok(());
+        }
+        let address = self.start.as_ptr().addr();
+        let end = ((address + end).next_multiple_of(STEP) - address).min(self.reserved);
+        // SAFETY: within the mapping, and no block has a part of it yet.
+        unsafe {
+            let first = self.start.as_ptr().add(blocks.accessible).cast();
+            mprotect(first, end - blocks.accessible, MprotectFlags::READ | MprotectFlags::WRITE)?;
+        }
+        blocks.accessible = end;
+        Ok(())
+    }
+
+    fn blocks(&self) -> MutexGuard<'_, Blocks> {
+        self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What blocks are for.
+const ACCESS: ProtFlags = ProtFlags::READ.union(ProtFlags::WRITE);
+
+/// How many addresses to ask for where `num_bytes` are wanted: with `ulimit -v` the process needs some for other things, too.
+fn addresses(num_bytes: usize) -> usize {
+    let allowed =
+        getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / ADDRESSES_SHARE);
+    num_bytes.min(allowed) / PAGE * PAGE
+}
+
+fn map_private(num_bytes: usize, access: ProtFlags) -> rustix::io::Result<NonNull<u8>> {
+    let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+    // SAFETY: a fresh anonymous mapping at an address of the system's choice.
+    let start = unsafe { mmap_anonymous(std::ptr::null_mut(), num_bytes, access, flags)? };
+    // Fewer TLB misses; a system without huge pages may refuse, at no loss but speed.
+    // SAFETY: the range has just been mapped.
+    let _ = unsafe { madvise(start, num_bytes, Advice::LinuxHugepage) };
+    Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
+}
+
+/// Maps a file that has no name and no pages.
+fn map_file(num_bytes: usize) -> rustix::io::Result<NonNull<u8>> {
+    let file = memfd_create(c"trireme-counting", MemfdFlags::CLOEXEC)?;
+    ftruncate(&file, num_bytes as u64)?;
+    // SAFETY: a fresh mapping at an address of the system's choice; nobody else has the file, which reads as zero.
+    let start = unsafe { mmap(std::ptr::null_mut(), num_bytes, ACCESS, MapFlags::SHARED, &file, 0)? };
+    Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
 }
 
 impl Drop for Arena {
@@ -157,7 +243,7 @@ impl Block {
         let Some(offset) = self.offset.take() else { return };
         let padded = self.len.next_multiple_of(ALIGNMENT);
         self.arena.counter.give(self.category, padded);
-        self.arena.free.lock().unwrap_or_else(PoisonError::into_inner).give(offset, padded);
+        self.arena.blocks().free.give(offset, padded);
     }
 
     /// Takes memory again, with whatever its last user left in it.
@@ -173,8 +259,8 @@ impl Block {
     }
 
     pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: within the mapping, initialised (anonymous pages begin as zeros), and no other block
-        // overlaps.
+        // SAFETY: within the accessible part of the mapping, and no other block overlaps. Every byte is initialised: a page of
+        // a fresh mapping begins as zeros, and a block that is used again holds what its last user left.
         unsafe { std::slice::from_raw_parts(self.arena.start.as_ptr().add(self.offset()), self.len) }
     }
 

@@ -1,0 +1,25 @@
+//! Limits of the addresses and of the private memory that a process may have.
+
+use crate::common::{Running, Scene, tells};
+
+/// More than the small model needs, and less than the machine has.
+const LIMITS: [&str; 3] = ["ulimit -d 100000", "ulimit -v 1000000", "ulimit -v 1000000; ulimit -d 100000"];
+
+#[test]
+fn a_run_that_fits_is_planned_and_trained() {
+    let scene = Scene::with_corpus();
+    for limits in LIMITS {
+        for command in ["plan tiny.toml", "train tiny.toml", "generate runs/tiny --num-tokens 1"] {
+            Running::start(scene.command_after(limits, command)).end().succeeded();
+        }
+        std::fs::remove_dir_all(scene.path("runs")).unwrap();
+    }
+}
+
+#[test]
+fn a_run_that_does_not_fit_is_refused_in_words() {
+    let scene = Scene::with_corpus();
+    let train = "train tiny.toml --workers 1 --set model.hidden_size=512";
+    let error = Running::start(scene.command_after("ulimit -d 20000", train)).end().refused();
+    tells(&error, &["out of memory: the system refuses", "ulimit -d", "vm.overcommit_memory"]);
+}
