@@ -15,6 +15,7 @@ mod fp8;
 pub mod metrics;
 mod observer;
 mod optimizer;
+mod resume;
 mod run_folder;
 mod run_lock;
 mod sample;
