@@ -43,6 +43,7 @@ mod safetensors_file;
 mod save;
 mod save_plan;
 mod stored;
+mod tidying;
 
 pub use checkpoint::Checkpoint;
 pub use error::{CheckpointError, Mismatch, with_sources};
@@ -55,6 +56,7 @@ pub use safetensors::Dtype as StoredDType;
 pub use save::{InMemory, Saved, Snapshot, TensorSource, WriteBytes, save};
 pub use save_plan::{PART_BYTES_MAX, WritePart, plan_save};
 pub use stored::{StoredTensor, StoredTensors};
+pub use tidying::tidy;
 
 /// What the names of optimizer state begin with, as in `optimizer.exp_avg.<parameter>`; tensors of a
 /// checkpoint without it are the model's weights.

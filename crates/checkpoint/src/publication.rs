@@ -30,8 +30,6 @@ pub(crate) struct Publication<'a> {
     pub(crate) manifest: String,
     /// Whether something damaged is in the way under the name of the same step.
     pub(crate) damaged_exists: bool,
-    /// Steps of the checkpoints to remove.
-    pub(crate) pruned: Vec<u64>,
 }
 
 impl Publication<'_> {
@@ -53,34 +51,37 @@ impl Publication<'_> {
             let to = self.folder.join(step_name(self.step) + &damaged_suffix());
             steps.push(FileStep::Rename { from: published.clone(), to });
         }
-        steps.extend([FileStep::Rename { from: partial, to: published }, self.sync()]);
+        steps.extend([
+            FileStep::Rename { from: partial, to: published },
+            FileStep::SyncFolder(self.folder.to_owned()),
+        ]);
         steps
     }
+}
 
-    /// What follows once the checkpoint is complete, as lists of changes of which each stands for itself: the mark of the
-    /// latest, and the removal of each old checkpoint. A list ends at the first change that fails. None has to succeed:
-    /// the next save tries again.
-    pub(crate) fn tidying(&self) -> Vec<Vec<FileStep>> {
-        iter::once(self.mark()).chain(self.pruned.iter().map(|&step| self.removal(step))).collect()
-    }
+/// What follows once the checkpoint of `step` is complete, as lists of changes of which each stands for itself: the mark of
+/// the latest, and the removal of each checkpoint of `pruned`. A list ends at the first change that fails. None has to
+/// succeed: the next save tries again.
+pub(crate) fn tidying_steps(folder: &Path, step: u64, pruned: &[u64]) -> Vec<Vec<FileStep>> {
+    iter::once(mark(folder, step)).chain(pruned.iter().map(|&step| removal(folder, step))).collect()
+}
 
-    /// Names the new checkpoint as the latest.
-    fn mark(&self) -> Vec<FileStep> {
-        let (to, from) = (self.folder.join(LATEST_FILE), self.folder.join(format!("{LATEST_FILE}.partial")));
-        let contents = format!("{}\n", step_name(self.step)).into_bytes();
-        vec![FileStep::WriteFile { path: from.clone(), contents }, FileStep::Rename { from, to }, self.sync()]
-    }
+/// Names a checkpoint as the latest.
+fn mark(folder: &Path, step: u64) -> Vec<FileStep> {
+    let (to, from) = (folder.join(LATEST_FILE), folder.join(format!("{LATEST_FILE}.partial")));
+    let contents = format!("{}\n", step_name(step)).into_bytes();
+    vec![
+        FileStep::WriteFile { path: from.clone(), contents },
+        FileStep::Rename { from, to },
+        FileStep::SyncFolder(folder.to_owned()),
+    ]
+}
 
-    /// Makes a checkpoint an unfinished one, then removes it: half of it never looks like a whole one.
-    fn removal(&self, step: u64) -> Vec<FileStep> {
-        let aside = self.folder.join(step_name(step) + &partial_suffix());
-        let from = self.folder.join(step_name(step));
-        vec![FileStep::Rename { from, to: aside.clone() }, FileStep::Remove(aside)]
-    }
-
-    fn sync(&self) -> FileStep {
-        FileStep::SyncFolder(self.folder.to_owned())
-    }
+/// Makes a checkpoint an unfinished one, then removes it: half of it never looks like a whole one.
+fn removal(folder: &Path, step: u64) -> Vec<FileStep> {
+    let aside = folder.join(step_name(step) + &partial_suffix());
+    let from = folder.join(step_name(step));
+    vec![FileStep::Rename { from, to: aside.clone() }, FileStep::Remove(aside)]
 }
 
 #[cfg(test)]
@@ -119,10 +120,9 @@ mod tests {
             files: &[ExtraFile { name: "config.toml", contents: &read("config.toml") }],
             manifest: String::from_utf8(read(MANIFEST_FILE)).unwrap(),
             damaged_exists: true,
-            pruned: vec![10],
         };
         steps.extend(publication.steps());
-        steps.extend(publication.tidying().concat());
+        steps.extend(tidying_steps(folder, 30, &[10]).concat());
         steps
     }
 

@@ -4,11 +4,12 @@ use crate::checkpoint::Checkpoint;
 use crate::error::{CheckpointError, with_sources};
 use crate::extent::{intersection, position_in};
 use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix};
-use crate::folder::{FolderNames, step_name, steps_to_prune};
+use crate::folder::{FolderNames, step_name};
 use crate::manifest::{FileEntry, MANIFEST_FILE, Manifest, PartEntry, TensorEntry};
-use crate::publication::{Publication, begin_steps, leftover_steps};
+use crate::publication::{Publication, begin_steps};
 use crate::safetensors_file::{SafetensorsWriter, stored};
 use crate::save_plan::{PART_BYTES_MAX, WritePart, part_name, plan_save};
+use crate::tidying::{remove_leftovers, tidy_after};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -76,7 +77,7 @@ pub struct Saved {
 /// Each rank writes its parts of [`plan_save`] to one safetensors file in `step-N.partial-xxxxxxxx` and
 /// syncs it; rank 0 adds the other files and the manifest, syncs the folder, renames it to `step-N` and
 /// names it in `latest`. A crash at any moment leaves the checkpoints that were complete; unfinished
-/// folders are removed by the next save, so a folder of checkpoints belongs to one run.
+/// folders are removed by the next save or [`tidy`](crate::tidy), so a folder of checkpoints belongs to one run.
 ///
 /// Cost: every byte of the state is written once, by one rank; three exchanges of small messages; memory for what
 /// `source` has at hand.
@@ -237,7 +238,7 @@ impl Saving<'_> {
                 return Err(CheckpointError::NotNewer { step, existing });
             }
         }
-        tidy(&leftover_steps(self.folder, &names.leftovers), untidy);
+        remove_leftovers(self.folder, &names, untidy);
         begin_steps(self.folder, partial_name).iter().try_for_each(FileStep::execute)
     }
 
@@ -305,10 +306,9 @@ impl Saving<'_> {
             files: self.snapshot.files,
             manifest,
             damaged_exists: names.steps.contains(&step),
-            pruned: steps_to_prune(&names.steps, step, keep_latest_k),
         };
         publication.steps().iter().try_for_each(FileStep::execute)?;
-        tidy(&publication.tidying(), untidy);
+        tidy_after(self.folder, step, &names, keep_latest_k, untidy);
         Ok(())
     }
 
@@ -334,22 +334,6 @@ impl Saving<'_> {
             }
         }
         Manifest::new(self.snapshot.step, self.snapshot.state.clone(), tensors, files)
-    }
-}
-
-/// Makes changes that need not succeed; adds the failures to `untidy`. A list that fails leaves none of the files that it
-/// wrote under a name of their own.
-fn tidy(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>) {
-    for steps in lists {
-        if let Err(error) = steps.iter().try_for_each(FileStep::execute) {
-            untidy.push(error);
-            for step in steps {
-                if let FileStep::WriteFile { path, .. } = step {
-                    // Best effort as well: it may have been renamed already.
-                    let _ = fs::remove_file(path);
-                }
-            }
-        }
     }
 }
 

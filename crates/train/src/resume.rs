@@ -12,7 +12,7 @@ use std::path::Path;
 use trireme_base::Rank;
 use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, find_latest, list_checkpoints,
-    set_aside, with_sources,
+    set_aside, tidy, with_sources,
 };
 use trireme_comm::Group;
 use trireme_data::TokenFile;
@@ -39,12 +39,19 @@ pub(crate) fn resume(
         loss_scaler: executor.loss_scaler().state(),
         compression: None,
     };
-    let state = match find_resume(config, executor.group(), observer)? {
-        Some(checkpoint) => restore(&checkpoint, config, executor, &beginning, observer)?,
+    let checkpoint = find_resume(config, executor.group(), observer)?;
+    let state = match &checkpoint {
+        Some(checkpoint) => restore(checkpoint, config, executor, &beginning, observer)?,
         None => beginning,
     };
     if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
-        check_newest(&config.run_folder(), state.step)?;
+        let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
+        check_newest(&folder, state.step)?;
+        if let Some(newest) = checkpoint.filter(|newest| newest.path().parent() == Some(&folder)) {
+            for error in tidy(&newest, config.checkpoint().keep_latest_k) {
+                observer.notice(&untidy_notice(&error));
+            }
+        }
     }
     executor.check_replicas()?;
     Ok(state)
@@ -158,11 +165,17 @@ fn state_damage(checkpoint: &Checkpoint) -> Option<CheckpointError> {
     Some(CheckpointError::Damaged { path: checkpoint.path().to_owned(), reason })
 }
 
-/// Refuses to go on after `step` where later checkpoints are: the run's next ones could not be told from them.
-fn check_newest(run_folder: &Path, step: u64) -> Result<(), TrainError> {
-    let folder = run_folder.join(CHECKPOINTS_FOLDER);
-    match list_checkpoints(&folder)?.last() {
-        Some(&(newest, _)) if newest > step => Err(TrainError::NewerCheckpoints { step, newest, folder }),
+/// What the user should know of an `error` in tidying up the checkpoints.
+pub(crate) fn untidy_notice(error: &CheckpointError) -> String {
+    format!("{}; the checkpoints are complete, and the next save tries again", with_sources(error))
+}
+
+/// Refuses to resume after `step` where `folder` has later checkpoints: the run's next ones could not be told from them.
+fn check_newest(folder: &Path, step: u64) -> Result<(), TrainError> {
+    match list_checkpoints(folder)?.last() {
+        Some(&(newest, _)) if newest > step => {
+            Err(TrainError::NewerCheckpoints { step, newest, folder: folder.to_owned() })
+        }
         _ => Ok(()),
     }
 }

@@ -12,7 +12,7 @@ use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
 use crate::observer::{Observer, RunFacts};
-use crate::resume::resume;
+use crate::resume::{resume, untidy_notice};
 use crate::run_folder;
 use crate::run_lock::RunLock;
 use crate::setup::{
@@ -344,10 +344,7 @@ impl<'a> Trainer<'a> {
         match saved {
             Ok(saved) => {
                 for error in &saved.untidy {
-                    let error = with_sources(error);
-                    self.report_once(format!(
-                        "{error}; the checkpoints are complete, and the next one tries again"
-                    ));
+                    self.report_once(untidy_notice(error));
                 }
                 self.observer.checkpoint(self.state.step, &saved.path);
                 Ok(Some(saved.path))

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
-    Checkpoint, CheckpointError, ExtraFile, InMemory, Saved, Snapshot, find_latest, save,
+    Checkpoint, CheckpointError, ExtraFile, InMemory, Saved, Snapshot, find_latest, save, tidy,
 };
 use trireme_plan::{Extent, Placement, TensorPlacement};
 
@@ -160,6 +160,26 @@ fn what_cannot_be_tidied_up_fails_no_save_and_is_tried_again() {
     let names: Vec<_> =
         files_of(folder.path()).iter().map(|path| path.file_name().unwrap().to_owned()).collect();
     assert_eq!(names, ["latest", "step-1", "step-2", "step-3", "step-4"]);
+}
+
+#[test]
+fn what_a_failure_after_the_last_save_left_is_tidied_up() {
+    let folder = tempfile::tempdir().unwrap();
+    for step in 1..=3 {
+        save_all(folder.path(), step, &example(), 2);
+    }
+    fs::remove_file(folder.path().join("latest")).unwrap();
+    fs::create_dir(folder.path().join("step-2.partial-0123abcd")).unwrap();
+    let newest = Checkpoint::open(&folder.path().join("step-3")).unwrap();
+    let names = || -> Vec<_> {
+        let name = |path: &PathBuf| path.file_name().unwrap().to_owned();
+        files_of(folder.path()).iter().map(name).collect()
+    };
+    assert!(tidy(&newest, 0).is_empty());
+    assert_eq!(names(), ["latest", "step-1", "step-2", "step-3"]);
+    assert!(tidy(&newest, 1).is_empty());
+    assert_eq!(names(), ["latest", "step-3"]);
+    assert!(newest.verify().is_empty());
 }
 
 #[test]

@@ -45,6 +45,12 @@ fn from_text_to_text() {
     let printed = scene.run("train tiny.toml --set training.steps=6").succeeded();
     tells(&printed, &["resuming after step 4 of 6", "step: 6 "]);
     assert_eq!(scene.losses("tiny").iter().map(|(step, _)| *step).collect::<Vec<_>>(), [1, 2, 3, 4, 5, 6]);
+
+    // As if the run had been killed after its last checkpoint, before it tidied up.
+    std::fs::remove_file(scene.path("runs/tiny/checkpoints/latest")).unwrap();
+    std::fs::create_dir(scene.path("runs/tiny/checkpoints/step-2.partial-0123abcd")).unwrap();
+    scene.run("train tiny.toml --set training.steps=6").succeeded();
+    assert_eq!(scene.names("runs/tiny/checkpoints"), ["latest", "step-2", "step-4", "step-6"]);
 }
 
 #[test]

@@ -1,0 +1,59 @@
+//! What need not succeed: removing old checkpoints and what crashes have left, and naming the latest checkpoint.
+
+use crate::checkpoint::Checkpoint;
+use crate::error::CheckpointError;
+use crate::files::{FileStep, parent_of};
+use crate::folder::{FolderNames, steps_to_prune};
+use crate::publication::{leftover_steps, tidying_steps};
+use std::fs;
+use std::path::Path;
+
+/// Does what a crash or a failure after the last save has left undone in the folder of `newest`, its newest checkpoint:
+/// removes unfinished folders and all but the newest `keep_latest_k` checkpoints (0: none), and names the latest one. For one
+/// process, while no other saves there.
+///
+/// Returns what failed. The checkpoints are complete all the same.
+pub fn tidy(newest: &Checkpoint, keep_latest_k: usize) -> Vec<CheckpointError> {
+    let folder = parent_of(newest.path());
+    let mut untidy = Vec::new();
+    match FolderNames::read(folder) {
+        Ok(names) => {
+            remove_leftovers(folder, &names, &mut untidy);
+            tidy_after(folder, newest.step(), &names, keep_latest_k, &mut untidy);
+        }
+        Err(error) => untidy.push(error),
+    }
+    untidy
+}
+
+/// Removes what crashes have left unfinished.
+pub(crate) fn remove_leftovers(folder: &Path, names: &FolderNames, untidy: &mut Vec<CheckpointError>) {
+    try_all(&leftover_steps(folder, &names.leftovers), untidy);
+}
+
+/// Names the checkpoint of `step` as the latest, and removes those that are too old beside it.
+pub(crate) fn tidy_after(
+    folder: &Path,
+    step: u64,
+    names: &FolderNames,
+    keep_latest_k: usize,
+    untidy: &mut Vec<CheckpointError>,
+) {
+    try_all(&tidying_steps(folder, step, &steps_to_prune(&names.steps, step, keep_latest_k)), untidy);
+}
+
+/// Makes changes that need not succeed; adds the failures to `untidy`. A list that fails leaves none of the files that it
+/// wrote under a name of their own.
+fn try_all(lists: &[Vec<FileStep>], untidy: &mut Vec<CheckpointError>) {
+    for steps in lists {
+        if let Err(error) = steps.iter().try_for_each(FileStep::execute) {
+            untidy.push(error);
+            for step in steps {
+                if let FileStep::WriteFile { path, .. } = step {
+                    // Best effort as well: it may have been renamed already.
+                    let _ = fs::remove_file(path);
+                }
+            }
+        }
+    }
+}
