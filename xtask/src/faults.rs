@@ -1,14 +1,19 @@
-//! `cargo xtask faults`: a run with checkpoints, in which each system call that changes files fails or is the last one. Whatever
-//! happens, the next command must resume to the losses of the undisturbed run, and leave nothing unfinished behind.
+//! `cargo xtask faults`: a run with checkpoints, in which each system call that changes files fails, is the last one, or stops its
+//! process for a while. Whatever happens, the next command must resume to the losses of the undisturbed run, and leave nothing
+//! unfinished behind.
 //!
 //! The calls are injected by strace, which counts them for each thread by itself.
 
 use anyhow::{Context, Result, bail, ensure};
+use rustix::process::{Pid, Signal, kill_process_group};
 use std::collections::BTreeMap;
 use std::fs;
 use std::num::NonZeroUsize;
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
+use std::sync::mpsc::{self, RecvTimeoutError};
+use std::time::Duration;
 
 /// The system calls by which a run changes files.
 const CALLS: [&str; 13] = [
@@ -27,8 +32,11 @@ const CALLS: [&str; 13] = [
     "mkdirat",
 ];
 
-/// What happens at a call: it fails, the disk is full, or the process is killed.
-const FAULTS: [&str; 3] = ["error=EIO", "error=ENOSPC", "signal=SIGKILL"];
+/// What happens at a call: it fails, the disk is full, the process is killed, or it is stopped and continued.
+const FAULTS: [&str; 4] = ["error=EIO", "error=ENOSPC", "signal=SIGKILL", "signal=SIGSTOP"];
+
+/// How often processes that may have been stopped are continued.
+const CONTINUE_INTERVAL: Duration = Duration::from_millis(20);
 
 const CONFIG: &str = r#"
 model = { architecture = "gpt2", hidden_size = 16, num_layers = 1, num_heads = 2 }
@@ -56,8 +64,9 @@ enum Outcome {
 
 /// Inject a fault at each system call of a run with checkpoints.
 ///
-/// Each call by which a small run changes files fails, finds the disk full, or is the last one of its process. The next
-/// command must resume to the losses of the undisturbed run and leave nothing unfinished behind. Needs strace.
+/// Each call by which a small run changes files fails, finds the disk full, is the last one of its process, or stops its
+/// process for a moment. The next command must resume to the losses of the undisturbed run and leave nothing unfinished
+/// behind. Needs strace.
 #[derive(Debug, clap::Args)]
 pub(crate) struct FaultsArgs {
     /// The program, built by `cargo build --release`.
@@ -130,8 +139,22 @@ impl Scene {
         let mut command = Command::new("strace");
         command.args(["-f", "-qq"]).args(arguments).arg("--").arg(&self.binary);
         command.args(["train", "job.toml", "--workers", &self.num_workers.to_string()]);
-        command.current_dir(&self.folder).stdin(Stdio::null());
-        command.output().context("cannot run strace, which injects the faults; install it")
+        command.current_dir(&self.folder).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let child = command.process_group(0).spawn();
+        let child = child.context("cannot run strace, which injects the faults; install it")?;
+        let group = Pid::from_child(&child);
+        let (ended, is_ended) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            scope.spawn(move || {
+                while is_ended.recv_timeout(CONTINUE_INTERVAL) == Err(RecvTimeoutError::Timeout) {
+                    // Nobody is left to be continued where it fails.
+                    let _ = kill_process_group(group, Signal::CONT);
+                }
+            });
+            let output = child.wait_with_output();
+            drop(ended);
+            Ok(output?)
+        })
     }
 
     fn forget_run(&self) -> Result<()> {
