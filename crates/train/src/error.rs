@@ -291,6 +291,19 @@ pub enum TrainError {
         #[source]
         source: ScheduleFileError,
     },
+    /// A stage that keeps more activations than a schedule counts.
+    #[error(
+        "stage {stage} of the pipeline keeps {kept} of activations for each microbatch, more than the {kept_max} that can be \
+         scheduled; set [training] local_batch_size or seq_len lower, or use more stages"
+    )]
+    StageTooLarge {
+        /// Stage.
+        stage: usize,
+        /// What forward keeps.
+        kept: Bytes,
+        /// The most that is possible.
+        kept_max: Bytes,
+    },
     /// A schedule that holds more activations than it may.
     #[error(
         "schedule '{kind}' holds {needed} of activations on worker {rank} of the pipeline, where [parallelism] \

@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 use trireme_schedule::pipeline::{
-    ParseScheduleError, Schedule, ScheduleError, WeightVersions, draw_error, validate,
+    Costs, ParseScheduleError, Schedule, ScheduleError, WeightVersions, draw_error, validate,
 };
 
 /// The largest file that is read: enough for as many passes as a schedule may have.
@@ -102,7 +102,7 @@ pub(crate) fn check_schedule(
 ) -> Result<(), TrainError> {
     // Its name may be in the config of rank 0 alone.
     let path = schedule_path(config).unwrap_or(Path::new("of rank 0"));
-    check(config, stages, schedule)
+    check(config, stages, &pipeline_costs(stages)?, schedule)
         .map_err(|source| TrainError::ScheduleFile { path: path.to_owned(), source })
 }
 
@@ -120,7 +120,12 @@ fn read(path: &Path) -> Result<Schedule, ScheduleFileError> {
     Ok(text.parse()?)
 }
 
-fn check(config: &Config, stages: &[StageChoice], schedule: &Schedule) -> Result<(), ScheduleFileError> {
+fn check(
+    config: &Config,
+    stages: &[StageChoice],
+    costs: &Costs,
+    schedule: &Schedule,
+) -> Result<(), ScheduleFileError> {
     if (schedule.num_steps, schedule.weights) != (1, WeightVersions::Drained) {
         return Err(ScheduleFileError::DoesNotDrain);
     }
@@ -142,9 +147,9 @@ fn check(config: &Config, stages: &[StageChoice], schedule: &Schedule) -> Result
     if let Some((rank, found)) = uneven {
         return Err(ScheduleFileError::Uneven { rank, found, expected: config.stages_per_rank() });
     }
-    let (costs, bounds) = (pipeline_costs(stages), activation_bounds(config, stages, None));
-    validate(schedule, &costs, bounds.as_deref()).map_err(|error| {
-        let mut picture = draw_error(schedule, &costs, &error, PICTURE_COLUMNS).trim_end().to_owned();
+    let bounds = activation_bounds(config, stages, None);
+    validate(schedule, costs, bounds.as_deref()).map_err(|error| {
+        let mut picture = draw_error(schedule, costs, &error, PICTURE_COLUMNS).trim_end().to_owned();
         if matches!(error, ScheduleError::TooManyActivations { .. }) {
             picture +=
                 "\nactivations are counted in bytes, and [parallelism] pipeline_parallel_in_flight_max bounds them";

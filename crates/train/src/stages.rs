@@ -6,7 +6,7 @@ use crate::error::TrainError;
 use crate::schedule_file::check_schedule;
 use std::ops::Range;
 use trireme_base::{Bytes, UnitPasses};
-use trireme_schedule::pipeline::{self, Costs, GenerateError, Kind, Schedule, Sizes, StageCosts};
+use trireme_schedule::pipeline::{self, Costs, GenerateError, Kind, Schedule, Sizes, StageCosts, TICKS_MAX};
 use trireme_schedule::{Keep, Program, single};
 
 /// Ticks of the longest stage's forward pass: finer than what is known of times.
@@ -101,12 +101,13 @@ pub(crate) fn stages_of(costs: &[StageCosts], stages: Vec<Range<usize>>) -> Vec<
 fn sum(units: &[StageCosts]) -> StageCosts {
     let mut sum = StageCosts { activation: 0, weight_activation: 0, ..StageCosts::of(0, 0, 0) };
     for unit in units {
-        sum.forward += unit.forward;
-        sum.backward_input += unit.backward_input;
-        sum.backward_weight += unit.backward_weight;
-        sum.update += unit.update;
-        sum.activation += unit.activation;
-        sum.weight_activation += unit.weight_activation;
+        // Operations are counted up to the largest number and no further.
+        sum.forward = sum.forward.saturating_add(unit.forward);
+        sum.backward_input = sum.backward_input.saturating_add(unit.backward_input);
+        sum.backward_weight = sum.backward_weight.saturating_add(unit.backward_weight);
+        sum.update = sum.update.saturating_add(unit.update);
+        sum.activation = sum.activation.saturating_add(unit.activation);
+        sum.weight_activation = sum.weight_activation.saturating_add(unit.weight_activation);
     }
     sum
 }
@@ -126,7 +127,7 @@ fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
     };
     StageCosts {
         forward: passes.forward_operations,
-        backward_input: passes.input_half_operations + again,
+        backward_input: passes.input_half_operations.saturating_add(again),
         backward_weight: passes.weight_half_operations,
         update: 0,
         activation: activation as u64,
@@ -159,7 +160,7 @@ pub fn pipeline_schedule(
         num_steps: config.steps_per_program(),
     };
     let bounds = activation_bounds(config, stages, (kind == Kind::Automatic).then_some(num_ranks));
-    let made = pipeline::generate(kind, sizes, &pipeline_costs(stages), bounds.as_deref());
+    let made = pipeline::generate(kind, sizes, &pipeline_costs(stages)?, bounds.as_deref());
     made.map_err(|error| match error {
         GenerateError::Memory { kind, rank, needed, bound, remedy } => {
             TrainError::InFlight { kind, rank, needed: Bytes(needed), bound: Bytes(bound), remedy }
@@ -186,9 +187,16 @@ pub(crate) fn activation_bounds(
 }
 
 /// What stages cost. Messages take no time: they go on beside passes.
-pub fn pipeline_costs(stages: &[StageChoice]) -> Costs {
+///
+/// # Errors
+/// If a stage keeps more activations than a schedule counts.
+pub fn pipeline_costs(stages: &[StageChoice]) -> Result<Costs, TrainError> {
+    if let Some(stage) = stages.iter().position(|stage| stage.costs.activation > TICKS_MAX) {
+        let (kept, kept_max) = (Bytes(stages[stage].costs.activation), Bytes(TICKS_MAX));
+        return Err(TrainError::StageTooLarge { stage, kept, kept_max });
+    }
     let stages = stages.iter().map(|stage| stage.costs).collect();
-    Costs::new(stages, 0).expect("a thousand ticks, and bytes, are within bounds")
+    Ok(Costs::new(stages, 0).expect("a thousand ticks are within bounds, and the bytes were checked"))
 }
 
 /// The program, before it is lowered, of each rank of the pipeline; of one rank without one.
@@ -203,7 +211,7 @@ pub(crate) fn base_programs(
     }
     let schedule = pipeline_schedule(config, stages, given.as_ref())?;
     let units: Vec<Range<usize>> = stages.iter().map(|stage| stage.units.clone()).collect();
-    Ok(pipeline::programs(&schedule, &pipeline_costs(stages), &units, ties))
+    Ok(pipeline::programs(&schedule, &pipeline_costs(stages)?, &units, ties))
 }
 
 impl PipelineSchedule {

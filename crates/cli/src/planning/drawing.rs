@@ -20,7 +20,7 @@ impl Drawing {
     pub(crate) fn new(config: &Config, plan: &Plan) -> Result<Self> {
         let stages = plan.choices.stages_or_one(&plan.passes);
         let schedule = pipeline_schedule(config, &stages, plan.choices.schedule.as_ref())?;
-        let timeline = simulate(&schedule, &pipeline_costs(&stages))?;
+        let timeline = simulate(&schedule, &pipeline_costs(&stages)?)?;
         let all: u64 = stages.iter().map(|stage| stage.costs.total()).sum();
         let share = |stage: StageChoice| (stage.units, stage.costs.total() as f64 / all as f64);
         Ok(Drawing { schedule, timeline, shares: stages.into_iter().map(share).collect() })

@@ -126,6 +126,13 @@ fn pipelines_that_cannot_be_are_refused() {
         (format!("--set {split_points}=[1]"), ["counts only with", "above 1"]),
         (
             format!(
+                "--workers 2 --set {degree}=2 --set model.hidden_size=8192 --set model.num_layers=8 --set training.seq_len=256 \
+                 --set training.local_batch_size=8192 --set training.global_batch_size=16384"
+            ),
+            ["stage 0 of the pipeline keeps", "local_batch_size"],
+        ),
+        (
+            format!(
                 "--workers 2 {MODEL} --set {degree}=2 --set {interval}=5 --set memory.device_budget=1GiB"
             ),
             ["no room for them", "device_budget"],
