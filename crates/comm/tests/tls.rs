@@ -97,7 +97,7 @@ mod with_tls {
             let host = scope.spawn(|| join(&JoinOptions { rank: Rank(0), ..encrypted.clone() }));
             let plain = JoinOptions { rank: Rank(1), tls: None, ..encrypted.clone() };
             let refused = join(&plain).expect_err("refused").to_string();
-            assert!(refused.contains("options differ"), "{refused}");
+            assert!(refused.contains("tls (rank 0 has true)"), "{refused}");
             join(&JoinOptions { rank: Rank(1), ..encrypted.clone() }).expect("joined");
             host.join().expect("no panic").expect("joined");
         });

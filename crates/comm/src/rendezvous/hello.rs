@@ -1,10 +1,12 @@
 use super::handshake::Introduction;
 use super::key::Key;
 use super::wire::{ip_to_words, words_to_ip};
-use crate::{JoinOptions, words};
+use crate::{GroupOptions, JoinOptions, words};
 use std::net::SocketAddr;
 
-const WORDS: usize = 5 + PLACE_WORDS;
+const WORDS: usize = 4 + NUM_OPTIONS + PLACE_WORDS;
+/// How many options must be the same on all ranks.
+const NUM_OPTIONS: usize = 11;
 /// Words of a place on the wire.
 pub(super) const PLACE_WORDS: usize = 6;
 
@@ -15,8 +17,8 @@ pub(super) struct Hello {
     pub(super) world_size: u64,
     /// Fingerprint of the job's name.
     pub(super) job: u64,
-    /// Fingerprint of the other options that must be the same on all ranks.
-    pub(super) options: u64,
+    /// Fingerprints of the [`shared_options`].
+    pub(super) options: [u64; NUM_OPTIONS],
     /// Where the rank can be met.
     pub(super) place: Place,
 }
@@ -48,15 +50,17 @@ impl Place {
 }
 
 impl Introduction for Hello {
-    /// This protocol, second version.
-    const MAGIC: [u8; 8] = *b"TRIRJOI2";
+    /// This protocol, third version.
+    const MAGIC: [u8; 8] = *b"TRIRJOI3";
     const BYTES: usize = 8 * WORDS;
 
     fn decode(bytes: &[u8]) -> Option<Self> {
-        let [magic, rank, world_size, job, options, place @ ..]: [u64; WORDS] =
+        let [magic, rank, world_size, job, rest @ ..]: [u64; WORDS] =
             words::from_bytes::<WORDS, { 8 * WORDS }>(bytes.try_into().ok()?);
-        let place = Place::from_words(place).filter(|_| magic == u64::from_le_bytes(Self::MAGIC))?;
-        Some(Hello { rank, world_size, job, options, place })
+        let (options, place) = rest.split_first_chunk()?;
+        let place =
+            Place::from_words(place.try_into().ok()?).filter(|_| magic == u64::from_le_bytes(Self::MAGIC))?;
+        Some(Hello { rank, world_size, job, options: *options, place })
     }
 }
 
@@ -66,15 +70,18 @@ impl Hello {
             rank: options.rank.0 as u64,
             world_size: options.world_size as u64,
             job: fingerprint("job", &options.job),
-            options: options_fingerprint(options),
+            options: shared_options(options).map(|(name, value)| fingerprint(name, &value)),
             place,
         }
     }
 
     pub(super) fn encode(&self) -> [u8; Self::BYTES] {
         let magic = u64::from_le_bytes(Self::MAGIC);
-        let [a, b, c, d, e, f] = self.place.to_words();
-        words::to_bytes([magic, self.rank, self.world_size, self.job, self.options, a, b, c, d, e, f])
+        let mut words = [0; WORDS];
+        let parts =
+            [&[magic, self.rank, self.world_size, self.job][..], &self.options, &self.place.to_words()];
+        words.copy_from_slice(&parts.concat());
+        words::to_bytes(words)
     }
 
     /// Why rank 0, with its own options, turns the sender away; `None` if it does not.
@@ -89,8 +96,16 @@ impl Hello {
         if self.job != fingerprint("job", &options.job) {
             return Some(format!("it belongs to another job than rank 0, whose job is '{}'", options.job));
         }
-        if self.options != options_fingerprint(options) {
-            return Some("its communication options differ from rank 0's".to_owned());
+        let shared = shared_options(options).into_iter().zip(self.options);
+        let differing: Vec<String> = shared
+            .filter(|((name, value), found)| fingerprint(name, value) != *found)
+            .map(|((name, value), _)| format!("{name} (rank 0 has {value})"))
+            .collect();
+        if !differing.is_empty() {
+            return Some(format!(
+                "its communication options differ from those of rank 0: {}",
+                differing.join(", ")
+            ));
         }
         if self.rank == 0 {
             return Some("rank 0 is the rank that listens; a second one was started".to_owned());
@@ -99,11 +114,33 @@ impl Hello {
     }
 }
 
-/// The options that must be the same on all ranks, as one number.
-fn options_fingerprint(options: &JoinOptions) -> u64 {
+/// The options that must be the same on all ranks, with their names.
+fn shared_options(options: &JoinOptions) -> [(&'static str, String); NUM_OPTIONS] {
     let JoinOptions { transport, tls, group, .. } = options;
-    let text = format!("{transport} {} {group:?}", tls.is_some());
-    fingerprint("options", &text)
+    let GroupOptions {
+        timeout,
+        short_bytes_max,
+        chunk_bytes,
+        keeps_order,
+        algorithm,
+        costs,
+        checksums,
+        sockets_per_peer,
+        zero_copy,
+    } = group;
+    [
+        ("transport", transport.to_string()),
+        ("tls", tls.is_some().to_string()),
+        ("timeout", format!("{timeout:?}")),
+        ("short_bytes_max", short_bytes_max.to_string()),
+        ("chunk_bytes", chunk_bytes.to_string()),
+        ("keeps_order", keeps_order.to_string()),
+        ("algorithm", algorithm.as_ref().map_or("none".to_owned(), ToString::to_string)),
+        ("costs", format!("{costs:?}")),
+        ("checksums", checksums.to_string()),
+        ("sockets_per_peer", sockets_per_peer.to_string()),
+        ("zero_copy", zero_copy.to_string()),
+    ]
 }
 
 /// The text as one number: finds mistakes. What protects is the secret.
@@ -147,7 +184,7 @@ mod tests {
         objects(&JoinOptions::new(Rank(0), 3), "world_size 3");
         objects(&JoinOptions { job: "other".to_owned(), ..options.clone() }, "another job");
         let group = GroupOptions { chunk_bytes: 64, ..options.group.clone() };
-        objects(&JoinOptions { group, ..options.clone() }, "options differ");
+        objects(&JoinOptions { group, ..options.clone() }, "chunk_bytes (rank 0 has 65536)");
     }
 
     proptest! {
