@@ -103,10 +103,22 @@ impl Storage {
         &self.memory
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.num_bytes
+    }
+
+    /// The address of the first byte. It does not refer to the bytes, so peers may touch them meanwhile.
+    pub(crate) fn start(&mut self) -> *mut u8 {
+        match &mut self.memory {
+            Memory::Heap(lines) => lines.as_mut_ptr().cast(),
+            Memory::Shared(region) => region.start(),
+        }
+    }
+
     fn set_len(&mut self, num_bytes: usize) {
         let num_bytes_max = match &self.memory {
             Memory::Heap(lines) => size_of_val(&lines[..]),
-            Memory::Shared(region) => region.bytes().len(),
+            Memory::Shared(region) => region.len(),
         };
         assert!(num_bytes <= num_bytes_max, "{num_bytes} bytes fit into {num_bytes_max}");
         self.num_bytes = num_bytes;

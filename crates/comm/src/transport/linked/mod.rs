@@ -164,7 +164,7 @@ impl Linked {
                 Operation::Reduce { root, .. } if root != self.rank => 0..0,
                 _ => 0..len,
             };
-            let result = &mut slot.bytes[range.start * dtype.size()..range.end * dtype.size()];
+            let result = &mut slot.bytes()[range.start * dtype.size()..range.end * dtype.size()];
             finish_mean(result, dtype, op, self.world_size());
         }
         if call.operation.root().is_some() {
@@ -213,7 +213,7 @@ impl Linked {
         let (dtype, _) = call.operation.elements();
         let mut scratch = std::mem::take(&mut self.scratch);
         let scratch_bytes = reserve(&mut scratch, scratch_len(&self.steps) * dtype.size())?;
-        let memories = Memories::new(slot.bytes, dtype, call.operation.reduction());
+        let memories = Memories::new(slot.bytes(), dtype, call.operation.reduction());
         let mut memories = memories.with_first(first).with_scratch(scratch_bytes);
         let result = self.run_steps(call, &mut memories, control, cost);
         self.scratch = scratch;
@@ -224,7 +224,7 @@ impl Linked {
     fn out_of_place(
         &mut self,
         call: &Call,
-        (input, mut output): (Slot<'_>, Slot<'_>),
+        (mut input, mut output): (Slot<'_>, Slot<'_>),
         algorithm: Algorithm,
         control: &mut Control,
         cost: &mut Cost,
@@ -245,17 +245,17 @@ impl Linked {
             _ => {}
         }
         let mut vector = std::mem::take(&mut self.vector);
-        let is_whole = output.bytes.len() == len * dtype.size();
+        let is_whole = output.len() == len * dtype.size();
         let mut slot = match is_whole {
             true => output.part(0..len * dtype.size()),
             false => Slot::private(reserve(&mut vector, len * dtype.size())?),
         };
         match call.operation {
             Operation::AllGather { .. } | Operation::Gather { .. } => {
-                slot.bytes[own_bytes.clone()].copy_from_slice(input.bytes);
+                slot.bytes()[own_bytes.clone()].copy_from_slice(input.bytes());
             }
             Operation::Scatter { .. } | Operation::Broadcast { .. } if !is_root => {}
-            _ => slot.bytes.copy_from_slice(input.bytes),
+            _ => slot.bytes().copy_from_slice(input.bytes()),
         }
         let result = self.in_place(call, (slot.part(0..len * dtype.size()), 0), algorithm, control, cost);
         if let Operation::ReduceScatter { .. } | Operation::Scatter { .. } = call.operation
@@ -263,7 +263,7 @@ impl Linked {
             && result.is_ok()
         {
             let block: &[u8] = bytemuck::cast_slice(&vector);
-            output.bytes.copy_from_slice(&block[own_bytes]);
+            output.bytes().copy_from_slice(&block[own_bytes]);
         }
         self.vector = vector;
         result

@@ -136,17 +136,25 @@ impl Region {
         Arc::ptr_eq(&self.arena, arena)
     }
 
+    pub(crate) fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// The address of the first byte. For who shares the bytes with peers, and may have no reference to them.
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.arena.mapping.at(self.range.start, self.len())
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
-        let start = self.arena.mapping.at(self.range.start, self.range.len());
-        // SAFETY: mapped as long as the arena, which `self` keeps; `self` owns the range, and peers
-        // touch it only while an operation, which owns `self`, is under way.
-        unsafe { std::slice::from_raw_parts(start.cast_const(), self.range.len()) }
+        // SAFETY: mapped as long as the arena, which `self` keeps, and no other region has the range. Peers touch the
+        // memory of a buffer only during an operation, which owns the buffer and has its address from a `Slot`; an area,
+        // which peers touch at any time, is used by its address only.
+        unsafe { std::slice::from_raw_parts(self.start().cast_const(), self.len()) }
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        let start = self.arena.mapping.at(self.range.start, self.range.len());
         // SAFETY: as for `bytes`, and `self` is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(start, self.range.len()) }
+        unsafe { std::slice::from_raw_parts_mut(self.start(), self.len()) }
     }
 }
 

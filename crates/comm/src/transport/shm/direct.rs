@@ -115,10 +115,8 @@ impl SharedMemory {
             (Some(_), Operation::ReduceScatter { .. } | Operation::Scatter { .. }) => Part::Block(self.own),
             _ => Part::Whole,
         };
-        let bytes = operands.output.unwrap_or(operands.input).bytes;
         let range = part.range(self.members.len(), len);
-        let first = range.start * dtype.size();
-        View::at(bytes.as_mut_ptr(), first..first + bytes.len())
+        operands.output.unwrap_or(operands.input).view(range.start * dtype.size())
     }
 
     /// Pulls a window of one part. `inputs` have what is read, and `output` what is written, at their places.

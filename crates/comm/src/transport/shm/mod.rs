@@ -13,9 +13,14 @@
 //! - *Long vectors in private memory* go through the stages by windows, one meeting each.
 //!
 //! # Safety of the memory
-//! This module holds the crate's only unsafe code. Every other process that maps an arena is a member of
-//! the same job that runs this same code under the same user; between the meetings of an
-//! operation the memory is divided as above, and outside of them a buffer is touched by its owner only.
+//! Every other process that maps an arena is a member of the same job that runs this same code under the same user.
+//! Between the meetings of an operation the memory is divided as above. Outside of an operation only its owner touches
+//! a buffer: peers touch it after its owner has posted it, and have finished when its owner has left the last meeting.
+//!
+//! So a vector is a [`Slot`] here, which borrows its buffer exclusively but holds its address only: a reference would
+//! promise that nobody else touches the bytes. References exist where that is true: to a buffer or slot outside of
+//! [`SharedMemory::execute`], and to inputs that nobody writes to until the reference has ended ([`reducer`]).
+//!
 //! Offsets and lengths read from a board are checked before use, and seals keep a peer from shrinking what is
 //! mapped.
 //!
@@ -49,6 +54,7 @@ use crate::patience::Patience;
 use crate::{CommError, GroupOptions, Operation};
 use board::{Location, Post};
 use reducer::Reducer;
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
@@ -76,11 +82,13 @@ pub(crate) struct SharedMemory {
     outputs: Vec<View>,
 }
 
-/// A vector on this rank, or a part of one.
+/// A vector on this rank, or a part of one. Peers touch its memory while [`SharedMemory::execute`] has it.
 pub(crate) struct Slot<'a> {
-    pub(crate) bytes: &'a mut [u8],
+    start: *mut u8,
+    len: usize,
     /// Where it begins in the arena that buffers of the group lie in; unset elsewhere.
     offset: Option<usize>,
+    borrow: PhantomData<&'a mut [u8]>,
 }
 
 /// The elements of an operation on this rank: an input, and where the result goes if that is another place.
@@ -98,7 +106,7 @@ impl Operands<'_> {
 impl<'a> Slot<'a> {
     /// Memory that is this process's own.
     pub(crate) fn private(bytes: &'a mut [u8]) -> Self {
-        Slot { bytes, offset: None }
+        Slot { start: bytes.as_mut_ptr(), len: bytes.len(), offset: None, borrow: PhantomData }
     }
 
     /// A buffer of a group whose buffers lie in `arena`.
@@ -107,16 +115,42 @@ impl<'a> Slot<'a> {
             (Memory::Shared(region), Some(arena)) if region.is_in(arena) => Some(region.offset()),
             _ => None,
         };
-        Slot { bytes: storage.bytes_mut(), offset }
+        Slot { start: storage.start(), len: storage.len(), offset, borrow: PhantomData }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Its bytes, between the operations in shared memory.
+    pub(crate) fn bytes(&mut self) -> &mut [u8] {
+        // SAFETY: the slot borrows these bytes exclusively from their owner, so nobody else of this process has a reference.
+        // Peers touch them during `SharedMemory::execute` only: it posts them, and returns after the meeting that ends
+        // the operation. It borrows the slot itself, so it does not run while the reference lives. After a failure, which
+        // peers may not know of yet, the vector is dropped, and nobody asks for its bytes.
+        unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 
     /// Some bytes of it.
+    ///
+    /// # Panics
+    /// If they are not all there.
     pub(crate) fn part(&mut self, range: Range<usize>) -> Slot<'_> {
-        Slot { offset: self.offset.map(|offset| offset + range.start), bytes: &mut self.bytes[range] }
+        Slot {
+            start: self.view(0).bytes(&range),
+            len: range.len(),
+            offset: self.offset.map(|offset| offset + range.start),
+            borrow: PhantomData,
+        }
     }
 
     fn reborrow(&mut self) -> Slot<'_> {
-        Slot { bytes: self.bytes, offset: self.offset }
+        self.part(0..self.len)
+    }
+
+    /// Its bytes as those of a whole vector from byte `first` on.
+    fn view(&self, first: usize) -> View {
+        View::at(self.start, first..first + self.len)
     }
 }
 

@@ -29,8 +29,8 @@ impl Reducer {
     /// Reduces the bytes `range` of all `inputs` and gives each piece, with its place, to `put`.
     ///
     /// # Safety
-    /// The bytes are in all views, nobody else writes to them meanwhile, and `put` is called with a slice that is
-    /// none of theirs, after they have been read.
+    /// The bytes are in all views, and nobody but `put` writes to them until this function returns. `put` may: a piece has
+    /// been read when its result is put somewhere, and the result is no part of any view.
     pub(super) unsafe fn reduce(
         &mut self,
         inputs: &[View],
@@ -42,7 +42,8 @@ impl Reducer {
         for start in range.step_by(self.piece_bytes) {
             let piece = start..end.min(start + self.piece_bytes);
             let source = |member: usize| {
-                // SAFETY: the caller's promise.
+                // SAFETY: mapped, and nobody writes to this piece while the slice lives, by the caller's promise: others at
+                // most read it, and `put` is called when `evaluate` has returned and its slices have ended.
                 unsafe { std::slice::from_raw_parts(inputs[member].bytes(&piece).cast_const(), piece.len()) }
             };
             let result = evaluate(

@@ -43,7 +43,7 @@ impl SharedMemory {
         loop {
             let window = first..end.min(first + window_len);
             let turn = self.next_stage();
-            self.fill_stage(operation, &mut operands, &window, turn, window_len);
+            self.fill_stage(operation, &operands, &window, turn, window_len);
             self.meet_with(call, Post::STAGED, control, cost)?;
             let output = self.view_of_output(operation, operands.reborrow());
             for pull in pulls(operation, self.own, num_members, out_of_place) {
@@ -84,7 +84,7 @@ impl SharedMemory {
         for first in (0..len).step_by(window_len) {
             let window = first..len.min(first + window_len);
             let turn = self.next_stage();
-            self.fill_stage(operation, &mut operands, &window, turn, window_len);
+            self.fill_stage(operation, &operands, &window, turn, window_len);
             self.meet_with(call, Post::STAGED, control, cost)?;
             let output = self.view_of_output(operation, operands.reborrow());
             inputs.clear();
@@ -123,7 +123,7 @@ impl SharedMemory {
     fn fill_stage(
         &self,
         operation: Operation,
-        operands: &mut Operands<'_>,
+        operands: &Operands<'_>,
         window: &Range<usize>,
         turn: usize,
         window_len: usize,
@@ -131,14 +131,15 @@ impl SharedMemory {
         let (dtype, len) = operation.elements();
         let num_members = self.members.len();
         let out_of_place = operands.output.is_some();
-        let copy = |part: Part, from_first: usize| {
+        let copy = |part: Part, input_first: usize| {
             let range = part.window(num_members, len, window);
             let view = self.view_of_stage(operation, self.own, part, window, turn, window_len);
             let bytes = range.start * dtype.size()..range.end * dtype.size();
-            let source = &operands.input.bytes[bytes.start - from_first..bytes.end - from_first];
+            let source = operands.input.view(input_first).bytes(&bytes).cast_const();
             // SAFETY: this rank's stage of this turn, which the peers finished reading before they came to the last
-            // meeting; `source` lies on the heap or in a buffer.
-            unsafe { std::ptr::copy_nonoverlapping(source.as_ptr(), view.bytes(&bytes), source.len()) };
+            // meeting. The source is on the heap or in a buffer, and nobody touches a vector of a staged operation but
+            // its owner.
+            unsafe { std::ptr::copy_nonoverlapping(source, view.bytes(&bytes), bytes.len()) };
         };
         match contribution(operation, self.own) {
             Contribution::Nothing => {}
