@@ -32,6 +32,8 @@ mod fusion;
 mod fuzz;
 mod group;
 mod messages;
+#[cfg(all(test, feature = "loom"))]
+mod models;
 mod notice;
 mod operation;
 mod options;
@@ -43,6 +45,7 @@ mod rendezvous;
 mod secret;
 mod selection;
 mod statistics;
+mod sync;
 mod transport;
 mod words;
 mod work;

@@ -4,13 +4,14 @@
 //! communication thread, or a thread that waits for a result anyway, takes it out, executes the oldest
 //! operation and puts it back. Slots for operations are reused, so that a steady state allocates nothing.
 
+use super::sync::{Condvar, Instant, Mutex, MutexGuard};
 use crate::engine::{Engine, Payload};
 use crate::messages::Office;
 use crate::recorder::{GroupRecorder, Issued};
 use crate::{CommError, CommStatistics, Operation};
 use std::collections::VecDeque;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
+use std::time::Duration;
 
 /// Room for as many pending operations as a step of a large model has units. How many there are at once depends on timing: the
 /// queue would otherwise still grow after many steps.

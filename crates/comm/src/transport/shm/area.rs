@@ -1,6 +1,7 @@
 use super::board::Board;
 use super::mapping::Mapping;
-use super::ring::{RING_BYTES, RingReceiver, RingSender};
+use super::place::{Place, RING_BYTES};
+use super::ring::{RingReceiver, RingSender};
 use crate::GroupOptions;
 use crate::group::CONTROL_BYTES_MAX;
 use std::sync::Arc;
@@ -9,6 +10,7 @@ const BOARD_BYTES: usize = 4096;
 /// One of the two stages through which short vectors go whole, and long private ones by windows.
 pub(super) const STAGE_BYTES: usize = (1 << 20) + 4096;
 const _: () = assert!(size_of::<Board>() <= BOARD_BYTES);
+const _: () = assert!(size_of::<Board>() == 3 * 64, "what a rank says at a meeting takes one cache line");
 const _: () = assert!(STAGE_BYTES >= CONTROL_BYTES_MAX + 8 && STAGE_BYTES >= GroupOptions::SHORT_BYTES_LIMIT);
 
 /// What a ring carries.
@@ -64,16 +66,17 @@ impl Area {
 
     /// The sending end of the ring to member `receiver`, for the area's owner.
     pub(crate) fn sender(&self, purpose: RingPurpose, receiver: usize) -> RingSender {
-        RingSender::new(Arc::clone(&self.memory), self.ring(purpose, receiver))
+        RingSender::new(self.ring(purpose, receiver))
     }
 
     /// The receiving end of the owner's ring to member `receiver`, for that member.
     pub(crate) fn receiver(&self, purpose: RingPurpose, receiver: usize) -> RingReceiver {
-        RingReceiver::new(Arc::clone(&self.memory), self.ring(purpose, receiver))
+        RingReceiver::new(self.ring(purpose, receiver))
     }
 
-    fn ring(&self, purpose: RingPurpose, receiver: usize) -> usize {
+    fn ring(&self, purpose: RingPurpose, receiver: usize) -> Place {
         assert!(receiver < self.num_members, "member {receiver} is one of {}", self.num_members);
-        self.offset + rings_start() + (purpose as usize * self.num_members + receiver) * RING_BYTES
+        let index = purpose as usize * self.num_members + receiver;
+        Place::new(Arc::clone(&self.memory), self.offset + rings_start() + index * RING_BYTES)
     }
 }

@@ -1,16 +1,17 @@
+use super::atomics::{AtomicU32, AtomicU64, Ordering, fence};
+use super::futex;
 use crate::CommError;
-use crate::control::{Control, TICK};
+use crate::control::Control;
 use crate::engine::{Call, Cost};
 use crate::operation::{OPERATION_WORDS, Operation};
 use crate::patience::Patience;
 use rustix::io::Errno;
-use rustix::thread::futex;
-use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::Instant;
 use trireme_base::Rank;
 
 /// What a rank tells its peers, at the start of its area. Only its owner writes to it, but for
 /// `num_sleepers`.
+#[derive(Default)]
 #[repr(C)]
 pub(super) struct Board {
     /// Of the last meeting with an even number, and of the last with an odd one. The owner can be one meeting ahead of a
@@ -22,10 +23,12 @@ pub(super) struct Board {
 
 /// Keeps what is written by different ranks or at different times in different cache lines, and what is read together
 /// in one: from the cache of another core a line takes longer than all that is done with it.
+#[derive(Default)]
 #[repr(C, align(64))]
 struct Line<T>(T);
 
 /// What a rank says at a meeting.
+#[derive(Default)]
 #[repr(C)]
 struct Turn {
     /// The number of the last such meeting that the owner has come to, wrapping.
@@ -35,8 +38,6 @@ struct Turn {
     input: AtomicU64,
     output: AtomicU64,
 }
-
-const _: () = assert!(size_of::<Line<Turn>>() == 64, "what is read together lies in one cache line");
 
 /// Where a rank's elements lie.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -135,10 +136,12 @@ impl Board {
     /// Says that the owner has come to its `meeting`-th meeting, and publishes all memory it wrote before.
     pub(super) fn arrive(&self, meeting: u32) {
         let word = &self.turn(meeting).meeting;
-        word.store(meeting, Ordering::SeqCst);
-        if self.num_sleepers.0.load(Ordering::SeqCst) > 0 {
-            // Fails only for an address that is not mapped.
-            let _ = futex::wake(word, futex::Flags::empty(), i32::MAX as u32);
+        word.store(meeting, Ordering::Release);
+        // A sleeper raises the count before it reads the meeting a last time, and the owner does it the other way round:
+        // either the owner sees a sleeper, or the sleeper sees that it has come.
+        fence(Ordering::SeqCst);
+        if self.num_sleepers.0.load(Ordering::Relaxed) > 0 {
+            futex::wake(word);
         }
     }
 
@@ -161,7 +164,7 @@ impl Board {
         result
     }
 
-    fn has_come(&self, meeting: u32) -> bool {
+    pub(super) fn has_come(&self, meeting: u32) -> bool {
         let behind = meeting.wrapping_sub(self.turn(meeting).meeting.load(Ordering::Acquire));
         behind == 0 || behind >= 1 << 31
     }
@@ -171,26 +174,27 @@ impl Board {
     }
 
     fn sleep(&self, meeting: u32, call: &Call, control: &mut Control) -> Result<(), CommError> {
-        let tick = TICK.try_into().expect("a tick is short");
-        let word = &self.turn(meeting).meeting;
         loop {
-            // The count is raised before the meeting is read, and the owner does it the other way round:
-            // either it sees a sleeper, or the sleeper sees that it has come.
-            self.num_sleepers.0.fetch_add(1, Ordering::SeqCst);
-            let seen = word.load(Ordering::SeqCst);
-            let slept = if self.has_come(meeting) {
-                Ok(())
-            } else {
-                futex::wait(word, futex::Flags::empty(), seen, Some(&tick))
-            };
-            self.num_sleepers.0.fetch_sub(1, Ordering::SeqCst);
-            if self.has_come(meeting) {
-                return Ok(());
-            }
-            match slept {
-                Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => control.tick(call)?,
+            match self.doze(meeting) {
+                Ok(true) => return Ok(()),
+                Ok(false) => control.tick(call)?,
                 Err(error) => return Err(call.wait_failed(error.into())),
             }
+        }
+    }
+
+    /// Sleeps until something may have changed, for a tick at most; whether the owner has come to the meeting.
+    pub(super) fn doze(&self, meeting: u32) -> Result<bool, Errno> {
+        let word = &self.turn(meeting).meeting;
+        self.num_sleepers.0.fetch_add(1, Ordering::Relaxed);
+        fence(Ordering::SeqCst);
+        let seen = word.load(Ordering::Relaxed);
+        let slept = if self.has_come(meeting) { Ok(()) } else { futex::wait(word, seen) };
+        self.num_sleepers.0.fetch_sub(1, Ordering::Relaxed);
+        match slept {
+            _ if self.has_come(meeting) => Ok(true),
+            Ok(()) | Err(Errno::AGAIN | Errno::INTR | Errno::TIMEDOUT) => Ok(false),
+            Err(error) => Err(error),
         }
     }
 }

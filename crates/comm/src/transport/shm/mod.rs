@@ -31,14 +31,21 @@
 
 mod area;
 mod arena;
+mod atomics;
 mod board;
 mod copy;
 mod direct;
+mod futex;
 mod mapping;
+#[cfg(all(test, feature = "loom"))]
+mod models;
+mod place;
 mod pull;
 mod reducer;
 mod ring;
 mod staged;
+#[cfg(test)]
+mod tests;
 mod view;
 
 pub(crate) use area::{Area, RingPurpose, area_bytes};

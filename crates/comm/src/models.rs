@@ -1,0 +1,237 @@
+//! Models of a group's threads: `cargo test -p trireme-comm --features loom --lib loom_`.
+//!
+//! The queue is compiled here a second time, against loom's locks, and loom runs each test in every order of its threads.
+//! A lost wake-up is a deadlock, which loom reports. The engine is the real one, in a group of one rank, over a transport
+//! that moves nothing. The memory that ranks share has its own models, in `transport::shm`.
+
+#[path = "queue.rs"]
+#[expect(clippy::duplicate_mod, dead_code, reason = "a second time, for the models, which use a part of it")]
+mod queue;
+
+use crate::control::Control;
+use crate::engine::{Call, Cost, Engine, Payload};
+use crate::messages::{Messenger, Office};
+use crate::recorder::{FlightRecorder, GroupRecorder};
+use crate::transport::Transport;
+use crate::{CommError, GroupOptions, Operation};
+use loom::sync::{Condvar, Mutex};
+use loom::thread;
+use queue::{Queue, Ticket};
+use std::sync::Arc;
+use std::time::Duration;
+use trireme_base::{DType, Rank};
+
+/// Runs a model in every order of its threads that preempts them at most this many times.
+pub(crate) fn explore(num_preemptions_max: usize, model: impl Fn() + Send + Sync + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(num_preemptions_max);
+    builder.check(model);
+}
+
+/// Locks, and a clock.
+mod sync {
+    pub(super) use loom::sync::{Mutex, MutexGuard};
+    use std::cell::Cell;
+    use std::sync::atomic::{AtomicBool, Ordering};
+    use std::time::Duration;
+
+    /// The first wait with a timeout times out at once, and no other one ever: the queue must not depend on timeouts.
+    pub(super) struct Condvar {
+        inner: loom::sync::Condvar,
+        has_timed_out: AtomicBool,
+    }
+
+    pub(super) struct WaitTimeoutResult(bool);
+
+    impl WaitTimeoutResult {
+        pub(super) fn timed_out(&self) -> bool {
+            self.0
+        }
+    }
+
+    impl Condvar {
+        pub(super) fn new() -> Self {
+            Condvar { inner: loom::sync::Condvar::new(), has_timed_out: AtomicBool::new(false) }
+        }
+
+        pub(super) fn wait<'a, T>(&self, guard: MutexGuard<'a, T>) -> Result<MutexGuard<'a, T>, ()> {
+            self.inner.wait(guard).map_err(drop)
+        }
+
+        pub(super) fn wait_timeout<'a, T>(
+            &self,
+            guard: MutexGuard<'a, T>,
+            _: Duration,
+        ) -> Result<(MutexGuard<'a, T>, WaitTimeoutResult), ()> {
+            match self.has_timed_out.swap(true, Ordering::Relaxed) {
+                false => Ok((guard, WaitTimeoutResult(true))),
+                true => Ok((self.wait(guard)?, WaitTimeoutResult(false))),
+            }
+        }
+
+        pub(super) fn notify_one(&self) {
+            self.inner.notify_one();
+        }
+
+        pub(super) fn notify_all(&self) {
+            self.inner.notify_all();
+        }
+    }
+
+    thread_local! {
+        /// How long ago everything was. Loom's threads are one thread of the system.
+        pub(super) static ELAPSED: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    }
+
+    pub(super) struct Instant;
+
+    impl Instant {
+        pub(super) fn now() -> Self {
+            Instant
+        }
+
+        pub(super) fn elapsed(&self) -> Duration {
+            ELAPSED.get()
+        }
+    }
+}
+
+/// How many operations were executed.
+#[derive(Default)]
+struct Executed {
+    num: Mutex<usize>,
+    grown: Condvar,
+}
+
+/// Accepts the operations that [`submit`] numbers, in their order, until one fails.
+struct InOrder {
+    executed: Arc<Executed>,
+    failing: Option<usize>,
+}
+
+impl Transport for InOrder {
+    fn execute(
+        &mut self,
+        call: &Call,
+        _: &mut Payload,
+        _: &mut Control,
+        _: &mut Cost,
+    ) -> Result<(), CommError> {
+        let (_, number) = call.operation.elements();
+        let mut num_executed = self.executed.num.lock().unwrap();
+        assert_eq!(*num_executed, number, "operations are executed in the order of issue");
+        *num_executed += 1;
+        self.executed.grown.notify_one();
+        match self.failing == Some(number) {
+            true => Err(call.timed_out(Vec::new())),
+            false => Ok(()),
+        }
+    }
+
+    fn abandon(&mut self, _: &mut Payload) {}
+}
+
+fn recorder() -> GroupRecorder {
+    FlightRecorder::new(Rank(0), 1).group("world".to_owned(), Rank(0), vec![Rank(0)])
+}
+
+/// A queue, the thread that serves it, and what it has executed.
+fn serve(
+    office: &Arc<Office>,
+    failing: Option<usize>,
+) -> (Arc<Queue>, thread::JoinHandle<()>, Arc<Executed>) {
+    let recorder = recorder();
+    let control = Control::new(vec![None], recorder.clone()).expect("a control");
+    let executed = Arc::new(Executed::default());
+    let transport = Box::new(InOrder { executed: Arc::clone(&executed), failing });
+    let engine = Engine::new(control, transport, Duration::from_secs(60), recorder.clone());
+    let queue = Arc::new(Queue::new(engine, Arc::clone(office), recorder));
+    let served = Arc::clone(&queue);
+    (queue, thread::spawn(move || served.serve()), executed)
+}
+
+fn submit(queue: &Arc<Queue>, number: usize) -> Ticket {
+    let operation = Operation::Broadcast { root: Rank(0), dtype: DType::U8, len: number };
+    queue.submit(operation, Payload::Nothing)
+}
+
+/// Explores a model in which the last operation was issued this long ago.
+fn explore_after(elapsed: Duration, model: impl Fn(&Arc<Office>) + Send + Sync + 'static) {
+    sync::ELAPSED.set(elapsed);
+    let messenger = Messenger::start(Rank(0), vec![None], &GroupOptions::default(), recorder());
+    let messenger = messenger.expect("a messenger without peers");
+    let office = Arc::clone(messenger.office());
+    explore(4, move || model(&office));
+}
+
+/// Explores a model once with a communication thread that glances at the queue, and once with one that must be woken.
+fn explore_both(model: impl Fn(&Arc<Office>) + Copy + Send + Sync + 'static) {
+    explore_after(Duration::ZERO, model);
+    explore_after(Duration::MAX, model);
+}
+
+#[test]
+fn loom_whoever_waits_for_an_operation_gets_it() {
+    explore_both(|office| {
+        let (queue, serving, _) = serve(office, None);
+        let (first, second) = (submit(&queue, 0), submit(&queue, 1));
+        let waiting = thread::spawn(move || assert!(second.wait().is_ok()));
+        assert!(first.wait().is_ok());
+        waiting.join().unwrap();
+        queue.close();
+        serving.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_an_operation_is_executed_in_the_background() {
+    explore_after(Duration::MAX, |office| {
+        let (queue, serving, executed) = serve(office, None);
+        let ticket = submit(&queue, 0);
+        let mut num_executed = executed.num.lock().unwrap();
+        while *num_executed == 0 {
+            num_executed = executed.grown.wait(num_executed).unwrap();
+        }
+        drop(num_executed);
+        assert!(ticket.wait().is_ok());
+        queue.close();
+        serving.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_what_nobody_waits_for_is_executed_before_the_end() {
+    explore_both(|office| {
+        let (queue, serving, _) = serve(office, None);
+        drop(submit(&queue, 0));
+        let last = submit(&queue, 1);
+        queue.close();
+        serving.join().unwrap();
+        assert!(last.is_done());
+    });
+}
+
+#[test]
+fn loom_a_failure_reaches_whoever_waits() {
+    explore_both(|office| {
+        let (queue, serving, _) = serve(office, Some(1));
+        let [first, second, third] = [0, 1, 2].map(|number| submit(&queue, number));
+        let waiting = thread::spawn(move || assert!(third.wait().is_err()));
+        assert!(first.wait().is_ok());
+        assert!(second.wait().is_err());
+        waiting.join().unwrap();
+        serving.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_an_end_at_once_reaches_whoever_waits() {
+    explore_both(|office| {
+        let (queue, serving, _) = serve(office, None);
+        let ticket = submit(&queue, 0);
+        let waiting = thread::spawn(move || drop(ticket.wait()));
+        queue.abort(CommError::Panicked);
+        waiting.join().unwrap();
+        serving.join().unwrap();
+    });
+}
