@@ -82,11 +82,7 @@ impl Compressor {
         key: RandomKey,
     ) -> Result<Self, CompressionError> {
         assert!(rank.0 < world_size, "rank {rank} in a world of {world_size}");
-        let has_indices = matches!(compression.method, Method::TopK { .. } | Method::RandomK { .. });
-        if has_indices && u32::try_from(bucket.len()).is_err() {
-            let codec = compression.codec();
-            return Err(CompressionError::BucketTooLong { codec, len: bucket.len() });
-        }
+        check_len(compression, bucket)?;
         let (codec, keeps_residual): (Box<dyn Codec>, bool) = match compression.has_codec(bucket, world_size)
         {
             true => (codec_of(compression.method, compression, bucket), compression.error_feedback()),
@@ -274,6 +270,16 @@ impl Compressor {
     }
 }
 
+/// Refuses a bucket whose elements have no indices of 32 bits, if the codec needs such.
+fn check_len(compression: &Compression, bucket: &Bucket) -> Result<(), CompressionError> {
+    let has_indices = matches!(compression.method, Method::TopK { .. } | Method::RandomK { .. });
+    if has_indices && u32::try_from(bucket.len()).is_err() {
+        let codec = compression.codec();
+        return Err(CompressionError::BucketTooLong { codec, len: bucket.len() });
+    }
+    Ok(())
+}
+
 fn codec_of(method: Method, compression: &Compression, bucket: &Bucket) -> Box<dyn Codec> {
     let len = bucket.len();
     match method {
@@ -286,5 +292,38 @@ fn codec_of(method: Method, compression: &Compression, bucket: &Bucket) -> Box<d
         Method::TopK { momentum, .. } => Box::new(TopK::new(len, momentum)),
         Method::RandomK { .. } => Box::new(RandomK::new(len, !compression.error_feedback())),
         Method::LowRank { rank } => Box::new(LowRank::new(bucket, rank)),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::codec::{CodecName, CompressionOptions};
+
+    #[test]
+    fn a_bucket_whose_elements_32_bits_cannot_number_is_refused() {
+        let found = |codec, len| {
+            let options = CompressionOptions { codec, ..CompressionOptions::default() };
+            check_len(&Compression::new(&options).unwrap(), &Bucket::flat(len))
+        };
+        for codec in [CodecName::TopK, CodecName::RandomK] {
+            assert_eq!(found(codec, u32::MAX as usize), Ok(()));
+            for len in [1 << 32, (1 << 32) + 1, usize::MAX] {
+                assert_eq!(found(codec, len), Err(CompressionError::BucketTooLong { codec, len }));
+            }
+        }
+        for codec in [CodecName::OneBit, CodecName::Int8, CodecName::PowerSgd] {
+            assert_eq!(found(codec, usize::MAX), Ok(()));
+        }
+    }
+
+    #[test]
+    fn a_compressor_asks_before_it_allocates() {
+        let options = CompressionOptions { codec: CodecName::TopK, ..CompressionOptions::default() };
+        let compression = Compression::new(&options).unwrap();
+        // So much memory nobody has: without the refusal this panics.
+        let bucket = Bucket::flat(usize::MAX);
+        let found = Compressor::new(&compression, &bucket, Rank(0), 2, RandomKey::new(0, "")).map(drop);
+        assert!(matches!(found, Err(CompressionError::BucketTooLong { .. })), "{found:?}");
     }
 }

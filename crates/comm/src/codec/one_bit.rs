@@ -100,10 +100,14 @@ impl Means {
         let (chunks, rest) = values.as_chunks::<LANES>();
         chunks.iter().for_each(|chunk| add(chunk));
         add(rest);
-        let num_minus: u32 = num_minus.iter().sum();
-        let num_plus = values.len() as u32 - num_minus;
-        let mean = |sum: f32, count: u32| sum / count.max(1) as f32;
-        Means { plus: mean(plus.iter().sum(), num_plus), minus: mean(minus.iter().sum(), num_minus) }
+        let num_minus = num_minus.iter().map(|&count| count as usize).sum();
+        Means::of_sums(plus.iter().sum(), minus.iter().sum(), values.len(), num_minus)
+    }
+
+    /// The means of `len` values, of which `num_minus` have a minus.
+    fn of_sums(plus: f32, minus: f32, len: usize, num_minus: usize) -> Self {
+        let mean = |sum: f32, count: usize| sum / count.max(1) as f32;
+        Means { plus: mean(plus, len - num_minus), minus: mean(minus, num_minus) }
     }
 
     fn to_bytes(self) -> [u8; MEANS_BYTES] {
@@ -113,5 +117,18 @@ impl Means {
     fn from_bytes(bytes: [u8; MEANS_BYTES]) -> Self {
         let [plus, minus]: [[u8; 4]; 2] = bytemuck::cast(bytes);
         Means { plus: f32::from_le_bytes(plus), minus: f32::from_le_bytes(minus) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn means_of_more_values_than_32_bits_count() {
+        let means = Means::of_sums(6.0, -3.0, (1 << 33) + 1, 1);
+        assert_eq!((means.plus, means.minus), (6.0 / (1_u64 << 33) as f32, -3.0));
+        let means = Means::of_sums(6.0, -3.0, (1 << 33) + 1, 1 << 33);
+        assert_eq!((means.plus, means.minus), (6.0, -3.0 / (1_u64 << 33) as f32));
     }
 }
