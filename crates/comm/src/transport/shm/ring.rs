@@ -153,7 +153,8 @@ impl RingReceiver {
 /// Raises the flag of one who will sleep, before it looks at the peer's counter a last time. The peer writes its
 /// counter before it looks at the flag, so one of the two sees the other.
 fn announce(flag: &AtomicU32) {
-    flag.store(1, Ordering::Relaxed);
+    // A store would do: the peer's swap that read an older value precedes it. Loom does not conclude that from a store.
+    flag.swap(1, Ordering::Relaxed);
     fence(Ordering::SeqCst);
 }
 

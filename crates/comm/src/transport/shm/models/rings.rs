@@ -31,68 +31,99 @@ impl Bell {
     }
 }
 
-/// Sends pieces of at most `piece_len` bytes, in the steps of a `RingLink` and of a thread that waits at it.
-fn send(sender: &mut RingSender, bytes: &[u8], piece_len: usize, own: &Bell, peer: &Bell) {
-    let mut num_sent = 0;
-    while num_sent < bytes.len() {
-        let piece = &bytes[num_sent..bytes.len().min(num_sent + piece_len)];
-        let num_written = sender.write(piece).expect("a sound ring");
-        num_sent += num_written;
-        if num_written > 0 {
-            if sender.takes_waking() {
-                peer.ring();
+/// One rank's end of two rings, with the bell of both.
+struct Link {
+    sender: RingSender,
+    receiver: RingReceiver,
+    bells: Arc<[Bell; 2]>,
+    own: usize,
+}
+
+impl Link {
+    /// Sends in pieces of at most `piece_len` bytes and receives at the same time, in the steps of a `RingLink` and of a
+    /// thread that waits at it.
+    fn exchange(&mut self, outgoing: &[u8], piece_len: usize, incoming: &mut [u8]) {
+        let (own_bell, peer_bell) = (&self.bells[self.own], &self.bells[1 - self.own]);
+        let (mut num_sent, mut num_received) = (0, 0);
+        loop {
+            let mut has_moved = false;
+            if num_sent < outgoing.len() {
+                let piece = &outgoing[num_sent..outgoing.len().min(num_sent + piece_len)];
+                let num_written = self.sender.write(piece).expect("a sound ring");
+                if num_written > 0 && self.sender.takes_waking() {
+                    peer_bell.ring();
+                }
+                num_sent += num_written;
+                has_moved |= num_written > 0;
             }
-            continue;
+            if num_received < incoming.len() {
+                let num_read = self.receiver.read(&mut incoming[num_received..]).expect("a sound ring");
+                if num_read > 0 && self.receiver.takes_waking() {
+                    peer_bell.ring();
+                }
+                num_received += num_read;
+                has_moved |= num_read > 0;
+            }
+            let (sends, receives) = (num_sent < outgoing.len(), num_received < incoming.len());
+            if !sends && !receives {
+                return;
+            }
+            if has_moved {
+                continue;
+            }
+            let mut is_ready = sends && self.sender.prepare_sleep().expect("a sound ring");
+            is_ready |= receives && self.receiver.prepare_sleep().expect("a sound ring");
+            if !is_ready {
+                own_bell.poll();
+            }
+            if sends {
+                self.sender.end_sleep();
+                own_bell.hear();
+            }
+            if receives {
+                self.receiver.end_sleep();
+                own_bell.hear();
+            }
         }
-        if !sender.prepare_sleep().expect("a sound ring") {
-            own.poll();
-        }
-        sender.end_sleep();
-        own.hear();
     }
 }
 
-fn receive(receiver: &mut RingReceiver, bytes: &mut [u8], own: &Bell, peer: &Bell) {
-    let mut num_received = 0;
-    while num_received < bytes.len() {
-        let num_read = receiver.read(&mut bytes[num_received..]).expect("a sound ring");
-        num_received += num_read;
-        if num_read > 0 {
-            if receiver.takes_waking() {
-                peer.ring();
-            }
-            continue;
-        }
-        if !receiver.prepare_sleep().expect("a sound ring") {
-            own.poll();
-        }
-        receiver.end_sleep();
-        own.hear();
-    }
-}
-
-/// Sends `message` from one thread to another.
-fn carry(message: &'static [u8], piece_len: usize) {
-    let place = Place::default();
+/// Two ranks send each other a message each.
+fn exchange(messages: [&'static [u8]; 2], piece_len: usize) {
+    let rings = [Place::default(), Place::default()];
     let bells: Arc<[Bell; 2]> = Arc::default();
-    let (mut sender, mut receiver) = (RingSender::new(place.clone()), RingReceiver::new(place));
-    let sending = thread::spawn({
-        let bells = Arc::clone(&bells);
-        move || send(&mut sender, message, piece_len, &bells[0], &bells[1])
-    });
-    let mut received = vec![0; message.len()];
-    receive(&mut receiver, &mut received, &bells[1], &bells[0]);
-    assert_eq!(received, message);
-    sending.join().unwrap();
+    let exchange = move |own: usize| {
+        let mut link = Link {
+            sender: RingSender::new(rings[own].clone()),
+            receiver: RingReceiver::new(rings[1 - own].clone()),
+            bells: Arc::clone(&bells),
+            own,
+        };
+        move || {
+            let mut received = vec![0; messages[1 - own].len()];
+            link.exchange(messages[own], piece_len, &mut received);
+            assert_eq!(received, messages[1 - own]);
+        }
+    };
+    let (mut here, mut there) = (exchange(0), exchange(1));
+    let peer = thread::spawn(move || there());
+    here();
+    peer.join().unwrap();
 }
 
 /// Pieces wrap around the end of the ring, and the message does not fit into it.
 #[test]
 fn loom_bytes_come_around_the_end_and_nobody_sleeps_on() {
-    explore(3, || carry(&[1, 2, 3, 4, 5], 2));
+    explore(3, || exchange([&[1, 2, 3, 4, 5], &[]], 2));
 }
 
 #[test]
 fn loom_a_ring_is_filled_and_emptied_at_once() {
-    explore(3, || carry(&[1, 2, 3, 4], 4));
+    explore(3, || exchange([&[], &[1, 2, 3, 4]], 4));
+}
+
+/// Both ranks wait for room and for bytes, with one bell for both.
+#[test]
+fn loom_full_rings_in_both_directions_make_progress() {
+    explore(2, || exchange([&[1, 2, 3, 4], &[5, 6, 7, 8]], 4));
 }
