@@ -64,6 +64,14 @@ impl StateClass {
         }
     }
 
+    /// The name in words.
+    const fn words(self) -> &'static str {
+        match self {
+            StateClass::Optimizer => "optimizer state",
+            _ => self.name(),
+        }
+    }
+
     /// The class of this name.
     pub fn named(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|class| class.name() == name)

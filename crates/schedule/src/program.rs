@@ -193,8 +193,8 @@ impl fmt::Display for Program {
 pub enum ParseProgramError {
     /// The first line does not give the sizes.
     #[error(
-        "line {line}: '{found}' should read 'units N microbatches M', and may go on with 'zero_stage Z', 'offload C', 'ties U:V', 'rank R', \
-         'stage U-V@R' and 'steps N weights W'"
+        "line {line}: '{found}' should read 'units N microbatches M', optionally followed by 'zero_stage Z', \
+         'offload C', 'ties U:V', 'rank R', 'stage U-V@R' and 'steps N weights W'"
     )]
     Header {
         /// Line, from 1.

@@ -243,7 +243,12 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
              rank 1: F 1 1, F 1 0, B 1 0, B 1 1, F 1 2, B 1 2, F 1 3, B 1 3"
                 .to_owned(),
             "",
-            &["deadlock: ", "'F 1 1' needs 'F 0 1' of rank 0", "'B 0 0' needs 'B 1 0' of rank 1", "^ B 0 0"],
+            &[
+                "deadlock: ",
+                "'F 1 1' waits for 'F 0 1' on rank 0",
+                "'B 0 0' waits for 'B 1 0' on rank 1",
+                "^ B 0 0",
+            ],
         ),
         (
             "much.txt",
@@ -252,7 +257,7 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
                 in_order.replace(" 0 ", " 1 ")
             ),
             "--set parallelism.pipeline_parallel_in_flight_max=2",
-            &["rank 0, pass 2: with 'F 0 2'", "the bound is ", "^^ F 0 2", "in_flight_max bounds them"],
+            &["rank 0, pass 2: 'F 0 2' raises", "the bound is ", "^^ F 0 2", "in_flight_max bounds them"],
         ),
         (
             "other.txt",

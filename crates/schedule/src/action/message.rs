@@ -26,6 +26,16 @@ impl MessageKind {
             MessageKind::Parameters => "PARAM",
         }
     }
+
+    /// The name in words.
+    pub(super) const fn words(self) -> &'static str {
+        match self {
+            MessageKind::Activation => "activations",
+            MessageKind::Gradient => "gradient",
+            MessageKind::TiedGradient => "tied gradient",
+            MessageKind::Parameters => "parameters",
+        }
+    }
 }
 
 /// A message between two ranks of a pipeline.

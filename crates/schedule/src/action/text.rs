@@ -43,10 +43,46 @@ impl fmt::Display for Action {
     }
 }
 
-/// The text is no action.
+/// An action in words; see [`Action::words`].
+struct Words(Action);
+
+impl fmt::Display for Words {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Words(action) = self;
+        match action {
+            Action::Forward { .. } => f.write_str("forward"),
+            Action::Recompute { .. } => f.write_str("recomputation"),
+            Action::Backward { .. } => f.write_str("backward"),
+            Action::BackwardInput { .. } => f.write_str("input half of backward"),
+            Action::BackwardWeight { .. } => f.write_str("weight half of backward"),
+            Action::Send(message) => write!(f, "send {}", message.kind.words()),
+            Action::Receive(message) => write!(f, "receive {}", message.kind.words()),
+            Action::Unshard { .. } => f.write_str("gather parameters"),
+            Action::Reshard { .. } => f.write_str("free gathered parameters"),
+            Action::ReduceGrad { .. } => f.write_str("reduce gradient"),
+            Action::Fetch(state) => write!(f, "fetch {}", state.class.words()),
+            Action::Evict(state) => write!(f, "evict {}", state.class.words()),
+            Action::Step { .. } => f.write_str("update"),
+            Action::Stash { .. } => f.write_str("stash parameters"),
+            Action::Unstash { .. } => f.write_str("drop stashed parameters"),
+        }?;
+        write!(f, ", unit {}", action.unit())?;
+        action.microbatch().map_or(Ok(()), |microbatch| write!(f, ", microbatch {microbatch}"))
+    }
+}
+
+impl Action {
+    /// The action in words, such as `backward, unit 4, microbatch 1`, for messages to users. Its [`Display`](fmt::Display) is
+    /// the compact form of programs, `B 4 1`.
+    pub fn words(self) -> impl fmt::Display {
+        Words(self)
+    }
+}
+
+/// The text is not an action.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "'{0}' is no action; expected 'F unit microbatch' (and 'keep products', 'keep input' or 'keep nothing'), 'R unit \
+    "'{0}' is not an action; expected 'F unit microbatch' (optionally followed by 'keep products', 'keep input' or 'keep nothing'), 'R unit \
      microbatch', 'B unit microbatch', 'I unit microbatch', 'W unit microbatch', 'SEND_F unit microbatch', 'RECV_F unit microbatch', 'SEND_B unit microbatch', 'RECV_B unit \
      microbatch', 'SEND_GRAD unit microbatch', 'RECV_GRAD unit microbatch', 'SEND_PARAM unit', 'RECV_PARAM unit', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit', 'STEP unit', 'STASH unit' or 'UNSTASH unit'"
 )]

@@ -260,14 +260,17 @@ impl fmt::Display for Algorithm {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ParseAlgorithmError {
     /// It is none of the names.
-    #[error("'{found}' is no algorithm; there are {} and hierarchical:<one|all>:<within>:<across>", names())]
+    #[error(
+        "'{found}' is not an algorithm; choose one of {}, or hierarchical:<one|all>:<within>:<across>",
+        names()
+    )]
     Unknown {
         /// The text.
         found: String,
     },
     /// Two levels, not well described.
     #[error(
-        "'{found}' should read hierarchical:<one|all>:<within>:<across>, such as hierarchical:all:direct:ring"
+        "'{found}' should have the form hierarchical:<one|all>:<within>:<across>, such as hierarchical:all:direct:ring"
     )]
     Hierarchy {
         /// The text.

@@ -49,7 +49,8 @@ pub struct Costs {
 pub enum CostsError {
     /// A pass takes no time, or too much.
     #[error(
-        "{what} of stage {stage} takes {ticks} ticks; give from {min} to {TICKS_MAX}, in larger or smaller ticks"
+        "{what} of stage {stage} takes {ticks} ticks; it must be from {min} to {TICKS_MAX}: choose larger or smaller \
+         ticks"
     )]
     Ticks {
         /// Stage.
@@ -62,15 +63,17 @@ pub enum CostsError {
         min: u64,
     },
     /// A message takes too long.
-    #[error("a message between stages takes {ticks} ticks; give at most {TICKS_MAX}, in larger ticks")]
+    #[error(
+        "a message between stages takes {ticks} ticks; it may take at most {TICKS_MAX}: choose larger ticks"
+    )]
     Send {
         /// What was given.
         ticks: u64,
     },
     /// More stays after the input half than was there, or too much.
     #[error(
-        "stage {stage} keeps {activation} from forward and {weight_activation} of it after the input half; give a part of it, \
-         and at most {TICKS_MAX} in all, in larger units"
+        "stage {stage} keeps {activation} from forward and {weight_activation} of it after the input half; the \
+         second must not exceed the first, and both may be at most {TICKS_MAX}: choose larger units"
     )]
     Activation {
         /// Stage.

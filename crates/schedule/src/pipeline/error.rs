@@ -49,7 +49,7 @@ impl fmt::Display for Wait {
         let Wait { place, next, for_rank } = self;
         match next {
             Waiting::Pass { pass, needs } => {
-                write!(f, "{place} '{pass}' needs '{needs}' of rank {for_rank}")
+                write!(f, "{place}: '{pass}' waits for '{needs}' on rank {for_rank}")
             }
             Waiting::Send(pass) => {
                 write!(
@@ -85,8 +85,8 @@ impl fmt::Display for Ring {
 pub enum ScheduleError {
     /// No rank, stage, microbatch or step, or more passes than are worked with.
     #[error(
-        "a schedule of {ranks} ranks, {stages} stages and {steps} steps of {microbatches} microbatches; it needs one of \
-         each, and at most {PASSES_MAX} passes"
+        "a schedule has {ranks} ranks, {stages} stages and {steps} steps of {microbatches} microbatches; it needs at \
+         least one of each, and at most {PASSES_MAX} passes"
     )]
     Sizes {
         /// Ranks.
@@ -99,7 +99,7 @@ pub enum ScheduleError {
         steps: usize,
     },
     /// Costs of another number of stages.
-    #[error("costs of {found} stages for a schedule of {expected}")]
+    #[error("costs are given for {found} stages, but the schedule has {expected}")]
     CostsDiffer {
         /// Stages of the schedule.
         expected: usize,
@@ -107,7 +107,7 @@ pub enum ScheduleError {
         found: usize,
     },
     /// Bounds of another number of ranks.
-    #[error("bounds of activations for {found} ranks, for a schedule of {expected}")]
+    #[error("activation bounds are given for {found} ranks, but the schedule has {expected}")]
     BoundsDiffer {
         /// Ranks of the schedule.
         expected: usize,
@@ -115,7 +115,7 @@ pub enum ScheduleError {
         found: usize,
     },
     /// A stage lies on a rank that does not exist.
-    #[error("stage {stage} lies on rank {rank} of {num_ranks}")]
+    #[error("stage {stage} is placed on rank {rank}, but there are only {num_ranks} ranks")]
     Placement {
         /// The stage.
         stage: usize,
@@ -125,7 +125,9 @@ pub enum ScheduleError {
         num_ranks: usize,
     },
     /// A stage or microbatch that does not exist.
-    #[error("{place}: '{pass}' is outside of {num_stages} stages and {num_microbatches} microbatches")]
+    #[error(
+        "{place}: '{pass}' is out of range: there are {num_stages} stages and {num_microbatches} microbatches"
+    )]
     OutOfRange {
         /// Where.
         place: Place,
@@ -137,7 +139,7 @@ pub enum ScheduleError {
         num_microbatches: usize,
     },
     /// A pass of a stage that lies elsewhere.
-    #[error("{place}: '{pass}' is of a stage that lies on rank {expected}")]
+    #[error("{place}: '{pass}' belongs to a stage on rank {expected}")]
     WrongRank {
         /// Where.
         place: Place,
@@ -147,7 +149,7 @@ pub enum ScheduleError {
         expected: usize,
     },
     /// The same thing done twice; backward does both of its halves.
-    #[error("{place}: '{pass}' was done before, or a part of it")]
+    #[error("{place}: '{pass}' repeats all or part of an earlier pass")]
     Repeated {
         /// Where.
         place: Place,
@@ -165,7 +167,7 @@ pub enum ScheduleError {
         missing: Pass,
     },
     /// Never done.
-    #[error("rank {rank} never does '{missing}'")]
+    #[error("rank {rank} lacks the pass '{missing}'")]
     Missing {
         /// Where the stage lies.
         rank: usize,
@@ -173,7 +175,7 @@ pub enum ScheduleError {
         missing: Pass,
     },
     /// More activations than memory was planned for.
-    #[error("{place}: with '{pass}' the rank holds activations of {held}; the bound is {bound}")]
+    #[error("{place}: '{pass}' raises the activations on this rank to {held}; the bound is {bound}")]
     TooManyActivations {
         /// Where.
         place: Place,
@@ -186,7 +188,7 @@ pub enum ScheduleError {
     },
     /// A gradient, or a loss, that another one should be added to first.
     #[error(
-        "{place}: '{pass}' comes before '{missing}'; gradients and losses are summed in the order of microbatches"
+        "{place}: '{pass}' comes before '{missing}'; gradients and losses must be summed in microbatch order"
     )]
     SumMisordered {
         /// Where.
@@ -197,7 +199,7 @@ pub enum ScheduleError {
         missing: Pass,
     },
     /// An update where none belongs: in a schedule that drains, or not after the last backward of a step.
-    #[error("{place}: '{pass}' is not at the end of a step's gradients of its stage")]
+    #[error("{place}: '{pass}' does not directly follow the last gradient of its stage in a step")]
     UpdateMisplaced {
         /// Where.
         place: Place,
@@ -206,7 +208,7 @@ pub enum ScheduleError {
     },
     /// A microbatch reads weights that are not there yet, or not any more.
     #[error(
-        "{place}: '{pass}' reads version {version} of its weights, and the stage has {newest} and the one before"
+        "{place}: '{pass}' needs version {version} of its weights, but the stage has only {newest} and the one before"
     )]
     NoSuchVersion {
         /// Where.

@@ -27,15 +27,15 @@ pub struct Sizes {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GenerateError {
     /// No rank, stage, microbatch or step.
-    #[error("a pipeline needs at least one rank, stage, microbatch and step; it was to have {0:?}")]
+    #[error("a pipeline needs at least one rank, stage, microbatch and step; requested: {0:?}")]
     Empty(Sizes),
     /// More passes than are worked with.
     #[error(
-        "a pipeline of {0:?} has more than {PASSES_MAX} passes; take fewer microbatches, or fewer steps between drains"
+        "a pipeline of {0:?} has more than {PASSES_MAX} passes; use fewer microbatches, or fewer steps between drains"
     )]
     TooLarge(Sizes),
     /// The schedule is for another number of stages.
-    #[error("schedule '{kind}' needs {expected} stages a rank, not {found}; set that, or choose {instead}")]
+    #[error("schedule '{kind}' needs {expected} stages per rank, not {found}; set that, or choose {instead}")]
     StagesPerRank {
         /// Which schedule.
         kind: Kind,
@@ -65,8 +65,7 @@ pub enum GenerateError {
     },
     /// A synchronous schedule of several steps.
     #[error(
-        "schedule '{kind}' drains after each step, so it is made for one step, not {found}; choose pipedream or \
-         pipedream-2bw"
+        "schedule '{kind}' drains after each step, so it cannot span {found} steps; choose pipedream or pipedream-2bw"
     )]
     Steps {
         /// Which schedule.
@@ -75,7 +74,7 @@ pub enum GenerateError {
         found: usize,
     },
     /// Costs of another number of stages.
-    #[error("costs of {found} stages for a pipeline of {expected}")]
+    #[error("costs are given for {found} stages, but the pipeline has {expected}")]
     CostsDiffer {
         /// Stages of the pipeline.
         expected: usize,
@@ -83,7 +82,7 @@ pub enum GenerateError {
         found: usize,
     },
     /// Bounds of another number of ranks.
-    #[error("bounds of activations for {found} ranks, for a pipeline of {expected}")]
+    #[error("activation bounds are given for {found} ranks, but the pipeline has {expected}")]
     BoundsDiffer {
         /// Ranks of the pipeline.
         expected: usize,
@@ -91,7 +90,7 @@ pub enum GenerateError {
         found: usize,
     },
     /// The schedule holds more activations than there is memory for.
-    #[error("schedule '{kind}' holds activations of {needed} on rank {rank}, where {bound} fit; {remedy}")]
+    #[error("schedule '{kind}' holds {needed} of activations on rank {rank}, but only {bound} fit; {remedy}")]
     Memory {
         /// Which schedule.
         kind: Kind,
@@ -134,7 +133,8 @@ pub fn generate(
     let schedule = fixed(kind, sizes);
     match activations_max.map(|bounds| check_activations(&schedule, costs, bounds)) {
         Some(Err(ScheduleError::TooManyActivations { place: Place { rank, .. }, held, bound, .. })) => {
-            let remedy = "choose another schedule (auto keeps to the bound), recompute more, or take smaller microbatches";
+            let remedy = "choose another schedule (auto respects the bound), recompute more, or use smaller \
+                 microbatches";
             Err(GenerateError::Memory { kind, rank, needed: held, bound, remedy })
         }
         _ => Ok(schedule),

@@ -99,7 +99,7 @@ impl fmt::Display for Kind {
 
 /// No schedule has this name.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("there is no pipeline schedule '{found}'; choose one of {names}", names = names())]
+#[error("unknown pipeline schedule '{found}'; choose one of {names}", names = names())]
 pub struct ParseKindError {
     /// What was given.
     pub found: String,

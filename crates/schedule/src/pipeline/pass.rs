@@ -120,7 +120,7 @@ pub(super) fn shortened(text: &str) -> String {
 /// The text is no pass.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "'{0}' is no pass; expected one of the letters F, B, I, W and U, a stage and a microbatch, as in 'F 3 0'"
+    "'{0}' is not a pass; expected a letter (F, B, I, W or U), a stage and a microbatch, such as 'F 3 0'"
 )]
 pub struct ParsePassError(pub String);
 

@@ -30,8 +30,8 @@ impl fmt::Display for Schedule {
 pub enum ParseScheduleError {
     /// The first line does not give the sizes.
     #[error(
-        "line {line}: '{found}' should read 'ranks P placement R,R,... microbatches M', and may go on with 'steps K' and \
-         'weights stashed' or 'weights double-buffered'"
+        "line {line}: '{found}' should read 'ranks P placement R,R,... microbatches M', optionally followed by \
+         'steps K' and 'weights stashed' or 'weights double-buffered'"
     )]
     Header {
         /// Line, from 1.
@@ -40,7 +40,7 @@ pub enum ParseScheduleError {
         found: String,
     },
     /// Not the line of the rank that comes next.
-    #[error("line {line}: expected 'rank {rank}:' and its passes")]
+    #[error("line {line}: expected 'rank {rank}:' followed by its passes")]
     Rank {
         /// Line, from 1.
         line: usize,
@@ -48,7 +48,7 @@ pub enum ParseScheduleError {
         rank: usize,
     },
     /// Fewer or more lines than ranks.
-    #[error("the header says {expected} ranks, and {found} follow")]
+    #[error("the header declares {expected} ranks, but {found} follow")]
     NumRanks {
         /// Ranks of the header.
         expected: usize,

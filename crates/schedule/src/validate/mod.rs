@@ -15,7 +15,10 @@ pub use pipeline::validate_pipeline;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProgramError {
     /// A unit or microbatch that does not exist.
-    #[error("action {index} '{action}' is outside of {num_units} units and {num_microbatches} microbatches")]
+    #[error(
+        "action {index} ({}) is out of range: the program has {num_units} units and {num_microbatches} microbatches",
+        .action.words()
+    )]
     OutOfRange {
         /// Place in the program.
         index: usize,
@@ -27,7 +30,7 @@ pub enum ProgramError {
         num_microbatches: usize,
     },
     /// The same thing done twice.
-    #[error("action {index} '{action}' was done before")]
+    #[error("action {index} ({}) repeats an earlier action", .action.words())]
     Repeated {
         /// Place in the program.
         index: usize,
@@ -35,7 +38,7 @@ pub enum ProgramError {
         action: Action,
     },
     /// Something must come first.
-    #[error("action {index} '{action}' comes before '{missing}', whose result it needs")]
+    #[error("action {index} ({}) comes before the action it depends on ({})", .action.words(), .missing.words())]
     TooEarly {
         /// Place in the program.
         index: usize,
@@ -45,7 +48,7 @@ pub enum ProgramError {
         missing: Action,
     },
     /// Something for another rank of the pipeline.
-    #[error("action {index} '{action}' is not for rank {rank} of the pipeline")]
+    #[error("action {index} ({}) does not belong to pipeline rank {rank}", .action.words())]
     Elsewhere {
         /// Place in the program.
         index: usize,
@@ -56,7 +59,7 @@ pub enum ProgramError {
     },
     /// A unit reads sharded parameters that lie on another rank of the pipeline.
     #[error(
-        "unit {reader} reads the parameters of unit {owner}, which are sharded and lie on rank {rank} of the pipeline"
+        "unit {reader} reads the parameters of unit {owner}, which are sharded on another pipeline rank ({rank})"
     )]
     TieAcrossRanks {
         /// The unit that reads.
@@ -67,7 +70,7 @@ pub enum ProgramError {
         rank: usize,
     },
     /// Versions of parameters in a program that drains before its update, and so has one.
-    #[error("action {index} '{action}' is for pipelines that do not drain between updates")]
+    #[error("action {index} ({}) is only valid in pipelines that do not drain between updates", .action.words())]
     Versioned {
         /// Place in the program.
         index: usize,
@@ -75,7 +78,7 @@ pub enum ProgramError {
         action: Action,
     },
     /// A unit reads parameters of another one, and both read versions of their own.
-    #[error("unit {reader} reads the parameters of unit {owner}, of which it may need another version")]
+    #[error("unit {reader} reads the parameters of unit {owner}, but may need a different version of them")]
     TiedVersions {
         /// The unit that reads.
         reader: usize,
@@ -84,7 +87,7 @@ pub enum ProgramError {
     },
     /// Stages that do not make up the model, or lie on ranks that are not there.
     #[error(
-        "the stages of rank {rank} of the pipeline are not those of {num_units} units on {num_ranks} ranks, in order"
+        "the stages in the program of pipeline rank {rank} do not cover {num_units} units on {num_ranks} ranks in order"
     )]
     Stages {
         /// Whose program it is.
@@ -96,8 +99,9 @@ pub enum ProgramError {
     },
     /// Ranks of a pipeline wait for each other.
     #[error(
-        "rank {rank} of the pipeline waits at action {index} '{action}' for rank {peer}, which {waits}: a deadlock",
-        waits = .next.map_or_else(|| "has come to its end".to_owned(), |next| format!("waits at '{next}'"))
+        "deadlock: pipeline rank {rank} waits at action {index} ({}) for rank {peer}, which {}",
+        .action.words(),
+        .next.map_or_else(|| "has finished".to_owned(), |next| format!("waits at: {}", next.words()))
     )]
     Deadlock {
         /// The rank.
@@ -112,13 +116,16 @@ pub enum ProgramError {
         next: Option<Action>,
     },
     /// Never done.
-    #[error("the program never does '{missing}'")]
+    #[error("the program lacks an action: {}", .missing.words())]
     Missing {
         /// The action.
         missing: Action,
     },
     /// More microbatches in flight than memory was planned for.
-    #[error("action {index} '{action}' holds activations of {in_flight} microbatches of unit {unit}; the bound is {bound}", unit = .action.unit())]
+    #[error(
+        "action {index} ({}) brings the unit to {in_flight} microbatches in flight; the bound is {bound}",
+        .action.words()
+    )]
     TooManyInFlight {
         /// Place in the program.
         index: usize,
@@ -130,7 +137,7 @@ pub enum ProgramError {
         bound: usize,
     },
     /// Two ranks issue collectives of one group in different orders: a deadlock.
-    #[error("rank {rank} issues '{found}' as its collective {place}, where rank 0 issues '{expected}'")]
+    #[error("collective {place} of rank {rank} is '{found}', but rank 0 issues '{expected}'")]
     OrdersDiffer {
         /// The rank that differs from rank 0.
         rank: usize,

@@ -87,15 +87,21 @@ fn parameters_are_whole_where_they_are_read() {
     let stage_3 = "units 2 microbatches 1 zero_stage 3 ties 1:0\n";
     assert_eq!(
         refusal(&format!("{stage_3}F 0 0")),
-        "action 0 'F 0 0' comes before 'UNSHARD 0', whose result it needs"
+        "action 0 (forward, unit 0, microbatch 0) comes before the action it depends on (gather parameters, unit 0)"
     );
     let tied = format!("{stage_3}UNSHARD 0\nF 0 0\nRESHARD 0\nUNSHARD 1\nF 1 0");
-    assert_eq!(refusal(&tied), "action 4 'F 1 0' comes before 'UNSHARD 0', whose result it needs");
+    assert_eq!(
+        refusal(&tied),
+        "action 4 (forward, unit 1, microbatch 0) comes before the action it depends on (gather parameters, unit 0)"
+    );
     let twice = format!("{stage_3}UNSHARD 0\nUNSHARD 0");
-    assert_eq!(refusal(&twice), "action 1 'UNSHARD 0' was done before");
+    assert_eq!(refusal(&twice), "action 1 (gather parameters, unit 0) repeats an earlier action");
     let one = "units 1 microbatches 1 zero_stage 1\nF 0 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\n";
-    assert_eq!(refusal(one), "the program never does 'UNSHARD 0'");
-    assert_eq!(refusal("units 1 microbatches 1\nRESHARD 0"), "action 0 'RESHARD 0' was done before");
+    assert_eq!(refusal(one), "the program lacks an action: gather parameters, unit 0");
+    assert_eq!(
+        refusal("units 1 microbatches 1\nRESHARD 0"),
+        "action 0 (free gathered parameters, unit 0) repeats an earlier action"
+    );
 }
 
 #[test]
@@ -103,13 +109,16 @@ fn what_is_not_kept_is_recomputed() {
     let text = "units 2 microbatches 1\nF 0 0 keep input\nF 1 0 keep nothing\n";
     assert_eq!(
         refusal(&format!("{text}B 1 0")),
-        "action 2 'B 1 0' comes before 'R 1 0', whose result it needs"
+        "action 2 (backward, unit 1, microbatch 0) comes before the action it depends on (recomputation, unit 1, microbatch 0)"
     );
     assert_eq!(
         refusal(&format!("{text}R 1 0")),
-        "action 2 'R 1 0' comes before 'R 0 0', whose result it needs"
+        "action 2 (recomputation, unit 1, microbatch 0) comes before the action it depends on (recomputation, unit 0, microbatch 0)"
     );
-    assert_eq!(refusal("units 1 microbatches 1\nF 0 0\nR 0 0"), "action 1 'R 0 0' was done before");
+    assert_eq!(
+        refusal("units 1 microbatches 1\nF 0 0\nR 0 0"),
+        "action 1 (recomputation, unit 0, microbatch 0) repeats an earlier action"
+    );
 }
 
 #[test]
@@ -127,7 +136,7 @@ fn ranks_must_agree_on_the_order_of_collectives() {
     let error = validate_world(&[program, other], 1).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "rank 1 issues 'REDUCE_GRAD 0' as its collective 0, where rank 0 issues 'REDUCE_GRAD 1'"
+        "collective 0 of rank 1 is 'REDUCE_GRAD 0', but rank 0 issues 'REDUCE_GRAD 1'"
     );
 }
 
@@ -143,10 +152,14 @@ fn refusals_name_the_place() {
     ] {
         assert!(parse(header).contains("should read 'units N microbatches M'"), "{header}");
     }
-    assert!(parse("units 1 microbatches 1\n\nF 0 # half\n").contains("line 3: 'F 0' is no action"));
+    assert!(parse("units 1 microbatches 1\n\nF 0 # half\n").contains("line 3: 'F 0' is not an action"));
     assert!(
-        parse("units 1 microbatches 1\nF 0 0 keep some\n").contains("line 2: 'F 0 0 keep some' is no action")
+        parse("units 1 microbatches 1\nF 0 0 keep some\n")
+            .contains("line 2: 'F 0 0 keep some' is not an action")
     );
-    assert!(refusal("units 1 microbatches 1\nF 0 1").contains("action 0 'F 0 1' is outside"));
-    assert!(refusal("units 1 microbatches 1\nF 0 0\nB 0 0\nSTEP 0").contains("before 'REDUCE_GRAD 0'"));
+    assert!(
+        refusal("units 1 microbatches 1\nF 0 1")
+            .contains("action 0 (forward, unit 0, microbatch 1) is out of range")
+    );
+    assert!(refusal("units 1 microbatches 1\nF 0 0\nB 0 0\nSTEP 0").contains("(reduce gradient, unit 0)"));
 }

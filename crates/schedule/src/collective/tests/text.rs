@@ -130,13 +130,16 @@ fn names_read_back() {
 #[test]
 fn what_names_no_algorithm_is_refused() {
     let refusal = |text: &str| text.parse::<Algorithm>().expect_err("no algorithm").to_string();
-    assert!(refusal("rings").starts_with("'rings' is no algorithm; there are direct, "));
+    assert!(refusal("rings").starts_with("'rings' is not an algorithm; choose one of direct, "));
     for text in
         ["hierarchical", "hierarchical:all:ring", "hierarchical:two:ring:ring", "hierarchical:all:a:b:c"]
     {
-        assert!(refusal(text).starts_with(&format!("'{text}' should read hierarchical:<one|all>")), "{text}");
+        assert!(
+            refusal(text).starts_with(&format!("'{text}' should have the form hierarchical:<one|all>")),
+            "{text}"
+        );
     }
-    assert!(refusal("hierarchical:all:ring:rings").starts_with("'rings' is no algorithm"));
+    assert!(refusal("hierarchical:all:ring:rings").starts_with("'rings' is not an algorithm"));
 }
 
 #[test]

@@ -105,7 +105,7 @@ fn check_room(stage_ranks: &[usize], costs: &Costs, bounds: &[u64]) -> Result<()
         let stages = stage_ranks.iter().zip(costs.stages()).filter(|&(&other, _)| other == rank);
         let needed: u64 = stages.map(|(_, stage)| stage.activation).sum();
         if needed > bound {
-            let remedy = "that is one microbatch: recompute more, take smaller microbatches, or more ranks";
+            let remedy = "one microbatch alone needs that much: recompute more, use smaller microbatches, or use more ranks";
             return Err(GenerateError::Memory { kind: Kind::Automatic, rank, needed, bound, remedy });
         }
     }

@@ -112,7 +112,7 @@ impl<'a> Painter<'a> {
         }
         push("url(#idle)", "idle");
         if self.num_turns > 1 {
-            push(&self.colour(PassKind::Forward, self.num_turns - 1), "lighter: a later stage of the rank");
+            push(&self.colour(PassKind::Forward, self.num_turns - 1), "lighter: later stages of the rank");
         }
     }
 

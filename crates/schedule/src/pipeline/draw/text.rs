@@ -149,6 +149,6 @@ fn letters(schedule: &Schedule) -> String {
         kinds(schedule).map(|kind| format!("{} {}", kind.letter(), kind.name())).collect();
     parts.push("· idle".to_owned());
     let has_small = turns(schedule).contains(&1);
-    let small = if has_small { "; small letters: every other stage of a rank" } else { "" };
+    let small = if has_small { "; lowercase letters: every second stage of a rank" } else { "" };
     parts.join("; ") + small
 }

@@ -77,8 +77,8 @@ fn with_room_for_one_microbatch_it_runs_one_at_a_time() {
     let error = generate(Kind::Automatic, sizes(2, 3, 1), &costs, Some(&[1, 0])).expect_err("no room");
     assert_eq!(
         error.to_string(),
-        "schedule 'auto' holds activations of 1 on rank 1, where 0 fit; that is one microbatch: recompute more, take smaller \
-         microbatches, or more ranks"
+        "schedule 'auto' holds 1 of activations on rank 1, but only 0 fit; one microbatch alone needs that much: recompute more, \
+         use smaller microbatches, or use more ranks"
     );
 }
 

@@ -38,11 +38,11 @@ fn a_mark_stands_under_the_pass() {
     let error = validate(&schedule, &costs, Some(&[3, 2])).expect_err("too many");
     let text = draw_error(&schedule, &costs, &error, 80);
     let lines: Vec<&str> = text.lines().collect();
-    assert_eq!(lines[0], "rank 1, pass 2: with 'F 1 2' the rank holds activations of 3; the bound is 2");
+    assert_eq!(lines[0], "rank 1, pass 2: 'F 1 2' raises the activations on this rank to 3; the bound is 2");
     assert!(lines[2].starts_with("rank 1 |··F0F1F2B0──"), "{text}");
     assert_eq!(lines[3], "              ^^ F 1 2");
     let missing = ScheduleError::Missing { rank: 0, missing: Pass::forward(0, 0) };
-    assert_eq!(draw_error(&schedule, &costs, &missing, 80), "rank 0 never does 'F 0 0'\n");
+    assert_eq!(draw_error(&schedule, &costs, &missing, 80), "rank 0 lacks the pass 'F 0 0'\n");
 }
 
 /// The numbers of an attribute, in the order of the document.
@@ -76,7 +76,7 @@ fn an_svg_has_all_passes_to_scale() {
         "backward, input half",
         "backward, weight half",
         "idle",
-        "lighter: a later stage of the rank",
+        "lighter: later stages of the rank",
     ] {
         assert!(svg.contains(&format!(">{name}</text>")), "{name}");
     }

@@ -20,8 +20,8 @@ const HEADER: &str = "ranks 2 placement 0,1 microbatches 1\n";
 #[test]
 fn each_fault_is_named_with_its_place() {
     for (ranks, message, place) in [
-        ("rank 0: F 0 0, B 0 0\nrank 1: F 1 0", "rank 1 never does 'B 1 0'", None),
-        ("rank 0: F 0 0, I 0 0\nrank 1: F 1 0, B 1 0", "rank 0 never does 'W 0 0'", None),
+        ("rank 0: F 0 0, B 0 0\nrank 1: F 1 0", "rank 1 lacks the pass 'B 1 0'", None),
+        ("rank 0: F 0 0, I 0 0\nrank 1: F 1 0, B 1 0", "rank 0 lacks the pass 'W 0 0'", None),
         ("rank 0: B 0 0\nrank 1: F 1 0, B 1 0", "rank 0, pass 0: 'B 0 0' comes before 'F 0 0'", Some((0, 0))),
         (
             "rank 0: F 0 0, W 0 0, I 0 0\nrank 1: F 1 0, B 1 0",
@@ -30,27 +30,27 @@ fn each_fault_is_named_with_its_place() {
         ),
         (
             "rank 0: F 0 0, F 0 0\nrank 1: F 1 0, B 1 0",
-            "rank 0, pass 1: 'F 0 0' was done before",
+            "rank 0, pass 1: 'F 0 0' repeats all or part of an earlier pass",
             Some((0, 1)),
         ),
         (
             "rank 0: F 0 0, I 0 0, B 0 0\nrank 1: F 1 0, B 1 0",
-            "rank 0, pass 2: 'B 0 0' was done before",
+            "rank 0, pass 2: 'B 0 0' repeats all or part of an earlier pass",
             Some((0, 2)),
         ),
         (
             "rank 0: F 0 0, B 0 0\nrank 1: F 1 1, B 1 1",
-            "rank 1, pass 0: 'F 1 1' is outside of 2 stages and 1 micro",
+            "rank 1, pass 0: 'F 1 1' is out of range: there are 2 stages and 1 micro",
             Some((1, 0)),
         ),
         (
             "rank 0: F 0 0, F 1 0\nrank 1: B 1 0",
-            "rank 0, pass 1: 'F 1 0' is of a stage that lies on rank 1",
+            "rank 0, pass 1: 'F 1 0' belongs to a stage on rank 1",
             Some((0, 1)),
         ),
         (
             "rank 0: F 0 0, B 0 0, U 0 0\nrank 1: F 1 0, B 1 0",
-            "rank 0, pass 2: 'U 0 0' is not at the end of a step",
+            "rank 0, pass 2: 'U 0 0' does not directly follow",
             Some((0, 2)),
         ),
     ] {
@@ -59,10 +59,10 @@ fn each_fault_is_named_with_its_place() {
         assert_eq!(found_place, place, "{found}");
     }
     let nowhere = fault("ranks 1 placement 0,1 microbatches 1\nrank 0: F 0 0, B 0 0");
-    assert_eq!(nowhere, ("stage 1 lies on rank 1 of 1".to_owned(), None));
+    assert_eq!(nowhere, ("stage 1 is placed on rank 1, but there are only 1 ranks".to_owned(), None));
     let huge =
         fault("ranks 1 placement 0 microbatches 99999999999 steps 99999999999 weights stashed\nrank 0:").0;
-    assert!(huge.starts_with("a schedule of 1 ranks, 1 stages and 99999999999 steps"), "{huge}");
+    assert!(huge.starts_with("a schedule has 1 ranks, 1 stages and 99999999999 steps"), "{huge}");
 }
 
 #[test]
@@ -71,7 +71,7 @@ fn sums_are_made_in_the_order_of_microbatches() {
     for (ranks, message, place) in [
         (
             "rank 0: F 0 0, F 0 1, B 0 1, B 0 0\nrank 1: F 1 0, F 1 1, B 1 0, B 1 1",
-            "rank 0, pass 2: 'B 0 1' comes before 'B 0 0'; gradients and losses are summed in the order of microbatches",
+            "rank 0, pass 2: 'B 0 1' comes before 'B 0 0'; gradients and losses must be summed in microbatch order",
             (0, 2),
         ),
         (
@@ -102,7 +102,7 @@ fn a_misordered_sum_is_drawn_at_its_place() {
     let costs = Costs::equal(1, EQUAL).expect("possible costs");
     let error = validate(&schedule, &costs, None).expect_err("a fault");
     let expected = "\
-rank 0, pass 4: 'W 0 1' comes before 'W 0 0'; gradients and losses are summed in the order of microbatches
+rank 0, pass 4: 'W 0 1' comes before 'W 0 0'; gradients and losses must be summed in microbatch order
 rank 0 |F0F1I0I1W1W0|
                 ^^ W 0 1
 F forward; I backward, input half; W backward, weight half; · idle; 1 tick: 2 columns
@@ -114,14 +114,14 @@ F forward; I backward, input half; W backward, weight half; · idle; 1 tick: 2 c
 fn a_step_of_weights_is_updated_once_and_read_while_it_is_there() {
     let stashed = "ranks 1 placement 0 microbatches 1 steps 2 weights stashed\n";
     let (late, place) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, F 0 1, B 0 1, U 0 0, U 0 1"));
-    assert!(late.starts_with("rank 0, pass 4: 'U 0 0' is not at the end"), "{late}");
+    assert!(late.starts_with("rank 0, pass 4: 'U 0 0' does not directly follow"), "{late}");
     assert_eq!(place, Some((0, 4)));
     let (missing, _) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, U 0 0, F 0 1, B 0 1"));
-    assert_eq!(missing, "rank 0 never does 'U 0 1'");
+    assert_eq!(missing, "rank 0 lacks the pass 'U 0 1'");
     let buffered = "ranks 1 placement 0 microbatches 1 steps 3 weights double-buffered\n";
     let passes = "rank 0: F 0 0, F 0 1, F 0 2, B 0 0, U 0 0, B 0 1, U 0 1, B 0 2, U 0 2";
     let (early, place) = fault(&format!("{buffered}{passes}"));
-    assert!(early.starts_with("rank 0, pass 2: 'F 0 2' reads version 1 of its weights"), "{early}");
+    assert!(early.starts_with("rank 0, pass 2: 'F 0 2' needs version 1 of its weights"), "{early}");
     assert_eq!(place, Some((0, 2)));
 }
 
@@ -134,7 +134,7 @@ fn a_deadlock_names_the_ring_and_marks_its_place() {
     let error = validate(&schedule, &costs, None).expect_err("a deadlock");
     assert_eq!(simulate(&schedule, &costs), Err(error.clone()));
     let expected = "\
-deadlock: rank 0, pass 1 'B 0 0' needs 'B 1 0' of rank 1; rank 1, pass 0 'F 1 1' needs 'F 0 1' of rank 0
+deadlock: rank 0, pass 1: 'B 0 0' waits for 'B 1 0' on rank 1; rank 1, pass 0: 'F 1 1' waits for 'F 0 1' on rank 0
 rank 0 |F0|
           ^ B 0 0
 rank 1 |··|
@@ -217,17 +217,17 @@ fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
         (
             "1f1b",
             sizes(2, 4, 2),
-            "schedule '1f1b' needs 1 stages a rank, not 2; set that, or choose interleaved-1f1b, breadth-first or auto",
+            "schedule '1f1b' needs 1 stages per rank, not 2; set that, or choose interleaved-1f1b, breadth-first or auto",
         ),
         (
             "interleaved-1f1b",
             sizes(2, 4, 1),
-            "schedule 'interleaved-1f1b' needs 2 or more stages a rank, not 1; set that, or choose 1f1b",
+            "schedule 'interleaved-1f1b' needs 2 or more stages per rank, not 1; set that, or choose 1f1b",
         ),
         (
             "zb-v",
             sizes(2, 4, 1),
-            "schedule 'zb-v' needs 2 stages a rank, not 1; set that, or choose zb-h1 or zb-h2",
+            "schedule 'zb-v' needs 2 stages per rank, not 1; set that, or choose zb-h1 or zb-h2",
         ),
         (
             "dualpipe-v",
@@ -243,25 +243,24 @@ fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
         ("gpipe", sizes(0, 2, 1), "a pipeline needs at least one rank"),
         ("gpipe", sizes(usize::MAX, 2, 1), "a pipeline of Sizes"),
         ("gpipe", sizes(1000, 1 << 20, 1), "a pipeline of Sizes"),
-        ("auto", sizes(101, 1, 1), "costs of 100 stages for a pipeline of 101"),
+        ("auto", sizes(101, 1, 1), "costs are given for 100 stages, but the pipeline has 101"),
     ] {
         let found = refusal(kind, sizes);
         assert!(found.starts_with(message), "{found}\n{message}");
     }
     let costs = Costs::equal(2, EQUAL).expect("possible costs");
     let few = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4])).expect_err("one bound");
-    assert_eq!(few.to_string(), "bounds of activations for 1 ranks, for a pipeline of 2");
+    assert_eq!(few.to_string(), "activation bounds are given for 1 ranks, but the pipeline has 2");
     let memory = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4, 3])).expect_err("no room");
     assert!(
         memory
             .to_string()
-            .starts_with("schedule 'gpipe' holds activations of 4 on rank 1, where 3 fit; choose"),
+            .starts_with("schedule 'gpipe' holds 4 of activations on rank 1, but only 3 fit; choose"),
         "{memory}"
     );
     let unknown = "gpip".parse::<Kind>().expect_err("no such name").to_string();
     assert!(
-        unknown
-            .starts_with("there is no pipeline schedule 'gpip'; choose one of gpipe, 1f1b, interleaved-1f1b"),
+        unknown.starts_with("unknown pipeline schedule 'gpip'; choose one of gpipe, 1f1b, interleaved-1f1b"),
         "{unknown}"
     );
 }
@@ -270,7 +269,10 @@ fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
 fn costs_that_cannot_be_are_refused() {
     let refusal =
         |stage, send| Costs::new(vec![EQUAL, stage], send).expect_err("impossible costs").to_string();
-    assert!(refusal(StageCosts::of(0, 1, 1), 0).starts_with("forward of stage 1 takes 0 ticks; give from 1"));
+    assert!(
+        refusal(StageCosts::of(0, 1, 1), 0)
+            .starts_with("forward of stage 1 takes 0 ticks; it must be from 1")
+    );
     assert!(
         refusal(StageCosts::of(1, 0, 1), 0).starts_with("backward's input half of stage 1 takes 0 ticks")
     );
@@ -293,12 +295,12 @@ fn text_that_is_no_schedule_is_refused_with_its_line() {
         ("ranks 1 placement 0 microbatches 1 weights new", "line 1: "),
         (
             "# first\nranks 1 placement 0 microbatches 1\nrank 1: F 0 0",
-            "line 3: expected 'rank 0:' and its passes",
+            "line 3: expected 'rank 0:' followed by its passes",
         ),
-        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, X 0 0", "line 2: 'X 0 0' is no pass"),
-        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0 0", "line 2: 'F 0 0 0' is no pass"),
-        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0,", "line 2: '' is no pass"),
-        ("ranks 2 placement 0,1 microbatches 1\nrank 0: F 0 0", "the header says 2 ranks, and 1 follow"),
+        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, X 0 0", "line 2: 'X 0 0' is not a pass"),
+        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0 0", "line 2: 'F 0 0 0' is not a pass"),
+        ("ranks 1 placement 0 microbatches 1\nrank 0: F 0 0,", "line 2: '' is not a pass"),
+        ("ranks 2 placement 0,1 microbatches 1\nrank 0: F 0 0", "the header declares 2 ranks, but 1 follow"),
     ] {
         let found = text.parse::<Schedule>().expect_err("no schedule").to_string();
         assert!(found.starts_with(message), "{found}\n{message}");

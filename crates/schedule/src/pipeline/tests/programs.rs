@@ -113,7 +113,7 @@ fn receiving_only_before_use_stops_one_forward_one_backward() {
     }
     let error = validate_pipeline(&programs).unwrap_err();
     assert!(matches!(error, ProgramError::Deadlock { .. }), "{error}");
-    assert!(error.to_string().contains("waits at 'SEND_"), "{error}");
+    assert!(error.to_string().contains("waits at: send "), "{error}");
 }
 
 #[test]
@@ -121,7 +121,10 @@ fn what_is_for_another_rank_is_refused() {
     let mut programs = lowered(Kind::GPipe, 2, 1, 2);
     programs[0].actions.insert(0, Action::Forward { unit: 2, microbatch: 0, keep: Keep::All });
     let error = validate_pipeline(&programs).unwrap_err();
-    assert_eq!(error.to_string(), "action 0 'F 2 0' is not for rank 0 of the pipeline");
+    assert_eq!(
+        error.to_string(),
+        "action 0 (forward, unit 2, microbatch 0) does not belong to pipeline rank 0"
+    );
 }
 
 #[test]
@@ -147,7 +150,7 @@ fn gradients_are_summed_in_the_order_of_microbatches() {
     let (first, second) = (place(actions, "W 0 0"), place(actions, "W 0 1"));
     actions.swap(first, second);
     let error = validate_pipeline(&programs).unwrap_err().to_string();
-    assert!(error.contains("W 0 1"), "{error}");
+    assert!(error.contains("weight half of backward, unit 0, microbatch 1"), "{error}");
 }
 
 #[test]
