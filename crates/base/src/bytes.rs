@@ -22,7 +22,7 @@ impl fmt::Display for Bytes {
 
 /// The text is no number of bytes.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no size; write a number with a unit, such as 512MiB or 1.5GiB")]
+#[error("'{0}' is not a size; write a number with a unit, such as 512MiB or 1.5GiB")]
 pub struct ParseBytesError(pub String);
 
 impl FromStr for Bytes {

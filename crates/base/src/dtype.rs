@@ -61,7 +61,7 @@ impl fmt::Display for DType {
 
 /// The text is no dtype.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no dtype; expected one of f32, f64, f16, bf16, u8, u16, u32, u64, i32, i64")]
+#[error("unknown dtype '{0}'; expected one of f32, f64, f16, bf16, u8, u16, u32, u64, i32, i64")]
 pub struct ParseDTypeError(pub String);
 
 impl FromStr for DType {
