@@ -34,13 +34,13 @@ pub struct Mesh {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum MeshError {
     /// A degree of zero.
-    #[error("the degree of axis {axis} is 0; the smallest degree is 1")]
+    #[error("the degree of axis {axis} is 0; it must be at least 1")]
     ZeroDegree {
         /// The axis.
         axis: Axis,
     },
     /// The same axis twice.
-    #[error("axis {axis} is named twice")]
+    #[error("axis {axis} occurs twice")]
     RepeatedAxis {
         /// The axis.
         axis: Axis,

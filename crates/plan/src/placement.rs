@@ -121,7 +121,9 @@ pub enum PlacementError {
         axes: usize,
     },
     /// Bounds that are none of the tensor's.
-    #[error("tensor '{name}' is cut at {bounds:?} into {degree} runs of {num_elements} elements")]
+    #[error(
+        "tensor '{name}' is cut at {bounds:?} into {degree} runs, which does not fit its {num_elements} elements"
+    )]
     WrongBounds {
         /// The tensor.
         name: String,
@@ -133,7 +135,7 @@ pub enum PlacementError {
         num_elements: usize,
     },
     /// A rank that the axis lacks.
-    #[error("tensor '{name}' lies with rank {rank} of an axis of {degree}")]
+    #[error("tensor '{name}' is placed on rank {rank} of an axis of {degree}")]
     NoSuchRank {
         /// The tensor.
         name: String,
@@ -281,7 +283,7 @@ mod tests {
         let extents: Vec<_> = (0..4).map(|rank| tensor(1).extents(&mesh, Rank(rank)).unwrap()).collect();
         assert_eq!(extents, [vec![], vec![], vec![part(0, 1)], vec![part(1, 3)]]);
         let refused = tensor(2).extents(&mesh, Rank(0)).unwrap_err();
-        assert_eq!(refused.to_string(), "tensor 'w' lies with rank 2 of an axis of 2");
+        assert_eq!(refused.to_string(), "tensor 'w' is placed on rank 2 of an axis of 2");
     }
 
     #[test]
