@@ -4,7 +4,7 @@ use crate::LossScaling;
 #[derive(Debug, thiserror::Error)]
 pub enum OptimError {
     /// A loss scale out of bounds.
-    #[error("the loss scale is {scale}, but it must be a power of two from 1 to {}", LossScaling::SCALE_MAX)]
+    #[error("the loss scale is {scale}; it must be a power of two from 1 to {}", LossScaling::SCALE_MAX)]
     LossScale {
         /// The scale.
         scale: u32,
