@@ -7,7 +7,7 @@ pub enum ModelError {
     #[error("config.json is not valid JSON: {0}")]
     NotJson(#[source] serde_json::Error),
     /// A required key is missing.
-    #[error("config.json lacks '{key}', which a {architecture} model needs")]
+    #[error("config.json lacks '{key}', which a {architecture} model requires")]
     MissingKey {
         /// The key.
         key: &'static str,
