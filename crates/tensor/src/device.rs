@@ -42,13 +42,13 @@ pub enum DeviceError {
     )]
     Reserve(#[source] std::io::Error),
     /// More threads than a device may have.
-    #[error("{num_threads} threads are more than {}, the most that a device may have", Device::THREADS_MAX)]
+    #[error("{num_threads} threads exceed the maximum of {} for a device", Device::THREADS_MAX)]
     TooManyThreads {
         /// Threads asked for.
         num_threads: usize,
     },
     /// Its threads could not be started.
-    #[error("cannot start {num_threads} kernel threads: {source}; set [training] threads lower")]
+    #[error("cannot start {num_threads} kernel threads: {source}; lower [training] threads")]
     Threads {
         /// Threads asked for.
         num_threads: usize,
@@ -58,7 +58,7 @@ pub enum DeviceError {
     },
     /// A tensor would have more bytes than a process can address.
     #[error(
-        "a tensor of shape {shape:?} in {dtype} for {category} has more bytes than a process can address; use a smaller \
+        "a tensor of shape {shape:?} in {dtype} for {category} exceeds the address space; use a smaller \
          local_batch_size, seq_len or model"
     )]
     Unaddressable {

@@ -27,7 +27,7 @@ pub struct MemoryUsage {
 /// Memory that would have passed the budget; none of it was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error(
-    "{category} grew by {}, which passes the device budget of {} by {}; in use: {}",
+    "{category} grew by {}, which exceeds the device budget of {} by {}; in use: {}",
     Bytes(*requested as u64),
     Bytes(*budget as u64),
     Bytes(self.excess() as u64),
@@ -150,7 +150,7 @@ mod tests {
         assert_eq!((refused.requested, refused.excess()), (2048, 1024));
         assert_eq!(
             refused.to_string(),
-            "activations grew by 2.00KiB, which passes the device budget of 4.00KiB by 1.00KiB; in use: parameters 3.00KiB, \
+            "activations grew by 2.00KiB, which exceeds the device budget of 4.00KiB by 1.00KiB; in use: parameters 3.00KiB, \
              gradients 0B, optimizer 0B, activations 0B, communication 0B"
         );
         assert_eq!(counter.total(), MemoryUsage { current: 3072, peak: 3072 });

@@ -111,7 +111,7 @@ pub fn why_absent(features: CpuFeatures) -> Option<&'static str> {
     }
     #[cfg(target_arch = "x86_64")]
     if features == CpuFeatures::AmxBf16 && crate::kernels::cpu::matmul::amx::machine_has_tiles() {
-        return Some("the system refuses its permission to use AMX (arch_prctl ARCH_REQ_XCOMP_PERM)");
+        return Some("the system denies permission to use AMX (arch_prctl ARCH_REQ_XCOMP_PERM)");
     }
     Some(match features {
         CpuFeatures::Portable => unreachable!("every machine has the lowest level"),

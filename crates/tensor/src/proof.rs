@@ -70,7 +70,8 @@ impl fmt::Display for ProductKernel {
 /// An element that a kernel computed wrong.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error(
-    "element {row},{col} of a product of {sizes} ({transposes}) is {found:e}, where the portable kernel computes {expected:e}"
+    "element {row},{col} of a product of {sizes} ({transposes}) is {found:e}, but the portable kernel computes \
+     {expected:e}"
 )]
 pub struct WrongProduct {
     /// Sizes of the product.

@@ -58,8 +58,8 @@ unsafe impl Sync for Arena {}
 pub(crate) enum OutOfMemory {
     /// It is more than the machine has.
     #[error(
-        "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use \
-         a smaller local_batch_size or seq_len, or a machine with more memory"
+        "out of memory: {requested} for {category} do not fit into the {reserved} of this device ({in_use}); use a \
+         smaller local_batch_size or seq_len, or a machine with more memory"
     )]
     Machine { requested: Bytes, category: Category, reserved: Bytes, in_use: String },
     /// The system gives no more memory to this process.
