@@ -4,8 +4,8 @@ use crate::usage::{CategoryBytes, Prediction};
 use trireme_base::{Bytes, Category};
 use trireme_schedule::Program;
 
-/// A row for each category and one for all together, a column for each of `columns`: its heading, the categories' peaks and
-/// the peak of the total.
+/// A row for each category and one for the total; a column for each of `columns`, which holds a heading, the categories' peaks
+/// and the peak of the total.
 pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
     let width = |heading: &str| heading.len().max(10) + 2;
     let mut text = format!("{:<14}", "memory");
@@ -21,16 +21,16 @@ pub fn table(columns: &[(&str, CategoryBytes, usize)]) -> String {
     for category in Category::ALL {
         row(category.name(), &|(_, peaks, _)| peaks.get(category));
     }
-    row("together", &|(_, _, total)| *total);
+    row("total", &|(_, _, total)| *total);
     text + "\n"
 }
 
 impl Prediction {
-    /// When the peak of all categories together is.
+    /// Where in the program the total peaks, such as `line 17 (backward, unit 4, microbatch 1)`.
     pub fn moment(&self, program: &Program) -> String {
         match self.line.checked_sub(2).and_then(|index| program.actions.get(index)) {
-            Some(action) => format!("at line {} of the program: {action}", self.line),
-            None => "before the first line of the program".to_owned(),
+            Some(action) => format!("line {} ({})", self.line, action.words()),
+            None => "the start of the program".to_owned(),
         }
     }
 }
@@ -50,7 +50,7 @@ gradients          1.00KiB             1.00KiB
 optimizer               0B                  0B
 activations             5B                  5B
 communication           7B                  7B
-together           1.00MiB                  9B
+total              1.00MiB                  9B
 ";
         assert_eq!(text, expected);
     }

@@ -17,7 +17,7 @@ impl CategoryBytes {
         self.0[category as usize]
     }
 
-    /// All categories together.
+    /// The total of all categories.
     pub fn total(&self) -> usize {
         self.0.iter().sum()
     }
@@ -28,7 +28,7 @@ impl CategoryBytes {
 pub struct Prediction {
     /// Of each category, whenever that is.
     pub peaks: CategoryBytes,
-    /// Of each category when all together are at their peak.
+    /// Bytes of each category when the total is at its peak.
     pub at_peak: CategoryBytes,
     /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
     pub line: usize,
@@ -42,7 +42,7 @@ pub struct Prediction {
 }
 
 impl Prediction {
-    /// The peak of all categories together: at most the sum of theirs.
+    /// The peak of the total: at most the sum of the categories' peaks.
     pub fn total(&self) -> usize {
         self.at_peak.total()
     }
