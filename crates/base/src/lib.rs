@@ -1,4 +1,5 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what passes take, random numbers.
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what passes take, random numbers, and
+//! SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
@@ -9,6 +10,7 @@ mod half;
 mod passes;
 mod random;
 mod rank;
+mod svg;
 
 pub use bytes::{Bytes, ParseBytesError};
 pub use category::Category;
@@ -17,3 +19,4 @@ pub use half::{Bf16, F16};
 pub use passes::UnitPasses;
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};
+pub use svg::{Anchor, Svg};

@@ -1,13 +1,13 @@
 //! Losses over steps as an SVG document.
 
-use std::fmt::Write;
+use trireme_base::{Anchor, Svg};
 
 // Sizes in pixels.
 const WIDTH: f64 = 860.0;
-const HEIGHT: f64 = 340.0;
+const HEIGHT: f64 = 360.0;
 const LEFT: f64 = 56.0;
 const RIGHT: f64 = 16.0;
-const TOP: f64 = 40.0;
+const TOP: f64 = 60.0;
 const BOTTOM: f64 = 44.0;
 
 /// The training loss is drawn as the mean of the steps in each of so many columns.
@@ -34,46 +34,33 @@ impl Curves {
     pub(super) fn to_svg(&self) -> String {
         let training = thinned(&self.training);
         let scale = Scale::new(training.iter().chain(&self.validation), self.baseline);
-        let mut svg = format!(
-            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{HEIGHT}\" viewBox=\"0 0 {WIDTH} {HEIGHT}\" \
-             font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{WIDTH}\" height=\"{HEIGHT}\" fill=\"#ffffff\"/>\n"
-        );
-        push_text(&mut svg, LEFT, 22.0, "start", &self.title);
+        let mut svg = Svg::new(WIDTH, HEIGHT);
+        svg.text((LEFT, 18.0), Anchor::Start, &self.title);
         scale.push_axes(&mut svg);
         if let Some(baseline) = self.baseline {
             let y = scale.y(baseline);
-            push_line(
-                &mut svg,
-                &[(LEFT, y), (WIDTH - RIGHT, y)],
-                "stroke=\"#888888\" stroke-dasharray=\"6 4\"",
-            );
-            push_text(&mut svg, WIDTH - RIGHT, y - 6.0, "end", &format!("bigram baseline {baseline:.2}"));
+            svg.line(&[(LEFT, y), (WIDTH - RIGHT, y)], "stroke=\"#888888\" stroke-dasharray=\"6 4\"");
+            svg.text((WIDTH - RIGHT, y - 6.0), Anchor::End, &format!("bigram baseline {baseline:.2}"));
         }
         let places = |points: &[Point]| -> Vec<(f64, f64)> {
             points.iter().map(|point| (scale.x(point.step), scale.y(point.loss))).collect()
         };
-        push_line(&mut svg, &places(&training), "stroke=\"#9db8e8\" stroke-width=\"1.5\"");
+        svg.line(&places(&training), "stroke=\"#9db8e8\" stroke-width=\"1.5\"");
         let validation = places(&self.validation);
-        push_line(&mut svg, &validation, "stroke=\"#1f4e9c\" stroke-width=\"2\"");
+        svg.line(&validation, "stroke=\"#1f4e9c\" stroke-width=\"2\"");
         for (x, y) in validation {
-            push(
-                &mut svg,
-                format_args!("<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"3.5\" fill=\"#1f4e9c\"/>\n"),
-            );
+            svg.dot((x, y), "#1f4e9c");
         }
         let mut legend = vec![("training loss", "#9db8e8")];
         if !self.validation.is_empty() {
             legend.push(("validation loss", "#1f4e9c"));
         }
-        for (index, (name, color)) in legend.into_iter().enumerate() {
-            let x = WIDTH - RIGHT - 250.0 + 130.0 * index as f64;
-            push(
-                &mut svg,
-                format_args!("<rect x=\"{x}\" y=\"13\" width=\"14\" height=\"10\" fill=\"{color}\"/>\n"),
-            );
-            push_text(&mut svg, x + 20.0, 22.0, "start", name);
+        for (index, (name, colour)) in legend.into_iter().enumerate() {
+            let x = LEFT + 130.0 * index as f64;
+            svg.rect((x, 29.0), (14.0, 10.0), colour, None);
+            svg.text((x + 20.0, 38.0), Anchor::Start, name);
         }
-        svg + "</svg>\n"
+        svg.finish()
     }
 }
 
@@ -121,20 +108,26 @@ impl Scale {
         TOP + (HEIGHT - TOP - BOTTOM) * (self.high - loss) / (self.high - self.low)
     }
 
-    fn push_axes(&self, svg: &mut String) {
+    fn push_axes(&self, svg: &mut Svg) {
         let num_ticks = ((self.high - self.low) / self.tick).round() as usize;
         for index in 0..=num_ticks {
             let loss = self.low + self.tick * index as f64;
             let y = self.y(loss);
-            push_line(svg, &[(LEFT, y), (WIDTH - RIGHT, y)], "stroke=\"#e6e6e6\"");
-            push_text(svg, LEFT - 8.0, y + 4.0, "end", &format!("{loss:.1}"));
+            svg.line(&[(LEFT, y), (WIDTH - RIGHT, y)], "stroke=\"#e6e6e6\"");
+            svg.text((LEFT - 8.0, y + 4.0), Anchor::End, &self.label(loss));
         }
         let tick = round_up(self.last_step as f64 / 8.0).max(1.0) as u64;
         for step in (0..=self.last_step).step_by(tick as usize) {
-            push_text(svg, self.x(step), HEIGHT - BOTTOM + 18.0, "middle", &step.to_string());
+            svg.text((self.x(step), HEIGHT - BOTTOM + 18.0), Anchor::Middle, &step.to_string());
         }
-        push_text(svg, (LEFT + WIDTH - RIGHT) / 2.0, HEIGHT - 8.0, "middle", "step");
-        push_text(svg, 8.0, TOP - 8.0, "start", "nats a token");
+        svg.text(((LEFT + WIDTH - RIGHT) / 2.0, HEIGHT - 8.0), Anchor::Middle, "step");
+        svg.text((8.0, TOP - 8.0), Anchor::Start, "nats a token");
+    }
+
+    /// With as many decimals as tell it from its neighbours.
+    fn label(&self, loss: f64) -> String {
+        let decimals = (-self.tick.log10().floor()).max(1.0) as usize;
+        format!("{loss:.decimals$}")
     }
 }
 
@@ -146,25 +139,6 @@ fn round_up(value: f64) -> f64 {
         .into_iter()
         .find(|&round| round >= value)
         .unwrap_or(value)
-}
-
-fn push(svg: &mut String, text: std::fmt::Arguments<'_>) {
-    svg.write_fmt(text).expect("writing to a string does not fail");
-}
-
-fn push_line(svg: &mut String, points: &[(f64, f64)], style: &str) {
-    let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.1},{y:.1}")).collect();
-    push(svg, format_args!("<polyline points=\"{}\" fill=\"none\" {style}/>\n", points.join(" ")));
-}
-
-fn push_text(svg: &mut String, x: f64, y: f64, anchor: &str, text: &str) {
-    let text = text.replace('&', "&amp;").replace('<', "&lt;");
-    push(
-        svg,
-        format_args!(
-            "<text x=\"{x:.1}\" y=\"{y:.1}\" text-anchor=\"{anchor}\" fill=\"#333333\">{text}</text>\n"
-        ),
-    );
 }
 
 #[cfg(test)]
@@ -195,6 +169,14 @@ mod tests {
                 Curves { title: String::new(), training, validation: Vec::new(), baseline: None }.to_svg();
             assert!(!svg.contains("NaN") && !svg.contains("inf"), "{svg}");
         }
+    }
+
+    #[test]
+    fn no_two_ticks_have_the_same_label() {
+        let losses = [1.71, 1.72, 1.76, 1.79];
+        let points: Vec<Point> = losses.iter().map(|&loss| Point { step: 1, loss }).collect();
+        let scale = Scale::new(points.iter(), None);
+        assert_eq!([0.0, 1.0].map(|index| scale.label(1.7 + scale.tick * index)), ["1.70", "1.72"]);
     }
 
     #[test]

@@ -2,7 +2,7 @@ use super::{Picture, kinds, longest, number, turns};
 use crate::pipeline::pass::PassKind;
 use crate::pipeline::schedule::Schedule;
 use crate::pipeline::timeline::Timeline;
-use std::fmt::Write as _;
+use trireme_base::{Anchor, Svg};
 
 // Sizes in pixels.
 const WIDTH: f64 = 1200.0;
@@ -39,10 +39,8 @@ fn document(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
         title_height(picture.title) + picture.schedule.num_ranks() as f64 * (ROW_HEIGHT + ROW_GAP)
     };
     let height = MARGIN + title_height(title) + pictures.iter().map(height_of).sum::<f64>() + LEGEND_HEIGHT;
-    let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{WIDTH}\" height=\"{height}\" viewBox=\"0 0 {WIDTH} {height}\" \
-         font-family=\"sans-serif\" font-size=\"12\">\n{HATCH}<rect width=\"{WIDTH}\" height=\"{height}\" fill=\"#ffffff\"/>\n"
-    );
+    let mut svg = Svg::new(WIDTH, height);
+    svg.definitions(HATCH);
     push_text(&mut svg, MARGIN, MARGIN + 12.0, title);
     let pixels_per_tick = (WIDTH - LEFT - MARGIN) / longest(pictures).max(1) as f64;
     let mut top = MARGIN + title_height(title);
@@ -60,12 +58,12 @@ fn document(title: &str, pictures: &[Picture<'_>], unit: &str) -> String {
     if let Some(picture) = pictures.first() {
         Painter::new(picture, pixels_per_tick, unit).push_legend(&mut svg, top + MARGIN);
     }
-    svg + "</svg>\n"
+    svg.finish()
 }
 
-const HATCH: &str = "<defs><pattern id=\"idle\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\" \
+const HATCH: &str = "<pattern id=\"idle\" width=\"6\" height=\"6\" patternUnits=\"userSpaceOnUse\" \
                      patternTransform=\"rotate(45)\"><rect width=\"6\" height=\"6\" fill=\"#eeeeee\"/>\
-                     <line x1=\"0\" y1=\"0\" x2=\"0\" y2=\"6\" stroke=\"#bbbbbb\" stroke-width=\"2\"/></pattern></defs>\n";
+                     <line x1=\"0\" y1=\"0\" x2=\"0\" y2=\"6\" stroke=\"#bbbbbb\" stroke-width=\"2\"/></pattern>";
 
 struct Painter<'a> {
     schedule: &'a Schedule,
@@ -85,14 +83,15 @@ impl<'a> Painter<'a> {
         Painter { schedule, timeline, turns, num_turns, pixels_per_tick, unit }
     }
 
-    fn push_row(&self, svg: &mut String, rank: usize, top: f64) {
+    fn push_row(&self, svg: &mut Svg, rank: usize, top: f64) {
         push_text(svg, MARGIN, top + 16.0, &format!("rank {rank}"));
-        push_rect(svg, (LEFT, self.x(self.timeline.makespan) - LEFT), (top, ROW_HEIGHT), "url(#idle)", "");
+        let idle = (self.x(self.timeline.makespan) - LEFT, ROW_HEIGHT);
+        svg.rect((LEFT, top), idle, "url(#idle)", None);
         for (pass, span) in self.schedule.ranks[rank].iter().zip(&self.timeline.ranks[rank]) {
             let (left, width) = (self.x(span.start), self.x(span.end) - self.x(span.start));
             let tip = format!("{pass}, {} {} to {}", self.unit, span.start, span.end);
             let colour = self.colour(pass.kind, self.turns[pass.stage]);
-            push_rect(svg, (left, width), (top, ROW_HEIGHT), &colour, &tip);
+            svg.rect((left, top), (width, ROW_HEIGHT), &colour, Some(&tip));
             let label = number(self.schedule, *pass);
             if label.len() as f64 * DIGIT_WIDTH < width {
                 push_text(svg, left + 2.0, top + 16.0, &label);
@@ -100,10 +99,10 @@ impl<'a> Painter<'a> {
         }
     }
 
-    fn push_legend(&self, svg: &mut String, top: f64) {
+    fn push_legend(&self, svg: &mut Svg, top: f64) {
         let mut left = LEFT;
         let mut push = |fill: &str, name: &str| {
-            push_rect(svg, (left, 16.0), (top, 16.0), fill, "");
+            svg.rect((left, top), (16.0, 16.0), fill, None);
             push_text(svg, left + 22.0, top + 12.0, name);
             left += 40.0 + name.len() as f64 * DIGIT_WIDTH;
         };
@@ -135,37 +134,6 @@ impl<'a> Painter<'a> {
     }
 }
 
-/// `across` and `down` are where it begins, and its size. A `tip` is shown when it is pointed at.
-fn push_rect(svg: &mut String, across: (f64, f64), down: (f64, f64), fill: &str, tip: &str) {
-    let ((x, width), (y, height)) = (across, down);
-    let shape =
-        format!("x=\"{x:.2}\" y=\"{y:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{fill}\"");
-    let written = if tip.is_empty() {
-        writeln!(svg, "<rect {shape}/>")
-    } else {
-        let tip = escaped(tip);
-        writeln!(svg, "<rect {shape} stroke=\"#ffffff\" stroke-width=\"0.5\"><title>{tip}</title></rect>")
-    };
-    written.expect("a string takes all");
-}
-
-fn push_text(svg: &mut String, x: f64, y: f64, text: &str) {
-    writeln!(svg, "<text x=\"{x:.2}\" y=\"{y:.2}\">{}</text>", escaped(text)).expect("a string takes all");
-}
-
-/// Text that means itself in XML. Control characters, which XML has no way to write, become spaces.
-fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for character in text.chars() {
-        match character {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            '\'' => escaped.push_str("&apos;"),
-            _ if character.is_control() || matches!(character, '\u{fffe}' | '\u{ffff}') => escaped.push(' '),
-            _ => escaped.push(character),
-        }
-    }
-    escaped
+fn push_text(svg: &mut Svg, x: f64, y: f64, text: &str) {
+    svg.text((x, y), Anchor::Start, text);
 }

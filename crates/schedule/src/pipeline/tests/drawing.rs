@@ -82,13 +82,6 @@ fn an_svg_has_all_passes_to_scale() {
     }
 }
 
-#[test]
-fn text_in_an_svg_means_itself() {
-    let (schedule, timeline) = proven(Kind::GPipe, sizes(1, 1, 1), EQUAL);
-    let svg = draw_svg(&schedule, &timeline, "<b> & \"c\" 'd'\u{0}");
-    assert!(svg.contains(">&lt;b&gt; &amp; &quot;c&quot; &apos;d&apos; </text>"), "{svg}");
-}
-
 /// A forward pass, a backward pass and an update, each from one of these times to the next.
 fn one_step(times: [u64; 4]) -> (Schedule, Timeline) {
     let (mut schedule, mut timeline) = proven(Kind::GPipe, sizes(1, 1, 1), EQUAL);

@@ -1,0 +1,108 @@
+use std::fmt::Write as _;
+
+/// An SVG document on a white background. Coordinates and sizes are in pixels.
+#[derive(Debug)]
+pub struct Svg {
+    text: String,
+}
+
+/// Which part of a text is at its place.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Anchor {
+    /// Its left end.
+    Start,
+    /// Its middle.
+    Middle,
+    /// Its right end.
+    End,
+}
+
+impl Svg {
+    /// An empty document of this size. Shapes are drawn in the order of the calls.
+    pub fn new(width: f64, height: f64) -> Self {
+        let text = format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{height}\" viewBox=\"0 0 {width} {height}\" \
+             font-family=\"sans-serif\" font-size=\"12\">\n<rect width=\"{width}\" height=\"{height}\" fill=\"#ffffff\"/>\n"
+        );
+        Svg { text }
+    }
+
+    /// Adds definitions, such as a pattern that shapes name as their fill. `xml` is taken as it is.
+    pub fn definitions(&mut self, xml: &str) {
+        self.push(format_args!("<defs>{xml}</defs>"));
+    }
+
+    /// A rectangle with its left upper corner at `(x, y)`. A `tip` is shown while the pointer is on it.
+    pub fn rect(&mut self, (x, y): (f64, f64), (width, height): (f64, f64), fill: &str, tip: Option<&str>) {
+        let shape =
+            format!("x=\"{x:.2}\" y=\"{y:.2}\" width=\"{width:.2}\" height=\"{height:.2}\" fill=\"{fill}\"");
+        match tip.map(escaped) {
+            None => self.push(format_args!("<rect {shape}/>")),
+            Some(tip) => self.push(format_args!(
+                "<rect {shape} stroke=\"#ffffff\" stroke-width=\"0.5\"><title>{tip}</title></rect>"
+            )),
+        }
+    }
+
+    /// A line of text whose `anchor` is at `(x, y)`, the height of its baseline.
+    pub fn text(&mut self, (x, y): (f64, f64), anchor: Anchor, text: &str) {
+        let anchor = match anchor {
+            Anchor::Start => "",
+            Anchor::Middle => " text-anchor=\"middle\"",
+            Anchor::End => " text-anchor=\"end\"",
+        };
+        self.push(format_args!("<text x=\"{x:.2}\" y=\"{y:.2}\"{anchor}>{}</text>", escaped(text)));
+    }
+
+    /// A line through `points`, drawn with the attributes of `style`, such as `stroke="#888888"`.
+    pub fn line(&mut self, points: &[(f64, f64)], style: &str) {
+        let points: Vec<String> = points.iter().map(|(x, y)| format!("{x:.2},{y:.2}")).collect();
+        self.push(format_args!("<polyline points=\"{}\" fill=\"none\" {style}/>", points.join(" ")));
+    }
+
+    /// A dot around `(x, y)`.
+    pub fn dot(&mut self, (x, y): (f64, f64), fill: &str) {
+        self.push(format_args!("<circle cx=\"{x:.2}\" cy=\"{y:.2}\" r=\"3.5\" fill=\"{fill}\"/>"));
+    }
+
+    /// The whole document.
+    pub fn finish(self) -> String {
+        self.text + "</svg>\n"
+    }
+
+    fn push(&mut self, element: std::fmt::Arguments<'_>) {
+        writeln!(self.text, "{element}").expect("a string takes all");
+    }
+}
+
+/// Text that means itself in XML. Control characters, which XML has no way to write, become spaces.
+fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
+    for character in text.chars() {
+        match character {
+            '&' => escaped.push_str("&amp;"),
+            '<' => escaped.push_str("&lt;"),
+            '>' => escaped.push_str("&gt;"),
+            '"' => escaped.push_str("&quot;"),
+            '\'' => escaped.push_str("&apos;"),
+            _ if character.is_control() || matches!(character, '\u{fffe}' | '\u{ffff}') => escaped.push(' '),
+            _ => escaped.push(character),
+        }
+    }
+    escaped
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn text_means_itself() {
+        let mut svg = Svg::new(10.0, 10.0);
+        svg.text((1.0, 2.0), Anchor::End, "a<b & \"c\"\u{7}\u{ffff}");
+        svg.rect((0.0, 0.0), (5.0, 5.0), "#000000", Some("1 > 0"));
+        let svg = svg.finish();
+        assert!(svg.contains(" text-anchor=\"end\">a&lt;b &amp; &quot;c&quot;  </text>"), "{svg}");
+        assert!(svg.contains("<title>1 &gt; 0</title>") && svg.ends_with("</svg>\n"), "{svg}");
+    }
+}
