@@ -53,7 +53,7 @@ pub enum SwapError {
         what: String,
     },
     /// No file could be made.
-    #[error("cannot make a swap file in {}; it must be a folder, on a disk, where this user may write", folder.display())]
+    #[error("cannot create a swap file in {}; it must be a folder on a disk where this user may write", folder.display())]
     Create {
         /// Where.
         folder: PathBuf,
@@ -63,7 +63,7 @@ pub enum SwapError {
     },
     /// The disk has too little space, or does not give it.
     #[error(
-        "cannot take {asked} for the swap file in {}, where {free} are free; free space there, choose a folder on \
+        "cannot reserve {asked} for the swap file in {}: only {free} are free; free space there, choose a folder on \
          another disk, or offload less to disk", folder.display()
     )]
     Space {
@@ -78,7 +78,7 @@ pub enum SwapError {
         source: Arc<io::Error>,
     },
     /// There is no memory for a buffer.
-    #[error("cannot take {bytes} of memory for a transfer; use smaller blocks, or fewer at a time")]
+    #[error("cannot allocate {bytes} of memory for a transfer; use smaller blocks, or fewer at a time")]
     Memory {
         /// How much was asked for.
         bytes: Bytes,
@@ -95,8 +95,8 @@ pub enum SwapError {
     },
     /// The system refused a read or a write.
     #[error(
-        "cannot {} {access} of the swap file in {}; look for errors of the disk in the kernel's log (dmesg), or \
-         choose a folder on another disk", access.direction, folder.display()
+        "cannot {} {access} of the swap file in {}; look for disk errors in the kernel log (dmesg), or choose a \
+         folder on another disk", access.direction, folder.display()
     )]
     Refused {
         /// What was read or written.
@@ -109,8 +109,8 @@ pub enum SwapError {
     },
     /// The system moved fewer bytes than asked.
     #[error(
-        "the {} of {access} of the swap file in {} ended after {moved} bytes; was the file shortened, or is the disk \
-         full? look into the kernel's log (dmesg), or choose a folder on another disk",
+        "the {} of {access} of the swap file in {} ended after {moved} bytes; was the file truncated, or is the disk \
+         full? Look at the kernel log (dmesg), or choose a folder on another disk",
         access.direction, folder.display()
     )]
     Short {
@@ -123,8 +123,8 @@ pub enum SwapError {
     },
     /// A block came back other than it was written.
     #[error(
-        "{access} of the swap file in {} changed on disk: its checksum (CRC-32C) was {expected:08x}, and is \
-         {found:08x}; this disk cannot be trusted, choose a folder on another one", folder.display()
+        "{access} of the swap file in {} changed on disk: its checksum (CRC-32C) was {expected:08x}, but is now \
+         {found:08x}; do not trust this disk, and choose a folder on another one", folder.display()
     )]
     Corrupted {
         /// What was read.
@@ -138,8 +138,8 @@ pub enum SwapError {
     },
     /// A transfer took too long.
     #[error(
-        "the {} of {access} of the swap file in {} has not ended after {timeout:?}; does the disk hang? look into \
-         the kernel's log (dmesg), choose a folder on another disk, or allow more time", access.direction, folder.display()
+        "the {} of {access} of the swap file in {} has not finished after {timeout:?}; does the disk hang? Look at \
+         the kernel log (dmesg), choose a folder on another disk, or allow more time", access.direction, folder.display()
     )]
     Timeout {
         /// What was read or written.
@@ -151,7 +151,7 @@ pub enum SwapError {
     },
     /// io_uring itself failed.
     #[error(
-        "io_uring failed under the swap file in {}; choose a method without it, by threads", folder.display()
+        "io_uring failed for the swap file in {}; choose a method that uses threads", folder.display()
     )]
     Ring {
         /// Where the file is.
@@ -161,7 +161,7 @@ pub enum SwapError {
         source: Arc<io::Error>,
     },
     /// A thread of the file panicked.
-    #[error("a thread that served the swap file in {} panicked; its message says why", folder.display())]
+    #[error("a thread serving the swap file in {} panicked; see its message", folder.display())]
     Panicked {
         /// Where the file is.
         folder: PathBuf,

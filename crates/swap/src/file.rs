@@ -44,12 +44,12 @@ pub struct SwapDescription {
 
 impl fmt::Display for SwapDescription {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a swap file of {} in {}, served with {}", self.size, self.folder.display(), self.method)?;
+        write!(f, "a swap file of {} in {}, using {}", self.size, self.folder.display(), self.method)?;
         for (method, reason) in &self.refused {
             write!(f, "; no {method}: {reason}")?;
         }
         if !self.is_reserved {
-            write!(f, "; its space is not reserved, for the file system cannot")?;
+            write!(f, "; its space is not reserved, because the file system cannot do that")?;
         }
         Ok(())
     }
@@ -96,7 +96,11 @@ impl SwapFile {
     /// If there is no such block, or the buffer's length is not the block's.
     pub fn write(&self, block: usize, buffer: AlignedBuffer) -> Transfer {
         let (bytes, _) = self.queue.block(block);
-        assert_eq!(buffer.len(), bytes, "block {block} of the swap file has another length than the buffer");
+        assert_eq!(
+            buffer.len(),
+            bytes,
+            "block {block} of the swap file and the buffer have different lengths"
+        );
         self.issue(Direction::Write, block, buffer)
     }
 
@@ -156,9 +160,8 @@ fn file_size(block_bytes: &[usize]) -> Result<u64, SwapError> {
         size.checked_add(taken as u64).filter(|size| i64::try_from(*size).is_ok())
     };
     let size = block_bytes.iter().try_fold(0, add);
-    size.map(|size| size.max(ALIGNMENT as u64)).ok_or_else(|| SwapError::Options {
-        what: "the blocks of a swap file have more than 8EiB".to_owned(),
-    })
+    size.map(|size| size.max(ALIGNMENT as u64))
+        .ok_or_else(|| SwapError::Options { what: "the blocks of a swap file exceed 8EiB".to_owned() })
 }
 
 /// The blocks, one after the other.

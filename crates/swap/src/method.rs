@@ -46,7 +46,7 @@ fn try_direct(file: &File) -> io::Result<()> {
     let written = rustix::io::pwrite(file, &memory, 0)?;
     let read = rustix::io::pread(file, &mut memory[..], 0)?;
     if (written, read) != (ALIGNMENT, ALIGNMENT) {
-        return Err(io::Error::other(format!("of {ALIGNMENT} bytes {written} were written and {read} read")));
+        return Err(io::Error::other(format!("wrote {written} of {ALIGNMENT} bytes and read {read}")));
     }
     Ok(())
 }

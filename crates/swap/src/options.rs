@@ -77,19 +77,19 @@ impl SwapOptions {
         {
             let max = Bytes(Self::PART_BYTES_MAX as u64);
             return refuse(format!(
-                "a part of a swap file cannot have {part_bytes} bytes; take a multiple of {ALIGNMENT}, up to {max}"
+                "the part size of a swap file cannot be {part_bytes} bytes; use a multiple of {ALIGNMENT}, up to {max}"
             ));
         }
         if !(1..=Self::QUEUE_DEPTH_MAX).contains(&queue_depth) {
             let max = Self::QUEUE_DEPTH_MAX;
-            return refuse(format!("a swap file's queue depth cannot be {queue_depth}; take 1 to {max}"));
+            return refuse(format!("the queue depth of a swap file cannot be {queue_depth}; use 1 to {max}"));
         }
         if !(1..=Self::NUM_THREADS_MAX).contains(&num_threads) {
             let max = Self::NUM_THREADS_MAX;
-            return refuse(format!("a swap file cannot have {num_threads} threads; take 1 to {max}"));
+            return refuse(format!("a swap file cannot have {num_threads} threads; use 1 to {max}"));
         }
         if timeout.is_zero() {
-            return refuse("a transfer needs some time; take a timeout of seconds, such as 60".to_owned());
+            return refuse("a transfer needs time; use a timeout of seconds, such as 60".to_owned());
         }
         Ok(())
     }

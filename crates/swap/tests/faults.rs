@@ -247,7 +247,7 @@ fn a_block_that_was_never_written_is_not_read() {
 }
 
 #[test]
-#[should_panic(expected = "another length")]
+#[should_panic(expected = "different lengths")]
 fn a_buffer_of_another_length_is_not_written() {
     let folder = folder();
     let swap = SwapFile::create(folder.path(), &[4096], &SwapOptions::default()).expect("a swap file");

@@ -25,7 +25,7 @@ impl Ring {
         let mut probe = Probe::new();
         ring.submitter().register_probe(&mut probe)?;
         if !probe.is_supported(opcode::Read::CODE) || !probe.is_supported(opcode::Write::CODE) {
-            return Err(io::Error::other("this kernel's io_uring has no reads and writes"));
+            return Err(io::Error::other("this kernel's io_uring does not support reads and writes"));
         }
         Ok(Ring { ring, file, in_flight: (0..depth).map(|_| None).collect(), free: (0..depth).collect() })
     }
