@@ -115,7 +115,7 @@ fn check_sizes(folder: &Path, files: &BTreeMap<String, FileEntry>) -> Result<(),
         let path = folder.join(name);
         let (_, size) = open_file(&path)?;
         if size != entry.size {
-            return Err(damaged(&path, format!("it has {size} bytes, {} were written", entry.size)));
+            return Err(damaged(&path, format!("it has {size} bytes, but {} were written", entry.size)));
         }
     }
     Ok(())
@@ -170,5 +170,5 @@ fn verify_file(path: &Path, entry: &FileEntry) -> Result<(), CheckpointError> {
 }
 
 fn changed(path: &Path, found: u32, written: u32) -> CheckpointError {
-    damaged(path, format!("its checksum is {found:08x}, written as {written:08x}"))
+    damaged(path, format!("its checksum is {found:08x}, but was {written:08x} when written"))
 }

@@ -48,7 +48,7 @@ pub enum CheckpointError {
         source: io::Error,
     },
     /// The folder holds no checkpoint and no model.
-    #[error("{} holds {found}; expected {expected}", path.display())]
+    #[error("{} contains {found}; expected {expected}", path.display())]
     NothingToOpen {
         /// The folder.
         path: PathBuf,
@@ -66,7 +66,7 @@ pub enum CheckpointError {
         reason: String,
     },
     /// Another rank has read a damaged part of a checkpoint.
-    #[error("{} is damaged, as rank {rank} found: {reason}", path.display())]
+    #[error("{} is damaged, according to rank {rank}: {reason}", path.display())]
     DamagedElsewhere {
         /// The checkpoint.
         path: PathBuf,
@@ -76,7 +76,7 @@ pub enum CheckpointError {
         reason: String,
     },
     /// A newer or unknown version of the format.
-    #[error("{} is of format version {found}; this program reads version {known}", path.display())]
+    #[error("{} has format version {found}; this program reads version {known}", path.display())]
     FormatVersion {
         /// The manifest.
         path: PathBuf,
@@ -86,7 +86,7 @@ pub enum CheckpointError {
         known: u64,
     },
     /// A tensor that is not stored.
-    #[error("no tensor '{name}' is stored in {}", path.display())]
+    #[error("tensor '{name}' is not stored in {}", path.display())]
     NoSuchTensor {
         /// The tensor.
         name: String,
@@ -104,7 +104,7 @@ pub enum CheckpointError {
         extent: Extent,
     },
     /// A buffer that does not fit the elements.
-    #[error("{expected} bytes of tensor '{name}' do not fit a buffer of {found}")]
+    #[error("tensor '{name}' has {expected} bytes, but the buffer has {found}")]
     WrongLength {
         /// The tensor.
         name: String,
@@ -114,7 +114,7 @@ pub enum CheckpointError {
         found: usize,
     },
     /// A tensor could not be brought to be written.
-    #[error("cannot bring tensor '{name}' from where it is")]
+    #[error("cannot fetch tensor '{name}' from its location")]
     Source {
         /// The tensor.
         name: String,
@@ -131,7 +131,7 @@ pub enum CheckpointError {
         dtype: StoredDType,
     },
     /// Stored tensors that are not those expected; every difference is listed.
-    #[error("{} does not hold the tensors expected:{}", path.display(), list(mismatches))]
+    #[error("{} does not contain the expected tensors:{}", path.display(), list(mismatches))]
     Mismatches {
         /// The checkpoint or model directory.
         path: PathBuf,
@@ -139,7 +139,7 @@ pub enum CheckpointError {
         mismatches: Vec<Mismatch>,
     },
     /// Two stored tensors would get the same name.
-    #[error("tensors '{first}' and '{second}' both stand for '{name}'")]
+    #[error("tensors '{first}' and '{second}' both map to '{name}'")]
     SameName {
         /// The common name.
         name: String,
@@ -149,7 +149,7 @@ pub enum CheckpointError {
         second: String,
     },
     /// A tensor cannot be saved under this name.
-    #[error("'{name}' cannot name a tensor in a checkpoint: {reason}")]
+    #[error("'{name}' is not a valid tensor name in a checkpoint: {reason}")]
     TensorName {
         /// The name.
         name: String,
@@ -158,23 +158,23 @@ pub enum CheckpointError {
     },
     /// A file cannot be stored under this name.
     #[error(
-        "'{name}' cannot name a file in a checkpoint; give a plain name that the checkpoint does not use"
+        "'{name}' is not a valid file name in a checkpoint; use a plain name that the checkpoint does not use itself"
     )]
     FileName {
         /// The name.
         name: String,
     },
     /// A tensor whose terms have not been summed yet.
-    #[error("tensor '{name}' is a partial value; reduce it before it is saved")]
+    #[error("tensor '{name}' is a partial value; reduce it before saving")]
     NotReduced {
         /// The tensor.
         name: String,
     },
     /// A placement that does not fit the mesh.
-    #[error("a tensor cannot be saved")]
+    #[error("cannot save a tensor")]
     Placement(#[from] PlacementError),
     /// A mesh of another size than the group.
-    #[error("a mesh of {mesh} ranks does not fit a group of {group}")]
+    #[error("a mesh of {mesh} ranks does not match a group of {group}")]
     MeshSize {
         /// Ranks of the mesh.
         mesh: usize,
@@ -183,7 +183,7 @@ pub enum CheckpointError {
     },
     /// More state or parts than a manifest may describe.
     #[error(
-        "the checkpoint's manifest would have {bytes} bytes, more than {bytes_max}; keep large state in tensors"
+        "the checkpoint's manifest would have {bytes} bytes, more than {bytes_max}; store large state in tensors"
     )]
     ManifestTooLarge {
         /// Bytes of the manifest.
@@ -193,7 +193,7 @@ pub enum CheckpointError {
     },
     /// The folder already holds a complete checkpoint that is not older.
     #[error(
-        "step {step} cannot be saved: {} is complete and not older; resume from it, move it away or use another folder",
+        "cannot save step {step}: {} is complete and not older; resume from it, move it away, or use another folder",
         existing.display()
     )]
     NotNewer {
@@ -204,7 +204,7 @@ pub enum CheckpointError {
     },
     /// The ranks do not save the same thing.
     #[error(
-        "rank {rank} does not save the same step, mesh and tensors as rank 0; save is called by all ranks together"
+        "rank {rank} does not save the same step, mesh and tensors as rank 0; all ranks must call save together"
     )]
     RanksDisagree {
         /// The first rank that differs from rank 0.
@@ -234,7 +234,7 @@ pub enum CheckpointError {
         is_out_of_space: bool,
     },
     /// The ranks could not tell each other how a save went.
-    #[error("the checkpoint of step {step} was not saved: the ranks could not tell each other how it went")]
+    #[error("the checkpoint of step {step} was not saved: the ranks could not exchange their results")]
     Exchange {
         /// The step.
         step: u64,
@@ -243,13 +243,13 @@ pub enum CheckpointError {
         source: CommError,
     },
     /// A folder that is not to be overwritten.
-    #[error("{} is not empty; choose another folder, or force replacing it", path.display())]
+    #[error("{} is not empty; choose another folder, or force the export to replace it", path.display())]
     TargetExists {
         /// The folder.
         path: PathBuf,
     },
     /// A folder within a run.
-    #[error("{} lies in the run or checkpoint {}; choose a folder outside of it", path.display(), run.display())]
+    #[error("{} is inside the run or checkpoint {}; choose a folder outside of it", path.display(), run.display())]
     TargetInRun {
         /// The folder.
         path: PathBuf,
@@ -258,7 +258,8 @@ pub enum CheckpointError {
     },
     /// A folder that would be replaced, but is not an export.
     #[error(
-        "{} is not replaced: no export writes {}; choose another folder, or remove this one yourself",
+        "{} was not replaced: it contains {}, which no export writes; choose another folder, or remove this one \
+         yourself",
         path.display(),
         foreign.display()
     )]
@@ -344,12 +345,12 @@ impl fmt::Display for Mismatch {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Mismatch::Missing { name, shape } => write!(f, "missing: '{name}' of shape {shape:?}"),
-            Mismatch::Extra { name, shape } => write!(f, "not expected: '{name}' of shape {shape:?}"),
+            Mismatch::Extra { name, shape } => write!(f, "unexpected: '{name}' of shape {shape:?}"),
             Mismatch::Shape { name, expected, stored } => {
                 write!(f, "'{name}' has shape {stored:?}, expected {expected:?}")
             }
             Mismatch::DType { name, expected, stored } => {
-                write!(f, "'{name}' is stored as {stored}, which does not read as {expected}")
+                write!(f, "'{name}' is stored as {stored}, which cannot be read as {expected}")
             }
         }
     }

@@ -98,10 +98,10 @@ pub(crate) fn runs<'a>(
 /// Cost: sorts, then compares each part with those that begin before it ends along the first dim.
 pub(crate) fn cover_problem(shape: &[usize], parts: &[&Extent]) -> Option<String> {
     let Some(total) = checked_num_elements(shape) else {
-        return Some(format!("a shape of {shape:?} is beyond counting"));
+        return Some(format!("the shape {shape:?} has too many elements"));
     };
     if let Some(outside) = parts.iter().find(|part| !lies_within(part, shape)) {
-        return Some(format!("a part at {:?} of shape {:?} reaches outside", outside.start, outside.shape));
+        return Some(format!("a part at {:?} of shape {:?} is out of bounds", outside.start, outside.shape));
     }
     let mut sorted = parts.to_vec();
     sorted.sort_by(|a, b| a.start.cmp(&b.start));
@@ -115,7 +115,7 @@ pub(crate) fn cover_problem(shape: &[usize], parts: &[&Extent]) -> Option<String
         }
     }
     let held: usize = parts.iter().map(|part| part.num_elements()).sum();
-    (held != total).then(|| format!("its parts hold {held} of {total} elements"))
+    (held != total).then(|| format!("its parts contain {held} of {total} elements"))
 }
 
 #[cfg(test)]
@@ -194,16 +194,16 @@ mod tests {
         assert_eq!(cover_problem(&[], &[&extent(&[], &[])]), None);
         assert_eq!(cover_problem(&[0], &[]), None);
         for (parts, word) in [
-            (vec![&left], "hold 2 of 6"),
+            (vec![&left], "contain 2 of 6"),
             (vec![&left, &right, &corner], "overlap"),
             (vec![&left, &right, &left], "overlap"),
-            (vec![&right, &extent(&[0, 2], &[1, 2])], "outside"),
-            (vec![&extent(&[0], &[6])], "outside"),
+            (vec![&right, &extent(&[0, 2], &[1, 2])], "out of bounds"),
+            (vec![&extent(&[0], &[6])], "out of bounds"),
         ] {
             let problem = cover_problem(&[2, 3], &parts).expect("a problem");
             assert!(problem.contains(word), "{problem}");
         }
-        assert!(cover_problem(&[1 << 40, 1 << 40], &[]).unwrap().contains("beyond counting"));
+        assert!(cover_problem(&[1 << 40, 1 << 40], &[]).unwrap().contains("too many elements"));
         assert!(cover_problem(&[], &[&extent(&[], &[]), &extent(&[], &[])]).unwrap().contains("overlap"));
     }
 

@@ -94,7 +94,7 @@ pub(crate) fn damaged(path: &Path, reason: impl ToString) -> CheckpointError {
 pub(crate) fn open_file(path: &Path) -> Result<(File, u64), CheckpointError> {
     let metadata = fs::metadata(path).map_err(reading(path))?;
     if !metadata.is_file() {
-        return Err(damaged(path, "it is no regular file"));
+        return Err(damaged(path, "it is not a regular file"));
     }
     Ok((File::open(path).map_err(reading(path))?, metadata.len()))
 }
@@ -103,7 +103,7 @@ pub(crate) fn open_file(path: &Path) -> Result<(File, u64), CheckpointError> {
 pub(crate) fn read_bounded(path: &Path, bytes_max: u64) -> Result<Vec<u8>, CheckpointError> {
     let (file, size) = open_file(path)?;
     if size > bytes_max {
-        return Err(damaged(path, format!("{size} bytes are more than the {bytes_max} it may have")));
+        return Err(damaged(path, format!("it has {size} bytes, more than the allowed {bytes_max}")));
     }
     let mut contents = Vec::with_capacity(size as usize);
     file.take(bytes_max).read_to_end(&mut contents).map_err(reading(path))?;

@@ -116,7 +116,7 @@ fn open_step(path: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
     let checkpoint = Checkpoint::open(path)?;
     match checkpoint.step() {
         found if found == step => Ok(checkpoint),
-        found => Err(damaged(path, format!("its manifest is that of step {found}"))),
+        found => Err(damaged(path, format!("its manifest belongs to step {found}"))),
     }
 }
 

@@ -113,7 +113,7 @@ fn read_shards(folder: &Path) -> Result<BTreeMap<String, StoredTensor>, Checkpoi
     let mut tensors = BTreeMap::new();
     for file in files {
         if !is_plain_name(file) {
-            return Err(damaged(&path, format!("it lists a file outside of its folder, '{file}'")));
+            return Err(damaged(&path, format!("it lists a file outside its folder, '{file}'")));
         }
         add_file(&folder.join(file), &mut tensors)?;
     }
@@ -121,7 +121,7 @@ fn read_shards(folder: &Path) -> Result<BTreeMap<String, StoredTensor>, Checkpoi
         if !tensors.get(name).is_some_and(|tensor| tensor.lies_in(&folder.join(file))) {
             return Err(damaged(
                 &folder.join(file),
-                format!("it lacks '{name}', which the index says it holds"),
+                format!("it lacks '{name}', which the index says it contains"),
             ));
         }
     }
@@ -136,7 +136,7 @@ fn add_file(path: &Path, tensors: &mut BTreeMap<String, StoredTensor>) -> Result
         let part = StoredPart { file, offset: entry.offset, extent, crc32: None };
         let tensor = StoredTensor::new(entry.dtype, entry.shape, vec![part]);
         if tensors.contains_key(&name) {
-            return Err(damaged(path, format!("it holds '{name}' again, which an earlier file holds")));
+            return Err(damaged(path, format!("it contains '{name}', which an earlier file also contains")));
         }
         tensors.insert(name, tensor);
     }

@@ -86,7 +86,7 @@ impl Manifest {
         let json = unseal(text).ok_or_else(|| damaged(path, "its checksum does not match"))?;
         let head: Head = serde_json::from_str(&json).map_err(invalid)?;
         if head.format != FORMAT {
-            return Err(damaged(path, format!("it is of format '{}'", head.format)));
+            return Err(damaged(path, format!("its format is '{}'", head.format)));
         }
         if head.format_version != FORMAT_VERSION {
             let (path, found) = (path.to_owned(), head.format_version);
@@ -99,11 +99,11 @@ impl Manifest {
 
     fn check(&self) -> Result<(), String> {
         if let Some(name) = self.files.keys().find(|name| !is_plain_name(name)) {
-            return Err(format!("it lists a file outside of its folder, '{name}'"));
+            return Err(format!("it lists a file outside its folder, '{name}'"));
         }
         for (name, tensor) in &self.tensors {
             if read_as(tensor.dtype).is_none() {
-                return Err(format!("tensor '{name}' is of dtype {}, which cannot be read", tensor.dtype));
+                return Err(format!("tensor '{name}' has dtype {}, which cannot be read", tensor.dtype));
             }
             let extents: Vec<&Extent> = tensor.parts.iter().map(|part| &part.extent).collect();
             if let Some(problem) = cover_problem(&tensor.shape, &extents) {
@@ -202,7 +202,7 @@ mod tests {
             without_end.parts.pop();
             put(manifest, without_end);
         });
-        assert!(refused.contains("hold 3 of 5"), "{refused}");
+        assert!(refused.contains("contain 3 of 5"), "{refused}");
         let refused = refusal(|manifest| {
             let mut unlisted = tensor(manifest);
             unlisted.parts[1].file = "shard-00001.safetensors".into();

@@ -39,7 +39,7 @@ pub(crate) struct HeaderEntry {
 pub(crate) fn read_header(path: &Path) -> Result<BTreeMap<String, HeaderEntry>, CheckpointError> {
     let (mut file, size) = open_file(path)?;
     if size < LENGTH_BYTES {
-        return Err(damaged(path, format!("{size} bytes are no safetensors file")));
+        return Err(damaged(path, format!("{size} bytes are too few for a safetensors file")));
     }
     let mut length = [0; LENGTH_BYTES as usize];
     file.read_exact(&mut length).map_err(reading(path))?;
@@ -61,12 +61,12 @@ pub(crate) fn read_header(path: &Path) -> Result<BTreeMap<String, HeaderEntry>, 
         let described = header.data_len();
         return Err(damaged(
             path,
-            format!("its header describes {described} bytes of tensors, it holds {held}"),
+            format!("its header describes {described} bytes of tensors, but the file contains {held}"),
         ));
     }
     let tensors = header.tensors();
     if let Some((name, _)) = tensors.iter().find(|(_, info)| checked_num_elements(&info.shape).is_none()) {
-        return Err(damaged(path, format!("the shape of '{name}' is beyond counting")));
+        return Err(damaged(path, format!("the shape of '{name}' has too many elements")));
     }
     let entry = |info: &TensorInfo| HeaderEntry {
         dtype: info.dtype,

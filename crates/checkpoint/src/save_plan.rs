@@ -113,13 +113,13 @@ fn check_names(tensors: &[TensorPlacement]) -> Result<(), CheckpointError> {
     for TensorPlacement { name, .. } in tensors {
         let refuse = |reason| Err(CheckpointError::TensorName { name: name.clone(), reason });
         if name.is_empty() || name == METADATA_KEY {
-            return refuse("the file format keeps it for itself");
+            return refuse("the file format reserves it");
         }
         if name.contains(PART_SEPARATOR) {
             return refuse("'@' marks a part of a tensor");
         }
         if !seen.insert(name) {
-            return refuse("two tensors have it");
+            return refuse("another tensor has the same name");
         }
     }
     Ok(())

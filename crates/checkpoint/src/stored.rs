@@ -270,7 +270,8 @@ impl<'a> PartReader<'a> {
         }
         let (start, shape) = (&self.part.extent.start, &self.part.extent.shape);
         let reason = format!(
-            "the part at byte {} (start {start:?}, shape {shape:?}) has checksum {found:08x}, written as {expected:08x}",
+            "the part at byte {} (start {start:?}, shape {shape:?}) has checksum {found:08x}, but {expected:08x} was \
+             written",
             self.part.offset
         );
         Err(damaged(&self.part.file, reason))
