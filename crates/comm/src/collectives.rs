@@ -173,9 +173,9 @@ impl Group {
         let own = self.rank().0;
         for (lens, buffer, which) in [(send_lens, &input, "input"), (receive_lens, &output, "output")] {
             let what = if lens.len() != self.world_size() {
-                format!("{} lengths of blocks for {} ranks", lens.len(), self.world_size())
+                format!("{} block lengths for {} ranks", lens.len(), self.world_size())
             } else if lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len)) != Some(buffer.len()) {
-                format!("the {which} has {} elements, its blocks {lens:?}", buffer.len())
+                format!("the {which} has {} elements, but its blocks are {lens:?}", buffer.len())
             } else if send_lens.get(own) != receive_lens.get(own) {
                 format!("rank {own} sends itself {:?} elements", [send_lens[own], receive_lens[own]])
             } else {
@@ -194,7 +194,7 @@ impl Group {
         if len.is_multiple_of(self.world_size()) {
             return Ok(());
         }
-        let what = format!("{len} elements are no {} equal blocks", self.world_size());
+        let what = format!("{len} elements cannot be divided into {} equal blocks", self.world_size());
         Err(CommError::Lengths { operation: operation.name(), what })
     }
 
@@ -226,7 +226,7 @@ impl Group {
         }
         if (input.len(), output.len()) != (input_len, output_len) {
             let what = format!(
-                "an input of {} elements and an output of {}, where {input_len} and {output_len} belong",
+                "an input of {} elements and an output of {}, but expected {input_len} and {output_len}",
                 input.len(),
                 output.len()
             );

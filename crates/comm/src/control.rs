@@ -247,7 +247,7 @@ impl Control {
     fn failure_of(&self, rank: Rank, ending: Ending, call: &Call) -> Option<CommError> {
         let notice = match ending {
             Ending::Lost => return Some(call.peer_lost(rank)),
-            Ending::Garbage => return Some(call.protocol(rank, "it sent bytes that are no notice")),
+            Ending::Garbage => return Some(call.protocol(rank, "it sent bytes that are not a valid notice")),
             Ending::Said(notice) if notice.sequence > call.sequence => return None,
             Ending::Said(notice) => notice,
         };

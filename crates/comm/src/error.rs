@@ -27,9 +27,9 @@ pub enum CommError {
     },
     /// Strangers could reach the workers, and nothing would tell them from workers.
     #[error(
-        "the workers would listen on {address}, where others can connect, and have no secret; set TRIREME_SECRET or \
-         [comm] secret_file to the same random text on all of them (openssl rand -hex 32), or [comm] \
-         require_secret = false if everybody on that network may join"
+        "the workers would listen on {address}, where others can connect, but have no secret; set TRIREME_SECRET or \
+         [comm] secret_file to the same random text on all of them (openssl rand -hex 32), or set [comm] \
+         require_secret = false if anybody on that network may join"
     )]
     SecretMissing {
         /// Where a worker would listen, or look for rank 0.
@@ -37,7 +37,7 @@ pub enum CommError {
     },
     /// A text that is no secret.
     #[error(
-        "a secret has {} to {} characters, and this one has {bytes}; take what `openssl rand -hex 32` prints",
+        "a secret has {} to {} characters, but this one has {bytes}; use the output of `openssl rand -hex 32`",
         Secret::BYTES_MIN,
         Secret::BYTES_MAX
     )]
@@ -46,7 +46,7 @@ pub enum CommError {
         bytes: usize,
     },
     /// The file of the secret cannot be used.
-    #[error("cannot take the secret from {}", path.display())]
+    #[error("cannot read the secret from {}", path.display())]
     SecretFile {
         /// The file.
         path: PathBuf,
@@ -69,7 +69,7 @@ pub enum CommError {
     )]
     TlsUnavailable,
     /// The system has no random numbers.
-    #[error("the system gives no random numbers")]
+    #[error("the system provides no random numbers")]
     Random {
         /// Why not.
         #[source]
@@ -86,8 +86,8 @@ pub enum CommError {
     },
     /// Rank 0 cannot listen.
     #[error(
-        "rank 0 cannot listen on {address}; if another program has the port, choose another master_port \
-         (MASTER_PORT), and master_addr must be an address of this host"
+        "rank 0 cannot listen on {address}; if another program uses the port, choose another master_port \
+         (MASTER_PORT); master_addr must be an address of this host"
     )]
     Listen {
         /// Where.
@@ -99,7 +99,7 @@ pub enum CommError {
     /// Rank 0 was not reached.
     #[error(
         "rank {rank} did not reach rank 0 at {address} within {waited:?}; is rank 0 running, and is the address \
-         right?"
+         correct?"
     )]
     Unreachable {
         /// The rank that tried.
@@ -113,7 +113,7 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// Rank 0 turned this rank away.
-    #[error("rank 0 at {address} turned rank {rank} away: {reason}")]
+    #[error("rank 0 at {address} rejected rank {rank}: {reason}")]
     Refused {
         /// The rank that was refused.
         rank: Rank,
@@ -124,7 +124,7 @@ pub enum CommError {
     },
     /// Not all ranks came to the rendezvous.
     #[error(
-        "after {waited:?} at {address} these ranks have not joined: {}{}",
+        "after {waited:?}, these ranks have not joined at {address}: {}{}",
         list(missing),
         refusals(refused)
     )]
@@ -160,7 +160,7 @@ pub enum CommError {
         reason: String,
     },
     /// A group could not be split.
-    #[error("the group could not be split: rank {rank} failed while {doing}: {reason}")]
+    #[error("cannot split the group: rank {rank} failed while {doing}: {reason}")]
     Split {
         /// Who failed.
         rank: Rank,
@@ -203,7 +203,7 @@ pub enum CommError {
         world_size: usize,
     },
     /// Vectors whose lengths do not fit the operation or each other.
-    #[error("{operation} was given vectors that do not fit: {what}")]
+    #[error("the vectors given to {operation} do not fit: {what}")]
     Lengths {
         /// The operation's name.
         operation: &'static str,
@@ -211,7 +211,7 @@ pub enum CommError {
         what: String,
     },
     /// A message to or from a rank that cannot be.
-    #[error("{operation} names rank {rank}; it must be another rank of the group, which has {world_size}")]
+    #[error("{operation} names rank {rank}; it must be another of the group's {world_size} ranks")]
     NoSuchPeer {
         /// `send` or `receive`.
         operation: &'static str,
@@ -221,7 +221,7 @@ pub enum CommError {
         world_size: usize,
     },
     /// Control data above its bound.
-    #[error("all_gather_bytes carries at most {bytes_max} bytes a rank, and rank {rank} gave {bytes}")]
+    #[error("all_gather_bytes carries at most {bytes_max} bytes per rank, but rank {rank} gave {bytes}")]
     ControlDataTooLong {
         /// Whose data.
         rank: Rank,
@@ -248,12 +248,12 @@ pub enum CommError {
         other_operation: Operation,
     },
     /// Two ranks wait for each other in operations of different groups.
-    #[error("{0}; all ranks must issue the operations of several groups in one order")]
+    #[error("{0}; all ranks must issue the operations of several groups in the same order")]
     CrossedGroups(Box<Crossing>),
     /// A peer's process ended, or its connection broke, without a goodbye.
     #[error(
-        "rank {rank} was lost at operation {sequence}, {operation}: its process died or its connection \
-         broke; its log may say why"
+        "rank {rank} was lost at operation {sequence}, {operation}: its process died or its connection broke; its log \
+         may say why"
     )]
     PeerLost {
         /// Who.
@@ -274,7 +274,7 @@ pub enum CommError {
         sequence: u64,
     },
     /// A peer's group failed for a reason of its own, which that rank reports.
-    #[error("rank {rank} gave up at operation {sequence}, {operation}; its own error says why")]
+    #[error("rank {rank} gave up at operation {sequence}, {operation}; see its own error")]
     PeerFailed {
         /// Who.
         rank: Rank,
@@ -285,8 +285,7 @@ pub enum CommError {
     },
     /// An operation did not end in time.
     #[error(
-        "operation {sequence}, {operation}, did not end within {timeout:?}; ranks that have not reached it: \
-         {}",
+        "operation {sequence}, {operation}, did not finish within {timeout:?}; ranks that have not reached it: {}",
         list(missing)
     )]
     TimedOut {
@@ -300,7 +299,7 @@ pub enum CommError {
         missing: Vec<Rank>,
     },
     /// A peer sent what the protocol has no place for.
-    #[error("rank {rank} broke the protocol during operation {sequence}, {operation}: {what}")]
+    #[error("rank {rank} violated the protocol during operation {sequence}, {operation}: {what}")]
     Protocol {
         /// Who.
         rank: Rank,
@@ -323,7 +322,7 @@ pub enum CommError {
         source: Arc<io::Error>,
     },
     /// A thread of this rank panicked while it used the group.
-    #[error("this rank panicked while it used the group; the panic's message says why")]
+    #[error("this rank panicked while using the group; see the panic message")]
     Panicked,
 }
 

@@ -235,7 +235,7 @@ impl fmt::Display for TransportChoice {
 
 /// The text names no transport.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no transport; expected one of auto, shm, tcp, mpi")]
+#[error("unknown transport '{0}'; expected one of auto, shm, tcp, mpi")]
 pub struct ParseTransportError(pub String);
 
 impl FromStr for TransportChoice {

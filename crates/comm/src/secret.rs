@@ -71,7 +71,7 @@ pub(crate) fn read_private(path: &Path, bytes_max: usize) -> io::Result<String> 
     let file = File::open(path)?;
     let mode = file.metadata()?.permissions().mode() & 0o777;
     if mode & 0o077 != 0 {
-        let why = format!("its mode is {mode:o}, so that others may use it; run chmod 600");
+        let why = format!("its mode is {mode:o}, so others may access it; run chmod 600");
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
     }
     let mut text = String::new();

@@ -93,10 +93,7 @@ fn a_process_that_mpirun_has_not_started_is_told_so() {
         .output();
     let (words, is_success) = said(&child.expect("a process"));
     assert!(is_success && words.len() == 1, "{words:?}");
-    assert!(
-        words[0].contains("to MPI this process is rank 0 of 1, to the job it is rank 1 of 2"),
-        "{words:?}"
-    );
+    assert!(words[0].contains("this process is rank 0 of 1 in MPI, but rank 1 of 2 in the job"), "{words:?}");
 }
 
 /// What a started process does; nothing in the process that cargo started.

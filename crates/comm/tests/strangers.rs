@@ -58,7 +58,7 @@ fn strangers_are_refused_and_the_others_join() {
         let other_group = JoinOptions { rank: Rank(1), group: other_options, ..options.clone() };
         for (stranger, why) in [
             (other_world, "world_size 4"),
-            (other_job, "another job"),
+            (other_job, "a different job"),
             (other_group, "chunk_bytes (rank 0 has "),
         ] {
             let refused = join(&stranger).expect_err("refused");
@@ -164,7 +164,7 @@ fn hostile_clients_change_nothing() {
         let _endless = say(&endless);
         let other_job = JoinOptions { rank: Rank(1), job: "another".to_owned(), ..good.clone() };
         let other_secret = JoinOptions { rank: Rank(1), secret: secret(), ..good.clone() };
-        for (stranger, why) in [(other_job, "another job"), (other_secret, "does not know the secret")] {
+        for (stranger, why) in [(other_job, "a different job"), (other_secret, "does not know the secret")] {
             let refused = join(&stranger).expect_err("refused");
             assert!(refused.to_string().contains(why), "{refused}");
         }
@@ -175,7 +175,7 @@ fn hostile_clients_change_nothing() {
     });
     let refusals = refusals.lock().expect("no panic");
     for (why, num_times) in
-        [("hung up", 1), ("does not speak", 2), ("another job", 1), ("does not know the secret", 2)]
+        [("hung up", 1), ("does not speak", 2), ("a different job", 1), ("does not know the secret", 2)]
     {
         let found = refusals.iter().filter(|refusal| refusal.reason.contains(why)).count();
         assert_eq!(found, num_times, "{why}: {refusals:?}");
@@ -197,7 +197,7 @@ fn a_crowd_that_says_nothing_does_not_keep_the_others_out() {
     });
     let refusals = refusals.lock().expect("no panic");
     assert!(!refusals.is_empty() && refusals.len() < 20, "{}", refusals.len());
-    assert!(refusals[0].reason.contains("when others came"), "{refusals:?}");
+    assert!(refusals[0].reason.contains("when others connected"), "{refusals:?}");
     assert!(refusals.last().is_some_and(|last| last.reason.contains("not reported")), "{refusals:?}");
 }
 

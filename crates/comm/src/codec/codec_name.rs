@@ -106,7 +106,7 @@ impl fmt::Display for CodecName {
 
 /// The text names no codec.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no compression; expected one of {codecs}", codecs = list(&CodecName::ALL))]
+#[error("unknown compression '{0}'; expected one of {codecs}", codecs = list(&CodecName::ALL))]
 pub struct ParseCodecError(pub String);
 
 pub(super) fn list(codecs: &[CodecName]) -> String {

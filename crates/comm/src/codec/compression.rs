@@ -88,9 +88,9 @@ impl fmt::Display for UncompressedReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(match self {
             UncompressedReason::NoCodec => "no compression",
-            UncompressedReason::OneRank => "one rank sends nothing",
+            UncompressedReason::OneRank => "a single rank sends nothing",
             UncompressedReason::WarmUp => "warm-up",
-            UncompressedReason::NoGain => "compression would send no fewer bytes",
+            UncompressedReason::NoGain => "compression would not save any bytes",
         })
     }
 }
@@ -329,7 +329,11 @@ impl CompressionOptions {
             CodecName::Bf16 => Ok(Method::Bf16),
             CodecName::Int8 => Ok(quantized(Bits::Eight)),
             CodecName::Int4 if self.codec != CodecName::Int4 => Ok(quantized(Bits::Four)),
-            _ => Err(self.refuse("warmup_codec", codec, "none, bf16, int8 or, before another codec, int4")),
+            _ => Err(self.refuse(
+                "warmup_codec",
+                codec,
+                "none, bf16, int8 or, with a codec other than int4, int4",
+            )),
         }
     }
 

@@ -153,9 +153,9 @@ impl Compressor {
     /// another length.
     pub fn write<T: Element>(&mut self, gradient: &mut [f32], message: &mut [T]) {
         let Next::Write { round } = self.next else {
-            panic!("{:?} comes before the next message", self.next)
+            panic!("expected {:?} before the next message", self.next)
         };
-        assert_eq!(gradient.len(), self.bucket.len(), "the gradient is another bucket's");
+        assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
         let given = (T::DTYPE, message.len());
         assert_eq!(given, self.rounds[round].message(), "a message of {:?}", self.rounds[round]);
         self.next = Next::Read { round };
@@ -199,8 +199,8 @@ impl Compressor {
     /// If it is time to [`write`](Compressor::write), or the result has another dtype than the round, or the bucket
     /// another length.
     pub fn read<T: Element>(&mut self, gradient: &mut [f32], result: &[T]) -> Result<(), CompressionError> {
-        let Next::Read { round } = self.next else { panic!("{:?} comes before a result", self.next) };
-        assert_eq!(gradient.len(), self.bucket.len(), "the gradient is another bucket's");
+        let Next::Read { round } = self.next else { panic!("expected {:?} before a result", self.next) };
+        assert_eq!(gradient.len(), self.bucket.len(), "the gradient belongs to another bucket");
         assert_eq!(T::DTYPE, self.rounds[round].message().0, "the result of {:?}", self.rounds[round]);
         let result: &[u8] = bytemuck::cast_slice(result);
         let expected = match self.rounds[round] {

@@ -5,7 +5,7 @@ use trireme_base::Rank;
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CompressionError {
     /// An option of another codec.
-    #[error("compression {codec} has no option {option}; it belongs to {owners}")]
+    #[error("compression {codec} has no option {option}; {owners} has it")]
     ForeignOption {
         /// The codec that was chosen.
         codec: CodecName,
@@ -28,8 +28,8 @@ pub enum CompressionError {
     },
     /// Matrices that do not lie in their bucket one after another.
     #[error(
-        "the matrix of {rows} x {cols} at element {offset} does not fit into a bucket of {len} elements behind the \
-         matrix before it"
+        "the matrix of {rows} x {cols} at element {offset} does not fit into a bucket of {len} elements, or overlaps \
+         the matrix before it"
     )]
     Matrix {
         /// First element.
@@ -43,7 +43,7 @@ pub enum CompressionError {
     },
     /// More elements than a codec can number.
     #[error(
-        "compression {codec} numbers elements with 32 bits, and a bucket has {len}; make the units smaller"
+        "compression {codec} addresses elements with 32 bits, but a bucket has {len}; make the units smaller"
     )]
     BucketTooLong {
         /// The codec that was chosen.
@@ -65,7 +65,7 @@ pub enum CompressionError {
     },
     /// A rank's message is none that the codec makes.
     #[error(
-        "rank {rank} sent a message that {codec} does not make: {what}; do all ranks run the same version?"
+        "rank {rank} sent a message that {codec} does not produce: {what}; do all ranks run the same version?"
     )]
     Message {
         /// Whose message.
@@ -77,7 +77,8 @@ pub enum CompressionError {
     },
     /// A kept state belongs to another compression, or is damaged.
     #[error(
-        "the kept state does not fit compression {codec}: {what}; start without it, or with the options that made it"
+        "the saved state does not match compression {codec}: {what}; start without it, or with the options that \
+         created it"
     )]
     State {
         /// The codec.

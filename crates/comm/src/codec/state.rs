@@ -41,7 +41,7 @@ impl Compressor {
             let fault = match (expected.map(|(_, values)| values), found) {
                 (None, _) => Some("is not one of its tensors".to_owned()),
                 _ if tensors[..index].iter().any(|(earlier, _)| earlier == name) => {
-                    Some("comes twice".to_owned())
+                    Some("occurs twice".to_owned())
                 }
                 (Some(StateValues::F32(own)), StateValues::F32(found)) => fault(own, found),
                 (Some(StateValues::U64(own)), StateValues::U64(found)) => {

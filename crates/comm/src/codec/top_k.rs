@@ -114,7 +114,7 @@ fn check_indices(rank: Rank, message: &[u8], len: usize) -> Result<(), Compressi
             return refused(format!("index {index} in a bucket of {len} elements"));
         }
         if index < next {
-            return refused(format!("index {index} behind index {}", next - 1));
+            return refused(format!("index {index} after index {}", next - 1));
         }
         next = index + 1;
     }
@@ -206,8 +206,8 @@ mod tests {
             (&[], None),
             (&[0, 3, 10], Some("index 10 in a bucket of 10 elements")),
             (&[u32::MAX], Some("index 4294967295 in a bucket of 10 elements")),
-            (&[3, 3], Some("index 3 behind index 3")),
-            (&[5, 2], Some("index 2 behind index 5")),
+            (&[3, 3], Some("index 3 after index 3")),
+            (&[5, 2], Some("index 2 after index 5")),
         ] {
             let found = check_indices(Rank(1), &message(indices), 10);
             match expected {

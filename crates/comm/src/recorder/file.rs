@@ -12,7 +12,7 @@ const WORLD_SIZE_MAX: usize = 1 << 16;
 #[derive(Debug, thiserror::Error)]
 pub enum ReadReportsError {
     /// The folder or a file cannot be read.
-    #[error("cannot read the flight recorder's {}", path.display())]
+    #[error("cannot read the flight recorder report {}", path.display())]
     Read {
         /// The folder or file.
         path: PathBuf,
@@ -21,7 +21,7 @@ pub enum ReadReportsError {
         source: io::Error,
     },
     /// A file is no report.
-    #[error("{} is no flight recorder's report: {what}", path.display())]
+    #[error("{} is not a flight recorder report: {what}", path.display())]
     NoReport {
         /// The file.
         path: PathBuf,
@@ -100,13 +100,13 @@ fn read_report(path: &Path, rank: usize) -> Result<RankReport, ReadReportsError>
     let report: RankReport = serde_json::from_slice(&text).map_err(|error| refuse(error.to_string()))?;
     if report.format != RankReport::FORMAT {
         return Err(refuse(format!(
-            "its format is {}, and this program reads {}",
+            "its format is {}, but this program reads {}",
             report.format,
             RankReport::FORMAT
         )));
     }
     if report.rank != rank || report.world_size > WORLD_SIZE_MAX {
-        return Err(refuse(format!("it says rank {} of {}", report.rank, report.world_size)));
+        return Err(refuse(format!("it claims to be from rank {} of {}", report.rank, report.world_size)));
     }
     let named = report.groups.iter().flat_map(|group| {
         let heard = group.heard.iter().map(|place| place.rank);

@@ -259,7 +259,7 @@ impl GroupRecorder {
     /// Says that an operation takes long, and for whom it waits.
     pub(crate) fn tell_of_stall(&self, call: &Call, missing: &[Rank]) {
         let whom = match missing {
-            [] => "to end, which all ranks have begun".to_owned(),
+            [] => "for the end of an operation that all ranks have begun,".to_owned(),
             [one] => format!("for rank {}", self.in_world(*one)),
             several => {
                 let ranks: Vec<Rank> = several.iter().map(|rank| self.in_world(*rank)).collect();
@@ -291,8 +291,8 @@ impl GroupRecorder {
         let line = line.filter(|line| *line != Line::EMPTY);
         let line = line.map_or_else(String::new, |line| format!(", {}", line.as_str()));
         self.recorder.tell_of_stall(format!(
-            "rank {own} has been waiting {whom} in {operation} ({name}, {kind} {sequence}{line}) for {:.1} s; it gives up after \
-             {:.1} s",
+            "rank {own} has been waiting {whom} in {operation} ({name}, {kind} {sequence}{line}) for {:.1} s; it \
+             will give up after {:.1} s",
             started.elapsed().as_secs_f64(),
             timeout.as_secs_f64()
         ));

@@ -64,7 +64,7 @@ impl Channel {
         receive_exact(&self.stream, &mut tag, deadline)?;
         let parts: [&[u8]; 2] = [&self.num_received.to_le_bytes(), &bytes];
         if !self.key.verify(self.end.other().purpose(), &parts, &tag) {
-            let why = "somebody in between has changed a message";
+            let why = "a message was altered on the way";
             return Err(io::Error::new(io::ErrorKind::PermissionDenied, why));
         }
         self.num_received += 1;

@@ -80,7 +80,7 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                 if let Some(reason) = objection(&member.introduction) {
                     self.turn_away(door, &reason);
                 } else if !door.say(&Message::Welcome(member.welcome)) {
-                    self.turn_away(door, "it does not listen");
+                    self.turn_away(door, "it is not listening");
                 } else {
                     let Member { introduction, key, .. } = member;
                     return Ok(Some(Guest { socket: door.socket, introduction, key }));
@@ -129,10 +129,10 @@ impl<'a, I: Introduction> Doorway<'a, I> {
                 Ok((socket, address)) => {
                     let address = address.and_then(|address| SocketAddr::try_from(address).ok());
                     if self.visitors.len() == NUM_VISITORS_MAX {
-                        let oldest = self.visitors.pop_front().expect("there are many visitors");
+                        let oldest = self.visitors.pop_front().expect("too many connections");
                         // Hung up on without a word: if it is a member, it tries again.
                         self.refusals
-                            .add(oldest.door.address, "it had not introduced itself when others came");
+                            .add(oldest.door.address, "it had not introduced itself when others connected");
                     }
                     let examination = Examination::new(self.key.clone(), nonce()?);
                     let (door, received, since) = (Door { socket, address }, Vec::new(), Instant::now());
@@ -183,7 +183,7 @@ impl<I: Introduction> Visitor<I> {
         let received = recv(&self.door.socket, &mut self.received[start..], RecvFlags::DONTWAIT);
         self.received.truncate(start + received.map_or(0, |(_, num_read)| num_read));
         match received {
-            Ok((_, 0)) => return Heard::Refused("it hung up before it had introduced itself".to_owned()),
+            Ok((_, 0)) => return Heard::Refused("it hung up before introducing itself".to_owned()),
             Ok(_) | Err(Errno::AGAIN | Errno::INTR) => {}
             Err(error) => return Heard::Refused(format!("its connection broke: {error}")),
         }
@@ -194,7 +194,7 @@ impl<I: Introduction> Visitor<I> {
             let turn = std::mem::take(&mut self.received);
             return match self.examination.hear(&turn) {
                 Finding::Answer(answer) if self.door.say(&answer) => Heard::Listening,
-                Finding::Answer(_) => Heard::Refused("it does not listen".to_owned()),
+                Finding::Answer(_) => Heard::Refused("it is not listening".to_owned()),
                 Finding::Member(member) => Heard::Member(member),
                 Finding::Refused(reason) => Heard::Refused(reason.to_owned()),
             };

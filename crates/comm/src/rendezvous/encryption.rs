@@ -42,7 +42,7 @@ pub(super) fn encrypt(
     if key.verify(purpose(other), &[&exported], &tag) {
         return Ok(link);
     }
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, "somebody stands between the ends of the encryption"))
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, "somebody is intercepting the encrypted connection"))
 }
 
 fn wait(link: &TlsLink, interest: Interest, deadline: Instant) -> io::Result<()> {

@@ -51,7 +51,7 @@ pub(super) fn introduce(
     let challenge = match Message::receive(&stream, deadline)? {
         Message::Challenge(challenge) => challenge,
         Message::TurnedAway(reason) => return Ok(Reception::TurnedAway(reason)),
-        _ => return Err(invalid("something else than a challenge came")),
+        _ => return Err(invalid("expected a challenge, but something else came")),
     };
     let said: [&[u8]; 2] = [&opening, &challenge];
     send_all(&stream, &proof(key, &opening, &challenge), deadline)?;
@@ -61,7 +61,7 @@ pub(super) fn introduce(
         }
         Message::TurnedAway(reason) => Ok(Reception::TurnedAway(reason)),
         _ => {
-            let why = "what answers there does not know the secret of this job";
+            let why = "the other side does not know the secret of this job";
             Err(io::Error::new(io::ErrorKind::PermissionDenied, why))
         }
     }

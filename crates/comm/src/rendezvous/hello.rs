@@ -89,12 +89,15 @@ impl Hello {
         let expected = options.world_size as u64;
         if self.world_size != expected {
             return Some(format!(
-                "it was started with world_size {}, rank 0 with world_size {expected}",
+                "it was started with world_size {}, but rank 0 with world_size {expected}",
                 self.world_size
             ));
         }
         if self.job != fingerprint("job", &options.job) {
-            return Some(format!("it belongs to another job than rank 0, whose job is '{}'", options.job));
+            return Some(format!(
+                "it belongs to a different job than rank 0, whose job is '{}'",
+                options.job
+            ));
         }
         let shared = shared_options(options).into_iter().zip(self.options);
         let differing: Vec<String> = shared
@@ -108,9 +111,9 @@ impl Hello {
             ));
         }
         if self.rank == 0 {
-            return Some("rank 0 is the rank that listens; a second one was started".to_owned());
+            return Some("rank 0 is the rank that listens, but a second one was started".to_owned());
         }
-        (self.rank >= expected).then(|| format!("rank {} is outside of a world of {expected}", self.rank))
+        (self.rank >= expected).then(|| format!("rank {} is outside a world of {expected} ranks", self.rank))
     }
 }
 
@@ -182,7 +185,7 @@ mod tests {
             assert!(objection.as_ref().is_some_and(|why| why.contains(word)), "{objection:?}");
         };
         objects(&JoinOptions::new(Rank(0), 3), "world_size 3");
-        objects(&JoinOptions { job: "other".to_owned(), ..options.clone() }, "another job");
+        objects(&JoinOptions { job: "other".to_owned(), ..options.clone() }, "a different job");
         let group = GroupOptions { chunk_bytes: 64, ..options.group.clone() };
         objects(&JoinOptions { group, ..options.clone() }, "chunk_bytes (rank 0 has 65536)");
     }

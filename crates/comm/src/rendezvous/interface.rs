@@ -34,7 +34,7 @@ fn is_link_local(ip: IpAddr) -> bool {
 fn not_found(interface: &str, present: &[(String, IpAddr)]) -> io::Error {
     let known: Vec<String> = present.iter().map(|(name, ip)| format!("{name} ({ip})")).collect();
     let why = format!(
-        "this host has no interface '{interface}' that others can reach; it has {}",
+        "this host has no interface '{interface}' that other hosts can reach; available: {}",
         known.join(", ")
     );
     io::Error::new(io::ErrorKind::NotFound, why)

@@ -147,7 +147,7 @@ pub(super) fn connect(
         let mut gate = match (route, &listeners.tcp) {
             (Route::Local, _) => session.accept(&listeners.local)?,
             (Route::Tcp, Some(listener)) => session.accept(listener)?,
-            (Route::Tcp, None) => return Err(invalid("this rank listens for no connections by TCP")),
+            (Route::Tcp, None) => return Err(invalid("this rank does not listen for TCP connections")),
         };
         while let Some(absent) = awaited.clone().find(|&higher| growing.misses(higher)) {
             answer(&mut gate, members, route, &mut growing, deadline)
@@ -353,7 +353,7 @@ fn check_user(socket: impl AsFd) -> io::Result<()> {
     if socket_peercred(socket)?.uid == geteuid() {
         return Ok(());
     }
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, "the other process is another user's"))
+    Err(io::Error::new(io::ErrorKind::PermissionDenied, "the other process belongs to another user"))
 }
 
 fn send_arena(socket: impl AsFd, arena: &Arena) -> io::Result<()> {
@@ -376,7 +376,7 @@ fn receive_arena(socket: impl AsFd, deadline: Instant) -> io::Result<OwnedFd> {
         RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
         _ => None,
     });
-    memory.ok_or_else(|| invalid("a message without memory"))
+    memory.ok_or_else(|| invalid("a message without shared memory"))
 }
 
 fn in_context(error: io::Error, doing: String) -> io::Error {

@@ -59,10 +59,10 @@ impl Message {
         let (header, body) =
             bytes.split_first_chunk().ok_or_else(|| invalid("a message without a header"))?;
         if body.len() != body_bytes(header, world_size)? {
-            return Err(invalid("a message of another length than it says"));
+            return Err(invalid("a message whose length differs from its header"));
         }
         let [_, kind, length] = words::from_bytes(header);
-        let wrong = || invalid(format!("a rendezvous message of kind {kind} and {length} bytes"));
+        let wrong = || invalid(format!("a rendezvous message of kind {kind} with {length} bytes"));
         match kind {
             1 => Ok(Message::TurnedAway(text(body))),
             2 if body.len() == table_bytes(world_size) => {
@@ -97,7 +97,7 @@ pub(super) fn receive_bytes(socket: impl AsFd, world_size: usize, deadline: Inst
 pub(super) fn body_bytes(header: &[u8; HEADER_BYTES], world_size: usize) -> io::Result<usize> {
     let [magic, _, length] = words::from_bytes(header);
     if magic != MAGIC || length > TEXT_BYTES_MAX.max(table_bytes(world_size)) as u64 {
-        return Err(invalid("what answers there does not speak this program's rendezvous protocol"));
+        return Err(invalid("the other side does not speak this program's rendezvous protocol"));
     }
     Ok(length as usize)
 }

@@ -71,16 +71,16 @@ const LOCAL_CONNECT_MAX: Duration = Duration::from_secs(5);
 pub(crate) fn check_options(options: &JoinOptions) -> Result<(), CommError> {
     let JoinOptions { rank, world_size, master_port, join_timeout, .. } = options;
     if !(1..=WORLD_SIZE_MAX).contains(world_size) {
-        return refuse(format!("world_size is {world_size}; a world has 1 to {WORLD_SIZE_MAX} ranks"));
+        return refuse(format!("world_size is {world_size}; it must be from 1 to {WORLD_SIZE_MAX}"));
     }
     if rank.0 >= *world_size {
-        return refuse(format!("rank {rank} is outside of a world of {world_size}; ranks count from 0"));
+        return refuse(format!("rank {rank} is outside a world of {world_size} ranks; ranks count from 0"));
     }
     if *master_port == 0 {
         return refuse("master_port is 0; the ranks must agree on a port from 1 to 65535".to_owned());
     }
     if options.transport == TransportChoice::Mpi && options.tls.is_some() {
-        let what = "TLS encrypts connections by TCP, and with transport mpi MPI carries the data: leave one of them out";
+        let what = "TLS encrypts TCP connections, but with transport mpi, MPI carries the data: remove one of the two";
         return refuse(what.to_owned());
     }
     check_timeout("join_timeout", *join_timeout)?;
@@ -233,7 +233,7 @@ impl Connecting<'_> {
         let parts = self.by_tcp(deadline)?;
         let seats = seating::exchange(&parts.rows, deadline);
         let report = seats.as_ref().map(drop).map_err(ToString::to_string);
-        let outcome = self.star.agree("taking seats in MPI's world", report, deadline)?;
+        let outcome = self.star.agree("registering with MPI", report, deadline)?;
         let seats = seats?;
         outcome.map_err(|reason| CommError::MpiUnavailable { reason })?;
         Ok(Parts { seats: Some(seats), ..parts })

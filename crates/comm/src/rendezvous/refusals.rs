@@ -35,7 +35,7 @@ impl Refusals {
             if kept.num_more > 1 {
                 return;
             }
-            refusal.reason.push_str("; further refusals are not reported");
+            refusal.reason.push_str("; further refused connections are not reported");
         } else {
             kept.texts.push(refusal.to_string());
         }

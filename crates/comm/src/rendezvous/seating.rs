@@ -17,7 +17,7 @@ pub(super) fn exchange(rows: &[Vec<Option<Connection>>; 3], deadline: Instant) -
     let own = process.take_seat()?;
     let connections = &rows[Purpose::Control as usize];
     let peers = tell(own, connections, deadline).map_err(|source| CommError::Rendezvous {
-        doing: "telling the other ranks this rank's place in MPI's world".to_owned(),
+        doing: "announcing this rank's place in MPI's world".to_owned(),
         source: Arc::new(source),
     })?;
     process.seats(own, peers)

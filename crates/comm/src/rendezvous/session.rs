@@ -86,7 +86,7 @@ impl<'a> Session<'a> {
         match introduce(socket, &hello.encode(), &self.key, deadline)? {
             Reception::Welcome(key) => Ok(key),
             Reception::TurnedAway(reason) => {
-                let why = format!("rank {to} turned the connection away: {reason}");
+                let why = format!("rank {to} rejected the connection: {reason}");
                 Err(io::Error::new(io::ErrorKind::ConnectionRefused, why))
             }
         }
@@ -116,13 +116,13 @@ impl Gate<'_> {
         let guest = self.doorway.next(deadline, |hello| {
             if hello.to != own.0 as u64 || hello.from >= world_size as u64 || hello.from == hello.to {
                 return Some(format!(
-                    "it is rank {} and looks for rank {}, but this is rank {own} of a world of {world_size}",
+                    "it is rank {} and wants rank {}, but this is rank {own} of a world of {world_size}",
                     hello.from, hello.to
                 ));
             }
             let is_expected = is_expected(Rank(hello.from as usize), hello.purpose);
             (!is_expected).then(|| {
-                format!("no connection of rank {} for purpose {} is expected", hello.from, hello.purpose)
+                format!("no connection from rank {} for purpose {} is expected", hello.from, hello.purpose)
             })
         })?;
         let guest = guest.ok_or(io::ErrorKind::TimedOut)?;

@@ -129,7 +129,7 @@ fn membership(parent: &Group, color: Option<u64>, key: u64) -> Result<Option<Mem
     for (rank, said) in all.iter().enumerate() {
         let said: &[u8; 24] = said.as_slice().try_into().map_err(|_| CommError::Split {
             rank: Rank(rank),
-            doing: "telling its color".to_owned(),
+            doing: "announcing its color".to_owned(),
             reason: format!("it sent {} bytes", said.len()),
         })?;
         let [has_color, their_color, their_key] = words::from_bytes(said);

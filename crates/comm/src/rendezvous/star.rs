@@ -85,7 +85,7 @@ impl Joining<'_> {
         let patience = Instant::now() + join_timeout + COURTESY;
         match star.hear_center("waiting for the other ranks to join", patience)? {
             Message::Table(table) => Ok(Meeting { star, table, listener }),
-            _ => Err(broken("waiting for the table of ranks", invalid("rank 0 sent something else"))),
+            _ => Err(broken("waiting for the table of ranks", invalid("rank 0 sent an unexpected message"))),
         }
     }
 
@@ -172,7 +172,7 @@ impl Star {
                 center.send(&Message::Report(own), deadline).map_err(|source| broken(doing, source))?;
                 match self.hear_center(doing, deadline + COURTESY)? {
                     Message::Report(outcome) => Ok(outcome),
-                    _ => Err(broken(doing, invalid("rank 0 sent something else"))),
+                    _ => Err(broken(doing, invalid("rank 0 sent an unexpected message"))),
                 }
             }
             Star::Center { channels } => {
@@ -183,8 +183,8 @@ impl Star {
                     let reason = match channel.receive(world_size, deadline) {
                         Ok(Message::Report(Ok(()))) => continue,
                         Ok(Message::Report(Err(reason))) => reason,
-                        Ok(_) => "sent something else than its report".to_owned(),
-                        Err(error) => format!("gave no report: {error}"),
+                        Ok(_) => "sent an unexpected message instead of its report".to_owned(),
+                        Err(error) => format!("sent no report: {error}"),
                     };
                     reasons.push(format!("rank {}: {reason}", index + 1));
                 }

@@ -104,7 +104,7 @@ fn a_result_of_the_wrong_length_is_refused() {
 }
 
 #[test]
-#[should_panic(expected = "comes before a result")]
+#[should_panic(expected = "before a result")]
 fn a_result_before_its_message_is_a_mistake() {
     let mut world = World::new(&Compression::none(), &Bucket::flat(1), 2);
     world.compressors[0].read(&mut [0.0], &[0.0_f32]).unwrap();

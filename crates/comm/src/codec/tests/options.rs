@@ -88,7 +88,7 @@ fn what_makes_no_sense_is_refused_with_what_is_allowed() {
         ),
         (
             CompressionOptions { warmup_codec: Some(Int4), ..base(Int4) },
-            ["int4", "warmup_codec is int4", "before another codec"],
+            ["int4", "warmup_codec is int4", "with a codec other than int4"],
         ),
         (CompressionOptions { error_feedback: Some(true), ..base(None) }, ["none", "error_feedback", "f16"]),
     ] {

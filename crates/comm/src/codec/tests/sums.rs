@@ -329,7 +329,7 @@ fn a_state_that_does_not_fit_is_refused_and_changes_nothing() {
         (vec![("step", step), ("residual", residual), ("q", residual)], "'q' has 100 elements instead of 20"),
         (vec![("step", step), ("residual", residual), ("q", broken)], "'q' has NaN as element 19"),
         (vec![("step", residual), ("residual", residual), ("q", q)], "'step' has another dtype"),
-        (vec![("step", step), ("step", step), ("residual", residual), ("q", q)], "'step' comes twice"),
+        (vec![("step", step), ("step", step), ("residual", residual), ("q", q)], "'step' occurs twice"),
         (vec![("step", step), ("velocity", residual), ("q", q)], "'velocity' is not one of its tensors"),
         (vec![("step", StateValues::U64(&[])), ("residual", residual), ("q", q)], "'step' has 0 elements"),
     ] {

@@ -45,7 +45,7 @@ impl Tls {
         let private = read_key(key).map_err(|error| in_file(key, error))?;
         let roots = read_authorities(authority).map_err(|error| in_file(authority, error))?;
         let name = ServerName::try_from(name.clone()).map_err(|_| CommError::Options {
-            what: format!("the name for TLS is '{name}'; it must be a DNS name, such as trireme"),
+            what: format!("the TLS name is '{name}'; it must be a DNS name, such as trireme"),
         })?;
         let (client, server) =
             configure(chain, private, roots).map_err(|error| in_file(certificate, error))?;
@@ -100,7 +100,7 @@ fn read_certificates(path: &Path) -> io::Result<Vec<CertificateDer<'static>>> {
     let found: Result<Vec<_>, _> = CertificateDer::pem_slice_iter(&bytes).collect();
     let found = found.map_err(io::Error::other)?;
     if found.is_empty() {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, "it holds no certificate in PEM form"));
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "it contains no certificate in PEM form"));
     }
     Ok(found)
 }

@@ -196,7 +196,7 @@ impl Incoming {
         let num_read = link.receive_header(&mut trailer.bytes[trailer.num_moved..])?;
         trailer.num_moved += num_read;
         if trailer.num_moved == CHECKSUM_BYTES && trailer.bytes != trailer.checksum.to_bytes() {
-            let what = "the checksum of its frame differs: bytes have changed on the way";
+            let what = "the checksum of its frame does not match: bytes changed on the way";
             return Err(Trouble::Refused(call.protocol(self.from, what)));
         }
         Ok(num_read > 0)
@@ -234,7 +234,7 @@ impl Incoming {
             return Err(call.protocol(
                 self.from,
                 format!(
-                    "its frame has {} bytes of operation {}, where {} bytes of operation {} belong",
+                    "its frame has {} bytes of operation {}, but expected {} bytes of operation {}",
                     header.payload_bytes, header.sequence, expected.payload_bytes, expected.sequence
                 ),
             ));

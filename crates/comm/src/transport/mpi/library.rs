@@ -72,8 +72,8 @@ impl Library {
         // SAFETY: a constant of the library.
         if level < unsafe { RSMPI_THREAD_MULTIPLE } {
             return Err(format!(
-                "the MPI library lets several threads use it by level {level} only, and it takes MPI_THREAD_MULTIPLE; \
-                 use a library that was built with it"
+                "the MPI library supports threads only up to level {level}, but MPI_THREAD_MULTIPLE is required; use \
+                 a library that was built with it"
             ));
         }
         let (mut rank, mut size) = (0, 0);

@@ -62,7 +62,7 @@ impl MpiProcess {
         let (own, size) = (process.mpi.rank(), process.mpi.size());
         if (own as usize, size as usize) != (rank.0, world_size) {
             return Err(unavailable(format!(
-                "to MPI this process is rank {own} of {size}, to the job it is rank {rank} of {world_size}; start all \
+                "this process is rank {own} of {size} in MPI, but rank {rank} of {world_size} in the job; start all \
                  workers with one command of MPI's own launcher (mpirun, or srun --mpi=pmix)"
             )));
         }
@@ -81,7 +81,7 @@ impl MpiProcess {
         let tag = NEXT_TAG.fetch_add(TAGS_PER_SEAT, Ordering::Relaxed);
         if tag > communicator.tag_max() - TAGS_PER_SEAT {
             return Err(unavailable(format!(
-                "this process has taken part in {} groups, and MPI has no tags for more",
+                "this process has been part of {} groups, and MPI has no tags for more",
                 tag / TAGS_PER_SEAT
             )));
         }
@@ -95,7 +95,7 @@ impl MpiProcess {
             seat.process < self.mpi.size() && seat.tag <= communicator.tag_max() - TAGS_PER_SEAT
         };
         if let Some(rank) = peers.iter().position(|peer| peer.as_ref().is_some_and(|seat| !is_fit(seat))) {
-            return Err(unavailable(format!("rank {rank} has told a place that MPI does not have")));
+            return Err(unavailable(format!("rank {rank} announced a place that MPI does not have")));
         }
         Ok(Seats { communicator, own, peers })
     }

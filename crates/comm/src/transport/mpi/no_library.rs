@@ -13,8 +13,8 @@ pub(super) struct Failed(Infallible);
 
 impl Library {
     pub(super) fn start() -> Result<&'static Self, String> {
-        Err("this program was built without it; build one with `cargo build --release --features mpi`, on a system with \
-             an MPI library, its compiler command (mpicc) and libclang"
+        Err("this program was built without it; build it with `cargo build --release --features mpi`, on a system \
+             with an MPI library, its compiler command (mpicc) and libclang"
             .to_owned())
     }
 

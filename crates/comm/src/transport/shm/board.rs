@@ -121,7 +121,7 @@ impl Board {
         let words = self.turn(meeting);
         let operation = [0, 1].map(|index: usize| words.operation[index].load(Ordering::Relaxed));
         if words.sequence.load(Ordering::Relaxed) != call.sequence {
-            return Err(call.protocol(rank, "it posted an operation out of turn"));
+            return Err(call.protocol(rank, "it posted an operation out of order"));
         }
         match Operation::decode(operation) {
             Some(operation) if operation == call.operation => Ok(Post {
@@ -129,7 +129,7 @@ impl Board {
                 output: Location::decode(words.output.load(Ordering::Relaxed)),
             }),
             Some(operation) => Err(call.mismatch(own, rank, operation)),
-            None => Err(call.protocol(rank, "it posted what is no operation")),
+            None => Err(call.protocol(rank, "it posted something that is not an operation")),
         }
     }
 

@@ -28,9 +28,7 @@ impl SharedMemory {
         for (member, post) in self.posts.iter().enumerate() {
             all_have_one_form &= post.is_in_place() == own_is_in_place;
             if !post.fits(operation) {
-                return Err(
-                    call.protocol(self.members[member], "its buffers are of another form than its operation")
-                );
+                return Err(call.protocol(self.members[member], "its buffers do not match its operation"));
             }
             let view = |location: Location, counts: bool| {
                 let (offset, part) = match location {
@@ -41,7 +39,7 @@ impl SharedMemory {
                 // A member that has no part in an operation may give an empty vector.
                 let range = if counts { part.range(num_members, len) } else { 0..0 };
                 let bytes = range.start * dtype.size()..range.end * dtype.size();
-                let refuse = || call.protocol(self.members[member], "its buffer lies outside of its arena");
+                let refuse = || call.protocol(self.members[member], "its buffer lies outside its arena");
                 View::new(self.areas[member].memory(), offset, dtype.size(), bytes)
                     .ok_or_else(refuse)
                     .map(Some)
