@@ -10,7 +10,7 @@ use trireme_tensor::{DeviceError, OverBudget};
 #[derive(Debug, thiserror::Error)]
 pub enum ParallelError {
     /// The program must not run.
-    #[error("the step program is not valid: {0}")]
+    #[error("invalid step program: {0}")]
     Program(#[from] ProgramError),
     /// The device refused.
     #[error(transparent)]
@@ -34,12 +34,12 @@ pub enum ParallelError {
     #[error(transparent)]
     Compression(#[from] CompressionError),
     /// State could not be brought to a disk or back.
-    #[error("cannot keep state on disk")]
+    #[error("cannot store state on disk")]
     Swap(#[from] SwapError),
     /// A replica has not equally many ranks on each of its hosts.
     #[error(
-        "replica {replica} has ranks {ranks:?} of its hosts, not as many on each: ZeRO++ works in levels, within hosts and across \
-         them. Start as many workers on each host, or remove the keys zero_quantized_weights, zero_hpz and \
+        "the hosts of replica {replica} have {ranks:?} of its ranks, but ZeRO++ needs the same number on each host. \
+         Start the same number of workers on each host, or remove the keys zero_quantized_weights, zero_hpz and \
          zero_quantized_gradients"
     )]
     UnequalHosts {
@@ -58,8 +58,9 @@ pub enum ParallelError {
     },
     /// Loss or gradients of a pipeline that does not drain between updates became infinite or NaN.
     #[error(
-        "step {step}: the {what} is {value}; other workers of the pipeline may have updated parameters since: go on from the last \
-         checkpoint. Try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or [training] max_norm"
+        "step {step}: the {what} is {value}; other workers of the pipeline may have updated parameters since, so \
+         resume from the last checkpoint. Try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or \
+         [training] max_norm"
     )]
     NotFiniteAhead {
         /// The step.
@@ -71,8 +72,8 @@ pub enum ParallelError {
     },
     /// Loss or gradients became infinite or NaN; parameters are as before the step.
     #[error(
-        "step {step}: the {what} is {value}; parameters were left as before the step. Try a lower [optimizer] lr, a longer \
-         [lr_scheduler] warmup_steps, or [training] max_norm"
+        "step {step}: the {what} is {value}; parameters are unchanged since the previous step. Try a lower \
+         [optimizer] lr, a longer [lr_scheduler] warmup_steps, or [training] max_norm"
     )]
     NotFinite {
         /// The step.
@@ -84,9 +85,9 @@ pub enum ParallelError {
     },
     /// Loss or gradients became infinite or NaN at a loss scale that cannot fall; parameters are as before the step.
     #[error(
-        "step {step}: the {what} is {value} in f16 at a loss scale of {loss_scale}, which cannot fall, after {skipped_steps} \
-         skipped steps; parameters were left as before the step. Try [training] dtype = \"bf16\", a lower [optimizer] lr, or \
-         loss_scale = 0 if it is set"
+        "step {step}: the {what} is {value} in f16; the loss scale of {loss_scale} cannot decrease further, after \
+         {skipped_steps} skipped steps. Parameters are unchanged since the previous step. Try [training] dtype = \
+         \"bf16\", a lower [optimizer] lr, or loss_scale = 0 if it is set"
     )]
     LossScaleExhausted {
         /// The step.
@@ -102,8 +103,8 @@ pub enum ParallelError {
     },
     /// Replicas that should be equal are not.
     #[error(
-        "the parameters of rank {rank} differ from those of rank {other} ({found:016x} instead of {expected:016x}): the ranks loaded \
-         different weights, or run different binaries"
+        "the parameters of rank {rank} differ from those of rank {other} ({found:016x} instead of {expected:016x}): \
+         the ranks loaded different weights, or run different binaries"
     )]
     ReplicasDiffer {
         /// The rank that differs.

@@ -86,7 +86,7 @@ fn first_failure(swap: SwapOptions) -> String {
         text
     });
     let text = errors.remove(0);
-    assert!(text.contains("cannot keep state on disk"), "{text}");
+    assert!(text.contains("cannot store state on disk"), "{text}");
     assert!(text.contains(&*folder.path().to_string_lossy()), "{text}");
     text
 }

@@ -180,7 +180,7 @@ fn a_scale_that_cannot_fall_ends_in_an_error_on_all_ranks() {
             let batch = batch(&executor);
             let error = executor.run(plan, &mut std::iter::once(batch)).unwrap_err().to_string();
             let expected = format!(
-                "step {}: the loss is NaN in f16 at a loss scale of {scale}, which cannot fall, after {num_skipped} skipped steps",
+                "step {}: the loss is NaN in f16; the loss scale of {scale} cannot decrease further, after {num_skipped} skipped steps",
                 num_skipped + 1
             );
             assert!(error.starts_with(&expected), "{error}");

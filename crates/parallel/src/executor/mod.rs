@@ -330,9 +330,10 @@ impl Executor {
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
-            let line = format_args!("step {}, line {}: {action}", plans[0].step, index + 2);
-            self.ranks.set_line(line);
-            self.act(action, plans, finished).map_err(|error| error.at(line))?;
+            let (step, line) = (plans[0].step, index + 2);
+            self.ranks.set_line(format_args!("step {step}, line {line}: {action}"));
+            self.act(action, plans, finished)
+                .map_err(|error| error.at(format_args!("step {step}, line {line} ({})", action.words())))?;
             self.timeline.end();
         }
         self.ranks.set_line(format_args!(""));
