@@ -111,7 +111,7 @@ pub fn agree_on_config(config: &Config, group: &Group) -> Result<(), TrainError>
 
 /// Compares facts on all ranks. Collective.
 pub(crate) fn agree(facts: &Facts, group: &Group) -> Result<(), TrainError> {
-    group.set_line(format_args!("comparing what the ranks train"));
+    group.set_line(format_args!("comparing the configs of the ranks"));
     let checksums = group.all_gather_bytes(&facts.checksum().to_le_bytes()).wait()?;
     if checksums.iter().all(|checksum| *checksum == checksums[0]) {
         return Ok(());

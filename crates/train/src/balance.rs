@@ -247,7 +247,8 @@ fn read_move(step: u64, bytes: &[u8], present: &StepChoices) -> Option<Move> {
     let choices = StepChoices { schedule: present.schedule.clone(), ..StepChoices::from_bytes(choices)? };
     let [before, after] = [before, after].map(|bytes| f64::from_le_bytes(*bytes));
     let reason = format!(
-        "step {step}: the busiest worker of the pipeline took {before:.2} of the mean; units {} are now {}, which makes it {after:.2}",
+        "step {step}: the busiest worker of the pipeline took {before:.2} times the mean; units {} become {}, for \
+         {after:.2} times the mean",
         cut_text(&present.stages),
         cut_text(&choices.stages)
     );
@@ -358,7 +359,7 @@ mod tests {
         let made = read_move(40, &message, &present).unwrap();
         assert_eq!(made.choices, next);
         assert!(made.choices.schedule.is_some());
-        let text = "step 40: the busiest worker of the pipeline took 1.75 of the mean; units 0 | 1-3 are now 0-2 | 3, which makes it 1.25";
+        let text = "step 40: the busiest worker of the pipeline took 1.75 times the mean; units 0 | 1-3 become 0-2 | 3, for 1.25 times the mean";
         assert_eq!(made.reason, text);
         assert!(read_move(40, &message[..60], &present).is_none());
     }

@@ -50,11 +50,11 @@ impl TrainingState {
         let state = TrainingState::deserialize(state)?;
         if state.step != step {
             let differs =
-                format!("it is the state of step {}, and the manifest's step is {step}", state.step);
+                format!("it is the state of step {}, but the manifest says step {step}", state.step);
             return Err(serde_json::Error::custom(differs));
         }
         if state.loss_scaler.skipped_steps > state.step {
-            return Err(serde_json::Error::custom("more steps were skipped than were made"));
+            return Err(serde_json::Error::custom("more steps were skipped than trained"));
         }
         if let Some(compression) = &state.compression {
             compression.check().map_err(serde_json::Error::custom)?;
@@ -254,7 +254,7 @@ mod tests {
         });
         let older = TrainingState::read(&state, 5).unwrap();
         let other = TrainingState::read(&state, 6).unwrap_err().to_string();
-        assert!(other.contains("state of step 5, and the manifest's step is 6"), "{other}");
+        assert!(other.contains("state of step 5, but the manifest says step 6"), "{other}");
         assert_eq!((older.step, older.loss_scaler), (5, LossScalerState::default()));
         state["loss_scaler"] = json!({"scale": 512, "good_steps": 2, "skipped_steps": 5});
         let read = TrainingState::read(&state, 5).unwrap();
@@ -277,7 +277,7 @@ mod tests {
         assert_eq!(serde_json::to_value(&read).unwrap(), state);
         state["compression"]["loss_scale"] = json!(0);
         let error = TrainingState::read(&state, 5).unwrap_err().to_string();
-        assert!(error.contains("0 is no loss scale of compressed gradients"), "{error}");
+        assert!(error.contains("0 is not a valid loss scale of compressed gradients"), "{error}");
         state["compression"] = json!(7);
         assert!(TrainingState::read(&state, 5).is_err());
     }

@@ -21,16 +21,17 @@ pub(crate) fn notice_compression(executor: &Executor, observer: &mut dyn Observe
     }
     let has_momentum = executor.optimizer().exchanges_momentum();
     observer.notice(&match (world_size, num_compressed) {
-        (1, _) => format!("compression {}: one worker sends nothing, so nothing is compressed", compression.codec()),
+        (1, _) => format!("compression {}: a single worker sends nothing, so nothing is compressed", compression.codec()),
         (_, 0) => format!(
-            "compression {compression} would send no fewer bytes among {world_size} workers, so gradients are sent as they are"
+            "compression {compression} would not save any bytes among {world_size} workers, so gradients are sent \
+             uncompressed"
         ),
         _ if has_momentum => format!(
-            "momentum of {num_compressed} of {num_units} units is exchanged in place of gradients while the second moment stands \
-             still, and compressed by {compression}: its sums are approximate"
+            "while the second moment is frozen, momentum of {num_compressed} of {num_units} units is exchanged \
+             instead of gradients, compressed by {compression}: sums are approximate"
         ),
         _ => format!(
-            "gradients of {num_compressed} of {num_units} units are compressed by {compression}: their sums are approximate"
+            "gradients of {num_compressed} of {num_units} units are compressed by {compression}: sums are approximate"
         ),
     });
 }
@@ -68,7 +69,7 @@ impl CompressionState {
     /// Refuses what no run has saved.
     pub(crate) fn check(&self) -> Result<(), String> {
         if !self.loss_scale.is_power_of_two() {
-            return Err(format!("{} is no loss scale of compressed gradients", self.loss_scale));
+            return Err(format!("{} is not a valid loss scale of compressed gradients", self.loss_scale));
         }
         Ok(())
     }
@@ -124,12 +125,12 @@ pub(crate) fn read_compressors(
     if let Err(difference) = check_fits(saved, &stored, executor, &mesh) {
         let CompressionState { codec, world_size, .. } = saved;
         let anew = match CompressionState::of(executor) {
-            Some(_) => ", and compression begins anew with its warm-up",
+            Some(_) => ", and compression restarts with its warm-up",
             None => "",
         };
         observer.notice(&format!(
-            "{} has the state of compression {codec} on {world_size} workers, but {difference}. It was left out: \
-             what earlier steps have not sent yet is lost{anew}",
+            "{} has the state of compression {codec} on {world_size} workers, but {difference}. The state was \
+             ignored: gradients that earlier steps have not sent yet are lost{anew}",
             checkpoint.path().display()
         ));
         return Ok(());
@@ -151,19 +152,19 @@ fn check_fits(
     mesh: &Mesh,
 ) -> Result<(), String> {
     let Some(own) = CompressionState::of(executor) else {
-        return Err("this run compresses nothing".to_owned());
+        return Err("this run does not compress".to_owned());
     };
     if (&own.codec, own.world_size) != (&saved.codec, saved.world_size) {
-        return Err(format!("this run has {} on {}", own.codec, own.world_size));
+        return Err(format!("this run uses {} on {}", own.codec, own.world_size));
     }
     if own.is_momentum != saved.is_momentum {
-        return Err(format!("of {}, and this run compresses {}", saved.contents(), own.contents()));
+        return Err(format!("it is of {}, but this run compresses {}", saved.contents(), own.contents()));
     }
     let expected = executor.compressors().flat_map(|(unit, compressor)| {
         compressor.state().map(move |(name, values)| placement(unit, name, values, mesh))
     });
     let expected: Vec<TensorPlacement> = expected.collect();
-    let differs = |_| format!("{} keeps something else", executor.compression());
+    let differs = |_| format!("{} keeps different state", executor.compression());
     stored.check_against(&expected).map_err(differs)
 }
 

@@ -19,7 +19,7 @@ pub enum TrainError {
     #[error(transparent)]
     Config(#[from] ConfigError),
     /// The model's description cannot be read.
-    #[error("cannot read the model's description {}", path.display())]
+    #[error("cannot read the model config {}", path.display())]
     ReadModelConfig {
         /// The file.
         path: PathBuf,
@@ -58,15 +58,15 @@ pub enum TrainError {
         value: f32,
     },
     /// Weights without a description of their model.
-    #[error("{} has no config.json to tell what model its weights are for", path.display())]
+    #[error("{} has no config.json, so the model of its weights is unknown", path.display())]
     NoModelConfig {
         /// The folder.
         path: PathBuf,
     },
     /// The corpus has tokens that the model does not know.
     #[error(
-        "the tokenizer of {} has {tokenizer} tokens, but the model's vocab_size is {model}; set [model] vocab_size = 0 to take the \
-         tokenizer's, or prepare the text with the model's own tokenizer",
+        "the tokenizer of {} has {tokenizer} tokens, but the model's vocab_size is {model}; set [model] vocab_size = \
+         0 to use the tokenizer's, or prepare the text with the model's own tokenizer",
         folder.display()
     )]
     VocabularyTooSmall {
@@ -79,7 +79,7 @@ pub enum TrainError {
     },
     /// Sequences longer than the model can take.
     #[error(
-        "[training] seq_len is {seq_len}, but the model takes at most {max_position_embeddings} positions"
+        "[training] seq_len is {seq_len}, but the model supports at most {max_position_embeddings} positions"
     )]
     SequenceTooLong {
         /// From the config.
@@ -98,7 +98,7 @@ pub enum TrainError {
     },
     /// There is no trace.
     #[error(
-        "{} has no trace.json; set [metrics] trace_interval, such as 10, and train: it is written at every so many steps",
+        "{} has no trace.json; set [metrics] trace_interval, such as to 10, and train: every 10th step is then traced",
         folder.display()
     )]
     NoTrace {
@@ -114,8 +114,8 @@ pub enum TrainError {
         #[source]
         source: io::Error,
     },
-    /// A file is no trace of a run.
-    #[error("{} is no trace of a run: {what}; remove it, and train with [metrics] trace_interval", path.display())]
+    /// A file is not a valid trace.
+    #[error("{} is not a valid trace: {what}; remove it, and train with [metrics] trace_interval", path.display())]
     DamagedTrace {
         /// The file.
         path: PathBuf,
@@ -123,14 +123,14 @@ pub enum TrainError {
         what: String,
     },
     /// Another process trains into the same folder.
-    #[error("the run {} is in use by another process; wait for it, or set another [run] name", path.display())]
+    #[error("another process is using the run {}; wait for it, or set another [run] name", path.display())]
     RunInUse {
         /// The run's folder.
         path: PathBuf,
     },
     /// The ranks were given different runs.
     #[error(
-        "the ranks do not train the same run; give all of them the same program, config, model and text:{}",
+        "the ranks disagree about the run; give all of them the same program, config, model and text:{}",
         differences.iter().map(|line| format!("\n  {line}")).collect::<String>()
     )]
     RanksDisagree {
@@ -139,8 +139,9 @@ pub enum TrainError {
     },
     /// A checkpoint is of another kind of run.
     #[error(
-        "{} was written with {what} {found}, and this run has {expected}: the data would come in another order. Set it back, start \
-         again with [checkpoint] resume = \"never\", or train on from these weights with [model] init_from and another [run] name",
+        "{} was written with {what} {found}, but this run has {expected}, so the data would come in a different \
+         order. Restore the old value, start again with [checkpoint] resume = \"never\", or train further from these \
+         weights with [model] init_from and another [run] name",
         path.display()
     )]
     ResumeDiffers {
@@ -155,8 +156,8 @@ pub enum TrainError {
     },
     /// Resuming from a checkpoint would fork the run within one folder.
     #[error(
-        "cannot resume after step {step}: {} holds checkpoints up to step {newest}; set another [run] name to branch off, or move them \
-         away",
+        "cannot resume after step {step}: {} contains checkpoints up to step {newest}; set another [run] name to \
+         branch off, or move them away",
         folder.display()
     )]
     NewerCheckpoints {
@@ -169,8 +170,8 @@ pub enum TrainError {
     },
     /// A run has checkpoints, and none is whole.
     #[error(
-        "no checkpoint in {} can be resumed from; to begin anew, set [checkpoint] resume = \"never\", which moves the earlier run \
-         aside:{}",
+        "none of the checkpoints in {} can be resumed; to start again, set [checkpoint] resume = \"never\", which \
+         moves the earlier run aside:{}",
         folder.display(),
         reasons.iter().map(|reason| format!("\n  {reason}")).collect::<String>()
     )]
@@ -181,12 +182,12 @@ pub enum TrainError {
         reasons: Vec<String>,
     },
     /// Rank 0 failed to find the checkpoint to go on from, and tells why itself.
-    #[error("rank 0 could not choose a checkpoint to go on from; its own error says why")]
+    #[error("rank 0 could not choose a checkpoint to resume from; see its own error")]
     NoCheckpointChosen,
     /// Too little text was held out.
     #[error(
-        "only {num_tokens} tokens are held out for validation, fewer than one sequence of seq_len {seq_len} needs; raise [data] \
-         validation_fraction, set it to 0 to validate nothing, or lower [training] seq_len"
+        "only {num_tokens} tokens are held out for validation, fewer than one sequence of seq_len {seq_len} needs; \
+         raise [data] validation_fraction, set it to 0 to skip validation, or lower [training] seq_len"
     )]
     ValidationTooShort {
         /// Tokens held out.
@@ -195,7 +196,7 @@ pub enum TrainError {
         seq_len: usize,
     },
     /// The state in a checkpoint makes no sense.
-    #[error("the training state in {} cannot be read", path.display())]
+    #[error("cannot read the training state in {}", path.display())]
     ResumeState {
         /// The checkpoint.
         path: PathBuf,
@@ -205,8 +206,8 @@ pub enum TrainError {
     },
     /// A history of fp8 makes no sense.
     #[error(
-        "{name} of shape {shape:?} in {} is no history of fp8, which is [3, steps] of numbers that are finite and not negative; go on \
-         from another checkpoint, or without [training] fp8",
+        "{name} of shape {shape:?} in {} is not a valid fp8 history ([3, steps] finite numbers, none negative); \
+         resume from another checkpoint, or without [training] fp8",
         path.display()
     )]
     Fp8History {
@@ -219,8 +220,8 @@ pub enum TrainError {
     },
     /// What compressors have kept makes no sense.
     #[error(
-        "what the compressor of {unit} has kept in {} cannot be gone on from; go on from another checkpoint, or with another [comm] \
-         compression, which begins without it",
+        "the state of the compressor of {unit} in {} is invalid; resume from another checkpoint, or with another \
+         [comm] compression, which starts without it",
         path.display()
     )]
     CompressionState {
@@ -234,7 +235,7 @@ pub enum TrainError {
     },
     /// A prompt longer than the model can take.
     #[error(
-        "the prompt has {num_tokens} tokens; the model takes at most {max_position_embeddings} positions"
+        "the prompt has {num_tokens} tokens, but the model supports at most {max_position_embeddings} positions"
     )]
     PromptTooLong {
         /// Tokens of the prompt.
@@ -244,7 +245,8 @@ pub enum TrainError {
     },
     /// An id that the model does not know.
     #[error(
-        "the tokenizer gives token {token}, but the model's vocab_size is {vocab_size}; it is another model's tokenizer"
+        "the tokenizer produced token {token}, but the model's vocab_size is {vocab_size}; the tokenizer belongs to \
+         another model"
     )]
     ForeignToken {
         /// The token.
@@ -257,8 +259,8 @@ pub enum TrainError {
     Data(#[from] DataError),
     /// More stages than units.
     #[error(
-        "a pipeline of {num_stages} stages needs as many units, and the model has {num_units} (embedding, blocks and head); lower \
-         [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
+        "a pipeline of {num_stages} stages needs at least as many units, but the model has {num_units} (embedding, \
+         blocks and head); lower [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
     )]
     TooManyStages {
         /// Stages.
@@ -268,8 +270,9 @@ pub enum TrainError {
     },
     /// A stage that begins where there is no unit.
     #[error(
-        "[parallelism] pipeline_parallel_split_points has a stage begin at unit {split_point}, and the model has {num_units} (embedding, \
-         blocks and head, counted from 0); lower it, or remove the key to have stages cut evenly"
+        "[parallelism] pipeline_parallel_split_points starts a stage at unit {split_point}, but the model has \
+         {num_units} units (embedding, blocks and head, counted from 0); lower it, or remove the key to divide the \
+         stages evenly"
     )]
     SplitPointBeyondUnits {
         /// Where the stage begins.
@@ -279,11 +282,11 @@ pub enum TrainError {
     },
     /// Rank 0 has cut stages that this rank cannot read.
     #[error(
-        "rank 0 has cut the pipeline anew in a form that is not known here; run the same version of the command on all workers"
+        "rank 0 sent pipeline stages in an unknown format; run the same version of trireme on all workers"
     )]
     ForeignStages,
     /// A schedule of the user's own.
-    #[error("the pipeline's schedule {} cannot be run", path.display())]
+    #[error("cannot run the pipeline schedule {}", path.display())]
     ScheduleFile {
         /// The file.
         path: PathBuf,
@@ -306,8 +309,8 @@ pub enum TrainError {
     },
     /// A schedule that holds more activations than it may.
     #[error(
-        "schedule '{kind}' holds {needed} of activations on worker {rank} of the pipeline, where [parallelism] \
-         pipeline_parallel_in_flight_max leaves room for {bound}; {remedy}"
+        "schedule '{kind}' holds {needed} of activations on worker {rank} of the pipeline, but [parallelism] \
+         pipeline_parallel_in_flight_max allows {bound}; {remedy}"
     )]
     InFlight {
         /// Which schedule.
@@ -323,8 +326,9 @@ pub enum TrainError {
     },
     /// A checkpoint at a step at which the pipeline would not be empty.
     #[error(
-        "the run goes on from step {step}, which is no multiple of the {num_steps} steps between which the pipeline does not drain; set \
-         [parallelism] pipeline_parallel_drain_interval to a divisor of {step}, or [checkpoint] resume = \"never\""
+        "the run resumes at step {step}, which is not a multiple of the {num_steps} steps between drains of the \
+         pipeline; set [parallelism] pipeline_parallel_drain_interval to a divisor of {step}, or [checkpoint] resume \
+         = \"never\""
     )]
     ResumedWithinProgram {
         /// Where it goes on from.
@@ -334,8 +338,9 @@ pub enum TrainError {
     },
     /// A pipeline that does not drain, and a head that reads the embedding's weight.
     #[error(
-        "the head is tied to the embedding, and a pipeline that does not drain between steps would have them read different \
-         versions of it; set [model] tie_word_embeddings = false, or another pipeline_parallel_schedule"
+        "the head is tied to the embedding, but in a pipeline that does not drain between steps the two would read \
+         different versions of the weights; set [model] tie_word_embeddings = false, or another \
+         pipeline_parallel_schedule"
     )]
     TiedVersions,
     /// The pipeline's schedule.

@@ -9,8 +9,8 @@ use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_tensor::{Fp8Formats, Fp8Recipe, Fp8State, ParameterId, ParameterTable};
 
 /// What users must know of fp8 on a CPU.
-pub const FP8_NOTICE: &str = "fp8 is emulated on a CPU: values are rounded as fp8 would round them, products run in bf16, and nothing \
-                              becomes faster";
+pub const FP8_NOTICE: &str = "fp8 is emulated on the CPU: values are rounded as fp8 would round them, but computed \
+     in bf16, so nothing becomes faster";
 
 /// How the config wants linear layers to work in fp8.
 pub(crate) fn recipe(training: &config::Training) -> Option<Fp8Recipe> {
@@ -136,7 +136,7 @@ mod tests {
                 read_histories(checkpoint.tensors(), &mut state(&layers, 1), &table, Path::new("step-1"));
             let error = read.unwrap_err().to_string();
             assert!(
-                error.starts_with(&format!("{name} of shape {shape:?} in step-1 is no history")),
+                error.starts_with(&format!("{name} of shape {shape:?} in step-1 is not a valid fp8 history")),
                 "{error}"
             );
         }

@@ -72,7 +72,11 @@ fn find_resume(
         let Some(reason) = verify_together(&checkpoint, group)? else {
             for SkippedCheckpoint { path, reason } in &damaged {
                 let (aside, reason) = (set_aside(path)?, with_sources(reason));
-                observer.notice(&format!("{} is now {}, because {reason}", path.display(), aside.display()));
+                observer.notice(&format!(
+                    "renamed {} to {}, because {reason}",
+                    path.display(),
+                    aside.display()
+                ));
             }
             return Ok(Some(checkpoint));
         };
@@ -167,7 +171,7 @@ fn state_damage(checkpoint: &Checkpoint) -> Option<CheckpointError> {
 
 /// What the user should know of an `error` in tidying up the checkpoints.
 pub(crate) fn untidy_notice(error: &CheckpointError) -> String {
-    format!("{}; the checkpoints are complete, and the next save tries again", with_sources(error))
+    format!("{}; the checkpoints are complete, and the next save will try again", with_sources(error))
 }
 
 /// Refuses to resume after `step` where `folder` has later checkpoints: the run's next ones could not be told from them.

@@ -43,14 +43,14 @@ pub enum ScheduleFileError {
     #[error("cannot read the file")]
     Read(#[source] io::Error),
     /// The file is too large to be a schedule.
-    #[error("it has more than {FILE_BYTES_MAX} bytes; is it another file?")]
+    #[error("it has more than {FILE_BYTES_MAX} bytes; is it the right file?")]
     TooLarge,
     /// The text is no schedule.
     #[error(transparent)]
     Parse(#[from] ParseScheduleError),
     /// The schedule is made for another pipeline.
     #[error(
-        "it is for {found}, and the run has {expected} in the pipeline; change the file, or what makes these numbers: [parallelism] \
+        "it is for {found}, but the pipeline of this run has {expected}; change the file, or [parallelism] \
          pipeline_parallel_degree, pipeline_parallel_stages_per_rank and [training] global_batch_size"
     )]
     SizesDiffer {
@@ -60,7 +60,7 @@ pub enum ScheduleFileError {
         expected: ScheduleSizes,
     },
     /// Stages are not dealt out evenly.
-    #[error("worker {rank} has {found} of the stages, where each has to have {expected}")]
+    #[error("worker {rank} has {found} stages, but each worker must have {expected}")]
     Uneven {
         /// The worker's place in the pipeline.
         rank: usize,
@@ -152,7 +152,7 @@ fn check(
         let mut picture = draw_error(schedule, costs, &error, PICTURE_COLUMNS).trim_end().to_owned();
         if matches!(error, ScheduleError::TooManyActivations { .. }) {
             picture +=
-                "\nactivations are counted in bytes, and [parallelism] pipeline_parallel_in_flight_max bounds them";
+                "\nactivations are measured in bytes; [parallelism] pipeline_parallel_in_flight_max sets the bound";
         }
         ScheduleFileError::Invalid { picture }
     })

@@ -157,21 +157,20 @@ pub(crate) fn notice_determinism(config: &Config, world_size: usize, observer: &
     let is_canonical = world_size.is_power_of_two() && num_microbatches.is_power_of_two();
     if reduce_dtype != TrainingDtype::F32 && world_size > 1 {
         observer.notice(&format!(
-            "gradients are rounded to {} and summed over {world_size} workers: bits are the same from run to run, but not on other \
-             numbers of workers",
+            "gradients are rounded to {} and summed over {world_size} workers: bits are reproducible, but differ for \
+             other numbers of workers",
             precision(reduce_dtype)
         ));
     } else if config.parallelism().zero_quantized_weights
         || config.parallelism().zero_quantized_gradients != config::QuantizedGradients::None
     {
         observer.notice(
-            "parameters or gradients are rounded to integers where workers exchange them: bits are the same from run to run, but \
-             not for other layouts",
+            "workers exchange parameters or gradients as integers: bits are reproducible, but differ for other layouts",
         );
     } else if !is_canonical {
         observer.notice(&format!(
-            "{world_size} workers x {num_microbatches} microbatches: bits are the same from run to run, but on other numbers \
-             of workers only where both numbers are powers of two"
+            "{world_size} workers x {num_microbatches} microbatches: bits are reproducible, but match those of other \
+             numbers of workers only if both numbers are powers of two"
         ));
     }
 }
@@ -182,8 +181,8 @@ pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
     let has_nu = matches!(optimizer.name, config::OptimizerName::AdamW | config::OptimizerName::Adam);
     if config.is_asynchronous() && has_nu && optimizer.nu == 1.0 {
         observer.notice(
-            "gradients are of older weights than those that they change, which a smaller [optimizer] nu, such as 0.78, and a longer \
-             warm-up bear better",
+            "this schedule applies stale gradients; a smaller [optimizer] nu, such as 0.78, and a longer warm-up \
+             cope with them better",
         );
     }
 }

@@ -257,10 +257,10 @@ impl<'a> Trainer<'a> {
             Written::Now => {}
             Written::Later(error) => {
                 let error = with_sources(&error);
-                self.report_once(format!("{error}; records of steps wait in memory until it can be written"));
+                self.report_once(format!("{error}; step records are kept in memory until it can be written"));
             }
             Written::WithThoseThatWaited => {
-                self.observer.notice(&format!("metrics are complete again at step {}", record.step));
+                self.observer.notice(&format!("metrics are complete again since step {}", record.step));
             }
         }
         Ok(())
@@ -278,7 +278,7 @@ impl<'a> Trainer<'a> {
     fn rebalance(&mut self) -> Result<(), TrainError> {
         let (step, group) = (self.state.step, self.executor.group());
         let Some(balance) = &mut self.balance else { return Ok(()) };
-        group.set_line(format_args!("step {step}: balance of the pipeline"));
+        group.set_line(format_args!("step {step}: pipeline balance"));
         let Some(found) = balance.decide(step, self.config, &self.choices, &self.executor)? else {
             return Ok(());
         };
@@ -351,8 +351,9 @@ impl<'a> Trainer<'a> {
             }
             Err(TrainError::Checkpoint(error)) if error.is_out_of_space() && !is_last => {
                 let (error, interval) = (with_sources(&error), self.config.checkpoint().interval);
-                self.observer
-                    .notice(&format!("{error}; training continues, and tries again in {interval} steps"));
+                self.observer.notice(&format!(
+                    "{error}; training continues, and the next checkpoint is in {interval} steps"
+                ));
                 Ok(None)
             }
             Err(error) => Err(error),

@@ -36,9 +36,7 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
     let mut notices = ModelConfig::notices(&text);
     if let ModelSource::Checkpoint { skipped, .. } = &source {
         notices.extend(
-            skipped
-                .iter()
-                .map(|skipped| format!("passed over {}: {}", skipped.path.display(), skipped.reason)),
+            skipped.iter().map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason)),
         );
     }
     // Generation has its own limit of positions, and nothing else is run.

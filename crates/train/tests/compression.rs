@@ -36,7 +36,7 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
     let folder = tempfile::tempdir().unwrap();
     let top_k = "comm.compression=top_k";
     let changes: [(usize, &[&str], &str, &str); 8] = [
-        (1, &[top_k], "one worker sends nothing, so nothing is compressed", ""),
+        (1, &[top_k], "a single worker sends nothing, so nothing is compressed", ""),
         (2, &[top_k], "gradients of 4 of 4 units are compressed by top_k (ratio = 0.01", ""),
         // The same again loses nothing.
         (2, &[top_k, "comm.compression_ratio=0.02"], "top_k (ratio = 0.02", ""),
@@ -44,21 +44,21 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
             4,
             &[top_k],
             "units are compressed by top_k",
-            "of compression top_k on 2 workers, but this run has top_k on 4.",
+            "of compression top_k on 2 workers, but this run uses top_k on 4.",
         ),
         (
             4,
             &[top_k, "comm.compression_error_feedback=false"],
             "error_feedback = false",
-            "on 4 workers, but top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = false, normalize = false) keeps something \
-             else.",
+            "on 4 workers, but top_k (ratio = 0.01, momentum = 0, warmup_steps = 0, error_feedback = false, normalize = false) keeps different \
+             state.",
         ),
-        (4, &["comm.compression=one_bit"], "by one_bit (block_len = 1024", "but this run has one_bit on 4."),
+        (4, &["comm.compression=one_bit"], "by one_bit (block_len = 1024", "but this run uses one_bit on 4."),
         (
             1,
             &["comm.compression=one_bit"],
-            "one worker",
-            "of compression one_bit on 4 workers, but this run compresses nothing.",
+            "a single worker",
+            "of compression one_bit on 4 workers, but this run does not compress.",
         ),
         (2, &[], "", ""),
     ];
@@ -72,9 +72,9 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
             assert!(notice.contains(part), "{notice}");
         }
         if !about_state.is_empty() {
-            let lost = "It was left out: what earlier steps have not sent yet is lost";
-            let anew = ", and compression begins anew with its warm-up";
-            let anew = if about_state.contains("compresses nothing") { "" } else { anew };
+            let lost = "The state was ignored: gradients that earlier steps have not sent yet are lost";
+            let anew = ", and compression restarts with its warm-up";
+            let anew = if about_state.contains("does not compress") { "" } else { anew };
             assert!(heard.notices[1].ends_with(&format!("{lost}{anew}")), "{:?}", heard.notices);
         }
         assert_eq!(heard.losses.len(), 5);
@@ -87,8 +87,8 @@ fn a_run_changes_its_compression_and_its_layout_and_is_told_what_is_lost() {
 fn a_compression_that_gains_nothing_is_told() {
     let folder = tempfile::tempdir().unwrap();
     let heard = train(folder.path(), 8, 1, &["comm.compression=int8"]);
-    let expected = "compression int8 (block_len = 256, warmup_steps = 0, error_feedback = false, normalize = false) would send no fewer bytes among 8 \
-                    workers, so gradients are sent as they are";
+    let expected = "compression int8 (block_len = 256, warmup_steps = 0, error_feedback = false, normalize = false) would not save any bytes among 8 \
+                    workers, so gradients are sent uncompressed";
     assert_eq!(heard.notices, [expected]);
 }
 
@@ -176,10 +176,7 @@ fn a_state_that_is_not_finite_is_refused() {
     assert_eq!(resume(&original), None);
     let path = copy_with_nan(&original, &damaged, "optimizer.compression_velocity.head");
     let error = resume(&path).expect("a refusal");
-    assert!(
-        error.contains("the compressor of head has kept in") && error.contains("damaged/step-5"),
-        "{error}"
-    );
+    assert!(error.contains("the compressor of head in") && error.contains("damaged/step-5"), "{error}");
 }
 
 /// Saves the tensors of a checkpoint again, one of them beginning with NaN.

@@ -113,7 +113,7 @@ fn a_group_that_no_parameter_belongs_to_ends_the_run_before_it_begins() {
         other => panic!("{:?}", other.err()),
     };
     assert!(
-        error.contains("matches no parameter of the model, such as model.embed_tokens.weight"),
+        error.contains("matches none of the model's parameters, such as model.embed_tokens.weight"),
         "{error}"
     );
 }

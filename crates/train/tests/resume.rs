@@ -307,7 +307,7 @@ fn another_order_of_samples_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     train(&job(folder.path(), "run", 1, 5, &[]));
     for (key, what) in
-        [("training.seed=3", "seed 0, and this run has 3"), ("training.seq_len=20", "seq_len 24")]
+        [("training.seed=3", "seed 0, but this run has 3"), ("training.seq_len=20", "seq_len 24")]
     {
         // The model must not change with seq_len.
         let config = job(folder.path(), "run", 1, 10, &[key, "model.max_position_embeddings=24"]);

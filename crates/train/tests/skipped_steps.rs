@@ -40,8 +40,8 @@ fn a_skipped_step_is_told_and_recorded() {
         assert_eq!(
             notices[1..],
             [
-                "step 1: gradients overflowed in f16; skipped, loss scale 16777216 → 8388608",
-                "step 2: gradients overflowed in f16; skipped, loss scale 8388608 → 4194304",
+                "step 1: gradients overflowed in f16; step skipped, loss scale 16777216 → 8388608",
+                "step 2: gradients overflowed in f16; step skipped, loss scale 8388608 → 4194304",
             ]
         );
     }

@@ -42,7 +42,7 @@ macro_rules! config_choice {
 pub(super) fn one_of(words: &[&str]) -> String {
     let quoted: Vec<String> = words.iter().map(|word| format!("{word:?}")).collect();
     match quoted.as_slice() {
-        [only] => format!("{only}, the only choice of this version"),
+        [only] => format!("{only} (the only choice in this version)"),
         [first @ .., last] => format!("{} or {last}", first.join(", ")),
         [] => unreachable!("a choice has at least one word"),
     }

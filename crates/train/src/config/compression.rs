@@ -71,7 +71,7 @@ pub(super) fn check_compression(checks: &mut Checks<'_>) {
         let owners = CodecName::ALL.into_iter().filter(|&owner| counts(owner, key)).map(CodecName::name);
         let owners: Vec<&str> = owners.collect();
         checks.require(false, &[&format!("comm.{key}"), "comm.compression"], || {
-            format!("counts only with compression = {}; set that, or remove this key", one_of(&owners))
+            format!("only applies with compression = {}; set that, or remove this key", one_of(&owners))
         });
     }
     match Compression::new(&options(comm)) {
@@ -102,17 +102,18 @@ fn check_momentum(checks: &mut Checks<'_>) {
     require(
         training.max_norm == 0.0,
         &["training.max_norm", "optimizer.name"],
-        "this optimizer exchanges momentum, and no worker knows the norm of the gradients to clip by; set max_norm = 0 in [training]",
+        "this optimizer exchanges momentum, so no worker knows the norm of the gradients to clip by; set max_norm = \
+         0 in [training]",
     );
     require(
         parallelism.zero_stage == 0,
         &["parallelism.zero_stage", "optimizer.name"],
-        "every worker of this optimizer needs all momentum; set zero_stage = 0, or take \"adamw\"",
+        "this optimizer needs the whole momentum on every worker; set zero_stage = 0, or use \"adamw\"",
     );
     require(
         !comm.compression_normalize,
         &["comm.compression_normalize", "optimizer.name"],
-        "this optimizer exchanges momentum, and divides it by the root of its mean of squares itself; remove this key",
+        "this optimizer exchanges momentum, and normalizes it itself; remove this key",
     );
     if comm.compression != CodecName::None {
         return;
@@ -120,13 +121,13 @@ fn check_momentum(checks: &mut Checks<'_>) {
     require(
         training.determinism == Determinism::Run,
         &["optimizer.name", "training.determinism"],
-        "sums of compressed momentum depend on the number of workers, and determinism = \"layout\" promises that they do not; \
-         set determinism = \"run\" in [training]",
+        "sums of compressed momentum depend on the number of workers, which determinism = \"layout\" rules out; set \
+         determinism = \"run\" in [training]",
     );
     require(
         training.reduce_dtype == TrainingDtype::F32,
         &["training.reduce_dtype", "optimizer.name"],
-        "gradients of this optimizer are sent in full precision, and momentum is compressed; remove this key",
+        "this optimizer sends gradients in full precision and compresses momentum; remove this key",
     );
 }
 
@@ -137,15 +138,15 @@ fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
         training.determinism == Determinism::Run,
         &["comm.compression", "training.determinism"],
         || {
-            "sums of compressed gradients depend on the number of workers, and determinism = \"layout\" promises that they do \
-             not; set determinism = \"run\""
+            "sums of compressed gradients depend on the number of workers, which determinism = \"layout\" rules out; \
+             set determinism = \"run\""
                 .to_owned()
         },
     );
     checks.require(
         training.reduce_dtype == TrainingDtype::F32,
         &["comm.compression", "training.reduce_dtype"],
-        || "gradients would be rounded to reduce_dtype as well; remove one of the two".to_owned(),
+        || "gradients would also be rounded to reduce_dtype; remove one of the two keys".to_owned(),
     );
     checks.require(
         codec != CodecName::F16
@@ -153,8 +154,8 @@ fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
             || comm.compression_error_feedback == Some(true),
         &["comm.compression", "training.dtype", "comm.compression_error_feedback"],
         || {
-            "only dtype = \"f16\" scales the loss, and without that small gradients would become zero in f16; take \"bf16\", or \
-             set compression_error_feedback = true"
+            "only dtype = \"f16\" scales the loss; without scaling, small gradients would become zero in f16; use \
+             \"bf16\", or set compression_error_feedback = true"
                 .to_owned()
         },
     );
@@ -163,8 +164,8 @@ fn check_surroundings(checks: &mut Checks<'_>, codec: CodecName) {
         comm.compression_momentum == 0.0 || !counts(codec, "compression_momentum") || !has_own_momentum,
         &["comm.compression_momentum", "optimizer.momentum", "optimizer.name"],
         || {
-            "takes the place of the optimizer's momentum, and would count twice; set name = \"sgd\" and momentum = 0 in \
-             [optimizer], or remove this key"
+            "replaces the optimizer's momentum, so momentum would apply twice; set name = \"sgd\" and momentum = 0 \
+             in [optimizer], or remove this key"
                 .to_owned()
         },
     );

@@ -39,7 +39,7 @@ pub(super) fn check_costs(checks: &mut Checks<'_>) {
     for (name, pair) in pairs(&checks.loose.sections.comm) {
         let keys = ["latency_microseconds", "gigabytes_per_second"].map(|unit| format!("comm.{name}_{unit}"));
         checks.require(is_given(&pair) || pair == [0.0; 2], &keys.each_ref().map(|key| &**key), || {
-            format!("a cost needs both {name}_latency_microseconds and {name}_gigabytes_per_second")
+            format!("set both {name}_latency_microseconds and {name}_gigabytes_per_second")
         });
     }
 }
@@ -62,9 +62,9 @@ mod tests {
         let halves = "across_hosts_latency_microseconds = 5\nshared_memory_gigabytes_per_second = 20.0\n";
         let refused = read(halves).unwrap_err().to_string();
         for mistake in [
-            "try.toml:6: across_hosts_latency_microseconds = 5: a cost needs both across_hosts_latency_microseconds and \
+            "try.toml:6: across_hosts_latency_microseconds = 5: set both across_hosts_latency_microseconds and \
              across_hosts_gigabytes_per_second",
-            "try.toml:7: shared_memory_gigabytes_per_second = 20.0: a cost needs both shared_memory_latency_microseconds and \
+            "try.toml:7: shared_memory_gigabytes_per_second = 20.0: set both shared_memory_latency_microseconds and \
              shared_memory_gigabytes_per_second",
         ] {
             assert!(refused.contains(mistake), "{refused}");

@@ -66,7 +66,7 @@ pub(super) fn write(config: &Config) -> String {
         format!("\n[{name}]\n{}{}", lines.collect::<String>(), write_lists(name, section))
     });
     format!(
-        "# The resolved configuration of this run; `trireme config --explain` tells what the keys mean.\n{}",
+        "# The resolved config of this run; `trireme config --explain` describes the keys.\n{}",
         sections.collect::<String>()
     )
 }

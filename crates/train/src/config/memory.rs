@@ -41,23 +41,24 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
         "launch.workers",
     ];
     checks.require(zero_stage > 0 || shards == 1, &keys, || {
-        format!("{shards} workers share out nothing with zero_stage = 0; set zero_stage = 1, 2 or 3, or remove this key")
+        format!("{shards} workers shard nothing with zero_stage = 0; set zero_stage = 1, 2 or 3, or remove this key")
     });
     checks.require(replicas * shards == world_size, &keys, || {
-        format!("{replicas} replicas of {shards} workers each do not make up the {world_size} workers; -1 leaves one of them open")
+        format!("{replicas} replicas of {shards} workers each do not add up to {world_size} workers; set one of the \
+             two to -1")
     });
     checks.require(
         zero_stage == 0 || comm.compression == CodecName::None,
         &["comm.compression", "parallelism.zero_stage"],
         || {
-            "gradients are compressed where every worker has the sum; set zero_stage = 0, or remove this key"
+            "compression needs the whole sum of gradients on every worker; set zero_stage = 0, or remove this key"
                 .to_owned()
         },
     );
     for key in changed_keys(parallelism).filter(|key| STAGE_3_KEYS.contains(key)) {
         let name = format!("parallelism.{key}");
         checks.require(zero_stage == 3, &[&name, "parallelism.zero_stage"], || {
-            "counts only with zero_stage = 3; set that, or remove this key".to_owned()
+            "only applies with zero_stage = 3; set that, or remove this key".to_owned()
         });
     }
     check_zero_plus_plus(checks);
@@ -69,7 +70,8 @@ fn check_zero_plus_plus(checks: &mut Checks<'_>) {
         !parallelism.zero_quantized_weights || training.fp8 == Fp8::Off,
         &["parallelism.zero_quantized_weights", "training.fp8"],
         || {
-            "fp8 would round again what was rounded to integers by other scales; remove one of the two"
+            "fp8 would round values again that are already rounded to integers with other scales; remove one of the \
+             two keys"
                 .to_owned()
         },
     );
@@ -77,7 +79,10 @@ fn check_zero_plus_plus(checks: &mut Checks<'_>) {
         parallelism.zero_quantized_gradients == QuantizedGradients::None
             || training.reduce_dtype == TrainingDtype::F32,
         &["parallelism.zero_quantized_gradients", "training.reduce_dtype"],
-        || "gradients are rounded to integers instead of reduce_dtype; remove one of the two".to_owned(),
+        || {
+            "gradients are rounded to integers, so reduce_dtype has no effect; remove one of the two keys"
+                .to_owned()
+        },
     );
 }
 
@@ -86,12 +91,12 @@ pub(super) fn check_activation_checkpoint(checks: &mut Checks<'_>) {
     checks.require(
         mode == ActivationCheckpointMode::Auto || memory.0.is_none(),
         &["activation_checkpoint.memory", "activation_checkpoint.mode"],
-        || "counts only with mode = \"auto\"; set that, or remove this key".to_owned(),
+        || "only applies with mode = \"auto\"; set that, or remove this key".to_owned(),
     );
     checks.require(
         mode == ActivationCheckpointMode::EveryK || every_k == ActivationCheckpoint::default().every_k,
         &["activation_checkpoint.every_k", "activation_checkpoint.mode"],
-        || "counts only with mode = \"every-k\"; set that, or remove this key".to_owned(),
+        || "only applies with mode = \"every-k\"; set that, or remove this key".to_owned(),
     );
 }
 
@@ -112,7 +117,7 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         // What may choose, stays.
         let is_there = matches!(tier, Tier::Device | Tier::Auto);
         checks.require(is_there || parallelism.zero_stage >= stage_min, &keys, || {
-            format!("lives apart from what is computed with from zero_stage = {stage_min} on; set that, on one worker, too")
+            format!("can only leave the device with zero_stage = {stage_min} or above; set that, even on one worker")
         });
     }
     let training = &checks.loose.sections.training;
@@ -120,12 +125,12 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
     checks.require(
         gradients != Tier::Disk || !is_accumulated,
         &["offload.gradients", "training.global_batch_size"],
-        || "gradients of several microbatches are summed in memory; take \"host\", or a larger local_batch_size".to_owned(),
+        || "gradients of several microbatches are summed in memory; use \"host\", or a larger local_batch_size".to_owned(),
     );
     let is_on_disk = is_on_disk(offload);
     for key in changed_keys(offload).filter(|key| ["folder", "timeout_seconds"].contains(key)) {
         checks.require(is_on_disk, &[&format!("offload.{key}")], || {
-            "counts only where something lives on \"disk\", or may by \"auto\"; set that, or remove this key".to_owned()
+            "only applies if something is on \"disk\", or may be with \"auto\"; set that, or remove this key".to_owned()
         });
     }
 }

@@ -15,7 +15,7 @@ pub enum ConfigError {
         source: io::Error,
     },
     /// The file is too large to be a config.
-    #[error("the config {} has more than {} bytes; is it another file?", path.display(), super::FILE_BYTES_MAX)]
+    #[error("the config {} has more than {} bytes; is it the right file?", path.display(), super::FILE_BYTES_MAX)]
     TooLarge {
         /// The file.
         path: PathBuf,
@@ -27,7 +27,7 @@ pub enum ConfigError {
         mistakes: Vec<Mistake>,
     },
     /// There is no such section to explain.
-    #[error("there is no section [{section}]; {hint}")]
+    #[error("unknown section [{section}]; {hint}")]
     UnknownSection {
         /// What was asked for.
         section: String,

@@ -49,7 +49,7 @@ pub(super) fn check_optimizer(checks: &mut Checks<'_>) {
             words => one_of(&words.iter().map(String::as_str).collect::<Vec<_>>()),
         };
         checks.require(false, &[&format!("optimizer.{key}"), "optimizer.name"], || {
-            format!("counts only with name = {owners}; set that, or remove this key")
+            format!("only applies with name = {owners}; set that, or remove this key")
         });
     }
     for (index, group) in optimizer.groups.iter().enumerate() {
@@ -61,7 +61,7 @@ fn check_group(checks: &mut Checks<'_>, name: OptimizerName, index: usize, group
     let key = |key: &str| format!("optimizer.groups[{index}].{key}");
     let any = ["match", "lr_scale", "weight_decay", "beta1", "beta2"].map(key);
     checks.require(!group.pattern.is_empty(), &any.each_ref().map(String::as_str), || {
-        "a group needs `match`, a pattern of names such as \"*.bias\"".to_owned()
+        "a group needs `match`, a pattern of parameter names such as \"*.bias\"".to_owned()
     });
     let decay = group.weight_decay.unwrap_or(0.0);
     checks.require(decay >= 0.0, &[&key("weight_decay")], || "expected a number, 0 or more".to_owned());
@@ -70,7 +70,7 @@ fn check_group(checks: &mut Checks<'_>, name: OptimizerName, index: usize, group
         checks.require(is_rate, &[&key(beta)], || "expected a number from 0 to below 1".to_owned());
         let has_one = counts(name, beta) || (beta == "beta1" && counts(name, "momentum"));
         checks.require(value.is_none() || has_one, &[&key(beta), "optimizer.name"], || {
-            format!("{} has no such rate; remove this key", word(&name))
+            format!("{} does not use this key; remove it", word(&name))
         });
     }
 }
@@ -117,9 +117,11 @@ impl Config {
             }
             let explanation = match names.iter().find(|name| group.matches(name)) {
                 Some(name) => {
-                    format!("every parameter that it matches, such as {name}, belongs to a group before it")
+                    format!(
+                        "all parameters that it matches, such as {name}, already belong to earlier groups"
+                    )
                 }
-                None => format!("matches no parameter of the model, such as {}", some_of(names)),
+                None => format!("matches none of the model's parameters, such as {}", some_of(names)),
             };
             mistakes.push(Mistake { place: given.place.clone(), text: given.text.clone(), explanation });
         }

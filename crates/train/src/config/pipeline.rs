@@ -16,28 +16,30 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
     let Sections { parallelism, comm, .. } = &checks.loose.sections;
     let degree = parallelism.pipeline_parallel_degree;
     checks.require(world_size.is_multiple_of(degree), &[DEGREE, "launch.workers"], || {
-        format!("{world_size} workers are no multiple of the {degree} of a pipeline")
+        format!("{world_size} workers is not a multiple of the pipeline degree {degree}")
     });
     checks.require(
         degree == 1 || comm.compression == CodecName::None,
         &["comm.compression", DEGREE],
-        || "what compressors keep would differ from stage to stage; remove this key, or set pipeline_parallel_degree = 1".to_owned(),
+        || "the state of compressors would differ between stages; remove this key, or set pipeline_parallel_degree = 1".to_owned(),
     );
     checks.require(
         degree == 1 || parallelism.zero_stage < 3,
         &["parallelism.zero_stage", DEGREE],
         || {
-            "parameters would be gathered anew for every microbatch of a stage; set zero_stage = 2, which shares out all else".to_owned()
+            "parameters would be gathered again for every microbatch of a stage; set zero_stage = 2, which shards \
+             everything else".to_owned()
         },
     );
     let Sections { activation_checkpoint, offload, .. } = &checks.loose.sections;
     let is_open = activation_checkpoint.mode == ActivationCheckpointMode::Auto;
     checks.require(degree == 1 || !is_open, &["activation_checkpoint.mode", DEGREE], || {
-        "\"auto\" chooses for one microbatch at a time, and a pipeline has several in flight; take \"selective\", \"block\" or \"every-k\"".to_owned()
+        "\"auto\" plans for one microbatch at a time, but a pipeline has several in flight; use \"selective\", \
+         \"block\" or \"every-k\"".to_owned()
     });
     for (key, tier) in tiers(offload) {
         checks.require(degree == 1 || tier != Tier::Auto, &[&format!("offload.{key}"), DEGREE], || {
-            "\"auto\" chooses for one worker, and those of a pipeline differ; say where it lives".to_owned()
+            "\"auto\" plans for one worker, but the workers of a pipeline differ; choose a tier".to_owned()
         });
     }
     check_schedule(checks);
@@ -54,7 +56,7 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
     ];
     for key in changed_keys(parallelism).filter(|key| unused.contains(key)) {
         checks.require(degree > 1, &[&format!("parallelism.{key}"), DEGREE], || {
-            "counts only with pipeline_parallel_degree above 1; set that, or remove this key".to_owned()
+            "only applies with pipeline_parallel_degree above 1; set that, or remove this key".to_owned()
         });
     }
     (world_size / degree).max(1)
@@ -65,7 +67,7 @@ fn check_schedule(checks: &mut Checks<'_>) {
     let schedule = parallelism.pipeline_parallel_schedule;
     if parallelism.pipeline_parallel_schedule_file.is_some() {
         checks.require(schedule == PipelineSchedule::OneFOneB, &[SCHEDULE_FILE, SCHEDULE], || {
-            "the file takes the schedule's place; remove one of these keys".to_owned()
+            "the file replaces the schedule; remove one of the two keys".to_owned()
         });
         return;
     }
@@ -73,11 +75,11 @@ fn check_schedule(checks: &mut Checks<'_>) {
     let stages = parallelism.pipeline_parallel_stages_per_rank;
     let keys = ["parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
     checks.require(stages == 0 || stages >= min, &keys, || {
-        format!("the schedule needs {min} stages a worker; set that, or take \"1f1b\"")
+        format!("the schedule needs at least {min} stages per worker; set that, or use \"1f1b\"")
     });
     checks.require(stages == 0 || stages <= max, &keys, || match max {
-        1 => "the schedule has one stage a worker; remove this key, or take \"interleaved-1f1b\" or \"breadth-first\"".to_owned(),
-        _ => format!("the schedule has {max} stages a worker; set that, or take \"interleaved-1f1b\""),
+        1 => "the schedule has one stage per worker; remove this key, or use \"interleaved-1f1b\" or \"breadth-first\"".to_owned(),
+        _ => format!("the schedule has {max} stages per worker; set that, or use \"interleaved-1f1b\""),
     });
 }
 
@@ -88,11 +90,12 @@ fn check_split_points(checks: &mut Checks<'_>) {
     let keys = [KEY, DEGREE, "parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
     checks.require(points.is_empty() || num_stages == 1 || points.len() == num_stages - 1, &keys, || {
         let (needed, found) = (num_stages - 1, points.len());
-        format!("{num_stages} stages are cut at {needed} units, and here are {found}; give where each stage after the first begins")
+        format!("{num_stages} stages need {needed} split points, but there are {found}; give the first unit of each \
+             stage after the first")
     });
     let follow = points.first() != Some(&0) && points.is_sorted_by(|left, right| left < right);
     checks.require(follow, &[KEY], || {
-        "every stage has a unit: give increasing numbers from 1 on, such as [3, 5]".to_owned()
+        "expected increasing numbers from 1 on, such as [3, 5], so that every stage has a unit".to_owned()
     });
 }
 
@@ -102,14 +105,14 @@ fn check_rebalance(checks: &mut Checks<'_>) {
     for (key, budget) in [("device_budget", memory.device_budget), ("host_budget", memory.host_budget)] {
         checks.require(!is_on || budget.0.is_none(), &[INTERVAL, &format!("memory.{key}")], || {
             format!(
-                "units may come to a worker that has no room for them; remove this key, or {key} of [memory]"
+                "units might move to a worker that has no room for them; remove this key, or {key} of [memory]"
             )
         });
     }
     const KEY: &str = "pipeline_parallel_rebalance_threshold";
     if changed_keys(parallelism).any(|key| key == KEY) {
         checks.require(is_on, &[&format!("parallelism.{KEY}"), INTERVAL], || {
-            "counts only with pipeline_parallel_rebalance_interval; set that, such as to 100, or remove this key".to_owned()
+            "only applies with pipeline_parallel_rebalance_interval; set that, such as to 100, or remove this key".to_owned()
         });
     }
 }
@@ -121,7 +124,7 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
     const KEY: &str = "parallelism.pipeline_parallel_drain_interval";
     if changed_keys(parallelism).any(|key| KEY.ends_with(key)) {
         checks.require(is_on, &[KEY, SCHEDULE], || {
-            "counts only with the schedules \"pipedream\" and \"pipedream-2bw\"; take one of these, or remove this key".to_owned()
+            "only applies with the schedules \"pipedream\" and \"pipedream-2bw\"; use one of these, or remove this key".to_owned()
         });
     }
     if !is_on {
@@ -135,24 +138,27 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
         ("checkpoint.interval", if checkpoint.enable { checkpoint.interval } else { 0 }),
     ] {
         checks.require(steps.is_multiple_of(drain), &[key, KEY], || {
-            format!("the pipeline is empty after every {drain} steps only, of which {steps} is no multiple; change it, or pipeline_parallel_drain_interval")
+            format!("the pipeline drains only every {drain} steps, and {steps} is not a multiple of that; change it, \
+                 or pipeline_parallel_drain_interval")
         });
     }
     checks.require(parallelism.pipeline_parallel_rebalance_interval == 0, &[INTERVAL, SCHEDULE], || {
-        "where units lie decides how old their gradients are; remove this key, or take a schedule that drains".to_owned()
+        "moving units would change the staleness of their gradients; remove this key, or use a schedule that drains".to_owned()
     });
     checks.require(parallelism.zero_stage < 2, &["parallelism.zero_stage", SCHEDULE], || {
-        "gradients would be shared out for each version of the weights; set zero_stage = 1, or a schedule that drains".to_owned()
+        "gradients would be sharded for each version of the weights; set zero_stage = 1, or use a schedule that drains".to_owned()
     });
     checks.require(training.dtype != TrainingDtype::F16, &["training.dtype", SCHEDULE], || {
-        "a step that overflows cannot be skipped when others have begun; take \"bf16\" or \"f32\"".to_owned()
+        "a step that overflows cannot be skipped once later steps have begun; use \"bf16\" or \"f32\""
+            .to_owned()
     });
     checks.require(training.fp8 == Fp8::Off, &["training.fp8", SCHEDULE], || {
-        "all workers agree on the scales of fp8 after each step, and these do not meet; remove this key, or take a schedule that drains".to_owned()
+        "all workers agree on fp8 scales after each step, but these workers do not synchronize there; remove this \
+         key, or use a schedule that drains".to_owned()
     });
     for (key, tier) in tiers(offload) {
         checks.require(tier == Tier::Device, &[&format!("offload.{key}"), SCHEDULE], || {
-            "state is at hand for all steps between two drains; remove this key, or take a schedule that drains".to_owned()
+            "state stays in memory for all steps between two drains; remove this key, or use a schedule that drains".to_owned()
         });
     }
 }

@@ -80,7 +80,7 @@ impl Loose {
         let name = section.get_ref().as_ref();
         let Some(table) = keys.get_ref().as_table() else {
             let explanation = match Sections::NAMES.contains(&name) {
-                true => format!("expected a section: a line [{name}] with its keys below"),
+                true => format!("expected a section: a line [{name}] followed by its keys"),
                 false => outside_of_sections(&self.sections, name),
             };
             return self.refuse(source.given(section.span().start..keys.span().end), explanation);
@@ -114,7 +114,7 @@ impl Loose {
         let Some(tables) = tables.and_then(Iterator::collect::<Option<Vec<_>>>) else {
             self.doubtful.insert(section.to_owned());
             let explanation =
-                format!("expected tables: for each a line [[{section}.{key}]] with its keys below");
+                format!("expected tables: for each, a line [[{section}.{key}]] followed by its keys");
             return self.refuse(given, explanation);
         };
         for (index, table) in tables.into_iter().enumerate() {
@@ -220,23 +220,23 @@ fn unknown_section(name: &str) -> String {
 pub(super) fn section_hint(name: &str) -> String {
     match nearest(name, Sections::NAMES) {
         Some(section) => format!("did you mean [{section}]?"),
-        None => format!("there are [{}]", Sections::NAMES.join("], [")),
+        None => format!("the sections are [{}]", Sections::NAMES.join("], [")),
     }
 }
 
 fn outside_of_sections(sections: &Sections, key: &str) -> String {
     match section_with(sections, key) {
-        Some(section) => format!("the key belongs into the section [{section}]"),
+        Some(section) => format!("the key belongs in section [{section}]"),
         None => format!("unknown key outside of a section; {}", section_hint(key)),
     }
 }
 
 fn unknown_key(sections: &Sections, section: &str, key: &str) -> String {
     if section == "parallelism" && LATER_PARALLELISM_KEYS.contains(&key) {
-        return "not in this version; only data parallelism, with zero_stage, and pipelines".to_owned();
+        return "not supported by this version, which has only data parallelism (with zero_stage) and pipelines".to_owned();
     }
     if let Some(other) = section_with(sections, key) {
-        return format!("unknown key in [{section}]; it belongs into [{other}]");
+        return format!("unknown key in [{section}]; it belongs in [{other}]");
     }
     let target = sections.get(section).expect("the section's name was checked");
     unknown_in(target, &format!("[{section}]"), key)
@@ -246,7 +246,7 @@ fn unknown_in(target: &dyn Section, place: &str, key: &str) -> String {
     let known = key_names(target);
     match nearest(key, &known) {
         Some(key) => format!("unknown key in {place}; did you mean '{key}'?"),
-        None => format!("unknown key in {place}; there are {}", known.join(", ")),
+        None => format!("unknown key in {place}; the keys are {}", known.join(", ")),
     }
 }
 

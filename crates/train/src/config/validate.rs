@@ -99,7 +99,8 @@ fn check_run(checks: &mut Checks<'_>) {
             && components.next().is_none()
             && !name.chars().any(char::is_control)
     };
-    checks.require(is_plain, &["run.name"], || format!("expected the name of one folder, found {name:?}"));
+    checks
+        .require(is_plain, &["run.name"], || format!("expected the name of a single folder, found {name:?}"));
 }
 
 fn check_tls(checks: &mut Checks<'_>) {
@@ -124,8 +125,8 @@ fn check_algorithm(checks: &mut Checks<'_>) {
         &["comm.algorithm", "training.determinism"],
         || {
             format!(
-                "{algorithm} adds in an order of its own, so the bits would depend on the layout: set determinism = \"run\", \
-                 or take halving_doubling, recursive_doubling, binomial_tree or direct"
+                "{algorithm} sums in its own order, so the bits would depend on the layout: set determinism = \
+                 \"run\", or use halving_doubling, recursive_doubling, binomial_tree or direct"
             )
         },
     );
@@ -137,15 +138,15 @@ fn check_model(checks: &mut Checks<'_>) {
         model.config.is_some() || model.architecture.is_some() || model.init_from.is_some(),
         &["model.architecture", "model.config", "model.init_from"],
         || {
-            "no model; set `config` to a Hugging Face config.json, or `architecture` to \"gpt2\" or \
-             \"llama\", or `init_from` to a Hugging Face directory"
+            "no model; set `config` to a Hugging Face config.json, or `architecture` to \"gpt2\" or \"llama\", or \
+             `init_from` to a Hugging Face directory"
                 .to_owned()
         },
     );
     checks.require(
         model.config.is_none() || model.architecture.is_none(),
         &["model.architecture", "model.config"],
-        || "`config` describes the model already; remove one of the two".to_owned(),
+        || "`config` already describes the model; remove one of the two keys".to_owned(),
     );
     if model.architecture.is_some() {
         return check_model_shape(checks);
@@ -153,7 +154,7 @@ fn check_model(checks: &mut Checks<'_>) {
     for key in model_shape_keys(model) {
         let name = format!("model.{key}");
         checks.require(!checks.is_given(&name), &[&name, "model.architecture"], || {
-            "counts only with `architecture`; set that, or remove this key".to_owned()
+            "only applies with `architecture`; set that, or remove this key".to_owned()
         });
     }
 }
@@ -171,7 +172,7 @@ fn check_model_shape(checks: &mut Checks<'_>) {
         &["model.num_heads", "model.hidden_size"],
         || {
             let head = hidden_size / num_heads;
-            format!("rotary positions need heads of even width; hidden_size / num_heads is {head}")
+            format!("rotary positions need an even head width; hidden_size / num_heads is {head}")
         },
     );
     checks.require(
@@ -182,7 +183,7 @@ fn check_model_shape(checks: &mut Checks<'_>) {
     checks.require(
         rotary || num_kv_heads == 0 || num_kv_heads == num_heads,
         &["model.num_kv_heads", "model.num_heads", "model.architecture"],
-        || "gpt2 has one key-value head a head; remove num_kv_heads, or take llama".to_owned(),
+        || "gpt2 has as many key-value heads as heads; remove num_kv_heads, or use llama".to_owned(),
     );
     checks.require(
         max_position_embeddings == 0 || training.seq_len <= max_position_embeddings,
@@ -206,16 +207,16 @@ fn check_data(checks: &mut Checks<'_>) {
     checks.require(
         data.train_bpe == 0 || data.tokenizer == Tokenizer::Bytes,
         &["data.train_bpe", "data.tokenizer"],
-        || "`tokenizer` names a file already; remove one of the two".to_owned(),
+        || "`tokenizer` already names a file; remove one of the two keys".to_owned(),
     );
     checks.require(
         data.train_bpe == 0 || !data.inputs.is_empty(),
         &["data.train_bpe", "data.inputs"],
-        || "a byte-pair encoding is trained on `inputs`, and there are none".to_owned(),
+        || "a byte-pair encoding is trained on `inputs`, but there are none".to_owned(),
     );
     // Every byte is a token, and there must be something to merge.
     checks.require(data.train_bpe == 0 || data.train_bpe > 256, &["data.train_bpe"], || {
-        "expected 0, or more than the 256 bytes".to_owned()
+        "expected 0, or a number above 256 (the bytes)".to_owned()
     });
 }
 
@@ -228,7 +229,8 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
         &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
         || {
             format!(
-                "global_batch_size {} is no multiple of local_batch_size {local} x {world_size} workers = {smallest}",
+                "global_batch_size {} is not a multiple of local_batch_size {local} x {world_size} workers = \
+                 {smallest}",
                 training.global_batch_size
             )
         },
@@ -239,8 +241,8 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
         &["training.global_batch_size", "training.local_batch_size", "launch.workers"],
         || {
             format!(
-                "global_batch_size {} makes {num_microbatches} microbatches a step on each of {world_size} workers, \
-                 more than {NUM_MICROBATCHES_MAX}; set a larger local_batch_size",
+                "global_batch_size {} results in {num_microbatches} microbatches per step on each of {world_size} \
+                 workers, more than {NUM_MICROBATCHES_MAX}; increase local_batch_size",
                 training.global_batch_size
             )
         },
@@ -250,7 +252,7 @@ fn check_training(checks: &mut Checks<'_>, world_size: usize) {
     checks.require(
         num_tokens.is_some(),
         &["training.steps", "training.global_batch_size", "training.seq_len", "training.local_batch_size"],
-        || "steps x global_batch_size x seq_len is more tokens than can be counted".to_owned(),
+        || "steps x global_batch_size x seq_len is too many tokens".to_owned(),
     );
 }
 
@@ -262,19 +264,24 @@ fn check_loss_scale(checks: &mut Checks<'_>) {
         reduce_dtype != TrainingDtype::F16 || is_f16,
         &["training.reduce_dtype", "training.dtype"],
         || {
-            "only dtype = \"f16\" scales the loss, and without that small gradients would become zero in f16; take \"bf16\""
+            "only dtype = \"f16\" scales the loss; without scaling, small gradients would become zero in f16; use \
+             \"bf16\""
                 .to_owned()
         },
     );
     for key in changed_keys(training).filter(|key| LOSS_SCALE_KEYS.contains(key)) {
         let name = format!("training.{key}");
         checks.require(is_f16, &[&name, "training.dtype"], || {
-            "counts only with dtype = \"f16\"; set that, or remove this key".to_owned()
+            "only applies with dtype = \"f16\"; set that, or remove this key".to_owned()
         });
         checks.require(
             !is_f16 || loss_scale == 0 || key == "loss_scale",
             &[&name, "training.loss_scale"],
-            || format!("counts only with loss_scale = 0, and that is {loss_scale}; remove one of the two"),
+            || {
+                format!(
+                    "only applies with loss_scale = 0, but it is {loss_scale}; remove one of the two keys"
+                )
+            },
         );
     }
     for (name, scale) in [("loss_scale", loss_scale), ("loss_scale_initial", loss_scale_initial)] {
@@ -291,11 +298,11 @@ fn check_fp8(checks: &mut Checks<'_>) {
     checks.require(
         !is_on || training.dtype == TrainingDtype::Bf16,
         &["training.fp8", "training.dtype"],
-        || "fp8 is emulated with products in bf16; set dtype = \"bf16\", or remove this key".to_owned(),
+        || "fp8 is emulated in bf16; set dtype = \"bf16\", or remove this key".to_owned(),
     );
     for key in changed_keys(training).filter(|key| FP8_KEYS.contains(key)) {
         checks.require(is_on, &[&format!("training.{key}"), "training.fp8"], || {
-            "counts only with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key".to_owned()
+            "only applies with fp8 = \"e4m3\" or \"hybrid\"; set that, or remove this key".to_owned()
         });
     }
 }

@@ -39,7 +39,7 @@ pub enum MetricsError {
         source: io::Error,
     },
     /// Records of an earlier run cannot be read.
-    #[error("line {line} of {} is no record of a step; move the file away to go on without it", path.display())]
+    #[error("line {line} of {} is not a step record; move the file away to continue without it", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,

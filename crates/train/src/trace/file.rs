@@ -185,11 +185,11 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
     let document: Document<'_> = serde_json::from_slice(text).map_err(|error| error.to_string())?;
     let Header { format, ranks } = document.other_data;
     if format != FORMAT {
-        return Err(format!("its format is {format}, and this program reads {FORMAT}"));
+        return Err(format!("its format is {format}, but this program reads {FORMAT}"));
     }
     // Each has an event with its name.
     if !(1..=RANKS_MAX.min(document.trace_events.len())).contains(&ranks.len()) {
-        return Err(format!("it is said to be of {} ranks", ranks.len()));
+        return Err(format!("it claims to have {} ranks", ranks.len()));
     }
     let ranks = check_ranks(ranks)?;
     let mut steps: BTreeMap<u64, Vec<Vec<TracedAction>>> = BTreeMap::new();
@@ -197,13 +197,14 @@ fn steps(text: &[u8]) -> Result<Vec<TracedStep>, String> {
         if event.ph != "X" || event.cat == WAITING {
             continue;
         }
-        let wrong = |what: &str| format!("event {index}, {:?}, {what}", event.name);
-        let step = event.args.step.ok_or_else(|| wrong("is of no step"))?;
+        let wrong = |what: &str| format!("event {index} ({:?}) {what}", event.name);
+        let step = event.args.step.ok_or_else(|| wrong("has no step"))?;
         let actions = steps.entry(step).or_insert_with(|| vec![Vec::new(); ranks.len()]);
-        let actions = actions.get_mut(event.pid).ok_or_else(|| wrong("is of a rank that does not exist"))?;
-        let traced = traced(event).ok_or_else(|| wrong("is no action with its times"))?;
+        let actions =
+            actions.get_mut(event.pid).ok_or_else(|| wrong("belongs to a rank that does not exist"))?;
+        let traced = traced(event).ok_or_else(|| wrong("is not an action with valid times"))?;
         if actions.last().is_some_and(|last| last.end > traced.issued) {
-            return Err(wrong("begins before the one before it has ended"));
+            return Err(wrong("begins before the previous one has ended"));
         }
         actions.push(traced);
         if steps.len() > STEPS_MAX {
@@ -219,8 +220,8 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, Stri
     let data_degree = ranks.iter().filter(of_first).count();
     let mut checked: Vec<(RankPlace, Outline)> = Vec::with_capacity(ranks.len());
     for (index, HeaderRank { place, outline }) in ranks.into_iter().enumerate() {
-        let outline =
-            parse_outline(&outline).ok_or_else(|| format!("rank {index} has the outline {outline:?}"))?;
+        let outline = parse_outline(&outline)
+            .ok_or_else(|| format!("rank {index} has an invalid outline {outline:?}"))?;
         let sizes = outline.num_units.checked_mul(outline.num_microbatches);
         let has_sizes = sizes.is_some_and(|sizes| (1..=PASSES_MAX).contains(&sizes));
         let has_ties = outline.ties.iter().all(|&(reader, owner)| reader.max(owner) < outline.num_units);
@@ -233,7 +234,7 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, Stri
         let is_placed = is_there && (outline.rank == place.pipeline_rank);
         if !(has_sizes && has_ties && is_alike && is_placed) {
             return Err(format!(
-                "rank {index} of it, with the outline \"{outline}\", does not fit the others"
+                "rank {index}, with the outline \"{outline}\", does not match the other ranks"
             ));
         }
         checked.push((place, outline));
@@ -257,7 +258,7 @@ fn assemble(
 ) -> Result<TracedStep, String> {
     let firsts = actions.iter().map(|actions| actions.first().map(|first| first.issued));
     let began = firsts.collect::<Option<Vec<u64>>>().and_then(|firsts| firsts.into_iter().min());
-    let began = began.ok_or_else(|| format!("a rank does nothing in step {step}"))?;
+    let began = began.ok_or_else(|| format!("a rank has no actions in step {step}"))?;
     let ended = actions.iter().flatten().map(|traced| traced.end).max().unwrap_or(began);
     if ended - began > STEP_NANOSECONDS_MAX {
         return Err(format!("step {step} takes longer than a day"));

@@ -83,8 +83,9 @@ impl Trainer<'_> {
         };
         let (from, to) = (outcome.loss_scale, self.executor.loss_scaler().scale());
         let step = self.state.step;
-        self.observer
-            .notice(&format!("step {step}: {what} overflowed in f16; skipped, loss scale {from} → {to}"));
+        self.observer.notice(&format!(
+            "step {step}: {what} overflowed in f16; step skipped, loss scale {from} → {to}"
+        ));
     }
 
     /// This rank's microbatches of the next program.

@@ -69,13 +69,13 @@ fn compression_is_refused_where_it_makes_no_sense() {
         (&["comm.compression=bf16", "training.determinism=layout"], "set determinism = \"run\""),
         (
             &["comm.compression=int8", "training.reduce_dtype=bf16"],
-            "rounded to reduce_dtype as well; remove one",
+            "also be rounded to reduce_dtype; remove one",
         ),
-        (&["comm.compression=f16"], "take \"bf16\", or set compression_error_feedback = true"),
-        (&["comm.compression_rank=2"], "counts only with compression = \"powersgd\""),
+        (&["comm.compression=f16"], "use \"bf16\", or set compression_error_feedback = true"),
+        (&["comm.compression_rank=2"], "only applies with compression = \"powersgd\""),
         (
             &["comm.compression_rank=2", "comm.compression=top_k"],
-            "counts only with compression = \"powersgd\"",
+            "only applies with compression = \"powersgd\"",
         ),
         (
             &["comm.compression_ratio=0.1", "comm.compression=int8"],
@@ -84,10 +84,10 @@ fn compression_is_refused_where_it_makes_no_sense() {
         (&["comm.compression_block_len=64"], "= \"int8\", \"int4\" or \"one_bit\"; set that"),
         (
             &["comm.compression_momentum=0.9", "comm.compression=one_bit"],
-            "counts only with compression = \"top_k\"",
+            "only applies with compression = \"top_k\"",
         ),
-        (&["comm.compression_warmup_steps=9"], "counts only with compression = \"f16\", \"bf16\""),
-        (&["comm.compression_error_feedback=true"], "counts only with compression = \"f16\""),
+        (&["comm.compression_warmup_steps=9"], "only applies with compression = \"f16\", \"bf16\""),
+        (&["comm.compression_error_feedback=true"], "only applies with compression = \"f16\""),
         (
             &["comm.compression_block_len=65", "comm.compression=int8"],
             "expected a multiple of 64, from 64 to 1048576",
@@ -97,14 +97,14 @@ fn compression_is_refused_where_it_makes_no_sense() {
         (&["comm.compression_momentum=1", "comm.compression=top_k"], "expected a number from 0 to below 1"),
         // As an f32 it is 1.
         (&["comm.compression_momentum=0.9999999999", "comm.compression=top_k"], "expected from 0 to below 1"),
-        (&["comm.compression_normalize=true"], "counts only with compression = \"f16\""),
+        (&["comm.compression_normalize=true"], "only applies with compression = \"f16\""),
         (
             &["comm.compression_warmup_codec=int8", "comm.compression=top_k"],
-            "counts only with compression = \"int4\", \"one_bit\" or \"powersgd\"",
+            "only applies with compression = \"int4\", \"one_bit\" or \"powersgd\"",
         ),
         (
             &["comm.compression_warmup_codec=powersgd", "comm.compression=one_bit"],
-            "expected none, bf16, int8 or, before another codec, int4",
+            "expected none, bf16, int8 or, with a codec other than int4, int4",
         ),
         (
             &[

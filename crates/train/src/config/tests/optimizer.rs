@@ -25,12 +25,12 @@ const ONE_BIT_ADAM: [&str; 3] =
 #[test]
 fn keys_count_for_their_optimizers_only() {
     for (options, part) in [
-        (&["optimizer.nesterov=true"][..], "counts only with name = \"sgd\"; set that"),
+        (&["optimizer.nesterov=true"][..], "only applies with name = \"sgd\"; set that"),
         (
             &["optimizer.name=sgd", "optimizer.beta1=0.8"],
-            "counts only with name = \"adamw\", \"adam\", \"lion\"",
+            "only applies with name = \"adamw\", \"adam\", \"lion\"",
         ),
-        (&["optimizer.muon_scale=original"], "counts only with name = \"muon\""),
+        (&["optimizer.muon_scale=original"], "only applies with name = \"muon\""),
         (&[&ONE_BIT_ADAM[..], &["optimizer.var_update_scaler=3"]].concat(), "\"zero_one_adam\""),
         (&["optimizer.name=adafactor", "optimizer.beta2_decay=0.5"], "expected a number from -1 to below 0"),
         (&["optimizer.state_dtype=i8"], "expected \"f32\", \"bf16\" or \"int8\""),
@@ -54,11 +54,8 @@ fn optimizers_that_exchange_momentum_need_some_things() {
         (&["training.max_norm=1"][..], &["max_norm=1", "set max_norm = 0 in [training]"][..]),
         (&["parallelism.zero_stage=1"], &["zero_stage=1", "set zero_stage = 0"]),
         (&["training.determinism=layout"], &["set determinism = \"run\""]),
-        (&["training.reduce_dtype=bf16"], &["sent in full precision"]),
-        (
-            &["comm.compression=int4", "comm.compression_normalize=true"],
-            &["divides it by the root of its mean of squares itself"],
-        ),
+        (&["training.reduce_dtype=bf16"], &["sends gradients in full precision"]),
+        (&["comm.compression=int4", "comm.compression_normalize=true"], &["normalizes it itself"]),
         (&["comm.compression=top_k", "training.determinism=layout"], &["set determinism = \"run\""]),
     ] {
         let found = mistakes(SMALLEST, &[&ONE_BIT_ADAM[..], options].concat());
@@ -118,7 +115,7 @@ weight_decay = -1
 configs/try.toml:6: match = 7: expected a string
 configs/try.toml:7: lr_scal = 2: unknown key in [[optimizer.groups]]; did you mean 'lr_scale'?
 configs/try.toml:9: lr_scale = -1: expected a number, 0 or more
-configs/try.toml:11: weight_decay = 0.5: a group needs `match`, a pattern of names such as \"*.bias\"
+configs/try.toml:11: weight_decay = 0.5: a group needs `match`, a pattern of parameter names such as \"*.bias\"
 configs/try.toml:14: beta1 = 1.0: expected a number from 0 to below 1
 configs/try.toml:15: weight_decay = -1: expected a number, 0 or more";
     assert_eq!(mistakes(text, &[]).join("\n"), expected);
@@ -130,7 +127,7 @@ configs/try.toml:15: weight_decay = -1: expected a number, 0 or more";
     let found = mistakes(GROUPS, &["optimizer.name=adafactor"]);
     assert_eq!(found.len(), 2, "{found:?}");
     assert!(
-        found[0].starts_with("configs/try.toml:13: beta1 = 0.8: adafactor has no such rate"),
+        found[0].starts_with("configs/try.toml:13: beta1 = 0.8: adafactor does not use this key"),
         "{found:?}"
     );
     assert!(mistakes("[[optimizer.groups]]\n[optimizer]\n", &[]).len() > 2);
@@ -146,10 +143,12 @@ fn a_group_without_a_parameter_is_a_mistake() {
     let found = refused(&config, &names[..1]);
     assert!(
         found.contains(
-            "configs/try.toml:12: match = \"*.bias\": matches no parameter of the model, such as transformer.wte.weight"
+            "configs/try.toml:12: match = \"*.bias\": matches none of the model's parameters, such as transformer.wte.weight"
         ),
         "{found}"
     );
     let shadowed = good(SMALLEST, &["optimizer.groups=[{match = \"*\"}, {match = \"*.bias\"}]"]);
-    assert!(refused(&shadowed, &names).contains("transformer.h.0.mlp.bias, belongs to a group before it"));
+    assert!(
+        refused(&shadowed, &names).contains("transformer.h.0.mlp.bias, already belong to earlier groups")
+    );
 }
