@@ -25,24 +25,23 @@ pub enum DataError {
     },
 
     /// The list of inputs is empty.
-    #[error("there is no input; name at least one text file, folder or JSON-lines file")]
+    #[error("no input; give at least one text file, folder or JSON Lines file")]
     NoInput,
     /// An input that does not exist.
-    #[error("input {path} does not exist; paths are relative to the working folder")]
+    #[error("input {path} does not exist; paths are relative to the current directory")]
     InputMissing {
         /// The input as it was given.
         path: PathBuf,
     },
     /// A named input that is a device, a pipe or the like.
-    #[error("input {path} is neither a file nor a folder; save what it gives to a file first")]
+    #[error("input {path} is neither a file nor a folder; save its contents to a file first")]
     InputKind {
         /// The input as it was given.
         path: PathBuf,
     },
     /// A named input that holds NUL bytes.
     #[error(
-        "input {path} is binary: it has a NUL byte at offset {offset}; \
-         give text in UTF-8 (UTF-16 must be converted, archives unpacked)"
+        "input {path} is binary (NUL byte at offset {offset}); provide UTF-8 text: convert UTF-16, and unpack archives"
     )]
     BinaryInput {
         /// The input as it was given.
@@ -58,8 +57,8 @@ pub enum DataError {
     },
     /// Bytes that are no UTF-8, where they are to be refused.
     #[error(
-        "{path} is not valid UTF-8 at byte {offset}; convert it, or let each invalid sequence become U+FFFD \
-         (invalid UTF-8: replace)"
+        "{path} is not valid UTF-8 at byte {offset}; convert it, or replace invalid sequences with U+FFFD (invalid \
+         UTF-8: replace)"
     )]
     InvalidUtf8 {
         /// The file.
@@ -69,8 +68,8 @@ pub enum DataError {
     },
     /// A line of a JSON-lines file that is no JSON object.
     #[error(
-        "{path}, line {line}, column {column}: {reason}; a JSON-lines file has one JSON object on every line \
-         (leave other files out by naming the extensions to read)"
+        "{path}, line {line}, column {column}: {reason}; a JSON Lines file has one JSON object per line (to skip \
+         other files, list the extensions to read)"
     )]
     JsonLine {
         /// The file.
@@ -83,7 +82,7 @@ pub enum DataError {
         reason: String,
     },
     /// A JSON object without the text field.
-    #[error("{path}, line {line}: field '{field}' {found}; name the field that holds the text")]
+    #[error("{path}, line {line}: field '{field}' {found}; set the field that contains the text")]
     JsonField {
         /// The file.
         path: PathBuf,
@@ -96,8 +95,8 @@ pub enum DataError {
     },
     /// A line too long to be held in memory.
     #[error(
-        "{path}, line {line} is longer than {bytes_max} bytes; split its document, or check that this is \
-         JSON-lines"
+        "{path}, line {line} is longer than {bytes_max} bytes; split the document, or check that the file is JSON \
+         Lines"
     )]
     JsonLineLength {
         /// The file.
@@ -115,7 +114,7 @@ pub enum DataError {
         fraction: f64,
     },
     /// More tokenizing threads than can be fed.
-    #[error("{num_threads} tokenizing threads are more than {num_threads_max}, the most that there may be")]
+    #[error("{num_threads} tokenizer threads exceed the maximum of {num_threads_max}")]
     TooManyThreads {
         /// The threads asked for.
         num_threads: usize,
@@ -124,8 +123,8 @@ pub enum DataError {
     },
     /// A vocabulary for training a BPE tokenizer that is too small or too large.
     #[error(
-        "a BPE vocabulary of {vocabulary_size} is not in {smallest}..={largest}: the 256 bytes and \
-         <|endoftext|> take {smallest}"
+        "a BPE vocabulary of {vocabulary_size} is not in {smallest}..={largest}: the 256 bytes and <|endoftext|> \
+         alone take {smallest}"
     )]
     BpeVocabulary {
         /// The size asked for.
@@ -142,21 +141,23 @@ pub enum DataError {
         folder: PathBuf,
     },
     /// The output folder has a file of its own under a name that is needed.
-    #[error("{path} exists and was not made by `trireme prepare`; move it away, or choose another folder")]
+    #[error(
+        "{path} exists, but was not created by `trireme prepare`; move it away, or choose another folder"
+    )]
     Occupied {
         /// The file.
         path: PathBuf,
     },
     /// A folder without a complete prepared corpus.
     #[error(
-        "{folder} holds no prepared corpus (no prepare.json); run `trireme prepare INPUT… --out {folder}`"
+        "{folder} contains no prepared corpus (no prepare.json); run `trireme prepare INPUT… --out {folder}`"
     )]
     NotPrepared {
         /// The folder.
         folder: PathBuf,
     },
     /// A report of an earlier preparation that cannot be understood.
-    #[error("{path} is damaged or from another version of Trireme; prepare the corpus again")]
+    #[error("{path} is damaged, or from another version of Trireme; prepare the corpus again")]
     Report {
         /// The report file.
         path: PathBuf,
@@ -183,7 +184,7 @@ pub enum DataError {
         path: PathBuf,
     },
     /// A folder with no tokenizer, or with two.
-    #[error("{folder} holds {found}; expected either tokenizer.json or tokenizer.bytes.json")]
+    #[error("{folder} contains {found}; expected either tokenizer.json or tokenizer.bytes.json")]
     TokenizerFolder {
         /// The folder.
         folder: PathBuf,
@@ -198,7 +199,7 @@ pub enum DataError {
         source: Box<dyn Error + Send + Sync>,
     },
     /// The tokenizer refused a text.
-    #[error("the tokenizer cannot encode a text of {text_bytes} bytes")]
+    #[error("the tokenizer cannot encode {text_bytes} bytes of text")]
     Encode {
         /// The size of the text.
         text_bytes: usize,
@@ -223,15 +224,15 @@ pub enum DataError {
         vocabulary_size: usize,
     },
     /// A file that is something else than a token file.
-    #[error("{path} is no token file; `trireme prepare` makes token files from text")]
+    #[error("{path} is not a token file; create token files from text with `trireme prepare`")]
     NotATokenFile {
         /// The file.
         path: PathBuf,
     },
     /// A token file of another version.
     #[error(
-        "{path} is a token file of version {version}, and this Trireme reads version 1; \
-         it is newer or damaged: prepare the corpus again"
+        "{path} is a token file of version {version}, but this version of Trireme reads version 1; the file is newer \
+         or damaged: prepare the corpus again"
     )]
     TokenFileVersion {
         /// The file.
@@ -261,7 +262,7 @@ pub enum DataError {
         what: String,
     },
     /// A flat token file of an impossible size.
-    #[error("{path} has {actual_bytes} bytes; a flat token file holds at least one u16 and nothing else")]
+    #[error("{path} has {actual_bytes} bytes; a flat token file contains at least one u16 and nothing else")]
     FlatFileLength {
         /// The file.
         path: PathBuf,
@@ -270,8 +271,8 @@ pub enum DataError {
     },
     /// A token outside the vocabulary.
     #[error(
-        "{path}: token {index} has the id {id}, outside the vocabulary of {vocabulary_size}; the file was \
-         made with another tokenizer, or overwritten"
+        "{path}: token {index} has the id {id}, outside the vocabulary of {vocabulary_size}; the file was created \
+         with another tokenizer, or overwritten"
     )]
     TokenOutsideVocabulary {
         /// The token file.
@@ -285,8 +286,8 @@ pub enum DataError {
     },
     /// A corpus too small to cut one window from.
     #[error(
-        "{num_tokens} tokens are too few for one sequence of {seq_len} and the token after it; \
-         use more text or a smaller seq_len"
+        "{num_tokens} tokens are too few for one sequence of {seq_len} and the token after it; use more text or a \
+         smaller seq_len"
     )]
     TooFewTokens {
         /// The tokens there are.

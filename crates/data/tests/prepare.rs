@@ -98,7 +98,7 @@ fn folders_are_read_in_order_and_passed_over_in_part() {
     let skipped = report.skipped;
     assert_eq!((skipped.hidden, skipped.target_folders, skipped.binary), (2, 1, 1));
     assert_eq!((skipped.empty, skipped.not_files, skipped.total()), (1, 1, 6));
-    assert_eq!(skipped.to_string(), "2 hidden, 1 target folders, 1 no regular files, 1 binary, 1 empty");
+    assert_eq!(skipped.to_string(), "2 hidden, 1 target folders, 1 special files, 1 binary, 1 empty");
     assert_eq!((report.num_files, report.train.num_documents), (3, 3));
     assert_eq!(report.train.num_tokens, "first".len() as u64 + 6 + 5 + 3, "each document has its end");
 
@@ -147,7 +147,7 @@ fn json_mistakes_are_named_with_their_line() {
         (b"\n\n[1, 2]\n", "line 3, column 1: invalid type"),
         (
             b"{\"text\": \"a\"}\n{\"body\": \"b\"}\n",
-            "line 2: field 'text' is missing; the fields here are body",
+            "line 2: field 'text' is missing; the object has the fields body",
         ),
         (b"{\"text\": null}\n", "line 1: field 'text' is null"),
         (b"{\"text\": \"\\ud800\"}\n", "line 1, column"),

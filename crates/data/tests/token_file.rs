@@ -196,7 +196,7 @@ fn what_is_no_token_file_is_named_so() {
 }
 
 #[test]
-#[should_panic(expected = "past the 150 tokens")]
+#[should_panic(expected = "past the end of 150 tokens")]
 fn a_window_past_the_end_is_a_broken_invariant() {
     let (_folder, path) = two_documents();
     let _ = TokenFile::open(&path).unwrap().read_window(100, &mut [0; 51]);

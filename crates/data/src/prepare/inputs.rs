@@ -34,7 +34,7 @@ impl Skipped {
             ("hidden", self.hidden),
             ("target folders", self.target_folders),
             ("other extensions", self.other_extensions),
-            ("no regular files", self.not_files),
+            ("special files", self.not_files),
             ("binary", self.binary),
             ("empty", self.empty),
         ]

@@ -46,7 +46,7 @@ impl<'de> Visitor<'de> for FieldSeed<'_> {
             if name == self.0 {
                 found = Some(match map.next_value()? {
                     Value::String(text) => Field::Text(text),
-                    other => Field::Unusable(format!("is {}, not a text", kind(&other))),
+                    other => Field::Unusable(format!("is {}, not a string", kind(&other))),
                 });
             } else {
                 map.next_value::<IgnoredAny>()?;
@@ -63,13 +63,13 @@ fn missing(others: &[String]) -> String {
     if others.is_empty() {
         return "is missing: the object is empty".to_owned();
     }
-    format!("is missing; the fields here are {}", others.join(", "))
+    format!("is missing; the object has the fields {}", others.join(", "))
 }
 
 fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
-        Value::Bool(_) => "true or false",
+        Value::Bool(_) => "a boolean",
         Value::Number(_) => "a number",
         Value::String(_) => "a text",
         Value::Array(_) => "a list",
@@ -93,8 +93,8 @@ mod tests {
             Field::Unusable(words) => words,
             Field::Text(text) => panic!("{text}"),
         };
-        assert_eq!(said(r#"{"text": 3}"#), "is a number, not a text");
-        assert_eq!(said(r#"{"body": "x", "id": 1}"#), "is missing; the fields here are body, id");
+        assert_eq!(said(r#"{"text": 3}"#), "is a number, not a string");
+        assert_eq!(said(r#"{"body": "x", "id": 1}"#), "is missing; the object has the fields body, id");
         assert_eq!(said("{}"), "is missing: the object is empty");
     }
 

@@ -99,11 +99,11 @@ impl Header {
         }
         let vocabulary_size = usize::try_from(u64_at(file, 16)).unwrap_or(usize::MAX);
         if !(1..=VOCABULARY_SIZE_MAX).contains(&vocabulary_size) {
-            return Err(damaged("its vocabulary size is impossible"));
+            return Err(damaged("its vocabulary size is out of range"));
         }
         let dtype = dtype_for(vocabulary_size);
         if u32_at(file, 12) as usize != dtype.size() {
-            return Err(damaged("the size of its tokens does not fit its vocabulary"));
+            return Err(damaged("its token size does not match its vocabulary size"));
         }
         let header = Header {
             dtype,
@@ -112,9 +112,9 @@ impl Header {
             num_documents: u64_at(file, 32),
             tables_checksum: u32_at(file, 56),
         };
-        let layout = header.layout().ok_or_else(|| damaged("its counts are impossible"))?;
+        let layout = header.layout().ok_or_else(|| damaged("its counts are out of range"))?;
         if u64_at(file, 40) != layout.documents.start || u64_at(file, 48) != layout.checksums.start {
-            return Err(damaged("its tables do not lie where its counts put them"));
+            return Err(damaged("its tables are not where its counts place them"));
         }
         if file_bytes != layout.checksums.end {
             return Err(wrong_length(layout.checksums.end));
@@ -182,16 +182,16 @@ mod tests {
     #[test]
     fn impossible_fields_under_a_valid_checksum_are_refused() {
         let forged = [
-            (12, 4, "size of its tokens"),
+            (12, 4, "token size"),
             (16, 0, "vocabulary size"),
             (16, u64::MAX, "vocabulary size"),
-            (24, u64::MAX, "counts are impossible"),
-            (24, u64::MAX / 2 - 64, "counts are impossible"),
-            (32, u64::MAX, "counts are impossible"),
-            (32, u64::MAX / 8 - 100, "lie where"),
-            (24, 1 << 40, "lie where"),
-            (40, 1 << 40, "lie where"),
-            (48, 0, "lie where"),
+            (24, u64::MAX, "counts are out of range"),
+            (24, u64::MAX / 2 - 64, "counts are out of range"),
+            (32, u64::MAX, "counts are out of range"),
+            (32, u64::MAX / 8 - 100, "not where"),
+            (24, 1 << 40, "not where"),
+            (40, 1 << 40, "not where"),
+            (48, 0, "not where"),
         ];
         for (offset, value, expected) in forged {
             let mut bytes = header().to_bytes();

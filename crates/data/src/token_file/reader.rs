@@ -202,7 +202,11 @@ impl TokenFile {
     /// If the window reaches past the last token.
     pub fn read_window(&self, start: u64, out: &mut [u32]) -> Result<(), DataError> {
         let end = start.saturating_add(out.len() as u64);
-        assert!(end <= self.num_tokens(), "tokens {start}..{end} lie past the {} tokens", self.num_tokens());
+        assert!(
+            end <= self.num_tokens(),
+            "tokens {start}..{end} lie past the end of {} tokens",
+            self.num_tokens()
+        );
         self.check_for_changes()?;
         let size = self.dtype.size();
         let window = start * size as u64..end * size as u64;
@@ -257,7 +261,7 @@ impl TokenFile {
             return Err(self.damaged(DOCUMENTS_OUT_OF_ORDER));
         }
         if last != self.num_tokens() {
-            return Err(self.damaged("its documents do not end with its tokens"));
+            return Err(self.damaged("its documents do not end where its tokens end"));
         }
         Ok(())
     }

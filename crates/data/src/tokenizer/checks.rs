@@ -30,7 +30,7 @@ pub(super) fn check(json: &[u8]) -> Result<(), tokenizers::Error> {
     for (key, part) in [("normalizer", normalizer), ("pre_tokenizer", pre_tokenizer), ("decoder", decoder)] {
         let growth = growth(&part).map_err(|reason| format!("its {key} {reason}"))?;
         if growth > GROWTH_MAX {
-            return Err(format!("its {key} can make a text more than {GROWTH_MAX} times longer").into());
+            return Err(format!("its {key} can expand text by more than a factor of {GROWTH_MAX}").into());
         }
     }
     Ok(())
@@ -43,9 +43,7 @@ pub(super) fn check_added_tokens(tokenizer: &tokenizers::Tokenizer) -> Result<()
         let mut text = NormalizedString::from(&token.content[..]);
         normalizer.normalize(&mut text)?;
         if text.get().is_empty() {
-            return Err(
-                format!("its normalizer leaves nothing of the added token {:?}", token.content).into()
-            );
+            return Err(format!("its normalizer erases the added token {:?}", token.content).into());
         }
     }
     Ok(())
@@ -68,7 +66,7 @@ fn growth_by_fields(fields: &Map<String, Value>) -> Result<usize, &'static str> 
         return map.and_then(longest_replacement).ok_or("has a damaged precompiled_charsmap");
     }
     if kind == "FixedLength" && fields.get("length").is_some_and(|length| length == 0) {
-        return Err("cuts pieces of length 0");
+        return Err("splits text into pieces of length 0");
     }
     let pattern = |kind| fields.get("pattern").and_then(|pattern| pattern.get(kind)).and_then(Value::as_str);
     let (literal, regex) = (pattern("String"), pattern("Regex"));

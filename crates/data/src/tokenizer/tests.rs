@@ -226,7 +226,7 @@ fn added_tokens_of_nothing_are_refused() {
     from_value(&json);
     json["normalizer"] = json!({"type": "Strip", "strip_left": true, "strip_right": true});
     let error = Tokenizer::from_json(json.to_string().into_bytes()).unwrap_err().to_string();
-    assert!(error.contains("leaves nothing of the added token \" \""), "{error}");
+    assert!(error.contains("erases the added token \" \""), "{error}");
 }
 
 #[test]
