@@ -174,19 +174,19 @@ impl Observer for Console {
         let millions = *num_parameters as f64 / 1e6;
         self.line(&format!("model: {model}; {millions:.2} M parameters"));
         self.line(&format!(
-            "data: {} tokens to train on, {} a step; {workers}",
+            "data: {} training tokens, {} per step; {workers}",
             facts.num_tokens, facts.tokens_per_step
         ));
         match facts.resumed_step {
             0 => self.line(&format!("training {} steps", facts.steps)),
             step if step >= facts.steps => self.line(&format!(
-                "the run has reached its last step, {step}; raise [training] steps to train on, or set [checkpoint] resume \
-                 = \"never\" to start again"
+                "the run is complete at step {step}; raise [training] steps to train longer, or set [checkpoint] \
+                 resume = \"never\" to start again"
             )),
             step => self.line(&format!("resuming after step {step} of {}", facts.steps)),
         }
         if self.is_root && std::io::stderr().is_terminal() && facts.resumed_step < facts.steps {
-            let template = "{wide_bar} {pos}/{len}  {msg}  time left {eta}";
+            let template = "{wide_bar} {pos}/{len}  {msg}  {eta} left";
             let style = ProgressStyle::with_template(template).expect("the template is well formed");
             let bar = ProgressBar::new(facts.steps).with_style(style).with_position(facts.resumed_step);
             bar.reset_eta();

@@ -13,7 +13,7 @@ use trireme_checkpoint::{
     export, list_checkpoints, with_sources,
 };
 
-/// Look into checkpoints, and export models from them.
+/// Inspect checkpoints, and export models from them.
 #[derive(Debug, Args)]
 pub(crate) struct CheckpointArgs {
     #[command(subcommand)]
@@ -22,24 +22,24 @@ pub(crate) struct CheckpointArgs {
 
 #[derive(Debug, Subcommand)]
 enum CheckpointCommand {
-    /// Show what a checkpoint or model directory holds.
+    /// Show the contents of a checkpoint or model directory.
     Inspect {
-        /// A checkpoint, a run's folder (its newest checkpoint) or a Hugging Face model directory.
+        /// A checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face model directory.
         path: PathBuf,
         /// Print one JSON object.
         #[arg(long)]
         json: bool,
-        /// Read every file and compare its checksum.
+        /// Read every file and verify its checksum.
         #[arg(long)]
         verify: bool,
     },
     /// Write the weights as a Hugging Face model directory.
     Export {
-        /// A checkpoint, a run's folder (its newest checkpoint) or a Hugging Face model directory.
+        /// A checkpoint, the folder of a run (its newest checkpoint), or a Hugging Face model directory.
         path: PathBuf,
-        /// The directory to write.
+        /// Directory to write.
         out: PathBuf,
-        /// Split the weights into several files if they need more than this, such as 5GiB.
+        /// Split the weights into several files of at most this size, such as 5GiB.
         #[arg(long, value_name = "SIZE", default_value = "5GiB")]
         max_shard_size: Bytes,
         /// Replace an earlier export. Nothing else is ever replaced.
@@ -48,7 +48,7 @@ enum CheckpointCommand {
     },
     /// List the checkpoints of a run.
     List {
-        /// A run's folder, or its checkpoints folder.
+        /// The folder of a run, or its checkpoints folder.
         run_folder: PathBuf,
     },
 }
@@ -77,7 +77,7 @@ fn inspect(path: &Path, json: bool, verify: bool, out: &mut impl Write) -> anyho
     if verify {
         verify_source(&source)?;
         if !json {
-            writeln!(out, "every checksum matches")?;
+            writeln!(out, "all checksums match")?;
         }
     }
     Ok(())
@@ -89,7 +89,7 @@ fn open(path: &Path) -> anyhow::Result<ModelSource> {
     if let ModelSource::Checkpoint { skipped, .. } = &source {
         for skipped in skipped {
             let reason = with_sources(&skipped.reason);
-            remark(&format!("warning: {} is passed over: {reason}", skipped.path.display()));
+            remark(&format!("warning: skipped {}: {reason}", skipped.path.display()));
         }
     }
     Ok(source)
@@ -120,7 +120,7 @@ fn write_model(
     let source = open(path)?;
     let files = source.model_files()?;
     if !files.iter().any(|(name, _)| *name == trireme_checkpoint::CONFIG_FILE) {
-        bail!("{} holds no config.json, without which nobody can load the model", source.path().display());
+        bail!("{} has no config.json, so the exported model could not be loaded", source.path().display());
     }
     let files: Vec<ExtraFile<'_>> =
         files.iter().map(|(name, contents)| ExtraFile { name, contents }).collect();
@@ -136,7 +136,7 @@ fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {
     let folder = checkpoints_folder(run_folder);
     let checkpoints = list_checkpoints(&folder)?;
     if checkpoints.is_empty() {
-        bail!("{} holds no checkpoint", folder.display());
+        bail!("{} contains no checkpoints", folder.display());
     }
     for (_, path) in checkpoints {
         match Checkpoint::open(&path) {
@@ -144,7 +144,7 @@ fn list(run_folder: &Path, out: &mut impl Write) -> anyhow::Result<()> {
                 let totals = Totals::new(checkpoint.tensors(), |_| true);
                 writeln!(out, "{}: {totals}", path.display())?;
             }
-            Err(reason) => writeln!(out, "{}: cannot be used: {}", path.display(), with_sources(&reason))?,
+            Err(reason) => writeln!(out, "{}: unusable: {}", path.display(), with_sources(&reason))?,
         }
     }
     Ok(())
@@ -296,7 +296,7 @@ mod tests {
         let run = run_folder();
         let text = inspected(run.path(), false, true).unwrap();
         for part in
-            ["step: 5", r#"{"tokens_seen":7}"#, "weights: 1 tensors, 6 elements, 24B", "every checksum"]
+            ["step: 5", r#"{"tokens_seen":7}"#, "weights: 1 tensors, 6 elements, 24B", "all checksums match"]
         {
             assert!(text.contains(part), "{text}");
         }
@@ -337,7 +337,7 @@ mod tests {
         let mut out = Vec::new();
         list(run.path(), &mut out).unwrap();
         let text = String::from_utf8(out).unwrap();
-        assert!(text.contains("step-5: 2 tensors") && text.contains("step-6: cannot be used"), "{text}");
+        assert!(text.contains("step-5: 2 tensors") && text.contains("step-6: unusable"), "{text}");
         assert!(list(&run.path().join("none"), &mut Vec::new()).is_err());
     }
 

@@ -6,16 +6,16 @@ use std::io::Write;
 use std::path::PathBuf;
 use trireme_train::config::Config;
 
-/// Check a config file and print what it resolves to, or explain the keys there are.
+/// Check a config file and print the resolved config, or explain the available keys.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ConfigArgs {
-    /// The config file.
+    /// Config file.
     #[arg(required_unless_present = "explain")]
     file: Option<PathBuf>,
-    /// Set a key over what the file says; the value is TOML or a bare string.
+    /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
-    /// Print every key with its type, default and meaning, of one section or of all.
+    /// Print every key with its type, default and description; for one section, or for all.
     #[arg(long, value_name = "SECTION", num_args = 0..=1, conflicts_with_all = ["file", "overrides"])]
     explain: Option<Option<String>>,
 }
@@ -25,7 +25,7 @@ pub(crate) fn run(args: &ConfigArgs) -> Result<()> {
     let text = match (&args.explain, &args.file) {
         (Some(section), _) => Config::explain(section.as_deref())?,
         (None, Some(file)) => Config::load(file, &args.overrides, None)?.to_toml(),
-        (None, None) => unreachable!("the file is required without --explain"),
+        (None, None) => unreachable!("a config file is required unless --explain is given"),
     };
     Ok(Output.write_all(text.as_bytes())?)
 }

@@ -3,18 +3,19 @@
 use trireme_comm::GivenCosts;
 use trireme_schedule::collective::{DirectCost, LinkCost};
 
-/// Costs by which algorithms are chosen, instead of measured ones.
+/// Costs by which algorithms are chosen; those that are not given are measured.
 #[derive(Debug, clap::Args)]
-#[command(next_help_heading = "Costs of communication")]
+#[command(next_help_heading = "Communication costs")]
 pub(crate) struct CostArgs {
-    /// Messages between workers of a host: microseconds without any data, and gigabytes a second, such as 3:10. Measured
-    /// without it.
+    /// Messages between workers of a host: latency in microseconds and bandwidth in gigabytes per second, such as
+    /// 3:10. Measured by default.
     #[arg(long, value_name = "US:GB/S", value_parser = pair)]
     within_hosts: Option<(f64, f64)>,
     /// Messages between workers of different hosts.
     #[arg(long, value_name = "US:GB/S", value_parser = pair)]
     across_hosts: Option<(f64, f64)>,
-    /// Memory that workers of a host share: microseconds until they know that all have come, and gigabytes a second.
+    /// Shared memory between the workers of a host: microseconds until every worker knows that all have arrived, and
+    /// gigabytes per second.
     #[arg(long, value_name = "US:GB/S", value_parser = pair)]
     shared_memory: Option<(f64, f64)>,
 }
@@ -35,7 +36,9 @@ fn pair(text: &str) -> Result<(f64, f64), String> {
     let number = |text: &str| text.parse().ok().filter(|number: &f64| *number > 0.0 && *number <= 1e6);
     let pair =
         text.split_once(':').and_then(|(latency, bandwidth)| Some((number(latency)?, number(bandwidth)?)));
-    pair.ok_or_else(|| "expected microseconds and gigabytes a second above 0, such as 40:1.2".to_owned())
+    pair.ok_or_else(|| {
+        "expected microseconds and gigabytes per second, both above 0, such as 40:1.2".to_owned()
+    })
 }
 
 #[cfg(test)]

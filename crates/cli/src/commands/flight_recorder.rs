@@ -11,24 +11,25 @@ use trireme_train::FLIGHT_RECORDER_FOLDER;
 
 const HELP: &str = "\
 How to read it:
-  Each worker notes the last operations of each of its groups. It writes them
-  down when it joins, when an operation takes long, and when one fails on it or
-  on another worker. The table tells where each one was then, for whom it waited, and since
-  when; and the first operation that was not the same on all.
+  Each worker records the last operations of each of its groups. It writes them
+  to disk when it joins, when an operation takes long, and when one fails on it
+  or on another worker. The table shows where each worker was at that time, which
+  workers it waited for and how long, and the first operation that differed
+  between ranks.
 
 Examples:
   trireme flight-recorder runs/quickstart
       Where the workers were.
   trireme flight-recorder runs/quickstart --rank 1
-      The last operations of rank 1, the newest at the end, with their algorithms.
+      The last operations of rank 1 with their algorithms, newest last.
   trireme flight-recorder runs/quickstart --json | jq '.diagnosis.disagreement'
-      What a script wants to know.";
+      Output for scripts.";
 
-/// Show what the workers of a run did last, when something went wrong.
+/// Show what the workers of a run last did, after a hang or failure.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct FlightRecorderArgs {
-    /// A run's folder.
+    /// The folder of a run.
     run_folder: PathBuf,
     /// Show the last operations of one rank.
     #[arg(long, value_name = "RANK")]
@@ -49,12 +50,12 @@ struct Document {
 pub(crate) fn run(args: &FlightRecorderArgs) -> Result<()> {
     let folder = args.run_folder.join(FLIGHT_RECORDER_FOLDER);
     let mut reports = read_reports(&folder)
-        .with_context(|| format!("{} has no reports of several workers", args.run_folder.display()))?;
+        .with_context(|| format!("{} has no reports from several workers", args.run_folder.display()))?;
     if let Some(rank) = args.rank {
         reports.retain(|report| report.rank == rank);
     }
     match (&reports[..], args.rank, args.json) {
-        ([], Some(rank), _) => bail!("{} has no report of rank {rank}", folder.display()),
+        ([], Some(rank), _) => bail!("{} has no report from rank {rank}", folder.display()),
         ([], None, _) => bail!("{} has no reports", folder.display()),
         (_, _, true) => {
             let document = Document { diagnosis: Diagnosis::of(&reports), reports };

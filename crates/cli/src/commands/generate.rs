@@ -11,41 +11,42 @@ use trireme_model::Sampling;
 use trireme_tensor::{Device, DeviceOptions};
 use trireme_train::{LoadedModel, SampleSettings, load_model, sample};
 
-/// Generate text from a checkpoint, a run, or a Hugging Face directory.
+/// Generate text from a checkpoint, a run, or a Hugging Face model directory.
 ///
-/// The text appears as it is made. The same seed gives the same text on the same kind of machine.
+/// Prints the text as it is generated. The same seed gives the same text on the same kind of machine.
 #[derive(Debug, clap::Args)]
 pub(crate) struct GenerateArgs {
-    /// A run's folder (its newest checkpoint), a checkpoint, or a Hugging Face directory.
+    /// The folder of a run (its newest checkpoint), a checkpoint, or a Hugging Face model directory.
     path: PathBuf,
-    /// Text to go on from.
+    /// Text to continue.
     #[arg(long, default_value = "\n", hide_default_value = true)]
     prompt: String,
-    /// Tokens to add at most.
+    /// Maximum number of tokens to generate.
     #[arg(long, value_name = "N", default_value_t = 256)]
     num_tokens: usize,
-    /// Divides the logits: below 1 more likely, above 1 more varied text; 0 always takes the likeliest token.
+    /// Divides the logits: below 1 gives more likely text, above 1 more varied text; 0 always chooses the likeliest
+    /// token.
     #[arg(long, default_value_t = 0.8, allow_negative_numbers = true)]
     temperature: f32,
-    /// Choose among this many of the likeliest tokens; 0 means all.
+    /// Choose only among this many of the likeliest tokens; 0 means all.
     #[arg(long, value_name = "K", default_value_t = 0)]
     top_k: usize,
-    /// Choose among the fewest tokens that together have this probability.
+    /// Choose only among the fewest tokens whose total probability reaches this value.
     #[arg(long, value_name = "P", default_value_t = 1.0, allow_negative_numbers = true)]
     top_p: f32,
-    /// Seed of the choice.
+    /// Seed for sampling.
     #[arg(long, default_value_t = 0)]
     seed: u64,
-    /// `bytes`, or a tokenizer.json; without it the one stored with the model.
+    /// `bytes`, or a tokenizer.json. By default, the tokenizer stored with the model.
     #[arg(long)]
     tokenizer: Option<PathBuf>,
-    /// Go on where the tokenizer says that a document ends.
+    /// Continue past the token that ends a document.
     #[arg(long)]
     ignore_end: bool,
-    /// Load the weights although they hold NaN or infinity.
+    /// Load the weights even if they contain NaN or infinity.
     #[arg(long)]
     allow_non_finite: bool,
-    /// Threads to compute with; all cores by default.
+    /// Number of threads; all cores by default.
     #[arg(long, value_name = "N", default_value_t = 0, hide_default_value = true)]
     threads: usize,
 }
@@ -92,7 +93,7 @@ fn tokenizer(args: &GenerateArgs) -> Result<Tokenizer> {
             let source = ModelSource::open(&args.path)?;
             // A checkpoint compares the file with its checksum.
             Tokenizer::from_files(source.path(), |name| anyhow::Ok(source.read_file(name)?))
-                .context("cannot take the model's tokenizer; name one with --tokenizer")
+                .context("cannot use the model's tokenizer; pass one with --tokenizer")
         }
     }
 }

@@ -14,46 +14,47 @@ use trireme_train::config::Config;
 const EXAMPLES: &str = "\
 Examples:
   trireme plan configs/quickstart.toml
-      What each of the config's workers takes at most.
+      The peak memory of the config's workers.
   trireme plan my.toml --workers 4 --set parallelism.zero_stage=3
-      The same for four workers that share out the whole training state.
+      The same for four workers that shard all training state.
   trireme plan my.toml --set memory.device_budget=512MiB --set activation_checkpoint.mode=auto
-      The least recomputation that fits into 512 MiB; fails, and says what would fit, if nothing does.
+      The least recomputation that fits into 512 MiB. If nothing fits, fails and suggests changes.
   trireme plan my.toml --set memory.device_budget=512MiB --set offload.activations=auto
-      What has to leave the device so that a step fits, if anything, where it goes and when.
+      Which activations must leave the device so that a step fits, where they go and when.
   trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --draw
       The stages of a pipeline of four workers, and the order in which they run, to scale.
   trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --save-schedule order.txt
-      The same order as text, to change it: train with --set parallelism.pipeline_parallel_schedule_file=order.txt.
+      The same order as text that you can edit; train with --set parallelism.pipeline_parallel_schedule_file=order.txt.
 
-Nothing is trained, and nothing written but what is asked for; memory for the model is not needed. docs/memory.md says what is counted.";
+The command trains nothing, writes only the files that you ask for, and does not need the memory of the model. docs/memory.md explains what is counted.";
 
-/// Predict the memory that a run's workers take.
+/// Predict the memory use of a run's workers.
 ///
-/// Goes through the step program of a config, line by line, and prints what each category of memory takes at most, all of
-/// them together, and at which line that is. Workers are those that `trireme train` would start on this host; told is the one that
-/// takes most. Of a pipeline it also says what each rank runs and how much of its time is lost.
+/// Simulates the step program of a config line by line. Prints the peak of each memory category, the peak of their
+/// total, and the line where the total peaks. Considers the workers that `trireme train` would start on this host,
+/// and shows the worker that needs the most memory. For a pipeline, also prints what each rank runs and how much of
+/// its time is idle.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PlanArgs {
-    /// The config file.
+    /// Config file.
     config: PathBuf,
-    /// Number of local workers; as `--set launch.workers=N`.
+    /// Number of local workers; same as `--set launch.workers=N`.
     #[arg(long, value_name = "N")]
     workers: Option<usize>,
-    /// Set a key over what the file says; the value is TOML or a bare string.
+    /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
     /// Also print the step program.
     #[arg(long)]
     program: bool,
-    /// Also draw the step: a grid of pipeline ranks and time, bubbles dotted.
+    /// Also draw the step: a grid of pipeline ranks and time, with dots for bubbles.
     #[arg(long)]
     draw: bool,
-    /// Write the drawing to a file as SVG.
+    /// Write the drawing to an SVG file.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
-    /// Write the order of passes to a file, which `[parallelism] pipeline_parallel_schedule_file` reads.
+    /// Write the order of passes to a file that `[parallelism] pipeline_parallel_schedule_file` can read.
     #[arg(long, value_name = "FILE")]
     save_schedule: Option<PathBuf>,
 }
@@ -81,16 +82,14 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let millions = plan.model.table().num_elements() as f64 / 1e6;
     text += &format!("{millions:.2} M parameters; {workers}\n\n");
     if config.parallelism().pipeline_parallel_degree > 1 {
-        text += &format!("{}\nof rank {}, which takes most:\n", drawing.summary(&config), plan.rank);
+        text += &format!("{}\nrank {}, which needs the most memory:\n", drawing.summary(&config), plan.rank);
     }
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);
-    text += &format!("\nall together are at their peak {}\n", plan.prediction.moment(&plan.program));
+    text += &format!("\npeak total: {}\n", plan.prediction.moment(&plan.program));
     if plan.prediction.host > 0 {
         let host = Bytes(plan.prediction.host as u64);
-        text += &format!(
-            "beside that, state that does not live on the device takes {host} of the host's memory\n"
-        );
+        text += &format!("in addition, state outside the device takes {host} of host memory\n");
     }
     text.extend(plan.reasons.iter().map(|reason| format!("{reason}\n")));
     if args.draw {
@@ -109,11 +108,11 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
 /// What cannot be read again as a schedule of one's own.
 fn refuse_to_save(config: &Config) -> Result<()> {
     if config.parallelism().pipeline_parallel_degree == 1 {
-        bail!("--save-schedule writes the order of a pipeline; set parallelism.pipeline_parallel_degree");
+        bail!("--save-schedule needs a pipeline; set parallelism.pipeline_parallel_degree");
     }
     if config.is_asynchronous() {
         bail!(
-            "--save-schedule writes what pipeline_parallel_schedule_file reads, and that is for schedules that drain between steps"
+            "--save-schedule supports only schedules that drain between steps, like pipeline_parallel_schedule_file"
         );
     }
     Ok(())

@@ -19,60 +19,59 @@ use trireme_data::{
 const EXAMPLES: &str = "\
 Examples:
   trireme prepare book.txt --out corpus
-      One text as bytes; its last twentieth is kept for validation.
+      One text, one token per byte; the last twentieth is held out for validation.
   trireme prepare docs src --extension md,rs --train-bpe 8192 --out corpus
       Folders of text, with a tokenizer trained on them.
   trireme prepare part-*.jsonl --field content --tokenizer gpt2/tokenizer.json --out corpus
-      JSON-lines, one document a line, with the tokenizer of a model.
+      JSON Lines, one document per line, with a model's tokenizer.
 
-Then train on it: put `folder = \"corpus\"` into the section [data] of a config.
-Run twice, the command does nothing if no input and no option has changed.";
+To train on the corpus, put `folder = \"corpus\"` into the [data] section of a config.
+If no input and no option has changed since the last run, the command does nothing.";
 
-/// Turn text files, folders and JSON-lines into token files to train on.
+/// Convert text files, folders and JSON Lines into token files for training.
 ///
-/// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder, using
-/// all cores and little memory however large the input. A text file is one document; so is each line of a
-/// .jsonl, .ndjson or .json file. Folders are searched through to the bottom; hidden entries, folders named
-/// target, symbolic links and binary files in them are passed over and counted.
+/// Writes train.tokens, validation.tokens, the tokenizer and a report, prepare.json, into one folder. Uses all cores,
+/// and little memory regardless of the input size. A text file is one document; so is each line of a .jsonl, .ndjson
+/// or .json file. Folders are searched recursively. Hidden entries, folders named target, symbolic links and binary
+/// files in them are skipped and counted.
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct PrepareArgs {
-    /// Text files, JSON-lines files and folders, read in this order.
+    /// Text files, JSON Lines files and folders, read in this order.
     #[arg(value_name = "INPUT", required = true)]
     inputs: Vec<PathBuf>,
-    /// The folder to write into.
+    /// Folder to write to.
     #[arg(long, value_name = "DIR")]
     out: PathBuf,
-    /// `bytes` (257 tokens, no file needed), a Hugging Face tokenizer.json, or the folder of a model that has
-    /// one.
+    /// `bytes` (257 tokens, no file needed), a Hugging Face tokenizer.json, or the folder of a model that has one.
     #[arg(long, value_name = "TOKENIZER", default_value = "bytes")]
     tokenizer: PathBuf,
-    /// Train a byte-level BPE tokenizer of at most N tokens on the input itself, such as 8192.
+    /// Train a byte-level BPE tokenizer with at most N tokens on the input, such as 8192.
     #[arg(long, value_name = "N", conflicts_with = "tokenizer")]
     train_bpe: Option<usize>,
-    /// The field that holds the text in JSON-lines.
+    /// Field of each JSON object that contains the text.
     #[arg(long, value_name = "NAME", default_value = "text")]
     field: String,
-    /// Take only files with these extensions from folders; all text files if none are named.
+    /// Read only files with these extensions from folders. By default, all text files.
     #[arg(long = "extension", value_name = "EXT", value_delimiter = ',')]
     extensions: Vec<String>,
-    /// What to do with bytes that are no UTF-8.
+    /// How to handle bytes that are not valid UTF-8.
     #[arg(long, value_enum, default_value_t = OnInvalidUtf8::Replace)]
     invalid_utf8: OnInvalidUtf8,
-    /// The share of tokens kept for validation: whole documents, or the end of the text if there are few. 0
-    /// keeps none.
+    /// Fraction of tokens held out for validation: whole documents, or the end of the text if there are few. 0 holds
+    /// out none.
     #[arg(long, value_name = "SHARE", default_value_t = 0.05)]
     validation_fraction: f64,
-    /// Threads that tokenize; all cores by default. The result does not depend on it.
+    /// Number of tokenizer threads; all cores by default. Does not affect the result.
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
 enum OnInvalidUtf8 {
-    /// Put U+FFFD in place of each invalid sequence and count them.
+    /// Replace each invalid sequence with U+FFFD, and count the replacements.
     Replace,
-    /// End with an error that names the file and the byte.
+    /// Fail with an error that names the file and the byte.
     Refuse,
 }
 
@@ -119,7 +118,10 @@ fn tokenizer(name: &Path) -> anyhow::Result<TokenizerChoice> {
     }
     let file = if name.is_dir() { name.join(trireme_data::TOKENIZER_FILE) } else { name.to_owned() };
     if !file.is_file() {
-        bail!("there is no tokenizer {}; give `bytes` or the path of a tokenizer.json", file.display());
+        bail!(
+            "the tokenizer {} does not exist; give `bytes` or the path of a tokenizer.json",
+            file.display()
+        );
     }
     Ok(TokenizerChoice::File(file))
 }
@@ -185,7 +187,7 @@ fn title(phase: Phase) -> &'static str {
     match phase {
         Phase::TrainTokenizer => "training a tokenizer",
         Phase::Tokenize => "tokenizing",
-        Phase::Split => "setting validation apart",
+        Phase::Split => "splitting off validation tokens",
     }
 }
 
@@ -214,12 +216,16 @@ impl fmt::Display for Summary<'_> {
             report.skipped
         )?;
         if report.num_invalid_utf8_replaced > 0 {
-            writeln!(f, "  replaced {} invalid UTF-8 sequences by U+FFFD", report.num_invalid_utf8_replaced)?;
+            writeln!(
+                f,
+                "  replaced {} invalid UTF-8 sequences with U+FFFD",
+                report.num_invalid_utf8_replaced
+            )?;
         }
         writeln!(f, "  tokenizer {}, vocabulary {}", report.tokenizer, report.vocabulary_size)?;
         writeln!(
             f,
-            "\nTo train on it, set in the config (the model's vocabulary must be at least as large):"
+            "\nTo train on it, add this to the config (the model's vocabulary must be at least as large):"
         )?;
         writeln!(f, "  [data]\n  folder = {:?}", out.display().to_string())
     }
@@ -271,7 +277,9 @@ mod tests {
             let options = parse(&format!("a --out c --tokenizer {}", name.display())).unwrap();
             assert_eq!(options.tokenizer, TokenizerChoice::File(file.clone()));
         }
-        assert!(parse("a --out c --tokenizer gpt9").unwrap_err().contains("no tokenizer gpt9"));
+        assert!(
+            parse("a --out c --tokenizer gpt9").unwrap_err().contains("the tokenizer gpt9 does not exist")
+        );
         assert!(parse("a --out c --tokenizer bytes --train-bpe 300").is_err());
     }
 

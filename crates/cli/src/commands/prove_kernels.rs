@@ -11,13 +11,13 @@ pub(crate) const NAME: &str = "prove-kernels";
 /// A kernel that never ends is ended by SIGXCPU after so many seconds of all kernels together.
 const SECONDS_MAX: u64 = 10;
 
-/// Compare this machine's kernels for products with the portable ones.
+/// Compare this machine's matrix multiplication kernels with the portable ones.
 ///
-/// For each it prints its name before it tries it, and then what came of it. An instruction that the system refuses kills this
-/// process.
+/// For each kernel, prints the name before trying it and the result afterwards. An instruction that the system
+/// refuses kills this process.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ProveKernelsArgs {
-    /// Names of kernels; all without any.
+    /// Names of kernels. By default, all.
     kernels: Vec<String>,
 }
 

@@ -31,27 +31,27 @@ Examples:
   trireme train configs/quickstart.toml
       Trains a small model on this repository's own text with two workers.
   trireme train my.toml --workers 4 --set training.steps=2000 --set optimizer.lr=1e-3
-      Four local workers; two keys set over the file.
+      Four local workers, with two keys of the file overridden.
   torchrun --nproc-per-node 8 --no-python trireme train my.toml
-      Workers started by another launcher: torchrun, srun and mpirun are understood.
+      Workers started by another launcher: torchrun, srun and mpirun are supported.
 
-All that a run leaves is in its folder, runs/<name>: config.toml, metrics.jsonl, logs,
-events.out.tfevents.* for TensorBoard, and checkpoints/step-N. Run the command again to go on from
-the newest checkpoint; Ctrl-C ends a run. `trireme config --explain` tells every key.";
+A run writes everything to its folder, runs/<name>: config.toml, metrics.jsonl, logs,
+events.out.tfevents.* for TensorBoard, and checkpoints/step-N. Run the command again to resume from
+the newest checkpoint; Ctrl-C ends a run. `trireme config --explain` describes every key.";
 
-/// Train a model as a config file says.
+/// Train a model described by a config file.
 ///
-/// Starts the workers of this host itself, unless RANK and WORLD_SIZE (torchrun), SLURM_PROCID or OMPI_COMM_WORLD_RANK is
-/// set: then it is one worker of that world.
+/// Starts the workers of this host itself, unless another launcher has set RANK and WORLD_SIZE (torchrun),
+/// SLURM_PROCID or OMPI_COMM_WORLD_RANK. Under such a launcher, each process becomes one rank.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct TrainArgs {
-    /// The config file.
+    /// Config file.
     config: PathBuf,
-    /// Number of local workers; as `--set launch.workers=N`.
+    /// Number of local workers; same as `--set launch.workers=N`.
     #[arg(long, value_name = "N")]
     workers: Option<usize>,
-    /// Set a key over what the file says; the value is TOML or a bare string.
+    /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
 }
@@ -123,11 +123,11 @@ fn prepare_run(config: &Config, source: Source<'_>, workers: Workers) -> Result<
     if error_log().is_none() {
         match state {
             CorpusState::Kept => remark(
-                "note: the inputs have changed; the run resumes with the corpus it began with ([checkpoint] resume = \"never\" \
-                 starts again with the new one)",
+                "note: the inputs have changed, but the run resumes with its original corpus ([checkpoint] resume = \
+                 \"never\" starts again with the new one)",
             ),
             CorpusState::Made if version > 1 => remark(&format!(
-                "note: the corpus is in {}, beside one that an earlier run was trained on",
+                "note: the corpus is in {}, next to the one that an earlier run used",
                 corpus_folder(&config.data().folder, version).display()
             )),
             CorpusState::Made | CorpusState::Current => {}
@@ -321,7 +321,7 @@ fn train(
         match text {
             Some(Ok(text)) => console.line(&format!("\n--- sample ---\n{text}\n--------------\n")),
             // What was trained is saved, and a sample can be made from it at any time.
-            Some(Err(error)) => console.line(&format!("\nthere is no sample: {error:#}\n")),
+            Some(Err(error)) => console.line(&format!("\ncannot generate a sample: {error:#}\n")),
             None => {}
         }
         whereabouts(config, &summary).iter().for_each(|line| console.line(line));
@@ -352,7 +352,9 @@ fn common_plan(
     match (own, chosen) {
         (Some(plan), _) => Ok(plan),
         (None, Some(chosen)) => fitting_plan(config, source, vocabulary_size, workers, Some(chosen)),
-        (None, None) => bail!("worker 0 runs another version of the command"),
+        (None, None) => {
+            bail!("worker 0 runs a different version of trireme; use the same version on all workers")
+        }
     }
 }
 
@@ -387,17 +389,17 @@ fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
         columns = vec![
             ("predicted", foreseen, most(first + num_categories)),
             ("on rank 0", peaks, total),
-            ("most of all", worst, most(num_categories)),
+            ("max over ranks", worst, most(num_categories)),
         ];
     }
-    let since = trainer.moved_after().map(|step| format!("after units moved at step {step}:\n"));
+    let since = trainer.moved_after().map(|step| format!("since units moved after step {step}:\n"));
     let mut text = format!("\n{}{}", since.unwrap_or_default(), table(&columns));
     if most(first + num_categories + 1) > 0 {
         let [predicted, measured] =
             [first + num_categories + 1, num_categories + 1].map(|index| Bytes(most(index) as u64));
         text += &format!(
-            "beside that, state that does not live on the device took {measured} of the host's memory; {predicted} were \
-             predicted at most, with transfers\n"
+            "in addition, state outside the device took {measured} of host memory; the prediction was at most \
+             {predicted}, transfers included\n"
         );
     }
     Ok(text)
@@ -409,7 +411,9 @@ fn verdict(trainer: &Trainer<'_>, summary: &RunSummary) -> Result<Option<String>
     let (Some(loss), Some(validation)) = (summary.validation_loss, validation) else { return Ok(None) };
     let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
     let verdict = if loss < baseline { "below" } else { "not below" };
-    Ok(Some(format!("validation loss {loss:.4} nats a token, {verdict} the bigram baseline's {baseline:.4}")))
+    Ok(Some(format!(
+        "validation loss {loss:.4} nats per token, {verdict} the bigram baseline of {baseline:.4}"
+    )))
 }
 
 /// Where everything is, and what to try next.
@@ -417,17 +421,16 @@ fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
     let folder = config.run_folder();
     let folder = folder.display();
     let mut lines =
-        vec![format!("the run is in {folder}: metrics.jsonl, config.toml, logs, TensorBoard events")];
-    lines
-        .extend(summary.checkpoint.as_ref().map(|path| format!("the last checkpoint is {}", path.display())));
+        vec![format!("run folder: {folder} (metrics.jsonl, config.toml, logs, TensorBoard events)")];
+    lines.extend(summary.checkpoint.as_ref().map(|path| format!("last checkpoint: {}", path.display())));
     let prompt = match config.generate().prompt.as_str() {
         blank if blank.trim().is_empty() => String::new(),
         prompt => format!(" --prompt {prompt:?}"),
     };
     lines.extend([
-        "try next:".to_owned(),
+        "next steps:".to_owned(),
         format!("  trireme generate {folder}{prompt} --temperature 0.7"),
-        format!("  trireme checkpoint export {folder} exported   # a Hugging Face directory"),
+        format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
         format!("  tensorboard --logdir {}", config.run().folder.display()),
     ]);
     lines

@@ -22,14 +22,14 @@ fn of_processes(diagnosis: &Diagnosis, fates: &Fates) -> Option<String> {
             let process = diagnosis.findings.get(rank)?.process_id;
             let process = process.map_or_else(String::new, |id| format!(", process {id}"));
             Some(format!(
-                "find out what has stopped rank {rank}{process}: SIGSTOP, a debugger, or a batch system that suspends jobs"
+                "find out what stopped rank {rank}{process}: SIGSTOP, a debugger, or a batch system that suspends jobs"
             ))
         }
         Fate::Dead(Death::Signal(9)) => Some(format!(
-            "see whether memory ran out when rank {rank} was killed (dmesg | grep -i oom), and lower [training] local_batch_size \
-             if so"
+            "check whether rank {rank} was killed because memory ran out (dmesg | grep -i oom); if so, lower \
+             [training] local_batch_size"
         )),
-        Fate::Dead(Death::Signal(_)) => Some(format!("look into the log of rank {rank}")),
+        Fate::Dead(Death::Signal(_)) => Some(format!("look at the log of rank {rank}")),
         Fate::Dead(Death::Exit(_)) => None,
     })
 }
@@ -38,11 +38,11 @@ fn of_difference(difference: Difference) -> Option<String> {
     Some(
         match difference {
             Difference::Order | Difference::Operation => {
-                "all ranks must issue the same operations in the same order: compare their configs, their program.txt and the \
-                 version of the command"
+                "all ranks must issue the same operations in the same order: compare their configs, their \
+                 program.txt and their trireme versions"
             }
             Difference::Dtype => "compare [training] dtype and reduce_dtype of these ranks",
-            Difference::Size => "compare [model] and [training] of these ranks, and the version of the command",
+            Difference::Size => "compare [model] and [training] of these ranks, and their trireme versions",
             Difference::Line => return None,
         }
         .to_owned(),
@@ -65,7 +65,8 @@ fn of_crossed_groups(findings: &[Finding]) -> Option<String> {
             other.waits_for.contains(&one.rank) && group(one).is_some() && group(one) != group(other)
         })?;
         Some(format!(
-            "ranks {} and {} wait for each other in different groups: issue operations of several groups in one order on all ranks",
+            "ranks {} and {} wait for each other in different groups: issue the operations of several groups in the \
+             same order on all ranks",
             one.rank, other.rank
         ))
     })
@@ -81,11 +82,11 @@ fn of_missing_ranks(diagnosis: &Diagnosis) -> Option<String> {
     };
     Some(match finding.source {
         Source::Nothing | Source::Earlier => format!(
-            "look for the process of rank {missing}{process}: it is dead, stopped or cannot be reached; its log may say why"
+            "look for the process of rank {missing}{process}: it is dead, stopped or unreachable; its log may say why"
         ),
         Source::Own | Source::Told => format!(
-            "see what rank {missing}{process} does meanwhile, such as waiting for a slow disk; raise [comm] timeout_seconds \
-             (bench: --timeout) if that is as it should be"
+            "find out what keeps rank {missing}{process} busy, such as a slow disk; if this is expected, raise \
+             [comm] timeout_seconds (bench: --timeout)"
         ),
     })
 }
@@ -106,7 +107,7 @@ fn of_slow_transfers(diagnosis: &Diagnosis) -> Option<String> {
         diagnosis.findings.iter().filter(is_in_operation).map(|finding| finding.rank).collect();
     (!slow.is_empty()).then(|| {
         format!(
-            "look into the logs of {}; if the network is slow, raise [comm] timeout_seconds (bench: --timeout)",
+            "look at the logs of {}; if the network is slow, raise [comm] timeout_seconds (bench: --timeout)",
             ranks(&slow)
         )
     })

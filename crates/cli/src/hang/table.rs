@@ -66,11 +66,11 @@ fn state(finding: &Finding, fate: Option<&Fate>) -> String {
 
 fn operation(finding: &Finding) -> String {
     match (&finding.place, finding.source) {
-        (None, _) => "it has not reported".to_owned(),
-        (Some(Place { operation: None, .. }), _) => "none so far".to_owned(),
+        (None, _) => "no report".to_owned(),
+        (Some(Place { operation: None, .. }), _) => "none yet".to_owned(),
         (Some(place @ Place { operation: Some(operation), .. }), source) => {
             let after = if operation.state == OperationState::Done { "after " } else { "" };
-            let earlier = if source == Source::Earlier { " (when it last reported)" } else { "" };
+            let earlier = if source == Source::Earlier { " (last report)" } else { "" };
             format!("{after}{}{earlier}", described(&place.group, operation))
         }
     }

@@ -287,8 +287,7 @@ fn slurm_local_world_size(variables: &Variables<'_>) -> Result<Count, LaunchErro
         return match tasks_on_node(&value, node) {
             Some(value) if value <= WORLD_SIZE_MAX => Ok(Count { variable, value }),
             _ => {
-                let expected =
-                    format!("the number of tasks of each node, such as 4(x2), with one for node {node}");
+                let expected = format!("the number of tasks per node, such as 4(x2), including node {node}");
                 Err(LaunchError::UnfitVariable { variable, value, expected })
             }
         };

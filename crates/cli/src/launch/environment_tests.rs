@@ -69,7 +69,7 @@ fn partial_sets_are_refused_by_name() {
         ("SLURM_PROCID=1 SLURM_NTASKS=2 SLURM_LOCALID=0", "SLURM_PROCID", "SLURM_NTASKS_PER_NODE"),
     ] {
         let text = error(variables);
-        assert!(text.starts_with(&format!("{present} is set and {missing} is not")), "{variables}: {text}");
+        assert!(text.starts_with(&format!("{present} is set but {missing} is not")), "{variables}: {text}");
     }
 }
 

@@ -11,8 +11,7 @@ use trireme_comm::CommError;
 pub(crate) enum LaunchError {
     /// Some of the variables that make a worker are set and some are not.
     #[error(
-        "{present} is set and {missing} is not; set both, or unset {present} to let this command start the \
-         workers"
+        "{present} is set but {missing} is not; set both, or unset {present} to let this command start the workers"
     )]
     MissingVariable {
         /// A variable that is set.
@@ -32,8 +31,8 @@ pub(crate) enum LaunchError {
     },
     /// Two variables cannot both be right.
     #[error(
-        "the environment variables {first} = {first_value} and {second} = {second_value} contradict each \
-         other; correct one, or unset those that are not meant"
+        "the environment variables {first} = {first_value} and {second} = {second_value} contradict each other; \
+         correct one, or unset the ones that do not apply"
     )]
     ContradictoryVariables {
         /// One variable.
@@ -58,7 +57,7 @@ pub(crate) enum LaunchError {
     },
     /// No TCP port could be had for the workers to meet.
     #[error(
-        "cannot use TCP port {port} of 127.0.0.1; set [launch] master_port to another one, or to 0 for any"
+        "cannot use TCP port {port} of 127.0.0.1; set [launch] master_port to another one, or to 0 for any free port"
     )]
     Port {
         /// The port, 0 for any.
@@ -68,7 +67,7 @@ pub(crate) enum LaunchError {
         source: io::Error,
     },
     /// No secret could be made for the workers.
-    #[error("cannot make a secret for the workers")]
+    #[error("cannot generate a secret for the workers")]
     Secret {
         /// Why.
         #[source]
@@ -86,7 +85,7 @@ pub(crate) enum LaunchError {
         source: io::Error,
     },
     /// The operating system refused what watching over processes needs.
-    #[error("cannot watch over the workers")]
+    #[error("cannot monitor the workers")]
     Watch {
         /// Why.
         #[source]
@@ -110,13 +109,13 @@ pub(crate) enum LaunchError {
         table: Vec<String>,
     },
     /// A signal, such as that of Ctrl-C, ended the launcher and so its workers.
-    #[error("ended by {}", signal_name(*signal))]
+    #[error("interrupted by {}", signal_name(*signal))]
     Interrupted {
         /// The signal.
         signal: i32,
     },
     /// The launcher is no more, and so this worker has no reason to be.
-    #[error("the launcher of this worker has ended")]
+    #[error("the launcher of this worker has exited")]
     LauncherGone,
 }
 
@@ -144,7 +143,9 @@ impl fmt::Display for Death {
         match self {
             Death::Exit(code) => write!(f, "exited with code {code}"),
             // SIGKILL: nobody else sends it unasked.
-            Death::Signal(9) => f.write_str("was killed by SIGKILL (by hand, or because memory ran out)"),
+            Death::Signal(9) => {
+                f.write_str("was killed by SIGKILL (sent by a user, or because memory ran out)")
+            }
             Death::Signal(signal) => write!(f, "was killed by {}", signal_name(*signal)),
         }
     }
@@ -157,16 +158,16 @@ fn describe_death(
     log: &std::path::Path,
     last_lines: &[String],
 ) -> String {
-    let mut text = format!("rank {rank} {death}; the other workers have been ended");
+    let mut text = format!("rank {rank} {death}; the other workers have been stopped");
     if !left.is_empty() {
         let left = left.iter().map(Rank::to_string).collect::<Vec<_>>().join(", ");
         text.push_str(&format!(
-            ", but for rank {left}, which SIGKILL does not end: look for a disk that hangs"
+            ", except rank {left}, which does not respond to SIGKILL: check for a disk that hangs"
         ));
     }
     text.push_str(&format!(". Its log is {}", log.display()));
     if !last_lines.is_empty() {
-        text.push_str(", which ends:");
+        text.push_str(", which ends with:");
     }
     for line in last_lines {
         text.push_str("\n    ");

@@ -18,8 +18,7 @@ pub(crate) fn join_options(
     secret_file: Option<&Path>,
 ) -> Result<JoinOptions, CommError> {
     let text = std::env::var(SECRET_VARIABLE).ok();
-    let on_refusal =
-        OnRefusal::new(|refusal| remark(&format!("warning: refused to let in a connection: {refusal}")));
+    let on_refusal = OnRefusal::new(|refusal| remark(&format!("warning: refused a connection: {refusal}")));
     Ok(JoinOptions {
         master_addr: environment.master_addr.clone(),
         master_port: environment.master_port,

@@ -180,7 +180,8 @@ impl Watch<'_> {
                 // At once: to end workers that wait for this file system may take long.
                 let folder = self.recorder_folder.display();
                 (self.tell)(&format!(
-                    "warning: rank {rank} {death}; what the workers did last is not known, for {folder} does not answer"
+                    "warning: rank {rank} {death}; cannot tell what the workers last did, because {folder} does not \
+                     respond"
                 ));
                 return Ok(Vec::new());
             };

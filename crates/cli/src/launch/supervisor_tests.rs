@@ -98,7 +98,7 @@ fn a_death_ends_the_others_and_is_reported_once() {
     let text = result.as_ref().unwrap_err().to_string();
     assert_eq!(death(result), (2, Death::Signal(11), vec!["loading".to_owned(), "out of luck".to_owned()]));
     assert!(text.starts_with("rank 2 was killed by SIGSEGV; "), "{text}");
-    assert!(text.ends_with("rank-2.log, which ends:\n    loading\n    out of luck"), "{text}");
+    assert!(text.ends_with("rank-2.log, which ends with:\n    loading\n    out of luck"), "{text}");
     scene.assert_all_gone();
 }
 
@@ -210,7 +210,7 @@ fn reports_and_logs_that_cannot_be_read_hold_up_no_error() {
     };
     let told = told.into_inner();
     assert!(told.len() == 1 && told[0].starts_with("warning: rank 1 was killed by SIGKILL"), "{told:?}");
-    assert!(told[0].contains("does not answer"), "{told:?}");
+    assert!(told[0].contains("does not respond"), "{told:?}");
     assert_eq!((last_lines, table), (vec![], vec![]));
     scene.assert_all_gone();
 }

@@ -301,7 +301,7 @@ mod tests {
             .unwrap();
         workers.wait(Instant::now()).unwrap();
         let text = workers.report(Rank(0), Death::Exit(1), Vec::new()).to_string();
-        assert!(text.contains("but for rank 0, which SIGKILL does not end"), "{text}");
+        assert!(text.contains("except rank 0, which does not respond to SIGKILL"), "{text}");
     }
 
     #[test]

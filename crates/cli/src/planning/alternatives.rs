@@ -37,21 +37,21 @@ pub(crate) fn advice(
     let moment = plan.prediction.moment(&plan.program);
     let refusal = match limit {
         Limit::Device => format!(
-            "a step is predicted to take {taken_bytes} of worker {}'s memory, {excess} more than the {bound} that it may; at the \
-             peak, {moment}, these are {shares}",
+            "a step is predicted to take {taken_bytes} of memory on worker {}, {excess} more than its limit of \
+             {bound}; at the peak, {moment}, the memory holds {shares}",
             plan.rank
         ),
         Limit::Offload => {
             return format!(
-                "the state that does not live on worker {}'s device is predicted to take {taken_bytes} of the host's memory, \
-                 {excess} more than the {bound} that it may; have more of it live on \"disk\" (docs/memory.md), take a smaller \
-                 [offload] prefetch, more workers on more hosts, or raise [memory] host_budget",
+                "the offloaded state of worker {} is predicted to take {taken_bytes} of host memory, {excess} more \
+                 than its limit of {bound}; move more of it to \"disk\" (docs/memory.md), lower [offload] prefetch, \
+                 use more workers on more hosts, or raise [memory] host_budget",
                 plan.rank
             );
         }
         Limit::Host => format!(
-            "the workers of this host are predicted to take {taken_bytes} together, {excess} more than {}; worker {} takes the \
-             most, {}: at the peak, {moment}, these are {shares}",
+            "the workers of this host are predicted to take {taken_bytes} in total, {excess} more than {}; worker {} \
+             takes the most, {}: at its peak, {moment}, the memory holds {shares}",
             plan.limit,
             plan.rank,
             Bytes(plan.prediction.on_machine() as u64)
@@ -99,9 +99,9 @@ pub(crate) fn changes(
     match (told.is_empty(), smallest) {
         (false, _) => format!("  what would fit:{}", told.iter().map(line).collect::<String>()),
         (true, Some(smallest)) => {
-            format!("  nothing that was tried fits; this takes least:{}", line(&smallest))
+            format!("  nothing that was tried fits; this takes the least:{}", line(&smallest))
         }
-        (true, None) => "  no change of the config was found that would take less".to_owned(),
+        (true, None) => "  no config change was found that would take less".to_owned(),
     }
 }
 

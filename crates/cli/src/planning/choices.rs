@@ -72,7 +72,8 @@ impl Planning<'_> {
             let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();
             let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
             reasons.push(format!(
-                "recomputation: for at most {} a worker, {}; that makes {share:.1} % of the forward pass again and takes {}",
+                "recomputation, for at most {} per worker: {}; this repeats {share:.1} % of the forward pass and \
+                 takes {}",
                 Bytes(self.bounds.device.min(self.bounds.machine) as u64),
                 describe_keeps(&choice.keeps),
                 Bytes(prediction.total() as u64)
@@ -92,7 +93,7 @@ impl Planning<'_> {
         choices.places = placing.places;
     }
 
-    /// `offload: for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.
+    /// `offload, for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.
     fn describe_places(&self, placing: &Placing, open: &[StateClass], program: &Program) -> String {
         let Placing { places, traffic, prediction } = placing;
         let of_class = |&class: &StateClass| match places.tier(class) {
@@ -102,7 +103,8 @@ impl Planning<'_> {
                 let (Some(first), Some(last)) = (units.first(), units.last()) else { return None };
                 let (ahead, passes) = (places.prefetch, if places.prefetch == 1 { "pass" } else { "passes" });
                 Some(format!(
-                    "activations of units {first}-{last} ({}, from their forward pass until {ahead} {passes} before they are used)",
+                    "activations of units {first}-{last} ({}, from their forward pass until {ahead} {passes} before \
+                     their use)",
                     tier.name()
                 ))
             }
@@ -112,14 +114,14 @@ impl Planning<'_> {
         let moved = match away.is_empty() {
             true => "everything stays on the device".to_owned(),
             false => format!(
-                "{}; a step moves {} to and from the host, {} to and from disk",
+                "{}; each step moves {} to and from the host, and {} to and from disk",
                 away.join(", "),
                 Bytes(traffic.host),
                 Bytes(traffic.disk)
             ),
         };
         format!(
-            "offload: for at most {} a worker, {moved}, and takes {} of the device and {} of the host's memory",
+            "offload, for at most {} per worker: {moved}; takes {} on the device and {} of host memory",
             Bytes(self.bounds.device.min(self.bounds.machine) as u64),
             Bytes(prediction.total() as u64),
             Bytes(prediction.host as u64)

@@ -39,14 +39,14 @@ impl Drawing {
         }
         let bubble = 100.0 * self.timeline.bubble().fraction();
         text += &format!(
-            "bubble: {bubble:.1} % of what the busiest rank works, with floating-point operations for time\n"
+            "bubble: {bubble:.1} % of the busiest rank's work, with floating-point operations as time\n"
         );
         if config.is_asynchronous() {
             let list =
                 |numbers: Vec<usize>| numbers.iter().map(usize::to_string).collect::<Vec<_>>().join(", ");
             let (versions, staleness) = (self.schedule.versions_kept(), self.schedule.staleness());
             text += &format!(
-                "weights: by stage {} versions are kept, and gradients are applied to weights at most {} updates newer\n",
+                "weights: stages keep {} versions, and gradients are applied to weights at most {} updates newer\n",
                 list(versions),
                 list(staleness)
             );
@@ -57,7 +57,8 @@ impl Drawing {
             0 => text,
             interval => {
                 text + &format!(
-                    "every {interval} steps units move if the busiest rank was measured to work more than {threshold} of the mean\n"
+                    "every {interval} steps, units move if the busiest rank was measured to work more than \
+                     {threshold} of the mean\n"
                 )
             }
         }

@@ -92,7 +92,7 @@ fn share(workers: Workers<'_>) -> usize {
 pub(super) fn budget_notice(config: &Config, workers: Workers<'_>, bounds: MemoryBounds) -> Option<String> {
     let budget = config.memory().device_budget.0.filter(|budget| budget.0 > bounds.machine as u64)?;
     Some(format!(
-        "memory: [memory] device_budget = {budget} is more than the {} that a worker of this host can have of {}",
+        "memory: [memory] device_budget = {budget} exceeds the {} available to a worker of this host out of {}",
         Bytes(bounds.machine as u64),
         workers.limit
     ))

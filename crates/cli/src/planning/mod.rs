@@ -219,7 +219,7 @@ impl Plan {
         let peak = |category| peaks.get(category) as u64;
         let total = self.prediction.total();
         let moment = self.prediction.moment(&self.program);
-        let predicted = format!("{} are predicted at most, {moment}", Bytes(total as u64));
+        let predicted = format!("predicted peak: {} at {moment}", Bytes(total as u64));
         MemoryPlan {
             choices: self.choices.clone(),
             predicted: MemoryPeakBytes {
@@ -268,7 +268,8 @@ pub(crate) fn vocabulary_size(config: &Config) -> Result<usize> {
         (config::Tokenizer::Bytes, vocabulary_size) => vocabulary_size,
         (config::Tokenizer::File(_), _) => {
             anyhow::bail!(
-                "the vocabulary is not known before the text is prepared: run `trireme prepare` first, or set [model] vocab_size"
+                "the vocabulary size is unknown until the text is prepared: run `trireme prepare` first, or set \
+                 [model] vocab_size"
             )
         }
     })

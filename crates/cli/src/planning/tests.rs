@@ -379,7 +379,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     };
     assert_eq!((source.category, source.excess() < 64), (Category::Activations, true), "{source}");
     let action = program.actions[predicted.line - 2];
-    assert_eq!(line, format!("step 1, line {}: {action}", predicted.line));
+    assert_eq!(line, format!("step 1, line {} ({})", predicted.line, action.words()));
 }
 
 #[test]

@@ -125,20 +125,20 @@ impl Simd {
         if self.level < self.most {
             "another kernel of its SIMD level is excluded"
         } else {
-            "TRIREME_SIMD chooses less"
+            "TRIREME_SIMD selects a lower level"
         }
     }
 
     /// Why it is this level.
     pub(crate) fn reason(&self) -> &'static str {
         if self.level < self.most {
-            "the highest whose kernels for products compute what the portable ones do"
+            "the highest level whose matmul kernels match the portable ones"
         } else if self.most < CpuFeatures::detect() {
-            "TRIREME_SIMD chooses it"
+            "set by TRIREME_SIMD"
         } else if self.level == CpuFeatures::Portable {
-            "this machine has no other"
+            "the only level of this machine"
         } else {
-            "the highest of this machine; its kernels for products compute what the portable ones do"
+            "the highest level of this machine; its matmul kernels match the portable ones"
         }
     }
 }
@@ -167,7 +167,7 @@ fn prove(names: &[String]) -> Verdicts {
     };
     trial::in_children(names, &command).unwrap_or_else(|error| {
         remark(&format!(
-            "warning: kernels cannot be tried in a child process ({}); they are tried in this one",
+            "warning: kernels cannot be tried in a child process ({}); trying them in this one",
             plain(&error.to_string())
         ));
         trial::here(&trials())
@@ -237,7 +237,7 @@ mod tests {
               vdpbf16ps"
             ]
         );
-        assert!(simd.reason().starts_with("the highest whose"));
+        assert!(simd.reason().starts_with("the highest level whose"));
         assert_eq!(simd.variable(), (CHOSEN_VARIABLE, "avx512_bf16".to_owned()));
     }
 

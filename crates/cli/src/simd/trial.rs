@@ -111,12 +111,10 @@ fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<Str
 fn fault(status: ExitStatus) -> Option<String> {
     match (status.signal(), status.code()) {
         (Some(signal), _) if FAULTS.iter().any(|fault| fault.as_raw() == signal) => {
-            Some(format!("the system ends a process that tries them, by {}", signal_name(signal)))
+            Some(format!("a process that runs them is killed by {}", signal_name(signal)))
         }
         // A panic.
-        (None, Some(code)) if code != 0 => {
-            Some(format!("a process that tries them ends with exit code {code}"))
-        }
+        (None, Some(code)) if code != 0 => Some(format!("a process that runs them exits with code {code}")),
         _ => None,
     }
 }
@@ -184,10 +182,10 @@ mod tests {
         let verdicts = in_children(&kernels, &command).unwrap();
         let reason = |kernel: &str| verdicts[kernel].as_deref();
         assert_eq!([reason("good"), reason("also good")], [None; 2]);
-        assert_eq!(reason("illegal"), Some("the system ends a process that tries them, by SIGILL"));
+        assert_eq!(reason("illegal"), Some("a process that runs them is killed by SIGILL"));
         assert_eq!(reason("wrong"), Some(plain("1 is 2,\u{1b}[31m here").as_str()));
         assert!(!reason("wrong").unwrap().chars().any(char::is_control));
-        assert_eq!(reason("panics"), Some("a process that tries them ends with exit code 101"));
+        assert_eq!(reason("panics"), Some("a process that runs them exits with code 101"));
         assert!(reason("endless").unwrap().contains("SIGXCPU"));
         assert_eq!(verdicts.len(), kernels.len());
     }

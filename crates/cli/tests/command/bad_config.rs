@@ -50,17 +50,17 @@ fn values_that_cannot_be() {
     for (setting, facts) in [
         (
             "training.global_batch_size=7",
-            &["--set training.global_batch_size=7", "no multiple", "2 x 2 workers = 4"] as &[&str],
+            &["--set training.global_batch_size=7", "not a multiple", "2 x 2 workers = 4"] as &[&str],
         ),
         ("training.global_batch_size=4611686018427387904", &["microbatches", "more than 65536"]),
         ("training.local_batch_size=-1", &["expected a whole number from 1"]),
         ("training.steps=many", &["expected a whole number, 1 or more"]),
         ("training.dtype=int8", &["expected \"f32\", \"bf16\" or \"f16\""]),
-        ("training.fp8=hybrid", &["products in bf16", "set dtype = \"bf16\""]),
+        ("training.fp8=hybrid", &["fp8 is emulated in bf16", "set dtype = \"bf16\""]),
         ("launch.workers=0", &["expected a whole number from 1"]),
         ("model.num_heads=5", &["num_heads 5 does not divide hidden_size 32"]),
         ("comm.bind_address=::1", &["unknown key in [comm]"]),
-        ("run.name=../elsewhere", &["expected the name of one folder"]),
+        ("run.name=../elsewhere", &["expected the name of a single folder"]),
         ("checkpoint.resume=atuo", &["expected \"auto\", \"never\" or the path"]),
         ("nonsense", &["--set nonsense: expected section.key=value"]),
         ("model.hidden_size=1048576 --set model.vocab_size=16777216", &["out of memory", "for parameters"]),
@@ -88,7 +88,7 @@ fn files_that_are_no_config() {
 fn checkpoints_that_this_run_cannot_go_on_from() {
     let scene = Scene::with_corpus();
     let error = scene.run("train tiny.toml --workers 1 --set checkpoint.resume=./nowhere").refused();
-    tells(&error, &["./nowhere holds no checkpoint"]);
+    tells(&error, &["./nowhere contains no checkpoint"]);
     scene.run("train tiny.toml --workers 1").succeeded();
     let before = scene.read("runs/tiny/metrics.jsonl");
     for workers in [1, 2] {
@@ -112,7 +112,7 @@ fn arguments_that_cannot_be() {
     tells(&scene.refused_without_trace("generate nowhere"), &["nowhere"]);
     tells(&scene.refused_without_trace("generate . --temperature -1 "), &["--temperature is -1"]);
     tells(&scene.refused_without_trace("generate . --top-p 2"), &["--top-p is 2"]);
-    tells(&scene.refused_without_trace("checkpoint list ."), &["holds no checkpoint"]);
+    tells(&scene.refused_without_trace("checkpoint list ."), &["contains no checkpoints"]);
     tells(&scene.refused_without_trace("checkpoint export nowhere out"), &["nowhere"]);
     tells(&scene.refused_without_trace("config --explain optimiser"), &["did you mean [optimizer]?"]);
     tells(&scene.refused_without_trace("bench step --model nowhere --workers 2"), &["nowhere/config.json"]);
@@ -125,8 +125,8 @@ fn arguments_that_cannot_be() {
 fn more_threads_and_workers_than_there_can_be() {
     let scene = Scene::with_corpus();
     for (command, fact) in [
-        ("generate . --threads 99999", "99999 threads are more than 4096"),
-        ("prepare text.txt --out other --threads 99999", "99999 tokenizing threads are more than 256"),
+        ("generate . --threads 99999", "99999 threads exceed the maximum of 4096"),
+        ("prepare text.txt --out other --threads 99999", "99999 tokenizer threads exceed the maximum of 256"),
         ("train tiny.toml --set training.threads=99999", "from 0 to 4096"),
         ("train tiny.toml --set launch.workers=99999", "from 1 to 4096"),
         ("train tiny.toml --workers 99999", "from 1 to 4096"),

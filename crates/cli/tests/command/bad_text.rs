@@ -17,7 +17,7 @@ fn inputs_that_are_no_text() {
         ("latin.txt --invalid-utf8 refuse", &["latin.txt is not valid UTF-8", "byte 3"]),
         ("broken.jsonl", &["broken.jsonl, line 2"]),
         ("fields.jsonl", &["fields.jsonl, line 2", "field 'text'"]),
-        ("text.txt --tokenizer none.json", &["no tokenizer none.json"]),
+        ("text.txt --tokenizer none.json", &["the tokenizer none.json does not exist"]),
         ("text.txt --tokenizer tiny.toml", &["cannot load the tokenizer tiny.toml"]),
         ("text.txt --train-bpe 100", &["vocabulary of 100", "257"]),
         ("text.txt --validation-fraction 2", &["validation fraction 2"]),
@@ -44,7 +44,7 @@ fn invalid_utf8_is_replaced_and_counted() {
     let scene = Scene::new();
     scene.write("latin.txt", b"caf\xe9 au lait, ".repeat(60));
     let printed = scene.run("prepare latin.txt --out corpus").succeeded();
-    tells(&printed, &["replaced 60 invalid UTF-8 sequences by U+FFFD"]);
+    tells(&printed, &["replaced 60 invalid UTF-8 sequences with U+FFFD"]);
 }
 
 #[test]
@@ -72,12 +72,12 @@ fn token_files_that_are_not_what_was_written() {
     );
     assert_refused(
         |scene| scene.write("corpus/train.tokens", "text"),
-        &["corpus/train.tokens is no token file"],
+        &["corpus/train.tokens is not a token file"],
     );
     assert_refused(|scene| scene.write("corpus/prepare.json", "{"), &["corpus/prepare.json is damaged"]);
     assert_refused(
         |scene| std::fs::remove_dir_all(scene.path("corpus")).unwrap(),
-        &["corpus holds no prepared corpus"],
+        &["corpus contains no prepared corpus"],
     );
 }
 

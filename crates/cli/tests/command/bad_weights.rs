@@ -43,7 +43,7 @@ fn missing_extra_and_mis_shaped_tensors() {
                 "missing: 'transformer.ln_f.bias' of shape [32]",
             ] as &[&str],
         ),
-        (weights().with("transformer.h.7.extra"), &["not expected: 'transformer.h.7.extra' of shape [2]"]),
+        (weights().with("transformer.h.7.extra"), &["unexpected: 'transformer.h.7.extra' of shape [2]"]),
         (
             weights().transposed("transformer.h.0.attn.c_attn.weight"),
             &["'transformer.h.0.attn.c_attn.weight' has shape [96, 32], expected [32, 96]"],
@@ -63,14 +63,14 @@ fn a_file_of_weights_cut_off_or_gone() {
     scene.cut("model/model.safetensors", 1000);
     assert_refused(&scene, &["model/model.safetensors is damaged", "86016 bytes"]);
     std::fs::remove_file(scene.path("model/model.safetensors")).unwrap();
-    assert_refused(&scene, &["model holds no model; expected model.safetensors"]);
+    assert_refused(&scene, &["model contains no model; expected model.safetensors"]);
 }
 
 #[test]
 fn a_model_without_description_or_tokenizer() {
     let scene = scene_with_model();
     std::fs::remove_file(scene.path("model/tokenizer.bytes.json")).unwrap();
-    tells(&scene.refused_without_trace("generate model"), &["--tokenizer", "model holds no tokenizer"]);
+    tells(&scene.refused_without_trace("generate model"), &["--tokenizer", "model contains no tokenizer"]);
     scene.run("generate model --tokenizer bytes --num-tokens 1").succeeded();
     scene.write("model/config.json", "{\"model_type\": \"other\"}");
     assert_refused(&scene, &["model/config.json", "other"]);

@@ -94,7 +94,7 @@ fn auto_fits_or_is_refused_and_nothing_is_killed() {
         let name = format!("auto-{workers}");
         let auto = format!("{settings} --set activation_checkpoint.mode=auto --set run.name={name}");
         let shown = group.run(&scene, &format!("train tiny.toml {auto}")).succeeded();
-        tells(&shown, &["recomputation: for at most", "of the forward pass again"]);
+        tells(&shown, &["recomputation, for at most", "of the forward pass"]);
         assert_eq!(scene.whole_checkpoints(&name), 1);
     }
     let large = "--set model.hidden_size=1024 --set model.num_layers=8 --set activation_checkpoint.mode=auto";

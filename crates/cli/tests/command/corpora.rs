@@ -15,7 +15,7 @@ fn resumes(scene: &Scene) {
     let resumed = scene.run("train tiny.toml --set training.steps=6");
     assert_eq!(resumed.code, Some(0), "{resumed:?}");
     tells(&resumed.stdout, &["resuming after step 4 of 6"]);
-    tells(&resumed.stderr, &["the run resumes with the corpus it began with"]);
+    tells(&resumed.stderr, &["the run resumes with its original corpus"]);
 }
 
 #[test]
@@ -41,7 +41,7 @@ fn a_launch_into_a_run_in_use_changes_nothing() {
     let lock = File::open(scene.path("runs/tiny/.lock")).unwrap();
     lock.lock().unwrap();
     let error = scene.refused_without_trace("train tiny.toml --set checkpoint.resume=never");
-    tells(&error, &["runs/tiny", "in use"]);
+    tells(&error, &["another process is using the run runs/tiny"]);
     drop(lock);
     resumes(&scene);
 }
@@ -61,10 +61,7 @@ fn another_corpus_is_made_beside_one_that_checkpoints_refer_to() {
     let old = scene.losses("tiny");
     let anew = scene.run("train tiny.toml --set checkpoint.resume=never");
     assert_eq!(anew.code, Some(0), "{anew:?}");
-    tells(
-        &anew.stderr,
-        &["the corpus is in runs/tiny/data-2, beside one that an earlier run was trained on"],
-    );
+    tells(&anew.stderr, &["the corpus is in runs/tiny/data-2, next to the one that an earlier run used"]);
     assert_ne!(scene.losses("tiny"), old);
     tells(&scene.read("runs/tiny/config.toml"), &["folder = \"runs/tiny/data-2\""]);
     // The new run resumes with its corpus.

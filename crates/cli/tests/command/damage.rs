@@ -22,14 +22,14 @@ fn check_damage(what: &str, damage: impl Fn(&Scene)) {
     let losses = scene.losses("tiny");
     damage(&scene);
     let printed = scene.run("train tiny.toml").succeeded();
-    let notice = format!("note: {NEWEST} is now {NEWEST}.damaged-");
+    let notice = format!("note: renamed {NEWEST} to {NEWEST}.damaged-");
     tells(&printed, &[&notice, "resuming after step 2 of 4"]);
     assert_eq!(scene.losses("tiny"), losses, "{what}");
     let names = scene.names("runs/tiny/checkpoints");
     assert_eq!(names.len(), 4, "{what}: {names:?}");
     assert!(names[3].starts_with("step-4.damaged-"), "{what}: {names:?}");
     assert_eq!(scene.whole_checkpoints("tiny"), 2, "{what}");
-    tells(&scene.run("train tiny.toml").succeeded(), &["has reached its last step"]);
+    tells(&scene.run("train tiny.toml").succeeded(), &["the run is complete at step"]);
 }
 
 fn flip_bit_at(scene: &Scene, name: &str, position: impl FnOnce(&[u8]) -> usize) {
@@ -113,7 +113,11 @@ fn a_run_without_a_whole_checkpoint_does_not_begin_anew_by_itself() {
         let refused = scene.run(&format!("train tiny.toml --workers {workers}")).refused();
         tells(
             &refused,
-            &["no checkpoint in runs/tiny/checkpoints can be resumed from", "resume = \"never\"", "step-4"],
+            &[
+                "none of the checkpoints in runs/tiny/checkpoints can be resumed",
+                "resume = \"never\"",
+                "step-4",
+            ],
         );
         assert_eq!(scene.names("runs/tiny/checkpoints"), names);
     }

@@ -13,7 +13,7 @@ fn assert_death_of(rank: usize, scene: &Scene, outcome: Outcome) {
     let log = format!("runs/tiny/logs/rank-{rank}.log");
     tells(
         &error,
-        &[&format!("rank {rank} was killed by SIGKILL"), "the other workers have been ended", &log],
+        &[&format!("rank {rank} was killed by SIGKILL"), "the other workers have been stopped", &log],
     );
     assert!(scene.path(&log).exists());
 }
@@ -129,7 +129,7 @@ fn a_launcher_that_is_ended_ends_its_workers() {
         match signal {
             Signal::TERM => {
                 assert_eq!(outcome.code, Some(128 + 15), "{outcome:?}");
-                assert_eq!(outcome.one_error(), "error: ended by SIGTERM\n");
+                assert_eq!(outcome.one_error(), "error: interrupted by SIGTERM\n");
             }
             _ => assert_eq!(outcome.code, None, "{outcome:?}"),
         }
@@ -147,7 +147,7 @@ fn a_preparation_that_is_killed_is_begun_anew() {
     kill(run.process());
     assert_eq!(run.end().code, None);
     let train = "train tiny.toml --set data.inputs=[] --set data.folder=corpus";
-    tells(&scene.run(train).refused(), &["corpus holds no prepared corpus"]);
+    tells(&scene.run(train).refused(), &["corpus contains no prepared corpus"]);
     // It may tell of its progress, if the machine is slow.
     assert_eq!(scene.run(prepare).code, Some(0));
     assert_eq!(

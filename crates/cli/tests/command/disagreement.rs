@@ -31,7 +31,7 @@ fn a_key_that_differs_is_named_with_its_values_and_ranks() {
         let error =
             refused_by_both(&scene, "train tiny.toml", &format!("train tiny.toml --set {key}={other}"));
         let line = format!("{key}: {own} on rank 0, {other} on rank 1");
-        tells(&error, &["the ranks do not train the same run", &line]);
+        tells(&error, &["the ranks disagree about the run", &line]);
     }
     assert!(!scene.path("runs/tiny/metrics.jsonl").exists(), "no rank has begun");
 }

@@ -28,9 +28,9 @@ fn a_killed_worker_is_told_with_what_the_others_were_doing() {
         let error = run.end_after_death().refused();
         tells(
             &error,
-            &["rank 1 was killed by SIGKILL", "try: see whether memory ran out when rank 1 was killed"],
+            &["rank 1 was killed by SIGKILL", "try: check whether rank 1 was killed because memory ran out"],
         );
-        tells(&row(&error, 1), &["killed by SIGKILL", "it has not reported"]);
+        tells(&row(&error, 1), &["killed by SIGKILL", "no report"]);
         for survivor in [0, 2] {
             tells(&row(&error, survivor), &["failed", "rank 1", ", world ", ", step ", "line "]);
         }
@@ -62,9 +62,9 @@ fn a_stopped_worker_is_told_after_the_deadline() {
     assert_eq!(outcome.code, Some(1), "{outcome:?}");
     let text = &outcome.stderr;
     // Which operation it is depends on where in a step the worker was stopped.
-    tells(text, &["warning: rank 0 has been waiting for rank 2 in ", "it gives up after 1.0 s"]);
-    tells(text, &["error: rank ", "did not end within 1s; ranks that have not reached it: 2"]);
-    tells(text, &["try: find out what has stopped rank 2"]);
+    tells(text, &["warning: rank 0 has been waiting for rank 2 in ", "it will give up after 1.0 s"]);
+    tells(text, &["error: rank ", "did not finish within 1s; ranks that have not reached it: 2"]);
+    tells(text, &["try: find out what stopped rank 2"]);
     tells(&row(text, 2), &["stopped"]);
     for survivor in [0, 1] {
         tells(&row(text, survivor), &["failed", "rank 2", ", step ", "line "]);
@@ -142,7 +142,7 @@ fn without_a_launcher_the_first_survivor_tells_of_a_rank_that_is_lost_or_stopped
         kill_process(dead.process(), signal).unwrap();
         let text = survivor.end().stderr;
         kill(dead.process());
-        tells(&row(&text, victim), &["silent", "it has not reported"]);
+        tells(&row(&text, victim), &["silent", "no report"]);
         tells(&row(&text, 1 - victim), &["failed", &format!("rank {victim}"), "line "]);
         tells(&text, &[&format!("try: look for the process of rank {victim}")]);
         drop(dead.end());
@@ -152,11 +152,14 @@ fn without_a_launcher_the_first_survivor_tells_of_a_rank_that_is_lost_or_stopped
 #[test]
 fn a_run_without_reports_is_refused() {
     let scene = Scene::with_corpus();
-    tells(&scene.run("flight-recorder nowhere").refused(), &["nowhere has no reports of several workers"]);
+    tells(&scene.run("flight-recorder nowhere").refused(), &["nowhere has no reports from several workers"]);
     scene.run("train tiny.toml").succeeded();
     let shown = scene.run("flight-recorder runs/tiny").succeeded();
-    tells(&row(&shown, 1), &["in no operation", "none so far"]);
-    tells(&scene.run("flight-recorder runs/tiny --rank 2").refused(), &["no report of rank 2"]);
+    tells(&row(&shown, 1), &["no operation", "none yet"]);
+    tells(&scene.run("flight-recorder runs/tiny --rank 2").refused(), &["no report from rank 2"]);
     scene.write("runs/tiny/flight-recorder/rank-1.json", "{}");
-    tells(&scene.run("flight-recorder runs/tiny").refused(), &["rank-1.json is no flight recorder's report"]);
+    tells(
+        &scene.run("flight-recorder runs/tiny").refused(),
+        &["rank-1.json is not a flight recorder report"],
+    );
 }

@@ -174,7 +174,7 @@ fn a_worker_whose_process_is_stopped_is_named() {
         assert_eq!(outcome.code, Some(1), "{outcome:?}");
         let names_it = format!("ranks that have not reached it: {stopped}");
         let row = format!("     {stopped}  silent");
-        tells(&outcome.stderr, &["warning: rank", "did not end within 1s", &names_it, &row, " in all_"]);
+        tells(&outcome.stderr, &["warning: rank", "did not finish within 1s", &names_it, &row, " in all_"]);
         kill_process(stopped_process, Signal::CONT).unwrap();
         // It learns that it is alone.
         let outcome = stopped_worker.end_after_death();

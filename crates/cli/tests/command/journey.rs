@@ -12,10 +12,10 @@ fn from_text_to_text() {
             "2 workers x 1 threads",
             "seconds_to_first_step: ",
             "step: 4  loss: ",
-            "the bigram baseline's",
+            "the bigram baseline of",
             "--- sample ---",
-            "the run is in runs/tiny",
-            "the last checkpoint is runs/tiny/checkpoints/step-4",
+            "run folder: runs/tiny",
+            "last checkpoint: runs/tiny/checkpoints/step-4",
             "trireme generate runs/tiny",
         ],
     );
@@ -63,7 +63,7 @@ fn a_run_whose_sample_cannot_be_made_is_a_success() {
     for workers in [1, 2] {
         let train = format!("train long.toml --workers {workers} --set run.name=run-{workers}");
         let printed = scene.run(&train).succeeded();
-        tells(&printed, &["there is no sample: ", "the last checkpoint is "]);
+        tells(&printed, &["cannot generate a sample: ", "last checkpoint: "]);
     }
 }
 
@@ -128,7 +128,7 @@ fn the_launcher_does_not_change_the_run() {
         let port = free_port();
         let train = format!("train tiny.toml --set comm.transport={transport} --set run.name={transport}");
         let [first, second] = [0, 1].map(|rank| Running::start(scene.worker(rank, port, &train)));
-        tells(&first.end().succeeded(), &[&format!("over {transport}"), "the run is in"]);
+        tells(&first.end().succeeded(), &[&format!("over {transport}"), "run folder: "]);
         second.end().succeeded();
         assert_eq!(scene.losses(transport), alone, "{transport}");
     }

@@ -52,10 +52,10 @@ fn a_run_takes_what_was_planned() {
                 (bytes(&record, predicted, category), bytes(&record, measured, category));
             let tolerance = if category == "total" { 0.01 } else { 0.0 };
             assert!((predicted - measured).abs() <= tolerance * measured, "{settings}, {category}: {record}");
-            let title = if category == "total" { "together" } else { category };
+            let title = category;
             assert_eq!(row(&planned, title)[0], row(&shown, title)[0], "{planned}{shown}");
         }
-        assert!(scene.read(&format!("runs/{name}/program.txt")).contains("are predicted at most, at line"));
+        assert!(scene.read(&format!("runs/{name}/program.txt")).contains("predicted peak: "));
     }
 }
 
@@ -66,7 +66,13 @@ fn what_would_not_fit_is_refused_and_what_would_is_told() {
     let error = scene.refused_without_trace(&format!("train tiny.toml --workers 1 {budget}"));
     tells(
         &error,
-        &["is predicted to take", "more than the 800.00KiB", "at line", "activations", "what would fit:"],
+        &[
+            "is predicted to take",
+            "more than its limit of 800.00KiB",
+            "at the peak, line ",
+            "activations",
+            "what would fit:",
+        ],
     );
     // Every change that is told is one that fits.
     let changes: Vec<&str> =
@@ -78,7 +84,7 @@ fn what_would_not_fit_is_refused_and_what_would_is_told() {
             .succeeded();
     }
     let error = scene.run("plan tiny.toml --set memory.device_budget=10KiB").refused();
-    tells(&error, &["nothing that was tried fits; this takes least"]);
+    tells(&error, &["nothing that was tried fits; this takes the least"]);
 }
 
 #[test]
@@ -89,7 +95,14 @@ fn without_a_budget_the_machine_bounds_a_run() {
         let error = scene.refused_without_trace(&format!("{command} tiny.toml {settings}"));
         tells(
             &error,
-            &["predicted to take", "TiB together", "more than the", "worker 0", "at line", "launch.workers="],
+            &[
+                "predicted to take",
+                "TiB in total",
+                "more than the",
+                "worker 0",
+                "at its peak, line ",
+                "launch.workers=",
+            ],
         );
     }
 }
@@ -101,9 +114,9 @@ fn auto_recomputes_as_little_as_fits() {
     let plan = |memory: &str| {
         scene.run(&format!("plan tiny.toml {settings} --set activation_checkpoint.memory={memory}"))
     };
-    tells(&plan("1GiB").succeeded(), &["units 0-7 keep all", "makes 0.0 % of the forward pass again"]);
+    tells(&plan("1GiB").succeeded(), &["units 0-7 keep all", "repeats 0.0 % of the forward pass"]);
     let all = scene.run(&format!("train tiny.toml {settings} --set run.name=all")).succeeded();
-    tells(&all, &["recomputation: for at most", "units 0-7 keep all"]);
+    tells(&all, &["recomputation, for at most", "units 0-7 keep all"]);
     let record = scene.records("all").pop().unwrap();
     let total = bytes(&record, "memory_peak_bytes", "total") as u64;
     let memory = format!("{}B", total * 15 / 16);
@@ -117,8 +130,8 @@ fn auto_recomputes_as_little_as_fits() {
     let record = scene.records("less").pop().unwrap();
     assert!(bytes(&record, "memory_peak_bytes", "total") as u64 <= total * 15 / 16, "{record}");
     assert_eq!(scene.losses("less"), scene.losses("all"), "recomputation changes no bit");
-    tells(&scene.read("runs/less/program.txt"), &["# recomputation: for at most"]);
-    tells(&plan("1KiB").refused(), &["more than the 1.00KiB"]);
+    tells(&scene.read("runs/less/program.txt"), &["# recomputation, for at most"]);
+    tells(&plan("1KiB").refused(), &["more than its limit of 1.00KiB"]);
 }
 
 #[test]
@@ -130,20 +143,20 @@ fn auto_moves_as_little_as_fits() {
     let budget = |bytes: u64| format!("{settings} --set memory.device_budget={bytes}B");
     let auto = "--set offload.activations=auto --set offload.optimizer=auto";
     let text = scene.run(&format!("plan tiny.toml {} {auto}", budget(total * 2))).succeeded();
-    tells(&text, &["offload: for at most", "everything stays on the device"]);
+    tells(&text, &["offload, for at most", "everything stays on the device"]);
 
     let activations = format!("{} --set offload.activations=auto", budget(total * 15 / 16));
     let text = scene.run(&format!("plan tiny.toml {activations}")).succeeded();
     tells(
         &text,
-        &["activations of units 1-", "(host, from their forward pass until 1 pass", "of the host's memory"],
+        &["activations of units 1-", "(host, from their forward pass until 1 pass", "of host memory"],
     );
     let text = scene.run(&format!("train tiny.toml {activations} --set run.name=less")).succeeded();
-    tells(&text, &["offload: for at most"]);
+    tells(&text, &["offload, for at most"]);
     let record = scene.records("less").pop().unwrap();
     assert!(bytes(&record, "memory_peak_bytes", "total") as u64 <= total * 15 / 16, "{record}");
     assert_eq!(scene.losses("less"), scene.losses("all"), "where state lives changes no bit");
-    tells(&scene.read("runs/less/program.txt"), &["# offload: for at most", "EVICT activations 1 0"]);
+    tells(&scene.read("runs/less/program.txt"), &["# offload, for at most", "EVICT activations 1 0"]);
 
     // Both classes where one does not suffice; to a disk where the host has no room.
     let text = scene.run(&format!("plan tiny.toml {} {auto}", budget(total * 3 / 4))).succeeded();
@@ -161,7 +174,7 @@ fn sizes_without_a_unit_and_unused_keys_are_mistakes() {
     let scene = Scene::with_corpus();
     for (setting, facts) in [
         ("memory.device_budget=lots", ["a size with a unit", "512MiB"]),
-        ("activation_checkpoint.memory=1GiB", ["counts only with mode = ", "auto"]),
+        ("activation_checkpoint.memory=1GiB", ["only applies with mode = ", "auto"]),
     ] {
         tells(&scene.refused_without_trace(&format!("plan tiny.toml --set {setting}")), &facts);
     }

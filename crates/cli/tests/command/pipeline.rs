@@ -23,8 +23,8 @@ fn a_pipeline_has_the_losses_of_one_worker() {
             scene.run(&format!("train tiny.toml {MODEL} {settings} --set run.name={name}")).succeeded();
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
         // What was predicted of the rank that takes most is what was taken.
-        let together = text.lines().find(|line| line.starts_with("together")).unwrap();
-        let columns: Vec<&str> = together.split_whitespace().collect();
+        let total = text.lines().find(|line| line.starts_with("total")).unwrap();
+        let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
         tells(&scene.read(&format!("runs/{name}/program.txt")), &["stage 0-", "SEND_F", "RECV_B"]);
     }
@@ -45,21 +45,21 @@ fn units_move_where_a_given_cut_is_uneven() {
         );
         let text = scene.run(&command).succeeded();
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
-        let moved = text.lines().find(|line| line.contains("units 0-1 | 2-7 are now 0-"));
+        let moved = text.lines().find(|line| line.contains("units 0-1 | 2-7 become 0-"));
         let moved = moved.unwrap_or_else(|| panic!("nothing moved: {text}"));
         tells(moved, &["step 9: the busiest worker of the pipeline took "]);
         let program = scene.read(&format!("runs/{name}/program.txt"));
         assert!(!program.contains("stage 0-2@0"), "{program}");
-        tells(&program, &["# step ", " are now "]);
+        tells(&program, &["# step ", " become "]);
         // The trace is of the steps since then, whose programs it has.
         tells(
             &scene.run(&format!("report trace runs/{name} --step 10")).succeeded(),
             &["measured", "simulated"],
         );
         // Memory is that of the stages as they are now.
-        let rest = text.split_once("after units moved at step ").unwrap().1;
-        let together = rest.lines().find(|line| line.starts_with("together")).unwrap();
-        let columns: Vec<&str> = together.split_whitespace().collect();
+        let rest = text.split_once("since units moved after step ").unwrap().1;
+        let total = rest.lines().find(|line| line.starts_with("total")).unwrap();
+        let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
     }
     // What a rank had before a move another layout goes on from.
@@ -77,12 +77,15 @@ fn plan_tells_and_draws_a_pipeline() {
     let scene = Scene::with_corpus();
     let settings = format!("--workers 3 --set parallelism.pipeline_parallel_degree=3 {MODEL}");
     let text = scene.run(&format!("plan tiny.toml {settings} --draw --svg step.svg")).succeeded();
-    tells(&text, &["pipeline rank 2: units ", "bubble: ", "which takes most", "rank 0 |F0", "\u{b7}"]);
+    tells(
+        &text,
+        &["pipeline rank 2: units ", "bubble: ", "which needs the most memory", "rank 0 |F0", "\u{b7}"],
+    );
     assert!(scene.read("step.svg").starts_with("<svg "));
     let text = scene
         .run(&format!("plan tiny.toml {settings} --set parallelism.pipeline_parallel_split_points=[1,5] --set parallelism.pipeline_parallel_rebalance_interval=9"))
         .succeeded();
-    tells(&text, &["pipeline rank 1: units 1-4 ", "every 9 steps units move", "more than 1.1 of the mean"]);
+    tells(&text, &["pipeline rank 1: units 1-4 ", "every 9 steps, units move", "more than 1.1 of the mean"]);
     let text = scene.run("plan tiny.toml --workers 1 --draw").succeeded();
     tells(&text, &["rank 0 |F0"]);
     assert!(!text.contains("pipeline rank"), "{text}");
@@ -95,7 +98,10 @@ fn pipelines_that_cannot_be_are_refused() {
     let split_points = "parallelism.pipeline_parallel_split_points";
     let interval = "parallelism.pipeline_parallel_rebalance_interval";
     for (settings, facts) in [
-        (format!("--workers 3 {MODEL} --set {degree}=2"), ["3 workers", "no multiple of the 2"]),
+        (
+            format!("--workers 3 {MODEL} --set {degree}=2"),
+            ["3 workers", "not a multiple of the pipeline degree 2"],
+        ),
         (
             format!("--workers 2 {MODEL} --set {degree}=2 --set parallelism.zero_stage=3"),
             ["for every microbatch", "zero_stage = 2"],
@@ -110,10 +116,10 @@ fn pipelines_that_cannot_be_are_refused() {
             format!("--workers 2 {MODEL} --set {degree}=2 --set activation_checkpoint.mode=auto"),
             ["several in flight", "selective"],
         ),
-        ("--set parallelism.pipeline_parallel_schedule=gpipe".to_owned(), ["counts only with", "above 1"]),
+        ("--set parallelism.pipeline_parallel_schedule=gpipe".to_owned(), ["only applies with", "above 1"]),
         (
             format!("--workers 2 {MODEL} --set {degree}=2 --set {split_points}=[2,4]"),
-            ["cut at 1 units, and here are 2", "where each stage after the first begins"],
+            ["need 1 split points, but there are 2", "the first unit of each stage after the first"],
         ),
         (
             format!("--workers 3 {MODEL} --set {degree}=3 --set {split_points}=[3,3]"),
@@ -121,9 +127,9 @@ fn pipelines_that_cannot_be_are_refused() {
         ),
         (
             format!("--workers 2 {MODEL} --set {degree}=2 --set {split_points}=[6]"),
-            ["unit 6, and the model has 6", "lower it"],
+            ["unit 6, but the model has 6", "lower it"],
         ),
-        (format!("--set {split_points}=[1]"), ["counts only with", "above 1"]),
+        (format!("--set {split_points}=[1]"), ["only applies with", "above 1"]),
         (
             format!(
                 "--workers 2 --set {degree}=2 --set model.hidden_size=8192 --set model.num_layers=8 --set training.seq_len=256 \
@@ -139,7 +145,7 @@ fn pipelines_that_cannot_be_are_refused() {
         ),
         (
             "--set parallelism.pipeline_parallel_rebalance_threshold=1.5".to_owned(),
-            ["counts only with pipeline_parallel_rebalance_interval", "such as to 100"],
+            ["only applies with pipeline_parallel_rebalance_interval", "such as to 100"],
         ),
     ] {
         tells(&scene.refused_without_trace(&format!("train tiny.toml {settings}")), &facts);
@@ -157,14 +163,14 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
     let text = scene
         .run(&format!("train tiny.toml {settings} --set run.name=whole --set metrics.trace_interval=2"))
         .succeeded();
-    tells(&text, &["gradients are of older weights", "[optimizer] nu"]);
+    tells(&text, &["this schedule applies stale gradients", "[optimizer] nu"]);
     // Updates are among the passes; how wide they are drawn is a matter of time.
     let drawn = scene.run("report trace runs/whole").succeeded();
     tells(&drawn, &["measured", "simulated", "U update"]);
     let plan = scene.run(&format!("plan tiny.toml {settings} --draw")).succeeded();
-    tells(&plan, &["2, 2 versions are kept", "at most 1, 1 updates newer"]);
-    let together = text.lines().find(|line| line.starts_with("together")).unwrap();
-    let columns: Vec<&str> = together.split_whitespace().collect();
+    tells(&plan, &["keep 2, 2 versions", "at most 1, 1 updates newer"]);
+    let total = text.lines().find(|line| line.starts_with("total")).unwrap();
+    let columns: Vec<&str> = total.split_whitespace().collect();
     assert_eq!(columns[1], columns[3], "{text}");
     tells(&scene.read("runs/whole/program.txt"), &["steps 2 weights double-buffered", "STASH 0"]);
     assert!(scene.losses("whole").len() >= 4, "{:?}", scene.losses("whole"));
@@ -179,12 +185,12 @@ fn a_pipeline_that_does_not_drain_tells_of_every_step_and_goes_on_from_a_checkpo
     ));
     tells(
         &refused.refused(),
-        &["goes on from step 4", "no multiple of the 3 steps", "pipeline_parallel_drain_interval"],
+        &["resumes at step 4", "not a multiple of the 3 steps", "pipeline_parallel_drain_interval"],
     );
     let refused = scene.run(&format!(
         "train tiny.toml {settings} --set parallelism.pipeline_parallel_drain_interval=3 --set run.name=odd"
     ));
-    tells(&refused.refused(), &["no multiple", "pipeline_parallel_drain_interval"]);
+    tells(&refused.refused(), &["not a multiple", "pipeline_parallel_drain_interval"]);
     let refused = scene
         .run(&format!("train tiny.toml {settings} --set model.tie_word_embeddings=true --set run.name=tied"));
     tells(&refused.refused(), &["tied to the embedding", "tie_word_embeddings = false"]);
@@ -215,8 +221,8 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
         let settings = format!("{pipeline} {two_stages} {}", file(name));
         let text = scene.run(&format!("train tiny.toml {settings} --set run.name={name}")).succeeded();
         assert_eq!(scene.losses(name), scene.losses("one"), "{name}");
-        let together = text.lines().find(|line| line.starts_with("together")).unwrap();
-        let columns: Vec<&str> = together.split_whitespace().collect();
+        let total = text.lines().find(|line| line.starts_with("total")).unwrap();
+        let columns: Vec<&str> = total.split_whitespace().collect();
         assert_eq!(columns[1], columns[3], "{text}");
         // What is saved of it is what was given.
         scene.run(&format!("plan tiny.toml {settings} --save-schedule again.txt")).succeeded();
@@ -257,7 +263,7 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
                 in_order.replace(" 0 ", " 1 ")
             ),
             "--set parallelism.pipeline_parallel_in_flight_max=2",
-            &["rank 0, pass 2: 'F 0 2' raises", "the bound is ", "^^ F 0 2", "in_flight_max bounds them"],
+            &["rank 0, pass 2: 'F 0 2' raises", "the bound is ", "^^ F 0 2", "in_flight_max sets the bound"],
         ),
         (
             "other.txt",
@@ -269,7 +275,7 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
             "uneven.txt",
             "ranks 2 placement 0,0 microbatches 4\nrank 0:\nrank 1:".to_owned(),
             "",
-            &["worker 0 has 2 of the stages", "each has to have 1"],
+            &["worker 0 has 2 stages", "each worker must have 1"],
         ),
         (
             "ahead.txt",
@@ -287,7 +293,7 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
             "saved.txt",
             scene.read("saved.txt"),
             "--set parallelism.pipeline_parallel_schedule=gpipe",
-            &["takes the schedule's place"],
+            &["replaces the schedule"],
         ),
     ];
     for (name, text, settings, facts) in refusals {
@@ -311,5 +317,5 @@ fn a_schedule_of_ones_own_is_run_or_refused_with_the_place_marked() {
         tells(&scene.refused_without_trace(&command), &[fact]);
     }
     let alone = scene.refused_without_trace(&format!("train tiny.toml {}", file("saved.txt")));
-    tells(&alone, &["counts only with", "above 1"]);
+    tells(&alone, &["only applies with", "above 1"]);
 }

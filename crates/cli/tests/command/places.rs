@@ -61,7 +61,7 @@ fn a_run_that_another_process_trains() {
     first.until("step: 2 ");
     for workers in [1, 2] {
         let error = scene.run(&format!("train tiny.toml --workers {workers}")).refused();
-        tells(&error, &["runs/tiny is in use by another process"]);
+        tells(&error, &["another process is using the run runs/tiny"]);
     }
     first.until("step: 3 ");
 }

@@ -24,19 +24,16 @@ fn who_does_not_know_the_secret_changes_nothing() {
     };
     let host = worker(0, "");
     let error = worker(1, "another secret of another job").end().refused();
-    tells(&error, &["turned rank 1 away", "TRIREME_SECRET", "secret_file"]);
+    tells(&error, &["rejected rank 1", "TRIREME_SECRET", "secret_file"]);
     let guest = worker(1, SECRET);
     let outcome = host.end();
     assert_eq!(outcome.code, Some(0), "{outcome:?}");
-    tells(
-        &outcome.stderr,
-        &["warning: refused to let in a connection: 127.0.0.1:", "does not know the secret"],
-    );
+    tells(&outcome.stderr, &["warning: refused a connection: 127.0.0.1:", "does not know the secret"]);
     assert_eq!(outcome.stderr.lines().count(), 1, "{outcome:?}");
     guest.end().succeeded();
 
     set_mode(0o644);
-    tells(&worker(0, "").end().refused(), &["cannot take the secret from secret", "644", "chmod 600"]);
+    tells(&worker(0, "").end().refused(), &["cannot read the secret from secret", "644", "chmod 600"]);
     tells(&worker(0, "too short").end().refused(), &["9", "openssl rand -hex 32"]);
 }
 

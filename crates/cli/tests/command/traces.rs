@@ -21,7 +21,7 @@ fn a_step_is_drawn_as_measured_and_as_simulated() {
         &[
             "runs/tiny: step 4\n",
             "measured, ",
-            "simulated from the mean of each pass, ",
+            "simulated with the mean of each pass, ",
             "U update",
             "; 1 column: ",
         ],
@@ -39,7 +39,7 @@ fn a_step_is_drawn_as_measured_and_as_simulated() {
     }
     tells(&scene.run("report trace runs/tiny --step 2").succeeded(), &["runs/tiny: step 2\n"]);
     let error = scene.run("report trace runs/tiny --step 3").refused();
-    tells(&error, &["runs/tiny/trace.json has no such step; it has 2, 4"]);
+    tells(&error, &["runs/tiny/trace.json does not contain this step; it has 2, 4"]);
 }
 
 #[test]
@@ -91,10 +91,10 @@ fn damaged_traces_are_refused_in_words() {
     assert!(num_refused > 50, "{num_refused}");
     let text = String::from_utf8(whole).unwrap();
     for (from, to, why) in [
-        ("\"F 2 1\"", "\"F 2 0\"", "holds no programs that could have run"),
-        ("\"SEND_B 3 0\"", "\"SEND_B 0 0\"", "holds no programs that could have run"),
-        ("@1\"", "@9\"", "holds no programs that could have run"),
-        ("\"traceEvents\"", "\"events\"", "is no trace of a run"),
+        ("\"F 2 1\"", "\"F 2 0\"", "does not describe an executable program"),
+        ("\"SEND_B 3 0\"", "\"SEND_B 0 0\"", "does not describe an executable program"),
+        ("@1\"", "@9\"", "does not describe an executable program"),
+        ("\"traceEvents\"", "\"events\"", "is not a valid trace"),
     ] {
         assert!(text.contains(from), "{from}");
         scene.write("runs/tiny/trace.json", text.replace(from, to));

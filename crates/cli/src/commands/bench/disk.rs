@@ -7,15 +7,15 @@ use trireme_swap::{Bandwidth, SwapOptions, measure_bandwidth};
 
 /// Time the disk that `[offload]` would use.
 ///
-/// Writes a nameless file of 256 MiB in blocks and reads it back, one direction at a time: how training state goes to a
-/// disk and returns, past the page cache where the system allows it. Transfers both ways at once share the disk, and take
-/// about the sum of both times. The file is gone when the command ends.
+/// Writes an unnamed file of 256 MiB in blocks, then reads it back: the way training state moves to and from a disk.
+/// Bypasses the page cache where the system allows it. Transfers in both directions at once share the disk and take
+/// about the sum of both times. The file is deleted when the command exits.
 #[derive(Debug, clap::Args)]
 pub(super) struct DiskArgs {
-    /// Folder on the disk.
+    /// Folder on the disk to measure.
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     folder: PathBuf,
-    /// Bytes of a block; state goes in blocks of 16 MiB.
+    /// Block size in bytes; training state moves in blocks of 16 MiB.
     #[arg(long, value_name = "BYTES", default_value_t = 16 << 20)]
     block_bytes: usize,
     /// Print one line of JSON.

@@ -32,17 +32,16 @@ const COPY_BYTES: usize = 128 << 20;
 
 const HELP: &str = "\
 How to read it:
-  GFLOP and MB are what the kernel cannot do without: operations, and bytes of
-  operands and results. The bound is the time that this takes if nothing else
-  does: operations on a unit that never waits (measured in this run, by a loop
-  on registers alone), or the bytes in plain loops that compute nothing
-  (measured beside each kernel, on as much memory). Kernels that go through
-  several arrays at once may beat the plain loops by a few per cent. The
-  measured time is the median of several runs on the same operands, which
-  therefore lie in whatever caches they fit into. Calls are those of one step;
-  where a last call has less to do, a fraction. Conversions have none: they are
-  for gradients that are reduced in 16 bits (reduce_dtype); nor have optimizers
-  other than adamw.
+  GFLOP and MB are the minimum that the kernel needs: operations, and bytes of
+  operands and results. The bound is the time for that minimum: operations at the
+  peak rate of the unit (measured in this run with a loop on registers alone), or
+  bytes at the rate of plain loops that compute nothing (measured next to each
+  kernel, on the same amount of memory). Kernels that stream several arrays at
+  once may beat the plain loops by a few percent. The measured time is the median
+  of several runs on the same operands, so operands stay in whatever caches they
+  fit into. Calls are counted per step; a fraction means that the last call has
+  less work. Conversions have no calls: they serve gradients that are reduced in
+  16 bits (reduce_dtype). Optimizers other than adamw have none either.
 
 Examples:
   trireme bench kernels > kernels.md
@@ -53,29 +52,29 @@ Examples:
   trireme bench kernels --only gelu --seconds 1
       One kernel, measured longer.";
 
-/// Time each kernel of a training step beside what bounds it.
+/// Time each kernel of a training step and compare it with its bound.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct KernelsArgs {
-    /// Folder with the config.json of a gpt2 or llama model; gpt2-11m and gpt2-124m without it.
+    /// Folder with the config.json of a gpt2 or llama model. By default, gpt2-11m and gpt2-124m.
     #[arg(long, value_name = "DIR")]
     model: Option<PathBuf>,
-    /// Sequences of a batch.
+    /// Sequences per batch.
     #[arg(long, value_name = "B", default_value_t = 8, requires = "model")]
     batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     #[arg(long, value_name = "T", default_value_t = 256, requires = "model")]
     seq: usize,
-    /// What activations are kept in and products are made of: f32, bf16 or f16; several with commas.
+    /// Data type of activations and matrix multiplications: f32, bf16 or f16; separate several with commas.
     #[arg(long, value_delimiter = ',', default_value = "f32,bf16", value_parser = parse_precision)]
     dtype: Vec<Precision>,
-    /// Threads; 0 means one for each core that this process may use.
+    /// Number of threads; 0 uses one per available core.
     #[arg(long, value_name = "K", default_value_t = 0)]
     threads: usize,
-    /// Measure only kernels with this in their names, such as gelu or "qkv: ".
+    /// Measure only kernels whose name contains this text, such as gelu or "qkv: ".
     #[arg(long, value_name = "TEXT", default_value = "", hide_default_value = true)]
     only: String,
-    /// Measure each figure for this long.
+    /// How long to measure each figure.
     #[arg(long, value_name = "SECONDS", default_value = "0.1", value_parser = seconds)]
     seconds: Duration,
     /// Print one JSON object.
@@ -181,7 +180,10 @@ pub(crate) fn run(args: &KernelsArgs) -> Result<()> {
     }
     drop(measuring);
     if report.steps.iter().any(|step| step.kernels.is_empty()) {
-        bail!("no kernel of the step has '{}' in its name; run without --only to see all", args.only);
+        bail!(
+            "no kernel of the step has '{}' in its name; run without --only to list all kernels",
+            args.only
+        );
     }
     if args.json {
         writeln!(Output, "{}", serde_json::to_string_pretty(&report)?)?;
@@ -209,7 +211,7 @@ fn steps(args: &KernelsArgs) -> Result<Vec<Step>> {
             bail!("--batch and --seq must be at least 1");
         }
         if *seq > positions {
-            bail!("--seq {seq} is more than the {positions} positions of {model}");
+            bail!("--seq {seq} exceeds the {positions} positions of {model}");
         }
     }
     Ok(steps)
@@ -275,7 +277,7 @@ fn print(report: &Report) -> Result<()> {
     let Report { features, threads, copy_bytes_per_second, .. } = report;
     writeln!(
         Output,
-        "SIMD level {features}, {threads} threads; a copy that no cache holds moves {:.1} GB/s.",
+        "SIMD level {features}, {threads} threads; a copy larger than all caches moves {:.1} GB/s.",
         copy_bytes_per_second / 1e9
     )?;
     for step in &report.steps {
@@ -283,13 +285,22 @@ fn print(report: &Report) -> Result<()> {
         writeln!(Output, "\n### {model}, {dtype}, {batch} x {seq} tokens\n")?;
         writeln!(
             Output,
-            "Peaks: {} {:.0} GFLOP/s for products, {} {:.0} GFLOP/s for the rest.\n",
+            "Peaks: {} {:.0} GFLOP/s for matrix multiplications, {} {:.0} GFLOP/s for the rest.\n",
             step.product_unit, step.product_peak_gflops, step.arithmetic_unit, step.arithmetic_peak_gflops
         )?;
         writeln!(
             Output,
             "| {:<33} | {:<18} | {:>5} | {:>7} | {:>7} | {:>9} | {:<10} | {:>9} | {:>5} | {:>9} |",
-            "kernel", "shape", "calls", "GFLOP", "MB", "bound, us", "by", "measured", "of it", "ms a step"
+            "kernel",
+            "shape",
+            "calls",
+            "GFLOP",
+            "MB",
+            "bound, us",
+            "by",
+            "measured",
+            "% of bound",
+            "ms per step"
         )?;
         writeln!(Output, "|---|---|---:|---:|---:|---:|---|---:|---:|---:|")?;
         for kernel in &step.kernels {

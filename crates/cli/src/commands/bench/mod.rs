@@ -17,7 +17,7 @@ use trireme_train::FLIGHT_RECORDER_FOLDER;
 /// Tells a worker where to write the reports of its flight recorder.
 const RECORDER_VARIABLE: &str = "TRIREME_FLIGHT_RECORDER";
 
-/// Measure this machine and this build.
+/// Measure the speed of this machine and this build.
 #[derive(Debug, clap::Args)]
 pub(crate) struct BenchArgs {
     #[command(subcommand)]
@@ -47,15 +47,17 @@ pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
 /// Reads how long to measure a figure.
 pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
     let seconds = text.parse().ok().filter(|seconds| (0.0..=3600.0).contains(seconds));
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected seconds from 0 to 3600".to_owned())
+    seconds
+        .map(Duration::from_secs_f64)
+        .ok_or_else(|| "expected a number of seconds from 0 to 3600".to_owned())
 }
 
-/// Starts this command again for each worker, and waits until all have ended. If one dies, its log and the flight recorders'
-/// reports stay in a folder like that of a run. `simd` is what their kernels use, if they have any.
+/// Starts this command again for each worker, and waits until all have exited. If one dies, its log and the flight
+/// recorders' reports stay in a folder like that of a run. `simd` is what the workers' kernels use, if they have any.
 fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
     std::fs::create_dir_all(&folder)
-        .with_context(|| format!("cannot make the folder {}", folder.display()))?;
+        .with_context(|| format!("cannot create the folder {}", folder.display()))?;
     let recorder_folder = folder.join(FLIGHT_RECORDER_FOLDER);
     let world =
         LocalWorld { num_workers, master_port: 0, log_folder: &folder, recorder_folder: &recorder_folder };

@@ -20,45 +20,46 @@ const UPDATES: usize = 3;
 
 const HELP: &str = "\
 How to read it:
-  Times are in milliseconds, of one thread; the median of the repeats, and for
-  the total the median of the totals. generate makes the order of passes; check
-  proves it; programs makes each rank's actions with its messages; lower puts in
-  recomputation and ZeRO-1's gatherings; prove proves the programs of all ranks
-  together. Actions are those of the rank with most. Stages take about the same
-  time, but no two neighbours exactly, so auto has something to look for.
-  pipedream and pipedream-2bw have several steps, of as many microbatches as
-  there are ranks.
+  Times are in milliseconds on one thread: the median over the repeats, and for
+  the total, the median of the totals. generate creates the order of passes;
+  check validates it; programs creates each rank's actions with its messages;
+  lower adds recomputation and the gathers of ZeRO-1; prove validates the
+  programs of all ranks together. Actions are those of the rank that has the
+  most. All stages take about the same time, but neighbours never exactly, so
+  that auto has something to optimize. pipedream and pipedream-2bw have several
+  steps, each with as many microbatches as there are ranks.
 
 Examples:
   trireme bench schedule
-      All schedules for 64 ranks and 512 microbatches, with 60,000 actions a
-      rank: what a job on many hosts does once, before its first step.
+      All schedules for 64 ranks and 512 microbatches, with 60,000 actions per
+      rank: the work that a job on many hosts does once, before its first step.
   trireme bench schedule --schedule auto --stages-per-rank 2 --repeats 9
       One schedule, measured longer.";
 
-/// Time how long it takes to make and prove pipeline schedules.
+/// Time the generation and validation of pipeline schedules.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(super) struct ScheduleArgs {
-    /// Ranks of the pipeline.
+    /// Number of pipeline ranks.
     #[arg(long, value_name = "P", default_value_t = 64, value_parser = in_range(1, 1 << 12))]
     ranks: usize,
-    /// Microbatches of a step.
+    /// Microbatches per step.
     #[arg(long, value_name = "M", default_value_t = 512, value_parser = in_range(1, 1 << 16))]
     microbatches: usize,
-    /// Stages of a rank; 0 takes the fewest that the schedule works with.
+    /// Stages per rank; 0 uses the fewest that the schedule supports.
     #[arg(long, value_name = "V", default_value_t = 0, value_parser = in_range(0, 1 << 10))]
     stages_per_rank: usize,
-    /// Units of a stage; 0 takes as many as make 60,000 actions a rank.
+    /// Units per stage; 0 uses as many as it takes for 60,000 actions per rank.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = in_range(0, 1 << 10))]
     units_per_stage: usize,
-    /// Units of which one keeps its input and the others are recomputed from it; 0 keeps everything.
+    /// Length of a recomputation segment: of this many units, the first keeps its input and all are recomputed; 0
+    /// keeps everything.
     #[arg(long, value_name = "UNITS", default_value_t = 2, value_parser = in_range(0, 1 << 10))]
     recompute: usize,
-    /// A schedule as a config names it, or all.
+    /// Name of a schedule as in a config, or all.
     #[arg(long, value_name = "NAME", default_value = "all", value_parser = parse_choice)]
     schedule: Choice,
-    /// How often each is made.
+    /// How often to generate each schedule.
     #[arg(long, value_name = "TIMES", default_value_t = 3, value_parser = in_range(1, 1000))]
     repeats: usize,
     /// Print one JSON object.
@@ -260,8 +261,8 @@ fn print(report: &Report) -> Result<()> {
     let Report { ranks, microbatches, repeats, .. } = report;
     writeln!(
         Output,
-        "{ranks} ranks, {microbatches} microbatches; milliseconds, medians of {repeats}\n\n\
-         {:<17} {:>6} {:>5} {:>12} {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
+        "{ranks} ranks, {microbatches} microbatches; milliseconds, medians of {repeats}\n\n{:<17} {:>6} {:>5} {:>12} \
+         {:>9} {:>8} {:>9} {:>8} {:>8} {:>8}",
         "schedule",
         "stages",
         "units",

@@ -24,72 +24,70 @@ use trireme_train::FP8_NOTICE;
 
 /// Time training steps of a model with random weights.
 ///
-/// A step reads its batch, runs forward, loss, backward and AdamW on every parameter (lr 3e-4, betas 0.9 and
-/// 0.95, eps 1e-8, weight decay 0.1), without clipping. Sequences follow each other in the file, shared out
-/// among the workers.
+/// Each step reads its batch and runs forward, loss, backward and AdamW on every parameter (lr 3e-4, betas 0.9 and
+/// 0.95, eps 1e-8, weight decay 0.1), without clipping. The workers take consecutive sequences of the file in turn.
 #[derive(Debug, clap::Args)]
 pub(crate) struct StepArgs {
     /// Folder with the config.json of a gpt2 or llama model.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
-    /// What activations are kept in and products are made of: f32, bf16 or f16.
+    /// Data type of activations and matrix multiplications: f32, bf16 or f16.
     #[arg(long, default_value = "f32", value_parser = parse_precision)]
     dtype: Precision,
-    /// Emulate fp8 in the blocks' linear layers: e4m3, or hybrid, which takes E5M2 for gradients. Needs --dtype bf16, and
-    /// nothing becomes faster.
+    /// Emulate fp8 in the linear layers of the blocks: e4m3, or hybrid, which uses E5M2 for gradients. Requires
+    /// --dtype bf16, and does not make anything faster.
     #[arg(long, value_name = "FORMATS", value_parser = parse_fp8)]
     fp8: Option<Fp8Formats>,
-    /// What gradients are rounded to before they are summed over the workers: f32, bf16 or, with --dtype f16, f16.
+    /// Data type in which gradients are summed over the workers: f32, bf16 or, with --dtype f16, f16.
     #[arg(long, value_name = "DTYPE", default_value = "f32", value_parser = parse_precision)]
     reduce_dtype: Precision,
-    /// Sequences of one worker's batch.
+    /// Sequences per batch of one worker.
     #[arg(long, value_name = "B", default_value_t = 8)]
     batch: usize,
-    /// Tokens of a sequence.
+    /// Tokens per sequence.
     #[arg(long, value_name = "T", default_value_t = 256)]
     seq: usize,
-    /// Threads of one worker; 0 shares the cores out.
+    /// Threads per worker; 0 divides the cores among the workers.
     #[arg(long, value_name = "K", default_value_t = 0)]
     threads: usize,
-    /// Worker processes.
+    /// Number of worker processes.
     #[arg(long, value_name = "W", default_value_t = 1)]
     workers: usize,
-    /// What carries messages between workers.
+    /// Transport for messages between workers.
     #[arg(long, default_value = "auto")]
     transport: TransportChoice,
-    /// Let the workers run side by side without any communication: the bound of data parallelism on this
-    /// machine.
+    /// Run the workers side by side without communication: the upper bound for data parallelism on this machine.
     #[arg(long)]
     independent: bool,
-    /// What the workers share out: 0 nothing, 1 the optimizer's state, 2 gradients as well, 3 parameters as well.
+    /// What is sharded across the workers: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well.
     #[arg(long, value_name = "N", default_value = "0", value_parser = parse_zero_stage)]
     zero_stage: ZeroStage,
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
-    /// Where state lives between its uses: optimizer, parameters, gradients or activations, and device, host or disk; may be
-    /// given several times.
+    /// Where a class of state is kept between its uses, as CLASS=TIER: optimizer, parameters, gradients or
+    /// activations; device, host or disk. May be repeated.
     #[arg(long, value_name = "CLASS=TIER", value_parser = parse_offload)]
     offload: Vec<(StateClass, Tier)>,
-    /// How many uses ahead of its own use such state begins to come back.
+    /// How many uses ahead offloaded state is fetched.
     #[arg(long, value_name = "N", default_value_t = 1)]
     offload_prefetch: usize,
-    /// Folder of the files on disk.
+    /// Folder for files on disk.
     #[arg(long, value_name = "FOLDER", default_value = ".")]
     offload_folder: PathBuf,
-    /// What blocks keep for backward: all, products or input.
+    /// What blocks keep for the backward pass: all, products or input.
     #[arg(long, value_name = "WHAT", default_value = "all", value_parser = parse_keep)]
     keep: Keep,
-    /// Timed steps.
+    /// Number of timed steps.
     #[arg(long, value_name = "N", default_value_t = 20)]
     steps: usize,
-    /// Steps before them.
+    /// Number of untimed steps before them.
     #[arg(long, value_name = "N", default_value_t = 3)]
     warmup: usize,
-    /// Flat file of little-endian u16 token ids; random tokens without it.
+    /// Flat file of little-endian u16 token ids. By default, tokens are random.
     #[arg(long, value_name = "FILE")]
     data: Option<PathBuf>,
-    /// Seed of weights and random tokens.
+    /// Seed of the weights and of random tokens.
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Print one line of JSON.
@@ -115,7 +113,7 @@ fn parse_offload(text: &str) -> Result<(StateClass, Tier), String> {
         Some((StateClass::named(class)?, tier))
     };
     let parsed = text.split_once('=').and_then(parse);
-    parsed.ok_or_else(|| "expected a class and where it lives, such as optimizer=disk".to_owned())
+    parsed.ok_or_else(|| "expected a class of state and its tier, such as optimizer=disk".to_owned())
 }
 
 fn parse_keep(text: &str) -> Result<Keep, String> {
@@ -173,10 +171,10 @@ pub(crate) fn run(args: &StepArgs, started: Instant) -> Result<()> {
     if let Some(formats) = args.fp8
         && args.dtype != Precision::Bf16
     {
-        bail!("--fp8 {formats} is emulated with products in bf16; add --dtype bf16");
+        bail!("--fp8 {formats} is emulated in bf16; add --dtype bf16");
     }
     if args.reduce_dtype == Precision::F16 && args.dtype != Precision::F16 {
-        bail!("--reduce-dtype f16 needs a loss scale; add --dtype f16, or take bf16");
+        bail!("--reduce-dtype f16 needs loss scaling; add --dtype f16, or use bf16");
     }
     let environment = WorkerEnvironment::of_this_process()?;
     let simd = Simd::choose(Proof::Cached)?;
@@ -239,7 +237,7 @@ pub(super) fn read_model(folder: &Path) -> Result<ModelConfig> {
 fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let config = read_model(&args.model)?;
     if args.seq > config.max_position_embeddings {
-        bail!("--seq {} is more than the model's {} positions", args.seq, config.max_position_embeddings);
+        bail!("--seq {} exceeds the model's {} positions", args.seq, config.max_position_embeddings);
     }
     let model = Model::new(config, args.seq, device)?;
     let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
@@ -395,7 +393,7 @@ fn peak_rss_bytes() -> Result<u64> {
     let status = std::fs::read_to_string("/proc/self/status").context("cannot read /proc/self/status")?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
     let kibibytes = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    Ok(kibibytes.context("the kernel does not tell VmHWM")? * 1024)
+    Ok(kibibytes.context("/proc/self/status has no VmHWM")? * 1024)
 }
 
 fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
@@ -410,7 +408,7 @@ fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
     )?;
     writeln!(
         Output,
-        "  {:.0} tokens/s (median), {:.0} (best); {:.1} ms a step, {:.1} ms of it waiting for communication",
+        "  {:.0} tokens/s (median), {:.0} (best); {:.1} ms per step, {:.1} ms of it waiting for communication",
         measurement.tokens_per_second_median,
         measurement.tokens_per_second_best,
         measurement.step_ms_median,
@@ -418,7 +416,7 @@ fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
     )?;
     writeln!(
         Output,
-        "  first step after {:.3} s; peak memory {} a worker, {} of it counted; loss {:.4}",
+        "  first step after {:.3} s; peak memory {} per worker, {} of it tracked; loss {:.4}",
         measurement.seconds_to_first_step,
         trireme_base::Bytes(measurement.peak_rss_bytes),
         trireme_base::Bytes(measurement.memory_counted_bytes),
@@ -427,7 +425,7 @@ fn print(args: &StepArgs, measurement: &Measurement) -> Result<()> {
     if measurement.skipped_steps > 0 {
         writeln!(
             Output,
-            "  {} steps overflowed in f16 and left the optimizer out; a longer --warmup lets the loss scale settle",
+            "  {} steps overflowed in f16 and skipped the optimizer; increase --warmup to let the loss scale settle",
             measurement.skipped_steps
         )?;
     }

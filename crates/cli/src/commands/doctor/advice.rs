@@ -25,80 +25,78 @@ pub(super) fn warnings(machine: &Machine, uses: &Uses, is_debug: bool) -> Vec<Ad
     let Machine { num_cores, num_cores_available, .. } = *machine;
     if is_debug {
         warn(
-            "this is a development build: it checks its own arithmetic, and all figures are low".to_owned(),
-            "Build with cargo build --release.",
+            "this is a development build: it checks its own arithmetic, so all figures are low".to_owned(),
+            "Build with `cargo build --release`.",
         );
     }
     if let Some(load) = machine.load.filter(|load| *load >= 0.5 * num_cores as f64) {
         warn(
-            format!(
-                "the machine has been busy, with a load of {load:.2} on {num_cores} cores: figures may be low"
-            ),
-            "Stop other programs, wait a minute and run this again.",
+            format!("the machine has been busy (load {load:.2} on {num_cores} cores), so figures may be low"),
+            "Stop other programs, wait a minute and run this command again.",
         );
     }
     if num_cores_available < num_cores {
         warn(
-            format!("this process may use {num_cores_available} of {num_cores} cores"),
-            "If more are meant for it, look for a quota of the container or a binding by the launcher.",
+            format!("this process may use only {num_cores_available} of {num_cores} cores"),
+            "If it should have more, check the container's quota and the launcher's core binding.",
         );
     }
     if uses.threads != num_cores_available {
         warn(
-            format!("{} threads were measured where {num_cores_available} cores can be used", uses.threads),
-            "More threads than cores take turns, fewer leave cores idle: 0 takes as many as there are.",
+            format!("{} threads were measured, but {num_cores_available} cores are available", uses.threads),
+            "More threads than cores take turns; fewer leave cores idle. 0 uses all available cores.",
         );
     }
     if machine.threads_per_core > 1 {
         warn(
-            format!("{} logical cores share the units of one core", machine.threads_per_core),
-            "A kernel fills them with one thread: try [training] threads = half as many, and compare steps.",
+            format!("{} logical cores share the units of one physical core", machine.threads_per_core),
+            "One thread per physical core can saturate them: try half as many [training] threads, and compare steps.",
         );
     }
     if let Some(bytes) = machine.memory_limit_bytes {
         let limit = MemoryLimit { bytes, file: machine.memory_limit_file.clone() };
         warn(
             format!("this process may use only {limit}"),
-            "Training refuses to start if it is predicted to take more, because the system would kill it.",
+            "Training refuses to start if it is predicted to exceed this limit, because the system would kill it.",
         );
     }
     if let Some(available) = machine.memory_available_bytes.filter(|bytes| *bytes < MEMORY_BYTES_MIN) {
         warn(
-            format!("only {} of memory are available", Bytes(available)),
-            "Stop other programs: models of a hundred million parameters take some GiB.",
+            format!("only {} of memory is available", Bytes(available)),
+            "Stop other programs: a model of a hundred million parameters takes a few GiB.",
         );
     }
     if machine.huge_pages.as_deref() == Some("never") {
         warn(
-            "the system gives no huge pages: addresses of large tensors take longer to find".to_owned(),
+            "huge pages are disabled, so address translation for large tensors is slower".to_owned(),
             "As root: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
         );
     }
     if cfg!(target_arch = "x86_64") && CpuFeatures::detect() < CpuFeatures::Avx2 {
         warn(
-            "this processor has no AVX2, or the hypervisor hides it: products are several times slower"
+            "this processor has no AVX2, or the hypervisor hides it: matrix multiplications are several times slower"
                 .to_owned(),
-            "On a virtual machine, choose a CPU model that passes on what the host has.",
+            "On a virtual machine, choose a CPU model that exposes the host's features.",
         );
     }
     if machine.instruction_sets.contains(&"amx_bf16")
         && let Some(why) = why_absent(CpuFeatures::AmxBf16)
     {
         warn(
-            format!("this processor has AMX, which bf16 products cannot use: {why}"),
-            "Linux gives it since 5.16, if no system call filter of a container keeps it back.",
+            format!("this processor has AMX, but bf16 matrix multiplications cannot use it: {why}"),
+            "Linux supports it since 5.16, unless the container's system call filter blocks it.",
         );
     }
     for ExcludedKernel { kernel, reason } in &uses.excluded {
         warn(
             format!("{kernel} are not used, because {reason}"),
-            "Nothing computes with them. Please report it, with what `trireme doctor --json` prints.",
+            "No computation uses them. Please report this with the output of `trireme doctor --json`.",
         );
     }
     for transport in uses.transports.iter().filter(|transport| transport.error.is_some()) {
         warn(
             format!("the transport {} {transport}", transport.name),
-            "Training with several workers on this host takes the other one; one worker needs none.",
+            "Training with several workers on this host falls back to the other transport; one worker needs none.",
         );
     }
     found
@@ -166,13 +164,13 @@ mod tests {
     fn a_quiet_machine_has_no_warnings_and_each_trouble_has_its_own() {
         assert!(after(|_, _| ()).is_empty());
         for (found, fact) in [
-            (after(|machine, _| machine.load = Some(1.0)), "load of 1.00 on 2 cores"),
-            (after(|machine, _| machine.num_cores = 4), "may use 2 of 4 cores"),
-            (after(|_, uses| uses.threads = 3), "3 threads were measured where 2 cores"),
+            (after(|machine, _| machine.load = Some(1.0)), "load 1.00 on 2 cores"),
+            (after(|machine, _| machine.num_cores = 4), "may use only 2 of 4 cores"),
+            (after(|_, uses| uses.threads = 3), "3 threads were measured, but 2 cores"),
             (after(|machine, _| machine.threads_per_core = 2), "2 logical cores share"),
             (after(|machine, _| machine.memory_limit_bytes = Some(1 << 30)), "only the 1.00GiB of"),
             (after(|machine, _| machine.memory_available_bytes = Some(5 << 20)), "only 5.00MiB"),
-            (after(|machine, _| machine.huge_pages = Some("never".to_owned())), "no huge pages"),
+            (after(|machine, _| machine.huge_pages = Some("never".to_owned())), "huge pages are disabled"),
             (
                 after(|_, uses| {
                     uses.transports[0].all_reduce_seconds = None;

@@ -118,9 +118,7 @@ impl System<'_> {
     fn hypervisor(&self) -> String {
         let known = ["sys_vendor", "product_name"].map(|name| self.text(format!("sys/class/dmi/id/{name}")));
         match known.map(|text| text.trim().to_owned()) {
-            [maker, name] if maker.is_empty() && name.is_empty() => {
-                "of a kind that the system does not tell".to_owned()
-            }
+            [maker, name] if maker.is_empty() && name.is_empty() => "unknown".to_owned(),
             [maker, name] => format!("{maker} {name}").trim().to_owned(),
         }
     }

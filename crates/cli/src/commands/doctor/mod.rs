@@ -41,58 +41,59 @@ const SIZE_MAX: usize = 1 << 14;
 
 const HELP: &str = "\
 How to read it:
-  A product of matrices can be no faster than the unit of the processor that
-  multiplies. The column peak is what that unit did just now in a loop that
-  never touches memory, the others what Trireme's kernel made of it. NN is the
-  product of forward, NT the gradient of the input, TN the gradient of the
-  weight. Speeds are the best of several runs. Kernels marked * are those that
-  training uses; the others are for machines that have less. Percentages of
-  large products (--thorough) tell what a large model reaches, those of small
-  ones include all that a call costs.
+  No matrix multiplication can be faster than the processor unit that computes
+  it. The column peak shows what that unit just reached in a loop that never
+  touches memory; the other columns show what Trireme's kernel reached. NN is
+  the product of the forward pass, NT the gradient of the input, and TN the
+  gradient of the weight. Speeds are the best of several runs. Kernels marked *
+  are used for training; the others are for machines with fewer features.
+  Percentages for large sizes (--thorough) show what a large model reaches; those
+  for small sizes include all overhead of a call.
 
 Examples:
   trireme doctor
-      A look at the machine, in a few seconds.
+      A quick look at the machine, in a few seconds.
   trireme doctor --thorough
-      Products of the sizes of real models, on one thread and on all.
+      Matrix sizes of real models, on one thread and on all.
   trireme doctor --shape 2048x1152x384 --seconds 1
-      The product that you care about, measured longer.
+      The size that you care about, measured longer.
   trireme doctor --workers 4 --hosts 8 --across-hosts 5:12.5
-      The algorithms of 8 hosts with 4 workers each, over a network of 100 Gbit/s.
+      The algorithms for 8 hosts with 4 workers each, on a 100 Gbit/s network.
   trireme doctor --json | jq '.warnings'
-      What a script wants to know.
+      Output for scripts.
 
 The exit code is 0 unless something prevents training on this machine.";
 
-/// Show this machine, what Trireme uses of it, and how fast its matrix products are.
+/// Show this machine, which of its features Trireme uses, and how fast matrix multiplications are.
 ///
-/// Warnings at the end tell what will hurt, and what to do about it. Nothing is changed or written.
+/// Warnings at the end describe problems and how to fix them. The command changes and writes nothing.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct DoctorArgs {
-    /// Workers of this host with which transports are tried.
+    /// Number of local workers to test transports with.
     #[arg(long, value_name = "W", default_value_t = 2)]
     workers: usize,
-    /// Show also what so many hosts with --workers each would choose.
+    /// Also show the algorithms for this many hosts with --workers workers each.
     #[arg(long, value_name = "H", default_value_t = 1)]
     hosts: usize,
-    #[command(flatten)]
-    costs: CostArgs,
-    /// Threads to measure besides one; 0 means one for each core that this process may use.
+    /// Number of threads to measure in addition to one; 0 uses one per available core.
     #[arg(long, value_name = "K", default_value_t = 0)]
     threads: usize,
-    /// Sizes of a product: rows x columns x inner dim. Can be given several times; 512x512x512 by default.
+    /// Matrix size to measure: rows x columns x inner dimension. May be repeated; 512x512x512 by default.
     #[arg(long = "shape", value_name = "MxNxK", value_parser = parse_sizes)]
     sizes: Vec<ProductSizes>,
-    /// Measure products of 2048x2304x768 and of 4096x4096x1024; takes minutes.
+    /// Measure 2048x2304x768 and 4096x4096x1024 as well; takes minutes.
     #[arg(long, conflicts_with = "sizes")]
     thorough: bool,
-    /// Measure each figure for this long.
+    /// How long to measure each figure.
     #[arg(long, value_name = "SECONDS", default_value = "0.03", value_parser = seconds)]
     seconds: Duration,
     /// Print one JSON object.
     #[arg(long)]
     json: bool,
+    // Last: its heading would cover all options after it.
+    #[command(flatten)]
+    costs: CostArgs,
 }
 
 fn parse_sizes(text: &str) -> Result<ProductSizes, String> {
@@ -153,14 +154,14 @@ impl UsedKernel {
         let faster = all.filter(|other| other.precision == precision && other.unit > unit);
         let reason = |other: ProductKernel| {
             if let Some(why) = why_absent(other.unit.features()) {
-                return format!("no {}: {why}", other.unit);
+                return format!("{} unavailable: {why}", other.unit);
             }
             let excluded = simd.excluded.iter().find(|excluded| excluded.kernel == other);
             let why = match excluded {
                 Some(excluded) => &excluded.reason,
                 None => simd.reason_of_lower(),
             };
-            format!("not {}: {why}", other.unit)
+            format!("{} unused: {why}", other.unit)
         };
         UsedKernel {
             precision: precision.to_string(),
@@ -177,7 +178,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
         bail!("--workers must be from 2 to {NUM_WORKERS_MAX}");
     }
     if args.hosts == 0 || args.hosts > NUM_RANKS_MAX / args.workers {
-        bail!("--hosts must be at least 1, and all hosts together may have {NUM_RANKS_MAX} workers at most");
+        bail!("--hosts must be at least 1, with at most {NUM_RANKS_MAX} workers on all hosts in total");
     }
     let simd = Simd::choose(Proof::Fresh)?;
     // Before anything here makes it busy.
@@ -188,7 +189,7 @@ pub(crate) fn run(args: &DoctorArgs) -> Result<()> {
     };
     Device::cpu(DeviceOptions { num_threads: threads, ..DeviceOptions::default() }).context(
         match args.threads {
-            0 => "training cannot start on this machine".to_owned(),
+            0 => "training cannot run on this machine".to_owned(),
             threads => format!("cannot measure with --threads {threads}"),
         },
     )?;
@@ -246,7 +247,7 @@ fn print_machine(machine: &Machine) -> Result<()> {
     line("processor", format!("{} ({})", known(machine.processor.clone()), machine.architecture))?;
     line(
         "cores",
-        format!("{}, {} of them for this process", machine.num_cores, machine.num_cores_available),
+        format!("{}, {} of them available to this process", machine.num_cores, machine.num_cores_available),
     )?;
     if let Some(hypervisor) = &machine.hypervisor {
         line("virtual", hypervisor.clone())?;
@@ -254,7 +255,7 @@ fn print_machine(machine: &Machine) -> Result<()> {
     line("instructions", machine.instruction_sets.join(" "))?;
     let caches = machine.caches.iter().map(|cache| {
         let shared =
-            if cache.num_cores > 1 { format!(" for {} cores", cache.num_cores) } else { String::new() };
+            if cache.num_cores > 1 { format!(" per {} cores", cache.num_cores) } else { String::new() };
         format!("{} {}{shared}", cache.name, Bytes(cache.bytes))
     });
     line("caches", caches.collect::<Vec<_>>().join(", "))?;
@@ -263,7 +264,10 @@ fn print_machine(machine: &Machine) -> Result<()> {
         format!("{}, {} available", size(machine.memory_bytes), size(machine.memory_available_bytes)),
     )?;
     line("huge pages", known(machine.huge_pages.clone()))?;
-    line("/dev/shm", format!("{} (not needed: workers share memory by memfd)", size(machine.dev_shm_bytes)))?;
+    line(
+        "/dev/shm",
+        format!("{} (not needed: workers share memory through memfd)", size(machine.dev_shm_bytes)),
+    )?;
     line("load", known(machine.load.map(|load| format!("{load:.2} in the last minute"))))?;
     Ok(())
 }
@@ -274,8 +278,9 @@ fn print_uses(uses: &Uses) -> Result<()> {
     line("SIMD level", &format!("{}: {}", uses.features, uses.features_reason))?;
     line("threads", &uses.threads.to_string())?;
     for kernel in &uses.products {
-        let rounded = if kernel.is_emulated { ", of values rounded and widened to f32" } else { "" };
-        line(&format!("{} products", kernel.precision), &format!("{}{rounded}", kernel.unit))?;
+        let rounded =
+            if kernel.is_emulated { ", values rounded to this precision and widened to f32" } else { "" };
+        line(&format!("{} matmul", kernel.precision), &format!("{}{rounded}", kernel.unit))?;
         for reason in &kernel.not_used {
             line("", reason)?;
         }
@@ -293,7 +298,7 @@ fn print_uses(uses: &Uses) -> Result<()> {
         line(
             &format!("{hosts} hosts"),
             &format!(
-                "with {workers_per_host} workers each, if messages between them take {latency:.1} us and {bandwidth:.1} GB/s"
+                "with {workers_per_host} workers each, assuming {latency:.1} us and {bandwidth:.1} GB/s between them"
             ),
         )?;
         for choice in choices::lines(&figure.algorithms) {

@@ -98,7 +98,7 @@ fn measure_kernel(
         cols: sizes.cols,
         inner: sizes.inner,
         peak_gflops: peak / 1e9,
-        transposes: transposes.with_context(|| format!("products of {sizes}"))?,
+        transposes: transposes.with_context(|| format!("matrix multiplication of {sizes}"))?,
     })
 }
 
@@ -108,10 +108,7 @@ pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
     for figure in figures {
         let ProductFigure { rows, cols, inner, .. } = figure;
         if last.replace((rows, cols, inner)) != Some((rows, cols, inner)) {
-            writeln!(
-                Output,
-                "\nproducts of {rows}x{cols}x{inner}, in GFLOP/s and per cent of the unit's peak"
-            )?;
+            writeln!(Output, "\nmatmul {rows}x{cols}x{inner}, in GFLOP/s and percent of the unit's peak")?;
             let heads = figure.transposes.iter().map(|figure| format!("{:>14}", figure.transposes));
             writeln!(
                 Output,
@@ -133,6 +130,6 @@ pub(super) fn print(figures: &[ProductFigure]) -> Result<()> {
         }
         writeln!(Output)?;
     }
-    writeln!(Output, "* is what training uses")?;
+    writeln!(Output, "* used for training")?;
     Ok(())
 }

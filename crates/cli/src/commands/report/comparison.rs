@@ -30,7 +30,7 @@ impl Comparison {
         let programs: Vec<Program> = drawn.iter().map(|rank| rank.program()).collect();
         let costs = Costs::of(step);
         let simulated = simulate(&programs, |rank, action| costs.mean(rank, action)).with_context(|| {
-            format!("the trace of step {} holds no programs that could have run", step.step)
+            format!("the trace of step {} does not describe an executable program", step.step)
         })?;
         let spans = |rank: &&RankTimeline| {
             rank.actions.iter().map(|traced| Span { start: traced.start, end: traced.end }).collect()

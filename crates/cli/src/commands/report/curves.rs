@@ -121,7 +121,7 @@ impl Scale {
             svg.text((self.x(step), HEIGHT - BOTTOM + 18.0), Anchor::Middle, &step.to_string());
         }
         svg.text(((LEFT + WIDTH - RIGHT) / 2.0, HEIGHT - 8.0), Anchor::Middle, "step");
-        svg.text((8.0, TOP - 8.0), Anchor::Start, "nats a token");
+        svg.text((8.0, TOP - 8.0), Anchor::Start, "nats per token");
     }
 
     /// With as many decimals as tell it from its neighbours.

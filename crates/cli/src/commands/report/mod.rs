@@ -8,7 +8,7 @@ mod trace;
 
 use anyhow::Result;
 
-/// Show what a run did.
+/// Show the results of a run.
 #[derive(Debug, clap::Args)]
 pub(crate) struct ReportArgs {
     #[command(subcommand)]

@@ -17,17 +17,17 @@ const LINE_BYTES_MAX: u64 = 1 << 16;
 const EXAMPLES: &str = "\
 Examples:
   trireme report run runs/quickstart
-      Steps, losses, speed and memory of a run, also while it trains.
+      Steps, losses, speed and memory of a run, finished or still training.
   trireme report run runs/quickstart --svg loss.svg
-      The losses as a picture.";
+      The loss curves as a picture.";
 
-/// Summarize a run, and draw its losses.
+/// Summarize a run, and plot its losses.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct RunArgs {
-    /// A run's folder.
+    /// The folder of a run.
     run_folder: PathBuf,
-    /// Draw the losses to a file as SVG.
+    /// Write a plot of the losses to an SVG file.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
@@ -52,7 +52,7 @@ struct MemoryPeak {
 pub(super) fn run(args: &RunArgs) -> Result<()> {
     let records = read(&args.run_folder)?;
     let (Some(first), Some(last)) = (records.first(), records.last()) else {
-        bail!("{} has no steps yet", args.run_folder.display());
+        bail!("{} has no recorded steps yet", args.run_folder.display());
     };
     let baseline = baseline(&args.run_folder);
     let validations = || records.iter().filter_map(|record| Some((record.step, record.validation_loss?)));
@@ -111,7 +111,7 @@ fn read(run_folder: &Path) -> Result<Vec<Record>> {
         }
         let record = serde_json::from_slice(&line);
         records.push(
-            record.with_context(|| format!("line {number} of {} is no record of a step", path.display()))?,
+            record.with_context(|| format!("line {number} of {} is not a step record", path.display()))?,
         );
     }
     Ok(records)

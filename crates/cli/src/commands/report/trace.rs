@@ -10,42 +10,42 @@ use trireme_train::trace::{TRACE_FILE, read};
 
 const HELP: &str = "\
 How to read it:
-  F, B and U are forward, backward and the update, with the number of the
-  microbatch; dots are time in which a worker waits. Above is the step as it was
-  measured, below the same programs with each pass as long as it was in the mean
-  and messages that take no time: what the schedule itself costs. Both have one
-  scale. The ratio of their times is what is lost beside that.
+  F, B and U are forward, backward and the update, followed by the number of the
+  microbatch; dots are idle time. The upper picture is the step as measured. The
+  lower one simulates the same programs with the mean duration of each pass and
+  instant messages: the cost of the schedule itself. Both have the same scale.
+  The ratio of their times shows what is lost in addition.
 
-  The bubble is idle time by what the busiest worker works in its passes; the
-  table of workers says what each one's time went to:
+  The bubble is idle time relative to the time that the busiest worker spends in
+  passes. The table of workers shows where each worker's time went:
     passes    forward and backward
-    waiting   for an activation or a gradient of another worker
-    sending   giving messages away
+    waiting   for an activation or a gradient from another worker
+    sending   handing over messages
     reducing  waiting for the gradients of all workers, at the end
     updates   the optimizer
-    other     gathering, moving state, and what is between actions
+    other     gathering, moving state, and overhead between actions
 
 Examples:
   trireme train my.toml --set metrics.trace_interval=10
-      Writes runs/my/trace.json, with a step in ten, the last eight of them.
+      Writes runs/my/trace.json, which traces every tenth step and keeps the last eight.
   trireme report trace runs/my
       The last of these steps.
   trireme report trace runs/my --step 20 --svg step.svg
-      Another one, and as a picture.
+      Another step, also as a picture.
 
-The file is in Chrome's format as well: open it in chrome://tracing or
-ui.perfetto.dev for every action of every worker.";
+The file is in Chrome's trace format: open it in chrome://tracing or
+ui.perfetto.dev to see every action of every worker.";
 
-/// Draw a step as it was measured, beside what its schedule alone would take.
+/// Draw a step as measured, next to what its schedule alone would take.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct TraceArgs {
-    /// A run's folder, with the trace that trace_interval of its metrics asks for.
+    /// The folder of a run that was trained with [metrics] trace_interval.
     run_folder: PathBuf,
-    /// The step to draw; the last one without it.
+    /// Step to draw. By default, the last one.
     #[arg(long, value_name = "N")]
     step: Option<u64>,
-    /// Write the drawing to a file as SVG.
+    /// Write the drawing to an SVG file.
     #[arg(long, value_name = "FILE")]
     svg: Option<PathBuf>,
 }
@@ -60,7 +60,7 @@ pub(super) fn run(args: &TraceArgs) -> Result<()> {
     };
     let Some(drawn) = drawn else {
         let numbers: Vec<String> = steps.iter().map(|step| step.step.to_string()).collect();
-        bail!("{} has no such step; it has {}", path(args), listed(&numbers));
+        bail!("{} does not contain this step; it has {}", path(args), listed(&numbers));
     };
     let titles = titles(drawn);
     let pictures = pictures(drawn, &titles);
@@ -101,7 +101,7 @@ fn headline(run_folder: &Path, drawn: &Comparison) -> String {
 fn titles(drawn: &Comparison) -> [String; 2] {
     [
         format!("measured, {}", time(drawn.measured_time as f64)),
-        format!("simulated from the mean of each pass, {}", time(drawn.simulated_time as f64)),
+        format!("simulated with the mean of each pass, {}", time(drawn.simulated_time as f64)),
     ]
 }
 

@@ -213,7 +213,7 @@ impl Scene {
     /// Asserts that the checkpoints of a run are whole, and that there are some; returns how many.
     pub(crate) fn whole_checkpoints(&self, run: &str) -> usize {
         let listed = self.run(&format!("checkpoint list runs/{run}")).succeeded();
-        assert!(!listed.contains("cannot be used"), "{listed}");
+        assert!(!listed.contains("unusable"), "{listed}");
         self.run(&format!("checkpoint inspect runs/{run} --verify --json")).succeeded();
         listed.lines().count()
     }

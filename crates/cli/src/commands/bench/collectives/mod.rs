@@ -22,62 +22,61 @@ use trireme_schedule::collective::Algorithm;
 
 const HELP: &str = "\
 How to read it:
-  A line has the median time of an operation on vectors of one size. The first
-  bandwidth is the size over that time. The second, the bus bandwidth, has the
-  factors of nccl-tests, so it compares with the hardware's: with W workers
-  2 (W - 1) / W for all_reduce, 1 for broadcast, reduce and send, (W - 1) / W
-  for the others. The last column is the algorithm that the group chose;
-  nothing stands there where it has no choice.
+  Each line shows the median time of an operation on vectors of one size. The
+  first bandwidth is the size divided by the time. The second, the bus bandwidth,
+  applies the factors of nccl-tests, so it compares with the hardware's: with W
+  workers, 2 (W - 1) / W for all_reduce, 1 for broadcast, reduce and send, and
+  (W - 1) / W for the others. The last column is the algorithm that the group
+  chose; it is empty where there is no choice.
 
-  The size is what nccl-tests calls size: the whole buffer of all_reduce,
-  broadcast and reduce, the gathered output of all_gather and of gather's root,
-  the input of reduce_scatter and of scatter's root, the send buffer of both
-  all_to_alls, one message of send. A barrier has none, and is timed once.
+  Sizes are counted as in nccl-tests: the whole buffer of all_reduce, broadcast
+  and reduce; the gathered output of all_gather and of gather's root; the input
+  of reduce_scatter and of scatter's root; the send buffer of both all_to_alls;
+  one message of send. A barrier has no size and is timed once.
 
-  In all_to_all_variable a worker sends blocks of 1 to W units, of another
-  length to each worker, and in all as much as every other one.
+  In all_to_all_variable, a worker sends a block of 1 to W units to each worker,
+  each of a different length. All workers send the same amount in total.
 
 Examples:
   trireme bench collectives
-      What two workers of this host reach.
+      Two workers on this host.
   trireme bench collectives --workers 4 --ops barrier,all_reduce --max-bytes 64K --dtype bf16
-      Small messages of four workers.
+      Small messages between four workers.
   trireme bench collectives --algorithm ring --any-order --transport tcp
-      One algorithm, to hold it against the one that is chosen without it.
+      One algorithm, to compare with the one chosen by default.
   srun --ntasks-per-node 4 trireme bench collectives --max-bytes 64M
-      Workers that another launcher has started: torchrun, srun and mpirun are understood.
+      Workers started by another launcher: torchrun, srun and mpirun are supported.
 
-A worker that dies or does not come within --timeout ends the command with a
-table of who was where (docs/hangs.md).";
+If a worker dies or does not respond within --timeout, the command exits with a
+table that shows where each worker was (docs/hangs.md).";
 
-/// Time the operations of a group of workers.
+/// Time the collective operations of a group of workers.
 ///
-/// Each is done once to check the result, then between barriers; its time is that of the slowest worker.
+/// Each operation runs once to check its result, then repeatedly between barriers. Its time is that of the slowest
+/// worker.
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct CollectivesArgs {
-    /// Worker processes on this host. Not counted where another launcher has started this process.
+    /// Worker processes on this host. Ignored if another launcher started this process.
     #[arg(long, value_name = "W", default_value_t = 2)]
     workers: usize,
-    /// What carries the data: auto, shm, tcp or mpi.
+    /// Transport for data: auto, shm, tcp or mpi.
     #[arg(long, default_value = "auto")]
     transport: TransportChoice,
-    /// The operations to time.
+    /// Operations to time.
     #[arg(long, value_enum, value_delimiter = ',', num_args = 1.., default_values_t = Op::COMMON)]
     ops: Vec<Op>,
-    /// Type of the elements.
+    /// Data type of the elements.
     #[arg(long, value_enum, default_value_t = Dtype::F32)]
     dtype: Dtype,
-    /// Where vectors lie: in memory that the group's transport handles best, or in the workers' own.
+    /// Where vectors are stored: in the memory that suits the group's transport best, or in each worker's own memory.
     #[arg(long, value_enum, default_value_t = Place::Arena)]
     memory: Place,
-    /// The algorithm to take where it fits, such as ring, halving_doubling or hierarchical:all:direct:ring; the best
-    /// one without it.
+    /// Algorithm to use where it applies, such as ring, halving_doubling or hierarchical:all:direct:ring. By default,
+    /// the fastest one.
     #[arg(long, value_name = "NAME")]
     algorithm: Option<Algorithm>,
-    #[command(flatten)]
-    costs: CostArgs,
-    /// Allow any order of sums, as with determinism = "run".
+    /// Allow sums in any order, as determinism = "run" does.
     #[arg(long)]
     any_order: bool,
     /// TCP connections to each peer.
@@ -86,41 +85,44 @@ pub(crate) struct CollectivesArgs {
     /// Send a checksum with each message.
     #[arg(long)]
     checksums: bool,
-    /// Smallest size, in bytes or as 4K, 64M or 1G.
+    /// Smallest size in bytes; suffixes K, M and G are allowed.
     #[arg(long, value_name = "BYTES", default_value = "4K", value_parser = size)]
     min_bytes: usize,
-    /// Largest size.
+    /// Largest size in bytes.
     #[arg(long, value_name = "BYTES", default_value = "256M", value_parser = size)]
     max_bytes: usize,
-    /// Step from one size to the next.
+    /// Factor from one size to the next.
     #[arg(long, value_name = "F", default_value_t = 4)]
     factor: usize,
-    /// Most timed iterations of one size.
+    /// Maximum number of timed iterations per size.
     #[arg(long, value_name = "N", default_value_t = 200)]
     iters: usize,
-    /// Time to aim for at one size.
+    /// Target time per size.
     #[arg(long, default_value = "1", value_parser = super::seconds, value_name = "SECONDS")]
     seconds: Duration,
-    /// Iterations before them.
+    /// Untimed iterations before the timed ones.
     #[arg(long, value_name = "N", default_value_t = 5)]
     warmup: usize,
     /// How long a worker waits for the others in one operation before it gives up.
     #[arg(long, default_value = "300", value_parser = super::seconds, value_name = "SECONDS")]
     timeout: Duration,
-    /// Let the system move workers between cores. Without it each keeps to its share of the cores it may use, as mpirun
-    /// has it, if there are enough.
+    /// Let the system move workers between cores. By default, each worker is bound to its share of the available
+    /// cores, as with mpirun, if there are enough cores.
     #[arg(long)]
     unbound: bool,
-    /// Print one line of JSON for each operation and size.
+    /// Print one line of JSON per operation and size.
     #[arg(long)]
     json: bool,
+    // Last: its heading would cover all options after it.
+    #[command(flatten)]
+    costs: CostArgs,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum)]
 enum Place {
-    /// Memory that the workers of a host share, where there is such.
+    /// Memory shared between the workers of a host, where available.
     Arena,
-    /// The heap.
+    /// Heap memory.
     Private,
 }
 
@@ -148,7 +150,7 @@ fn size(text: &str) -> Result<usize, String> {
 /// Runs `trireme bench collectives`.
 pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
     if args.workers == 0 || args.factor < 2 || args.min_bytes == 0 || args.iters == 0 {
-        bail!("--workers, --min-bytes and --iters must be at least 1, and --factor 2");
+        bail!("--workers, --min-bytes and --iters must be at least 1, and --factor at least 2");
     }
     let Some(environment) = WorkerEnvironment::of_this_process()? else {
         return launch_workers(args.workers, started, None);
@@ -181,7 +183,7 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
 /// Measures every operation at every size.
 fn sweep<T: Number>(args: &CollectivesArgs, group: &Group) -> Result<()> {
     if args.ops.contains(&Op::Send) && group.world_size() < 2 {
-        bail!("send takes two workers; set --workers 2 or more");
+        bail!("send needs two workers; set --workers to 2 or more");
     }
     if !args.unbound {
         bind(group)?;
@@ -223,7 +225,7 @@ fn print_header(args: &CollectivesArgs, group: &Group) -> Result<()> {
 fn bind(group: &Group) -> Result<()> {
     let hosts = group.hosts();
     let num_ranks = hosts.ranks(hosts.host_of(group.rank())).len();
-    let allowed = sched_getaffinity(None).context("cannot tell which cores may be used")?;
+    let allowed = sched_getaffinity(None).context("cannot determine which cores this process may use")?;
     let processors: Vec<usize> =
         (0..CpuSet::MAX_CPU).filter(|&processor| allowed.is_set(processor)).collect();
     if num_ranks > processors.len() {
@@ -233,7 +235,7 @@ fn bind(group: &Group) -> Result<()> {
     let local_rank = hosts.local_rank(group.rank());
     let mut own = CpuSet::new();
     processors[border(local_rank)..border(local_rank + 1)].iter().for_each(|&processor| own.set(processor));
-    sched_setaffinity(None, &own).context("cannot keep to some cores; try --unbound")
+    sched_setaffinity(None, &own).context("cannot bind to cores; try --unbound")
 }
 
 fn print(args: &CollectivesArgs, measurement: &Measurement) -> Result<()> {

@@ -22,7 +22,7 @@ pub(super) enum Op {
     Gather,
     Scatter,
     Barrier,
-    /// A message from rank 0 to rank 1 and back; the time is that of one way.
+    /// A message from rank 0 to rank 1 and back; reports the one-way time.
     Send,
 }
 
