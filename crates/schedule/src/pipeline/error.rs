@@ -199,7 +199,7 @@ pub enum ScheduleError {
         missing: Pass,
     },
     /// An update where none belongs: in a schedule that drains, or not after the last backward of a step.
-    #[error("{place}: '{pass}' does not directly follow the last gradient of its stage in a step")]
+    #[error("{place}: '{pass}' does not come after all gradients of a step of its stage")]
     UpdateMisplaced {
         /// Where.
         place: Place,

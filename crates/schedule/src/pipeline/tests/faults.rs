@@ -50,7 +50,7 @@ fn each_fault_is_named_with_its_place() {
         ),
         (
             "rank 0: F 0 0, B 0 0, U 0 0\nrank 1: F 1 0, B 1 0",
-            "rank 0, pass 2: 'U 0 0' does not directly follow",
+            "rank 0, pass 2: 'U 0 0' does not come after all gradients",
             Some((0, 2)),
         ),
     ] {
@@ -114,7 +114,7 @@ F forward; I backward, input half; W backward, weight half; · idle; 1 tick: 2 c
 fn a_step_of_weights_is_updated_once_and_read_while_it_is_there() {
     let stashed = "ranks 1 placement 0 microbatches 1 steps 2 weights stashed\n";
     let (late, place) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, F 0 1, B 0 1, U 0 0, U 0 1"));
-    assert!(late.starts_with("rank 0, pass 4: 'U 0 0' does not directly follow"), "{late}");
+    assert!(late.starts_with("rank 0, pass 4: 'U 0 0' does not come after all gradients"), "{late}");
     assert_eq!(place, Some((0, 4)));
     let (missing, _) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, U 0 0, F 0 1, B 0 1"));
     assert_eq!(missing, "rank 0 lacks the pass 'U 0 1'");
