@@ -132,8 +132,8 @@ config_section! {
         /// Data type of activations and matrix multiplications. Weights, their gradients and the optimizer stay f32.
         dtype: TrainingDtype = TrainingDtype::F32;
         /// Emulates 8-bit floats to study convergence. The inputs of matrix multiplications in the blocks' linear
-        /// layers are rounded as fp8 would round them: `e4m3` rounds all of them to E4M3, `hybrid` rounds gradients
-        /// to E5M2 (the recipes of NVIDIA's Transformer Engine). Nothing becomes faster. Values beyond the range of
+        /// layers are rounded as fp8 would round them: `e4m3` rounds all of them to E4M3, `hybrid` uses E5M2
+        /// for gradients (the recipes of NVIDIA's Transformer Engine). Nothing becomes faster. Values beyond the range of
         /// the format, including infinities, become its largest value. Requires `dtype = "bf16"`.
         fp8: Fp8 = Fp8::Off;
         /// Number of past steps whose largest magnitudes determine the scale of a tensor (`amax_history_len` of
@@ -142,8 +142,8 @@ config_section! {
         /// Scales leave room for values 2^fp8_margin times larger than those of earlier steps (`margin` of
         /// Transformer Engine). Only applies with `fp8`.
         fp8_margin: u32 = 0, within 0..=16;
-        /// Data type in which gradients are summed over the workers. `bf16` and `f16` halve the message bytes, but
-        /// bits are then reproducible only for the same number of workers. `f16` requires `dtype = "f16"`.
+        /// Data type to which gradients are rounded before they are summed over the workers. `bf16` and `f16` halve the message
+        /// bytes, but bits are then reproducible only for the same number of workers. `f16` requires `dtype = "f16"`.
         reduce_dtype: TrainingDtype = TrainingDtype::F32;
         /// Factor of the loss that keeps small gradients above zero in f16 (`--loss-scale` of Megatron-LM,
         /// `loss_scale` of DeepSpeed). 0 adapts it: when gradients overflow, the scale halves and the step is
