@@ -38,7 +38,7 @@ pub(crate) struct StepArgs {
     /// --dtype bf16, and does not make anything faster.
     #[arg(long, value_name = "FORMATS", value_parser = parse_fp8)]
     fp8: Option<Fp8Formats>,
-    /// Data type in which gradients are summed over the workers: f32, bf16 or, with --dtype f16, f16.
+    /// Data type to which gradients are rounded before they are summed over the workers: f32, bf16 or, with --dtype f16, f16.
     #[arg(long, value_name = "DTYPE", default_value = "f32", value_parser = parse_precision)]
     reduce_dtype: Precision,
     /// Sequences per batch of one worker.
