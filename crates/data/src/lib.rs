@@ -21,8 +21,8 @@ pub use baseline::bigram_baseline;
 pub use corpus::Corpus;
 pub use error::DataError;
 pub use prepare::{
-    InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent, Skipped,
-    StagedCorpus, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, prepare, stage,
+    Existing, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent,
+    Skipped, StagedCorpus, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, is_free, prepare, stage,
 };
 pub use sampler::{Sampler, Window};
 pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};

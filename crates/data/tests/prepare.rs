@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use tempfile::TempDir;
 use trireme_data::{
-    Corpus, DataError, InvalidUtf8, Phase, PrepareOptions, PrepareReport, Progress, Silent, TokenFile,
-    Tokenizer, TokenizerChoice, is_current, prepare,
+    Corpus, DataError, Existing, InvalidUtf8, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE,
+    Silent, TokenFile, Tokenizer, TokenizerChoice, is_current, is_free, prepare, stage,
 };
 
 /// A folder with inputs in `in` and room for `out`.
@@ -344,6 +344,24 @@ impl Progress for Intruder<'_> {
         assert!(done <= total, "{phase:?}");
         self.seen.lock().unwrap().extend(prepare(self.options, &Silent).err());
     }
+}
+
+#[test]
+fn a_corpus_that_is_to_be_kept_is_kept() {
+    let room = Room::new(&[("a.txt", b"one text")]);
+    let options = room.options(&["a.txt"]);
+    assert!(is_free(&options.out).unwrap());
+    stage(&options, Existing::Keep, &Silent).unwrap().commit().unwrap();
+    let before = files_in(&options.out);
+    assert!(!is_free(&options.out).unwrap());
+    let refused = stage(&options, Existing::Keep, &Silent).unwrap_err();
+    assert!(matches!(refused, DataError::Occupied { .. }), "{refused}");
+    assert_eq!(files_in(&options.out), before);
+    fs::remove_file(options.out.join(REPORT_FILE)).unwrap();
+    let before: Vec<_> = before.into_iter().filter(|(name, _)| name != REPORT_FILE).collect();
+    assert!(!is_free(&options.out).unwrap(), "a corpus without its report may be all that is left");
+    stage(&options, Existing::Keep, &Silent).unwrap_err();
+    assert_eq!(files_in(&options.out), before);
 }
 
 #[test]

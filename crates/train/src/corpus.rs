@@ -2,14 +2,16 @@
 //! `folder-2`, `folder-3` and so on.
 
 use crate::checkpointing::corpus_of;
-use crate::config::{self, Config, Resume};
+use crate::config::{self, Config};
 use crate::error::TrainError;
-use std::ffi::OsString;
+use crate::resume::choose_checkpoint;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
-use trireme_checkpoint::{CHECKPOINTS_FOLDER, Checkpoint, find_latest, list_checkpoints};
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
-    Corpus, InvalidUtf8, PrepareOptions, PrepareReport, Progress, TokenizerChoice, is_current, stage,
+    Corpus, DataError, Existing, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, is_free,
+    stage,
 };
 
 /// How [`ensure_corpus`] found the corpus.
@@ -34,7 +36,8 @@ pub struct RunCorpus {
 
 /// The folder of a version of the corpus in `folder`.
 pub fn corpus_folder(folder: &Path, version: u64) -> PathBuf {
-    let mut name = OsString::from(folder);
+    // Without a slash at the end, behind which the number would name a folder inside.
+    let mut name = folder.components().collect::<PathBuf>().into_os_string();
     if version > 1 {
         name.push(format!("-{version}"));
     }
@@ -53,26 +56,31 @@ pub fn ensure_corpus<E: From<TrainError>>(
     progress: &dyn Progress,
     check: impl FnOnce(&Corpus) -> Result<(), E>,
 ) -> Result<RunCorpus, E> {
-    let folder = &config.data().folder;
-    match find_place(config)? {
-        Place::Found(found) => {
-            check(&Corpus::open(&corpus_folder(folder, found.version)).map_err(TrainError::from)?)?;
-            Ok(found)
-        }
-        Place::Free { version, resumed } => {
-            let options = prepare_options(config, version);
-            let staged = stage(&options, progress).map_err(TrainError::from)?;
-            let corpus = staged.corpus().map_err(TrainError::from)?;
-            if let Some(ResumedCorpus { path, checksum }) = resumed
-                && checksum != checksum_of(&corpus)
-            {
-                let (what, found, expected) = ("a corpus with checksum", checksum, checksum_of(&corpus));
-                return Err(TrainError::ResumeDiffers { path, what, found, expected }.into());
+    loop {
+        let (version, existing, resumed) = match find_place(config)? {
+            Place::Found(found) => {
+                let folder = corpus_folder(&config.data().folder, found.version);
+                check(&Corpus::open(&folder).map_err(TrainError::from)?)?;
+                return Ok(found);
             }
-            check(&corpus)?;
-            staged.commit().map_err(TrainError::from)?;
-            Ok(RunCorpus { version, state: CorpusState::Made })
+            Place::Free { version, existing, resumed } => (version, existing, resumed),
+        };
+        let options = prepare_options(config, version);
+        let staged = match stage(&options, existing, progress) {
+            // Another run that shares the folder was quicker.
+            Err(DataError::Occupied { .. }) if !is_free(&options.out).map_err(TrainError::from)? => continue,
+            staged => staged.map_err(TrainError::from)?,
+        };
+        let corpus = staged.corpus().map_err(TrainError::from)?;
+        if let Some(ResumedCorpus { path, checksum }) = resumed
+            && checksum != checksum_of(&corpus)
+        {
+            let (what, found, expected) = ("a corpus with checksum", checksum, checksum_of(&corpus));
+            return Err(TrainError::ResumeDiffers { path, what, found, expected }.into());
         }
+        check(&corpus)?;
+        staged.commit().map_err(TrainError::from)?;
+        return Ok(RunCorpus { version, state: CorpusState::Made });
     }
 }
 
@@ -86,6 +94,7 @@ enum Place {
     /// There is none yet, and this version can be made.
     Free {
         version: u64,
+        existing: Existing,
         resumed: Option<ResumedCorpus>,
     },
 }
@@ -103,8 +112,14 @@ fn find_place(config: &Config) -> Result<Place, TrainError> {
         return Ok(Place::Found(RunCorpus { version: 1, state: CorpusState::Current }));
     }
     let resumed = resumed_corpus(config)?;
-    let is_prepared = |version: &u64| PrepareReport::read(&corpus_folder(&data.folder, *version)).is_ok();
-    for version in (1..).take_while(is_prepared) {
+    let is_replaceable =
+        data.folder.starts_with(config.run_folder()) && !has_checkpoints(&config.run_folder())?;
+    for version in 1.. {
+        if is_free(&corpus_folder(&data.folder, version))? {
+            let (version, existing) =
+                if is_replaceable { (1, Existing::Replace) } else { (version, Existing::Keep) };
+            return Ok(Place::Free { version, existing, resumed });
+        }
         let is_current = || is_current(&prepare_options(config, version));
         match &resumed {
             None if is_current()? => {
@@ -119,10 +134,7 @@ fn find_place(config: &Config) -> Result<Place, TrainError> {
             _ => {}
         }
     }
-    let is_replaceable =
-        data.folder.starts_with(config.run_folder()) && !has_checkpoints(&config.run_folder())?;
-    let free = (1..).find(|version| is_replaceable || !is_prepared(version));
-    Ok(Place::Free { version: free.expect("there are more numbers than folders"), resumed })
+    unreachable!("there are more numbers than folders")
 }
 
 fn holds(folder: &Path, checksum: &str) -> bool {
@@ -134,17 +146,23 @@ fn has_checkpoints(run_folder: &Path) -> Result<bool, TrainError> {
     if !list_checkpoints(&run_folder.join(CHECKPOINTS_FOLDER))?.is_empty() {
         return Ok(true);
     }
-    let entries = fs::read_dir(run_folder).into_iter().flatten().flatten();
-    Ok(entries.into_iter().any(|entry| entry.path().join(CHECKPOINTS_FOLDER).is_dir()))
+    let holds_checkpoints = || -> io::Result<bool> {
+        for entry in fs::read_dir(run_folder)? {
+            let entry = entry?;
+            if entry.file_type()?.is_dir() && entry.path().join(CHECKPOINTS_FOLDER).try_exists()? {
+                return Ok(true);
+            }
+        }
+        Ok(false)
+    };
+    match holds_checkpoints() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        holds => holds.map_err(|source| TrainError::RunFolder { path: run_folder.to_owned(), source }),
+    }
 }
 
 fn resumed_corpus(config: &Config) -> Result<Option<ResumedCorpus>, TrainError> {
-    let checkpoint = match &config.checkpoint().resume {
-        Resume::Never => None,
-        Resume::From(path) => Some(Checkpoint::open(path)?),
-        Resume::Auto => find_latest(&config.run_folder().join(CHECKPOINTS_FOLDER), &mut Vec::new())?,
-    };
-    Ok(checkpoint.and_then(|checkpoint| {
+    Ok(choose_checkpoint(config, &mut Vec::new())?.and_then(|checkpoint| {
         let checksum = corpus_of(&checkpoint)?;
         Some(ResumedCorpus { path: checkpoint.path().to_owned(), checksum })
     }))

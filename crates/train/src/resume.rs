@@ -118,7 +118,7 @@ fn choose_together(
 
 /// The checkpoint that the config asks for. With `auto` it is the newest that opens; those that are damaged and newer join
 /// `damaged`, and are not chosen again.
-fn choose_checkpoint(
+pub(crate) fn choose_checkpoint(
     config: &Config,
     damaged: &mut Vec<SkippedCheckpoint>,
 ) -> Result<Option<Checkpoint>, TrainError> {

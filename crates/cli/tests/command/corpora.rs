@@ -79,3 +79,24 @@ fn another_corpus_is_made_beside_one_that_checkpoints_refer_to() {
     scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();
     assert!(!scene.path("runs/fresh/data-2").exists());
 }
+
+#[test]
+fn a_corpus_whose_report_is_damaged_is_not_replaced() {
+    let scene = trained_then_changed();
+    scene.cut("runs/tiny/data/prepare.json", 20);
+    let tokens = std::fs::read(scene.path("runs/tiny/data/train.tokens")).unwrap();
+    let anew = scene.run("train tiny.toml --set checkpoint.resume=never");
+    assert_eq!(anew.code, Some(0), "{anew:?}");
+    assert_eq!(std::fs::read(scene.path("runs/tiny/data/train.tokens")).unwrap(), tokens);
+    assert!(scene.path("runs/tiny/data-2/train.tokens").exists());
+}
+
+#[test]
+fn another_corpus_is_made_beside_a_folder_with_a_slash_at_its_end() {
+    let scene = Scene::new();
+    let train = "train tiny.toml --set data.folder=shared/ --set run.name";
+    scene.run(&format!("{train}=first")).succeeded();
+    scene.write("text.txt", "something else altogether\n".repeat(900));
+    assert_eq!(scene.run(&format!("{train}=second")).code, Some(0));
+    assert!(scene.path("shared-2/train.tokens").exists());
+}

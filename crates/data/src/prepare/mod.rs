@@ -21,9 +21,10 @@ use crate::{Corpus, DataError, TokenFile, TokenFileWriter, Tokenizer};
 use batch::Batch;
 use inputs::Inputs;
 use reader::{CorpusReader, ReadCounts};
-use staging::Staging;
+use staging::{Staging, is_interrupted};
 use std::fs;
 use std::iter;
+use std::path::Path;
 
 /// The tokens to train on, in the folder of a prepared corpus.
 pub const TRAIN_FILE: &str = "train.tokens";
@@ -80,7 +81,16 @@ impl Progress for Silent {
 /// the output cannot be written. What was in the output folder is then as before; if the new files are complete
 /// but cannot be moved into their place, the folder has no [`REPORT_FILE`] and counts as not prepared.
 pub fn prepare(options: &PrepareOptions, progress: &dyn Progress) -> Result<PrepareReport, DataError> {
-    stage(options, progress)?.commit()
+    stage(options, Existing::Replace, progress)?.commit()
+}
+
+/// What becomes of a corpus that is in the output folder already.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Existing {
+    /// The new one takes its place.
+    Replace,
+    /// It stays, and preparing is refused.
+    Keep,
 }
 
 /// A corpus that is complete, and not yet in its place. Dropping it removes it.
@@ -114,12 +124,16 @@ impl StagedCorpus {
 /// Does all that [`prepare`] does but putting the files into their place: what is in the output folder stays as it is.
 ///
 /// # Errors
-/// As [`prepare`].
-pub fn stage(options: &PrepareOptions, progress: &dyn Progress) -> Result<StagedCorpus, DataError> {
+/// As [`prepare`]; and if the folder holds a corpus that is to be kept.
+pub fn stage(
+    options: &PrepareOptions,
+    existing: Existing,
+    progress: &dyn Progress,
+) -> Result<StagedCorpus, DataError> {
     options.check()?;
     let inputs = Inputs::collect(options)?;
     let fingerprint = options.fingerprint(&inputs)?;
-    let staging = Staging::new(&options.out, &OUTPUT_FILES, REPORT_FILE)?;
+    let staging = Staging::new(&options.out, &OUTPUT_FILES, REPORT_FILE, existing)?;
     let tokenizer = choose_tokenizer(options, &inputs, progress)?;
 
     let counts = tokenize(options, &inputs, &tokenizer, &staging, progress)?;
@@ -142,6 +156,16 @@ pub fn stage(options: &PrepareOptions, progress: &dyn Progress) -> Result<Staged
     };
     report.write(&staging.path(REPORT_FILE))?;
     Ok(StagedCorpus { staging, report })
+}
+
+/// Whether an output folder holds no corpus, whole or damaged. What an interrupted preparation has left is none.
+///
+/// # Errors
+/// If the folder cannot be read.
+pub fn is_free(folder: &Path) -> Result<bool, DataError> {
+    let holds = |name: &str| folder.join(name).try_exists();
+    let is_free = || Ok(is_interrupted(folder, REPORT_FILE)? || !(holds(REPORT_FILE)? || holds(TRAIN_FILE)?));
+    is_free().map_err(|source| DataError::Read { path: folder.to_owned(), source })
 }
 
 /// Whether the output folder holds what [`prepare`] would write: no input (by path, size and time of change)

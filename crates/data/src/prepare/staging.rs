@@ -1,3 +1,4 @@
+use super::Existing;
 use crate::DataError;
 use std::fs::{self, File, TryLockError};
 use std::io;
@@ -29,9 +30,14 @@ enum Stage {
 }
 
 impl Staging {
-    /// Locks `folder`, making it if it is not there. Files named `names` in it must come from an earlier
-    /// commit, known by its `mark`: others are not overwritten.
-    pub(super) fn new(folder: &Path, names: &[&str], mark: &str) -> Result<Self, DataError> {
+    /// Locks `folder`, making it if it is not there. Files named `names` in it must come from an earlier commit, known by
+    /// its `mark`, that `existing` allows to replace: others are not overwritten.
+    pub(super) fn new(
+        folder: &Path,
+        names: &[&str],
+        mark: &str,
+        existing: Existing,
+    ) -> Result<Self, DataError> {
         let write = |source| DataError::Write { path: folder.to_owned(), source };
         let folders_made =
             folder.ancestors().take_while(|folder| !folder.exists()).map(PathBuf::from).collect();
@@ -42,9 +48,11 @@ impl Staging {
             Err(TryLockError::WouldBlock) => return Err(DataError::Busy { folder: folder.to_owned() }),
             Err(TryLockError::Error(source)) => return Err(write(source)),
         }
-        // Between removing the old mark and setting the new one, only the staging folder tells.
-        let is_own = [mark, STAGING_FOLDER].iter().any(|name| folder.join(name).exists());
-        if let Some(name) = names.iter().find(|name| !is_own && folder.join(name).exists()) {
+        let is_own = match folder.join(mark).exists() {
+            true => existing == Existing::Replace,
+            false => is_interrupted(folder, mark).map_err(write)?,
+        };
+        if let Some(name) = [mark].iter().chain(names).find(|name| !is_own && folder.join(name).exists()) {
             return Err(DataError::Occupied { path: folder.join(name) });
         }
         let staging = Staging { folder: folder.to_owned(), locked, folders_made, stage: Stage::Making };
@@ -101,6 +109,12 @@ impl Drop for Staging {
             let _ = self.folders_made.iter().try_for_each(fs::remove_dir);
         }
     }
+}
+
+/// Whether a commit into the folder was cut short: between removing the old mark and setting the new one, only the staging
+/// folder tells.
+pub(super) fn is_interrupted(folder: &Path, mark: &str) -> io::Result<bool> {
+    Ok(!folder.join(mark).try_exists()? && folder.join(STAGING_FOLDER).try_exists()?)
 }
 
 fn remove_if_there(path: &Path) -> io::Result<()> {
