@@ -35,6 +35,9 @@ const CALLS: [&str; 13] = [
 /// What happens at a call: it fails, the disk is full, the process is killed, or it is stopped and continued.
 const FAULTS: [&str; 4] = ["error=EIO", "error=ENOSPC", "signal=SIGKILL", "signal=SIGSTOP"];
 
+/// Where strace writes, in the folder of the runs.
+const LOG: &str = "calls.txt";
+
 /// How often processes that may have been stopped are continued.
 const CONTINUE_INTERVAL: Duration = Duration::from_millis(20);
 
@@ -51,7 +54,15 @@ generate = { num_tokens = 0 }
 struct Scene {
     folder: PathBuf,
     binary: PathBuf,
-    num_workers: usize,
+    num_workers: NonZeroUsize,
+}
+
+/// A fault at one call.
+struct Injection<'a> {
+    call: &'a str,
+    fault: &'a str,
+    /// Which of each thread's calls, from 1 on.
+    number: usize,
 }
 
 /// What a run with a fault came to.
@@ -60,7 +71,12 @@ enum Outcome {
     Ended,
     /// It went to its end all the same.
     Survived,
+    /// No thread made so many calls.
+    NotReached,
 }
+
+/// What strace writes where it has injected a fault.
+const MARKS: [&str; 3] = ["(INJECTED)", "killed by SIGKILL", "SIGSTOP"];
 
 /// Inject a fault at each system call of a run with checkpoints.
 ///
@@ -73,23 +89,22 @@ pub(crate) struct FaultsArgs {
     #[arg(long, value_name = "PATH", default_value = "target/release/trireme")]
     binary: PathBuf,
     /// Workers of the run.
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    workers: usize,
+    #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN)]
+    workers: NonZeroUsize,
     /// Inject at one call in N of each kind only.
     #[arg(long, value_name = "N", default_value_t = NonZeroUsize::MIN)]
     stride: NonZeroUsize,
 }
 
-/// Runs `cargo xtask faults`.
-pub(crate) fn run(args: &FaultsArgs, root: &Path) -> Result<bool> {
+/// Runs `cargo xtask faults`. The files of a fault that lost something stay for inspection.
+pub(crate) fn run(args: &FaultsArgs, root: &Path) -> Result<()> {
     let binary = fs::canonicalize(root.join(&args.binary))
         .with_context(|| format!("no program at {}; run `cargo build --release`", args.binary.display()))?;
     let folder = std::env::temp_dir().join(format!("trireme-faults-{}", std::process::id()));
     fs::create_dir(&folder)?;
     let scene = Scene { folder: folder.clone(), binary, num_workers: args.workers };
-    let result = scene.run_all(args.stride.get());
-    fs::remove_dir_all(&folder)?;
-    result.map(|()| true)
+    scene.run_all(args.stride.get()).with_context(|| format!("the files are in {}", folder.display()))?;
+    Ok(fs::remove_dir_all(&folder)?)
 }
 
 impl Scene {
@@ -103,24 +118,23 @@ impl Scene {
         let counts = self.count_calls()?;
         let num_calls: usize = counts.values().sum();
         println!("{num_calls} calls in the longest thread: {counts:?}");
-        let mut num_faults = 0;
-        let mut num_survived = 0;
+        let (mut num_ended, mut num_survived) = (0, 0);
         for fault in FAULTS {
             for (call, &count) in &counts {
                 for number in (1..=count).step_by(stride) {
                     let what = format!("{call} {number} of {count}, {fault}");
-                    match self.check(&format!("{call}:{fault}:when={number}"), &losses).context(what)? {
-                        Outcome::Ended => {}
+                    match self.check(&Injection { call, fault, number }, &losses).context(what)? {
+                        Outcome::Ended => num_ended += 1,
                         Outcome::Survived => num_survived += 1,
+                        Outcome::NotReached => {}
                     }
-                    num_faults += 1;
                 }
                 println!("{fault} in {call}: every run resumed to the losses of the undisturbed run");
             }
         }
         println!(
-            "{num_faults} faults: {num_survived} runs went to their end, {} ended and resumed; nothing was lost or left behind",
-            num_faults - num_survived
+            "{} faults: {num_survived} runs went to their end, {num_ended} ended and resumed; nothing was lost or left behind",
+            num_ended + num_survived
         );
         Ok(())
     }
@@ -132,14 +146,26 @@ impl Scene {
     }
 
     fn train(&self) -> Command {
-        self.command(&["train", "job.toml", "--workers", &self.num_workers.to_string()])
+        let mut command = Command::new(&self.binary);
+        self.prepare_training(&mut command);
+        command
     }
 
-    fn train_under_strace(&self, arguments: &[&str]) -> Result<Output> {
-        let mut command = Command::new("strace");
-        command.args(["-f", "-qq"]).args(arguments).arg("--").arg(&self.binary);
+    /// Appends the arguments of the run.
+    fn prepare_training(&self, command: &mut Command) {
         command.args(["train", "job.toml", "--workers", &self.num_workers.to_string()]);
-        command.current_dir(&self.folder).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        command.current_dir(&self.folder).stdin(Stdio::null());
+    }
+
+    /// Runs with the calls of the `expressions` traced to [`LOG`].
+    fn train_under_strace(&self, expressions: &[String]) -> Result<Output> {
+        let mut command = Command::new("strace");
+        command.args(["-f", "-q", "-o", LOG]);
+        for expression in expressions {
+            command.args(["-e", expression]);
+        }
+        self.prepare_training(command.arg("--").arg(&self.binary));
+        command.stdout(Stdio::piped()).stderr(Stdio::piped());
         let child = command.process_group(0).spawn();
         let child = child.context("cannot run strace, which injects the faults; install it")?;
         let group = Pid::from_child(&child);
@@ -164,11 +190,9 @@ impl Scene {
     /// The most calls of each kind that a thread of a run makes.
     fn count_calls(&self) -> Result<BTreeMap<String, usize>> {
         self.forget_run()?;
-        let log = self.folder.join("calls.txt");
-        let path = log.to_str().context("the temporary folder has no UTF-8 name")?;
-        succeeded(&self.train_under_strace(&["-e", &format!("trace={}", CALLS.join(",")), "-o", path])?)?;
+        succeeded(&self.train_under_strace(&[format!("trace={}", CALLS.join(","))])?)?;
         let mut counts: BTreeMap<(String, String), usize> = BTreeMap::new();
-        for line in fs::read_to_string(&log)?.lines() {
+        for line in self.log()?.lines() {
             let Some((thread, rest)) = line.split_once(char::is_whitespace) else { continue };
             let Some((call, _)) = rest.trim_start().split_once('(') else { continue };
             if CALLS.contains(&call) {
@@ -183,28 +207,33 @@ impl Scene {
         Ok(most)
     }
 
+    fn log(&self) -> Result<String> {
+        let bytes = fs::read(self.folder.join(LOG)).context("strace has traced nothing")?;
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
+    }
+
     /// One run with a fault, and one without that resumes.
-    fn check(&self, injection: &str, losses: &str) -> Result<Outcome> {
+    fn check(&self, Injection { call, fault, number }: &Injection<'_>, losses: &str) -> Result<Outcome> {
         self.forget_run()?;
-        let call = injection.split(':').next().unwrap_or_default();
-        let trace = format!("trace={call}");
-        let disturbed = self.train_under_strace(&[
-            "-e",
-            &trace,
-            "-e",
-            &format!("inject={injection}"),
-            "-o",
-            "/dev/null",
-        ])?;
+        fs::remove_file(self.folder.join(LOG))?;
+        let inject = format!("inject={call}:{fault}:when={number}");
+        let disturbed = self.train_under_strace(&[format!("trace={call}"), inject])?;
         let text = describe(&disturbed);
         ensure!(!text.contains("panicked"), "the run panicked:\n{text}");
+        let log = self.log()?;
+        let is_reached = MARKS.iter().any(|mark| log.contains(mark));
+        ensure!(is_reached || disturbed.status.success(), "the run failed without a fault:\n{text}");
         // A run that is killed before its folder was made has left nothing to resume.
         fs::create_dir_all(self.folder.join("runs"))?;
         succeeded(&self.train().output()?).with_context(|| format!("after\n{text}"))?;
         let found = self.losses()?;
         ensure!(found == losses, "the losses differ:\n{found}after\n{text}");
         self.check_nothing_is_left()?;
-        Ok(if disturbed.status.success() { Outcome::Survived } else { Outcome::Ended })
+        Ok(match (is_reached, disturbed.status.success()) {
+            (false, _) => Outcome::NotReached,
+            (true, true) => Outcome::Survived,
+            (true, false) => Outcome::Ended,
+        })
     }
 
     /// Steps and losses of the run, a line each.
@@ -221,7 +250,7 @@ impl Scene {
         let names = names(&self.folder.join("runs/job/checkpoints"))?;
         ensure!(names == ["latest", "step-6"], "checkpoints: {names:?}");
         for (folder, known) in [
-            (self.folder.clone(), &["calls.txt", "corpus", "job.toml", "runs", "text.txt"][..]),
+            (self.folder.clone(), &[LOG, "corpus", "job.toml", "runs", "text.txt"][..]),
             (self.folder.join("runs"), &["job"]),
             (
                 self.folder.join("corpus"),

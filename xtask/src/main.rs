@@ -25,7 +25,7 @@ fn main() -> ExitCode {
     let succeeded = match Chore::parse() {
         Chore::Tidy => tidy::run(workspace_root()),
         Chore::Compare(args) => compare::run(&args, workspace_root()),
-        Chore::Faults(args) => faults::run(&args, workspace_root()),
+        Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
     };
     match succeeded {
         Ok(true) => ExitCode::SUCCESS,

@@ -49,7 +49,11 @@ impl RunLock {
             folder.ancestors().take_while(|folder| !folder.exists()).map(PathBuf::from).collect();
         loop {
             fs::create_dir_all(folder).map_err(failed)?;
-            let file = File::create(&path).map_err(failed)?;
+            let file = match File::create(&path) {
+                // Whoever held the lock may have removed the folder as well.
+                Err(error) if error.kind() == io::ErrorKind::NotFound && waits() => continue,
+                file => file.map_err(failed)?,
+            };
             match file.try_lock() {
                 // Whoever held it may have removed the file: then this lock would keep nobody out.
                 Ok(()) if is_at(&file, &path).map_err(failed)? => {

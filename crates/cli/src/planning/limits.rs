@@ -48,7 +48,10 @@ impl Plan {
     pub(super) fn host_bytes(&self, config: &Config, num_workers: usize) -> usize {
         let own = self.prediction.on_machine();
         let sampling = if self.rank == 0 { self.sampling_bytes(config).saturating_sub(own) } else { 0 };
-        num_workers * (own + own / GAPS + PROCESS_BYTES) + sampling
+        // Sizes that no machine has are still compared with its limit.
+        num_workers
+            .saturating_mul(own.saturating_add(own / GAPS).saturating_add(PROCESS_BYTES))
+            .saturating_add(sampling)
     }
 
     /// What the first worker holds while it writes a sample after the last step: its state, all parameters, and the unit that
@@ -59,8 +62,10 @@ impl Plan {
         }
         let units = self.model.table().units();
         let largest = units.iter().map(|unit| unit.num_elements).max().unwrap_or(0);
-        let gathered = (self.model.table().num_elements() + largest) * size_of::<f32>();
-        self.prediction.own_between_steps + self.prediction.host + gathered
+        let gathered =
+            self.model.table().num_elements().saturating_add(largest).saturating_mul(size_of::<f32>());
+        let state = self.prediction.own_between_steps.saturating_add(self.prediction.host);
+        state.saturating_add(gathered)
     }
 }
 
