@@ -2,7 +2,7 @@ use super::finding::Finding;
 use super::rust_text::{Line, RustFile, contains_word};
 
 /// Crates that are functions of their arguments alone.
-const PURE_CRATES: [&str; 2] = ["plan", "schedule"];
+const PURE_CRATES: [&str; 3] = ["plan", "planner", "schedule"];
 
 /// Crates that talk to a person; `testkit` says which tests are skipped.
 const COMMAND_CRATES: [&str; 3] = ["cli", "testkit", "xtask"];
