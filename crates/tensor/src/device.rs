@@ -1,19 +1,22 @@
 //! The boundary between what is computed and the hardware that computes it.
 
 mod attention;
+mod error;
 mod optimizer;
 mod quantized;
 
+pub use error::DeviceError;
+
 use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;
-use crate::kernels::cpu::arena::{ALIGNMENT, Arena, OutOfMemory};
+use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::{CpuFeatures, MatmulEpilogue, Traffic, Unit};
-use crate::memory::{MemoryCounter, OverBudget};
+use crate::memory::MemoryCounter;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
@@ -30,62 +33,6 @@ pub struct DeviceOptions {
     pub features_max: Option<CpuFeatures>,
     /// Bytes that may be in use at a time, of all categories together; `None` for as many as the machine has.
     pub budget: Option<usize>,
-}
-
-/// A device refused.
-#[derive(Debug, thiserror::Error)]
-pub enum DeviceError {
-    /// Its memory could not be reserved.
-    #[error(
-        "cannot reserve addresses for the memory of the CPU device: {0}; see whether `ulimit -v`, `ulimit -d` or the setting \
-         vm.overcommit_memory = 2 keeps them back"
-    )]
-    Reserve(#[source] std::io::Error),
-    /// More threads than a device may have.
-    #[error("{num_threads} threads exceed the maximum of {} for a device", Device::THREADS_MAX)]
-    TooManyThreads {
-        /// Threads asked for.
-        num_threads: usize,
-    },
-    /// Its threads could not be started.
-    #[error("cannot start {num_threads} kernel threads: {source}; lower [training] threads")]
-    Threads {
-        /// Threads asked for.
-        num_threads: usize,
-        /// The system's answer.
-        #[source]
-        source: std::io::Error,
-    },
-    /// A tensor would have more bytes than a process can address.
-    #[error(
-        "a tensor of shape {shape:?} in {dtype} for {category} exceeds the address space; use a smaller \
-         local_batch_size, seq_len or model"
-    )]
-    Unaddressable {
-        /// Sizes of the dims.
-        shape: Shape,
-        /// Element type.
-        dtype: DType,
-        /// What it was for.
-        category: Category,
-    },
-    /// Its memory is used up.
-    #[error("{0}")]
-    OutOfMemory(String),
-    /// Its budget is used up.
-    #[error(transparent)]
-    OverBudget(#[from] OverBudget),
-}
-
-impl From<OutOfMemory> for DeviceError {
-    fn from(error: OutOfMemory) -> Self {
-        match error {
-            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } => {
-                DeviceError::OutOfMemory(error.to_string())
-            }
-            OutOfMemory::Budget(error) => DeviceError::OverBudget(error),
-        }
-    }
 }
 
 /// Whether a factor of a product is read transposed.

@@ -11,7 +11,7 @@
 //! 2024, section 3.3.2).
 
 use crate::device::{Device, DeviceError};
-use crate::parameters::ParameterId;
+use crate::parameter_table::ParameterId;
 use crate::tensor::{Tensor, View};
 use std::fmt;
 use std::sync::Arc;

@@ -10,6 +10,7 @@ mod fp8;
 mod kernels;
 mod memory;
 mod optimizer;
+mod parameter_table;
 mod parameters;
 mod precision;
 pub mod probe;
@@ -26,10 +27,10 @@ pub use kernels::{
 };
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
-pub use parameters::{
-    LEAVES, ParameterId, ParameterInfo, ParameterSource, ParameterSpan, ParameterTable, Parameters, UnitInfo,
-    leaf_sum,
+pub use parameter_table::{
+    LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, UnitInfo, leaf_sum,
 };
+pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;
 pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, Tape, Var};

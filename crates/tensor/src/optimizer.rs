@@ -2,7 +2,7 @@
 
 use crate::device::{Device, DeviceError};
 use crate::kernels::{FactoredPart, Pieces, SharedSlice, StateDType, StateRef, StateSlice};
-use crate::parameters::{ParameterInfo, UnitInfo};
+use crate::parameter_table::{ParameterInfo, UnitInfo};
 use crate::tensor::Tensor;
 use std::ops::Range;
 use trireme_base::{Category, DType};

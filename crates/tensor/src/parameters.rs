@@ -1,202 +1,12 @@
 //! Parameters in flat buffers, one buffer a unit.
 
 use crate::device::{Device, DeviceError};
-use crate::shape::Shape;
+use crate::parameter_table::{ParameterId, ParameterInfo, ParameterSpan, ParameterTable};
 use crate::tensor::{Tensor, View, ViewMut};
 use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Category, DType};
-
-/// A parameter's place in its [`ParameterTable`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ParameterId(pub usize);
-
-/// What a parameter is called, its shape, and where it lies.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct ParameterInfo {
-    /// Fully qualified name, as Hugging Face checkpoints spell it.
-    pub name: String,
-    /// Shape, as Hugging Face checkpoints store it.
-    pub shape: Shape,
-    /// Unit that holds it.
-    pub unit: usize,
-    /// First element within the unit's flat buffer.
-    pub offset: usize,
-}
-
-impl ParameterInfo {
-    /// The parameter's elements within its unit's flat buffer.
-    pub fn range(&self) -> Range<usize> {
-        self.offset..self.offset.saturating_add(self.shape.num_elements())
-    }
-
-    /// Which of the parameter's elements lie in `part` of the flat buffer, if any do.
-    pub fn held(&self, part: &Range<usize>) -> Option<Range<usize>> {
-        let range = self.range();
-        let (start, end) = (range.start.max(part.start), range.end.min(part.end));
-        (start < end).then(|| start - self.offset..end - self.offset)
-    }
-}
-
-/// Leaves of the canonical tree over a unit's flat buffer: sums over a unit's elements are taken within leaves of equal
-/// length, and then of neighbours first. So up to so many ranks, if they are a power of two, come to the same sum by adding
-/// what each of them finds in its shard, in the order of any reduction.
-pub const LEAVES: usize = 1024;
-
-/// Sum over some leaves, of neighbours first: what the tree over all leaves comes to if the others are zero. `zero` is the
-/// sum of no leaves.
-pub fn leaf_sum<T: Copy>(
-    leaves: Range<usize>,
-    zero: T,
-    leaf: &mut impl FnMut(usize) -> T,
-    add: &impl Fn(T, T) -> T,
-) -> T {
-    if leaves.is_empty() {
-        return zero;
-    }
-    if leaves.len() == 1 {
-        return leaf(leaves.start);
-    }
-    // The two halves of the smallest subtree that has them all.
-    let height = (leaves.start ^ (leaves.end - 1)).ilog2();
-    let middle = (leaves.end - 1) >> height << height;
-    let left = leaf_sum(leaves.start..middle, zero, leaf, add);
-    let right = leaf_sum(middle..leaves.end, zero, leaf, add);
-    add(left, right)
-}
-
-/// What is gathered, reduced, fetched and stepped together.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct UnitInfo {
-    /// Name in reports, such as `transformer.h.3`.
-    pub name: String,
-    /// Its parameters, consecutive in the table.
-    pub parameters: Range<usize>,
-    /// Elements of its flat buffer.
-    pub num_elements: usize,
-}
-
-impl UnitInfo {
-    /// Elements of a leaf: the last leaves may have fewer, or none.
-    pub fn leaf_len(&self) -> usize {
-        self.num_elements.div_ceil(LEAVES)
-    }
-
-    /// Elements of the flat buffer with all leaves filled up, which is what ranks share out: equal shards are whole leaves.
-    pub fn padded_len(&self) -> usize {
-        self.leaf_len().saturating_mul(LEAVES)
-    }
-
-    /// The elements of shard `index` of `num_shards`, without what fills up the last leaves.
-    ///
-    /// # Panics
-    /// If there is no such shard.
-    pub fn shard(&self, index: usize, num_shards: usize) -> Range<usize> {
-        assert!(index < num_shards, "shard {index} of {num_shards}");
-        let (base, longer) = (self.padded_len() / num_shards, self.padded_len() % num_shards);
-        let start = |index: usize| (index * base + index.min(longer)).min(self.num_elements);
-        start(index)..start(index + 1)
-    }
-}
-
-/// One parameter, or several adjacent ones that an operation reads as one matrix, stacked along dim 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct ParameterSpan {
-    /// Unit that holds it.
-    pub unit: usize,
-    /// First element within the unit's flat buffer.
-    pub offset: usize,
-    /// Shape of the stack.
-    pub shape: Shape,
-    /// First parameter.
-    pub first: ParameterId,
-    /// Number of parameters.
-    pub num_parameters: usize,
-}
-
-/// All parameters of a model, by unit.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct ParameterTable {
-    parameters: Vec<ParameterInfo>,
-    units: Vec<UnitInfo>,
-}
-
-impl ParameterTable {
-    /// Begins a unit; the parameters added next belong to it. Returns its index.
-    pub fn begin_unit(&mut self, name: impl Into<String>) -> usize {
-        let next = self.parameters.len();
-        self.units.push(UnitInfo { name: name.into(), parameters: next..next, num_elements: 0 });
-        self.units.len() - 1
-    }
-
-    /// Adds a parameter to the last unit.
-    ///
-    /// # Panics
-    /// If no unit was begun.
-    pub fn add(&mut self, name: impl Into<String>, shape: &[usize]) -> ParameterSpan {
-        let unit = self.units.len().checked_sub(1).expect("a parameter belongs to a unit");
-        let info = &mut self.units[unit];
-        let (id, offset, shape) = (ParameterId(self.parameters.len()), info.num_elements, Shape::new(shape));
-        // Saturates, as shapes do: a device refuses to hold so many.
-        info.num_elements = info.num_elements.saturating_add(shape.num_elements());
-        info.parameters.end += 1;
-        self.parameters.push(ParameterInfo { name: name.into(), shape, unit, offset });
-        ParameterSpan { unit, offset, shape, first: id, num_parameters: 1 }
-    }
-
-    /// Adds parameters that operations read as one, stacked along dim 0.
-    ///
-    /// # Panics
-    /// If the shapes differ in another dim.
-    pub fn add_stacked(&mut self, parts: &[(String, Vec<usize>)]) -> ParameterSpan {
-        let spans: Vec<ParameterSpan> = parts.iter().map(|(name, shape)| self.add(name, shape)).collect();
-        let first = spans[0];
-        let inner = &first.shape.dims()[1..];
-        assert!(spans.iter().all(|span| &span.shape.dims()[1..] == inner), "{parts:?} do not stack");
-        let mut dims = first.shape.dims().to_vec();
-        dims[0] = spans.iter().fold(0, |sum: usize, span| sum.saturating_add(span.shape.dims()[0]));
-        ParameterSpan { shape: Shape::new(&dims), num_parameters: spans.len(), ..first }
-    }
-
-    /// Every parameter, in order of [`ParameterId`].
-    pub fn parameters(&self) -> &[ParameterInfo] {
-        &self.parameters
-    }
-
-    /// Every unit, in forward order.
-    pub fn units(&self) -> &[UnitInfo] {
-        &self.units
-    }
-
-    /// Shard `index` of `num_shards` of every unit's flat buffer; 0 of 1 is all of it.
-    ///
-    /// # Panics
-    /// If there is no such shard.
-    pub fn shards(&self, index: usize, num_shards: usize) -> Vec<Range<usize>> {
-        self.units.iter().map(|unit| unit.shard(index, num_shards)).collect()
-    }
-
-    /// Each parameter of which something lies in `parts` of the units' flat buffers, which of its elements do, and where they
-    /// lie within the part, in order.
-    pub fn held<'a>(
-        &'a self,
-        parts: &'a [Range<usize>],
-    ) -> impl Iterator<Item = (&'a ParameterInfo, Range<usize>, Range<usize>)> {
-        self.parameters.iter().filter_map(|info| {
-            let part = &parts[info.unit];
-            let held = info.held(part)?;
-            let first = info.offset + held.start - part.start;
-            let within = first..first + held.len();
-            Some((info, held, within))
-        })
-    }
-
-    /// Number of elements of all parameters.
-    pub fn num_elements(&self) -> usize {
-        self.units.iter().fold(0, |sum: usize, unit| sum.saturating_add(unit.num_elements))
-    }
-}
 
 /// Where operations read the values of parameters.
 pub trait ParameterSource: fmt::Debug {
@@ -310,7 +120,7 @@ impl Parameters {
     /// # Panics
     /// If it is not all here.
     pub fn parameter(&self, id: ParameterId) -> View<'_> {
-        let info = &self.table.parameters[id.0];
+        let info = &self.table.parameters()[id.0];
         self.unit(info.unit).part(info.offset, info.shape)
     }
 
@@ -330,7 +140,7 @@ impl Parameters {
 impl ParameterSource for Parameters {
     fn unit(&self, unit: usize) -> View<'_> {
         let flat = self.flats[unit].view();
-        assert_eq!(flat.shape().num_elements(), self.table.units[unit].num_elements, "only a part is here");
+        assert_eq!(flat.shape().num_elements(), self.table.units()[unit].num_elements, "only a part is here");
         flat
     }
 }
@@ -339,25 +149,6 @@ impl ParameterSource for Parameters {
 mod tests {
     use super::*;
     use crate::device::DeviceOptions;
-
-    #[test]
-    fn stacked_parameters_are_adjacent_in_their_unit() {
-        let mut table = ParameterTable::default();
-        table.begin_unit("embedding");
-        table.add("wte", &[5, 4]);
-        let unit = table.begin_unit("block");
-        table.add("norm", &[4]);
-        let qkv = table.add_stacked(&[
-            ("q".into(), vec![6, 4]),
-            ("k".into(), vec![2, 4]),
-            ("v".into(), vec![2, 4]),
-        ]);
-        assert_eq!((qkv.unit, qkv.offset, qkv.shape.dims()), (unit, 4, &[10, 4][..]));
-        assert_eq!((qkv.first, qkv.num_parameters), (ParameterId(2), 3));
-        assert_eq!(table.parameters()[4].range(), 36..44);
-        assert_eq!(table.units()[unit].num_elements, 44);
-        assert_eq!(table.num_elements(), 64);
-    }
 
     #[test]
     fn tables_beyond_all_addresses_are_refused_in_words() {
@@ -371,40 +162,6 @@ mod tests {
         assert_eq!(table.num_elements(), usize::MAX);
         let refused = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap_err();
         assert!(refused.to_string().contains("TiB for parameters do not fit into"), "{refused}");
-    }
-
-    #[test]
-    fn shards_are_whole_leaves_and_cover_the_unit() {
-        for num_elements in [0, 1, 768, 1024, 1025, 5000] {
-            let unit = UnitInfo { name: "unit".into(), parameters: 0..0, num_elements };
-            assert!(unit.padded_len() >= num_elements && unit.padded_len() < num_elements + LEAVES);
-            for num_shards in [1, 2, 3, 4, 64] {
-                let shards: Vec<Range<usize>> =
-                    (0..num_shards).map(|index| unit.shard(index, num_shards)).collect();
-                assert_eq!((shards[0].start, shards[num_shards - 1].end), (0, num_elements));
-                assert!(shards.windows(2).all(|pair| pair[0].end == pair[1].start), "{shards:?}");
-                let whole_leaves = |shard: &Range<usize>| shard.start.is_multiple_of(unit.leaf_len().max(1));
-                let is_power = num_shards.is_power_of_two();
-                assert!(
-                    !is_power || shards.iter().all(|shard| shard.is_empty() || whole_leaves(shard)),
-                    "{shards:?}"
-                );
-            }
-        }
-    }
-
-    #[test]
-    fn leaves_are_summed_as_their_tree_says() {
-        let mut leaf = |leaf: usize| (leaf % 7) as f64 + 0.1;
-        let add = |a: f64, b: f64| a + b;
-        for range in [0..0, 3..4, 0..8, 5..13, 1..1024] {
-            let mut sums: Vec<f64> =
-                (0..LEAVES).map(|index| if range.contains(&index) { leaf(index) } else { 0.0 }).collect();
-            while sums.len() > 1 {
-                sums = sums.chunks(2).map(|pair| pair[0] + pair[1]).collect();
-            }
-            assert_eq!(leaf_sum(range.clone(), 0.0, &mut leaf, &add), sums[0], "{range:?}");
-        }
     }
 
     #[test]

@@ -3,28 +3,20 @@
 use super::encryption::encrypt;
 use super::hello::Place;
 use super::key::Key;
+use super::local::{check_user, connect_local, receive_arena, send_arena};
 use super::session::{Gate, Session};
-use super::wire::{has_hung_up, invalid, pauses, wait_for};
+use super::wire::{has_hung_up, invalid, pauses};
 use crate::CommError;
 use crate::transport::link::{Connection, Side, Tls};
 use crate::transport::shm::{Arena, PeerArena};
-use rustix::event::PollFlags;
-use rustix::io::{Errno, retry_on_intr};
 use rustix::net::sockopt::{
-    Timeout, set_socket_keepalive, set_socket_timeout, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl,
-    set_tcp_nodelay, set_tcp_user_timeout, socket_peercred,
+    set_socket_keepalive, set_tcp_keepcnt, set_tcp_keepidle, set_tcp_keepintvl, set_tcp_nodelay,
+    set_tcp_user_timeout,
 };
-use rustix::net::{
-    self, AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType, recvmsg, sendmsg, socket_with,
-};
-use rustix::process::geteuid;
-use std::io::{self, IoSlice, IoSliceMut};
-use std::mem::MaybeUninit;
+use std::io;
 use std::net::{TcpListener, TcpStream};
-use std::os::fd::{AsFd, OwnedFd};
-use std::os::linux::net::SocketAddrExt;
-use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixListener;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 
@@ -319,66 +311,6 @@ fn tuned(socket: OwnedFd, purpose: Purpose) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
-/// The socket at which a rank is met by processes of its host. It has no file, and ends with the process.
-pub(crate) fn listen_local(meeting: u64) -> io::Result<UnixListener> {
-    UnixListener::bind_addr(&local_address(meeting)?)
-}
-
-fn local_address(meeting: u64) -> io::Result<UnixAddr> {
-    UnixAddr::from_abstract_name(local_name(meeting))
-}
-
-fn local_name(meeting: u64) -> String {
-    format!("trireme-{meeting:016x}")
-}
-
-/// Connects to the socket at which a rank of this host is met. A rank that accepts nobody, for it is stopped, is waited for
-/// until the deadline; one that has ended refuses at once.
-pub(super) fn connect_local(meeting: u64, deadline: Instant) -> io::Result<OwnedFd> {
-    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
-    let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes())?;
-    // It is this timeout that bounds a wait for room in the listener's queue (unix(7), connect).
-    let left = deadline.saturating_duration_since(Instant::now()).max(Duration::from_millis(1));
-    set_socket_timeout(&socket, Timeout::Send, Some(left))?;
-    match retry_on_intr(|| net::connect(&socket, &address)) {
-        Err(Errno::AGAIN) => return Err(io::ErrorKind::TimedOut.into()),
-        connected => connected?,
-    }
-    set_socket_timeout(&socket, Timeout::Send, None)?;
-    Ok(socket)
-}
-
-/// Refuses to share memory with a process of another user.
-fn check_user(socket: impl AsFd) -> io::Result<()> {
-    if socket_peercred(socket)?.uid == geteuid() {
-        return Ok(());
-    }
-    Err(io::Error::new(io::ErrorKind::PermissionDenied, "the other process belongs to another user"))
-}
-
-fn send_arena(socket: impl AsFd, arena: &Arena) -> io::Result<()> {
-    let memory = [arena.as_fd()];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    assert!(ancillary.push(SendAncillaryMessage::ScmRights(&memory)), "the space is for one descriptor");
-    let slices = [IoSlice::new(&[0])];
-    let num_sent = retry_on_intr(|| sendmsg(&socket, &slices, &mut ancillary, SendFlags::NOSIGNAL))?;
-    if num_sent == 1 { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
-}
-
-fn receive_arena(socket: impl AsFd, deadline: Instant) -> io::Result<OwnedFd> {
-    wait_for(&socket, PollFlags::IN, deadline)?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
-    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    recvmsg(&socket, &mut [IoSliceMut::new(&mut [0])], &mut ancillary, flags)?;
-    let memory = ancillary.drain().find_map(|message| match message {
-        RecvAncillaryMessage::ScmRights(mut descriptors) => descriptors.next(),
-        _ => None,
-    });
-    memory.ok_or_else(|| invalid("a message without shared memory"))
-}
-
 fn in_context(error: io::Error, doing: String) -> io::Error {
     io::Error::new(error.kind(), format!("{doing}: {error}"))
 }
@@ -387,23 +319,6 @@ fn in_context(error: io::Error, doing: String) -> io::Error {
 mod tests {
     use super::*;
     use crate::rendezvous::refusals::Refusals;
-    use crate::secret::random_bytes;
-    use rustix::net::{bind, listen, socket};
-
-    /// A queue for connections that is full, before a process that accepts none, as one that is stopped.
-    #[test]
-    fn a_socket_of_this_host_that_accepts_nobody_is_given_up_at_the_deadline() {
-        let meeting = u64::from_ne_bytes(random_bytes().unwrap());
-        let listener = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
-        let address = SocketAddrUnix::new_abstract_name(local_name(meeting).as_bytes()).unwrap();
-        bind(&listener, &address).unwrap();
-        listen(&listener, 0).unwrap();
-        let soon = || Instant::now() + Duration::from_millis(50);
-        let _first = connect_local(meeting, soon()).unwrap();
-        assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::TimedOut);
-        drop(listener);
-        assert_eq!(connect_local(meeting, soon()).unwrap_err().kind(), io::ErrorKind::ConnectionRefused);
-    }
 
     /// As a rank hangs up on the oldest connection when too many have not introduced themselves.
     #[test]

@@ -27,6 +27,7 @@ mod hello;
 mod interface;
 mod key;
 mod lobby;
+mod local;
 mod mesh;
 mod message;
 mod refusals;
@@ -135,7 +136,7 @@ pub(crate) fn join(options: &JoinOptions) -> Result<Group, CommError> {
         source: Arc::new(source),
     };
     let meeting = u64::from_ne_bytes(random_bytes().map_err(setting_up)?);
-    let local = mesh::listen_local(meeting).map_err(setting_up)?;
+    let local = local::listen_local(meeting).map_err(setting_up)?;
     let host = this_host(options);
     let place_at = |address| Place { host, meeting, address };
     let (key, refusals) = (Key::of(options.secret.as_ref()), Refusals::new(options));

@@ -3,6 +3,7 @@
 use super::LOCAL_CONNECT_MAX;
 use super::hello::{PLACE_WORDS, Place};
 use super::key::{Key, NONCE_BYTES, Nonce, nonce};
+use super::local;
 use super::mesh::{self, Listeners, Members, Mesh, Route};
 use super::refusals::Refusals;
 use super::seating;
@@ -174,7 +175,7 @@ impl Preparation {
         let offer = Offer { place: Place { host: 0, meeting, address }, nonce: nonce()?, area_offset };
         Ok(Preparation {
             offer,
-            listeners: Listeners { tcp, local: mesh::listen_local(meeting)? },
+            listeners: Listeners { tcp, local: local::listen_local(meeting)? },
             hosts,
             memory,
         })
@@ -261,7 +262,7 @@ mod tests {
             let session = Session::new(&victim.home().key, &offers[0].nonce, Rank(2), 3, &refusals);
             let soon = Instant::now() + Duration::from_secs(20);
             let made = [0, 1].map(|lower| {
-                let socket = mesh::connect_local(offers[lower].place.meeting, soon).unwrap();
+                let socket = local::connect_local(offers[lower].place.meeting, soon).unwrap();
                 session.introduce(&socket, Rank(lower), 0, soon).unwrap();
                 socket
             });

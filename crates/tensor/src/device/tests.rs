@@ -1,6 +1,7 @@
 //! Counting without computing, and budgets.
 
 use super::*;
+use crate::memory::OverBudget;
 use crate::tape::RotaryTable;
 
 #[test]

@@ -9,7 +9,7 @@ use super::{
 use crate::device::DeviceError;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::kernels::{AttentionShape, MatmulEpilogue, Rotary};
-use crate::parameters::ParameterTable;
+use crate::parameter_table::ParameterTable;
 use crate::precision::Precision;
 use crate::tape::LossHead;
 use crate::tensor::Tensor;

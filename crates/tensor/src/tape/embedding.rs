@@ -1,6 +1,7 @@
 use super::{Backward, GradSink, Node, Tape, Var, write_grad};
 use crate::device::DeviceError;
-use crate::parameters::{ParameterSource, ParameterSpan};
+use crate::parameter_table::ParameterSpan;
+use crate::parameters::ParameterSource;
 use crate::tensor::Tensor;
 
 /// Rows of a table by token id, plus rows of a second table by position.

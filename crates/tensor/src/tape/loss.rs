@@ -3,7 +3,8 @@ use super::{Backward, GradSink, GradTarget, Node, Recording, Tape, Var, WeightLa
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
-use crate::parameters::{ParameterSource, ParameterSpan};
+use crate::parameter_table::ParameterSpan;
+use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View};

@@ -22,7 +22,8 @@ pub use norm::Norm;
 
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Scales;
-use crate::parameters::{ParameterSource, ParameterSpan};
+use crate::parameter_table::ParameterSpan;
+use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 use std::sync::Arc;

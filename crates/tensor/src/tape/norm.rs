@@ -1,7 +1,8 @@
 use super::{Backward, GradSink, Node, Tape, Values, Var, Vector, write_grad};
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::norm::NormKind;
-use crate::parameters::{ParameterSource, ParameterSpan};
+use crate::parameter_table::ParameterSpan;
+use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::tensor::{Tensor, View, ViewMut};
 

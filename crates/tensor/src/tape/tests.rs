@@ -3,7 +3,8 @@
 use super::*;
 use crate::device::DeviceOptions;
 use crate::kernels::AttentionShape;
-use crate::parameters::{ParameterTable, Parameters};
+use crate::parameter_table::ParameterTable;
+use crate::parameters::Parameters;
 use trireme_base::{Category, RandomKey};
 
 /// So many that the logits of the vocabulary take two chunks.

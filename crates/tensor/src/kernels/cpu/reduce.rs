@@ -3,7 +3,7 @@
 use super::element::Element;
 use super::simd::{for_each_simd_level, sum_map};
 use super::{Cpu, SharedSlice};
-use crate::parameters::LEAVES;
+use crate::parameter_table::LEAVES;
 
 /// Columns one task sums: a few registers, whole cache lines.
 pub(crate) const COLUMN_BLOCK: usize = 64;

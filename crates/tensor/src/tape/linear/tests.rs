@@ -3,7 +3,8 @@
 use super::*;
 use crate::device::DeviceOptions;
 use crate::fp8::{Fp8Formats, Fp8Recipe, Fp8State};
-use crate::parameters::{ParameterTable, Parameters};
+use crate::parameter_table::ParameterTable;
+use crate::parameters::Parameters;
 use crate::tape::{GradSink, GradTarget};
 use std::sync::Arc;
 use trireme_base::{Bf16, Category, RandomKey};

@@ -5,7 +5,7 @@ use super::pieces::{Piece, Pieces};
 use super::rules::{bounded_square, rms_update};
 use crate::kernels::cpu::simd::{for_each_simd_level, sum_map, sum_zip};
 use crate::kernels::cpu::{Cpu, SharedSlice};
-use crate::parameters::leaf_sum;
+use crate::parameter_table::leaf_sum;
 use std::ops::Range;
 
 /// Columns whose sums one task takes.

@@ -4,7 +4,7 @@ use crate::kernels::cpu::test_support::{
     DTYPES, Exact, affordable, assert_close, cases, cpu, exactly, levels, narrow, not_finite, random, run,
     widen,
 };
-use crate::parameters::UnitInfo;
+use crate::parameter_table::UnitInfo;
 use proptest::prelude::*;
 use trireme_base::{Bf16, F16};
 

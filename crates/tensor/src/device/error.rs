@@ -1,0 +1,61 @@
+use super::Device;
+use crate::kernels::cpu::arena::OutOfMemory;
+use crate::memory::OverBudget;
+use crate::shape::Shape;
+use trireme_base::{Category, DType};
+
+/// A device refused.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    /// Its memory could not be reserved.
+    #[error(
+        "cannot reserve addresses for the memory of the CPU device: {0}; see whether `ulimit -v`, `ulimit -d` or the setting \
+         vm.overcommit_memory = 2 keeps them back"
+    )]
+    Reserve(#[source] std::io::Error),
+    /// More threads than a device may have.
+    #[error("{num_threads} threads exceed the maximum of {} for a device", Device::THREADS_MAX)]
+    TooManyThreads {
+        /// Threads asked for.
+        num_threads: usize,
+    },
+    /// Its threads could not be started.
+    #[error("cannot start {num_threads} kernel threads: {source}; lower [training] threads")]
+    Threads {
+        /// Threads asked for.
+        num_threads: usize,
+        /// The system's answer.
+        #[source]
+        source: std::io::Error,
+    },
+    /// A tensor would have more bytes than a process can address.
+    #[error(
+        "a tensor of shape {shape:?} in {dtype} for {category} exceeds the address space; use a smaller \
+         local_batch_size, seq_len or model"
+    )]
+    Unaddressable {
+        /// Sizes of the dims.
+        shape: Shape,
+        /// Element type.
+        dtype: DType,
+        /// What it was for.
+        category: Category,
+    },
+    /// Its memory is used up.
+    #[error("{0}")]
+    OutOfMemory(String),
+    /// Its budget is used up.
+    #[error(transparent)]
+    OverBudget(#[from] OverBudget),
+}
+
+impl From<OutOfMemory> for DeviceError {
+    fn from(error: OutOfMemory) -> Self {
+        match error {
+            OutOfMemory::Machine { .. } | OutOfMemory::Refused { .. } => {
+                DeviceError::OutOfMemory(error.to_string())
+            }
+            OutOfMemory::Budget(error) => DeviceError::OverBudget(error),
+        }
+    }
+}
