@@ -36,6 +36,9 @@ pub enum ConfigError {
     },
 }
 
+/// Characters of the offending text that a message quotes.
+const TEXT_CHARS_MAX: usize = 200;
+
 /// Mistakes that a message lists before it counts the rest.
 const LISTED_MAX: usize = 20;
 
@@ -69,7 +72,10 @@ impl fmt::Display for Mistake {
             Place::File { path, line } => write!(f, "{}:{line}: ", path.display())?,
             Place::Override { .. } => f.write_str("--set ")?,
         }
-        write!(f, "{}: {}", self.text, self.explanation)
+        match self.text.char_indices().nth(TEXT_CHARS_MAX) {
+            None => write!(f, "{}: {}", self.text, self.explanation),
+            Some((end, _)) => write!(f, "{}…: {}", &self.text[..end], self.explanation),
+        }
     }
 }
 

@@ -81,6 +81,8 @@ fn broken_toml_is_reported_beside_other_mistakes_and_causes_none() {
 
 #[test]
 fn hostile_texts_end_in_mistakes() {
+    let long = mistake_of(&format!("training.dtype=\"{}\"", "ä".repeat(5000)));
+    assert!(long.chars().count() < 400 && long.contains("ä…: "), "{long}");
     for text in [
         "\u{feff}[model",
         "=",
