@@ -1,4 +1,5 @@
-//! What need not succeed: removing old checkpoints and what crashes have left, and naming the latest checkpoint.
+//! Cleanup after a save: removes old checkpoints and what crashes have left, and names the latest checkpoint. A failure here is
+//! reported, and does not fail the save.
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;

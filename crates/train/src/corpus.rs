@@ -28,7 +28,7 @@ pub enum CorpusState {
 /// The corpus of a run.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunCorpus {
-    /// Which of those beside each other it is: 1 is in the folder that the config names.
+    /// 1 is in the folder that the config names, n in `folder-n`.
     pub version: u64,
     /// How it was found.
     pub state: CorpusState,

@@ -26,8 +26,10 @@ const STEP: usize = 2 << 20;
 /// Addresses of an arena that only counts: more than any model needs, and less than a process has.
 const COUNTING_BYTES: usize = 1 << 45;
 
-/// Part of the addresses that a process may have which one arena takes at most, and what it makes do with.
+/// One arena reserves at most 1/4 of the addresses that `ulimit -v` allows.
 const ADDRESSES_SHARE: usize = 4;
+
+/// Fewer addresses than this are an error.
 const ADDRESSES_MIN: usize = 1 << 24;
 
 /// A range of memory handed out in blocks.
@@ -74,16 +76,11 @@ pub(crate) enum OutOfMemory {
 }
 
 impl Arena {
-    /// Reserves addresses for as much memory as the machine has; takes none of it.
+    /// Reserves addresses for as much memory as the machine has, or as many as the process may have; takes no memory.
     pub(crate) fn reserve(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         let system = rustix::system::sysinfo();
         let num_bytes = system.totalram as usize * system.mem_unit.max(1) as usize;
-        Self::reserve_bytes(num_bytes.max(1 << 30), counter)
-    }
-
-    /// Reserves `num_bytes` of addresses, or as many as the process may have.
-    pub(crate) fn reserve_bytes(num_bytes: usize, counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        let mut reserved = addresses(num_bytes);
+        let mut reserved = addresses(num_bytes.max(1 << 30));
         loop {
             match map_private(reserved, ProtFlags::empty()) {
                 Ok(start) => return Ok(Self::new(start, reserved, 0, counter)),
