@@ -7,7 +7,8 @@ use crate::safetensors_file::{HeaderEntry, read_header};
 use crate::save_plan::part_name;
 use crate::stored::{StoredPart, StoredTensor, StoredTensors};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader};
+use std::fs;
+use std::io::{BufRead, BufReader, ErrorKind};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -26,11 +27,16 @@ impl Checkpoint {
     /// Opens the checkpoint in `folder`.
     ///
     /// # Errors
-    /// No manifest, a manifest that is damaged or of another version, files that are missing, of another
-    /// size, or hold other tensors than the manifest says.
+    /// No manifest, one that cannot be read, is damaged or is of another version, and files that are missing, have
+    /// another size, or hold other tensors than the manifest says.
     pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
         let manifest_path = folder.join(MANIFEST_FILE);
-        if !manifest_path.is_file() {
+        if let Err(source) = fs::metadata(&manifest_path) {
+            // Only a file that does not exist means that there is no checkpoint. A file that cannot be looked at says
+            // nothing about the checkpoint.
+            if !matches!(source.kind(), ErrorKind::NotFound | ErrorKind::NotADirectory) {
+                return Err(reading(&manifest_path)(source));
+            }
             let (found, expected) =
                 ("no checkpoint", "a folder with checkpoint.json, such as checkpoints/step-40");
             return Err(CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected });

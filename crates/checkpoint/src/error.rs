@@ -273,7 +273,7 @@ pub enum CheckpointError {
 
 impl CheckpointError {
     /// Whether a checkpoint is not what was written, so that an older one may be whole. A folder that may not be read, or
-    /// a newer version of the format, is no damage.
+    /// a newer version of the format, is not damage.
     pub fn is_damage(&self) -> bool {
         match self {
             CheckpointError::Damaged { .. }

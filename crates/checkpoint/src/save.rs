@@ -228,14 +228,16 @@ impl Saving<'_> {
         plan_save(tensors, mesh, PART_BYTES_MAX)
     }
 
-    /// Rank 0: makes sure nothing complete is in the way, and creates the unfinished folder.
+    /// Rank 0: makes sure that nothing but damage is in the way, and creates the unfinished folder.
     fn begin(&self, partial_name: &str, untidy: &mut Vec<CheckpointError>) -> Result<(), CheckpointError> {
         let names = FolderNames::read(self.folder)?;
         let step = self.snapshot.step;
         for &other in names.steps.iter().filter(|&&other| other >= step) {
             let existing = self.folder.join(step_name(other));
-            if Checkpoint::open(&existing).is_ok() {
-                return Err(CheckpointError::NotNewer { step, existing });
+            match Checkpoint::open(&existing) {
+                Ok(_) => return Err(CheckpointError::NotNewer { step, existing }),
+                Err(error) if !error.is_damage() => return Err(error),
+                Err(_) => {}
             }
         }
         remove_leftovers(self.folder, &names, untidy);

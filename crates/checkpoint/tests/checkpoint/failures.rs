@@ -2,6 +2,7 @@
 
 use crate::common::{bytes, held_bytes, mesh, on_ranks, save_all, save_changed, tensor};
 use std::fs;
+use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{
@@ -75,6 +76,23 @@ fn every_cut_and_every_missing_file_is_refused_on_opening() {
         assert!(Checkpoint::open(&path).is_err(), "{} removed", file.display());
         fs::write(&file, contents).unwrap();
     }
+}
+
+#[test]
+fn a_checkpoint_that_may_not_be_looked_at_is_not_damaged() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = save_all(folder.path(), 1, &example(), 1);
+    let manifest = path.join("checkpoint.json");
+    fs::rename(&manifest, path.join("moved.json")).unwrap();
+    assert!(Checkpoint::open(&path).unwrap_err().is_damage(), "there is no manifest");
+    // The system refuses to follow a loop of links, even for root.
+    symlink(&manifest, &manifest).unwrap();
+    let refused = Checkpoint::open(&path).unwrap_err();
+    assert!(matches!(refused, CheckpointError::Read { .. }) && !refused.is_damage(), "{refused:?}");
+    // Nor is it renamed to make room for a checkpoint of the same step.
+    let saved = save_changed(folder.path(), 1, &example(), 2, |_, _| ());
+    assert!(saved.iter().all(Result::is_err), "{saved:?}");
+    assert_eq!(files_of(folder.path()), [folder.path().join("latest"), path]);
 }
 
 #[test]
