@@ -48,7 +48,7 @@ pub fn export(model: &ModelExport<'_>, out: &Path) -> Result<(), CheckpointError
     check_target(out, model.force)?;
     let out = &without_trailing_separator(out);
     let aside = with_partial_suffix(out);
-    let result = write_aside(model, &aside).and_then(|()| publish(&aside, out));
+    let result = write_aside(model, &aside).and_then(|()| publish(&aside, out, model.force));
     if result.is_err() {
         // Best effort: the error to report is the first one.
         let _ = fs::remove_dir_all(&aside);
@@ -147,13 +147,14 @@ fn write_aside(model: &ModelExport<'_>, aside: &Path) -> Result<(), CheckpointEr
     FileStep::SyncFolder(aside.to_owned()).execute()
 }
 
-/// Gives the folder its name; what had it before goes only after that.
-fn publish(aside: &Path, out: &Path) -> Result<(), CheckpointError> {
+/// Gives the folder its name. With `force`, an export of that name gives way first, and is removed last.
+fn publish(aside: &Path, out: &Path, force: bool) -> Result<(), CheckpointError> {
     let rename =
         |from: &Path, to: &Path| FileStep::Rename { from: from.to_owned(), to: to.to_owned() }.execute();
     let sync = FileStep::SyncFolder(parent_of(out).to_owned());
-    if !out.join(CONFIG_FILE).is_file() {
-        // An empty folder gives way to the new one.
+    let holds_anything = fs::read_dir(out).is_ok_and(|mut entries| entries.next().is_some());
+    if !(force && holds_anything) {
+        // The new folder may take the name of an empty one, but of no other: that would be an error.
         rename(aside, out)?;
         return sync.execute();
     }

@@ -198,6 +198,11 @@ fn a_folder_is_replaced_only_by_force_and_only_if_it_is_an_export() {
     export_run(run.path(), &other.path().join("out/"), SHARD_BYTES_MAX, true).unwrap();
     assert!(!out.join("merges.txt").exists() && out.join("model.safetensors").exists());
 
+    // An export need not have a config.
+    fs::remove_file(out.join("config.json")).unwrap();
+    export_run(run.path(), &out, SHARD_BYTES_MAX, true).unwrap();
+    assert!(out.join("config.json").exists());
+
     // What else is in the folder of a model is somebody's work.
     for foreign in ["thesis.tex", "model-1-of-x.safetensors", "onnx"] {
         let path = out.join(foreign);
