@@ -17,6 +17,7 @@ use std::sync::Arc;
 #[derive(Debug, Clone)]
 pub struct Checkpoint {
     path: PathBuf,
+    fingerprint: u32,
     step: u64,
     state: serde_json::Value,
     files: BTreeMap<String, FileEntry>,
@@ -41,11 +42,13 @@ impl Checkpoint {
                 ("no checkpoint", "a folder with checkpoint.json, such as checkpoints/step-40");
             return Err(CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected });
         }
-        let manifest = Manifest::from_text(&read_bounded(&manifest_path, JSON_BYTES_MAX)?, &manifest_path)?;
+        let text = read_bounded(&manifest_path, JSON_BYTES_MAX)?;
+        let manifest = Manifest::from_text(&text, &manifest_path)?;
         check_sizes(folder, &manifest.files)?;
         let tensors = locate(folder, manifest.tensors)?;
         Ok(Checkpoint {
             path: folder.to_owned(),
+            fingerprint: crc32fast::hash(&text),
             step: manifest.step,
             state: manifest.state,
             files: manifest.files,
@@ -56,6 +59,12 @@ impl Checkpoint {
     /// Its folder.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// The CRC-32 of its manifest, which contains the checksums of everything else: copies of a checkpoint have the same
+    /// one, and other checkpoints have another.
+    pub fn fingerprint(&self) -> u32 {
+        self.fingerprint
     }
 
     /// The optimizer step after which it was written.

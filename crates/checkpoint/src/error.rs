@@ -75,6 +75,30 @@ pub enum CheckpointError {
         /// What that rank says.
         reason: String,
     },
+    /// This rank has another checkpoint under the path that rank 0 has opened.
+    #[error(
+        "{} is not the checkpoint that rank 0 opened: here the manifest has checksum {found:08x}, on rank 0 {expected}; \
+         give all hosts the same copy",
+        path.display()
+    )]
+    OtherCheckpoint {
+        /// The checkpoint.
+        path: PathBuf,
+        /// [`Checkpoint::fingerprint`](crate::Checkpoint::fingerprint) on this rank.
+        found: u32,
+        /// That on rank 0, as rank 0 writes it.
+        expected: String,
+    },
+    /// Another rank cannot use the checkpoint, although that does not make it damaged.
+    #[error("{} cannot be used on rank {rank}: {reason}", path.display())]
+    UnusableElsewhere {
+        /// The checkpoint.
+        path: PathBuf,
+        /// That rank.
+        rank: Rank,
+        /// What that rank says.
+        reason: String,
+    },
     /// A newer or unknown version of the format.
     #[error("{} has format version {found}; this program reads version {known}", path.display())]
     FormatVersion {

@@ -7,6 +7,7 @@ use crate::config::Config;
 use crate::error::TrainError;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::Rank;
+use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::ModelConfig;
@@ -60,6 +61,12 @@ impl Facts {
             facts.extend(members.iter().map(|(name, value)| (format!("model's {name}"), value.to_string())));
         }
         Facts(facts)
+    }
+
+    /// The weights that the run begins with.
+    pub(crate) fn of_weights(weights: &StoredTensors) -> Result<Self, TrainError> {
+        let value = format!("checksum {:08x}", weights.fingerprint()?);
+        Ok(Facts(BTreeMap::from([("weights in model.init_from".to_owned(), value)])))
     }
 
     /// These facts and others.

@@ -8,6 +8,7 @@ use crate::fp8::read_histories;
 use crate::observer::Observer;
 use crate::weights::{checked_weights, read_extents, read_held};
 use serde::de::Error as _;
+use std::error::Error;
 use std::path::Path;
 use trireme_base::Rank;
 use trireme_checkpoint::{
@@ -18,7 +19,7 @@ use trireme_comm::Group;
 use trireme_data::TokenFile;
 use trireme_parallel::Executor;
 
-/// The longest description of damage that ranks send each other, in bytes.
+/// The longest description of a failure that ranks send each other, in bytes.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
 /// Resumes from a checkpoint if there is one, else begins at the first sample. Collective.
@@ -89,31 +90,66 @@ fn find_resume(
     }
 }
 
-/// The checkpoint that rank 0 chooses, for the others may see the folder later. `damaged` is rank 0's. Collective.
+/// The checkpoint that rank 0 chooses, because the others may see the folder later. All ranks open it, and it is the same
+/// one on all of them, or all fail. `damaged` is rank 0's. Collective.
 fn choose_together(
     config: &Config,
     group: &Group,
     damaged: &mut Vec<SkippedCheckpoint>,
 ) -> Result<Option<Checkpoint>, TrainError> {
-    let mut chosen = Ok(None);
-    if group.rank() == Rank::ROOT {
-        chosen = choose_checkpoint(config, damaged);
-    }
+    let is_root = group.rank() == Rank::ROOT;
+    let mut chosen = if is_root { choose_checkpoint(config, damaged) } else { Ok(None) };
     // A failure travels as a mark, so that no rank waits for a failed one.
     let message = match &chosen {
         Ok(None) => String::new(),
-        Ok(Some(checkpoint)) => format!("+{}", checkpoint.path().display()),
+        Ok(Some(checkpoint)) => format!("{:08x} {}", checkpoint.fingerprint(), checkpoint.path().display()),
         Err(_) => "!".to_owned(),
     };
     let messages = group.all_gather_bytes(message.as_bytes()).wait()?;
-    if group.rank() == Rank::ROOT {
-        return chosen;
+    let choice = String::from_utf8_lossy(&messages[0]);
+    let Some((fingerprint, path)) = choice.split_once(' ') else {
+        return if is_root || choice.is_empty() { chosen } else { Err(TrainError::NoCheckpointChosen) };
+    };
+    let path = Path::new(path);
+    if !is_root {
+        chosen = open_same(path, fingerprint).map(Some).map_err(TrainError::from);
     }
-    match String::from_utf8_lossy(&messages[0]).split_at_checked(1) {
-        Some(("+", path)) => Ok(Some(Checkpoint::open(Path::new(path))?)),
-        None => Ok(None),
-        Some(_) => Err(TrainError::NoCheckpointChosen),
+    all_or_none(chosen, path, group)
+}
+
+/// Opens the checkpoint that rank 0 has opened at the same path and found to have this fingerprint.
+fn open_same(path: &Path, expected: &str) -> Result<Checkpoint, CheckpointError> {
+    let checkpoint = Checkpoint::open(path)?;
+    let found = checkpoint.fingerprint();
+    if format!("{found:08x}") != expected {
+        let (path, expected) = (path.to_owned(), expected.to_owned());
+        return Err(CheckpointError::OtherCheckpoint { path, found, expected });
     }
+    Ok(checkpoint)
+}
+
+/// This rank's `result` with the checkpoint at `path`, unless that of another rank is an error. Collective.
+fn all_or_none<T>(result: Result<T, TrainError>, path: &Path, group: &Group) -> Result<T, TrainError> {
+    let failure = first_failure(result.as_ref().err(), group)?;
+    let value = result?;
+    match failure {
+        Some((rank, reason)) => {
+            Err(CheckpointError::UnusableElsewhere { path: path.to_owned(), rank, reason }.into())
+        }
+        None => Ok(value),
+    }
+}
+
+/// The first rank with an error, and what it says. `own` is this rank's error. Collective.
+fn first_failure<E: Error + 'static>(
+    own: Option<&E>,
+    group: &Group,
+) -> Result<Option<(Rank, String)>, TrainError> {
+    let mut message = own.map(|own| with_sources(own)).unwrap_or_default().into_bytes();
+    message.truncate(MESSAGE_BYTES_MAX);
+    let messages = group.all_gather_bytes(&message).wait()?;
+    let first = messages.iter().position(|message| !message.is_empty());
+    Ok(first.map(|rank| (Rank(rank), String::from_utf8_lossy(&messages[rank]).into_owned())))
 }
 
 /// The checkpoint that the config asks for. With `auto` it is the newest that opens; those that are damaged and newer join
@@ -146,21 +182,16 @@ pub(crate) fn choose_checkpoint(
 fn verify_together(checkpoint: &Checkpoint, group: &Group) -> Result<Option<CheckpointError>, TrainError> {
     group.set_line(format_args!("reading {}", checkpoint.path().display()));
     let own = checkpoint.verify_share(group.rank().0, group.world_size()).into_iter().next();
-    let own = own.or_else(|| state_damage(checkpoint));
-    let (is_damage, text) =
-        own.as_ref().map_or((true, String::new()), |own| (own.is_damage(), with_sources(own)));
-    let mut message = text.into_bytes();
-    message.truncate(MESSAGE_BYTES_MAX);
-    let messages = group.all_gather_bytes(&message).wait()?;
-    if let Some(own) = own {
-        return if is_damage { Ok(Some(own)) } else { Err(own.into()) };
-    }
-    let elsewhere = messages.iter().position(|message| !message.is_empty());
-    Ok(elsewhere.map(|rank| CheckpointError::DamagedElsewhere {
-        path: checkpoint.path().to_owned(),
-        rank: Rank(rank),
-        reason: String::from_utf8_lossy(&messages[rank]).into_owned(),
-    }))
+    let damage = match own.or_else(|| state_damage(checkpoint)) {
+        Some(error) if !error.is_damage() => Err(error.into()),
+        damage => Ok(damage),
+    };
+    let path = checkpoint.path();
+    let damage = all_or_none(damage, path, group)?;
+    let first = first_failure(damage.as_ref(), group)?;
+    let elsewhere =
+        |(rank, reason)| CheckpointError::DamagedElsewhere { path: path.to_owned(), rank, reason };
+    Ok(damage.or_else(|| first.map(elsewhere)))
 }
 
 /// What keeps the state of a checkpoint from being this program's.

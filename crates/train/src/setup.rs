@@ -1,5 +1,6 @@
 //! From a config to what a trainer needs: corpus, model, optimizer, executor.
 
+use crate::agreement::{Facts, agree};
 use crate::choices::StepChoices;
 use crate::config::{self, Config, ModelSource, TrainingDtype};
 use crate::error::TrainError;
@@ -187,7 +188,8 @@ pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
     }
 }
 
-/// The model with its first weights, its optimizer and its program on one rank.
+/// The model with its first weights, its optimizer and its program on one rank. Collective: all ranks begin with the same
+/// weights, or none does.
 pub(crate) fn build_executor(
     config: &Config,
     model: Model,
@@ -211,8 +213,9 @@ pub(crate) fn build_executor(
     match &config.model().init_from {
         None => executor.initialize(training.seed)?,
         Some(folder) => {
-            let source = WeightsSource::open(folder)?;
-            let weights = checked_weights(&source.weights(), executor.model())?;
+            let stored = WeightsSource::open(folder)?.weights();
+            agree(&Facts::of_weights(&stored)?, executor.group())?;
+            let weights = checked_weights(&stored, executor.model())?;
             executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
         }
     }

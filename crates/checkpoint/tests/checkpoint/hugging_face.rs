@@ -123,6 +123,30 @@ fn shards_are_found_by_their_index_and_bad_ones_refused() {
 }
 
 #[test]
+fn copies_have_the_same_fingerprint_and_other_tensors_have_another() {
+    let folder = tempfile::tempdir().unwrap();
+    let fingerprint = |name: &str, tensors: &[(&str, Dtype, &[usize], &[u8])]| {
+        let folder = folder.path().join(name);
+        fs::create_dir(&folder).unwrap();
+        write_file(&folder.join("model.safetensors"), tensors);
+        ModelSource::open(&folder).unwrap().weights().fingerprint().unwrap()
+    };
+    let with = |position: usize| {
+        let mut values = vec![0; 40_000];
+        values[position] = 1;
+        values
+    };
+    let (start, end) = (with(0), with(39_999));
+    let original = fingerprint("a", &[("w", Dtype::F32, &[100, 100], &start)]);
+    assert_eq!(fingerprint("b", &[("w", Dtype::F32, &[100, 100], &start)]), original);
+    assert_ne!(fingerprint("c", &[("w", Dtype::F32, &[100, 100], &end)]), original);
+    assert_ne!(fingerprint("d", &[("v", Dtype::F32, &[100, 100], &start)]), original);
+    assert_ne!(fingerprint("e", &[("w", Dtype::I32, &[100, 100], &start)]), original);
+    assert_ne!(fingerprint("f", &[("w", Dtype::F32, &[10, 1000], &start)]), original);
+    fingerprint("empty", &[("w", Dtype::F32, &[0, 3], &[])]);
+}
+
+#[test]
 fn what_is_no_model_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let message = |path: &Path| ModelSource::open(path).unwrap_err().to_string();

@@ -1,6 +1,7 @@
 //! Ranks that are started by hand and given different runs.
 
 use crate::common::{Running, Scene, free_port, tells};
+use std::fs;
 
 /// Starts rank 0 with `first` and rank 1 with `second`; both end with the same error, which is returned.
 fn refused_by_both(scene: &Scene, first: &str, second: &str) -> String {
@@ -50,4 +51,59 @@ fn the_same_config_with_other_contents_is_refused_and_other_paths_are_not() {
     let ranks = [0, 1].map(|rank| Running::start(scene.worker(rank, port, commands[rank])));
     ranks.into_iter().for_each(|rank| drop(rank.end().succeeded()));
     assert_eq!(scene.whole_checkpoints("tiny"), 2);
+}
+
+/// Two hosts with the same paths and contents, each with its own files.
+fn two_hosts() -> [Scene; 2] {
+    [(); 2].map(|()| Scene::with_corpus())
+}
+
+/// Starts a rank on each host with the same command; both are refused, and their errors are returned.
+fn refused_on_both(hosts: &[Scene; 2], command: &str) -> [String; 2] {
+    let port = free_port();
+    let ranks = [0, 1].map(|rank| Running::start(hosts[rank].worker(rank, port, command)));
+    ranks.map(|rank| rank.end().refused())
+}
+
+#[test]
+fn ranks_that_begin_with_other_weights_of_the_same_path_are_refused() {
+    let hosts = two_hosts();
+    hosts[0].run("train tiny.toml --workers 1").succeeded();
+    hosts[0].run("checkpoint export runs/tiny model").succeeded();
+    fs::create_dir(hosts[1].path("model")).unwrap();
+    for name in hosts[0].names("model") {
+        fs::copy(hosts[0].path("model").join(&name), hosts[1].path("model").join(&name)).unwrap();
+    }
+    // With shards there are no replicas whose weights would differ.
+    let train = "train tiny.toml --set parallelism.zero_stage=3 --set checkpoint.enable=false --set model.init_from=model";
+    let (port, same) = (free_port(), format!("{train} --set run.name=same"));
+    let ranks = [0, 1].map(|rank| Running::start(hosts[rank].worker(rank, port, &same)));
+    ranks.into_iter().for_each(|rank| drop(rank.end().succeeded()));
+    // The last element of the last tensor differs.
+    let name = "model/model.safetensors";
+    let mut content = fs::read(hosts[1].path(name)).unwrap();
+    *content.last_mut().unwrap() ^= 1;
+    hosts[1].write(name, content);
+    let [first, second] = refused_on_both(&hosts, &format!("{train} --set run.name=other"));
+    assert_eq!(first, second);
+    tells(&first, &["the ranks disagree about the run", "weights in model.init_from: checksum", "on rank 1"]);
+    assert!(!hosts[0].path("runs/other/metrics.jsonl").exists(), "no rank has begun");
+}
+
+#[test]
+fn ranks_that_resume_from_other_checkpoints_of_the_same_path_are_refused() {
+    let hosts = two_hosts();
+    hosts[0].run("train tiny.toml").succeeded();
+    hosts[1].run("train tiny.toml --set optimizer.lr=0.001").succeeded();
+    let names = hosts.each_ref().map(|host| host.names("runs/tiny/checkpoints"));
+    let train = "train tiny.toml --set parallelism.zero_stage=3 --set training.steps=6";
+    let [first, second] = refused_on_both(&hosts, train);
+    tells(&first, &["runs/tiny/checkpoints/step-4", "rank 1", "manifest has checksum"]);
+    tells(&second, &["runs/tiny/checkpoints/step-4", "rank 0", "manifest has checksum"]);
+    // A host without the checkpoint is no reason to resume from an older one either.
+    fs::remove_dir_all(hosts[1].path("runs/tiny/checkpoints/step-4")).unwrap();
+    let [first, second] = refused_on_both(&hosts, train);
+    tells(&first, &["runs/tiny/checkpoints/step-4", "rank 1", "contains no checkpoint"]);
+    tells(&second, &["runs/tiny/checkpoints/step-4", "contains no checkpoint"]);
+    assert_eq!(hosts[0].names("runs/tiny/checkpoints"), names[0]);
 }
