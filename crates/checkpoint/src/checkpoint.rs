@@ -8,7 +8,7 @@ use crate::save_plan::part_name;
 use crate::stored::{StoredPart, StoredTensor, StoredTensors};
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::{BufRead, BufReader, ErrorKind};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -88,6 +88,11 @@ impl Checkpoint {
         self.tensors.renamed(keep).expect("names that stay differ")
     }
 
+    /// Each file with what the manifest says of it, the manifest aside.
+    pub(crate) fn file_entries(&self) -> &BTreeMap<String, FileEntry> {
+        &self.files
+    }
+
     /// Name and size in bytes of each file, the manifest aside.
     pub fn files(&self) -> impl Iterator<Item = (&str, u64)> {
         self.files.iter().map(|(name, entry)| (name.as_str(), entry.size))
@@ -107,21 +112,6 @@ impl Checkpoint {
             return Err(changed(&path, crc32, entry.crc32));
         }
         Ok(Some(contents))
-    }
-
-    /// Reads every file and compares its checksum; returns the error of each file that fails.
-    pub fn verify(&self) -> Vec<CheckpointError> {
-        self.verify_share(0, 1)
-    }
-
-    /// [`verify`](Self::verify) for the files that are the turn of `rank` among `num_ranks`, so that ranks that share
-    /// the work read every byte once.
-    ///
-    /// # Panics
-    /// If `num_ranks` is 0.
-    pub fn verify_share(&self, rank: usize, num_ranks: usize) -> Vec<CheckpointError> {
-        let failure = |(name, entry): (&String, &FileEntry)| verify_file(&self.path.join(name), entry).err();
-        self.files.iter().skip(rank).step_by(num_ranks).filter_map(failure).collect()
     }
 }
 
@@ -165,23 +155,6 @@ fn locate(
         tensors.insert(name, StoredTensor::new(dtype, shape, parts));
     }
     Ok(tensors)
-}
-
-fn verify_file(path: &Path, entry: &FileEntry) -> Result<(), CheckpointError> {
-    let (file, _) = open_file(path)?;
-    let mut file = BufReader::with_capacity(1 << 20, file);
-    let mut checksum = crc32fast::Hasher::new();
-    loop {
-        let bytes = file.fill_buf().map_err(reading(path))?;
-        if bytes.is_empty() {
-            break;
-        }
-        checksum.update(bytes);
-        let len = bytes.len();
-        file.consume(len);
-    }
-    let crc32 = checksum.finalize();
-    if crc32 != entry.crc32 { Err(changed(path, crc32, entry.crc32)) } else { Ok(()) }
 }
 
 fn changed(path: &Path, found: u32, written: u32) -> CheckpointError {

@@ -44,6 +44,7 @@ mod save;
 mod save_plan;
 mod stored;
 mod tidying;
+mod verification;
 
 pub use checkpoint::Checkpoint;
 pub use error::{CheckpointError, Mismatch, with_sources};

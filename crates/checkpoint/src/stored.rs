@@ -43,6 +43,11 @@ impl StoredPart {
         (self.extent.num_elements() as u64 * dtype.bitsize() as u64).div_ceil(8)
     }
 
+    /// Compares the checksum of the part's `num_bytes` bytes, if it has one.
+    pub(crate) fn verify(&self, num_bytes: usize) -> Result<(), CheckpointError> {
+        PartReader::open(self)?.finish(num_bytes)
+    }
+
     /// The CRC-32 of the first and the last [`SAMPLE_BYTES`] of the part.
     fn sample(&self, dtype: StoredDType) -> Result<u32, CheckpointError> {
         let (file, _) = open_file(&self.file)?;
@@ -84,6 +89,11 @@ impl StoredTensor {
     pub fn stored_bytes(&self) -> u64 {
         let num_elements = checked_num_elements(&self.shape).expect("the shape was checked on opening");
         (num_elements as u64 * self.dtype.bitsize() as u64).div_ceil(8)
+    }
+
+    /// Each part with its number of bytes.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = (&StoredPart, u64)> {
+        self.parts.iter().map(|part| (part, part.num_bytes(self.dtype)))
     }
 
     /// Whether all of the tensor is in `file`.

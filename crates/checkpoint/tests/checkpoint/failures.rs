@@ -63,6 +63,39 @@ fn every_flipped_bit_is_found() {
 }
 
 #[test]
+fn ranks_share_a_file_that_one_rank_has_written() {
+    let folder = tempfile::tempdir().unwrap();
+    let names = ["a", "b", "c", "d", "e", "f", "g", "h"];
+    let tensors = names.map(|name| tensor(name, &[32, 4], DType::F32, Placement::Replicate));
+    let path = save_all(folder.path(), 1, &tensors, 1);
+    let checkpoint = Checkpoint::open(&path).unwrap();
+    let num_ranks = 4;
+    let finders = || -> Vec<usize> {
+        (0..num_ranks).filter(|&rank| !checkpoint.verify_share(rank, num_ranks).is_empty()).collect()
+    };
+    assert!(finders().is_empty());
+    let mut found_by = [0; 4];
+    for file in files_of(&path).iter().filter(|file| !file.ends_with("checkpoint.json")) {
+        let contents = fs::read(file).unwrap();
+        for position in (0..contents.len()).step_by(8) {
+            let mut flipped = contents.clone();
+            flipped[position] ^= 1 << (position / 8 % 8);
+            fs::write(file, flipped).unwrap();
+            let finders = finders();
+            assert!(matches!(finders[..], [_]), "byte {position} of {}: {finders:?}", file.display());
+            found_by[finders[0]] += 8;
+        }
+        fs::write(file, &contents).unwrap();
+        fs::write(file, [&contents[..], &[0]].concat()).unwrap();
+        assert!(!finders().is_empty(), "{} has grown", file.display());
+        fs::write(file, contents).unwrap();
+    }
+    // The largest piece is the shard's header.
+    let (least, most) = (found_by.iter().min().unwrap(), found_by.iter().max().unwrap());
+    assert!(*least >= 512 && most - least <= 1024, "{found_by:?}");
+}
+
+#[test]
 fn every_cut_and_every_missing_file_is_refused_on_opening() {
     let folder = tempfile::tempdir().unwrap();
     let path = save_all(folder.path(), 1, &example(), 2);
