@@ -15,7 +15,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::{read, write};
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 use trireme_base::Rank;
@@ -179,8 +179,9 @@ impl Office {
         self.lock().failure.clone()
     }
 
+    /// Also after a panic with the office locked: it fails the group, for which other threads must still get in.
     fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().expect("no thread panics while it holds the office")
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Best effort: a bell that cannot be rung any louder has been heard, or will be.
@@ -201,7 +202,7 @@ impl Office {
             let has_work = state.num_pending > 0 && state.num_waiting == 0;
             state = match state.courier.take_if(|_| has_work) {
                 Some(courier) => self.deliver(state, courier, false, |state| state.num_waiting > 0),
-                None => self.submitted.wait(state).expect("no thread panics while it holds the office"),
+                None => self.submitted.wait(state).unwrap_or_else(PoisonError::into_inner),
             };
         }
         // The connections end with the courier.
@@ -213,12 +214,14 @@ impl Office {
     /// Moves messages until there are none, or `is_enough`. `is_awaited` is whether this rank has nothing else to do.
     fn deliver<'a>(
         &'a self,
-        mut state: MutexGuard<'a, State>,
+        state: MutexGuard<'a, State>,
         mut courier: Courier,
         is_awaited: bool,
         is_enough: impl Fn(&State) -> bool,
     ) -> MutexGuard<'a, State> {
         let guard = AbortOnPanic(self);
+        // A panic drops variables in reverse order: the office is unlocked before the guard locks it.
+        let mut state = state;
         let mut may_sleep = false;
         let result = loop {
             state.exchange(&mut courier);
@@ -328,7 +331,7 @@ impl Receipt {
                 None => {
                     // The courier's own thread gives way to one that waits.
                     office.ring();
-                    office.finished.wait(state).expect("no thread panics while it holds the office")
+                    office.finished.wait(state).unwrap_or_else(PoisonError::into_inner)
                 }
             };
         }
@@ -379,5 +382,25 @@ mod tests {
         assert!(matches!(send().wait(), Err(CommError::Panicked)));
         assert!(matches!(world.issue(Operation::Barrier), Err(CommError::Panicked)));
         let _ = catch_unwind(AssertUnwindSafe(|| drop(messenger)));
+    }
+
+    #[test]
+    fn a_panic_with_the_office_locked_is_a_failure_and_not_a_deadlock() {
+        let recorder = FlightRecorder::new(Rank(0), 2);
+        let world = recorder.group("world".to_owned(), Rank(0), vec![Rank(0), Rank(1)]);
+        let messenger =
+            Messenger::start(Rank(0), vec![None, None], &GroupOptions::default(), world.clone()).unwrap();
+        let office = messenger.office();
+        let mut state = office.lock();
+        let courier = state.courier.take().expect("nobody moves messages while there are none");
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            drop(office.deliver(state, courier, true, |_| panic!("the office is locked here")));
+        }));
+        assert!(panicked.is_err());
+        assert!(matches!(office.failure(), Some(CommError::Panicked)));
+        let operation = Operation::Message { dtype: DType::U8, len: 1 };
+        let sent = messenger.send(Rank(1), operation, Storage::heap(1).unwrap());
+        assert!(matches!(sent.wait(), Err(CommError::Panicked)));
+        assert!(matches!(world.issue(Operation::Barrier), Err(CommError::Panicked)));
     }
 }
