@@ -3,7 +3,7 @@
 
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
-use crate::files::{FileStep, damaged, damaged_suffix, is_partial_suffix, reading};
+use crate::files::{FileStep, damaged, damaged_suffix, is_partial_suffix, parent_of, reading};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -124,13 +124,20 @@ fn open_step(path: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {
 /// returns the new path.
 ///
 /// # Errors
-/// If it cannot be renamed.
+/// If it cannot be renamed, or its folder cannot be synced.
 pub fn set_aside(path: &Path) -> Result<PathBuf, CheckpointError> {
     let mut name = path.as_os_str().to_owned();
     name.push(damaged_suffix());
     let aside = PathBuf::from(name);
-    FileStep::Rename { from: path.to_owned(), to: aside.clone() }.execute()?;
+    set_aside_steps(path, &aside).iter().try_for_each(FileStep::execute)?;
     Ok(aside)
+}
+
+fn set_aside_steps(path: &Path, aside: &Path) -> Vec<FileStep> {
+    vec![
+        FileStep::Rename { from: path.to_owned(), to: aside.to_owned() },
+        FileStep::SyncFolder(parent_of(path).to_owned()),
+    ]
 }
 
 #[cfg(test)]
@@ -156,6 +163,14 @@ mod tests {
         }
         let leftovers = vec!["step-5.partial-0123abcd".to_owned()];
         assert_eq!(names, FolderNames { steps: vec![3, 20], leftovers });
+    }
+
+    #[test]
+    fn setting_a_checkpoint_aside_lasts() {
+        let aside = PathBuf::from("checkpoints/step-4.damaged-0123abcd");
+        let steps = set_aside_steps(Path::new("checkpoints/step-4"), &aside);
+        assert!(matches!(&steps[0], FileStep::Rename { to, .. } if *to == aside));
+        assert_eq!(steps[1..], [FileStep::SyncFolder("checkpoints".into())]);
     }
 
     #[test]
