@@ -20,7 +20,8 @@
 //!     shard-00000.safetensors    what rank 0 wrote; its tensors are called `name`, or `name@8,0` for a part
 //!     shard-00001.safetensors      that begins at index 8 of dim 0 and 0 of dim 1
 //!     config.toml, config.json   small files given to save
-//!   step-50.partial-3fa94c01/    unfinished; the next save removes it
+//!   step-50.partial-3fa94c01/    a save that a crash has cut short; the next save or resume removes it
+//!   step-40.damaged-90c1f2e7/    a checkpoint that could not be read back; nothing removes it
 //! ```
 //! The manifest is one JSON object: `format`, `format_version`, `step`, `state` (the caller's), `tensors` (each
 //! with `dtype`, `shape` and `parts`, a part being a `file`, an `extent` and the `crc32` of its bytes), `files`
