@@ -1,11 +1,12 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what passes take, random numbers, and
-//! SVG documents.
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what passes take, random numbers,
+//! the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
 mod bytes;
 mod category;
 mod dtype;
+mod error_text;
 mod half;
 mod passes;
 mod random;
@@ -15,6 +16,7 @@ mod svg;
 pub use bytes::{Bytes, ParseBytesError};
 pub use category::Category;
 pub use dtype::{DType, ParseDTypeError};
+pub use error_text::with_sources;
 pub use half::{Bf16, F16};
 pub use passes::UnitPasses;
 pub use random::{Random, RandomKey};

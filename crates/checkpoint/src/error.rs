@@ -391,14 +391,3 @@ fn list(mismatches: &[Mismatch]) -> String {
     }
     text
 }
-
-/// An error with all its sources on one line, for a rank that gets no more than text.
-pub fn with_sources(error: &dyn std::error::Error) -> String {
-    let mut text = error.to_string();
-    let mut source = error.source();
-    while let Some(cause) = source {
-        text += &format!(": {cause}");
-        source = cause.source();
-    }
-    text
-}

@@ -48,7 +48,7 @@ mod tidying;
 mod verification;
 
 pub use checkpoint::Checkpoint;
-pub use error::{CheckpointError, Mismatch, with_sources};
+pub use error::{CheckpointError, Mismatch};
 pub use export::{ModelExport, SHARD_BYTES_MAX, export};
 pub use files::ExtraFile;
 pub use folder::{SkippedCheckpoint, find_latest, list_checkpoints, set_aside};

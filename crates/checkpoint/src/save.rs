@@ -1,7 +1,7 @@
 //! Saving: every rank writes its share into an unfinished folder, then rank 0 publishes it.
 
 use crate::checkpoint::Checkpoint;
-use crate::error::{CheckpointError, with_sources};
+use crate::error::CheckpointError;
 use crate::extent::{intersection, position_in};
 use crate::files::{ExtraFile, FileStep, JSON_BYTES_MAX, is_plain_name, partial_suffix};
 use crate::folder::{FolderNames, step_name};
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
-use trireme_base::Rank;
+use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 

@@ -7,7 +7,7 @@ use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
 use std::path::Path;
 use std::sync::Arc;
-use trireme_base::DType;
+use trireme_base::{DType, with_sources};
 use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, ExtraFile, OPTIMIZER_PREFIX, Saved,
     Snapshot, TensorSource, WriteBytes, save,
@@ -240,6 +240,11 @@ fn state_placement(
 /// The name of a state of the optimizer in a checkpoint.
 pub(crate) fn state_name(info: &StateInfo<'_>) -> String {
     format!("{OPTIMIZER_PREFIX}{}.{}", info.name, info.parameter.name)
+}
+
+/// What the user should know of an `error` in tidying up the checkpoints.
+pub(crate) fn untidy_notice(error: &CheckpointError) -> String {
+    format!("{}; the checkpoints are complete, and the next save will try again", with_sources(error))
 }
 
 #[cfg(test)]

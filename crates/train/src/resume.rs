@@ -1,6 +1,6 @@
 //! Which checkpoint a run resumes from, and what it takes from it.
 
-use crate::checkpointing::{TrainingState, state_name};
+use crate::checkpointing::{TrainingState, state_name, untidy_notice};
 use crate::compression::read_compressors;
 use crate::config::{Config, Resume};
 use crate::error::TrainError;
@@ -10,10 +10,10 @@ use crate::weights::{checked_weights, read_extents, read_held};
 use serde::de::Error as _;
 use std::error::Error;
 use std::path::Path;
-use trireme_base::Rank;
+use trireme_base::{Rank, with_sources};
 use trireme_checkpoint::{
     CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, find_latest, list_checkpoints,
-    set_aside, tidy, with_sources,
+    set_aside, tidy,
 };
 use trireme_comm::Group;
 use trireme_data::TokenFile;
@@ -198,11 +198,6 @@ fn verify_together(checkpoint: &Checkpoint, group: &Group) -> Result<Option<Chec
 fn state_damage(checkpoint: &Checkpoint) -> Option<CheckpointError> {
     let reason = TrainingState::read(checkpoint.state(), checkpoint.step()).err()?.to_string();
     Some(CheckpointError::Damaged { path: checkpoint.path().to_owned(), reason })
-}
-
-/// What the user should know of an `error` in tidying up the checkpoints.
-pub(crate) fn untidy_notice(error: &CheckpointError) -> String {
-    format!("{}; the checkpoints are complete, and the next save will try again", with_sources(error))
 }
 
 /// Refuses to resume after `step` where `folder` has later checkpoints: the run's next ones could not be told from them.

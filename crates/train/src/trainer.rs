@@ -4,7 +4,7 @@ mod stepping;
 
 use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
-use crate::checkpointing::{RunFiles, TrainingState, write_checkpoint};
+use crate::checkpointing::{RunFiles, TrainingState, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Resume};
@@ -12,7 +12,7 @@ use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
 use crate::observer::{Observer, RunFacts};
-use crate::resume::{resume, untidy_notice};
+use crate::resume::resume;
 use crate::run_folder;
 use crate::run_lock::RunLock;
 use crate::setup::{
@@ -22,8 +22,7 @@ use crate::trace::Tracer;
 use crate::validation::Validation;
 use std::path::PathBuf;
 use std::time::Instant;
-use trireme_base::Rank;
-use trireme_checkpoint::with_sources;
+use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Batch, Model};

@@ -7,10 +7,10 @@ use serde::Serialize;
 use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use trireme_base::Bytes;
+use trireme_base::{Bytes, with_sources};
 use trireme_checkpoint::{
     Checkpoint, ExtraFile, ModelExport, ModelSource, OPTIMIZER_PREFIX, StoredTensors, checkpoints_folder,
-    export, list_checkpoints, with_sources,
+    export, list_checkpoints,
 };
 
 /// Inspect checkpoints, and export models from them.
