@@ -1,7 +1,8 @@
 //! All ranks train the same run, or none does.
 //!
 //! Ranks that are started by hand may be given different configs, models or texts. Nothing in training itself would notice:
-//! each would apply its own learning rate to the common gradient, and a checkpoint would mix their weights.
+//! each would apply its own learning rate to the common gradient, and a checkpoint would mix their weights. Ranks whose kernels
+//! run at different SIMD levels drift apart in the same way, because each rank computes some updates, such as Muon's, by itself.
 
 use crate::config::Config;
 use crate::error::TrainError;
@@ -11,6 +12,7 @@ use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::ModelConfig;
+use trireme_tensor::CpuFeatures;
 
 /// Keys in which ranks may differ: what belongs to a host or a process alone, and paths whose contents are compared instead.
 const MAY_DIFFER: [&str; 11] = [
@@ -38,11 +40,14 @@ const LISTED_MAX: usize = 20;
 pub(crate) struct Facts(BTreeMap<String, String>);
 
 impl Facts {
-    /// The version of the program, and the config.
-    pub(crate) fn of_config(config: &Config) -> Self {
+    /// The version of the program, the config, and the SIMD level of the kernels, which round differently at each level.
+    pub(crate) fn of_config(config: &Config, features_max: Option<CpuFeatures>) -> Self {
         let version = ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned());
+        let supported = CpuFeatures::detect();
+        let level = features_max.map_or(supported, |most| most.min(supported)).to_string();
+        let level = ("SIMD level (set TRIREME_SIMD to the lowest on all ranks)".to_owned(), level);
         let keys = config.values().into_iter().filter(|(name, _)| !MAY_DIFFER.contains(&name.as_str()));
-        Facts(keys.chain([version]).collect())
+        Facts(keys.chain([version, level]).collect())
     }
 
     /// What the config refers to.
@@ -106,14 +111,20 @@ impl Facts {
     }
 }
 
-/// Compares the program and the config of all ranks; call it before a rank acts on its config. Collective.
+/// Compares the program, the config and the SIMD level of all ranks; call it before a rank acts on its config. Collective.
+///
+/// The level is `features_max`, or the highest of the machine if that is lower or `None`.
 ///
 /// Cost: one exchange of four bytes; the facts travel only where they differ.
 ///
 /// # Errors
 /// On all ranks alike: each key that differs, with its values and their ranks.
-pub fn agree_on_config(config: &Config, group: &Group) -> Result<(), TrainError> {
-    agree(&Facts::of_config(config), group)
+pub fn agree_on_config(
+    config: &Config,
+    features_max: Option<CpuFeatures>,
+    group: &Group,
+) -> Result<(), TrainError> {
+    agree(&Facts::of_config(config, features_max), group)
 }
 
 /// Compares facts on all ranks. Collective.

@@ -120,7 +120,8 @@ impl<'a> Trainer<'a> {
         let corpus = Corpus::open(data_folder)?;
         let tokenizer = Tokenizer::load(data_folder)?;
         let (model, notices) = model_config(config, corpus.train.vocabulary_size())?;
-        agree(&Facts::of_config(config).and(Facts::of_contents(&corpus, &tokenizer, &model)), &group)?;
+        let facts = Facts::of_config(config, options.features_max);
+        agree(&facts.and(Facts::of_contents(&corpus, &tokenizer, &model)), &group)?;
         let Corpus { train, validation, .. } = corpus;
         let sampler = Sampler::shuffled(train.num_tokens(), training.seq_len, training.seed)?;
         let validation = validation.map(|tokens| Validation::new(tokens, training, &group)).transpose()?;

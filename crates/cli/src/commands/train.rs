@@ -235,7 +235,7 @@ fn prepare_and_train(
     started: Instant,
     features: CpuFeatures,
 ) -> Result<()> {
-    agree_on_config(&config, &group)?;
+    agree_on_config(&config, Some(features), &group)?;
     let own = match group.rank() {
         Rank::ROOT => {
             let limit = MemoryLimit::of_this_process();

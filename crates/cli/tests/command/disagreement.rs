@@ -1,6 +1,7 @@
 //! Ranks that are started by hand and given different runs.
 
 use crate::common::{Running, Scene, free_port, tells};
+use crate::simd::level_above_portable;
 use std::fs;
 
 /// Starts rank 0 with `first` and rank 1 with `second`; both end with the same error, which is returned.
@@ -106,4 +107,21 @@ fn ranks_that_resume_from_other_checkpoints_of_the_same_path_are_refused() {
     tells(&first, &["runs/tiny/checkpoints/step-4", "rank 1", "contains no checkpoint"]);
     tells(&second, &["runs/tiny/checkpoints/step-4", "contains no checkpoint"]);
     assert_eq!(hosts[0].names("runs/tiny/checkpoints"), names[0]);
+}
+
+#[test]
+fn ranks_whose_kernels_differ_are_refused_and_told_what_to_set() {
+    let Some(highest) = level_above_portable() else { return };
+    let scene = Scene::with_corpus();
+    let port = free_port();
+    let ranks = [0, 1].map(|rank| {
+        let mut worker = scene.worker(rank, port, "train tiny.toml");
+        worker.env("TRIREME_SIMD", if rank == 1 { "portable" } else { "" });
+        Running::start(worker)
+    });
+    let [first, second] = ranks.map(|rank| rank.end().refused());
+    assert_eq!(first, second);
+    let differs = format!("{highest} on rank 0, portable on rank 1");
+    tells(&first, &["the ranks disagree about the run", "SIMD level", "TRIREME_SIMD", &differs]);
+    assert!(!scene.path("runs/tiny/metrics.jsonl").exists(), "no rank has begun");
 }

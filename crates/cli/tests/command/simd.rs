@@ -4,6 +4,7 @@ use crate::common::{Outcome, Running, Scene, tells};
 use serde_json::Value;
 use std::fs;
 use trireme_tensor::CpuFeatures;
+use trireme_testkit::or_skip;
 
 impl Scene {
     fn run_with_simd(&self, level: &str, arguments: &str) -> Outcome {
@@ -29,6 +30,13 @@ impl Scene {
 /// The levels of this machine, without the lowest one.
 fn levels() -> impl Iterator<Item = CpuFeatures> {
     CpuFeatures::ALL.into_iter().filter(|level| (CpuFeatures::Avx2..=CpuFeatures::detect()).contains(level))
+}
+
+/// The highest level of this machine, if there are others to compare it with.
+pub(crate) fn level_above_portable() -> Option<CpuFeatures> {
+    let level = CpuFeatures::detect();
+    let found = if level == CpuFeatures::Portable { Err("all kernels are portable") } else { Ok(level) };
+    or_skip("SIMD level above the portable one", found)
 }
 
 #[test]
@@ -111,9 +119,7 @@ fn levels_that_this_machine_has_not_are_refused() {
 
 #[test]
 fn proofs_are_cached_and_a_cached_exclusion_counts_until_the_doctor_looks_again() {
-    if CpuFeatures::detect() == CpuFeatures::Portable {
-        return;
-    }
+    let Some(_) = level_above_portable() else { return };
     let scene = Scene::with_corpus();
     let plan = || Running::start(scene.command("plan tiny.toml")).end();
     plan().succeeded();
