@@ -9,7 +9,8 @@ const LIMITS: [&str; 3] = ["ulimit -d 100000", "ulimit -v 1000000", "ulimit -v 1
 fn a_run_that_fits_is_planned_and_trained() {
     let scene = Scene::with_corpus();
     for limits in LIMITS {
-        for command in ["plan tiny.toml", "train tiny.toml", "generate runs/tiny --num-tokens 1"] {
+        for command in ["plan tiny.toml", "train tiny.toml", "generate runs/tiny --num-tokens 1 --threads 1"]
+        {
             Running::start(scene.command_after(limits, command)).end().succeeded();
         }
         std::fs::remove_dir_all(scene.path("runs")).unwrap();
