@@ -1,6 +1,6 @@
 //! Results of proofs, kept in the user's cache for one processor, system and program.
 
-use super::trial::{REASON_CHARS_MAX, Verdicts};
+use super::trial::{REASON_CHARS_MAX, Verdict, Verdicts};
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File};
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -74,13 +74,16 @@ impl Cache {
             return None;
         }
         let Document { identity, kernels: verdicts } = serde_json::from_str(&text).ok()?;
-        let is_plain = |reason: &String| {
-            reason.chars().count() <= REASON_CHARS_MAX && !reason.chars().any(char::is_control)
+        let is_plain = |verdict: &Verdict| match verdict {
+            Verdict::Proven => true,
+            Verdict::Wrong(reason) | Verdict::Untried(reason) => {
+                reason.chars().count() <= REASON_CHARS_MAX && !reason.chars().any(char::is_control)
+            }
         };
         let is_whole = identity == self.identity
             && verdicts.len() == kernels.len()
             && kernels.iter().all(|kernel| verdicts.contains_key(kernel))
-            && verdicts.values().flatten().all(is_plain);
+            && verdicts.values().all(is_plain);
         is_whole.then_some(verdicts)
     }
 
@@ -151,8 +154,9 @@ mod tests {
     }
 
     fn results() -> (Vec<String>, Verdicts) {
-        let names = ["good", "wrong"].map(str::to_owned);
-        let verdicts = names.clone().into_iter().zip([None, Some("1 is 2".to_owned())]).collect();
+        let names = ["good", "bad"].map(str::to_owned);
+        let verdicts =
+            names.clone().into_iter().zip([Verdict::Proven, Verdict::Wrong("1 is 2".to_owned())]).collect();
         (names.into(), verdicts)
     }
 
@@ -195,7 +199,8 @@ mod tests {
             whole.replace("1 is 2", "\\u001b[31m"),
             whole.replace("1 is 2", &"x".repeat(REASON_CHARS_MAX + 1)),
             whole.replace("1 is 2", &"x".repeat(FILE_BYTES_MAX as usize)),
-            whole.replace("null", "false"),
+            whole.replace("\"proven\"", "null"),
+            whole.replace("\"wrong\":", "\"untried\":"),
             whole.replacen('{', "{\"other\": 1,", 1),
             format!("{whole} {{}}"),
             "[".repeat(10_000),

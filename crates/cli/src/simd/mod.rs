@@ -1,7 +1,8 @@
 //! Which SIMD level kernels use: the highest one whose kernels for products prove themselves on this machine.
 //!
 //! Before a command computes, each kernel is compared with the portable one, in a child process, because the system may kill
-//! whoever runs it (`trial`). The results are kept for this processor and this program (`cache`). `TRIREME_SIMD` chooses a
+//! whoever runs it (`trial`). The results are kept for this processor and this program (`cache`). A kernel that could not be
+//! tried is not used, and the next command tries again. `TRIREME_SIMD` chooses a
 //! lower level. A launcher chooses for its workers.
 
 mod cache;
@@ -10,12 +11,11 @@ mod trial;
 pub(crate) use trial::{Trial, try_kernels};
 
 use crate::console::remark;
-use crate::hang::plain;
 use crate::launch::LaunchError;
 use anyhow::Result;
 use cache::Cache;
 use std::process::Command;
-use trial::Verdicts;
+use trial::{Verdict, Verdicts};
 use trireme_tensor::probe::{Unit, why_absent};
 use trireme_tensor::proof::ProductKernel;
 use trireme_tensor::{CpuFeatures, Precision};
@@ -74,7 +74,8 @@ impl Simd {
         let cached = cache.as_ref().filter(|_| proof == Proof::Cached).and_then(|cache| cache.read(&names));
         let verdicts = cached.unwrap_or_else(|| {
             let verdicts = prove(&names);
-            if let Some(cache) = &cache {
+            let is_certain = !verdicts.values().any(|verdict| matches!(verdict, Verdict::Untried(_)));
+            if let Some(cache) = cache.as_ref().filter(|_| is_certain) {
                 // A cache that cannot be written costs the next command the time of the proof.
                 let _ = cache.write(&verdicts);
             }
@@ -84,9 +85,9 @@ impl Simd {
     }
 
     fn from_verdicts(most: CpuFeatures, mut verdicts: Verdicts) -> Self {
-        let exclude = |kernel: ProductKernel| {
-            let reason = verdicts.remove(&kernel.to_string())??;
-            Some(Excluded { kernel, reason })
+        let exclude = |kernel: ProductKernel| match verdicts.remove(&kernel.to_string())? {
+            Verdict::Proven => None,
+            Verdict::Wrong(reason) | Verdict::Untried(reason) => Some(Excluded { kernel, reason }),
         };
         let excluded: Vec<Excluded> = ProductKernel::up_to(most).into_iter().filter_map(exclude).collect();
         let is_proven = |level: &CpuFeatures| {
@@ -109,7 +110,7 @@ impl Simd {
         missed.map(|Excluded { kernel, reason }| {
             let instead = Unit::of(self.level, kernel.precision);
             format!(
-                "warning: {kernel} are not used on this machine, because {reason}; {} products run on {instead}",
+                "warning: {kernel} are not used, because {reason}; {} products run on {instead}",
                 kernel.precision
             )
         })
@@ -158,20 +159,14 @@ pub(crate) fn trials() -> Vec<Trial> {
     kernels().into_iter().map(trial).collect()
 }
 
-/// Tries kernels in child processes, or here if there can be none.
+/// Tries kernels in child processes.
 fn prove(names: &[String]) -> Verdicts {
     let command = |names: &[String]| {
         let mut command = Command::new(std::env::current_exe()?);
         command.arg(crate::commands::prove_kernels::NAME).args(names);
         Ok(command)
     };
-    trial::in_children(names, &command).unwrap_or_else(|error| {
-        remark(&format!(
-            "warning: kernels cannot be tried in a child process ({}); trying them in this one",
-            plain(&error.to_string())
-        ));
-        trial::here(&trials())
-    })
+    trial::in_children(names, &command)
 }
 
 /// The level that a variable names, if it is set.
@@ -199,10 +194,10 @@ mod tests {
     /// What is chosen of the level `most`, where these kernels are excluded.
     fn chosen(most: CpuFeatures, excluded: &[(CpuFeatures, Precision)]) -> Simd {
         let name = |&(level, precision): &(CpuFeatures, Precision)| {
-            (ProductKernel::of(level, precision).to_string(), Some("it was wrong".to_owned()))
+            (ProductKernel::of(level, precision).to_string(), Verdict::Wrong("it was wrong".to_owned()))
         };
         let all = ProductKernel::up_to(CpuFeatures::AmxBf16).into_iter();
-        let mut verdicts: Verdicts = all.map(|kernel| (kernel.to_string(), None)).collect();
+        let mut verdicts: Verdicts = all.map(|kernel| (kernel.to_string(), Verdict::Proven)).collect();
         verdicts.extend(excluded.iter().map(name));
         Simd::from_verdicts(most, verdicts)
     }
@@ -233,8 +228,7 @@ mod tests {
         assert_eq!(
             simd.warnings().collect::<Vec<_>>(),
             [
-                "warning: bf16 products on tdpbf16ps are not used on this machine, because it was wrong; bf16 products run on \
-              vdpbf16ps"
+                "warning: bf16 products on tdpbf16ps are not used, because it was wrong; bf16 products run on vdpbf16ps"
             ]
         );
         assert!(simd.reason().starts_with("the highest level whose"));

@@ -1,18 +1,34 @@
 //! Trying kernels in child processes.
 //!
 //! A child prints `try` with a kernel's name before it tries it, and then `proven`, or `wrong` with the reason. If it dies in
-//! between, the kernel is excluded, and another child tries those that are left.
+//! between, the kernel is excluded, and another child tries those that are left. Kernels never run in the process that asks: an
+//! instruction that the system refuses would end it.
 
 use crate::hang::plain;
 use crate::launch::signal_name;
 use rustix::process::Signal;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::io::{self, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, ExitStatus, Stdio};
 
-/// For each kernel why it must not be used; `None` if it may.
-pub(crate) type Verdicts = BTreeMap<String, Option<String>>;
+/// Verdicts on kernels, by their names.
+pub(super) type Verdicts = BTreeMap<String, Verdict>;
+
+/// What a trial says about a kernel.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum Verdict {
+    /// It computes what the portable kernel computes.
+    Proven,
+    /// It computes something else or is killed for what it executes, and why this is known.
+    Wrong(String),
+    /// The trial failed for a reason that may lie outside the kernel, such as a limit on memory. A later trial may succeed, so
+    /// this is never cached.
+    #[serde(skip)]
+    Untried(String),
+}
 
 /// Longer reasons are cut.
 pub(super) const REASON_CHARS_MAX: usize = 300;
@@ -25,17 +41,8 @@ pub(crate) struct Trial {
     pub(crate) prove: Box<dyn Fn() -> Result<(), String>>,
 }
 
-/// Signals by which the system ends a process for what it executed.
-const FAULTS: [Signal; 8] = [
-    Signal::ILL,
-    Signal::SEGV,
-    Signal::BUS,
-    Signal::FPE,
-    Signal::TRAP,
-    Signal::ABORT,
-    Signal::SYS,
-    Signal::XCPU,
-];
+/// Signals by which the system ends a process for what it executed, and for nothing else.
+const FAULTS: [Signal; 6] = [Signal::ILL, Signal::SEGV, Signal::BUS, Signal::FPE, Signal::TRAP, Signal::SYS];
 
 /// What a child does.
 pub(crate) fn try_kernels<'a>(
@@ -53,39 +60,40 @@ pub(crate) fn try_kernels<'a>(
     out.flush()
 }
 
-/// Tries kernels in this process, which ends if one of them is killed.
-pub(super) fn here(trials: &[Trial]) -> Verdicts {
-    let (mut printed, mut verdicts) = (Vec::new(), Verdicts::new());
-    try_kernels(trials, &mut printed).expect("memory takes what is written");
-    let names: Vec<String> = trials.iter().map(|trial| trial.kernel.clone()).collect();
-    read(&printed, &names, &mut verdicts);
-    verdicts
-}
-
 /// Tries kernels in children that `command` makes for them.
-///
-/// # Errors
-/// If a child cannot be started, or ends for another reason than a kernel before it has tried all.
-pub(super) fn in_children(
-    names: &[String],
-    command: &dyn Fn(&[String]) -> io::Result<Command>,
-) -> io::Result<Verdicts> {
+pub(super) fn in_children(names: &[String], command: &dyn Fn(&[String]) -> io::Result<Command>) -> Verdicts {
     let mut verdicts = Verdicts::new();
     loop {
         let is_left = |name: &&String| !verdicts.contains_key(*name);
         let left: Vec<String> = names.iter().filter(is_left).cloned().collect();
         if left.is_empty() {
-            return Ok(verdicts);
+            return verdicts;
         }
-        let child = command(&left)?.stdin(Stdio::null()).stderr(Stdio::null()).output()?;
-        let tried = read(&child.stdout, &left, &mut verdicts);
-        match (tried, fault(child.status)) {
-            (Some(kernel), Some(fault)) => drop(verdicts.insert(kernel, Some(fault))),
-            // All that it was to try is judged, or it goes on with what is left of it.
-            (None, None) if left.iter().all(|name| verdicts.contains_key(name)) => {}
-            _ => return Err(io::Error::other(format!("it ended with {}", child.status))),
+        if let Err(error) = in_child(&left, command, &mut verdicts) {
+            let reason = plain(&format!("they cannot be tried in a child process ({error})"));
+            for name in left {
+                verdicts.entry(name).or_insert_with(|| Verdict::Untried(reason.clone()));
+            }
         }
     }
+}
+
+/// Tries kernels in one child, up to the kernel that ends it.
+///
+/// # Errors
+/// If the child cannot be started, or ends between kernels.
+fn in_child(
+    names: &[String],
+    command: &dyn Fn(&[String]) -> io::Result<Command>,
+    verdicts: &mut Verdicts,
+) -> io::Result<()> {
+    let child = command(names)?.stdin(Stdio::null()).stderr(Stdio::null()).output()?;
+    match read(&child.stdout, names, verdicts) {
+        Some(kernel) => drop(verdicts.insert(kernel, verdict_of_death(child.status))),
+        None if names.iter().all(|name| verdicts.contains_key(name)) => {}
+        None => return Err(io::Error::other(format!("it ended with {}", child.status))),
+    }
+    Ok(())
 }
 
 /// Takes in what a child has printed; returns the kernel that it tried without a verdict.
@@ -98,8 +106,8 @@ fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<Str
             let reason = line.strip_prefix("wrong ");
             let cut = |reason| plain(reason).chars().take(REASON_CHARS_MAX).collect();
             match (line, reason) {
-                ("proven", _) => drop(verdicts.insert(name, None)),
-                (_, Some(reason)) => drop(verdicts.insert(name, Some(cut(reason)))),
+                ("proven", _) => drop(verdicts.insert(name, Verdict::Proven)),
+                (_, Some(reason)) => drop(verdicts.insert(name, Verdict::Wrong(cut(reason)))),
                 _ => tried = Some(name),
             }
         }
@@ -107,15 +115,17 @@ fn read(printed: &[u8], names: &[String], verdicts: &mut Verdicts) -> Option<Str
     tried
 }
 
-/// How a child died, if what it executed was the cause.
-fn fault(status: ExitStatus) -> Option<String> {
-    match (status.signal(), status.code()) {
-        (Some(signal), _) if FAULTS.iter().any(|fault| fault.as_raw() == signal) => {
-            Some(format!("a process that runs them is killed by {}", signal_name(signal)))
+/// What the end of a child says about the kernel that it was trying. A failed allocation aborts, and a busy machine may exceed
+/// a limit on time, so only faults are certain.
+fn verdict_of_death(status: ExitStatus) -> Verdict {
+    match status.signal() {
+        Some(signal) if FAULTS.iter().any(|fault| fault.as_raw() == signal) => {
+            Verdict::Wrong(format!("a process that runs them is killed by {}", signal_name(signal)))
         }
-        // A panic.
-        (None, Some(code)) if code != 0 => Some(format!("a process that runs them exits with code {code}")),
-        _ => None,
+        Some(signal) => {
+            Verdict::Untried(format!("the process that tried them was killed by {}", signal_name(signal)))
+        }
+        None => Verdict::Untried(format!("the process that tried them ended with {status}")),
     }
 }
 
@@ -149,6 +159,7 @@ mod tests {
             trial("wrong", || Err("1 is 2,\u{1b}[31m here".to_owned())),
             trial("panics", || panic!("a kernel's assertion")),
             trial("endless", dies_by(Signal::XCPU)),
+            trial("aborts", dies_by(Signal::ABORT)),
             trial("also good", || Ok(())),
             trial("killed", dies_by(Signal::KILL)),
         ])
@@ -178,36 +189,42 @@ mod tests {
 
     #[test]
     fn kernels_that_are_wrong_or_killed_are_excluded_and_the_others_are_not() {
-        let kernels = names(&["good", "illegal", "wrong", "panics", "endless", "also good"]);
-        let verdicts = in_children(&kernels, &command).unwrap();
-        let reason = |kernel: &str| verdicts[kernel].as_deref();
-        assert_eq!([reason("good"), reason("also good")], [None; 2]);
-        assert_eq!(reason("illegal"), Some("a process that runs them is killed by SIGILL"));
-        assert_eq!(reason("wrong"), Some(plain("1 is 2,\u{1b}[31m here").as_str()));
-        assert!(!reason("wrong").unwrap().chars().any(char::is_control));
-        assert_eq!(reason("panics"), Some("a process that runs them exits with code 101"));
-        assert!(reason("endless").unwrap().contains("SIGXCPU"));
+        let kernels = names(&["good", "illegal", "wrong", "also good"]);
+        let verdicts = in_children(&kernels, &command);
+        let wrong = |reason: &str| Verdict::Wrong(reason.to_owned());
+        assert_eq!([&verdicts["good"], &verdicts["also good"]], [&Verdict::Proven; 2]);
+        assert_eq!(verdicts["illegal"], wrong("a process that runs them is killed by SIGILL"));
+        let reason = plain("1 is 2,\u{1b}[31m here");
+        assert!(!reason.chars().any(char::is_control));
+        assert_eq!(verdicts["wrong"], wrong(&reason));
         assert_eq!(verdicts.len(), kernels.len());
     }
 
     #[test]
-    fn a_child_that_ends_for_another_reason_proves_nothing() {
-        let killed = in_children(&names(&["good", "killed"]), &command).unwrap_err();
-        assert!(killed.to_string().contains("signal: 9"), "{killed}");
-        // It knows no such kernel.
-        assert!(in_children(&names(&["good", "unknown"]), &command).is_err());
-        let no_program = |_: &[String]| Ok(Command::new("/nonexistent/trireme"));
-        assert!(in_children(&names(&["good"]), &no_program).is_err());
-        let silent = |_: &[String]| Ok(Command::new("true"));
-        assert!(in_children(&names(&["good"]), &silent).is_err());
-        assert!(in_children(&[], &silent).unwrap().is_empty());
+    fn a_death_that_may_have_another_cause_says_nothing_about_a_kernel() {
+        for (kernel, end) in [
+            ("panics", "exit status: 101"),
+            ("aborts", "SIGABRT"),
+            ("endless", "SIGXCPU"),
+            ("killed", "SIGKILL"),
+        ] {
+            let verdicts = in_children(&names(&["good", kernel, "also good"]), &command);
+            assert_eq!([&verdicts["good"], &verdicts["also good"]], [&Verdict::Proven; 2]);
+            let verdict = &verdicts[kernel];
+            assert!(matches!(verdict, Verdict::Untried(reason) if reason.ends_with(end)), "{verdict:?}");
+        }
     }
 
     #[test]
-    fn without_children_wrong_kernels_are_excluded_all_the_same() {
-        let trials = [trial("good", || Ok(())), trial("wrong", || Err("1 is 2".to_owned()))];
-        let verdicts = here(&trials);
-        assert_eq!(verdicts["good"], None);
-        assert_eq!(verdicts["wrong"].as_deref(), Some("1 is 2"));
+    fn without_a_child_that_tries_them_kernels_are_untried() {
+        let is_untried = |verdict: &Verdict| matches!(verdict, Verdict::Untried(_));
+        // It knows no such kernel.
+        let verdicts = in_children(&names(&["good", "unknown"]), &command);
+        assert!(verdicts["good"] == Verdict::Proven && is_untried(&verdicts["unknown"]), "{verdicts:?}");
+        for program in ["/nonexistent/trireme", "true"] {
+            let verdicts = in_children(&names(&["good", "wrong"]), &|_| Ok(Command::new(program)));
+            assert!(verdicts.len() == 2 && verdicts.values().all(is_untried), "{verdicts:?}");
+        }
+        assert!(in_children(&[], &command).is_empty());
     }
 }

@@ -130,7 +130,8 @@ fn proofs_are_cached_and_a_cached_exclusion_counts_until_the_doctor_looks_again(
     assert_eq!(fs::read_to_string(&cached[0]).unwrap(), first);
 
     let fused = "f32 products on fma 256";
-    let excluded = first.replace(&format!("\"{fused}\": null"), &format!("\"{fused}\": \"1 is 2\""));
+    let excluded = first
+        .replace(&format!("\"{fused}\": \"proven\""), &format!("\"{fused}\": {{\"wrong\": \"1 is 2\"}}"));
     assert_ne!(excluded, first);
     fs::write(&cached[0], &excluded).unwrap();
     let warned = Running::start({
