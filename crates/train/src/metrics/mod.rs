@@ -115,18 +115,18 @@ impl MetricsWriter {
         Ok(written)
     }
 
-    /// Tries for the last time to write what waits.
+    /// Tries for the last time to write what waits, to every file.
     ///
     /// # Errors
-    /// If records are lost.
+    /// If records are lost; the error names the first file that fails.
     pub fn finish(&mut self) -> Result<(), MetricsError> {
         let json_lines = self.json_lines.as_mut().map(|json_lines| &mut json_lines.file);
         let event_file = self.event_file.as_mut().map(|event_file| &mut event_file.file);
         let is_waiting = |file: &&mut RecordFile| file.is_waiting();
-        for file in json_lines.into_iter().chain(event_file).filter(is_waiting) {
-            file.append(&[]).map_err(Unwritten::into_error)?;
-        }
-        Ok(())
+        let files = json_lines.into_iter().chain(event_file).filter(is_waiting);
+        let outcomes = files.map(|file| file.append(&[]).map_err(Unwritten::into_error));
+        // `fold` visits every file, where collecting would stop at the first error.
+        outcomes.fold(Ok(()), Result::and)
     }
 }
 
@@ -153,6 +153,26 @@ mod tests {
             assert_eq!(count("events.out.tfevents."), usize::from(tensorboard));
             assert_eq!(names().count(), usize::from(jsonl) + usize::from(tensorboard));
         }
+    }
+
+    #[test]
+    fn the_last_attempt_reaches_every_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let files = MetricsFiles { jsonl: true, tensorboard: true };
+        let mut writer = MetricsWriter::open(folder.path(), files, 0).unwrap();
+        let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let json_lines = &mut writer.json_lines.as_mut().unwrap().file;
+        *json_lines = RecordFile::new("metrics.jsonl".into(), full(), 0, 0);
+        assert!(json_lines.append(b"first").is_err());
+        // The second file's disk has room again.
+        let events = folder.path().join("events");
+        let mut waiting = RecordFile::new(events.clone(), full(), 0, 0);
+        assert!(waiting.append(b"second").is_err());
+        waiting.file = std::fs::File::create(&events).unwrap();
+        writer.event_file.as_mut().unwrap().file = waiting;
+        let error = writer.finish().unwrap_err();
+        assert!(error.to_string().ends_with("metrics.jsonl"), "{error}");
+        assert_eq!(std::fs::read(events).unwrap(), b"second");
     }
 
     #[test]

@@ -10,7 +10,7 @@ const WAITING_BYTES_MAX: usize = 16 << 20;
 #[derive(Debug)]
 pub(super) struct RecordFile {
     pub(super) path: PathBuf,
-    file: File,
+    pub(super) file: File,
     /// Bytes that are written. What follows them, a part of a record, is written over.
     written_bytes: u64,
     waiting: Vec<u8>,
