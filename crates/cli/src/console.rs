@@ -81,7 +81,7 @@ fn describe(error: &anyhow::Error) -> String {
 /// Whether the line could be added to a log, whose file system may hang.
 fn is_logged(log: PathBuf, line: String) -> bool {
     let append = move || writeln!(OpenOptions::new().append(true).open(log)?, "{line}");
-    matches!(within(LOG_MAX, append), Some(Ok(())))
+    matches!(within(LOG_MAX, append), Ok(Ok(())))
 }
 
 fn exit_code(error: &anyhow::Error) -> u8 {

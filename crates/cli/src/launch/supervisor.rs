@@ -176,14 +176,17 @@ impl Watch<'_> {
     fn table(&mut self, rank: Rank, death: Death) -> Result<Vec<String>, LaunchError> {
         let deadline = Instant::now() + REPORT_GRACE;
         loop {
-            let Some(reports) = self.reports() else {
-                // At once: to end workers that wait for this file system may take long.
-                let folder = self.recorder_folder.display();
-                (self.tell)(&format!(
-                    "warning: rank {rank} {death}; cannot tell what the workers last did, because {folder} does not \
-                     respond"
-                ));
-                return Ok(Vec::new());
+            let reports = match self.reports() {
+                Ok(reports) => reports,
+                Err(error) => {
+                    // At once, because ending workers that wait for this file system may take long.
+                    let folder = self.recorder_folder.display();
+                    (self.tell)(&format!(
+                        "warning: rank {rank} {death}; cannot tell what the workers last did, because {folder} cannot be \
+                         read: {error}"
+                    ));
+                    return Ok(Vec::new());
+                }
             };
             let has_not_failed = |rank: Rank| {
                 reports.iter().any(|report| report.rank == rank.0 && report.occasion != Occasion::Failed)
@@ -201,8 +204,11 @@ impl Watch<'_> {
         }
     }
 
-    /// The reports that are there, without those that cannot be read; `None` if the file system does not answer.
-    fn reports(&self) -> Option<Vec<RankReport>> {
+    /// The reports that are there, without those that cannot be read.
+    ///
+    /// # Errors
+    /// If the file system does not respond, or no thread can be started to find out.
+    fn reports(&self) -> io::Result<Vec<RankReport>> {
         let (folder, num_workers) = (self.recorder_folder.to_owned(), self.workers.len());
         within(READ_MAX, move || {
             (0..num_workers).filter_map(|rank| RankReport::read(&folder, rank).ok()).collect()
