@@ -4,6 +4,7 @@ use crate::common::{Outcome, Running, Scene, poll, tells};
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
+use trireme_testkit::or_skip;
 
 /// Where systems mount the control groups that count memory: of version 2, and of version 1.
 const MOUNT_POINTS: [(&str, &str); 2] = [("", "/sys/fs/cgroup"), ("memory", "/sys/fs/cgroup/memory")];
@@ -72,13 +73,8 @@ impl Drop for ControlGroup {
 
 #[test]
 fn auto_fits_or_is_refused_and_nothing_is_killed() {
-    let group = match ControlGroup::new(300 << 20) {
-        Ok(group) => group,
-        Err(reason) => {
-            eprintln!("skipped: no control groups can be made here: {reason}");
-            return;
-        }
-    };
+    let group = ControlGroup::new(300 << 20);
+    let Some(group) = or_skip("control group for processes of this test", group) else { return };
     let scene = Scene::with_corpus();
     let model = "--set model.hidden_size=64 --set model.num_layers=6 --set training.seq_len=128 --set training.steps=1 \
                  --set checkpoint.interval=1 --set training.global_batch_size=160";
