@@ -12,7 +12,7 @@ pub enum Category {
     /// Values saved for backward, their gradients, and what kernels need meanwhile.
     Activations,
     /// Buffers of messages, and whole units on their way: parameters that are gathered for use, gradients that are
-    /// shared out.
+    /// sharded.
     Communication,
 }
 

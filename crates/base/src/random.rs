@@ -130,7 +130,7 @@ impl Random {
         Random { key, position }
     }
 
-    /// Words read so far: what to store to go on from here later.
+    /// Words read so far: what to store to continue from here later.
     pub fn position(&self) -> u64 {
         self.position
     }

@@ -53,7 +53,7 @@ pub struct Snapshot<'a> {
     /// Every tensor of the job, and how it lies on the mesh: weights under their Hugging Face names, optimizer state under
     /// names that begin with [`crate::OPTIMIZER_PREFIX`].
     pub tensors: &'a [TensorPlacement],
-    /// Whatever else is needed to go on: sampler position, random state, metrics. Numbers that must come
+    /// Whatever else is needed to resume: sampler position, random state, metrics. Numbers that must come
     /// back bit by bit belong here as integers.
     pub state: &'a serde_json::Value,
     /// Small files to keep beside the tensors: the run's `config.toml`, the model's `config.json`, its

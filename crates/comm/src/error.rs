@@ -310,7 +310,7 @@ pub enum CommError {
         /// What was wrong with it.
         what: String,
     },
-    /// The operating system refused to go on.
+    /// The operating system refused to continue.
     #[error("waiting for peers failed during operation {sequence}, {operation}")]
     Wait {
         /// What this rank was doing.

@@ -33,7 +33,7 @@ impl LossScaling {
     pub const DYNAMIC: LossScaling = LossScaling::Dynamic { initial: 1 << 16, growth_interval: 2000 };
 }
 
-/// What a [`LossScaler`] has learned: all that a run must keep to go on with the same bits.
+/// What a [`LossScaler`] has learned: all that a run must keep to resume with the same bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 pub struct LossScalerState {
     /// The scale of the next step, if it is dynamic.

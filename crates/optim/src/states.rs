@@ -1,4 +1,4 @@
-//! An optimizer's state by name and parameter, in f32 whatever it is kept in: any dtype goes on from any other.
+//! An optimizer's state by name and parameter, in f32 whatever it is kept in: a run may resume with another dtype.
 
 use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};

@@ -12,7 +12,7 @@ use trireme_schedule::collective::Hosts;
 use trireme_tensor::ParameterTable;
 
 /// The ranks of a world: `pipeline_degree x num_replicas x num_shards`. Those with the same place in the pipeline run the same
-/// units, and are data-parallel: the ranks of a replica are neighbours and share out its training state; ranks with the same
+/// units, and are data-parallel: the ranks of a replica are neighbours and shard its training state; ranks with the same
 /// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2).
 pub struct RankGrid {
     world: Arc<Group>,
@@ -113,7 +113,7 @@ impl RankGrid {
         &self.data
     }
 
-    /// The ranks that share out a replica with this one.
+    /// The ranks that shard a replica with this one.
     pub fn shards(&self) -> &Arc<Group> {
         &self.shards
     }

@@ -1,4 +1,4 @@
-//! Copies of whole units that the ranks of a host share out (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
+//! Copies of whole units that the ranks of a host shard (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
 
 use crate::error::ParallelError;
 use crate::ranks::Levels;

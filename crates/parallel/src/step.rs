@@ -23,7 +23,7 @@ pub struct ExecutorOptions {
     /// Bytes of short gradients that travel as one message, where ranks do not all share memory; one of more than half
     /// of it travels alone, and with 0 each does. Changes no bit of `determinism` by layout.
     pub fusion_bytes: usize,
-    /// How the ranks share out the training state. Parameters are gathered in [`precision`](ExecutorOptions::precision), in
+    /// How the ranks shard the training state. Parameters are gathered in [`precision`](ExecutorOptions::precision), in
     /// which operations read them, or with `fp8` in f32.
     pub sharding: Sharding,
     /// With the third ZeRO stage: what the ranks of a replica send each other less of.
@@ -50,7 +50,7 @@ pub struct ZeroPlusPlus {
     /// Parameters are gathered as 8-bit integers (qwZ, section 3.1 of the paper), first across hosts and then within them. All
     /// ranks compute with the rounded values; what is stepped stays in f32.
     pub quantized_weights: bool,
-    /// Each host keeps a copy of what was gathered, shared out among its ranks in the precision of the whole, from which later
+    /// Each host keeps a copy of what was gathered, sharded among its ranks in the precision of the whole, from which later
     /// gatherings take it until the unit is stepped (hpZ, section 3.2). Changes no bit.
     pub secondary_shards: bool,
     /// Gradients are summed as integers: rounded, exchanged and summed in f32 within hosts, and so again across them (qgZ,

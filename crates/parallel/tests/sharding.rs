@@ -1,4 +1,4 @@
-//! Whatever the ranks share out, losses, norms and weights have the bits of plain data parallelism.
+//! Whatever the ranks shard, losses, norms and weights have the bits of plain data parallelism.
 
 mod common;
 

@@ -10,7 +10,7 @@ pub enum Axis {
     Pipeline,
     /// Ranks that hold the same parameters and see different microbatches.
     DataReplicate,
-    /// Ranks that share out the training state, or a part of it, and see different microbatches.
+    /// Ranks that shard the training state, or a part of it, and see different microbatches.
     DataShard,
 }
 

@@ -86,7 +86,7 @@ pub struct MemorySetup {
     /// What is there all the time whatever the program does, but for the optimizer's state: tables of the model, what the
     /// group takes.
     pub fixed: CategoryBytes,
-    /// Ranks that share out a replica of the training state.
+    /// Ranks that shard a replica of the training state.
     pub num_shards: usize,
     /// Replicas of the training state.
     pub num_replicas: usize,

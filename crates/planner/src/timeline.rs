@@ -21,7 +21,7 @@ pub struct StepTimeline {
 /// Runs the programs of all ranks of one pipeline in simulated time. `ticks` tells what an action of a rank takes, at most
 /// [`TICKS_MAX`](trireme_schedule::pipeline::TICKS_MAX); of a send that is until its message is there, and a receive has none of its own.
 ///
-/// What the device computes goes in the program's order. The other streams go on beside it: an action of theirs begins when the
+/// What the device computes goes in the program's order. The other streams run beside it: an action of theirs begins when the
 /// program comes to it and the one before it in its stream has ended; sends of a rank follow each other, and occupy no receiver.
 /// A pass waits for the activation or gradient that it reads, for the parameters and for state that was fetched. The first
 /// `STEP` waits until all ranks have come to theirs and all streams have ended, for the gradients' norm needs all of them.
@@ -99,7 +99,7 @@ struct Clock<'a, Ticks> {
     ticks: Ticks,
     times: Times,
     ranks: Vec<RankClock>,
-    /// Ranks that may be able to go on.
+    /// Ranks that may be able to continue.
     awake: VecDeque<usize>,
 }
 

@@ -4,7 +4,7 @@ use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
 
-/// What of the training state the data-parallel ranks share out among them (Rajbhandari et al., "ZeRO: memory
+/// What of the training state the data-parallel ranks shard among them (Rajbhandari et al., "ZeRO: memory
 /// optimizations toward training trillion parameter models", 2020).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub enum ZeroStage {
@@ -20,7 +20,7 @@ pub enum ZeroStage {
 }
 
 impl ZeroStage {
-    /// Every stage, from the one that shares out least.
+    /// Every stage, from the one that shards least.
     pub const ALL: [ZeroStage; 4] = [ZeroStage::Zero, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
 
     /// As the paper numbers it.
@@ -54,7 +54,7 @@ pub struct Outline {
     pub num_units: usize,
     /// Microbatches of this rank: of a step, or of all steps if the program has several.
     pub num_microbatches: usize,
-    /// What the ranks share out.
+    /// What the ranks shard.
     pub zero_stage: ZeroStage,
     /// Classes of state that are not at hand between steps, or not through all of a step.
     pub offloaded: Vec<StateClass>,
@@ -151,7 +151,7 @@ impl Outline {
 /// units 3 microbatches 1
 /// F 0 0
 /// ```
-/// The header goes on with `zero_stage 3` where ranks share out something, with `offload optimizer` for each class of state
+/// The header goes on with `zero_stage 3` where ranks shard something, with `offload optimizer` for each class of state
 /// that lives elsewhere, and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.

@@ -5,7 +5,7 @@ use crate::program::{Outline, Program};
 
 /// The program of a rank that runs all units for each of its microbatches in turn, with all of the training state.
 ///
-/// A unit's gradient is reduced as soon as the last microbatch has added to it, while backward goes on below.
+/// A unit's gradient is reduced as soon as the last microbatch has added to it, while backward continues below.
 /// Without data parallelism the reductions are still there, over a group of one: there is no second kind of program.
 /// Whatever else a layout asks for is put into it by [`lowering`](crate::lowering).
 pub fn program(num_units: usize, num_microbatches: usize, ties: &[(usize, usize)]) -> Program {

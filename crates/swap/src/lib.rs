@@ -1,7 +1,7 @@
 //! Blocks of bytes that live on disk while they are not needed: the disk tier of offloading.
 //!
 //! A [`SwapFile`] has a fixed list of blocks. [`SwapFile::write`] takes an [`AlignedBuffer`] by value and
-//! gives a [`Transfer`]; waiting for it gives the buffer back. Transfers go on in the background, several at
+//! gives a [`Transfer`]; waiting for it gives the buffer back. Transfers run in the background, several at
 //! once, each cut into parts, so that the device always has a queue to work on. Where the system allows it they
 //! bypass the page cache and go through io_uring; [`SwapFile::describe`] says what was possible.
 //! (Rajbhandari et al., "ZeRO-Infinity", 2021, sections 5 and 6.)

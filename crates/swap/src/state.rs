@@ -201,7 +201,7 @@ impl State {
         }
     }
 
-    /// The result of the transfer in `index`, whose slot is then free; none while it goes on.
+    /// The result of the transfer in `index`, whose slot is then free; none while it runs.
     pub(crate) fn take_result(&mut self, index: usize) -> Option<Result<AlignedBuffer, SwapError>> {
         let slot = &mut self.slots[index];
         if let Phase::Ended(Some(_)) = slot.phase {

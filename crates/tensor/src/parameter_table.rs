@@ -78,7 +78,7 @@ impl UnitInfo {
         self.num_elements.div_ceil(LEAVES)
     }
 
-    /// Elements of the flat buffer with all leaves filled up, which is what ranks share out: equal shards are whole leaves.
+    /// Elements of the flat buffer with all leaves filled up, which is what ranks shard: equal shards are whole leaves.
     pub fn padded_len(&self) -> usize {
         self.leaf_len().saturating_mul(LEAVES)
     }

@@ -12,7 +12,7 @@ use trireme_parallel::ParallelError;
 use trireme_schedule::pipeline::{GenerateError, Kind};
 use trireme_tensor::{DeviceError, OverBudget};
 
-/// A run could not begin, go on or end.
+/// A run could not start, continue or end.
 #[derive(Debug, thiserror::Error)]
 pub enum TrainError {
     /// The config does not fit the model.
@@ -181,7 +181,7 @@ pub enum TrainError {
         /// Of each one, the newest first.
         reasons: Vec<String>,
     },
-    /// Rank 0 failed to find the checkpoint to go on from, and tells why itself.
+    /// Rank 0 failed to find the checkpoint to resume from, and tells why itself.
     #[error("rank 0 could not choose a checkpoint to resume from; see its own error")]
     NoCheckpointChosen,
     /// Too little text was held out.
@@ -331,7 +331,7 @@ pub enum TrainError {
          = \"never\""
     )]
     ResumedWithinProgram {
-        /// Where it goes on from.
+        /// Where it resumes from.
         step: u64,
         /// Steps of a program.
         num_steps: u64,

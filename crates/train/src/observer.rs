@@ -18,7 +18,7 @@ pub struct RunFacts {
     pub num_tokens: u64,
     /// Tokens in a step of all workers.
     pub tokens_per_step: u64,
-    /// The step after which the run goes on: 0 for a new run.
+    /// The step after which the run resumes: 0 for a new run.
     pub resumed_step: u64,
     /// The last step.
     pub steps: u64,

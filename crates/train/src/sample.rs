@@ -9,7 +9,7 @@ use trireme_tensor::{Device, ParameterSource};
 /// What to generate, and how.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SampleSettings {
-    /// Text to go on from.
+    /// Text to continue.
     pub prompt: String,
     /// Tokens to add at most.
     pub num_tokens: usize,

@@ -186,7 +186,7 @@ pub(crate) fn activation_bounds(
     Some(vec![bound; parallelism.pipeline_parallel_degree])
 }
 
-/// What stages cost. Messages take no time: they go on beside passes.
+/// What stages cost. Messages take no time: they overlap with passes.
 ///
 /// # Errors
 /// If a stage keeps more activations than a schedule counts.

@@ -104,7 +104,7 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// Opens the corpus, builds the model, loads what there is to go on from, and opens the run's files. Collective:
+    /// Opens the corpus, builds the model, loads what there is to resume from, and opens the run's files. Collective:
     /// all ranks of `group` call it with the same config.
     pub fn new(
         config: &'a Config,

@@ -8,7 +8,7 @@ use trireme_data::{Sampler, TokenFile};
 use trireme_model::Batch;
 use trireme_parallel::Executor;
 
-/// The windows of a validation, shared out among the ranks.
+/// The windows of a validation, divided among the ranks.
 pub(crate) struct Validation {
     tokens: TokenFile,
     sampler: Sampler,

@@ -18,7 +18,7 @@ pub(crate) type Fates = BTreeMap<usize, Fate>;
 pub(crate) enum Fate {
     /// It has ended, and not well.
     Dead(Death),
-    /// It does not run, until a signal lets it go on.
+    /// It does not run, until a signal continues it.
     Stopped,
 }
 

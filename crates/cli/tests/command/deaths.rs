@@ -7,7 +7,7 @@ use std::process::Command;
 
 const ENDLESS: &str = "--set training.steps=1000000000";
 
-/// Asserts that the end is told once, with all that helps; and that the run can go on.
+/// Asserts that the end is told once, with all that helps; and that the run can resume.
 fn assert_death_of(rank: usize, scene: &Scene, outcome: Outcome) {
     let error = outcome.refused();
     let log = format!("runs/tiny/logs/rank-{rank}.log");

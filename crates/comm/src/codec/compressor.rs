@@ -37,7 +37,7 @@ pub struct Compressor {
     statistics: CompressionStatistics,
 }
 
-/// What goes on from step to step, beside what the codec keeps.
+/// What is kept from step to step, beside what the codec keeps.
 #[derive(Debug)]
 pub(super) struct State {
     pub(super) step: u64,
@@ -134,7 +134,7 @@ impl Compressor {
         self.statistics
     }
 
-    /// Bytes of the vectors that go on from step to step: residual, velocity, factors, second moment.
+    /// Bytes of the vectors that are kept from step to step: residual, velocity, factors, second moment.
     pub fn num_bytes(&self) -> usize {
         let residual_len = self.state.residual.as_ref().map_or(0, Vec::len);
         let kept_len = self.codec.kept().map_or(0, |(_, values)| values.len());

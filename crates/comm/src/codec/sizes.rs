@@ -6,7 +6,7 @@ use super::{Bucket, Compression, Round, low_rank, random_k};
 /// What a compressor takes of a rank's memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CompressorSizes {
-    /// Bytes of what goes on from step to step, and into checkpoints: residual, velocity, factors, second moment.
+    /// Bytes of what is kept from step to step, and into checkpoints: residual, velocity, factors, second moment.
     pub state_bytes: usize,
     /// Bytes that its codec works with besides.
     pub scratch_bytes: usize,

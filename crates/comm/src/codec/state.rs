@@ -14,7 +14,7 @@ pub enum StateValues<'a> {
 }
 
 impl Compressor {
-    /// What a later compressor needs to go on with the same bits, between two steps: `step` always, `residual` with error
+    /// What a later compressor needs to continue with the same bits, between two steps: `step` always, `residual` with error
     /// feedback, `velocity` of momentum, the factors `q` of `powersgd`, `second_moment` of gradients that are normalized.
     /// All but step and factors differ from rank to rank.
     pub fn state(&self) -> impl Iterator<Item = (&'static str, StateValues<'_>)> {

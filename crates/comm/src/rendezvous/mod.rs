@@ -7,7 +7,7 @@
 //!    if that was asked for, or nothing was and some ranks share a host. From then on messages to and from
 //!    rank 0 carry tags that only who knows the secret can make (`channel`).
 //! 3. Shared memory: processes of one host meet at abstract unix sockets and pass each other the descriptors
-//!    of their arenas. If any rank fails, all of them go on with TCP under [`TransportChoice::Auto`], and fail
+//!    of their arenas. If any rank fails, all of them continue with TCP under [`TransportChoice::Auto`], and fail
 //!    otherwise.
 //! 4. TCP between other ranks. Each pair has one connection for collective operations, one for messages and one for
 //!    control.

@@ -39,7 +39,7 @@ impl Executor {
     ///
     /// # Panics
     /// If the program differs in more than which units stages have, and the order of actions; and if gradients are compressed,
-    /// or parameters are shared out, for what there is of those does not move; and if the pipeline does not drain between updates,
+    /// or parameters are sharded, for what there is of those does not move; and if the pipeline does not drain between updates,
     /// for then the cut decides the bits.
     pub fn relocate(&mut self, program: Program) -> Result<(), ParallelError> {
         validate(&program, program.outline.num_microbatches)?;

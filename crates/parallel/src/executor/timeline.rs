@@ -10,7 +10,7 @@ pub struct ActionTime {
     /// Its own work began. Until then it waited for what it works with, and took over a message that had come. What it
     /// waited for later is put before its work as well, so that the work is as long as it was.
     pub start: Instant,
-    /// The rank went on. What the action has started may go on beside the next ones.
+    /// The rank went on. What the action has started may overlap with the next ones.
     pub end: Instant,
 }
 

@@ -1,4 +1,4 @@
-//! The memory that gradients take from the beginning, by what ranks share out and how they exchange it.
+//! The memory that gradients take from the beginning, by what ranks shard and how they exchange it.
 
 use super::{Gradients, UnitGradient};
 use crate::compressed::Compressed;

@@ -55,12 +55,12 @@ pub fn executor(
     laid_out(config, group, num_threads, accumulation, &Layout { options, ..Layout::default() })
 }
 
-/// What is shared out, recomputed and kept elsewhere.
+/// What is sharded, recomputed and kept elsewhere.
 pub struct Layout<'a> {
     pub options: ExecutorOptions,
     pub optimizer: OptimizerKind,
     pub weight_decay: f32,
-    /// Ranks of a replica, which share out what the options say.
+    /// Ranks of a replica, which shard what the options say.
     pub num_shards: usize,
     /// How units are cut into stages, and in what order these run.
     pub pipeline: Option<Pipeline>,

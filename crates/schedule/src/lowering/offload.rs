@@ -92,7 +92,7 @@ impl Offload {
 ///
 /// # Panics
 /// If something is to be offloaded that is not apart from what operations read: parameters and gradients that are not
-/// shared out, or gradients of several microbatches.
+/// sharded, or gradients of several microbatches.
 pub fn offload(program: Program, offload: Offload) -> Program {
     let Program { mut outline, mut actions } = program;
     let (stage, num_microbatches) = (outline.zero_stage, outline.num_microbatches);

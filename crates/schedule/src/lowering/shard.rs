@@ -1,10 +1,10 @@
 use crate::action::Action;
 use crate::program::{Outline, Program, ZeroStage};
 
-/// How the data-parallel ranks share out the training state.
+/// How the data-parallel ranks shard the training state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sharding {
-    /// What they share out.
+    /// What they shard.
     pub zero_stage: ZeroStage,
     /// With stage 3: how many passes of units before its own a unit's parameters begin to be gathered. 0 gathers when
     /// they are needed, and holds the fewest at a time.
@@ -22,7 +22,7 @@ pub struct Sharding {
 /// - Stage 3 also gathers parameters before they are read, and gives them back after.
 ///
 /// # Panics
-/// If something is shared out already.
+/// If something is sharded already.
 pub fn shard(program: Program, sharding: Sharding) -> Program {
     let Program { outline, mut actions } = program;
     assert_eq!(outline.zero_stage, ZeroStage::Zero, "the program is sharded already");

@@ -39,7 +39,7 @@ pub(super) struct Clock<'a> {
     /// When the gradient of a stage's input is there, for a microbatch.
     gradient_end: Vec<u64>,
     spans: Vec<Vec<Span>>,
-    /// Ranks that may be able to go on.
+    /// Ranks that may be able to continue.
     awake: VecDeque<usize>,
     is_awake: Vec<bool>,
 }

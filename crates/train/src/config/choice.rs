@@ -288,7 +288,7 @@ impl Value for Tokenizer {
     }
 }
 
-/// Which checkpoint a run goes on from.
+/// Which checkpoint a run resumes from.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Resume {
     /// The newest complete one in the run's folder, or none if there is none.

@@ -1,4 +1,4 @@
-//! Checks of how the training state is shared out, and of what is recomputed.
+//! Checks of how the training state is sharded, and of what is recomputed.
 
 use super::choice::{ActivationCheckpointMode, Fp8, QuantizedGradients, Tier, TrainingDtype};
 use super::layout::{ActivationCheckpoint, Offload, Parallelism};

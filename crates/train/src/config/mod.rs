@@ -158,7 +158,7 @@ impl Config {
         self.parallelism().num_stages()
     }
 
-    /// Workers that share out one replica of the training state.
+    /// Workers that shard one replica of the training state.
     pub fn num_shards(&self) -> usize {
         self.parallelism().data_parallel_shard_degree as usize
     }

@@ -81,7 +81,7 @@ pub enum Written {
 }
 
 impl MetricsWriter {
-    /// Opens the files in `folder`, which exists, to go on after `resumed_step`: 0 for a new run.
+    /// Opens the files in `folder`, which exists, to continue after `resumed_step`: 0 for a new run.
     ///
     /// `metrics.jsonl` keeps the records up to that step and loses later ones, which the run is about to
     /// write again. Event files of TensorBoard cannot be cut, as a reader may hold them open: a new one

@@ -62,7 +62,7 @@ impl Cpu {
         });
     }
 
-    /// `d_table[ids[i]] += dy[i]`, the rows of `dy` in order; columns are shared out among tasks.
+    /// `d_table[ids[i]] += dy[i]`, the rows of `dy` in order; columns are divided among tasks.
     pub(crate) fn embedding_backward(&self, ids: &[u32], dy: &[f32], d_table: &mut [f32]) {
         let cols = dy.len() / ids.len();
         let shared = SharedSlice::new(d_table);

@@ -83,7 +83,7 @@ pub(crate) fn f32_error(num_terms: usize) -> f64 {
 }
 
 /// Elements one task of an elementwise kernel handles: enough to repay a hand-over between
-/// threads (about a microsecond), small enough to share out.
+/// threads (about a microsecond), small enough to divide among threads.
 const TASK_ELEMENTS: usize = 16 * 1024;
 
 /// Rows one task handles when a row has `cols` elements.

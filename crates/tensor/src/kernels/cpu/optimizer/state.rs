@@ -45,7 +45,7 @@ pub(crate) fn num_blocks(len: usize) -> usize {
     len.div_ceil(BLOCK_LEN)
 }
 
-/// A state that tasks share out by pieces.
+/// A state that tasks divide into pieces.
 #[derive(Clone, Copy)]
 pub(crate) enum StateSlice<'a> {
     Absent,
