@@ -105,8 +105,8 @@ fn exchange(messages: [&'static [u8]; 2], piece_len: usize) {
             assert_eq!(received, messages[1 - own]);
         }
     };
-    let (mut here, mut there) = (exchange(0), exchange(1));
-    let peer = thread::spawn(move || there());
+    let (mut here, there) = (exchange(0), exchange(1));
+    let peer = thread::spawn(there);
     here();
     peer.join().unwrap();
 }
