@@ -75,8 +75,16 @@ enum Outcome {
     NotReached,
 }
 
-/// What strace writes where it has injected a fault.
-const MARKS: [&str; 3] = ["(INJECTED)", "killed by SIGKILL", "SIGSTOP"];
+impl Injection<'_> {
+    /// What strace writes where it has injected the fault.
+    fn mark(&self) -> &'static str {
+        match self.fault {
+            "signal=SIGKILL" => "killed by SIGKILL",
+            "signal=SIGSTOP" => "SIGSTOP",
+            _ => "(INJECTED)",
+        }
+    }
+}
 
 /// Inject a fault at each system call of a run with checkpoints.
 ///
@@ -213,7 +221,8 @@ impl Scene {
     }
 
     /// One run with a fault, and one without that resumes.
-    fn check(&self, Injection { call, fault, number }: &Injection<'_>, losses: &str) -> Result<Outcome> {
+    fn check(&self, injection: &Injection<'_>, losses: &str) -> Result<Outcome> {
+        let Injection { call, fault, number } = injection;
         self.forget_run()?;
         fs::remove_file(self.folder.join(LOG))?;
         let inject = format!("inject={call}:{fault}:when={number}");
@@ -221,7 +230,7 @@ impl Scene {
         let text = describe(&disturbed);
         ensure!(!text.contains("panicked"), "the run panicked:\n{text}");
         let log = self.log()?;
-        let is_reached = MARKS.iter().any(|mark| log.contains(mark));
+        let is_reached = log.contains(injection.mark());
         ensure!(is_reached || disturbed.status.success(), "the run failed without a fault:\n{text}");
         // A run that is killed before its folder was made has left nothing to resume.
         fs::create_dir_all(self.folder.join("runs"))?;

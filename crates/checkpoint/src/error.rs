@@ -267,7 +267,7 @@ pub enum CheckpointError {
         source: CommError,
     },
     /// A folder that is not to be overwritten.
-    #[error("{} is not empty; choose another folder, or force the export to replace it", path.display())]
+    #[error("{} is not empty; choose another folder, or pass --force to replace it", path.display())]
     TargetExists {
         /// The folder.
         path: PathBuf,

@@ -149,6 +149,8 @@ fn write_aside(model: &ModelExport<'_>, aside: &Path) -> Result<(), CheckpointEr
 
 /// Gives the folder its name. With `force`, an export of that name gives way first, and is removed last.
 fn publish(aside: &Path, out: &Path, force: bool) -> Result<(), CheckpointError> {
+    // Once more: writing may have taken long, and what appeared meanwhile is not ours to remove.
+    check_target(out, force)?;
     let rename =
         |from: &Path, to: &Path| FileStep::Rename { from: from.to_owned(), to: to.to_owned() }.execute();
     let sync = FileStep::SyncFolder(parent_of(out).to_owned());

@@ -64,10 +64,11 @@ impl TrainingState {
 
     /// Refuses a state whose samples come in another order than this run's.
     pub(crate) fn check_order(&self, expected: &TrainingState, path: &Path) -> Result<(), TrainError> {
+        let tokens = |count: u64| format!("{count} tokens");
         let checks = [
             ("[training] seed", self.seed.to_string(), expected.seed.to_string()),
             ("[training] seq_len", self.seq_len.to_string(), expected.seq_len.to_string()),
-            ("a corpus of", self.corpus_tokens.to_string(), expected.corpus_tokens.to_string()),
+            ("a corpus of", tokens(self.corpus_tokens), tokens(expected.corpus_tokens)),
             ("a corpus with checksum", self.corpus.clone(), expected.corpus.clone()),
         ];
         for (what, found, expected) in checks {

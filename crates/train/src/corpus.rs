@@ -1,5 +1,5 @@
 //! Where a run's corpus is. A corpus that a checkpoint may refer to is never replaced: another one is made beside it, as
-//! `folder-2`, `folder-3` and so on.
+//! `folder-2`, `folder-3` and so on. Only a corpus within the folder of a run that has no checkpoints is replaced.
 
 use crate::checkpointing::corpus_of;
 use crate::config::{self, Config};
@@ -7,7 +7,7 @@ use crate::error::TrainError;
 use crate::resume::choose_checkpoint;
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
     Corpus, DataError, Existing, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, is_free,
@@ -68,7 +68,11 @@ pub fn ensure_corpus<E: From<TrainError>>(
         let options = prepare_options(config, version);
         let staged = match stage(&options, existing, progress) {
             // Another run that shares the folder was quicker.
-            Err(DataError::Occupied { .. }) if !is_free(&options.out).map_err(TrainError::from)? => continue,
+            Err(DataError::Occupied { .. })
+                if existing == Existing::Keep && !is_free(&options.out).map_err(TrainError::from)? =>
+            {
+                continue;
+            }
             staged => staged.map_err(TrainError::from)?,
         };
         let corpus = staged.corpus().map_err(TrainError::from)?;
@@ -113,12 +117,12 @@ fn find_place(config: &Config) -> Result<Place, TrainError> {
     }
     let resumed = resumed_corpus(config)?;
     let is_replaceable =
-        data.folder.starts_with(config.run_folder()) && !has_checkpoints(&config.run_folder())?;
-    for version in 1.. {
+        lies_in(&data.folder, &config.run_folder()) && !has_checkpoints(&config.run_folder())?;
+    let mut first_free = None;
+    for version in 1..=last_version(&data.folder)?.saturating_add(1) {
         if is_free(&corpus_folder(&data.folder, version))? {
-            let (version, existing) =
-                if is_replaceable { (1, Existing::Replace) } else { (version, Existing::Keep) };
-            return Ok(Place::Free { version, existing, resumed });
+            first_free.get_or_insert(version);
+            continue;
         }
         let is_current = || is_current(&prepare_options(config, version));
         match &resumed {
@@ -134,7 +138,37 @@ fn find_place(config: &Config) -> Result<Place, TrainError> {
             _ => {}
         }
     }
-    unreachable!("there are more numbers than folders")
+    let (version, existing) = match first_free {
+        _ if is_replaceable => (1, Existing::Replace),
+        Some(version) => (version, Existing::Keep),
+        None => (last_version(&data.folder)?.saturating_add(1), Existing::Keep),
+    };
+    Ok(Place::Free { version, existing, resumed })
+}
+
+/// The highest version of which there is a folder; 1 if there is none.
+fn last_version(folder: &Path) -> Result<u64, TrainError> {
+    let first = corpus_folder(folder, 1);
+    let parent = first.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let prefix = format!("{}-", first.file_name().unwrap_or_default().to_string_lossy());
+    let find = || -> io::Result<u64> {
+        let mut last = 1;
+        for entry in fs::read_dir(parent)? {
+            let name = entry?.file_name();
+            let version = name.to_str().and_then(|name| name.strip_prefix(&prefix)?.parse().ok());
+            last = last.max(version.unwrap_or(1));
+        }
+        Ok(last)
+    };
+    match find() {
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(1),
+        last => last.map_err(|source| TrainError::RunFolder { path: parent.to_owned(), source }),
+    }
+}
+
+/// Whether `folder` is within `outer`, by their names: a folder that leads out of it again is not.
+fn lies_in(folder: &Path, outer: &Path) -> bool {
+    folder.starts_with(outer) && !folder.components().any(|part| part == Component::ParentDir)
 }
 
 fn holds(folder: &Path, checksum: &str) -> bool {

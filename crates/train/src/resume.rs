@@ -22,13 +22,13 @@ use trireme_parallel::Executor;
 /// The longest description of a failure that ranks send each other, in bytes.
 const MESSAGE_BYTES_MAX: usize = 4096;
 
-/// Resumes from a checkpoint if there is one, else begins at the first sample. Collective.
+/// Resumes from a checkpoint if there is one, else begins at the first sample; the checkpoint as well. Collective.
 pub(crate) fn resume(
     config: &Config,
     executor: &mut Executor,
     train: &TokenFile,
     observer: &mut dyn Observer,
-) -> Result<TrainingState, TrainError> {
+) -> Result<(TrainingState, Option<Checkpoint>), TrainError> {
     let beginning = TrainingState {
         step: 0,
         next_sample: 0,
@@ -46,16 +46,21 @@ pub(crate) fn resume(
         None => beginning,
     };
     if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
-        let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
-        check_newest(&folder, state.step)?;
-        if let Some(newest) = checkpoint.filter(|newest| newest.path().parent() == Some(&folder)) {
-            for error in tidy(&newest, config.checkpoint().keep_latest_k) {
-                observer.notice(&untidy_notice(&error));
-            }
-        }
+        check_newest(&config.run_folder().join(CHECKPOINTS_FOLDER), state.step)?;
     }
     executor.check_replicas()?;
-    Ok(state)
+    Ok((state, checkpoint))
+}
+
+/// Tidies up the folder of the checkpoint that the run has resumed from, if it is the run's own. For rank 0, when nothing can
+/// refuse the run any more: checkpoints that are removed here cannot be resumed from.
+pub(crate) fn tidy_up(config: &Config, resumed: &Checkpoint, observer: &mut dyn Observer) {
+    let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
+    if config.checkpoint().enable && resumed.path().parent() == Some(&folder) {
+        for error in tidy(resumed, config.checkpoint().keep_latest_k) {
+            observer.notice(&untidy_notice(&error));
+        }
+    }
 }
 
 /// The checkpoint to resume from, if there is one, after the ranks have read all of it: nothing is loaded from one that is

@@ -12,7 +12,7 @@ use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
 use crate::observer::{Observer, RunFacts};
-use crate::resume::resume;
+use crate::resume::{resume, tidy_up};
 use crate::run_folder;
 use crate::run_lock::RunLock;
 use crate::setup::{
@@ -149,7 +149,7 @@ impl<'a> Trainer<'a> {
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
         }
-        let state = resume(config, &mut executor, &train, observer)?;
+        let (state, resumed) = resume(config, &mut executor, &train, observer)?;
         let num_steps = config.steps_per_program() as u64;
         if !state.step.is_multiple_of(num_steps) {
             return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
@@ -162,6 +162,9 @@ impl<'a> Trainer<'a> {
         } else {
             None
         };
+        if let Some(resumed) = resumed.filter(|_| is_root) {
+            tidy_up(config, &resumed, observer);
+        }
         Ok(Trainer {
             config,
             observer,

@@ -429,7 +429,7 @@ fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
     };
     lines.extend([
         "next steps:".to_owned(),
-        format!("  trireme generate {folder}{prompt} --temperature 0.7"),
+        format!("  trireme generate {folder}{prompt}"),
         format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
         format!("  tensorboard --logdir {}", config.run().folder.display()),
     ]);

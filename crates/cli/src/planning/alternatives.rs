@@ -99,7 +99,7 @@ pub(crate) fn changes(
     match (told.is_empty(), smallest) {
         (false, _) => format!("  what would fit:{}", told.iter().map(line).collect::<String>()),
         (true, Some(smallest)) => {
-            format!("  nothing that was tried fits; this takes the least:{}", line(&smallest))
+            format!("  none of the changes tried fits; the smallest takes:{}", line(&smallest))
         }
         (true, None) => "  no config change was found that would take less".to_owned(),
     }

@@ -100,3 +100,24 @@ fn another_corpus_is_made_beside_a_folder_with_a_slash_at_its_end() {
     assert_eq!(scene.run(&format!("{train}=second")).code, Some(0));
     assert!(scene.path("shared-2/train.tokens").exists());
 }
+
+#[test]
+fn a_corpus_without_its_report_is_refused_where_it_would_be_replaced() {
+    let scene = Scene::new();
+    scene.run("train tiny.toml --set checkpoint.enable=false").succeeded();
+    std::fs::remove_file(scene.path("runs/tiny/data/prepare.json")).unwrap();
+    let refused = scene.run("train tiny.toml --set checkpoint.enable=false").refused();
+    tells(&refused, &["runs/tiny/data/train.tokens exists", "move it away"]);
+}
+
+#[test]
+fn a_run_finds_its_corpus_beside_one_that_is_gone() {
+    let scene = trained_then_changed();
+    assert_eq!(scene.run("train tiny.toml --set checkpoint.resume=never").code, Some(0));
+    std::fs::remove_dir_all(scene.path("runs/tiny/data")).unwrap();
+    scene.write("text.txt", "yet another text\n".repeat(900));
+    let resumed = scene.run("train tiny.toml --set training.steps=6");
+    assert_eq!(resumed.code, Some(0), "{resumed:?}");
+    tells(&resumed.stdout, &["resuming after step 4 of 6"]);
+    assert!(!scene.path("runs/tiny/data").exists());
+}

@@ -84,7 +84,7 @@ fn what_would_not_fit_is_refused_and_what_would_is_told() {
             .succeeded();
     }
     let error = scene.run("plan tiny.toml --set memory.device_budget=10KiB").refused();
-    tells(&error, &["nothing that was tried fits; this takes the least"]);
+    tells(&error, &["none of the changes tried fits; the smallest takes"]);
 }
 
 #[test]

@@ -34,7 +34,9 @@ impl fmt::Display for TokenizerChoice {
         match self {
             TokenizerChoice::Bytes => f.write_str("bytes"),
             TokenizerChoice::File(path) => write!(f, "{}", path.display()),
-            TokenizerChoice::TrainBpe { vocabulary_size } => write!(f, "trained BPE of {vocabulary_size}"),
+            TokenizerChoice::TrainBpe { vocabulary_size } => {
+                write!(f, "BPE trained on the inputs, of at most {vocabulary_size} tokens")
+            }
         }
     }
 }

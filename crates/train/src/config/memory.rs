@@ -41,11 +41,11 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
         "launch.workers",
     ];
     checks.require(zero_stage > 0 || shards == 1, &keys, || {
-        format!("{shards} workers shard nothing with zero_stage = 0; set zero_stage = 1, 2 or 3, or remove this key")
+        format!("data_parallel_shard_degree = {shards} has no effect with zero_stage = 0; set zero_stage = 1, 2 or 3, or remove this key")
     });
     checks.require(replicas * shards == world_size, &keys, || {
-        format!("{replicas} replicas of {shards} workers each do not add up to {world_size} workers; set one of the \
-             two to -1")
+        format!("{replicas} replicas of {shards} shards take {} workers, but there are {world_size}; set one of the two \
+             degrees to -1, which takes what the other leaves", replicas * shards)
     });
     checks.require(
         zero_stage == 0 || comm.compression == CodecName::None,

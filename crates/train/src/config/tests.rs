@@ -144,7 +144,7 @@ fn holds_shards_and_replicas_against_the_world() {
     );
     assert!(
         mistake_of("parallelism.data_parallel_replicate_degree=2")
-            .contains("2 replicas of 1 workers each do not add up to 1 workers")
+            .contains("2 replicas of 1 shards take 2 workers, but there are 1")
     );
     assert!(
         mistake_of("parallelism.reshard_after_forward=false").contains("only applies with zero_stage = 3")
@@ -162,7 +162,7 @@ fn holds_shards_and_replicas_against_the_world() {
     assert!(mistakes(SMALLEST, &found)[0].contains("so reduce_dtype has no effect"));
     assert!(mistake_of("activation_checkpoint.every_k=3").contains("only applies with mode = \"every-k\""));
     let found = mistakes(SMALLEST, &["launch.workers=2", "parallelism.data_parallel_shard_degree=2"]);
-    assert!(found[0].contains("shard nothing with zero_stage = 0"), "{found:?}");
+    assert!(found[0].contains("has no effect with zero_stage = 0"), "{found:?}");
     let found =
         mistakes(SMALLEST, &["launch.workers=2", "parallelism.zero_stage=1", "comm.compression=int8"]);
     assert!(found[0].contains("compression needs the whole sum of gradients on every worker"), "{found:?}");

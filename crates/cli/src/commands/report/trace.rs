@@ -40,7 +40,7 @@ ui.perfetto.dev to see every action of every worker.";
 #[derive(Debug, clap::Args)]
 #[command(after_help = HELP)]
 pub(crate) struct TraceArgs {
-    /// The folder of a run that was trained with [metrics] trace_interval.
+    /// The folder of a run that was trained with `[metrics] trace_interval`.
     run_folder: PathBuf,
     /// Step to draw. By default, the last one.
     #[arg(long, value_name = "N")]
