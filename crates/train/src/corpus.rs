@@ -5,6 +5,7 @@ use crate::checkpointing::corpus_of;
 use crate::config::{self, Config};
 use crate::error::TrainError;
 use crate::resume::choose_checkpoint;
+use std::collections::BTreeSet;
 use std::fs;
 use std::io;
 use std::path::{Component, Path, PathBuf};
@@ -118,12 +119,12 @@ fn find_place(config: &Config) -> Result<Place, TrainError> {
     let resumed = resumed_corpus(config)?;
     let is_replaceable =
         lies_in(&data.folder, &config.run_folder()) && !has_checkpoints(&config.run_folder())?;
-    let mut first_free = None;
-    for version in 1..=last_version(&data.folder)?.saturating_add(1) {
+    let mut taken = BTreeSet::new();
+    for version in versions(&data.folder)? {
         if is_free(&corpus_folder(&data.folder, version))? {
-            first_free.get_or_insert(version);
             continue;
         }
+        taken.insert(version);
         let is_current = || is_current(&prepare_options(config, version));
         match &resumed {
             None if is_current()? => {
@@ -138,31 +139,31 @@ fn find_place(config: &Config) -> Result<Place, TrainError> {
             _ => {}
         }
     }
-    let (version, existing) = match first_free {
-        _ if is_replaceable => (1, Existing::Replace),
-        Some(version) => (version, Existing::Keep),
-        None => (last_version(&data.folder)?.saturating_add(1), Existing::Keep),
-    };
+    let first_free =
+        (1..).find(|version| !taken.contains(version)).expect("there are more numbers than folders");
+    let (version, existing) =
+        if is_replaceable { (1, Existing::Replace) } else { (first_free, Existing::Keep) };
     Ok(Place::Free { version, existing, resumed })
 }
 
-/// The highest version of which there is a folder; 1 if there is none.
-fn last_version(folder: &Path) -> Result<u64, TrainError> {
+/// The first version, and each other one of which there is a folder. Their numbers may be far apart: a folder may be called
+/// `corpus-2026` for another reason.
+fn versions(folder: &Path) -> Result<BTreeSet<u64>, TrainError> {
     let first = corpus_folder(folder, 1);
     let parent = first.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let prefix = format!("{}-", first.file_name().unwrap_or_default().to_string_lossy());
-    let find = || -> io::Result<u64> {
-        let mut last = 1;
+    let find = || -> io::Result<BTreeSet<u64>> {
+        let mut versions = BTreeSet::from([1]);
         for entry in fs::read_dir(parent)? {
             let name = entry?.file_name();
-            let version = name.to_str().and_then(|name| name.strip_prefix(&prefix)?.parse().ok());
-            last = last.max(version.unwrap_or(1));
+            let version = name.to_str().and_then(|name| name.strip_prefix(&prefix)?.parse::<u64>().ok());
+            versions.extend(version.filter(|version| *version > 1));
         }
-        Ok(last)
+        Ok(versions)
     };
     match find() {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(1),
-        last => last.map_err(|source| TrainError::RunFolder { path: parent.to_owned(), source }),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeSet::from([1])),
+        versions => versions.map_err(|source| TrainError::RunFolder { path: parent.to_owned(), source }),
     }
 }
 
