@@ -363,13 +363,18 @@ mod tests {
     use std::panic::{AssertUnwindSafe, catch_unwind};
     use trireme_base::DType;
 
-    /// A messenger without the link that it needs: whoever moves a message panics.
-    #[test]
-    fn a_courier_that_panics_fails_whoever_waits_and_its_group() {
+    /// A messenger without the link that it needs, so whoever moves a message panics; and its group's recorder.
+    fn without_links() -> (Messenger, GroupRecorder) {
         let recorder = FlightRecorder::new(Rank(0), 2);
         let world = recorder.group("world".to_owned(), Rank(0), vec![Rank(0), Rank(1)]);
         let messenger =
             Messenger::start(Rank(0), vec![None, None], &GroupOptions::default(), world.clone()).unwrap();
+        (messenger, world)
+    }
+
+    #[test]
+    fn a_courier_that_panics_fails_whoever_waits_and_its_group() {
+        let (messenger, world) = without_links();
         let send = || {
             let operation = Operation::Message { dtype: DType::U8, len: 1 };
             messenger.send(Rank(1), operation, Storage::heap(1).unwrap())
@@ -386,10 +391,7 @@ mod tests {
 
     #[test]
     fn a_panic_with_the_office_locked_is_a_failure_and_not_a_deadlock() {
-        let recorder = FlightRecorder::new(Rank(0), 2);
-        let world = recorder.group("world".to_owned(), Rank(0), vec![Rank(0), Rank(1)]);
-        let messenger =
-            Messenger::start(Rank(0), vec![None, None], &GroupOptions::default(), world.clone()).unwrap();
+        let (messenger, world) = without_links();
         let office = messenger.office();
         let mut state = office.lock();
         let courier = state.courier.take().expect("nobody moves messages while there are none");
