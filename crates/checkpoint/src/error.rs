@@ -47,6 +47,15 @@ pub enum CheckpointError {
         #[source]
         source: io::Error,
     },
+    /// There is nothing at the path.
+    #[error(
+        "there is no {}; expected the folder of a run, a checkpoint, or a Hugging Face model directory",
+        path.display()
+    )]
+    NoSuchFolder {
+        /// The path.
+        path: PathBuf,
+    },
     /// The folder holds no checkpoint and no model.
     #[error("{} contains {found}; expected {expected}", path.display())]
     NothingToOpen {

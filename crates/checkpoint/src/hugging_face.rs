@@ -8,6 +8,7 @@ use crate::stored::{StoredPart, StoredTensor, StoredTensors};
 use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_plan::Extent;
@@ -62,8 +63,13 @@ impl HuggingFaceDirectory {
         } else if folder.join(INDEX_FILE).is_file() {
             read_shards(folder)?
         } else {
-            fs::metadata(folder).map_err(reading(folder))?;
-            return Err(nothing_to_open(folder));
+            return Err(match fs::metadata(folder) {
+                Ok(_) => nothing_to_open(folder),
+                Err(error) if error.kind() == ErrorKind::NotFound => {
+                    CheckpointError::NoSuchFolder { path: folder.to_owned() }
+                }
+                Err(error) => reading(folder)(error),
+            });
         };
         Ok(HuggingFaceDirectory { path: folder.to_owned(), tensors: StoredTensors::new(folder, tensors) })
     }
@@ -100,7 +106,11 @@ fn nothing_to_open(folder: &Path) -> CheckpointError {
             "safetensors files (in Python: AutoModel.from_pretrained(folder).save_pretrained(folder))",
         )
     } else {
-        ("no model", "model.safetensors or model.safetensors.index.json")
+        (
+            "no checkpoint and no model",
+            "the folder of a run that has saved a checkpoint, a checkpoint with checkpoint.json, or a Hugging Face \
+             model directory with model.safetensors or model.safetensors.index.json",
+        )
     };
     CheckpointError::NothingToOpen { path: folder.to_owned(), found, expected }
 }

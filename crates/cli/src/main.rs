@@ -9,6 +9,7 @@ mod memory_limit;
 mod planning;
 mod simd;
 mod started;
+mod statistics;
 
 use clap::{Parser, Subcommand};
 use std::process::ExitCode;

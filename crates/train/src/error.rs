@@ -154,6 +154,22 @@ pub enum TrainError {
         /// In this run.
         expected: String,
     },
+    /// A checkpoint is of another model.
+    #[error(
+        "{} contains a model with {key} {found}, but this run's model has {expected}. Restore the old value, start \
+         again with [checkpoint] resume = \"never\", or use another [run] name",
+        path.display()
+    )]
+    ResumedModelDiffers {
+        /// The checkpoint.
+        path: PathBuf,
+        /// The setting, as `config.json` names it.
+        key: String,
+        /// Its value in the checkpoint.
+        found: String,
+        /// Its value in this run.
+        expected: String,
+    },
     /// Resuming from a checkpoint would fork the run within one folder.
     #[error(
         "cannot resume after step {step}: {} contains checkpoints up to step {newest}; set another [run] name to \

@@ -2,7 +2,7 @@
 
 use crate::console::{Output, columns};
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Drawing, Plan, Source, Workers, advice, vocabulary_size};
+use crate::planning::{Drawing, Job, Plan, Source, Workers, vocabulary_size};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
@@ -69,8 +69,8 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     let simd = Simd::choose(Proof::Cached)?;
     simd.warn();
     let workers = Workers::local(&config, &limit, simd.level);
-    let vocabulary_size = vocabulary_size(&config)?;
-    let plan = Plan::largest(&config, vocabulary_size, workers)?;
+    let job = Job { config: &config, source, vocabulary_size: vocabulary_size(&config)?, workers };
+    let plan = Plan::largest(job)?;
     let drawing = Drawing::new(&config, &plan)?;
     if args.save_schedule.is_some() {
         refuse_to_save(&config)?;
@@ -99,10 +99,7 @@ pub(crate) fn run(args: &PlanArgs) -> Result<()> {
     save(args.svg.as_deref(), || drawing.svg(&title))?;
     save(args.save_schedule.as_deref(), || drawing.schedule_text())?;
     Output.write_all(text.as_bytes())?;
-    if let Some(limit) = plan.passed() {
-        bail!(advice(source, &config, (&plan, limit), vocabulary_size, workers));
-    }
-    Ok(())
+    plan.check(job)
 }
 
 /// What cannot be read again as a schedule of one's own.

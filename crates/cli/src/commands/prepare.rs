@@ -201,7 +201,8 @@ impl fmt::Display for Summary<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Summary { report, out } = self;
         let line = |f: &mut fmt::Formatter<'_>, name: &str, Part { num_tokens, num_documents }: Part| {
-            writeln!(f, "  {name:<20} {num_tokens:>14} tokens  {num_documents:>10} documents")
+            let documents = if num_documents == 1 { "document" } else { "documents" };
+            writeln!(f, "  {name:<20} {num_tokens:>14} tokens  {num_documents:>10} {documents}")
         };
         writeln!(f, "{}:", out.display())?;
         line(f, TRAIN_FILE, report.train)?;
@@ -210,8 +211,9 @@ impl fmt::Display for Summary<'_> {
         }
         writeln!(
             f,
-            "  read {} files, {}; skipped {}",
+            "  read {} {}, {}; skipped {}",
             report.num_files,
+            if report.num_files == 1 { "file" } else { "files" },
             Bytes(report.input_bytes),
             report.skipped
         )?;

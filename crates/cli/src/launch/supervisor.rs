@@ -7,6 +7,8 @@ use super::worker_processes::{WorkerProcesses, is_follower};
 use crate::bounded::within;
 use crate::console::remark;
 use crate::hang;
+use crate::simd::Simd;
+use crate::started::{STARTED_VARIABLE, to_variable};
 use rustix::process::Signal;
 use signal_hook::consts::{SIGCHLD, SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -51,11 +53,16 @@ pub(crate) struct LocalWorld<'a> {
     pub(crate) recorder_folder: &'a Path,
 }
 
-/// This program with the arguments it was called with.
-pub(crate) fn this_command() -> io::Result<Command> {
-    let mut command = Command::new(std::env::current_exe()?);
-    command.args(std::env::args_os().skip(1));
-    Ok(command)
+/// Makes commands for workers: this program with the arguments that it was called with. `started` is when this command
+/// started, and `simd` what the workers' kernels use, if they have any.
+pub(crate) fn worker_command(started: Instant, simd: Option<&Simd>) -> io::Result<impl Fn() -> Command> {
+    let (program, simd) = (std::env::current_exe()?, simd.map(Simd::variable));
+    Ok(move || {
+        let mut command = Command::new(&program);
+        command.args(std::env::args_os().skip(1)).envs(simd.clone());
+        command.env(STARTED_VARIABLE, to_variable(started));
+        command
+    })
 }
 
 /// Starts a worker for each rank with the command that `command` makes, and waits until all have ended.

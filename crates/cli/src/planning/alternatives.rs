@@ -1,7 +1,6 @@
 //! Changes of a config that would fit into its memory.
 
-use super::{Limit, Plan, Workers};
-use std::path::Path;
+use super::{Job, Limit, Plan, Workers};
 use trireme_base::{Bytes, Category};
 use trireme_schedule::StateClass;
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier, TrainingDtype};
@@ -9,26 +8,11 @@ use trireme_train::config::{ActivationCheckpointMode, Config, Tier, TrainingDtyp
 /// How many changes are told.
 const NUM_TOLD: usize = 3;
 
-/// Where a config came from, so that it can be read again with changes.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Source<'a> {
-    pub(crate) path: &'a Path,
-    pub(crate) overrides: &'a [String],
-    /// Workers, where another launcher has started them.
-    pub(crate) world_size: Option<usize>,
-}
-
 /// Values for keys, which users may give as `--set`.
 type Change = Vec<String>;
 
-/// Why a plan is refused that passes `limit`, and what would fit in its place.
-pub(crate) fn advice(
-    source: Source<'_>,
-    config: &Config,
-    (plan, limit): (&Plan, Limit),
-    vocabulary_size: usize,
-    workers: Workers<'_>,
-) -> String {
+/// Why a plan of `job` is refused that passes `limit`, and what would fit in its place.
+pub(crate) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
     let (taken, bound) = plan.taken(limit);
     let [taken_bytes, excess, bound] = [taken, taken - bound, bound].map(|bytes| Bytes(bytes as u64));
     let share =
@@ -57,21 +41,15 @@ pub(crate) fn advice(
             Bytes(plan.prediction.on_machine() as u64)
         ),
     };
-    format!("{refusal}\n{}", changes(source, config, (taken, limit), vocabulary_size, workers))
+    format!("{refusal}\n{}", changes(job, taken, limit))
 }
 
-/// The changes of a config that takes `now` of what is limited, which fit: at most three, each with what it takes; or the one
-/// that takes the least.
-pub(crate) fn changes(
-    source: Source<'_>,
-    config: &Config,
-    (now, limit): (usize, Limit),
-    vocabulary_size: usize,
-    workers: Workers<'_>,
-) -> String {
+/// Config changes that fit, for a job that takes `now` of what is limited: at most three, each with what it takes. If none
+/// fits, the one that takes the least.
+pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
     let (mut tried, mut told) = (Vec::new(), Vec::new());
     let mut smallest: Option<(usize, Change)> = None;
-    for family in candidates(config, source.world_size.is_none()) {
+    for family in candidates(job.config, job.source.world_size.is_none()) {
         if told.len() == NUM_TOLD {
             break;
         }
@@ -81,7 +59,7 @@ pub(crate) fn changes(
                 continue;
             }
             tried.push(change.clone());
-            let Some(plan) = planned(source, &change, vocabulary_size, workers) else { continue };
+            let Some(plan) = planned(job, &change) else { continue };
             let (taken, _) = plan.taken(limit);
             if taken < smallest.as_ref().map_or(now, |(least, _)| *least) {
                 smallest = Some((taken, change.clone()));
@@ -106,17 +84,13 @@ pub(crate) fn changes(
 }
 
 /// The plan with a change, if the config allows it.
-fn planned(
-    source: Source<'_>,
-    change: &Change,
-    vocabulary_size: usize,
-    workers: Workers<'_>,
-) -> Option<Plan> {
+fn planned(job: Job<'_>, change: &Change) -> Option<Plan> {
+    let Job { source, workers, .. } = job;
     let overrides = [source.overrides, change].concat();
     let config = Config::load(source.path, &overrides, source.world_size).ok()?;
     let is_same = config.world_size() == workers.world_size;
     let workers = if is_same { workers } else { Workers::local(&config, workers.limit, workers.features) };
-    Plan::largest(&config, vocabulary_size, workers).ok()
+    Plan::largest(Job { config: &config, workers, ..job }).ok()
 }
 
 /// Families of changes, those that cost least first; within a family each takes less than the one before.
@@ -160,8 +134,8 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         _ => [change(&["generate.num_tokens=0"])].into(),
     };
     let strongest = |family: &[Change]| family.last().cloned().unwrap_or_default();
-    let [recompute, shard, moves, shrink, narrowed] =
-        [&recomputed, &sharded, &moved, &smaller, &narrow].map(|f| strongest(f));
+    let [recompute, shard, moves, shrink, narrowed, alone] =
+        [&recomputed, &sharded, &moved, &smaller, &narrow, &fewer_workers].map(|f| strongest(f));
     let combined = [
         [&recompute[..], &shard].concat(),
         [&recompute[..], &moves].concat(),
@@ -170,6 +144,8 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         [&recompute[..], &shard, &shrink].concat(),
         [&recompute[..], &shard, &shrink, &narrowed].concat(),
         [&recompute[..], &moves, &shrink, &narrowed].concat(),
+        [&alone[..], &recompute].concat(),
+        [&alone[..], &recompute, &shrink, &narrowed].concat(),
     ];
     let combined = combined.into_iter().filter(|change| !change.is_empty()).map(|change| [change].into());
     let families = [unsampled, recomputed, sharded, moved, smaller, narrow, more_workers, fewer_workers];

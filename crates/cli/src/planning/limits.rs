@@ -1,6 +1,7 @@
 //! What workers have to stay within, and whether they do.
 
-use super::{Plan, Workers};
+use super::{Job, Plan, Workers, advice};
+use anyhow::{Result, bail};
 use trireme_base::Bytes;
 use trireme_planner::MemoryBounds;
 use trireme_train::config::{ActivationCheckpointMode, ByteLimit, Config};
@@ -42,6 +43,14 @@ impl Plan {
             let (taken, bound) = self.taken(limit);
             taken > bound
         })
+    }
+
+    /// Refuses the plan of `job` if it exceeds a limit, and suggests what would fit.
+    pub(crate) fn check(&self, job: Job<'_>) -> Result<()> {
+        if let Some(limit) = self.passed() {
+            bail!(advice(job, self, limit));
+        }
+        Ok(())
     }
 
     /// What `num_workers` processes like this one take of their host's memory, uncounted memory included.

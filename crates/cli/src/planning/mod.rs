@@ -9,16 +9,18 @@ mod setup;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use alternatives::{Source, advice, changes};
+pub(crate) use alternatives::changes;
 pub(crate) use choices::open_classes;
 pub(crate) use drawing::Drawing;
 pub(crate) use limits::Limit;
 
 use crate::memory_limit::MemoryLimit;
+use alternatives::advice;
 use anyhow::Result;
 use choices::Planning;
 use setup::{Layout, memory_setup, passes};
 use std::fmt;
+use std::path::Path;
 use trireme_base::{Bytes, Category, UnitPasses};
 use trireme_comm::{Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
@@ -32,6 +34,25 @@ use trireme_train::{
     MemoryPlan, StepChoices, TrainError, device_options, executor_options, local_threads, model_config,
     optimizer_options, proven_programs, step_programs,
 };
+
+/// Where a config came from, so that it can be read again with changes.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Source<'a> {
+    pub(crate) path: &'a Path,
+    pub(crate) overrides: &'a [String],
+    /// Number of workers, if another launcher has started them.
+    pub(crate) world_size: Option<usize>,
+}
+
+/// A run to plan.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Job<'a> {
+    pub(crate) config: &'a Config,
+    pub(crate) source: Source<'a>,
+    /// Of the corpus.
+    pub(crate) vocabulary_size: usize,
+    pub(crate) workers: Workers<'a>,
+}
 
 /// The workers of a run, as one of them sees them.
 #[derive(Debug, Clone, Copy)]
@@ -133,14 +154,10 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// The plan of one worker for a run over a corpus of `vocabulary_size`. `chosen` is what another worker has chosen.
-    pub(crate) fn new(
-        config: &Config,
-        vocabulary_size: usize,
-        workers: Workers<'_>,
-        chosen: Option<StepChoices>,
-    ) -> Result<Self> {
-        let mut plan = Plan::of_worker(config, vocabulary_size, workers, chosen)?;
+    /// The plan of one worker. `chosen` is what another worker has chosen.
+    pub(crate) fn new(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
+        let Job { config, workers, .. } = job;
+        let mut plan = Plan::of_worker(job, chosen)?;
         let place = |workers: Workers<'_>| workers.rank / config.data_parallel_degree();
         let mut on_host = limits::launcher_bytes(workers);
         for (worker, num_workers) in
@@ -150,7 +167,7 @@ impl Plan {
                 plan.host_bytes(config, num_workers)
             } else {
                 let chosen = Some(plan.choices.clone());
-                Plan::of_worker(config, vocabulary_size, worker, chosen)?.host_bytes(config, num_workers)
+                Plan::of_worker(Job { workers: worker, ..job }, chosen)?.host_bytes(config, num_workers)
             };
         }
         plan.on_host = on_host;
@@ -158,14 +175,15 @@ impl Plan {
     }
 
     /// The plan of the worker that needs the most memory, of one in each place of the pipeline; the first one chooses for all.
-    pub(crate) fn largest(config: &Config, vocabulary_size: usize, workers: Workers<'_>) -> Result<Self> {
+    pub(crate) fn largest(job: Job<'_>) -> Result<Self> {
+        let Job { config, workers, .. } = job;
         let need = |plan: &Plan| (plan.prediction.host > plan.bounds.host, plan.prediction.total());
         let mut places = workers.by_place(config).into_iter();
         let (worker, num_workers) = places.next().expect("a pipeline has a place");
-        let mut largest = Plan::of_worker(config, vocabulary_size, worker, None)?;
+        let mut largest = Plan::of_worker(Job { workers: worker, ..job }, None)?;
         let mut on_host = limits::launcher_bytes(workers) + largest.host_bytes(config, num_workers);
         for (worker, num_workers) in places {
-            let plan = Plan::of_worker(config, vocabulary_size, worker, Some(largest.choices.clone()))?;
+            let plan = Plan::of_worker(Job { workers: worker, ..job }, Some(largest.choices.clone()))?;
             on_host += plan.host_bytes(config, num_workers);
             if need(&plan) > need(&largest) {
                 largest = Plan { reasons: largest.reasons, ..plan };
@@ -175,12 +193,8 @@ impl Plan {
     }
 
     /// As [`new`](Plan::new), without what the other workers of the host take.
-    fn of_worker(
-        config: &Config,
-        vocabulary_size: usize,
-        workers: Workers<'_>,
-        chosen: Option<StepChoices>,
-    ) -> Result<Self> {
+    fn of_worker(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
+        let Job { config, vocabulary_size, workers, .. } = job;
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (model, _) = model_config(config, vocabulary_size)?;
         let model = Model::new(model, config.training().seq_len, &device).map_err(TrainError::from)?;

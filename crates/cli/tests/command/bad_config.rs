@@ -99,11 +99,36 @@ fn checkpoints_that_this_run_cannot_go_on_from() {
             format!("train tiny.toml --workers {workers} --set training.steps=6 --set model.num_layers=2");
         tells(
             &scene.run(&command).refused(),
-            &["runs/tiny/checkpoints/step-4", "missing: 'transformer.h.1."],
+            &[
+                "runs/tiny/checkpoints/step-4 contains a model with n_layer 1, but this run's model has 2",
+                "[run] name",
+            ],
         );
     }
     assert_eq!(scene.read("runs/tiny/metrics.jsonl"), before);
     assert_eq!(scene.whole_checkpoints("tiny"), 2);
+}
+
+#[test]
+fn folders_that_are_not_there_or_are_something_else() {
+    let scene = Scene::with_corpus();
+    tells(&scene.run("generate nowhere").refused(), &["there is no nowhere; expected the folder of a run"]);
+    std::fs::create_dir(scene.path("empty")).unwrap();
+    tells(&scene.run("generate empty").refused(), &["empty contains no checkpoint and no model"]);
+    for folder in ["nowhere", "empty"] {
+        let error = scene.run(&format!("report run {folder}")).refused();
+        tells(&error, &[&format!("{folder} is not the folder of a run"), "metrics.jsonl"]);
+    }
+}
+
+#[test]
+fn settings_of_text_for_a_folder_that_is_prepared() {
+    let scene = Scene::with_corpus();
+    scene.run("prepare text.txt --out prepared").succeeded();
+    let prepared = "train tiny.toml --workers 1 --set data.inputs=[] --set data.folder=prepared";
+    let error = scene.refused_without_trace(&format!("{prepared} --set data.tokenizer=tokenizer.json"));
+    tells(&error, &["data.tokenizer", "only applies to `inputs`"]);
+    scene.run(prepared).succeeded();
 }
 
 #[test]

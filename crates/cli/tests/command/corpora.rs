@@ -72,6 +72,10 @@ fn another_corpus_is_made_beside_one_that_checkpoints_refer_to() {
     let branch = scene.run(&branch);
     assert_eq!(branch.code, Some(0), "{branch:?}");
     assert_eq!(scene.losses("branch"), old[2..]);
+    // Of a run's folder, the newest checkpoint is taken.
+    let resume = "--set checkpoint.resume=runs/tiny/previous-1 --set training.steps=5";
+    let longer = format!("train tiny.toml {resume} --set run.name=longer --set data.folder=runs/tiny/data");
+    tells(&scene.run(&longer).stdout, &["resuming after step 4 of 5", "checkpoint of step 5"]);
     // Without a checkpoint there is nothing to keep.
     scene.write("text.txt", "one more text\n".repeat(900));
     scene.run("train tiny.toml --set run.name=fresh --set checkpoint.enable=false").succeeded();

@@ -7,9 +7,12 @@ use std::process::Command;
 
 const ENDLESS: &str = "--set training.steps=1000000000";
 
-/// Asserts that the end is told once, with all that helps; and that the run can resume.
+/// Asserts that the end is told once, with all that helps.
 fn assert_death_of(rank: usize, scene: &Scene, outcome: Outcome) {
     let error = outcome.refused();
+    let suggests_resume = error.contains("try: run the same command again; it resumes after step ");
+    let can_resume = scene.path("runs/tiny/checkpoints").exists() && scene.whole_checkpoints("tiny") > 0;
+    assert_eq!(suggests_resume, can_resume, "{error}");
     let log = format!("runs/tiny/logs/rank-{rank}.log");
     tells(
         &error,

@@ -274,7 +274,7 @@ config_section! {
         /// How many of the newest checkpoints to keep; 0 keeps all.
         keep_latest_k: usize = 10, within 0..=1 << 20;
         /// `auto` resumes from the newest complete checkpoint of the run, `never` starts a new run, and a path
-        /// resumes from that checkpoint.
+        /// resumes from that checkpoint, or from the newest one of that run.
         resume: Resume = Resume::Auto;
     }
 }

@@ -209,11 +209,13 @@ fn check_data(checks: &mut Checks<'_>) {
         &["data.train_bpe", "data.tokenizer"],
         || "`tokenizer` already names a file; remove one of the two keys".to_owned(),
     );
-    checks.require(
-        data.train_bpe == 0 || !data.inputs.is_empty(),
-        &["data.train_bpe", "data.inputs"],
-        || "a byte-pair encoding is trained on `inputs`, but there are none".to_owned(),
-    );
+    // A folder that was prepared has its tokenizer and its split.
+    for key in changed_keys(data).filter(|key| !matches!(*key, "inputs" | "folder")) {
+        let name = format!("data.{key}");
+        checks.require(!data.inputs.is_empty(), &[&name, "data.inputs"], || {
+            "only applies to `inputs`, but there are none; `folder` is used as it was prepared".to_owned()
+        });
+    }
     // Every byte is a token, and there must be something to merge.
     checks.require(data.train_bpe == 0 || data.train_bpe > 256, &["data.train_bpe"], || {
         "expected 0, or a number above 256 (the bytes)".to_owned()

@@ -6,9 +6,8 @@ mod kernels;
 mod schedule;
 mod step;
 
-use crate::launch::{LaunchError, LocalWorld, run_local_workers, this_command};
+use crate::launch::{LaunchError, LocalWorld, run_local_workers, worker_command};
 use crate::simd::Simd;
-use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Context, Result};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -61,11 +60,10 @@ fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> 
     let recorder_folder = folder.join(FLIGHT_RECORDER_FOLDER);
     let world =
         LocalWorld { num_workers, master_port: 0, log_folder: &folder, recorder_folder: &recorder_folder };
-    let command = this_command()?;
+    let command = worker_command(started, simd)?;
     let ended = run_local_workers(world, |_| {
-        let mut worker = std::process::Command::new(command.get_program());
-        worker.args(command.get_args()).envs(simd.map(Simd::variable));
-        worker.env(STARTED_VARIABLE, to_variable(started)).env(RECORDER_VARIABLE, &recorder_folder);
+        let mut worker = command();
+        worker.env(RECORDER_VARIABLE, &recorder_folder);
         worker
     });
     // Of a worker's death the error names the log; else nobody will look for it.

@@ -1,6 +1,7 @@
 //! `trireme bench schedule`.
 
 use crate::console::{Measuring, Output};
+use crate::statistics::median;
 use anyhow::Result;
 use serde::Serialize;
 use std::io::Write;
@@ -249,12 +250,6 @@ fn keeps(num_units: usize, recompute: usize) -> Vec<Keep> {
         Some(_) => Keep::Nothing,
     };
     (0..num_units).map(keep).collect()
-}
-
-fn median(values: impl Iterator<Item = f64>) -> f64 {
-    let mut values: Vec<f64> = values.collect();
-    values.sort_by(f64::total_cmp);
-    values[values.len() / 2]
 }
 
 fn print(report: &Report) -> Result<()> {

@@ -4,6 +4,7 @@ use super::{launch_workers, recorder_folder};
 use crate::console::Output;
 use crate::launch::{WorkerEnvironment, join_options, work_in_world};
 use crate::simd::{Proof, Simd};
+use crate::statistics::median;
 use anyhow::{Context, Result, bail};
 use serde::Serialize;
 use std::io::Write;
@@ -323,8 +324,12 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
         disk_bytes = [disk_after[0] - disk_before[0], disk_after[1] - disk_before[1]];
         first.get_or_insert_with(|| started.elapsed().as_secs_f64());
     }
-    let facts =
-        [first.unwrap_or_default(), peak_rss_bytes()? as f64, median(&mut seconds), median(&mut exposed)];
+    let facts = [
+        first.unwrap_or_default(),
+        peak_rss_bytes()? as f64,
+        median(seconds.iter().copied()),
+        median(exposed),
+    ];
     let all = gather(meeting.as_ref().unwrap_or(executor.group()), &facts)?;
     if rank != Rank::ROOT {
         return Ok(());
@@ -380,12 +385,6 @@ fn gather(world: &Group, facts: &[f64; 4]) -> Result<Vec<[f64; 4]>> {
     let number = |bytes: &[u8]| bytes.try_into().map_or(f64::NAN, f64::from_le_bytes);
     let all = world.all_gather_bytes(&mine).wait()?;
     Ok(all.iter().map(|bytes| std::array::from_fn(|index| number(&bytes[index * 8..][..8]))).collect())
-}
-
-fn median(values: &mut [f64]) -> f64 {
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    if values.len().is_multiple_of(2) { (values[middle - 1] + values[middle]) / 2.0 } else { values[middle] }
 }
 
 /// Highest resident set of this process so far.

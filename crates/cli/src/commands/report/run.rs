@@ -2,10 +2,11 @@
 
 use super::curves::{Curves, Point};
 use crate::console::Output;
+use crate::statistics::median;
 use anyhow::{Context, Result, bail};
 use serde::Deserialize;
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::path::{Path, PathBuf};
 use trireme_base::Bytes;
 use trireme_data::{Corpus, bigram_baseline};
@@ -75,8 +76,9 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
     if let Some(baseline) = baseline {
         writeln!(out, "bigram baseline: {baseline:.4}")?;
     }
-    if let Some(speed) = median(records.iter().filter_map(|record| record.tokens_per_second).collect()) {
-        writeln!(out, "median speed: {speed:.0} tokens/s")?;
+    let speeds: Vec<f64> = records.iter().filter_map(|record| record.tokens_per_second).collect();
+    if !speeds.is_empty() {
+        writeln!(out, "median speed: {:.0} tokens/s", median(speeds))?;
     }
     if let Some(total) = last.memory_peak_bytes.total {
         writeln!(out, "peak memory of rank 0: {}", Bytes(total))?;
@@ -99,7 +101,14 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
 /// The records of a run; the last line may be one that is being written.
 fn read(run_folder: &Path) -> Result<Vec<Record>> {
     let path = run_folder.join("metrics.jsonl");
-    let file = File::open(&path).with_context(|| format!("cannot read {}", path.display()))?;
+    let file = match File::open(&path) {
+        Err(error) if error.kind() == ErrorKind::NotFound => bail!(
+            "{} is not the folder of a run that records its steps: it has no metrics.jsonl ([metrics] jsonl); runs \
+             are in runs/<name> unless [run] folder says otherwise",
+            run_folder.display()
+        ),
+        file => file.with_context(|| format!("cannot read {}", path.display()))?,
+    };
     let mut reader = BufReader::new(file);
     let (mut records, mut line) = (Vec::new(), Vec::new());
     for number in 1.. {
@@ -122,9 +131,4 @@ fn baseline(run_folder: &Path) -> Option<f64> {
     let config = Config::load(&run_folder.join("config.toml"), &[], None).ok()?;
     let corpus = Corpus::open(&config.data().folder).ok()?;
     bigram_baseline(&corpus.train, &corpus.validation?).ok()
-}
-
-fn median(mut values: Vec<f64>) -> Option<f64> {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied()
 }

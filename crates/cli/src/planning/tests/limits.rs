@@ -1,7 +1,7 @@
 //! What workers of one host may take together, and what is done about it.
 
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Limit, Plan, Source, Workers, advice};
+use crate::planning::{Job, Limit, Plan, Source, Workers, advice};
 use tempfile::TempDir;
 use trireme_train::config::Config;
 
@@ -43,10 +43,11 @@ impl Scene {
         let source = Source { path: &path, overrides: &self.overrides, world_size: None };
         let config = Config::load(source.path, source.overrides, None).unwrap();
         let workers = Workers::local(&config, &limit, trireme_tensor::CpuFeatures::detect());
-        let plan = Plan::largest(&config, VOCABULARY_SIZE, workers).unwrap();
+        let job = Job { config: &config, source, vocabulary_size: VOCABULARY_SIZE, workers };
+        let plan = Plan::largest(job).unwrap();
         let refusal = plan.passed().map(|limit| {
             assert_eq!(limit, Limit::Host);
-            advice(source, &config, (&plan, limit), VOCABULARY_SIZE, workers)
+            advice(job, &plan, limit)
         });
         (plan, refusal)
     }

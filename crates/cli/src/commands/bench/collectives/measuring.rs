@@ -3,6 +3,7 @@
 use super::CollectivesArgs;
 use super::number::Number;
 use super::operation::{Bench, Op};
+use crate::statistics::median;
 use anyhow::{Result, bail};
 use serde::Serialize;
 use std::time::Instant;
@@ -42,10 +43,10 @@ pub(super) fn measure<T: Number>(
     }
     bench.clear();
     let trials = times(group, op, &mut bench, args.warmup.max(1))?;
-    let trial = median(&trials);
+    let trial = median(trials);
     // Every worker must run the same number of iterations.
     let iters = ((args.seconds.as_secs_f64() / trial) as usize).clamp(5.min(args.iters), args.iters);
-    let median = median(&times(group, op, &mut bench, iters)?);
+    let median = median(times(group, op, &mut bench, iters)?);
     let bandwidth = bytes as f64 / median / 1e9;
     let world_size = group.world_size();
     Ok(Measurement {
@@ -74,10 +75,4 @@ fn times<T: Number>(group: &Group, op: Op, bench: &mut Bench<'_, T>, num_calls: 
         *seconds = began.elapsed().as_secs_f64() / if op == Op::Send { 2.0 } else { 1.0 };
     }
     Ok(group.all_reduce(seconds, ReduceOp::Max).wait()?.to_vec())
-}
-
-fn median(values: &[f64]) -> f64 {
-    let mut sorted = values.to_vec();
-    sorted.sort_by(f64::total_cmp);
-    sorted[sorted.len() / 2]
 }

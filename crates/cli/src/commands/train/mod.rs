@@ -1,30 +1,34 @@
 //! `trireme train`.
 
+mod outcome;
+
 use super::prepare::Display;
+use crate::bounded::within;
 use crate::console::{Console, remark};
 use crate::launch::{
-    LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers, this_command, work_in_world,
+    Death, LaunchError, LocalWorld, WorkerEnvironment, error_log, join_options, run_local_workers,
+    work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Limit, Plan, Source, Workers, advice, changes, measured, open_classes};
+use crate::planning::{Job, Limit, Plan, Source, Workers, changes, open_classes};
 use crate::simd::{Proof, Simd};
-use crate::started::{STARTED_VARIABLE, to_variable};
 use anyhow::{Result, anyhow, bail};
+use outcome::{memory_table, sample_text, verdict, whereabouts};
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use trireme_base::{Bytes, Category, Rank};
-use trireme_checkpoint::ModelSource;
+use trireme_base::Rank;
+use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
-use trireme_data::{Corpus, Sampler, bigram_baseline};
-use trireme_model::Sampling;
-use trireme_planner::{CategoryBytes, table};
-use trireme_tensor::{CpuFeatures, OverBudget, Parameters};
+use trireme_data::{Corpus, Sampler};
+use trireme_tensor::{CpuFeatures, OverBudget};
 use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Transport};
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunCorpus, RunLock, RunSummary, SampleSettings,
-    StepChoices, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus,
-    local_threads, model_config, sample,
+    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunCorpus, RunLock, StepChoices, TrainError, Trainer,
+    TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads, model_config,
 };
+
+/// How long it may take to list the run's checkpoints after a worker has died.
+const LIST_MAX: Duration = Duration::from_secs(1);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -56,6 +60,26 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
+/// A process that trains one rank.
+#[derive(Debug, Clone, Copy)]
+struct Process<'a> {
+    source: Source<'a>,
+    /// Number of workers on this host.
+    local_world_size: usize,
+    /// The memory that they may take together.
+    limit: &'a MemoryLimit,
+    /// When the command started.
+    started: Instant,
+    /// The SIMD level of its kernels.
+    features: CpuFeatures,
+}
+
+impl<'a> Process<'a> {
+    fn workers(&self, config: &Config, group: &Group) -> Workers<'a> {
+        Workers::of(config, group, self.local_world_size, self.limit, self.features)
+    }
+}
+
 /// Runs `trireme train`.
 pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
@@ -65,50 +89,31 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     let source = Source { path: &args.config, overrides: &overrides, world_size };
     let config = Config::load(source.path, source.overrides, source.world_size)?;
     let simd = Simd::choose(Proof::Cached)?;
+    let process = Process {
+        source,
+        local_world_size: environment.as_ref().map_or(1, |environment| environment.local_world_size),
+        limit: &MemoryLimit::of_this_process(),
+        started,
+        features: simd.level,
+    };
     match environment {
         Some(environment) => {
             if environment.local_rank == 0 {
                 simd.warn();
             }
-            work(config, source, &environment, started, simd.level)
+            work(config, &environment, process)
         }
         None => {
             simd.warn();
-            let limit = MemoryLimit::of_this_process();
-            let workers = Workers::local(&config, &limit, simd.level);
+            let workers = Workers::local(&config, process.limit, process.features);
             let version = prepare_run(&config, source, workers)?;
             let config = with_corpus(config, version);
             match config.world_size() {
-                1 => train(&config, source, single(), 1, started, simd.level),
+                1 => train(&config, single(), process),
                 _ => launch(&config, started, &simd),
             }
         }
     }
-}
-
-/// The plan of a run, which is refused if it would not fit.
-fn fitting_plan(
-    config: &Config,
-    source: Source<'_>,
-    vocabulary_size: usize,
-    workers: Workers<'_>,
-    chosen: Option<StepChoices>,
-) -> Result<Plan> {
-    let plan = Plan::new(config, vocabulary_size, workers, chosen)?;
-    refuse_excess(plan, config, source, vocabulary_size, workers)
-}
-
-fn refuse_excess(
-    plan: Plan,
-    config: &Config,
-    source: Source<'_>,
-    vocabulary_size: usize,
-    workers: Workers<'_>,
-) -> Result<Plan> {
-    if let Some(limit) = plan.passed() {
-        bail!(advice(source, config, (&plan, limit), vocabulary_size, workers));
-    }
-    Ok(plan)
 }
 
 /// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
@@ -158,8 +163,8 @@ fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers)
     }
     // Under a launcher of ours, the launcher has planned.
     if error_log().is_none() {
-        let plan = Plan::largest(config, vocabulary_size, workers)?;
-        refuse_excess(plan, config, source, vocabulary_size, workers)?;
+        let job = Job { config, source, vocabulary_size, workers };
+        Plan::largest(job)?.check(job)?;
     }
     Ok(())
 }
@@ -179,23 +184,25 @@ fn launch(config: &Config, started: Instant, simd: &Simd) -> Result<()> {
         log_folder: &log_folder,
         recorder_folder: &config.run_folder().join(FLIGHT_RECORDER_FOLDER),
     };
-    let command = this_command()?;
-    run_local_workers(world, |_| {
-        let mut worker = std::process::Command::new(command.get_program());
-        worker.args(command.get_args()).env(STARTED_VARIABLE, to_variable(started)).envs([simd.variable()]);
-        worker
-    })?;
-    Ok(())
+    let command = worker_command(started, Some(simd))?;
+    match (run_local_workers(world, |_| command()), newest_step(config)) {
+        (Err(error @ LaunchError::WorkerDied { death: Death::Signal(_), .. }), Some(step)) => {
+            bail!("{error}\n  try: run the same command again; it resumes after step {step}")
+        }
+        (ended, _) => Ok(ended?),
+    }
+}
+
+/// The step of the run's newest checkpoint, if there is one.
+fn newest_step(config: &Config) -> Option<u64> {
+    let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
+    // A file system that hangs must not keep an error from being shown.
+    let checkpoints = within(LIST_MAX, move || list_checkpoints(&folder)).ok()?.ok()?;
+    Some(checkpoints.last()?.0).filter(|_| config.checkpoint().enable)
 }
 
 /// One worker of a world that a launcher has started.
-fn work(
-    config: Config,
-    source: Source<'_>,
-    environment: &WorkerEnvironment,
-    started: Instant,
-    features: CpuFeatures,
-) -> Result<()> {
+fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -> Result<()> {
     let comm = config.comm();
     let timeout = Duration::from_secs_f64(comm.timeout_seconds);
     let options = JoinOptions {
@@ -222,31 +229,19 @@ fn work(
         ..join_options(environment, comm.secret_file.as_deref())?
     };
     let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
-    work_in_world(options, Some(recorder_folder), |group| {
-        prepare_and_train(config, source, group, environment.local_world_size, started, features)
-    })
+    work_in_world(options, Some(recorder_folder), |group| prepare_and_train(config, group, process))
 }
 
-fn prepare_and_train(
-    config: Config,
-    source: Source<'_>,
-    group: Group,
-    local_world_size: usize,
-    started: Instant,
-    features: CpuFeatures,
-) -> Result<()> {
-    agree_on_config(&config, Some(features), &group)?;
+fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {
+    agree_on_config(&config, Some(process.features), &group)?;
     let own = match group.rank() {
-        Rank::ROOT => {
-            let limit = MemoryLimit::of_this_process();
-            prepare_run(&config, source, Workers::of(&config, &group, local_world_size, &limit, features))?
-        }
+        Rank::ROOT => prepare_run(&config, process.source, process.workers(&config, &group))?,
         _ => 0,
     };
     let versions = group.all_gather_bytes(&own.to_le_bytes()).wait()?;
     let version = versions[0].as_slice().try_into().map_or(1, u64::from_le_bytes);
     let config = with_corpus(config, version);
-    train(&config, source, group, local_world_size, started, features)
+    train(&config, group, process)
 }
 
 /// The files for TLS; the config has all of them or none.
@@ -260,30 +255,22 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
 }
 
 /// Trains on one rank of `group`; rank 0 shows the run and what came of it.
-fn train(
-    config: &Config,
-    source: Source<'_>,
-    group: Group,
-    local_world_size: usize,
-    started: Instant,
-    features: CpuFeatures,
-) -> Result<()> {
+fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
-    let limit = MemoryLimit::of_this_process();
-    let workers = Workers::of(config, &group, local_world_size, &limit, features);
     let vocabulary_size =
         Corpus::open(&config.data().folder).map_err(TrainError::from)?.train.vocabulary_size();
-    let plan = common_plan(config, source, vocabulary_size, workers, &group)?;
+    let Process { source, started, features, .. } = process;
+    let job = Job { config, source, vocabulary_size, workers: process.workers(config, &group) };
+    let plan = common_plan(job, &group)?;
     plan.reasons.iter().for_each(|reason| console.notice(reason));
     let memory_plan = Some(plan.memory_plan());
-    let num_threads = local_threads(config, local_world_size);
+    let num_threads = local_threads(config, process.local_world_size);
     let options = TrainerOptions { num_threads, features_max: Some(features), started, memory_plan };
     let over_budget = |error: TrainError| match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
             let now = plan.prediction.total().max(*budget);
-            let changes = changes(source, config, (now, Limit::Device), vocabulary_size, workers);
-            anyhow!("{error}\n{changes}")
+            anyhow!("{error}\n{}", changes(job, now, Limit::Device))
         }
         None => error.into(),
     };
@@ -291,10 +278,13 @@ fn train(
     let summary = trainer.run().map_err(over_budget)?;
     // What was predicted before units moved was of other stages.
     let plan = match trainer.moved_after() {
-        Some(_) => Plan::new(config, vocabulary_size, workers, Some(trainer.choices().clone()))?,
+        Some(_) => Plan::new(job, Some(trainer.choices().clone()))?,
         None => plan,
     };
-    let memory = memory_table(&trainer, &plan)?;
+    let memory = match summary.seconds_to_first_step {
+        Some(_) => Some(memory_table(&trainer, &plan)?),
+        None => None,
+    };
     let weights = match config.generate().num_tokens {
         0 => Ok(None),
         _ => {
@@ -314,10 +304,7 @@ fn train(
         let text = weights.map(|weights| sample_text(config, &trainer, &weights?));
         drop(trainer);
         console.finish();
-        console.line(&memory);
-        if let Some(verdict) = verdict {
-            console.line(&verdict);
-        }
+        memory.iter().chain(&verdict).for_each(|text| console.line(text));
         match text {
             Some(Ok(text)) => console.line(&format!("\n--- sample ---\n{text}\n--------------\n")),
             // What was trained is saved, and a sample can be made from it at any time.
@@ -330,130 +317,30 @@ fn train(
 }
 
 /// The plan that fits all workers: what the first one has chosen, all keep.
-fn common_plan(
-    config: &Config,
-    source: Source<'_>,
-    vocabulary_size: usize,
-    workers: Workers<'_>,
-    group: &Group,
-) -> Result<Plan> {
+fn common_plan(job: Job<'_>, group: &Group) -> Result<Plan> {
+    let fitting = |chosen: Option<StepChoices>| {
+        let plan = Plan::new(job, chosen)?;
+        plan.check(job)?;
+        anyhow::Ok(plan)
+    };
+    let config = job.config;
     let is_kept_open = config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
     let has_file = config.parallelism().pipeline_parallel_schedule_file.is_some();
     if !is_kept_open && !has_file && open_classes(config).is_empty() {
-        return fitting_plan(config, source, vocabulary_size, workers, None);
+        return fitting(None);
     }
     let is_root = group.rank() == Rank::ROOT;
     // Hosts may differ in their memory and their files, and workers must not differ in what they do.
     let own = match is_root {
-        true => Some(fitting_plan(config, source, vocabulary_size, workers, None)?),
+        true => Some(fitting(None)?),
         false => None,
     };
     let chosen = StepChoices::of_root(own.as_ref().map(|plan| &plan.choices), group)?;
     match (own, chosen) {
         (Some(plan), _) => Ok(plan),
-        (None, Some(chosen)) => fitting_plan(config, source, vocabulary_size, workers, Some(chosen)),
+        (None, Some(chosen)) => fitting(Some(chosen)),
         (None, None) => {
             bail!("worker 0 runs a different version of trireme; use the same version on all workers")
         }
     }
-}
-
-/// What the run has taken of each worker's memory, beside what was predicted. Collective.
-fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
-    let (peaks, total) = measured(trainer.executor().device());
-    // Without state elsewhere the host is the device.
-    let host = if plan.prediction.host > 0 { measured(trainer.executor().host()).1 } else { 0 };
-    let predicted = plan.prediction;
-    let numbers = |peaks: CategoryBytes, total: usize, host: usize| {
-        Category::ALL.into_iter().map(move |category| peaks.get(category)).chain([total, host])
-    };
-    let own: Vec<u8> = numbers(peaks, total, host)
-        .chain(numbers(predicted.peaks, predicted.total(), predicted.host))
-        .flat_map(|bytes| (bytes as u64).to_le_bytes())
-        .collect();
-    let all = trainer.executor().group().all_gather_bytes(&own).wait()?;
-    let most = |index: usize| {
-        let of_rank = |bytes: &Vec<u8>| {
-            let (numbers, _) = bytes.as_chunks::<8>();
-            numbers.get(index).map_or(0, |bytes| u64::from_le_bytes(*bytes) as usize)
-        };
-        all.iter().map(of_rank).max().unwrap_or(0)
-    };
-    let num_categories = Category::ALL.len();
-    // Where the predictions begin.
-    let first = num_categories + 2;
-    let mut columns = vec![("predicted", predicted.peaks, predicted.total()), ("measured", peaks, total)];
-    if all.len() > 1 {
-        let worst = CategoryBytes::new(std::array::from_fn(most));
-        let foreseen = CategoryBytes::new(std::array::from_fn(|index| most(first + index)));
-        columns = vec![
-            ("predicted", foreseen, most(first + num_categories)),
-            ("on rank 0", peaks, total),
-            ("max over ranks", worst, most(num_categories)),
-        ];
-    }
-    let since = trainer.moved_after().map(|step| format!("since units moved after step {step}:\n"));
-    let mut text = format!("\n{}{}", since.unwrap_or_default(), table(&columns));
-    if most(first + num_categories + 1) > 0 {
-        let [predicted, measured] =
-            [first + num_categories + 1, num_categories + 1].map(|index| Bytes(most(index) as u64));
-        text += &format!(
-            "in addition, state outside the device took {measured} of host memory; the prediction was at most \
-             {predicted}, transfers included\n"
-        );
-    }
-    Ok(text)
-}
-
-/// How good the model is, beside what counting pairs of tokens achieves.
-fn verdict(trainer: &Trainer<'_>, summary: &RunSummary) -> Result<Option<String>> {
-    let (train, validation) = trainer.tokens();
-    let (Some(loss), Some(validation)) = (summary.validation_loss, validation) else { return Ok(None) };
-    let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
-    let verdict = if loss < baseline { "below" } else { "not below" };
-    Ok(Some(format!(
-        "validation loss {loss:.4} nats per token, {verdict} the bigram baseline of {baseline:.4}"
-    )))
-}
-
-/// Where everything is, and what to try next.
-fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
-    let folder = config.run_folder();
-    let folder = folder.display();
-    let mut lines =
-        vec![format!("run folder: {folder} (metrics.jsonl, config.toml, logs, TensorBoard events)")];
-    lines.extend(summary.checkpoint.as_ref().map(|path| format!("last checkpoint: {}", path.display())));
-    let prompt = match config.generate().prompt.as_str() {
-        blank if blank.trim().is_empty() => String::new(),
-        prompt => format!(" --prompt {prompt:?}"),
-    };
-    lines.extend([
-        "next steps:".to_owned(),
-        format!("  trireme generate {folder}{prompt}"),
-        format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
-        format!("  tensorboard --logdir {}", config.run().folder.display()),
-    ]);
-    lines
-}
-
-fn sample_text(config: &Config, trainer: &Trainer<'_>, weights: &Parameters) -> Result<String> {
-    let generate = config.generate();
-    let settings = SampleSettings {
-        prompt: generate.prompt.clone(),
-        num_tokens: generate.num_tokens,
-        sampling: Sampling {
-            temperature: generate.temperature as f32,
-            top_k: generate.top_k,
-            top_p: generate.top_p as f32,
-        },
-        seed: generate.seed,
-        stop_at_end: false,
-    };
-    let executor = trainer.executor();
-    let mut text = settings.prompt.clone();
-    let take = |piece: &str| text.push_str(piece);
-    // Beside the training state, which is still there.
-    let host = executor.device().host()?;
-    sample(executor.model(), weights, &host, trainer.tokenizer(), &settings, take)?;
-    Ok(text)
 }

@@ -1,0 +1,112 @@
+//! What a run shows when it has ended.
+
+use crate::planning::{Plan, measured};
+use anyhow::Result;
+use trireme_base::{Bytes, Category};
+use trireme_data::bigram_baseline;
+use trireme_model::Sampling;
+use trireme_planner::{CategoryBytes, table};
+use trireme_tensor::Parameters;
+use trireme_train::config::Config;
+use trireme_train::{RunSummary, SampleSettings, TrainError, Trainer, sample};
+
+/// The memory that the run has taken of each worker, next to what was predicted. Collective.
+pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
+    let (peaks, total) = measured(trainer.executor().device());
+    // Without state elsewhere the host is the device.
+    let host = if plan.prediction.host > 0 { measured(trainer.executor().host()).1 } else { 0 };
+    let predicted = plan.prediction;
+    let numbers = |peaks: CategoryBytes, total: usize, host: usize| {
+        Category::ALL.into_iter().map(move |category| peaks.get(category)).chain([total, host])
+    };
+    let own: Vec<u8> = numbers(peaks, total, host)
+        .chain(numbers(predicted.peaks, predicted.total(), predicted.host))
+        .flat_map(|bytes| (bytes as u64).to_le_bytes())
+        .collect();
+    let all = trainer.executor().group().all_gather_bytes(&own).wait()?;
+    let most = |index: usize| {
+        let of_rank = |bytes: &Vec<u8>| {
+            let (numbers, _) = bytes.as_chunks::<8>();
+            numbers.get(index).map_or(0, |bytes| u64::from_le_bytes(*bytes) as usize)
+        };
+        all.iter().map(of_rank).max().unwrap_or(0)
+    };
+    let num_categories = Category::ALL.len();
+    // Where the predictions begin.
+    let first = num_categories + 2;
+    let mut columns = vec![("predicted", predicted.peaks, predicted.total()), ("measured", peaks, total)];
+    if all.len() > 1 {
+        let worst = CategoryBytes::new(std::array::from_fn(most));
+        let foreseen = CategoryBytes::new(std::array::from_fn(|index| most(first + index)));
+        columns = vec![
+            ("predicted", foreseen, most(first + num_categories)),
+            ("on rank 0", peaks, total),
+            ("max over ranks", worst, most(num_categories)),
+        ];
+    }
+    let since = trainer.moved_after().map(|step| format!("since units moved after step {step}:\n"));
+    let mut text = format!("\n{}{}", since.unwrap_or_default(), table(&columns));
+    if most(first + num_categories + 1) > 0 {
+        let [predicted, measured] =
+            [first + num_categories + 1, num_categories + 1].map(|index| Bytes(most(index) as u64));
+        text += &format!(
+            "in addition, state outside the device took {measured} of host memory; the prediction was at most \
+             {predicted}, transfers included\n"
+        );
+    }
+    Ok(text)
+}
+
+/// The validation loss, next to that of the bigram baseline.
+pub(super) fn verdict(trainer: &Trainer<'_>, summary: &RunSummary) -> Result<Option<String>> {
+    let (train, validation) = trainer.tokens();
+    let (Some(loss), Some(validation)) = (summary.validation_loss, validation) else { return Ok(None) };
+    let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
+    let verdict = if loss < baseline { "below" } else { "not below" };
+    Ok(Some(format!(
+        "validation loss {loss:.4} nats per token, {verdict} the bigram baseline of {baseline:.4}"
+    )))
+}
+
+/// Where everything is, and what to try next.
+pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> {
+    let folder = config.run_folder();
+    let folder = folder.display();
+    let mut lines =
+        vec![format!("run folder: {folder} (metrics.jsonl, config.toml, logs, TensorBoard events)")];
+    lines.extend(summary.checkpoint.as_ref().map(|path| format!("last checkpoint: {}", path.display())));
+    let prompt = match config.generate().prompt.as_str() {
+        blank if blank.trim().is_empty() => String::new(),
+        prompt => format!(" --prompt {prompt:?}"),
+    };
+    lines.extend([
+        "next steps:".to_owned(),
+        format!("  trireme generate {folder}{prompt}"),
+        format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
+        format!("  tensorboard --logdir {}", config.run().folder.display()),
+    ]);
+    lines
+}
+
+/// The text that `[generate]` asks for.
+pub(super) fn sample_text(config: &Config, trainer: &Trainer<'_>, weights: &Parameters) -> Result<String> {
+    let generate = config.generate();
+    let settings = SampleSettings {
+        prompt: generate.prompt.clone(),
+        num_tokens: generate.num_tokens,
+        sampling: Sampling {
+            temperature: generate.temperature as f32,
+            top_k: generate.top_k,
+            top_p: generate.top_p as f32,
+        },
+        seed: generate.seed,
+        stop_at_end: false,
+    };
+    let executor = trainer.executor();
+    let mut text = settings.prompt.clone();
+    let take = |piece: &str| text.push_str(piece);
+    // Beside the training state, which is still there.
+    let host = executor.device().host()?;
+    sample(executor.model(), weights, &host, trainer.tokenizer(), &settings, take)?;
+    Ok(text)
+}
