@@ -49,7 +49,7 @@ pub enum CheckpointError {
     },
     /// There is nothing at the path.
     #[error(
-        "there is no {}; expected the folder of a run, a checkpoint, or a Hugging Face model directory",
+        "{} does not exist; expected the folder of a run, a checkpoint, or a Hugging Face model directory",
         path.display()
     )]
     NoSuchFolder {

@@ -4,6 +4,8 @@
 use crate::checkpoint::Checkpoint;
 use crate::error::CheckpointError;
 use crate::files::{FileStep, damaged, damaged_suffix, is_partial_suffix, parent_of, reading};
+use crate::manifest::MANIFEST_FILE;
+use crate::model_source::checkpoints_folder;
 use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
@@ -110,6 +112,25 @@ pub fn find_latest(
         }
     }
     Ok(None)
+}
+
+/// The checkpoint at `path`, or the newest one of the run whose folder `path` is. If that one does not open, no older one
+/// takes its place.
+///
+/// # Errors
+/// If it does not open, or there is none.
+pub fn open_newest(path: &Path) -> Result<Checkpoint, CheckpointError> {
+    if path.join(MANIFEST_FILE).is_file() {
+        return Checkpoint::open(path);
+    }
+    if let Some((step, newest)) = list_checkpoints(&checkpoints_folder(path))?.pop() {
+        return open_step(&newest, step);
+    }
+    if !path.exists() {
+        return Err(CheckpointError::NoSuchFolder { path: path.to_owned() });
+    }
+    let (found, expected) = ("no checkpoint", "a checkpoint, or the folder of a run that has saved one");
+    Err(CheckpointError::NothingToOpen { path: path.to_owned(), found, expected })
 }
 
 fn open_step(path: &Path, step: u64) -> Result<Checkpoint, CheckpointError> {

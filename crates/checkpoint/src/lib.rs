@@ -51,7 +51,7 @@ pub use checkpoint::Checkpoint;
 pub use error::{CheckpointError, Mismatch};
 pub use export::{ModelExport, SHARD_BYTES_MAX, export};
 pub use files::ExtraFile;
-pub use folder::{SkippedCheckpoint, find_latest, list_checkpoints, set_aside};
+pub use folder::{SkippedCheckpoint, find_latest, list_checkpoints, open_newest, set_aside};
 pub use hugging_face::HuggingFaceDirectory;
 pub use model_source::{CHECKPOINTS_FOLDER, ModelSource, checkpoints_folder};
 pub use safetensors::Dtype as StoredDType;

@@ -57,6 +57,37 @@ pub struct ModelConfig {
     pub initializer_range: f32,
 }
 
+impl ModelConfig {
+    /// The settings in which this model computes something else than `other`: each with both values, named as `[model]` names
+    /// them. How weights are initialized is no such setting.
+    pub fn differences(&self, other: &Self) -> Vec<String> {
+        // Derived sizes follow what they are derived from.
+        let settings = |config: &Self| {
+            let positions =
+                (config.architecture == Architecture::Gpt2).then_some(config.max_position_embeddings);
+            [
+                ("architecture", config.architecture.name().to_owned()),
+                ("vocab_size", config.vocab_size.to_string()),
+                ("hidden_size", config.hidden_size.to_string()),
+                ("num_layers", config.num_layers.to_string()),
+                ("num_heads", config.num_heads.to_string()),
+                ("num_kv_heads", config.num_kv_heads.to_string()),
+                ("head_dim", config.head_dim.to_string()),
+                ("intermediate_size", config.intermediate_size.to_string()),
+                ("max_position_embeddings", format!("{}", positions.unwrap_or_default())),
+                ("norm_eps", config.norm_epsilon.to_string()),
+                ("tie_word_embeddings", config.tie_word_embeddings.to_string()),
+                ("rope_theta", config.rope_theta.to_string()),
+                ("attention_bias", config.attention_bias.to_string()),
+                ("mlp_bias", config.mlp_bias.to_string()),
+            ]
+        };
+        let pairs = settings(self).into_iter().zip(settings(other));
+        let differing = pairs.filter(|((_, own), (_, other))| own != other);
+        differing.map(|((name, own), (_, other))| format!("{name} {own} instead of {other}")).collect()
+    }
+}
+
 /// Sizes beyond which a config is taken for damaged rather than large.
 const SIZE_MAX: u64 = 1 << 24;
 

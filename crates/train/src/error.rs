@@ -156,19 +156,15 @@ pub enum TrainError {
     },
     /// A checkpoint is of another model.
     #[error(
-        "{} contains a model with {key} {found}, but this run's model has {expected}. Restore the old value, start \
-         again with [checkpoint] resume = \"never\", or use another [run] name",
-        path.display()
+        "{} contains another model: {}. Restore the old values, or start again with [checkpoint] resume = \"never\" or \
+         another [run] name",
+        path.display(), differences.join(", ")
     )]
     ResumedModelDiffers {
         /// The checkpoint.
         path: PathBuf,
-        /// The setting, as `config.json` names it.
-        key: String,
-        /// Its value in the checkpoint.
-        found: String,
-        /// Its value in this run.
-        expected: String,
+        /// Each setting that differs, with both values.
+        differences: Vec<String>,
     },
     /// Resuming from a checkpoint would fork the run within one folder.
     #[error(

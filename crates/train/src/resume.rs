@@ -12,8 +12,8 @@ use std::error::Error;
 use std::path::Path;
 use trireme_base::{Rank, with_sources};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, SkippedCheckpoint, checkpoints_folder,
-    find_latest, list_checkpoints, set_aside, tidy,
+    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, SkippedCheckpoint, find_latest,
+    list_checkpoints, open_newest, set_aside, tidy,
 };
 use trireme_comm::Group;
 use trireme_data::TokenFile;
@@ -166,11 +166,8 @@ pub(crate) fn choose_checkpoint(
 ) -> Result<Option<Checkpoint>, TrainError> {
     match &config.checkpoint().resume {
         Resume::Never => Ok(None),
-        Resume::From(path) => {
-            // Of a run, the newest one: what was asked for is never replaced by an older one.
-            let newest = list_checkpoints(&checkpoints_folder(path))?.pop();
-            Ok(Some(Checkpoint::open(newest.as_ref().map_or(path, |(_, newest)| newest))?))
-        }
+        // What was asked for is never replaced by an older one.
+        Resume::From(path) => Ok(Some(open_newest(path)?)),
         Resume::Auto => {
             let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
             let found = find_latest(&folder, damaged)?;
@@ -236,8 +233,8 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
-    let weights = checked_weights(&checkpoint.weights(), &model)
-        .map_err(|error| other_model(checkpoint, model.config()).unwrap_or(error))?;
+    check_model(checkpoint, model.config())?;
+    let weights = checked_weights(&checkpoint.weights(), &model)?;
     executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
     executor.load_optimizer(|info, values| {
         read_extents(checkpoint.tensors(), &state_name(info), info.shape, info.held.clone(), values)
@@ -249,17 +246,16 @@ fn restore(
     Ok(state)
 }
 
-/// The first setting in which a checkpoint's model differs from the config's, if its description tells.
-fn other_model(checkpoint: &Checkpoint, expected: &ModelConfig) -> Option<TrainError> {
-    let stored = checkpoint.read_file(CONFIG_FILE).ok()??;
-    let stored: serde_json::Value = serde_json::from_slice(&stored).ok()?;
-    let expected = expected.to_json();
-    let differs = |(key, value): &(&String, &serde_json::Value)| stored.get(*key) != Some(*value);
-    let (key, value) = expected.as_object()?.iter().find(differs)?;
-    Some(TrainError::ResumedModelDiffers {
-        path: checkpoint.path().to_owned(),
-        key: key.clone(),
-        found: stored.get(key).map_or_else(|| "unset".to_owned(), ToString::to_string),
-        expected: value.to_string(),
-    })
+/// Refuses a checkpoint whose model differs from the config's in more than its initial weights and, where no parameter
+/// depends on it, its longest sequence.
+fn check_model(checkpoint: &Checkpoint, expected: &ModelConfig) -> Result<(), TrainError> {
+    let path = checkpoint.path().join(CONFIG_FILE);
+    let Some(text) = checkpoint.read_file(CONFIG_FILE)? else { return Ok(()) };
+    let found = ModelConfig::from_json(&String::from_utf8_lossy(&text))
+        .map_err(|source| TrainError::ModelConfig { path, source })?;
+    let differences = found.differences(expected);
+    if differences.is_empty() {
+        return Ok(());
+    }
+    Err(TrainError::ResumedModelDiffers { path: checkpoint.path().to_owned(), differences })
 }

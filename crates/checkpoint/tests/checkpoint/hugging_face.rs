@@ -151,7 +151,7 @@ fn what_is_no_model_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let message = |path: &Path| ModelSource::open(path).unwrap_err().to_string();
     assert!(message(folder.path()).contains("no model"));
-    assert!(message(&folder.path().join("none")).contains("there is no "));
+    assert!(message(&folder.path().join("none")).contains("does not exist"));
     fs::write(folder.path().join("pytorch_model.bin"), "").unwrap();
     assert!(message(folder.path()).contains("save_pretrained"));
 }

@@ -147,9 +147,21 @@ fn candidates(config: &Config, may_start_workers: bool) -> Vec<Vec<Change>> {
         [&alone[..], &recompute].concat(),
         [&alone[..], &recompute, &shrink, &narrowed].concat(),
     ];
-    let combined = combined.into_iter().filter(|change| !change.is_empty()).map(|change| [change].into());
+    let combined =
+        combined.into_iter().filter(|change| !change.is_empty()).map(|change| [unrepeated(change)].into());
     let families = [unsampled, recomputed, sharded, moved, smaller, narrow, more_workers, fewer_workers];
     families.into_iter().chain(combined).collect()
+}
+
+/// A change that several changes were joined to: keys that they share, once.
+fn unrepeated(mut change: Change) -> Change {
+    let mut seen = Vec::new();
+    change.retain(|key| {
+        let is_new = !seen.contains(key);
+        seen.push(key.clone());
+        is_new
+    });
+    change
 }
 
 /// Classes of state that stay on the device and could leave it as it is.

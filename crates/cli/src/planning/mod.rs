@@ -49,7 +49,7 @@ pub(crate) struct Source<'a> {
 pub(crate) struct Job<'a> {
     pub(crate) config: &'a Config,
     pub(crate) source: Source<'a>,
-    /// Of the corpus.
+    /// The vocabulary size of the corpus.
     pub(crate) vocabulary_size: usize,
     pub(crate) workers: Workers<'a>,
 }

@@ -84,7 +84,7 @@ fn a_run_is_summarized_and_drawn() {
     tells(&scene.run("report run runs/tiny").succeeded(), &["steps: 3, "]);
     scene.write("runs/tiny/metrics.jsonl", "no record\n");
     tells(&scene.run("report run runs/tiny").refused(), &["line 1 of runs/tiny/metrics.jsonl"]);
-    tells(&scene.run("report run nowhere").refused(), &["nowhere is not the folder of a run"]);
+    tells(&scene.run("report run nowhere").refused(), &["nowhere has no metrics.jsonl"]);
 }
 
 #[test]

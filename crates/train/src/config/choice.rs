@@ -295,13 +295,13 @@ pub enum Resume {
     Auto,
     /// None: the run must be new.
     Never,
-    /// The one in this folder.
+    /// The one in this folder, or the newest one of the run in this folder.
     From(PathBuf),
 }
 
 impl Value for Resume {
     fn expected() -> String {
-        "\"auto\", \"never\" or the path of a checkpoint, with a '/' in it".to_owned()
+        "\"auto\", \"never\" or the path of a checkpoint or of a run's folder, with a '/' in it".to_owned()
     }
 
     fn read(value: &DeValue<'_>) -> Result<Self, String> {

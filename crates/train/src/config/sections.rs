@@ -273,8 +273,8 @@ config_section! {
         interval: u64 = 500, within 1..;
         /// How many of the newest checkpoints to keep; 0 keeps all.
         keep_latest_k: usize = 10, within 0..=1 << 20;
-        /// `auto` resumes from the newest complete checkpoint of the run, `never` starts a new run, and a path
-        /// resumes from that checkpoint, or from the newest one of that run.
+        /// `auto` resumes from the newest complete checkpoint of the run, and `never` starts a new run. The path of a
+        /// checkpoint resumes from it, and the path of a run's folder from its newest checkpoint.
         resume: Resume = Resume::Auto;
     }
 }

@@ -209,11 +209,13 @@ fn check_data(checks: &mut Checks<'_>) {
         &["data.train_bpe", "data.tokenizer"],
         || "`tokenizer` already names a file; remove one of the two keys".to_owned(),
     );
-    // A folder that was prepared has its tokenizer and its split.
-    for key in changed_keys(data).filter(|key| !matches!(*key, "inputs" | "folder")) {
+    // A folder that was prepared has a tokenizer of its own.
+    let is_prepared = data.inputs.is_empty() && !data.folder.as_os_str().is_empty();
+    for key in changed_keys(data).filter(|key| matches!(*key, "tokenizer" | "train_bpe")) {
         let name = format!("data.{key}");
-        checks.require(!data.inputs.is_empty(), &[&name, "data.inputs"], || {
-            "only applies to `inputs`, but there are none; `folder` is used as it was prepared".to_owned()
+        checks.require(!is_prepared, &[&name, "data.inputs"], || {
+            "only applies to `inputs`; set those, or remove this key (the tokens in `folder` are used as they are)"
+                .to_owned()
         });
     }
     // Every byte is a token, and there must be something to merge.

@@ -103,8 +103,7 @@ fn read(run_folder: &Path) -> Result<Vec<Record>> {
     let path = run_folder.join("metrics.jsonl");
     let file = match File::open(&path) {
         Err(error) if error.kind() == ErrorKind::NotFound => bail!(
-            "{} is not the folder of a run that records its steps: it has no metrics.jsonl ([metrics] jsonl); runs \
-             are in runs/<name> unless [run] folder says otherwise",
+            "{} has no metrics.jsonl; expected the folder of a run, such as runs/NAME, with [metrics] jsonl = true",
             run_folder.display()
         ),
         file => file.with_context(|| format!("cannot read {}", path.display()))?,

@@ -21,7 +21,7 @@ use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
 use trireme_data::{Corpus, Sampler};
 use trireme_tensor::{CpuFeatures, OverBudget};
-use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Transport};
+use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Resume, Transport};
 use trireme_train::{
     CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunCorpus, RunLock, StepChoices, TrainError, Trainer,
     TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads, model_config,
@@ -60,7 +60,7 @@ pub(crate) struct TrainArgs {
     overrides: Vec<String>,
 }
 
-/// A process that trains one rank.
+/// This process, as `trireme train` was called in it.
 #[derive(Debug, Clone, Copy)]
 struct Process<'a> {
     source: Source<'a>,
@@ -91,7 +91,9 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
     let simd = Simd::choose(Proof::Cached)?;
     let process = Process {
         source,
-        local_world_size: environment.as_ref().map_or(1, |environment| environment.local_world_size),
+        local_world_size: environment
+            .as_ref()
+            .map_or(config.world_size(), |environment| environment.local_world_size),
         limit: &MemoryLimit::of_this_process(),
         started,
         features: simd.level,
@@ -185,20 +187,24 @@ fn launch(config: &Config, started: Instant, simd: &Simd) -> Result<()> {
         recorder_folder: &config.run_folder().join(FLIGHT_RECORDER_FOLDER),
     };
     let command = worker_command(started, Some(simd))?;
-    match (run_local_workers(world, |_| command()), newest_step(config)) {
-        (Err(error @ LaunchError::WorkerDied { death: Death::Signal(_), .. }), Some(step)) => {
-            bail!("{error}\n  try: run the same command again; it resumes after step {step}")
-        }
-        (ended, _) => Ok(ended?),
+    let ended = run_local_workers(world, |_| command());
+    if let Err(error @ LaunchError::WorkerDied { death: Death::Signal(_), .. }) = &ended
+        && let Some(step) = resumable_step(config)
+    {
+        bail!("{error}\n  try: run the same command again; it resumes after step {step}");
     }
+    Ok(ended?)
 }
 
-/// The step of the run's newest checkpoint, if there is one.
-fn newest_step(config: &Config) -> Option<u64> {
+/// The step of the checkpoint that the same command would resume from, if there is one.
+fn resumable_step(config: &Config) -> Option<u64> {
+    if !config.checkpoint().enable || config.checkpoint().resume != Resume::Auto {
+        return None;
+    }
     let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     // A file system that hangs must not keep an error from being shown.
     let checkpoints = within(LIST_MAX, move || list_checkpoints(&folder)).ok()?.ok()?;
-    Some(checkpoints.last()?.0).filter(|_| config.checkpoint().enable)
+    Some(checkpoints.last()?.0)
 }
 
 /// One worker of a world that a launcher has started.
