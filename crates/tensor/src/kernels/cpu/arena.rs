@@ -93,13 +93,20 @@ impl Arena {
     /// An arena of a device that only counts, whose blocks may be larger than the machine's memory: few of their pages are ever
     /// touched.
     pub(crate) fn counting(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        let num_bytes = addresses(COUNTING_BYTES);
-        let start = map_private(num_bytes, ACCESS).or_else(|refused| {
-            // Where the system sets memory aside for all that may be written, it does not for a file without pages. Making one
-            // longer than `ulimit -f` allows would end the process.
-            if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { map_file(num_bytes) }
-        })?;
-        Ok(Self::new(start, num_bytes, num_bytes, counter))
+        let mut num_bytes = addresses(COUNTING_BYTES);
+        loop {
+            let start = map_private(num_bytes, ACCESS).or_else(|refused| {
+                // Where the system sets memory aside for all that may be written, it does not for a file without pages. Making
+                // one longer than `ulimit -f` allows would end the process.
+                if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { map_file(num_bytes) }
+            });
+            match start {
+                Ok(start) => return Ok(Self::new(start, num_bytes, num_bytes, counter)),
+                // Others that count may have taken most addresses of the process.
+                Err(_) if num_bytes > ADDRESSES_MIN => num_bytes = num_bytes / 2 / PAGE * PAGE,
+                Err(error) => return Err(error.into()),
+            }
+        }
     }
 
     fn new(start: NonNull<u8>, reserved: usize, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
