@@ -1,7 +1,8 @@
 //! Generation, token by token, with cached keys and values.
 
+use crate::block::Past;
 use crate::error::ModelError;
-use crate::model::{Model, Past, Step, rotary_table};
+use crate::model::{Model, rotary_table};
 use std::sync::Arc;
 use trireme_base::{DType, Random};
 use trireme_tensor::tape::{KeyValueCache, Recording, RotaryTable};
@@ -99,23 +100,24 @@ impl<'a> Generation<'a> {
     pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, ModelError> {
         let mut ids = self.device.empty([1, tokens.len()].into(), DType::U32, Category::Activations)?;
         ids.view_mut().u32s().copy_from_slice(tokens);
-        let step = Step { parameters: self.parameters, shape: (1, tokens.len()) };
         let mut x = ids;
         for unit in 0..self.model.num_units() - 1 {
-            let mut tape = Tape::new(self.device, Recording::Off, Precision::F32);
-            let cache = unit.checked_sub(1).map(|layer| &mut self.caches[layer]);
+            let mut tape =
+                Tape::new(self.device, Recording::Off, Precision::F32).with_first_position(self.position);
+            let layer = unit.checked_sub(1);
+            let past =
+                layer.map(|layer| Past { rotary: self.rotary.as_ref(), cache: &mut self.caches[layer] });
             let input = tape.input(x);
-            let past = Past { position: self.position, rotary: self.rotary.as_ref(), cache };
-            let output = self.model.forward_after(unit, &mut tape, step, input, past)?;
-            x = tape.take_value(output);
+            let output = self.model.forward_after(unit, &mut tape.recorder(self.parameters), input, past)?;
+            x = tape.take_value(output.place());
         }
         self.position += tokens.len();
         let mut last = self.device.empty([1, x.shape().cols()].into(), DType::F32, Category::Activations)?;
         last.view_mut().f32s().copy_from_slice(x.view().rows(tokens.len() - 1, 1).f32s());
         let mut tape = Tape::new(self.device, Recording::Off, Precision::F32);
         let input = tape.input(last);
-        let logits = self.model.forward_logits(&mut tape, step, input)?;
-        Ok(tape.take_value(logits).view().f32s().to_vec())
+        let logits = self.model.forward_logits(&mut tape.recorder(self.parameters), input)?;
+        Ok(tape.take_value(logits.place()).view().f32s().to_vec())
     }
 }
 

@@ -14,4 +14,4 @@ mod sizes;
 pub use config::{Architecture, ModelConfig};
 pub use error::ModelError;
 pub use generate::{Generation, Sampling};
-pub use model::{Batch, Model, Step};
+pub use model::{Batch, Model};

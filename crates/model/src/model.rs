@@ -1,21 +1,21 @@
-use crate::block::Block;
+use crate::block::{Block, Past};
 use crate::build::build_units;
 use crate::config::{Architecture, ModelConfig};
 use crate::error::ModelError;
 use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
-use trireme_tensor::tape::{Embedding, KeyValueCache, LossHead, Norm, RotaryTable};
+use trireme_tensor::tape::{Embedding, LossHead, Norm, Recorder, RotaryTable};
 use trireme_tensor::{
-    Category, Device, DeviceError, ParameterId, ParameterInfo, ParameterSource, ParameterSpan,
-    ParameterTable, Parameters, Tape, Tensor, Var,
+    Category, Device, DeviceError, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, Parameters,
+    Tensor, Var,
 };
 
 /// A part of the model that is run, reduced and stepped as one.
 #[derive(Debug, Clone)]
 pub(crate) enum Unit {
-    Embedding(Embedding),
-    Block(Box<Block>),
-    Head { norm: Norm, loss: LossHead },
+    Embedding(Arc<Embedding>),
+    Block(Block),
+    Head { norm: Arc<Norm>, loss: Arc<LossHead> },
 }
 
 /// Token ids of one microbatch.
@@ -47,26 +47,6 @@ impl Batch {
     }
 }
 
-/// What a unit's forward pass needs besides its input.
-#[derive(Debug, Clone, Copy)]
-pub struct Step<'a> {
-    /// Values of all parameters.
-    pub parameters: &'a dyn ParameterSource,
-    /// Sequences and tokens of each.
-    pub shape: (usize, usize),
-}
-
-/// What comes before the tokens of a forward pass.
-#[derive(Debug)]
-pub(crate) struct Past<'a> {
-    /// Position of the first token.
-    pub(crate) position: usize,
-    /// Table of all positions up to the last token's (llama).
-    pub(crate) rotary: Option<&'a Arc<RotaryTable>>,
-    /// Keys and values of a block at earlier positions.
-    pub(crate) cache: Option<&'a mut KeyValueCache>,
-}
-
 /// The rotary table of a model that has one, for positions below `num_positions`.
 pub(crate) fn rotary_table(
     config: &ModelConfig,
@@ -88,7 +68,6 @@ pub struct Model {
     config: ModelConfig,
     units: Vec<Unit>,
     table: Arc<ParameterTable>,
-    rotary: Option<Arc<RotaryTable>>,
 }
 
 impl Model {
@@ -97,9 +76,9 @@ impl Model {
     /// A [`Generation`](crate::Generation) has its own limit.
     pub fn new(config: ModelConfig, seq_len_max: usize, device: &Device) -> Result<Self, ModelError> {
         config.check()?;
-        let (units, table) = build_units(&config);
         let rotary = rotary_table(&config, seq_len_max, device)?;
-        Ok(Model { config, units, table: Arc::new(table), rotary })
+        let (units, table) = build_units(&config, rotary.as_ref());
+        Ok(Model { config, units, table: Arc::new(table) })
     }
 
     /// What the model was built from.
@@ -160,52 +139,41 @@ impl Model {
     ///
     /// # Panics
     /// If `unit` is the head.
-    pub fn forward(&self, unit: usize, tape: &mut Tape, step: Step<'_>, x: Var) -> Result<Var, DeviceError> {
-        let past = Past { position: 0, rotary: self.rotary.as_ref(), cache: None };
-        self.forward_after(unit, tape, step, x, past)
+    pub fn forward(&self, unit: usize, recorder: &mut Recorder<'_>, x: Var) -> Result<Var, DeviceError> {
+        self.forward_after(unit, recorder, x, None)
     }
 
-    /// As [`Model::forward`] for tokens that follow `past`.
+    /// As [`Model::forward`] for tokens that follow `past`, if the unit is a block.
     pub(crate) fn forward_after(
         &self,
         unit: usize,
-        tape: &mut Tape,
-        step: Step<'_>,
+        recorder: &mut Recorder<'_>,
         x: Var,
-        past: Past<'_>,
+        past: Option<Past<'_>>,
     ) -> Result<Var, DeviceError> {
         match &self.units[unit] {
-            Unit::Embedding(embedding) => tape.embedding(step.parameters, embedding, x, past.position),
-            Unit::Block(block) => {
-                block.forward(tape, step.parameters, step.shape, past.rotary, x, past.cache)
-            }
+            Unit::Embedding(embedding) => recorder.apply(embedding, [x]),
+            Unit::Block(block) => block.forward(recorder, x, past),
             Unit::Head { .. } => panic!("the head makes a loss or logits, not a value for a next unit"),
         }
     }
 
-    /// Runs the head as a loss over `targets`; see [`Tape::loss`] for when it is known, and for the scale of
-    /// gradients.
-    pub fn forward_loss(
-        &self,
-        tape: &mut Tape,
-        step: Step<'_>,
-        x: Var,
-        targets: Var,
-        loss_scale: f32,
-    ) -> Result<(), DeviceError> {
+    /// Runs the head as a loss over `targets`; see [`LossHead`] for when it is known.
+    pub fn forward_loss(&self, recorder: &mut Recorder<'_>, x: Var, targets: Var) -> Result<(), DeviceError> {
         let (norm, loss) = self.head();
-        let normed = tape.norm(step.parameters, norm, x)?;
-        tape.loss(step.parameters, loss, normed, targets, loss_scale)
+        let normed = recorder.apply(norm, [x])?;
+        let [] = recorder.apply_for(loss, (normed, targets))?;
+        Ok(())
     }
 
-    /// Runs the head as logits: `[rows, vocab_size]`.
-    pub fn forward_logits(&self, tape: &mut Tape, step: Step<'_>, x: Var) -> Result<Var, DeviceError> {
+    /// Runs the head as logits: `[.., vocab_size]`.
+    pub fn forward_logits(&self, recorder: &mut Recorder<'_>, x: Var) -> Result<Var, DeviceError> {
         let (norm, loss) = self.head();
-        let normed = tape.norm(step.parameters, norm, x)?;
-        tape.logits(step.parameters, loss, normed)
+        let normed = recorder.apply(norm, [x])?;
+        recorder.logits(loss, &normed)
     }
 
-    fn head(&self) -> (&Norm, &LossHead) {
+    fn head(&self) -> (&Arc<Norm>, &Arc<LossHead>) {
         match self.units.last() {
             Some(Unit::Head { norm, loss }) => (norm, loss),
             _ => unreachable!("every model ends with its head"),

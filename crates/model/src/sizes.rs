@@ -1,10 +1,10 @@
 //! What passes of units take, found by letting them run on a device that only counts.
 
 use crate::error::ModelError;
-use crate::model::{Batch, Model, Step, Unit};
+use crate::model::{Batch, Model, Unit};
 use std::sync::Arc;
 use trireme_base::{DType, UnitPasses};
-use trireme_tensor::tape::Recording;
+use trireme_tensor::tape::{Place, Recording};
 use trireme_tensor::{
     Category, Device, DeviceError, Fp8Scales, GradSink, GradTarget, ParameterSpan, Parameters, Precision,
     Shape, Tape, Tensor, Var,
@@ -28,14 +28,7 @@ impl Model {
         (batch, seq_len): (usize, usize),
     ) -> Result<(Vec<UnitPasses>, usize), ModelError> {
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
-        let rehearsal = Rehearsal {
-            model: self,
-            device,
-            precision,
-            fp8,
-            shape: (batch, seq_len),
-            parameters: &parameters,
-        };
+        let rehearsal = Rehearsal { model: self, device, precision, fp8, parameters: &parameters };
         let before = rehearsal.in_use();
         let Batch { inputs, targets } = Batch::zeros(device, batch, seq_len)?;
         let token_bytes = (rehearsal.in_use() - before) / 2;
@@ -57,14 +50,13 @@ struct Rehearsal<'a> {
     device: &'a Device,
     precision: Precision,
     fp8: Option<&'a Arc<Fp8Scales>>,
-    shape: (usize, usize),
     parameters: &'a Parameters,
 }
 
 /// A unit's forward pass.
 struct Recorded {
     tape: Tape,
-    input: Var,
+    input: Place,
     output: Option<Var>,
 }
 
@@ -97,7 +89,7 @@ impl Rehearsal<'_> {
         let (mut pass, forward_peak, forward_operations) =
             self.watch(|| self.forward(unit, input, targets))?;
         let all = self.in_use();
-        let made = pass.output.map(|output| pass.tape.take_value(output));
+        let made = pass.output.as_ref().map(|output| pass.tape.take_output(output)).transpose()?;
         let output = made.as_ref().map_or(Ok(0), |made| self.bytes_of(made))?;
         // The output is the next unit's from here on.
         let base_of_backward = base + output;
@@ -108,7 +100,8 @@ impl Rehearsal<'_> {
         let grad = made.as_ref().map(|made| self.empty(made.shape(), made.dtype())).transpose()?;
         let (_, backward_peak, backward_operations) = self.watch(|| {
             let mut sink = CountingSink { device: self.device, target: None };
-            Ok(pass.tape.backward(self.parameters, pass.output.zip(grad), &mut sink)?)
+            let output = pass.output.as_ref().map(Var::place);
+            Ok(pass.tape.backward(self.parameters, output.zip(grad), &mut sink)?)
         })?;
         let grad = pass.tape.take_grad(pass.input);
         let input_grad = grad.map_or(Ok(0), |grad| self.bytes_of(&grad))?;
@@ -144,10 +137,12 @@ impl Rehearsal<'_> {
         base: usize,
     ) -> Result<UnitPasses, ModelError> {
         let mut pass = self.forward(unit, input, &mut targets)?;
-        let made = pass.output.map(|output| pass.tape.take_value(output));
+        let made = pass.output.as_ref().map(|output| pass.tape.take_output(output)).transpose()?;
         let grad = made.map(|made| self.empty(made.shape(), made.dtype())).transpose()?;
-        let (_, input_half_peak, input_half_operations) =
-            self.watch(|| Ok(pass.tape.backward_input(self.parameters, pass.output.zip(grad))?))?;
+        let (_, input_half_peak, input_half_operations) = self.watch(|| {
+            let output = pass.output.as_ref().map(Var::place);
+            Ok(pass.tape.backward_input(self.parameters, output.zip(grad))?)
+        })?;
         drop(pass.tape.take_grad(pass.input));
         let halved = self.in_use() - base;
         let (_, weight_half_peak, weight_half_operations) = self.watch(|| {
@@ -173,16 +168,16 @@ impl Rehearsal<'_> {
     ) -> Result<Recorded, ModelError> {
         let mut tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
         let input = tape.input(input);
-        let step = Step { parameters: self.parameters, shape: self.shape };
+        let place = input.place();
         let output = match self.model.units()[unit] {
             Unit::Head { .. } => {
                 let targets = tape.input(targets.take().expect("a model has one head"));
-                self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
+                self.model.forward_loss(&mut tape.recorder(self.parameters), input, targets)?;
                 None
             }
-            _ => Some(self.model.forward(unit, &mut tape, step, input)?),
+            _ => Some(self.model.forward(unit, &mut tape.recorder(self.parameters), input)?),
         };
-        Ok(Recorded { tape, input, output })
+        Ok(Recorded { tape, input: place, output })
     }
 
     fn empty(&self, shape: Shape, dtype: DType) -> Result<Tensor, DeviceError> {

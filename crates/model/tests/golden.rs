@@ -6,7 +6,7 @@ use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_model::{Batch, Model, ModelConfig, Step};
+use trireme_model::{Batch, Model, ModelConfig};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
@@ -99,14 +99,14 @@ impl Golden {
         let mut input =
             self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
         input.view_mut().u32s().copy_from_slice(ids);
-        let step = Step { parameters: &self.parameters, shape };
         let mut tape = Tape::new(&self.device, Recording::Off, Precision::F32);
         let mut x = tape.input(input);
+        let mut recorder = tape.recorder(&self.parameters);
         for unit in 0..self.model.num_units() - 1 {
-            x = self.model.forward(unit, &mut tape, step, x).unwrap();
+            x = self.model.forward(unit, &mut recorder, x).unwrap();
         }
-        let logits = self.model.forward_logits(&mut tape, step, x).unwrap();
-        tape.take_value(logits).view().f32s().to_vec()
+        let logits = self.model.forward_logits(&mut recorder, x).unwrap();
+        tape.take_value(logits.place()).view().f32s().to_vec()
     }
 
     /// Mean loss of predicting each token from those before it; gradients go to `sink`, if there is one.
@@ -129,23 +129,25 @@ impl Golden {
             batch.set_row(row, window);
         }
         let recording = if sink.is_some() { Recording::On } else { Recording::Off };
-        let step = Step { parameters: &self.parameters, shape: (shape.0, seq_len) };
         // One tape a unit, as the executor runs it.
         let mut tapes = Vec::new();
         let mut x = batch.inputs;
         for unit in 0..self.model.num_units() - 1 {
             let mut tape = Tape::new(&self.device, recording, precision);
             let input = tape.input(x);
-            let output = self.model.forward(unit, &mut tape, step, input).unwrap();
-            x = tape.take_value(output);
-            tapes.push((tape, input, output));
+            let place = input.place();
+            let output = self.model.forward(unit, &mut tape.recorder(&self.parameters), input).unwrap();
+            x = tape.take_output(&output).unwrap();
+            tapes.push((tape, place, output.place()));
         }
         let mut head = Tape::new(&self.device, recording, precision);
         let (input, targets) = (head.input(x), head.input(batch.targets));
-        self.model.forward_loss(&mut head, step, input, targets, loss_scale).unwrap();
+        let place = input.place();
+        head.set_loss_scale(loss_scale);
+        self.model.forward_loss(&mut head.recorder(&self.parameters), input, targets).unwrap();
         if let Some(sink) = sink {
             head.backward(&self.parameters, None, sink).unwrap();
-            let mut grad = head.take_grad(input);
+            let mut grad = head.take_grad(place);
             for (mut tape, input, output) in tapes.into_iter().rev() {
                 tape.backward(&self.parameters, grad.map(|grad| (output, grad)), sink).unwrap();
                 grad = tape.take_grad(input);

@@ -190,6 +190,19 @@ impl Device {
         }));
     }
 
+    /// `y = x`, element by element, of one type.
+    ///
+    /// # Panics
+    /// If the shapes or the types differ.
+    pub fn copy(&self, x: View<'_>, mut y: ViewMut<'_>) {
+        assert_eq!(x.dtype(), y.dtype());
+        match x.dtype() {
+            DType::F32 | DType::Bf16 | DType::F16 => self.convert(x, y),
+            _ if self.is_counting() => (),
+            _ => y.copy_from(x),
+        }
+    }
+
     /// `y = fp8(x * 2^scale_exponent) / 2^scale_exponent`, elementwise, rounded to nearest even and saturated; `y` is bf16.
     /// Returns the largest finite `|x|`.
     ///

@@ -46,6 +46,15 @@ impl Shape {
         Some(self.num_elements() * dtype.size())
     }
 
+    /// The same shape with rows of another length.
+    ///
+    /// # Panics
+    /// If there is no dim.
+    pub fn with_cols(mut self, cols: usize) -> Shape {
+        self.dims[self.num_dims - 1] = cols;
+        self
+    }
+
     /// The last dim: the length of a row; 1 for a scalar.
     pub fn cols(&self) -> usize {
         self.dims().last().copied().unwrap_or(1)

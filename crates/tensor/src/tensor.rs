@@ -289,6 +289,14 @@ impl<'a> ViewMut<'a> {
         self.bytes
     }
 
+    /// Writes the bytes of `x`.
+    ///
+    /// # Panics
+    /// If they are not as many.
+    pub(crate) fn copy_from(&mut self, x: View<'_>) {
+        self.bytes.copy_from_slice(x.bytes);
+    }
+
     /// Sets every element to zero, whose bits are zero in every dtype.
     pub(crate) fn zero(&mut self) {
         self.bytes.fill(0);

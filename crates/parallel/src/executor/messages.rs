@@ -115,9 +115,9 @@ impl Messages {
 }
 
 impl Executor {
-    /// Shape of what units pass on for a batch of `rows` tokens, in f32.
-    fn passed_on(&self, rows: usize) -> Shape {
-        [rows, self.model.config().hidden_size].into()
+    /// Shape of what units pass on for a batch of this shape (sequences, and tokens of each), in f32.
+    fn passed_on(&self, (batch, seq_len): (usize, usize)) -> Shape {
+        [batch, seq_len, self.model.config().hidden_size].into()
     }
 
     /// Starts to send a message of a step.
@@ -139,7 +139,7 @@ impl Executor {
     /// Starts to receive a message of a step.
     pub(super) fn receive_message(&mut self, message: Message) -> Result<(), ParallelError> {
         let Message { kind, microbatch, .. } = message;
-        let passed_on = self.passed_on(self.num_tokens()).num_elements();
+        let passed_on = self.passed_on(self.microbatch_shape()).num_elements();
         let Executor { program, messages, gradients, .. } = self;
         let peer = program.outline.peer(Action::Receive(message)).expect("it is from a rank of the pipeline");
         let len = match kind {
@@ -183,15 +183,15 @@ impl Executor {
         }
     }
 
-    /// Tokens of a microbatch.
-    fn num_tokens(&self) -> usize {
-        self.options.local_batch_size * self.options.seq_len
+    /// Sequences of a microbatch, and tokens of each.
+    fn microbatch_shape(&self) -> (usize, usize) {
+        (self.options.local_batch_size, self.options.seq_len)
     }
 
     /// Waits for the messages that an action works with.
     pub(super) fn await_messages(&mut self, action: Action) -> Result<(), ParallelError> {
         let Some(microbatch) = action.microbatch() else { return Ok(()) };
-        let shape = self.passed_on(self.num_tokens());
+        let shape = self.passed_on(self.microbatch_shape());
         let Executor { program, device, in_flight, messages, gradients, waiting, .. } = self;
         let is_elsewhere = |unit: usize| unit < program.outline.num_units && !program.outline.holds(unit);
         match action {
@@ -220,14 +220,14 @@ impl Executor {
         Ok(())
     }
 
-    /// Sends what an evaluation has made of `rows` tokens, or receives it.
+    /// Sends what an evaluation has made of a batch of this shape, or receives it.
     pub(super) fn pass_evaluated(
         &mut self,
         action: Action,
-        rows: usize,
+        batch: (usize, usize),
         activation: &mut Option<Tensor>,
     ) -> Result<(), ParallelError> {
-        let (shape, mut waiting) = (self.passed_on(rows), Waiting::default());
+        let (shape, mut waiting) = (self.passed_on(batch), Waiting::default());
         let peer = self.evaluation.outline.peer(action).expect("it is a message");
         match action {
             Action::Send(_) => {

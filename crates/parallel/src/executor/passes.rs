@@ -5,15 +5,15 @@ use super::asynchronous::PassParameters;
 use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::sync::Arc;
-use trireme_model::{Batch, Step};
+use trireme_model::Batch;
 use trireme_schedule::{Action, Keep, Outline};
-use trireme_tensor::tape::Recording;
-use trireme_tensor::{Tape, Tensor, Var};
+use trireme_tensor::tape::{Place, Recording};
+use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Pass {
     /// All or the products.
-    Recorded { tape: Tape, input: Var, end: End },
+    Recorded { tape: Tape, input: Place, end: End },
     /// The input.
     Input(Tensor),
     /// What the weight half of backward reads.
@@ -24,9 +24,9 @@ pub(super) enum Pass {
 #[derive(Clone, Copy)]
 pub(super) enum End {
     /// The gradient of what it made.
-    Output(Var),
+    Output(Place),
     /// The loss.
-    Loss { targets: Var },
+    Loss { targets: Place },
 }
 
 /// Microbatches under way.
@@ -126,24 +126,24 @@ impl Executor {
     fn record(&mut self, unit: usize, microbatch: usize, input: Tensor) -> Result<Pass, ParallelError> {
         let spare = self.in_flight.spare_tapes.pop();
         let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
-        let shape = (self.options.local_batch_size, self.options.seq_len);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        let step = Step { parameters: &parameters, shape };
         let in_flight = &mut self.in_flight;
         let input = tape.input(input);
+        let place = input.place();
         let is_head = unit + 1 == self.program.outline.num_units;
         let end = if is_head {
             let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
             let targets = tape.input(targets);
-            let loss_scale = self.loss_scaler.scale() as f32;
-            self.model.forward_loss(&mut tape, step, input, targets, loss_scale)?;
-            End::Loss { targets }
+            let end = End::Loss { targets: targets.place() };
+            tape.set_loss_scale(self.loss_scaler.scale() as f32);
+            self.model.forward_loss(&mut tape.recorder(&parameters), input, targets)?;
+            end
         } else {
-            let output = self.model.forward(unit, &mut tape, step, input)?;
-            in_flight.activations[microbatch] = Some(tape.take_value(output));
-            End::Output(output)
+            let output = self.model.forward(unit, &mut tape.recorder(&parameters), input)?;
+            in_flight.activations[microbatch] = Some(tape.take_output(&output)?);
+            End::Output(output.place())
         };
-        Ok(Pass::Recorded { tape, input, end })
+        Ok(Pass::Recorded { tape, input: place, end })
     }
 
     /// Makes again what forward did not keep.
@@ -202,7 +202,7 @@ impl Executor {
     }
 
     /// The tape of a unit's forward pass, its input, and what backward starts from; `None` for the loss.
-    fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (Tape, Var, Option<(Var, Tensor)>) {
+    fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (Tape, Place, Option<(Place, Tensor)>) {
         let in_flight = &mut self.in_flight;
         let Some(Pass::Recorded { tape, input, end }) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
@@ -217,7 +217,7 @@ impl Executor {
     }
 
     /// Passes the gradient of a unit's input on, and the loss if the unit is the head.
-    fn pass_grad_on(&mut self, tape: &mut Tape, input: Var, microbatch: usize) {
+    fn pass_grad_on(&mut self, tape: &mut Tape, input: Place, microbatch: usize) {
         self.in_flight.grads[microbatch] = tape.take_grad(input);
         if let Some(loss) = tape.loss_sum() {
             // After the last microbatch the losses travel, ahead of the first gradient.
@@ -245,19 +245,18 @@ impl Executor {
                 (Action::Unshard { unit }, _) => self.parameters.unshard(unit)?,
                 (Action::Reshard { unit }, _) => self.parameters.reshard(unit),
                 (Action::Send(_) | Action::Receive(_), Some(shape)) => {
-                    self.pass_evaluated(action, shape.num_elements(), &mut activation)?;
+                    self.pass_evaluated(action, (shape.rows(), shape.cols()), &mut activation)?;
                 }
-                (Action::Forward { unit, .. }, Some(shape)) => {
-                    let step = Step { parameters: &self.parameters, shape: (shape.rows(), shape.cols()) };
+                (Action::Forward { unit, .. }, Some(_)) => {
                     let mut tape = self.new_tape(Recording::Off);
                     let input = tape.input(activation.take().expect("the unit below has run"));
                     if unit + 1 == self.evaluation.outline.num_units {
                         let targets = tape.input(targets.take().expect("the head runs once"));
-                        self.model.forward_loss(&mut tape, step, input, targets, 1.0)?;
+                        self.model.forward_loss(&mut tape.recorder(&self.parameters), input, targets)?;
                         loss = tape.loss_sum();
                     } else {
-                        let output = self.model.forward(unit, &mut tape, step, input)?;
-                        activation = Some(tape.take_value(output));
+                        let output = self.model.forward(unit, &mut tape.recorder(&self.parameters), input)?;
+                        activation = Some(tape.take_output(&output)?);
                     }
                 }
                 _ => (),

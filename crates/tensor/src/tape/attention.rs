@@ -1,6 +1,7 @@
-use super::{Backward, Node, Tape, Var};
+use super::{Backward, Forward, Operation, ReadBy, Recorder, Var};
 use crate::device::{Device, DeviceError};
 use crate::kernels::{AttentionShape, CacheSpan, Rotary};
+use crate::shape::Shape;
 use crate::tensor::Tensor;
 use std::sync::Arc;
 use trireme_base::{Category, DType};
@@ -67,89 +68,113 @@ impl KeyValueCache {
     }
 }
 
-#[derive(Debug)]
-pub(super) struct AttentionNode {
-    shape: AttentionShape,
-    rotary: Option<Arc<RotaryTable>>,
-    /// Rotated in place.
-    qkv: Var,
-    y: Var,
-    pub(super) log_sums: Tensor,
+/// Causal attention over rows of queries, keys and values (`[batch, seq_len, qkv_cols]`, in the tape's precision), as
+/// `[batch, seq_len, output_cols]`, likewise.
+#[derive(Debug, Clone)]
+pub struct Attention {
+    /// Query heads.
+    pub num_heads: usize,
+    /// Key-value heads; divides `num_heads`.
+    pub num_kv_heads: usize,
+    /// Elements of a head.
+    pub head_dim: usize,
+    /// Rotates queries and keys first, of all positions that occur.
+    pub rotary: Option<Arc<RotaryTable>>,
 }
 
-impl Tape {
-    /// Causal attention over `qkv` (`[batch * seq_len, qkv_cols]`, in the tape's precision); `[batch * seq_len, output_cols]`,
-    /// likewise. With a
-    /// rotary table, queries and keys are rotated first, in place: no other operation may read `qkv`.
-    pub fn attention(
-        &mut self,
-        shape: AttentionShape,
-        rotary: Option<&Arc<RotaryTable>>,
-        qkv: Var,
-    ) -> Result<Var, DeviceError> {
-        self.rotate(shape, rotary, qkv, 0);
-        let dtype = self.values.get(qkv).dtype();
-        let mut y = self.device.activation_of([shape.rows(), shape.output_cols()], dtype)?;
-        let mut log_sums = self.device.activation([shape.batch, shape.num_heads, shape.seq_len])?;
-        self.device.attention(self.values.get(qkv), shape, y.view_mut(), log_sums.view_mut())?;
-        let y = self.input(y);
-        self.record(|| Node::Attention(AttentionNode { shape, rotary: rotary.cloned(), qkv, y, log_sums }));
-        Ok(y)
+impl Attention {
+    /// The sizes for an input of this shape.
+    pub fn shape(&self, qkv: Shape) -> AttentionShape {
+        let &[batch, seq_len, _] = qkv.dims() else { panic!("{qkv:?} is not [batch, seq_len, cols]") };
+        let Attention { num_heads, num_kv_heads, head_dim, .. } = *self;
+        AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim }
+    }
+}
+
+impl Operation for Attention {
+    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+        let input = cx.input(0);
+        let (shape, dtype) = (self.shape(input.shape()), input.dtype());
+        let rotated = match &self.rotary {
+            Some(rotary) => rotate(cx, shape, rotary)?,
+            None => None,
+        };
+        let mut y = cx.empty([shape.batch, shape.seq_len, shape.output_cols()], dtype)?;
+        let mut log_sums = cx.empty_to_save([shape.batch, shape.num_heads, shape.seq_len], DType::F32)?;
+        let qkv = rotated.as_ref().map_or(cx.input(0), Tensor::view);
+        cx.device().attention(qkv, shape, y.view_mut(), log_sums.view_mut())?;
+        cx.save(log_sums);
+        if let Some(rotated) = rotated {
+            cx.save(rotated);
+        }
+        cx.output(y);
+        Ok(())
     }
 
-    /// As [`Tape::attention`] for rows that follow the positions of `cache`, which takes them in.
+    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError> {
+        let qkv = cx.saved(1).unwrap_or_else(|| cx.input(0));
+        let shape = self.shape(qkv.shape());
+        let mut d_qkv = cx.empty(qkv.shape(), qkv.dtype())?;
+        let log_sums = cx.saved(0).expect("forward has saved them");
+        let output = (cx.output(0), log_sums, cx.grad());
+        cx.device().attention_backward(qkv, shape, output, d_qkv.view_mut())?;
+        if let Some(rotary) = &self.rotary {
+            cx.device().rotary(d_qkv.view_mut(), shape, rotary.at(0), true);
+        }
+        cx.add_grad(0, d_qkv);
+        Ok(())
+    }
+
+    fn reads_output(&self, _: usize) -> ReadBy {
+        ReadBy::INPUT_HALF
+    }
+}
+
+/// Rotates queries and keys: in the memory of the input, or in a copy where somebody else reads it.
+fn rotate(
+    cx: &mut Forward<'_>,
+    shape: AttentionShape,
+    rotary: &RotaryTable,
+) -> Result<Option<Tensor>, DeviceError> {
+    let device = cx.device().clone();
+    if let Some(qkv) = cx.input_mut(0) {
+        device.rotary(qkv, shape, rotary.at(0), false);
+        return Ok(None);
+    }
+    let mut rotated = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
+    device.copy(cx.input(0), rotated.view_mut());
+    device.rotary(rotated.view_mut(), shape, rotary.at(0), false);
+    Ok(Some(rotated))
+}
+
+impl Recorder<'_> {
+    /// As [`Attention`] for rows that follow the positions of `cache`, which takes them in.
+    ///
+    /// # Errors
+    /// If there is no memory for the result.
     ///
     /// # Panics
     /// If the tape records, its precision is not f32, or the cache is full.
     pub fn attention_cached(
         &mut self,
-        shape: AttentionShape,
-        rotary: Option<&Arc<RotaryTable>>,
+        attention: &Attention,
         qkv: Var,
         cache: &mut KeyValueCache,
     ) -> Result<Var, DeviceError> {
-        assert_eq!(self.recording, super::Recording::Off, "a cache is for forward only");
-        self.rotate(shape, rotary, qkv, cache.len);
-        let mut y = self.device.activation([shape.rows(), shape.output_cols()])?;
-        let mut log_sums = self.device.activation([shape.batch, shape.num_heads, shape.seq_len])?;
+        let (tape, _) = self.unrecorded();
+        let shape = attention.shape(tape.values[qkv.0].tensor().shape());
+        let mut qkv = tape.take_value(qkv.place());
+        if let Some(rotary) = &attention.rotary {
+            tape.device.rotary(qkv.view_mut(), shape, rotary.at(cache.len), false);
+        }
+        let mut y = tape.device.activation([shape.batch, shape.seq_len, shape.output_cols()])?;
+        let mut log_sums = tape.device.activation([shape.batch, shape.num_heads, shape.seq_len])?;
         let capacity = cache.capacity();
         let (mut keys, mut values) = (cache.keys.view_mut(), cache.values.view_mut());
         let mut span = CacheSpan { keys: keys.f32s(), values: values.f32s(), capacity, len: cache.len };
-        self.device.attention_cached(
-            self.values.get(qkv),
-            shape,
-            &mut span,
-            y.view_mut(),
-            log_sums.view_mut(),
-        )?;
+        let (y_view, log_sums) = (y.view_mut(), log_sums.view_mut());
+        tape.device.attention_cached(qkv.view(), shape, &mut span, y_view, log_sums)?;
         cache.len += shape.seq_len;
-        Ok(self.input(y))
-    }
-
-    fn rotate(
-        &mut self,
-        shape: AttentionShape,
-        rotary: Option<&Arc<RotaryTable>>,
-        qkv: Var,
-        first_position: usize,
-    ) {
-        let Some(rotary) = rotary else { return };
-        self.device.rotary(self.values.get_mut(qkv), shape, rotary.at(first_position), false);
-    }
-}
-
-impl AttentionNode {
-    /// Attention has no parameters: all of this is the input half.
-    pub(super) fn backward(self, cx: &mut Backward<'_>) -> Result<Var, DeviceError> {
-        let dy = cx.take_grad(self.y);
-        let qkv = cx.values.get(self.qkv);
-        let mut d_qkv = cx.device.activation_of(qkv.shape(), qkv.dtype())?;
-        let output = (cx.values.get(self.y), self.log_sums.view(), dy.view());
-        cx.device.attention_backward(qkv, self.shape, output, d_qkv.view_mut())?;
-        if let Some(rotary) = &self.rotary {
-            cx.device.rotary(d_qkv.view_mut(), self.shape, rotary.at(0), true);
-        }
-        cx.add_grad(self.qkv, d_qkv);
-        Ok(self.y)
+        Ok(tape.constant(y))
     }
 }

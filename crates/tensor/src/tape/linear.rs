@@ -1,9 +1,8 @@
-use super::{Backward, GradSink, Node, Recording, Tape, Var, Vector, write_grad};
+use super::{Backward, Forward, GradSink, Operation, ReadBy, write_grad};
 use crate::device::{Device, DeviceError, Transpose};
-use crate::fp8::{Fp8Layer, Fp8Scales, Operand};
+use crate::fp8::{Fp8Layer, Operand};
 use crate::kernels::MatmulEpilogue;
 use crate::parameter_table::ParameterSpan;
-use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
@@ -32,7 +31,8 @@ pub enum InputActivation {
     SwiGlu,
 }
 
-/// `y = activation(x) W + bias`, plus a residual.
+/// `y = activation(x) W + bias + residual`, for `x` (`[.., inputs]`, in the tape's precision) and an optional residual (`[.., outputs]`,
+/// f32), as `[.., outputs]`: in the tape's precision, or in f32 with a residual.
 #[derive(Debug, Clone, Copy)]
 pub struct Linear {
     /// The matrix.
@@ -62,9 +62,23 @@ impl Linear {
         }
     }
 
-    /// How the layer works in fp8, if it does.
-    fn fp8<'a>(&self, scales: Option<&'a Fp8Scales>, recording: Recording) -> Option<Fp8Layer<'a>> {
-        scales?.layer(self.weight.first, recording == Recording::On)
+    /// Gradient of what the matrix is applied to, from `dy` as products read it.
+    fn input_grad(&self, cx: &Backward<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
+        let inputs = self.weight.shape.num_elements() / self.outputs();
+        let mut dx = cx.empty(dy.shape().with_cols(inputs), cx.precision().dtype())?;
+        let fp8 = cx.fp8_layer(self.weight.first);
+        let weight = factor(cx.device(), fp8, Operand::Weight, cx.parameter(&self.weight))?;
+        let (left, right) = ((dy, Transpose::No), (weight.view(), self.transposes().1));
+        cx.device().matmul(cx.precision(), left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
+        Ok(dx)
+    }
+
+    /// Where the input half keeps what the activation made of the input, and the gradient as products read it in fp8.
+    fn kept_places(&self) -> (Option<usize>, usize) {
+        match self.activation {
+            InputActivation::Identity => (None, 0),
+            InputActivation::Gelu | InputActivation::SwiGlu => (Some(0), 1),
+        }
     }
 }
 
@@ -97,45 +111,90 @@ fn factor<'a>(
     })
 }
 
-#[derive(Debug)]
-pub(super) struct LinearNode {
-    op: Linear,
-    x: Var,
-    residual: Option<Var>,
-    y: Var,
-}
-
-impl Tape {
-    /// `activation(x) W + bias + residual` for `x` of `[rows, inputs]`, in the tape's precision; `[rows, outputs]`, likewise, or f32
-    /// with a residual, which is f32.
-    pub fn linear(
-        &mut self,
-        parameters: &dyn ParameterSource,
-        op: &Linear,
-        x: Var,
-        residual: Option<Var>,
-    ) -> Result<Var, DeviceError> {
-        let rows = self.values.get(x).shape().rows();
-        let dtype = if residual.is_some() { DType::F32 } else { self.precision.dtype() };
-        let mut y = self.device.activation_of([rows, op.outputs()], dtype)?;
-        let activated = activate(&self.device, op.activation, self.values.get(x))?;
-        let input = activated.as_ref().map_or(self.values.get(x), Tensor::view);
-        let fp8 = op.fp8(self.fp8.as_deref(), self.recording);
-        let input = factor(&self.device, fp8, Operand::Input, input)?;
-        let weight = factor(&self.device, fp8, Operand::Weight, parameters.span(&op.weight))?;
-        let vector = |span| Vector::new(&self.device, self.precision, parameters.span(span));
-        let bias = op.bias.as_ref().map(vector).transpose()?;
+impl Operation for Linear {
+    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+        let (x, device) = (cx.input(0), cx.device());
+        let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
+        let dtype = if residual.is_some() { DType::F32 } else { cx.precision().dtype() };
+        let mut y = cx.empty(x.shape().with_cols(self.outputs()), dtype)?;
+        let activated = activate(device, self.activation, x)?;
+        let input = activated.as_ref().map_or(x, Tensor::view);
+        let fp8 = cx.fp8_layer(self.weight.first);
+        let input = factor(device, fp8, Operand::Input, input)?;
+        let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
+        let bias = self.bias.as_ref().map(|bias| cx.vector(bias)).transpose()?;
         let epilogue = MatmulEpilogue::Add {
             bias: bias.as_ref().map(|bias| bias.view().f32s()),
-            residual: residual.map(|residual| self.values.get(residual).f32s()),
+            residual: residual.map(|residual| residual.f32s()),
         };
-        let (left, right) = ((input.view(), Transpose::No), (weight.view(), op.transposes().0));
-        self.device.matmul(self.precision, left, right, y.view_mut(), epilogue)?;
+        let (left, right) = ((input.view(), Transpose::No), (weight.view(), self.transposes().0));
+        device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;
         drop(input);
-        drop(activated);
-        let y = self.input(y);
-        self.record(|| Node::Linear(LinearNode { op: *op, x, residual, y }));
-        Ok(y)
+        drop((activated, weight, bias));
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError> {
+        let fp8 = cx.fp8_layer(self.weight.first);
+        let (mut d_input, rounded) = match factor(cx.device(), fp8, Operand::OutputGrad, cx.grad())? {
+            Factor::Unrounded(dy) => (self.input_grad(cx, dy)?, None),
+            Factor::Rounded(rounded) => (self.input_grad(cx, rounded.view())?, Some(rounded)),
+        };
+        match self.activation {
+            InputActivation::Identity => cx.add_grad(0, d_input),
+            InputActivation::Gelu => {
+                let mut x = cx.take_input(0)?;
+                cx.device().gelu_backward(x.view_mut(), d_input.view_mut());
+                cx.add_grad(0, d_input);
+                cx.keep(x);
+            }
+            InputActivation::SwiGlu => {
+                let mut x = cx.take_input(0)?;
+                cx.device().swiglu_backward(x.view_mut(), d_input.view_mut());
+                cx.add_grad(0, x);
+                cx.keep(d_input);
+            }
+        }
+        if let Some(rounded) = rounded {
+            cx.keep(rounded);
+        }
+        if cx.num_inputs() > 1 {
+            cx.pass_grad(1);
+        }
+        Ok(())
+    }
+
+    fn backward_weight(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+        let fp8 = cx.fp8_layer(self.weight.first);
+        let (activated, rounded) = self.kept_places();
+        write_grad(sink, &self.weight, |out, accumulate| {
+            let activated = activated.and_then(|place| cx.kept(place));
+            // Rounded again rather than kept: its scale is still that of the step.
+            let input = factor(cx.device(), fp8, Operand::Input, activated.unwrap_or_else(|| cx.input(0)))?;
+            let dy = cx.kept(rounded).unwrap_or_else(|| cx.grad());
+            weight_grad(cx.device(), cx.precision(), self.layout, input.view(), dy, out, accumulate)
+        })?;
+        if let Some(bias) = &self.bias {
+            write_grad(sink, bias, |out, accumulate| {
+                cx.device().column_sums(cx.grad(), out, accumulate);
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+
+    fn has_parameters(&self) -> bool {
+        true
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        match (input, self.activation) {
+            (0, InputActivation::Identity) => ReadBy::WEIGHT_HALF,
+            // What the activation makes of it is kept for the weight half.
+            (0, _) => ReadBy::INPUT_HALF,
+            _ => ReadBy::NEITHER,
+        }
     }
 }
 
@@ -144,7 +203,6 @@ fn activate(
     activation: InputActivation,
     x: View<'_>,
 ) -> Result<Option<Tensor>, DeviceError> {
-    let (rows, cols) = (x.shape().rows(), x.shape().cols());
     Ok(match activation {
         InputActivation::Identity => None,
         InputActivation::Gelu => {
@@ -153,122 +211,11 @@ fn activate(
             Some(y)
         }
         InputActivation::SwiGlu => {
-            let mut y = device.activation_of([rows, cols / 2], x.dtype())?;
+            let mut y = device.activation_of(x.shape().with_cols(x.shape().cols() / 2), x.dtype())?;
             device.swiglu(x, y.view_mut());
             Some(y)
         }
     })
-}
-
-/// The weight half of a linear layer's backward.
-#[derive(Debug)]
-pub(super) struct LinearWeights {
-    op: Linear,
-    /// What the matrix was applied to: the saved value, or what the activation made of it.
-    input: SavedInput,
-    dy: Tensor,
-    /// The same as products read it, in fp8.
-    rounded: Option<Tensor>,
-}
-
-#[derive(Debug)]
-enum SavedInput {
-    Value(Var),
-    Activated(Tensor),
-}
-
-impl LinearNode {
-    pub(super) fn backward(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<Var, DeviceError> {
-        let (output, residual) = (self.y, self.residual);
-        let dy = self.input_half(cx)?.run(cx, sink)?;
-        if let Some(residual) = residual {
-            cx.add_grad(residual, dy);
-        }
-        Ok(output)
-    }
-
-    pub(super) fn backward_input(self, cx: &mut Backward<'_>) -> Result<(Var, LinearWeights), DeviceError> {
-        let (output, residual) = (self.y, self.residual);
-        let weights = self.input_half(cx)?;
-        if let Some(residual) = residual {
-            cx.add_grad_copied(residual, &weights.dy)?;
-        }
-        Ok((output, weights))
-    }
-
-    /// Gives the gradient of `x` to it. That of a residual is the result's.
-    fn input_half(self, cx: &mut Backward<'_>) -> Result<LinearWeights, DeviceError> {
-        let dy = cx.take_grad(self.y);
-        let fp8 = self.op.fp8(cx.fp8, Recording::On);
-        let (mut d_input, rounded) = match factor(cx.device, fp8, Operand::OutputGrad, dy.view())? {
-            Factor::Unrounded(dy) => (self.input_grad(cx, dy)?, None),
-            Factor::Rounded(rounded) => (self.input_grad(cx, rounded.view())?, Some(rounded)),
-        };
-        let input = match self.op.activation {
-            InputActivation::Identity => {
-                cx.add_grad(self.x, d_input);
-                SavedInput::Value(self.x)
-            }
-            InputActivation::Gelu => {
-                let mut x = cx.values.take(self.x);
-                cx.device.gelu_backward(x.view_mut(), d_input.view_mut());
-                cx.add_grad(self.x, d_input);
-                SavedInput::Activated(x)
-            }
-            InputActivation::SwiGlu => {
-                let mut x = cx.values.take(self.x);
-                cx.device.swiglu_backward(x.view_mut(), d_input.view_mut());
-                cx.add_grad(self.x, x);
-                SavedInput::Activated(d_input)
-            }
-        };
-        Ok(LinearWeights { op: self.op, input, dy, rounded })
-    }
-
-    /// Gradient of what the matrix is applied to.
-    fn input_grad(&self, cx: &Backward<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
-        let rows = dy.shape().rows();
-        let inputs = self.op.weight.shape.num_elements() / self.op.outputs();
-        let mut dx = cx.device.activation_of([rows, inputs], cx.precision.dtype())?;
-        let fp8 = self.op.fp8(cx.fp8, Recording::On);
-        let weight = factor(cx.device, fp8, Operand::Weight, cx.parameters.span(&self.op.weight))?;
-        let (left, right) = ((dy, Transpose::No), (weight.view(), self.op.transposes().1));
-        cx.device.matmul(cx.precision, left, right, dx.view_mut(), MatmulEpilogue::Overwrite)?;
-        Ok(dx)
-    }
-}
-
-impl LinearWeights {
-    /// The value of the tape that it reads, if it is one.
-    pub(super) fn x(&self) -> Option<Var> {
-        match self.input {
-            SavedInput::Value(x) => Some(x),
-            SavedInput::Activated(_) => None,
-        }
-    }
-
-    /// Gives the gradient of the result back.
-    pub(super) fn run(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<Tensor, DeviceError> {
-        let LinearWeights { op, input, dy, rounded } = self;
-        let fp8 = op.fp8(cx.fp8, Recording::On);
-        write_grad(sink, &op.weight, |out, accumulate| {
-            let input = match &input {
-                SavedInput::Value(x) => cx.values.get(*x),
-                SavedInput::Activated(input) => input.view(),
-            };
-            // Rounded again rather than kept: its scale is still that of the step.
-            let input = factor(cx.device, fp8, Operand::Input, input)?;
-            let dy = rounded.as_ref().unwrap_or(&dy).view();
-            weight_grad(cx.device, cx.precision, op.layout, input.view(), dy, out, accumulate)
-        })?;
-        if let Some(bias) = op.bias {
-            write_grad(sink, &bias, |out, accumulate| {
-                cx.device.column_sums(dy.view(), out, accumulate);
-                Ok(())
-            })?;
-        }
-        Ok(dy)
-    }
 }
 
 /// `input^T dy` in the weight's layout, written or added.

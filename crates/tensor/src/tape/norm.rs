@@ -1,12 +1,10 @@
-use super::{Backward, GradSink, Node, Tape, Values, Var, Vector, write_grad};
-use crate::device::{Device, DeviceError};
+use super::{Backward, Forward, GradSink, Operation, ReadBy, write_grad};
+use crate::device::DeviceError;
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameter_table::ParameterSpan;
-use crate::parameters::ParameterSource;
-use crate::precision::Precision;
-use crate::tensor::{Tensor, View, ViewMut};
+use trireme_base::DType;
 
-/// A normalisation of rows.
+/// A normalisation of rows: of `x` (`[.., cols]`, f32), in the tape's precision.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm {
     /// One weight a column.
@@ -23,111 +21,64 @@ impl Norm {
     fn kind(&self) -> NormKind {
         NormKind { epsilon: self.epsilon, centred: self.centred }
     }
-
-    fn apply(
-        &self,
-        device: &Device,
-        precision: Precision,
-        parameters: &dyn ParameterSource,
-        x: View<'_>,
-        statistics: ViewMut<'_>,
-    ) -> Result<Tensor, DeviceError> {
-        let mut y = device.activation_of(x.shape(), precision.dtype())?;
-        let vector = |span| Vector::new(device, precision, parameters.span(span));
-        let (weight, bias) = (vector(&self.weight)?, self.bias.as_ref().map(vector).transpose()?);
-        let (weight, bias) = (weight.view(), bias.as_ref().map(Vector::view));
-        device.norm(x, weight, bias, self.kind(), y.view_mut(), statistics);
-        Ok(y)
-    }
 }
 
-#[derive(Debug)]
-pub(super) struct NormNode {
-    op: Norm,
-    x: Var,
-    y: Var,
-    pub(super) statistics: Tensor,
-}
-
-impl Tape {
-    /// Normalises each row of `x` (`[rows, cols]`, f32); the result is in the tape's precision.
-    pub fn norm(&mut self, parameters: &dyn ParameterSource, op: &Norm, x: Var) -> Result<Var, DeviceError> {
-        let input = self.values.get(x);
-        let mut statistics = self.device.activation([input.shape().rows(), 2])?;
-        let y = op.apply(&self.device, self.precision, parameters, input, statistics.view_mut())?;
-        let y = self.input(y);
-        self.record(|| Node::Norm(NormNode { op: *op, x, y, statistics }));
-        Ok(y)
-    }
-}
-
-impl NormNode {
-    /// Gives the result back.
-    pub(super) fn give_back(&self, values: &mut Values) {
-        values.0[self.y.0] = None;
-    }
-
-    /// Makes the result again if it was given back.
-    pub(super) fn recompute(
-        &mut self,
-        device: &Device,
-        precision: Precision,
-        parameters: &dyn ParameterSource,
-        values: &mut Values,
-    ) -> Result<(), DeviceError> {
-        if values.0[self.y.0].is_none() {
-            let statistics = self.statistics.view_mut();
-            values.0[self.y.0] =
-                Some(self.op.apply(device, precision, parameters, values.get(self.x), statistics)?);
-        }
+impl Operation for Norm {
+    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+        let shape = cx.input(0).shape();
+        let mut statistics = cx.empty_to_save([shape.rows(), 2], DType::F32)?;
+        let mut y = cx.empty(shape, cx.precision().dtype())?;
+        let weight = cx.vector(&self.weight)?;
+        let bias = self.bias.as_ref().map(|bias| cx.vector(bias)).transpose()?;
+        let (weight_view, bias_view) = (weight.view(), bias.as_ref().map(|bias| bias.view()));
+        let (y_view, statistics_view) = (y.view_mut(), statistics.view_mut());
+        cx.device().norm(cx.input(0), weight_view, bias_view, self.kind(), y_view, statistics_view);
+        drop((weight, bias));
+        cx.save(statistics);
+        cx.output(y);
         Ok(())
     }
 
-    pub(super) fn backward(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<Var, DeviceError> {
-        let (output, weights) = self.backward_input(cx)?;
-        weights.run(cx, sink)?;
-        Ok(output)
-    }
-
-    pub(super) fn backward_input(self, cx: &mut Backward<'_>) -> Result<(Var, NormWeights), DeviceError> {
-        let dy = cx.take_grad(self.y);
+    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError> {
+        if !cx.wants_grad(0) {
+            return Ok(());
+        }
         // The residual stream has left its gradient here already: add to it in the same pass.
-        let (mut dx, accumulate) = match cx.grads[self.x.0].take() {
+        let (mut dx, accumulate) = match cx.take_grad_sum(0) {
             Some(sum) => (sum, true),
-            None => (cx.device.activation(dy.shape())?, false),
+            None => (cx.empty(cx.input(0).shape(), DType::F32)?, false),
         };
-        let weight = Vector::new(cx.device, cx.precision, cx.parameters.span(&self.op.weight))?;
-        let rows = (cx.values.get(self.x), weight.view(), self.statistics.view());
-        cx.device.norm_backward_input(rows, self.op.kind(), dy.view(), dx.view_mut(), accumulate);
-        cx.grads[self.x.0] = Some(dx);
-        Ok((self.y, NormWeights { node: self, dy }))
-    }
-}
-
-/// The weight half of a normalisation's backward.
-#[derive(Debug)]
-pub(super) struct NormWeights {
-    node: NormNode,
-    dy: Tensor,
-}
-
-impl NormWeights {
-    pub(super) fn x(&self) -> Var {
-        self.node.x
+        let weight = cx.vector(&self.weight)?;
+        let rows = (cx.input(0), weight.view(), cx.saved(0).expect("the statistics"));
+        cx.device().norm_backward_input(rows, self.kind(), cx.grad(), dx.view_mut(), accumulate);
+        drop(weight);
+        cx.set_grad_sum(0, dx);
+        Ok(())
     }
 
-    pub(super) fn run(self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
-        let NormWeights { node, dy } = self;
-        if let Some(bias) = node.op.bias {
-            write_grad(sink, &bias, |out, accumulate| {
-                cx.device.column_sums(dy.view(), out, accumulate);
+    fn backward_weight(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+        if let Some(bias) = &self.bias {
+            write_grad(sink, bias, |out, accumulate| {
+                cx.device().column_sums(cx.grad(), out, accumulate);
                 Ok(())
             })?;
         }
-        write_grad(sink, &node.op.weight, |out, accumulate| {
-            let (x, statistics) = (cx.values.get(node.x), node.statistics.view());
-            cx.device.norm_backward_weight(x, dy.view(), statistics, out, accumulate);
+        write_grad(sink, &self.weight, |out, accumulate| {
+            let statistics = cx.saved(0).expect("the statistics");
+            cx.device().norm_backward_weight(cx.input(0), cx.grad(), statistics, out, accumulate);
             Ok(())
         })
+    }
+
+    fn has_parameters(&self) -> bool {
+        true
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy { input_half: true, weight_half: true }
+    }
+
+    fn is_cheap(&self) -> bool {
+        true
     }
 }

@@ -2,8 +2,7 @@
 
 use super::*;
 use crate::device::DeviceOptions;
-use crate::kernels::AttentionShape;
-use crate::parameter_table::ParameterTable;
+use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::parameters::Parameters;
 use trireme_base::{Category, RandomKey};
 
@@ -32,12 +31,13 @@ impl GradSink for Grads {
 /// Embedding, a block and the loss, on one tape.
 struct Network {
     device: Device,
-    embedding: Embedding,
-    norm: Norm,
-    qkv: Linear,
-    hidden: Linear,
-    projection: Linear,
-    head: LossHead,
+    embedding: Arc<Embedding>,
+    norm: Arc<Norm>,
+    qkv: Arc<Linear>,
+    attention: Arc<Attention>,
+    hidden: Arc<Linear>,
+    projection: Arc<Linear>,
+    head: Arc<LossHead>,
     parameters: Parameters,
     num_parameters: usize,
 }
@@ -72,7 +72,19 @@ impl Network {
         let num_parameters = table.parameters().len();
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
         RandomKey::new(3, "parameters").fill_normal(parameters.flat_mut(0).f32s(), 0.3);
-        Network { device, embedding, norm, qkv, hidden, projection, head, parameters, num_parameters }
+        let attention = Attention { num_heads: 2, num_kv_heads: 2, head_dim: COLS / 2, rotary: None };
+        Network {
+            device,
+            embedding: embedding.into(),
+            norm: norm.into(),
+            qkv: qkv.into(),
+            attention: attention.into(),
+            hidden: hidden.into(),
+            projection: projection.into(),
+            head: head.into(),
+            parameters,
+            num_parameters,
+        }
     }
 
     /// The bits of the gradients of all parameters, and the loss.
@@ -86,16 +98,15 @@ impl Network {
         let mut tape = Tape::new(&self.device, Recording::On, precision);
         let parameters = &self.parameters;
         let (ids, targets) = (tape.input(tokens(0)), tape.input(tokens(1)));
-        let x = tape.embedding(parameters, &self.embedding, ids, 0).unwrap();
-        let normed = tape.norm(parameters, &self.norm, x).unwrap();
-        let qkv = tape.linear(parameters, &self.qkv, normed, None).unwrap();
-        let shape =
-            AttentionShape { batch: 1, seq_len: ROWS, num_heads: 2, num_kv_heads: 2, head_dim: COLS / 2 };
-        let attended = tape.attention(shape, None, qkv).unwrap();
-        let hidden = tape.linear(parameters, &self.hidden, attended, None).unwrap();
-        let y = tape.linear(parameters, &self.projection, hidden, Some(x)).unwrap();
-        let last = tape.norm(parameters, &self.norm, y).unwrap();
-        tape.loss(parameters, &self.head, last, targets, 1.0).unwrap();
+        let mut recorder = tape.recorder(parameters);
+        let x = recorder.apply(&self.embedding, [ids]).unwrap();
+        let normed = recorder.apply(&self.norm, [&x]).unwrap();
+        let qkv = recorder.apply(&self.qkv, [normed]).unwrap();
+        let attended = recorder.apply(&self.attention, [qkv]).unwrap();
+        let hidden = recorder.apply(&self.hidden, [attended]).unwrap();
+        let y = recorder.apply(&self.projection, (hidden, x)).unwrap();
+        let last = recorder.apply(&self.norm, [y]).unwrap();
+        let [] = recorder.apply_for(&self.head, (last, targets)).unwrap();
         let sum = Parameters::zeros(parameters.table(), &self.device, Category::Gradients).unwrap();
         let mut grads = Grads { sum, num_written: 0 };
         if apart {

@@ -4,8 +4,8 @@ use super::*;
 use crate::device::DeviceOptions;
 use crate::fp8::{Fp8Formats, Fp8Recipe, Fp8State};
 use crate::parameter_table::ParameterTable;
-use crate::parameters::Parameters;
-use crate::tape::{GradSink, GradTarget};
+use crate::parameters::{ParameterSource, Parameters};
+use crate::tape::{GradSink, GradTarget, Recording, Tape, Var};
 use std::sync::Arc;
 use trireme_base::{Bf16, Category, RandomKey};
 
@@ -146,13 +146,15 @@ impl Case {
         let mut tape = Tape::new(&self.device, Recording::On, Precision::Bf16).with_fp8(fp8);
         let x = tape.input(self.tensor(&self.x, DType::Bf16));
         let residual = self.residual.as_ref().map(|values| tape.input(self.tensor(values, DType::F32)));
-        let y = tape.linear(&self.parameters, &self.op, x, residual).unwrap();
-        let found_y = self.values(&tape.take_value(y));
+        let (x_place, residual_place) = (x.place(), residual.as_ref().map(Var::place));
+        let inputs: Vec<Var> = std::iter::once(x).chain(residual).collect();
+        let y = tape.recorder(&self.parameters).apply(&Arc::new(self.op), inputs).unwrap();
+        let found_y = self.values(&tape.take_output(&y).unwrap());
         let mut grads =
             Grads(Parameters::zeros(self.parameters.table(), &self.device, Category::Gradients).unwrap());
-        let dtype = if residual.is_some() { DType::F32 } else { DType::Bf16 };
-        tape.backward(&self.parameters, Some((y, self.tensor(&self.dy, dtype))), &mut grads).unwrap();
-        if let Some(residual) = residual {
+        let dtype = if residual_place.is_some() { DType::F32 } else { DType::Bf16 };
+        tape.backward(&self.parameters, Some((y.place(), self.tensor(&self.dy, dtype))), &mut grads).unwrap();
+        if let Some(residual) = residual_place {
             assert_eq!(
                 self.values(&tape.take_grad(residual).unwrap()),
                 self.dy,
@@ -162,7 +164,7 @@ impl Case {
         let of = |span: &ParameterSpan| grads.0.span(span).f32s().to_vec();
         Found {
             y: found_y,
-            dx: self.values(&tape.take_grad(x).unwrap()),
+            dx: self.values(&tape.take_grad(x_place).unwrap()),
             d_weight: of(&self.op.weight),
             d_bias: of(&self.op.bias.unwrap()),
         }
@@ -262,9 +264,9 @@ fn passes_without_training_and_layers_left_out_change_no_scale() {
     let mut tape = Tape::new(&case.device, Recording::Off, Precision::Bf16).with_fp8(scales);
     let x = tape.input(case.tensor(&case.x, DType::Bf16));
     let residual = tape.input(case.tensor(case.residual.as_ref().unwrap(), DType::F32));
-    let y = tape.linear(&case.parameters, &case.op, x, Some(residual)).unwrap();
+    let y = tape.recorder(&case.parameters).apply(&Arc::new(case.op), (x, residual)).unwrap();
     assert_eq!(advance(&mut state), [0.0; 3]);
-    assert_eq!(case.values(&tape.take_value(y)), case.run(Some(&state)).y, "it is rounded alike");
+    assert_eq!(case.values(&tape.take_value(y.place())), case.run(Some(&state)).y, "it is rounded alike");
     let other = Fp8State::new(Fp8Recipe::new(Fp8Formats::Hybrid), vec![case.op.bias.unwrap().first]);
     let (left_out, plain) = (case.run(Some(&other)), case.run(None));
     assert_eq!((left_out.y, left_out.d_weight), (plain.y, plain.d_weight));
