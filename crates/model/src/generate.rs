@@ -109,7 +109,7 @@ impl<'a> Generation<'a> {
                 layer.map(|layer| Past { rotary: self.rotary.as_ref(), cache: &mut self.caches[layer] });
             let input = tape.input(x);
             let output = self.model.forward_after(unit, &mut tape.recorder(self.parameters), input, past)?;
-            x = tape.take_value(output.place());
+            x = tape.take_value(output.id());
         }
         self.position += tokens.len();
         let mut last = self.device.empty([1, x.shape().cols()].into(), DType::F32, Category::Activations)?;
@@ -117,7 +117,7 @@ impl<'a> Generation<'a> {
         let mut tape = Tape::new(self.device, Recording::Off, Precision::F32);
         let input = tape.input(last);
         let logits = self.model.forward_logits(&mut tape.recorder(self.parameters), input)?;
-        Ok(tape.take_value(logits.place()).view().f32s().to_vec())
+        Ok(tape.take_value(logits.id()).view().f32s().to_vec())
     }
 }
 

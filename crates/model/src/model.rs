@@ -162,8 +162,7 @@ impl Model {
     pub fn forward_loss(&self, recorder: &mut Recorder<'_>, x: Var, targets: Var) -> Result<(), DeviceError> {
         let (norm, loss) = self.head();
         let normed = recorder.apply(norm, [x])?;
-        let [] = recorder.apply_for(loss, (normed, targets))?;
-        Ok(())
+        recorder.apply_loss(loss, (normed, targets))
     }
 
     /// Runs the head as logits: `[.., vocab_size]`.

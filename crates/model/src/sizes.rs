@@ -4,7 +4,7 @@ use crate::error::ModelError;
 use crate::model::{Batch, Model, Unit};
 use std::sync::Arc;
 use trireme_base::{DType, UnitPasses};
-use trireme_tensor::tape::{Place, Recording};
+use trireme_tensor::tape::{Recording, VarId};
 use trireme_tensor::{
     Category, Device, DeviceError, Fp8Scales, GradSink, GradTarget, ParameterSpan, Parameters, Precision,
     Shape, Tape, Tensor, Var,
@@ -56,7 +56,7 @@ struct Rehearsal<'a> {
 /// A unit's forward pass.
 struct Recorded {
     tape: Tape,
-    input: Place,
+    input: VarId,
     output: Option<Var>,
 }
 
@@ -100,7 +100,7 @@ impl Rehearsal<'_> {
         let grad = made.as_ref().map(|made| self.empty(made.shape(), made.dtype())).transpose()?;
         let (_, backward_peak, backward_operations) = self.watch(|| {
             let mut sink = CountingSink { device: self.device, target: None };
-            let output = pass.output.as_ref().map(Var::place);
+            let output = pass.output.as_ref().map(Var::id);
             Ok(pass.tape.backward(self.parameters, output.zip(grad), &mut sink)?)
         })?;
         let grad = pass.tape.take_grad(pass.input);
@@ -140,7 +140,7 @@ impl Rehearsal<'_> {
         let made = pass.output.as_ref().map(|output| pass.tape.take_output(output)).transpose()?;
         let grad = made.map(|made| self.empty(made.shape(), made.dtype())).transpose()?;
         let (_, input_half_peak, input_half_operations) = self.watch(|| {
-            let output = pass.output.as_ref().map(Var::place);
+            let output = pass.output.as_ref().map(Var::id);
             Ok(pass.tape.backward_input(self.parameters, output.zip(grad))?)
         })?;
         drop(pass.tape.take_grad(pass.input));
@@ -168,7 +168,7 @@ impl Rehearsal<'_> {
     ) -> Result<Recorded, ModelError> {
         let mut tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
         let input = tape.input(input);
-        let place = input.place();
+        let place = input.id();
         let output = match self.model.units()[unit] {
             Unit::Head { .. } => {
                 let targets = tape.input(targets.take().expect("a model has one head"));

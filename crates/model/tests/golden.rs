@@ -106,7 +106,7 @@ impl Golden {
             x = self.model.forward(unit, &mut recorder, x).unwrap();
         }
         let logits = self.model.forward_logits(&mut recorder, x).unwrap();
-        tape.take_value(logits.place()).view().f32s().to_vec()
+        tape.take_value(logits.id()).view().f32s().to_vec()
     }
 
     /// Mean loss of predicting each token from those before it; gradients go to `sink`, if there is one.
@@ -135,14 +135,14 @@ impl Golden {
         for unit in 0..self.model.num_units() - 1 {
             let mut tape = Tape::new(&self.device, recording, precision);
             let input = tape.input(x);
-            let place = input.place();
+            let place = input.id();
             let output = self.model.forward(unit, &mut tape.recorder(&self.parameters), input).unwrap();
             x = tape.take_output(&output).unwrap();
-            tapes.push((tape, place, output.place()));
+            tapes.push((tape, place, output.id()));
         }
         let mut head = Tape::new(&self.device, recording, precision);
         let (input, targets) = (head.input(x), head.input(batch.targets));
-        let place = input.place();
+        let place = input.id();
         head.set_loss_scale(loss_scale);
         self.model.forward_loss(&mut head.recorder(&self.parameters), input, targets).unwrap();
         if let Some(sink) = sink {

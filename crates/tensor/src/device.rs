@@ -1,6 +1,8 @@
 //! The boundary between what is computed and the hardware that computes it.
 
 mod attention;
+mod blocks;
+mod elementwise;
 mod error;
 mod optimizer;
 mod quantized;
@@ -93,8 +95,8 @@ impl Device {
         self.cpu.threads.is_idle()
     }
 
-    /// Floating-point operations of products, attention and normalisations so far, as their formulas count them; `u64::MAX`
-    /// if there are more.
+    /// Floating-point operations so far of matrix multiplications, attention, normalisations, functions of elements, sums and
+    /// softmax, as their formulas count them; `u64::MAX` if there are more.
     pub fn num_operations(&self) -> u64 {
         self.num_operations.load(Ordering::Relaxed)
     }
@@ -268,11 +270,6 @@ impl Device {
         self.cpu.sum_of_squares(x.f32s(), leaf_len)
     }
 
-    /// `out += term`, elementwise.
-    pub fn add_assign(&self, mut out: ViewMut<'_>, term: View<'_>) {
-        self.cpu.add_assign(out.f32s(), term.f32s());
-    }
-
     /// `y = gelu(x)`, with the tanh approximation.
     pub(crate) fn gelu(&self, x: View<'_>, mut y: ViewMut<'_>) {
         with_element!(x.dtype() => |T| self.cpu.gelu::<T>(x.elements(), y.elements()));
@@ -374,7 +371,7 @@ impl Device {
 
     /// `d_table[ids[i]] += dy[i]`.
     pub(crate) fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, mut d_table: ViewMut<'_>) {
-        self.cpu.embedding_backward(ids.u32s(), dy.f32s(), d_table.f32s());
+        self.cpu.embedding_backward(ids.u32s(), dy.f32s(), dy.shape().cols(), d_table.f32s());
     }
 
     /// `d_positions[t] += sum over sequences of dy[sequence, t]`.

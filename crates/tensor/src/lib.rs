@@ -1,6 +1,6 @@
-//! Storage, fused kernels and the tape.
+//! Storage, kernels and the tape.
 //!
-//! A [`Device`] owns memory and runs kernels; [`Tensor`]s live on it. [`Tape`] records fused operations
+//! A [`Device`] owns memory and runs kernels; [`Tensor`]s live on it. [`Tape`] records operations
 //! and differentiates them; gradients of parameters leave through a [`GradSink`] the moment they are
 //! complete. `model` and `parallel` call the device and the tape only: which hardware runs a kernel is
 //! decided below [`Device`].

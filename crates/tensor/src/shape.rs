@@ -50,8 +50,35 @@ impl Shape {
     ///
     /// # Panics
     /// If there is no dim.
-    pub fn with_cols(mut self, cols: usize) -> Shape {
-        self.dims[self.num_dims - 1] = cols;
+    pub fn with_cols(self, cols: usize) -> Shape {
+        self.with_dim(self.num_dims - 1, cols)
+    }
+
+    /// The same shape with one more dim, the last.
+    ///
+    /// # Panics
+    /// If there are four already.
+    pub fn and_cols(&self, cols: usize) -> Shape {
+        assert!(self.num_dims < DIMS_MAX, "{self:?} has no room for another dim");
+        Shape { num_dims: self.num_dims + 1, ..*self }.with_cols(cols)
+    }
+
+    /// Products of the dims before dim `dim`, that dim, and the product of those after it.
+    ///
+    /// # Panics
+    /// If there is no such dim.
+    pub fn around(&self, dim: usize) -> [usize; 3] {
+        let dims = self.dims();
+        [product(&dims[..dim]), dims[dim], product(&dims[dim + 1..])]
+    }
+
+    /// The same shape with another size of one dim.
+    ///
+    /// # Panics
+    /// If there is no such dim.
+    pub fn with_dim(mut self, dim: usize, size: usize) -> Shape {
+        assert!(dim < self.num_dims, "dim {dim} of {self:?}");
+        self.dims[dim] = size;
         self
     }
 

@@ -2,6 +2,7 @@ use crate::device::DeviceError;
 use crate::kernels::cpu::arena::Block;
 use crate::kernels::cpu::element::{Element, Floats, FloatsMut};
 use crate::shape::Shape;
+use bytemuck::Pod;
 use std::ops::Range;
 use trireme_base::{Bf16, DType, F16};
 
@@ -27,6 +28,15 @@ impl Tensor {
     /// Element type.
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// The same elements in another shape.
+    ///
+    /// # Panics
+    /// If it has not as many elements.
+    pub fn reshaped(self, shape: Shape) -> Self {
+        assert_eq!(shape.num_elements(), self.shape.num_elements(), "{:?} as {shape:?}", self.shape);
+        Tensor { shape, ..self }
     }
 
     /// Gives the memory back, and with it the contents; shape and dtype stay.
@@ -142,6 +152,15 @@ impl<'a> View<'a> {
         bytemuck::cast_slice(self.bytes)
     }
 
+    /// Elements as whole numbers of their size, to copy them.
+    ///
+    /// # Panics
+    /// If the elements are of another size.
+    pub(crate) fn words<W: Pod>(&self) -> &'a [W] {
+        assert_eq!(self.dtype.size(), size_of::<W>());
+        bytemuck::cast_slice(self.bytes)
+    }
+
     /// Elements in memory order.
     ///
     /// # Panics
@@ -247,6 +266,15 @@ impl<'a> ViewMut<'a> {
     /// If the elements are no `T`.
     pub(crate) fn elements<T: Element>(&mut self) -> &mut [T] {
         assert_eq!(self.dtype, T::DTYPE);
+        bytemuck::cast_slice_mut(self.bytes)
+    }
+
+    /// As [`View::words`], to write.
+    ///
+    /// # Panics
+    /// If the elements are of another size.
+    pub(crate) fn words<W: Pod>(&mut self) -> &mut [W] {
+        assert_eq!(self.dtype.size(), size_of::<W>());
         bytemuck::cast_slice_mut(self.bytes)
     }
 

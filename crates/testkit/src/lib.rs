@@ -4,6 +4,7 @@
 mod allocations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx_emulator;
+mod gradients;
 pub mod network;
 pub mod relay;
 mod skipping;
@@ -11,6 +12,7 @@ mod skipping;
 pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub use amx_emulator::emulate_amx;
+pub use gradients::{GradientCheck, Input, Reference, Run};
 pub use skipping::or_skip;
 
 use trireme_base::{Random, RandomKey};

@@ -7,13 +7,13 @@ use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_model::Batch;
 use trireme_schedule::{Action, Keep, Outline};
-use trireme_tensor::tape::{Place, Recording};
+use trireme_tensor::tape::{Recording, VarId};
 use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Pass {
     /// All or the products.
-    Recorded { tape: Tape, input: Place, end: End },
+    Recorded { tape: Tape, input: VarId, end: End },
     /// The input.
     Input(Tensor),
     /// What the weight half of backward reads.
@@ -24,9 +24,9 @@ pub(super) enum Pass {
 #[derive(Clone, Copy)]
 pub(super) enum End {
     /// The gradient of what it made.
-    Output(Place),
+    Output(VarId),
     /// The loss.
-    Loss { targets: Place },
+    Loss { targets: VarId },
 }
 
 /// Microbatches under way.
@@ -129,19 +129,19 @@ impl Executor {
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let in_flight = &mut self.in_flight;
         let input = tape.input(input);
-        let place = input.place();
+        let place = input.id();
         let is_head = unit + 1 == self.program.outline.num_units;
         let end = if is_head {
             let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
             let targets = tape.input(targets);
-            let end = End::Loss { targets: targets.place() };
+            let end = End::Loss { targets: targets.id() };
             tape.set_loss_scale(self.loss_scaler.scale() as f32);
             self.model.forward_loss(&mut tape.recorder(&parameters), input, targets)?;
             end
         } else {
             let output = self.model.forward(unit, &mut tape.recorder(&parameters), input)?;
             in_flight.activations[microbatch] = Some(tape.take_output(&output)?);
-            End::Output(output.place())
+            End::Output(output.id())
         };
         Ok(Pass::Recorded { tape, input: place, end })
     }
@@ -202,7 +202,7 @@ impl Executor {
     }
 
     /// The tape of a unit's forward pass, its input, and what backward starts from; `None` for the loss.
-    fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (Tape, Place, Option<(Place, Tensor)>) {
+    fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (Tape, VarId, Option<(VarId, Tensor)>) {
         let in_flight = &mut self.in_flight;
         let Some(Pass::Recorded { tape, input, end }) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
@@ -217,7 +217,7 @@ impl Executor {
     }
 
     /// Passes the gradient of a unit's input on, and the loss if the unit is the head.
-    fn pass_grad_on(&mut self, tape: &mut Tape, input: Place, microbatch: usize) {
+    fn pass_grad_on(&mut self, tape: &mut Tape, input: VarId, microbatch: usize) {
         self.in_flight.grads[microbatch] = tape.take_grad(input);
         if let Some(loss) = tape.loss_sum() {
             // After the last microbatch the losses travel, ahead of the first gradient.

@@ -1,4 +1,4 @@
-use super::{Backward, Forward, Operation, ReadBy, Recorder, Var};
+use super::{BackwardContext, ForwardContext, Operation, ReadBy, Recorder, Var};
 use crate::device::{Device, DeviceError};
 use crate::kernels::{AttentionShape, CacheSpan, Rotary};
 use crate::shape::Shape;
@@ -92,7 +92,7 @@ impl Attention {
 }
 
 impl Operation for Attention {
-    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let input = cx.input(0);
         let (shape, dtype) = (self.shape(input.shape()), input.dtype());
         let rotated = match &self.rotary {
@@ -111,7 +111,7 @@ impl Operation for Attention {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let qkv = cx.saved(1).unwrap_or_else(|| cx.input(0));
         let shape = self.shape(qkv.shape());
         let mut d_qkv = cx.empty(qkv.shape(), qkv.dtype())?;
@@ -119,10 +119,9 @@ impl Operation for Attention {
         let output = (cx.output(0), log_sums, cx.grad());
         cx.device().attention_backward(qkv, shape, output, d_qkv.view_mut())?;
         if let Some(rotary) = &self.rotary {
-            cx.device().rotary(d_qkv.view_mut(), shape, rotary.at(0), true);
+            cx.device().rotary(d_qkv.view_mut(), shape, rotary.at(cx.first_position()), true);
         }
-        cx.add_grad(0, d_qkv);
-        Ok(())
+        cx.add_grad(0, d_qkv)
     }
 
     fn reads_output(&self, _: usize) -> ReadBy {
@@ -132,18 +131,18 @@ impl Operation for Attention {
 
 /// Rotates queries and keys: in the memory of the input, or in a copy where somebody else reads it.
 fn rotate(
-    cx: &mut Forward<'_>,
+    cx: &mut ForwardContext<'_>,
     shape: AttentionShape,
     rotary: &RotaryTable,
 ) -> Result<Option<Tensor>, DeviceError> {
-    let device = cx.device().clone();
+    let (device, first) = (cx.device().clone(), cx.first_position());
     if let Some(qkv) = cx.input_mut(0) {
-        device.rotary(qkv, shape, rotary.at(0), false);
+        device.rotary(qkv, shape, rotary.at(first), false);
         return Ok(None);
     }
     let mut rotated = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
     device.copy(cx.input(0), rotated.view_mut());
-    device.rotary(rotated.view_mut(), shape, rotary.at(0), false);
+    device.rotary(rotated.view_mut(), shape, rotary.at(first), false);
     Ok(Some(rotated))
 }
 
@@ -163,7 +162,7 @@ impl Recorder<'_> {
     ) -> Result<Var, DeviceError> {
         let (tape, _) = self.unrecorded();
         let shape = attention.shape(tape.values[qkv.0].tensor().shape());
-        let mut qkv = tape.take_value(qkv.place());
+        let mut qkv = tape.take_value(qkv.id());
         if let Some(rotary) = &attention.rotary {
             tape.device.rotary(qkv.view_mut(), shape, rotary.at(cache.len), false);
         }

@@ -1,6 +1,7 @@
 //! Backward over a tape, and what backward of one operation works with.
 
-use super::{Node, Place, ReadBy, Tape, Vector, copy};
+use super::value::Value;
+use super::{Node, ReadBy, Tape, VarId, Vector, cast, copy};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -63,21 +64,23 @@ impl Done {
 }
 
 impl Tape {
-    /// Runs backward. `output` carries the gradient of the unit's output; without it, backward starts from the loss.
+    /// Runs backward. `outputs` are what it starts from, with their gradients: the unit's outputs, or none if the unit has a
+    /// loss.
     ///
     /// # Errors
     /// If there is no memory for gradients.
     pub fn backward(
         &mut self,
         parameters: &dyn ParameterSource,
-        output: Option<(Place, Tensor)>,
+        outputs: impl IntoIterator<Item = (VarId, Tensor)>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        self.begin_backward(output);
+        self.begin_backward(outputs);
         for index in (0..self.nodes.len()).rev() {
-            if self.is_reached(index) {
+            if self.reach(index)? {
                 let op = self.nodes[index].op.clone();
-                op.get().backward(&mut Backward { tape: self, parameters, node: index }, sink)?;
+                let cx = &mut BackwardContext { tape: self, parameters, node: index, running: Done::Both };
+                op.get().backward(cx, sink)?;
                 self.pass_grad(index, Done::Both)?;
             }
             self.leave(index, Done::Both);
@@ -86,7 +89,7 @@ impl Tape {
         Ok(())
     }
 
-    /// Runs the input halves of backward: the gradient of what the unit reads is there then, and the loss. `output` is as for
+    /// Runs the input halves of backward: the gradient of what the unit reads is there then, and the loss. `outputs` are as for
     /// [`backward`](Tape::backward).
     ///
     /// What the weight halves read stays: inputs of linear layers and of normalisations, and the gradients of their results. A
@@ -97,13 +100,19 @@ impl Tape {
     pub fn backward_input(
         &mut self,
         parameters: &dyn ParameterSource,
-        output: Option<(Place, Tensor)>,
+        outputs: impl IntoIterator<Item = (VarId, Tensor)>,
     ) -> Result<(), DeviceError> {
-        self.begin_backward(output);
+        self.begin_backward(outputs);
         for index in (0..self.nodes.len()).rev() {
-            if self.is_reached(index) {
+            if self.reach(index)? {
                 let op = self.nodes[index].op.clone();
-                op.get().backward_input(&mut Backward { tape: self, parameters, node: index })?;
+                let running = Done::InputHalf;
+                op.get().backward_input(&mut BackwardContext {
+                    tape: self,
+                    parameters,
+                    node: index,
+                    running,
+                })?;
                 self.pass_grad(index, Done::InputHalf)?;
             }
             self.leave(index, Done::InputHalf);
@@ -123,7 +132,9 @@ impl Tape {
         for index in (0..self.nodes.len()).rev() {
             if self.nodes[index].op.get().has_parameters() && self.is_reached(index) {
                 let op = self.nodes[index].op.clone();
-                op.get().backward_weight(&mut Backward { tape: self, parameters, node: index }, sink)?;
+                let running = Done::WeightHalf;
+                let cx = &mut BackwardContext { tape: self, parameters, node: index, running };
+                op.get().backward_weight(cx, sink)?;
                 self.leave(index, Done::WeightHalf);
             }
         }
@@ -131,10 +142,29 @@ impl Tape {
         Ok(())
     }
 
-    fn begin_backward(&mut self, output: Option<(Place, Tensor)>) {
-        if let Some((Place(value), grad)) = output {
+    fn begin_backward(&mut self, outputs: impl IntoIterator<Item = (VarId, Tensor)>) {
+        for (VarId(value), grad) in outputs {
             self.values[value].grad = Some(grad);
         }
+    }
+
+    /// Whether backward of a node runs. If nothing has read the outputs of one with parameters, their gradients are zero: each
+    /// parameter gets a gradient.
+    fn reach(&mut self, index: usize) -> Result<bool, DeviceError> {
+        let is_reached = self.is_reached(index);
+        let Node { op, outputs, .. } = &self.nodes[index];
+        let operation = op.get();
+        let is_zero = !is_reached && operation.has_parameters();
+        for output in &mut self.values[outputs.clone()] {
+            output.grad = match output.grad.take() {
+                None if is_zero => {
+                    Some(self.device.zeros(output.shape, output.dtype, Category::Activations)?)
+                }
+                Some(grad) if !operation.takes_f32_grads() => Some(cast(&self.device, grad, output.dtype)?),
+                grad => grad,
+            };
+        }
+        Ok(is_reached || is_zero)
     }
 
     /// Whether a gradient has come to an output of a node, or the node adds to the loss.
@@ -152,7 +182,7 @@ impl Tape {
         for (place, &input) in inputs.iter().enumerate() {
             if place + 1 == inputs.len() && !stays {
                 let grad = self.values[output].grad.take().expect("the node was reached");
-                self.add_grad(input, grad);
+                self.add_grad(input, grad)?;
             } else {
                 self.add_grad_of(input, output)?;
             }
@@ -162,24 +192,35 @@ impl Tape {
         Ok(())
     }
 
-    /// Gives `grad` to a value that wants one: as its gradient, or added to it.
-    fn add_grad(&mut self, value: usize, grad: Tensor) {
+    /// Gives `grad` to a value that requires one: as its gradient, or added to it.
+    ///
+    /// A sum of gradients has the type of its value. A single gradient of a value of 16 bits may be f32; it is rounded
+    /// before an operation reads it that does not [take it so](super::Operation::takes_f32_grads).
+    fn add_grad(&mut self, value: usize, grad: Tensor) -> Result<(), DeviceError> {
         let value = &mut self.values[value];
-        match &mut value.grad {
-            _ if !value.wants_grad => (),
-            Some(sum) => self.device.add_assign(sum.view_mut(), grad.view()),
-            slot => *slot = Some(grad),
+        if !value.requires_grad {
+            return Ok(());
         }
+        assert_eq!(grad.shape().num_elements(), value.shape.num_elements(), "a gradient of another shape");
+        value.grad = Some(match value.grad.take() {
+            None if value.dtype == DType::F32 => cast(&self.device, grad, DType::F32)?,
+            None => grad,
+            Some(sum) => {
+                let mut sum = cast(&self.device, sum, value.dtype)?;
+                let grad = cast(&self.device, grad, value.dtype)?;
+                self.device.add_assign(sum.view_mut(), grad.view());
+                sum
+            }
+        });
+        Ok(())
     }
 
     /// As [`add_grad`](Tape::add_grad) with the gradient of `output`, which stays.
     fn add_grad_of(&mut self, value: usize, output: usize) -> Result<(), DeviceError> {
         let grad = self.values[output].grad.take().expect("the node was reached");
-        let value = &mut self.values[value];
-        match &mut value.grad {
-            _ if !value.wants_grad => (),
-            Some(sum) => self.device.add_assign(sum.view_mut(), grad.view()),
-            slot => *slot = Some(copy(&self.device, &grad)?),
+        if self.values[value].requires_grad {
+            let copied = copy(&self.device, &grad)?;
+            self.add_grad(value, copied)?;
         }
         self.values[output].grad = Some(grad);
         Ok(())
@@ -189,7 +230,7 @@ impl Tape {
     fn leave(&mut self, index: usize, done: Done) {
         let Node { op, inputs, outputs, saved, kept } = &mut self.nodes[index];
         let operation = op.get();
-        for (place, input) in self.operands[inputs.clone()].iter().enumerate() {
+        for (place, input) in self.arguments[inputs.clone()].iter().enumerate() {
             self.values[input.value].num_reads -= done.reads(operation.reads_input(place));
         }
         let is_done = done != Done::InputHalf || !operation.has_parameters();
@@ -211,15 +252,27 @@ impl Tape {
 }
 
 /// What backward of one operation works with.
-pub struct Backward<'a> {
+pub struct BackwardContext<'a> {
     tape: &'a mut Tape,
     parameters: &'a dyn ParameterSource,
     node: usize,
+    /// The halves that run.
+    running: Done,
 }
 
-impl Backward<'_> {
-    fn operand(&self, index: usize) -> usize {
-        self.tape.operands[self.tape.nodes[self.node].inputs.start + index].value
+impl BackwardContext<'_> {
+    fn argument(&self, index: usize) -> usize {
+        self.tape.arguments[self.tape.nodes[self.node].inputs.clone()][index].value
+    }
+
+    fn result(&self, index: usize) -> &Value {
+        &self.tape.values[self.tape.nodes[self.node].outputs.clone()][index]
+    }
+
+    /// Asserts that the operation has declared what it reads: the value may be gone, or be overwritten.
+    fn check_read(&self, by: ReadBy, what: &str, index: usize) {
+        let op = &self.tape.nodes[self.node].op;
+        assert!(self.running.reads(by) > 0, "{op:?} does not declare that backward reads {what} {index}");
     }
 
     /// The device to compute on.
@@ -230,6 +283,11 @@ impl Backward<'_> {
     /// What products and activations are in.
     pub fn precision(&self) -> Precision {
         self.tape.precision
+    }
+
+    /// Position of the first token of every sequence.
+    pub fn first_position(&self) -> usize {
+        self.tape.first_position
     }
 
     pub(crate) fn fp8_layer(&self, weight: ParameterId) -> Option<Fp8Layer<'_>> {
@@ -243,7 +301,18 @@ impl Backward<'_> {
 
     /// The value of an input, as [`Operation::reads_input`](super::Operation::reads_input) has said it would be read.
     pub fn input(&self, index: usize) -> View<'_> {
-        self.tape.values[self.operand(index)].tensor().view()
+        self.check_read(self.tape.nodes[self.node].op.get().reads_input(index), "input", index);
+        self.tape.values[self.argument(index)].tensor().view()
+    }
+
+    /// The shape of an input, whether its value is still there or not.
+    pub fn input_shape(&self, index: usize) -> Shape {
+        self.tape.values[self.argument(index)].shape
+    }
+
+    /// The type of an input, whether its value is still there or not.
+    pub fn input_dtype(&self, index: usize) -> DType {
+        self.tape.values[self.argument(index)].dtype
     }
 
     /// The value of an input for the input half to compute in: its memory if nobody else reads it, else a copy.
@@ -252,7 +321,7 @@ impl Backward<'_> {
     /// If there is no memory for a copy.
     pub fn take_input(&mut self, index: usize) -> Result<Tensor, DeviceError> {
         let by = self.tape.nodes[self.node].op.get().reads_input(index);
-        let place = self.operand(index);
+        let place = self.argument(index);
         let value = &mut self.tape.values[place];
         match &mut value.tensor {
             tensor @ Some(_) if by == ReadBy::INPUT_HALF && value.num_reads == 1 => {
@@ -264,13 +333,13 @@ impl Backward<'_> {
 
     /// The value of an output, as [`Operation::reads_output`](super::Operation::reads_output) has said it would be read.
     pub fn output(&self, index: usize) -> View<'_> {
-        self.tape.values[self.tape.nodes[self.node].outputs.start + index].tensor().view()
+        self.check_read(self.tape.nodes[self.node].op.get().reads_output(index), "output", index);
+        self.result(index).tensor().view()
     }
 
     /// The gradient of an output; `None` if nobody has read the output, while another output was read.
     pub fn output_grad(&self, index: usize) -> Option<View<'_>> {
-        let output = &self.tape.values[self.tape.nodes[self.node].outputs.start + index];
-        output.grad.as_ref().map(Tensor::view)
+        self.result(index).grad.as_ref().map(Tensor::view)
     }
 
     /// The gradient of the only output.
@@ -341,33 +410,47 @@ impl Backward<'_> {
         self.tape.device.empty(shape.into(), dtype, Category::Activations)
     }
 
-    /// Whether an input wants a gradient: data from outside has none.
-    pub fn wants_grad(&self, index: usize) -> bool {
-        self.tape.values[self.operand(index)].wants_grad
+    /// As [`empty`](BackwardContext::empty), of zeros.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+        self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
-    /// Gives an input its gradient, or a term of it. Dropped if the input wants none.
-    pub fn add_grad(&mut self, index: usize, grad: Tensor) {
-        self.tape.add_grad(self.operand(index), grad);
+    /// Whether an input wants a gradient: data from outside has none.
+    pub fn requires_grad(&self, index: usize) -> bool {
+        self.tape.values[self.argument(index)].requires_grad
+    }
+
+    /// Gives an input its gradient, or a term of it. Dropped if the input requires none.
+    ///
+    /// # Errors
+    /// If there is no memory to convert it to the type of the input.
+    ///
+    /// # Panics
+    /// If it has not as many elements as the input.
+    pub fn add_grad(&mut self, index: usize, grad: Tensor) -> Result<(), DeviceError> {
+        self.tape.add_grad(self.argument(index), grad)
     }
 
     /// Gives an input the gradient of the only output as it is, once the operation needs it no more.
     pub fn pass_grad(&mut self, index: usize) {
-        let operand = self.operand(index);
-        self.tape.passing.push(operand);
+        let argument = self.argument(index);
+        self.tape.passing.push(argument);
     }
 
     /// The sum of the gradients that an input has been given so far, for the operation to add to in its own pass and to give
-    /// back by [`set_grad_sum`](Backward::set_grad_sum).
-    pub fn take_grad_sum(&mut self, index: usize) -> Option<Tensor> {
-        let operand = self.operand(index);
-        self.tape.values[operand].grad.take()
+    /// back by [`set_grad_sum`](BackwardContext::set_grad_sum).
+    pub(super) fn take_grad_sum(&mut self, index: usize) -> Option<Tensor> {
+        let argument = self.argument(index);
+        self.tape.values[argument].grad.take()
     }
 
     /// Gives an input the whole sum of its gradients so far.
-    pub fn set_grad_sum(&mut self, index: usize, sum: Tensor) {
-        let operand = self.operand(index);
-        self.tape.values[operand].grad = Some(sum).filter(|_| self.tape.values[operand].wants_grad);
+    pub(super) fn set_grad_sum(&mut self, index: usize, sum: Tensor) {
+        let argument = self.argument(index);
+        self.tape.values[argument].grad = Some(sum).filter(|_| self.tape.values[argument].requires_grad);
     }
 
     /// Multiplies every gradient of a backward pass that starts from a loss.
@@ -375,7 +458,7 @@ impl Backward<'_> {
         self.tape.loss_scale
     }
 
-    /// Adds to the sum of the losses of all rows, in nats.
+    /// Adds to the sum of the losses of all rows.
     pub fn add_loss(&mut self, sum: f64) {
         self.tape.add_loss(sum);
     }

@@ -1,4 +1,4 @@
-use super::{Backward, Forward, GradSink, Operation, ReadBy, write_grad};
+use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::device::DeviceError;
 use crate::parameter_table::ParameterSpan;
 use trireme_base::DType;
@@ -14,7 +14,7 @@ pub struct Embedding {
 }
 
 impl Operation for Embedding {
-    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let ids = cx.input(0);
         let (batch, seq_len) = (ids.shape().rows(), ids.shape().cols());
         let mut y = cx.empty([batch, seq_len, self.tokens.shape.cols()], DType::F32)?;
@@ -26,11 +26,15 @@ impl Operation for Embedding {
     }
 
     /// Tokens have no gradient.
-    fn backward_input(&self, _: &mut Backward<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         Ok(())
     }
 
-    fn backward_weight(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
         write_grad(sink, &self.tokens, |mut out, accumulate| {
             if !accumulate {
                 out.f32s().fill(0.0);

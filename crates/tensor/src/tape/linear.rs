@@ -1,4 +1,4 @@
-use super::{Backward, Forward, GradSink, Operation, ReadBy, write_grad};
+use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::fp8::{Fp8Layer, Operand};
 use crate::kernels::MatmulEpilogue;
@@ -6,6 +6,7 @@ use crate::parameter_table::ParameterSpan;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
+use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// Which dim of a stored weight is the input.
@@ -63,9 +64,9 @@ impl Linear {
     }
 
     /// Gradient of what the matrix is applied to, from `dy` as products read it.
-    fn input_grad(&self, cx: &Backward<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
+    fn input_grad(&self, cx: &BackwardContext<'_>, dy: View<'_>) -> Result<Tensor, DeviceError> {
         let inputs = self.weight.shape.num_elements() / self.outputs();
-        let mut dx = cx.empty(dy.shape().with_cols(inputs), cx.precision().dtype())?;
+        let mut dx = cx.empty(dy.shape().with_cols(inputs), cx.input_dtype(0))?;
         let fp8 = cx.fp8_layer(self.weight.first);
         let weight = factor(cx.device(), fp8, Operand::Weight, cx.parameter(&self.weight))?;
         let (left, right) = ((dy, Transpose::No), (weight.view(), self.transposes().1));
@@ -112,7 +113,11 @@ fn factor<'a>(
 }
 
 impl Operation for Linear {
-    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        1..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let (x, device) = (cx.input(0), cx.device());
         let residual = (cx.num_inputs() > 1).then(|| cx.input(1));
         let dtype = if residual.is_some() { DType::F32 } else { cx.precision().dtype() };
@@ -135,24 +140,24 @@ impl Operation for Linear {
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let (mut d_input, rounded) = match factor(cx.device(), fp8, Operand::OutputGrad, cx.grad())? {
             Factor::Unrounded(dy) => (self.input_grad(cx, dy)?, None),
             Factor::Rounded(rounded) => (self.input_grad(cx, rounded.view())?, Some(rounded)),
         };
         match self.activation {
-            InputActivation::Identity => cx.add_grad(0, d_input),
+            InputActivation::Identity => cx.add_grad(0, d_input)?,
             InputActivation::Gelu => {
                 let mut x = cx.take_input(0)?;
                 cx.device().gelu_backward(x.view_mut(), d_input.view_mut());
-                cx.add_grad(0, d_input);
+                cx.add_grad(0, d_input)?;
                 cx.keep(x);
             }
             InputActivation::SwiGlu => {
                 let mut x = cx.take_input(0)?;
                 cx.device().swiglu_backward(x.view_mut(), d_input.view_mut());
-                cx.add_grad(0, x);
+                cx.add_grad(0, x)?;
                 cx.keep(d_input);
             }
         }
@@ -165,7 +170,11 @@ impl Operation for Linear {
         Ok(())
     }
 
-    fn backward_weight(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let (activated, rounded) = self.kept_places();
         write_grad(sink, &self.weight, |out, accumulate| {

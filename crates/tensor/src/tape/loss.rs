@@ -1,5 +1,5 @@
 use super::linear::weight_grad;
-use super::{Backward, Forward, GradSink, GradTarget, Operation, Recorder, Var, WeightLayout};
+use super::{BackwardContext, ForwardContext, GradSink, GradTarget, Operation, Recorder, Var, WeightLayout};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
@@ -8,6 +8,7 @@ use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
+use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// Bytes of logits held at once; part of the result's bits, for sums over the vocabulary are taken chunk by chunk.
@@ -80,7 +81,7 @@ impl LossHead {
     }
 }
 
-fn sum_of_losses(statistics: &Tensor) -> f64 {
+pub(super) fn sum_of_losses(statistics: &Tensor) -> f64 {
     statistics.view().f32s().chunks_exact(STATISTICS).map(|row| f64::from(row_loss(row))).sum()
 }
 
@@ -103,7 +104,11 @@ impl Recorder<'_> {
 }
 
 impl Operation for LossHead {
-    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         if cx.is_recording() {
             return Ok(());
         }
@@ -115,7 +120,7 @@ impl Operation for LossHead {
     }
 
     /// Gradients of the mean loss over the rows, times the loss scale.
-    fn backward(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
         let (statistics, mut whole) = self.statistics_again(cx)?;
         let mut dx = self.empty_input_grad(cx)?;
         let mut target = sink.target(&self.weight)?;
@@ -125,13 +130,13 @@ impl Operation for LossHead {
             self.add_weight_grad(cx, gradient.view(), chunk, &mut target)?;
         }
         sink.grad_ready(&self.weight);
-        cx.add_grad(0, dx);
+        cx.add_grad(0, dx)?;
         cx.add_loss(sum_of_losses(&statistics));
         Ok(())
     }
 
     /// Of several chunks the weight half makes the logits again.
-    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError> {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let (statistics, mut whole) = self.statistics_again(cx)?;
         let is_one_chunk = whole.is_some();
         let mut dx = self.empty_input_grad(cx)?;
@@ -141,7 +146,7 @@ impl Operation for LossHead {
             self.add_input_grad(cx, &gradient, chunk, &mut dx)?;
             kept = is_one_chunk.then_some(gradient);
         }
-        cx.add_grad(0, dx);
+        cx.add_grad(0, dx)?;
         cx.add_loss(sum_of_losses(&statistics));
         cx.keep(statistics);
         if let Some(gradient) = kept {
@@ -150,7 +155,11 @@ impl Operation for LossHead {
         Ok(())
     }
 
-    fn backward_weight(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
         let mut target = sink.target(&self.weight)?;
         for chunk in self.chunks(cx.input(0).shape().rows()) {
             match cx.kept(1) {
@@ -173,23 +182,23 @@ impl Operation for LossHead {
 
 /// The parts of backward.
 impl LossHead {
-    fn targets<'a>(&self, cx: &'a Backward<'_>) -> View<'a> {
+    fn targets<'a>(&self, cx: &'a BackwardContext<'_>) -> View<'a> {
         cx.input(1).part(0, [cx.input(0).shape().rows()].into())
     }
 
-    fn statistics_again(&self, cx: &Backward<'_>) -> Result<(Tensor, Option<Tensor>), DeviceError> {
+    fn statistics_again(&self, cx: &BackwardContext<'_>) -> Result<(Tensor, Option<Tensor>), DeviceError> {
         self.statistics((cx.device(), cx.precision()), cx.parameters(), cx.input(0), self.targets(cx))
     }
 
     /// Memory for the gradient of `x`: sums over the vocabulary, so f32 until they are complete.
-    fn empty_input_grad(&self, cx: &Backward<'_>) -> Result<Tensor, DeviceError> {
+    fn empty_input_grad(&self, cx: &BackwardContext<'_>) -> Result<Tensor, DeviceError> {
         cx.empty(cx.input(0).shape(), DType::F32)
     }
 
     /// The gradient of a chunk of the logits, which are made unless they are at hand.
     fn logits_grad(
         &self,
-        cx: &Backward<'_>,
+        cx: &BackwardContext<'_>,
         statistics: View<'_>,
         chunk: VocabularyChunk,
         logits: Option<Tensor>,
@@ -208,7 +217,7 @@ impl LossHead {
 
     fn add_input_grad(
         &self,
-        cx: &Backward<'_>,
+        cx: &BackwardContext<'_>,
         gradient: &Tensor,
         chunk: VocabularyChunk,
         dx: &mut Tensor,
@@ -221,7 +230,7 @@ impl LossHead {
 
     fn add_weight_grad(
         &self,
-        cx: &Backward<'_>,
+        cx: &BackwardContext<'_>,
         gradient: View<'_>,
         chunk: VocabularyChunk,
         target: &mut GradTarget<'_>,

@@ -9,28 +9,66 @@
 //! Several operations may read a value; their gradients are added in the reverse order of the record. The tape counts who
 //! still reads a value, so an operation computes in the memory of another value only where nobody reads that again.
 
+mod add;
 mod attention;
 mod backward;
+mod binary_cross_entropy;
+mod concat;
+mod cross_entropy;
 mod embedding;
 mod forward;
 mod linear;
 mod loss;
+mod mean_loss;
+mod mul;
 mod norm;
 mod operation;
+mod pointwise;
+mod relu;
+mod reshape;
+mod rows;
+mod scale;
+mod sigmoid;
+mod silu;
+mod slice;
+mod softmax;
+mod squared_error;
+mod sum;
+mod tanh;
 #[cfg(test)]
 mod tests;
+mod transpose;
 mod value;
 mod vector;
 
+pub use add::Add;
 pub use attention::{Attention, KeyValueCache, RotaryTable};
-pub use backward::{Backward, GradSink, GradTarget, write_grad};
+pub use backward::{BackwardContext, GradSink, GradTarget, write_grad};
+pub use binary_cross_entropy::BinaryCrossEntropyWithLogits;
+pub use concat::Concat;
+pub use cross_entropy::CrossEntropy;
 pub use embedding::Embedding;
-pub use forward::{Forward, Recorder};
+pub use forward::{ForwardContext, Recorder};
 pub use linear::{InputActivation, Linear, WeightLayout};
 pub use loss::LossHead;
+pub use mean_loss::{ElementLoss, MeanLoss};
+pub use mul::Mul;
 pub use norm::Norm;
 pub use operation::{Op, Operation, ReadBy};
-pub use value::{Operand, Operands, Place, Var};
+pub use pointwise::Pointwise;
+pub use relu::Relu;
+pub use reshape::Reshape;
+pub use rows::{GatherRows, ScatterAddRows};
+pub use scale::Scale;
+pub use sigmoid::Sigmoid;
+pub use silu::Silu;
+pub use slice::Slice;
+pub use softmax::Softmax;
+pub use squared_error::SquaredError;
+pub use sum::{Mean, Sum};
+pub use tanh::Tanh;
+pub use transpose::Transpose;
+pub use value::{Argument, Arguments, Var, VarId};
 pub use vector::Vector;
 
 use crate::device::{Device, DeviceError};
@@ -64,7 +102,7 @@ pub struct Tape {
     values: Vec<Value>,
     nodes: Vec<Node>,
     /// The inputs of all nodes.
-    operands: Vec<Operand>,
+    arguments: Vec<Argument>,
     /// What nodes have saved in forward for backward, then what input halves have kept for weight halves. Empty after its
     /// last use.
     tensors: Vec<Option<Tensor>>,
@@ -98,7 +136,7 @@ impl Tape {
             first_position: 0,
             values: Vec::new(),
             nodes: Vec::new(),
-            operands: Vec::new(),
+            arguments: Vec::new(),
             tensors: Vec::new(),
             passing: Vec::new(),
             loss_sum: None,
@@ -129,8 +167,9 @@ impl Tape {
     pub fn clear(&mut self) {
         self.values.clear();
         self.nodes.clear();
-        self.operands.clear();
+        self.arguments.clear();
         self.tensors.clear();
+        self.passing.clear();
         self.loss_sum = None;
         self.loss_scale = 1.0;
     }
@@ -142,13 +181,13 @@ impl Tape {
 
     /// Puts a value on the tape that [has a gradient](Tape::take_grad) after backward, unless it is of whole numbers.
     pub fn input(&mut self, tensor: Tensor) -> Var {
-        let wants_grad = matches!(tensor.dtype(), DType::F32 | DType::Bf16 | DType::F16);
-        self.push(Value { tensor: Some(tensor), grad: None, wants_grad, is_input: true, num_reads: 0 })
+        let requires_grad = matches!(tensor.dtype(), DType::F32 | DType::Bf16 | DType::F16);
+        self.push(Value::input(tensor, requires_grad))
     }
 
     /// Puts a value on the tape without a gradient, such as tokens.
     pub fn constant(&mut self, tensor: Tensor) -> Var {
-        self.push(Value { tensor: Some(tensor), grad: None, wants_grad: false, is_input: true, num_reads: 0 })
+        self.push(Value::input(tensor, false))
     }
 
     fn push(&mut self, value: Value) -> Var {
@@ -160,7 +199,7 @@ impl Tape {
     ///
     /// # Panics
     /// If it was taken before.
-    pub fn take_value(&mut self, place: Place) -> Tensor {
+    pub fn take_value(&mut self, place: VarId) -> Tensor {
         self.values[place.0].tensor.take().expect("values live until their last use")
     }
 
@@ -173,17 +212,17 @@ impl Tape {
     /// If it was taken before.
     pub fn take_output(&mut self, output: &Var) -> Result<Tensor, DeviceError> {
         match self.values[output.0].num_reads {
-            0 => Ok(self.take_value(output.place())),
+            0 => Ok(self.take_value(output.id())),
             _ => copy(&self.device, self.values[output.0].tensor()),
         }
     }
 
     /// Takes the gradient of a value, if backward gave it one.
-    pub fn take_grad(&mut self, place: Place) -> Option<Tensor> {
+    pub fn take_grad(&mut self, place: VarId) -> Option<Tensor> {
         self.values[place.0].grad.take()
     }
 
-    /// Sum of the losses of all rows in nats: after forward without recording, after backward with it.
+    /// Sum of the losses of all rows: after forward without recording, after backward with it.
     pub fn loss_sum(&self) -> Option<f64> {
         self.loss_sum
     }
@@ -194,12 +233,11 @@ impl Tape {
         values.chain(self.tensors.iter_mut().flatten()).for_each(visit);
     }
 
-    /// Gives back what is quickly computed again from the rest: the outputs of operations that are
-    /// [cheap](Operation::is_cheap). Backward needs [`recompute`](Tape::recompute) first.
+    /// Gives back what is quickly computed again from the rest: the outputs of
+    /// [recomputable](Operation::is_recomputable) operations. Backward needs [`recompute`](Tape::recompute) first.
     pub fn keep_products(&mut self) {
-        for node in self.nodes.iter().filter(|node| node.op.get().is_cheap()) {
-            self.values[node.outputs.clone()].iter_mut().for_each(|value| value.tensor = None);
-        }
+        let recomputable = self.values.iter_mut().filter(|value| value.is_recomputable);
+        recomputable.for_each(|value| value.tensor = None);
     }
 
     /// Computes again what [`keep_products`](Tape::keep_products) has given back, with the same bits.
@@ -209,13 +247,23 @@ impl Tape {
     pub fn recompute(&mut self, parameters: &dyn ParameterSource) -> Result<(), DeviceError> {
         for index in 0..self.nodes.len() {
             let node = &self.nodes[index];
-            let is_missing = |value: &Value| value.tensor.is_none();
-            if node.op.get().is_cheap() && self.values[node.outputs.clone()].iter().any(is_missing) {
-                Forward::again(self, parameters, index)?;
+            let is_missing = |value: &Value| value.tensor.is_none() && value.num_reads > 0;
+            if node.op.get().is_recomputable() && self.values[node.outputs.clone()].iter().any(is_missing) {
+                ForwardContext::again(self, parameters, index)?;
             }
         }
         Ok(())
     }
+}
+
+/// The same elements as `dtype`: the tensor itself, if they are so already.
+fn cast(device: &Device, tensor: Tensor, dtype: DType) -> Result<Tensor, DeviceError> {
+    if tensor.dtype() == dtype {
+        return Ok(tensor);
+    }
+    let mut converted = device.empty(tensor.shape(), dtype, Category::Activations)?;
+    device.convert(tensor.view(), converted.view_mut());
+    Ok(converted)
 }
 
 /// A tensor of its own with the same elements.

@@ -1,10 +1,11 @@
-use super::{Backward, Forward, GradSink, Operation, ReadBy, write_grad};
-use crate::device::DeviceError;
+use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameter_table::ParameterSpan;
+use crate::tensor::{Tensor, View};
 use trireme_base::DType;
 
-/// A normalisation of rows: of `x` (`[.., cols]`, f32), in the tape's precision.
+/// A normalisation of rows: of `x` (`[.., cols]`, computed in f32), in the tape's precision.
 #[derive(Debug, Clone, Copy)]
 pub struct Norm {
     /// One weight a column.
@@ -23,8 +24,18 @@ impl Norm {
     }
 }
 
+/// `x` in f32, if it is not so already.
+pub(super) fn in_f32(device: &Device, x: View<'_>) -> Result<Option<Tensor>, DeviceError> {
+    if x.dtype() == DType::F32 {
+        return Ok(None);
+    }
+    let mut converted = device.activation(x.shape())?;
+    device.convert(x, converted.view_mut());
+    Ok(Some(converted))
+}
+
 impl Operation for Norm {
-    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError> {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let shape = cx.input(0).shape();
         let mut statistics = cx.empty_to_save([shape.rows(), 2], DType::F32)?;
         let mut y = cx.empty(shape, cx.precision().dtype())?;
@@ -32,31 +43,47 @@ impl Operation for Norm {
         let bias = self.bias.as_ref().map(|bias| cx.vector(bias)).transpose()?;
         let (weight_view, bias_view) = (weight.view(), bias.as_ref().map(|bias| bias.view()));
         let (y_view, statistics_view) = (y.view_mut(), statistics.view_mut());
-        cx.device().norm(cx.input(0), weight_view, bias_view, self.kind(), y_view, statistics_view);
-        drop((weight, bias));
+        let x = in_f32(cx.device(), cx.input(0))?;
+        let x_view = x.as_ref().map_or(cx.input(0), Tensor::view);
+        cx.device().norm(x_view, weight_view, bias_view, self.kind(), y_view, statistics_view);
+        drop((weight, bias, x));
         cx.save(statistics);
         cx.output(y);
         Ok(())
     }
 
-    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError> {
-        if !cx.wants_grad(0) {
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        if !cx.requires_grad(0) {
             return Ok(());
         }
+        let (shape, dtype) = (cx.input(0).shape(), cx.input(0).dtype());
         // The residual stream has left its gradient here already: add to it in the same pass.
-        let (mut dx, accumulate) = match cx.take_grad_sum(0) {
+        let sum = if dtype == DType::F32 { cx.take_grad_sum(0) } else { None };
+        let (mut dx, accumulate) = match sum {
             Some(sum) => (sum, true),
-            None => (cx.empty(cx.input(0).shape(), DType::F32)?, false),
+            None => (cx.empty(shape, DType::F32)?, false),
         };
         let weight = cx.vector(&self.weight)?;
-        let rows = (cx.input(0), weight.view(), cx.saved(0).expect("the statistics"));
+        let x = in_f32(cx.device(), cx.input(0))?;
+        let x_view = x.as_ref().map_or(cx.input(0), Tensor::view);
+        let rows = (x_view, weight.view(), cx.saved(0).expect("forward has saved the statistics"));
         cx.device().norm_backward_input(rows, self.kind(), cx.grad(), dx.view_mut(), accumulate);
-        drop(weight);
-        cx.set_grad_sum(0, dx);
+        drop((weight, x));
+        if dtype == DType::F32 {
+            cx.set_grad_sum(0, dx);
+        } else {
+            let mut rounded = cx.empty(shape, dtype)?;
+            cx.device().convert(dx.view(), rounded.view_mut());
+            cx.add_grad(0, rounded)?;
+        }
         Ok(())
     }
 
-    fn backward_weight(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
         if let Some(bias) = &self.bias {
             write_grad(sink, bias, |out, accumulate| {
                 cx.device().column_sums(cx.grad(), out, accumulate);
@@ -64,8 +91,10 @@ impl Operation for Norm {
             })?;
         }
         write_grad(sink, &self.weight, |out, accumulate| {
-            let statistics = cx.saved(0).expect("the statistics");
-            cx.device().norm_backward_weight(cx.input(0), cx.grad(), statistics, out, accumulate);
+            let statistics = cx.saved(0).expect("forward has saved the statistics");
+            let x = in_f32(cx.device(), cx.input(0))?;
+            let x_view = x.as_ref().map_or(cx.input(0), Tensor::view);
+            cx.device().norm_backward_weight(x_view, cx.grad(), statistics, out, accumulate);
             Ok(())
         })
     }
@@ -78,7 +107,11 @@ impl Operation for Norm {
         ReadBy { input_half: true, weight_half: true }
     }
 
-    fn is_cheap(&self) -> bool {
+    fn takes_f32_grads(&self) -> bool {
+        true
+    }
+
+    fn is_recomputable(&self) -> bool {
         true
     }
 }

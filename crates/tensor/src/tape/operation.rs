@@ -1,8 +1,9 @@
 //! What an operation is.
 
-use super::{Backward, Forward, GradSink};
+use super::{BackwardContext, ForwardContext, GradSink};
 use crate::device::DeviceError;
 use std::fmt;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 
 /// An operation with its settings, as a model declares it: it holds no values.
@@ -13,23 +14,27 @@ use std::sync::Arc;
 ///
 /// A new operation is one type that implements this trait, in any crate.
 pub trait Operation: fmt::Debug + Send + Sync {
-    /// Computes the outputs, and hands each to [`Forward::output`].
+    /// Computes the outputs, and hands each to [`ForwardContext::output`].
     ///
     /// # Errors
     /// If the device has no memory for them.
-    fn forward(&self, cx: &mut Forward<'_>) -> Result<(), DeviceError>;
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError>;
 
-    /// Gives each input that [wants one](Backward::wants_grad) its gradient. Not called if no output has a gradient.
+    /// Gives each input that [wants one](BackwardContext::requires_grad) its gradient. Not called if no output has a gradient.
     ///
     /// # Errors
     /// If the device has no memory for them.
-    fn backward_input(&self, cx: &mut Backward<'_>) -> Result<(), DeviceError>;
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError>;
 
     /// Gives `sink` the gradients of the parameters. Called after the input half of the same operation.
     ///
     /// # Errors
     /// If the device or the sink has no memory.
-    fn backward_weight(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
         let _ = (cx, sink);
         Ok(())
     }
@@ -38,13 +43,23 @@ pub trait Operation: fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Those of the halves.
-    fn backward(&self, cx: &mut Backward<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
+    fn backward(&self, cx: &mut BackwardContext<'_>, sink: &mut dyn GradSink) -> Result<(), DeviceError> {
         self.backward_input(cx)?;
         self.backward_weight(cx, sink)
     }
 
+    /// How many inputs the operation takes.
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        1..=1
+    }
+
     /// Whether the operation has parameters, and so a weight half.
     fn has_parameters(&self) -> bool {
+        false
+    }
+
+    /// Whether gradients of outputs of 16 bits may be f32, as some operations make them.
+    fn takes_f32_grads(&self) -> bool {
         false
     }
 
@@ -60,9 +75,10 @@ pub trait Operation: fmt::Debug + Send + Sync {
         ReadBy::NEITHER
     }
 
-    /// Whether the outputs are quickly computed again from the inputs, so that a tape may
-    /// [give them back](super::Tape::keep_products) until backward.
-    fn is_cheap(&self) -> bool {
+    /// Whether a tape may [drop](super::Tape::keep_products) the outputs after forward, and run forward again before backward:
+    /// it should be cheap. Backward must read every input, and forward must neither compute in the memory of an input nor
+    /// add to the loss.
+    fn is_recomputable(&self) -> bool {
         false
     }
 }
@@ -90,25 +106,34 @@ impl ReadBy {
 }
 
 /// An operation that tapes can record: shared, so that recording allocates nothing.
+///
+/// Made from an `Arc` of an operation, or from a reference to one without settings, such as `&Relu`.
 #[derive(Debug, Clone)]
-pub enum Op {
-    /// Declared by a model.
+pub struct Op(Held);
+
+#[derive(Debug, Clone)]
+enum Held {
     Shared(Arc<dyn Operation>),
-    /// Without settings.
     Static(&'static dyn Operation),
 }
 
 impl Op {
     pub(super) fn get(&self) -> &dyn Operation {
-        match self {
-            Op::Shared(operation) => &**operation,
-            Op::Static(operation) => *operation,
+        match &self.0 {
+            Held::Shared(operation) => &**operation,
+            Held::Static(operation) => *operation,
         }
     }
 }
 
 impl<T: Operation + 'static> From<&Arc<T>> for Op {
     fn from(operation: &Arc<T>) -> Self {
-        Op::Shared(Arc::<T>::clone(operation))
+        Op(Held::Shared(Arc::<T>::clone(operation)))
+    }
+}
+
+impl<T: Operation> From<&'static T> for Op {
+    fn from(operation: &'static T) -> Self {
+        Op(Held::Static(operation))
     }
 }

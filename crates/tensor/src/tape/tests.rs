@@ -106,7 +106,7 @@ impl Network {
         let hidden = recorder.apply(&self.hidden, [attended]).unwrap();
         let y = recorder.apply(&self.projection, (hidden, x)).unwrap();
         let last = recorder.apply(&self.norm, [y]).unwrap();
-        let [] = recorder.apply_for(&self.head, (last, targets)).unwrap();
+        recorder.apply_loss(&self.head, (last, targets)).unwrap();
         let sum = Parameters::zeros(parameters.table(), &self.device, Category::Gradients).unwrap();
         let mut grads = Grads { sum, num_written: 0 };
         if apart {

@@ -1,6 +1,8 @@
 //! Values on a tape, and how operations are given them.
 
+use crate::shape::Shape;
 use crate::tensor::Tensor;
+use trireme_base::DType;
 
 /// A value on a tape.
 ///
@@ -10,79 +12,101 @@ use crate::tensor::Tensor;
 pub struct Var(pub(super) usize);
 
 impl Var {
-    /// The value's place on its tape, for whoever takes it or its gradient off the tape.
-    pub fn place(&self) -> Place {
-        Place(self.0)
+    /// Names the value, to take it or its gradient off the tape.
+    pub fn id(&self) -> VarId {
+        VarId(self.0)
     }
 }
 
-/// The place of a value on a tape.
+/// Names a value of a tape.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Place(pub(super) usize);
+pub struct VarId(pub(super) usize);
 
-/// An input of an operation.
-#[derive(Debug, Clone, Copy)]
-pub struct Operand {
+/// An input of an operation. It is neither copied nor cloned, as a `Var` is not.
+#[derive(Debug)]
+pub struct Argument {
     pub(super) value: usize,
     pub(super) is_last: bool,
 }
 
-impl From<Var> for Operand {
+impl From<Var> for Argument {
     fn from(var: Var) -> Self {
-        Operand { value: var.0, is_last: true }
+        Argument { value: var.0, is_last: true }
     }
 }
 
-impl From<&Var> for Operand {
+impl From<&Var> for Argument {
     fn from(var: &Var) -> Self {
-        Operand { value: var.0, is_last: false }
+        Argument { value: var.0, is_last: false }
     }
 }
 
 /// The inputs of an operation, in order: an array or a tuple of `Var` and `&Var`.
-pub trait Operands {
+pub trait Arguments {
     /// Appends them.
-    fn append_to(self, operands: &mut Vec<Operand>);
+    fn append_to(self, arguments: &mut Vec<Argument>);
 }
 
-impl<T: Into<Operand>, const N: usize> Operands for [T; N] {
-    fn append_to(self, operands: &mut Vec<Operand>) {
-        operands.extend(self.map(Into::into));
+impl<T: Into<Argument>, const N: usize> Arguments for [T; N] {
+    fn append_to(self, arguments: &mut Vec<Argument>) {
+        arguments.extend(self.map(Into::into));
     }
 }
 
-impl<T: Into<Operand>> Operands for Vec<T> {
-    fn append_to(self, operands: &mut Vec<Operand>) {
-        operands.extend(self.into_iter().map(Into::into));
+impl<T: Into<Argument>> Arguments for Vec<T> {
+    fn append_to(self, arguments: &mut Vec<Argument>) {
+        arguments.extend(self.into_iter().map(Into::into));
     }
 }
 
-impl<A: Into<Operand>, B: Into<Operand>> Operands for (A, B) {
-    fn append_to(self, operands: &mut Vec<Operand>) {
-        operands.extend([self.0.into(), self.1.into()]);
+impl<A: Into<Argument>, B: Into<Argument>> Arguments for (A, B) {
+    fn append_to(self, arguments: &mut Vec<Argument>) {
+        arguments.extend([self.0.into(), self.1.into()]);
     }
 }
 
-impl<A: Into<Operand>, B: Into<Operand>, C: Into<Operand>> Operands for (A, B, C) {
-    fn append_to(self, operands: &mut Vec<Operand>) {
-        operands.extend([self.0.into(), self.1.into(), self.2.into()]);
+impl<A: Into<Argument>, B: Into<Argument>, C: Into<Argument>> Arguments for (A, B, C) {
+    fn append_to(self, arguments: &mut Vec<Argument>) {
+        arguments.extend([self.0.into(), self.1.into(), self.2.into()]);
     }
 }
 
 /// What a tape holds of a value.
 #[derive(Debug)]
 pub(super) struct Value {
+    pub(super) shape: Shape,
+    pub(super) dtype: DType,
     /// `None` where it was taken or has had its last use.
     pub(super) tensor: Option<Tensor>,
     pub(super) grad: Option<Tensor>,
-    pub(super) wants_grad: bool,
-    /// Whether it must keep its contents whoever reads it: it was put on the tape from outside.
+    pub(super) requires_grad: bool,
+    /// Whether it was put on the tape from outside. Forward does not overwrite it, for it may be taken off again.
     pub(super) is_input: bool,
+    /// Whether forward may run again to make it.
+    pub(super) is_recomputable: bool,
     /// Halves of backward, still to run, that read it.
     pub(super) num_reads: usize,
 }
 
 impl Value {
+    pub(super) fn input(tensor: Tensor, requires_grad: bool) -> Self {
+        Value { is_input: true, ..Value::output(tensor, requires_grad, false) }
+    }
+
+    pub(super) fn output(tensor: Tensor, requires_grad: bool, is_recomputable: bool) -> Self {
+        let (shape, dtype) = (tensor.shape(), tensor.dtype());
+        Value {
+            shape,
+            dtype,
+            tensor: Some(tensor),
+            grad: None,
+            requires_grad,
+            is_input: false,
+            is_recomputable,
+            num_reads: 0,
+        }
+    }
+
     pub(super) fn tensor(&self) -> &Tensor {
         self.tensor.as_ref().expect("values live until their last use")
     }

@@ -63,8 +63,11 @@ impl Cpu {
     }
 
     /// `d_table[ids[i]] += dy[i]`, the rows of `dy` in order; columns are divided among tasks.
-    pub(crate) fn embedding_backward(&self, ids: &[u32], dy: &[f32], d_table: &mut [f32]) {
-        let cols = dy.len() / ids.len();
+    ///
+    /// # Panics
+    /// If there are not as many rows as ids, or an id lies outside of the table.
+    pub(crate) fn embedding_backward(&self, ids: &[u32], dy: &[f32], cols: usize, d_table: &mut [f32]) {
+        assert_eq!(dy.len(), ids.len() * cols, "{} rows of {cols}", ids.len());
         let shared = SharedSlice::new(d_table);
         self.threads.run(cols.div_ceil(COLUMNS_PER_TASK), &|block| {
             let first = block * COLUMNS_PER_TASK;

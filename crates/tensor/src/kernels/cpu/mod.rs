@@ -7,8 +7,10 @@
 pub(crate) mod activation;
 pub(crate) mod arena;
 pub(crate) mod attention;
+pub(crate) mod blocks;
 pub(crate) mod cross_entropy;
 pub(crate) mod element;
+mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod fp8;
 pub(crate) mod matmul;
@@ -18,6 +20,7 @@ pub(crate) mod peak;
 pub(crate) mod quantized;
 pub(crate) mod reduce;
 pub(crate) mod simd;
+mod softmax;
 #[cfg(test)]
 pub(crate) mod test_support;
 pub(crate) mod threads;

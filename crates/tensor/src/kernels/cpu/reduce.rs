@@ -77,10 +77,6 @@ for_each_simd_level! {
         y.iter_mut().zip(x).for_each(|(y, x)| *y = P::from_f32(x.to_f32()).to_f32());
     }
 
-    fn add_assign(out: &mut [f32], term: &[f32]) {
-        out.iter_mut().zip(term).for_each(|(out, &term)| *out += term);
-    }
-
     fn scale(x: &mut [f32], factor: f32) {
         x.iter_mut().for_each(|x| *x *= factor);
     }
@@ -142,16 +138,6 @@ impl Cpu {
         self.for_row_blocks(x.len(), 1, |first, len| {
             // SAFETY: blocks do not overlap.
             round::<T, P>(self.features, &x[first..first + len], unsafe { out.range(first, len) });
-        });
-    }
-
-    /// `out += term`, elementwise.
-    pub(crate) fn add_assign(&self, out: &mut [f32], term: &[f32]) {
-        assert_eq!(out.len(), term.len());
-        let shared = SharedSlice::new(out);
-        self.for_row_blocks(term.len(), 1, |first, len| {
-            // SAFETY: blocks do not overlap.
-            add_assign(self.features, unsafe { shared.range(first, len) }, &term[first..first + len]);
         });
     }
 

@@ -235,7 +235,7 @@ proptest! {
         let before: Vec<f32> = pairs.iter().map(|pair| f32::from_bits(pair.1)).collect();
         let [found] = run(|cpu| {
             let mut out = before.clone();
-            cpu.add_assign(&mut out, &term);
+            cpu.zip_in_place(&mut out, &term, |out, term| out + term);
             [out]
         });
         for (index, found) in found.into_iter().enumerate() {

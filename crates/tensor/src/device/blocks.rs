@@ -1,0 +1,86 @@
+//! Elements in another order or place, sums over a dim, and softmax, on a device.
+
+use super::Device;
+use crate::kernels::Blocks;
+use crate::kernels::cpu::element::with_element;
+use crate::tensor::{View, ViewMut};
+
+impl Device {
+    /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
+    ///
+    /// # Panics
+    /// If a block lies outside, or the types differ.
+    pub(crate) fn copy_blocks(
+        &self,
+        (x, from): (View<'_>, Blocks),
+        (mut y, to): (ViewMut<'_>, Blocks),
+        blocks: (usize, usize),
+    ) {
+        assert_eq!(x.dtype(), y.dtype());
+        match x.dtype().size() {
+            1 => self.cpu.copy_blocks::<u8>((x.words(), from), (y.words(), to), blocks),
+            2 => self.cpu.copy_blocks::<u16>((x.words(), from), (y.words(), to), blocks),
+            4 => self.cpu.copy_blocks::<u32>((x.words(), from), (y.words(), to), blocks),
+            size => panic!("elements of {size} bytes"),
+        }
+    }
+
+    /// Reads `x` in another order of its dims: `strides` are those of `x`, of the `dims` of `y`.
+    pub(crate) fn permute(
+        &self,
+        (x, strides): (View<'_>, [usize; 4]),
+        (mut y, dims): (ViewMut<'_>, [usize; 4]),
+    ) {
+        assert_eq!(x.dtype(), y.dtype());
+        match x.dtype().size() {
+            1 => self.cpu.permute::<u8>((x.words(), strides), (y.words(), dims)),
+            2 => self.cpu.permute::<u16>((x.words(), strides), (y.words(), dims)),
+            4 => self.cpu.permute::<u32>((x.words(), strides), (y.words(), dims)),
+            size => panic!("elements of {size} bytes"),
+        }
+    }
+
+    /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`.
+    pub(crate) fn sum_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
+        self.count_operations(&[x.shape().num_elements()]);
+        with_element!(x.dtype() => |T| self.cpu.sum_dim::<T>(x.elements(), dims, factor, y.elements()));
+    }
+
+    /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
+    pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
+        self.count_operations(&[y.shape().num_elements()]);
+        with_element!(x.dtype() => |T| self.cpu.spread_dim::<T>(x.elements(), dims, factor, y.elements()));
+    }
+
+    /// `y[i] = x[ids[i]]`, of rows.
+    ///
+    /// # Panics
+    /// If an id is that of no row.
+    pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, mut y: ViewMut<'_>) {
+        let (ids, cols) = (ids.u32s(), x.shape().cols());
+        assert_eq!(x.dtype(), y.dtype());
+        match x.dtype().size() {
+            1 => self.cpu.gather_rows::<u8>(x.words(), ids, cols, y.words()),
+            2 => self.cpu.gather_rows::<u16>(x.words(), ids, cols, y.words()),
+            4 => self.cpu.gather_rows::<u32>(x.words(), ids, cols, y.words()),
+            size => panic!("elements of {size} bytes"),
+        }
+    }
+
+    /// Softmax of each row. A row of nothing but negative infinity gives NaN.
+    pub(crate) fn softmax(&self, x: View<'_>, mut y: ViewMut<'_>) {
+        let cols = x.shape().cols();
+        self.count_operations(&[SOFTMAX_OPERATIONS, x.shape().num_elements()]);
+        with_element!(x.dtype() => |T| self.cpu.softmax::<T>(x.elements(), cols, y.elements()));
+    }
+
+    /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
+    pub(crate) fn softmax_backward(&self, y: View<'_>, mut dy: ViewMut<'_>) {
+        let cols = y.shape().cols();
+        self.count_operations(&[4, y.shape().num_elements()]);
+        with_element!(y.dtype() => |T| self.cpu.softmax_backward::<T>(y.elements(), cols, dy.elements()));
+    }
+}
+
+/// Operations of a softmax, for each element: two exponentials, the largest value, the sum and the scale.
+const SOFTMAX_OPERATIONS: usize = 50;

@@ -1,0 +1,95 @@
+//! Functions of single elements on a device.
+
+use super::Device;
+use crate::kernels::cpu::element::with_element;
+use crate::tensor::{View, ViewMut};
+
+impl Device {
+    /// `y = function(x)`, element by element: computed in f32, and rounded to the type of both. `flops` are those of
+    /// `function`.
+    ///
+    /// # Panics
+    /// If the shapes or the types differ.
+    pub fn map(&self, x: View<'_>, mut y: ViewMut<'_>, flops: usize, function: impl Fn(f32) -> f32 + Sync) {
+        assert_eq!(x.shape(), y.shape());
+        self.count_operations(&[flops, x.shape().num_elements()]);
+        with_element!(x.dtype() => |T| self.cpu.map::<T>(x.elements(), y.elements(), function));
+    }
+
+    /// `y = function(left, right)`, as [`map`](Device::map).
+    ///
+    /// # Panics
+    /// If the shapes or the types differ.
+    pub fn zip(
+        &self,
+        (left, right): (View<'_>, View<'_>),
+        mut y: ViewMut<'_>,
+        flops: usize,
+        function: impl Fn(f32, f32) -> f32 + Sync,
+    ) {
+        assert!(left.shape() == y.shape() && right.shape() == y.shape());
+        self.count_operations(&[flops, y.shape().num_elements()]);
+        with_element!(y.dtype() => |T| {
+            self.cpu.zip::<T>((left.elements(), right.elements()), y.elements(), function);
+        });
+    }
+
+    /// `y = function(y, x)`, as [`map`](Device::map), in the memory of `y`.
+    ///
+    /// # Panics
+    /// If the shapes or the types differ.
+    pub fn zip_in_place(
+        &self,
+        mut y: ViewMut<'_>,
+        x: View<'_>,
+        flops: usize,
+        function: impl Fn(f32, f32) -> f32 + Sync,
+    ) {
+        assert_eq!(x.shape(), y.shape());
+        self.count_operations(&[flops, x.shape().num_elements()]);
+        with_element!(x.dtype() => |T| self.cpu.zip_in_place::<T>(y.elements(), x.elements(), function));
+    }
+
+    /// Lets `compute` write each row of `out`, which is f32, on any thread: the kernel of an operation of one's own.
+    /// `flops` are those of an element.
+    pub fn for_each_row(
+        &self,
+        mut out: ViewMut<'_>,
+        flops: usize,
+        compute: impl Fn(usize, &mut [f32]) + Sync,
+    ) {
+        self.count_operations(&[flops, out.shape().num_elements()]);
+        let cols = out.shape().cols();
+        self.cpu.for_each_row(out.f32s(), cols, compute);
+    }
+
+    /// `out += term`, element by element, each sum rounded to the type of both.
+    ///
+    /// # Panics
+    /// If the lengths or the types differ.
+    pub fn add_assign(&self, mut out: ViewMut<'_>, term: View<'_>) {
+        with_element!(term.dtype() => |T| {
+            self.cpu.zip_in_place::<T>(out.elements(), term.elements(), |out, term| out + term);
+        });
+    }
+
+    /// `sums[row] = sum of function(left, right)` over the elements of each row; `sums` is f32.
+    ///
+    /// # Panics
+    /// If the shapes of `left` and `right` differ, or there are not as many sums as rows.
+    pub fn zip_sum_rows(
+        &self,
+        (left, right): (View<'_>, View<'_>),
+        mut sums: ViewMut<'_>,
+        flops: usize,
+        function: impl Fn(f32, f32) -> f32 + Sync,
+    ) {
+        assert_eq!(left.shape(), right.shape());
+        self.count_operations(&[flops + 1, left.shape().num_elements()]);
+        let cols = left.shape().cols();
+        with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
+            let operands = (left.elements(), right.elements());
+            self.cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(), function);
+        }));
+    }
+}

@@ -1,0 +1,151 @@
+//! Elements in another order or place, and sums over a dim.
+
+use super::element::Element;
+use super::reduce::{COLUMN_BLOCK, sum_rows};
+use super::simd::{for_each_simd_level, sum_zip};
+use super::{Cpu, SharedSlice};
+
+/// Blocks of equal length at equal distances in memory.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Blocks {
+    /// First element of the first block.
+    pub(crate) offset: usize,
+    /// Elements from the start of a block to that of the next.
+    pub(crate) stride: usize,
+}
+
+for_each_simd_level! {
+    fn sum_columns<T: Element>(x: &[T], rows: usize, stride: usize, first: usize, factor: f32, y: &mut [T]) {
+        let width = y.len();
+        let sums = sum_rows(rows, width, |row, partial| {
+            let row = &x[row * stride + first..row * stride + first + width];
+            partial.iter_mut().zip(row).for_each(|(partial, x)| *partial += x.to_f32());
+        });
+        y.iter_mut().zip(&sums).for_each(|(y, sum)| *y = T::from_f32(factor * sum));
+    }
+
+    fn sum_elements<T: Element>(x: &[T], factor: f32, y: &mut T) {
+        *y = T::from_f32(factor * sum_zip(x, x, x, |x, _, _| x.to_f32()));
+    }
+
+    fn scale_block<T: Element>(x: &[T], factor: f32, y: &mut [T]) {
+        y.iter_mut().zip(x).for_each(|(y, x)| *y = T::from_f32(factor * x.to_f32()));
+    }
+}
+
+impl Cpu {
+    /// Copies blocks of `len` elements from `x` to `y`.
+    pub(crate) fn copy_blocks<T: Copy + Send + Sync>(
+        &self,
+        (x, from): (&[T], Blocks),
+        (y, to): (&mut [T], Blocks),
+        (num_blocks, len): (usize, usize),
+    ) {
+        assert!(num_blocks <= 1 || to.stride >= len, "blocks of {len} at a distance of {}", to.stride);
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(num_blocks, len, |first, num| {
+            for block in first..first + num {
+                let start = from.offset + block * from.stride;
+                // SAFETY: blocks do not overlap, as asserted above.
+                let out = unsafe { out.range(to.offset + block * to.stride, len) };
+                out.copy_from_slice(&x[start..start + len]);
+            }
+        });
+    }
+
+    /// Reads `x` in another order of its dims: `strides` are those of `x`, of the dims of `y`.
+    pub(crate) fn permute<T: Copy + Send + Sync>(
+        &self,
+        (x, strides): (&[T], [usize; 4]),
+        (y, dims): (&mut [T], [usize; 4]),
+    ) {
+        assert!(x.len() == y.len() && y.len() == dims.iter().product::<usize>());
+        if y.is_empty() {
+            return;
+        }
+        let cols = dims[3];
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(dims[0] * dims[1] * dims[2], cols, |first, num| {
+            for row in first..first + num {
+                // SAFETY: rows do not overlap.
+                let out = unsafe { out.range(row * cols, cols) };
+                let places = [row / dims[2] / dims[1], row / dims[2] % dims[1], row % dims[2]];
+                let start = places.iter().zip(strides).map(|(place, stride)| place * stride).sum();
+                match strides[3] {
+                    1 => out.copy_from_slice(&x[start..start + cols]),
+                    stride => {
+                        out.iter_mut().zip(x[start..].iter().step_by(stride)).for_each(|(y, x)| *y = *x)
+                    }
+                }
+            }
+        });
+    }
+
+    /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`: in fixed lanes of `d` where `inner` is
+    /// 1, else in blocks of `d`.
+    pub(crate) fn sum_dim<T: Element>(
+        &self,
+        x: &[T],
+        [outer, dim, inner]: [usize; 3],
+        factor: f32,
+        y: &mut [T],
+    ) {
+        assert!(x.len() == outer * dim * inner && y.len() == outer * inner);
+        let out = SharedSlice::new(y);
+        if inner == 1 {
+            self.for_row_blocks(outer, dim, |first, num| {
+                // SAFETY: blocks do not overlap.
+                let out = unsafe { out.range(first, num) };
+                for (row, y) in (first..).zip(out) {
+                    sum_elements(self.features, &x[row * dim..(row + 1) * dim], factor, y);
+                }
+            });
+            return;
+        }
+        let num_blocks = inner.div_ceil(COLUMN_BLOCK);
+        self.threads.run(outer * num_blocks, &|task| {
+            let (outer, first) = (task / num_blocks, task % num_blocks * COLUMN_BLOCK);
+            // SAFETY: blocks do not overlap.
+            let out = unsafe { out.range(outer * inner + first, COLUMN_BLOCK.min(inner - first)) };
+            let x = &x[outer * dim * inner..(outer + 1) * dim * inner];
+            sum_columns(self.features, x, dim, inner, first, factor, out);
+        });
+    }
+
+    /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
+    pub(crate) fn spread_dim<T: Element>(
+        &self,
+        x: &[T],
+        [outer, dim, inner]: [usize; 3],
+        factor: f32,
+        y: &mut [T],
+    ) {
+        assert!(y.len() == outer * dim * inner && x.len() == outer * inner);
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(outer * dim, inner, |first, num| {
+            for block in first..first + num {
+                // SAFETY: blocks do not overlap.
+                let out = unsafe { out.range(block * inner, inner) };
+                let start = block / dim * inner;
+                scale_block(self.features, &x[start..start + inner], factor, out);
+            }
+        });
+    }
+
+    /// `y[i] = x[ids[i]]`, of rows of `cols` elements.
+    ///
+    /// # Panics
+    /// If an id is that of no row.
+    pub(crate) fn gather_rows<T: Copy + Send + Sync>(&self, x: &[T], ids: &[u32], cols: usize, y: &mut [T]) {
+        assert_eq!(y.len(), ids.len() * cols);
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(ids.len(), cols, |first, num| {
+            for (row, &id) in (first..).zip(&ids[first..first + num]) {
+                // SAFETY: rows do not overlap.
+                let out = unsafe { out.range(row * cols, cols) };
+                let start = id as usize * cols;
+                out.copy_from_slice(&x[start..start + cols]);
+            }
+        });
+    }
+}

@@ -1,0 +1,21 @@
+use super::ElementLoss;
+use crate::kernels::sigmoid;
+
+/// The cross-entropy of the probability `1 / (1 + e^-x)` and a target from 0 to 1, from the logit `x`: no large `x` makes it
+/// infinite.
+#[derive(Debug, Clone, Copy)]
+pub struct BinaryCrossEntropyWithLogits;
+
+impl ElementLoss for BinaryCrossEntropyWithLogits {
+    const FLOPS: usize = 60;
+
+    #[inline(always)]
+    fn value(&self, x: f32, target: f32) -> f32 {
+        x.max(0.0) - x * target + (-x.abs()).exp().ln_1p()
+    }
+
+    #[inline(always)]
+    fn derivative(&self, x: f32, target: f32) -> f32 {
+        sigmoid(x) - target
+    }
+}

@@ -1,0 +1,56 @@
+use super::loss::sum_of_losses;
+use super::norm::in_f32;
+use super::{BackwardContext, ForwardContext, Operation};
+use crate::device::{Device, DeviceError};
+use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View};
+use std::ops::RangeInclusive;
+
+/// The mean cross-entropy of the softmax of rows of logits (`[.., classes]`) and classes (u32, one a row). It has no output: it adds to
+/// the tape's [loss](super::Tape::loss_sum). For an output layer over a large vocabulary, [`LossHead`](super::LossHead)
+/// never holds all logits.
+#[derive(Debug)]
+pub struct CrossEntropy;
+
+fn whole(shape: Shape) -> VocabularyChunk {
+    VocabularyChunk { first: 0, len: shape.cols() }
+}
+
+/// The statistics of all rows.
+fn statistics(device: &Device, logits: View<'_>, classes: View<'_>) -> Result<Tensor, DeviceError> {
+    let mut statistics = device.activation([logits.shape().rows(), STATISTICS])?;
+    device.softmax_statistics(logits, classes, whole(logits.shape()), statistics.view_mut());
+    Ok(statistics)
+}
+
+impl Operation for CrossEntropy {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        if cx.is_recording() {
+            return Ok(());
+        }
+        let converted = in_f32(cx.device(), cx.input(0))?;
+        let logits = converted.as_ref().map_or(cx.input(0), Tensor::view);
+        let sum = sum_of_losses(&statistics(cx.device(), logits, cx.input(1))?);
+        cx.add_loss(sum);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let (shape, classes) = (cx.input_shape(0), cx.input(1));
+        let converted = in_f32(cx.device(), cx.input(0))?;
+        let logits = converted.as_ref().map_or(cx.input(0), Tensor::view);
+        let statistics = statistics(cx.device(), logits, classes)?;
+        let mut grad = cx.empty(shape, cx.input(0).dtype())?;
+        let scale = cx.loss_scale() / shape.rows() as f32;
+        let saved = statistics.view();
+        cx.device().cross_entropy_gradient(logits, classes, whole(shape), saved, scale, grad.view_mut());
+        cx.add_grad(0, grad)?;
+        cx.add_loss(sum_of_losses(&statistics));
+        Ok(())
+    }
+}

@@ -1,0 +1,62 @@
+//! Losses of single elements.
+
+use super::{BackwardContext, ForwardContext, Operation};
+use crate::device::DeviceError;
+use crate::tensor::Tensor;
+use std::fmt;
+use std::ops::RangeInclusive;
+use trireme_base::DType;
+
+/// A loss of an element `x` and its target.
+pub trait ElementLoss: fmt::Debug + Send + Sync {
+    /// Floating-point operations of a value; a derivative takes about as many.
+    const FLOPS: usize;
+
+    /// The loss.
+    fn value(&self, x: f32, target: f32) -> f32;
+
+    /// The derivative with respect to `x`.
+    fn derivative(&self, x: f32, target: f32) -> f32;
+}
+
+/// The mean of a loss over the elements of `x` and of targets of the same shape and type. It has no output: it adds to the
+/// tape's [loss](super::Tape::loss_sum), a row the mean over its elements. Targets have no gradient.
+#[derive(Debug, Clone, Copy)]
+pub struct MeanLoss<L>(pub L);
+
+impl<L: ElementLoss> MeanLoss<L> {
+    fn sum(&self, sums: &Tensor, cols: usize) -> f64 {
+        sums.view().f32s().iter().map(|&sum| f64::from(sum)).sum::<f64>() / cols as f64
+    }
+}
+
+impl<L: ElementLoss> Operation for MeanLoss<L> {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        if cx.is_recording() {
+            return Ok(());
+        }
+        let shape = cx.input(0).shape();
+        let mut sums = cx.empty([shape.rows()], DType::F32)?;
+        let value = |x, target| self.0.value(x, target);
+        cx.device().zip_sum_rows((cx.input(0), cx.input(1)), sums.view_mut(), L::FLOPS, value);
+        cx.add_loss(self.sum(&sums, shape.cols()));
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let shape = cx.input_shape(0);
+        let mut sums = cx.empty([shape.rows()], DType::F32)?;
+        let value = |x, target| self.0.value(x, target);
+        cx.device().zip_sum_rows((cx.input(0), cx.input(1)), sums.view_mut(), L::FLOPS, value);
+        cx.add_loss(self.sum(&sums, shape.cols()));
+        let scale = cx.loss_scale() / shape.num_elements() as f32;
+        let mut grad = cx.empty(shape, cx.input(0).dtype())?;
+        let derivative = |x, target| scale * self.0.derivative(x, target);
+        cx.device().zip((cx.input(0), cx.input(1)), grad.view_mut(), L::FLOPS + 1, derivative);
+        cx.add_grad(0, grad)
+    }
+}

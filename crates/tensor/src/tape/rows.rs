@@ -1,0 +1,83 @@
+use super::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::device::{Device, DeviceError};
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View};
+use std::ops::RangeInclusive;
+use trireme_base::{Category, DType};
+
+/// Rows of `x` (`[num_rows, cols]`, of any floats) by id (u32, at most three dims), as `[.., cols]`.
+#[derive(Debug)]
+pub struct GatherRows;
+
+/// The sum of the rows of `x` (`[.., cols]`) with each id (u32, one a row), as `[num_rows, cols]`; zero where there is none.
+#[derive(Debug, Clone, Copy)]
+pub struct ScatterAddRows {
+    /// Number of ids.
+    pub num_rows: usize,
+}
+
+fn gather(device: &Device, x: View<'_>, ids: View<'_>, shape: Shape) -> Result<Tensor, DeviceError> {
+    let mut y = device.activation_of(shape, x.dtype())?;
+    device.gather_rows(x, ids, y.view_mut());
+    Ok(y)
+}
+
+/// Adds in f32, in the order of the rows, and rounds each sum once.
+fn scatter_add(device: &Device, x: View<'_>, ids: View<'_>, num_rows: usize) -> Result<Tensor, DeviceError> {
+    let shape = Shape::from([num_rows, x.shape().cols()]);
+    let mut sums = device.zeros(shape, DType::F32, Category::Activations)?;
+    if x.dtype() == DType::F32 {
+        device.embedding_backward(ids, x, sums.view_mut());
+        return Ok(sums);
+    }
+    let mut converted = device.activation(x.shape())?;
+    device.convert(x, converted.view_mut());
+    device.embedding_backward(ids, converted.view(), sums.view_mut());
+    let mut rounded = device.activation_of(shape, x.dtype())?;
+    device.convert(sums.view(), rounded.view_mut());
+    Ok(rounded)
+}
+
+impl Operation for GatherRows {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let ids = cx.input(1);
+        let shape = ids.shape().and_cols(cx.input(0).shape().cols());
+        let y = gather(cx.device(), cx.input(0), ids, shape)?;
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let grad = scatter_add(cx.device(), cx.grad(), cx.input(1), cx.input_shape(0).rows())?;
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        if input == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    }
+}
+
+impl Operation for ScatterAddRows {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let y = scatter_add(cx.device(), cx.input(0), cx.input(1), self.num_rows)?;
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let grad = gather(cx.device(), cx.grad(), cx.input(1), cx.input_shape(0))?;
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, input: usize) -> ReadBy {
+        if input == 1 { ReadBy::INPUT_HALF } else { ReadBy::NEITHER }
+    }
+}

@@ -1,0 +1,25 @@
+use super::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::device::DeviceError;
+
+/// `factor * x`, for `x` of any shape and type of floats; the result has both.
+#[derive(Debug, Clone, Copy)]
+pub struct Scale(pub f32);
+
+impl Operation for Scale {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
+        cx.device().map(cx.input(0), y.view_mut(), 1, |x| self.0 * x);
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let mut grad = cx.empty(cx.grad().shape(), cx.grad().dtype())?;
+        cx.device().map(cx.grad(), grad.view_mut(), 1, |dy| self.0 * dy);
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+}

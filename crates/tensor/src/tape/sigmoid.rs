@@ -1,0 +1,21 @@
+use super::Pointwise;
+use crate::kernels::sigmoid;
+
+/// `1 / (1 + e^-x)`.
+#[derive(Debug)]
+pub struct Sigmoid;
+
+impl Pointwise for Sigmoid {
+    const FLOPS: usize = 25;
+    const DERIVATIVE_OF_OUTPUT: bool = true;
+
+    #[inline(always)]
+    fn value(&self, x: f32) -> f32 {
+        sigmoid(x)
+    }
+
+    #[inline(always)]
+    fn derivative(&self, y: f32) -> f32 {
+        y * (1.0 - y)
+    }
+}

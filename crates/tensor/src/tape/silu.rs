@@ -1,0 +1,22 @@
+use super::Pointwise;
+use crate::kernels::sigmoid;
+
+/// `x / (1 + e^-x)` (Elfwing, Uchibe, Doya 2017), also called swish.
+#[derive(Debug)]
+pub struct Silu;
+
+impl Pointwise for Silu {
+    const FLOPS: usize = 26;
+    const DERIVATIVE_OF_OUTPUT: bool = false;
+
+    #[inline(always)]
+    fn value(&self, x: f32) -> f32 {
+        x * sigmoid(x)
+    }
+
+    #[inline(always)]
+    fn derivative(&self, x: f32) -> f32 {
+        let s = sigmoid(x);
+        s + x * s * (1.0 - s)
+    }
+}

@@ -1,0 +1,42 @@
+use super::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::device::DeviceError;
+use crate::kernels::Blocks;
+use std::ops::Range;
+
+/// A range of one dim of `x`, of any shape and type. Panics if the range does not lie within the dim.
+#[derive(Debug, Clone)]
+pub struct Slice {
+    /// The dim.
+    pub dim: usize,
+    /// What is taken of it.
+    pub range: Range<usize>,
+}
+
+impl Operation for Slice {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let x = cx.input(0);
+        let [outer, size, inner] = x.shape().around(self.dim);
+        assert!(self.range.end <= size, "{:?} of dim {} of {:?}", self.range, self.dim, x.shape());
+        let mut y = cx.empty(x.shape().with_dim(self.dim, self.range.len()), x.dtype())?;
+        let len = self.range.len() * inner;
+        let from = Blocks { offset: self.range.start * inner, stride: size * inner };
+        cx.device().copy_blocks((x, from), (y.view_mut(), Blocks { offset: 0, stride: len }), (outer, len));
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let shape = cx.input_shape(0);
+        let [outer, size, inner] = shape.around(self.dim);
+        let mut grad = cx.zeros(shape, cx.grad().dtype())?;
+        let len = self.range.len() * inner;
+        let to = Blocks { offset: self.range.start * inner, stride: size * inner };
+        let from = Blocks { offset: 0, stride: len };
+        cx.device().copy_blocks((cx.grad(), from), (grad.view_mut(), to), (outer, len));
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+}

@@ -1,0 +1,30 @@
+use super::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::device::DeviceError;
+
+/// Softmax over the last dim of `x`, of any shape and type of floats; the result has both. A row of nothing but negative infinity
+/// gives NaN.
+#[derive(Debug)]
+pub struct Softmax;
+
+impl Operation for Softmax {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
+        cx.device().softmax(cx.input(0), y.view_mut());
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let mut grad = cx.take_output_grad();
+        cx.device().softmax_backward(cx.output(0), grad.view_mut());
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+
+    fn reads_output(&self, _: usize) -> ReadBy {
+        ReadBy::INPUT_HALF
+    }
+}

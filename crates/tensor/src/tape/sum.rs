@@ -1,0 +1,70 @@
+use super::{BackwardContext, ForwardContext, Operation, ReadBy};
+use crate::device::DeviceError;
+
+/// The sum over one dim of `x`, of any shape and floats; the dim is then of size 1.
+#[derive(Debug, Clone, Copy)]
+pub struct Sum {
+    /// The dim.
+    pub dim: usize,
+}
+
+/// The mean over one dim of `x`, of any shape and floats; the dim is then of size 1.
+#[derive(Debug, Clone, Copy)]
+pub struct Mean {
+    /// The dim.
+    pub dim: usize,
+}
+
+fn forward(cx: &mut ForwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<(), DeviceError> {
+    let x = cx.input(0);
+    let dims = x.shape().around(dim);
+    let mut y = cx.empty(x.shape().with_dim(dim, 1), x.dtype())?;
+    cx.device().sum_dim(x, dims, factor(dims[1]), y.view_mut());
+    cx.output(y);
+    Ok(())
+}
+
+fn backward(cx: &mut BackwardContext<'_>, dim: usize, factor: fn(usize) -> f32) -> Result<(), DeviceError> {
+    let shape = cx.input_shape(0);
+    let dims = shape.around(dim);
+    let mut grad = cx.empty(shape, cx.grad().dtype())?;
+    cx.device().spread_dim(cx.grad(), dims, factor(dims[1]), grad.view_mut());
+    cx.add_grad(0, grad)
+}
+
+/// Of a sum over a dim of this size.
+fn one(_: usize) -> f32 {
+    1.0
+}
+
+fn inverse(size: usize) -> f32 {
+    1.0 / size as f32
+}
+
+impl Operation for Sum {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        forward(cx, self.dim, one)
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        backward(cx, self.dim, one)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+}
+
+impl Operation for Mean {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        forward(cx, self.dim, inverse)
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        backward(cx, self.dim, inverse)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+}

@@ -1,0 +1,39 @@
+//! Functions of single elements.
+
+use crate::{check, no_parameters, op};
+use trireme_tensor::tape::{Add, Mul, Op, Relu, Scale, Sigmoid, Silu, Tanh};
+use trireme_testkit::Input;
+
+/// Shapes at the edges: nothing, one element, more than a task of a kernel has, odd ones.
+const SHAPES: [&[usize]; 5] = [&[0, 3], &[1], &[1, 1, 1], &[3, 5, 7], &[2, 129]];
+
+/// Checks an operation without parameters on inputs of equal shapes.
+fn check_elementwise(op: &Op, num_inputs: usize, function: impl Fn(&[f64]) -> f64) {
+    for shape in SHAPES {
+        let names = ["left", "right"];
+        let inputs: Vec<Input> = names[..num_inputs].iter().map(|name| Input::random(shape, name)).collect();
+        check(op, &no_parameters(), &inputs, &|inputs, _| {
+            let element = |index| {
+                let values: Vec<f64> = inputs.iter().map(|input| input[index]).collect();
+                function(&values)
+            };
+            (0..inputs[0].len()).map(element).collect()
+        });
+    }
+}
+
+#[test]
+fn sums_and_products_of_elements() {
+    check_elementwise(&Op::from(&Add), 2, |x| x[0] + x[1]);
+    check_elementwise(&Op::from(&Mul), 2, |x| x[0] * x[1]);
+    check_elementwise(&op(Scale(-0.75)), 1, |x| -0.75 * x[0]);
+}
+
+#[test]
+fn functions_of_elements() {
+    let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
+    check_elementwise(&Op::from(&Sigmoid), 1, |x| sigmoid(x[0]));
+    check_elementwise(&Op::from(&Tanh), 1, |x| x[0].tanh());
+    check_elementwise(&Op::from(&Relu), 1, |x| x[0].max(0.0));
+    check_elementwise(&Op::from(&Silu), 1, |x| x[0] * sigmoid(x[0]));
+}

@@ -1,0 +1,162 @@
+//! Fused operations.
+
+use crate::{check, gelu, no_parameters, op, product};
+use trireme_tensor::ParameterTable;
+use trireme_tensor::tape::{Attention, Embedding, InputActivation, Linear, LossHead, Norm, WeightLayout};
+use trireme_testkit::Input;
+
+#[test]
+fn linear_layers() {
+    let (inputs, outputs) = (5, 7);
+    for (rows, layout, activation, has_bias, has_residual) in [
+        (3, WeightLayout::InputsFirst, InputActivation::Identity, false, false),
+        (1, WeightLayout::OutputsFirst, InputActivation::Identity, true, true),
+        (4, WeightLayout::InputsFirst, InputActivation::Gelu, true, true),
+        (2, WeightLayout::OutputsFirst, InputActivation::SwiGlu, true, false),
+        (2, WeightLayout::InputsFirst, InputActivation::SwiGlu, false, true),
+    ] {
+        let mut table = ParameterTable::default();
+        table.begin_unit("unit");
+        let is_inputs_first = layout == WeightLayout::InputsFirst;
+        let shape = if is_inputs_first { [inputs, outputs] } else { [outputs, inputs] };
+        let weight = table.add("weight", &shape);
+        let bias = has_bias.then(|| table.add("bias", &[outputs]));
+        let reference = move |x: &[Vec<f64>], parameters: &[f64]| {
+            let (weight, bias) = parameters.split_at(inputs * outputs);
+            let activated: Vec<f64> = match activation {
+                InputActivation::Identity => x[0].clone(),
+                InputActivation::Gelu => x[0].iter().map(|&x| gelu(x)).collect(),
+                InputActivation::SwiGlu => {
+                    let row = |row: &[f64]| -> Vec<f64> {
+                        let (gate, up) = row.split_at(inputs);
+                        gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect()
+                    };
+                    x[0].chunks(2 * inputs).flat_map(row).collect()
+                }
+            };
+            let transposed: Vec<f64> =
+                (0..weight.len()).map(|index| weight[index % outputs * inputs + index / outputs]).collect();
+            let weight = if is_inputs_first { weight } else { &transposed };
+            let mut y = product(&activated, weight, inputs, outputs);
+            for (index, y) in y.iter_mut().enumerate() {
+                *y += bias.get(index % outputs).copied().unwrap_or_default();
+                *y += x.get(1).map_or(0.0, |residual| residual[index]);
+            }
+            y
+        };
+        let cols = if activation == InputActivation::SwiGlu { 2 * inputs } else { inputs };
+        let mut values = vec![Input::random(&[rows, cols], "x")];
+        if has_residual {
+            values.push(Input::random(&[rows, outputs], "residual").in_f32());
+        }
+        check(&op(Linear { weight, layout, bias, activation }), &table, &values, &reference);
+    }
+}
+
+#[test]
+fn normalisations() {
+    for (rows, cols, centred) in [(3, 7, true), (2, 33, false), (1, 16, true)] {
+        let mut table = ParameterTable::default();
+        table.begin_unit("unit");
+        let weight = table.add("weight", &[cols]);
+        let bias = centred.then(|| table.add("bias", &[cols]));
+        let epsilon = 1e-3;
+        let reference = move |x: &[Vec<f64>], parameters: &[f64]| {
+            let (weight, bias) = parameters.split_at(cols);
+            let row = |row: &[f64]| -> Vec<f64> {
+                let mean = if centred { row.iter().sum::<f64>() / cols as f64 } else { 0.0 };
+                let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
+                let scale = 1.0 / (variance + f64::from(epsilon)).sqrt();
+                let element = |col: usize| {
+                    (row[col] - mean) * scale * weight[col] + bias.get(col).copied().unwrap_or_default()
+                };
+                (0..cols).map(element).collect()
+            };
+            x[0].chunks(cols).flat_map(row).collect()
+        };
+        let norm = op(Norm { weight, bias, epsilon, centred });
+        // Of the residual stream, which is f32, and of an activation.
+        let x = Input::random(&[rows, cols], "x");
+        check(&norm, &table, std::slice::from_ref(&x), &reference);
+        check(&norm, &table, &[x.in_f32()], &reference);
+    }
+}
+
+#[test]
+fn embeddings() {
+    let (vocabulary, positions, cols) = (11, 6, 5);
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let tokens = table.add("tokens", &[vocabulary, cols]);
+    let positions = Some(table.add("positions", &[positions, cols]));
+    let ids: Vec<u32> = vec![3, 0, 3, 10, 1, 3, 0, 0];
+    let reference = move |inputs: &[Vec<f64>], parameters: &[f64]| {
+        let (tokens, positions) = parameters.split_at(vocabulary * cols);
+        let row = |(index, &id): (usize, &f64)| -> Vec<f64> {
+            (0..cols)
+                .map(|col| tokens[id as usize * cols + col] + positions[index % 4 * cols + col])
+                .collect()
+        };
+        inputs[0].iter().enumerate().flat_map(row).collect()
+    };
+    let ids = Input::ids(&[2, 4], &ids);
+    check(&op(Embedding { tokens, positions }), &table, &[ids], &reference);
+}
+
+#[test]
+fn causal_attention() {
+    for (batch, seq_len, num_heads, num_kv_heads, head_dim) in
+        [(1, 1, 1, 1, 2), (2, 5, 2, 2, 4), (1, 4, 4, 2, 6)]
+    {
+        let reference = move |inputs: &[Vec<f64>], _: &[f64]| {
+            let kv_cols = num_kv_heads * head_dim;
+            let cols = num_heads * head_dim + 2 * kv_cols;
+            let qkv = |sequence: usize, position: usize, col: usize| {
+                inputs[0][(sequence * seq_len + position) * cols + col]
+            };
+            let mut y = vec![0.0; batch * seq_len * num_heads * head_dim];
+            for (row, y) in y.chunks_mut(head_dim).enumerate() {
+                let (head, position) = (row % num_heads, row / num_heads % seq_len);
+                let sequence = row / num_heads / seq_len;
+                let kv_head = head / (num_heads / num_kv_heads);
+                let key = num_heads * head_dim + kv_head * head_dim;
+                let score = |other: usize| -> f64 {
+                    let products = (0..head_dim).map(|col| {
+                        qkv(sequence, position, head * head_dim + col) * qkv(sequence, other, key + col)
+                    });
+                    (products.sum::<f64>() / (head_dim as f64).sqrt()).exp()
+                };
+                let scores: Vec<f64> = (0..=position).map(score).collect();
+                for (col, y) in y.iter_mut().enumerate() {
+                    let value = |other: usize| qkv(sequence, other, key + kv_cols + col);
+                    *y = scores.iter().enumerate().map(|(other, score)| score * value(other)).sum::<f64>()
+                        / scores.iter().sum::<f64>();
+                }
+            }
+            y
+        };
+        let cols = (num_heads + 2 * num_kv_heads) * head_dim;
+        let attention = op(Attention { num_heads, num_kv_heads, head_dim, rotary: None });
+        check(&attention, &no_parameters(), &[Input::random(&[batch, seq_len, cols], "qkv")], &reference);
+    }
+}
+
+#[test]
+fn losses_over_a_vocabulary() {
+    let (rows, cols, vocabulary) = (4, 6, 9);
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let weight = table.add("weight", &[vocabulary, cols]);
+    let reference = move |inputs: &[Vec<f64>], weight: &[f64]| {
+        let row = |(row, &target): (usize, &f64)| -> f64 {
+            let x = &inputs[0][row * cols..(row + 1) * cols];
+            let logit = |token: usize| -> f64 {
+                x.iter().zip(&weight[token * cols..]).map(|(x, weight)| x * weight).sum()
+            };
+            (0..vocabulary).map(|token| logit(token).exp()).sum::<f64>().ln() - logit(target as usize)
+        };
+        vec![inputs[1].iter().enumerate().map(row).sum::<f64>() / rows as f64]
+    };
+    let targets = Input::ids(&[rows], &[8, 0, 3, 3]);
+    check(&op(LossHead { weight }), &table, &[Input::random(&[rows, cols], "x"), targets], &reference);
+}

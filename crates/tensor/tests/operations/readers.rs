@@ -1,0 +1,164 @@
+//! Values that several operations read.
+
+use crate::{PRECISIONS, gelu, no_parameters, product};
+use std::sync::Arc;
+use trireme_base::{DType, RandomKey};
+use trireme_tensor::tape::{
+    Add, Attention, InputActivation, Linear, Mul, Norm, Recorder, Recording, RotaryTable, Scale, WeightLayout,
+};
+use trireme_tensor::{
+    Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
+    Parameters, Precision, Tape, Var,
+};
+use trireme_testkit::{GradientCheck, Input};
+
+/// For tapes without parameters.
+struct NoParameters;
+
+impl GradSink for NoParameters {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        panic!("{span:?} is read by no operation")
+    }
+
+    fn grad_ready(&mut self, _: &ParameterSpan) {}
+}
+
+/// Two linear layers, a normalisation and a sum read one value, in every order.
+#[test]
+fn a_value_with_several_readers() {
+    let (rows, cols) = (3, 6);
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let weights = ["first", "left", "right"].map(|name| table.add(name, &[cols, cols]));
+    let norm_weight = table.add("norm", &[cols]);
+    let linear = |weight, activation| {
+        Arc::new(Linear { weight, layout: WeightLayout::InputsFirst, bias: None, activation })
+    };
+    let [first, left, right] = weights;
+    let [first, left] = [first, left].map(|weight| linear(weight, InputActivation::Identity));
+    // Its backward computes in the memory of its input.
+    let right = linear(right, InputActivation::Gelu);
+    let norm = Arc::new(Norm { weight: norm_weight, bias: None, epsilon: 1e-3, centred: false });
+    let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
+        let square = cols * cols;
+        let [first, left, right] = [0, 1, 2].map(|place| &parameters[place * square..(place + 1) * square]);
+        let weight = &parameters[3 * square..];
+        let x = product(&inputs[0], first, cols, cols);
+        let activated: Vec<f64> = x.iter().map(|&x| gelu(x)).collect();
+        let (left, right) = (product(&x, left, cols, cols), product(&activated, right, cols, cols));
+        let normed = |index: usize| {
+            let row = &x[index / cols * cols..(index / cols + 1) * cols];
+            let mean_square = row.iter().map(|x| x * x).sum::<f64>() / cols as f64;
+            x[index] / (mean_square + f64::from(1e-3_f32)).sqrt() * weight[index % cols]
+        };
+        (0..x.len())
+            .map(|index| left[index] + right[index] + normed(index) + x[index] + inputs[1][index])
+            .collect()
+    };
+    for order in 0..24 {
+        // The readers in the order that the number stands for.
+        let mut places = vec![0, 1, 2, 3];
+        let order: Vec<usize> =
+            [order / 6, order / 2 % 3, order % 2, 0].map(|place| places.remove(place)).into();
+        let run = |recorder: &mut Recorder<'_>, inputs: Vec<Var>| {
+            let [input, other] = inputs.try_into().unwrap();
+            let x = recorder.apply(&first, [input])?;
+            let mut sum = None;
+            for &reader in &order {
+                let read = match reader {
+                    0 => recorder.apply(&left, [&x])?,
+                    1 => recorder.apply(&right, [&x])?,
+                    2 => recorder.apply(&norm, [&x])?,
+                    _ => recorder.apply(&Add, (&x, &other))?,
+                };
+                sum = Some(match sum {
+                    None => read,
+                    Some(sum) => recorder.apply(&Add, (sum, read))?,
+                });
+            }
+            Ok(sum)
+        };
+        for precision in PRECISIONS {
+            GradientCheck {
+                name: format!("readers {order:?} in {precision}"),
+                run: &run,
+                table: table.clone(),
+                precision,
+                inputs: ["x", "other"].map(|name| Input::random(&[rows, cols], name)).into(),
+                reference: &reference,
+            }
+            .check();
+        }
+    }
+}
+
+/// Its parameters get a gradient all the same: zero.
+#[test]
+fn a_layer_whose_output_nothing_reads() {
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let weights = ["read", "unread"].map(|name| table.add(name, &[4, 4]));
+    let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
+    let [read, unread] = weights.map(|weight| Arc::new(Linear { weight, layout, bias: None, activation }));
+    let reference = |x: &[Vec<f64>], parameters: &[f64]| product(&x[0], &parameters[..16], 4, 4);
+    for precision in PRECISIONS {
+        GradientCheck {
+            name: format!("a layer beside one that is not read, in {precision}"),
+            run: &|recorder, inputs| {
+                let [x] = inputs.try_into().unwrap();
+                recorder.apply(&unread, [&x])?;
+                Ok(Some(recorder.apply(&read, [x])?))
+            },
+            table: table.clone(),
+            precision,
+            inputs: vec![Input::random(&[3, 4], "x")],
+            reference: &reference,
+        }
+        .check();
+    }
+}
+
+/// An operation computes in the memory of its input only if nobody else reads that.
+#[test]
+fn rotation_in_place_leaves_what_others_read() {
+    let (seq_len, cols) = (3, 12);
+    let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let rotary = Some(Arc::new(RotaryTable::new(&device, seq_len, &[1.0, 0.25]).unwrap()));
+    let attention = Arc::new(Attention { num_heads: 1, num_kv_heads: 1, head_dim: 4, rotary });
+    let double = Arc::new(Scale(2.0));
+    let mut bits = Vec::new();
+    for order in 0..2 {
+        let table = Arc::new(no_parameters());
+        let parameters = Parameters::zeros(&table, &device, Category::Parameters).unwrap();
+        let mut tape = Tape::new(&device, Recording::On, Precision::F32);
+        let mut values = device.empty([1, seq_len, cols].into(), DType::F32, Category::Activations).unwrap();
+        RandomKey::new(1, "qkv").fill_normal(values.view_mut().f32s(), 1.0);
+        let input = tape.input(values);
+        let place = input.id();
+        let mut recorder = tape.recorder(&parameters);
+        let qkv = recorder.apply(&double, [&input]).unwrap();
+        // Squared before or after the rotation, by an operation that reads it again in backward.
+        let (attended, square) = match order {
+            0 => {
+                let square = recorder.apply(&Mul, (&qkv, &qkv)).unwrap();
+                (recorder.apply(&attention, [qkv]).unwrap(), square)
+            }
+            _ => {
+                let attended = recorder.apply(&attention, [&qkv]).unwrap();
+                (attended, recorder.apply(&Mul, (&qkv, &qkv)).unwrap())
+            }
+        };
+        let mut found = Vec::new();
+        for output in [&attended, &square] {
+            found.extend(tape.take_output(output).unwrap().view().f32s().iter().map(|y| y.to_bits()));
+        }
+        let grad = device.zeros([1, seq_len, 4].into(), DType::F32, Category::Activations).unwrap();
+        let mut ones = device.empty([1, seq_len, cols].into(), DType::F32, Category::Activations).unwrap();
+        ones.view_mut().f32s().fill(1.0);
+        let start = [(attended.id(), grad), (square.id(), ones)];
+        tape.backward(&parameters, start, &mut NoParameters).unwrap();
+        found.extend(tape.take_grad(place).unwrap().view().f32s().iter().map(|dx| dx.to_bits()));
+        bits.push(found);
+    }
+    assert!(bits[0] == bits[1]);
+}

@@ -1,0 +1,346 @@
+//! Checks operations against a reference in f64.
+
+use std::sync::Arc;
+use trireme_base::{DType, RandomKey};
+use trireme_tensor::tape::{Recorder, Recording, Scale};
+use trireme_tensor::{
+    Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
+    Parameters, Precision, Shape, Tape, Tensor, Var, View, ViewMut,
+};
+
+/// Step of the reference's central differences: they are exact to about 1e-9 of the scale of the values.
+const STEP: f64 = 1e-5;
+
+/// A definition in f64, of inputs and parameters.
+pub type Reference<'a> = dyn Fn(&[Vec<f64>], &[f64]) -> Vec<f64> + 'a;
+
+/// Runs operations on inputs, and returns the output, unless that is a loss.
+pub type Run<'a> = dyn Fn(&mut Recorder<'_>, Vec<Var>) -> Result<Option<Var>, DeviceError> + 'a;
+
+/// Operations with one output or a loss, and what they are to compute.
+pub struct GradientCheck<'a> {
+    /// What is checked, for messages.
+    pub name: String,
+    /// The operations.
+    pub run: &'a Run<'a>,
+    /// The parameters that it reads.
+    pub table: ParameterTable,
+    /// What activations are in. Inputs are rounded to it, unless they are [in f32](Input::in_f32).
+    pub precision: Precision,
+    /// The inputs.
+    pub inputs: Vec<Input>,
+    /// The output, or the mean loss, for the inputs and the flat parameters of unit 0, in f64.
+    pub reference: &'a Reference<'a>,
+}
+
+/// An input of an operation.
+#[derive(Debug, Clone)]
+pub struct Input {
+    shape: Shape,
+    values: Values,
+    requires_grad: bool,
+}
+
+#[derive(Debug, Clone)]
+enum Values {
+    /// In the precision of the check.
+    Rounded(Vec<f32>),
+    F32(Vec<f32>),
+    Ids(Vec<u32>),
+}
+
+impl Input {
+    /// Random normal values, rounded to the precision of the check.
+    pub fn random(shape: &[usize], name: &str) -> Self {
+        let shape = Shape::new(shape);
+        Input { shape, values: Values::Rounded(random(shape.num_elements(), name)), requires_grad: true }
+    }
+
+    /// Ids, which have no gradient.
+    pub fn ids(shape: &[usize], ids: &[u32]) -> Self {
+        Input { shape: Shape::new(shape), values: Values::Ids(ids.to_vec()), requires_grad: false }
+    }
+
+    /// The same values without a gradient.
+    pub fn constant(self) -> Self {
+        Input { requires_grad: false, ..self }
+    }
+
+    /// The same values in f32.
+    pub fn in_f32(self) -> Self {
+        match self.values {
+            Values::Rounded(values) => Input { values: Values::F32(values), ..self },
+            _ => self,
+        }
+    }
+}
+
+fn random(len: usize, name: &str) -> Vec<f32> {
+    let mut values = vec![0.0; len];
+    RandomKey::new(7, name).fill_normal(&mut values, 1.0);
+    values
+}
+
+/// How a tape computes.
+#[derive(Debug, Clone, Copy)]
+struct Manner {
+    num_threads: usize,
+    /// The halves of backward.
+    apart: bool,
+    /// Inputs may be overwritten.
+    is_moved: bool,
+    /// What gradients of parameters are added to.
+    before: Option<f32>,
+}
+
+impl Default for Manner {
+    fn default() -> Self {
+        Manner { num_threads: 1, apart: false, is_moved: false, before: None }
+    }
+}
+
+/// What a tape computed.
+#[derive(Debug, PartialEq)]
+struct Found {
+    /// The output, or the mean loss.
+    output: Vec<f32>,
+    is_loss: bool,
+    /// By input.
+    input_grads: Vec<Option<Vec<f32>>>,
+    parameter_grads: Vec<f32>,
+}
+
+/// Takes the gradients of one unit: in memory that holds NaN until they are written, or beside 1.0 that was there before.
+struct Grads {
+    flat: Parameters,
+    /// By parameter.
+    is_written: Vec<bool>,
+}
+
+impl Grads {
+    fn new(table: &Arc<ParameterTable>, device: &Device, before: Option<f32>) -> Self {
+        let mut flat = Parameters::zeros(table, device, Category::Gradients).unwrap();
+        if table.num_elements() > 0 {
+            flat.flat_mut(0).f32s().fill(before.unwrap_or(f32::NAN));
+        }
+        Grads { flat, is_written: vec![before.is_some(); table.parameters().len()] }
+    }
+}
+
+impl GradSink for Grads {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        let view = self.flat.flat_mut(span.unit).into_part(span.offset, span.shape);
+        Ok(GradTarget { view, accumulate: self.is_written[span.first.0] })
+    }
+
+    fn grad_ready(&mut self, span: &ParameterSpan) {
+        self.is_written[span.first.0..span.first.0 + span.num_parameters].fill(true);
+    }
+}
+
+impl GradientCheck<'_> {
+    /// Compares the output, and the gradient of every element of every input and parameter, with the reference and its
+    /// central differences. The bits must not depend on whether the halves of backward run apart, on the number of threads, or on
+    /// whether an operation may overwrite its inputs; gradients of parameters may be written or added.
+    ///
+    /// # Panics
+    /// If something differs by more than the rounding of the precision explains.
+    pub fn check(&self) {
+        let plain = Manner::default();
+        let found = self.compute(plain);
+        for manner in [
+            Manner { apart: true, ..plain },
+            Manner { num_threads: 3, ..plain },
+            Manner { is_moved: true, ..plain },
+            Manner { is_moved: true, apart: true, ..plain },
+        ] {
+            assert_eq!(found, self.compute(manner), "{}: {manner:?}", self.name);
+        }
+        let added = self.compute(Manner { before: Some(1.0), ..plain });
+        let tolerance = match self.precision {
+            Precision::F32 => 2e-6,
+            Precision::F16 => 4e-3,
+            Precision::Bf16 => 3e-2,
+        };
+        let compare = |found: &[f32], expected: &[f64], what: &str| {
+            compare(found, expected, tolerance, &format!("{}: {what}", self.name));
+        };
+        let mut inputs: Vec<Vec<f64>> = self.inputs.iter().map(|input| self.values(input)).collect();
+        let mut parameters = self.parameter_values();
+        let expected = (self.reference)(&inputs, &parameters);
+        compare(&found.output, &expected, "output");
+        let cotangent = if found.is_loss { vec![1.0] } else { self.cotangent(expected.len()) };
+        let loss = |inputs: &[Vec<f64>], parameters: &[f64]| -> f64 {
+            let output = (self.reference)(inputs, parameters);
+            output.iter().zip(&cotangent).map(|(y, c)| y * c).sum()
+        };
+        for (index, grads) in found.input_grads.iter().enumerate() {
+            let Some(grads) = grads else {
+                assert!(!self.inputs[index].requires_grad, "{}: input {index} got no gradient", self.name);
+                continue;
+            };
+            let mut values = inputs[index].clone();
+            let expected = differences(&mut values, |values| {
+                inputs[index].copy_from_slice(values);
+                loss(&inputs, &parameters)
+            });
+            inputs[index] = values;
+            compare(grads, &expected, &format!("gradient of input {index}"));
+        }
+        let mut values = parameters.clone();
+        let mut expected = differences(&mut values, |values| {
+            parameters.copy_from_slice(values);
+            loss(&inputs, &parameters)
+        });
+        compare(&found.parameter_grads, &expected, "gradient of the parameters");
+        expected.iter_mut().for_each(|grad| *grad += 1.0);
+        compare(&added.parameter_grads, &expected, "gradient of the parameters, added to 1");
+    }
+
+    fn dtype(&self, input: &Input) -> DType {
+        match input.values {
+            Values::Rounded(_) => self.precision.dtype(),
+            Values::F32(_) => DType::F32,
+            Values::Ids(_) => DType::U32,
+        }
+    }
+
+    fn tensor(&self, device: &Device, input: &Input) -> Tensor {
+        let mut tensor = device.empty(input.shape, self.dtype(input), Category::Activations).unwrap();
+        match &input.values {
+            Values::Rounded(values) | Values::F32(values) => {
+                device.convert(View::from_f32s(values, input.shape), tensor.view_mut());
+            }
+            Values::Ids(ids) => tensor.view_mut().u32s().copy_from_slice(ids),
+        }
+        tensor
+    }
+
+    /// The values of an input as the operation sees them.
+    fn values(&self, input: &Input) -> Vec<f64> {
+        match &input.values {
+            Values::Ids(ids) => ids.iter().map(|&id| f64::from(id)).collect(),
+            _ => {
+                let device =
+                    Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+                let values = in_f32(&device, &self.tensor(&device, input));
+                values.into_iter().map(f64::from).collect()
+            }
+        }
+    }
+
+    fn parameter_values(&self) -> Vec<f64> {
+        random(self.table.num_elements(), "parameters").into_iter().map(f64::from).collect()
+    }
+
+    /// The gradient of an output to start from.
+    fn cotangent(&self, len: usize) -> Vec<f64> {
+        self.values(&Input::random(&[len], "dy"))
+    }
+
+    fn parameters(&self, device: &Device) -> Parameters {
+        let table = self.table.clone().into();
+        let mut parameters = Parameters::zeros(&table, device, Category::Parameters).unwrap();
+        if table.num_elements() > 0 {
+            let values = random(table.num_elements(), "parameters");
+            parameters.flat_mut(0).f32s().copy_from_slice(&values);
+        }
+        parameters
+    }
+
+    fn compute(&self, manner: Manner) -> Found {
+        let Manner { num_threads, apart, is_moved, before } = manner;
+        let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
+        let parameters = self.parameters(&device);
+        let mut tape = Tape::new(&device, Recording::On, self.precision);
+        let put = |input: &Input| {
+            let tensor = self.tensor(&device, input);
+            if input.requires_grad { tape.input(tensor) } else { tape.constant(tensor) }
+        };
+        let mut inputs: Vec<Var> = self.inputs.iter().map(put).collect();
+        let ids: Vec<_> = inputs.iter().map(Var::id).collect();
+        let mut recorder = tape.recorder(&parameters);
+        if is_moved {
+            // What an operation made may be overwritten by its last reader.
+            let is_float = |index: usize| !matches!(self.inputs[index].values, Values::Ids(_));
+            let same = Arc::new(Scale(1.0));
+            let moved = inputs.into_iter().enumerate().map(|(index, input)| match is_float(index) {
+                true => recorder.apply(&same, [input]).unwrap(),
+                false => input,
+            });
+            inputs = moved.collect();
+        }
+        let made = (self.run)(&mut recorder, inputs).unwrap();
+        let output = made.as_ref().map(|output| tape.take_output(output).unwrap());
+        let start = made.as_ref().zip(output.as_ref());
+        let start = start.map(|(place, output)| {
+            let shape = output.shape();
+            let cotangent: Vec<f32> =
+                self.cotangent(shape.num_elements()).iter().map(|&c| c as f32).collect();
+            let mut grad = device.empty(shape, output.dtype(), Category::Activations).unwrap();
+            device.convert(View::from_f32s(&cotangent, shape), grad.view_mut());
+            (place.id(), grad)
+        });
+        let mut sink = Grads::new(parameters.table(), &device, before);
+        if apart {
+            tape.backward_input(&parameters, start).unwrap();
+            tape.backward_weight(&parameters, &mut sink).unwrap();
+        } else {
+            tape.backward(&parameters, start, &mut sink).unwrap();
+        }
+        let rows = self.inputs[0].shape.rows();
+        let loss = || vec![(tape.loss_sum().unwrap() / rows as f64) as f32];
+        let is_loss = output.is_none();
+        let output = output.map_or_else(loss, |output| in_f32(&device, &output));
+        // A gradient of 16 bits may come in f32.
+        let grad = |(id, input)| {
+            let grad = tape.take_grad(id)?;
+            let mut rounded = device.empty(grad.shape(), self.dtype(input), Category::Activations).unwrap();
+            device.convert(grad.view(), rounded.view_mut());
+            Some(in_f32(&device, &rounded))
+        };
+        let input_grads = ids.into_iter().zip(&self.inputs).map(grad).collect();
+        let has_parameters = self.table.num_elements() > 0;
+        let parameter_grads = if has_parameters { sink.flat.flat(0).f32s().to_vec() } else { Vec::new() };
+        drop(tape);
+        assert_eq!(device.memory().usage(Category::Activations).current, 0, "nothing is left");
+        Found { output, is_loss, input_grads, parameter_grads }
+    }
+}
+
+fn in_f32(device: &Device, tensor: &Tensor) -> Vec<f32> {
+    let mut values = vec![0.0; tensor.shape().num_elements()];
+    device.convert(tensor.view(), ViewMut::from_f32s(&mut values, tensor.shape()));
+    values
+}
+
+/// The central difference of `loss` along each of `values`.
+fn differences(values: &mut [f64], mut loss: impl FnMut(&[f64]) -> f64) -> Vec<f64> {
+    let len = values.len();
+    let difference = |index: usize| {
+        let value = values[index];
+        let [above, below] = [STEP, -STEP].map(|step| {
+            values[index] = value + step;
+            loss(values)
+        });
+        values[index] = value;
+        (above - below) / (2.0 * STEP)
+    };
+    let found = (0..len).map(difference).collect();
+    // As they were.
+    loss(values);
+    found
+}
+
+/// Asserts that values are near: to `tolerance` of themselves and of the largest.
+fn compare(found: &[f32], expected: &[f64], tolerance: f64, what: &str) {
+    assert_eq!(found.len(), expected.len(), "{what}");
+    let largest = expected.iter().fold(0.0_f64, |largest, value| largest.max(value.abs()));
+    for (index, (&found, &expected)) in found.iter().zip(expected).enumerate() {
+        let error = (f64::from(found) - expected).abs();
+        assert!(
+            error <= tolerance * (expected.abs() + largest) + 1e-8,
+            "{what}, element {index}: {found} instead of {expected}"
+        );
+    }
+}
