@@ -4,7 +4,8 @@ use crate::{PRECISIONS, gelu, no_parameters, product};
 use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{
-    Add, Attention, InputActivation, Linear, Mul, Norm, Recorder, Recording, RotaryTable, Scale, WeightLayout,
+    Add, Attention, InputActivation, Linear, LossHead, Mul, Norm, Recorder, Recording, RotaryTable, Scale,
+    Tanh, WeightLayout,
 };
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
@@ -118,6 +119,60 @@ fn a_layer_whose_output_nothing_reads() {
     }
 }
 
+/// A value in f32 whose readers work in 16 bits, and a gradient in f32 of a value in 16 bits.
+#[test]
+fn values_and_gradients_of_two_types() {
+    let (rows, cols) = (4, 6);
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let [first, second] = ["first", "second"].map(|name| table.add(name, &[cols, cols]));
+    let norm_weight = table.add("norm", &[cols]);
+    let linear = |weight| {
+        let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
+        Arc::new(Linear { weight, layout, bias: None, activation })
+    };
+    let norm = Arc::new(Norm { weight: norm_weight, bias: None, epsilon: 1e-3, centred: false });
+    let (first, head) = (linear(first), Arc::new(LossHead { weight: second }));
+    let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
+        let (first, rest) = parameters.split_at(cols * cols);
+        let (head, weight) = rest.split_at(cols * cols);
+        let x = &inputs[0];
+        let projected = product(x, first, cols, cols);
+        let row = |(row, &target): (usize, &f64)| -> f64 {
+            let range = row * cols..(row + 1) * cols;
+            let x = &x[range.clone()];
+            let mean_square = x.iter().map(|x| x * x).sum::<f64>() / cols as f64;
+            let scale = 1.0 / (mean_square + f64::from(1e-3_f32)).sqrt();
+            let sum = x.iter().zip(&projected[range]).zip(weight);
+            let hidden: Vec<f64> = sum.map(|((x, y), weight)| (x * scale * weight + y).tanh()).collect();
+            let logit = |token: usize| -> f64 {
+                hidden.iter().zip(&head[token * cols..]).map(|(x, weight)| x * weight).sum()
+            };
+            (0..cols).map(|token| logit(token).exp()).sum::<f64>().ln() - logit(target as usize)
+        };
+        vec![inputs[1].iter().enumerate().map(row).sum::<f64>() / rows as f64]
+    };
+    for precision in PRECISIONS {
+        GradientCheck {
+            name: format!("values of two types in {precision}"),
+            run: &|recorder, inputs| {
+                let [x, targets] = inputs.try_into().unwrap();
+                let projected = recorder.apply(&first, [&x])?;
+                let normed = recorder.apply(&norm, [x])?;
+                let sum = recorder.apply(&Add, (projected, normed))?;
+                let hidden = recorder.apply(&Tanh, [sum])?;
+                recorder.apply_loss(&head, (hidden, targets))?;
+                Ok(None)
+            },
+            table: table.clone(),
+            precision,
+            inputs: vec![Input::random(&[rows, cols], "x").in_f32(), Input::ids(&[rows], &[5, 0, 2, 2])],
+            reference: &reference,
+        }
+        .check();
+    }
+}
+
 /// An operation computes in the memory of its input only if nobody else reads that.
 #[test]
 fn rotation_in_place_leaves_what_others_read() {
@@ -161,4 +216,40 @@ fn rotation_in_place_leaves_what_others_read() {
         bits.push(found);
     }
     assert!(bits[0] == bits[1]);
+}
+
+/// What forward makes again is not overwritten: backward would read it as it was before.
+#[test]
+fn what_is_made_again_is_as_backward_left_it() {
+    let (seq_len, cols) = (3, 12);
+    let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let rotary = Some(Arc::new(RotaryTable::new(&device, seq_len, &[1.0, 0.25]).unwrap()));
+    let attention = Arc::new(Attention { num_heads: 1, num_kv_heads: 1, head_dim: 4, rotary });
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let norm =
+        Arc::new(Norm { weight: table.add("norm", &[cols]), bias: None, epsilon: 1e-3, centred: false });
+    let mut parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
+    parameters.flat_mut(0).f32s().fill(1.0);
+    let gradient = |is_made_again: bool| -> Vec<u32> {
+        let mut tape = Tape::new(&device, Recording::On, Precision::F32);
+        let values = |shape: [usize; 3], name: &str| {
+            let mut values = device.empty(shape.into(), DType::F32, Category::Activations).unwrap();
+            RandomKey::new(1, name).fill_normal(values.view_mut().f32s(), 1.0);
+            values
+        };
+        let input = tape.input(values([1, seq_len, cols], "x"));
+        let id = input.id();
+        let mut recorder = tape.recorder(&parameters);
+        let qkv = recorder.apply(&norm, [input]).unwrap();
+        let attended = recorder.apply(&attention, [qkv]).unwrap();
+        tape.take_output(&attended).unwrap();
+        if is_made_again {
+            tape.keep_products();
+            tape.recompute(&parameters).unwrap();
+        }
+        tape.backward_input(&parameters, [(attended.id(), values([1, seq_len, 4], "dy"))]).unwrap();
+        tape.take_grad(id).unwrap().view().f32s().iter().map(|dx| dx.to_bits()).collect()
+    };
+    assert_eq!(gradient(true), gradient(false));
 }

@@ -150,8 +150,12 @@ fn softmax_of_rows() {
 
 #[test]
 fn rows_by_id() {
+    rows_of(&[4, 0, 0, 2, 4, 4]);
+    rows_of(&[]);
+}
+
+fn rows_of(ids: &[u32]) {
     let (num_rows, cols) = (5, 3);
-    let ids: Vec<u32> = vec![4, 0, 0, 2, 4, 4];
     let row = |x: &[f64], row: f64, col: usize| x[row as usize * cols + col];
     let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
         x[1].iter()
@@ -159,7 +163,7 @@ fn rows_by_id() {
             .map(|(id, col)| row(&x[0], id, col))
             .collect()
     };
-    let inputs = [Input::random(&[num_rows, cols], "x"), Input::ids(&[2, 3], &ids)];
+    let inputs = [Input::random(&[num_rows, cols], "x"), Input::ids(&[2, ids.len() / 2], ids)];
     check(&Op::from(&GatherRows), &no_parameters(), &inputs, &reference);
     let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
         let mut sums = vec![0.0; num_rows * cols];
@@ -168,6 +172,6 @@ fn rows_by_id() {
         }
         sums
     };
-    let inputs = [Input::random(&[ids.len(), cols], "x"), Input::ids(&[ids.len()], &ids)];
+    let inputs = [Input::random(&[ids.len(), cols], "x"), Input::ids(&[ids.len()], ids)];
     check(&op(ScatterAddRows { num_rows }), &no_parameters(), &inputs, &reference);
 }
