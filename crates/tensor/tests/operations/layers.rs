@@ -2,7 +2,9 @@
 
 use crate::{check, gelu, no_parameters, op, product};
 use trireme_tensor::ParameterTable;
-use trireme_tensor::tape::{Attention, Embedding, InputActivation, Linear, LossHead, Norm, WeightLayout};
+use trireme_tensor::tape::{
+    Attention, Embedding, InputActivation, Linear, LossHead, MatMul, Norm, Op, WeightLayout,
+};
 use trireme_testkit::Input;
 
 #[test]
@@ -50,6 +52,28 @@ fn linear_layers() {
             values.push(Input::random(&[rows, outputs], "residual").in_f32());
         }
         check(&op(Linear { weight, layout, bias, activation }), &table, &values, &reference);
+    }
+}
+
+#[test]
+fn products_of_two_values() {
+    let (inner, cols) = (5, 4);
+    for (left, right) in [
+        (&[3_usize, inner][..], &[inner, cols][..]),
+        (&[0, inner], &[inner, cols]),
+        (&[2, 3, inner], &[inner, cols]),
+        (&[2, 3, inner], &[2, inner, cols]),
+        (&[2, 1, 3, inner], &[2, 1, inner, cols]),
+    ] {
+        let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
+            if right.len() == 2 {
+                return product(&x[0], &x[1], inner, cols);
+            }
+            let matrices = x[0].chunks(3 * inner).zip(x[1].chunks(inner * cols));
+            matrices.flat_map(|(left, right)| product(left, right, inner, cols)).collect()
+        };
+        let inputs = [Input::random(left, "left"), Input::random(right, "right")];
+        check(&Op::from(&MatMul), &no_parameters(), &inputs, &reference);
     }
 }
 

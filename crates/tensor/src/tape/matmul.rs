@@ -1,0 +1,112 @@
+use super::{BackwardContext, ForwardContext, Operation};
+use crate::device::{Device, DeviceError, Transpose};
+use crate::kernels::MatmulEpilogue;
+use crate::precision::Precision;
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View};
+use std::ops::RangeInclusive;
+
+/// The matrix product of two values of floats, in the tape's precision: `left` (`[.., rows, inner]`) times `right`, which is one
+/// matrix for all (`[inner, cols]`) or one for each (`[.., inner, cols]`), as `[.., rows, cols]`. Sums are f32.
+///
+/// Panics if the sizes do not fit. For a layer with a weight, [`Linear`](super::Linear) is faster.
+#[derive(Debug)]
+pub struct MatMul;
+
+/// How values divide into matrices.
+#[derive(Debug, Clone, Copy)]
+struct Sizes {
+    num_matrices: usize,
+    rows: usize,
+    inner: usize,
+    cols: usize,
+}
+
+impl Sizes {
+    fn new(left: Shape, right: Shape) -> Self {
+        let last_two = |shape: Shape| match *shape.dims() {
+            [.., rows, cols] => (rows, cols),
+            _ => panic!("{shape:?} is no matrix"),
+        };
+        let ((rows, inner), (right_inner, cols)) = (last_two(left), last_two(right));
+        assert_eq!(inner, right_inner, "{left:?} times {right:?}");
+        if right.dims().len() == 2 {
+            return Sizes { num_matrices: 1, rows: left.rows(), inner, cols };
+        }
+        let outer = |shape: Shape| shape.with_cols(1).with_dim(shape.dims().len() - 2, 1);
+        assert_eq!(outer(left), outer(right), "{left:?} times {right:?}");
+        Sizes { num_matrices: outer(left).num_elements(), rows, inner, cols }
+    }
+}
+
+/// A factor: the value, the size of its matrices, and whether they are read transposed.
+type Factor<'a> = (View<'a>, [usize; 2], Transpose);
+
+/// `out = left right`, a matrix after the other.
+fn multiply(
+    (device, precision): (&Device, Precision),
+    num_matrices: usize,
+    (left, left_size, left_transpose): Factor<'_>,
+    (right, right_size, right_transpose): Factor<'_>,
+    (out, out_size): (&mut Tensor, [usize; 2]),
+) -> Result<(), DeviceError> {
+    for index in 0..num_matrices {
+        let out = out.view_mut().into_part(index * out_size[0] * out_size[1], out_size.into());
+        let left = (matrix(left, left_size, index), left_transpose);
+        let right = (matrix(right, right_size, index), right_transpose);
+        device.matmul(precision, left, right, out, MatmulEpilogue::Overwrite)?;
+    }
+    Ok(())
+}
+
+fn matrix(values: View<'_>, size: [usize; 2], index: usize) -> View<'_> {
+    values.part(index * size[0] * size[1], size.into())
+}
+
+impl Operation for MatMul {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let (left, right) = (cx.input(0), cx.input(1));
+        let Sizes { num_matrices, rows, inner, cols } = Sizes::new(left.shape(), right.shape());
+        let mut y = cx.empty(left.shape().with_cols(cols), cx.precision().dtype())?;
+        multiply(
+            (cx.device(), cx.precision()),
+            num_matrices,
+            (left, [rows, inner], Transpose::No),
+            (right, [inner, cols], Transpose::No),
+            (&mut y, [rows, cols]),
+        )?;
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let Sizes { num_matrices, rows, inner, cols } = Sizes::new(cx.input_shape(0), cx.input_shape(1));
+        if cx.requires_grad(0) {
+            let mut grad = cx.empty(cx.input_shape(0), cx.input_dtype(0))?;
+            multiply(
+                (cx.device(), cx.precision()),
+                num_matrices,
+                (cx.grad(), [rows, cols], Transpose::No),
+                (cx.input(1), [inner, cols], Transpose::Yes),
+                (&mut grad, [rows, inner]),
+            )?;
+            cx.add_grad(0, grad)?;
+        }
+        if cx.requires_grad(1) {
+            let mut grad = cx.empty(cx.input_shape(1), cx.input_dtype(1))?;
+            multiply(
+                (cx.device(), cx.precision()),
+                num_matrices,
+                (cx.input(0), [rows, inner], Transpose::Yes),
+                (cx.grad(), [rows, cols], Transpose::No),
+                (&mut grad, [inner, cols]),
+            )?;
+            cx.add_grad(1, grad)?;
+        }
+        Ok(())
+    }
+}
