@@ -1,12 +1,12 @@
 /// Bytes of activations that passes of one unit over one microbatch take, with what the device's memory rounds them up to, and
-/// what they compute. Token ids are not among them: they are there before and after.
+/// what they compute. The tensors of the microbatch are not among them: they are there before and after.
 ///
 /// Each peak is of all that the pass works with, so what it begins with is in it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct UnitPasses {
-    /// What forward reads; 0 for the first unit, which reads tokens.
+    /// What the unit before it has passed on, for forward to read; 0 for the first unit.
     pub input: usize,
-    /// What forward passes on; 0 for the head.
+    /// What forward passes on; 0 for the last unit.
     pub output: usize,
     /// The gradient that backward passes on; 0 for the first unit.
     pub input_grad: usize,
@@ -36,4 +36,11 @@ pub struct UnitPasses {
     pub weight_half_operations: u64,
     /// The same for making the record from the products.
     pub renewal_operations: u64,
+}
+
+impl UnitPasses {
+    /// Whether forward keeps activations for a later backward. Backward of a unit that passes nothing on follows at once.
+    pub fn keeps(&self) -> bool {
+        self.record > 0 && self.output > 0
+    }
 }

@@ -24,6 +24,21 @@ pub enum ModelError {
         /// What may stand there.
         expected: String,
     },
+    /// What a unit passes on has no samples along dim 0.
+    #[error(
+        "unit {unit} passes on '{name}' of dims {dims:?} for a batch of {num_samples} samples; make dim 0 a multiple of \
+         the samples"
+    )]
+    Output {
+        /// The unit's name.
+        unit: String,
+        /// The tensor's.
+        name: &'static str,
+        /// Its dims.
+        dims: Vec<usize>,
+        /// Samples of the batch.
+        num_samples: usize,
+    },
     /// The device refused.
     #[error(transparent)]
     Device(#[from] DeviceError),

@@ -1,12 +1,15 @@
 //! Generation, token by token, with cached keys and values.
 
-use crate::block::Past;
+use crate::bundle::{Batch, Bundle};
 use crate::error::ModelError;
-use crate::model::{Model, rotary_table};
-use std::sync::Arc;
+use crate::model::Model;
+use crate::past::Past;
+use crate::tokens::TOKENS;
+use crate::transformer::LOGITS;
+use crate::unit::UnitPass;
 use trireme_base::{DType, Random};
-use trireme_tensor::tape::{KeyValueCache, Recording, RotaryTable};
-use trireme_tensor::{Category, Device, ParameterSource, Precision, Tape};
+use trireme_tensor::tape::Recording;
+use trireme_tensor::{Category, Device, DeviceError, ParameterSource, Precision, Tape, Tensor};
 
 /// How the next token is chosen from logits.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -67,25 +70,20 @@ pub struct Generation<'a> {
     model: &'a Model,
     parameters: &'a dyn ParameterSource,
     device: &'a Device,
-    rotary: Option<Arc<RotaryTable>>,
-    caches: Vec<KeyValueCache>,
+    past: Past,
     position: usize,
 }
 
 impl<'a> Generation<'a> {
-    /// Begins a sequence of at most `capacity` tokens.
+    /// Begins a sequence of at most `capacity` tokens, of a model that reads tokens and whose last unit makes logits of a batch
+    /// without targets.
     pub fn new(
         model: &'a Model,
         parameters: &'a dyn ParameterSource,
         device: &'a Device,
         capacity: usize,
-    ) -> Result<Self, ModelError> {
-        let config = model.config();
-        let kv_cols = config.num_kv_heads * config.head_dim;
-        let cache = |_| KeyValueCache::new(device, 1, capacity, kv_cols);
-        let caches = (0..config.num_layers).map(cache).collect::<Result<_, _>>()?;
-        let rotary = rotary_table(config, capacity, device)?;
-        Ok(Generation { model, parameters, device, rotary, caches, position: 0 })
+    ) -> Self {
+        Generation { model, parameters, device, past: Past::new(device, capacity), position: 0 }
     }
 
     /// Tokens read so far.
@@ -95,29 +93,38 @@ impl<'a> Generation<'a> {
 
     /// Reads `tokens`; returns the logits for the one that follows.
     ///
+    /// # Errors
+    /// If there is no memory for them.
+    ///
     /// # Panics
     /// If there are none, or more than the capacity allows.
     pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, ModelError> {
         let mut ids = self.device.empty([1, tokens.len()].into(), DType::U32, Category::Activations)?;
         ids.view_mut().u32s().copy_from_slice(tokens);
-        let mut x = ids;
-        for unit in 0..self.model.num_units() - 1 {
-            let mut tape =
+        let mut batch: Batch = [(TOKENS, ids)].into_iter().collect();
+        let mut x = Bundle::new();
+        self.past.begin();
+        for unit in 0..self.model.num_units() {
+            if unit + 1 == self.model.num_units() {
+                // Only the last position is continued.
+                x.things_mut().try_for_each(|tensor| self.keep_last_row(tensor))?;
+            }
+            let tape =
                 Tape::new(self.device, Recording::Off, Precision::F32).with_first_position(self.position);
-            let layer = unit.checked_sub(1);
-            let past =
-                layer.map(|layer| Past { rotary: self.rotary.as_ref(), cache: &mut self.caches[layer] });
-            let input = tape.input(x);
-            let output = self.model.forward_after(unit, &mut tape.recorder(self.parameters), input, past)?;
-            x = tape.take_value(output.id());
+            let past = Some(&mut self.past);
+            let unit = self.model.unit(unit);
+            (_, x) = UnitPass::forward_after(unit, tape, self.parameters, x, &mut batch, past)?;
         }
         self.position += tokens.len();
-        let mut last = self.device.empty([1, x.shape().cols()].into(), DType::F32, Category::Activations)?;
-        last.view_mut().f32s().copy_from_slice(x.view().rows(tokens.len() - 1, 1).f32s());
-        let mut tape = Tape::new(self.device, Recording::Off, Precision::F32);
-        let input = tape.input(last);
-        let logits = self.model.forward_logits(&mut tape.recorder(self.parameters), input)?;
-        Ok(tape.take_value(logits.id()).view().f32s().to_vec())
+        Ok(x.get(LOGITS).expect("the model makes logits").view().f32s().to_vec())
+    }
+
+    fn keep_last_row(&self, tensor: &mut Tensor) -> Result<(), DeviceError> {
+        let shape = tensor.shape();
+        let mut last = self.device.empty([1, 1, shape.cols()].into(), DType::F32, Category::Activations)?;
+        last.view_mut().f32s().copy_from_slice(tensor.view().rows(shape.rows() - 1, 1).f32s());
+        *tensor = last;
+        Ok(())
     }
 }
 
@@ -156,9 +163,9 @@ mod tests {
         json["max_position_embeddings"] = (1 << 24).into();
         let config = ModelConfig::from_json(&json.to_string()).unwrap();
         let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-        let model = Model::new(config, 8, &device).unwrap();
+        let model = config.build(8, &device).unwrap();
         let parameters = Parameters::zeros(model.table(), &device, Category::Parameters).unwrap();
-        let mut generation = Generation::new(&model, &parameters, &device, 16).unwrap();
+        let mut generation = Generation::new(&model, &parameters, &device, 16);
         for _ in 0..4 {
             generation.read(&[1, 2, 3, 4]).unwrap();
         }

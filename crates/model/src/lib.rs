@@ -1,17 +1,26 @@
-//! Layers, and models built from a Hugging Face `config.json`.
+//! Models as chains of units, and those built from a Hugging Face `config.json`.
 //!
-//! A [`Model`] is a description: units of layers, and the table of their parameters. Values of parameters
+//! A [`Model`] is a description: [units](Unit), and the table of their parameters. Values of parameters
 //! ([`trireme_tensor::Parameters`]) and records of passes ([`trireme_tensor::Tape`]) are given to it. It knows nothing of ranks.
 
-mod block;
-mod build;
+mod bundle;
 mod config;
 mod error;
+mod families;
 mod generate;
 mod model;
-mod sizes;
+mod past;
+mod rehearsal;
+mod tokens;
+mod transformer;
+mod unit;
 
-pub use config::{Architecture, ModelConfig};
+pub use bundle::{Batch, Bundle, TensorSpec};
+pub use config::{ModelConfig, Rope};
 pub use error::ModelError;
+pub use families::Architecture;
 pub use generate::{Generation, Sampling};
-pub use model::{Batch, Model};
+pub use model::Model;
+pub use rehearsal::{BatchTensor, Rehearsal, UnitRehearsal};
+pub use tokens::{TARGETS, TOKENS, empty_batch, set_window, token_specs};
+pub use unit::{Pass, Unit, UnitPass};

@@ -6,11 +6,13 @@ use safetensors::SafeTensors;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_model::{Batch, Model, ModelConfig};
+use trireme_model::{
+    Batch, Bundle, Generation, Model, ModelConfig, TOKENS, UnitPass, empty_batch, set_window, token_specs,
+};
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
-    Parameters, Precision, Tape, View, ViewMut,
+    Parameters, Precision, Tape, Tensor, View, ViewMut,
 };
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
@@ -49,6 +51,7 @@ impl GradSink for FlatGrads {
 
 struct Golden {
     device: Device,
+    config: ModelConfig,
     model: Model,
     parameters: Parameters,
     reference: Vec<u8>,
@@ -60,7 +63,7 @@ impl Golden {
         let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
         let read = |name: &str| std::fs::read(folder.join(name)).unwrap();
         let config = ModelConfig::from_json(&String::from_utf8(read("config.json")).unwrap()).unwrap();
-        let model = Model::new(config.clone(), config.max_position_embeddings, &device).unwrap();
+        let model = config.build(config.max_position_embeddings, &device).unwrap();
         let mut parameters = Parameters::zeros(model.table(), &device, Category::Parameters).unwrap();
         let weights = read("model.safetensors");
         let weights = SafeTensors::deserialize(&weights).unwrap();
@@ -75,7 +78,7 @@ impl Golden {
         let report: serde_json::Value = serde_json::from_slice(&read("reference.json")).unwrap();
         let losses = report["train_losses"].as_array().unwrap();
         let train_losses = losses.iter().map(|loss| loss.as_f64().unwrap()).collect();
-        Golden { device, model, parameters, reference: read("reference.safetensors"), train_losses }
+        Golden { device, config, model, parameters, reference: read("reference.safetensors"), train_losses }
     }
 
     fn reference(&self) -> SafeTensors<'_> {
@@ -96,17 +99,30 @@ impl Golden {
     }
 
     fn logits(&self, ids: &[u32], shape: (usize, usize)) -> Vec<f32> {
-        let mut input =
+        let mut tokens =
             self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
-        input.view_mut().u32s().copy_from_slice(ids);
-        let mut tape = Tape::new(&self.device, Recording::Off, Precision::F32);
-        let mut x = tape.input(input);
-        let mut recorder = tape.recorder(&self.parameters);
-        for unit in 0..self.model.num_units() - 1 {
-            x = self.model.forward(unit, &mut recorder, x).unwrap();
+        tokens.view_mut().u32s().copy_from_slice(ids);
+        let mut batch = [(TOKENS, tokens)].into_iter().collect();
+        let (_, made) = self.forward((Recording::Off, Precision::F32, 1.0), &mut batch);
+        made.get("logits").unwrap().view().f32s().to_vec()
+    }
+
+    /// All passes of the model, one tape a unit, as the executor runs it; and what the last unit passes on.
+    fn forward(
+        &self,
+        (recording, precision, loss_scale): (Recording, Precision, f32),
+        batch: &mut Batch,
+    ) -> (Vec<UnitPass>, Bundle<Tensor>) {
+        let (mut passes, mut x) = (Vec::new(), Bundle::new());
+        for unit in 0..self.model.num_units() {
+            let mut tape = Tape::new(&self.device, recording, precision);
+            tape.set_loss_scale(loss_scale);
+            let unit = self.model.unit(unit);
+            let (pass, made) = UnitPass::forward(unit, tape, &self.parameters, x, batch).unwrap();
+            passes.push(pass);
+            x = made;
         }
-        let logits = self.model.forward_logits(&mut recorder, x).unwrap();
-        tape.take_value(logits.id()).view().f32s().to_vec()
+        (passes, x)
     }
 
     /// Mean loss of predicting each token from those before it; gradients go to `sink`, if there is one.
@@ -124,36 +140,21 @@ impl Golden {
         sink: Option<&mut FlatGrads>,
     ) -> f64 {
         let seq_len = shape.1 - 1;
-        let mut batch = Batch::zeros(&self.device, shape.0, seq_len).unwrap();
+        let mut batch = empty_batch(&self.device, &token_specs(shape.0, seq_len)).unwrap();
         for (row, window) in ids.chunks_exact(shape.1).enumerate() {
-            batch.set_row(row, window);
+            set_window(&mut batch, row, window);
         }
         let recording = if sink.is_some() { Recording::On } else { Recording::Off };
-        // One tape a unit, as the executor runs it.
-        let mut tapes = Vec::new();
-        let mut x = batch.inputs;
-        for unit in 0..self.model.num_units() - 1 {
-            let mut tape = Tape::new(&self.device, recording, precision);
-            let input = tape.input(x);
-            let place = input.id();
-            let output = self.model.forward(unit, &mut tape.recorder(&self.parameters), input).unwrap();
-            x = tape.take_output(&output).unwrap();
-            tapes.push((tape, place, output.id()));
-        }
-        let mut head = Tape::new(&self.device, recording, precision);
-        let (input, targets) = (head.input(x), head.input(batch.targets));
-        let place = input.id();
-        head.set_loss_scale(loss_scale);
-        self.model.forward_loss(&mut head.recorder(&self.parameters), input, targets).unwrap();
+        let (mut passes, mut grads) = self.forward((recording, precision, loss_scale), &mut batch);
         if let Some(sink) = sink {
-            head.backward(&self.parameters, None, sink).unwrap();
-            let mut grad = head.take_grad(place);
-            for (mut tape, input, output) in tapes.into_iter().rev() {
-                tape.backward(&self.parameters, grad.map(|grad| (output, grad)), sink).unwrap();
-                grad = tape.take_grad(input);
+            for pass in passes.iter_mut().rev() {
+                pass.backward(&self.parameters, grads, &mut batch, sink).unwrap();
+                grads = pass.take_input_grads().unwrap();
             }
         }
-        head.loss_sum().unwrap() / (shape.0 * seq_len) as f64
+        let loss = passes.last().and_then(UnitPass::loss).unwrap();
+        assert_eq!(loss.num_rows, shape.0 * seq_len);
+        loss.sum / loss.num_rows as f64
     }
 }
 
@@ -295,9 +296,8 @@ fn generation_with_a_cache_sees_what_one_pass_sees() {
         let (ids, shape) = golden.ids("input_ids");
         let (ids, len) = (&ids[..shape[1]], shape[1]);
         let expected = golden.logits(ids, (1, len));
-        let vocab_size = golden.model.config().vocab_size;
-        let mut generation =
-            trireme_model::Generation::new(&golden.model, &golden.parameters, &golden.device, len).unwrap();
+        let vocab_size = golden.config.vocab_size;
+        let mut generation = Generation::new(&golden.model, &golden.parameters, &golden.device, len);
         let mut position = 0;
         for num_tokens in [5, 1, 1, 7, len - 14] {
             let logits = generation.read(&ids[position..position + num_tokens]).unwrap();

@@ -1,6 +1,6 @@
 //! Parameters with settings of their own.
 
-use trireme_tensor::ParameterInfo;
+use trireme_tensor::{ParameterClass, ParameterInfo};
 
 /// Settings of the parameters whose names fit a pattern.
 #[derive(Debug, Clone, PartialEq)]
@@ -57,9 +57,9 @@ pub(crate) struct ParameterSettings {
 }
 
 impl ParameterSettings {
-    /// The settings of a parameter: matrices decay, vectors (norms, biases) only if asked, unless a group says otherwise.
+    /// The settings of a parameter: those of its class, unless a group says otherwise.
     pub(crate) fn of(options: &crate::OptimizerOptions, info: &ParameterInfo) -> Self {
-        let decays = options.decay_norms_and_biases || info.shape.dims().len() >= 2;
+        let decays = options.decay_norms_and_biases || info.class != ParameterClass::Vector;
         let weight_decay = if decays { options.weight_decay } else { 0.0 };
         let none = ParameterSettings { lr_scale: 1.0, weight_decay, beta1: None, beta2: None };
         match options.groups.iter().find(|group| group.matches(&info.name)) {

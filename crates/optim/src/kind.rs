@@ -75,8 +75,8 @@ impl MuonScale {
     }
 }
 
-/// Settings of Muon (Jordan 2024): for matrices of all units but the first and the last, which are embedding and head; all
-/// else goes by AdamW.
+/// Settings of Muon (Jordan 2024): for [matrices](trireme_tensor::ParameterClass::Matrix) of two dims; AdamW updates all
+/// other parameters.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct MuonSettings {
     /// Decay rate of the momentum, a mean of gradients.

@@ -12,7 +12,7 @@ use crate::shards::ShardOps;
 use std::ops::Range;
 use trireme_base::DType;
 use trireme_tensor::{
-    Category, Device, DeviceError, MuonStep, OptimizerState, ParameterTable, Tensor, Update, View, ViewMut,
+    Category, Device, DeviceError, MuonStep, OptimizerState, Tensor, Update, View, ViewMut,
 };
 
 /// The states with their names, and whether they are second moments.
@@ -70,10 +70,4 @@ impl Muon {
     fn unit_buffer(&self, device: &Device) -> Result<Tensor, DeviceError> {
         device.empty([self.num_elements].into(), DType::F32, Category::Optimizer)
     }
-}
-
-/// Whether a parameter is a hidden matrix: one of a unit between embedding and head.
-pub(crate) fn is_hidden_matrix(table: &ParameterTable, parameter: usize) -> bool {
-    let info = &table.parameters()[parameter];
-    info.shape.dims().len() == 2 && info.unit > 0 && info.unit + 1 < table.units().len()
 }

@@ -4,14 +4,14 @@ use crate::factored::Factored;
 use crate::groups::ParameterSettings;
 use crate::kind::{OptimizerKind, OptimizerOptions};
 use crate::members::{Cut, Member, Members};
-use crate::muon::{MUON_STATES, Muon, is_hidden_matrix};
+use crate::muon::{MUON_STATES, Muon};
 use crate::shards::ShardOps;
 use crate::share::{Rule, Share};
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_tensor::{
-    Device, DeviceError, FactoredMatrix, OptimizerState, ParameterTable, StateDType, Tensor, UnitInfo, View,
-    ViewMut,
+    Device, DeviceError, FactoredMatrix, OptimizerState, ParameterClass, ParameterTable, StateDType, Tensor,
+    UnitInfo, View, ViewMut,
 };
 
 /// What changes from step to step.
@@ -251,7 +251,9 @@ impl UnitBuilder<'_> {
             let info = &self.table.parameters()[parameter];
             let chosen = (parameter, ParameterSettings::of(self.options, info));
             let is_matrix = match self.options.kind {
-                OptimizerKind::Muon(_) => is_hidden_matrix(self.table, parameter),
+                OptimizerKind::Muon(_) => {
+                    info.class == ParameterClass::Matrix && info.shape.dims().len() == 2
+                }
                 OptimizerKind::Adafactor(_) => info.shape.dims().len() == 2,
                 _ => false,
             };

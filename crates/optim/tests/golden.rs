@@ -12,7 +12,7 @@ use trireme_optim::{
     AdafactorSettings, LarsSettings, LionSettings, MuonScale, MuonSettings, Optimizer, OptimizerKind,
     OptimizerOptions, SgdSettings, StepSettings, VarianceSchedule, WholeUnits,
 };
-use trireme_tensor::ParameterTable;
+use trireme_tensor::{Initial, Parameter, ParameterTable};
 
 const ADAFACTOR: AdafactorSettings =
     AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: true };
@@ -152,14 +152,13 @@ const GOLDEN: [Golden; 11] = [
 #[test]
 fn weights_are_those_of_other_implementations() {
     let mut table = ParameterTable::default();
-    for (unit, parameters) in [
-        ("embedding", &[("wte", &[1][..])][..]),
-        ("block", &[("h.w", &[6, 4]), ("h.b", &[5])]),
-        ("head", &[("norm", &[1])]),
-    ] {
-        table.begin_unit(unit);
-        parameters.iter().for_each(|(name, shape)| _ = table.add(*name, shape));
-    }
+    table.begin_unit("embedding");
+    table.add(Parameter::vector("wte", 1, Initial::ZEROS));
+    table.begin_unit("block");
+    table.add(Parameter::matrix("h.w", &[6, 4], Initial::ZEROS));
+    table.add(Parameter::vector("h.b", 5, Initial::ZEROS));
+    table.begin_unit("head");
+    table.add(Parameter::vector("norm", 1, Initial::ZEROS));
     let (table, device) = (Arc::new(table), device(2));
     let parts = table.shards(0, 1);
     for Golden { kind, num_steps, matrix, vector } in GOLDEN {

@@ -286,17 +286,18 @@ impl<T: Element> Exchange for MessageExchange<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use trireme_tensor::{Initial, Parameter};
 
     #[test]
     fn a_bucket_has_the_matrices_of_its_unit() {
         let mut table = ParameterTable::default();
         table.begin_unit("embedding");
-        table.add("wte", &[5, 4]);
+        table.add(Parameter::embedding("wte", &[5, 4], Initial::ZEROS));
         table.begin_unit("block");
-        table.add("norm", &[4]);
-        table.add("query", &[6, 4]);
-        table.add("bias", &[6]);
-        table.add("value", &[2, 4]);
+        table.add(Parameter::vector("norm", 4, Initial::ZEROS));
+        table.add(Parameter::matrix("query", &[6, 4], Initial::ZEROS));
+        table.add(Parameter::vector("bias", 6, Initial::ZEROS));
+        table.add(Parameter::matrix("value", &[2, 4], Initial::ZEROS));
         let bucket = bucket(&table, 1).unwrap();
         assert_eq!(bucket.len(), 42);
         let query = Matrix { offset: 4, rows: 6, cols: 4 };

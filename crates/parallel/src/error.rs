@@ -33,6 +33,12 @@ pub enum ParallelError {
     /// A compression that cannot be, or a compressed message that cannot be read.
     #[error(transparent)]
     Compression(#[from] CompressionError),
+    /// A microbatch is not of the tensors that the executor was made for.
+    #[error("a microbatch has no tensor '{name}' of the shape and type that the model was rehearsed with")]
+    OtherBatch {
+        /// The tensor's name.
+        name: &'static str,
+    },
     /// State could not be brought to a disk or back.
     #[error("cannot store state on disk")]
     Swap(#[from] SwapError),

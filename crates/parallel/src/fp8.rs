@@ -18,7 +18,7 @@ pub(crate) struct AgreedScales {
 impl AgreedScales {
     /// Scales of `model`'s linear layers before the first step.
     pub(crate) fn new(recipe: Fp8Recipe, model: &Model, group: &Group) -> Result<Self, ParallelError> {
-        let state = Fp8State::new(recipe, model.linear_layers());
+        let state = Fp8State::of_matrices(recipe, model.table());
         let amaxes = Some(group.buffer(state.num_amaxes())?);
         Ok(AgreedScales { state, amaxes })
     }

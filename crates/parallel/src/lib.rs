@@ -3,6 +3,7 @@
 //! [`Executor`] holds a rank's share of a model and runs programs; it decides nothing. What a program may contain is proven by
 //! `trireme_schedule::validate` before it runs.
 
+mod chain;
 mod compressed;
 mod counted;
 mod error;
@@ -26,9 +27,10 @@ mod tied;
 mod tree;
 mod waiting;
 
+pub use chain::chain;
 pub use compressed::compressor_sizes;
 pub use error::ParallelError;
-pub use executor::{ActionTime, Executor};
+pub use executor::{ActionTime, Executor, ExecutorSetup};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::parameter_placements;

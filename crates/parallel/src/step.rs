@@ -37,10 +37,6 @@ pub struct ExecutorOptions {
     pub loss_scaling: LossScaling,
     /// What decides the order of sums over the batch.
     pub determinism: Determinism,
-    /// Sequences of a microbatch.
-    pub local_batch_size: usize,
-    /// Tokens of a sequence.
-    pub seq_len: usize,
 }
 
 /// What ZeRO++ spares the network between hosts (Wang et al., "ZeRO++: extremely efficient collective communication for giant
@@ -111,7 +107,7 @@ pub struct StepPlan {
 /// What a step found; the same on all ranks but for times and compression.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepOutcome {
-    /// Mean loss over the global batch, in nats a token, before the update.
+    /// Mean loss over the global batch before the update; of a language model in nats a token.
     pub loss: f64,
     /// Global norm of the mean gradient before clipping, without the loss scale, if it was computed and gradients were
     /// exchanged, not momentum.

@@ -7,7 +7,7 @@ use crate::error::ParallelError;
 use crate::pool::Pool;
 use trireme_comm::Buffer;
 use trireme_schedule::Outline;
-use trireme_tensor::{GradTarget, ParameterSpan, ViewMut};
+use trireme_tensor::{GradTarget, ParameterSpan, Tie, ViewMut};
 
 /// What the reader of a tie has for the owner's gradient, by microbatch.
 pub(crate) struct TiedGradients {
@@ -20,11 +20,10 @@ pub(crate) struct TiedGradients {
 }
 
 impl TiedGradients {
-    /// For the parameters of `span`, if a tie of the pipeline of `outline` concerns this rank. Memory comes from the pool of
+    /// For the parameters of the model's tie, if it has one that concerns this rank of the pipeline of `outline`. Memory comes from the pool of
     /// messages.
-    pub(crate) fn new(outline: &Outline, span: Option<ParameterSpan>, pool: &Pool<f32>) -> Option<Self> {
-        let span = span.filter(|_| !outline.stages.is_empty())?;
-        let reader = outline.reader_of(span.unit)?;
+    pub(crate) fn new(outline: &Outline, tie: Option<Tie>, pool: &Pool<f32>) -> Option<Self> {
+        let Tie { reader, span } = tie.filter(|_| !outline.stages.is_empty())?;
         let is_here = outline.holds(reader) || outline.holds(span.unit);
         let parts = (0..outline.num_microbatches).map(|_| None).collect();
         is_here.then(|| TiedGradients { span, reader, pool: pool.clone(), open: None, parts })

@@ -8,7 +8,7 @@ use trireme_comm::{
     CodecName, Compression, CompressionOptions, Group, GroupOptions, JoinOptions, TransportChoice,
     inproc_world_with, join,
 };
-use trireme_model::{Batch, ModelConfig};
+use trireme_model::{Batch, ModelConfig, TOKENS};
 use trireme_optim::LossScaling;
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_schedule::collective::FlatAlgorithm;
@@ -49,7 +49,7 @@ fn step(executor: &mut Executor, number: u64, batches: Vec<Batch>) -> StepOutcom
 
 /// The same two microbatches on every rank, whatever the step.
 fn equal_batches(executor: &Executor) -> Vec<Batch> {
-    let vocab_size = executor.model().config().vocab_size;
+    let vocab_size = common::vocab_size(executor);
     (0..2).map(|index| random_batch(executor.device(), SHAPE, vocab_size, 0, index)).collect()
 }
 
@@ -231,7 +231,7 @@ fn a_step_that_overflows_is_skipped_and_leaves_nothing_behind() {
             };
             let first = if rank == 1 { flat(&mut executor, f32::NAN) } else { 0.0 };
             let mut batch = batches(&executor, 2, 1);
-            batch[0].inputs.view_mut().u32s().fill(0);
+            batch[0].get_mut(TOKENS).unwrap().view_mut().u32s().fill(0);
             let outcome = step(&mut executor, 1, batch);
             assert_eq!(outcome.skipped, Some(NonFinite::Loss), "{codec}");
             assert!(!outcome.grad_norm.unwrap().is_finite(), "{codec}: all ranks see it");

@@ -4,7 +4,7 @@ mod common;
 
 use common::{OPTIONS, SHAPE, batches, dynamic, executor, parameter_bits, train};
 use trireme_comm::Group;
-use trireme_model::{Batch, ModelConfig};
+use trireme_model::{Batch, ModelConfig, empty_batch, set_window, token_specs};
 use trireme_optim::LossScaling;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_tensor::Precision;
@@ -22,7 +22,7 @@ fn untied() -> ModelConfig {
 
 /// Reading the rare token makes everything NaN.
 fn poison(executor: &mut Executor) {
-    let width = executor.model().config().hidden_size;
+    let width = executor.model().table().parameters()[0].shape.cols();
     let row = RARE as usize * width..(RARE as usize + 1) * width;
     executor.shard_mut(0).f32s()[row].fill(f32::NAN);
 }
@@ -30,7 +30,7 @@ fn poison(executor: &mut Executor) {
 /// A batch without the rare token.
 fn common_batch(executor: &Executor, step: u64) -> Batch {
     let mut batch = batches(executor, executor.group().world_size(), step).remove(0);
-    for tokens in [&mut batch.inputs, &mut batch.targets] {
+    for tokens in batch.things_mut() {
         tokens.view_mut().u32s().iter_mut().for_each(|token| *token %= RARE);
     }
     batch
@@ -38,8 +38,8 @@ fn common_batch(executor: &Executor, step: u64) -> Batch {
 
 /// A batch that reads and expects one token everywhere.
 fn uniform_batch(executor: &Executor, token: u32) -> Batch {
-    let mut batch = Batch::zeros(executor.device(), SHAPE.0, SHAPE.1).unwrap();
-    (0..SHAPE.0).for_each(|row| batch.set_row(row, &[token; SHAPE.1 + 1]));
+    let mut batch = empty_batch(executor.device(), &token_specs(SHAPE.0, SHAPE.1)).unwrap();
+    (0..SHAPE.0).for_each(|row| set_window(&mut batch, row, &[token; SHAPE.1 + 1]));
     batch
 }
 

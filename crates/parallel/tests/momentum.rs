@@ -7,7 +7,7 @@ use trireme_comm::{
     CodecName, Compression, CompressionOptions, Compressor, Group, GroupOptions, StateValues,
     inproc_world_with,
 };
-use trireme_model::ModelConfig;
+use trireme_model::{ModelConfig, TOKENS};
 use trireme_optim::{LossScaling, OptimizerKind, VarianceSchedule};
 use trireme_parallel::{Determinism, Executor, ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_schedule::collective::FlatAlgorithm;
@@ -236,7 +236,7 @@ fn overflow(executor: &mut Executor, number: u64) {
         executor.shard_mut(0).f32s()[0] = f32::NAN;
     }
     let mut batches = batches(executor, 4, number);
-    batches[0].inputs.view_mut().u32s().fill(0);
+    batches[0].get_mut(TOKENS).unwrap().view_mut().u32s().fill(0);
     let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure };
     let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
     assert_eq!(outcome.skipped, Some(NonFinite::Loss), "all ranks see it");

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{ADAMW, Layout, OPTIONS, Pipeline, batches, cut_anew, laid_out};
+use common::{ADAMW, Layout, OPTIONS, Pipeline, SHAPE, batches, cut_anew, laid_out};
 use trireme_comm::Group;
 use trireme_model::ModelConfig;
 use trireme_optim::{AdafactorSettings, MuonScale, MuonSettings, OptimizerKind};
@@ -55,8 +55,9 @@ fn train(mut executor: Executor, layout: &Layout<'_>, cuts: &[&[usize]]) -> Foun
             let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
             steps.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
         }
-        let batch = random_batch(&device, (1, 9), 61, 0, 0);
-        evaluated.extend(executor.evaluate(Some(batch)).unwrap().map(f64::to_bits));
+        let batch = random_batch(&device, (1, SHAPE.1), 61, 0, 0);
+        let losses = executor.evaluate(Some(batch)).unwrap().into_iter().filter(|loss| loss.num_rows > 0);
+        evaluated.extend(losses.map(|loss| loss.sum.to_bits()));
     }
     let in_use = Category::ALL.map(|category| device.memory().usage(category).current);
     let all = executor.gather_parameters().unwrap();

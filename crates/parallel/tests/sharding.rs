@@ -24,9 +24,8 @@ fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
     // Rank 0 evaluates a batch, and the others help to gather parameters.
     let batch = (executor.group().rank().0 == 0)
         .then(|| batches(executor, executor.group().world_size(), 99).remove(0));
-    let evaluated = executor.evaluate(batch).unwrap();
-    let evaluated =
-        executor.group().all_gather_bytes(&evaluated.unwrap_or(0.0).to_le_bytes()).wait().unwrap();
+    let evaluated = executor.evaluate(batch).unwrap()[0].sum;
+    let evaluated = executor.group().all_gather_bytes(&evaluated.to_le_bytes()).wait().unwrap();
     found.push(u64::from_le_bytes(evaluated[0][..].try_into().unwrap()));
     executor.check_replicas().unwrap();
     let weights = executor.gather_parameters().unwrap();
@@ -183,17 +182,11 @@ fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
                     ] {
                         let sharding = Sharding { zero_stage, ..options.sharding };
                         let [optimizer, parameters, gradients, activations] = tiers;
-                        // Of few blocks or of all of them.
-                        let num_blocks =
+                        // Of few units or of all of them.
+                        let num_units =
                             if keeps.len() == 4 && keeps[1] == Keep::Input { 1 } else { usize::MAX };
-                        let places = Offload {
-                            optimizer,
-                            parameters,
-                            gradients,
-                            activations,
-                            num_blocks,
-                            prefetch: 1,
-                        };
+                        let places =
+                            Offload { optimizer, parameters, gradients, activations, num_units, prefetch: 1 };
                         let layout = Layout {
                             options: ExecutorOptions { sharding, ..options },
                             num_shards: if zero_stage == ZeroStage::Zero { 1 } else { 2 },

@@ -38,7 +38,7 @@ fn train(executor: &mut Executor, num_microbatches: usize, num_steps: u64, repea
     }
     let batch = (executor.group().rank().0 == 0)
         .then(|| batches(executor, executor.group().world_size(), 99).remove(0));
-    let evaluated = executor.evaluate(batch).unwrap().unwrap_or(0.0);
+    let evaluated = executor.evaluate(batch).unwrap()[0].sum;
     let evaluated = executor.group().all_gather_bytes(&evaluated.to_le_bytes()).wait().unwrap();
     found.push(f64::from_le_bytes(evaluated[0][..].try_into().unwrap()));
     executor.check_replicas().unwrap();

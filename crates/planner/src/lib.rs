@@ -17,6 +17,8 @@ pub use memory::predict;
 pub use offload::{MemoryBounds, Placing, Traffic, fit_places};
 pub use recomputation::{Choice, Room, choose_keeps, fit_keeps};
 pub use report::table;
-pub use setup::{CompressionMemory, HostLevels, MemorySetup, StepExchange, TiedLens, UnitMemory};
+pub use setup::{
+    BatchMemory, CompressionMemory, HostLevels, MemorySetup, StepExchange, TiedLens, UnitMemory,
+};
 pub use timeline::{StepTimeline, simulate};
 pub use usage::{CategoryBytes, Prediction};

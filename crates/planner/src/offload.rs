@@ -159,12 +159,12 @@ impl<P: Fn(Offload) -> Program> Search<'_, P> {
         let (mut enough, mut too_few) = (self.setup.units.len(), 0);
         let mut found = all;
         while enough - too_few > 1 {
-            let num_blocks = too_few + (enough - too_few) / 2;
-            let placing = self.placing(Offload { num_blocks, ..places });
+            let num_units = too_few + (enough - too_few) / 2;
+            let placing = self.placing(Offload { num_units, ..places });
             if fits(&placing) {
-                (enough, found) = (num_blocks, placing);
+                (enough, found) = (num_units, placing);
             } else {
-                too_few = num_blocks;
+                too_few = num_units;
             }
         }
         found

@@ -2,7 +2,7 @@
 
 use crate::memory::walk;
 use crate::offload::MemoryBounds;
-use crate::setup::MemorySetup;
+use crate::setup::{BatchMemory, MemorySetup};
 use crate::usage::Prediction;
 use trireme_base::{Category, UnitPasses};
 use trireme_schedule::{Action, Keep, Program};
@@ -31,7 +31,7 @@ const NUM_ATTEMPTS: usize = 8;
 /// The least recomputation with which `program` takes no more than `bounds`, as [`predict`](crate::predict) counts,
 /// with that prediction; `program` makes the program of a choice, with one microbatch after the other.
 ///
-/// What all but activations take is looked at where every unit but the first and the last keeps its input; where another
+/// What all but activations take is looked at where every unit that [keeps](UnitPasses::keeps) something keeps its input; where another
 /// choice takes more, as with parameters that are gathered earlier, there is less room in a next attempt. If nothing fits, of
 /// what was tried, the choice that takes least.
 pub fn fit_keeps(
@@ -58,13 +58,11 @@ pub fn fit_keeps(
     smallest
 }
 
-/// Every unit but the first and the last keeps its input.
+/// Every unit that keeps something keeps its input.
 fn inputs_only(passes: &[UnitPasses]) -> Choice {
-    let is_inner = |unit: usize| unit > 0 && unit + 1 < passes.len();
-    let keep = |unit| if is_inner(unit) { Keep::Input } else { Keep::All };
-    let operations = passes.iter().enumerate().filter(|(unit, _)| is_inner(*unit));
-    let operations = operations.map(|(_, passes)| passes.forward_operations).sum();
-    Choice { keeps: (0..passes.len()).map(keep).collect(), operations }
+    let keep = |passes: &UnitPasses| if passes.keeps() { Keep::Input } else { Keep::All };
+    let operations = passes.iter().filter(|passes| passes.keeps()).map(|passes| passes.forward_operations);
+    Choice { keeps: passes.iter().map(keep).collect(), operations: operations.sum() }
 }
 
 /// What is in use beside activations during a unit's passes, at most.
@@ -82,19 +80,19 @@ impl Others {
 
 fn others(setup: &MemorySetup, program: &Program) -> (Vec<Others>, Prediction) {
     let mut others = vec![Others::default(); setup.units.len()];
-    let num_units = setup.units.len();
     let prediction = walk(setup, program, |action, peaks| {
-        // Tokens are activations that no unit keeps: those to be predicted until the head has run backward.
-        let tokens = |num_tensors: usize| setup.token_bytes * num_tensors;
-        let num_token_tensors = 2 * program.outline.num_microbatches;
-        let found = peaks.total() - peaks.get(Category::Activations);
+        // The tensors of microbatches are activations that no unit keeps: each until its first reader has run backward.
+        let tensors = |is_one: &dyn Fn(&BatchMemory) -> bool| -> usize {
+            setup.batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
+        };
+        let batches = program.outline.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
+        let found = peaks.total() - peaks.get(Category::Activations) + batches;
         let unit = &mut others[action.unit()];
         match action {
-            Action::Forward { .. } => unit.forward = unit.forward.max(found + tokens(num_token_tensors)),
+            Action::Forward { .. } => unit.forward = unit.forward.max(found),
             Action::Recompute { .. } | Action::Backward { .. } | Action::BackwardInput { .. } => {
-                let is_given = action.unit() + 1 < num_units;
-                let found = found + tokens(num_token_tensors - usize::from(is_given));
-                unit.backward = unit.backward.max(found);
+                let gone = tensors(&|tensor| tensor.readers.iter().min() > Some(&action.unit()));
+                unit.backward = unit.backward.max(found - gone);
             }
             _ => (),
         }
@@ -103,8 +101,7 @@ fn others(setup: &MemorySetup, program: &Program) -> (Vec<Others>, Prediction) {
 }
 
 /// The choice that makes least again and whose activations fit into `room`, where microbatches run one after the other; of
-/// equal ones, the one that keeps least. The first and the last unit keep all: the one has nothing but its input, and the
-/// other runs backward at once.
+/// equal ones, the one that keeps least. Units that [keep](UnitPasses::keeps) nothing for later are not recomputed.
 ///
 /// Dynamic programming over prefixes of the units: of a prefix, only how much it keeps and makes again counts for what comes
 /// after, so of all choices for it the ones stay that no other beats in both. Backward of a unit works beside what the units
@@ -168,16 +165,15 @@ impl Search<'_> {
         if kept_below + passes.forward_peak > room.forward {
             return;
         }
-        let is_outer = unit == 0 || unit + 1 == self.passes.len();
         if kept_below + passes.backward_peak <= room.backward {
             self.push(unit, Node { kept: passes.record, below, keep: Keep::All, len: 1, operations: 0 });
             let is_renewable = kept_below + passes.renewal_peak + self.grad(unit) <= room.backward;
-            if !is_outer && is_renewable {
+            if passes.keeps() && is_renewable {
                 let (kept, operations) = (passes.products, passes.renewal_operations);
                 self.push(unit, Node { kept, operations, below, keep: Keep::Products, len: 1 });
             }
         }
-        if !is_outer {
+        if passes.keeps() {
             self.extend_by_segments(unit, below);
         }
     }
@@ -189,8 +185,11 @@ impl Search<'_> {
         let (mut operations, mut records) = (0, 0);
         // Of recomputation, before the gradient is added; and of backward.
         let mut made_again = 0;
-        for unit in first..self.passes.len() - 1 {
+        for unit in first..self.passes.len() {
             let (passes, room) = (self.passes[unit], self.room[unit]);
+            if !passes.keeps() {
+                return;
+            }
             let held = if unit > first { kept } else { 0 };
             let is_forward_fitting = during + held + passes.forward_peak <= room.forward;
             let is_backward_fitting = during + records + passes.backward_peak <= room.backward;

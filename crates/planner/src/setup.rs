@@ -16,6 +16,10 @@ pub struct UnitMemory {
     pub shard_len: usize,
     /// What its passes take.
     pub passes: UnitPasses,
+    /// f32 elements of the message with what it passes on.
+    pub activation_len: usize,
+    /// f32 elements of the message with the gradient of that.
+    pub gradient_len: usize,
     /// Bytes of the optimizer's state.
     pub optimizer_bytes: usize,
     /// Bytes that its update takes for a moment.
@@ -72,15 +76,22 @@ pub struct TiedLens {
     pub unit: usize,
 }
 
+/// A tensor of a microbatch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BatchMemory {
+    /// Its bytes.
+    pub bytes: usize,
+    /// The units that read it.
+    pub readers: Vec<usize>,
+}
+
 /// A model in one layout, as one rank sees it.
 #[derive(Debug, Clone, PartialEq)]
 pub struct MemorySetup {
     /// In forward order.
     pub units: Vec<UnitMemory>,
-    /// Bytes of one tensor of token ids of a microbatch: what is read, and as much again for what is predicted.
-    pub token_bytes: usize,
-    /// Elements of what units pass on to each other, in f32.
-    pub message_len: usize,
+    /// The tensors of a microbatch.
+    pub batch: Vec<BatchMemory>,
     /// Parameters that a unit reads which are another one's, if there are any.
     pub tied: Option<TiedLens>,
     /// What is there all the time whatever the program does, but for the optimizer's state: tables of the model, what the
@@ -155,14 +166,16 @@ pub(crate) fn peer_bytes(group_size: usize, num_bytes: usize) -> usize {
 
 #[cfg(test)]
 impl MemorySetup {
-    /// A model without parameters on one rank, whose units' passes take this.
+    /// A model without parameters on one rank, whose units' passes take this; the first and the last unit read a tensor of
+    /// `token_bytes` each.
     pub(crate) fn of_passes(passes: &[UnitPasses], token_bytes: usize) -> Self {
         let unit = |&passes: &UnitPasses| UnitMemory { passes, ..UnitMemory::default() };
         MemorySetup {
             units: passes.iter().map(unit).collect(),
             tied: None,
-            token_bytes,
-            message_len: 0,
+            batch: [0, passes.len() - 1]
+                .map(|unit| BatchMemory { bytes: token_bytes, readers: vec![unit] })
+                .into(),
             fixed: CategoryBytes::default(),
             num_shards: 1,
             num_replicas: 1,

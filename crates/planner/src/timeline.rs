@@ -70,7 +70,7 @@ impl Times {
         let sizes = |size: fn(&Outline) -> usize| {
             programs.iter().map(|program| size(&program.outline)).max().unwrap_or(0)
         };
-        let num_units = sizes(|outline| outline.num_units);
+        let num_units = sizes(|outline| outline.chain.num_units);
         let num_microbatches = sizes(|outline| outline.num_microbatches);
         let never = vec![NEVER; MessageKind::ALL.len() * num_units * num_microbatches];
         Times { num_units, num_microbatches, facts: [never.clone(), never.clone(), never] }
@@ -150,7 +150,7 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
                 *self.times.at(where_made(unit - 1), Message::activation(unit - 1, microbatch))
             }
             Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch }
-                if unit + 1 < outline.num_units =>
+                if unit + 1 < outline.chain.num_units =>
             {
                 *self.times.at(where_made(unit + 1), Message::gradient(unit + 1, microbatch))
             }
@@ -182,7 +182,7 @@ impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
         let Clock { programs, times, ranks, awake, .. } = self;
         let outline = &programs[rank].outline;
         if let Some((reader, microbatch)) = action.completed_gradient()
-            && let Some(&(_, owner)) = outline.ties.iter().find(|(unit, _)| *unit == reader)
+            && let Some(&(_, owner)) = outline.chain.ties.iter().find(|(unit, _)| *unit == reader)
         {
             *times.at(Fact::Made, Message::tied_gradient(owner, microbatch)) = end;
         }

@@ -12,5 +12,5 @@ pub mod single;
 mod validate;
 
 pub use action::{Action, Keep, Message, MessageKind, ParseActionError, StateClass, StateOf, Stream};
-pub use program::{Asynchronous, Outline, ParseProgramError, Program, Stage, ZeroStage};
+pub use program::{Asynchronous, Chain, Outline, ParseProgramError, Program, Stage, ZeroStage};
 pub use validate::{ProgramError, validate, validate_pipeline, validate_world};

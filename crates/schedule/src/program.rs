@@ -47,19 +47,62 @@ pub struct Asynchronous {
     pub weights: WeightVersions,
 }
 
+/// A model as far as programs depend on it: units that follow each other, and what is special about some of them.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Chain {
+    /// Units of the model.
+    pub num_units: usize,
+    /// Units that read another unit's parameters, and add to its gradient: the reader and the owner.
+    pub ties: Vec<(usize, usize)>,
+    /// Units whose backward reads no parameters, or only in its weight half, such as an embedding.
+    pub unread: Vec<usize>,
+    /// Units whose weight half of backward reads parameters, such as an output layer that computes its logits again.
+    pub reread: Vec<usize>,
+    /// Units that keep nothing for a later backward: they read only the batch, or backward follows at once.
+    pub unkept: Vec<usize>,
+}
+
+impl Chain {
+    /// Units of which none is special.
+    pub fn of_units(num_units: usize) -> Self {
+        Chain { num_units, ..Chain::default() }
+    }
+
+    /// Whether forward of a unit keeps activations that a later backward reads, so that they may be recomputed or moved.
+    pub fn keeps(&self, unit: usize) -> bool {
+        !self.unkept.contains(&unit)
+    }
+
+    /// Whether only units of the chain are named.
+    pub fn is_consistent(&self) -> bool {
+        let tied = self.ties.iter().flat_map(|&(reader, owner)| [reader, owner]);
+        let special = [&self.unread, &self.reread, &self.unkept].into_iter().flatten().copied();
+        tied.chain(special).all(|unit| unit < self.num_units)
+    }
+}
+
+#[cfg(test)]
+impl Chain {
+    /// An embedding, blocks and an output layer, which may be tied.
+    pub(crate) fn language_model(num_units: usize, is_tied: bool) -> Self {
+        let last = num_units - 1;
+        let ends = if last > 0 { vec![0, last] } else { vec![0] };
+        let ties = if is_tied && last > 0 { vec![(last, 0)] } else { Vec::new() };
+        Chain { num_units, ties, unread: vec![0], reread: vec![last], unkept: ends }
+    }
+}
+
 /// What a program is for.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Outline {
-    /// Units of the model.
-    pub num_units: usize,
+    /// The model.
+    pub chain: Chain,
     /// Microbatches of this rank: of a step, or of all steps if the program has several.
     pub num_microbatches: usize,
     /// What the ranks shard.
     pub zero_stage: ZeroStage,
     /// Classes of state that are not at hand between steps, or not through all of a step.
     pub offloaded: Vec<StateClass>,
-    /// Units that read another unit's parameters, and add to its gradient: the reader and the owner.
-    pub ties: Vec<(usize, usize)>,
     /// Of a pipeline: all of them, in the model's order. None where every rank runs all units.
     pub stages: Vec<Stage>,
     /// This rank, among those of the pipeline.
@@ -97,19 +140,21 @@ impl Outline {
 
     /// The units that lie on this rank, in order.
     pub fn held(&self) -> impl DoubleEndedIterator<Item = usize> + '_ {
-        (0..self.num_units).filter(|&unit| self.holds(unit))
+        (0..self.chain.num_units).filter(|&unit| self.holds(unit))
     }
 
-    /// The units whose parameters an action reads. The backward pass of the first unit needs none of them, for its input
-    /// has no gradient; the weight half of the head makes logits again.
+    /// The units whose parameters an action reads.
     pub fn reads(&self, action: Action) -> impl Iterator<Item = usize> + '_ {
         let reader = match action {
             Action::Forward { unit, .. } | Action::Recompute { unit, .. } => Some(unit),
-            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } if unit > 0 => Some(unit),
-            Action::BackwardWeight { unit, .. } if unit + 1 == self.num_units => Some(unit),
+            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => {
+                Some(unit).filter(|unit| !self.chain.unread.contains(unit))
+            }
+            Action::BackwardWeight { unit, .. } => Some(unit).filter(|unit| self.chain.reread.contains(unit)),
             _ => None,
         };
-        let tied = self.ties.iter().filter(move |(unit, _)| Some(*unit) == reader).map(|&(_, owner)| owner);
+        let tied =
+            self.chain.ties.iter().filter(move |(unit, _)| Some(*unit) == reader).map(|&(_, owner)| owner);
         reader.into_iter().chain(tied)
     }
 
@@ -117,13 +162,14 @@ impl Outline {
     /// parameters it reads. In a pipeline several microbatches are under way, and what it has for the other unit waits for
     /// backward of that one for the same microbatch.
     pub fn writes(&self, unit: usize) -> impl Iterator<Item = usize> + '_ {
-        let ties = self.ties.iter().filter(move |(reader, _)| *reader == unit && self.stages.is_empty());
+        let ties =
+            self.chain.ties.iter().filter(move |(reader, _)| *reader == unit && self.stages.is_empty());
         std::iter::once(unit).chain(ties.map(|&(_, owner)| owner))
     }
 
     /// The unit that reads the parameters of another one, which is `unit`, if there is one.
     pub fn reader_of(&self, unit: usize) -> Option<usize> {
-        self.ties.iter().find(|(_, owner)| *owner == unit).map(|&(reader, _)| reader)
+        self.chain.ties.iter().find(|(_, owner)| *owner == unit).map(|&(reader, _)| reader)
     }
 
     /// The rank that a message goes to or comes from, if the action is one.
@@ -151,9 +197,10 @@ impl Outline {
 /// units 3 microbatches 1
 /// F 0 0
 /// ```
-/// The header goes on with `zero_stage 3` where ranks shard something, with `offload optimizer` for each class of state
+/// The header continues with `zero_stage 3` where ranks shard something, with `offload optimizer` for each class of state
 /// that lives elsewhere, and with `ties 2:0` for each unit (here the
-/// third) that reads the parameters of another one (the first). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
+/// third) that reads the parameters of another one (the first). `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
+/// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Program {
@@ -165,12 +212,16 @@ pub struct Program {
 
 impl fmt::Display for Outline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "units {} microbatches {}", self.num_units, self.num_microbatches)?;
+        let Chain { num_units, ties, unread, reread, unkept } = &self.chain;
+        write!(f, "units {num_units} microbatches {}", self.num_microbatches)?;
         if self.zero_stage != ZeroStage::Zero {
             write!(f, " zero_stage {}", self.zero_stage.number())?;
         }
         self.offloaded.iter().try_for_each(|class| write!(f, " offload {}", class.name()))?;
-        self.ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))?;
+        ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))?;
+        for (name, units) in [("unread", unread), ("reread", reread), ("unkept", unkept)] {
+            units.iter().try_for_each(|unit| write!(f, " {name} {unit}"))?;
+        }
         if !self.stages.is_empty() {
             write!(f, " rank {}", self.rank)?;
         }
@@ -194,7 +245,7 @@ pub enum ParseProgramError {
     /// The first line does not give the sizes.
     #[error(
         "line {line}: '{found}' should read 'units N microbatches M', optionally followed by 'zero_stage Z', \
-         'offload C', 'ties U:V', 'rank R', 'stage U-V@R' and 'steps N weights W'"
+         'offload C', 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' and 'steps N weights W'"
     )]
     Header {
         /// Line, from 1.
@@ -217,7 +268,7 @@ fn parse_outline(text: &str) -> Option<Outline> {
     let words: Vec<&str> = text.split_whitespace().collect();
     let ["units", units, "microbatches", microbatches, rest @ ..] = &words[..] else { return None };
     let mut outline = Outline {
-        num_units: units.parse().ok()?,
+        chain: Chain::of_units(units.parse().ok()?),
         num_microbatches: microbatches.parse().ok()?,
         ..Outline::default()
     };
@@ -230,8 +281,11 @@ fn parse_outline(text: &str) -> Option<Outline> {
             ["offload", class] => outline.offloaded.push(StateClass::named(class)?),
             ["ties", tie] => {
                 let (reader, owner) = tie.split_once(':')?;
-                outline.ties.push((reader.parse().ok()?, owner.parse().ok()?));
+                outline.chain.ties.push((reader.parse().ok()?, owner.parse().ok()?));
             }
+            ["unread", unit] => outline.chain.unread.push(unit.parse().ok()?),
+            ["reread", unit] => outline.chain.reread.push(unit.parse().ok()?),
+            ["unkept", unit] => outline.chain.unkept.push(unit.parse().ok()?),
             ["rank", rank] => outline.rank = rank.parse().ok()?,
             ["stage", stage] => {
                 let (units, rank) = stage.split_once('@')?;

@@ -1,14 +1,15 @@
 //! One stage: every rank runs the whole model, with data parallelism or without.
 
 use crate::action::{Action, Keep, Message};
-use crate::program::{Outline, Program};
+use crate::program::{Chain, Outline, Program};
 
 /// The program of a rank that runs all units for each of its microbatches in turn, with all of the training state.
 ///
 /// A unit's gradient is reduced as soon as the last microbatch has added to it, while backward continues below.
 /// Without data parallelism the reductions are still there, over a group of one: there is no second kind of program.
 /// Whatever else a layout asks for is put into it by [`lowering`](crate::lowering).
-pub fn program(num_units: usize, num_microbatches: usize, ties: &[(usize, usize)]) -> Program {
+pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
+    let num_units = chain.num_units;
     let mut actions = Vec::with_capacity(2 * num_units * (num_microbatches + 1));
     for microbatch in 0..num_microbatches {
         actions.extend(forward(num_units, microbatch, Keep::All));
@@ -20,14 +21,15 @@ pub fn program(num_units: usize, num_microbatches: usize, ties: &[(usize, usize)
         }
     }
     actions.extend((0..num_units).map(|unit| Action::Step { unit }));
-    let outline = Outline { num_units, num_microbatches, ties: ties.to_vec(), ..Outline::default() };
+    let outline = Outline { chain: chain.clone(), num_microbatches, ..Outline::default() };
     Program { outline, actions }
 }
 
 /// The program of a rank that runs its units of `training` forward for one microbatch and keeps nothing: validation.
 pub fn evaluation(training: &Outline) -> Program {
-    let Outline { num_units, ties, stages, rank, .. } = training.clone();
-    let outline = Outline { num_units, num_microbatches: 1, ties, stages, rank, ..Outline::default() };
+    let Outline { chain, stages, rank, .. } = training.clone();
+    let num_units = chain.num_units;
+    let outline = Outline { chain, num_microbatches: 1, stages, rank, ..Outline::default() };
     let is_elsewhere = |unit: usize| unit < num_units && !outline.holds(unit);
     let mut actions = Vec::new();
     for action in forward(num_units, 0, Keep::Nothing).filter(|action| outline.holds(action.unit())) {
@@ -66,8 +68,9 @@ REDUCE_GRAD 0
 STEP 0
 STEP 1
 ";
-        assert_eq!(program(2, 2, &[]).to_string(), expected);
-        let text = evaluation(&program(2, 1, &[(1, 0)]).outline).to_string();
+        assert_eq!(program(&Chain::of_units(2), 2).to_string(), expected);
+        let tied = Chain { ties: vec![(1, 0)], ..Chain::of_units(2) };
+        let text = evaluation(&program(&tied, 1).outline).to_string();
         assert_eq!(text, "units 2 microbatches 1 ties 1:0\nF 0 0 keep nothing\nF 1 0 keep nothing\n");
     }
 }

@@ -11,7 +11,7 @@
 //! 2024, section 3.3.2).
 
 use crate::device::{Device, DeviceError};
-use crate::parameter_table::ParameterId;
+use crate::parameter_table::{ParameterId, ParameterTable};
 use crate::tensor::{Tensor, View};
 use std::fmt;
 use std::sync::Arc;
@@ -194,6 +194,14 @@ pub struct Fp8State {
 }
 
 impl Fp8State {
+    /// The state of a model all of whose [matrices](ParameterTable::matrices) are weights of linear layers in fp8.
+    ///
+    /// # Panics
+    /// As [`new`](Fp8State::new).
+    pub fn of_matrices(recipe: Fp8Recipe, table: &ParameterTable) -> Self {
+        Fp8State::new(recipe, table.matrices().iter().map(|span| span.first).collect())
+    }
+
     /// Nothing is known yet. `layers` has the first parameter of each layer's weight.
     ///
     /// # Panics

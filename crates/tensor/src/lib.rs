@@ -5,6 +5,7 @@
 //! complete. `model` and `parallel` call the device and the tape only: which hardware runs a kernel is
 //! decided below [`Device`].
 
+mod declaration;
 mod device;
 mod fp8;
 mod kernels;
@@ -19,6 +20,7 @@ mod shape;
 pub mod tape;
 mod tensor;
 
+pub use declaration::{Cut, Initial, Parameter, ParameterClass};
 pub use device::{Device, DeviceError, DeviceOptions};
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
@@ -28,7 +30,7 @@ pub use kernels::{
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};
 pub use parameter_table::{
-    LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, UnitInfo, leaf_sum,
+    LEAVES, ParameterId, ParameterInfo, ParameterSpan, ParameterTable, Tie, UnitInfo, leaf_sum,
 };
 pub use parameters::{ParameterSource, Parameters};
 pub use precision::Precision;

@@ -1,5 +1,6 @@
 //! Which parameters a model has, and where each is in the flat buffer of its unit.
 
+use crate::declaration::{Cut, Initial, Parameter, ParameterClass};
 use crate::shape::Shape;
 use std::ops::Range;
 
@@ -8,12 +9,18 @@ use std::ops::Range;
 pub struct ParameterId(pub usize);
 
 /// What a parameter is called, its shape, and where it lies.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ParameterInfo {
     /// Fully qualified name, as Hugging Face checkpoints spell it.
     pub name: String,
     /// Shape, as Hugging Face checkpoints store it.
     pub shape: Shape,
+    /// Its values before training.
+    pub initial: Initial,
+    /// What it is for.
+    pub class: ParameterClass,
+    /// How tensor parallelism may cut it; `None` if each rank needs all of it.
+    pub cut: Option<Cut>,
     /// Unit that holds it.
     pub unit: usize,
     /// First element within the unit's flat buffer.
@@ -111,10 +118,21 @@ pub struct ParameterSpan {
 }
 
 /// All parameters of a model, by unit.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct ParameterTable {
     parameters: Vec<ParameterInfo>,
     units: Vec<UnitInfo>,
+    matrices: Vec<ParameterSpan>,
+    tie: Option<Tie>,
+}
+
+/// Parameters that a unit reads although another unit holds them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tie {
+    /// The unit that reads them and adds to their gradient.
+    pub reader: usize,
+    /// The parameters, with the unit that holds them.
+    pub span: ParameterSpan,
 }
 
 impl ParameterTable {
@@ -129,29 +147,65 @@ impl ParameterTable {
     ///
     /// # Panics
     /// If no unit was begun.
-    pub fn add(&mut self, name: impl Into<String>, shape: &[usize]) -> ParameterSpan {
-        let unit = self.units.len().checked_sub(1).expect("a parameter belongs to a unit");
-        let info = &mut self.units[unit];
-        let (id, offset, shape) = (ParameterId(self.parameters.len()), info.num_elements, Shape::new(shape));
-        // Saturates, as shapes do: a device refuses to hold so many.
-        info.num_elements = info.num_elements.saturating_add(shape.num_elements());
-        info.parameters.end += 1;
-        self.parameters.push(ParameterInfo { name: name.into(), shape, unit, offset });
-        ParameterSpan { unit, offset, shape, first: id, num_parameters: 1 }
+    pub fn add(&mut self, parameter: Parameter) -> ParameterSpan {
+        self.add_stacked([parameter])
     }
 
     /// Adds parameters that operations read as one, stacked along dim 0.
     ///
     /// # Panics
-    /// If the shapes differ in another dim.
-    pub fn add_stacked(&mut self, parts: &[(String, Vec<usize>)]) -> ParameterSpan {
-        let spans: Vec<ParameterSpan> = parts.iter().map(|(name, shape)| self.add(name, shape)).collect();
-        let first = spans[0];
-        let inner = &first.shape.dims()[1..];
-        assert!(spans.iter().all(|span| &span.shape.dims()[1..] == inner), "{parts:?} do not stack");
-        let mut dims = first.shape.dims().to_vec();
-        dims[0] = spans.iter().fold(0, |sum: usize, span| sum.saturating_add(span.shape.dims()[0]));
-        ParameterSpan { shape: Shape::new(&dims), num_parameters: spans.len(), ..first }
+    /// If there are none, if their shapes differ in another dim, or if no unit was begun.
+    pub fn add_stacked(&mut self, parts: impl IntoIterator<Item = Parameter>) -> ParameterSpan {
+        let mut parts = parts.into_iter();
+        let first = parts.next().expect("a span has parameters");
+        let is_matrix = first.class == ParameterClass::Matrix;
+        let span = parts.fold(self.push(first), |stack, part| {
+            let (part, mut dims) = (self.push(part), stack.shape.dims().to_vec());
+            assert_eq!(part.shape.dims()[1..], dims[1..], "parameters of unequal rows do not stack");
+            dims[0] = dims[0].saturating_add(part.shape.dims()[0]);
+            ParameterSpan { shape: Shape::new(&dims), num_parameters: stack.num_parameters + 1, ..stack }
+        });
+        self.matrices.extend(Some(span).filter(|_| is_matrix));
+        span
+    }
+
+    fn push(&mut self, parameter: Parameter) -> ParameterSpan {
+        let Parameter { name, dims, initial, class, cut } = parameter;
+        let unit = self.last_unit();
+        let info = &mut self.units[unit];
+        let (first, offset) = (ParameterId(self.parameters.len()), info.num_elements);
+        let shape = Shape::new(&dims);
+        // Saturates, as shapes do: a device refuses to hold so many.
+        info.num_elements = info.num_elements.saturating_add(shape.num_elements());
+        info.parameters.end += 1;
+        self.parameters.push(ParameterInfo { name, shape, initial, class, cut, unit, offset });
+        ParameterSpan { unit, offset, shape, first, num_parameters: 1 }
+    }
+
+    fn last_unit(&self) -> usize {
+        self.units.len().checked_sub(1).expect("a parameter belongs to a unit")
+    }
+
+    /// Lets the last unit read parameters of an earlier one, as an output layer does that is tied to the embedding.
+    ///
+    /// # Panics
+    /// If they are its own, or if the table has a tie already.
+    pub fn add_tie(&mut self, span: ParameterSpan) -> ParameterSpan {
+        let reader = self.last_unit();
+        assert!(span.unit < reader, "a unit needs no tie to its own parameters");
+        let first = self.tie.replace(Tie { reader, span });
+        assert_eq!(first, None, "a model has at most one tie");
+        span
+    }
+
+    /// What a unit reads of another unit's parameters, if one does.
+    pub fn tie(&self) -> Option<Tie> {
+        self.tie
+    }
+
+    /// The factors of products between hidden values, each as operations read it: those that fp8 is for.
+    pub fn matrices(&self) -> &[ParameterSpan] {
+        &self.matrices
     }
 
     /// Every parameter, in order of [`ParameterId`].
@@ -201,14 +255,12 @@ mod tests {
     fn stacked_parameters_are_adjacent_in_their_unit() {
         let mut table = ParameterTable::default();
         table.begin_unit("embedding");
-        table.add("wte", &[5, 4]);
+        table.add(Parameter::embedding("wte", &[5, 4], Initial::ZEROS));
         let unit = table.begin_unit("block");
-        table.add("norm", &[4]);
-        let qkv = table.add_stacked(&[
-            ("q".into(), vec![6, 4]),
-            ("k".into(), vec![2, 4]),
-            ("v".into(), vec![2, 4]),
-        ]);
+        table.add(Parameter::vector("norm", 4, Initial::ONES));
+        let part = |(name, rows)| Parameter::matrix(name, &[rows, 4], Initial::ZEROS);
+        let qkv = table.add_stacked([("q", 6), ("k", 2), ("v", 2)].map(part));
+        assert_eq!(table.matrices(), [qkv]);
         assert_eq!((qkv.unit, qkv.offset, qkv.shape.dims()), (unit, 4, &[10, 4][..]));
         assert_eq!((qkv.first, qkv.num_parameters), (ParameterId(2), 3));
         assert_eq!(table.parameters()[4].range(), 36..44);

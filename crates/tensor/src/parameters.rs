@@ -148,6 +148,7 @@ impl ParameterSource for Parameters {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::declaration::{Initial, Parameter};
     use crate::device::DeviceOptions;
 
     #[test]
@@ -156,8 +157,9 @@ mod tests {
         let mut table = ParameterTable::default();
         for name in ["first", "second"] {
             table.begin_unit(name);
-            table.add("weight", &[1 << 40, 1 << 40]);
-            table.add_stacked(&[("q".into(), vec![usize::MAX, 4]), ("k".into(), vec![2, 4])]);
+            table.add(Parameter::matrix("weight", &[1 << 40, 1 << 40], Initial::ZEROS));
+            let part = |rows| Parameter::matrix("part", &[rows, 4], Initial::ZEROS);
+            table.add_stacked([usize::MAX, 2].map(part));
         }
         assert_eq!(table.num_elements(), usize::MAX);
         let refused = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap_err();
@@ -170,7 +172,7 @@ mod tests {
         let mut table = ParameterTable::default();
         table.begin_unit("block");
         for (name, len) in [("a", 3), ("b", 4), ("c", 2)] {
-            table.add(name, &[len]);
+            table.add(Parameter::vector(name, len, Initial::ZEROS));
         }
         let table = Arc::new(table);
         let parts = std::iter::once(2..6).collect();

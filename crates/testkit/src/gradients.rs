@@ -288,8 +288,7 @@ impl GradientCheck<'_> {
         } else {
             tape.backward(&parameters, start, &mut sink).unwrap();
         }
-        let rows = self.inputs[0].shape.rows();
-        let loss = || vec![(tape.loss_sum().unwrap() / rows as f64) as f32];
+        let loss = || tape.loss().map(|loss| (loss.sum / loss.num_rows as f64) as f32).into_iter().collect();
         let is_loss = output.is_none();
         let output = output.map_or_else(loss, |output| in_f32(&device, &output));
         // A gradient of 16 bits may come in f32.

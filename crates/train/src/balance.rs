@@ -7,12 +7,11 @@
 use crate::choices::StepChoices;
 use crate::config::Config;
 use crate::error::TrainError;
-use crate::setup::{proven_programs, unit_passes};
+use crate::setup::proven_programs;
 use crate::stages::{StageChoice, counted_costs, stages_of};
 use std::fmt::Write;
 use std::ops::Range;
 use trireme_base::{Rank, UnitPasses};
-use trireme_model::ModelConfig;
 use trireme_parallel::{ActionTime, Executor};
 use trireme_schedule::pipeline::{self, StageCosts};
 use trireme_schedule::{Action, Outline, Program};
@@ -153,20 +152,12 @@ pub(crate) struct Balance {
 
 impl Balance {
     /// As the config wants it, if it does.
-    pub(crate) fn new(
-        config: &Config,
-        model: &ModelConfig,
-        num_threads: usize,
-    ) -> Result<Option<Self>, TrainError> {
+    pub(crate) fn new(config: &Config, passes: Vec<UnitPasses>) -> Option<Self> {
         let parallelism = config.parallelism();
         let interval = parallelism.pipeline_parallel_rebalance_interval;
-        if interval == 0 {
-            return Ok(None);
-        }
-        let (threshold, passes) =
-            (parallelism.pipeline_parallel_rebalance_threshold, unit_passes(config, model, num_threads)?);
+        let threshold = parallelism.pipeline_parallel_rebalance_threshold;
         let times = MeasuredTimes::new(passes.len());
-        Ok(Some(Balance { interval, threshold, passes, times }))
+        (interval > 0).then_some(Balance { interval, threshold, passes, times })
     }
 
     /// Takes in the times of the step that the executor has just run.
@@ -225,7 +216,7 @@ impl Balance {
         let stage_ranks: Vec<usize> = outline.stages.iter().map(|stage| stage.rank).collect();
         let recut = recut(&choices.stages, &stage_ranks, &costs, outline.num_microbatches, self.threshold)?;
         let choices = StepChoices { stages: recut.stages.clone(), ..choices.clone() };
-        proven_programs(config, executor.model(), &choices).is_ok().then_some(recut)
+        proven_programs(config, &outline.chain, &choices).is_ok().then_some(recut)
     }
 }
 
@@ -273,7 +264,7 @@ fn cut_text(stages: &[StageChoice]) -> String {
 mod tests {
     use super::*;
     use std::time::{Duration, Instant};
-    use trireme_schedule::{Keep, single};
+    use trireme_schedule::{Chain, Keep, single};
 
     fn units(cuts: &[Range<usize>]) -> Vec<StageChoice> {
         let choice =
@@ -314,7 +305,7 @@ mod tests {
 
     #[test]
     fn times_are_medians_of_the_last_steps_without_waits() {
-        let program = single::program(2, 2, &[]);
+        let program = single::program(&Chain::of_units(2), 2);
         let mut times = MeasuredTimes::new(2);
         let now = Instant::now();
         let step = |nanos: u64| -> Vec<ActionTime> {

@@ -32,7 +32,7 @@ impl StepChoices {
     /// # Errors
     /// If there are fewer units than stages, or than the config cuts at; or the file of the schedule cannot be read.
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
-        let keeps = given_keeps(config, passes.len());
+        let keeps = given_keeps(config, passes);
         let stages = cut_stages(config, passes, &keeps)?;
         Ok(StepChoices { keeps, places: given_places(config), stages, schedule: read_schedule(config)? })
     }
@@ -63,11 +63,11 @@ impl StepChoices {
         Ok(StepChoices::from_bytes(&message))
     }
 
-    /// As a message to the other ranks: where each class lives in a byte; the number of blocks, of uses ahead, of units and of
-    /// stages in eight each; the stages; what each unit keeps in a byte; and the text of a given schedule.
+    /// As a message to the other ranks: where each class lives in a byte; how many units' activations move, how many uses ahead state is fetched, and the
+    /// numbers of units and stages in eight each; the stages; what each unit keeps in a byte; and the text of a given schedule.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let Offload { num_blocks, prefetch, .. } = self.places;
-        let numbers = [num_blocks, prefetch, self.keeps.len(), self.stages.len()].map(|number| number as u64);
+        let Offload { num_units, prefetch, .. } = self.places;
+        let numbers = [num_units, prefetch, self.keeps.len(), self.stages.len()].map(|number| number as u64);
         let stages = self.stages.iter().flat_map(StageChoice::to_numbers);
         let numbers = numbers.into_iter().chain(stages).map(u64::to_le_bytes);
         let tiers = StateClass::ALL.map(|class| self.places.tier(class) as u8);
@@ -79,7 +79,7 @@ impl StepChoices {
     /// Reads the message, if it is one.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
         let (tiers, rest) = bytes.split_first_chunk::<4>()?;
-        let (num_blocks, rest) = rest.split_first_chunk::<8>()?;
+        let (num_moved, rest) = rest.split_first_chunk::<8>()?;
         let (prefetch, rest) = rest.split_first_chunk::<8>()?;
         let (num_units, rest) = rest.split_first_chunk::<8>()?;
         let (num_stages, mut rest) = rest.split_first_chunk::<8>()?;
@@ -99,7 +99,7 @@ impl StepChoices {
             text => Some(std::str::from_utf8(text).ok()?.parse().ok()?),
         };
         let mut places =
-            Offload { num_blocks: number(num_blocks)?, prefetch: number(prefetch)?, ..Offload::default() };
+            Offload { num_units: number(num_moved)?, prefetch: number(prefetch)?, ..Offload::default() };
         for (class, &tier) in StateClass::ALL.into_iter().zip(tiers) {
             places = places.with(class, *Tier::ALL.get(usize::from(tier))?);
         }
@@ -107,21 +107,22 @@ impl StepChoices {
     }
 }
 
-/// What each unit's forward pass keeps by the config; with `mode = "auto"`, which leaves it to a plan, all. The embedding has
-/// nothing but its input, and the head runs backward at once.
-fn given_keeps(config: &Config, num_units: usize) -> Vec<Keep> {
+/// What each unit's forward pass keeps by the config, if it [keeps](UnitPasses::keeps) anything for later; with `mode = "auto"`,
+/// which leaves it to a plan, all.
+fn given_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     let checkpoint = config.activation_checkpoint();
-    let keep = |unit: usize| match checkpoint.mode {
-        _ if unit == 0 || unit + 1 == num_units => Keep::All,
+    let mut index = 0;
+    let mut keep = |passes: &UnitPasses| match checkpoint.mode {
+        _ if !passes.keeps() => Keep::All,
         config::ActivationCheckpointMode::None | config::ActivationCheckpointMode::Auto => Keep::All,
         config::ActivationCheckpointMode::Selective => Keep::Products,
         config::ActivationCheckpointMode::Block => Keep::Input,
-        config::ActivationCheckpointMode::EveryK if (unit - 1).is_multiple_of(checkpoint.every_k) => {
-            Keep::Input
+        config::ActivationCheckpointMode::EveryK => {
+            index += 1;
+            if (index - 1_usize).is_multiple_of(checkpoint.every_k) { Keep::Input } else { Keep::Nothing }
         }
-        config::ActivationCheckpointMode::EveryK => Keep::Nothing,
     };
-    (0..num_units).map(keep).collect()
+    passes.iter().map(&mut keep).collect()
 }
 
 fn given_places(config: &Config) -> Offload {
@@ -136,7 +137,7 @@ fn given_places(config: &Config) -> Offload {
         parameters: tier(offload.parameters),
         gradients: tier(offload.gradients),
         activations: tier(offload.activations),
-        num_blocks: usize::MAX,
+        num_units: usize::MAX,
         prefetch: offload.prefetch,
     }
 }

@@ -72,11 +72,13 @@ pub(crate) fn read_histories(
 mod tests {
     use super::*;
     use trireme_checkpoint::{Checkpoint, InMemory, Snapshot, save};
+    use trireme_tensor::{Initial, Parameter};
 
     fn layers() -> (ParameterTable, Vec<ParameterId>) {
         let mut table = ParameterTable::default();
         table.begin_unit("block");
-        let spans = ["norm", "in", "out"].map(|name| table.add(name, &[2, 2]));
+        let spans =
+            ["norm", "in", "out"].map(|name| table.add(Parameter::matrix(name, &[2, 2], Initial::ZEROS)));
         (table, spans[1..].iter().map(|span| span.first).collect())
     }
 

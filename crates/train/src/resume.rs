@@ -26,6 +26,7 @@ const MESSAGE_BYTES_MAX: usize = 4096;
 /// Resumes from a checkpoint if there is one, else begins at the first sample; the checkpoint as well. Collective.
 pub(crate) fn resume(
     config: &Config,
+    model: &ModelConfig,
     executor: &mut Executor,
     train: &TokenFile,
     observer: &mut dyn Observer,
@@ -43,7 +44,7 @@ pub(crate) fn resume(
     };
     let checkpoint = find_resume(config, executor.group(), observer)?;
     let state = match &checkpoint {
-        Some(checkpoint) => restore(checkpoint, config, executor, &beginning, observer)?,
+        Some(checkpoint) => restore(checkpoint, (config, model), executor, &beginning, observer)?,
         None => beginning,
     };
     if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
@@ -221,7 +222,7 @@ fn check_newest(folder: &Path, step: u64) -> Result<(), TrainError> {
 /// this run has.
 fn restore(
     checkpoint: &Checkpoint,
-    config: &Config,
+    (config, expected_model): (&Config, &ModelConfig),
     executor: &mut Executor,
     expected: &TrainingState,
     observer: &mut dyn Observer,
@@ -233,7 +234,7 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
-    check_model(checkpoint, model.config())?;
+    check_model(checkpoint, expected_model)?;
     let weights = checked_weights(&checkpoint.weights(), &model)?;
     executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
     executor.load_optimizer(|info, values| {

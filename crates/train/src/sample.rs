@@ -3,7 +3,7 @@
 use crate::error::TrainError;
 use trireme_base::{Random, RandomKey};
 use trireme_data::Tokenizer;
-use trireme_model::{Generation, Model, Sampling};
+use trireme_model::{Generation, Model, ModelConfig, Sampling};
 use trireme_tensor::{Device, ParameterSource};
 
 /// What to generate, and how.
@@ -24,7 +24,7 @@ pub struct SampleSettings {
 /// Generates text and hands it out piece by piece; returns the number of tokens made. Ends early at the end
 /// of a document, if asked to, and where the model's positions end.
 pub fn sample(
-    model: &Model,
+    (model, config): (&Model, &ModelConfig),
     parameters: &dyn ParameterSource,
     device: &Device,
     tokenizer: &Tokenizer,
@@ -37,7 +37,6 @@ pub fn sample(
         // A document begins where another has ended.
         tokens.push(tokenizer.end_of_document().unwrap_or(0));
     }
-    let config = model.config();
     if let Some(&token) = tokens.iter().find(|&&token| token as usize >= config.vocab_size) {
         return Err(TrainError::ForeignToken { token, vocab_size: config.vocab_size });
     }
@@ -47,7 +46,7 @@ pub fn sample(
     }
     let num_tokens = settings.num_tokens.min(max_position_embeddings + 1 - num_prompt);
     let mut generation =
-        Generation::new(model, parameters, device, max_position_embeddings.min(num_prompt + num_tokens))?;
+        Generation::new(model, parameters, device, max_position_embeddings.min(num_prompt + num_tokens));
     let mut random = Random::new(RandomKey::new(settings.seed, "sampling"), 0);
     let mut decoder = tokenizer.stream_decoder();
     for index in 0..num_tokens {

@@ -14,18 +14,17 @@ use std::fs;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
-use trireme_base::UnitPasses;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
-use trireme_model::{Architecture, Model, ModelConfig};
+use trireme_model::{Architecture, Model, ModelConfig, Rehearsal, Rope, TensorSpec, token_specs};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, OffloadOptions, ParallelError, RankGrid, SwapOptions,
-    ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
+    SwapOptions, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use trireme_schedule::{Program, StateClass, ZeroStage, validate_pipeline};
-use trireme_tensor::{Device, DeviceOptions, Fp8State, IntegerFormat, Precision};
+use trireme_schedule::{Chain, Program, StateClass, ZeroStage, validate_pipeline};
+use trireme_tensor::{Device, IntegerFormat, Precision};
 
 /// An equal share of this host's cores for each of `local_world_size` workers, at least one.
 pub fn share_of_cores(local_world_size: usize) -> usize {
@@ -85,8 +84,8 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
     let model = config.model();
     ModelConfig {
         architecture: match architecture {
-            config::Architecture::Gpt2 => Architecture::Gpt2,
-            config::Architecture::Llama => Architecture::Llama,
+            config::Architecture::Gpt2 => Architecture::GPT2,
+            config::Architecture::Llama => Architecture::LLAMA,
         },
         vocab_size: if model.vocab_size == 0 { vocabulary_size } else { model.vocab_size },
         hidden_size: model.hidden_size,
@@ -98,7 +97,7 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
         max_position_embeddings: model.max_position_embeddings,
         norm_epsilon: model.norm_eps as f32,
         tie_word_embeddings: model.tie_word_embeddings,
-        rope_theta: model.rope_theta,
+        rope: (architecture == config::Architecture::Llama).then_some(Rope { theta: model.rope_theta }),
         attention_bias: architecture == config::Architecture::Gpt2,
         mlp_bias: architecture == config::Architecture::Gpt2,
         initializer_range: model.initializer_range as f32,
@@ -192,7 +191,7 @@ pub(crate) fn notice_delay(config: &Config, observer: &mut dyn Observer) {
 /// weights, or none does.
 pub(crate) fn build_executor(
     config: &Config,
-    model: Model,
+    (model, rehearsal): (Model, Rehearsal),
     choices: &StepChoices,
     group: Group,
     device: &Device,
@@ -201,7 +200,8 @@ pub(crate) fn build_executor(
     let pipeline_degree = config.parallelism().pipeline_parallel_degree;
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let program = proven_programs(config, &model, choices)?.swap_remove(ranks.pipeline().rank().0);
+    let programs = proven_programs(config, &chain(model.table(), &rehearsal), choices)?;
+    let program = { programs }.swap_remove(ranks.pipeline().rank().0);
     let moves = offload_options(config, choices.places, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
     let parts = ranks.parts(model.table(), &program.outline);
@@ -209,7 +209,9 @@ pub(crate) fn build_executor(
     let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
     let optimizer = make(&options, model.table(), &parts, optimizer_device)?;
     let options = executor_options(config);
-    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
+    let offload = &moves;
+    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let mut executor = Executor::new(setup)?;
     match &config.model().init_from {
         None => executor.initialize(training.seed)?,
         Some(folder) => {
@@ -236,8 +238,6 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
         seed: training.seed,
         loss_scaling: loss_scaling(training),
         determinism: determinism(config),
-        local_batch_size: training.local_batch_size,
-        seq_len: training.seq_len,
     }
 }
 
@@ -247,14 +247,13 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
 /// If the pipeline's schedule does not fit its sizes, or the model.
 pub fn step_programs(
     config: &Config,
-    model: &Model,
+    chain: &Chain,
     choices: &StepChoices,
 ) -> Result<Vec<Program>, TrainError> {
-    let ties = model.ties();
-    if config.is_asynchronous() && !ties.is_empty() {
+    if config.is_asynchronous() && !chain.ties.is_empty() {
         return Err(TrainError::TiedVersions);
     }
-    let programs = base_programs(config, model.num_units(), &ties, choices)?;
+    let programs = base_programs(config, chain, choices)?;
     let lower = |program: Program| {
         let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));
         offload(program, choices.places)
@@ -268,26 +267,30 @@ pub fn step_programs(
 /// As those, or if the proof fails.
 pub fn proven_programs(
     config: &Config,
-    model: &Model,
+    chain: &Chain,
     choices: &StepChoices,
 ) -> Result<Vec<Program>, TrainError> {
-    let programs = step_programs(config, model, choices)?;
+    let programs = step_programs(config, chain, choices)?;
     validate_pipeline(&programs).map_err(ParallelError::from)?;
     Ok(programs)
 }
 
-/// What passes of a model's units take on any worker.
-pub fn unit_passes(
+/// What passes of a model are on any worker.
+pub(crate) fn rehearse(
     config: &Config,
     model: &ModelConfig,
     num_threads: usize,
-) -> Result<Vec<UnitPasses>, TrainError> {
-    let device = Device::counting(DeviceOptions { budget: None, ..device_options(config, num_threads) })?;
+) -> Result<Rehearsal, TrainError> {
     let training = config.training();
-    let model = Model::new(model.clone(), training.seq_len, &device)?;
-    let fp8 = fp8::recipe(training).map(|recipe| Fp8State::new(recipe, model.linear_layers()));
-    let shape = (training.local_batch_size, training.seq_len);
-    Ok(model.sizes(&device, precision(training.dtype), fp8.as_ref().map(Fp8State::scales), shape)?.0)
+    let (precision, fp8) = (precision(training.dtype), fp8::recipe(training));
+    let build = |device: &Device| model.build(training.seq_len, device);
+    Ok(Rehearsal::of(build, device_options(config, num_threads), precision, fp8, &batch_specs(config))?)
+}
+
+/// What a microbatch consists of.
+pub fn batch_specs(config: &Config) -> Vec<TensorSpec> {
+    let training = config.training();
+    token_specs(training.local_batch_size, training.seq_len)
 }
 
 /// What it takes to have state at `places`.

@@ -7,7 +7,7 @@ use crate::schedule_file::check_schedule;
 use std::ops::Range;
 use trireme_base::{Bytes, UnitPasses};
 use trireme_schedule::pipeline::{self, Costs, GenerateError, Kind, Schedule, Sizes, StageCosts, TICKS_MAX};
-use trireme_schedule::{Keep, Program, single};
+use trireme_schedule::{Chain, Keep, Program, single};
 
 /// Ticks of the longest stage's forward pass: finer than what is known of times.
 const TICKS: u64 = 1000;
@@ -202,16 +202,15 @@ pub fn pipeline_costs(stages: &[StageChoice]) -> Result<Costs, TrainError> {
 /// The program, before it is lowered, of each rank of the pipeline; of one rank without one.
 pub(crate) fn base_programs(
     config: &Config,
-    num_units: usize,
-    ties: &[(usize, usize)],
+    chain: &Chain,
     StepChoices { stages, schedule: given, .. }: &StepChoices,
 ) -> Result<Vec<Program>, TrainError> {
     if stages.is_empty() {
-        return Ok(vec![single::program(num_units, config.num_microbatches(), ties)]);
+        return Ok(vec![single::program(chain, config.num_microbatches())]);
     }
     let schedule = pipeline_schedule(config, stages, given.as_ref())?;
     let units: Vec<Range<usize>> = stages.iter().map(|stage| stage.units.clone()).collect();
-    Ok(pipeline::programs(&schedule, &pipeline_costs(stages)?, &units, ties))
+    Ok(pipeline::programs(&schedule, &pipeline_costs(stages)?, &units, chain))
 }
 
 impl PipelineSchedule {

@@ -16,7 +16,8 @@ use crate::resume::{resume, tidy_up};
 use crate::run_folder;
 use crate::run_lock::RunLock;
 use crate::setup::{
-    build_executor, lr_schedule, model_config, notice_delay, notice_determinism, proven_programs, unit_passes,
+    batch_specs, build_executor, lr_schedule, model_config, notice_delay, notice_determinism,
+    proven_programs, rehearse,
 };
 use crate::trace::Tracer;
 use crate::validation::Validation;
@@ -25,7 +26,7 @@ use std::time::Instant;
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
-use trireme_model::{Batch, Model};
+use trireme_model::{Batch, ModelConfig, TensorSpec};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, StepOutcome, StepPlan};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Parameters};
@@ -76,6 +77,8 @@ pub struct Trainer<'a> {
     observer: &'a mut dyn Observer,
     options: TrainerOptions,
     executor: Executor,
+    model_config: ModelConfig,
+    batch_specs: Vec<TensorSpec>,
     choices: StepChoices,
     balance: Option<Balance>,
     /// The step after which units moved for the last time, if they did.
@@ -119,12 +122,11 @@ impl<'a> Trainer<'a> {
         let data_folder = &config.data().folder;
         let corpus = Corpus::open(data_folder)?;
         let tokenizer = Tokenizer::load(data_folder)?;
-        let (model, notices) = model_config(config, corpus.train.vocabulary_size())?;
+        let (model_config, notices) = model_config(config, corpus.train.vocabulary_size())?;
         let facts = Facts::of_config(config, options.features_max);
-        agree(&facts.and(Facts::of_contents(&corpus, &tokenizer, &model)), &group)?;
+        agree(&facts.and(Facts::of_contents(&corpus, &tokenizer, &model_config)), &group)?;
         let Corpus { train, validation, .. } = corpus;
         let sampler = Sampler::shuffled(train.num_tokens(), training.seq_len, training.seed)?;
-        let validation = validation.map(|tokens| Validation::new(tokens, training, &group)).transpose()?;
         notices.iter().for_each(|notice| observer.notice(notice));
         notice_determinism(config, config.data_parallel_degree(), observer);
         notice_delay(config, observer);
@@ -132,24 +134,26 @@ impl<'a> Trainer<'a> {
             observer.notice(FP8_NOTICE);
         }
 
-        let model_json = format!("{:#}\n", model.to_json());
+        let model_json = format!("{:#}\n", model_config.to_json());
         let device = Device::cpu(DeviceOptions {
             features_max: options.features_max,
             ..device_options(config, options.num_threads)
         })?;
-        let model = Model::new(model, training.seq_len, &device)?;
+        let rehearsal = rehearse(config, &model_config, options.num_threads)?;
+        let model = model_config.build(training.seq_len, &device)?;
         let choices = match &options.memory_plan {
             Some(plan) => plan.choices.clone(),
-            None => StepChoices::given(config, &unit_passes(config, model.config(), options.num_threads)?)?,
+            None => StepChoices::given(config, &rehearsal.passes())?,
         };
-        let balance = Balance::new(config, model.config(), options.num_threads)?;
-        let mut executor = build_executor(config, model, &choices, group, &device)?;
+        let balance = Balance::new(config, rehearsal.passes());
+        let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
+        let validation = validation.map(|tokens| Validation::new(tokens, training, &executor)).transpose()?;
         notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
         }
-        let (state, resumed) = resume(config, &mut executor, &train, observer)?;
+        let (state, resumed) = resume(config, &model_config, &mut executor, &train, observer)?;
         let num_steps = config.steps_per_program() as u64;
         if !state.step.is_multiple_of(num_steps) {
             return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
@@ -170,6 +174,8 @@ impl<'a> Trainer<'a> {
             observer,
             options,
             executor,
+            model_config,
+            batch_specs: batch_specs(config),
             choices,
             balance,
             moved_after: None,
@@ -286,7 +292,8 @@ impl<'a> Trainer<'a> {
             return Ok(());
         };
         let place = self.executor.ranks().pipeline().rank().0;
-        let programs = proven_programs(self.config, self.executor.model(), &found.choices);
+        let chain = &self.executor.program().outline.chain;
+        let programs = proven_programs(self.config, chain, &found.choices);
         self.executor.relocate(programs?.swap_remove(place))?;
         balance.forget();
         self.choices = found.choices;
@@ -364,7 +371,7 @@ impl<'a> Trainer<'a> {
     }
 
     fn facts(&self) -> RunFacts {
-        let model = self.executor.model().config();
+        let model = &self.model_config;
         RunFacts {
             model: format!(
                 "{} with {} layers of width {}, {} heads, vocabulary {}",
@@ -404,6 +411,11 @@ impl<'a> Trainer<'a> {
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
+    }
+
+    /// What the model was built from.
+    pub fn model_config(&self) -> &ModelConfig {
+        &self.model_config
     }
 
     /// The corpus' tokenizer.

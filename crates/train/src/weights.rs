@@ -15,6 +15,8 @@ use trireme_tensor::{Category, Device, ParameterInfo, Parameters, Shape};
 pub struct LoadedModel {
     /// The model.
     pub model: Model,
+    /// What it was built from.
+    pub config: ModelConfig,
     /// Its weights.
     pub parameters: Parameters,
     /// What the user should know: newer checkpoints that were passed over, settings without effect.
@@ -40,17 +42,17 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
         );
     }
     // Generation has its own limit of positions, and nothing else is run.
-    let model = Model::new(config, 0, device)?;
+    let model = config.build(0, device)?;
     // Before memory is taken: a description may be of any size, the weights are there.
     let weights = checked_weights(&source.weights(), &model)?;
     let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
     parameters.for_each_mut(read_held(&weights, allow_non_finite))?;
-    Ok(LoadedModel { model, parameters, notices })
+    Ok(LoadedModel { model, config, parameters, notices })
 }
 
 /// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.
 pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<StoredTensors, TrainError> {
-    let tied = model.config().tie_word_embeddings;
+    let tied = model.table().tie().is_some();
     let stored = stored.renamed(|name| canonical_name(name, tied))?;
     stored.check_against(&parameter_placements(
         model.table(),

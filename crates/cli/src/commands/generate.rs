@@ -63,7 +63,8 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     simd.warn();
     let (num_threads, features_max) = (args.threads, Some(simd.level));
     let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
-    let LoadedModel { model, parameters, notices } = load_model(&args.path, args.allow_non_finite, &device)?;
+    let LoadedModel { model, config, parameters, notices } =
+        load_model(&args.path, args.allow_non_finite, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;
     let settings = SampleSettings {
@@ -80,7 +81,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         }
     };
     show(&settings.prompt);
-    sample(&model, &parameters, &device, &tokenizer, &settings, &mut show)?;
+    sample((&model, &config), &parameters, &device, &tokenizer, &settings, &mut show)?;
     show("\n");
     Ok(written?)
 }

@@ -1,10 +1,9 @@
 //! What the config leaves open, decided so that a step fits.
 
 use trireme_base::Bytes;
-use trireme_model::Model;
 use trireme_planner::{MemoryBounds, MemorySetup, Placing, fit_keeps, fit_places};
 use trireme_schedule::lowering::Tier;
-use trireme_schedule::{Action, Keep, Program, StateClass};
+use trireme_schedule::{Action, Chain, Keep, Program, StateClass};
 use trireme_train::config::{self, ActivationCheckpointMode, Config};
 use trireme_train::{StepChoices, step_programs};
 
@@ -26,7 +25,7 @@ pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
 /// A step with something open.
 pub(super) struct Planning<'a> {
     pub(super) config: &'a Config,
-    pub(super) model: &'a Model,
+    pub(super) chain: &'a Chain,
     pub(super) setup: &'a MemorySetup,
     pub(super) bounds: MemoryBounds,
     /// The worker's place in the pipeline.
@@ -56,7 +55,7 @@ impl Planning<'_> {
     }
 
     fn program(&self, choices: StepChoices) -> Program {
-        let programs = step_programs(self.config, self.model, &choices);
+        let programs = step_programs(self.config, self.chain, &choices);
         programs.expect("the choices that were given make programs, and so do others").swap_remove(self.rank)
     }
 

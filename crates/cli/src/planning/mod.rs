@@ -18,21 +18,22 @@ use crate::memory_limit::MemoryLimit;
 use alternatives::advice;
 use anyhow::Result;
 use choices::Planning;
-use setup::{Layout, memory_setup, passes};
+use setup::{Layout, memory_setup};
 use std::fmt;
 use std::path::Path;
 use trireme_base::{Bytes, Category, UnitPasses};
 use trireme_comm::{Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::Model;
+use trireme_parallel::chain;
 use trireme_planner::{CategoryBytes, MemoryBounds, MemorySetup, Prediction, predict};
 use trireme_schedule::Program;
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ModelSource, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    MemoryPlan, StepChoices, TrainError, device_options, executor_options, local_threads, model_config,
-    optimizer_options, proven_programs, step_programs,
+    MemoryPlan, StepChoices, TrainError, batch_specs, device_options, executor_options, local_threads,
+    model_config, optimizer_options, proven_programs, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -197,7 +198,7 @@ impl Plan {
         let Job { config, vocabulary_size, workers, .. } = job;
         let device = Device::counting(device_options_without_budget(config, workers))?;
         let (model, _) = model_config(config, vocabulary_size)?;
-        let model = Model::new(model, config.training().seq_len, &device).map_err(TrainError::from)?;
+        let model = model.build(config.training().seq_len, &device).map_err(TrainError::from)?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let (num_shards, data_degree) = (config.num_shards(), config.data_parallel_degree());
         let layout = Layout {
@@ -209,19 +210,28 @@ impl Plan {
             shares_memory: workers.shares_memory && workers.world_size > 1,
             num_sharing: workers.num_sharing,
         };
-        let (passes, _) = passes(&model, &device, &options)?;
+        let rehearsal = model.rehearse(&device, options.precision, options.fp8, &batch_specs(config));
+        let rehearsal = rehearsal.map_err(TrainError::from)?;
+        let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal));
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
         let rank = workers.rank / data_degree;
         // What another worker has chosen it has proven.
         let make = if is_open { proven_programs } else { step_programs };
-        let outline = make(config, &model, &given)?.swap_remove(rank).outline;
-        let setup = memory_setup(&model, &device, &options, &optimizer, given.places, (layout, &outline))?;
+        let outline = make(config, &chain, &given)?.swap_remove(rank).outline;
+        let setup = memory_setup(
+            (&model, &rehearsal),
+            &device,
+            &options,
+            &optimizer,
+            given.places,
+            (layout, &outline),
+        )?;
         let bounds = limits::bounds(config, workers);
-        let planning = Planning { config, model: &model, setup: &setup, bounds, rank };
+        let planning = Planning { config, chain: &chain, setup: &setup, bounds, rank };
         let (choices, mut reasons) = if is_open { planning.choose(given) } else { (given, Vec::new()) };
         reasons.extend(limits::budget_notice(config, workers, bounds));
-        let program = step_programs(config, &model, &choices)?.swap_remove(rank);
+        let program = step_programs(config, &chain, &choices)?.swap_remove(rank);
         let prediction = predict(&MemorySetup { places: choices.places, ..setup }, &program);
         let (rank, limit) = (workers.rank, workers.limit.clone());
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })

@@ -2,17 +2,18 @@
 
 use anyhow::Result;
 use std::ops::Range;
-use trireme_base::{Category, DType, UnitPasses};
+use trireme_base::{Category, DType};
 use trireme_comm::{CompressorSizes, Group, Round};
-use trireme_model::Model;
+use trireme_model::{Model, Rehearsal};
 use trireme_optim::{LossScaling, Optimizer, OptimizerOptions, ShardOps, StepSettings};
 use trireme_parallel::{Determinism, ExecutorOptions, OffloadOptions, ZeroPlusPlus, compressor_sizes};
 use trireme_planner::{
-    CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, TiedLens, UnitMemory,
+    BatchMemory, CategoryBytes, CompressionMemory, HostLevels, MemorySetup, StepExchange, TiedLens,
+    UnitMemory,
 };
 use trireme_schedule::lowering::Offload;
 use trireme_schedule::{Outline, ZeroStage};
-use trireme_tensor::{Device, DeviceError, Fp8State, LEAVES, ParameterTable};
+use trireme_tensor::{Device, DeviceError, LEAVES, ParameterTable, Tie};
 
 /// How the workers are arranged, as far as the memory of one of them depends on it.
 #[derive(Debug, Clone, Copy)]
@@ -75,20 +76,10 @@ impl Layout {
     }
 }
 
-/// What the passes of each unit take, and the bytes of a microbatch's token ids. `device` only counts.
-pub(crate) fn passes(
-    model: &Model,
-    device: &Device,
-    options: &ExecutorOptions,
-) -> Result<(Vec<UnitPasses>, usize)> {
-    let fp8 = options.fp8.map(|recipe| Fp8State::new(recipe, model.linear_layers()));
-    let shape = (options.local_batch_size, options.seq_len);
-    Ok(model.sizes(device, options.precision, fp8.as_ref().map(Fp8State::scales), shape)?)
-}
-
-/// The setup of `model` on one worker, which holds the units of `outline`. `device` is the model's, and one that only counts: passes and updates run on it once.
+/// The setup of a model on one worker, which holds the units of `outline`. `device` is the model's, and one that only counts: updates
+/// run on it once.
 pub(crate) fn memory_setup(
-    model: &Model,
+    (model, rehearsal): (&Model, &Rehearsal),
     device: &Device,
     options: &ExecutorOptions,
     optimizer: &OptimizerOptions,
@@ -97,20 +88,25 @@ pub(crate) fn memory_setup(
 ) -> Result<MemorySetup> {
     let table = model.table();
     let parameters = device.memory().usage(Category::Parameters).current;
-    let (sizes, token_bytes) = passes(model, device, options)?;
     let mut parts = table.shards(layout.shard, layout.num_shards);
     let elsewhere = parts.iter_mut().enumerate().filter(|(unit, _)| !outline.holds(*unit));
     elsewhere.for_each(|(_, part)| *part = 0..0);
     let mut optimizer = Optimizer::new(optimizer, table, &parts, device)?;
     let mut units = Vec::new();
-    for (index, (info, sizes)) in table.units().iter().zip(&sizes).enumerate() {
+    for (index, info) in table.units().iter().enumerate() {
+        // Messages are as long as what is read and made elsewhere.
+        let passes_only = UnitMemory {
+            passes: rehearsal.units[index].passes,
+            activation_len: rehearsal.activation_words(index),
+            gradient_len: rehearsal.gradient_words(index),
+            ..UnitMemory::default()
+        };
         let mut optimizer_bytes = 0;
         optimizer.for_each_memory(index, |tensor| {
             optimizer_bytes += tensor.num_bytes().next_multiple_of(Device::ALIGNMENT)
         });
         if !outline.holds(index) {
-            // Its passes are elsewhere, too, but messages are as long as what they read and make.
-            units.push(UnitMemory { passes: *sizes, optimizer_bytes, ..UnitMemory::default() });
+            units.push(UnitMemory { optimizer_bytes, ..passes_only });
             continue;
         }
         let (step_scratch, step_exchanges) = update(&mut optimizer, index, parts[index].len(), device)?;
@@ -118,11 +114,11 @@ pub(crate) fn memory_setup(
             len: info.num_elements,
             padded_len: info.padded_len(),
             shard_len: parts[index].len(),
-            passes: *sizes,
             optimizer_bytes,
             step_scratch,
             step_exchanges,
             compression: compression(table, index, options, &optimizer, layout)?,
+            ..passes_only
         });
     }
     let mut fixed = [0; Category::ALL.len()];
@@ -130,12 +126,15 @@ pub(crate) fn memory_setup(
     fixed[Category::Communication as usize] = layout.group_bytes(options);
     Ok(MemorySetup {
         units,
-        token_bytes,
-        tied: model.tied_span().map(|span| TiedLens {
+        batch: rehearsal
+            .batch
+            .iter()
+            .map(|tensor| BatchMemory { bytes: tensor.bytes, readers: tensor.readers.clone() })
+            .collect(),
+        tied: table.tie().map(|Tie { span, .. }| TiedLens {
             span: span.shape.num_elements(),
             unit: table.units()[span.unit].num_elements,
         }),
-        message_len: options.local_batch_size * options.seq_len * model.config().hidden_size,
         fixed: CategoryBytes::new(fixed),
         num_shards: layout.num_shards,
         num_replicas: layout.num_replicas,

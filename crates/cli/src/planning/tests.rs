@@ -6,19 +6,19 @@ mod limits;
 use super::setup::{Layout, memory_setup};
 use trireme_base::Category;
 use trireme_comm::{Compression, Group};
-use trireme_model::{Batch, Model, ModelConfig};
+use trireme_model::{Batch, ModelConfig, Rehearsal, token_specs};
 use trireme_optim::{
     AdamWSettings, LossScaling, MuonScale, MuonSettings, Optimizer, OptimizerKind, OptimizerOptions,
     ParameterGroup, StateDType,
 };
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, ParallelError, RankGrid, StepPlan,
-    ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, ParallelError, RankGrid,
+    StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_planner::{Prediction, predict};
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
-use trireme_schedule::{Keep, Outline, Program, StateClass, ZeroStage, single};
+use trireme_schedule::{Chain, Keep, Outline, Program, StateClass, ZeroStage, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_testkit::{random_batch, run_ranks, run_ranks_on, small_models};
 
@@ -35,8 +35,6 @@ const OPTIONS: ExecutorOptions = ExecutorOptions {
     seed: 0,
     loss_scaling: LossScaling::Off,
     determinism: Determinism::Layout,
-    local_batch_size: 2,
-    seq_len: 17,
 };
 
 fn adamw() -> OptimizerOptions {
@@ -71,6 +69,8 @@ struct Case {
     places: Offload,
     /// The schedule of a pipeline, its ranks, and stages of each.
     pipeline: Option<(Kind, usize, usize)>,
+    /// Sequences of a microbatch, and tokens of each.
+    shape: (usize, usize),
 }
 
 impl Default for Case {
@@ -84,22 +84,23 @@ impl Default for Case {
             keep: Keep::All,
             places: Offload::default(),
             pipeline: None,
+            shape: (2, 17),
         }
     }
 }
 
 impl Case {
     /// What a rank of the pipeline does.
-    fn program(&self, model: &Model, rank: usize) -> Program {
-        let num_units = model.num_units();
+    fn program(&self, chain: &Chain, rank: usize) -> Program {
+        let num_units = chain.num_units;
         let keep = |unit: usize| match self.keep {
-            _ if unit == 0 || unit + 1 == num_units => Keep::All,
+            _ if !chain.keeps(unit) => Keep::All,
             Keep::Nothing if unit % 2 == 1 => Keep::Input,
             keep => keep,
         };
         let keeps: Vec<Keep> = (0..num_units).map(keep).collect();
         let program = match self.pipeline {
-            None => single::program(num_units, self.num_microbatches, &model.ties()),
+            None => single::program(chain, self.num_microbatches),
             Some((kind, num_ranks, stages_per_rank)) => {
                 let num_stages = num_ranks * stages_per_rank;
                 let num_microbatches = self.num_microbatches;
@@ -108,7 +109,7 @@ impl Case {
                 let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
                 let schedule = generate(kind, sizes, &costs, None).unwrap();
                 let units = cut(&vec![1; num_units], num_stages);
-                programs(&schedule, &costs, &units, &model.ties()).swap_remove(rank)
+                programs(&schedule, &costs, &units, chain).swap_remove(rank)
             }
         };
         offload(shard(recompute(program, &keeps), self.options.sharding), self.places)
@@ -116,7 +117,8 @@ impl Case {
 
     fn predict(&self, config: &ModelConfig, hosts: &[usize], rank: usize) -> (Prediction, Program) {
         let device = Device::counting(self.device_options(None)).unwrap();
-        let model = Model::new(config.clone(), self.options.seq_len, &device).unwrap();
+        let model = config.build(self.shape.1, &device).unwrap();
+        let rehearsal = self.rehearsal(config);
         let layout = Layout {
             num_shards: self.num_shards,
             num_replicas: hosts.len() / self.num_shards / self.pipeline_degree(),
@@ -126,13 +128,21 @@ impl Case {
             shares_memory: false,
             num_sharing: 1,
         };
-        let program = self.program(&model, rank * self.pipeline_degree() / hosts.len());
-        let at = (layout, &program.outline);
+        let chain = chain(model.table(), &rehearsal);
+        let program = self.program(&chain, rank * self.pipeline_degree() / hosts.len());
+        let (of_model, at) = ((&model, &rehearsal), (layout, &program.outline));
         let mut setup =
-            memory_setup(&model, &device, &self.options, &self.optimizer, self.places, at).unwrap();
+            memory_setup(of_model, &device, &self.options, &self.optimizer, self.places, at).unwrap();
         // Transfers take memory that is not counted.
         (setup.disk_chunk_bytes, setup.disk_write_bytes) = (1, 0);
         (predict(&setup, &program), program)
+    }
+
+    fn rehearsal(&self, config: &ModelConfig) -> Rehearsal {
+        let build = |device: &Device| config.build(self.shape.1, device);
+        let ExecutorOptions { precision, fp8, .. } = self.options;
+        let specs = token_specs(self.shape.0, self.shape.1);
+        Rehearsal::of(build, self.device_options(None), precision, fp8, &specs).unwrap()
     }
 
     fn pipeline_degree(&self) -> usize {
@@ -151,9 +161,10 @@ impl Case {
         device: &Device,
         host: &Device,
     ) -> Result<(), ParallelError> {
-        let model = Model::new(config.clone(), self.options.seq_len, device)?;
+        let model = config.build(self.shape.1, device)?;
+        let rehearsal = self.rehearsal(config);
         let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
-        let program = self.program(&model, ranks.pipeline().rank().0);
+        let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
         let parts = ranks.parts(model.table(), &program.outline);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions {
@@ -166,11 +177,12 @@ impl Case {
         let is_moved = self.places.moves(StateClass::Optimizer);
         let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let optimizer = make(&self.optimizer, model.table(), &parts, optimizer_device)?;
-        let mut executor = Executor::new(model, optimizer, ranks, device, program, self.options, &offload)?;
+        let (options, offload) = (self.options, &offload);
+        let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+        let mut executor = Executor::new(setup)?;
         executor.initialize(1)?;
         for step in 1..=3 {
-            let shape = (self.options.local_batch_size, self.options.seq_len);
-            let batch = |index| random_batch(device, shape, config.vocab_size, step, index);
+            let batch = |index| random_batch(device, self.shape, config.vocab_size, step, index);
             let Outline { num_microbatches, .. } = executor.program().outline;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
@@ -318,7 +330,7 @@ fn pipelines() {
 fn state_that_lives_elsewhere() {
     use Tier::{Device, Disk, Host};
     let config = medium_model();
-    for (stage, [optimizer, parameters, gradients, activations], num_blocks) in [
+    for (stage, [optimizer, parameters, gradients, activations], num_units) in [
         (ZeroStage::Zero, [Device, Device, Device, Host], usize::MAX),
         (ZeroStage::Zero, [Device, Device, Device, Host], 2),
         (ZeroStage::One, [Host, Device, Device, Disk], 3),
@@ -332,7 +344,7 @@ fn state_that_lives_elsewhere() {
                 continue;
             }
             let options = sharded(stage, ExecutorOptions { precision: dtype, ..OPTIONS });
-            let places = Offload { optimizer, parameters, gradients, activations, num_blocks, prefetch: 1 };
+            let places = Offload { optimizer, parameters, gradients, activations, num_units, prefetch: 1 };
             let num_shards = shards(stage, 2);
             Case { options, num_microbatches, num_shards, places, ..Case::default() }.check(&config, 2);
         }
@@ -388,10 +400,8 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "max_position_embeddings": 4096, "tie_word_embeddings": false}"#;
     let config = ModelConfig::from_json(text).unwrap();
-    let options =
-        ExecutorOptions { precision: Precision::Bf16, local_batch_size: 1, seq_len: 4096, ..OPTIONS };
-    let options = sharded(ZeroStage::Three, options);
-    let case = Case { options, num_shards: 8, keep: Keep::Input, ..Case::default() };
+    let options = sharded(ZeroStage::Three, ExecutorOptions { precision: Precision::Bf16, ..OPTIONS });
+    let case = Case { options, num_shards: 8, keep: Keep::Input, shape: (1, 4096), ..Case::default() };
     let (predicted, _) = case.predict(&config, &[0; 8], 0);
     // 70.6 billion parameters; three floats of each, shared out among eight.
     let states = predicted.peaks.get(Category::Optimizer) as f64;

@@ -9,7 +9,9 @@ use trireme_optim::{
     AdafactorSettings, AdamWSettings, LarsSettings, LionSettings, MuonScale, MuonSettings, Optimizer,
     OptimizerKind, OptimizerOptions, SgdSettings, ShardOps, StepSettings, VarianceSchedule, WholeUnits,
 };
-use trireme_tensor::{Device, DeviceError, DeviceOptions, ParameterTable, Precision, View, ViewMut};
+use trireme_tensor::{
+    Device, DeviceError, DeviceOptions, Initial, Parameter, ParameterTable, Precision, View, ViewMut,
+};
 
 pub(crate) const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
 
@@ -50,16 +52,16 @@ pub(crate) const KINDS: [OptimizerKind; 11] = [
 pub(crate) fn table(leaf_len: usize) -> Arc<ParameterTable> {
     let mut table = ParameterTable::default();
     table.begin_unit("embedding");
-    table.add("wte.weight", &[40, 24]);
+    table.add(Parameter::embedding("wte.weight", &[40, 24], Initial::ZEROS));
     table.begin_unit("block");
-    table.add("norm.weight", &[24]);
+    table.add(Parameter::vector("norm.weight", 24, Initial::ZEROS));
     // Rows are longer than leaves, or leaves than rows.
-    table.add("in.weight", &[24, 72]);
-    table.add("in.bias", &[72]);
-    table.add("out.weight", &[18 * leaf_len, 48]);
-    table.add("out.bias", &[1]);
+    table.add(Parameter::matrix("in.weight", &[24, 72], Initial::ZEROS));
+    table.add(Parameter::vector("in.bias", 72, Initial::ZEROS));
+    table.add(Parameter::matrix("out.weight", &[18 * leaf_len, 48], Initial::ZEROS));
+    table.add(Parameter::vector("out.bias", 1, Initial::ZEROS));
     table.begin_unit("head");
-    table.add("norm_f.weight", &[24]);
+    table.add(Parameter::vector("norm_f.weight", 24, Initial::ZEROS));
     Arc::new(table)
 }
 

@@ -42,7 +42,7 @@ impl Updates {
             return Ok(None);
         }
         let unit = |_| UnitVersions { read: vec![0; outline.num_microbatches], ..UnitVersions::default() };
-        let units = (0..outline.num_units).map(unit).collect();
+        let units = (0..outline.chain.num_units).map(unit).collect();
         Ok(Some(Updates { units, settings: None, squares: Some(pipeline.buffer(outline.num_steps())?) }))
     }
 
@@ -160,18 +160,16 @@ impl Executor {
     ) -> Result<(), ParallelError> {
         let mut waiting = std::mem::take(&mut self.waiting);
         self.messages.finish(&mut waiting)?;
-        let num_rows = self.num_global_rows();
         let Executor { updates, losses, ranks, loss_scaler, .. } = self;
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
         // Before anything else of all ranks: those with the head have sent theirs.
-        let sums = losses.wait(&mut waiting)?;
+        let means = losses.wait(&mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
         let comm_exposed = waiting.total() / plans.len() as u32;
-        for ((sum, plan), square) in sums.iter().zip(plans).zip(&squares[..]) {
-            let loss = sum / num_rows;
+        for ((&loss, plan), square) in means.iter().zip(plans).zip(&squares[..]) {
             if !loss.is_finite() {
                 let what = NonFinite::Loss;
                 return Err(ParallelError::NotFiniteAhead { step: plan.step, what, value: loss });

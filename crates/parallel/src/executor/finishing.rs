@@ -168,18 +168,11 @@ impl Executor {
         let mut waiting = self.gradients.wait()?;
         waiting.add(std::mem::take(&mut self.waiting));
         self.messages.finish(&mut waiting)?;
-        let num_rows = self.num_global_rows();
-        let loss = self.losses.wait(&mut waiting)?[0] / num_rows;
+        let loss = self.losses.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {
             fp8.advance(self.ranks.world(), &mut waiting)?;
         }
         Ok((loss, waiting))
-    }
-
-    /// Rows of a step on all ranks.
-    pub(super) fn num_global_rows(&self) -> f64 {
-        let rows = self.options.local_batch_size * self.options.seq_len;
-        (self.program.outline.microbatches_per_step() * self.ranks.data().world_size() * rows) as f64
     }
 
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.

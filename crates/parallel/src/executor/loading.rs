@@ -47,11 +47,10 @@ impl Executor {
         Ok(())
     }
 
-    /// Makes the model's random initial parameters. Collective.
+    /// Gives parameters their declared initial values. Collective.
     pub fn initialize(&mut self, seed: u64) -> Result<(), ParallelError> {
-        let model = self.model.clone();
         self.load_parameters(|info, held, values| {
-            model.initialize(info, held.start, values, seed);
+            info.initial.fill(&info.name, seed, held.start, values);
             Ok(())
         })
     }

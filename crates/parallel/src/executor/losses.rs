@@ -7,6 +7,7 @@ use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
+use trireme_model::Rehearsal;
 use trireme_schedule::{Outline, ZeroStage};
 
 /// The place among all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel `rank`.
@@ -25,45 +26,80 @@ pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank,
 }
 
 /// Losses of all microbatches of a program, gathered from all ranks, so that those of a step are summed in the one order of the
-/// microbatches.
+/// microbatches: for each unit that adds to the loss by itself, then over the units.
 pub(super) struct Losses {
     world: Arc<Group>,
     num_microbatches: usize,
     num_steps: usize,
-    /// For each microbatch of all ranks, which of the gathered losses is its one: of a rank with the head.
-    order: Vec<usize>,
+    terms: Vec<Term>,
+    /// Terms that units on this rank add.
+    num_held: usize,
     /// Losses of this rank that this step has taken in.
     num_taken: usize,
-    /// Present while nothing is under way.
+    /// Present while nothing is under way. By rank, then term, then microbatch.
     buffer: Option<Buffer<f64>>,
     work: Option<Work<Buffer<f64>>>,
     sum: TreeSum<f64>,
-    /// By step.
-    sums: Vec<f64>,
+    /// Mean losses by step.
+    means: Vec<f64>,
+}
+
+/// What one unit adds to the loss.
+struct Term {
+    unit: usize,
+    /// Rows of a step on all ranks.
+    num_rows: f64,
+    /// For each microbatch of all ranks, which of the gathered losses is its one: of a rank with the unit.
+    order: Vec<usize>,
 }
 
 impl Losses {
-    pub(super) fn new(outline: &Outline, ranks: &RankGrid) -> Result<Self, ParallelError> {
+    pub(super) fn new(
+        outline: &Outline,
+        ranks: &RankGrid,
+        rehearsal: &Rehearsal,
+    ) -> Result<Self, ParallelError> {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), outline.num_microbatches);
         let data_degree = ranks.data().world_size();
-        let first = outline.rank_of(outline.num_units - 1) * data_degree * num_microbatches;
-        let mut order = vec![0; data_degree * num_microbatches];
-        for place in 0..order.len() {
-            let (rank, index) = (Rank(place / num_microbatches), place % num_microbatches);
-            order[global_microbatch(outline, ranks, rank, index)] = first + place;
-        }
-        let buffer = Some(world.buffer(world.world_size() * num_microbatches)?);
+        let (num_terms, num_all) = (rehearsal.losses().count(), data_degree * num_microbatches);
+        let term = |(index, (unit, rows)): (usize, (usize, usize))| {
+            let mut order = vec![0; num_all];
+            for place in 0..num_all {
+                let (rank, microbatch) = (Rank(place / num_microbatches), place % num_microbatches);
+                let holder = outline.rank_of(unit) * data_degree + rank.0;
+                order[global_microbatch(outline, ranks, rank, microbatch)] =
+                    (holder * num_terms + index) * num_microbatches + microbatch;
+            }
+            let num_rows = (outline.microbatches_per_step() * data_degree * rows) as f64;
+            Term { unit, num_rows, order }
+        };
+        let terms: Vec<Term> = rehearsal.losses().enumerate().map(term).collect();
+        let num_held = terms.iter().filter(|term| outline.holds(term.unit)).count();
+        let buffer = Some(world.buffer(world.world_size() * num_terms * num_microbatches)?);
         let num_steps = outline.num_steps();
-        let (sum, sums) = (TreeSum::new(), Vec::with_capacity(num_steps));
-        Ok(Losses { world, num_microbatches, num_steps, order, num_taken: 0, buffer, work: None, sum, sums })
+        Ok(Losses {
+            world,
+            num_microbatches,
+            num_steps,
+            terms,
+            num_held,
+            num_taken: 0,
+            buffer,
+            work: None,
+            sum: TreeSum::new(),
+            means: Vec::with_capacity(num_steps),
+        })
     }
 
-    /// Takes in the loss of this rank's microbatch `index`; the last one of the program sends them all.
-    pub(super) fn push(&mut self, index: usize, loss: f64) {
+    /// Takes in the loss of a unit for this rank's microbatch `microbatch`, a sum over its rows; the last one of the program sends
+    /// them all.
+    pub(super) fn push(&mut self, unit: usize, microbatch: usize, loss: f64) {
+        let index = self.terms.iter().position(|term| term.unit == unit).expect("the rehearsal knew it");
         let buffer = self.buffer.as_mut().expect("losses are gathered once a program");
-        buffer[self.world.rank().0 * self.num_microbatches + index] = loss;
+        let place = self.world.rank().0 * self.terms.len() + index;
+        buffer[place * self.num_microbatches + microbatch] = loss;
         self.num_taken += 1;
-        if self.num_taken == self.num_microbatches {
+        if self.num_taken == self.num_microbatches * self.num_held {
             self.send();
         }
     }
@@ -73,20 +109,24 @@ impl Losses {
         self.work = self.buffer.take().map(|buffer| self.world.all_gather(buffer));
     }
 
-    /// Waits for the losses of all ranks: their sum in each step.
+    /// Waits for the losses of all ranks: the mean loss of each step.
     pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<&[f64], ParallelError> {
         if self.work.is_none() {
-            // A rank without the head has none of its own.
+            // A rank without a unit that adds to the loss has none of its own.
             self.send();
         }
         let losses = waiting.wait(self.work.take().expect("the losses were sent"))?;
-        self.sums.clear();
-        for places in self.order.chunks_exact(self.order.len() / self.num_steps) {
-            places.iter().for_each(|&place| self.sum.push(losses[place], |left, right| *left += right));
-            let sum = self.sum.finish(|left, right| *left += right);
-            self.sums.push(sum.expect("a step has microbatches"));
+        self.means.clear();
+        self.means.resize(self.num_steps, 0.0);
+        for Term { num_rows, order, .. } in &self.terms {
+            for (mean, places) in self.means.iter_mut().zip(order.chunks_exact(order.len() / self.num_steps))
+            {
+                places.iter().for_each(|&place| self.sum.push(losses[place], |left, right| *left += right));
+                let sum = self.sum.finish(|left, right| *left += right);
+                *mean += sum.expect("a step has microbatches") / num_rows;
+            }
         }
         self.buffer = Some(losses);
-        Ok(&self.sums)
+        Ok(&self.means)
     }
 }

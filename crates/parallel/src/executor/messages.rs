@@ -7,10 +7,11 @@ use crate::ranks::RankGrid;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use trireme_base::{DType, Rank};
+use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
+use trireme_model::{Bundle, TensorSpec};
 use trireme_schedule::{Action, Message, MessageKind};
-use trireme_tensor::{Category, Device, ParameterSource, Shape, Tensor, View, ViewMut};
+use trireme_tensor::{Category, Device, ParameterSource, Tensor, ViewMut};
 
 /// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
 const SENDS_MAX: usize = 2;
@@ -41,16 +42,23 @@ impl Messages {
         &self.pool
     }
 
-    /// Starts to send a tensor, and gives its memory back.
+    /// Starts to send tensors, and gives their memory back.
     pub(super) fn send(
         &mut self,
-        tensor: Tensor,
+        tensors: Bundle<Tensor>,
         to: usize,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         self.make_room(waiting)?;
-        let mut buffer = self.pool.take(tensor.shape().num_elements())?;
-        buffer.copy_from_slice(tensor.view().f32s());
+        let specs = || tensors.iter().map(|(name, tensor)| TensorSpec::of(name, tensor));
+        let mut buffer = self.pool.take(specs().map(|spec| spec.num_words()).sum())?;
+        let mut words = &mut buffer[..];
+        for ((_, tensor), spec) in tensors.iter().zip(specs()) {
+            let (own, rest) = words.split_at_mut(spec.num_words());
+            let bytes = tensor.bytes();
+            bytemuck::cast_slice_mut(own)[..bytes.len()].copy_from_slice(bytes);
+            words = rest;
+        }
         self.sent.push_back(self.group.send(buffer, Rank(to)));
         Ok(())
     }
@@ -98,28 +106,30 @@ impl Messages {
         Ok(self.group.receive(self.pool.take(len)?, Rank(from)))
     }
 
-    /// Waits for a message, and copies it to the device.
+    /// Waits for a message, and copies its tensors to the device.
     fn arrived(
         &self,
         work: Work<Buffer<f32>>,
-        shape: Shape,
+        specs: impl Iterator<Item = TensorSpec>,
         device: &Device,
         waiting: &mut Waiting,
-    ) -> Result<Tensor, ParallelError> {
+    ) -> Result<Bundle<Tensor>, ParallelError> {
         let buffer = waiting.wait(work)?;
-        let mut tensor = device.empty(shape, DType::F32, Category::Activations)?;
-        device.convert(View::from_f32s(&buffer, shape), tensor.view_mut());
+        let (mut tensors, mut words) = (Bundle::new(), &buffer[..]);
+        for spec in specs {
+            let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
+            let (own, rest) = words.split_at(spec.num_words());
+            let bytes = tensor.bytes_mut();
+            bytes.copy_from_slice(&bytemuck::cast_slice(own)[..bytes.len()]);
+            tensors.push(spec.name, tensor);
+            words = rest;
+        }
         self.pool.give(buffer);
-        Ok(tensor)
+        Ok(tensors)
     }
 }
 
 impl Executor {
-    /// Shape of what units pass on for a batch of this shape (sequences, and tokens of each), in f32.
-    fn passed_on(&self, (batch, seq_len): (usize, usize)) -> Shape {
-        [batch, seq_len, self.model.config().hidden_size].into()
-    }
-
     /// Starts to send a message of a step.
     pub(super) fn send_message(&mut self, message: Message) -> Result<(), ParallelError> {
         let Message { kind, unit, microbatch } = message;
@@ -138,12 +148,12 @@ impl Executor {
 
     /// Starts to receive a message of a step.
     pub(super) fn receive_message(&mut self, message: Message) -> Result<(), ParallelError> {
-        let Message { kind, microbatch, .. } = message;
-        let passed_on = self.passed_on(self.microbatch_shape()).num_elements();
-        let Executor { program, messages, gradients, .. } = self;
+        let Message { kind, unit, microbatch } = message;
+        let Executor { program, messages, gradients, rehearsal, .. } = self;
         let peer = program.outline.peer(Action::Receive(message)).expect("it is from a rank of the pipeline");
         let len = match kind {
-            MessageKind::Activation | MessageKind::Gradient => passed_on,
+            MessageKind::Activation => rehearsal.activation_words(unit),
+            MessageKind::Gradient => rehearsal.gradient_words(unit - 1),
             MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
             MessageKind::Parameters => return self.receive_copy(peer),
         };
@@ -183,31 +193,28 @@ impl Executor {
         }
     }
 
-    /// Sequences of a microbatch, and tokens of each.
-    fn microbatch_shape(&self) -> (usize, usize) {
-        (self.options.local_batch_size, self.options.seq_len)
-    }
-
     /// Waits for the messages that an action works with.
     pub(super) fn await_messages(&mut self, action: Action) -> Result<(), ParallelError> {
         let Some(microbatch) = action.microbatch() else { return Ok(()) };
-        let shape = self.passed_on(self.microbatch_shape());
-        let Executor { program, device, in_flight, messages, gradients, waiting, .. } = self;
-        let is_elsewhere = |unit: usize| unit < program.outline.num_units && !program.outline.holds(unit);
+        let Executor { program, device, in_flight, messages, gradients, waiting, rehearsal, .. } = self;
+        let is_elsewhere =
+            |unit: usize| unit < program.outline.chain.num_units && !program.outline.holds(unit);
         match action {
             Action::Forward { unit, .. } if unit > 0 && is_elsewhere(unit - 1) => {
                 let work = messages
                     .coming(MessageKind::Activation, microbatch)
                     .take()
                     .expect("a valid program receives it");
-                in_flight.put_activation(microbatch, messages.arrived(work, shape, device, waiting)?);
+                let specs = rehearsal.units[unit - 1].outputs.iter().copied();
+                in_flight.put_activation(microbatch, messages.arrived(work, specs, device, waiting)?);
             }
             Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } if is_elsewhere(unit + 1) => {
                 let work = messages
                     .coming(MessageKind::Gradient, microbatch)
                     .take()
                     .expect("a valid program receives it");
-                in_flight.put_grad(microbatch, messages.arrived(work, shape, device, waiting)?);
+                let specs = rehearsal.units[unit].outputs.iter().copied().filter(TensorSpec::has_grad);
+                in_flight.put_grad(microbatch, messages.arrived(work, specs, device, waiting)?);
             }
             _ => (),
         }
@@ -220,23 +227,27 @@ impl Executor {
         Ok(())
     }
 
-    /// Sends what an evaluation has made of a batch of this shape, or receives it.
+    /// Sends what an evaluation has made of a batch of so many samples, or receives it.
     pub(super) fn pass_evaluated(
         &mut self,
         action: Action,
-        batch: (usize, usize),
-        activation: &mut Option<Tensor>,
+        num_samples: usize,
+        activation: &mut Option<Bundle<Tensor>>,
     ) -> Result<(), ParallelError> {
-        let (shape, mut waiting) = (self.passed_on(batch), Waiting::default());
+        let mut waiting = Waiting::default();
         let peer = self.evaluation.outline.peer(action).expect("it is a message");
         match action {
             Action::Send(_) => {
                 let made = activation.take().expect("the unit has run");
                 self.messages.send(made, peer, &mut waiting)
             }
-            Action::Receive(_) => {
-                let work = self.messages.receive(shape.num_elements(), peer)?;
-                *activation = Some(self.messages.arrived(work, shape, &self.device, &mut waiting)?);
+            Action::Receive(message) => {
+                let full = self.rehearsal.num_samples();
+                let of_samples = |spec: &TensorSpec| spec.with_samples(num_samples, full);
+                let specs = self.rehearsal.units[message.unit].outputs.iter().map(of_samples);
+                let len = specs.clone().map(|spec| spec.num_words()).sum();
+                let work = self.messages.receive(len, peer)?;
+                *activation = Some(self.messages.arrived(work, specs, &self.device, &mut waiting)?);
                 Ok(())
             }
             _ => unreachable!("{action} is no message of an evaluation"),

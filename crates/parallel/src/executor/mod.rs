@@ -29,7 +29,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use timeline::Timeline;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
-use trireme_model::{Batch, Model};
+use trireme_model::{Batch, Model, Rehearsal};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings};
 use trireme_schedule::lowering::{self, Offload, Sharding, shard};
 use trireme_schedule::{Action, Outline, Program, StateClass, ZeroStage, single, validate};
@@ -40,6 +40,7 @@ pub use timeline::ActionTime;
 /// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
 pub struct Executor {
     model: Model,
+    rehearsal: Rehearsal,
     device: Device,
     ranks: Arc<RankGrid>,
     options: ExecutorOptions,
@@ -71,6 +72,27 @@ pub struct Executor {
     timeline: Timeline,
 }
 
+/// What an executor is made of.
+pub struct ExecutorSetup<'a> {
+    /// The model.
+    pub model: Model,
+    /// What passes over its microbatches are.
+    pub rehearsal: Rehearsal,
+    /// Steps this rank's [`parts`](RankGrid::parts) of the units. Its state lies on the host if `offload` has it elsewhere than on
+    /// the device.
+    pub optimizer: Optimizer,
+    /// All ranks.
+    pub ranks: RankGrid,
+    /// What this rank computes on.
+    pub device: &'a Device,
+    /// What this rank does in a step.
+    pub program: Program,
+    /// How steps are run.
+    pub options: ExecutorOptions,
+    /// Where state lives.
+    pub offload: &'a OffloadOptions,
+}
+
 /// How units run without training.
 fn evaluation_program(training: &Outline, sharding: Sharding, places: Offload) -> Program {
     let Offload { parameters, prefetch, .. } = places;
@@ -79,19 +101,10 @@ fn evaluation_program(training: &Outline, sharding: Sharding, places: Offload) -
 }
 
 impl Executor {
-    /// Proves `program` and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
-    ///
-    /// `optimizer` steps this rank's [`parts`](RankGrid::parts) of the units; its state lies on the host if `offload`
-    /// has it elsewhere than on the device.
-    pub fn new(
-        model: Model,
-        optimizer: Optimizer,
-        mut ranks: RankGrid,
-        device: &Device,
-        program: Program,
-        options: ExecutorOptions,
-        offload: &OffloadOptions,
-    ) -> Result<Self, ParallelError> {
+    /// Proves the program and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
+    pub fn new(setup: ExecutorSetup<'_>) -> Result<Self, ParallelError> {
+        let ExecutorSetup { model, rehearsal, optimizer, mut ranks, device, program, options, offload } =
+            setup;
         // Without a pipeline microbatches run one after the other.
         let in_flight_max =
             if program.outline.stages.is_empty() { 1 } else { program.outline.num_microbatches };
@@ -113,38 +126,35 @@ impl Executor {
             is_at_hand: !offload.places.moves(class),
         };
         let mut parameters = RankParameters::new(table, outline, precision, &ranks, device, &shards)?;
-        if let Some(&(_, unit)) = outline
-            .ties
-            .iter()
-            .find(|(reader, _)| outline.holds(*reader))
-            .filter(|(_, owner)| !outline.holds(*owner))
-        {
+        let is_copied = |(reader, owner): &&(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
+        if let Some(&(_, unit)) = outline.chain.ties.iter().find(is_copied) {
             parameters = parameters.with_copy(unit, ranks.pipeline(), device)?;
         }
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(StateClass::Gradients, device));
         device.memory().take(Category::Communication, ranks.fixed_bytes())?;
-        let tied = TiedGradients::new(outline, model.tied_span(), messages.pool());
+        let tied = TiedGradients::new(outline, model.table().tie(), messages.pool());
         let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?.with_tied(tied);
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
         let exchange = ShardExchange::new(&ranks, device);
-        let losses = Losses::new(outline, &ranks)?;
+        let losses = Losses::new(outline, &ranks, &rehearsal)?;
         let updates = Updates::new(outline, ranks.pipeline())?;
-        let squares = Some(ranks.shards().buffer(outline.num_units)?);
+        let squares = Some(ranks.shards().buffer(outline.chain.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
         let evaluation = evaluation_program(outline, options.sharding, offload.places);
         let mut executor = Executor {
-            in_flight: InFlight::new(outline),
+            in_flight: InFlight::new(outline, &rehearsal),
             messages,
             offload: offload.clone(),
             optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program),
-            changed: vec![true; outline.num_units],
-            is_squared: vec![false; outline.num_units],
+            changed: vec![true; outline.chain.num_units],
+            is_squared: vec![false; outline.chain.num_units],
             timeline: Timeline::new(program.actions.len()),
             model,
+            rehearsal,
             device: device.clone(),
             ranks,
             options,
@@ -169,6 +179,11 @@ impl Executor {
     /// The model.
     pub fn model(&self) -> &Model {
         &self.model
+    }
+
+    /// What passes over a microbatch are.
+    pub fn rehearsal(&self) -> &Rehearsal {
+        &self.rehearsal
     }
 
     /// The device that this rank computes on.
@@ -324,7 +339,7 @@ impl Executor {
         }
         for microbatch in 0..expected {
             let batch = batches.next().expect("they were counted");
-            self.in_flight.begin(microbatch, batch, &self.program.outline);
+            self.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal)?;
         }
         self.timeline.begin();
         for index in 0..self.program.actions.len() {

@@ -47,8 +47,8 @@ impl Executor {
             StateClass::Parameters => visit(self.parameters.memory(unit).expect("shards lie apart")),
             StateClass::Gradients => visit(self.gradients.memory(unit)),
             StateClass::Activations => match self.in_flight.pass(unit, microbatch) {
-                Some(Pass::Recorded { tape, .. }) => tape.for_each_memory(|tensor| visit(tensor)),
-                Some(Pass::Input(input)) => visit(input),
+                Some(Pass::Recorded(pass)) => pass.for_each_memory(|tensor| visit(tensor)),
+                Some(Pass::Input(inputs)) => inputs.things_mut().for_each(|tensor| visit(tensor)),
                 Some(Pass::Halved(_)) | None => {
                     unreachable!("forward has kept something, and backward not begun")
                 }

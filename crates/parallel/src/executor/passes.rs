@@ -5,38 +5,31 @@ use super::asynchronous::PassParameters;
 use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::sync::Arc;
-use trireme_model::Batch;
+use trireme_model::{Batch, BatchTensor, Bundle, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Action, Keep, Outline};
-use trireme_tensor::tape::{Recording, VarId};
+use trireme_tensor::tape::{Loss, Recording};
 use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Pass {
     /// All or the products.
-    Recorded { tape: Tape, input: VarId, end: End },
-    /// The input.
-    Input(Tensor),
+    Recorded(UnitPass),
+    /// The inputs.
+    Input(Bundle<Tensor>),
     /// What the weight half of backward reads.
-    Halved(Tape),
-}
-
-/// What backward of a unit starts from.
-#[derive(Clone, Copy)]
-pub(super) enum End {
-    /// The gradient of what it made.
-    Output(VarId),
-    /// The loss.
-    Loss { targets: VarId },
+    Halved(UnitPass),
 }
 
 /// Microbatches under way.
 pub(super) struct InFlight {
     num_microbatches: usize,
     /// For each microbatch: what the last unit made, to be read by the next.
-    activations: Vec<Option<Tensor>>,
-    targets: Vec<Option<Tensor>>,
-    /// For each microbatch: gradient of what the unit below made.
-    grads: Vec<Option<Tensor>>,
+    activations: Vec<Option<Bundle<Tensor>>>,
+    /// For each microbatch: gradients of what the unit below made.
+    grads: Vec<Option<Bundle<Tensor>>>,
+    batches: Vec<Batch>,
+    /// By microbatch, then tensor of the batch: units on this rank that have not yet read it for the last time.
+    num_readers: Vec<usize>,
     /// By unit, then microbatch.
     passes: Vec<Option<Pass>>,
     /// Tapes to be used again, so that steps allocate nothing.
@@ -44,49 +37,85 @@ pub(super) struct InFlight {
 }
 
 impl InFlight {
-    pub(super) fn new(outline: &Outline) -> Self {
-        let Outline { num_units, num_microbatches, .. } = *outline;
+    pub(super) fn new(outline: &Outline, rehearsal: &Rehearsal) -> Self {
+        let (num_units, num_microbatches) = (outline.chain.num_units, outline.num_microbatches);
         let none = || (0..num_microbatches).map(|_| None).collect();
         InFlight {
             num_microbatches,
             activations: none(),
-            targets: none(),
             grads: none(),
+            batches: (0..num_microbatches).map(|_| Batch::new()).collect(),
+            num_readers: vec![0; num_microbatches * rehearsal.batch.len()],
             passes: (0..num_units * num_microbatches).map(|_| None).collect(),
             spare_tapes: Vec::with_capacity(num_units * num_microbatches),
         }
     }
 
-    /// Takes in what the first unit reads and the head predicts, if they lie on this rank.
-    pub(super) fn begin(&mut self, microbatch: usize, batch: Batch, outline: &Outline) {
-        self.activations[microbatch] = outline.holds(0).then_some(batch.inputs);
-        self.targets[microbatch] = outline.holds(outline.num_units - 1).then_some(batch.targets);
+    /// Takes in the tensors of a microbatch that units on this rank read.
+    pub(super) fn begin(
+        &mut self,
+        microbatch: usize,
+        mut batch: Batch,
+        outline: &Outline,
+        rehearsal: &Rehearsal,
+    ) -> Result<(), ParallelError> {
+        check_batch(&batch, rehearsal, rehearsal.num_samples())?;
+        let first = microbatch * rehearsal.batch.len();
+        for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
+            *num_readers = tensor.readers.iter().filter(|&&unit| outline.holds(unit)).count();
+            if *num_readers == 0 {
+                batch.take(tensor.spec.name);
+            }
+        }
+        self.batches[microbatch] = batch;
+        // The first unit reads the batch alone.
+        self.activations[microbatch] = outline.holds(0).then(Bundle::new);
+        Ok(())
     }
 
-    pub(super) fn take_activation(&mut self, microbatch: usize) -> Tensor {
+    /// A unit has read the batch for the last time.
+    fn end(&mut self, unit: usize, microbatch: usize, rehearsal: &Rehearsal) {
+        let first = microbatch * rehearsal.batch.len();
+        for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
+            if tensor.readers.contains(&unit) {
+                *num_readers -= 1;
+                if *num_readers == 0 {
+                    self.batches[microbatch].take(tensor.spec.name);
+                }
+            }
+        }
+    }
+
+    pub(super) fn take_activation(&mut self, microbatch: usize) -> Bundle<Tensor> {
         self.activations[microbatch].take().expect("the unit has run")
     }
 
-    pub(super) fn put_activation(&mut self, microbatch: usize, activation: Tensor) {
+    pub(super) fn put_activation(&mut self, microbatch: usize, activation: Bundle<Tensor>) {
         self.activations[microbatch] = Some(activation);
     }
 
-    pub(super) fn take_grad(&mut self, microbatch: usize) -> Tensor {
+    pub(super) fn take_grad(&mut self, microbatch: usize) -> Bundle<Tensor> {
         self.grads[microbatch].take().expect("the unit has run backward")
     }
 
-    pub(super) fn put_grad(&mut self, microbatch: usize, grad: Tensor) {
+    pub(super) fn put_grad(&mut self, microbatch: usize, grad: Bundle<Tensor>) {
         self.grads[microbatch] = Some(grad);
     }
 
     pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Pass> {
         &mut self.passes[unit * self.num_microbatches + microbatch]
     }
+}
 
-    fn spare(&mut self, mut tape: Tape) {
-        tape.clear();
-        self.spare_tapes.push(tape);
+/// Refuses a batch of other tensors than those that were rehearsed, but for the number of samples.
+fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<(), ParallelError> {
+    for BatchTensor { spec, .. } in &rehearsal.batch {
+        let given = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));
+        if given != Some(spec.with_samples(num_samples, rehearsal.num_samples())) {
+            return Err(ParallelError::OtherBatch { name: spec.name });
+        }
     }
+    Ok(())
 }
 
 impl Executor {
@@ -96,174 +125,172 @@ impl Executor {
         microbatch: usize,
         keep: Keep,
     ) -> Result<(), ParallelError> {
-        let input = self.in_flight.activations[microbatch].take().expect("the unit below has run");
+        let inputs = self.in_flight.take_activation(microbatch);
         if let Some(updates) = &mut self.updates {
             updates.begin_forward(unit, microbatch, &self.program.outline);
         }
-        let pass = self.record(unit, microbatch, input)?;
-        let in_flight = &mut self.in_flight;
-        let kept = match (keep, pass) {
-            (Keep::All, pass) => Some(pass),
-            (Keep::Products, Pass::Recorded { mut tape, input, end }) => {
-                tape.keep_products();
-                Some(Pass::Recorded { tape, input, end })
+        let mut pass = self.record(unit, microbatch, inputs)?;
+        let kept = match keep {
+            Keep::All => Some(Pass::Recorded(pass)),
+            Keep::Products => {
+                pass.keep_products();
+                Some(Pass::Recorded(pass))
             }
-            (Keep::Input | Keep::Nothing, Pass::Recorded { mut tape, input, end }) => {
-                if let End::Loss { targets } = end {
-                    in_flight.targets[microbatch] = Some(tape.take_value(targets));
-                }
-                let input = tape.take_value(input);
-                in_flight.spare(tape);
-                (keep == Keep::Input).then_some(Pass::Input(input))
+            Keep::Input | Keep::Nothing => {
+                let inputs = pass.take_inputs();
+                self.in_flight.spare_tapes.push(pass.into_tape());
+                (keep == Keep::Input).then_some(Pass::Input(inputs))
             }
-            (_, Pass::Input(_) | Pass::Halved(_)) => unreachable!("a pass was recorded"),
         };
-        *in_flight.pass(unit, microbatch) = kept;
+        *self.in_flight.pass(unit, microbatch) = kept;
         Ok(())
     }
 
     /// Runs a unit on a tape of its own and passes on what it makes.
-    fn record(&mut self, unit: usize, microbatch: usize, input: Tensor) -> Result<Pass, ParallelError> {
+    fn record(
+        &mut self,
+        unit: usize,
+        microbatch: usize,
+        inputs: Bundle<Tensor>,
+    ) -> Result<UnitPass, ParallelError> {
         let spare = self.in_flight.spare_tapes.pop();
         let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
+        tape.set_loss_scale(self.loss_scaler.scale() as f32);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        let in_flight = &mut self.in_flight;
-        let input = tape.input(input);
-        let place = input.id();
-        let is_head = unit + 1 == self.program.outline.num_units;
-        let end = if is_head {
-            let targets = in_flight.targets[microbatch].take().expect("targets wait for the head");
-            let targets = tape.input(targets);
-            let end = End::Loss { targets: targets.id() };
-            tape.set_loss_scale(self.loss_scaler.scale() as f32);
-            self.model.forward_loss(&mut tape.recorder(&parameters), input, targets)?;
-            end
-        } else {
-            let output = self.model.forward(unit, &mut tape.recorder(&parameters), input)?;
-            in_flight.activations[microbatch] = Some(tape.take_output(&output)?);
-            End::Output(output.id())
-        };
-        Ok(Pass::Recorded { tape, input: place, end })
+        let batch = &mut self.in_flight.batches[microbatch];
+        let (pass, outputs) = UnitPass::forward(self.model.unit(unit), tape, &parameters, inputs, batch)?;
+        self.in_flight.put_activation(microbatch, outputs);
+        Ok(pass)
     }
 
     /// Makes again what forward did not keep.
     pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        let input = match self.in_flight.pass(unit, microbatch).take() {
-            Some(Pass::Recorded { mut tape, input, end }) => {
-                tape.recompute(&PassParameters::new(
-                    &self.parameters,
-                    self.updates.as_ref(),
-                    unit,
-                    microbatch,
-                ))?;
-                *self.in_flight.pass(unit, microbatch) = Some(Pass::Recorded { tape, input, end });
+        let inputs = match self.in_flight.pass(unit, microbatch).take() {
+            Some(Pass::Recorded(mut pass)) => {
+                let parameters =
+                    PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
+                pass.recompute(&parameters, &mut self.in_flight.batches[microbatch])?;
+                *self.in_flight.pass(unit, microbatch) = Some(Pass::Recorded(pass));
                 return Ok(());
             }
-            Some(Pass::Input(input)) => input,
+            Some(Pass::Input(inputs)) => inputs,
             Some(Pass::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
-            None => self.in_flight.activations[microbatch].take().expect("the unit below was recomputed"),
+            None => self.in_flight.take_activation(microbatch),
         };
-        let pass = self.record(unit, microbatch, input)?;
-        *self.in_flight.pass(unit, microbatch) = Some(pass);
+        let pass = self.record(unit, microbatch, inputs)?;
+        *self.in_flight.pass(unit, microbatch) = Some(Pass::Recorded(pass));
         Ok(())
     }
 
     pub(super) fn backward(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         self.gradients.prepare(unit, microbatch)?;
-        let (mut tape, input, output) = self.begin_backward(unit, microbatch);
+        let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        tape.backward(&parameters, output, &mut self.gradients)?;
-        self.pass_grad_on(&mut tape, input, microbatch);
-        self.in_flight.spare(tape);
-        self.gradients.close(unit);
+        let batch = &mut self.in_flight.batches[microbatch];
+        pass.backward(&parameters, grads, batch, &mut self.gradients)?;
+        self.pass_grad_on(&mut pass, unit, microbatch)?;
+        self.end_backward(pass, unit, microbatch);
         Ok(())
     }
 
     /// Makes the gradient of a unit's input. [`backward_weight`](Executor::backward_weight) does the rest.
     pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        let (mut tape, input, output) = self.begin_backward(unit, microbatch);
+        let (mut pass, grads) = self.begin_backward(unit, microbatch);
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        tape.backward_input(&parameters, output)?;
-        self.pass_grad_on(&mut tape, input, microbatch);
-        *self.in_flight.pass(unit, microbatch) = Some(Pass::Halved(tape));
+        pass.backward_input(&parameters, grads, &mut self.in_flight.batches[microbatch])?;
+        self.pass_grad_on(&mut pass, unit, microbatch)?;
+        *self.in_flight.pass(unit, microbatch) = Some(Pass::Halved(pass));
         Ok(())
     }
 
     pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         self.gradients.prepare(unit, microbatch)?;
-        let Some(Pass::Halved(mut tape)) = self.in_flight.pass(unit, microbatch).take() else {
+        let Some(Pass::Halved(mut pass)) = self.in_flight.pass(unit, microbatch).take() else {
             unreachable!("the input half has run");
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        tape.backward_weight(&parameters, &mut self.gradients)?;
-        self.in_flight.spare(tape);
-        self.gradients.close(unit);
+        pass.backward_weight(&parameters, &mut self.in_flight.batches[microbatch], &mut self.gradients)?;
+        self.end_backward(pass, unit, microbatch);
         Ok(())
     }
 
-    /// The tape of a unit's forward pass, its input, and what backward starts from; `None` for the loss.
-    fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (Tape, VarId, Option<(VarId, Tensor)>) {
+    /// A unit's forward pass, and the gradients of what it made.
+    fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (UnitPass, Bundle<Tensor>) {
+        let is_last = unit + 1 == self.program.outline.chain.num_units;
         let in_flight = &mut self.in_flight;
-        let Some(Pass::Recorded { tape, input, end }) = in_flight.pass(unit, microbatch).take() else {
+        let Some(Pass::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
         };
         // What a recomputation has made for a unit above that needs it no more.
         in_flight.activations[microbatch] = None;
-        let output = match end {
-            End::Output(output) => Some((output, in_flight.take_grad(microbatch))),
-            End::Loss { .. } => None,
-        };
-        (tape, input, output)
+        let grads = if is_last { Bundle::new() } else { in_flight.take_grad(microbatch) };
+        (pass, grads)
     }
 
-    /// Passes the gradient of a unit's input on, and the loss if the unit is the head.
-    fn pass_grad_on(&mut self, tape: &mut Tape, input: VarId, microbatch: usize) {
-        self.in_flight.grads[microbatch] = tape.take_grad(input);
-        if let Some(loss) = tape.loss_sum() {
+    /// Passes the gradients of a unit's inputs on, and its loss.
+    fn pass_grad_on(
+        &mut self,
+        pass: &mut UnitPass,
+        unit: usize,
+        microbatch: usize,
+    ) -> Result<(), ParallelError> {
+        self.in_flight.put_grad(microbatch, pass.take_input_grads()?);
+        if let Some(loss) = pass.loss() {
             // After the last microbatch the losses travel, ahead of the first gradient.
-            self.losses.push(microbatch, loss);
+            self.losses.push(unit, microbatch, loss.sum);
         }
+        Ok(())
     }
 
-    /// Sum of the losses of a batch's rows in nats, without training, where the head lies. Collective over the ranks of a pipeline,
-    /// which give the same batch, and where parameters are sharded: a rank without a batch takes part in gathering them.
-    pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Option<f64>, ParallelError> {
-        let shape = batch.as_ref().map(|batch| batch.inputs.shape());
-        let (mut activation, mut targets) = match batch {
-            Some(Batch { inputs, targets }) => (Some(inputs), Some(targets)),
-            None => (None, None),
-        };
-        activation = activation.filter(|_| self.evaluation.outline.holds(0));
-        let mut loss = None;
+    /// A unit's gradient is complete for a microbatch.
+    fn end_backward(&mut self, pass: UnitPass, unit: usize, microbatch: usize) {
+        self.in_flight.spare_tapes.push(pass.into_tape());
+        self.in_flight.end(unit, microbatch, &self.rehearsal);
+        self.gradients.close(unit);
+    }
+
+    /// The losses of a batch without training, one for each unit that adds to the loss, in order; zeros for those that lie
+    /// elsewhere. The batch may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the
+    /// same batch, and where parameters are sharded: a rank without a batch takes part in gathering them.
+    ///
+    /// # Errors
+    /// What device, group and disks refuse.
+    pub fn evaluate(&mut self, mut batch: Option<Batch>) -> Result<Vec<Loss>, ParallelError> {
+        let num_samples = batch.as_ref().and_then(|batch| Some(batch.iter().next()?.1.shape().dims()[0]));
+        if let (Some(batch), Some(num_samples)) = (&batch, num_samples) {
+            check_batch(batch, &self.rehearsal, num_samples)?;
+        }
+        let mut activation = self.evaluation.outline.holds(0).then(Bundle::new);
+        let mut losses = vec![Loss::default(); self.rehearsal.losses().count()];
         for index in 0..self.evaluation.actions.len() {
             let action = self.evaluation.actions[index];
             self.await_parameters(action)?;
             self.await_state(action)?;
-            match (action, shape) {
+            match (action, &mut batch) {
                 (Action::Fetch(state), _) => self.offloaded.fetch(state)?,
                 (Action::Evict(state), _) => self.evict(state)?,
                 (Action::Unshard { unit }, _) => self.parameters.unshard(unit)?,
                 (Action::Reshard { unit }, _) => self.parameters.reshard(unit),
-                (Action::Send(_) | Action::Receive(_), Some(shape)) => {
-                    self.pass_evaluated(action, (shape.rows(), shape.cols()), &mut activation)?;
+                (Action::Send(_) | Action::Receive(_), Some(_)) => {
+                    let num_samples = num_samples.expect("a batch has tensors");
+                    self.pass_evaluated(action, num_samples, &mut activation)?;
                 }
-                (Action::Forward { unit, .. }, Some(_)) => {
-                    let mut tape = self.new_tape(Recording::Off);
-                    let input = tape.input(activation.take().expect("the unit below has run"));
-                    if unit + 1 == self.evaluation.outline.num_units {
-                        let targets = tape.input(targets.take().expect("the head runs once"));
-                        self.model.forward_loss(&mut tape.recorder(&self.parameters), input, targets)?;
-                        loss = tape.loss_sum();
-                    } else {
-                        let output = self.model.forward(unit, &mut tape.recorder(&self.parameters), input)?;
-                        activation = Some(tape.take_output(&output)?);
+                (Action::Forward { unit, .. }, Some(batch)) => {
+                    let (tape, inputs) = (self.new_tape(Recording::Off), activation.take());
+                    let inputs = inputs.expect("the unit below has run");
+                    let (pass, outputs) =
+                        UnitPass::forward(self.model.unit(unit), tape, &self.parameters, inputs, batch)?;
+                    activation = Some(outputs);
+                    let place = self.rehearsal.losses().position(|(own, _)| own == unit);
+                    if let (Some(place), Some(loss)) = (place, pass.loss()) {
+                        losses[place] = loss;
                     }
                 }
                 _ => (),
             }
         }
         self.messages.finish(&mut Waiting::default())?;
-        Ok(loss)
+        Ok(losses)
     }
 
     fn new_tape(&self, recording: Recording) -> Tape {

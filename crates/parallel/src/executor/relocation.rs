@@ -66,13 +66,13 @@ impl Executor {
     fn renew_step_memory(&mut self) -> Result<(), ParallelError> {
         let outline = &self.program.outline;
         self.gradients.release();
-        self.in_flight = InFlight::new(outline);
+        self.in_flight = InFlight::new(outline, &self.rehearsal);
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
         self.exchange = ShardExchange::new(&self.ranks, &self.device);
-        self.losses = Losses::new(outline, &self.ranks)?;
+        self.losses = Losses::new(outline, &self.ranks, &self.rehearsal)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.evaluation = evaluation_program(outline, self.options.sharding, self.offload.places);
-        let tied = TiedGradients::new(outline, self.model.tied_span(), self.messages.pool());
+        let tied = TiedGradients::new(outline, self.model.table().tie(), self.messages.pool());
         let devices = (&self.device, self.offload.device_of(StateClass::Gradients, &self.device));
         let gradients = Gradients::new(self.model.table(), outline, &self.ranks, devices, &self.options)?;
         self.gradients = gradients.with_tied(tied);

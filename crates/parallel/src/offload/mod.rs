@@ -9,7 +9,7 @@ use crate::error::ParallelError;
 use std::path::PathBuf;
 use store::Store;
 use trireme_schedule::lowering::{Offload, Tier};
-use trireme_schedule::{Action, Keep, Outline, Program, StateClass, StateOf};
+use trireme_schedule::{Action, Keep, Program, StateClass, StateOf};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, Tensor};
 
@@ -107,7 +107,8 @@ pub(crate) struct Offloaded {
 impl Offloaded {
     /// Stores for the classes that a program moves, for which nothing was evicted yet.
     pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Self {
-        let Outline { num_units, num_microbatches, .. } = program.outline;
+        let (num_units, num_microbatches) =
+            (program.outline.chain.num_units, program.outline.num_microbatches);
         let moves = |class: &StateClass| program.outline.offloaded.contains(class);
         let stores = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
         let stores = stores.map(|class| moves(&class).then(|| Store::new(class, options, num_units)));

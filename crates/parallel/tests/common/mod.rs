@@ -3,15 +3,15 @@
 
 use std::path::Path;
 use trireme_comm::{Compression, Group};
-use trireme_model::{Batch, Model, ModelConfig};
+use trireme_model::{Batch, ModelConfig, Rehearsal, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, RankGrid, StepOutcome, StepPlan,
-    ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
+    StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{Offload, Sharding, offload, recompute, shard};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
-use trireme_schedule::{Keep, Program, StateClass, ZeroStage, single};
+use trireme_schedule::{Chain, Keep, Program, StateClass, ZeroStage, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::random_batch;
@@ -34,8 +34,6 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     seed: 0,
     loss_scaling: LossScaling::Off,
     determinism: Determinism::Layout,
-    local_batch_size: SHAPE.0,
-    seq_len: SHAPE.1,
 };
 
 pub const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };
@@ -87,16 +85,16 @@ impl Pipeline {
         (1..num_stages).map(|stage| stage * num_units / num_stages).collect()
     }
 
-    fn program(&self, model: &Model, splits: &[usize], num_microbatches: usize, rank: usize) -> Program {
+    fn program(&self, chain: &Chain, splits: &[usize], num_microbatches: usize, rank: usize) -> Program {
         let Pipeline { kind, num_ranks, stages_per_rank } = *self;
         let num_stages = num_ranks * stages_per_rank;
         let num_steps = if kind.is_synchronous() { 1 } else { ASYNCHRONOUS_STEPS };
         let sizes = Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps };
         let costs = Costs::equal(num_stages, StageCosts::of(1, 1, 1)).unwrap();
         let schedule = generate(kind, sizes, &costs, None).unwrap();
-        let bounds = [&[0], splits, &[model.num_units()]].concat();
+        let bounds = [&[0], splits, &[chain.num_units]].concat();
         let units: Vec<_> = bounds.windows(2).map(|pair| pair[0]..pair[1]).collect();
-        programs(&schedule, &costs, &units, &model.ties()).swap_remove(rank)
+        programs(&schedule, &costs, &units, chain).swap_remove(rank)
     }
 }
 
@@ -124,15 +122,21 @@ pub fn laid_out(
     layout: &Layout<'_>,
 ) -> Executor {
     let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
-    let model = Model::new(config.clone(), config.max_position_embeddings, &device).unwrap();
+    let build = |device: &Device| config.build(config.max_position_embeddings, device);
+    let specs = token_specs(SHAPE.0, SHAPE.1);
+    let Layout { options, .. } = layout;
+    let alike = DeviceOptions { num_threads, ..DeviceOptions::default() };
+    let rehearsal = Rehearsal::of(build, alike, options.precision, options.fp8, &specs).unwrap();
+    let model = build(&device).unwrap();
+    let chain = chain(model.table(), &rehearsal);
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, layout.num_shards).unwrap();
     let program = match layout.pipeline {
         Some(pipeline) => {
             let splits = pipeline.even_splits(model.num_units());
-            pipeline.program(&model, &splits, accumulation, ranks.pipeline().rank().0)
+            pipeline.program(&chain, &splits, accumulation, ranks.pipeline().rank().0)
         }
-        None => single::program(model.num_units(), accumulation, &model.ties()),
+        None => single::program(&chain, accumulation),
     };
     let moves = OffloadOptions {
         places: layout.places,
@@ -146,8 +150,9 @@ pub fn laid_out(
     let parts = ranks.parts(model.table(), &program.outline);
     let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
     let program = lowered(program, layout);
-    let mut executor =
-        Executor::new(model, optimizer, ranks, &device, program, layout.options, &moves).unwrap();
+    let (options, offload, device) = (layout.options, &moves, &device);
+    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let mut executor = Executor::new(setup).unwrap();
     executor.initialize(1).unwrap();
     executor
 }
@@ -162,13 +167,18 @@ pub fn cut_anew(executor: &Executor, splits: &[usize], layout: &Layout<'_>) -> P
     let (rank, num_microbatches) =
         (executor.ranks().pipeline().rank().0, executor.program().outline.num_microbatches);
     let pipeline = layout.pipeline.expect("a pipeline is cut");
-    lowered(pipeline.program(executor.model(), splits, num_microbatches, rank), layout)
+    lowered(pipeline.program(&executor.program().outline.chain, splits, num_microbatches, rank), layout)
+}
+
+/// Tokens that the model of an executor knows.
+pub fn vocab_size(executor: &Executor) -> usize {
+    executor.model().table().parameters()[0].shape.rows()
 }
 
 /// This rank's share of `num_microbatches` random microbatches of a step.
 pub fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<Batch> {
     let per_rank = num_microbatches / executor.ranks().data().world_size();
-    let vocab_size = executor.model().config().vocab_size;
+    let vocab_size = vocab_size(executor);
     let place = |index| executor.global_microbatch(index);
     let batch = |index| random_batch(executor.device(), SHAPE, vocab_size, step, place(index));
     (0..per_rank).map(batch).collect()

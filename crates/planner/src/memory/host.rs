@@ -27,7 +27,7 @@ impl<'a> Host<'a> {
         let mut host = Host { setup, outline, here, fetched, free_gradients, current: 0, peak: 0 };
         for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
             if setup.places.tier(class) == Tier::Host {
-                let states = (0..outline.num_units).map(|unit| StateOf { class, unit, microbatch: 0 });
+                let states = (0..outline.chain.num_units).map(|unit| StateOf { class, unit, microbatch: 0 });
                 let num_bytes = states.map(|state| state_bytes(setup, outline, state)).sum();
                 host.take(num_bytes);
             }

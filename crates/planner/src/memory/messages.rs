@@ -28,24 +28,23 @@ impl<'a> Messages<'a> {
 
     /// What has come for a pass is copied, and its buffer is free again; whether the pass begins with one.
     pub(super) fn begin(&mut self, action: Action) -> bool {
-        let is_received = match action {
-            Action::Forward { unit, microbatch, .. } if unit > 0 => {
-                self.received.remove(&Message::activation(unit - 1, microbatch))
-            }
+        let message = match action {
+            Action::Forward { unit, microbatch, .. } if unit > 0 => Message::activation(unit - 1, microbatch),
             Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
-                self.received.remove(&Message::gradient(unit + 1, microbatch))
+                Message::gradient(unit + 1, microbatch)
             }
-            _ => false,
+            _ => return false,
         };
+        let is_received = self.received.remove(&message);
         if is_received {
-            self.pool.give(self.setup.message_len);
+            self.pool.give(self.len_of(message));
         }
         is_received
     }
 
     /// A message is sent.
     pub(super) fn send(&mut self, message: Message, usage: &mut Usage) {
-        let len = self.len_of(message.kind);
+        let len = self.len_of(message);
         match message.kind {
             MessageKind::Activation | MessageKind::Gradient => {
                 self.lend(len);
@@ -63,7 +62,7 @@ impl<'a> Messages<'a> {
 
     /// A message begins to come.
     pub(super) fn receive(&mut self, message: Message, usage: &mut Usage) {
-        let len = self.len_of(message.kind);
+        let len = self.len_of(message);
         self.pool.take(len, usage);
         match message.kind {
             MessageKind::Activation | MessageKind::Gradient => _ = self.received.insert(message),
@@ -74,10 +73,11 @@ impl<'a> Messages<'a> {
     }
 
     /// Elements of a message.
-    fn len_of(&self, kind: MessageKind) -> usize {
+    fn len_of(&self, Message { kind, unit, .. }: Message) -> usize {
         let tied = || self.setup.tied.expect("a unit reads another one's parameters");
         match kind {
-            MessageKind::Activation | MessageKind::Gradient => self.setup.message_len,
+            MessageKind::Activation => self.setup.units[unit].activation_len,
+            MessageKind::Gradient => self.setup.units[unit - 1].gradient_len,
             MessageKind::TiedGradient => tied().span,
             MessageKind::Parameters => tied().unit,
         }
@@ -94,7 +94,7 @@ impl<'a> Messages<'a> {
     /// What tied units have for each other's gradients when one of them completes its own.
     pub(super) fn complete(&mut self, unit: usize, usage: &mut Usage) {
         let Some(tied) = self.setup.tied.filter(|_| !self.outline.stages.is_empty()) else { return };
-        for &(reader, owner) in &self.outline.ties {
+        for &(reader, owner) in &self.outline.chain.ties {
             if unit == reader {
                 self.pool.take(tied.span, usage);
             }

@@ -41,7 +41,7 @@ pub(crate) fn walk(
     program: &Program,
     mut see: impl FnMut(Action, CategoryBytes),
 ) -> Prediction {
-    assert_eq!(setup.units.len(), program.outline.num_units, "the program is for these units");
+    assert_eq!(setup.units.len(), program.outline.chain.num_units, "the program is for these units");
     let mut usage = Usage::new();
     let mut parameters = Parameters::new(setup, &program.outline, &mut usage);
     let mut gradients = Gradients::new(setup, &program.outline, &mut usage);
@@ -86,11 +86,11 @@ pub(crate) fn walk(
                     passes.leave_output(microbatch, &mut usage);
                     passes.backward_input(unit, microbatch, &mut usage);
                 }
-                Action::BackwardWeight { unit, .. } => {
+                Action::BackwardWeight { unit, microbatch } => {
                     gradients.prepare(unit, &mut usage);
                     messages.complete(unit, &mut usage);
                     gradients.open(unit, &mut usage);
-                    passes.backward_weight(unit, &mut usage);
+                    passes.backward_weight(unit, microbatch, &mut usage);
                     gradients.close(unit, &mut usage);
                 }
                 Action::Unshard { unit } => parameters.unshard(unit, &mut usage),

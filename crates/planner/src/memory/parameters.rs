@@ -57,7 +57,7 @@ impl<'a> Parameters<'a> {
             }
         }
         let is_copied = |(reader, owner): &(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
-        if let Some(tied) = setup.tied.filter(|_| outline.ties.iter().any(is_copied)) {
+        if let Some(tied) = setup.tied.filter(|_| outline.chain.ties.iter().any(is_copied)) {
             usage.take(Category::Parameters, tied.unit * DType::F32.size());
         }
         for &len in setup.levels.iter().filter_map(|levels| levels.secondary_lens.as_ref()).flatten() {

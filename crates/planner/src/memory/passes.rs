@@ -1,6 +1,6 @@
 //! Activations of the microbatches under way.
 
-use crate::setup::MemorySetup;
+use crate::setup::{BatchMemory, MemorySetup};
 use crate::usage::Usage;
 use trireme_base::{Category, UnitPasses};
 use trireme_schedule::{Action, Keep, Message, MessageKind, Outline};
@@ -19,6 +19,8 @@ pub(super) struct Passes<'a> {
     keeps: Vec<Keep>,
     /// Whether that has left the device.
     is_away: Vec<bool>,
+    /// By microbatch, then tensor of the batch: units on this rank that have not yet read it for the last time.
+    num_readers: Vec<usize>,
 }
 
 impl<'a> Passes<'a> {
@@ -26,18 +28,22 @@ impl<'a> Passes<'a> {
         let zeros = || vec![0; num_microbatches];
         let num_passes = num_microbatches * setup.units.len();
         let (keeps, is_away) = (vec![Keep::All; num_passes], vec![false; num_passes]);
-        Passes { setup, num_microbatches, outputs: zeros(), grads: zeros(), keeps, is_away }
+        let num_readers = vec![0; num_microbatches * setup.batch.len()];
+        Passes { setup, num_microbatches, outputs: zeros(), grads: zeros(), keeps, is_away, num_readers }
     }
 
     fn sizes(&self, unit: usize) -> &'a UnitPasses {
         &self.setup.units[unit].passes
     }
 
-    /// The tokens of a step are there from its beginning: those that the first unit reads and those that the head predicts,
-    /// where these lie.
+    /// The tensors of a step's microbatches are there from its beginning, as far as units on this rank read them.
     pub(super) fn begin(&mut self, outline: &Outline, usage: &mut Usage) {
-        let ends = [0, outline.num_units - 1].into_iter().filter(|&end| outline.holds(end));
-        usage.take(ACTIVATIONS, ends.count() * self.num_microbatches * self.setup.token_bytes);
+        let tensors = &self.setup.batch;
+        for (place, num_readers) in self.num_readers.iter_mut().enumerate() {
+            let BatchMemory { bytes, readers } = &tensors[place % tensors.len()];
+            *num_readers = readers.iter().filter(|&&unit| outline.holds(unit)).count();
+            usage.take(ACTIVATIONS, if *num_readers > 0 { *bytes } else { 0 });
+        }
     }
 
     /// What another rank has sent for a pass is copied to the device.
@@ -121,7 +127,7 @@ impl<'a> Passes<'a> {
     pub(super) fn backward(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
         let sizes = self.sizes(unit);
         self.differentiate(sizes, sizes.backward_peak, microbatch, usage);
-        self.leave_tokens(unit, usage);
+        self.leave_batch(unit, microbatch, usage);
     }
 
     pub(super) fn backward_input(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
@@ -130,11 +136,11 @@ impl<'a> Passes<'a> {
         usage.take(ACTIVATIONS, sizes.halved);
     }
 
-    pub(super) fn backward_weight(&mut self, unit: usize, usage: &mut Usage) {
+    pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
         let sizes = self.sizes(unit);
         usage.touch(ACTIVATIONS, sizes.weight_half_peak - sizes.halved);
         usage.give(ACTIVATIONS, sizes.halved);
-        self.leave_tokens(unit, usage);
+        self.leave_batch(unit, microbatch, usage);
     }
 
     /// From the record and the output's gradient to the input's.
@@ -146,9 +152,15 @@ impl<'a> Passes<'a> {
         self.grads[microbatch] = sizes.input_grad;
     }
 
-    fn leave_tokens(&self, unit: usize, usage: &mut Usage) {
-        let is_end = unit == 0 || unit + 1 == self.setup.units.len();
-        usage.give(ACTIVATIONS, if is_end { self.setup.token_bytes } else { 0 });
+    /// A unit has read the batch for the last time.
+    fn leave_batch(&mut self, unit: usize, microbatch: usize, usage: &mut Usage) {
+        let first = microbatch * self.setup.batch.len();
+        for (tensor, num_readers) in self.setup.batch.iter().zip(&mut self.num_readers[first..]) {
+            if tensor.readers.contains(&unit) {
+                *num_readers -= 1;
+                usage.give(ACTIVATIONS, if *num_readers == 0 { tensor.bytes } else { 0 });
+            }
+        }
     }
 }
 

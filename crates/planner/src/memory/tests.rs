@@ -1,6 +1,6 @@
 use super::*;
 use trireme_base::{Category, UnitPasses};
-use trireme_schedule::{Keep, lowering, single};
+use trireme_schedule::{Chain, Keep, lowering, single};
 
 fn peak(keep: Keep, block: UnitPasses) -> Prediction {
     let head = UnitPasses {
@@ -14,7 +14,7 @@ fn peak(keep: Keep, block: UnitPasses) -> Prediction {
     let embedding = UnitPasses { output: 10, forward_peak: 10, backward_peak: 10, ..UnitPasses::default() };
     let setup = MemorySetup::of_passes(&[embedding, block, head], 0);
     let keeps = [Keep::All, keep, Keep::All];
-    predict(&setup, &lowering::recompute(single::program(3, 1, &[]), &keeps))
+    predict(&setup, &lowering::recompute(single::program(&Chain::of_units(3), 1), &keeps))
 }
 
 #[test]
@@ -53,7 +53,7 @@ fn memory_of_other_ranks_is_no_rank_s_own() {
     for unit in &mut setup.units {
         (unit.len, unit.padded_len, unit.shard_len, unit.optimizer_bytes) = (len, len, len, 8 * len);
     }
-    let program = single::program(num_units, 1, &[]);
+    let program = single::program(&Chain::of_units(num_units), 1);
     let state = num_units * 16 * len;
     let alone = predict(&setup, &program);
     assert_eq!((alone.own, alone.own_between_steps), (alone.total(), state));

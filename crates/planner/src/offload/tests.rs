@@ -4,7 +4,7 @@ use crate::usage::CategoryBytes;
 use proptest::prelude::*;
 use trireme_base::UnitPasses;
 use trireme_schedule::lowering::{Sharding, offload, shard};
-use trireme_schedule::single;
+use trireme_schedule::{Chain, single};
 
 const CLASSES: [StateClass; 4] = StateClass::ALL;
 
@@ -45,13 +45,15 @@ fn setup(num_units: usize) -> MemorySetup {
 
 fn program(num_units: usize, zero_stage: ZeroStage, places: Offload) -> Program {
     let sharding = Sharding { zero_stage, prefetch: 1, keep_after_forward: false };
-    offload(shard(single::program(num_units, 1, &[]), sharding), places)
+    let ends = vec![0, num_units - 1];
+    let chain = Chain { unkept: ends, ..Chain::of_units(num_units) };
+    offload(shard(single::program(&chain, 1), sharding), places)
 }
 
 /// Every choice with every number of blocks.
 fn every_choice(outline: &Outline) -> Vec<Offload> {
     let blocks =
-        |places: Offload| (1..outline.num_units).map(move |num_blocks| Offload { num_blocks, ..places });
+        |places: Offload| (1..outline.chain.num_units).map(move |num_units| Offload { num_units, ..places });
     combinations(Offload::default(), &CLASSES, outline).into_iter().flat_map(blocks).collect()
 }
 
@@ -83,7 +85,7 @@ fn the_first_blocks_leave_and_no_more_than_needed() {
     let fit = |device| fit_places(&setup, &open, MemoryBounds { device, ..MemoryBounds::NONE }, program);
     assert_eq!(fit(all).places.activations, Tier::Device);
     let found = fit(all - 640 - 1);
-    assert_eq!((found.places.activations, found.places.num_blocks), (Tier::Host, 2));
+    assert_eq!((found.places.activations, found.places.num_units), (Tier::Host, 2));
     // Each goes and comes back.
     assert_eq!(found.traffic, Traffic { host: 2 * 2 * 640, disk: 0 });
     let refused = fit(1);

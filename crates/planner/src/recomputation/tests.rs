@@ -1,9 +1,9 @@
 use super::*;
 use proptest::prelude::*;
-use trireme_schedule::{lowering, single};
+use trireme_schedule::{Chain, lowering, single};
 
 fn program(keeps: &[Keep]) -> Program {
-    lowering::recompute(single::program(keeps.len(), 1, &[]), keeps)
+    lowering::recompute(single::program(&Chain::of_units(keeps.len()), 1), keeps)
 }
 
 /// Sizes that passes can have: what is made is there with what it is made of.
@@ -42,18 +42,16 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
 }
 
 /// All choices that a program can have.
-fn every_choice(num_units: usize) -> Vec<Vec<Keep>> {
-    let mut choices = vec![vec![Keep::All]];
-    for unit in 1..num_units {
-        let options = if unit + 1 == num_units { &[Keep::All][..] } else { &Keep::ALL[..] };
-        choices = choices
-            .iter()
-            .flat_map(|choice| options.iter().map(move |&keep| [&choice[..], &[keep]].concat()))
-            .filter(|choice| {
-                let is_made_again = matches!(choice[unit - 1], Keep::Input | Keep::Nothing);
-                choice[unit] != Keep::Nothing || is_made_again
-            })
-            .collect();
+fn every_choice(passes: &[UnitPasses]) -> Vec<Vec<Keep>> {
+    let mut choices: Vec<Vec<Keep>> = vec![Vec::new()];
+    for passes in passes {
+        let options = if passes.keeps() { &Keep::ALL[..] } else { &[Keep::All][..] };
+        let extend = |choice: &Vec<Keep>| {
+            let is_made_again = matches!(choice.last(), Some(Keep::Input | Keep::Nothing));
+            let possible = options.iter().filter(|&&keep| keep != Keep::Nothing || is_made_again);
+            possible.map(|&keep| [&choice[..], &[keep]].concat()).collect::<Vec<_>>()
+        };
+        choices = choices.iter().flat_map(extend).collect();
     }
     choices
 }
@@ -78,7 +76,7 @@ proptest! {
         let passes = sizes(&numbers);
         let setup = MemorySetup::of_passes(&passes, 3);
         let total = |keeps: &[Keep]| crate::predict(&setup, &program(keeps)).total();
-        let choices = every_choice(passes.len());
+        let choices = every_choice(&passes);
         let smallest = choices.iter().map(|choice| total(choice)).min().unwrap();
         let largest = choices.iter().map(|choice| total(choice)).max().unwrap();
         let budget = smallest + ((largest - smallest) as f64 * part) as usize - usize::from(part < 0.05);

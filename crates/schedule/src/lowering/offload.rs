@@ -1,5 +1,5 @@
 use crate::action::{Action, Keep, StateClass, StateOf};
-use crate::program::{Program, ZeroStage};
+use crate::program::{Chain, Program, ZeroStage};
 
 /// Where a class of state lives between its uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
@@ -38,8 +38,9 @@ pub struct Offload {
     pub gradients: Tier,
     /// What forward passes keep for backward.
     pub activations: Tier,
-    /// The blocks whose activations leave, counted from the first: these wait longest for their backward pass.
-    pub num_blocks: usize,
+    /// How many units' activations leave: of those that [keep](crate::Chain::keeps) some the first, which wait longest for their
+    /// backward pass.
+    pub num_units: usize,
     /// How many uses of a class ahead of its own use state begins to be fetched.
     pub prefetch: usize,
 }
@@ -48,7 +49,7 @@ impl Default for Offload {
     /// Everything stays on the device; of activations that do not, all leave.
     fn default() -> Self {
         let [optimizer, parameters, gradients, activations] = [Tier::Device; 4];
-        Offload { optimizer, parameters, gradients, activations, num_blocks: usize::MAX, prefetch: 1 }
+        Offload { optimizer, parameters, gradients, activations, num_units: usize::MAX, prefetch: 1 }
     }
 }
 
@@ -122,7 +123,7 @@ pub fn offload(program: Program, offload: Offload) -> Program {
             StateClass::Optimizer => swap_around(&actions, class, is_step, prefetch),
             StateClass::Parameters => swap_around(&actions, class, reads_shard, prefetch),
             StateClass::Gradients => swap_around(&evict_reduced(&actions), class, is_step, prefetch),
-            StateClass::Activations => swap_activations(&actions, outline.num_units, &offload),
+            StateClass::Activations => swap_activations(&actions, &outline.chain, &offload),
         };
         outline.offloaded.push(class);
     }
@@ -193,16 +194,19 @@ fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     evicted
 }
 
-/// Evicts what forward passes of the first blocks keep, and fetches it `prefetch` passes before it is used.
-fn swap_activations(actions: &[Action], num_units: usize, offload: &Offload) -> Vec<Action> {
-    let Offload { num_blocks, prefetch, .. } = *offload;
+/// Evicts what forward passes of the first units keep, of those that keep something, and fetches it `prefetch` passes before it
+/// is used.
+fn swap_activations(actions: &[Action], chain: &Chain, offload: &Offload) -> Vec<Action> {
+    let Offload { num_units, prefetch, .. } = *offload;
+    let mut is_moved = vec![false; chain.num_units];
+    let kept = (0..chain.num_units).filter(|&unit| chain.keeps(unit));
+    kept.take(num_units).for_each(|unit| is_moved[unit] = true);
     let passes = uses(actions, Action::is_pass);
     let mut before: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
     let mut after: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
     for (pass, &place) in passes.iter().enumerate() {
         let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
-        let is_block = unit > 0 && unit + 1 < num_units;
-        if !is_block || unit > num_blocks || keep == Keep::Nothing {
+        if keep == Keep::Nothing || !is_moved[unit] {
             continue;
         }
         let is_use = |&place: &usize| {
@@ -235,7 +239,7 @@ mod tests {
 
     fn text(zero_stage: ZeroStage, choice: Offload) -> String {
         let sharding = Sharding { zero_stage, prefetch: 0, keep_after_forward: false };
-        let program = offload(shard(single::program(3, 1, &[]), sharding), choice).to_string();
+        let program = offload(shard(single::program(&Chain::of_units(3), 1), sharding), choice).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
 
@@ -252,8 +256,10 @@ mod tests {
     #[test]
     fn activations_leave_for_as_long_as_it_pays() {
         let choice = Offload { activations: Tier::Host, ..Offload::default() };
-        let program = offload(single::program(4, 1, &[]), choice).to_string();
-        let expected = "units 4 microbatches 1 offload activations, F 0 0, F 1 0, EVICT activations 1 0, F 2 0, F 3 0, B 3 0, \
+        let program =
+            offload(single::program(&Chain { unkept: vec![0, 3], ..Chain::of_units(4) }, 1), choice)
+                .to_string();
+        let expected = "units 4 microbatches 1 offload activations unkept 0 unkept 3, F 0 0, F 1 0, EVICT activations 1 0, F 2 0, F 3 0, B 3 0, \
                         REDUCE_GRAD 3, FETCH activations 1 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, B 0 0, \
                         REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2, STEP 3";
         assert_eq!(program.lines().collect::<Vec<_>>().join(", "), expected);

@@ -13,7 +13,7 @@ use crate::program::Program;
 /// nothing makes its input again.
 pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
     let Program { outline, actions } = program;
-    assert_eq!(keeps.len(), outline.num_units, "one choice for each unit");
+    assert_eq!(keeps.len(), outline.chain.num_units, "one choice for each unit");
     let is_stage_start = |unit: usize| outline.stages.iter().any(|stage| stage.units.start == unit);
     let keep_received = |(unit, &keep): (usize, &Keep)| match keep {
         Keep::Nothing if is_stage_start(unit) => Keep::Input,
@@ -52,6 +52,7 @@ pub fn recompute(program: Program, keeps: &[Keep]) -> Program {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::program::Chain;
     use crate::single;
 
     #[test]
@@ -83,12 +84,12 @@ STEP 2
 STEP 3
 STEP 4
 ";
-        assert_eq!(recompute(single::program(5, 1, &[]), &keeps).to_string(), expected);
+        assert_eq!(recompute(single::program(&Chain::of_units(5), 1), &keeps).to_string(), expected);
     }
 
     #[test]
     #[should_panic(expected = "nothing makes the input of unit 1 again")]
     fn an_input_that_nothing_makes_is_refused() {
-        recompute(single::program(2, 1, &[]), &[Keep::All, Keep::Nothing]);
+        recompute(single::program(&Chain::of_units(2), 1), &[Keep::All, Keep::Nothing]);
     }
 }

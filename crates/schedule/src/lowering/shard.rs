@@ -93,7 +93,7 @@ fn gather_around_use(outline: &Outline, actions: &[Action], sharding: Sharding) 
 /// recomputation to its backward pass, and if that is asked for from forward to backward.
 fn stays(outline: &Outline, passes: &[Action], keep_after_forward: bool) -> Vec<Stay> {
     let mut stays: Vec<Stay> = Vec::new();
-    let mut latest: Vec<Option<usize>> = vec![None; outline.num_units];
+    let mut latest: Vec<Option<usize>> = vec![None; outline.chain.num_units];
     for (pass, &action) in passes.iter().enumerate() {
         for unit in outline.reads(action) {
             let previous = latest[unit].map(|stay| stays[stay].last);
@@ -117,15 +117,11 @@ fn stays(outline: &Outline, passes: &[Action], keep_after_forward: bool) -> Vec<
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::program::Chain;
     use crate::single;
 
-    fn text(
-        num_units: usize,
-        num_microbatches: usize,
-        ties: &[(usize, usize)],
-        sharding: Sharding,
-    ) -> String {
-        let program = shard(single::program(num_units, num_microbatches, ties), sharding).to_string();
+    fn text(chain: &Chain, num_microbatches: usize, sharding: Sharding) -> String {
+        let program = shard(single::program(chain, num_microbatches), sharding).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
 
@@ -136,33 +132,35 @@ mod tests {
     fn the_first_two_stages_gather_what_was_stepped() {
         let one = Sharding { zero_stage: ZeroStage::One, ..STAGE_3 };
         let expected = "units 1 microbatches 2 zero_stage 1, F 0 0, B 0 0, F 0 1, B 0 1, REDUCE_GRAD 0, STEP 0, UNSHARD 0";
-        assert_eq!(text(1, 2, &[], one), expected);
+        assert_eq!(text(&Chain::of_units(1), 2, one), expected);
         let two = Sharding { zero_stage: ZeroStage::Two, ..STAGE_3 };
         let expected = "units 1 microbatches 2 zero_stage 2, F 0 0, B 0 0, REDUCE_GRAD 0, F 0 1, B 0 1, REDUCE_GRAD 0, \
                         STEP 0, UNSHARD 0";
-        assert_eq!(text(1, 2, &[], two), expected);
+        assert_eq!(text(&Chain::of_units(1), 2, two), expected);
     }
 
     #[test]
     fn the_third_stage_gathers_around_use() {
-        let expected = "units 3 microbatches 1 zero_stage 3, UNSHARD 0, F 0 0, RESHARD 0, UNSHARD 1, F 1 0, RESHARD 1, \
+        let expected = "units 3 microbatches 1 zero_stage 3 unread 0, UNSHARD 0, F 0 0, RESHARD 0, UNSHARD 1, F 1 0, RESHARD 1, \
                         UNSHARD 2, F 2 0, B 2 0, RESHARD 2, REDUCE_GRAD 2, UNSHARD 1, B 1 0, RESHARD 1, REDUCE_GRAD 1, B 0 0, \
                         REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2";
-        assert_eq!(text(3, 1, &[], STAGE_3), expected);
+        let chain = Chain { unread: vec![0], ..Chain::of_units(3) };
+        assert_eq!(text(&chain, 1, STAGE_3), expected);
     }
 
     #[test]
     fn gathering_begins_ahead_and_not_before_the_last_stay_ended() {
-        let expected = "units 3 microbatches 1 zero_stage 3 ties 2:0, UNSHARD 0, UNSHARD 1, F 0 0, RESHARD 0, UNSHARD 2, \
+        let expected = "units 3 microbatches 1 zero_stage 3 ties 2:0 unread 0, UNSHARD 0, UNSHARD 1, F 0 0, RESHARD 0, UNSHARD 2, \
                         UNSHARD 0, F 1 0, RESHARD 1, F 2 0, UNSHARD 1, B 2 0, RESHARD 2, RESHARD 0, REDUCE_GRAD 2, B 1 0, \
                         RESHARD 1, REDUCE_GRAD 1, B 0 0, REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2";
-        assert_eq!(text(3, 1, &[(2, 0)], Sharding { prefetch: 1, ..STAGE_3 }), expected);
+        let chain = Chain { ties: vec![(2, 0)], unread: vec![0], ..Chain::of_units(3) };
+        assert_eq!(text(&chain, 1, Sharding { prefetch: 1, ..STAGE_3 }), expected);
     }
 
     #[test]
     fn what_stays_after_forward_is_gathered_once_a_microbatch() {
         let keeping = Sharding { keep_after_forward: true, ..STAGE_3 };
-        let program = shard(single::program(4, 3, &[]), keeping);
+        let program = shard(single::program(&Chain::language_model(4, false), 3), keeping);
         let count = |action| program.actions.iter().filter(|found| **found == action).count();
         for unit in 0..4 {
             assert_eq!(count(Action::Unshard { unit }), 3, "{program}");

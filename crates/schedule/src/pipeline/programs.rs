@@ -6,12 +6,11 @@ use super::messages::{self, Event, Tie};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use crate::action::{Action, Keep, Message};
-use crate::program::{Asynchronous, Outline, Program, Stage};
+use crate::program::{Asynchronous, Chain, Outline, Program, Stage};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// The program of each rank. `units` are those of each stage, `ties` as of
-/// [`Outline::ties`]; messages have the order that they have in time at these costs ([`messages::place`]), which must be
+/// The program of each rank. `units` are those of the `chain` in each stage; messages have the order that they have in time at these costs ([`messages::place`]), which must be
 /// the same on all ranks. Where a tied unit lies on another rank than the one whose parameters it reads, that one's gradient is
 /// completed for a microbatch when the tied unit's part of it has come; one tie is known. A unit's gradient is reduced when the last
 /// microbatch of a step has added to it. A schedule that does not drain between updates has its weights' versions stashed before an
@@ -20,15 +19,11 @@ use std::ops::Range;
 /// # Panics
 /// If the schedule is not [valid](super::validate), or the stages do not follow each other, or there are ties where weights are
 /// updated without a drain.
-pub fn programs(
-    schedule: &Schedule,
-    costs: &Costs,
-    units: &[Range<usize>],
-    ties: &[(usize, usize)],
-) -> Vec<Program> {
+pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chain: &Chain) -> Vec<Program> {
     let is_drained = schedule.weights == WeightVersions::Drained;
-    assert!(is_drained || ties.is_empty(), "versions of tied weights would differ");
+    assert!(is_drained || chain.ties.is_empty(), "versions of tied weights would differ");
     assert_eq!(units.len(), schedule.num_stages(), "each stage has units");
+    assert_eq!(units[units.len() - 1].end, chain.num_units, "each unit has a stage");
     let follows = |pair: &[Range<usize>]| pair[0].end == pair[1].start;
     assert!(units[0].start == 0 && units.windows(2).all(follows), "stages follow each other: {units:?}");
     let stage = |(units, &rank): (&Range<usize>, &usize)| Stage { units: units.clone(), rank };
@@ -36,9 +31,8 @@ pub fn programs(
     let versions_read = schedule.versions_read();
     let program = |(rank, events): (usize, Vec<Event>)| {
         let outline = Outline {
-            num_units: units[units.len() - 1].end,
+            chain: chain.clone(),
             num_microbatches: schedule.num_microbatches_in_all(),
-            ties: ties.to_vec(),
             stages: stages.clone(),
             rank,
             asynchronous: (!is_drained)
@@ -60,7 +54,8 @@ pub fn programs(
     let timeline = simulate(schedule, costs).expect("the schedule is valid");
     let stage_of =
         |unit: usize| units.iter().position(|units| units.contains(&unit)).expect("units have stages");
-    let tie = ties.first().map(|&(reader, owner)| Tie { reader: stage_of(reader), owner: stage_of(owner) });
+    let tie =
+        chain.ties.first().map(|&(reader, owner)| Tie { reader: stage_of(reader), owner: stage_of(owner) });
     messages::place(schedule, &timeline, tie).into_iter().enumerate().map(program).collect()
 }
 
@@ -150,12 +145,8 @@ impl Actions<'_> {
             PassKind::Backward | PassKind::BackwardWeight => {
                 for unit in units.rev() {
                     self.complete(kind, unit, microbatch);
-                    if self
-                        .outline
-                        .ties
-                        .iter()
-                        .any(|&(reader, owner)| reader == unit && self.outline.holds(owner))
-                    {
+                    let is_read_here = |&(reader, owner)| reader == unit && self.outline.holds(owner);
+                    if self.outline.chain.ties.iter().any(is_read_here) {
                         self.tied_grad_is_here();
                     }
                 }
@@ -192,7 +183,7 @@ impl Actions<'_> {
     /// The part of the next microbatch is here.
     fn tied_grad_is_here(&mut self) {
         self.num_tied += 1;
-        let owner = self.outline.ties[0].1;
+        let owner = self.outline.chain.ties[0].1;
         if let Some(&microbatch) = self.held_back.front().filter(|&&microbatch| microbatch < self.num_tied) {
             self.held_back.pop_front();
             self.complete(PassKind::BackwardWeight, owner, microbatch);
@@ -205,7 +196,7 @@ impl Actions<'_> {
         let Range { start, end } = self.units[stage];
         let message = match kind {
             PassKind::Forward => Message::activation(end - 1, microbatch),
-            PassKind::BackwardWeight => Message::tied_gradient(self.outline.ties[0].1, microbatch),
+            PassKind::BackwardWeight => Message::tied_gradient(self.outline.chain.ties[0].1, microbatch),
             _ => Message::gradient(start, microbatch),
         };
         if is_sent { Action::Send(message) } else { Action::Receive(message) }
@@ -217,7 +208,7 @@ impl Actions<'_> {
         if outline.asynchronous.is_none() {
             self.actions.extend(outline.held().map(|unit| Action::Step { unit }));
         }
-        for &(reader, unit) in &outline.ties {
+        for &(reader, unit) in &outline.chain.ties {
             match (outline.holds(reader), outline.holds(unit)) {
                 (true, false) => self.actions.push(Action::Receive(Message::parameters(unit))),
                 (false, true) => self.actions.push(Action::Send(Message::parameters(unit))),

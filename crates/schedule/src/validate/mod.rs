@@ -160,7 +160,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     let outline = &program.outline;
     let is_across = |(reader, owner): &&(usize, usize)| outline.rank_of(*reader) != outline.rank_of(*owner);
     let has_copies = outline.zero_stage < ZeroStage::Three;
-    if let Some(&(reader, owner)) = outline.ties.iter().find(is_across).filter(|_| !has_copies) {
+    if let Some(&(reader, owner)) = outline.chain.ties.iter().find(is_across).filter(|_| !has_copies) {
         return Err(ProgramError::TieAcrossRanks { reader, owner, rank: outline.rank_of(owner) });
     }
     let is_versioned = |action: &Action| matches!(action, Action::Stash { .. } | Action::Unstash { .. });
@@ -169,7 +169,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     {
         return Err(ProgramError::Versioned { index, action: program.actions[index] });
     }
-    if let Some(&(reader, owner)) = outline.ties.first().filter(|_| outline.asynchronous.is_some()) {
+    if let Some(&(reader, owner)) = outline.chain.ties.first().filter(|_| outline.asynchronous.is_some()) {
         return Err(ProgramError::TiedVersions { reader, owner });
     }
     let mut state = State::new(&program.outline);

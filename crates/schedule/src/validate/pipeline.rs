@@ -1,6 +1,6 @@
 use super::{ProgramError, validate};
 use crate::action::Action;
-use crate::program::{Outline, Program, Stage};
+use crate::program::{Chain, Outline, Program, Stage};
 
 /// Proves the programs of all ranks of one pipeline together: each by itself, with as many microbatches in flight as a step
 /// has; and that all of them come to their ends even if a rank that sends or receives waits until the other one does so, too.
@@ -29,7 +29,7 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
 
 /// That stages follow each other from the first unit to the last, on ranks that are there.
 fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), ProgramError> {
-    let Outline { num_units, stages, .. } = outline;
+    let Outline { chain: Chain { num_units, .. }, stages, .. } = outline;
     let mut next = 0;
     let is_next = |stage: &Stage| {
         let is_next = stage.units.start == next && stage.units.end > next && stage.rank < num_ranks;

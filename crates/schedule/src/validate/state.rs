@@ -69,7 +69,8 @@ struct Tie {
 impl Tie {
     fn of(outline: &Outline) -> Option<Tie> {
         let is_here = |(reader, owner): &&(usize, usize)| outline.holds(*reader) || outline.holds(*owner);
-        let &(reader, owner) = outline.ties.iter().find(is_here).filter(|_| !outline.stages.is_empty())?;
+        let &(reader, owner) =
+            outline.chain.ties.iter().find(is_here).filter(|_| !outline.stages.is_empty())?;
         Some(Tie { reader, owner, is_across: outline.rank_of(reader) != outline.rank_of(owner) })
     }
 }
@@ -83,7 +84,7 @@ struct Exchanged {
 
 impl Exchanged {
     fn new(outline: &Outline) -> Self {
-        let Outline { num_units, num_microbatches, .. } = *outline;
+        let (num_units, num_microbatches) = (outline.chain.num_units, outline.num_microbatches);
         let flags = vec![false; MessageKind::ALL.len() * num_units * num_microbatches];
         Exchanged { num_units, num_microbatches, flags }
     }
@@ -138,14 +139,14 @@ impl<'a> State<'a> {
                 away.extend(outline.held().map(|unit| StateOf { class, unit, microbatch: 0 }));
             }
         }
-        let (units, exchanged) = ((0..outline.num_units).map(unit).collect(), Exchanged::new(outline));
+        let (units, exchanged) = ((0..outline.chain.num_units).map(unit).collect(), Exchanged::new(outline));
         // A program of no microbatches has no action that asks.
         let microbatches_per_step = outline.microbatches_per_step().max(1);
         State { outline, microbatches_per_step, units, at_rest, away, exchanged, tie: Tie::of(outline) }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
-        let Outline { num_units, num_microbatches, .. } = *self.outline;
+        let (num_units, num_microbatches) = (self.outline.chain.num_units, self.outline.num_microbatches);
         for (index, &action) in actions.iter().enumerate() {
             let microbatch = action.microbatch().unwrap_or(0);
             if action.unit() >= num_units || microbatch >= num_microbatches {

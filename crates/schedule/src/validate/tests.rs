@@ -1,7 +1,7 @@
 use super::*;
 use crate::action::Keep;
 use crate::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use crate::program::ZeroStage;
+use crate::program::{Chain, ZeroStage};
 use crate::single;
 use proptest::prelude::*;
 
@@ -12,19 +12,18 @@ fn any_program() -> impl Strategy<Value = Program> {
     (1_usize..8, 1_usize..5, any::<bool>(), 0..4_usize, 0..4_usize, any::<bool>(), (keeps, offloaded))
         .prop_map(
             |(units, microbatches, is_tied, stage, prefetch, keep_after_forward, (keeps, offloaded))| {
-                let ties: &[_] = if is_tied && units > 1 { &[(units - 1, 0)] } else { &[] };
-                let program = single::program(units, microbatches, ties);
+                let program = single::program(&Chain::language_model(units, is_tied), microbatches);
                 let program = recompute(program, &possible(&keeps[..units]));
                 let zero_stage = ZeroStage::ALL[stage];
                 let program = shard(program, Sharding { zero_stage, prefetch, keep_after_forward });
-                let ([optimizer, parameters, gradients, activations], num_blocks) = offloaded;
+                let ([optimizer, parameters, gradients, activations], num_units) = offloaded;
                 let disk_if = |is_possible| if is_possible { Tier::Disk } else { Tier::Device };
                 let swaps = Offload {
                     optimizer: disk_if(optimizer && zero_stage >= ZeroStage::One),
                     parameters: disk_if(parameters && zero_stage == ZeroStage::Three),
                     gradients: disk_if(gradients && zero_stage >= ZeroStage::Two && microbatches == 1),
                     activations: disk_if(activations),
-                    num_blocks,
+                    num_units,
                     prefetch,
                 };
                 offload(program, swaps)
@@ -123,7 +122,7 @@ fn what_is_not_kept_is_recomputed() {
 
 #[test]
 fn ranks_must_agree_on_the_order_of_collectives() {
-    let program = single::program(2, 1, &[]);
+    let program = single::program(&Chain::of_units(2), 1);
     assert_eq!(validate_world(&[program.clone(), program.clone()], 1), Ok(()));
     let mut other = program.clone();
     // Both reductions after both backwards, in the other order: valid alone, a deadlock together.

@@ -6,6 +6,7 @@ mod rows;
 use super::{
     KernelFigure, Limit, Peaks, Probe, ProductSizes, Ran, StepSizes, Timing, Traffic, Transposes, Unit, Work,
 };
+use crate::declaration::{Initial, Parameter};
 use crate::device::DeviceError;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::kernels::{AttentionShape, MatmulEpilogue, Rotary};
@@ -214,7 +215,9 @@ impl Step<'_> {
         let (rows, hidden) = (self.rows(), self.sizes.hidden);
         let mut table = ParameterTable::default();
         table.begin_unit("head");
-        let head = LossHead { weight: table.add("weight", &[self.sizes.vocabulary, hidden]) };
+        let head = LossHead {
+            weight: table.add(Parameter::matrix("weight", &[self.sizes.vocabulary, hidden], Initial::ZEROS)),
+        };
         let chunk: VocabularyChunk = head.chunks(rows).next().expect("a vocabulary is not empty");
         let num_chunks = self.sizes.vocabulary as f64 / chunk.len as f64;
         // Of several chunks backward makes the logits anew.

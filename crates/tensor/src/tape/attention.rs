@@ -11,6 +11,8 @@ use trireme_base::{Category, DType};
 pub struct RotaryTable {
     cos: Tensor,
     sin: Tensor,
+    /// Angle per position of each pair.
+    frequencies: Vec<f64>,
 }
 
 impl RotaryTable {
@@ -19,8 +21,9 @@ impl RotaryTable {
         let shape = [positions, frequencies.len()].into();
         let mut cos = device.empty(shape, DType::F32, Category::Parameters)?;
         let mut sin = device.empty(shape, DType::F32, Category::Parameters)?;
+        let frequencies = frequencies.to_vec();
         if device.is_counting() {
-            return Ok(RotaryTable { cos, sin });
+            return Ok(RotaryTable { cos, sin, frequencies });
         }
         let (mut cos_view, mut sin_view) = (cos.view_mut(), sin.view_mut());
         let pairs = cos_view.f32s().iter_mut().zip(sin_view.f32s());
@@ -29,7 +32,15 @@ impl RotaryTable {
             let angle = position as f64 * frequencies[pair];
             (*cos, *sin) = (angle.cos() as f32, angle.sin() as f32);
         }
-        Ok(RotaryTable { cos, sin })
+        Ok(RotaryTable { cos, sin, frequencies })
+    }
+
+    /// The same angles for another number of positions.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    pub fn with_positions(&self, device: &Device, positions: usize) -> Result<Self, DeviceError> {
+        RotaryTable::new(device, positions, &self.frequencies)
     }
 
     pub(crate) fn at(&self, first_position: usize) -> Rotary<'_> {

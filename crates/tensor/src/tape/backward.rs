@@ -1,14 +1,13 @@
 //! Backward over a tape, and what backward of one operation works with.
 
 use super::value::Value;
-use super::{Node, ReadBy, Tape, VarId, Vector, cast, copy};
-use crate::device::{Device, DeviceError};
-use crate::fp8::Fp8Layer;
-use crate::parameter_table::{ParameterId, ParameterSpan};
+use super::{Node, OperationContext, ReadBy, Tape, VarId, cast, copy};
+use crate::device::DeviceError;
+use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
-use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
+use std::ops::{Deref, DerefMut};
 use trireme_base::{Category, DType};
 
 /// Where the gradient of a span of parameters goes.
@@ -75,12 +74,11 @@ impl Tape {
         outputs: impl IntoIterator<Item = (VarId, Tensor)>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        self.begin_backward(outputs);
+        self.begin_backward(outputs)?;
         for index in (0..self.nodes.len()).rev() {
             if self.reach(index)? {
                 let op = self.nodes[index].op.clone();
-                let cx = &mut BackwardContext { tape: self, parameters, node: index, running: Done::Both };
-                op.get().backward(cx, sink)?;
+                op.get().backward(&mut BackwardContext::new(self, parameters, index, Done::Both), sink)?;
                 self.pass_grad(index, Done::Both)?;
             }
             self.leave(index, Done::Both);
@@ -102,17 +100,12 @@ impl Tape {
         parameters: &dyn ParameterSource,
         outputs: impl IntoIterator<Item = (VarId, Tensor)>,
     ) -> Result<(), DeviceError> {
-        self.begin_backward(outputs);
+        self.begin_backward(outputs)?;
         for index in (0..self.nodes.len()).rev() {
             if self.reach(index)? {
                 let op = self.nodes[index].op.clone();
-                let running = Done::InputHalf;
-                op.get().backward_input(&mut BackwardContext {
-                    tape: self,
-                    parameters,
-                    node: index,
-                    running,
-                })?;
+                let cx = &mut BackwardContext::new(self, parameters, index, Done::InputHalf);
+                op.get().backward_input(cx)?;
                 self.pass_grad(index, Done::InputHalf)?;
             }
             self.leave(index, Done::InputHalf);
@@ -132,8 +125,7 @@ impl Tape {
         for index in (0..self.nodes.len()).rev() {
             if self.nodes[index].op.get().has_parameters() && self.is_reached(index) {
                 let op = self.nodes[index].op.clone();
-                let running = Done::WeightHalf;
-                let cx = &mut BackwardContext { tape: self, parameters, node: index, running };
+                let cx = &mut BackwardContext::new(self, parameters, index, Done::WeightHalf);
                 op.get().backward_weight(cx, sink)?;
                 self.leave(index, Done::WeightHalf);
             }
@@ -142,10 +134,11 @@ impl Tape {
         Ok(())
     }
 
-    fn begin_backward(&mut self, outputs: impl IntoIterator<Item = (VarId, Tensor)>) {
-        for (VarId(value), grad) in outputs {
-            self.values[value].grad = Some(grad);
-        }
+    fn begin_backward(
+        &mut self,
+        outputs: impl IntoIterator<Item = (VarId, Tensor)>,
+    ) -> Result<(), DeviceError> {
+        outputs.into_iter().try_for_each(|(VarId(value), grad)| self.add_grad(value, grad))
     }
 
     /// Whether backward of a node runs. If nothing has read the outputs of one with parameters, their gradients are zero: each
@@ -228,7 +221,7 @@ impl Tape {
 
     /// Gives back what nobody reads after these halves of a node.
     fn leave(&mut self, index: usize, done: Done) {
-        let Node { op, inputs, outputs, saved, kept } = &mut self.nodes[index];
+        let Node { op, inputs, outputs, saved, kept, .. } = &mut self.nodes[index];
         let operation = op.get();
         for (place, input) in self.arguments[inputs.clone()].iter().enumerate() {
             self.values[input.value].num_reads -= done.reads(operation.reads_input(place));
@@ -253,14 +246,32 @@ impl Tape {
 
 /// What backward of one operation works with.
 pub struct BackwardContext<'a> {
-    tape: &'a mut Tape,
-    parameters: &'a dyn ParameterSource,
+    common: OperationContext<'a>,
     node: usize,
     /// The halves that run.
     running: Done,
 }
 
-impl BackwardContext<'_> {
+impl<'a> Deref for BackwardContext<'a> {
+    type Target = OperationContext<'a>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.common
+    }
+}
+
+impl DerefMut for BackwardContext<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.common
+    }
+}
+
+impl<'a> BackwardContext<'a> {
+    fn new(tape: &'a mut Tape, parameters: &'a dyn ParameterSource, node: usize, running: Done) -> Self {
+        let loss_weight = tape.nodes[node].loss_weight;
+        BackwardContext { common: OperationContext { tape, parameters, loss_weight }, node, running }
+    }
+
     fn argument(&self, index: usize) -> usize {
         self.tape.arguments[self.tape.nodes[self.node].inputs.clone()][index].value
     }
@@ -273,25 +284,6 @@ impl BackwardContext<'_> {
     fn check_read(&self, by: ReadBy, what: &str, index: usize) {
         let op = &self.tape.nodes[self.node].op;
         assert!(self.running.reads(by) > 0, "{op:?} does not declare that backward reads {what} {index}");
-    }
-
-    /// The device to compute on.
-    pub fn device(&self) -> &Device {
-        &self.tape.device
-    }
-
-    /// What products and activations are in.
-    pub fn precision(&self) -> Precision {
-        self.tape.precision
-    }
-
-    /// Position of the first token of every sequence.
-    pub fn first_position(&self) -> usize {
-        self.tape.first_position
-    }
-
-    pub(crate) fn fp8_layer(&self, weight: ParameterId) -> Option<Fp8Layer<'_>> {
-        self.tape.fp8.as_deref()?.layer(weight, true)
     }
 
     /// Number of inputs.
@@ -322,12 +314,13 @@ impl BackwardContext<'_> {
     pub fn take_input(&mut self, index: usize) -> Result<Tensor, DeviceError> {
         let by = self.tape.nodes[self.node].op.get().reads_input(index);
         let place = self.argument(index);
-        let value = &mut self.tape.values[place];
+        let tape = &mut *self.common.tape;
+        let value = &mut tape.values[place];
         match &mut value.tensor {
             tensor @ Some(_) if by == ReadBy::INPUT_HALF && value.num_reads == 1 => {
                 Ok(tensor.take().expect("there is one"))
             }
-            _ => copy(&self.tape.device, value.tensor()),
+            _ => copy(&tape.device, value.tensor()),
         }
     }
 
@@ -355,9 +348,10 @@ impl BackwardContext<'_> {
     /// # Panics
     /// If the operation has parameters, whose gradients are made of the output's, or no output.
     pub fn take_output_grad(&mut self) -> Tensor {
-        let node = &self.tape.nodes[self.node];
+        let tape = &mut *self.common.tape;
+        let node = &tape.nodes[self.node];
         assert!(!node.op.get().has_parameters(), "the weight half reads the gradient");
-        let grad = self.tape.values[node.outputs.start].grad.take();
+        let grad = tape.values[node.outputs.start].grad.take();
         grad.expect("backward runs where the output has a gradient")
     }
 
@@ -369,7 +363,7 @@ impl BackwardContext<'_> {
 
     /// Keeps a tensor for the weight half, as the next one.
     pub fn keep(&mut self, tensor: Tensor) {
-        let (tape, node) = (&mut *self.tape, self.node);
+        let (tape, node) = (&mut *self.common.tape, self.node);
         let kept = &mut tape.nodes[node].kept;
         if kept.start == kept.end {
             *kept = tape.tensors.len()..tape.tensors.len();
@@ -382,40 +376,6 @@ impl BackwardContext<'_> {
     pub fn kept(&self, index: usize) -> Option<View<'_>> {
         let kept = &self.tape.nodes[self.node].kept;
         self.tape.tensors[kept.clone()].get(index)?.as_ref().map(Tensor::view)
-    }
-
-    /// The values of parameters.
-    pub fn parameter(&self, span: &ParameterSpan) -> View<'_> {
-        self.parameters.span(span)
-    }
-
-    /// A source of all parameters.
-    pub fn parameters(&self) -> &dyn ParameterSource {
-        self.parameters
-    }
-
-    /// A vector of parameters, in f32, rounded to the precision.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
-    pub fn vector(&self, span: &ParameterSpan) -> Result<Vector<'_>, DeviceError> {
-        Vector::new(&self.tape.device, self.tape.precision, self.parameters.span(span))
-    }
-
-    /// Memory for a gradient or for scratch, with unspecified contents.
-    ///
-    /// # Errors
-    /// If there is none.
-    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
-        self.tape.device.empty(shape.into(), dtype, Category::Activations)
-    }
-
-    /// As [`empty`](BackwardContext::empty), of zeros.
-    ///
-    /// # Errors
-    /// If there is no memory.
-    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
-        self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
     /// Whether an input wants a gradient: data from outside has none.
@@ -431,7 +391,8 @@ impl BackwardContext<'_> {
     /// # Panics
     /// If it has not as many elements as the input.
     pub fn add_grad(&mut self, index: usize, grad: Tensor) -> Result<(), DeviceError> {
-        self.tape.add_grad(self.argument(index), grad)
+        let argument = self.argument(index);
+        self.tape.add_grad(argument, grad)
     }
 
     /// Gives an input the gradient of the only output as it is, once the operation needs it no more.
@@ -453,13 +414,8 @@ impl BackwardContext<'_> {
         self.tape.values[argument].grad = Some(sum).filter(|_| self.tape.values[argument].requires_grad);
     }
 
-    /// Multiplies every gradient of a backward pass that starts from a loss.
+    /// What a loss multiplies its gradient by: the tape's [scale](Tape::set_loss_scale) times the weight of the term.
     pub fn loss_scale(&self) -> f32 {
-        self.tape.loss_scale
-    }
-
-    /// Adds to the sum of the losses of all rows.
-    pub fn add_loss(&mut self, sum: f64) {
-        self.tape.add_loss(sum);
+        self.tape.loss_scale * self.loss_weight
     }
 }

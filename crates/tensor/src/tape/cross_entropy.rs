@@ -8,7 +8,7 @@ use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 
 /// The mean cross-entropy of the softmax of rows of logits (`[.., classes]`) and classes (u32, one a row). It has no output: it adds to
-/// the tape's [loss](super::Tape::loss_sum). For an output layer over a large vocabulary, [`LossHead`](super::LossHead)
+/// the tape's [loss](super::Tape::loss). For an output layer over a large vocabulary, [`LossHead`](super::LossHead)
 /// never holds all logits.
 #[derive(Debug)]
 pub struct CrossEntropy;
@@ -35,8 +35,8 @@ impl Operation for CrossEntropy {
         }
         let converted = in_f32(cx.device(), cx.input(0))?;
         let logits = converted.as_ref().map_or(cx.input(0), Tensor::view);
-        let sum = sum_of_losses(&statistics(cx.device(), logits, cx.input(1))?);
-        cx.add_loss(sum);
+        let statistics = statistics(cx.device(), logits, cx.input(1))?;
+        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
         Ok(())
     }
 
@@ -50,7 +50,7 @@ impl Operation for CrossEntropy {
         let saved = statistics.view();
         cx.device().cross_entropy_gradient(logits, classes, whole(shape), saved, scale, grad.view_mut());
         cx.add_grad(0, grad)?;
-        cx.add_loss(sum_of_losses(&statistics));
+        cx.add_loss(sum_of_losses(&statistics), shape.rows());
         Ok(())
     }
 }

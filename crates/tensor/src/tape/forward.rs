@@ -1,16 +1,13 @@
 //! Recording, and what forward of one operation works with.
 
 use super::value::Value;
-use super::{Argument, Arguments, Node, Op, Operation, ReadBy, Recording, Tape, Var, Vector, copy};
-use crate::device::{Device, DeviceError};
-use crate::fp8::Fp8Layer;
-use crate::parameter_table::{ParameterId, ParameterSpan};
+use super::{Argument, Arguments, Node, Op, Operation, OperationContext, ReadBy, Recording, Tape, Var, copy};
+use crate::device::DeviceError;
 use crate::parameters::ParameterSource;
-use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
-use std::ops::Range;
-use trireme_base::{Category, DType};
+use std::ops::{Deref, DerefMut, Range};
+use trireme_base::DType;
 
 /// Runs operations forward, and records them if the tape does.
 pub struct Recorder<'a> {
@@ -36,16 +33,26 @@ impl<'a> Recorder<'a> {
         Ok(outputs.next().expect("there is one"))
     }
 
-    /// Runs an operation that has no output, but adds to the loss.
+    /// Runs an operation that has no output, but adds to the loss: `weight` times the mean over its rows.
     ///
     /// # Errors
     /// If there is no memory for what it computes.
     ///
     /// # Panics
     /// If it takes another number of inputs, or has an output.
-    pub fn apply_loss(&mut self, op: impl Into<Op>, inputs: impl Arguments) -> Result<(), DeviceError> {
-        assert_eq!(self.apply_many(op, inputs)?.len(), 0, "a loss has no output");
+    pub fn apply_loss(
+        &mut self,
+        op: impl Into<Op>,
+        inputs: impl Arguments,
+        weight: f32,
+    ) -> Result<(), DeviceError> {
+        assert!(self.apply_all(op.into(), inputs, weight)?.is_empty(), "a loss has no output");
         Ok(())
+    }
+
+    /// Puts a value on the tape without a gradient. See [`Tape::constant`].
+    pub fn constant(&mut self, tensor: Tensor) -> Var {
+        self.tape.constant(tensor)
     }
 
     /// Runs an operation; its outputs, in order.
@@ -60,10 +67,15 @@ impl<'a> Recorder<'a> {
         op: O,
         inputs: A,
     ) -> Result<impl ExactSizeIterator<Item = Var> + use<O, A>, DeviceError> {
-        Ok(self.apply_all(op.into(), inputs)?.map(Var))
+        Ok(self.apply_all(op.into(), inputs, 1.0)?.map(Var))
     }
 
-    fn apply_all(&mut self, op: Op, inputs: impl Arguments) -> Result<Range<usize>, DeviceError> {
+    fn apply_all(
+        &mut self,
+        op: Op,
+        inputs: impl Arguments,
+        loss_weight: f32,
+    ) -> Result<Range<usize>, DeviceError> {
         let tape = &mut *self.tape;
         let first = tape.arguments.len();
         inputs.append_to(&mut tape.arguments);
@@ -74,6 +86,7 @@ impl<'a> Recorder<'a> {
             outputs: tape.values.len()..tape.values.len(),
             saved: tape.tensors.len()..tape.tensors.len(),
             kept: 0..0,
+            loss_weight,
             op,
         };
         ForwardContext::first(tape, self.parameters, node)
@@ -91,8 +104,7 @@ impl<'a> Recorder<'a> {
 
 /// What forward of one operation works with.
 pub struct ForwardContext<'a> {
-    tape: &'a mut Tape,
-    parameters: &'a dyn ParameterSource,
+    common: OperationContext<'a>,
     inputs: Range<usize>,
     /// Where the next output goes, and the next saved tensor: at the end of the tape's lists, or where they were before.
     next_output: usize,
@@ -100,6 +112,20 @@ pub struct ForwardContext<'a> {
     /// Of a node whose operation runs again: where its outputs and saved tensors end.
     ends: Option<[usize; 2]>,
     operation: &'a dyn Operation,
+}
+
+impl<'a> Deref for ForwardContext<'a> {
+    type Target = OperationContext<'a>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.common
+    }
+}
+
+impl DerefMut for ForwardContext<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.common
+    }
 }
 
 impl ForwardContext<'_> {
@@ -111,13 +137,12 @@ impl ForwardContext<'_> {
     ) -> Result<Range<usize>, DeviceError> {
         let operation = node.op.get();
         let mut cx = ForwardContext {
-            parameters,
+            common: OperationContext { tape: &mut *tape, parameters, loss_weight: node.loss_weight },
             inputs: node.inputs.clone(),
             next_output: node.outputs.start,
             next_saved: node.saved.start,
             ends: None,
             operation,
-            tape: &mut *tape,
         };
         operation.forward(&mut cx)?;
         (node.outputs.end, node.saved.end) = (tape.values.len(), tape.tensors.len());
@@ -160,32 +185,8 @@ impl ForwardContext<'_> {
         let (next_output, next_saved) = (node.outputs.start, node.saved.start);
         let ends = Some([node.outputs.end, node.saved.end]);
         let operation = op.get();
-        let cx = &mut ForwardContext { tape, parameters, inputs, next_output, next_saved, ends, operation };
-        operation.forward(cx)
-    }
-
-    /// The device to compute on.
-    pub fn device(&self) -> &Device {
-        &self.tape.device
-    }
-
-    /// What products and activations are in.
-    pub fn precision(&self) -> Precision {
-        self.tape.precision
-    }
-
-    /// Position of the first token of every sequence.
-    pub fn first_position(&self) -> usize {
-        self.tape.first_position
-    }
-
-    /// Whether backward will follow.
-    pub fn is_recording(&self) -> bool {
-        self.tape.recording == Recording::On
-    }
-
-    pub(crate) fn fp8_layer(&self, weight: ParameterId) -> Option<Fp8Layer<'_>> {
-        self.tape.fp8.as_deref()?.layer(weight, self.is_recording())
+        let common = OperationContext { loss_weight: node.loss_weight, tape, parameters };
+        operation.forward(&mut ForwardContext { common, inputs, next_output, next_saved, ends, operation })
     }
 
     /// Number of inputs.
@@ -233,32 +234,6 @@ impl ForwardContext<'_> {
         copy(&self.tape.device, self.value(index).tensor())
     }
 
-    /// The values of parameters.
-    pub fn parameter(&self, span: &ParameterSpan) -> View<'_> {
-        self.parameters.span(span)
-    }
-
-    /// A source of all parameters.
-    pub fn parameters(&self) -> &dyn ParameterSource {
-        self.parameters
-    }
-
-    /// A vector of parameters, in f32, rounded to the precision.
-    ///
-    /// # Errors
-    /// If there is no memory for it.
-    pub fn vector(&self, span: &ParameterSpan) -> Result<Vector<'_>, DeviceError> {
-        Vector::new(&self.tape.device, self.tape.precision, self.parameters.span(span))
-    }
-
-    /// Memory for an output or for scratch, with unspecified contents.
-    ///
-    /// # Errors
-    /// If there is none.
-    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
-        self.tape.device.empty(shape.into(), dtype, Category::Activations)
-    }
-
     /// Hands over the next output.
     pub fn output(&mut self, tensor: Tensor) {
         let index = self.next_output;
@@ -275,7 +250,8 @@ impl ForwardContext<'_> {
         let arguments = &self.tape.arguments[self.inputs.clone()];
         let requires_grad = self.operation.has_parameters()
             || arguments.iter().any(|argument| self.tape.values[argument.value].requires_grad);
-        self.tape.push(Value::output(tensor, requires_grad, self.operation.is_recomputable()));
+        let is_recomputable = self.operation.is_recomputable();
+        self.tape.push(Value::output(tensor, requires_grad, is_recomputable));
     }
 
     /// Memory for what [`save`](ForwardContext::save) will take, with unspecified contents: when the operation runs again, the same.
@@ -283,7 +259,8 @@ impl ForwardContext<'_> {
     /// # Errors
     /// If there is none.
     pub fn empty_to_save(&mut self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
-        match self.tape.tensors.get_mut(self.next_saved).and_then(Option::take) {
+        let index = self.next_saved;
+        match self.tape.tensors.get_mut(index).and_then(Option::take) {
             Some(saved) => Ok(saved),
             None => self.empty(shape, dtype),
         }
@@ -303,18 +280,9 @@ impl ForwardContext<'_> {
             None => self.tape.tensors.push(Some(tensor)),
         }
     }
-
-    /// Adds to the sum of the losses of all rows.
-    pub fn add_loss(&mut self, sum: f64) {
-        self.tape.add_loss(sum);
-    }
 }
 
 impl Tape {
-    pub(super) fn add_loss(&mut self, sum: f64) {
-        *self.loss_sum.get_or_insert(0.0) += sum;
-    }
-
     /// Gives an argument's value back if this was the last operation to read it, and backward does not.
     fn release_unread(&mut self, index: usize) {
         let Argument { value, is_last } = self.arguments[index];

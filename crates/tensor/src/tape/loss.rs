@@ -18,7 +18,7 @@ const LOGITS_BYTES_MAX: usize = 32 << 20;
 const CHUNK_COLS_MIN: usize = 2048;
 
 /// The output layer with the cross-entropy: `loss = -log softmax(x W^T)[target]`, of `x` (`[.., cols]`, in the tape's precision) and
-/// targets (u32, one a row). It has no output: it adds to the tape's [loss](super::Tape::loss_sum).
+/// targets (u32, one a row). It has no output: it adds to the tape's [loss](super::Tape::loss).
 ///
 /// A recording tape computes nothing in forward: backward makes the logits, and takes loss and gradients from them.
 ///
@@ -115,7 +115,7 @@ impl Operation for LossHead {
         let x = cx.input(0);
         let targets = cx.input(1).part(0, [x.shape().rows()].into());
         let (statistics, _) = self.statistics((cx.device(), cx.precision()), cx.parameters(), x, targets)?;
-        cx.add_loss(sum_of_losses(&statistics));
+        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
         Ok(())
     }
 
@@ -131,7 +131,7 @@ impl Operation for LossHead {
         }
         sink.grad_ready(&self.weight);
         cx.add_grad(0, dx)?;
-        cx.add_loss(sum_of_losses(&statistics));
+        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
         Ok(())
     }
 
@@ -147,7 +147,7 @@ impl Operation for LossHead {
             kept = is_one_chunk.then_some(gradient);
         }
         cx.add_grad(0, dx)?;
-        cx.add_loss(sum_of_losses(&statistics));
+        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
         cx.keep(statistics);
         if let Some(gradient) = kept {
             cx.keep(gradient);

@@ -20,7 +20,7 @@ pub trait ElementLoss: fmt::Debug + Send + Sync {
 }
 
 /// The mean of a loss over the elements of `x` and of targets of the same shape and type. It has no output: it adds to the
-/// tape's [loss](super::Tape::loss_sum), a row the mean over its elements. Targets have no gradient.
+/// tape's [loss](super::Tape::loss), a row the mean over its elements. Targets have no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct MeanLoss<L>(pub L);
 
@@ -43,7 +43,7 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         let mut sums = cx.empty([shape.rows()], DType::F32)?;
         let value = |x, target| self.0.value(x, target);
         cx.device().zip_sum_rows((cx.input(0), cx.input(1)), sums.view_mut(), L::FLOPS, value);
-        cx.add_loss(self.sum(&sums, shape.cols()));
+        cx.add_loss(self.sum(&sums, shape.cols()), shape.rows());
         Ok(())
     }
 
@@ -52,7 +52,7 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         let mut sums = cx.empty([shape.rows()], DType::F32)?;
         let value = |x, target| self.0.value(x, target);
         cx.device().zip_sum_rows((cx.input(0), cx.input(1)), sums.view_mut(), L::FLOPS, value);
-        cx.add_loss(self.sum(&sums, shape.cols()));
+        cx.add_loss(self.sum(&sums, shape.cols()), shape.rows());
         let scale = cx.loss_scale() / shape.num_elements() as f32;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
         let derivative = |x, target| scale * self.0.derivative(x, target);

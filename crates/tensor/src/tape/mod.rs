@@ -14,6 +14,7 @@ mod attention;
 mod backward;
 mod binary_cross_entropy;
 mod concat;
+mod context;
 mod cross_entropy;
 mod embedding;
 mod forward;
@@ -47,6 +48,7 @@ pub use attention::{Attention, KeyValueCache, RotaryTable};
 pub use backward::{BackwardContext, GradSink, GradTarget, write_grad};
 pub use binary_cross_entropy::BinaryCrossEntropyWithLogits;
 pub use concat::Concat;
+pub use context::OperationContext;
 pub use cross_entropy::CrossEntropy;
 pub use embedding::Embedding;
 pub use forward::{ForwardContext, Recorder};
@@ -110,7 +112,16 @@ pub struct Tape {
     tensors: Vec<Option<Tensor>>,
     /// Inputs that have the gradient of the output of the node whose backward runs.
     passing: Vec<usize>,
-    loss_sum: Option<f64>,
+    loss: Option<Loss>,
+}
+
+/// What the terms of the loss on a tape come to: their mean is `sum / num_rows`.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub struct Loss {
+    /// Sum of the losses of all rows, in nats for cross-entropies.
+    pub sum: f64,
+    /// The rows, such as tokens, of the first term.
+    pub num_rows: usize,
 }
 
 /// An operation that was recorded. Its ranges are of the tape's lists.
@@ -124,6 +135,8 @@ struct Node {
     saved: Range<usize>,
     /// Tensors, kept by the input half of backward.
     kept: Range<usize>,
+    /// Of its term of the loss, if it has one.
+    loss_weight: f32,
 }
 
 impl Tape {
@@ -141,7 +154,7 @@ impl Tape {
             arguments: Vec::new(),
             tensors: Vec::new(),
             passing: Vec::new(),
-            loss_sum: None,
+            loss: None,
         }
     }
 
@@ -172,7 +185,7 @@ impl Tape {
         self.arguments.clear();
         self.tensors.clear();
         self.passing.clear();
-        self.loss_sum = None;
+        self.loss = None;
         self.loss_scale = 1.0;
     }
 
@@ -219,14 +232,40 @@ impl Tape {
         }
     }
 
+    /// Puts a value back that was [taken](Tape::take_value).
+    ///
+    /// # Panics
+    /// If it is there.
+    pub fn put_value(&mut self, place: VarId, tensor: Tensor) {
+        let present = self.values[place.0].tensor.replace(tensor);
+        assert!(present.is_none(), "only a value that was taken is put back");
+    }
+
+    /// Whether backward gives a value a gradient.
+    pub fn requires_grad(&self, place: VarId) -> bool {
+        self.values[place.0].requires_grad
+    }
+
+    /// Takes the gradient of a value in the type of the value; zeros if backward gave it none.
+    ///
+    /// # Errors
+    /// If there is no memory for zeros or another type.
+    pub fn take_grad_or_zeros(&mut self, place: VarId) -> Result<Tensor, DeviceError> {
+        let Value { shape, dtype, .. } = self.values[place.0];
+        match self.take_grad(place) {
+            Some(grad) => cast(&self.device, grad, dtype),
+            None => self.device.zeros(shape, dtype, Category::Activations),
+        }
+    }
+
     /// Takes the gradient of a value, if backward gave it one.
     pub fn take_grad(&mut self, place: VarId) -> Option<Tensor> {
         self.values[place.0].grad.take()
     }
 
-    /// Sum of the losses of all rows: after forward without recording, after backward with it.
-    pub fn loss_sum(&self) -> Option<f64> {
-        self.loss_sum
+    /// What the terms of the loss come to, if there are any: after forward without recording, after backward with it.
+    pub fn loss(&self) -> Option<Loss> {
+        self.loss
     }
 
     /// Shows `visit` all memory that the tape holds: what backward reads. To move it elsewhere for a while.

@@ -1,6 +1,7 @@
 //! The halves of backward, one after the other and apart.
 
 use super::*;
+use crate::declaration::{Initial, Parameter};
 use crate::device::DeviceOptions;
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::parameters::Parameters;
@@ -49,26 +50,31 @@ impl Network {
         table.begin_unit("all");
         let projected = if activation == InputActivation::SwiGlu { COLS / 2 } else { COLS };
         let embedding = Embedding {
-            tokens: table.add("tokens", &[VOCABULARY, COLS]),
-            positions: Some(table.add("positions", &[ROWS, COLS])),
+            tokens: table.add(Parameter::embedding("tokens", &[VOCABULARY, COLS], Initial::ZEROS)),
+            positions: Some(table.add(Parameter::embedding("positions", &[ROWS, COLS], Initial::ZEROS))),
         };
-        let (weight, bias) = (table.add("norm.weight", &[COLS]), Some(table.add("norm.bias", &[COLS])));
+        let (weight, bias) = (
+            table.add(Parameter::vector("norm.weight", COLS, Initial::ZEROS)),
+            Some(table.add(Parameter::vector("norm.bias", COLS, Initial::ZEROS))),
+        );
         let norm = Norm { weight, bias, epsilon: 1e-5, centred: true };
         let qkv = Linear {
-            weight: table.add("qkv.weight", &[COLS, 3 * COLS]),
+            weight: table.add(Parameter::matrix("qkv.weight", &[COLS, 3 * COLS], Initial::ZEROS)),
             layout: WeightLayout::InputsFirst,
             bias: None,
             activation: InputActivation::Identity,
         };
-        let weight = table.add("hidden.weight", &[COLS, COLS]);
+        let weight = table.add(Parameter::matrix("hidden.weight", &[COLS, COLS], Initial::ZEROS));
         let hidden = Linear { weight, ..qkv };
         let projection = Linear {
-            weight: table.add("projection.weight", &[COLS, projected]),
+            weight: table.add(Parameter::matrix("projection.weight", &[COLS, projected], Initial::ZEROS)),
             layout: WeightLayout::OutputsFirst,
-            bias: Some(table.add("projection.bias", &[COLS])),
+            bias: Some(table.add(Parameter::vector("projection.bias", COLS, Initial::ZEROS))),
             activation,
         };
-        let head = LossHead { weight: table.add("head.weight", &[VOCABULARY, COLS]) };
+        let head = LossHead {
+            weight: table.add(Parameter::embedding("head.weight", &[VOCABULARY, COLS], Initial::ZEROS)),
+        };
         let num_parameters = table.parameters().len();
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
         RandomKey::new(3, "parameters").fill_normal(parameters.flat_mut(0).f32s(), 0.3);
@@ -106,7 +112,7 @@ impl Network {
         let hidden = recorder.apply(&self.hidden, [attended]).unwrap();
         let y = recorder.apply(&self.projection, (hidden, x)).unwrap();
         let last = recorder.apply(&self.norm, [y]).unwrap();
-        recorder.apply_loss(&self.head, (last, targets)).unwrap();
+        recorder.apply_loss(&self.head, (last, targets), 1.0).unwrap();
         let sum = Parameters::zeros(parameters.table(), &self.device, Category::Gradients).unwrap();
         let mut grads = Grads { sum, num_written: 0 };
         if apart {
@@ -119,7 +125,7 @@ impl Network {
         // The normalisation is used twice.
         assert_eq!(grads.num_written, self.num_parameters + 2);
         let bits = grads.sum.flat(0).f32s().iter().map(|value| value.to_bits()).collect();
-        let loss = tape.loss_sum().unwrap();
+        let loss = tape.loss().unwrap().sum;
         drop(tape);
         (bits, loss.to_bits())
     }

@@ -1,10 +1,10 @@
 //! Fused operations.
 
 use crate::{check, gelu, no_parameters, op, product};
-use trireme_tensor::ParameterTable;
 use trireme_tensor::tape::{
     Attention, Embedding, InputActivation, Linear, LossHead, MatMul, Norm, Op, WeightLayout,
 };
+use trireme_tensor::{Initial, Parameter, ParameterTable};
 use trireme_testkit::Input;
 
 #[test]
@@ -21,8 +21,8 @@ fn linear_layers() {
         table.begin_unit("unit");
         let is_inputs_first = layout == WeightLayout::InputsFirst;
         let shape = if is_inputs_first { [inputs, outputs] } else { [outputs, inputs] };
-        let weight = table.add("weight", &shape);
-        let bias = has_bias.then(|| table.add("bias", &[outputs]));
+        let weight = table.add(Parameter::matrix("weight", &shape, Initial::ZEROS));
+        let bias = has_bias.then(|| table.add(Parameter::vector("bias", outputs, Initial::ZEROS)));
         let reference = move |x: &[Vec<f64>], parameters: &[f64]| {
             let (weight, bias) = parameters.split_at(inputs * outputs);
             let activated: Vec<f64> = match activation {
@@ -82,8 +82,8 @@ fn normalisations() {
     for (rows, cols, centred) in [(3, 7, true), (2, 33, false), (1, 16, true)] {
         let mut table = ParameterTable::default();
         table.begin_unit("unit");
-        let weight = table.add("weight", &[cols]);
-        let bias = centred.then(|| table.add("bias", &[cols]));
+        let weight = table.add(Parameter::vector("weight", cols, Initial::ZEROS));
+        let bias = centred.then(|| table.add(Parameter::vector("bias", cols, Initial::ZEROS)));
         let epsilon = 1e-3;
         let reference = move |x: &[Vec<f64>], parameters: &[f64]| {
             let (weight, bias) = parameters.split_at(cols);
@@ -111,8 +111,8 @@ fn embeddings() {
     let (vocabulary, positions, cols) = (11, 6, 5);
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let tokens = table.add("tokens", &[vocabulary, cols]);
-    let positions = Some(table.add("positions", &[positions, cols]));
+    let tokens = table.add(Parameter::embedding("tokens", &[vocabulary, cols], Initial::ZEROS));
+    let positions = Some(table.add(Parameter::embedding("positions", &[positions, cols], Initial::ZEROS)));
     let ids: Vec<u32> = vec![3, 0, 3, 10, 1, 3, 0, 0];
     let reference = move |inputs: &[Vec<f64>], parameters: &[f64]| {
         let (tokens, positions) = parameters.split_at(vocabulary * cols);
@@ -170,7 +170,7 @@ fn losses_over_a_vocabulary() {
     let (rows, cols, vocabulary) = (4, 6, 9);
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let weight = table.add("weight", &[vocabulary, cols]);
+    let weight = table.add(Parameter::matrix("weight", &[vocabulary, cols], Initial::ZEROS));
     let reference = move |inputs: &[Vec<f64>], weight: &[f64]| {
         let row = |(row, &target): (usize, &f64)| -> f64 {
             let x = &inputs[0][row * cols..(row + 1) * cols];

@@ -1,8 +1,9 @@
 //! Losses.
 
-use crate::{check, no_parameters, op};
-use trireme_tensor::tape::{BinaryCrossEntropyWithLogits, CrossEntropy, MeanLoss, Op, SquaredError};
-use trireme_testkit::Input;
+use crate::{PRECISIONS, check, no_parameters, op};
+use std::sync::Arc;
+use trireme_tensor::tape::{BinaryCrossEntropyWithLogits, CrossEntropy, MeanLoss, Op, Reshape, SquaredError};
+use trireme_testkit::{GradientCheck, Input};
 
 #[test]
 fn losses_of_classes() {
@@ -31,5 +32,41 @@ fn losses_of_elements() {
         check(&op(MeanLoss(SquaredError)), &no_parameters(), &inputs, &squared);
         let entropy = |x: &[Vec<f64>], _: &[f64]| mean(x, &|x, target| x.exp().ln_1p() - x * target);
         check(&op(MeanLoss(BinaryCrossEntropyWithLogits)), &no_parameters(), &inputs, &entropy);
+    }
+}
+
+#[test]
+fn several_terms_of_a_loss_have_their_weights_and_rows() {
+    let (rows, classes) = (6, 4);
+    let reference = |x: &[Vec<f64>], _: &[f64]| -> Vec<f64> {
+        let entropy = |(row, &class): (&[f64], &f64)| {
+            row.iter().map(|x| x.exp()).sum::<f64>().ln() - row[class as usize]
+        };
+        let entropy = x[0].chunks(classes).zip(&x[1]).map(entropy).sum::<f64>() / rows as f64;
+        let square = x[0].iter().zip(&x[2]).map(|(x, target)| (x - target).powi(2)).sum::<f64>();
+        vec![entropy + 0.25 * square / (rows * classes) as f64]
+    };
+    let reshape = Arc::new(Reshape(vec![Some(2), None]));
+    let square = Arc::new(MeanLoss(SquaredError));
+    for precision in PRECISIONS {
+        GradientCheck {
+            name: format!("two terms in {precision}"),
+            run: &|recorder, inputs| {
+                let [x, targets, values] = inputs.try_into().unwrap();
+                recorder.apply_loss(&CrossEntropy, (&x, targets), 1.0)?;
+                let (x, values) = (recorder.apply(&reshape, [x])?, recorder.apply(&reshape, [values])?);
+                recorder.apply_loss(&square, (x, values), 0.25)?;
+                Ok(None)
+            },
+            table: no_parameters(),
+            precision,
+            inputs: vec![
+                Input::random(&[rows, classes], "x"),
+                Input::ids(&[rows], &[0, 3, 1, 2, 0, 1]),
+                Input::random(&[rows, classes], "values").constant(),
+            ],
+            reference: &reference,
+        }
+        .check();
     }
 }

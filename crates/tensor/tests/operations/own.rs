@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_tensor::tape::{BackwardContext, ForwardContext, Operation, ReadBy, write_grad};
-use trireme_tensor::{DeviceError, GradSink, ParameterSpan, ParameterTable, Precision};
+use trireme_tensor::{DeviceError, GradSink, Initial, Parameter, ParameterSpan, ParameterTable, Precision};
 use trireme_testkit::{GradientCheck, Input};
 
 /// `y[row, col] = sum over k of weight[k] x[row, col + k - 1]`: an operation of this crate, which `tensor` knows nothing of.
@@ -75,7 +75,7 @@ impl Operation for Convolution {
 fn an_operation_of_another_crate() {
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let weight = table.add("weight", &[3]);
+    let weight = table.add(Parameter::vector("weight", 3, Initial::ZEROS));
     let convolution = Arc::new(Convolution { weight });
     let reference = |x: &[Vec<f64>], weight: &[f64]| -> Vec<f64> {
         let row = |row: &[f64]| -> Vec<f64> {

@@ -8,8 +8,8 @@ use trireme_tensor::tape::{
     Tanh, WeightLayout,
 };
 use trireme_tensor::{
-    Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
-    Parameters, Precision, Tape, Var,
+    Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, Parameter, ParameterSpan,
+    ParameterTable, Parameters, Precision, Tape, Var,
 };
 use trireme_testkit::{GradientCheck, Input};
 
@@ -30,8 +30,9 @@ fn a_value_with_several_readers() {
     let (rows, cols) = (3, 6);
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let weights = ["first", "left", "right"].map(|name| table.add(name, &[cols, cols]));
-    let norm_weight = table.add("norm", &[cols]);
+    let weights = ["first", "left", "right"]
+        .map(|name| table.add(Parameter::matrix(name, &[cols, cols], Initial::ZEROS)));
+    let norm_weight = table.add(Parameter::vector("norm", cols, Initial::ZEROS));
     let linear = |weight, activation| {
         Arc::new(Linear { weight, layout: WeightLayout::InputsFirst, bias: None, activation })
     };
@@ -98,7 +99,7 @@ fn a_value_with_several_readers() {
 fn a_layer_whose_output_nothing_reads() {
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let weights = ["read", "unread"].map(|name| table.add(name, &[4, 4]));
+    let weights = ["read", "unread"].map(|name| table.add(Parameter::matrix(name, &[4, 4], Initial::ZEROS)));
     let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
     let [read, unread] = weights.map(|weight| Arc::new(Linear { weight, layout, bias: None, activation }));
     let reference = |x: &[Vec<f64>], parameters: &[f64]| product(&x[0], &parameters[..16], 4, 4);
@@ -125,8 +126,9 @@ fn values_and_gradients_of_two_types() {
     let (rows, cols) = (4, 6);
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let [first, second] = ["first", "second"].map(|name| table.add(name, &[cols, cols]));
-    let norm_weight = table.add("norm", &[cols]);
+    let [first, second] =
+        ["first", "second"].map(|name| table.add(Parameter::matrix(name, &[cols, cols], Initial::ZEROS)));
+    let norm_weight = table.add(Parameter::vector("norm", cols, Initial::ZEROS));
     let linear = |weight| {
         let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
         Arc::new(Linear { weight, layout, bias: None, activation })
@@ -161,7 +163,7 @@ fn values_and_gradients_of_two_types() {
                 let normed = recorder.apply(&norm, [x])?;
                 let sum = recorder.apply(&Add, (projected, normed))?;
                 let hidden = recorder.apply(&Tanh, [sum])?;
-                recorder.apply_loss(&head, (hidden, targets))?;
+                recorder.apply_loss(&head, (hidden, targets), 1.0)?;
                 Ok(None)
             },
             table: table.clone(),
@@ -227,8 +229,12 @@ fn what_is_made_again_is_as_backward_left_it() {
     let attention = Arc::new(Attention { num_heads: 1, num_kv_heads: 1, head_dim: 4, rotary });
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
-    let norm =
-        Arc::new(Norm { weight: table.add("norm", &[cols]), bias: None, epsilon: 1e-3, centred: false });
+    let norm = Arc::new(Norm {
+        weight: table.add(Parameter::vector("norm", cols, Initial::ZEROS)),
+        bias: None,
+        epsilon: 1e-3,
+        centred: false,
+    });
     let mut parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
     parameters.flat_mut(0).f32s().fill(1.0);
     let gradient = |is_made_again: bool| -> Vec<u32> {

@@ -222,9 +222,9 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, Stri
     for (index, HeaderRank { place, outline }) in ranks.into_iter().enumerate() {
         let outline = parse_outline(&outline)
             .ok_or_else(|| format!("rank {index} has an invalid outline {outline:?}"))?;
-        let sizes = outline.num_units.checked_mul(outline.num_microbatches);
+        let sizes = outline.chain.num_units.checked_mul(outline.num_microbatches);
         let has_sizes = sizes.is_some_and(|sizes| (1..=PASSES_MAX).contains(&sizes));
-        let has_ties = outline.ties.iter().all(|&(reader, owner)| reader.max(owner) < outline.num_units);
+        let is_chain = outline.chain.is_consistent();
         let first = checked.first().map_or(&outline, |(_, first)| first);
         let is_alike = Outline { rank: first.rank, ..outline.clone() } == *first;
         let is_there = data_degree > 0
@@ -232,7 +232,7 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, Stri
                 == (index, index / data_degree, index % data_degree);
         // Without stages each rank is the only one of its pipeline.
         let is_placed = is_there && (outline.rank == place.pipeline_rank);
-        if !(has_sizes && has_ties && is_alike && is_placed) {
+        if !(has_sizes && is_chain && is_alike && is_placed) {
             return Err(format!(
                 "rank {index}, with the outline \"{outline}\", does not match the other ranks"
             ));

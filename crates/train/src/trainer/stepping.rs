@@ -4,7 +4,7 @@ use super::Trainer;
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, StepRecord};
 use std::time::Instant;
-use trireme_model::Batch;
+use trireme_model::{empty_batch, set_window};
 use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_tensor::{Category, Device};
@@ -93,12 +93,11 @@ impl Trainer<'_> {
         let training = self.config.training();
         for index in 0..self.executor.program().outline.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
-            let mut batch =
-                Batch::zeros(self.executor.device(), training.local_batch_size, training.seq_len)?;
+            let mut batch = empty_batch(self.executor.device(), &self.batch_specs)?;
             for row in 0..training.local_batch_size {
                 let index = self.state.next_sample + (microbatch * training.local_batch_size + row) as u64;
                 self.train.read_window(self.sampler.window(index).start, &mut self.window)?;
-                batch.set_row(row, &self.window);
+                set_window(&mut batch, row, &self.window);
             }
             self.batches.push(batch);
         }

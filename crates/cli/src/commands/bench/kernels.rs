@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
-use trireme_model::{Architecture, ModelConfig};
+use trireme_model::ModelConfig;
 use trireme_tensor::probe::{KernelFigure, Probe, StepSizes, Traffic, Unit};
 use trireme_tensor::{AttentionShape, Device, DeviceOptions, Precision};
 
@@ -231,7 +231,7 @@ fn step_sizes(step: &Step) -> StepSizes {
         num_layers: config.num_layers,
         intermediate: config.intermediate_size,
         vocabulary: config.vocab_size,
-        is_llama: config.architecture == Architecture::Llama,
+        is_llama: config.rope.is_some(),
         attention_bias: config.attention_bias,
         mlp_bias: config.mlp_bias,
         is_tied: config.tie_word_embeddings,

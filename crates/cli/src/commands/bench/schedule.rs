@@ -8,7 +8,7 @@ use std::io::Write;
 use std::time::Instant;
 use trireme_schedule::lowering::{Sharding, recompute, shard};
 use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
-use trireme_schedule::{Keep, Program, ZeroStage, validate_pipeline};
+use trireme_schedule::{Chain, Keep, Program, ZeroStage, validate_pipeline};
 
 /// With `--units-per-stage 0`, a rank does at least this many things.
 const ACTIONS: usize = 60_000;
@@ -215,7 +215,8 @@ fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<
     let num_stages = schedule.num_stages();
     let units: Vec<_> =
         (0..num_stages).map(|stage| stage * units_per_stage..(stage + 1) * units_per_stage).collect();
-    let programs = pipeline::programs(&schedule, costs, &units, &[]);
+    let chain = Chain::of_units(num_stages * units_per_stage);
+    let programs = pipeline::programs(&schedule, costs, &units, &chain);
     let programs_ms = lap_ms();
     let keeps = keeps(num_stages * units_per_stage, args.recompute);
     let sharding = Sharding { zero_stage: ZeroStage::One, prefetch: 0, keep_after_forward: false };

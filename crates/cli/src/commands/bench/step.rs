@@ -13,10 +13,11 @@ use std::time::Instant;
 use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
-use trireme_model::{Batch, Model, ModelConfig};
+use trireme_model::{ModelConfig, Rehearsal, empty_batch, set_window, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, GradNorm, OffloadOptions, RankGrid, StepPlan, ZeroPlusPlus,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepPlan,
+    ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
@@ -240,7 +241,15 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     if args.seq > config.max_position_embeddings {
         bail!("--seq {} exceeds the model's {} positions", args.seq, config.max_position_embeddings);
     }
-    let model = Model::new(config, args.seq, device)?;
+    let build = |device: &Device| config.build(args.seq, device);
+    let (fp8, batch) = (args.fp8.map(Fp8Recipe::new), token_specs(args.batch, args.seq));
+    let alike = DeviceOptions {
+        num_threads: device.num_threads(),
+        features_max: Some(device.cpu_features()),
+        ..DeviceOptions::default()
+    };
+    let rehearsal = Rehearsal::of(build, alike, args.dtype, fp8, &batch)?;
+    let model = build(device)?;
     let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
     let ranks = RankGrid::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
@@ -250,17 +259,16 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
     let sharding =
         Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
-    let num_units = model.num_units();
-    let is_block = |unit: usize| unit > 0 && unit + 1 < num_units;
-    let keeps: Vec<Keep> =
-        (0..num_units).map(|unit| if is_block(unit) { args.keep } else { Keep::All }).collect();
-    let program = recompute(single_stage::program(num_units, 1, &model.ties()), &keeps);
+    let chain = chain(model.table(), &rehearsal);
+    let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
+    let keeps: Vec<Keep> = (0..chain.num_units).map(keep).collect();
+    let program = recompute(single_stage::program(&chain, 1), &keeps);
     let program = offload(shard(program, sharding), moves.places);
     let parts = ranks.parts(model.table(), &program.outline);
     let optimizer = Optimizer::new(&options, model.table(), &parts, optimizer_device)?;
     let options = ExecutorOptions {
         precision: args.dtype,
-        fp8: args.fp8.map(Fp8Recipe::new),
+        fp8,
         reduce_dtype: args.reduce_dtype,
         fusion_bytes: ExecutorOptions::FUSION_BYTES,
         sharding,
@@ -269,10 +277,10 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         seed: args.seed,
         loss_scaling: if args.dtype == Precision::F16 { LossScaling::DYNAMIC } else { LossScaling::Off },
         determinism: Determinism::Layout,
-        local_batch_size: args.batch,
-        seq_len: args.seq,
     };
-    let mut executor = Executor::new(model, optimizer, ranks, device, program, options, &moves)?;
+    let offload = &moves;
+    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let mut executor = Executor::new(setup)?;
     executor.initialize(args.seed)?;
     Ok(executor)
 }
@@ -298,18 +306,18 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     // Independent workers meet again when they tell what they found.
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let mut executor = build(args, group, &device)?;
-    let tokens = Tokens::open(args, executor.model().config().vocab_size)?;
+    let tokens = Tokens::open(args, read_model(&args.model)?.vocab_size)?;
     let mut window = vec![0; args.seq + 1];
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
     let (mut first, mut loss, mut skipped_steps) = (None, f64::NAN, 0);
     let mut disk_bytes = [0, 0];
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
-        let mut batch = Batch::zeros(&device, args.batch, args.seq)?;
+        let mut batch = empty_batch(&device, &token_specs(args.batch, args.seq))?;
         for row in 0..args.batch {
             let sample = (step * world_size + rank.0) * args.batch + row;
             tokens.read(sample as u64, &mut window)?;
-            batch.set_row(row, &window);
+            set_window(&mut batch, row, &window);
         }
         let disk_before = executor.disk_bytes();
         let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off };

@@ -35,7 +35,7 @@ impl StepPicture {
         };
         let mut push_all = |kinds: fn(PassKind) -> bool, drawn: &mut Timeline| {
             for (rank, (program, spans)) in programs.iter().zip(&timeline.ranks).enumerate() {
-                let mut num_updates = vec![0; outline.num_units];
+                let mut num_updates = vec![0; outline.chain.num_units];
                 for (&action, &span) in program.actions.iter().zip(spans) {
                     let pass = pass_of(action, outline, &mut num_updates);
                     if let Some(pass) = pass.filter(|pass| kinds(pass.kind)) {

@@ -107,6 +107,6 @@ pub(super) fn sample_text(config: &Config, trainer: &Trainer<'_>, weights: &Para
     let take = |piece: &str| text.push_str(piece);
     // Beside the training state, which is still there.
     let host = executor.device().host()?;
-    sample(executor.model(), weights, &host, trainer.tokenizer(), &settings, take)?;
+    sample((executor.model(), trainer.model_config()), weights, &host, trainer.tokenizer(), &settings, take)?;
     Ok(text)
 }

@@ -3,7 +3,7 @@
 use super::super::{Costs, Kind, Schedule, Sizes, StageCosts, generate, programs};
 use crate::action::{Action, Keep, Message};
 use crate::lowering::{Sharding, recompute, shard};
-use crate::program::{Program, ZeroStage};
+use crate::program::{Chain, Program, ZeroStage};
 use crate::validate::{ProgramError, validate, validate_pipeline};
 use proptest::prelude::*;
 
@@ -37,7 +37,7 @@ fn tied(
         (0..num_stages).map(|stage| (3 * stage).div_ceil(2)..(3 * stage + 3).div_ceil(2)).collect();
     let last = units[num_stages - 1].end - 1;
     let ties = if is_tied && last > 0 { vec![(last, 0)] } else { Vec::new() };
-    programs(&schedule, &costs, &units, &ties)
+    programs(&schedule, &costs, &units, &Chain { ties, ..Chain::of_units(last + 1) })
 }
 
 #[test]
@@ -59,7 +59,7 @@ proptest! {
         is_tied in any::<bool>(),
     ) {
         let programs = tied(kind, num_ranks, stages_per_rank, 2 * num_ranks + more, is_tied);
-        let num_units = programs[0].outline.num_units;
+        let num_units = programs[0].outline.chain.num_units;
         let keeps: Vec<Keep> = (0..num_units)
             .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
             .map(|keep| if num_units == 1 { Keep::All } else { keep })
@@ -177,7 +177,7 @@ fn asynchronous(
     let costs = Costs::equal(num_ranks, StageCosts::of(1, 1, 1)).unwrap();
     let schedule = generate(kind, sizes, &costs, None).unwrap();
     let units: Vec<_> = (0..num_ranks).map(|stage| stage..stage + 1).collect();
-    let programs = programs(&schedule, &costs, &units, &[]);
+    let programs = programs(&schedule, &costs, &units, &Chain::of_units(units[units.len() - 1].end));
     (schedule, programs)
 }
 

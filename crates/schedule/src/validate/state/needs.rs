@@ -177,7 +177,7 @@ impl State<'_> {
 
     fn missing_for_input_half(&self, unit: usize, microbatch: usize) -> Option<Action> {
         let above = unit + 1;
-        if above < self.outline.num_units && !self.activations(above, microbatch).are_differentiated() {
+        if above < self.outline.chain.num_units && !self.activations(above, microbatch).are_differentiated() {
             return Some(match self.holds(above) {
                 true => Action::Backward { unit: above, microbatch },
                 false => Action::Receive(Message::gradient(above, microbatch)),

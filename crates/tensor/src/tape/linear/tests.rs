@@ -1,6 +1,7 @@
 //! Linear layers in fp8 against sums in f64 over factors that are rounded here by other means.
 
 use super::*;
+use crate::declaration::{Initial, Parameter};
 use crate::device::DeviceOptions;
 use crate::fp8::{Fp8Formats, Fp8Recipe, Fp8State};
 use crate::parameter_table::ParameterTable;
@@ -95,12 +96,12 @@ impl Case {
         let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
         let mut table = ParameterTable::default();
         table.begin_unit("block");
-        let bias = Some(table.add("bias", &[OUTPUTS]));
+        let bias = Some(table.add(Parameter::vector("bias", OUTPUTS, Initial::ZEROS)));
         let shape = match layout {
             WeightLayout::InputsFirst => [INPUTS, OUTPUTS],
             WeightLayout::OutputsFirst => [OUTPUTS, INPUTS],
         };
-        let weight = table.add("weight", &shape);
+        let weight = table.add(Parameter::matrix("weight", &shape, Initial::ZEROS));
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
         let values = random(OUTPUTS + INPUTS * OUTPUTS, "parameters", 0.02);
         parameters.flat_mut(0).f32s().copy_from_slice(&values);

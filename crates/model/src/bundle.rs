@@ -1,0 +1,118 @@
+//! Named tensors, and what stands for them.
+
+use smallvec::SmallVec;
+use trireme_base::DType;
+use trireme_tensor::{Shape, Tensor};
+
+/// A few named things in a fixed order: the tensors that units pass on, those of a microbatch, or what stands for them.
+///
+/// Up to four are held without an allocation.
+#[derive(Debug, Clone)]
+pub struct Bundle<T>(SmallVec<[(&'static str, T); 4]>);
+
+/// The tensors of a microbatch, such as token ids, images or labels, with its samples along dim 0.
+pub type Batch = Bundle<Tensor>;
+
+impl<T> Bundle<T> {
+    /// Nothing.
+    pub fn new() -> Self {
+        Bundle(SmallVec::new())
+    }
+
+    /// Appends a thing.
+    ///
+    /// # Panics
+    /// If its name is taken.
+    pub fn push(&mut self, name: &'static str, thing: T) {
+        assert!(self.get(name).is_none(), "a bundle has one '{name}'");
+        self.0.push((name, thing));
+    }
+
+    /// Takes the thing of this name out.
+    pub fn take(&mut self, name: &str) -> Option<T> {
+        let place = self.0.iter().position(|(own, _)| *own == name)?;
+        Some(self.0.remove(place).1)
+    }
+
+    /// The thing of this name.
+    pub fn get(&self, name: &str) -> Option<&T> {
+        self.0.iter().find(|(own, _)| *own == name).map(|(_, thing)| thing)
+    }
+
+    /// The thing of this name, to change.
+    pub fn get_mut(&mut self, name: &str) -> Option<&mut T> {
+        self.0.iter_mut().find(|(own, _)| *own == name).map(|(_, thing)| thing)
+    }
+
+    /// All things with their names, in order.
+    pub fn iter(&self) -> impl ExactSizeIterator<Item = (&'static str, &T)> {
+        self.0.iter().map(|(name, thing)| (*name, thing))
+    }
+
+    /// All things, to change, in order.
+    pub fn things_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.0.iter_mut().map(|(_, thing)| thing)
+    }
+
+    /// Whether there is nothing.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+}
+
+impl<T> Default for Bundle<T> {
+    fn default() -> Self {
+        Bundle::new()
+    }
+}
+
+impl<T> IntoIterator for Bundle<T> {
+    type Item = (&'static str, T);
+    type IntoIter = smallvec::IntoIter<[(&'static str, T); 4]>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.into_iter()
+    }
+}
+
+impl<T> FromIterator<(&'static str, T)> for Bundle<T> {
+    fn from_iter<I: IntoIterator<Item = (&'static str, T)>>(things: I) -> Self {
+        let mut bundle = Bundle::new();
+        things.into_iter().for_each(|(name, thing)| bundle.push(name, thing));
+        bundle
+    }
+}
+
+/// What is known of a tensor before it exists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TensorSpec {
+    /// Its name in a bundle.
+    pub name: &'static str,
+    /// Its shape.
+    pub shape: Shape,
+    /// Type of its elements.
+    pub dtype: DType,
+}
+
+impl TensorSpec {
+    /// The spec of a tensor.
+    pub fn of(name: &'static str, tensor: &Tensor) -> Self {
+        TensorSpec { name, shape: tensor.shape(), dtype: tensor.dtype() }
+    }
+
+    /// The spec for `num_samples` instead of `before` samples along dim 0.
+    pub fn with_samples(self, num_samples: usize, before: usize) -> Self {
+        let rows = self.shape.dims()[0] / before * num_samples;
+        TensorSpec { shape: self.shape.with_dim(0, rows), ..self }
+    }
+
+    /// Whether the tensor has a gradient: those of whole numbers have none.
+    pub fn has_grad(&self) -> bool {
+        matches!(self.dtype, DType::F32 | DType::Bf16 | DType::F16)
+    }
+
+    /// Words of 4 bytes that its elements take in a message.
+    pub fn num_words(&self) -> usize {
+        self.shape.num_elements().saturating_mul(self.dtype.size()).div_ceil(4)
+    }
+}

@@ -1,0 +1,124 @@
+//! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
+
+use super::{normal, output_weight, token_table};
+use crate::config::{ModelConfig, Reader, shortest};
+use crate::error::ModelError;
+use crate::families::Architecture;
+use crate::model::Model;
+use crate::transformer::{Block, Head, TokenEmbedding};
+use crate::unit::Unit;
+use serde_json::{Value, json};
+use std::sync::Arc;
+use trireme_tensor::tape::{Attention, Embedding, InputActivation, Linear, LossHead, Norm, WeightLayout};
+use trireme_tensor::{Cut, Initial, Parameter, ParameterTable};
+
+pub(super) fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+    reader.require("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
+    reader.require("scale_attn_weights", &[json!(true)])?;
+    reader.require("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
+    reader.require("reorder_and_upcast_attn", &[json!(false)])?;
+    reader.require("add_cross_attention", &[json!(false)])?;
+    let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
+    Ok(ModelConfig {
+        architecture: Architecture::GPT2,
+        vocab_size: reader.size("vocab_size")?,
+        hidden_size,
+        num_layers: reader.size("n_layer")?,
+        num_heads,
+        num_kv_heads: num_heads,
+        head_dim: hidden_size / num_heads,
+        intermediate_size: reader.optional_size("n_inner")?.unwrap_or(4 * hidden_size),
+        max_position_embeddings: reader.size("n_positions")?,
+        norm_epsilon: reader.number("layer_norm_epsilon", 1e-5)? as f32,
+        tie_word_embeddings: reader.flag("tie_word_embeddings", true)?,
+        rope: None,
+        attention_bias: true,
+        mlp_bias: true,
+        initializer_range: reader.number("initializer_range", 0.02)? as f32,
+    })
+}
+
+pub(super) fn write(config: &ModelConfig) -> Value {
+    json!({
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": config.vocab_size,
+        "n_positions": config.max_position_embeddings,
+        "n_embd": config.hidden_size,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_inner": config.intermediate_size,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": shortest(config.norm_epsilon),
+        "initializer_range": shortest(config.initializer_range),
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "dtype": "float32",
+    })
+}
+
+pub(super) fn build(config: &ModelConfig, attention: &Arc<Attention>) -> Model {
+    let (hidden, inner) = (config.hidden_size, config.intermediate_size);
+    let mut table = ParameterTable::default();
+    let norm = |table: &mut ParameterTable, name: &str| {
+        Arc::new(Norm {
+            weight: table.add(Parameter::vector(format!("{name}.weight"), hidden, Initial::ONES)),
+            bias: Some(table.add(Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS))),
+            epsilon: config.norm_epsilon,
+            centred: true,
+        })
+    };
+    let normal = normal(config);
+    // What is added to the residual stream by each of so many layers (Radford et al. 2019, section 2.3).
+    let num_added = (2.0 * config.num_layers as f32).sqrt();
+    let into_residual = Initial::Normal { standard_deviation: config.initializer_range / num_added };
+    // A layer that widens is cut by its outputs, with its bias; the one after it by its inputs.
+    let widening = |table: &mut ParameterTable, name: String, outputs: usize, cut: Cut| {
+        let weight = Parameter::matrix(format!("{name}.weight"), &[hidden, outputs], normal).with_cut(cut);
+        let bias = Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS);
+        Arc::new(Linear {
+            weight: table.add(weight),
+            layout: WeightLayout::InputsFirst,
+            bias: Some(table.add(bias.with_cut(Cut { dim: 0, ..cut }))),
+            activation: InputActivation::Identity,
+        })
+    };
+    let narrowing = |table: &mut ParameterTable, name: String, inputs: usize, granule: usize, activation| {
+        let weight = Parameter::matrix(format!("{name}.weight"), &[inputs, hidden], into_residual);
+        let bias = Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS);
+        Arc::new(Linear {
+            weight: table.add(weight.with_cut(Cut::along(0).with_granule(granule))),
+            layout: WeightLayout::InputsFirst,
+            bias: Some(table.add(bias)),
+            activation,
+        })
+    };
+    table.begin_unit("embedding");
+    let tokens = table.add(token_table("transformer.wte.weight", config));
+    let positions = [config.max_position_embeddings, hidden];
+    let positions = Some(table.add(Parameter::embedding("transformer.wpe.weight", &positions, normal)));
+    let embedding = TokenEmbedding(Arc::new(Embedding { tokens, positions }));
+    let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(embedding)];
+    for layer in 0..config.num_layers {
+        let name = format!("transformer.h.{layer}");
+        table.begin_unit(&name);
+        let (head, identity) = (config.head_dim, InputActivation::Identity);
+        let qkv = Cut::along(1).with_groups(3).with_granule(head);
+        units.push(Arc::new(Block {
+            attention_norm: norm(&mut table, &format!("{name}.ln_1")),
+            qkv: widening(&mut table, format!("{name}.attn.c_attn"), 3 * hidden, qkv),
+            attention_output: narrowing(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
+            mlp_norm: norm(&mut table, &format!("{name}.ln_2")),
+            mlp_in: widening(&mut table, format!("{name}.mlp.c_fc"), inner, Cut::along(1)),
+            mlp_out: narrowing(&mut table, format!("{name}.mlp.c_proj"), inner, 1, InputActivation::Gelu),
+            attention: Arc::clone(attention),
+        }));
+    }
+    table.begin_unit("head");
+    let norm = norm(&mut table, "transformer.ln_f");
+    let weight = output_weight(config, &mut table, tokens);
+    units.push(Arc::new(Head { norm, loss: Arc::new(LossHead { weight }) }));
+    Model::new(units, table)
+}

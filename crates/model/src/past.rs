@@ -1,0 +1,56 @@
+//! What a generation has read before.
+
+use std::sync::Arc;
+use trireme_tensor::tape::{Attention, KeyValueCache, Recorder, RotaryTable};
+use trireme_tensor::{Device, DeviceError, Var};
+
+/// Keys and values of each attention at earlier positions of one sequence.
+#[derive(Debug)]
+pub(crate) struct Past {
+    device: Device,
+    capacity: usize,
+    /// In the order of use.
+    caches: Vec<KeyValueCache>,
+    next: usize,
+    /// Rotary tables of the model, each with one for all positions of the sequence.
+    tables: Vec<(Arc<RotaryTable>, Arc<RotaryTable>)>,
+}
+
+impl Past {
+    /// Of a sequence of at most `capacity` tokens.
+    pub(crate) fn new(device: &Device, capacity: usize) -> Self {
+        Past { device: device.clone(), capacity, caches: Vec::new(), next: 0, tables: Vec::new() }
+    }
+
+    /// Begins a pass over the whole model.
+    pub(crate) fn begin(&mut self) {
+        self.next = 0;
+    }
+
+    /// Attention over what was read before and `qkv`, which is remembered.
+    pub(crate) fn attention(
+        &mut self,
+        recorder: &mut Recorder<'_>,
+        attention: &Attention,
+        qkv: Var,
+    ) -> Result<Var, DeviceError> {
+        if self.next == self.caches.len() {
+            let kv_cols = attention.num_kv_heads * attention.head_dim;
+            self.caches.push(KeyValueCache::new(&self.device, 1, self.capacity, kv_cols)?);
+        }
+        let rotary = attention.rotary.as_ref().map(|table| self.whole_table(table)).transpose()?;
+        let cache = &mut self.caches[self.next];
+        self.next += 1;
+        recorder.attention_cached(&Attention { rotary, ..*attention }, qkv, cache)
+    }
+
+    /// A model's table, for all positions of the sequence.
+    fn whole_table(&mut self, table: &Arc<RotaryTable>) -> Result<Arc<RotaryTable>, DeviceError> {
+        if let Some((_, whole)) = self.tables.iter().find(|(own, _)| Arc::ptr_eq(own, table)) {
+            return Ok(Arc::clone(whole));
+        }
+        let whole = Arc::new(table.with_positions(&self.device, self.capacity)?);
+        self.tables.push((Arc::clone(table), Arc::clone(&whole)));
+        Ok(whole)
+    }
+}

@@ -1,0 +1,328 @@
+//! What passes of units read, make and take, found by letting them run on a device that only counts.
+
+use crate::bundle::{Batch, Bundle, TensorSpec};
+use crate::error::ModelError;
+use crate::model::Model;
+use crate::unit::{UnitPass, specs};
+use std::cell::Cell;
+use std::sync::Arc;
+use trireme_base::{DType, UnitPasses};
+use trireme_tensor::tape::Recording;
+use trireme_tensor::{
+    Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
+    ParameterSource, ParameterSpan, Parameters, Precision, Tape, Tensor, View,
+};
+
+/// What the passes of a model over microbatches of one shape are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rehearsal {
+    /// In forward order.
+    pub units: Vec<UnitRehearsal>,
+    /// The tensors of a microbatch.
+    pub batch: Vec<BatchTensor>,
+}
+
+/// What the passes of a unit are.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UnitRehearsal {
+    /// What they take and compute.
+    pub passes: UnitPasses,
+    /// What the unit passes on.
+    pub outputs: Vec<TensorSpec>,
+    /// Rows of the unit's loss, if it adds to the loss.
+    pub loss_rows: Option<usize>,
+    /// Whether backward, but for a weight half that runs apart, reads parameters.
+    pub backward_reads: bool,
+    /// Whether a weight half that runs apart reads parameters.
+    pub weight_half_reads: bool,
+}
+
+/// A tensor of a microbatch.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BatchTensor {
+    /// Its name, shape and type.
+    pub spec: TensorSpec,
+    /// What the device counts for it.
+    pub bytes: usize,
+    /// The units that read it, in order.
+    pub readers: Vec<usize>,
+}
+
+impl Rehearsal {
+    /// Builds a model on a device that only counts, and [rehearses](Model::rehearse) it.
+    ///
+    /// # Errors
+    /// Those of `build`, and of the rehearsal.
+    pub fn of(
+        build: impl FnOnce(&Device) -> Result<Model, ModelError>,
+        options: DeviceOptions,
+        precision: Precision,
+        fp8: Option<Fp8Recipe>,
+        batch: &[TensorSpec],
+    ) -> Result<Self, ModelError> {
+        let device = Device::counting(DeviceOptions { budget: None, ..options })?;
+        build(&device)?.rehearse(&device, precision, fp8, batch)
+    }
+
+    /// What passes of the units take.
+    pub fn passes(&self) -> Vec<UnitPasses> {
+        self.units.iter().map(|unit| unit.passes).collect()
+    }
+
+    /// Samples of a microbatch.
+    pub fn num_samples(&self) -> usize {
+        self.batch.first().map_or(1, |tensor| tensor.spec.shape.dims()[0])
+    }
+
+    /// The units that add to the loss, and how many rows each loss has.
+    pub fn losses(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        self.units.iter().enumerate().filter_map(|(unit, found)| Some((unit, found.loss_rows?)))
+    }
+
+    /// Words of 4 bytes of the message with what a unit passes on.
+    pub fn activation_words(&self, unit: usize) -> usize {
+        self.units[unit].outputs.iter().map(TensorSpec::num_words).sum()
+    }
+
+    /// Words of the message with the gradient of what a unit passes on.
+    pub fn gradient_words(&self, unit: usize) -> usize {
+        self.units[unit].outputs.iter().filter(|spec| spec.has_grad()).map(TensorSpec::num_words).sum()
+    }
+}
+
+impl Model {
+    /// Finds what the passes over microbatches of these tensors are.
+    ///
+    /// Each unit runs forward and backward once, and once more with the halves of backward apart, on the model's `device`, which must be one that [only
+    /// counts](Device::counting): so what is found is that of the operations themselves, whichever they are. Cost: some
+    /// microseconds an operation.
+    ///
+    /// # Errors
+    /// If even the addresses do not suffice, or if dim 0 of what a unit passes on is no multiple of the samples.
+    pub fn rehearse(
+        &self,
+        device: &Device,
+        precision: Precision,
+        fp8: Option<Fp8Recipe>,
+        batch: &[TensorSpec],
+    ) -> Result<Rehearsal, ModelError> {
+        let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, self.table()));
+        let fp8 = fp8.as_ref().map(Fp8State::scales);
+        let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
+        let parameters = Watched { parameters: &parameters, was_read: Cell::new(false) };
+        let stage = Stage { model: self, device, precision, fp8, parameters: &parameters };
+        let mut tensors = Batch::new();
+        let mut found = Rehearsal { units: Vec::new(), batch: Vec::new() };
+        for &spec in batch {
+            let before = stage.in_use();
+            tensors.push(spec.name, device.empty(spec.shape, spec.dtype, Category::Activations)?);
+            let bytes = stage.in_use() - before;
+            found.batch.push(BatchTensor { spec, bytes, readers: Vec::new() });
+        }
+        let mut inputs = Bundle::new();
+        for unit in 0..self.num_units() {
+            let (passes, outputs, names) = stage.unit(unit, inputs, &mut tensors)?;
+            for tensor in found.batch.iter_mut().filter(|tensor| names.contains(&tensor.spec.name)) {
+                tensor.readers.push(unit);
+            }
+            check_outputs(self, unit, &passes.outputs, found.num_samples())?;
+            found.units.push(passes);
+            inputs = outputs;
+        }
+        Ok(found)
+    }
+}
+
+/// Batches of other sizes are passed on as multiples of their samples.
+fn check_outputs(
+    model: &Model,
+    unit: usize,
+    outputs: &[TensorSpec],
+    num_samples: usize,
+) -> Result<(), ModelError> {
+    let is_multiple =
+        |spec: &&TensorSpec| spec.shape.dims().first().is_some_and(|dim| dim.is_multiple_of(num_samples));
+    match outputs.iter().find(|spec| !is_multiple(spec)) {
+        None => Ok(()),
+        Some(spec) => Err(ModelError::Output {
+            unit: model.table().units()[unit].name.clone(),
+            name: spec.name,
+            dims: spec.shape.dims().to_vec(),
+            num_samples,
+        }),
+    }
+}
+
+/// Parameters of which one knows whether they were read.
+#[derive(Debug)]
+struct Watched<'a> {
+    parameters: &'a Parameters,
+    was_read: Cell<bool>,
+}
+
+impl ParameterSource for Watched<'_> {
+    fn unit(&self, unit: usize) -> View<'_> {
+        self.was_read.set(true);
+        self.parameters.unit(unit)
+    }
+}
+
+struct Stage<'a> {
+    model: &'a Model,
+    device: &'a Device,
+    precision: Precision,
+    fp8: Option<&'a Arc<Fp8Scales>>,
+    parameters: &'a Watched<'a>,
+}
+
+impl Stage<'_> {
+    fn in_use(&self) -> usize {
+        self.device.memory().usage(Category::Activations).current
+    }
+
+    /// What `pass` returns, the most in use while it ran, and its operations.
+    fn watch<T>(&self, pass: impl FnOnce() -> Result<T, DeviceError>) -> Result<(T, usize, u64), ModelError> {
+        let operations = self.device.num_operations();
+        self.device.memory().restart_peaks();
+        self.parameters.was_read.set(false);
+        let made = pass()?;
+        let peak = self.device.memory().usage(Category::Activations).peak;
+        Ok((made, peak, self.device.num_operations() - operations))
+    }
+
+    /// What the passes of a unit are that reads `inputs`, what it passes on, and the names of what it reads of the batch.
+    fn unit(
+        &self,
+        unit: usize,
+        inputs: Bundle<Tensor>,
+        batch: &mut Batch,
+    ) -> Result<(UnitRehearsal, Bundle<Tensor>, Vec<&'static str>), ModelError> {
+        let (input_specs, input) = (specs(&inputs), self.bytes_of(&inputs)?);
+        let base = self.in_use() - input;
+        let ((mut pass, outputs), forward_peak, forward_operations) =
+            self.watch(|| self.forward(unit, inputs, batch))?;
+        let output = self.bytes_of(&outputs)?;
+        // The outputs are the next unit's from here on.
+        let base_of_backward = base + output;
+        let record = self.in_use() - base_of_backward;
+        pass.keep_products();
+        let products = self.in_use() - base_of_backward;
+        let (_, renewal_peak, renewal_operations) = self.watch(|| pass.recompute(self.parameters, batch))?;
+        let output_specs = specs(&outputs);
+        let grads = self.grads(&output_specs)?;
+        let (input_grads, backward_peak, backward_operations) = self.watch(|| {
+            let mut sink = CountingSink { device: self.device, target: None };
+            pass.backward(self.parameters, grads, batch, &mut sink)?;
+            pass.take_input_grads()
+        })?;
+        let backward_reads = self.parameters.was_read.get();
+        let input_grad = self.bytes_of(&input_grads)?;
+        drop(input_grads);
+        let loss_rows = pass.loss().map(|loss| loss.num_rows);
+        let names = pass.batch_names().collect();
+        drop(pass);
+        let base_of_halves = self.in_use();
+        let inputs = self.tensors(&input_specs)?;
+        let (halves, weight_half_reads) = self.halves(unit, inputs, batch, base_of_halves)?;
+        let passes = UnitPasses {
+            input,
+            output,
+            input_grad,
+            record,
+            products,
+            forward_peak: forward_peak - base,
+            renewal_peak: renewal_peak - base_of_backward,
+            backward_peak: backward_peak - base_of_backward,
+            forward_operations,
+            backward_operations,
+            renewal_operations,
+            ..halves
+        };
+        let found =
+            UnitRehearsal { passes, outputs: output_specs, loss_rows, backward_reads, weight_half_reads };
+        Ok((found, outputs, names))
+    }
+
+    /// What the halves of backward take where they run apart, beside `base` bytes; and whether the weight half reads parameters.
+    fn halves(
+        &self,
+        unit: usize,
+        inputs: Bundle<Tensor>,
+        batch: &mut Batch,
+        base: usize,
+    ) -> Result<(UnitPasses, bool), ModelError> {
+        let (mut pass, outputs) = self.forward(unit, inputs, batch)?;
+        let output_specs = specs(&outputs);
+        drop(outputs);
+        let grads = self.grads(&output_specs)?;
+        let (input_grads, input_half_peak, input_half_operations) = self.watch(|| {
+            pass.backward_input(self.parameters, grads, batch)?;
+            pass.take_input_grads()
+        })?;
+        drop(input_grads);
+        let halved = self.in_use() - base;
+        let (_, weight_half_peak, weight_half_operations) = self.watch(|| {
+            let mut sink = CountingSink { device: self.device, target: None };
+            pass.backward_weight(self.parameters, batch, &mut sink)
+        })?;
+        let passes = UnitPasses {
+            halved,
+            input_half_peak: input_half_peak - base,
+            weight_half_peak: weight_half_peak - base,
+            input_half_operations,
+            weight_half_operations,
+            ..UnitPasses::default()
+        };
+        Ok((passes, self.parameters.was_read.get()))
+    }
+
+    /// Forward of a unit on a tape of its own.
+    fn forward(
+        &self,
+        unit: usize,
+        inputs: Bundle<Tensor>,
+        batch: &mut Batch,
+    ) -> Result<(UnitPass, Bundle<Tensor>), DeviceError> {
+        let tape = Tape::new(self.device, Recording::On, self.precision).with_fp8(self.fp8.cloned());
+        UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
+    }
+
+    fn tensors<'a>(
+        &self,
+        specs: impl IntoIterator<Item = &'a TensorSpec>,
+    ) -> Result<Bundle<Tensor>, DeviceError> {
+        let tensor = |spec: &TensorSpec| {
+            Ok((spec.name, self.device.empty(spec.shape, spec.dtype, Category::Activations)?))
+        };
+        specs.into_iter().map(tensor).collect()
+    }
+
+    fn grads(&self, outputs: &[TensorSpec]) -> Result<Bundle<Tensor>, DeviceError> {
+        self.tensors(outputs.iter().filter(|spec| spec.has_grad()))
+    }
+
+    /// What the device counts for tensors.
+    fn bytes_of(&self, tensors: &Bundle<Tensor>) -> Result<usize, DeviceError> {
+        let before = self.in_use();
+        let _alike = self.tensors(&specs(tensors))?;
+        Ok(self.in_use() - before)
+    }
+}
+
+/// Takes gradients and forgets them.
+struct CountingSink<'a> {
+    device: &'a Device,
+    target: Option<Tensor>,
+}
+
+impl GradSink for CountingSink<'_> {
+    fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
+        let target = self.device.empty(span.shape, DType::F32, Category::Gradients)?;
+        // Nothing is to be cleared first.
+        Ok(GradTarget { view: self.target.insert(target).view_mut(), accumulate: true })
+    }
+
+    fn grad_ready(&mut self, _: &ParameterSpan) {
+        self.target = None;
+    }
+}

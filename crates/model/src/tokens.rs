@@ -1,0 +1,40 @@
+//! Batches of language models.
+
+use crate::bundle::{Batch, TensorSpec};
+use trireme_base::DType;
+use trireme_tensor::{Category, Device, DeviceError};
+
+/// Name of the ids that a language model reads: `[batch, seq_len]`, u32.
+pub const TOKENS: &str = "tokens";
+
+/// Name of the ids that it predicts, one position further: `[batch, seq_len]`, u32.
+pub const TARGETS: &str = "targets";
+
+/// What a batch of `batch` sequences of `seq_len` tokens consists of.
+pub fn token_specs(batch: usize, seq_len: usize) -> Vec<TensorSpec> {
+    let spec = |name| TensorSpec { name, shape: [batch, seq_len].into(), dtype: DType::U32 };
+    [TOKENS, TARGETS].map(spec).into()
+}
+
+/// Room for a batch of these tensors, zeroed.
+///
+/// # Errors
+/// If there is no memory for it.
+pub fn empty_batch(device: &Device, specs: &[TensorSpec]) -> Result<Batch, DeviceError> {
+    let tensor =
+        |spec: &TensorSpec| Ok((spec.name, device.zeros(spec.shape, spec.dtype, Category::Activations)?));
+    specs.iter().map(tensor).collect()
+}
+
+/// Fills row `row` of a batch of tokens from a window of `seq_len + 1` of them.
+///
+/// # Panics
+/// If the batch is none of tokens, or the window or the row does not fit.
+pub fn set_window(batch: &mut Batch, row: usize, window: &[u32]) {
+    let seq_len = window.len() - 1;
+    for (name, tokens) in [(TOKENS, &window[..seq_len]), (TARGETS, &window[1..])] {
+        let tensor = batch.get_mut(name).expect("a batch of tokens");
+        assert_eq!(tensor.shape().cols(), seq_len, "a window holds its targets");
+        tensor.view_mut().u32s()[row * seq_len..(row + 1) * seq_len].copy_from_slice(tokens);
+    }
+}

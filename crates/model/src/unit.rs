@@ -1,0 +1,307 @@
+//! Units, and one pass of a unit over one microbatch.
+
+use crate::bundle::{Batch, Bundle, TensorSpec};
+use crate::past::Past;
+use std::fmt;
+use std::sync::Arc;
+use trireme_tensor::tape::{Arguments, Attention, LossHead, Op, Recorder, VarId};
+use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
+
+/// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
+///
+/// A model is a chain of units: each reads what the one before it has passed on.
+pub trait Unit: fmt::Debug + Send + Sync {
+    /// Runs the unit: takes [inputs](Pass::input) and tensors of the [batch](Pass::batch), applies operations, and names
+    /// its [outputs](Pass::output). It does the same in every pass of a run.
+    ///
+    /// # Errors
+    /// If the device has no memory for a result.
+    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError>;
+}
+
+/// What forward of a unit works with.
+pub struct Pass<'a> {
+    recorder: Recorder<'a>,
+    inputs: Bundle<Var>,
+    outputs: Bundle<Var>,
+    batch: &'a mut Batch,
+    /// Tensors of the batch that are on the tape.
+    lent: Bundle<VarId>,
+    past: Option<&'a mut Past>,
+}
+
+impl Pass<'_> {
+    /// What the unit before this one has passed on under this name. Whatever is not taken ends here.
+    ///
+    /// # Panics
+    /// If there is no such output, or it was taken before.
+    pub fn input(&mut self, name: &'static str) -> Var {
+        self.inputs.take(name).unwrap_or_else(|| panic!("the unit before passes on no '{name}'"))
+    }
+
+    /// The batch's tensor of this name, which has no gradient. A unit takes it once.
+    ///
+    /// # Panics
+    /// If the batch has no such tensor, or it was taken before.
+    pub fn batch(&mut self, name: &'static str) -> Var {
+        self.optional_batch(name).unwrap_or_else(|| panic!("the batch has no '{name}'"))
+    }
+
+    /// As [`batch`](Pass::batch), if the batch has such a tensor: one that is read has no targets, for example.
+    pub fn optional_batch(&mut self, name: &'static str) -> Option<Var> {
+        let var = self.recorder.constant(self.batch.take(name)?);
+        self.lent.push(name, var.id());
+        Some(var)
+    }
+
+    /// Passes a value on to the next unit. Its dim 0 is that of the batch, or a multiple.
+    ///
+    /// # Panics
+    /// If the name is taken.
+    pub fn output(&mut self, name: &'static str, value: Var) {
+        self.outputs.push(name, value);
+    }
+
+    /// Runs an operation with one output. See [`Recorder::apply`].
+    ///
+    /// # Errors
+    /// If there is no memory for what it computes.
+    pub fn apply(&mut self, op: impl Into<Op>, inputs: impl Arguments) -> Result<Var, DeviceError> {
+        self.recorder.apply(op, inputs)
+    }
+
+    /// Runs an operation with several outputs. See [`Recorder::apply_many`].
+    ///
+    /// # Errors
+    /// If there is no memory for what it computes.
+    pub fn apply_many<O: Into<Op>, A: Arguments>(
+        &mut self,
+        op: O,
+        inputs: A,
+    ) -> Result<impl ExactSizeIterator<Item = Var> + use<O, A>, DeviceError> {
+        self.recorder.apply_many(op, inputs)
+    }
+
+    /// Adds a term to the loss, `weight` times the mean over its rows. See [`Recorder::apply_loss`].
+    ///
+    /// # Errors
+    /// If there is no memory for what it computes.
+    pub fn apply_loss(
+        &mut self,
+        op: impl Into<Op>,
+        inputs: impl Arguments,
+        weight: f32,
+    ) -> Result<(), DeviceError> {
+        self.recorder.apply_loss(op, inputs, weight)
+    }
+
+    /// Runs attention; over what a generation has read before as well.
+    ///
+    /// # Errors
+    /// If there is no memory for what it computes.
+    pub fn attention(&mut self, attention: &Arc<Attention>, qkv: Var) -> Result<Var, DeviceError> {
+        match &mut self.past {
+            None => self.recorder.apply(attention, [qkv]),
+            Some(past) => past.attention(&mut self.recorder, attention, qkv),
+        }
+    }
+
+    /// The logits of an output layer, for a batch without targets.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    ///
+    /// # Panics
+    /// If the pass is followed by a backward pass.
+    pub fn logits(&mut self, head: &LossHead, x: &Var) -> Result<Var, DeviceError> {
+        self.recorder.logits(head, x)
+    }
+}
+
+/// One unit's pass over one microbatch: the record of its forward, for its backward.
+#[derive(Debug)]
+pub struct UnitPass {
+    tape: Tape,
+    inputs: Bundle<VarId>,
+    outputs: Bundle<VarId>,
+    batch: Bundle<VarId>,
+}
+
+impl UnitPass {
+    /// Runs a unit forward on an empty tape; the pass, and what the unit passes on. Tensors of the batch are there again afterwards.
+    ///
+    /// # Errors
+    /// If the device has no memory for a result.
+    pub fn forward(
+        unit: &dyn Unit,
+        tape: Tape,
+        parameters: &dyn ParameterSource,
+        inputs: Bundle<Tensor>,
+        batch: &mut Batch,
+    ) -> Result<(Self, Bundle<Tensor>), DeviceError> {
+        UnitPass::forward_after(unit, tape, parameters, inputs, batch, None)
+    }
+
+    /// As [`forward`](UnitPass::forward) for what follows a past.
+    pub(crate) fn forward_after(
+        unit: &dyn Unit,
+        mut tape: Tape,
+        parameters: &dyn ParameterSource,
+        inputs: Bundle<Tensor>,
+        batch: &mut Batch,
+        past: Option<&mut Past>,
+    ) -> Result<(Self, Bundle<Tensor>), DeviceError> {
+        let inputs: Bundle<Var> =
+            inputs.into_iter().map(|(name, tensor)| (name, tape.input(tensor))).collect();
+        let input_ids = inputs.iter().map(|(name, var)| (name, var.id())).collect();
+        let recorder = tape.recorder(parameters);
+        let mut pass = Pass { recorder, inputs, outputs: Bundle::new(), batch, lent: Bundle::new(), past };
+        unit.forward(&mut pass)?;
+        let Pass { outputs, lent, .. } = pass;
+        let mut tensors = Bundle::new();
+        for (name, var) in outputs.iter() {
+            tensors.push(name, tape.take_output(var)?);
+        }
+        let outputs = outputs.iter().map(|(name, var)| (name, var.id())).collect();
+        let mut pass = UnitPass { tape, inputs: input_ids, outputs, batch: lent };
+        pass.give_back(batch);
+        Ok((pass, tensors))
+    }
+
+    /// Puts the tensors of the batch on the tape.
+    fn lend(&mut self, batch: &mut Batch) {
+        for (name, &place) in self.batch.iter() {
+            let tensor = batch.take(name).expect("a batch lives until its last reader's backward");
+            self.tape.put_value(place, tensor);
+        }
+    }
+
+    /// Takes the tensors of the batch off the tape.
+    fn give_back(&mut self, batch: &mut Batch) {
+        for (name, &place) in self.batch.iter() {
+            batch.push(name, self.tape.take_value(place));
+        }
+    }
+
+    fn seeds(&self, grads: Bundle<Tensor>) -> impl Iterator<Item = (VarId, Tensor)> + use<> {
+        let outputs = self.outputs.clone();
+        grads
+            .into_iter()
+            .map(move |(name, grad)| (*outputs.get(name).expect("gradients are those of outputs"), grad))
+    }
+
+    /// Runs backward. `grads` are those of the outputs.
+    ///
+    /// # Errors
+    /// If there is no memory for gradients.
+    pub fn backward(
+        &mut self,
+        parameters: &dyn ParameterSource,
+        grads: Bundle<Tensor>,
+        batch: &mut Batch,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        self.lend(batch);
+        self.tape.backward(parameters, self.seeds(grads), sink)?;
+        self.give_back(batch);
+        Ok(())
+    }
+
+    /// Runs the input halves of backward. See [`Tape::backward_input`].
+    ///
+    /// # Errors
+    /// If there is no memory for gradients.
+    pub fn backward_input(
+        &mut self,
+        parameters: &dyn ParameterSource,
+        grads: Bundle<Tensor>,
+        batch: &mut Batch,
+    ) -> Result<(), DeviceError> {
+        self.lend(batch);
+        self.tape.backward_input(parameters, self.seeds(grads))?;
+        self.give_back(batch);
+        Ok(())
+    }
+
+    /// Runs the weight halves of backward, after [`backward_input`](UnitPass::backward_input).
+    ///
+    /// # Errors
+    /// If there is no memory for gradients.
+    pub fn backward_weight(
+        &mut self,
+        parameters: &dyn ParameterSource,
+        batch: &mut Batch,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        self.lend(batch);
+        self.tape.backward_weight(parameters, sink)?;
+        self.give_back(batch);
+        Ok(())
+    }
+
+    /// Takes the gradients of the inputs after backward, each in the type of its input; zeros where nothing has read it.
+    ///
+    /// # Errors
+    /// If there is no memory for zeros.
+    pub fn take_input_grads(&mut self) -> Result<Bundle<Tensor>, DeviceError> {
+        let mut grads = Bundle::new();
+        for (name, &place) in self.inputs.iter() {
+            if self.tape.requires_grad(place) {
+                grads.push(name, self.tape.take_grad_or_zeros(place)?);
+            }
+        }
+        Ok(grads)
+    }
+
+    /// Takes what the unit has read off the tape, for another forward.
+    pub fn take_inputs(&mut self) -> Bundle<Tensor> {
+        self.inputs.iter().map(|(name, &place)| (name, self.tape.take_value(place))).collect()
+    }
+
+    /// Drops what is quickly computed again. See [`Tape::keep_products`].
+    pub fn keep_products(&mut self) {
+        self.tape.keep_products();
+    }
+
+    /// Computes again what [`keep_products`](UnitPass::keep_products) has dropped.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn recompute(
+        &mut self,
+        parameters: &dyn ParameterSource,
+        batch: &mut Batch,
+    ) -> Result<(), DeviceError> {
+        self.lend(batch);
+        self.tape.recompute(parameters)?;
+        self.give_back(batch);
+        Ok(())
+    }
+
+    /// Shows `visit` all memory that the pass holds. See [`Tape::for_each_memory`].
+    pub fn for_each_memory(&mut self, visit: impl FnMut(&mut Tensor)) {
+        self.tape.for_each_memory(visit);
+    }
+
+    /// The unit's terms of the loss: after forward without recording, after backward with it.
+    pub fn loss(&self) -> Option<trireme_tensor::tape::Loss> {
+        self.tape.loss()
+    }
+
+    /// The names of the batch's tensors that the unit reads.
+    pub fn batch_names(&self) -> impl Iterator<Item = &'static str> {
+        self.batch.iter().map(|(name, _)| name)
+    }
+
+    /// The tape, empty, for another pass.
+    pub fn into_tape(self) -> Tape {
+        let mut tape = self.tape;
+        tape.clear();
+        tape
+    }
+}
+
+/// The specs of a bundle's tensors.
+pub(crate) fn specs(tensors: &Bundle<Tensor>) -> Vec<TensorSpec> {
+    tensors.iter().map(|(name, tensor)| TensorSpec::of(name, tensor)).collect()
+}

@@ -1,0 +1,152 @@
+//! What a model declares of a parameter.
+
+use trireme_base::RandomKey;
+
+/// A parameter as a model declares it, once. Whoever initializes, updates, cuts or stores it reads it from here.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Parameter {
+    /// Fully qualified name, as Hugging Face checkpoints spell it.
+    pub name: String,
+    /// Sizes of its dims, as Hugging Face checkpoints store it.
+    pub dims: Vec<usize>,
+    /// Its values before training.
+    pub initial: Initial,
+    /// What it is for.
+    pub class: ParameterClass,
+    /// How tensor parallelism may cut it; `None` if each rank needs all of it.
+    pub cut: Option<Cut>,
+}
+
+impl Parameter {
+    /// A factor of a product: [`ParameterClass::Matrix`].
+    pub fn matrix(name: impl Into<String>, dims: &[usize], initial: Initial) -> Self {
+        Parameter { name: name.into(), dims: dims.into(), initial, class: ParameterClass::Matrix, cut: None }
+    }
+
+    /// A table of rows, or the weight of an output layer: [`ParameterClass::Embedding`].
+    pub fn embedding(name: impl Into<String>, dims: &[usize], initial: Initial) -> Self {
+        Parameter { class: ParameterClass::Embedding, ..Parameter::matrix(name, dims, initial) }
+    }
+
+    /// The weight of a normalisation, or a bias: [`ParameterClass::Vector`].
+    pub fn vector(name: impl Into<String>, len: usize, initial: Initial) -> Self {
+        Parameter { class: ParameterClass::Vector, ..Parameter::matrix(name, &[len], initial) }
+    }
+
+    /// The same, which tensor parallelism may cut.
+    ///
+    /// # Panics
+    /// If it has no such dim, or the dim does not consist of whole granules in each group.
+    pub fn with_cut(self, cut: Cut) -> Self {
+        let Cut { dim, num_groups, granule } = cut;
+        let whole = num_groups.saturating_mul(granule);
+        assert!(
+            self.dims.get(dim).is_some_and(|&len| whole > 0 && len.is_multiple_of(whole)),
+            "{} of {:?} cannot be cut as {cut:?}",
+            self.name,
+            self.dims
+        );
+        Parameter { cut: Some(cut), ..self }
+    }
+}
+
+/// What a parameter is for: which updates and which weight decay it gets.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ParameterClass {
+    /// A factor of a product between hidden values. It decays. Muon is for those of two dims.
+    Matrix,
+    /// A table of rows or the weight of an output layer. It decays.
+    Embedding,
+    /// The weight of a normalisation or a bias. It decays only where that is asked for.
+    Vector,
+}
+
+/// The values of a parameter before training.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Initial {
+    /// Each element has this value.
+    Constant(f32),
+    /// Normal with mean 0, from the run's seed and the parameter's name.
+    Normal {
+        /// Standard deviation.
+        standard_deviation: f32,
+    },
+}
+
+impl Initial {
+    /// Zeros.
+    pub const ZEROS: Initial = Initial::Constant(0.0);
+    /// Ones.
+    pub const ONES: Initial = Initial::Constant(1.0);
+
+    /// Writes the elements from `first` on of the parameter `name`. An element's value depends on the seed, the name and its index alone.
+    pub fn fill(self, name: &str, seed: u64, first: usize, values: &mut [f32]) {
+        match self {
+            Initial::Constant(value) => values.fill(value),
+            Initial::Normal { standard_deviation } => {
+                RandomKey::new(seed, name).fill_normal_from(first as u64, values, standard_deviation);
+            }
+        }
+    }
+}
+
+/// Where tensor parallelism may cut a parameter.
+///
+/// A rank gets an equal part of each group, in whole granules: of a fused projection to queries, keys and values there are
+/// three groups, with granules as long as a head is wide.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Cut {
+    /// The dim that is cut.
+    pub dim: usize,
+    /// Equal parts of the dim of which each rank gets its own part.
+    pub num_groups: usize,
+    /// Consecutive elements of the dim that stay together.
+    pub granule: usize,
+}
+
+impl Cut {
+    /// Along `dim`, at any element.
+    pub fn along(dim: usize) -> Self {
+        Cut { dim, num_groups: 1, granule: 1 }
+    }
+
+    /// The same in whole granules, such as heads.
+    pub fn with_granule(self, granule: usize) -> Self {
+        Cut { granule, ..self }
+    }
+
+    /// The same within each of so many equal parts.
+    pub fn with_groups(self, num_groups: usize) -> Self {
+        Cut { num_groups, ..self }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn initial_values_depend_on_seed_name_and_index() {
+        let normal = Initial::Normal { standard_deviation: 0.5 };
+        let values = |name: &str, seed: u64, first: usize, len: usize| {
+            let mut values = vec![9.0; len];
+            normal.fill(name, seed, first, &mut values);
+            values
+        };
+        let whole = values("weight", 1, 0, 40);
+        assert_eq!(values("weight", 1, 13, 27), whole[13..]);
+        assert_ne!(values("weight", 2, 0, 40), whole);
+        assert_ne!(values("other", 1, 0, 40), whole);
+        let mut ones = [0.0; 3];
+        Initial::ONES.fill("norm", 1, 0, &mut ones);
+        assert_eq!(ones, [1.0; 3]);
+    }
+
+    #[test]
+    #[should_panic(expected = "cannot be cut")]
+    fn granules_must_be_whole_in_each_group() {
+        let weight = Parameter::matrix("qkv", &[8, 36], Initial::ZEROS);
+        let weight = weight.with_cut(Cut::along(1).with_groups(3).with_granule(6));
+        _ = weight.with_cut(Cut::along(1).with_groups(3).with_granule(5));
+    }
+}

@@ -1,0 +1,90 @@
+//! What forward and backward of an operation have in common.
+
+use super::{Loss, Tape, Vector};
+use crate::device::{Device, DeviceError};
+use crate::fp8::Fp8Layer;
+use crate::parameter_table::{ParameterId, ParameterSpan};
+use crate::parameters::ParameterSource;
+use crate::precision::Precision;
+use crate::shape::Shape;
+use crate::tensor::{Tensor, View};
+use trireme_base::{Category, DType};
+
+/// What both passes of an operation work with: the device, parameters and the tape's settings. [`ForwardContext`](super::ForwardContext)
+/// and [`BackwardContext`](super::BackwardContext) dereference to it.
+pub struct OperationContext<'a> {
+    pub(super) tape: &'a mut Tape,
+    pub(super) parameters: &'a dyn ParameterSource,
+    /// Of the operation's term of the loss, if it has one.
+    pub(super) loss_weight: f32,
+}
+
+impl OperationContext<'_> {
+    /// The device to compute on.
+    pub fn device(&self) -> &Device {
+        &self.tape.device
+    }
+
+    /// What products and activations are in.
+    pub fn precision(&self) -> Precision {
+        self.tape.precision
+    }
+
+    /// Position of the first token of every sequence.
+    pub fn first_position(&self) -> usize {
+        self.tape.first_position
+    }
+
+    /// The scales of a linear layer that works in fp8; its amaxes are taken if the pass is one of training.
+    pub(crate) fn fp8_layer(&self, weight: ParameterId) -> Option<Fp8Layer<'_>> {
+        self.tape.fp8.as_deref()?.layer(weight, self.is_recording())
+    }
+
+    /// Whether the tape records, so that backward follows forward.
+    pub fn is_recording(&self) -> bool {
+        self.tape.recording == super::Recording::On
+    }
+
+    /// The values of parameters.
+    pub fn parameter(&self, span: &ParameterSpan) -> View<'_> {
+        self.parameters.span(span)
+    }
+
+    /// A source of all parameters.
+    pub fn parameters(&self) -> &dyn ParameterSource {
+        self.parameters
+    }
+
+    /// A vector of parameters, in f32, rounded to the precision.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn vector(&self, span: &ParameterSpan) -> Result<Vector<'_>, DeviceError> {
+        Vector::new(&self.tape.device, self.tape.precision, self.parameters.span(span))
+    }
+
+    /// Memory for a result or for scratch, with unspecified contents.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn empty(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+        self.tape.device.empty(shape.into(), dtype, Category::Activations)
+    }
+
+    /// As [`empty`](OperationContext::empty), of zeros.
+    ///
+    /// # Errors
+    /// If there is no memory.
+    pub fn zeros(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
+        self.tape.device.zeros(shape.into(), dtype, Category::Activations)
+    }
+
+    /// Adds a term to the loss: the mean of the losses of `num_rows` rows, of which `sum` is the sum, times the term's weight.
+    pub fn add_loss(&mut self, sum: f64, num_rows: usize) {
+        let sum = f64::from(self.loss_weight) * sum;
+        match &mut self.tape.loss {
+            Some(loss) => loss.sum += sum * (loss.num_rows as f64 / num_rows as f64),
+            loss @ None => *loss = Some(Loss { sum, num_rows }),
+        }
+    }
+}
