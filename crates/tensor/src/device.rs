@@ -7,6 +7,7 @@ mod error;
 mod optimizer;
 mod quantized;
 
+pub(crate) use attention::AttentionViews;
 pub use error::DeviceError;
 
 use crate::fp8::Fp8Format;

@@ -13,7 +13,7 @@ use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, RotaryTable};
-use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
+use trireme_tensor::{AttentionRule, Cut, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Every family.
 pub(crate) const FAMILIES: [Architecture; 2] = [Architecture::GPT2, Architecture::LLAMA];
@@ -62,6 +62,8 @@ pub(crate) fn build(config: &ModelConfig, rotary: Option<Arc<RotaryTable>>) -> M
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
+        rule: AttentionRule::causal(config.head_dim),
+        is_padded: false,
         rotary,
     };
     (config.architecture.build)(config, &Arc::new(attention))

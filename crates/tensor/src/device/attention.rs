@@ -1,8 +1,8 @@
 //! Attention and rotary positions on a device.
 
 use super::{Device, DeviceError};
-use crate::kernels::cpu::element::with_element;
-use crate::kernels::{AttentionShape, CacheSpan, Rotary};
+use crate::kernels::cpu::element::{Element, with_element};
+use crate::kernels::{AttentionInputs, AttentionRule, AttentionShape, CacheSpan, Rotary};
 use crate::tensor::{View, ViewMut};
 
 impl Device {
@@ -17,24 +17,26 @@ impl Device {
         with_element!(qkv.dtype() => |T| self.cpu.rotary::<T>(qkv.elements(), shape, rotary, inverse));
     }
 
-    /// Causal attention; `log_sums` is `batch x num_heads x seq_len`.
+    /// Attention: `y` is `[rows, output_cols]`, `log_sums` `[batch, num_heads, seq_len]`.
     ///
     /// # Errors
     /// If there is no scratch memory.
     pub(crate) fn attention(
         &self,
-        qkv: View<'_>,
-        shape: AttentionShape,
+        inputs: AttentionViews<'_>,
+        (shape, rule): (AttentionShape, AttentionRule),
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let log_sums = log_sums.f32s();
-        // Two products of queries with the keys up to their own.
-        self.count_operations(&[2, shape.rows(), shape.output_cols(), shape.seq_len.saturating_add(1)]);
-        with_element!(qkv.dtype() => |T| {
+        // Two products of queries with the keys that they see.
+        let num_pairs = rule.num_pairs(shape.seq_len, shape.num_keys);
+        self.count_operations(&[4, shape.batch, shape.output_cols(), num_pairs]);
+        with_element!(y.dtype() => |T| {
             let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, false)])?;
             let mut scratch = scratch.view_mut();
-            self.cpu.attention::<T>(qkv.elements(), shape, y.elements(), log_sums, scratch.f32s());
+            let inputs = inputs.elements::<T>();
+            self.cpu.attention::<T>(inputs, (shape, rule), y.elements(), log_sums, scratch.f32s());
         });
         Ok(())
     }
@@ -46,35 +48,59 @@ impl Device {
     pub(crate) fn attention_cached(
         &self,
         qkv: View<'_>,
-        shape: AttentionShape,
+        (shape, rule): (AttentionShape, AttentionRule),
         cache: &mut CacheSpan<'_>,
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
         let num_elements = self.cpu.attention_scratch::<f32>(shape, cache.len, false);
         let mut scratch = self.activation([num_elements])?;
-        let mut scratch = scratch.view_mut();
-        self.cpu.attention_cached(qkv.f32s(), shape, cache, y.f32s(), log_sums.f32s(), scratch.f32s());
+        let (mut scratch, of) = (scratch.view_mut(), (shape, rule));
+        self.cpu.attention_cached(qkv.f32s(), of, cache, y.f32s(), log_sums.f32s(), scratch.f32s());
         Ok(())
     }
 
-    /// Gradient of [`Device::attention`] with respect to `qkv`.
+    /// Gradient of [`Device::attention`] with respect to the queries, and to keys and values if they lie apart.
     ///
     /// # Errors
     /// If there is no scratch memory.
     pub(crate) fn attention_backward(
         &self,
-        qkv: View<'_>,
-        shape: AttentionShape,
+        inputs: AttentionViews<'_>,
+        (shape, rule): (AttentionShape, AttentionRule),
         (y, log_sums, dy): (View<'_>, View<'_>, View<'_>),
-        mut d_qkv: ViewMut<'_>,
+        (mut d_queries, mut d_keys_values): (ViewMut<'_>, Option<ViewMut<'_>>),
     ) -> Result<(), DeviceError> {
-        with_element!(qkv.dtype() => |T| {
+        // Five products: the scores once more, and the gradients of weights, values, queries and keys.
+        let num_pairs = rule.num_pairs(shape.seq_len, shape.num_keys);
+        self.count_operations(&[10, shape.batch, shape.output_cols(), num_pairs]);
+        with_element!(y.dtype() => |T| {
             let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, true)])?;
             let mut scratch = scratch.view_mut();
             let output = (y.elements(), log_sums.f32s(), dy.elements());
-            self.cpu.attention_backward::<T>(qkv.elements(), shape, output, d_qkv.elements(), scratch.f32s());
+            let grads = (d_queries.elements(), d_keys_values.as_mut().map(ViewMut::elements));
+            self.cpu.attention_backward::<T>(inputs.elements(), (shape, rule), output, grads, scratch.f32s());
         });
         Ok(())
+    }
+}
+
+/// Queries, keys and values.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionViews<'a> {
+    pub(crate) queries: View<'a>,
+    /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
+    pub(crate) keys_values: Option<View<'a>>,
+    /// Of each sequence, how many of its keys are not padding (u32); `None` if none is.
+    pub(crate) num_keys: Option<View<'a>>,
+}
+
+impl<'a> AttentionViews<'a> {
+    fn elements<T: Element>(self) -> AttentionInputs<'a, T> {
+        AttentionInputs {
+            queries: self.queries.elements(),
+            keys_values: self.keys_values.map(|view| view.elements()),
+            num_keys: self.num_keys.map(|view| view.u32s()),
+        }
     }
 }

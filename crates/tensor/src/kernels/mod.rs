@@ -4,8 +4,8 @@
 pub(crate) mod cpu;
 
 pub(crate) use cpu::SharedSlice;
-pub use cpu::attention::AttentionShape;
-pub(crate) use cpu::attention::{CacheSpan, Rotary};
+pub(crate) use cpu::attention::{AttentionInputs, CacheSpan, Rotary};
+pub use cpu::attention::{AttentionRule, AttentionShape};
 pub(crate) use cpu::blocks::Blocks;
 pub(crate) use cpu::matmul::MatmulEpilogue;
 pub use cpu::optimizer::{
@@ -16,4 +16,4 @@ pub(crate) use cpu::optimizer::{FactoredPart, StateRef, StateSlice};
 pub use cpu::peak::{Traffic, Unit};
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;
-pub(crate) use cpu::simd::sigmoid;
+pub(crate) use cpu::simd::{sigmoid, tanh};

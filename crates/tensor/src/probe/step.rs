@@ -7,9 +7,9 @@ use super::{
     KernelFigure, Limit, Peaks, Probe, ProductSizes, Ran, StepSizes, Timing, Traffic, Transposes, Unit, Work,
 };
 use crate::declaration::{Initial, Parameter};
-use crate::device::DeviceError;
+use crate::device::{AttentionViews, DeviceError};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
-use crate::kernels::{AttentionShape, MatmulEpilogue, Rotary};
+use crate::kernels::{AttentionRule, AttentionShape, MatmulEpilogue, Rotary};
 use crate::parameter_table::ParameterTable;
 use crate::precision::Precision;
 use crate::tape::LossHead;
@@ -255,7 +255,8 @@ impl Step<'_> {
     fn attention(&mut self) -> Result<(), DeviceError> {
         let (device, layers, shape) =
             (&self.probe.device, self.sizes.num_layers as f64, self.sizes.attention);
-        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim } = shape;
+        let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, .. } = shape;
+        let of = (shape, AttentionRule::causal(head_dim));
         let (rows, size) = (self.rows(), self.dtype().size());
         let mut qkv = self.activation([rows, shape.qkv_cols()])?;
         let mut d_qkv = self.activation([rows, shape.qkv_cols()])?;
@@ -273,7 +274,8 @@ impl Step<'_> {
             traffic: Traffic { read: qkv_bytes, updated: 0, written: y_bytes + sums_bytes },
         };
         self.kernel(("attention: forward", layers), &name, work, |_| {
-            device.attention(qkv.view(), shape, y.view_mut(), log_sums.view_mut())
+            let inputs = AttentionViews { queries: qkv.view(), keys_values: None, num_keys: None };
+            device.attention(inputs, of, y.view_mut(), log_sums.view_mut())
         })?;
         let work = Work {
             product_operations: num_scores * 10.0 * head_dim as f64,
@@ -282,7 +284,8 @@ impl Step<'_> {
         };
         self.kernel(("attention: backward", layers), &name, work, |_| {
             let output = (y.view(), log_sums.view(), dy.view());
-            device.attention_backward(qkv.view(), shape, output, d_qkv.view_mut())
+            let inputs = AttentionViews { queries: qkv.view(), keys_values: None, num_keys: None };
+            device.attention_backward(inputs, of, output, (d_qkv.view_mut(), None))
         })?;
         if self.sizes.is_llama {
             let angles = self.tensor([seq_len, head_dim / 2])?;

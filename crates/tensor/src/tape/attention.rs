@@ -1,8 +1,9 @@
 use super::{BackwardContext, ForwardContext, Operation, ReadBy, Recorder, Var};
-use crate::device::{Device, DeviceError};
-use crate::kernels::{AttentionShape, CacheSpan, Rotary};
+use crate::device::{AttentionViews, Device, DeviceError};
+use crate::kernels::{AttentionRule, AttentionShape, CacheSpan, Rotary};
 use crate::shape::Shape;
 use crate::tensor::Tensor;
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use trireme_base::{Category, DType};
 
@@ -79,8 +80,10 @@ impl KeyValueCache {
     }
 }
 
-/// Causal attention over rows of queries, keys and values (`[batch, seq_len, qkv_cols]`, in the tape's precision), as
-/// `[batch, seq_len, output_cols]`, likewise.
+/// Attention within sequences, as `[batch, seq_len, num_heads * head_dim]` in the tape's precision.
+///
+/// Of rows of query heads, key heads and value heads (`[batch, seq_len, qkv_cols]`); or of queries (`[batch, seq_len, num_heads *
+/// head_dim]`) and, apart, rows of key heads and value heads (`[batch, num_keys, 2 * num_kv_heads * head_dim]`).
 #[derive(Debug, Clone)]
 pub struct Attention {
     /// Query heads.
@@ -89,31 +92,56 @@ pub struct Attention {
     pub num_kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
-    /// Rotates queries and keys first, of all positions that occur.
+    /// Which keys a query sees, and how scores become weights.
+    pub rule: AttentionRule,
+    /// Whether there is one more input, `[batch]` in u32: how many keys of each sequence are not padding.
+    pub is_padded: bool,
+    /// Rotates queries and keys first, of all positions that occur. Not where they lie apart.
     pub rotary: Option<Arc<RotaryTable>>,
 }
 
 impl Attention {
-    /// The sizes for an input of this shape.
-    pub fn shape(&self, qkv: Shape) -> AttentionShape {
-        let &[batch, seq_len, _] = qkv.dims() else { panic!("{qkv:?} is not [batch, seq_len, cols]") };
+    /// The sizes for queries, or queries with keys and values, of this shape, and for keys and values that lie apart.
+    ///
+    /// # Panics
+    /// If a shape has other dims.
+    pub fn shape(&self, queries: Shape, keys_values: Option<Shape>) -> AttentionShape {
+        let &[batch, seq_len, _] = queries.dims() else {
+            panic!("{queries:?} is not [batch, seq_len, cols]")
+        };
+        let num_keys = keys_values.map_or(seq_len, |shape| shape.dims()[1]);
         let Attention { num_heads, num_kv_heads, head_dim, .. } = *self;
-        AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim }
+        AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, num_keys }
+    }
+
+    /// Whether keys and values lie apart, of an operation with so many inputs.
+    fn is_apart(&self, num_inputs: usize) -> bool {
+        num_inputs > 1 + usize::from(self.is_padded)
     }
 }
 
 impl Operation for Attention {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        if self.is_padded { 2..=3 } else { 1..=2 }
+    }
+
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let input = cx.input(0);
-        let (shape, dtype) = (self.shape(input.shape()), input.dtype());
+        let (last, is_apart) = (cx.num_inputs() - 1, self.is_apart(cx.num_inputs()));
+        let dtype = cx.input(0).dtype();
+        let shape = self.shape(cx.input(0).shape(), is_apart.then(|| cx.input(1).shape()));
         let rotated = match &self.rotary {
+            Some(_) if is_apart => panic!("queries and keys are rotated where they lie together"),
             Some(rotary) => rotate(cx, shape, rotary)?,
             None => None,
         };
         let mut y = cx.empty([shape.batch, shape.seq_len, shape.output_cols()], dtype)?;
         let mut log_sums = cx.empty_to_save([shape.batch, shape.num_heads, shape.seq_len], DType::F32)?;
-        let qkv = rotated.as_ref().map_or(cx.input(0), Tensor::view);
-        cx.device().attention(qkv, shape, y.view_mut(), log_sums.view_mut())?;
+        let inputs = AttentionViews {
+            queries: rotated.as_ref().map_or(cx.input(0), Tensor::view),
+            keys_values: is_apart.then(|| cx.input(1)),
+            num_keys: self.is_padded.then(|| cx.input(last)),
+        };
+        cx.device().attention(inputs, (shape, self.rule), y.view_mut(), log_sums.view_mut())?;
         cx.save(log_sums);
         if let Some(rotated) = rotated {
             cx.save(rotated);
@@ -123,16 +151,25 @@ impl Operation for Attention {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let qkv = cx.saved(1).unwrap_or_else(|| cx.input(0));
-        let shape = self.shape(qkv.shape());
-        let mut d_qkv = cx.empty(qkv.shape(), qkv.dtype())?;
+        let (last, is_apart) = (cx.num_inputs() - 1, self.is_apart(cx.num_inputs()));
+        let inputs = AttentionViews {
+            queries: cx.saved(1).unwrap_or_else(|| cx.input(0)),
+            keys_values: is_apart.then(|| cx.input(1)),
+            num_keys: self.is_padded.then(|| cx.input(last)),
+        };
+        let AttentionViews { queries, keys_values, .. } = inputs;
+        let shape = self.shape(queries.shape(), keys_values.map(|view| view.shape()));
+        let mut d_queries = cx.empty(queries.shape(), queries.dtype())?;
+        let mut d_keys_values = keys_values.map(|view| cx.empty(view.shape(), view.dtype())).transpose()?;
         let log_sums = cx.saved(0).expect("forward has saved them");
         let output = (cx.output(0), log_sums, cx.grad());
-        cx.device().attention_backward(qkv, shape, output, d_qkv.view_mut())?;
+        let grads = (d_queries.view_mut(), d_keys_values.as_mut().map(Tensor::view_mut));
+        cx.device().attention_backward(inputs, (shape, self.rule), output, grads)?;
         if let Some(rotary) = &self.rotary {
-            cx.device().rotary(d_qkv.view_mut(), shape, rotary.at(cx.first_position()), true);
+            cx.device().rotary(d_queries.view_mut(), shape, rotary.at(cx.first_position()), true);
         }
-        cx.add_grad(0, d_qkv)
+        cx.add_grad(0, d_queries)?;
+        d_keys_values.map_or(Ok(()), |grad| cx.add_grad(1, grad))
     }
 
     fn reads_output(&self, _: usize) -> ReadBy {
@@ -172,7 +209,7 @@ impl Recorder<'_> {
         cache: &mut KeyValueCache,
     ) -> Result<Var, DeviceError> {
         let (tape, _) = self.unrecorded();
-        let shape = attention.shape(tape.values[qkv.0].tensor().shape());
+        let shape = attention.shape(tape.values[qkv.0].tensor().shape(), None);
         let mut qkv = tape.take_value(qkv.id());
         if let Some(rotary) = &attention.rotary {
             tape.device.rotary(qkv.view_mut(), shape, rotary.at(cache.len), false);
@@ -183,7 +220,7 @@ impl Recorder<'_> {
         let (mut keys, mut values) = (cache.keys.view_mut(), cache.values.view_mut());
         let mut span = CacheSpan { keys: keys.f32s(), values: values.f32s(), capacity, len: cache.len };
         let (y_view, log_sums) = (y.view_mut(), log_sums.view_mut());
-        tape.device.attention_cached(qkv.view(), shape, &mut span, y_view, log_sums)?;
+        tape.device.attention_cached(qkv.view(), (shape, attention.rule), &mut span, y_view, log_sums)?;
         cache.len += shape.seq_len;
         Ok(tape.constant(y))
     }

@@ -1,12 +1,9 @@
 use super::Pointwise;
-use crate::kernels::sigmoid;
+use crate::kernels::tanh;
 
 /// The hyperbolic tangent.
 #[derive(Debug)]
 pub struct Tanh;
-
-/// Below, the Taylor polynomial of degree 7 is nearer to the value than the difference of two numbers near 1.
-const SMALL: f32 = 0.15;
 
 impl Pointwise for Tanh {
     const FLOPS: usize = 36;
@@ -14,10 +11,7 @@ impl Pointwise for Tanh {
 
     #[inline(always)]
     fn value(&self, x: f32) -> f32 {
-        let square = x * x;
-        let small = x + x * square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0)));
-        let large = 2.0 * sigmoid(2.0 * x) - 1.0;
-        if x.abs() < SMALL { small } else { large }
+        tanh(x)
     }
 
     #[inline(always)]

@@ -3,6 +3,7 @@
 use super::*;
 use crate::declaration::{Initial, Parameter};
 use crate::device::DeviceOptions;
+use crate::kernels::AttentionRule;
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::parameters::Parameters;
 use trireme_base::{Category, RandomKey};
@@ -78,7 +79,14 @@ impl Network {
         let num_parameters = table.parameters().len();
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
         RandomKey::new(3, "parameters").fill_normal(parameters.flat_mut(0).f32s(), 0.3);
-        let attention = Attention { num_heads: 2, num_kv_heads: 2, head_dim: COLS / 2, rotary: None };
+        let attention = Attention {
+            num_heads: 2,
+            num_kv_heads: 2,
+            head_dim: COLS / 2,
+            rule: AttentionRule::causal(COLS / 2),
+            is_padded: false,
+            rotary: None,
+        };
         Network {
             device,
             embedding: embedding.into(),

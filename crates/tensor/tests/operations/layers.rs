@@ -4,7 +4,7 @@ use crate::{check, gelu, no_parameters, op, product};
 use trireme_tensor::tape::{
     Attention, Embedding, InputActivation, Linear, LossHead, MatMul, Norm, Op, WeightLayout,
 };
-use trireme_tensor::{Initial, Parameter, ParameterTable};
+use trireme_tensor::{AttentionRule, Initial, Parameter, ParameterTable};
 use trireme_testkit::Input;
 
 #[test]
@@ -160,9 +160,54 @@ fn causal_attention() {
             y
         };
         let cols = (num_heads + 2 * num_kv_heads) * head_dim;
-        let attention = op(Attention { num_heads, num_kv_heads, head_dim, rotary: None });
+        let attention = op(Attention {
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rule: AttentionRule::causal(head_dim),
+            is_padded: false,
+            rotary: None,
+        });
         check(&attention, &no_parameters(), &[Input::random(&[batch, seq_len, cols], "qkv")], &reference);
     }
+}
+
+#[test]
+fn attention_with_keys_apart_padding_and_a_cap() {
+    let (batch, num_queries, num_keys, num_heads, num_kv_heads, head_dim) = (2, 3, 5, 4, 2, 3);
+    let rule = AttentionRule { scale: 0.4, soft_cap: Some(1.5), ..AttentionRule::full(head_dim) };
+    let reference = move |inputs: &[Vec<f64>], _: &[f64]| {
+        let cols = num_heads * head_dim;
+        let mut y = vec![0.0; batch * num_queries * cols];
+        for (index, y) in y.chunks_mut(head_dim).enumerate() {
+            let (row, head) = (index / num_heads, index % num_heads);
+            let sequence = row / num_queries;
+            let query = &inputs[0][row * cols + head * head_dim..][..head_dim];
+            let kv_cols = num_kv_heads * head_dim;
+            let part = |key: usize, first: usize| {
+                let start = (sequence * num_keys + key) * 2 * kv_cols + first;
+                &inputs[1][start + head / (num_heads / num_kv_heads) * head_dim..][..head_dim]
+            };
+            let seen = inputs[2][sequence] as usize;
+            let weight = |key: usize| -> f64 {
+                let product: f64 = query.iter().zip(part(key, 0)).map(|(q, k)| q * k).sum();
+                (1.5 * (product * 0.4 / 1.5).tanh()).exp()
+            };
+            let weights: Vec<f64> = (0..seen).map(weight).collect();
+            for (col, y) in y.iter_mut().enumerate() {
+                let sum: f64 = (0..seen).map(|key| weights[key] * part(key, kv_cols)[col]).sum();
+                *y = sum / weights.iter().sum::<f64>();
+            }
+        }
+        y
+    };
+    let attention = Attention { num_heads, num_kv_heads, head_dim, rule, is_padded: true, rotary: None };
+    let inputs = [
+        Input::random(&[batch, num_queries, num_heads * head_dim], "queries"),
+        Input::random(&[batch, num_keys, 2 * num_kv_heads * head_dim], "keys and values"),
+        Input::ids(&[batch], &[5, 2]),
+    ];
+    check(&op(attention), &no_parameters(), &inputs, &reference);
 }
 
 #[test]

@@ -8,8 +8,8 @@ use trireme_tensor::tape::{
     Tanh, WeightLayout,
 };
 use trireme_tensor::{
-    Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, Parameter, ParameterSpan,
-    ParameterTable, Parameters, Precision, Tape, Var,
+    AttentionRule, Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, Parameter,
+    ParameterSpan, ParameterTable, Parameters, Precision, Tape, Var,
 };
 use trireme_testkit::{GradientCheck, Input};
 
@@ -181,7 +181,14 @@ fn rotation_in_place_leaves_what_others_read() {
     let (seq_len, cols) = (3, 12);
     let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let rotary = Some(Arc::new(RotaryTable::new(&device, seq_len, &[1.0, 0.25]).unwrap()));
-    let attention = Arc::new(Attention { num_heads: 1, num_kv_heads: 1, head_dim: 4, rotary });
+    let attention = Arc::new(Attention {
+        num_heads: 1,
+        num_kv_heads: 1,
+        head_dim: 4,
+        rule: AttentionRule::causal(4),
+        is_padded: false,
+        rotary,
+    });
     let double = Arc::new(Scale(2.0));
     let mut bits = Vec::new();
     for order in 0..2 {
@@ -226,7 +233,14 @@ fn what_is_made_again_is_as_backward_left_it() {
     let (seq_len, cols) = (3, 12);
     let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let rotary = Some(Arc::new(RotaryTable::new(&device, seq_len, &[1.0, 0.25]).unwrap()));
-    let attention = Arc::new(Attention { num_heads: 1, num_kv_heads: 1, head_dim: 4, rotary });
+    let attention = Arc::new(Attention {
+        num_heads: 1,
+        num_kv_heads: 1,
+        head_dim: 4,
+        rule: AttentionRule::causal(4),
+        is_padded: false,
+        rotary,
+    });
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
     let norm = Arc::new(Norm {

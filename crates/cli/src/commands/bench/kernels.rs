@@ -226,6 +226,7 @@ fn step_sizes(step: &Step) -> StepSizes {
             num_heads: config.num_heads,
             num_kv_heads: config.num_kv_heads,
             head_dim: config.head_dim,
+            num_keys: *seq,
         },
         hidden: config.hidden_size,
         num_layers: config.num_layers,

@@ -1,10 +1,12 @@
 //! One head of one sequence, block by block.
 
 use super::factors::{BackwardFactors, ForwardFactors};
+use super::rule::{AttentionRule, KeyView};
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::element::Element;
 use crate::kernels::cpu::matmul::{LeftFactor, Matrix, Micro, Product, RightPanels, Tile};
-use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip};
+use crate::kernels::cpu::simd::{LANES, exp, for_each_simd_level, max_of, sum_into, sum_zip, tanh};
+use std::ops::Range;
 
 /// Queries and keys in a block of scores: 64 KiB in f32, which stays in the second-level cache.
 pub(super) const QUERY_BLOCK: usize = 64;
@@ -52,16 +54,23 @@ for_each_simd_level! {
             let seen = pair.pad_visible(index, scores);
             let block_max = max_of(seen);
             let max = if block_max > row.max { block_max } else { row.max };
-            row.factor = if pair.first_key > 0 { exp((row.max - max) * scale) } else { 0.0 };
+            // A row that has seen nothing yet has nothing to be scaled.
+            row.factor = if row.max > f32::NEG_INFINITY { exp((row.max - max) * scale) } else { 0.0 };
             row.max = max;
         }
         let scores = scores.chunks_exact(pair.num_keys);
         for (index, ((row, scores), weights)) in rows.iter_mut().zip(scores).zip(weights.chunks_exact_mut(pair.num_keys)).enumerate() {
-            let (weights, hidden) = weights.split_at_mut(pair.num_padded(index));
-            let sum = sum_into(&scores[..weights.len()], weights, |score| exp((score - row.max) * scale));
+            let padded = pair.padded(index);
+            weights[..padded.start].fill(T::zeroed());
+            weights[padded.end..].fill(T::zeroed());
+            let sum = sum_into(&scores[padded.clone()], &mut weights[padded], |score| exp((score - row.max) * scale));
             row.sum = row.sum * row.factor + sum;
-            hidden.fill(T::zeroed());
         }
+    }
+
+    /// Bends raw scores so that they stay below the cap once they are scaled.
+    fn cap_scores(scores: &mut [f32], scale: f32, cap: f32) {
+        scores.iter_mut().for_each(|score| *score = cap * tanh(*score * scale / cap));
     }
 
     /// Multiplies each row of `out` by its factor.
@@ -77,23 +86,33 @@ for_each_simd_level! {
         sum_zip(x, y, y, |x, y, _| x.to_f32() * y.to_f32())
     }
 
-    /// From raw scores of a block and the gradient of the weights, both rows of `num_keys`: `weights`, and the gradient of the
-    /// raw scores.
-    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair, scale: f32, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
+    /// From scores of a block, raw or capped, and the gradient of the weights, both rows of `num_keys`: `weights`, and the gradient
+    /// of the raw scores.
+    fn soften_backward<T: Element>(scores: &[f32], d_weights: &[f32], pair: BlockPair, rows: &[SavedRow], weights: &mut [T], d_scores: &mut [T]) {
+        let AttentionRule { scale, soft_cap, .. } = pair.keys.rule;
         let raw = scores.chunks_exact(pair.num_keys).zip(d_weights.chunks_exact(pair.num_keys));
         let out = weights.chunks_exact_mut(pair.num_keys).zip(d_scores.chunks_exact_mut(pair.num_keys));
         for (index, ((row, (scores, d_weights)), (weights, d_scores))) in rows.iter().zip(raw).zip(out).enumerate() {
             // What is computed for hidden scores is written over.
-            let padded = pair.num_padded(index);
-            let seen = scores[..padded].iter().zip(&d_weights[..padded]);
-            for ((weight, d_score), (&score, &d_weight)) in weights.iter_mut().zip(d_scores.iter_mut()).zip(seen) {
-                let value = exp(score * scale - row.log_sum);
-                *weight = T::from_f32(value);
-                *d_score = T::from_f32(value * (d_weight - row.delta) * scale);
+            let (padded, visible) = (pair.padded(index), pair.visible(index));
+            let seen = scores[padded.clone()].iter().zip(&d_weights[padded.clone()]);
+            let made = weights[padded.clone()].iter_mut().zip(&mut d_scores[padded]);
+            match soft_cap {
+                None => for ((weight, d_score), (&score, &d_weight)) in made.zip(seen) {
+                    let value = exp(score * scale - row.log_sum);
+                    *weight = T::from_f32(value);
+                    *d_score = T::from_f32(value * (d_weight - row.delta) * scale);
+                },
+                Some(cap) => for ((weight, d_score), (&score, &d_weight)) in made.zip(seen) {
+                    let (value, bent) = (exp(score - row.log_sum), score / cap);
+                    *weight = T::from_f32(value);
+                    *d_score = T::from_f32(value * (d_weight - row.delta) * (1.0 - bent * bent) * scale);
+                },
             }
-            let visible = pair.num_visible(index);
-            weights[visible..].fill(T::zeroed());
-            d_scores[visible..].fill(T::zeroed());
+            for out in [weights, d_scores] {
+                out[..visible.start].fill(T::zeroed());
+                out[visible.end..].fill(T::zeroed());
+            }
         }
     }
 }
@@ -120,10 +139,10 @@ struct SavedRow {
 /// Queries of one head and sequence.
 pub(super) struct Head<'a> {
     pub(super) queries: Matrix<'a>,
-    /// Keys before the first query.
-    pub(super) num_earlier: usize,
+    pub(super) keys: KeyView,
+    /// The first key of the factors: a multiple of [`KEY_BLOCK`].
+    pub(super) first_packed: usize,
     pub(super) head_dim: usize,
-    pub(super) scale: f32,
 }
 
 /// A block of queries against a block of keys.
@@ -133,43 +152,61 @@ struct BlockPair {
     num_queries: usize,
     first_key: usize,
     num_keys: usize,
-    /// Keys before the first query.
-    num_earlier: usize,
+    keys: KeyView,
 }
 
 impl BlockPair {
-    /// Number of keys of the pair that its query `row` sees.
-    fn num_visible(self, row: usize) -> usize {
-        (self.num_earlier + self.first_query + row + 1).saturating_sub(self.first_key).min(self.num_keys)
+    /// The keys of the pair that its query `row` sees.
+    fn visible(self, row: usize) -> Range<usize> {
+        let seen = self.keys.of_query(self.first_query + row);
+        let within = |key: usize| key.saturating_sub(self.first_key).min(self.num_keys);
+        within(seen.start)..within(seen.end)
     }
 
-    /// As many as there are in whole registers, as far as the pair has them: loops over rests are slow.
-    fn num_padded(self, row: usize) -> usize {
-        self.num_visible(row).next_multiple_of(LANES).min(self.num_keys)
+    /// The same in whole registers, as far as the pair has them: loops over rests are slow. Nothing if the query sees nothing.
+    fn padded(self, row: usize) -> Range<usize> {
+        let Range { start, end } = self.visible(row);
+        if start >= end {
+            return 0..0;
+        }
+        start / LANES * LANES..end.next_multiple_of(LANES).min(self.num_keys)
     }
 
-    /// Scores up to there, with hidden ones of negative infinity: their weight is 0.
+    /// Scores there, with hidden ones of negative infinity: their weight is 0.
     fn pad_visible(self, row: usize, scores: &mut [f32]) -> &[f32] {
-        let padded = &mut scores[..self.num_padded(row)];
-        padded[self.num_visible(row)..].fill(f32::NEG_INFINITY);
-        padded
+        let (padded, visible) = (self.padded(row), self.visible(row));
+        if padded.is_empty() {
+            return &[];
+        }
+        scores[padded.start..visible.start].fill(f32::NEG_INFINITY);
+        scores[visible.end..padded.end].fill(f32::NEG_INFINITY);
+        &scores[padded]
     }
 }
 
 impl Head<'_> {
     /// Blocks of keys that queries `first..first + num_queries` see.
     fn key_blocks(&self, first_query: usize, num_queries: usize) -> impl Iterator<Item = BlockPair> {
-        let num_visible = self.num_earlier + first_query + num_queries;
-        (0..num_visible.div_ceil(KEY_BLOCK)).map(move |block| {
+        let (keys, seen) = (self.keys, self.keys.of_queries(first_query..first_query + num_queries));
+        (seen.start / KEY_BLOCK..seen.end.div_ceil(KEY_BLOCK)).map(move |block| {
             let first_key = block * KEY_BLOCK;
-            BlockPair {
-                first_query,
-                num_queries,
-                first_key,
-                num_keys: KEY_BLOCK.min(num_visible - first_key),
-                num_earlier: self.num_earlier,
-            }
+            let num_keys = KEY_BLOCK.min(seen.end - first_key);
+            BlockPair { first_query, num_queries, first_key, num_keys, keys }
         })
+    }
+
+    /// What scores are still multiplied by after [`cap`](Head::cap).
+    fn scale(&self) -> f32 {
+        let AttentionRule { scale, soft_cap, .. } = self.keys.rule;
+        if soft_cap.is_some() { 1.0 } else { scale }
+    }
+
+    /// Caps raw scores, if the rule caps them.
+    fn cap(&self, cpu: &Cpu, scores: &mut [f32]) {
+        let AttentionRule { scale, soft_cap, .. } = self.keys.rule;
+        if let Some(cap) = soft_cap {
+            cap_scores(cpu.features, scores, scale, cap);
+        }
     }
 
     /// Output rows of one block of queries (`log_sums.len() x head_dim`), and the logarithm of each row's sum of exponentials.
@@ -185,22 +222,29 @@ impl Head<'_> {
         let num_queries = log_sums.len();
         let mut rows = [SoftRow { max: f32::NEG_INFINITY, sum: 0.0, factor: 0.0 }; QUERY_BLOCK];
         let rows = &mut rows[..num_queries];
+        let mut is_first = true;
         for pair in self.key_blocks(first_query, num_queries) {
             let len = num_queries * pair.num_keys;
             let (scores, weights) = (&mut scratch.scores[..len], &mut scratch.weights[..len]);
             self.scores(pair, factors.keys_transposed, scores);
-            soften(cpu.features, scores, pair, self.scale, rows, weights);
-            if pair.first_key > 0 {
+            self.cap(cpu, scores);
+            soften(cpu.features, scores, pair, self.scale(), rows, weights);
+            if !is_first {
                 scale_rows(cpu.features, out, rows, |row| row.factor);
             }
             let weights = LeftFactor::InMemory(block(weights, pair.num_keys));
             let size = Product { rows: num_queries, cols: self.head_dim, inner: pair.num_keys };
-            let values = factors.values.block(pair.first_key);
-            Tile::whole(out, size).multiply(weights, values, pair.first_key > 0);
+            let values = factors.values.block(pair.first_key - self.first_packed);
+            Tile::whole(out, size).multiply(weights, values, !is_first);
+            is_first = false;
         }
-        scale_rows(cpu.features, out, rows, |row| 1.0 / row.sum);
+        if is_first {
+            out.fill(0.0);
+        }
+        // The output of a query that sees nothing is 0.
+        scale_rows(cpu.features, out, rows, |row| if row.sum == 0.0 { 0.0 } else { 1.0 / row.sum });
         for (row, log_sum) in rows.iter().zip(log_sums) {
-            *log_sum = row.max * self.scale + row.sum.ln();
+            *log_sum = row.max * self.scale() + row.sum.ln();
         }
     }
 
@@ -208,7 +252,8 @@ impl Head<'_> {
     fn scores(&self, pair: BlockPair, keys_transposed: RightPanels<'_>, scores: &mut [f32]) {
         let size = Product { rows: pair.num_queries, cols: pair.num_keys, inner: self.head_dim };
         let queries = LeftFactor::InMemory(self.queries.from(pair.first_query, 0));
-        Tile::whole(scores, size).multiply(queries, keys_transposed.from(pair.first_key), false);
+        let keys = keys_transposed.from(pair.first_key - self.first_packed);
+        Tile::whole(scores, size).multiply(queries, keys, false);
     }
 
     /// Adds one block of queries' share to the gradients of keys and values, and writes its own.
@@ -235,16 +280,18 @@ impl Head<'_> {
         let queries = self.queries.from(first_query, 0);
         let queries = RightPanels::pack(micro, (num_queries, dim), queries, query_words);
         let dy_panels = RightPanels::pack(micro, (num_queries, dim), dy, dy_words);
+        let mut is_first = true;
         for pair in self.key_blocks(first_query, num_queries) {
             let BlockPair { first_key, num_keys, .. } = pair;
             let len = num_queries * num_keys;
             let (scores, d_weights) = (&mut scratch.scores[..len], &mut scratch.d_weights[..len]);
             let (weights, d_scores) = (&mut scratch.weights[..len], &mut scratch.d_scores[..len]);
             self.scores(pair, factors.keys_transposed, scores);
+            self.cap(cpu, scores);
             let size = Product { rows: num_queries, cols: num_keys, inner: dim };
             let values = factors.values_transposed.from(first_key);
             Tile::whole(d_weights, size).multiply(LeftFactor::InMemory(dy), values, false);
-            soften_backward(cpu.features, scores, d_weights, pair, self.scale, rows, weights, d_scores);
+            soften_backward(cpu.features, scores, d_weights, pair, rows, weights, d_scores);
             let (weights, d_scores) = (block(weights, num_keys), block(d_scores, num_keys));
             let to_keys = Product { rows: num_keys, cols: dim, inner: num_queries };
             let key_rows = first_key * dim..(first_key + num_keys) * dim;
@@ -256,11 +303,11 @@ impl Head<'_> {
             }
             let to_queries = Product { rows: num_queries, cols: dim, inner: num_keys };
             let (left, right) = (LeftFactor::InMemory(d_scores), factors.keys.block(first_key));
-            Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(
-                left,
-                right,
-                first_key > 0,
-            );
+            Tile::whole(&mut grads.queries[..num_queries * dim], to_queries).multiply(left, right, !is_first);
+            is_first = false;
+        }
+        if is_first {
+            grads.queries[..num_queries * dim].fill(0.0);
         }
     }
 }

@@ -1,18 +1,22 @@
-//! Causal attention in blocks, never holding all scores (Dao, Fu, Ermon, Rudra, Ré: "FlashAttention", 2022, and
+//! Attention in blocks, never holding all scores (Dao, Fu, Ermon, Rudra, Ré: "FlashAttention", 2022, and
 //! "FlashAttention-2", 2023), with rotary position embedding (Su et al., "RoFormer", 2021).
 //!
-//! A row of `qkv` holds the query heads, then the key heads, then the value heads. With fewer key-value heads
-//! than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
+//! A row of `qkv` holds the query heads, then the key heads, then the value heads; or queries lie apart from rows of key heads and
+//! value heads. With fewer key-value heads than query heads, consecutive query heads share one (Ainslie et al., "GQA", 2023).
 
 mod factors;
 mod head;
+mod rule;
+
+pub use rule::AttentionRule;
 
 use super::element::Element;
 use super::matmul::{Matrix, Micro};
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
 use factors::KeysValues;
-use head::{Head, HeadGrads, OutputRows, QUERY_BLOCK, Scratch};
+use head::{Head, HeadGrads, KEY_BLOCK, OutputRows, QUERY_BLOCK, Scratch};
+use rule::KeyView;
 
 /// Queries of a task of forward, which share packed keys and values.
 const TASK_QUERIES: usize = 4 * QUERY_BLOCK;
@@ -30,6 +34,8 @@ pub struct AttentionShape {
     pub num_kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
+    /// Keys of each sequence: as many as queries, unless queries lie apart.
+    pub num_keys: usize,
 }
 
 impl AttentionShape {
@@ -50,11 +56,12 @@ impl AttentionShape {
         self.num_kv_heads.saturating_mul(self.head_dim)
     }
 
-    /// Rows of `qkv` and of the output.
+    /// Rows of queries and of the output.
     pub fn rows(&self) -> usize {
         self.batch.saturating_mul(self.seq_len)
     }
 
+    /// First column of a key head in rows of `qkv`.
     fn key_col(&self, kv_head: usize) -> usize {
         (self.num_heads + kv_head) * self.head_dim
     }
@@ -66,9 +73,65 @@ impl AttentionShape {
     fn heads_per_kv_head(&self) -> usize {
         self.num_heads / self.num_kv_heads
     }
+}
 
-    fn scale(&self) -> f32 {
-        1.0 / (self.head_dim as f32).sqrt()
+/// Queries, keys and values.
+#[derive(Clone, Copy)]
+pub(crate) struct AttentionInputs<'a, T> {
+    pub(crate) queries: &'a [T],
+    /// Rows of key heads and value heads; `None` if they follow the query heads in the rows of `queries`.
+    pub(crate) keys_values: Option<&'a [T]>,
+    /// Of each sequence, how many of its keys are not padding; `None` if none is.
+    pub(crate) num_keys: Option<&'a [u32]>,
+}
+
+/// Where rows of heads lie.
+#[derive(Debug, Clone, Copy)]
+struct Layout {
+    query_cols: usize,
+    key_value_cols: usize,
+    /// First column of the keys' heads.
+    key_col: usize,
+}
+
+impl Layout {
+    fn new(shape: AttentionShape, is_apart: bool) -> Self {
+        let (output_cols, kv_cols) = (shape.output_cols(), shape.kv_cols());
+        match is_apart {
+            true => Layout { query_cols: output_cols, key_value_cols: 2 * kv_cols, key_col: 0 },
+            false => {
+                let cols = shape.qkv_cols();
+                Layout { query_cols: cols, key_value_cols: cols, key_col: output_cols }
+            }
+        }
+    }
+
+    /// First columns of a head's keys and values.
+    fn key_value(&self, shape: AttentionShape, kv_head: usize) -> [usize; 2] {
+        let key_col = self.key_col + kv_head * shape.head_dim;
+        [key_col, key_col + shape.kv_cols()]
+    }
+}
+
+impl<'a, T: Element> AttentionInputs<'a, T> {
+    fn layout(&self, shape: AttentionShape) -> Layout {
+        let layout = Layout::new(shape, self.keys_values.is_some());
+        let keys_values = self.keys_values.unwrap_or(self.queries);
+        assert_eq!(self.queries.len(), shape.rows() * layout.query_cols, "rows of queries");
+        assert_eq!(keys_values.len(), shape.batch * shape.num_keys * layout.key_value_cols, "rows of keys");
+        layout
+    }
+
+    fn matrices(&self, layout: Layout) -> [Matrix<'a>; 2] {
+        let queries = Matrix::row_major(T::floats(self.queries), layout.query_cols, false);
+        let keys_values = self.keys_values.unwrap_or(self.queries);
+        [queries, Matrix::row_major(T::floats(keys_values), layout.key_value_cols, false)]
+    }
+
+    /// Keys of a sequence that are not padding.
+    fn num_keys(&self, shape: AttentionShape, sequence: usize) -> usize {
+        let given = self.num_keys.map_or(shape.num_keys, |num_keys| num_keys[sequence] as usize);
+        given.min(shape.num_keys)
     }
 }
 
@@ -155,30 +218,32 @@ impl Cpu {
     /// f32 elements of scratch memory of one thread.
     fn scratch_len<T: Element>(&self, shape: AttentionShape, num_earlier: usize, backward: bool) -> usize {
         let (micro, dim) = (Micro::new(self.features, T::PRECISION), shape.head_dim);
-        let num_keys = num_earlier + shape.seq_len;
-        let num_sums = QUERY_BLOCK + if backward { 2 * shape.seq_len } else { 0 };
+        let num_keys = num_earlier + shape.num_keys;
+        let num_sums = QUERY_BLOCK + if backward { 2 * num_keys } else { 0 };
         Scratch::<T>::num_elements(micro, dim, backward)
             + KeysValues::num_words(micro, num_keys, dim, backward)
             + num_sums * dim
     }
 
-    /// Causal attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
+    /// Attention within each sequence: `y` has [`AttentionShape::output_cols`] a row, `log_sums` one value
     /// a head and row (`batch x num_heads x seq_len`).
     pub(crate) fn attention<T: Element>(
         &self,
-        qkv: &[T],
-        shape: AttentionShape,
+        inputs: AttentionInputs<'_, T>,
+        (shape, rule): (AttentionShape, AttentionRule),
         y: &mut [T],
         log_sums: &mut [f32],
         scratch: &mut [f32],
     ) {
-        let cols = shape.qkv_cols();
-        assert!(qkv.len() == shape.rows() * cols && log_sums.len() == shape.rows() * shape.num_heads);
-        let rows = Matrix::row_major(T::floats(qkv), cols, false);
-        self.attend(shape, 0, y, log_sums, scratch, &|sequence, head| {
-            let (first, kv_head) = (sequence * shape.seq_len, head / shape.heads_per_kv_head());
-            let (key_col, value_col) = (shape.key_col(kv_head), shape.value_col(kv_head));
-            [head * shape.head_dim, key_col, value_col].map(|col| rows.from(first, col))
+        let layout = inputs.layout(shape);
+        assert_eq!(log_sums.len(), shape.rows() * shape.num_heads);
+        let [queries, keys_values] = inputs.matrices(layout);
+        let view = |sequence| KeyView { rule, num_earlier: 0, num_keys: inputs.num_keys(shape, sequence) };
+        self.attend((shape, 0), &view, y, log_sums, scratch, &|sequence, head| {
+            let first_key = sequence * shape.num_keys;
+            let key_value = layout.key_value(shape, head / shape.heads_per_kv_head());
+            let [keys, values] = key_value.map(|col| keys_values.from(first_key, col));
+            [queries.from(sequence * shape.seq_len, head * shape.head_dim), keys, values]
         });
     }
 
@@ -187,7 +252,7 @@ impl Cpu {
     pub(crate) fn attention_cached(
         &self,
         qkv: &[f32],
-        shape: AttentionShape,
+        (shape, rule): (AttentionShape, AttentionRule),
         cache: &mut CacheSpan<'_>,
         y: &mut [f32],
         log_sums: &mut [f32],
@@ -204,18 +269,20 @@ impl Cpu {
         let queries = Matrix::row_major(f32::floats(qkv), cols, false);
         let keys = Matrix::row_major(f32::floats(cache.keys), kv_cols, false);
         let values = Matrix::row_major(f32::floats(cache.values), kv_cols, false);
-        self.attend(shape, cache.len, y, log_sums, scratch, &|sequence, head| {
+        let num_earlier = cache.len;
+        let view = |_| KeyView { rule, num_earlier, num_keys: num_earlier + shape.seq_len };
+        self.attend((shape, num_earlier), &view, y, log_sums, scratch, &|sequence, head| {
             let kv_col = head / shape.heads_per_kv_head() * shape.head_dim;
             let queries = queries.from(sequence * shape.seq_len, head * shape.head_dim);
             [queries, keys.from(sequence * capacity, kv_col), values.from(sequence * capacity, kv_col)]
         });
     }
 
-    /// `parts_of(sequence, head)` gives rows of queries, keys and values.
+    /// `view_of(sequence)` says which keys queries see, `parts_of(sequence, head)` gives rows of queries, keys and values.
     fn attend<'a, T: Element>(
         &self,
-        shape: AttentionShape,
-        num_earlier: usize,
+        (shape, num_earlier): (AttentionShape, usize),
+        view_of: &(dyn Fn(usize) -> KeyView + Sync),
         y: &mut [T],
         log_sums: &mut [f32],
         scratch: &mut [f32],
@@ -236,9 +303,14 @@ impl Cpu {
             let (blocks, scratch) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, head_dim, false));
             let (sums, words) = scratch.split_at_mut(QUERY_BLOCK * head_dim);
             let [queries, keys, values] = parts_of(sequence, head);
-            let keys_values = KeysValues { keys, values, num_keys: num_earlier + end, head_dim };
+            let view = view_of(sequence);
+            let seen = view.of_queries(first..end);
+            let first_packed = seen.start / KEY_BLOCK * KEY_BLOCK;
+            let (keys, values) = (keys.from(first_packed, 0), values.from(first_packed, 0));
+            let num_keys = seen.end.max(first_packed) - first_packed;
+            let keys_values = KeysValues { keys, values, num_keys, head_dim };
             let factors = keys_values.forward_factors(micro, bytemuck::cast_slice_mut(words));
-            let parts = Head { queries, num_earlier, head_dim, scale: shape.scale() };
+            let parts = Head { queries, keys: view, first_packed, head_dim };
             let mut blocks = Scratch::<T>::new(blocks);
             for first in (first..end).step_by(QUERY_BLOCK) {
                 let num_queries = QUERY_BLOCK.min(end - first);
@@ -271,45 +343,49 @@ impl Cpu {
         }
     }
 
-    /// Gradient of [`Cpu::attention`] with respect to `qkv`.
+    /// Gradient of [`Cpu::attention`] with respect to the queries, and to keys and values if these lie apart; else `d_keys_values` is
+    /// `None`, and the gradient of all goes to `d_queries`.
     pub(crate) fn attention_backward<T: Element>(
         &self,
-        qkv: &[T],
-        shape: AttentionShape,
+        inputs: AttentionInputs<'_, T>,
+        (shape, rule): (AttentionShape, AttentionRule),
         (y, log_sums, dy): (&[T], &[f32], &[T]),
-        d_qkv: &mut [T],
+        (d_queries, d_keys_values): (&mut [T], Option<&mut [T]>),
         scratch: &mut [f32],
     ) {
-        let (cols, out_cols, seq_len, dim) =
-            (shape.qkv_cols(), shape.output_cols(), shape.seq_len, shape.head_dim);
-        assert!(qkv.len() == d_qkv.len() && y.len() == dy.len() && y.len() == shape.rows() * out_cols);
-        let rows = Matrix::row_major(T::floats(qkv), cols, false);
-        let (d_qkv, scratch) = (SharedSlice::new(d_qkv), SharedSlice::new(scratch));
+        let (out_cols, seq_len, num_keys, dim) =
+            (shape.output_cols(), shape.seq_len, shape.num_keys, shape.head_dim);
+        let layout = inputs.layout(shape);
+        assert!(inputs.queries.len() == d_queries.len() && y.len() == dy.len());
+        assert_eq!(inputs.keys_values.map(<[T]>::len), d_keys_values.as_ref().map(|grad| grad.len()));
+        assert_eq!(y.len(), shape.rows() * out_cols);
+        let [query_rows, key_value_rows] = inputs.matrices(layout);
+        let (d_queries, d_keys_values) = (SharedSlice::new(d_queries), d_keys_values.map(SharedSlice::new));
+        let d_keys_values = d_keys_values.as_ref().unwrap_or(&d_queries);
+        let scratch = SharedSlice::new(scratch);
         let scratch_len = self.scratch_len::<T>(shape, 0, true);
         let micro = Micro::new(self.features, T::PRECISION);
         self.threads.run_on_threads(shape.batch * shape.num_kv_heads, &|thread, task| {
             let (sequence, kv_head) = (task / shape.num_kv_heads, task % shape.num_kv_heads);
-            let first = sequence * seq_len;
+            let (first, first_key) = (sequence * seq_len, sequence * num_keys);
             // SAFETY: each thread has its own part.
             let sums = unsafe { scratch.range(thread * scratch_len, scratch_len) };
-            let (sums, scratch) = sums.split_at_mut((QUERY_BLOCK + 2 * seq_len) * dim);
+            let (sums, scratch) = sums.split_at_mut((QUERY_BLOCK + 2 * num_keys) * dim);
             let (blocks, words) = scratch.split_at_mut(Scratch::<T>::num_elements(micro, dim, true));
             let mut blocks = Scratch::new(blocks);
-            let keys_values = KeysValues {
-                keys: rows.from(first, shape.key_col(kv_head)),
-                values: rows.from(first, shape.value_col(kv_head)),
-                num_keys: seq_len,
-                head_dim: dim,
-            };
+            let key_value = layout.key_value(shape, kv_head);
+            let [keys, values] = key_value.map(|col| key_value_rows.from(first_key, col));
+            let keys_values = KeysValues { keys, values, num_keys, head_dim: dim };
             let factors = keys_values.backward_factors(micro, bytemuck::cast_slice_mut(words));
             let (queries, keys_values) = sums.split_at_mut(QUERY_BLOCK * dim);
             keys_values.fill(0.0);
-            let (keys, values) = keys_values.split_at_mut(seq_len * dim);
+            let (keys, values) = keys_values.split_at_mut(num_keys * dim);
             let mut grads = HeadGrads { queries, keys, values };
             let per_kv_head = shape.heads_per_kv_head();
+            let view = KeyView { rule, num_earlier: 0, num_keys: inputs.num_keys(shape, sequence) };
             for head in kv_head * per_kv_head..(kv_head + 1) * per_kv_head {
-                let queries = rows.from(first, head * dim);
-                let parts = Head { queries, num_earlier: 0, head_dim: dim, scale: shape.scale() };
+                let queries = query_rows.from(first, head * dim);
+                let parts = Head { queries, keys: view, first_packed: 0, head_dim: dim };
                 for query in (0..seq_len).step_by(QUERY_BLOCK) {
                     let num_queries = QUERY_BLOCK.min(seq_len - query);
                     let saved = (sequence * shape.num_heads + head) * seq_len + query;
@@ -321,15 +397,15 @@ impl Cpu {
                         log_sums: &log_sums[saved..saved + num_queries],
                     };
                     parts.backward(self, query, factors, &mut blocks, output, &mut grads);
-                    let place = ((first + query) * cols + head * dim, cols);
+                    let place = ((first + query) * layout.query_cols + head * dim, layout.query_cols);
                     // SAFETY: this task alone has the query heads of its key-value head in this sequence.
-                    unsafe { self.put_rows(&grads.queries[..num_queries * dim], &d_qkv, place, dim) };
+                    unsafe { self.put_rows(&grads.queries[..num_queries * dim], &d_queries, place, dim) };
                 }
             }
-            // SAFETY: this task alone has the columns of this key-value head in this sequence.
-            unsafe {
-                self.put_rows(grads.keys, &d_qkv, (first * cols + shape.key_col(kv_head), cols), dim);
-                self.put_rows(grads.values, &d_qkv, (first * cols + shape.value_col(kv_head), cols), dim);
+            let cols = layout.key_value_cols;
+            for (sums, col) in [&*grads.keys, &*grads.values].into_iter().zip(key_value) {
+                // SAFETY: this task alone has the columns of this key-value head in this sequence.
+                unsafe { self.put_rows(sums, d_keys_values, (first_key * cols + col, cols), dim) };
             }
         });
     }

@@ -8,7 +8,7 @@ use crate::kernels::cpu::test_support::{
     widen,
 };
 use proptest::prelude::*;
-use reference::Reference;
+use reference::{Facts, Reference};
 use trireme_base::{Bf16, F16};
 
 const fn shape(
@@ -18,7 +18,7 @@ const fn shape(
     num_kv_heads: usize,
     head_dim: usize,
 ) -> AttentionShape {
-    AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim }
+    AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, num_keys: seq_len }
 }
 
 /// From the smallest on: around a block of queries, more than a block of keys, heads of odd and of common sizes, grouped.
@@ -37,6 +37,8 @@ const SHAPES: [AttentionShape; 9] = [
 /// What a layer is given, and what comes back to it.
 struct Inputs<T> {
     shape: AttentionShape,
+    rule: AttentionRule,
+    num_keys: Option<Vec<u32>>,
     qkv: Vec<T>,
     dy: Vec<T>,
 }
@@ -45,20 +47,54 @@ impl<T: Element> Inputs<T> {
     fn new(shape: AttentionShape) -> Self {
         let qkv = narrow(&random(shape.rows() * shape.qkv_cols(), "qkv"));
         let dy = narrow(&random(shape.rows() * shape.output_cols(), "dy"));
-        Inputs { shape, qkv, dy }
+        Inputs { shape, rule: AttentionRule::causal(shape.head_dim), num_keys: None, qkv, dy }
+    }
+
+    fn exact(&self) -> Reference {
+        Reference::new(&exactly(&self.qkv), &exactly(&self.dy), &self.facts())
+    }
+
+    fn facts(&self) -> Facts {
+        Facts { shape: self.shape, rule: self.rule, num_keys: self.num_keys.clone() }
     }
 
     /// The output, its logarithms of sums, and the gradient.
     fn run_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
-        let Inputs { shape, qkv, dy } = self;
+        let Inputs { shape, rule, num_keys, qkv, dy } = self;
+        let inputs = AttentionInputs { queries: qkv, keys_values: None, num_keys: num_keys.as_deref() };
+        let of = (*shape, *rule);
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, false)];
-        cpu.attention(qkv, *shape, &mut y, &mut log_sums, &mut scratch);
+        cpu.attention(inputs, of, &mut y, &mut log_sums, &mut scratch);
         let mut d_qkv = narrow::<T>(&vec![f32::NAN; qkv.len()]);
         let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
-        cpu.attention_backward(qkv, *shape, (&y, &log_sums, dy), &mut d_qkv, &mut scratch);
+        cpu.attention_backward(inputs, of, (&y, &log_sums, dy), (&mut d_qkv, None), &mut scratch);
         [widen(&y), log_sums, widen(&d_qkv)]
+    }
+
+    /// The same, with rows of keys and values apart from those of queries.
+    fn run_apart_on(&self, cpu: &Cpu) -> [Vec<f32>; 3] {
+        let Inputs { shape, rule, num_keys, qkv, dy } = self;
+        let rows = || qkv.chunks_exact(shape.qkv_cols());
+        let queries: Vec<T> = rows().flat_map(|row| &row[..shape.output_cols()]).copied().collect();
+        let keys_values: Vec<T> = rows().flat_map(|row| &row[shape.output_cols()..]).copied().collect();
+        let num_keys = num_keys.as_deref();
+        let inputs = AttentionInputs { queries: &queries, keys_values: Some(&keys_values), num_keys };
+        let of = (*shape, *rule);
+        let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
+        let mut log_sums = vec![f32::NAN; shape.rows() * shape.num_heads];
+        let mut scratch = vec![f32::NAN; cpu.attention_scratch::<T>(*shape, 0, true)];
+        cpu.attention(inputs, of, &mut y, &mut log_sums, &mut scratch);
+        let [mut d_queries, mut d_keys_values] =
+            [&queries, &keys_values].map(|x| narrow::<T>(&vec![f32::NAN; x.len()]));
+        let grads = (&mut d_queries[..], Some(&mut d_keys_values[..]));
+        cpu.attention_backward(inputs, of, (&y, &log_sums, dy), grads, &mut scratch);
+        let (queries, keys_values) = (widen(&d_queries), widen(&d_keys_values));
+        let kv_cols = 2 * shape.kv_cols();
+        let rows = queries.chunks_exact(shape.output_cols()).zip(keys_values.chunks_exact(kv_cols));
+        let d_qkv = rows.flat_map(|(queries, keys_values)| [queries, keys_values].concat()).collect();
+        [widen(&y), log_sums, d_qkv]
     }
 
     fn run(&self) -> Vec<(CpuFeatures, [Vec<f32>; 3])> {
@@ -67,8 +103,11 @@ impl<T: Element> Inputs<T> {
 }
 
 fn check<T: Element>(shape: AttentionShape) {
-    let inputs = Inputs::<T>::new(shape);
-    let exact = Reference::new(&exactly(&inputs.qkv), &exactly(&inputs.dy), shape);
+    check_inputs(&Inputs::<T>::new(shape));
+}
+
+fn check_inputs<T: Element>(inputs: &Inputs<T>) {
+    let (exact, shape) = (inputs.exact(), inputs.shape);
     let num_terms = shape.seq_len * shape.heads_per_kv_head() + shape.head_dim;
     for (features, [y, log_sums, d_qkv]) in inputs.run() {
         assert_close::<T>(&(features, "output", shape), &y, exact.y.iter().copied(), num_terms);
@@ -83,6 +122,56 @@ fn outputs_and_gradients_match_f64() {
         for dtype in DTYPES {
             with_element!(dtype => |T| check::<T>(shape));
         }
+    }
+}
+
+/// Rules with all that a rule can have.
+fn rules(head_dim: usize) -> impl Iterator<Item = AttentionRule> {
+    let causal = AttentionRule::causal(head_dim);
+    let windows = [1, 5, 64, 300].map(|window| AttentionRule { window: Some(window), ..causal });
+    let full = AttentionRule { scale: 0.3, ..AttentionRule::full(head_dim) };
+    let capped =
+        [AttentionRule { soft_cap: Some(0.7), ..full }, AttentionRule { soft_cap: Some(2.5), ..windows[1] }];
+    windows.into_iter().chain([full]).chain(capped)
+}
+
+#[test]
+fn every_rule_matches_f64_with_padding_and_without() {
+    let all = [shape(2, 3, 2, 1, 3), shape(2, 70, 2, 1, 5), shape(2, 600, 1, 1, 4)];
+    for &shape in affordable(&all, 1) {
+        for rule in rules(shape.head_dim) {
+            for num_keys in [None, Some(vec![1, 2]), Some(vec![shape.num_keys as u32, 67])] {
+                for dtype in DTYPES {
+                    with_element!(dtype => |T| {
+                        let num_keys = num_keys.clone();
+                        check_inputs(&Inputs { rule, num_keys, ..Inputs::<T>::new(shape) });
+                    });
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn rows_apart_give_the_bits_of_rows_together() {
+    for rule in rules(5) {
+        let inputs = Inputs { rule, ..Inputs::<Bf16>::new(shape(2, 70, 4, 2, 5)) };
+        let apart = run_at_levels(|cpu| inputs.run_apart_on(cpu));
+        for ((features, together), (_, apart)) in inputs.run().into_iter().zip(apart) {
+            assert_eq!(together, apart, "{features} {rule:?}");
+        }
+    }
+}
+
+#[test]
+fn a_query_that_sees_nothing_has_an_output_and_gradients_of_zero() {
+    let mut inputs = Inputs::<f32>::new(shape(2, 70, 2, 1, 5));
+    (inputs.rule, inputs.num_keys) = (AttentionRule::full(5), Some(vec![0, 70]));
+    for (features, [y, _, d_qkv]) in inputs.run() {
+        let (first, second) = y.split_at(y.len() / 2);
+        assert!(first.iter().all(|y| *y == 0.0) && second.iter().all(|y| *y != 0.0), "{features}");
+        let (first, second) = d_qkv.split_at(d_qkv.len() / 2);
+        assert!(first.iter().all(|d| *d == 0.0) && second.iter().all(|d| d.is_finite()), "{features}");
     }
 }
 
@@ -106,7 +195,7 @@ fn the_gradient_is_linear_to_the_last_bit() {
     fn check<T: Element>(shape: AttentionShape, factor: f32) {
         let small = Inputs::<T>::new(shape);
         let dy = small.dy.iter().map(|dy| T::from_f32(dy.to_f32() * factor)).collect();
-        let large = Inputs { dy, qkv: small.qkv.clone(), ..small };
+        let large = Inputs { dy, qkv: small.qkv.clone(), num_keys: None, ..small };
         for ((features, [_, _, small]), (_, [_, _, large])) in small.run().into_iter().zip(large.run()) {
             let scaled: Vec<f32> = small.iter().map(|x| x * factor).collect();
             assert_eq!(scaled, large, "{features}");
@@ -243,7 +332,8 @@ fn what_is_not_finite_stays_in_its_sequence_and_group_of_heads() {
         let base = Place { sequence: 0, position: 66, kind: Kind::Query, kv_head: 1, head: 2, col: 3 };
         for kind in [Kind::Query, Kind::Key, Kind::Value, Kind::Output] {
             let culprit = Place { kind, ..base };
-            let mut spoilt = Inputs { qkv: inputs.qkv.clone(), dy: inputs.dy.clone(), ..inputs };
+            let (qkv, dy) = (inputs.qkv.clone(), inputs.dy.clone());
+            let mut spoilt = Inputs { qkv, dy, num_keys: None, ..inputs };
             match kind {
                 Kind::Output => spoilt.dy[culprit.in_output(shape)] = T::from_f32(value),
                 _ => spoilt.qkv[culprit.in_qkv(shape)] = T::from_f32(value),
@@ -290,15 +380,24 @@ fn what_is_not_finite_stays_in_its_sequence_and_group_of_heads() {
 #[test]
 fn a_cache_continues_where_it_stopped() {
     let shape = if cfg!(miri) { shape(2, 5, 2, 1, 3) } else { shape(2, 300, 4, 2, 6) };
-    let Inputs { qkv, dy, .. } = Inputs::<f32>::new(shape);
-    let exact = Reference::new(&exactly(&qkv), &exactly(&dy), shape).y;
+    for rule in [AttentionRule::causal(shape.head_dim)].into_iter().chain(rules(shape.head_dim)) {
+        if rule.is_causal {
+            check_cache(shape, rule);
+        }
+    }
+}
+
+/// Attention in parts with a cache comes to what it does at once.
+fn check_cache(shape: AttentionShape, rule: AttentionRule) {
+    let inputs = Inputs { rule, ..Inputs::<f32>::new(shape) };
+    let (exact, qkv) = (inputs.exact().y, inputs.qkv);
     let capacity = shape.seq_len + 3;
     let parts = [shape.seq_len - 4, 1, 3];
     let outputs = run_at_levels(|cpu| {
         let mut keys = vec![f32::NAN; shape.batch * capacity * shape.kv_cols()];
         let (mut values, mut len) = (keys.clone(), 0);
         parts.map(|part| {
-            let part_shape = AttentionShape { seq_len: part, ..shape };
+            let part_shape = AttentionShape { seq_len: part, num_keys: part, ..shape };
             let rows = |sequence: usize| {
                 let start = (sequence * shape.seq_len + len) * shape.qkv_cols();
                 qkv[start..start + part * shape.qkv_cols()].iter().copied()
@@ -308,7 +407,8 @@ fn a_cache_continues_where_it_stopped() {
             let mut log_sums = vec![f32::NAN; part_shape.rows() * shape.num_heads];
             let mut cache = CacheSpan { keys: &mut keys, values: &mut values, capacity, len };
             let mut scratch = vec![f32::NAN; cpu.attention_scratch::<f32>(part_shape, len, false)];
-            cpu.attention_cached(&rows, part_shape, &mut cache, &mut y, &mut log_sums, &mut scratch);
+            let of = (part_shape, rule);
+            cpu.attention_cached(&rows, of, &mut cache, &mut y, &mut log_sums, &mut scratch);
             len += part;
             y
         })

@@ -9,6 +9,26 @@ pub(super) struct Reference {
     pub(super) d_qkv: Vec<Exact>,
 }
 
+/// What is attended to, and how.
+pub(super) struct Facts {
+    pub(super) shape: AttentionShape,
+    pub(super) rule: AttentionRule,
+    pub(super) num_keys: Option<Vec<u32>>,
+}
+
+impl Facts {
+    /// The positions that the query at a position sees.
+    fn seen(&self, sequence: usize, position: usize) -> Vec<usize> {
+        let num_keys = self.num_keys.as_ref().map_or(usize::MAX, |num_keys| num_keys[sequence] as usize);
+        let AttentionRule { is_causal, window, .. } = self.rule;
+        let is_seen = |key: &usize| {
+            let is_past = *key <= position && window.is_none_or(|window| position - key < window);
+            *key < num_keys && (!is_causal || is_past)
+        };
+        (0..self.shape.seq_len).filter(is_seen).collect()
+    }
+}
+
 /// One query against the keys that it sees.
 struct Row {
     query: usize,
@@ -16,31 +36,42 @@ struct Row {
     keys: Vec<usize>,
     values: Vec<usize>,
     weights: Vec<f64>,
+    /// Derivatives of the scores by the products of queries and keys.
+    slopes: Vec<f64>,
+    /// The largest slope that there can be.
+    steepness: f64,
     log_sum: f64,
     /// The largest sum of magnitudes of the terms of a score.
     score_magnitude: f64,
 }
 
 impl Row {
-    fn new(qkv: &[f64], shape: AttentionShape, row: usize, head: usize) -> Self {
+    fn new(qkv: &[f64], facts: &Facts, row: usize, head: usize) -> Self {
+        let (shape, rule) = (facts.shape, facts.rule);
         let cols = shape.qkv_cols();
-        let first = row / shape.seq_len * shape.seq_len;
+        let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
         let kv_head = head / (shape.num_heads / shape.num_kv_heads);
-        let place = |col: usize| (first..=row).map(|row| row * cols + col).collect::<Vec<usize>>();
+        let seen = facts.seen(sequence, position);
+        let first = sequence * shape.seq_len;
+        let place = |col: usize| seen.iter().map(|key| (first + key) * cols + col).collect::<Vec<usize>>();
         let query = row * cols + head * shape.head_dim;
         let keys = place((shape.num_heads + kv_head) * shape.head_dim);
         let values = place((shape.num_heads + shape.num_kv_heads + kv_head) * shape.head_dim);
-        let scale = 1.0 / (shape.head_dim as f64).sqrt();
+        let scale = f64::from(rule.scale);
         let dot = |key: &usize, term: fn(f64) -> f64| {
             (0..shape.head_dim).map(|i| term(qkv[query + i] * qkv[key + i])).sum::<f64>() * scale
         };
-        let scores: Vec<f64> = keys.iter().map(|key| dot(key, |term| term)).collect();
+        let cap = rule.soft_cap.map(f64::from);
+        let bent = |score: f64| cap.map_or(score, |cap| cap * (score / cap).tanh());
+        let scores: Vec<f64> = keys.iter().map(|key| bent(dot(key, |term| term))).collect();
+        let slope = |score: &f64| cap.map_or(scale, |cap| scale * (1.0 - (score / cap).powi(2)));
+        let slopes = scores.iter().map(slope).collect();
         let score_magnitude = keys.iter().map(|key| dot(key, f64::abs)).fold(0.0, f64::max);
         let largest = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
         let sum: f64 = scores.iter().map(|score| (score - largest).exp()).sum();
         let log_sum = largest + sum.ln();
         let weights = scores.iter().map(|score| (score - log_sum).exp()).collect();
-        Row { query, keys, values, weights, log_sum, score_magnitude }
+        Row { query, keys, values, weights, slopes, steepness: scale, log_sum, score_magnitude }
     }
 
     /// How much larger errors of the scores make those of the weights: an error of an argument is a relative one of its
@@ -58,7 +89,6 @@ impl Row {
 
     /// Adds the row's share of the gradients.
     fn backward(&self, qkv: &[f64], y: &[Exact], dy: &[f64], d_qkv: &mut [Exact]) {
-        let scale = 1.0 / (dy.len() as f64).sqrt();
         let mut add = |index: usize, value: f64, magnitude: f64| {
             d_qkv[index].value += value;
             d_qkv[index].in_f32 += magnitude * self.amplified();
@@ -67,10 +97,11 @@ impl Row {
         let delta: f64 = y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum();
         // The output is rounded before it is used here.
         let delta_magnitude: f64 = y.iter().zip(dy).map(|(y, dy)| y.in_element * dy.abs()).sum();
-        for ((&weight, &key), &value) in self.weights.iter().zip(&self.keys).zip(&self.values) {
+        let places = self.keys.iter().zip(&self.values);
+        for ((&weight, &slope), (&key, &value)) in self.weights.iter().zip(&self.slopes).zip(places) {
             let terms = || dy.iter().enumerate().map(|(i, dy)| dy * qkv[value + i]);
-            let d_score = weight * (terms().sum::<f64>() - delta) * scale;
-            let magnitude = weight * (terms().map(f64::abs).sum::<f64>() + delta_magnitude) * scale;
+            let d_score = weight * (terms().sum::<f64>() - delta) * slope;
+            let magnitude = weight * (terms().map(f64::abs).sum::<f64>() + delta_magnitude) * self.steepness;
             for (i, dy) in dy.iter().enumerate() {
                 add(self.query + i, d_score * qkv[key + i], magnitude * qkv[key + i].abs());
                 add(key + i, d_score * qkv[self.query + i], magnitude * qkv[self.query + i].abs());
@@ -81,7 +112,8 @@ impl Row {
 }
 
 impl Reference {
-    pub(super) fn new(qkv: &[f64], dy: &[f64], shape: AttentionShape) -> Self {
+    pub(super) fn new(qkv: &[f64], dy: &[f64], facts: &Facts) -> Self {
+        let shape = facts.shape;
         let dim = shape.head_dim;
         let mut y = vec![Exact::default(); dy.len()];
         let mut log_sums = vec![Exact::default(); shape.rows() * shape.num_heads];
@@ -90,12 +122,12 @@ impl Reference {
             for head in 0..shape.num_heads {
                 let place = row * shape.output_cols() + head * dim;
                 let (y, dy) = (&mut y[place..place + dim], &dy[place..place + dim]);
-                let facts = Row::new(qkv, shape, row, head);
-                y.iter_mut().enumerate().for_each(|(i, y)| *y = facts.output(qkv, i));
+                let found = Row::new(qkv, facts, row, head);
+                y.iter_mut().enumerate().for_each(|(i, y)| *y = found.output(qkv, i));
                 let (sequence, position) = (row / shape.seq_len, row % shape.seq_len);
                 log_sums[(sequence * shape.num_heads + head) * shape.seq_len + position] =
-                    Exact::new(facts.log_sum, 1.0 + facts.score_magnitude);
-                facts.backward(qkv, y, dy, &mut d_qkv);
+                    Exact::new(found.log_sum, 1.0 + found.score_magnitude);
+                found.backward(qkv, y, dy, &mut d_qkv);
             }
         }
         // The sums are rounded at the end.
@@ -103,8 +135,8 @@ impl Reference {
         Reference { y, log_sums, d_qkv }
     }
 
-    fn loss(qkv: &[f64], dy: &[f64], shape: AttentionShape) -> f64 {
-        Reference::new(qkv, dy, shape).y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum()
+    fn loss(qkv: &[f64], dy: &[f64], facts: &Facts) -> f64 {
+        Reference::new(qkv, dy, facts).y.iter().zip(dy).map(|(y, dy)| y.value * dy).sum()
     }
 }
 
@@ -113,14 +145,17 @@ fn the_gradients_of_the_reference_are_differences_of_its_outputs() {
     let shape = shape(2, 4, 4, 2, 3);
     let qkv = exactly(&random(shape.rows() * shape.qkv_cols(), "qkv"));
     let dy = exactly(&random(shape.rows() * shape.output_cols(), "dy"));
-    let exact = Reference::new(&qkv, &dy, shape);
-    for (index, exact) in exact.d_qkv.iter().enumerate() {
-        let shifted = |by: f64| {
-            let mut qkv = qkv.clone();
-            qkv[index] += by;
-            Reference::loss(&qkv, &dy, shape)
-        };
-        let slope = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
-        assert!((exact.value - slope).abs() < 1e-8, "{index}: {} instead of {slope}", exact.value);
+    for rule in rules(3) {
+        let facts = Facts { shape, rule, num_keys: Some(vec![4, 3]) };
+        let exact = Reference::new(&qkv, &dy, &facts);
+        for (index, exact) in exact.d_qkv.iter().enumerate() {
+            let shifted = |by: f64| {
+                let mut qkv = qkv.clone();
+                qkv[index] += by;
+                Reference::loss(&qkv, &dy, &facts)
+            };
+            let slope = (shifted(1e-5) - shifted(-1e-5)) / 2e-5;
+            assert!((exact.value - slope).abs() < 1e-8, "{index}: {} instead of {slope}", exact.value);
+        }
     }
 }
