@@ -5,8 +5,8 @@ use crate::families::{self, Architecture, FAMILIES};
 use crate::model::Model;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
-use trireme_tensor::Device;
 use trireme_tensor::tape::RotaryTable;
+use trireme_tensor::{Activation, AttentionRule, Device};
 
 /// Everything that determines a model's parameters and arithmetic.
 #[derive(Debug, Clone, PartialEq)]
@@ -35,10 +35,26 @@ pub struct ModelConfig {
     pub tie_word_embeddings: bool,
     /// Rotary positions, if positions are not learned.
     pub rope: Option<Rope>,
-    /// Biases in the attention's projections.
-    pub attention_bias: bool,
+    /// Biases of the projections to queries, keys and values.
+    pub qkv_bias: bool,
+    /// Bias of the projection after attention.
+    pub attention_output_bias: bool,
     /// Biases in the feed-forward projections.
     pub mlp_bias: bool,
+    /// What is applied between the feed-forward projections, by gates or without.
+    pub activation: Activation,
+    /// What products of queries and keys are multiplied by; `None` for `1 / sqrt(head_dim)`.
+    pub attention_scale: Option<f32>,
+    /// Whether that is divided by the number of the layer, counted from 1.
+    pub scales_by_layer: bool,
+    /// Bound of attention scores.
+    pub attention_soft_cap: Option<f32>,
+    /// Bound of logits.
+    pub logit_soft_cap: Option<f32>,
+    /// Keys that a query of a sliding layer sees.
+    pub sliding_window: Option<usize>,
+    /// The layers whose attention slides; none without a window.
+    pub sliding_layers: Vec<usize>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f32,
 }
@@ -48,13 +64,39 @@ pub struct ModelConfig {
 pub struct Rope {
     /// Base of the frequencies.
     pub theta: f64,
+    /// How low frequencies are stretched to longer sequences than those of pretraining, if they are.
+    pub scaling: Option<RopeScaling>,
+}
+
+/// Frequencies of llama 3 (Grattafiori et al., "The Llama 3 herd of models", 2024): those with long waves are divided, those with
+/// short ones stay, and between them there is a ramp.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct RopeScaling {
+    /// What low frequencies are divided by.
+    pub factor: f64,
+    /// Frequencies with fewer waves than this in `original_positions` are divided.
+    pub low_frequency_factor: f64,
+    /// Frequencies with more waves stay.
+    pub high_frequency_factor: f64,
+    /// Positions of pretraining.
+    pub original_positions: usize,
 }
 
 impl Rope {
     /// The angles per position of the pairs of a head.
     pub(crate) fn frequencies(&self, head_dim: usize) -> Vec<f64> {
         let frequency = |pair: usize| self.theta.powf(-2.0 * pair as f64 / head_dim as f64);
-        (0..head_dim / 2).map(frequency).collect()
+        let scaled = |frequency: f64| self.scaling.map_or(frequency, |scaling| scaling.apply(frequency));
+        (0..head_dim / 2).map(frequency).map(scaled).collect()
+    }
+}
+
+impl RopeScaling {
+    fn apply(&self, frequency: f64) -> f64 {
+        let RopeScaling { factor, low_frequency_factor: low, high_frequency_factor: high, .. } = *self;
+        let num_waves = self.original_positions as f64 * frequency / (2.0 * std::f64::consts::PI);
+        let kept = ((num_waves - low) / (high - low)).clamp(0.0, 1.0);
+        (1.0 - kept) * frequency / factor + kept * frequency
     }
 }
 
@@ -79,8 +121,17 @@ impl ModelConfig {
                 ("norm_eps", config.norm_epsilon.to_string()),
                 ("tie_word_embeddings", config.tie_word_embeddings.to_string()),
                 ("rope_theta", config.rope.map_or_else(String::new, |rope| rope.theta.to_string())),
-                ("attention_bias", config.attention_bias.to_string()),
+                ("rope_scaling", format!("{:?}", config.rope.and_then(|rope| rope.scaling))),
+                ("qkv_bias", config.qkv_bias.to_string()),
+                ("attention_output_bias", config.attention_output_bias.to_string()),
                 ("mlp_bias", config.mlp_bias.to_string()),
+                ("activation", format!("{:?}", config.activation)),
+                ("attention_scale", config.attention_rule(0).scale.to_string()),
+                ("scales_by_layer", config.scales_by_layer.to_string()),
+                ("attention_soft_cap", format!("{:?}", config.attention_soft_cap)),
+                ("logit_soft_cap", format!("{:?}", config.logit_soft_cap)),
+                ("sliding_window", format!("{:?}", config.sliding_window)),
+                ("sliding_layers", format!("{:?}", config.sliding_layers)),
             ]
         };
         let pairs = settings(self).into_iter().zip(settings(other));
@@ -97,8 +148,8 @@ const LAYERS_MAX: usize = 4096;
 
 /// A `config.json` being read.
 pub(crate) struct Reader<'a> {
-    map: &'a Map<String, Value>,
-    architecture: Architecture,
+    pub(crate) map: &'a Map<String, Value>,
+    pub(crate) architecture: Architecture,
 }
 
 impl Reader<'_> {
@@ -107,8 +158,20 @@ impl Reader<'_> {
     }
 
     pub(crate) fn size(&self, key: &'static str) -> Result<usize, ModelError> {
-        let missing = || ModelError::MissingKey { key, architecture: self.architecture.name().to_owned() };
-        self.optional_size(key)?.ok_or_else(missing)
+        self.optional_size(key)?.ok_or_else(|| self.missing(key))
+    }
+
+    pub(crate) fn missing(&self, key: &'static str) -> ModelError {
+        ModelError::MissingKey { key, architecture: self.architecture.name().to_owned() }
+    }
+
+    /// A whole number that may be 0.
+    pub(crate) fn whole(&self, key: &'static str, default: usize) -> Result<usize, ModelError> {
+        let Some(value) = self.get(key) else { return Ok(default) };
+        match value.as_u64() {
+            Some(number @ 0..=SIZE_MAX) => Ok(number as usize),
+            _ => Err(wrong(key, value, "a whole number up to 16777216")),
+        }
     }
 
     pub(crate) fn optional_size(&self, key: &'static str) -> Result<Option<usize>, ModelError> {
@@ -125,6 +188,16 @@ impl Reader<'_> {
             Some(number) if number > 0.0 && number.is_finite() => Ok(number),
             _ => Err(wrong(key, value, "a positive number")),
         }
+    }
+
+    /// A positive number that may be missing or null.
+    pub(crate) fn optional_number(&self, key: &'static str) -> Result<Option<f64>, ModelError> {
+        self.get(key).map(|_| self.number(key, 1.0)).transpose()
+    }
+
+    /// Whether the key is there, if only with null.
+    pub(crate) fn has(&self, key: &str) -> bool {
+        self.map.contains_key(key)
     }
 
     pub(crate) fn flag(&self, key: &'static str, default: bool) -> Result<bool, ModelError> {
@@ -153,9 +226,9 @@ impl ModelConfig {
         let value: Value = serde_json::from_str(text).map_err(ModelError::NotJson)?;
         let Value::Object(map) = &value else { return Err(wrong("config.json", &value, "an object")) };
         let found = map.get("model_type").unwrap_or(&Value::Null);
-        let known = FAMILIES.into_iter().find(|family| found.as_str() == Some(family.name()));
-        let architecture = known.ok_or_else(|| {
-            let names = FAMILIES.map(|family| format!("\"{}\"", family.name()));
+        let known = FAMILIES.iter().find(|family| found.as_str() == Some(family.name()));
+        let architecture = *known.ok_or_else(|| {
+            let names: Vec<String> = FAMILIES.iter().map(|family| format!("\"{}\"", family.name())).collect();
             wrong("model_type", found, &names.join(" or "))
         })?;
         let config = (architecture.read)(&Reader { map, architecture })?;
@@ -200,6 +273,18 @@ impl ModelConfig {
         Ok(())
     }
 
+    /// How a layer attends.
+    pub(crate) fn attention_rule(&self, layer: usize) -> AttentionRule {
+        let causal = AttentionRule::causal(self.head_dim);
+        let divisor = if self.scales_by_layer { (layer + 1) as f32 } else { 1.0 };
+        AttentionRule {
+            window: self.sliding_window.filter(|_| self.sliding_layers.contains(&layer)),
+            scale: self.attention_scale.unwrap_or(causal.scale) / divisor,
+            soft_cap: self.attention_soft_cap,
+            ..causal
+        }
+    }
+
     /// The model, to run on sequences of at most `seq_len_max` tokens. A [`Generation`](crate::Generation) has its own limit.
     ///
     /// # Errors
@@ -209,7 +294,7 @@ impl ModelConfig {
         let table = |rope: &Rope| {
             RotaryTable::new(device, seq_len_max, &rope.frequencies(self.head_dim)).map(Arc::new)
         };
-        Ok(families::build(self, self.rope.as_ref().map(table).transpose()?))
+        Ok(families::build(self, self.rope.as_ref().map(table).transpose()?.as_ref()))
     }
 
     /// The `config.json` that reads back as this model.
@@ -252,13 +337,14 @@ mod tests {
     fn refusals_name_the_key_and_what_is_expected() {
         let refusals = [
             ("{", "not valid JSON"),
-            (r#"{"model_type":"bert"}"#, "\"gpt2\" or \"llama\""),
+            (r#"{"model_type":"bert"}"#, "\"gpt2\" or \"llama\" or"),
             (r#"{"model_type":"gpt2"}"#, "lacks 'n_embd'"),
             (&GPT2.replace("48", "50"), "a divisor of n_embd 50"),
             (&GPT2.replace("48", "-1"), "whole number"),
             (&GPT2.replace("48", "99999999999"), "16777216"),
             (&GPT2.replace(r#""n_layer":2"#, r#""n_layer":5000"#), "at most 4096 layers"),
-            (&LLAMA.replace("default", "llama3"), "rotary scaling"),
+            (&LLAMA.replace("default", "yarn"), "\"default\" or \"llama3\""),
+            (&LLAMA.replace("default", "llama3"), "lacks 'factor'"),
             (
                 &LLAMA.replace(r#""num_key_value_heads":2"#, r#""num_key_value_heads":4"#),
                 "a divisor of 6 heads",

@@ -3,8 +3,10 @@
 use crate::tokens::{TARGETS, TOKENS};
 use crate::unit::{Pass, Unit};
 use std::sync::Arc;
-use trireme_tensor::DeviceError;
-use trireme_tensor::tape::{Attention, Embedding, Linear, LossHead, Norm};
+use trireme_tensor::tape::{
+    Add, Attention, Concat, Embedding, Linear, LossHead, NewDim, Norm, Reshape, Scale, Slice,
+};
+use trireme_tensor::{DeviceError, Var};
 
 /// Name of the residual stream between units: `[batch, seq_len, hidden]`, f32.
 const HIDDEN: &str = "hidden";
@@ -14,45 +16,131 @@ pub(crate) const LOGITS: &str = "logits";
 
 /// From tokens to the residual stream.
 #[derive(Debug)]
-pub(crate) struct TokenEmbedding(pub(crate) Arc<Embedding>);
+pub(crate) struct TokenEmbedding {
+    pub(crate) embedding: Arc<Embedding>,
+    pub(crate) scale: Option<Arc<Scale>>,
+}
 
 impl Unit for TokenEmbedding {
     fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
         let tokens = pass.batch(TOKENS);
-        let x = pass.apply(&self.0, [tokens])?;
+        let mut x = pass.apply(&self.embedding, [tokens])?;
+        if let Some(scale) = &self.scale {
+            x = pass.apply(scale, [x])?;
+        }
         pass.output(HIDDEN, x);
         Ok(())
     }
 }
 
 /// A pre-norm block: attention and feed-forward, each behind a normalisation and around a residual. Families differ in what its
-/// parts are, not in how they are joined.
+/// parts are and which they have, not in how they are joined.
 #[derive(Debug)]
 pub(crate) struct Block {
     pub(crate) attention_norm: Arc<Norm>,
     /// All query, key and value heads at once.
     pub(crate) qkv: Arc<Linear>,
+    pub(crate) qk_norms: Option<QkNorms>,
     pub(crate) attention: Arc<Attention>,
     pub(crate) attention_output: Arc<Linear>,
+    /// Of what is added to the residual stream.
+    pub(crate) attention_output_norm: Option<Arc<Norm>>,
     pub(crate) mlp_norm: Arc<Norm>,
     /// Into the feed-forward width: what the activation reads.
     pub(crate) mlp_in: Arc<Linear>,
     /// The activation, and back.
     pub(crate) mlp_out: Arc<Linear>,
+    /// Of what is added to the residual stream.
+    pub(crate) mlp_output_norm: Option<Arc<Norm>>,
 }
 
 impl Unit for Block {
     fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
         let x = pass.input(HIDDEN);
         let normed = pass.apply(&self.attention_norm, [&x])?;
-        let qkv = pass.apply(&self.qkv, [normed])?;
+        let mut qkv = pass.apply(&self.qkv, [normed])?;
+        if let Some(norms) = &self.qk_norms {
+            qkv = norms.apply(pass, qkv)?;
+        }
         let attended = pass.attention(&self.attention, qkv)?;
-        let x = pass.apply(&self.attention_output, (attended, x))?;
+        let x = add_to(x, pass, (&self.attention_output, attended), self.attention_output_norm.as_ref())?;
         let normed = pass.apply(&self.mlp_norm, [&x])?;
         let inner = pass.apply(&self.mlp_in, [normed])?;
-        let x = pass.apply(&self.mlp_out, (inner, x))?;
+        let x = add_to(x, pass, (&self.mlp_out, inner), self.mlp_output_norm.as_ref())?;
         pass.output(HIDDEN, x);
         Ok(())
+    }
+}
+
+/// Adds a projection of `inner` to the residual stream, normalised if there is a norm.
+fn add_to(
+    x: Var,
+    pass: &mut Pass<'_>,
+    (projection, inner): (&Arc<Linear>, Var),
+    norm: Option<&Arc<Norm>>,
+) -> Result<Var, DeviceError> {
+    let Some(norm) = norm else { return pass.apply(projection, (inner, x)) };
+    let projected = pass.apply(projection, [inner])?;
+    let normed = pass.apply(norm, [projected])?;
+    pass.apply(&Add, (x, normed))
+}
+
+/// Normalisation of the heads of queries and keys (Henry et al., "Query-key normalization for transformers", 2020).
+#[derive(Debug)]
+pub(crate) struct QkNorms {
+    parts: [HeadNorm; 2],
+    values: Arc<Slice>,
+}
+
+#[derive(Debug)]
+struct HeadNorm {
+    slice: Arc<Slice>,
+    by_head: Arc<Reshape>,
+    norm: Arc<Norm>,
+    by_row: Arc<Reshape>,
+}
+
+impl QkNorms {
+    /// For the heads of queries and those of keys, with their widths.
+    pub(crate) fn new(
+        norms: [Arc<Norm>; 2],
+        (num_heads, num_kv_heads, head_dim): (usize, usize, usize),
+    ) -> Self {
+        let mut end = 0;
+        let mut slice = |heads: usize| {
+            let start = end;
+            end += heads * head_dim;
+            Arc::new(Slice { dim: 2, range: start..end })
+        };
+        let rows = |last: &[usize]| {
+            let dims = [NewDim::Same; 2].into_iter().chain(last.iter().copied().map(NewDim::Size));
+            Arc::new(Reshape(dims.collect()))
+        };
+        let [queries, keys] = norms;
+        let mut part = |heads: usize, norm| HeadNorm {
+            slice: slice(heads),
+            by_head: rows(&[heads, head_dim]),
+            norm,
+            by_row: rows(&[heads * head_dim]),
+        };
+        let parts = [part(num_heads, queries), part(num_kv_heads, keys)];
+        QkNorms { parts, values: slice(num_kv_heads) }
+    }
+
+    fn apply(&self, pass: &mut Pass<'_>, qkv: Var) -> Result<Var, DeviceError> {
+        let [queries, keys] = &self.parts;
+        let (queries, keys) = (queries.apply(pass, &qkv)?, keys.apply(pass, &qkv)?);
+        let values = pass.apply(&self.values, [qkv])?;
+        pass.apply(&Concat { dim: 2 }, [queries, keys, values])
+    }
+}
+
+impl HeadNorm {
+    fn apply(&self, pass: &mut Pass<'_>, qkv: &Var) -> Result<Var, DeviceError> {
+        let rows = pass.apply(&self.slice, [qkv])?;
+        let heads = pass.apply(&self.by_head, [rows])?;
+        let normed = pass.apply(&self.norm, [heads])?;
+        pass.apply(&self.by_row, [normed])
     }
 }
 

@@ -170,9 +170,20 @@ fn relative_distance(found: &[f32], expected: &[f32]) -> f64 {
 
 fn folders() -> Vec<PathBuf> {
     let own = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden");
-    let mut folders = vec![own.join("gpt2"), own.join("llama")];
+    let entries = std::fs::read_dir(own).unwrap().map(|entry| entry.unwrap().path());
+    let mut folders: Vec<PathBuf> = entries.filter(|path| path.is_dir()).collect();
+    folders.sort();
+    assert!(!folders.is_empty());
     folders.extend(std::env::var_os("TRIREME_GOLDEN").map(PathBuf::from));
     folders
+}
+
+#[test]
+fn configs_read_back_as_written() {
+    for folder in folders() {
+        let config = Golden::open(&folder, 1).config;
+        assert_eq!(ModelConfig::from_json(&config.to_json().to_string()).unwrap(), config, "{folder:?}");
+    }
 }
 
 #[test]

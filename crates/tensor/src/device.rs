@@ -18,7 +18,7 @@ use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{CpuFeatures, MatmulEpilogue, Traffic, Unit};
+use crate::kernels::{Activation, CpuFeatures, MatmulEpilogue, Traffic, Unit};
 use crate::memory::MemoryCounter;
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -271,27 +271,36 @@ impl Device {
         self.cpu.sum_of_squares(x.f32s(), leaf_len)
     }
 
-    /// `y = gelu(x)`, with the tanh approximation.
-    pub(crate) fn gelu(&self, x: View<'_>, mut y: ViewMut<'_>) {
-        with_element!(x.dtype() => |T| self.cpu.gelu::<T>(x.elements(), y.elements()));
+    /// `y = activation(x)`.
+    pub(crate) fn activate(&self, activation: Activation, x: View<'_>, mut y: ViewMut<'_>) {
+        with_element!(x.dtype() => |T| self.cpu.activate::<T>(activation, x.elements(), y.elements()));
     }
 
-    /// In place: `x` becomes `gelu(x)`, and `dy` the gradient of `x`.
-    pub(crate) fn gelu_backward(&self, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
-        with_element!(x.dtype() => |T| self.cpu.gelu_backward::<T>(x.elements(), dy.elements()));
+    /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
+    pub(crate) fn activate_backward(&self, activation: Activation, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
+        with_element!(x.dtype() => |T| {
+            self.cpu.activate_backward::<T>(activation, x.elements(), dy.elements());
+        });
     }
 
-    /// `y = silu(gate) * up` for rows `gate | up`.
-    pub(crate) fn swiglu(&self, gate_up: View<'_>, mut y: ViewMut<'_>) {
+    /// `y = activation(gate) * up` for rows `gate | up`.
+    pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, mut y: ViewMut<'_>) {
         let cols = y.shape().cols();
-        with_element!(y.dtype() => |T| self.cpu.swiglu::<T>(gate_up.elements(), y.elements(), cols));
+        with_element!(y.dtype() => |T| {
+            self.cpu.gate::<T>(activation, gate_up.elements(), y.elements(), cols);
+        });
     }
 
     /// In place: `gate_up` becomes its gradient, and `dy` the output.
-    pub(crate) fn swiglu_backward(&self, mut gate_up: ViewMut<'_>, mut dy: ViewMut<'_>) {
+    pub(crate) fn gate_backward(
+        &self,
+        activation: Activation,
+        mut gate_up: ViewMut<'_>,
+        mut dy: ViewMut<'_>,
+    ) {
         let cols = dy.shape().cols();
         with_element!(dy.dtype() => |T| {
-            self.cpu.swiglu_backward::<T>(gate_up.elements(), dy.elements(), cols);
+            self.cpu.gate_backward::<T>(activation, gate_up.elements(), dy.elements(), cols);
         });
     }
 

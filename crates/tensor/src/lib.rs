@@ -24,8 +24,9 @@ pub use declaration::{Cut, Initial, Parameter, ParameterClass};
 pub use device::{Device, DeviceError, DeviceOptions};
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
-    AdamStep, AdamWStep, AttentionRule, AttentionShape, CpuFeatures, FACTORED_FLOOR, FactoredStep,
-    IntegerFormat, LarsStep, LionStep, MomentumStep, MuonStep, Piece, Pieces, RmsStep, StateDType, Update,
+    Activation, AdamStep, AdamWStep, AttentionRule, AttentionShape, CpuFeatures, FACTORED_FLOOR,
+    FactoredStep, IntegerFormat, LarsStep, LionStep, MomentumStep, MuonStep, Piece, Pieces, RmsStep,
+    StateDType, Update,
 };
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};

@@ -24,7 +24,7 @@ use trireme_parallel::{
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Chain, Program, StateClass, ZeroStage, validate_pipeline};
-use trireme_tensor::{Device, IntegerFormat, Precision};
+use trireme_tensor::{Activation, Device, IntegerFormat, Precision};
 
 /// An equal share of this host's cores for each of `local_world_size` workers, at least one.
 pub fn share_of_cores(local_world_size: usize) -> usize {
@@ -81,7 +81,7 @@ fn read_model_config(path: &Path) -> Result<(ModelConfig, Vec<String>), TrainErr
 }
 
 fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_size: usize) -> ModelConfig {
-    let model = config.model();
+    let (model, has_rope) = (config.model(), architecture == config::Architecture::Llama);
     ModelConfig {
         architecture: match architecture {
             config::Architecture::Gpt2 => Architecture::GPT2,
@@ -97,9 +97,17 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
         max_position_embeddings: model.max_position_embeddings,
         norm_epsilon: model.norm_eps as f32,
         tie_word_embeddings: model.tie_word_embeddings,
-        rope: (architecture == config::Architecture::Llama).then_some(Rope { theta: model.rope_theta }),
-        attention_bias: architecture == config::Architecture::Gpt2,
-        mlp_bias: architecture == config::Architecture::Gpt2,
+        rope: has_rope.then_some(Rope { theta: model.rope_theta, scaling: None }),
+        qkv_bias: !has_rope,
+        attention_output_bias: !has_rope,
+        mlp_bias: !has_rope,
+        activation: if has_rope { Activation::Silu } else { Activation::Gelu },
+        attention_scale: None,
+        scales_by_layer: false,
+        attention_soft_cap: None,
+        logit_soft_cap: None,
+        sliding_window: None,
+        sliding_layers: Vec::new(),
         initializer_range: model.initializer_range as f32,
     }
 }

@@ -1,6 +1,6 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
-use super::{normal, output_weight, token_table};
+use super::{attention, normal, output_weight, token_table};
 use crate::config::{ModelConfig, Reader, shortest};
 use crate::error::ModelError;
 use crate::families::Architecture;
@@ -9,13 +9,15 @@ use crate::transformer::{Block, Head, TokenEmbedding};
 use crate::unit::Unit;
 use serde_json::{Value, json};
 use std::sync::Arc;
-use trireme_tensor::tape::{Attention, Embedding, InputActivation, Linear, LossHead, Norm, WeightLayout};
-use trireme_tensor::{Cut, Initial, Parameter, ParameterTable};
+use trireme_tensor::tape::{Embedding, InputActivation, Linear, LossHead, Norm, RotaryTable, WeightLayout};
+use trireme_tensor::{Activation, Cut, Initial, Parameter, ParameterTable};
 
-pub(super) fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
-    reader.require("activation_function", &[json!("gelu_new"), json!("gelu_pytorch_tanh")])?;
-    reader.require("scale_attn_weights", &[json!(true)])?;
-    reader.require("scale_attn_by_inverse_layer_idx", &[json!(false)])?;
+pub(super) const FAMILY: Architecture = Architecture { name: "gpt2", read, write, build };
+
+fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+    let functions = [json!("gelu_new"), json!("gelu_pytorch_tanh"), json!("gelu")];
+    reader.require("activation_function", &functions)?;
+    let is_exact = reader.get("activation_function") == Some(&functions[2]);
     reader.require("reorder_and_upcast_attn", &[json!(false)])?;
     reader.require("add_cross_attention", &[json!(false)])?;
     let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
@@ -32,13 +34,21 @@ pub(super) fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         norm_epsilon: reader.number("layer_norm_epsilon", 1e-5)? as f32,
         tie_word_embeddings: reader.flag("tie_word_embeddings", true)?,
         rope: None,
-        attention_bias: true,
+        qkv_bias: true,
+        attention_output_bias: true,
         mlp_bias: true,
+        activation: if is_exact { Activation::ExactGelu } else { Activation::Gelu },
+        attention_scale: (!reader.flag("scale_attn_weights", true)?).then_some(1.0),
+        scales_by_layer: reader.flag("scale_attn_by_inverse_layer_idx", false)?,
+        attention_soft_cap: None,
+        logit_soft_cap: None,
+        sliding_window: None,
+        sliding_layers: Vec::new(),
         initializer_range: reader.number("initializer_range", 0.02)? as f32,
     })
 }
 
-pub(super) fn write(config: &ModelConfig) -> Value {
+fn write(config: &ModelConfig) -> Value {
     json!({
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -48,7 +58,9 @@ pub(super) fn write(config: &ModelConfig) -> Value {
         "n_layer": config.num_layers,
         "n_head": config.num_heads,
         "n_inner": config.intermediate_size,
-        "activation_function": "gelu_new",
+        "activation_function": if config.activation == Activation::ExactGelu { "gelu" } else { "gelu_new" },
+        "scale_attn_weights": config.attention_scale.is_none(),
+        "scale_attn_by_inverse_layer_idx": config.scales_by_layer,
         "layer_norm_epsilon": shortest(config.norm_epsilon),
         "initializer_range": shortest(config.initializer_range),
         "resid_pdrop": 0.0,
@@ -59,13 +71,14 @@ pub(super) fn write(config: &ModelConfig) -> Value {
     })
 }
 
-pub(super) fn build(config: &ModelConfig, attention: &Arc<Attention>) -> Model {
+fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>) -> Model {
     let (hidden, inner) = (config.hidden_size, config.intermediate_size);
     let mut table = ParameterTable::default();
     let norm = |table: &mut ParameterTable, name: &str| {
         Arc::new(Norm {
             weight: table.add(Parameter::vector(format!("{name}.weight"), hidden, Initial::ONES)),
             bias: Some(table.add(Parameter::vector(format!("{name}.bias"), hidden, Initial::ZEROS))),
+            weight_offset: 0.0,
             epsilon: config.norm_epsilon,
             centred: true,
         })
@@ -99,7 +112,7 @@ pub(super) fn build(config: &ModelConfig, attention: &Arc<Attention>) -> Model {
     let tokens = table.add(token_table("transformer.wte.weight", config));
     let positions = [config.max_position_embeddings, hidden];
     let positions = Some(table.add(Parameter::embedding("transformer.wpe.weight", &positions, normal)));
-    let embedding = TokenEmbedding(Arc::new(Embedding { tokens, positions }));
+    let embedding = TokenEmbedding { embedding: Arc::new(Embedding { tokens, positions }), scale: None };
     let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(embedding)];
     for layer in 0..config.num_layers {
         let name = format!("transformer.h.{layer}");
@@ -112,13 +125,22 @@ pub(super) fn build(config: &ModelConfig, attention: &Arc<Attention>) -> Model {
             attention_output: narrowing(&mut table, format!("{name}.attn.c_proj"), hidden, head, identity),
             mlp_norm: norm(&mut table, &format!("{name}.ln_2")),
             mlp_in: widening(&mut table, format!("{name}.mlp.c_fc"), inner, Cut::along(1)),
-            mlp_out: narrowing(&mut table, format!("{name}.mlp.c_proj"), inner, 1, InputActivation::Gelu),
-            attention: Arc::clone(attention),
+            mlp_out: narrowing(
+                &mut table,
+                format!("{name}.mlp.c_proj"),
+                inner,
+                1,
+                InputActivation::Of(config.activation),
+            ),
+            attention: attention(config, layer, rotary),
+            qk_norms: None,
+            attention_output_norm: None,
+            mlp_output_norm: None,
         }));
     }
     table.begin_unit("head");
     let norm = norm(&mut table, "transformer.ln_f");
     let weight = output_weight(config, &mut table, tokens);
-    units.push(Arc::new(Head { norm, loss: Arc::new(LossHead { weight }) }));
+    units.push(Arc::new(Head { norm, loss: Arc::new(LossHead { weight, soft_cap: None }) }));
     Model::new(units, table)
 }

@@ -3,8 +3,12 @@
 //! A family's file says how its Hugging Face `config.json` is read and written, and builds its units with the names and
 //! layouts of its Hugging Face checkpoints.
 
+mod decoder;
+mod gemma2;
 mod gpt2;
 mod llama;
+mod mistral;
+mod qwen3;
 
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
@@ -13,10 +17,11 @@ use serde_json::Value;
 use std::fmt;
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, RotaryTable};
-use trireme_tensor::{AttentionRule, Cut, Initial, Parameter, ParameterSpan, ParameterTable};
+use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Every family.
-pub(crate) const FAMILIES: [Architecture; 2] = [Architecture::GPT2, Architecture::LLAMA];
+pub(crate) const FAMILIES: &[Architecture] =
+    &[Architecture::GPT2, Architecture::LLAMA, mistral::FAMILY, qwen3::FAMILY, gemma2::FAMILY];
 
 /// A family of models.
 #[derive(Clone, Copy)]
@@ -25,16 +30,14 @@ pub struct Architecture {
     name: &'static str,
     pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig, ModelError>,
     pub(crate) write: fn(&ModelConfig) -> Value,
-    build: fn(&ModelConfig, &Arc<Attention>) -> Model,
+    build: fn(&ModelConfig, Option<&Arc<RotaryTable>>) -> Model,
 }
 
 impl Architecture {
     /// Learned positions, layer normalisation, GELU, biases (Radford et al. 2019).
-    pub const GPT2: Architecture =
-        Architecture { name: "gpt2", read: gpt2::read, write: gpt2::write, build: gpt2::build };
+    pub const GPT2: Architecture = gpt2::FAMILY;
     /// Rotary positions, RMS normalisation, SwiGLU, grouped-query attention (Touvron et al. 2023).
-    pub const LLAMA: Architecture =
-        Architecture { name: "llama", read: llama::read, write: llama::write, build: llama::build };
+    pub const LLAMA: Architecture = llama::FAMILY;
 
     /// `model_type` in `config.json`.
     pub fn name(self) -> &'static str {
@@ -57,16 +60,20 @@ impl fmt::Debug for Architecture {
 }
 
 /// The model of a config, with a rotary table if its positions are rotary.
-pub(crate) fn build(config: &ModelConfig, rotary: Option<Arc<RotaryTable>>) -> Model {
-    let attention = Attention {
+pub(crate) fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>) -> Model {
+    (config.architecture.build)(config, rotary)
+}
+
+/// The attention of a layer.
+fn attention(config: &ModelConfig, layer: usize, rotary: Option<&Arc<RotaryTable>>) -> Arc<Attention> {
+    Arc::new(Attention {
         num_heads: config.num_heads,
         num_kv_heads: config.num_kv_heads,
         head_dim: config.head_dim,
-        rule: AttentionRule::causal(config.head_dim),
+        rule: config.attention_rule(layer),
         is_padded: false,
-        rotary,
-    };
-    (config.architecture.build)(config, &Arc::new(attention))
+        rotary: rotary.cloned(),
+    })
 }
 
 /// Initial values of most matrices.

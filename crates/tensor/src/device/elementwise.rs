@@ -34,10 +34,16 @@ impl Device {
         });
     }
 
-    /// `y = function(y, x)`, as [`map`](Device::map), in the memory of `y`.
+    /// `y = function(y)`, as [`map`](Device::map), in the memory of `y`.
+    pub fn map_in_place(&self, mut y: ViewMut<'_>, flops: usize, function: impl Fn(f32) -> f32 + Sync) {
+        self.count_operations(&[flops, y.shape().num_elements()]);
+        with_element!(y.dtype() => |T| self.cpu.map_in_place::<T>(y.elements(), function));
+    }
+
+    /// `y = function(y, x)`, as [`map`](Device::map), in the memory of `y`; `x` may have another type.
     ///
     /// # Panics
-    /// If the shapes or the types differ.
+    /// If the shapes differ.
     pub fn zip_in_place(
         &self,
         mut y: ViewMut<'_>,
@@ -47,7 +53,9 @@ impl Device {
     ) {
         assert_eq!(x.shape(), y.shape());
         self.count_operations(&[flops, x.shape().num_elements()]);
-        with_element!(x.dtype() => |T| self.cpu.zip_in_place::<T>(y.elements(), x.elements(), function));
+        with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
+            self.cpu.zip_in_place::<T, U>(y.elements(), x.elements(), function);
+        }));
     }
 
     /// Lets `compute` write each row of `out`, which is f32, on any thread: the kernel of an operation of one's own.
@@ -69,7 +77,7 @@ impl Device {
     /// If the lengths or the types differ.
     pub fn add_assign(&self, mut out: ViewMut<'_>, term: View<'_>) {
         with_element!(term.dtype() => |T| {
-            self.cpu.zip_in_place::<T>(out.elements(), term.elements(), |out, term| out + term);
+            self.cpu.zip_in_place::<T, T>(out.elements(), term.elements(), |out, term| out + term);
         });
     }
 

@@ -4,6 +4,7 @@
 pub(crate) mod cpu;
 
 pub(crate) use cpu::SharedSlice;
+pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{AttentionInputs, CacheSpan, Rotary};
 pub use cpu::attention::{AttentionRule, AttentionShape};
 pub(crate) use cpu::blocks::Blocks;

@@ -217,6 +217,7 @@ impl Step<'_> {
         table.begin_unit("head");
         let head = LossHead {
             weight: table.add(Parameter::matrix("weight", &[self.sizes.vocabulary, hidden], Initial::ZEROS)),
+            soft_cap: None,
         };
         let chunk: VocabularyChunk = head.chunks(rows).next().expect("a vocabulary is not empty");
         let num_chunks = self.sizes.vocabulary as f64 / chunk.len as f64;

@@ -1,8 +1,9 @@
 use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
 use std::ops::RangeInclusive;
+use trireme_base::DType;
 
-/// `left + right`, of values of one shape and type of floats; the sum has both.
+/// `left + right`, of values of one shape and of floats. The sum has their type, or f32 if they have two.
 #[derive(Debug)]
 pub struct Add;
 
@@ -13,19 +14,23 @@ impl Operation for Add {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let sum = |left, right| left + right;
-        let mut y = cx.take_input(0);
-        let mut other = 1;
-        if y.is_none() {
-            (y, other) = (cx.take_input(1), 0);
-        }
-        let y = match y {
-            Some(mut y) => {
+        let dtypes = [0, 1].map(|index| cx.input(index).dtype());
+        let dtype = if dtypes[0] == dtypes[1] { dtypes[0] } else { DType::F32 };
+        let wide = [0, 1].into_iter().filter(|&index| dtypes[index] == dtype);
+        let taken = { wide }.find_map(|index| Some((cx.take_input(index)?, 1 - index)));
+        let y = match taken {
+            Some((mut y, other)) => {
                 cx.device().zip_in_place(y.view_mut(), cx.input(other), 1, sum);
                 y
             }
             None => {
-                let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
-                cx.device().zip((cx.input(0), cx.input(1)), y.view_mut(), 1, sum);
+                let mut y = cx.empty(cx.input(0).shape(), dtype)?;
+                if dtypes[0] == dtypes[1] {
+                    cx.device().zip((cx.input(0), cx.input(1)), y.view_mut(), 1, sum);
+                } else {
+                    cx.device().convert(cx.input(0), y.view_mut());
+                    cx.device().zip_in_place(y.view_mut(), cx.input(1), 1, sum);
+                }
                 y
             }
         };

@@ -1,7 +1,7 @@
 use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::fp8::{Fp8Layer, Operand};
-use crate::kernels::MatmulEpilogue;
+use crate::kernels::{Activation, MatmulEpilogue};
 use crate::parameter_table::ParameterSpan;
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -26,10 +26,10 @@ pub enum WeightLayout {
 pub enum InputActivation {
     /// Nothing.
     Identity,
-    /// GELU, tanh approximation.
-    Gelu,
-    /// `silu(gate) * up` of rows `gate | up`, twice as long.
-    SwiGlu,
+    /// A function.
+    Of(Activation),
+    /// `activation(gate) * up` of rows `gate | up`, twice as long.
+    Gated(Activation),
 }
 
 /// `y = activation(x) W + bias + residual`, for `x` (`[.., inputs]`, in the tape's precision) and an optional residual (`[.., outputs]`,
@@ -78,7 +78,7 @@ impl Linear {
     fn kept_places(&self) -> (Option<usize>, usize) {
         match self.activation {
             InputActivation::Identity => (None, 0),
-            InputActivation::Gelu | InputActivation::SwiGlu => (Some(0), 1),
+            InputActivation::Of(_) | InputActivation::Gated(_) => (Some(0), 1),
         }
     }
 }
@@ -148,15 +148,15 @@ impl Operation for Linear {
         };
         match self.activation {
             InputActivation::Identity => cx.add_grad(0, d_input)?,
-            InputActivation::Gelu => {
+            InputActivation::Of(activation) => {
                 let mut x = cx.take_input(0)?;
-                cx.device().gelu_backward(x.view_mut(), d_input.view_mut());
+                cx.device().activate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, d_input)?;
                 cx.keep(x);
             }
-            InputActivation::SwiGlu => {
+            InputActivation::Gated(activation) => {
                 let mut x = cx.take_input(0)?;
-                cx.device().swiglu_backward(x.view_mut(), d_input.view_mut());
+                cx.device().gate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, x)?;
                 cx.keep(d_input);
             }
@@ -214,14 +214,14 @@ fn activate(
 ) -> Result<Option<Tensor>, DeviceError> {
     Ok(match activation {
         InputActivation::Identity => None,
-        InputActivation::Gelu => {
+        InputActivation::Of(activation) => {
             let mut y = device.activation_of(x.shape(), x.dtype())?;
-            device.gelu(x, y.view_mut());
+            device.activate(activation, x, y.view_mut());
             Some(y)
         }
-        InputActivation::SwiGlu => {
+        InputActivation::Gated(activation) => {
             let mut y = device.activation_of(x.shape().with_cols(x.shape().cols() / 2), x.dtype())?;
-            device.swiglu(x, y.view_mut());
+            device.gate(activation, x, y.view_mut());
             Some(y)
         }
     })

@@ -1,8 +1,8 @@
 use super::linear::weight_grad;
 use super::{BackwardContext, ForwardContext, GradSink, GradTarget, Operation, Recorder, Var, WeightLayout};
 use crate::device::{Device, DeviceError, Transpose};
-use crate::kernels::MatmulEpilogue;
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
+use crate::kernels::{MatmulEpilogue, tanh};
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::precision::Precision;
@@ -29,6 +29,8 @@ const CHUNK_COLS_MIN: usize = 2048;
 pub struct LossHead {
     /// `[vocabulary, cols]`; may belong to another unit (tied to the embedding).
     pub weight: ParameterSpan,
+    /// Logits `z` become `c tanh(z / c)` (Gemma team, "Gemma 2", 2024).
+    pub soft_cap: Option<f32>,
 }
 
 impl LossHead {
@@ -58,6 +60,9 @@ impl LossHead {
         let weight = (parameters.span(&self.chunk_span(chunk)), Transpose::Yes);
         let (left, epilogue) = ((x, Transpose::No), MatmulEpilogue::Overwrite);
         device.matmul(precision, left, weight, logits.view_mut(), epilogue)?;
+        if let Some(cap) = self.soft_cap {
+            device.map_in_place(logits.view_mut(), 38, |logit| cap * tanh(logit / cap));
+        }
         Ok(logits)
     }
 
@@ -212,6 +217,10 @@ impl LossHead {
         let mut gradient = cx.empty(logits.shape(), precision.dtype())?;
         let targets = self.targets(cx);
         device.cross_entropy_gradient(logits.view(), targets, chunk, statistics, scale, gradient.view_mut());
+        if let Some(cap) = self.soft_cap {
+            let slope = |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));
+            device.zip_in_place(gradient.view_mut(), logits.view(), 4, slope);
+        }
         Ok(gradient)
     }
 

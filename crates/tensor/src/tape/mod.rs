@@ -61,7 +61,7 @@ pub use norm::Norm;
 pub use operation::{Op, Operation, ReadBy};
 pub use pointwise::Pointwise;
 pub use relu::Relu;
-pub use reshape::Reshape;
+pub use reshape::{NewDim, Reshape};
 pub use rows::{GatherRows, ScatterAddRows};
 pub use scale::Scale;
 pub use sigmoid::Sigmoid;

@@ -1,4 +1,6 @@
-use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use super::{
+    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, Vector, write_grad,
+};
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameter_table::ParameterSpan;
@@ -10,6 +12,8 @@ use trireme_base::DType;
 pub struct Norm {
     /// One weight a column.
     pub weight: ParameterSpan,
+    /// Added to the weights: with 1, weights begin at 0 (Gemma team, "Gemma", 2024).
+    pub weight_offset: f32,
     /// One bias a column.
     pub bias: Option<ParameterSpan>,
     /// Added to the variance or mean square.
@@ -21,6 +25,17 @@ pub struct Norm {
 impl Norm {
     fn kind(&self) -> NormKind {
         NormKind { epsilon: self.epsilon, centred: self.centred }
+    }
+
+    /// What columns are multiplied by.
+    fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Vector<'a>, DeviceError> {
+        let weight = cx.vector(&self.weight)?;
+        if self.weight_offset == 0.0 {
+            return Ok(weight);
+        }
+        let mut sum = cx.empty(weight.view().shape(), DType::F32)?;
+        cx.device().map(weight.view(), sum.view_mut(), 1, |weight| weight + self.weight_offset);
+        Ok(Vector::Rounded(sum))
     }
 }
 
@@ -39,7 +54,7 @@ impl Operation for Norm {
         let shape = cx.input(0).shape();
         let mut statistics = cx.empty_to_save([shape.rows(), 2], DType::F32)?;
         let mut y = cx.empty(shape, cx.precision().dtype())?;
-        let weight = cx.vector(&self.weight)?;
+        let weight = self.weight(cx)?;
         let bias = self.bias.as_ref().map(|bias| cx.vector(bias)).transpose()?;
         let (weight_view, bias_view) = (weight.view(), bias.as_ref().map(|bias| bias.view()));
         let (y_view, statistics_view) = (y.view_mut(), statistics.view_mut());
@@ -63,7 +78,7 @@ impl Operation for Norm {
             Some(sum) => (sum, true),
             None => (cx.empty(shape, DType::F32)?, false),
         };
-        let weight = cx.vector(&self.weight)?;
+        let weight = self.weight(cx)?;
         let x = in_f32(cx.device(), cx.input(0))?;
         let x_view = x.as_ref().map_or(cx.input(0), Tensor::view);
         let rows = (x_view, weight.view(), cx.saved(0).expect("forward has saved the statistics"));

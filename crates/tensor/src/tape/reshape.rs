@@ -2,16 +2,35 @@ use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
 use crate::shape::Shape;
 
-/// The same elements with other dims, at most four. One dim may be `None`: its size is what the others leave. Panics if the number of
-/// elements differs. Copies them only if somebody else reads `x`.
+/// The same elements with other dims, at most four. Panics if the number of elements differs. Copies them only if somebody else
+/// reads `x`.
 #[derive(Debug, Clone)]
-pub struct Reshape(pub Vec<Option<usize>>);
+pub struct Reshape(pub Vec<NewDim>);
+
+/// A dim of what [`Reshape`] makes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NewDim {
+    /// As long as this.
+    Size(usize),
+    /// As long as the dim of `x` at the same place.
+    Same,
+    /// As long as the others leave; at most one.
+    Rest,
+}
 
 impl Reshape {
     fn shape(&self, x: Shape) -> Shape {
-        let rest = x.num_elements().checked_div(self.0.iter().flatten().product()).unwrap_or(0);
-        let mut dims = [0; 4];
-        dims.iter_mut().zip(&self.0).for_each(|(to, dim)| *to = dim.unwrap_or(rest));
+        let mut dims = [1; 4];
+        for (place, (to, dim)) in dims.iter_mut().zip(&self.0).enumerate() {
+            *to = match dim {
+                NewDim::Size(size) => *size,
+                NewDim::Same => x.dims()[place],
+                NewDim::Rest => 1,
+            };
+        }
+        if let Some(rest) = self.0.iter().position(|dim| *dim == NewDim::Rest) {
+            dims[rest] = x.num_elements().checked_div(dims.iter().product()).unwrap_or(0);
+        }
         Shape::new(&dims[..self.0.len()])
     }
 }

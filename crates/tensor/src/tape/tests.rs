@@ -3,7 +3,7 @@
 use super::*;
 use crate::declaration::{Initial, Parameter};
 use crate::device::DeviceOptions;
-use crate::kernels::AttentionRule;
+use crate::kernels::{Activation, AttentionRule};
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::parameters::Parameters;
 use trireme_base::{Category, RandomKey};
@@ -49,7 +49,7 @@ impl Network {
         let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
         let mut table = ParameterTable::default();
         table.begin_unit("all");
-        let projected = if activation == InputActivation::SwiGlu { COLS / 2 } else { COLS };
+        let projected = if activation == InputActivation::Gated(Activation::Silu) { COLS / 2 } else { COLS };
         let embedding = Embedding {
             tokens: table.add(Parameter::embedding("tokens", &[VOCABULARY, COLS], Initial::ZEROS)),
             positions: Some(table.add(Parameter::embedding("positions", &[ROWS, COLS], Initial::ZEROS))),
@@ -58,7 +58,7 @@ impl Network {
             table.add(Parameter::vector("norm.weight", COLS, Initial::ZEROS)),
             Some(table.add(Parameter::vector("norm.bias", COLS, Initial::ZEROS))),
         );
-        let norm = Norm { weight, bias, epsilon: 1e-5, centred: true };
+        let norm = Norm { weight, bias, weight_offset: 0.0, epsilon: 1e-5, centred: true };
         let qkv = Linear {
             weight: table.add(Parameter::matrix("qkv.weight", &[COLS, 3 * COLS], Initial::ZEROS)),
             layout: WeightLayout::InputsFirst,
@@ -75,6 +75,7 @@ impl Network {
         };
         let head = LossHead {
             weight: table.add(Parameter::embedding("head.weight", &[VOCABULARY, COLS], Initial::ZEROS)),
+            soft_cap: None,
         };
         let num_parameters = table.parameters().len();
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
@@ -141,7 +142,11 @@ impl Network {
 
 #[test]
 fn halves_apart_give_the_bits_of_halves_in_turns() {
-    for activation in [InputActivation::Identity, InputActivation::Gelu, InputActivation::SwiGlu] {
+    for activation in [
+        InputActivation::Identity,
+        InputActivation::Of(Activation::Gelu),
+        InputActivation::Gated(Activation::Silu),
+    ] {
         let network = Network::new(activation);
         assert_eq!(network.head.chunks(ROWS).count(), 2);
         for precision in [Precision::F32, Precision::Bf16] {

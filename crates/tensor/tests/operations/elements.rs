@@ -30,6 +30,20 @@ fn sums_and_products_of_elements() {
 }
 
 #[test]
+fn sums_of_values_of_two_types_are_in_f32() {
+    for (left, right) in [(true, false), (false, true)] {
+        let input = |name, is_f32| {
+            let input = Input::random(&[3, 37], name);
+            if is_f32 { input.in_f32() } else { input }
+        };
+        let inputs = [input("left", left), input("right", right)];
+        check(&Op::from(&Add), &no_parameters(), &inputs, &|x, _| {
+            x[0].iter().zip(&x[1]).map(|(left, right)| left + right).collect()
+        });
+    }
+}
+
+#[test]
 fn functions_of_elements() {
     let sigmoid = |x: f64| 1.0 / (1.0 + (-x).exp());
     check_elementwise(&Op::from(&Sigmoid), 1, |x| sigmoid(x[0]));

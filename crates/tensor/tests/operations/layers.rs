@@ -1,10 +1,10 @@
 //! Fused operations.
 
-use crate::{check, gelu, no_parameters, op, product};
+use crate::{check, gelu, no_parameters, normal_distribution, op, product};
 use trireme_tensor::tape::{
     Attention, Embedding, InputActivation, Linear, LossHead, MatMul, Norm, Op, WeightLayout,
 };
-use trireme_tensor::{AttentionRule, Initial, Parameter, ParameterTable};
+use trireme_tensor::{Activation, AttentionRule, Initial, Parameter, ParameterTable};
 use trireme_testkit::Input;
 
 #[test]
@@ -13,9 +13,11 @@ fn linear_layers() {
     for (rows, layout, activation, has_bias, has_residual) in [
         (3, WeightLayout::InputsFirst, InputActivation::Identity, false, false),
         (1, WeightLayout::OutputsFirst, InputActivation::Identity, true, true),
-        (4, WeightLayout::InputsFirst, InputActivation::Gelu, true, true),
-        (2, WeightLayout::OutputsFirst, InputActivation::SwiGlu, true, false),
-        (2, WeightLayout::InputsFirst, InputActivation::SwiGlu, false, true),
+        (4, WeightLayout::InputsFirst, InputActivation::Of(Activation::Gelu), true, true),
+        (2, WeightLayout::OutputsFirst, InputActivation::Gated(Activation::Silu), true, false),
+        (2, WeightLayout::InputsFirst, InputActivation::Gated(Activation::Silu), false, true),
+        (3, WeightLayout::InputsFirst, InputActivation::Of(Activation::ExactGelu), true, false),
+        (2, WeightLayout::OutputsFirst, InputActivation::Gated(Activation::Gelu), false, true),
     ] {
         let mut table = ParameterTable::default();
         table.begin_unit("unit");
@@ -25,13 +27,18 @@ fn linear_layers() {
         let bias = has_bias.then(|| table.add(Parameter::vector("bias", outputs, Initial::ZEROS)));
         let reference = move |x: &[Vec<f64>], parameters: &[f64]| {
             let (weight, bias) = parameters.split_at(inputs * outputs);
+            let curve = |activation: Activation, x: f64| match activation {
+                Activation::Gelu => gelu(x),
+                Activation::ExactGelu => x * normal_distribution(x),
+                Activation::Silu => x / (1.0 + (-x).exp()),
+            };
             let activated: Vec<f64> = match activation {
                 InputActivation::Identity => x[0].clone(),
-                InputActivation::Gelu => x[0].iter().map(|&x| gelu(x)).collect(),
-                InputActivation::SwiGlu => {
+                InputActivation::Of(activation) => x[0].iter().map(|&x| curve(activation, x)).collect(),
+                InputActivation::Gated(activation) => {
                     let row = |row: &[f64]| -> Vec<f64> {
                         let (gate, up) = row.split_at(inputs);
-                        gate.iter().zip(up).map(|(gate, up)| gate / (1.0 + (-gate).exp()) * up).collect()
+                        gate.iter().zip(up).map(|(gate, up)| curve(activation, *gate) * up).collect()
                     };
                     x[0].chunks(2 * inputs).flat_map(row).collect()
                 }
@@ -46,7 +53,7 @@ fn linear_layers() {
             }
             y
         };
-        let cols = if activation == InputActivation::SwiGlu { 2 * inputs } else { inputs };
+        let cols = if matches!(activation, InputActivation::Gated(_)) { 2 * inputs } else { inputs };
         let mut values = vec![Input::random(&[rows, cols], "x")];
         if has_residual {
             values.push(Input::random(&[rows, outputs], "residual").in_f32());
@@ -79,7 +86,9 @@ fn products_of_two_values() {
 
 #[test]
 fn normalisations() {
-    for (rows, cols, centred) in [(3, 7, true), (2, 33, false), (1, 16, true)] {
+    for (rows, cols, centred, weight_offset) in
+        [(3, 7, true, 0.0), (2, 33, false, 0.0), (1, 16, true, 0.0), (3, 9, false, 1.0)]
+    {
         let mut table = ParameterTable::default();
         table.begin_unit("unit");
         let weight = table.add(Parameter::vector("weight", cols, Initial::ZEROS));
@@ -92,13 +101,14 @@ fn normalisations() {
                 let variance = row.iter().map(|x| (x - mean).powi(2)).sum::<f64>() / cols as f64;
                 let scale = 1.0 / (variance + f64::from(epsilon)).sqrt();
                 let element = |col: usize| {
-                    (row[col] - mean) * scale * weight[col] + bias.get(col).copied().unwrap_or_default()
+                    let weight = weight[col] + f64::from(weight_offset);
+                    (row[col] - mean) * scale * weight + bias.get(col).copied().unwrap_or_default()
                 };
                 (0..cols).map(element).collect()
             };
             x[0].chunks(cols).flat_map(row).collect()
         };
-        let norm = op(Norm { weight, bias, epsilon, centred });
+        let norm = op(Norm { weight, bias, weight_offset, epsilon, centred });
         // Of the residual stream, which is f32, and of an activation.
         let x = Input::random(&[rows, cols], "x");
         check(&norm, &table, std::slice::from_ref(&x), &reference);
@@ -216,16 +226,20 @@ fn losses_over_a_vocabulary() {
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
     let weight = table.add(Parameter::matrix("weight", &[vocabulary, cols], Initial::ZEROS));
-    let reference = move |inputs: &[Vec<f64>], weight: &[f64]| {
-        let row = |(row, &target): (usize, &f64)| -> f64 {
-            let x = &inputs[0][row * cols..(row + 1) * cols];
-            let logit = |token: usize| -> f64 {
-                x.iter().zip(&weight[token * cols..]).map(|(x, weight)| x * weight).sum()
+    for soft_cap in [None, Some(0.8)] {
+        let reference = move |inputs: &[Vec<f64>], weight: &[f64]| {
+            let row = |(row, &target): (usize, &f64)| -> f64 {
+                let x = &inputs[0][row * cols..(row + 1) * cols];
+                let logit = |token: usize| -> f64 {
+                    let logit = x.iter().zip(&weight[token * cols..]).map(|(x, weight)| x * weight).sum();
+                    soft_cap.map_or(logit, |cap| f64::from(cap) * (logit / f64::from(cap)).tanh())
+                };
+                (0..vocabulary).map(|token| logit(token).exp()).sum::<f64>().ln() - logit(target as usize)
             };
-            (0..vocabulary).map(|token| logit(token).exp()).sum::<f64>().ln() - logit(target as usize)
+            vec![inputs[1].iter().enumerate().map(row).sum::<f64>() / rows as f64]
         };
-        vec![inputs[1].iter().enumerate().map(row).sum::<f64>() / rows as f64]
-    };
-    let targets = Input::ids(&[rows], &[8, 0, 3, 3]);
-    check(&op(LossHead { weight }), &table, &[Input::random(&[rows, cols], "x"), targets], &reference);
+        let targets = Input::ids(&[rows], &[8, 0, 3, 3]);
+        let inputs = [Input::random(&[rows, cols], "x"), targets];
+        check(&op(LossHead { weight, soft_cap }), &table, &inputs, &reference);
+    }
 }

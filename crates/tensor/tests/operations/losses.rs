@@ -2,7 +2,9 @@
 
 use crate::{PRECISIONS, check, no_parameters, op};
 use std::sync::Arc;
-use trireme_tensor::tape::{BinaryCrossEntropyWithLogits, CrossEntropy, MeanLoss, Op, Reshape, SquaredError};
+use trireme_tensor::tape::{
+    BinaryCrossEntropyWithLogits, CrossEntropy, MeanLoss, NewDim, Op, Reshape, SquaredError,
+};
 use trireme_testkit::{GradientCheck, Input};
 
 #[test]
@@ -46,7 +48,7 @@ fn several_terms_of_a_loss_have_their_weights_and_rows() {
         let square = x[0].iter().zip(&x[2]).map(|(x, target)| (x - target).powi(2)).sum::<f64>();
         vec![entropy + 0.25 * square / (rows * classes) as f64]
     };
-    let reshape = Arc::new(Reshape(vec![Some(2), None]));
+    let reshape = Arc::new(Reshape(vec![NewDim::Size(2), NewDim::Rest]));
     let square = Arc::new(MeanLoss(SquaredError));
     for precision in PRECISIONS {
         GradientCheck {

@@ -8,8 +8,8 @@ use trireme_tensor::tape::{
     Tanh, WeightLayout,
 };
 use trireme_tensor::{
-    AttentionRule, Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial, Parameter,
-    ParameterSpan, ParameterTable, Parameters, Precision, Tape, Var,
+    Activation, AttentionRule, Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial,
+    Parameter, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Var,
 };
 use trireme_testkit::{GradientCheck, Input};
 
@@ -39,8 +39,9 @@ fn a_value_with_several_readers() {
     let [first, left, right] = weights;
     let [first, left] = [first, left].map(|weight| linear(weight, InputActivation::Identity));
     // Its backward computes in the memory of its input.
-    let right = linear(right, InputActivation::Gelu);
-    let norm = Arc::new(Norm { weight: norm_weight, bias: None, epsilon: 1e-3, centred: false });
+    let right = linear(right, InputActivation::Of(Activation::Gelu));
+    let norm =
+        Arc::new(Norm { weight: norm_weight, bias: None, weight_offset: 0.0, epsilon: 1e-3, centred: false });
     let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
         let square = cols * cols;
         let [first, left, right] = [0, 1, 2].map(|place| &parameters[place * square..(place + 1) * square]);
@@ -133,8 +134,9 @@ fn values_and_gradients_of_two_types() {
         let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Identity);
         Arc::new(Linear { weight, layout, bias: None, activation })
     };
-    let norm = Arc::new(Norm { weight: norm_weight, bias: None, epsilon: 1e-3, centred: false });
-    let (first, head) = (linear(first), Arc::new(LossHead { weight: second }));
+    let norm =
+        Arc::new(Norm { weight: norm_weight, bias: None, weight_offset: 0.0, epsilon: 1e-3, centred: false });
+    let (first, head) = (linear(first), Arc::new(LossHead { weight: second, soft_cap: None }));
     let reference = |inputs: &[Vec<f64>], parameters: &[f64]| {
         let (first, rest) = parameters.split_at(cols * cols);
         let (head, weight) = rest.split_at(cols * cols);
@@ -246,6 +248,7 @@ fn what_is_made_again_is_as_backward_left_it() {
     let norm = Arc::new(Norm {
         weight: table.add(Parameter::vector("norm", cols, Initial::ZEROS)),
         bias: None,
+        weight_offset: 0.0,
         epsilon: 1e-3,
         centred: false,
     });

@@ -2,7 +2,7 @@
 
 use crate::{check, no_parameters, op};
 use trireme_tensor::tape::{
-    Concat, GatherRows, Mean, Op, Reshape, ScatterAddRows, Slice, Softmax, Sum, Transpose,
+    Concat, GatherRows, Mean, NewDim, Op, Reshape, ScatterAddRows, Slice, Softmax, Sum, Transpose,
 };
 use trireme_testkit::Input;
 
@@ -32,10 +32,12 @@ fn at(x: &[f64], shape: &[usize], place: &[usize]) -> f64 {
 
 #[test]
 fn other_shapes_and_orders() {
+    use NewDim::{Rest, Same, Size};
     for (shape, to) in [
-        (&[2_usize, 3, 4][..], vec![None, Some(4)]),
-        (&[6], vec![Some(1), Some(2), None, Some(1)]),
-        (&[0, 5], vec![Some(0)]),
+        (&[2_usize, 3, 4][..], vec![Rest, Size(4)]),
+        (&[6], vec![Size(1), Size(2), Rest, Size(1)]),
+        (&[2, 3, 8], vec![Same, Same, Size(2), Size(4)]),
+        (&[0, 5], vec![Size(0)]),
     ] {
         check(&op(Reshape(to)), &no_parameters(), &[Input::random(shape, "x")], &|x, _| x[0].clone());
     }

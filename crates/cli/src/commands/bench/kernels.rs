@@ -233,7 +233,7 @@ fn step_sizes(step: &Step) -> StepSizes {
         intermediate: config.intermediate_size,
         vocabulary: config.vocab_size,
         is_llama: config.rope.is_some(),
-        attention_bias: config.attention_bias,
+        attention_bias: config.qkv_bias,
         mlp_bias: config.mlp_bias,
         is_tied: config.tie_word_embeddings,
     }

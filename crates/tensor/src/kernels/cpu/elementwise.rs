@@ -17,7 +17,11 @@ for_each_simd_level! {
         }
     }
 
-    fn update_block<T: Element, F: Fn(f32, f32) -> f32>(y: &mut [T], x: &[T], function: &F) {
+    fn map_block_in_place<T: Element, F: Fn(f32) -> f32>(y: &mut [T], function: &F) {
+        y.iter_mut().for_each(|y| *y = T::from_f32(function(y.to_f32())));
+    }
+
+    fn update_block<T: Element, U: Element, F: Fn(f32, f32) -> f32>(y: &mut [T], x: &[U], function: &F) {
         for (y, x) in y.iter_mut().zip(x) {
             *y = T::from_f32(function(y.to_f32(), x.to_f32()));
         }
@@ -55,11 +59,21 @@ impl Cpu {
         });
     }
 
+    /// `y = function(y)`.
+    pub(crate) fn map_in_place<T: Element>(&self, y: &mut [T], function: impl Fn(f32) -> f32 + Sync) {
+        let len = y.len();
+        let out = SharedSlice::new(y);
+        self.for_row_blocks(len, 1, |first, len| {
+            // SAFETY: blocks do not overlap.
+            map_block_in_place(self.features, unsafe { out.range(first, len) }, &function);
+        });
+    }
+
     /// `y = function(y, x)`.
-    pub(crate) fn zip_in_place<T: Element>(
+    pub(crate) fn zip_in_place<T: Element, U: Element>(
         &self,
         y: &mut [T],
-        x: &[T],
+        x: &[U],
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert_eq!(x.len(), y.len());

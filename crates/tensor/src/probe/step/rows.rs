@@ -3,7 +3,7 @@
 use super::{EXP, F32, Step, each};
 use crate::device::DeviceError;
 use crate::kernels::cpu::norm::NormKind;
-use crate::kernels::{AttentionShape, IntegerFormat};
+use crate::kernels::{Activation, AttentionShape, IntegerFormat};
 use crate::probe::{StepSizes, Traffic, Work};
 use crate::tensor::Tensor;
 use std::time::Instant;
@@ -47,21 +47,21 @@ impl Step<'_> {
         };
         if self.sizes.is_llama {
             self.kernel(("swiglu: forward", calls), &shape, each(num, EXP + 5, [2 * size, 0, size]), |_| {
-                device.swiglu(x.view(), y.view_mut());
+                device.gate(Activation::Silu, x.view(), y.view_mut());
             })?;
             self.kernel(("swiglu: backward", calls), &shape, each(num, EXP + 11, [0, 3 * size, 0]), |start| {
                 refill(&mut dx, &mut y);
                 *start = Instant::now();
-                device.swiglu_backward(dx.view_mut(), y.view_mut());
+                device.gate_backward(Activation::Silu, dx.view_mut(), y.view_mut());
             })
         } else {
             self.kernel(("gelu: forward", calls), &shape, each(num, EXP + 8, [size, 0, size]), |_| {
-                device.gelu(x.view(), y.view_mut());
+                device.activate(Activation::Gelu, x.view(), y.view_mut());
             })?;
             self.kernel(("gelu: backward", calls), &shape, each(num, EXP + 16, [0, 2 * size, 0]), |start| {
                 refill(&mut dx, &mut y);
                 *start = Instant::now();
-                device.gelu_backward(dx.view_mut(), y.view_mut());
+                device.activate_backward(Activation::Gelu, dx.view_mut(), y.view_mut());
             })
         }
     }

@@ -4,6 +4,7 @@ use super::*;
 use crate::declaration::{Initial, Parameter};
 use crate::device::DeviceOptions;
 use crate::fp8::{Fp8Formats, Fp8Recipe, Fp8State};
+use crate::kernels::Activation;
 use crate::parameter_table::ParameterTable;
 use crate::parameters::{ParameterSource, Parameters};
 use crate::tape::{GradSink, GradTarget, Recording, Tape, Var};
@@ -105,7 +106,8 @@ impl Case {
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
         let values = random(OUTPUTS + INPUTS * OUTPUTS, "parameters", 0.02);
         parameters.flat_mut(0).f32s().copy_from_slice(&values);
-        let argument_cols = if activation == InputActivation::SwiGlu { 2 * INPUTS } else { INPUTS };
+        let argument_cols =
+            if activation == InputActivation::Gated(Activation::Silu) { 2 * INPUTS } else { INPUTS };
         let dy = random(ROWS * OUTPUTS, "dy", 1e-5);
         Case {
             device,
@@ -236,8 +238,8 @@ fn products_are_those_of_rounded_factors() {
         for (activation, with_residual, formats, dy_format, margin) in [
             (identity, false, Fp8Formats::Hybrid, E5M2, 0),
             (identity, true, Fp8Formats::E4m3, E4M3, 1),
-            (InputActivation::Gelu, true, Fp8Formats::Hybrid, E5M2, 0),
-            (InputActivation::SwiGlu, true, Fp8Formats::E4m3, E4M3, 0),
+            (InputActivation::Of(Activation::Gelu), true, Fp8Formats::Hybrid, E5M2, 0),
+            (InputActivation::Gated(Activation::Silu), true, Fp8Formats::E4m3, E4M3, 0),
         ] {
             let mut case = Case::new(layout, activation, with_residual);
             let mut state = state(&case, formats, margin);

@@ -42,6 +42,38 @@ fn gelu_f64(x: f64) -> (Exact, Exact) {
     (Exact::new(x * s, (x * s).abs() * amplified), Exact::new(s + product(rest), slope_magnitude * amplified))
 }
 
+/// The normal distribution from negative infinity to `x`, by the continued fraction of its tail or the series around 0.
+fn normal_distribution(x: f64) -> f64 {
+    let density = (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt();
+    let z = x.abs();
+    let tail = if z < 3.0 {
+        // x + x^3 / 3 + x^5 / (3 5) + ...
+        let (mut term, mut sum, mut n) = (z, z, 1.0);
+        while term > 1e-18 * sum {
+            n += 2.0;
+            term *= z * z / n;
+            sum += term;
+        }
+        0.5 - density * sum
+    } else {
+        density / (1..=200).rev().fold(z, |fraction, n| z + f64::from(n) / fraction)
+    };
+    if x < 0.0 { tail } else { 1.0 - tail }
+}
+
+/// Exact GELU and its slope.
+fn exact_gelu_f64(x: f64) -> (Exact, Exact) {
+    let (distribution, density) =
+        (normal_distribution(x), (-x * x / 2.0).exp() / (2.0 * std::f64::consts::PI).sqrt());
+    // The polynomial has a few roundings and an error of its own.
+    let amplified = 4.0;
+    let slope = Exact::new(
+        distribution + x * density,
+        amplified * (distribution + (x * density).abs() * (1.0 + x.abs().min(1e3))),
+    );
+    (Exact::new(x * distribution, amplified * (x * distribution).abs() * (1.0 + x.abs().min(1e3))), slope)
+}
+
 fn scaled(exact: Exact, factor: f64) -> Exact {
     let Exact { value, in_f32, in_element } = exact;
     Exact { value: value * factor, in_f32: in_f32 * factor.abs(), in_element: in_element * factor.abs() }
@@ -60,22 +92,25 @@ fn the_reference_is_the_published_formula() {
 }
 
 /// `y`, then what backward makes of `x` and `dy`.
-fn run_gelu<T: Element>(x: &[T], dy: &[T]) -> [Vec<f32>; 3] {
+fn run_gelu<T: Element>(activation: Activation, x: &[T], dy: &[T]) -> [Vec<f32>; 3] {
     run(|cpu| {
         let (mut y, mut input, mut dy) = (narrow::<T>(&vec![f32::NAN; x.len()]), x.to_vec(), dy.to_vec());
-        cpu.gelu(x, &mut y);
-        cpu.gelu_backward(&mut input, &mut dy);
+        cpu.activate(activation, x, &mut y);
+        cpu.activate_backward(activation, &mut input, &mut dy);
         [widen(&y), widen(&input), widen(&dy)]
     })
 }
 
 fn check_gelu<T: Element>(x: &[T], dy: &[T]) {
-    let [y, again, dx] = run_gelu(x, dy);
-    assert_eq!(y, again, "backward gives the output back");
-    let exact: Vec<(Exact, Exact)> = exactly(x).into_iter().map(gelu_f64).collect();
-    assert_close::<T>(&"gelu", &y, exact.iter().map(|exact| exact.0), 0);
-    let dx_exact = exact.iter().zip(exactly(dy)).map(|(exact, dy)| scaled(exact.1, dy));
-    assert_close::<T>(&"gradient of gelu", &dx, dx_exact, 0);
+    for activation in [Activation::Gelu, Activation::ExactGelu] {
+        let exact = if activation == Activation::Gelu { gelu_f64 } else { exact_gelu_f64 };
+        let [y, again, dx] = run_gelu(activation, x, dy);
+        assert_eq!(y, again, "backward gives the output back");
+        let exact: Vec<(Exact, Exact)> = exactly(x).into_iter().map(exact).collect();
+        assert_close::<T>(&activation, &y, exact.iter().map(|exact| exact.0), 0);
+        let dx_exact = exact.iter().zip(exactly(dy)).map(|(exact, dy)| scaled(exact.1, dy));
+        assert_close::<T>(&("gradient", activation), &dx, dx_exact, 0);
+    }
 }
 
 /// `y`, then what backward makes of `gate | up` and `dy`.
@@ -83,8 +118,8 @@ fn run_swiglu<T: Element>(gate_up: &[T], dy: &[T], cols: usize) -> [Vec<f32>; 3]
     run(|cpu| {
         let mut y = narrow::<T>(&vec![f32::NAN; dy.len()]);
         let (mut gate_up, mut dy) = (gate_up.to_vec(), dy.to_vec());
-        cpu.swiglu(&gate_up, &mut y, cols);
-        cpu.swiglu_backward(&mut gate_up, &mut dy, cols);
+        cpu.gate(Activation::Silu, &gate_up, &mut y, cols);
+        cpu.gate_backward(Activation::Silu, &mut gate_up, &mut dy, cols);
         [widen(&y), widen(&gate_up), widen(&dy)]
     })
 }
@@ -169,7 +204,7 @@ fn what_is_not_finite_reaches_its_own_outputs_only() {
     const COLS: usize = 33;
     fn check<T: Element>() {
         let (x, dy): (Vec<T>, Vec<T>) = (narrow(&random(4 * COLS, "x")), narrow(&random(2 * COLS, "dy")));
-        let clean_gelu = run_gelu(&x[..2 * COLS], &dy);
+        let clean_gelu = run_gelu(Activation::ExactGelu, &x[..2 * COLS], &dy);
         let clean_swiglu = run_swiglu(&x, &dy, COLS);
         let spoilt = |clean: &[Vec<f32>; 3], found: [Vec<f32>; 3]| {
             [0, 1, 2].map(|output| not_finite(&clean[output], &found[output]))
@@ -181,9 +216,11 @@ fn what_is_not_finite_reaches_its_own_outputs_only() {
                     values[place] = T::from_f32(value);
                     values
                 };
-                let found = spoilt(&clean_gelu, run_gelu(&with(&x[..2 * COLS], place), &dy));
+                let found =
+                    spoilt(&clean_gelu, run_gelu(Activation::ExactGelu, &with(&x[..2 * COLS], place), &dy));
                 assert_eq!(found, [vec![place], vec![place], vec![place]], "{value} into gelu");
-                let found = spoilt(&clean_gelu, run_gelu(&x[..2 * COLS], &with(&dy, place)));
+                let found =
+                    spoilt(&clean_gelu, run_gelu(Activation::ExactGelu, &x[..2 * COLS], &with(&dy, place)));
                 assert_eq!(found, [vec![], vec![], vec![place]], "{value} into the gradient of gelu");
 
                 let (row, col) = (place / COLS, place % COLS);

@@ -1,0 +1,55 @@
+//! gemma2 (Gemma team, "Gemma 2: improving open language models at a practical size", 2024): norms before and after attention and
+//! feed-forward, whose weights are offsets from 1; scaled embeddings; soft caps; attention that slides in every other layer.
+
+use super::Architecture;
+use super::decoder::{Defaults, Style, build, layer_types, read_decoder, read_layer_types, write_decoder};
+use crate::config::{ModelConfig, Reader};
+use crate::error::ModelError;
+use serde_json::{Value, json};
+use trireme_tensor::Activation;
+
+pub(super) const FAMILY: Architecture =
+    Architecture { name: "gemma2", read, write, build: |config, rotary| build(config, rotary, STYLE) };
+
+const STYLE: Style =
+    Style { has_output_norms: true, norm_weight_offset: 1.0, scales_embedding: true, ..Style::LLAMA };
+
+fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+    reader.require("hidden_activation", &[json!("gelu_pytorch_tanh")])?;
+    reader.require("attention_bias", &[json!(false)])?;
+    let defaults = Defaults { head_dim: Some(256), tie_word_embeddings: true };
+    let config = read_decoder(reader, FAMILY, defaults)?;
+    // Null turns a cap off.
+    let cap = |key: &'static str, default: f64| match reader.has(key) {
+        true => reader.optional_number(key).map(|cap| cap.map(|cap| cap as f32)),
+        false => Ok(Some(default as f32)),
+    };
+    let alternating = || (0..config.num_layers).step_by(2).collect();
+    Ok(ModelConfig {
+        activation: Activation::Gelu,
+        attention_scale: Some(reader.number("query_pre_attn_scalar", 256.0)?.powf(-0.5) as f32),
+        attention_soft_cap: cap("attn_logit_softcapping", 50.0)?,
+        logit_soft_cap: cap("final_logit_softcapping", 30.0)?,
+        sliding_window: Some(reader.optional_size("sliding_window")?.unwrap_or(4096)),
+        sliding_layers: read_layer_types(reader, config.num_layers)?.unwrap_or_else(alternating),
+        ..config
+    })
+}
+
+fn write(config: &ModelConfig) -> Value {
+    let scale = f64::from(config.attention_rule(0).scale);
+    // The number whose root was taken, which is whole in every model that was published.
+    let scalar = 1.0 / (scale * scale);
+    let nearest = scalar.round();
+    let scalar = if nearest.powf(-0.5) as f32 == scale as f32 { nearest } else { scalar };
+    let own = json!({
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": false,
+        "query_pre_attn_scalar": scalar,
+        "attn_logit_softcapping": config.attention_soft_cap.map(crate::config::shortest),
+        "final_logit_softcapping": config.logit_soft_cap.map(crate::config::shortest),
+        "sliding_window": config.sliding_window,
+        "layer_types": layer_types(config),
+    });
+    write_decoder(config, "Gemma2ForCausalLM", own)
+}

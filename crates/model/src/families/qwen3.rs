@@ -1,0 +1,27 @@
+//! qwen3 (Qwen team, "Qwen3 technical report", 2025): qwen2 without biases, with normalised heads of queries and keys.
+
+use super::Architecture;
+use super::decoder::{
+    Defaults, Style, build, read_decoder, read_sliding_layers, write_decoder, write_sliding,
+};
+use crate::config::{ModelConfig, Reader};
+use crate::error::ModelError;
+use serde_json::{Value, json};
+
+pub(super) const FAMILY: Architecture =
+    Architecture { name: "qwen3", read, write, build: |config, rotary| build(config, rotary, STYLE) };
+
+const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
+
+fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+    reader.require("hidden_act", &[json!("silu")])?;
+    let bias = reader.flag("attention_bias", false)?;
+    let config = read_decoder(reader, FAMILY, Defaults { head_dim: Some(128), ..Defaults::default() })?;
+    let (sliding_window, sliding_layers) = read_sliding_layers(reader, config.num_layers)?;
+    Ok(ModelConfig { qkv_bias: bias, attention_output_bias: bias, sliding_window, sliding_layers, ..config })
+}
+
+fn write(config: &ModelConfig) -> Value {
+    let own = json!({ "hidden_act": "silu", "attention_bias": config.qkv_bias });
+    write_decoder(config, "Qwen3ForCausalLM", write_sliding(config, own))
+}

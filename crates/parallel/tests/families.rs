@@ -1,0 +1,58 @@
+//! Families of models under layouts: the bits of one rank.
+
+mod common;
+
+use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out, train};
+use trireme_model::ModelConfig;
+use trireme_optim::OptimizerKind;
+use trireme_parallel::ExecutorOptions;
+use trireme_schedule::lowering::Sharding;
+use trireme_schedule::pipeline::Kind;
+use trireme_schedule::{Keep, ZeroStage};
+use trireme_tensor::Precision;
+use trireme_testkit::run_ranks;
+
+const SIZES: &str = r#""vocab_size": 61, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32, "sliding_window": 5"#;
+
+fn families() -> Vec<ModelConfig> {
+    let own = [
+        r#""model_type": "mistral""#,
+        r#""model_type": "qwen3", "use_sliding_window": true, "max_window_layers": 1"#,
+        r#""model_type": "gemma2", "query_pre_attn_scalar": 24"#,
+    ];
+    own.map(|own| ModelConfig::from_json(&format!("{{{own}, {SIZES}}}")).unwrap()).into()
+}
+
+#[test]
+fn every_family_gives_the_bits_of_one_rank() {
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    let sharding = Sharding { zero_stage: ZeroStage::Three, prefetch: 1, keep_after_forward: false };
+    let pipeline = Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 };
+    for config in families() {
+        for options in [OPTIONS, bf16] {
+            let run = |layout: &Layout<'_>, world_size: usize, accumulation: usize| {
+                let rank = |group| train(laid_out(&config, group, 1, accumulation, layout), 4);
+                let found = run_ranks(world_size, rank);
+                assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
+                (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect::<Vec<u32>>())
+            };
+            let plain = Layout { options, optimizer: OptimizerKind::AdamW(ADAMW), ..Layout::default() };
+            let oracle = run(&plain, 1, 4);
+            let recomputed = [Keep::All, Keep::Input, Keep::Products, Keep::Input, Keep::All];
+            let recomputed = Layout { keeps: &recomputed, ..plain };
+            assert!(run(&recomputed, 1, 4) == oracle, "{:?} recomputed", config.architecture);
+            let sharded = Layout {
+                options: ExecutorOptions { sharding, ..options },
+                num_shards: 2,
+                ..Layout::default()
+            };
+            let (steps, _) = run(&sharded, 2, 2);
+            assert!(steps == oracle.0, "{:?} with ZeRO-3", config.architecture);
+            let stages = Layout { options, pipeline: Some(pipeline), ..Layout::default() };
+            let (steps, weights) = run(&stages, 2, 4);
+            assert!(steps == oracle.0, "{:?} in a pipeline", config.architecture);
+            assert!(weights == oracle.1, "{:?} in a pipeline has other weights", config.architecture);
+        }
+    }
+}
