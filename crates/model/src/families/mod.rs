@@ -8,6 +8,7 @@ mod gemma2;
 mod gpt2;
 mod llama;
 mod mistral;
+mod qwen2;
 mod qwen3;
 
 use crate::config::{ModelConfig, Reader};
@@ -21,7 +22,7 @@ use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Every family.
 pub(crate) const FAMILIES: &[Architecture] =
-    &[Architecture::GPT2, Architecture::LLAMA, mistral::FAMILY, qwen3::FAMILY, gemma2::FAMILY];
+    &[Architecture::GPT2, Architecture::LLAMA, mistral::FAMILY, qwen2::FAMILY, qwen3::FAMILY, gemma2::FAMILY];
 
 /// A family of models.
 #[derive(Clone, Copy)]

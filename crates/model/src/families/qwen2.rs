@@ -1,0 +1,23 @@
+//! qwen2 (Qwen team, "Qwen2 technical report", 2024): llama with biases of queries, keys and values.
+
+use super::Architecture;
+use super::decoder::{
+    Defaults, Style, build, read_decoder, read_sliding_layers, write_decoder, write_sliding,
+};
+use crate::config::{ModelConfig, Reader};
+use crate::error::ModelError;
+use serde_json::{Value, json};
+
+pub(super) const FAMILY: Architecture =
+    Architecture { name: "qwen2", read, write, build: |config, rotary| build(config, rotary, Style::LLAMA) };
+
+fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
+    reader.require("hidden_act", &[json!("silu")])?;
+    let config = read_decoder(reader, FAMILY, Defaults::default())?;
+    let (sliding_window, sliding_layers) = read_sliding_layers(reader, config.num_layers)?;
+    Ok(ModelConfig { qkv_bias: true, sliding_window, sliding_layers, ..config })
+}
+
+fn write(config: &ModelConfig) -> Value {
+    write_decoder(config, "Qwen2ForCausalLM", write_sliding(config, json!({ "hidden_act": "silu" })))
+}
