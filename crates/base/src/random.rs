@@ -36,6 +36,26 @@ impl RandomKey {
         c
     }
 
+    /// A stream of its own for each index, such as a step.
+    pub fn derived(self, index: u64) -> Self {
+        let [a, b, c, d] = self.words(index);
+        RandomKey { key: [a, b], stream: self.stream ^ (u64::from(c) | u64::from(d) << 32) }
+    }
+
+    /// Fills `out` with the words of the stream from word `first` on; four words lie at each counter.
+    pub fn fill_words_from(self, first: u64, out: &mut [u32]) {
+        let skipped = (first % 4) as usize;
+        let (head, rest) = out.split_at_mut(out.len().min((4 - skipped) % 4));
+        head.copy_from_slice(&self.words(first / 4)[skipped..][..head.len()]);
+        let counter = first.div_ceil(4);
+        let (whole, tail) = rest.as_chunks_mut::<4>();
+        for (index, words) in whole.iter_mut().enumerate() {
+            *words = self.words(counter.wrapping_add(index as u64));
+        }
+        let last = counter.wrapping_add(whole.len() as u64);
+        tail.copy_from_slice(&self.words(last)[..tail.len()]);
+    }
+
     /// Fills `out` with normal variates of mean 0 and the given standard deviation, by the
     /// Box-Muller transform; element `i` depends on the key and `i` alone.
     pub fn fill_normal(self, out: &mut [f32], standard_deviation: f32) {
@@ -170,6 +190,23 @@ impl Random {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn words_are_those_of_their_places() {
+        let key = RandomKey::new(7, "words");
+        let mut whole = [0; 40];
+        key.fill_words_from(0, &mut whole);
+        assert_eq!(whole[8..12], key.words(2));
+        for first in 0..9 {
+            for len in 0..20 {
+                let mut part = vec![0; len];
+                key.fill_words_from(first as u64, &mut part);
+                assert_eq!(part, whole[first..first + len], "{len} words from {first}");
+            }
+        }
+        assert_ne!(key.derived(1).words(0), key.derived(2).words(0));
+        assert_ne!(key.derived(0).words(0), key.words(0));
+    }
 
     #[test]
     fn philox_gives_the_published_words() {

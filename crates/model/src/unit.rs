@@ -54,11 +54,13 @@ impl Pass<'_> {
         Some(var)
     }
 
-    /// Passes a value on to the next unit. Its dim 0 is that of the batch, or a multiple.
+    /// Passes a value on to the next unit. Its dim 0 is that of the batch, or a multiple. A tensor of the batch needs not be passed
+    /// on: any unit reads it.
     ///
     /// # Panics
-    /// If the name is taken.
+    /// If the name is taken, or the value is a tensor of the batch.
     pub fn output(&mut self, name: &'static str, value: Var) {
+        assert!(self.lent.iter().all(|(_, &lent)| lent != value.id()), "'{name}' is a tensor of the batch");
         self.outputs.push(name, value);
     }
 

@@ -31,7 +31,7 @@ pub struct ExecutorOptions {
     /// How gradients are compressed before they are sent; or momentum, with an optimizer that exchanges it, which sends its
     /// gradients as they are. Sums depend on the layout then, whatever `determinism` is.
     pub compression: Compression,
-    /// Seed of the compression's random numbers; alike on all ranks.
+    /// Seed of the random numbers of compression and dropout; alike on all ranks.
     pub seed: u64,
     /// How the loss is scaled. Without scaling, a step that finds something infinite or NaN is an error; f16 needs it.
     pub loss_scaling: LossScaling,

@@ -15,6 +15,7 @@ use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::element::with_element;
+use crate::kernels::cpu::embedding::Bags;
 use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
@@ -377,6 +378,25 @@ impl Device {
             let (ids, table, at) = (ids.u32s(), table.elements(), (seq_len, first_position));
             self.cpu.embedding::<T, P>(ids, table, positions, at, out.f32s());
         }));
+    }
+
+    /// Sums of rows of a table, rounded to `precision`, by bags of ids.
+    pub(crate) fn embedding_bag(
+        &self,
+        precision: Precision,
+        bags: Bags<'_>,
+        table: View<'_>,
+        mut out: ViewMut<'_>,
+    ) {
+        let cols = out.shape().cols();
+        with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
+            self.cpu.embedding_bag::<T, P>(bags, table.elements(), cols, out.f32s());
+        }));
+    }
+
+    /// Adds to the gradient of the table of [`Device::embedding_bag`].
+    pub(crate) fn embedding_bag_backward(&self, bags: Bags<'_>, dy: View<'_>, mut d_table: ViewMut<'_>) {
+        self.cpu.embedding_bag_backward(bags, dy.f32s(), dy.shape().cols(), d_table.f32s());
     }
 
     /// `d_table[ids[i]] += dy[i]`.

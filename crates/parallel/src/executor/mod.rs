@@ -67,6 +67,8 @@ pub struct Executor {
     squares: Option<Buffer<f64>>,
     /// Of a program that does not drain between updates.
     updates: Option<Updates>,
+    /// The step of the program that runs, or its first one.
+    first_step: u64,
     /// In this step, for parameters.
     waiting: Waiting,
     timeline: Timeline,
@@ -169,6 +171,7 @@ impl Executor {
             losses,
             squares,
             updates,
+            first_step: 0,
             waiting: Waiting::default(),
         };
         executor.expect_moves();
@@ -341,6 +344,7 @@ impl Executor {
             let batch = batches.next().expect("they were counted");
             self.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal)?;
         }
+        self.first_step = plans[0].step;
         self.timeline.begin();
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];

@@ -7,7 +7,7 @@ use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_model::{Batch, BatchTensor, Bundle, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Action, Keep, Outline};
-use trireme_tensor::tape::{Loss, Recording};
+use trireme_tensor::tape::{Loss, Randomness, Recording};
 use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
@@ -156,11 +156,21 @@ impl Executor {
         let spare = self.in_flight.spare_tapes.pop();
         let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
         tape.set_loss_scale(self.loss_scaler.scale() as f32);
+        tape.set_randomness(self.randomness(microbatch));
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let batch = &mut self.in_flight.batches[microbatch];
         let (pass, outputs) = UnitPass::forward(self.model.unit(unit), tape, &parameters, inputs, batch)?;
         self.in_flight.put_activation(microbatch, outputs);
         Ok(pass)
+    }
+
+    /// What random operations of a microbatch depend on: the same on any layout.
+    fn randomness(&self, microbatch: usize) -> Randomness {
+        let per_step = self.program.outline.microbatches_per_step();
+        let step = self.first_step + (microbatch / per_step) as u64;
+        let global = self.global_microbatch(microbatch) % (per_step * self.ranks.data().world_size());
+        let first_sample = (global * self.rehearsal.num_samples()) as u64;
+        Randomness { seed: self.options.seed, step, first_sample }
     }
 
     /// Makes again what forward did not keep.

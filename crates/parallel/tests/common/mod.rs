@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use trireme_comm::{Compression, Group};
-use trireme_model::{Batch, ModelConfig, Rehearsal, token_specs};
+use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
@@ -121,12 +121,22 @@ pub fn laid_out(
     accumulation: usize,
     layout: &Layout<'_>,
 ) -> Executor {
-    let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
     let build = |device: &Device| config.build(config.max_position_embeddings, device);
-    let specs = token_specs(SHAPE.0, SHAPE.1);
+    laid_out_model((&build, &token_specs(SHAPE.0, SHAPE.1)), group, num_threads, accumulation, layout)
+}
+
+/// A model that is built by a function, for microbatches of these tensors.
+pub fn laid_out_model(
+    (build, specs): (&dyn Fn(&Device) -> Result<Model, ModelError>, &[TensorSpec]),
+    group: Group,
+    num_threads: usize,
+    accumulation: usize,
+    layout: &Layout<'_>,
+) -> Executor {
+    let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
     let Layout { options, .. } = layout;
     let alike = DeviceOptions { num_threads, ..DeviceOptions::default() };
-    let rehearsal = Rehearsal::of(build, alike, options.precision, options.fp8, &specs).unwrap();
+    let rehearsal = Rehearsal::of(build, alike, options.precision, options.fp8, specs).unwrap();
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &rehearsal);
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
@@ -185,10 +195,18 @@ pub fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<B
 }
 
 /// Losses, norms and all parameters as bits after a few steps over the same global batches.
-pub fn train(mut executor: Executor, num_microbatches: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
+pub fn train(executor: Executor, num_microbatches: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
+    train_on(executor, &|executor, step| batches(executor, num_microbatches, step))
+}
+
+/// The same over batches that a function makes: this rank's share of a step's microbatches.
+pub fn train_on(
+    mut executor: Executor,
+    batches: &dyn Fn(&Executor, u64) -> Vec<Batch>,
+) -> (Vec<[u64; 2]>, Vec<u32>) {
     let mut found = Vec::new();
     for step in 1..=STEPS {
-        let batches = batches(&executor, num_microbatches, step);
+        let batches = batches(&executor, step);
         let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
         let outcome: StepOutcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         assert_eq!(outcome.skipped, None, "step {step}");

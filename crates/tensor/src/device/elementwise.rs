@@ -3,6 +3,7 @@
 use super::Device;
 use crate::kernels::cpu::element::with_element;
 use crate::tensor::{View, ViewMut};
+use trireme_base::RandomKey;
 
 impl Device {
     /// `y = function(x)`, element by element: computed in f32, and rounded to the type of both. `flops` are those of
@@ -14,6 +15,13 @@ impl Device {
         assert_eq!(x.shape(), y.shape());
         self.count_operations(&[flops, x.shape().num_elements()]);
         with_element!(x.dtype() => |T| self.cpu.map::<T>(x.elements(), y.elements(), function));
+    }
+
+    /// Sets element `i` of `x` to 0 where word `first + i` of the stream lies below `rate` of its range, else divides it by
+    /// `1 - rate`.
+    pub(crate) fn dropout(&self, mut x: ViewMut<'_>, key: RandomKey, first: u64, rate: f32) {
+        self.count_operations(&[x.shape().num_elements()]);
+        with_element!(x.dtype() => |T| self.cpu.dropout::<T>(x.elements(), key, first, rate));
     }
 
     /// `y = function(left, right)`, as [`map`](Device::map).

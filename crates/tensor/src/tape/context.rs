@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{Loss, Tape, Vector};
+use super::{Loss, Randomness, Tape, Vector};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -33,6 +33,11 @@ impl OperationContext<'_> {
     /// Position of the first token of every sequence.
     pub fn first_position(&self) -> usize {
         self.tape.first_position
+    }
+
+    /// What random numbers of the pass depend on.
+    pub fn randomness(&self) -> Randomness {
+        self.tape.randomness
     }
 
     /// The scales of a linear layer that works in fp8; its amaxes are taken if the pass is one of training.

@@ -16,7 +16,9 @@ mod binary_cross_entropy;
 mod concat;
 mod context;
 mod cross_entropy;
+mod dropout;
 mod embedding;
+mod embedding_bag;
 mod forward;
 mod linear;
 mod loss;
@@ -50,7 +52,9 @@ pub use binary_cross_entropy::BinaryCrossEntropyWithLogits;
 pub use concat::Concat;
 pub use context::OperationContext;
 pub use cross_entropy::CrossEntropy;
+pub use dropout::{Dropout, Randomness};
 pub use embedding::Embedding;
+pub use embedding_bag::EmbeddingBag;
 pub use forward::{ForwardContext, Recorder};
 pub use linear::{InputActivation, Linear, WeightLayout};
 pub use loss::LossHead;
@@ -103,6 +107,7 @@ pub struct Tape {
     fp8: Option<Arc<Fp8Scales>>,
     loss_scale: f32,
     first_position: usize,
+    randomness: Randomness,
     values: Vec<Value>,
     nodes: Vec<Node>,
     /// The inputs of all nodes.
@@ -149,6 +154,7 @@ impl Tape {
             fp8: None,
             loss_scale: 1.0,
             first_position: 0,
+            randomness: Randomness::default(),
             values: Vec::new(),
             nodes: Vec::new(),
             arguments: Vec::new(),
@@ -172,6 +178,11 @@ impl Tape {
         Tape { first_position, ..self }
     }
 
+    /// What random operations depend on. Lasts until the tape is cleared.
+    pub fn set_randomness(&mut self, randomness: Randomness) {
+        self.randomness = randomness;
+    }
+
     /// Multiplies every gradient of a backward pass that starts from a loss by `scale`; the loss itself is not. Lasts until
     /// the tape is cleared.
     pub fn set_loss_scale(&mut self, scale: f32) {
@@ -187,6 +198,7 @@ impl Tape {
         self.passing.clear();
         self.loss = None;
         self.loss_scale = 1.0;
+        self.randomness = Randomness::default();
     }
 
     /// Records operations that read `parameters`.

@@ -4,6 +4,7 @@ mod elements;
 mod layers;
 mod losses;
 mod own;
+mod random;
 mod readers;
 mod shapes;
 

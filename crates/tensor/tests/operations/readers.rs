@@ -14,7 +14,7 @@ use trireme_tensor::{
 use trireme_testkit::{GradientCheck, Input};
 
 /// For tapes without parameters.
-struct NoParameters;
+pub(crate) struct NoParameters;
 
 impl GradSink for NoParameters {
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {

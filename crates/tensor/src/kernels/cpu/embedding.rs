@@ -4,6 +4,26 @@ use super::element::Element;
 use super::simd::for_each_simd_level;
 use super::{Cpu, SharedSlice};
 
+/// Ids in bags of equal length, of which only the first may count.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bags<'a> {
+    pub(crate) ids: &'a [u32],
+    pub(crate) bag_len: usize,
+    /// Ids of each bag that count; `None` if all do.
+    pub(crate) lens: Option<&'a [u32]>,
+    /// Whether sums are divided by the number of ids.
+    pub(crate) takes_mean: bool,
+}
+
+impl<'a> Bags<'a> {
+    /// The ids of a bag, and what their rows are multiplied by.
+    fn bag(&self, index: usize) -> (&'a [u32], f32) {
+        let len = self.lens.map_or(self.bag_len, |lens| (lens[index] as usize).min(self.bag_len));
+        let factor = if self.takes_mean { 1.0 / len.max(1) as f32 } else { 1.0 };
+        (&self.ids[index * self.bag_len..][..len], factor)
+    }
+}
+
 /// Columns of the table's gradient that one task owns.
 const COLUMNS_PER_TASK: usize = 64;
 
@@ -31,7 +51,68 @@ for_each_simd_level! {
     }
 }
 
+for_each_simd_level! {
+    fn sum_bag<T: Element, P: Element>(ids: &[u32], table: &[T], factor: f32, out: &mut [f32]) {
+        out.fill(0.0);
+        let cols = out.len();
+        for &id in ids {
+            let row = &table[id as usize * cols..(id as usize + 1) * cols];
+            out.iter_mut().zip(row).for_each(|(out, row)| *out += P::from_f32(row.to_f32()).to_f32());
+        }
+        if factor != 1.0 {
+            out.iter_mut().for_each(|out| *out *= factor);
+        }
+    }
+
+    fn scatter_bag(ids: &[u32], dy: &[f32], factor: f32, d_table: &SharedSlice<'_, f32>, cols: usize, first: usize) {
+        for &id in ids {
+            // SAFETY: this task alone has these columns.
+            let out = unsafe { d_table.range(id as usize * cols + first, dy.len()) };
+            out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += factor * dy);
+        }
+    }
+}
+
 impl Cpu {
+    /// `out[i]` is the sum of the rows `P(table[id])` of bag `i`, times its factor.
+    ///
+    /// # Panics
+    /// If an id lies outside of the table.
+    pub(crate) fn embedding_bag<T: Element, P: Element>(
+        &self,
+        bags: Bags<'_>,
+        table: &[T],
+        cols: usize,
+        out: &mut [f32],
+    ) {
+        self.for_each_row(out, cols, |row, out| {
+            let (ids, factor) = bags.bag(row);
+            sum_bag::<T, P>(self.features, ids, table, factor, out);
+        });
+    }
+
+    /// `d_table[id] += dy[i] * factor` for the ids of each bag `i`, in order; columns are divided among tasks.
+    ///
+    /// # Panics
+    /// If an id lies outside of the table.
+    pub(crate) fn embedding_bag_backward(
+        &self,
+        bags: Bags<'_>,
+        dy: &[f32],
+        cols: usize,
+        d_table: &mut [f32],
+    ) {
+        let shared = SharedSlice::new(d_table);
+        self.threads.run(cols.div_ceil(COLUMNS_PER_TASK), &|block| {
+            let first = block * COLUMNS_PER_TASK;
+            let width = COLUMNS_PER_TASK.min(cols - first);
+            for (row, dy) in dy.chunks_exact(cols).enumerate() {
+                let (ids, factor) = bags.bag(row);
+                scatter_bag(self.features, ids, &dy[first..first + width], factor, &shared, cols, first);
+            }
+        });
+    }
+
     /// `out[i] = P(table[ids[i]]) + P(positions[first_position + i % seq_len])`; `out` is `ids.len() x cols`.
     ///
     /// # Panics

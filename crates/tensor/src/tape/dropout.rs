@@ -1,0 +1,69 @@
+use super::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
+use crate::device::DeviceError;
+use crate::tensor::Tensor;
+use trireme_base::RandomKey;
+
+/// What the random numbers of a pass depend on, beside the operation: the same on any layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Randomness {
+    /// The run's seed.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// The first sample of the microbatch, counted over the microbatches of all ranks in the step.
+    pub first_sample: u64,
+}
+
+/// Sets elements of `x` (`[batch, ..]`, of any floats) to 0, each with the same probability, and scales the others so that the mean stays
+/// (Srivastava et al., "Dropout", 2014). Tapes that do not record leave `x` as it is.
+///
+/// Whether an element stays is a function of seed, name, step, sample and place within the sample. Backward computes it again.
+#[derive(Debug, Clone)]
+pub struct Dropout {
+    name: String,
+    rate: f32,
+}
+
+impl Dropout {
+    /// With a name of its own in the model, and the probability to drop.
+    ///
+    /// # Panics
+    /// If the probability is not at least 0 and below 1.
+    pub fn new(name: impl Into<String>, rate: f32) -> Self {
+        assert!((0.0..1.0).contains(&rate), "a dropout of {rate}");
+        Dropout { name: name.into(), rate }
+    }
+
+    /// Multiplies elements by 0 or by what keeps the mean, as `x` forward and its gradient backward.
+    fn drop(&self, cx: &OperationContext<'_>, x: &mut Tensor) {
+        let Randomness { seed, step, first_sample } = cx.randomness();
+        let key = RandomKey::new(seed, &self.name).derived(step);
+        let shape = x.shape();
+        let first = first_sample.wrapping_mul((shape.num_elements() / shape.dims()[0].max(1)) as u64);
+        cx.device().dropout(x.view_mut(), key, first, self.rate);
+    }
+}
+
+impl Operation for Dropout {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let mut y = match cx.take_input(0) {
+            Some(x) => x,
+            None => cx.copy_input(0)?,
+        };
+        if cx.is_recording() {
+            self.drop(cx, &mut y);
+        }
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        let mut grad = cx.take_output_grad();
+        self.drop(cx, &mut grad);
+        cx.add_grad(0, grad)
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+}

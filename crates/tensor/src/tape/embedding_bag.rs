@@ -1,0 +1,68 @@
+use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use crate::device::DeviceError;
+use crate::kernels::cpu::embedding::Bags;
+use crate::parameter_table::ParameterSpan;
+use crate::tensor::View;
+use std::ops::RangeInclusive;
+use trireme_base::DType;
+
+/// Sums or means of rows of a table: of ids (`[batch, bag]`, u32), as `[batch, cols]`, f32.
+#[derive(Debug, Clone, Copy)]
+pub struct EmbeddingBag {
+    /// `[num_rows, cols]`.
+    pub table: ParameterSpan,
+    /// Whether to divide by the number of ids. The mean of no ids is 0.
+    pub takes_mean: bool,
+    /// Whether there is one more input, `[batch]` in u32: how many ids of each bag are not padding.
+    pub is_padded: bool,
+}
+
+impl EmbeddingBag {
+    fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> Bags<'a> {
+        let lens = lens.map(|lens| lens.u32s());
+        Bags { ids: ids.u32s(), bag_len: ids.shape().cols(), lens, takes_mean: self.takes_mean }
+    }
+}
+
+impl Operation for EmbeddingBag {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        if self.is_padded { 2..=2 } else { 1..=1 }
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let bags = self.bags(cx.input(0), self.is_padded.then(|| cx.input(1)));
+        let shape = [cx.input(0).shape().rows(), self.table.shape.cols()];
+        let mut y = cx.empty(shape, DType::F32)?;
+        cx.device().embedding_bag(cx.precision(), bags, cx.parameter(&self.table), y.view_mut());
+        cx.output(y);
+        Ok(())
+    }
+
+    /// Ids have no gradient.
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let bags = self.bags(cx.input(0), self.is_padded.then(|| cx.input(1)));
+        write_grad(sink, &self.table, |mut out, accumulate| {
+            if !accumulate {
+                out.f32s().fill(0.0);
+            }
+            cx.device().embedding_bag_backward(bags, cx.grad(), out);
+            Ok(())
+        })
+    }
+
+    fn has_parameters(&self) -> bool {
+        true
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::WEIGHT_HALF
+    }
+}
