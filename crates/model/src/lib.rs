@@ -18,7 +18,7 @@ mod unit;
 pub use bundle::{Batch, Bundle, TensorSpec};
 pub use config::{ModelConfig, Rope};
 pub use error::ModelError;
-pub use families::Architecture;
+pub use families::{Architecture, canonical_names};
 pub use generate::{Generation, Sampling};
 pub use model::Model;
 pub use rehearsal::{BatchTensor, Rehearsal, UnitRehearsal};

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Layout, OPTIONS, Pipeline, laid_out_model, train_on};
+use common::{Build, Layout, OPTIONS, Pipeline, laid_out_model, train_on};
 use std::sync::Arc;
 use trireme_base::{DType, Random, RandomKey};
 use trireme_model::{Batch, Model, ModelError, Pass, TensorSpec, Unit, empty_batch};
@@ -163,7 +163,7 @@ fn run(precision: Precision, layout: &Layout<'_>, world_size: usize, accumulatio
         (0..accumulation).map(|index| batch(executor.device(), precision, step, place(index))).collect()
     };
     let found = run_ranks(world_size, |group| {
-        let model = (&build as &dyn Fn(&Device) -> Result<Model, ModelError>, &specs(precision)[..]);
+        let model = (&build as Build<'_>, &specs(precision)[..]);
         train_on(laid_out_model(model, group, 1, accumulation, layout), &batches)
     });
     assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
@@ -207,7 +207,7 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
 #[test]
 fn a_batch_of_other_tensors_is_refused() {
     let mut found = run_ranks(1, |group| {
-        let model = (&build as &dyn Fn(&Device) -> Result<Model, ModelError>, &specs(Precision::F32)[..]);
+        let model = (&build as Build<'_>, &specs(Precision::F32)[..]);
         let mut executor = laid_out_model(model, group, 1, 1, &Layout::default());
         let mut batch = batch(executor.device(), Precision::F32, 1, 0);
         batch.take("ids");

@@ -19,6 +19,7 @@ pub mod proof;
 mod shape;
 pub mod tape;
 mod tensor;
+mod values;
 
 pub use declaration::{Cut, Initial, Parameter, ParameterClass};
 pub use device::{Device, DeviceError, DeviceOptions};
@@ -39,3 +40,4 @@ pub use shape::Shape;
 pub use tape::{GradSink, GradTarget, Tape, Var};
 pub use tensor::{Tensor, View, ViewMut};
 pub use trireme_base::Category;
+pub use values::Values;

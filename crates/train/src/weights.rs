@@ -4,7 +4,7 @@ use crate::error::TrainError;
 use std::ops::Range;
 use std::path::Path;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
-use trireme_model::{Model, ModelConfig};
+use trireme_model::{Model, ModelConfig, canonical_names};
 use trireme_parallel::parameter_placements;
 use trireme_plan::{Extent, Mesh};
 use trireme_schedule::Outline;
@@ -52,8 +52,7 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
 
 /// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.
 pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<StoredTensors, TrainError> {
-    let tied = model.table().tie().is_some();
-    let stored = stored.renamed(|name| canonical_name(name, tied))?;
+    let stored = stored.renamed(canonical_names(model.table()))?;
     stored.check_against(&parameter_placements(
         model.table(),
         &Outline::default(),
@@ -99,37 +98,4 @@ pub(crate) fn read_extents(
         rest = others;
     }
     Ok(())
-}
-
-/// The name under which transformers saves a tensor; `None` for what is no parameter of its own.
-///
-/// The first GPT-2 checkpoints lack the leading `transformer.` and hold the causal mask; old llama
-/// checkpoints hold the rotary frequencies; some files repeat a tied output layer.
-fn canonical_name(name: &str, tied: bool) -> Option<String> {
-    let is_mask = name.ends_with(".attn.bias") || name.ends_with(".attn.masked_bias");
-    if is_mask || name.ends_with(".rotary_emb.inv_freq") || (tied && name == "lm_head.weight") {
-        return None;
-    }
-    let bare_gpt2 = ["wte.", "wpe.", "h.", "ln_f."].iter().any(|start| name.starts_with(start));
-    Some(if bare_gpt2 { format!("transformer.{name}") } else { name.to_owned() })
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn names_of_old_files_become_those_of_today() {
-        let canonical = |name, tied| canonical_name(name, tied);
-        assert_eq!(canonical("h.0.ln_1.weight", true).as_deref(), Some("transformer.h.0.ln_1.weight"));
-        assert_eq!(canonical("transformer.wte.weight", true).as_deref(), Some("transformer.wte.weight"));
-        assert_eq!(canonical("h.0.attn.bias", true), None);
-        assert_eq!(canonical("model.layers.0.self_attn.rotary_emb.inv_freq", false), None);
-        assert_eq!(canonical("lm_head.weight", true), None);
-        assert_eq!(canonical("lm_head.weight", false).as_deref(), Some("lm_head.weight"));
-        assert_eq!(
-            canonical("transformer.h.0.attn.c_attn.bias", true).as_deref(),
-            Some("transformer.h.0.attn.c_attn.bias")
-        );
-    }
 }

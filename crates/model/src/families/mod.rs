@@ -8,8 +8,11 @@ mod gemma2;
 mod gpt2;
 mod llama;
 mod mistral;
+mod names;
 mod qwen2;
 mod qwen3;
+
+pub use names::canonical_names;
 
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;

@@ -4,35 +4,11 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
-use trireme_base::{DType, ReduceOp};
+use trireme_base::ReduceOp;
 use trireme_comm::{CodecName, CompressionStatistics};
 use trireme_optim::{LossScaling, StepSettings, clip_coefficient};
 use trireme_schedule::StateClass;
-use trireme_tensor::{Category, Device, Tensor, View};
-
-/// A gradient in f32, whatever it was reduced in.
-pub(super) enum Widened<'a> {
-    Stored(View<'a>),
-    Widened(Tensor),
-}
-
-impl<'a> Widened<'a> {
-    pub(super) fn new(device: &Device, reduced: View<'a>) -> Result<Self, ParallelError> {
-        if reduced.dtype() == DType::F32 {
-            return Ok(Widened::Stored(reduced));
-        }
-        let mut wide = device.empty(reduced.shape(), DType::F32, Category::Communication)?;
-        device.convert(reduced, wide.view_mut());
-        Ok(Widened::Widened(wide))
-    }
-
-    pub(super) fn view(&self) -> View<'_> {
-        match self {
-            Widened::Stored(view) => *view,
-            Widened::Widened(tensor) => tensor.view(),
-        }
-    }
-}
+use trireme_tensor::{Category, Values};
 
 impl Executor {
     /// Waits for all reductions; the outcome of the step, and how to update, unless it is to be skipped.
@@ -157,7 +133,7 @@ impl Executor {
     /// Sums the squares of this rank's part of a unit's gradient.
     pub(super) fn square(&mut self, unit: usize) -> Result<(), ParallelError> {
         let leaf_len = self.model.table().units()[unit].leaf_len();
-        let grads = Widened::new(&self.device, self.gradients.reduced(unit))?;
+        let grads = Values::in_f32(&self.device, self.gradients.reduced(unit), Category::Communication)?;
         let squares = self.squares.as_mut().expect("squares are summed once a step");
         squares[unit] = self.device.sum_of_squares(grads.view(), leaf_len);
         Ok(())

@@ -7,10 +7,10 @@
 //! A unit whose compression would gain nothing exchanges gradients in every step, which comes to the same update.
 
 use super::Executor;
-use super::finishing::Widened;
 use crate::error::ParallelError;
 use crate::step::StepPlan;
 use trireme_optim::{Exchange, StepSettings};
+use trireme_tensor::{Category, Values};
 
 impl Executor {
     /// The number of the update that this step makes, unless it is skipped. Bias corrections of the moments count the updates
@@ -46,7 +46,7 @@ impl Executor {
     /// Updates a unit's parameters by the sum of what was reduced.
     pub(super) fn update(&mut self, unit: usize, settings: StepSettings) -> Result<(), ParallelError> {
         let is_momentum = self.is_momentum(unit, settings.step);
-        let sum = Widened::new(&self.device, self.gradients.reduced(unit))?;
+        let sum = Values::in_f32(&self.device, self.gradients.reduced(unit), Category::Communication)?;
         let (device, shard) = (&self.optimizer_device, self.parameters.shard_mut(unit));
         if is_momentum {
             let grad_scale = 1.0 / self.ranks.data().world_size() as f64;

@@ -125,9 +125,12 @@ pub fn laid_out(
     laid_out_model((&build, &token_specs(SHAPE.0, SHAPE.1)), group, num_threads, accumulation, layout)
 }
 
+/// Builds a model.
+pub type Build<'a> = &'a dyn Fn(&Device) -> Result<Model, ModelError>;
+
 /// A model that is built by a function, for microbatches of these tensors.
 pub fn laid_out_model(
-    (build, specs): (&dyn Fn(&Device) -> Result<Model, ModelError>, &[TensorSpec]),
+    (build, specs): (Build<'_>, &[TensorSpec]),
     group: Group,
     num_threads: usize,
     accumulation: usize,

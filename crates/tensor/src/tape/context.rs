@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{Loss, Randomness, Tape, Vector};
+use super::{Loss, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -8,7 +8,19 @@ use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View};
+use crate::values::Values;
 use trireme_base::{Category, DType};
+
+/// What the random numbers of a pass depend on, beside the operation: the same on any layout.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Randomness {
+    /// The run's seed.
+    pub seed: u64,
+    /// The step.
+    pub step: u64,
+    /// The first sample of the microbatch, counted over the microbatches of all ranks in the step.
+    pub first_sample: u64,
+}
 
 /// What both passes of an operation work with: the device, parameters and the tape's settings. [`ForwardContext`](super::ForwardContext)
 /// and [`BackwardContext`](super::BackwardContext) dereference to it.
@@ -64,8 +76,16 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for it.
-    pub fn vector(&self, span: &ParameterSpan) -> Result<Vector<'_>, DeviceError> {
-        Vector::new(&self.tape.device, self.tape.precision, self.parameters.span(span))
+    pub fn vector(&self, span: &ParameterSpan) -> Result<Values<'_>, DeviceError> {
+        Values::rounded(&self.tape.device, self.tape.precision, self.parameters.span(span))
+    }
+
+    /// Values in f32.
+    ///
+    /// # Errors
+    /// If there is no memory for converted ones.
+    pub fn in_f32<'a>(&self, values: View<'a>) -> Result<Values<'a>, DeviceError> {
+        Values::in_f32(&self.tape.device, values, Category::Activations)
     }
 
     /// Memory for a result or for scratch, with unspecified contents.

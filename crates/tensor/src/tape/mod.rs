@@ -9,75 +9,21 @@
 //! Several operations may read a value; their gradients are added in the reverse order of the record. The tape counts who
 //! still reads a value, so an operation computes in the memory of another value only where nobody reads that again.
 
-mod add;
-mod attention;
 mod backward;
-mod binary_cross_entropy;
-mod concat;
 mod context;
-mod cross_entropy;
-mod dropout;
-mod embedding;
-mod embedding_bag;
 mod forward;
-mod linear;
-mod loss;
-mod matmul;
-mod mean_loss;
-mod mul;
-mod norm;
 mod operation;
-mod pointwise;
-mod relu;
-mod reshape;
-mod rows;
-mod scale;
-mod sigmoid;
-mod silu;
-mod slice;
-mod softmax;
-mod squared_error;
-mod sum;
-mod tanh;
+mod operations;
 #[cfg(test)]
 mod tests;
-mod transpose;
 mod value;
-mod vector;
 
-pub use add::Add;
-pub use attention::{Attention, KeyValueCache, RotaryTable};
 pub use backward::{BackwardContext, GradSink, GradTarget, write_grad};
-pub use binary_cross_entropy::BinaryCrossEntropyWithLogits;
-pub use concat::Concat;
-pub use context::OperationContext;
-pub use cross_entropy::CrossEntropy;
-pub use dropout::{Dropout, Randomness};
-pub use embedding::Embedding;
-pub use embedding_bag::EmbeddingBag;
+pub use context::{OperationContext, Randomness};
 pub use forward::{ForwardContext, Recorder};
-pub use linear::{InputActivation, Linear, WeightLayout};
-pub use loss::LossHead;
-pub use matmul::MatMul;
-pub use mean_loss::{ElementLoss, MeanLoss};
-pub use mul::Mul;
-pub use norm::Norm;
 pub use operation::{Op, Operation, ReadBy};
-pub use pointwise::Pointwise;
-pub use relu::Relu;
-pub use reshape::{NewDim, Reshape};
-pub use rows::{GatherRows, ScatterAddRows};
-pub use scale::Scale;
-pub use sigmoid::Sigmoid;
-pub use silu::Silu;
-pub use slice::Slice;
-pub use softmax::Softmax;
-pub use squared_error::SquaredError;
-pub use sum::{Mean, Sum};
-pub use tanh::Tanh;
-pub use transpose::Transpose;
+pub use operations::*;
 pub use value::{Argument, Arguments, Var, VarId};
-pub use vector::Vector;
 
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Scales;

@@ -1,5 +1,5 @@
-use super::Pointwise;
 use crate::kernels::tanh;
+use crate::tape::Pointwise;
 
 /// The hyperbolic tangent.
 #[derive(Debug)]

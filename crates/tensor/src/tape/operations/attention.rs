@@ -1,7 +1,7 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy, Recorder, Var};
 use crate::device::{AttentionViews, Device, DeviceError};
 use crate::kernels::{AttentionRule, AttentionShape, CacheSpan, Rotary};
 use crate::shape::Shape;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Recorder, Var};
 use crate::tensor::Tensor;
 use std::ops::RangeInclusive;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
-use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::device::DeviceError;
 use crate::kernels::cpu::embedding::Bags;
 use crate::parameter_table::ParameterSpan;
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::tensor::View;
 use std::ops::RangeInclusive;
 use trireme_base::DType;

@@ -1,14 +1,13 @@
 use super::loss::sum_of_losses;
-use super::norm::in_f32;
-use super::{BackwardContext, ForwardContext, Operation};
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 
 /// The mean cross-entropy of the softmax of rows of logits (`[.., classes]`) and classes (u32, one a row). It has no output: it adds to
-/// the tape's [loss](super::Tape::loss). For an output layer over a large vocabulary, [`LossHead`](super::LossHead)
+/// the tape's [loss](crate::tape::Tape::loss). For an output layer over a large vocabulary, [`LossHead`](crate::tape::LossHead)
 /// never holds all logits.
 #[derive(Debug)]
 pub struct CrossEntropy;
@@ -33,22 +32,23 @@ impl Operation for CrossEntropy {
         if cx.is_recording() {
             return Ok(());
         }
-        let converted = in_f32(cx.device(), cx.input(0))?;
-        let logits = converted.as_ref().map_or(cx.input(0), Tensor::view);
-        let statistics = statistics(cx.device(), logits, cx.input(1))?;
+        let logits = cx.in_f32(cx.input(0))?;
+        let statistics = statistics(cx.device(), logits.view(), cx.input(1))?;
+        drop(logits);
         cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let (shape, classes) = (cx.input_shape(0), cx.input(1));
-        let converted = in_f32(cx.device(), cx.input(0))?;
-        let logits = converted.as_ref().map_or(cx.input(0), Tensor::view);
+        let values = cx.in_f32(cx.input(0))?;
+        let logits = values.view();
         let statistics = statistics(cx.device(), logits, classes)?;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
         let scale = cx.loss_scale() / shape.rows() as f32;
         let saved = statistics.view();
         cx.device().cross_entropy_gradient(logits, classes, whole(shape), saved, scale, grad.view_mut());
+        drop(values);
         cx.add_grad(0, grad)?;
         cx.add_loss(sum_of_losses(&statistics), shape.rows());
         Ok(())

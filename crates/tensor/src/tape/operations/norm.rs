@@ -1,10 +1,10 @@
-use super::{
-    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, Vector, write_grad,
-};
-use crate::device::{Device, DeviceError};
+use crate::device::DeviceError;
 use crate::kernels::cpu::norm::NormKind;
 use crate::parameter_table::ParameterSpan;
-use crate::tensor::{Tensor, View};
+use crate::tape::{
+    BackwardContext, ForwardContext, GradSink, Operation, OperationContext, ReadBy, write_grad,
+};
+use crate::values::Values;
 use trireme_base::DType;
 
 /// A normalisation of rows: of `x` (`[.., cols]`, computed in f32), in the tape's precision.
@@ -28,25 +28,15 @@ impl Norm {
     }
 
     /// What columns are multiplied by.
-    fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Vector<'a>, DeviceError> {
+    fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Values<'a>, DeviceError> {
         let weight = cx.vector(&self.weight)?;
         if self.weight_offset == 0.0 {
             return Ok(weight);
         }
         let mut sum = cx.empty(weight.view().shape(), DType::F32)?;
         cx.device().map(weight.view(), sum.view_mut(), 1, |weight| weight + self.weight_offset);
-        Ok(Vector::Rounded(sum))
+        Ok(Values::Converted(sum))
     }
-}
-
-/// `x` in f32, if it is not so already.
-pub(super) fn in_f32(device: &Device, x: View<'_>) -> Result<Option<Tensor>, DeviceError> {
-    if x.dtype() == DType::F32 {
-        return Ok(None);
-    }
-    let mut converted = device.activation(x.shape())?;
-    device.convert(x, converted.view_mut());
-    Ok(Some(converted))
 }
 
 impl Operation for Norm {
@@ -58,9 +48,8 @@ impl Operation for Norm {
         let bias = self.bias.as_ref().map(|bias| cx.vector(bias)).transpose()?;
         let (weight_view, bias_view) = (weight.view(), bias.as_ref().map(|bias| bias.view()));
         let (y_view, statistics_view) = (y.view_mut(), statistics.view_mut());
-        let x = in_f32(cx.device(), cx.input(0))?;
-        let x_view = x.as_ref().map_or(cx.input(0), Tensor::view);
-        cx.device().norm(x_view, weight_view, bias_view, self.kind(), y_view, statistics_view);
+        let x = cx.in_f32(cx.input(0))?;
+        cx.device().norm(x.view(), weight_view, bias_view, self.kind(), y_view, statistics_view);
         drop((weight, bias, x));
         cx.save(statistics);
         cx.output(y);
@@ -79,9 +68,8 @@ impl Operation for Norm {
             None => (cx.empty(shape, DType::F32)?, false),
         };
         let weight = self.weight(cx)?;
-        let x = in_f32(cx.device(), cx.input(0))?;
-        let x_view = x.as_ref().map_or(cx.input(0), Tensor::view);
-        let rows = (x_view, weight.view(), cx.saved(0).expect("forward has saved the statistics"));
+        let x = cx.in_f32(cx.input(0))?;
+        let rows = (x.view(), weight.view(), cx.saved(0).expect("forward has saved the statistics"));
         cx.device().norm_backward_input(rows, self.kind(), cx.grad(), dx.view_mut(), accumulate);
         drop((weight, x));
         if dtype == DType::F32 {
@@ -107,9 +95,8 @@ impl Operation for Norm {
         }
         write_grad(sink, &self.weight, |out, accumulate| {
             let statistics = cx.saved(0).expect("forward has saved the statistics");
-            let x = in_f32(cx.device(), cx.input(0))?;
-            let x_view = x.as_ref().map_or(cx.input(0), Tensor::view);
-            cx.device().norm_backward_weight(x_view, cx.grad(), statistics, out, accumulate);
+            let x = cx.in_f32(cx.input(0))?;
+            cx.device().norm_backward_weight(x.view(), cx.grad(), statistics, out, accumulate);
             Ok(())
         })
     }

@@ -1,6 +1,6 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
 use crate::kernels::Blocks;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::Range;
 
 /// A range of one dim of `x`, of any shape and type. Panics if the range does not lie within the dim.

@@ -1,5 +1,5 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 

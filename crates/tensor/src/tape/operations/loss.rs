@@ -1,5 +1,4 @@
 use super::linear::weight_grad;
-use super::{BackwardContext, ForwardContext, GradSink, GradTarget, Operation, Recorder, Var, WeightLayout};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
 use crate::kernels::{MatmulEpilogue, tanh};
@@ -7,6 +6,9 @@ use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
+use crate::tape::{
+    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, Recorder, Var, WeightLayout,
+};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
@@ -18,7 +20,7 @@ const LOGITS_BYTES_MAX: usize = 32 << 20;
 const CHUNK_COLS_MIN: usize = 2048;
 
 /// The output layer with the cross-entropy: `loss = -log softmax(x W^T)[target]`, of `x` (`[.., cols]`, in the tape's precision) and
-/// targets (u32, one a row). It has no output: it adds to the tape's [loss](super::Tape::loss).
+/// targets (u32, one a row). It has no output: it adds to the tape's [loss](crate::tape::Tape::loss).
 ///
 /// A recording tape computes nothing in forward: backward makes the logits, and takes loss and gradients from them.
 ///

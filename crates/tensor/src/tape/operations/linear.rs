@@ -1,11 +1,12 @@
-use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::fp8::{Fp8Layer, Operand};
 use crate::kernels::{Activation, MatmulEpilogue};
 use crate::parameter_table::ParameterSpan;
 use crate::precision::Precision;
 use crate::shape::Shape;
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::tensor::{Tensor, View, ViewMut};
+use crate::values::Values;
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
@@ -83,32 +84,16 @@ impl Linear {
     }
 }
 
-/// A factor of a product.
-enum Factor<'a> {
-    Unrounded(View<'a>),
-    /// To fp8, in bf16.
-    Rounded(Tensor),
-}
-
-impl Factor<'_> {
-    fn view(&self) -> View<'_> {
-        match self {
-            Factor::Unrounded(values) => *values,
-            Factor::Rounded(values) => values.view(),
-        }
-    }
-}
-
 /// What products read for `values`.
 fn factor<'a>(
     device: &Device,
     fp8: Option<Fp8Layer<'_>>,
     operand: Operand,
     values: View<'a>,
-) -> Result<Factor<'a>, DeviceError> {
+) -> Result<Values<'a>, DeviceError> {
     Ok(match fp8 {
-        None => Factor::Unrounded(values),
-        Some(layer) => Factor::Rounded(layer.quantize(device, operand, values)?),
+        None => Values::Stored(values),
+        Some(layer) => Values::Converted(layer.quantize(device, operand, values)?),
     })
 }
 
@@ -143,8 +128,8 @@ impl Operation for Linear {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let fp8 = cx.fp8_layer(self.weight.first);
         let (mut d_input, rounded) = match factor(cx.device(), fp8, Operand::OutputGrad, cx.grad())? {
-            Factor::Unrounded(dy) => (self.input_grad(cx, dy)?, None),
-            Factor::Rounded(rounded) => (self.input_grad(cx, rounded.view())?, Some(rounded)),
+            Values::Stored(dy) => (self.input_grad(cx, dy)?, None),
+            Values::Converted(rounded) => (self.input_grad(cx, rounded.view())?, Some(rounded)),
         };
         match self.activation {
             InputActivation::Identity => cx.add_grad(0, d_input)?,

@@ -1,15 +1,15 @@
-use super::{BackwardContext, ForwardContext, Operation};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::MatmulEpilogue;
 use crate::precision::Precision;
 use crate::shape::Shape;
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 
 /// The matrix product of two values of floats, in the tape's precision: `left` (`[.., rows, inner]`) times `right`, which is one
 /// matrix for all (`[inner, cols]`) or one for each (`[.., inner, cols]`), as `[.., rows, cols]`. Sums are f32.
 ///
-/// Panics if the sizes do not fit. For a layer with a weight, [`Linear`](super::Linear) is faster.
+/// Panics if the sizes do not fit. For a layer with a weight, [`Linear`](crate::tape::Linear) is faster.
 #[derive(Debug)]
 pub struct MatMul;
 

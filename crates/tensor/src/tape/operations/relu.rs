@@ -1,4 +1,4 @@
-use super::Pointwise;
+use crate::tape::Pointwise;
 
 /// `max(x, 0)`; its derivative at 0 is 0. NaN stays NaN.
 #[derive(Debug)]

@@ -1,5 +1,5 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// The sum over one dim of `x`, of any shape and floats; the dim is then of size 1.
 #[derive(Debug, Clone, Copy)]

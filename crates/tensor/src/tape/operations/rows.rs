@@ -1,6 +1,6 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::{Device, DeviceError};
 use crate::shape::Shape;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
 use trireme_base::{Category, DType};

@@ -1,6 +1,6 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::{Device, DeviceError};
 use crate::shape::Shape;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::tensor::{View, ViewMut};
 
 /// Exchanges two dims of `x`, of any shape and type. The elements are copied.

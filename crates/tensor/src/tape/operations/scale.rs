@@ -1,5 +1,5 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// `factor * x`, for `x` of any shape and type of floats; the result has both.
 #[derive(Debug, Clone, Copy)]

@@ -1,6 +1,6 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
 use crate::shape::Shape;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// The same elements with other dims, at most four. Panics if the number of elements differs. Copies them only if somebody else
 /// reads `x`.

@@ -1,5 +1,5 @@
-use super::ElementLoss;
 use crate::kernels::sigmoid;
+use crate::tape::ElementLoss;
 
 /// The cross-entropy of the probability `1 / (1 + e^-x)` and a target from 0 to 1, from the logit `x`: no large `x` makes it
 /// infinite.

@@ -1,18 +1,7 @@
-use super::{BackwardContext, ForwardContext, Operation, OperationContext, ReadBy};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, Randomness, ReadBy};
 use crate::tensor::Tensor;
 use trireme_base::RandomKey;
-
-/// What the random numbers of a pass depend on, beside the operation: the same on any layout.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Randomness {
-    /// The run's seed.
-    pub seed: u64,
-    /// The step.
-    pub step: u64,
-    /// The first sample of the microbatch, counted over the microbatches of all ranks in the step.
-    pub first_sample: u64,
-}
 
 /// Sets elements of `x` (`[batch, ..]`, of any floats) to 0, each with the same probability, and scales the others so that the mean stays
 /// (Srivastava et al., "Dropout", 2014). Tapes that do not record leave `x` as it is.

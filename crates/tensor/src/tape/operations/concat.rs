@@ -1,6 +1,6 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
 use crate::kernels::Blocks;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::ops::RangeInclusive;
 
 /// Joins any number of values of one type along one dim. Panics if another dim differs.

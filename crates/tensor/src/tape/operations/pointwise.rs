@@ -1,7 +1,7 @@
 //! Functions of single elements.
 
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::fmt;
 
 /// A function of single elements, computed in f32: implement this, and the type is an [`Operation`].

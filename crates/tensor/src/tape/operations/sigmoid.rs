@@ -1,5 +1,5 @@
-use super::Pointwise;
 use crate::kernels::sigmoid;
+use crate::tape::Pointwise;
 
 /// `1 / (1 + e^-x)`.
 #[derive(Debug)]

@@ -1,5 +1,5 @@
-use super::Pointwise;
 use crate::kernels::sigmoid;
+use crate::tape::Pointwise;
 
 /// `x / (1 + e^-x)` (Elfwing, Uchibe, Doya 2017), also called swish.
 #[derive(Debug)]

@@ -1,5 +1,5 @@
-use super::{BackwardContext, ForwardContext, Operation, ReadBy};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 
 /// Softmax over the last dim of `x`, of any shape and type of floats; the result has both. A row of nothing but negative infinity
 /// gives NaN.

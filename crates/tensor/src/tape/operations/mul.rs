@@ -1,5 +1,5 @@
-use super::{BackwardContext, ForwardContext, Operation};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::RangeInclusive;
 
 /// `left * right`, element by element, of values of one shape and type of floats; the product has both.

@@ -1,6 +1,6 @@
-use super::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use crate::device::DeviceError;
 use crate::parameter_table::ParameterSpan;
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
 use trireme_base::DType;
 
 /// Rows of a table by token id, plus rows of a second table by position: of ids (`[batch, seq_len]`, u32), as `[batch, seq_len, cols]`,

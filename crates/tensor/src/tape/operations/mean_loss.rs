@@ -1,7 +1,7 @@
 //! Losses of single elements.
 
-use super::{BackwardContext, ForwardContext, Operation};
 use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation};
 use crate::tensor::Tensor;
 use std::fmt;
 use std::ops::RangeInclusive;
@@ -20,7 +20,7 @@ pub trait ElementLoss: fmt::Debug + Send + Sync {
 }
 
 /// The mean of a loss over the elements of `x` and of targets of the same shape and type. It has no output: it adds to the
-/// tape's [loss](super::Tape::loss), a row the mean over its elements. Targets have no gradient.
+/// tape's [loss](crate::tape::Tape::loss), a row the mean over its elements. Targets have no gradient.
 #[derive(Debug, Clone, Copy)]
 pub struct MeanLoss<L>(pub L);
 

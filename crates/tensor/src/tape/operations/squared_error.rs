@@ -1,6 +1,6 @@
-use super::ElementLoss;
+use crate::tape::ElementLoss;
 
-/// `(x - target)^2`; with [`MeanLoss`](super::MeanLoss), the mean squared error.
+/// `(x - target)^2`; with [`MeanLoss`](crate::tape::MeanLoss), the mean squared error.
 #[derive(Debug, Clone, Copy)]
 pub struct SquaredError;
 
