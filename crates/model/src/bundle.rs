@@ -4,7 +4,7 @@ use smallvec::SmallVec;
 use trireme_base::DType;
 use trireme_tensor::{Shape, Tensor};
 
-/// A few named things in a fixed order: the tensors that units pass on, those of a microbatch, or what stands for them.
+/// A few named values in a fixed order: the tensors that units pass on, those of a microbatch, or what stands for them.
 ///
 /// Up to four are held without an allocation.
 #[derive(Debug, Clone)]
@@ -19,44 +19,46 @@ impl<T> Bundle<T> {
         Bundle(SmallVec::new())
     }
 
-    /// Appends a thing.
+    /// Appends a value.
     ///
     /// # Panics
     /// If its name is taken.
-    pub fn push(&mut self, name: &'static str, thing: T) {
+    pub fn push(&mut self, name: &'static str, value: T) {
         assert!(self.get(name).is_none(), "a bundle has one '{name}'");
-        self.0.push((name, thing));
+        self.0.push((name, value));
     }
 
-    /// Takes the thing of this name out.
+    /// Takes the value of this name out.
     pub fn take(&mut self, name: &str) -> Option<T> {
         let place = self.0.iter().position(|(own, _)| *own == name)?;
         Some(self.0.remove(place).1)
     }
 
-    /// The thing of this name.
+    /// The value of this name.
     pub fn get(&self, name: &str) -> Option<&T> {
-        self.0.iter().find(|(own, _)| *own == name).map(|(_, thing)| thing)
+        self.0.iter().find(|(own, _)| *own == name).map(|(_, value)| value)
     }
 
-    /// The thing of this name, to change.
+    /// The value of this name, to change.
     pub fn get_mut(&mut self, name: &str) -> Option<&mut T> {
-        self.0.iter_mut().find(|(own, _)| *own == name).map(|(_, thing)| thing)
+        self.0.iter_mut().find(|(own, _)| *own == name).map(|(_, value)| value)
     }
 
-    /// All things with their names, in order.
+    /// All values with their names, in order.
     pub fn iter(&self) -> impl ExactSizeIterator<Item = (&'static str, &T)> {
-        self.0.iter().map(|(name, thing)| (*name, thing))
+        self.0.iter().map(|(name, value)| (*name, value))
     }
 
-    /// All things, to change, in order.
-    pub fn things_mut(&mut self) -> impl Iterator<Item = &mut T> {
-        self.0.iter_mut().map(|(_, thing)| thing)
+    /// All values, to change, in order.
+    pub fn values_mut(&mut self) -> impl Iterator<Item = &mut T> {
+        self.0.iter_mut().map(|(_, value)| value)
     }
+}
 
-    /// Whether there is nothing.
-    pub fn is_empty(&self) -> bool {
-        self.0.is_empty()
+impl Bundle<Tensor> {
+    /// The specs of the tensors, in order.
+    pub fn specs(&self) -> impl Iterator<Item = TensorSpec> {
+        self.iter().map(|(name, tensor)| TensorSpec::of(name, tensor))
     }
 }
 
@@ -76,9 +78,9 @@ impl<T> IntoIterator for Bundle<T> {
 }
 
 impl<T> FromIterator<(&'static str, T)> for Bundle<T> {
-    fn from_iter<I: IntoIterator<Item = (&'static str, T)>>(things: I) -> Self {
+    fn from_iter<I: IntoIterator<Item = (&'static str, T)>>(values: I) -> Self {
         let mut bundle = Bundle::new();
-        things.into_iter().for_each(|(name, thing)| bundle.push(name, thing));
+        values.into_iter().for_each(|(name, value)| bundle.push(name, value));
         bundle
     }
 }
@@ -95,6 +97,11 @@ pub struct TensorSpec {
 }
 
 impl TensorSpec {
+    /// A tensor of this name, shape and type.
+    pub fn new(name: &'static str, dims: &[usize], dtype: DType) -> Self {
+        TensorSpec { name, shape: Shape::new(dims), dtype }
+    }
+
     /// The spec of a tensor.
     pub fn of(name: &'static str, tensor: &Tensor) -> Self {
         TensorSpec { name, shape: tensor.shape(), dtype: tensor.dtype() }
@@ -111,8 +118,13 @@ impl TensorSpec {
         matches!(self.dtype, DType::F32 | DType::Bf16 | DType::F16)
     }
 
+    /// Bytes of its elements.
+    pub fn num_bytes(&self) -> usize {
+        self.shape.num_elements().saturating_mul(self.dtype.size())
+    }
+
     /// Words of 4 bytes that its elements take in a message.
     pub fn num_words(&self) -> usize {
-        self.shape.num_elements().saturating_mul(self.dtype.size()).div_ceil(4)
+        self.num_bytes().div_ceil(4)
     }
 }

@@ -106,6 +106,10 @@ impl ModelConfig {
     pub fn differences(&self, other: &Self) -> Vec<String> {
         // Derived sizes follow what they are derived from.
         let settings = |config: &Self| {
+            let windows = match (config.sliding_window, &config.sliding_layers[..]) {
+                (Some(window), layers @ [_, ..]) => format!("{window} in layers {layers:?}"),
+                _ => "none".to_owned(),
+            };
             // Rotary positions have no parameters.
             let positions = config.rope.is_none().then_some(config.max_position_embeddings);
             [
@@ -130,8 +134,7 @@ impl ModelConfig {
                 ("scales_by_layer", config.scales_by_layer.to_string()),
                 ("attention_soft_cap", format!("{:?}", config.attention_soft_cap)),
                 ("logit_soft_cap", format!("{:?}", config.logit_soft_cap)),
-                ("sliding_window", format!("{:?}", config.sliding_window)),
-                ("sliding_layers", format!("{:?}", config.sliding_layers)),
+                ("sliding_window", windows),
             ]
         };
         let pairs = settings(self).into_iter().zip(settings(other));
@@ -188,6 +191,14 @@ impl Reader<'_> {
             Some(number) if number > 0.0 && number.is_finite() => Ok(number),
             _ => Err(wrong(key, value, "a positive number")),
         }
+    }
+
+    /// A positive number that f32 holds, neither rounded to 0 nor to infinity.
+    pub(crate) fn narrow_number(&self, key: &'static str, default: f64) -> Result<f32, ModelError> {
+        let number = self.number(key, default)? as f32;
+        let found =
+            || wrong(key, self.get(key).unwrap_or(&Value::Null), "a positive number within the range of f32");
+        if number.is_normal() { Ok(number) } else { Err(found()) }
     }
 
     /// A positive number that may be missing or null.
@@ -259,6 +270,11 @@ impl ModelConfig {
             heads.is_multiple_of(self.num_kv_heads),
             format!("a divisor of {heads} heads"),
         )?;
+        if let Some(Rope { theta, .. }) = self.rope
+            && theta < 1.0
+        {
+            return Err(wrong("rope_theta", &json!(theta), "a number from 1"));
+        }
         if self.rope.is_some() {
             fits(
                 "head_dim",
@@ -345,6 +361,8 @@ mod tests {
             (&GPT2.replace(r#""n_layer":2"#, r#""n_layer":5000"#), "at most 4096 layers"),
             (&LLAMA.replace("default", "yarn"), "\"default\" or \"llama3\""),
             (&LLAMA.replace("default", "llama3"), "lacks 'factor'"),
+            (&LLAMA.replace("5000.0", "0.5"), "a number from 1"),
+            (&GPT2.replace("1e-05", "1e-50"), "within the range of f32"),
             (
                 &LLAMA.replace(r#""num_key_value_heads":2"#, r#""num_key_value_heads":4"#),
                 "a divisor of 6 heads",

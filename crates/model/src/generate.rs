@@ -4,8 +4,7 @@ use crate::bundle::{Batch, Bundle};
 use crate::error::ModelError;
 use crate::model::Model;
 use crate::past::Past;
-use crate::tokens::TOKENS;
-use crate::transformer::LOGITS;
+use crate::tokens::{LOGITS, TOKENS};
 use crate::unit::UnitPass;
 use trireme_base::{DType, Random};
 use trireme_tensor::tape::Recording;
@@ -107,7 +106,7 @@ impl<'a> Generation<'a> {
         for unit in 0..self.model.num_units() {
             if unit + 1 == self.model.num_units() {
                 // Only the last position is continued.
-                x.things_mut().try_for_each(|tensor| self.keep_last_row(tensor))?;
+                x.values_mut().try_for_each(|tensor| self.keep_last_row(tensor))?;
             }
             let tape =
                 Tape::new(self.device, Recording::Off, Precision::F32).with_first_position(self.position);

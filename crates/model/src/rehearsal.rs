@@ -1,9 +1,9 @@
-//! What passes of units read, make and take, found by letting them run on a device that only counts.
+//! What passes of units read, make and take, measured by running them on a counting device.
 
 use crate::bundle::{Batch, Bundle, TensorSpec};
 use crate::error::ModelError;
 use crate::model::Model;
-use crate::unit::{UnitPass, specs};
+use crate::unit::UnitPass;
 use std::cell::Cell;
 use std::sync::Arc;
 use trireme_base::{DType, UnitPasses};
@@ -27,6 +27,9 @@ pub struct Rehearsal {
 pub struct UnitRehearsal {
     /// What they take and compute.
     pub passes: UnitPasses,
+    /// Bytes of the tensors that forward keeps: all that backward needs, and of that the products, and the inputs. The device may
+    /// count more for them.
+    pub kept_bytes: KeptBytes,
     /// What the unit passes on.
     pub outputs: Vec<TensorSpec>,
     /// Rows of the unit's loss, if it adds to the loss.
@@ -35,6 +38,17 @@ pub struct UnitRehearsal {
     pub backward_reads: bool,
     /// Whether a weight half that runs apart reads parameters.
     pub weight_half_reads: bool,
+}
+
+/// Bytes of what forward of a unit may keep.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct KeptBytes {
+    /// All that backward needs.
+    pub record: usize,
+    /// What stays of that if only results of products and attention are kept.
+    pub products: usize,
+    /// What the unit before has passed on.
+    pub inputs: usize,
 }
 
 /// A tensor of a microbatch.
@@ -93,9 +107,8 @@ impl Rehearsal {
 impl Model {
     /// Finds what the passes over microbatches of these tensors are.
     ///
-    /// Each unit runs forward and backward once, and once more with the halves of backward apart, on the model's `device`, which must be one that [only
-    /// counts](Device::counting): so what is found is that of the operations themselves, whichever they are. Cost: some
-    /// microseconds an operation.
+    /// Each unit runs forward and backward once, and once more with the halves of backward apart, on the model's `device`, which
+    /// must be one that [only counts](Device::counting). Cost: some microseconds an operation.
     ///
     /// # Errors
     /// If even the addresses do not suffice, or if dim 0 of what a unit passes on is no multiple of the samples.
@@ -110,18 +123,18 @@ impl Model {
         let fp8 = fp8.as_ref().map(Fp8State::scales);
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
         let parameters = Watched { parameters: &parameters, was_read: Cell::new(false) };
-        let stage = Stage { model: self, device, precision, fp8, parameters: &parameters };
+        let rehearser = Rehearser { model: self, device, precision, fp8, parameters: &parameters };
         let mut tensors = Batch::new();
         let mut found = Rehearsal { units: Vec::new(), batch: Vec::new() };
         for &spec in batch {
-            let before = stage.in_use();
+            let before = rehearser.in_use();
             tensors.push(spec.name, device.empty(spec.shape, spec.dtype, Category::Activations)?);
-            let bytes = stage.in_use() - before;
+            let bytes = rehearser.in_use() - before;
             found.batch.push(BatchTensor { spec, bytes, readers: Vec::new() });
         }
         let mut inputs = Bundle::new();
         for unit in 0..self.num_units() {
-            let (passes, outputs, names) = stage.unit(unit, inputs, &mut tensors)?;
+            let (passes, outputs, names) = rehearser.unit(unit, inputs, &mut tensors)?;
             for tensor in found.batch.iter_mut().filter(|tensor| names.contains(&tensor.spec.name)) {
                 tensor.readers.push(unit);
             }
@@ -167,7 +180,7 @@ impl ParameterSource for Watched<'_> {
     }
 }
 
-struct Stage<'a> {
+struct Rehearser<'a> {
     model: &'a Model,
     device: &'a Device,
     precision: Precision,
@@ -175,7 +188,7 @@ struct Stage<'a> {
     parameters: &'a Watched<'a>,
 }
 
-impl Stage<'_> {
+impl Rehearser<'_> {
     fn in_use(&self) -> usize {
         self.device.memory().usage(Category::Activations).current
     }
@@ -197,7 +210,7 @@ impl Stage<'_> {
         inputs: Bundle<Tensor>,
         batch: &mut Batch,
     ) -> Result<(UnitRehearsal, Bundle<Tensor>, Vec<&'static str>), ModelError> {
-        let (input_specs, input) = (specs(&inputs), self.bytes_of(&inputs)?);
+        let (input_specs, input) = (inputs.specs().collect::<Vec<_>>(), self.bytes_of(&inputs)?);
         let base = self.in_use() - input;
         let ((mut pass, outputs), forward_peak, forward_operations) =
             self.watch(|| self.forward(unit, inputs, batch))?;
@@ -205,10 +218,13 @@ impl Stage<'_> {
         // The outputs are the next unit's from here on.
         let base_of_backward = base + output;
         let record = self.in_use() - base_of_backward;
+        let record_bytes = pass.num_bytes();
         pass.keep_products();
         let products = self.in_use() - base_of_backward;
+        let inputs_bytes = input_specs.iter().map(TensorSpec::num_bytes).sum();
+        let kept_bytes = KeptBytes { record: record_bytes, products: pass.num_bytes(), inputs: inputs_bytes };
         let (_, renewal_peak, renewal_operations) = self.watch(|| pass.recompute(self.parameters, batch))?;
-        let output_specs = specs(&outputs);
+        let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
         let (input_grads, backward_peak, backward_operations) = self.watch(|| {
             let mut sink = CountingSink { device: self.device, target: None };
@@ -238,8 +254,14 @@ impl Stage<'_> {
             renewal_operations,
             ..halves
         };
-        let found =
-            UnitRehearsal { passes, outputs: output_specs, loss_rows, backward_reads, weight_half_reads };
+        let found = UnitRehearsal {
+            passes,
+            kept_bytes,
+            outputs: output_specs,
+            loss_rows,
+            backward_reads,
+            weight_half_reads,
+        };
         Ok((found, outputs, names))
     }
 
@@ -252,7 +274,7 @@ impl Stage<'_> {
         base: usize,
     ) -> Result<(UnitPasses, bool), ModelError> {
         let (mut pass, outputs) = self.forward(unit, inputs, batch)?;
-        let output_specs = specs(&outputs);
+        let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         drop(outputs);
         let grads = self.grads(&output_specs)?;
         let (input_grads, input_half_peak, input_half_operations) = self.watch(|| {
@@ -304,7 +326,7 @@ impl Stage<'_> {
     /// What the device counts for tensors.
     fn bytes_of(&self, tensors: &Bundle<Tensor>) -> Result<usize, DeviceError> {
         let before = self.in_use();
-        let _alike = self.tensors(&specs(tensors))?;
+        let _alike = self.tensors(&tensors.specs().collect::<Vec<_>>())?;
         Ok(self.in_use() - before)
     }
 }

@@ -10,10 +10,12 @@ pub const TOKENS: &str = "tokens";
 /// Name of the ids that it predicts, one position further: `[batch, seq_len]`, u32.
 pub const TARGETS: &str = "targets";
 
+/// Name of what the last unit of a language model passes on of a batch without targets: `[batch, seq_len, vocabulary]`, f32.
+pub const LOGITS: &str = "logits";
+
 /// What a batch of `batch` sequences of `seq_len` tokens consists of.
 pub fn token_specs(batch: usize, seq_len: usize) -> Vec<TensorSpec> {
-    let spec = |name| TensorSpec { name, shape: [batch, seq_len].into(), dtype: DType::U32 };
-    [TOKENS, TARGETS].map(spec).into()
+    [TOKENS, TARGETS].map(|name| TensorSpec::new(name, &[batch, seq_len], DType::U32)).into()
 }
 
 /// Room for a batch of these tensors, zeroed.

@@ -1,6 +1,6 @@
 //! The units of a transformer that predicts tokens.
 
-use crate::tokens::{TARGETS, TOKENS};
+use crate::tokens::{LOGITS, TARGETS, TOKENS};
 use crate::unit::{Pass, Unit};
 use std::sync::Arc;
 use trireme_tensor::tape::{
@@ -10,9 +10,6 @@ use trireme_tensor::{DeviceError, Var};
 
 /// Name of the residual stream between units: `[batch, seq_len, hidden]`, f32.
 const HIDDEN: &str = "hidden";
-
-/// Name of what the head passes on of a batch without targets: `[batch, seq_len, vocabulary]`, f32.
-pub(crate) const LOGITS: &str = "logits";
 
 /// From tokens to the residual stream.
 #[derive(Debug)]

@@ -1,10 +1,11 @@
 //! Units, and one pass of a unit over one microbatch.
 
-use crate::bundle::{Batch, Bundle, TensorSpec};
+use crate::bundle::{Batch, Bundle};
 use crate::past::Past;
 use std::fmt;
+use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_tensor::tape::{Arguments, Attention, LossHead, Op, Recorder, VarId};
+use trireme_tensor::tape::{Attention, Recorder, VarId};
 use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 
 /// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
@@ -19,7 +20,7 @@ pub trait Unit: fmt::Debug + Send + Sync {
     fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError>;
 }
 
-/// What forward of a unit works with.
+/// What forward of a unit works with. It dereferences to the [`Recorder`] that applies operations.
 pub struct Pass<'a> {
     recorder: Recorder<'a>,
     inputs: Bundle<Var>,
@@ -28,6 +29,20 @@ pub struct Pass<'a> {
     /// Tensors of the batch that are on the tape.
     lent: Bundle<VarId>,
     past: Option<&'a mut Past>,
+}
+
+impl<'a> Deref for Pass<'a> {
+    type Target = Recorder<'a>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.recorder
+    }
+}
+
+impl DerefMut for Pass<'_> {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.recorder
+    }
 }
 
 impl Pass<'_> {
@@ -54,47 +69,14 @@ impl Pass<'_> {
         Some(var)
     }
 
-    /// Passes a value on to the next unit. Its dim 0 is that of the batch, or a multiple. A tensor of the batch needs not be passed
-    /// on: any unit reads it.
+    /// Passes a value on to the next unit. Its dim 0 is that of the batch, or a multiple. Tensors of the batch need not be passed on;
+    /// every unit can read them.
     ///
     /// # Panics
     /// If the name is taken, or the value is a tensor of the batch.
     pub fn output(&mut self, name: &'static str, value: Var) {
         assert!(self.lent.iter().all(|(_, &lent)| lent != value.id()), "'{name}' is a tensor of the batch");
         self.outputs.push(name, value);
-    }
-
-    /// Runs an operation with one output. See [`Recorder::apply`].
-    ///
-    /// # Errors
-    /// If there is no memory for what it computes.
-    pub fn apply(&mut self, op: impl Into<Op>, inputs: impl Arguments) -> Result<Var, DeviceError> {
-        self.recorder.apply(op, inputs)
-    }
-
-    /// Runs an operation with several outputs. See [`Recorder::apply_many`].
-    ///
-    /// # Errors
-    /// If there is no memory for what it computes.
-    pub fn apply_many<O: Into<Op>, A: Arguments>(
-        &mut self,
-        op: O,
-        inputs: A,
-    ) -> Result<impl ExactSizeIterator<Item = Var> + use<O, A>, DeviceError> {
-        self.recorder.apply_many(op, inputs)
-    }
-
-    /// Adds a term to the loss, `weight` times the mean over its rows. See [`Recorder::apply_loss`].
-    ///
-    /// # Errors
-    /// If there is no memory for what it computes.
-    pub fn apply_loss(
-        &mut self,
-        op: impl Into<Op>,
-        inputs: impl Arguments,
-        weight: f32,
-    ) -> Result<(), DeviceError> {
-        self.recorder.apply_loss(op, inputs, weight)
     }
 
     /// Runs attention; over what a generation has read before as well.
@@ -106,17 +88,6 @@ impl Pass<'_> {
             None => self.recorder.apply(attention, [qkv]),
             Some(past) => past.attention(&mut self.recorder, attention, qkv),
         }
-    }
-
-    /// The logits of an output layer, for a batch without targets.
-    ///
-    /// # Errors
-    /// If there is no memory for them.
-    ///
-    /// # Panics
-    /// If the pass is followed by a backward pass.
-    pub fn logits(&mut self, head: &LossHead, x: &Var) -> Result<Var, DeviceError> {
-        self.recorder.logits(head, x)
     }
 }
 
@@ -158,24 +129,32 @@ impl UnitPass {
         let input_ids = inputs.iter().map(|(name, var)| (name, var.id())).collect();
         let recorder = tape.recorder(parameters);
         let mut pass = Pass { recorder, inputs, outputs: Bundle::new(), batch, lent: Bundle::new(), past };
-        unit.forward(&mut pass)?;
+        let done = unit.forward(&mut pass);
         let Pass { outputs, lent, .. } = pass;
+        let ids = outputs.iter().map(|(name, var)| (name, var.id())).collect();
+        let mut pass = UnitPass { tape, inputs: input_ids, outputs: ids, batch: lent };
+        pass.give_back(batch);
+        done?;
         let mut tensors = Bundle::new();
         for (name, var) in outputs.iter() {
-            tensors.push(name, tape.take_output(var)?);
+            tensors.push(name, pass.tape.take_output(var)?);
         }
-        let outputs = outputs.iter().map(|(name, var)| (name, var.id())).collect();
-        let mut pass = UnitPass { tape, inputs: input_ids, outputs, batch: lent };
-        pass.give_back(batch);
         Ok((pass, tensors))
     }
 
-    /// Puts the tensors of the batch on the tape.
-    fn lend(&mut self, batch: &mut Batch) {
+    /// Runs `run` with the tensors of the batch on the tape.
+    fn with_batch<T>(
+        &mut self,
+        batch: &mut Batch,
+        run: impl FnOnce(&mut Self) -> Result<T, DeviceError>,
+    ) -> Result<T, DeviceError> {
         for (name, &place) in self.batch.iter() {
             let tensor = batch.take(name).expect("a batch lives until its last reader's backward");
             self.tape.put_value(place, tensor);
         }
+        let done = run(self);
+        self.give_back(batch);
+        done
     }
 
     /// Takes the tensors of the batch off the tape.
@@ -203,10 +182,8 @@ impl UnitPass {
         batch: &mut Batch,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        self.lend(batch);
-        self.tape.backward(parameters, self.seeds(grads), sink)?;
-        self.give_back(batch);
-        Ok(())
+        let seeds = self.seeds(grads);
+        self.with_batch(batch, |pass| pass.tape.backward(parameters, seeds, sink))
     }
 
     /// Runs the input halves of backward. See [`Tape::backward_input`].
@@ -219,10 +196,8 @@ impl UnitPass {
         grads: Bundle<Tensor>,
         batch: &mut Batch,
     ) -> Result<(), DeviceError> {
-        self.lend(batch);
-        self.tape.backward_input(parameters, self.seeds(grads))?;
-        self.give_back(batch);
-        Ok(())
+        let seeds = self.seeds(grads);
+        self.with_batch(batch, |pass| pass.tape.backward_input(parameters, seeds))
     }
 
     /// Runs the weight halves of backward, after [`backward_input`](UnitPass::backward_input).
@@ -235,10 +210,7 @@ impl UnitPass {
         batch: &mut Batch,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        self.lend(batch);
-        self.tape.backward_weight(parameters, sink)?;
-        self.give_back(batch);
-        Ok(())
+        self.with_batch(batch, |pass| pass.tape.backward_weight(parameters, sink))
     }
 
     /// Takes the gradients of the inputs after backward, each in the type of its input; zeros where nothing has read it.
@@ -274,15 +246,19 @@ impl UnitPass {
         parameters: &dyn ParameterSource,
         batch: &mut Batch,
     ) -> Result<(), DeviceError> {
-        self.lend(batch);
-        self.tape.recompute(parameters)?;
-        self.give_back(batch);
-        Ok(())
+        self.with_batch(batch, |pass| pass.tape.recompute(parameters))
     }
 
     /// Shows `visit` all memory that the pass holds. See [`Tape::for_each_memory`].
     pub fn for_each_memory(&mut self, visit: impl FnMut(&mut Tensor)) {
         self.tape.for_each_memory(visit);
+    }
+
+    /// Bytes of the tensors that the pass holds.
+    pub(crate) fn num_bytes(&mut self) -> usize {
+        let mut num_bytes = 0;
+        self.for_each_memory(|tensor| num_bytes += tensor.num_bytes());
+        num_bytes
     }
 
     /// The unit's terms of the loss: after forward without recording, after backward with it.
@@ -301,9 +277,4 @@ impl UnitPass {
         tape.clear();
         tape
     }
-}
-
-/// The specs of a bundle's tensors.
-pub(crate) fn specs(tensors: &Bundle<Tensor>) -> Vec<TensorSpec> {
-    tensors.iter().map(|(name, tensor)| TensorSpec::of(name, tensor)).collect()
 }

@@ -7,12 +7,12 @@ use std::sync::Arc;
 use trireme_base::{DType, Random, RandomKey};
 use trireme_model::{Batch, Model, ModelError, Pass, TensorSpec, Unit, empty_batch};
 use trireme_parallel::{Executor, ExecutorOptions};
-use trireme_schedule::lowering::Sharding;
+use trireme_schedule::lowering::{Offload, Sharding, Tier};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, ZeroStage};
 use trireme_tensor::tape::{
-    Concat, CrossEntropy, Dropout, EmbeddingBag, InputActivation, Linear, MeanLoss, Norm, SquaredError, Tanh,
-    WeightLayout,
+    Concat, Convert, CrossEntropy, Dropout, EmbeddingBag, InputActivation, Linear, MeanLoss, Norm,
+    SquaredError, Tanh, WeightLayout,
 };
 use trireme_tensor::{Activation, Device, DeviceError, Initial, Parameter, ParameterTable, Precision};
 use trireme_testkit::run_ranks;
@@ -33,6 +33,7 @@ struct Stem {
 impl Unit for Stem {
     fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
         let (features, ids) = (pass.batch("features"), pass.batch("ids"));
+        let features = pass.apply(&Convert, [features])?;
         let dense = pass.apply(&self.dense, [features])?;
         let sparse = pass.apply(&self.bags, [ids])?;
         pass.output("dense", dense);
@@ -48,6 +49,8 @@ struct Middle {
     linear: Arc<Linear>,
     dropout: Arc<Dropout>,
     near: Arc<Linear>,
+    /// Whether the dense tensor is changed on its way.
+    bends: bool,
 }
 
 impl Unit for Middle {
@@ -57,11 +60,16 @@ impl Unit for Middle {
         let hidden = pass.apply(&self.linear, (normed, sparse))?;
         let hidden = pass.apply(&self.dropout, [hidden])?;
         let features = pass.batch("features");
+        let features = pass.apply(&Convert, [features])?;
         let near = pass.apply(&self.near, [&dense])?;
-        pass.apply_loss(&Arc::new(MeanLoss(SquaredError)), (near, features), 0.25)?;
-        let dense = pass.apply(&Tanh, [dense])?;
+        pass.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
+        if self.bends {
+            let dense = pass.apply(&Tanh, [dense])?;
+            pass.output("dense", dense);
+        } else {
+            pass.output("dense", dense);
+        }
         pass.output("sparse", hidden);
-        pass.output("dense", dense);
         Ok(())
     }
 }
@@ -100,7 +108,8 @@ fn build(_: &Device) -> Result<Model, ModelError> {
     };
     let identity = InputActivation::Identity;
     table.begin_unit("stem");
-    let dense = linear(&mut table, "stem.dense", FEATURES, WIDTH, identity);
+    let gelu = InputActivation::Of(Activation::Gelu);
+    let dense = linear(&mut table, "stem.dense", FEATURES, WIDTH, gelu);
     let bag = table.add(Parameter::embedding("stem.table", &[ROWS, WIDTH], normal));
     let bags = Arc::new(EmbeddingBag { table: bag, takes_mean: true, is_padded: false });
     let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(Stem { dense, bags })];
@@ -118,6 +127,7 @@ fn build(_: &Device) -> Result<Model, ModelError> {
             ),
             dropout: Arc::new(Dropout::new(format!("{name}.dropout"), 0.2)),
             near: linear(&mut table, &format!("{name}.near"), WIDTH, FEATURES, identity),
+            bends: layer != 1,
         }));
     }
     table.begin_unit("classes");
@@ -127,26 +137,18 @@ fn build(_: &Device) -> Result<Model, ModelError> {
     Ok(Model::new(units, table))
 }
 
-fn specs(precision: Precision) -> [TensorSpec; 3] {
-    let spec = |name, cols: &[usize], dtype| TensorSpec {
-        name,
-        shape: trireme_tensor::Shape::new(&[&[SAMPLES], cols].concat()),
-        dtype,
-    };
+fn specs() -> [TensorSpec; 3] {
     [
-        spec("features", &[FEATURES], precision.dtype()),
-        spec("ids", &[2], DType::U32),
-        spec("labels", &[], DType::U32),
+        TensorSpec::new("features", &[SAMPLES, FEATURES], DType::F32),
+        TensorSpec::new("ids", &[SAMPLES, 2], DType::U32),
+        TensorSpec::new("labels", &[SAMPLES], DType::U32),
     ]
 }
 
-fn batch(device: &Device, precision: Precision, step: u64, index: usize) -> Batch {
-    let mut batch = empty_batch(device, &specs(precision)).unwrap();
+fn batch(device: &Device, step: u64, index: usize) -> Batch {
+    let mut batch = empty_batch(device, &specs()).unwrap();
     let key = RandomKey::new(step << 32 | index as u64, "batch");
-    let mut values = [0.0; SAMPLES * FEATURES];
-    key.fill_normal(&mut values, 1.0);
-    let values = trireme_tensor::View::from_f32s(&values, [SAMPLES, FEATURES].into());
-    device.convert(values, batch.get_mut("features").unwrap().view_mut());
+    key.fill_normal(batch.get_mut("features").unwrap().view_mut().f32s(), 1.0);
     let mut random = Random::new(key, 1 << 20);
     for (name, bound) in [("ids", ROWS), ("labels", CLASSES)] {
         let mut view = batch.get_mut(name).unwrap().view_mut();
@@ -157,13 +159,13 @@ fn batch(device: &Device, precision: Precision, step: u64, index: usize) -> Batc
 
 type Found = (Vec<[u64; 2]>, Vec<u32>);
 
-fn run(precision: Precision, layout: &Layout<'_>, world_size: usize, accumulation: usize) -> Found {
+fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> Found {
     let batches = |executor: &Executor, step: u64| -> Vec<Batch> {
         let place = |index| executor.global_microbatch(index);
-        (0..accumulation).map(|index| batch(executor.device(), precision, step, place(index))).collect()
+        (0..accumulation).map(|index| batch(executor.device(), step, place(index))).collect()
     };
     let found = run_ranks(world_size, |group| {
-        let model = (&build as Build<'_>, &specs(precision)[..]);
+        let model = (&build as Build<'_>, &specs()[..]);
         train_on(laid_out_model(model, group, 1, accumulation, layout), &batches)
     });
     assert!(found.iter().all(|(steps, _)| *steps == found[0].0), "ranks agree");
@@ -175,18 +177,24 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
     for precision in [Precision::F32, Precision::Bf16] {
         let options = ExecutorOptions { precision, seed: 9, ..OPTIONS };
         let plain = Layout { options, ..Layout::default() };
-        let oracle = run(precision, &plain, 1, 4);
+        let oracle = run(&plain, 1, 4);
         assert_ne!(oracle.0[0], oracle.0[1], "it learns");
         let keeps = [Keep::Input, Keep::Nothing, Keep::Products, Keep::Input, Keep::All];
-        let recomputed = Layout { keeps: &keeps, ..Layout { options, ..Layout::default() } };
-        assert!(run(precision, &recomputed, 1, 4) == oracle, "recomputed in {precision}");
-        let (steps, _) = run(precision, &plain, 2, 2);
+        let recomputed = Layout { options, keeps: &keeps, ..Layout::default() };
+        assert!(run(&recomputed, 1, 4) == oracle, "recomputed in {precision}");
+        let folder = std::env::temp_dir();
+        for (tier, keeps) in [(Tier::Host, &[][..]), (Tier::Disk, &[][..]), (Tier::Disk, &keeps[..])] {
+            let places = Offload { activations: tier, ..Offload::default() };
+            let moved = Layout { options, places, keeps, folder: &folder, ..Layout::default() };
+            assert!(run(&moved, 1, 4) == oracle, "activations on {tier:?} in {precision}");
+        }
+        let (steps, _) = run(&plain, 2, 2);
         assert!(steps == oracle.0, "two replicas in {precision}");
         for zero_stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
             let sharding = Sharding { zero_stage, prefetch: 1, keep_after_forward: false };
             let options = ExecutorOptions { sharding, ..options };
             let sharded = Layout { options, num_shards: 2, ..Layout::default() };
-            let (steps, _) = run(precision, &sharded, 2, 2);
+            let (steps, _) = run(&sharded, 2, 2);
             assert!(steps == oracle.0, "{zero_stage:?} in {precision}");
         }
         for (kind, stages_per_rank) in
@@ -194,7 +202,7 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
         {
             let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank });
             let stages = Layout { options, pipeline, ..Layout::default() };
-            let found = run(precision, &stages, 2, 4);
+            let found = run(&stages, 2, 4);
             assert!(found.0 == oracle.0, "{kind:?} in {precision}");
             let (mut weights, mut expected) = (found.1, oracle.1.clone());
             weights.sort_unstable();
@@ -207,9 +215,9 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
 #[test]
 fn a_batch_of_other_tensors_is_refused() {
     let mut found = run_ranks(1, |group| {
-        let model = (&build as Build<'_>, &specs(Precision::F32)[..]);
+        let model = (&build as Build<'_>, &specs()[..]);
         let mut executor = laid_out_model(model, group, 1, 1, &Layout::default());
-        let mut batch = batch(executor.device(), Precision::F32, 1, 0);
+        let mut batch = batch(executor.device(), 1, 0);
         batch.take("ids");
         executor.evaluate(Some(batch)).unwrap_err().to_string()
     });

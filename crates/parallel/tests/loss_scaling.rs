@@ -30,7 +30,7 @@ fn poison(executor: &mut Executor) {
 /// A batch without the rare token.
 fn common_batch(executor: &Executor, step: u64) -> Batch {
     let mut batch = batches(executor, executor.group().world_size(), step).remove(0);
-    for tokens in batch.things_mut() {
+    for tokens in batch.values_mut() {
         tokens.view_mut().u32s().iter_mut().for_each(|token| *token %= RARE);
     }
     batch

@@ -111,18 +111,23 @@ impl StepChoices {
 /// which leaves it to a plan, all.
 fn given_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     let checkpoint = config.activation_checkpoint();
-    let mut index = 0;
-    let mut keep = |passes: &UnitPasses| match checkpoint.mode {
-        _ if !passes.keeps() => Keep::All,
+    // Units since the last one that keeps all, for their inputs are made again one after the other.
+    let mut num_before = 0_usize;
+    let keep = |passes: &UnitPasses| match checkpoint.mode {
+        _ if !passes.keeps() => {
+            num_before = 0;
+            Keep::All
+        }
         config::ActivationCheckpointMode::None | config::ActivationCheckpointMode::Auto => Keep::All,
         config::ActivationCheckpointMode::Selective => Keep::Products,
         config::ActivationCheckpointMode::Block => Keep::Input,
         config::ActivationCheckpointMode::EveryK => {
-            index += 1;
-            if (index - 1_usize).is_multiple_of(checkpoint.every_k) { Keep::Input } else { Keep::Nothing }
+            let is_first = num_before.is_multiple_of(checkpoint.every_k);
+            num_before += 1;
+            if is_first { Keep::Input } else { Keep::Nothing }
         }
     };
-    passes.iter().map(&mut keep).collect()
+    passes.iter().map(keep).collect()
 }
 
 fn given_places(config: &Config) -> Offload {

@@ -8,6 +8,7 @@ use crate::checkpointing::{RunFiles, TrainingState, untidy_notice, write_checkpo
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Resume};
+use crate::dataset::TokenWindows;
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
@@ -25,7 +26,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
-use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
+use trireme_data::{Corpus, TokenFile, Tokenizer};
 use trireme_model::{Batch, ModelConfig, TensorSpec};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, StepOutcome, StepPlan};
@@ -83,8 +84,7 @@ pub struct Trainer<'a> {
     balance: Option<Balance>,
     /// The step after which units moved for the last time, if they did.
     moved_after: Option<u64>,
-    train: TokenFile,
-    sampler: Sampler,
+    train: TokenWindows,
     validation: Option<Validation>,
     schedule: LrSchedule,
     state: TrainingState,
@@ -95,7 +95,6 @@ pub struct Trainer<'a> {
     num_choices: usize,
     tokenizer: Tokenizer,
     batches: Vec<Batch>,
-    window: Vec<u32>,
     /// Of the program that runs, or ran last.
     plans: Vec<StepPlan>,
     outcomes: Vec<StepOutcome>,
@@ -126,7 +125,7 @@ impl<'a> Trainer<'a> {
         let facts = Facts::of_config(config, options.features_max);
         agree(&facts.and(Facts::of_contents(&corpus, &tokenizer, &model_config)), &group)?;
         let Corpus { train, validation, .. } = corpus;
-        let sampler = Sampler::shuffled(train.num_tokens(), training.seq_len, training.seed)?;
+        let train = TokenWindows::shuffled(train, training.seq_len, training.seed)?;
         notices.iter().for_each(|notice| observer.notice(notice));
         notice_determinism(config, config.data_parallel_degree(), observer);
         notice_delay(config, observer);
@@ -147,13 +146,16 @@ impl<'a> Trainer<'a> {
         };
         let balance = Balance::new(config, rehearsal.passes());
         let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
-        let validation = validation.map(|tokens| Validation::new(tokens, training, &executor)).transpose()?;
+        let validation = validation.map(|tokens| TokenWindows::sequential(tokens, training.seq_len));
+        let validation = validation.transpose()?;
+        let validation =
+            validation.map(|windows| Validation::new(windows, training, &executor)).transpose()?;
         notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
         }
-        let (state, resumed) = resume(config, &model_config, &mut executor, &train, observer)?;
+        let (state, resumed) = resume(config, &model_config, &mut executor, train.tokens(), observer)?;
         let num_steps = config.steps_per_program() as u64;
         if !state.step.is_multiple_of(num_steps) {
             return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
@@ -180,7 +182,6 @@ impl<'a> Trainer<'a> {
             balance,
             moved_after: None,
             train,
-            sampler,
             validation,
             schedule: lr_schedule(config),
             state,
@@ -190,7 +191,6 @@ impl<'a> Trainer<'a> {
             num_choices: 0,
             tokenizer,
             batches: Vec::new(),
-            window: vec![0; training.seq_len + 1],
             plans: Vec::new(),
             outcomes: Vec::new(),
             records: Vec::new(),
@@ -385,7 +385,7 @@ impl<'a> Trainer<'a> {
             world_size: self.executor.group().world_size(),
             num_threads: self.options.num_threads,
             transport: self.executor.group().transport().to_string(),
-            num_tokens: self.train.num_tokens(),
+            num_tokens: self.train.tokens().num_tokens(),
             tokens_per_step: self.config.tokens_per_step(),
             resumed_step: self.state.step,
             steps: self.config.training().steps,
@@ -425,7 +425,7 @@ impl<'a> Trainer<'a> {
 
     /// The tokens trained on, and those held out.
     pub fn tokens(&self) -> (&TokenFile, Option<&TokenFile>) {
-        (&self.train, self.validation.as_ref().map(Validation::tokens))
+        (self.train.tokens(), self.validation.as_ref().map(Validation::tokens))
     }
 }
 

@@ -1,49 +1,45 @@
 //! Loss on held-out text.
 
 use crate::config::Training;
+use crate::dataset::{Dataset, TokenWindows, read_batch};
 use crate::error::TrainError;
 use trireme_base::ReduceOp;
 use trireme_comm::Buffer;
-use trireme_data::{Sampler, TokenFile};
-use trireme_model::{Batch, empty_batch, set_window, token_specs};
+use trireme_data::TokenFile;
+use trireme_model::Batch;
 use trireme_parallel::Executor;
 
 /// The windows of a validation, divided among the ranks.
 pub(crate) struct Validation {
-    tokens: TokenFile,
-    sampler: Sampler,
+    windows: TokenWindows,
     num_windows: usize,
     batch_size: usize,
-    seq_len: usize,
     /// For each batch, sum and rows of each unit's loss. A rank with the unit fills in its own, and the sum over ranks is exact, for the
     /// others add zeros.
     losses: Option<Buffer<f64>>,
-    window: Vec<u32>,
 }
 
 impl Validation {
-    /// The first windows of `tokens` in the order of the file, as many as the config says (0: all). Collective.
+    /// The first windows, as many as the config says (0: all). Collective.
     pub(crate) fn new(
-        tokens: TokenFile,
+        windows: TokenWindows,
         training: &Training,
         executor: &Executor,
     ) -> Result<Self, TrainError> {
-        let (seq_len, batch_size) = (training.seq_len, training.local_batch_size);
-        let sampler = Sampler::sequential(tokens.num_tokens(), seq_len)?;
-        let available = usize::try_from(sampler.num_windows()).unwrap_or(usize::MAX);
+        let batch_size = training.local_batch_size;
+        let available = usize::try_from(windows.num_samples()).unwrap_or(usize::MAX);
         let num_windows = match training.validation_windows {
             0 => available,
             asked => available.min(asked),
         };
         let num_losses = executor.rehearsal().losses().count();
         let losses = Some(executor.group().buffer(num_windows.div_ceil(batch_size) * 2 * num_losses)?);
-        let window = vec![0; seq_len + 1];
-        Ok(Validation { tokens, sampler, num_windows, batch_size, seq_len, losses, window })
+        Ok(Validation { windows, num_windows, batch_size, losses })
     }
 
     /// The tokens validated on.
     pub(crate) fn tokens(&self) -> &TokenFile {
-        &self.tokens
+        self.windows.tokens()
     }
 
     /// Mean loss, of a language model in nats a token; the same bits for any number of ranks. Collective.
@@ -73,13 +69,7 @@ impl Validation {
 
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
         let first = index * self.batch_size;
-        let rows = self.batch_size.min(self.num_windows - first);
-        let mut batch = empty_batch(executor.device(), &token_specs(rows, self.seq_len))?;
-        for row in 0..rows {
-            let window = self.sampler.window((first + row) as u64);
-            self.tokens.read_window(window.start, &mut self.window)?;
-            set_window(&mut batch, row, &self.window);
-        }
-        Ok(batch)
+        let specs = self.windows.specs(self.batch_size.min(self.num_windows - first));
+        read_batch(&mut self.windows, executor.device(), &specs, first as u64)
     }
 }

@@ -41,6 +41,8 @@ impl Style {
 pub(super) struct Defaults {
     /// `None` for an equal share of the hidden size.
     pub(super) head_dim: Option<usize>,
+    /// `None` for as many as there are heads, as for a null.
+    pub(super) num_kv_heads: Option<usize>,
     pub(super) tie_word_embeddings: bool,
 }
 
@@ -51,6 +53,8 @@ pub(super) fn read_decoder(
     defaults: Defaults,
 ) -> Result<ModelConfig, ModelError> {
     let (hidden_size, num_heads) = (reader.size("hidden_size")?, reader.size("num_attention_heads")?);
+    let given_kv_heads = reader.optional_size("num_key_value_heads")?;
+    let default_kv_heads = defaults.num_kv_heads.filter(|_| !reader.has("num_key_value_heads"));
     let head_dim = defaults.head_dim.unwrap_or((hidden_size / num_heads).max(1));
     Ok(ModelConfig {
         architecture,
@@ -58,11 +62,11 @@ pub(super) fn read_decoder(
         hidden_size,
         num_layers: reader.size("num_hidden_layers")?,
         num_heads,
-        num_kv_heads: reader.optional_size("num_key_value_heads")?.unwrap_or(num_heads),
+        num_kv_heads: given_kv_heads.or(default_kv_heads).unwrap_or(num_heads),
         head_dim: reader.optional_size("head_dim")?.unwrap_or(head_dim),
         intermediate_size: reader.size("intermediate_size")?,
         max_position_embeddings: reader.size("max_position_embeddings")?,
-        norm_epsilon: reader.number("rms_norm_eps", 1e-6)? as f32,
+        norm_epsilon: reader.narrow_number("rms_norm_eps", 1e-6)?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", defaults.tie_word_embeddings)?,
         rope: Some(read_rope(reader)?),
         qkv_bias: false,
@@ -75,7 +79,7 @@ pub(super) fn read_decoder(
         logit_soft_cap: None,
         sliding_window: None,
         sliding_layers: Vec::new(),
-        initializer_range: reader.number("initializer_range", 0.02)? as f32,
+        initializer_range: reader.narrow_number("initializer_range", 0.02)?,
     })
 }
 
@@ -134,6 +138,12 @@ pub(super) fn read_layer_types(
     Ok(Some((0..num_layers).filter(|&layer| types[layer] == known[1]).collect()))
 }
 
+/// The window; `None` where the key says null.
+pub(super) fn read_window(reader: &Reader<'_>) -> Result<Option<usize>, ModelError> {
+    let given = reader.optional_size("sliding_window")?;
+    Ok(if reader.has("sliding_window") { given } else { Some(4096) })
+}
+
 /// The window and the layers that slide, as the Qwen families say it.
 pub(super) fn read_sliding_layers(
     reader: &Reader<'_>,
@@ -142,7 +152,7 @@ pub(super) fn read_sliding_layers(
     if !reader.flag("use_sliding_window", false)? {
         return Ok((None, Vec::new()));
     }
-    let window = reader.optional_size("sliding_window")?.unwrap_or(4096);
+    let Some(window) = read_window(reader)? else { return Ok((None, Vec::new())) };
     let layers = match read_layer_types(reader, num_layers)? {
         Some(layers) => layers,
         None => (reader.whole("max_window_layers", 28)?..num_layers).collect(),

@@ -2,7 +2,9 @@
 //! feed-forward, whose weights are offsets from 1; scaled embeddings; soft caps; attention that slides in every other layer.
 
 use super::Architecture;
-use super::decoder::{Defaults, Style, build, layer_types, read_decoder, read_layer_types, write_decoder};
+use super::decoder::{
+    Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, write_decoder,
+};
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
@@ -17,21 +19,27 @@ const STYLE: Style =
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_activation", &[json!("gelu_pytorch_tanh")])?;
     reader.require("attention_bias", &[json!(false)])?;
-    let defaults = Defaults { head_dim: Some(256), tie_word_embeddings: true };
+    let defaults = Defaults { head_dim: Some(256), num_kv_heads: Some(4), tie_word_embeddings: true };
     let config = read_decoder(reader, FAMILY, defaults)?;
     // Null turns a cap off.
     let cap = |key: &'static str, default: f64| match reader.has(key) {
-        true => reader.optional_number(key).map(|cap| cap.map(|cap| cap as f32)),
+        true => reader.get(key).map(|_| reader.narrow_number(key, default)).transpose(),
         false => Ok(Some(default as f32)),
     };
+    let sliding_window = read_window(reader)?;
     let alternating = || (0..config.num_layers).step_by(2).collect();
     Ok(ModelConfig {
         activation: Activation::Gelu,
-        attention_scale: Some(reader.number("query_pre_attn_scalar", 256.0)?.powf(-0.5) as f32),
+        attention_scale: Some(
+            f64::from(reader.narrow_number("query_pre_attn_scalar", 256.0)?).powf(-0.5) as f32
+        ),
         attention_soft_cap: cap("attn_logit_softcapping", 50.0)?,
         logit_soft_cap: cap("final_logit_softcapping", 30.0)?,
-        sliding_window: Some(reader.optional_size("sliding_window")?.unwrap_or(4096)),
-        sliding_layers: read_layer_types(reader, config.num_layers)?.unwrap_or_else(alternating),
+        sliding_window,
+        sliding_layers: match sliding_window {
+            Some(_) => read_layer_types(reader, config.num_layers)?.unwrap_or_else(alternating),
+            None => Vec::new(),
+        },
         ..config
     })
 }

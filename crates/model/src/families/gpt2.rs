@@ -31,7 +31,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         head_dim: hidden_size / num_heads,
         intermediate_size: reader.optional_size("n_inner")?.unwrap_or(4 * hidden_size),
         max_position_embeddings: reader.size("n_positions")?,
-        norm_epsilon: reader.number("layer_norm_epsilon", 1e-5)? as f32,
+        norm_epsilon: reader.narrow_number("layer_norm_epsilon", 1e-5)?,
         tie_word_embeddings: reader.flag("tie_word_embeddings", true)?,
         rope: None,
         qkv_bias: true,
@@ -44,7 +44,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         logit_soft_cap: None,
         sliding_window: None,
         sliding_layers: Vec::new(),
-        initializer_range: reader.number("initializer_range", 0.02)? as f32,
+        initializer_range: reader.narrow_number("initializer_range", 0.02)?,
     })
 }
 

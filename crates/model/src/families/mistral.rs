@@ -1,7 +1,7 @@
 //! mistral (Jiang et al., "Mistral 7B", 2023): llama, in which attention may slide.
 
 use super::Architecture;
-use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
+use super::decoder::{Defaults, Style, build, read_decoder, read_window, write_decoder};
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
@@ -15,10 +15,8 @@ pub(super) const FAMILY: Architecture = Architecture {
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;
-    let config = read_decoder(reader, FAMILY, Defaults::default())?;
-    // transformers has a window unless the key says null.
-    let given = reader.optional_size("sliding_window")?;
-    let sliding_window = if reader.has("sliding_window") { given } else { Some(4096) };
+    let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(8), ..Defaults::default() })?;
+    let sliding_window = read_window(reader)?;
     let num_sliding = if sliding_window.is_some() { config.num_layers } else { 0 };
     Ok(ModelConfig { sliding_window, sliding_layers: (0..num_sliding).collect(), ..config })
 }

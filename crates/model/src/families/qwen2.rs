@@ -13,7 +13,7 @@ pub(super) const FAMILY: Architecture =
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;
-    let config = read_decoder(reader, FAMILY, Defaults::default())?;
+    let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(32), ..Defaults::default() })?;
     let (sliding_window, sliding_layers) = read_sliding_layers(reader, config.num_layers)?;
     Ok(ModelConfig { qkv_bias: true, sliding_window, sliding_layers, ..config })
 }

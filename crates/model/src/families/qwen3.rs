@@ -16,7 +16,11 @@ const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;
     let bias = reader.flag("attention_bias", false)?;
-    let config = read_decoder(reader, FAMILY, Defaults { head_dim: Some(128), ..Defaults::default() })?;
+    let config = read_decoder(
+        reader,
+        FAMILY,
+        Defaults { head_dim: Some(128), num_kv_heads: Some(32), ..Defaults::default() },
+    )?;
     let (sliding_window, sliding_layers) = read_sliding_layers(reader, config.num_layers)?;
     Ok(ModelConfig { qkv_bias: bias, attention_output_bias: bias, sliding_window, sliding_layers, ..config })
 }

@@ -50,10 +50,9 @@ impl Messages {
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         self.make_room(waiting)?;
-        let specs = || tensors.iter().map(|(name, tensor)| TensorSpec::of(name, tensor));
-        let mut buffer = self.pool.take(specs().map(|spec| spec.num_words()).sum())?;
+        let mut buffer = self.pool.take(tensors.specs().map(|spec| spec.num_words()).sum())?;
         let mut words = &mut buffer[..];
-        for ((_, tensor), spec) in tensors.iter().zip(specs()) {
+        for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
             let (own, rest) = words.split_at_mut(spec.num_words());
             let bytes = tensor.bytes();
             bytemuck::cast_slice_mut(own)[..bytes.len()].copy_from_slice(bytes);

@@ -5,7 +5,7 @@ use super::passes::Pass;
 use crate::error::ParallelError;
 use crate::offload::Movable;
 use crate::waiting::Waiting;
-use trireme_schedule::{Action, StateClass, StateOf, ZeroStage};
+use trireme_schedule::{Action, Keep, StateClass, StateOf, ZeroStage};
 use trireme_tensor::View;
 
 fn of_unit(class: StateClass, unit: usize) -> StateOf {
@@ -24,10 +24,21 @@ impl Executor {
                 }
             }
         }
-        for action in self.program.actions.clone() {
-            if let Action::Evict(state @ StateOf { class: StateClass::Activations, .. }) = action {
-                // As long as the first ones that come: only blocks' activations move, and where as much is kept those are alike.
-                self.offloaded.expect(state, usize::MAX);
+        let mut keeps = vec![Keep::All; self.program.outline.chain.num_units];
+        for &action in &self.program.actions {
+            match action {
+                Action::Forward { unit, keep, .. } => keeps[unit] = keep,
+                Action::Evict(state @ StateOf { class: StateClass::Activations, unit, .. }) => {
+                    let kept = self.rehearsal.units[unit].kept_bytes;
+                    let num_bytes = match keeps[unit] {
+                        Keep::All => kept.record,
+                        Keep::Products => kept.products,
+                        Keep::Input => kept.inputs,
+                        Keep::Nothing => 0,
+                    };
+                    self.offloaded.expect(state, num_bytes);
+                }
+                _ => (),
             }
         }
     }
@@ -48,7 +59,7 @@ impl Executor {
             StateClass::Gradients => visit(self.gradients.memory(unit)),
             StateClass::Activations => match self.in_flight.pass(unit, microbatch) {
                 Some(Pass::Recorded(pass)) => pass.for_each_memory(|tensor| visit(tensor)),
-                Some(Pass::Input(inputs)) => inputs.things_mut().for_each(|tensor| visit(tensor)),
+                Some(Pass::Input(inputs)) => inputs.values_mut().for_each(|tensor| visit(tensor)),
                 Some(Pass::Halved(_)) | None => {
                     unreachable!("forward has kept something, and backward not begun")
                 }

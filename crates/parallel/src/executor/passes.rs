@@ -169,8 +169,9 @@ impl Executor {
         let per_step = self.program.outline.microbatches_per_step();
         let step = self.first_step + (microbatch / per_step) as u64;
         let global = self.global_microbatch(microbatch) % (per_step * self.ranks.data().world_size());
-        let first_sample = (global * self.rehearsal.num_samples()) as u64;
-        Randomness { seed: self.options.seed, step, first_sample }
+        let num_samples = self.rehearsal.num_samples();
+        let first_sample = (global * num_samples) as u64;
+        Randomness { seed: self.options.seed, step, first_sample, num_samples }
     }
 
     /// Makes again what forward did not keep.
@@ -185,6 +186,8 @@ impl Executor {
             }
             Some(Pass::Input(inputs)) => inputs,
             Some(Pass::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
+            // The first unit reads the batch alone.
+            None if unit == 0 => Bundle::new(),
             None => self.in_flight.take_activation(microbatch),
         };
         let pass = self.record(unit, microbatch, inputs)?;

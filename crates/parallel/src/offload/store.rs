@@ -67,10 +67,8 @@ impl Disk {
         }
     }
 
-    /// Makes the file. Blocks of which nothing was said are as long as this first one, for they are activations of one kind
-    /// of units.
-    fn create(&mut self, len: usize) -> Result<(), ParallelError> {
-        self.num_bytes.iter_mut().filter(|bytes| **bytes == usize::MAX).for_each(|bytes| *bytes = len);
+    /// Makes the file.
+    fn create(&mut self) -> Result<(), ParallelError> {
         let mut chunks = Vec::new();
         for &num_bytes in &self.num_bytes {
             self.first_chunks.push(chunks.len());
@@ -84,8 +82,9 @@ impl Disk {
     /// Copies a block away, chunk by chunk, and starts to write it; its memory is given back.
     fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
         if self.file.is_none() {
-            self.create(num_bytes(memory))?;
+            self.create()?;
         }
+        assert_eq!(num_bytes(memory), self.num_bytes[block], "block {block} is as long as was expected");
         let Disk { file, first_chunks, writes, num_bytes, .. } = self;
         let file = file.as_ref().expect("it was made above");
         let mut chunk = first_chunks[block];
@@ -221,7 +220,7 @@ impl Store {
         Store { place, blocks: (0..num_blocks).map(|_| Block::default()).collect() }
     }
 
-    /// Says how many bytes a block has; `usize::MAX` makes it as long as the first one that comes.
+    /// Says how many bytes a block has.
     pub(crate) fn expect(&mut self, block: usize, num_bytes: usize) {
         if let Place::Disk(disk) = &mut self.place {
             disk.num_bytes[block] = num_bytes;

@@ -317,7 +317,7 @@ impl<'a> BackwardContext<'a> {
         let tape = &mut *self.common.tape;
         let value = &mut tape.values[place];
         match &mut value.tensor {
-            tensor @ Some(_) if by == ReadBy::INPUT_HALF && value.num_reads == 1 => {
+            tensor @ Some(_) if by == ReadBy::INPUT_HALF && value.num_reads == 1 && !value.is_input => {
                 Ok(tensor.take().expect("there is one"))
             }
             _ => copy(&tape.device, value.tensor()),

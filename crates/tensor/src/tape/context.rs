@@ -20,6 +20,8 @@ pub struct Randomness {
     pub step: u64,
     /// The first sample of the microbatch, counted over the microbatches of all ranks in the step.
     pub first_sample: u64,
+    /// Samples of the microbatch.
+    pub num_samples: usize,
 }
 
 /// What both passes of an operation work with: the device, parameters and the tape's settings. [`ForwardContext`](super::ForwardContext)

@@ -176,7 +176,8 @@ impl Tape {
         self.values[place.0].tensor.take().expect("values live until their last use")
     }
 
-    /// Takes the unit's output off the tape: a copy if backward reads it.
+    /// Takes the unit's output off the tape: a copy if backward reads it, or if it was put on the tape from outside and may be taken
+    /// off once more.
     ///
     /// # Errors
     /// If there is no memory for a copy.
@@ -184,9 +185,9 @@ impl Tape {
     /// # Panics
     /// If it was taken before.
     pub fn take_output(&mut self, output: &Var) -> Result<Tensor, DeviceError> {
-        match self.values[output.0].num_reads {
-            0 => Ok(self.take_value(output.id())),
-            _ => copy(&self.device, self.values[output.0].tensor()),
+        match &self.values[output.0] {
+            Value { num_reads: 0, is_input: false, .. } => Ok(self.take_value(output.id())),
+            value => copy(&self.device, value.tensor()),
         }
     }
 

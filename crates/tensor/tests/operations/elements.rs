@@ -1,7 +1,7 @@
 //! Functions of single elements.
 
 use crate::{check, no_parameters, op};
-use trireme_tensor::tape::{Add, Mul, Op, Relu, Scale, Sigmoid, Silu, Tanh};
+use trireme_tensor::tape::{Add, Convert, Mul, Op, Relu, Scale, Sigmoid, Silu, Tanh};
 use trireme_testkit::Input;
 
 /// Shapes at the edges: nothing, one element, more than a task of a kernel has, odd ones.
@@ -40,6 +40,13 @@ fn sums_of_values_of_two_types_are_in_f32() {
         check(&Op::from(&Add), &no_parameters(), &inputs, &|x, _| {
             x[0].iter().zip(&x[1]).map(|(left, right)| left + right).collect()
         });
+    }
+}
+
+#[test]
+fn values_in_the_precision_of_the_tape() {
+    for input in [Input::random(&[3, 37], "x"), Input::random(&[3, 37], "x").in_f32()] {
+        check(&Op::from(&Convert), &no_parameters(), &[input], &|x, _| x[0].clone());
     }
 }
 

@@ -23,10 +23,11 @@ fn dropout_is_a_function_of_its_stream() {
     }
 }
 
-/// What dropout makes of ones, for samples that begin at `first_sample`.
+/// What dropout makes of ones, of two rows for each sample.
 fn dropped(num_samples: usize, randomness: Randomness, recording: Recording) -> Vec<f32> {
+    let randomness = Randomness { num_samples, ..randomness };
     let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
-    let mut ones = device.empty([num_samples, 37].into(), DType::F32, Category::Activations).unwrap();
+    let mut ones = device.empty([2 * num_samples, 37].into(), DType::F32, Category::Activations).unwrap();
     ones.view_mut().f32s().fill(1.0);
     let mut tape = Tape::new(&device, recording, Precision::F32);
     tape.set_randomness(randomness);
@@ -38,15 +39,15 @@ fn dropped(num_samples: usize, randomness: Randomness, recording: Recording) -> 
 
 #[test]
 fn samples_lose_the_same_elements_in_any_microbatch() {
-    let randomness = Randomness { seed: 3, step: 5, first_sample: 8 };
+    let randomness = Randomness { seed: 3, step: 5, first_sample: 8, num_samples: 0 };
     let whole = dropped(6, randomness, Recording::On);
     let second = dropped(2, Randomness { first_sample: 12, ..randomness }, Recording::On);
-    assert_eq!(second, whole[4 * 37..]);
+    assert_eq!(second, whole[8 * 37..]);
     assert_ne!(dropped(6, Randomness { step: 6, ..randomness }, Recording::On), whole);
     assert_ne!(dropped(6, Randomness { seed: 4, ..randomness }, Recording::On), whole);
     let num_dropped = whole.iter().filter(|&&x| x == 0.0).count();
-    assert!((40..=100).contains(&num_dropped), "{num_dropped} of {}", whole.len());
-    assert_eq!(dropped(6, randomness, Recording::Off), [1.0; 6 * 37]);
+    assert!((90..=180).contains(&num_dropped), "{num_dropped} of {}", whole.len());
+    assert_eq!(dropped(6, randomness, Recording::Off), [1.0; 12 * 37]);
 }
 
 #[test]

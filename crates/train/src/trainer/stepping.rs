@@ -1,10 +1,10 @@
 //! One run of the step program, and what it has come to.
 
 use super::Trainer;
+use crate::dataset::read_batch;
 use crate::error::TrainError;
 use crate::metrics::{MemoryPeakBytes, StepRecord};
 use std::time::Instant;
-use trireme_model::{empty_batch, set_window};
 use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_tensor::{Category, Device};
@@ -90,16 +90,11 @@ impl Trainer<'_> {
 
     /// This rank's microbatches of the next program.
     fn load_batches(&mut self) -> Result<(), TrainError> {
-        let training = self.config.training();
+        let local_batch_size = self.config.training().local_batch_size;
         for index in 0..self.executor.program().outline.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
-            let mut batch = empty_batch(self.executor.device(), &self.batch_specs)?;
-            for row in 0..training.local_batch_size {
-                let index = self.state.next_sample + (microbatch * training.local_batch_size + row) as u64;
-                self.train.read_window(self.sampler.window(index).start, &mut self.window)?;
-                set_window(&mut batch, row, &self.window);
-            }
-            self.batches.push(batch);
+            let first = self.state.next_sample + (microbatch * local_batch_size) as u64;
+            self.batches.push(read_batch(&mut self.train, self.executor.device(), &self.batch_specs, first)?);
         }
         Ok(())
     }

@@ -46,8 +46,11 @@ impl State<'_> {
             Action::Recompute { unit, microbatch } => match self.activations(unit, microbatch) {
                 Activations::Kept(Keep::Nothing) => {
                     let below = unit.checked_sub(1)?;
+                    // What another rank has sent is gone after forward.
                     let missing = Action::Recompute { unit: below, microbatch };
-                    (self.activations(below, microbatch) != Activations::Whole).then_some(missing)
+                    let is_there =
+                        self.holds(below) && self.activations(below, microbatch) == Activations::Whole;
+                    (!is_there).then_some(missing)
                 }
                 Activations::Kept(_) => None,
                 _ => Some(Action::Forward { unit, microbatch, keep: Keep::All }),

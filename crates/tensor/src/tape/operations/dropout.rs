@@ -3,7 +3,7 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, 
 use crate::tensor::Tensor;
 use trireme_base::RandomKey;
 
-/// Sets elements of `x` (`[batch, ..]`, of any floats) to 0, each with the same probability, and scales the others so that the mean stays
+/// Sets elements of `x` (of any floats, with equally many for each sample, one sample after the other) to 0, each with the same probability, and scales the others so that the mean stays
 /// (Srivastava et al., "Dropout", 2014). Tapes that do not record leave `x` as it is.
 ///
 /// Whether an element stays is a function of seed, name, step, sample and place within the sample. Backward computes it again.
@@ -25,10 +25,11 @@ impl Dropout {
 
     /// Multiplies elements by 0 or by what keeps the mean, as `x` forward and its gradient backward.
     fn drop(&self, cx: &OperationContext<'_>, x: &mut Tensor) {
-        let Randomness { seed, step, first_sample } = cx.randomness();
+        let Randomness { seed, step, first_sample, num_samples } = cx.randomness();
         let key = RandomKey::new(seed, &self.name).derived(step);
-        let shape = x.shape();
-        let first = first_sample.wrapping_mul((shape.num_elements() / shape.dims()[0].max(1)) as u64);
+        let (len, num_samples) = (x.shape().num_elements(), num_samples.max(1));
+        assert!(len.is_multiple_of(num_samples), "{len} elements of {num_samples} samples");
+        let first = first_sample.wrapping_mul((len / num_samples) as u64);
         cx.device().dropout(x.view_mut(), key, first, self.rate);
     }
 }

@@ -1,0 +1,34 @@
+use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
+
+/// `x`, of any floats, in the tape's precision: for data, which comes in f32.
+#[derive(Debug)]
+pub struct Convert;
+
+impl Operation for Convert {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let dtype = cx.precision().dtype();
+        let y = match cx.input(0).dtype() == dtype {
+            true => match cx.take_input(0) {
+                Some(x) => x,
+                None => cx.copy_input(0)?,
+            },
+            false => {
+                let mut y = cx.empty(cx.input(0).shape(), dtype)?;
+                cx.device().convert(cx.input(0), y.view_mut());
+                y
+            }
+        };
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        cx.pass_grad(0);
+        Ok(())
+    }
+
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::NEITHER
+    }
+}
