@@ -17,7 +17,10 @@ const SIZES: &str = r#""vocab_size": 61, "hidden_size": 24, "intermediate_size":
 
 fn families() -> Vec<ModelConfig> {
     let own = [
+        r#""model_type": "gpt2", "n_positions": 32, "n_embd": 24, "n_layer": 3, "n_head": 4"#,
+        r#""model_type": "llama""#,
         r#""model_type": "mistral""#,
+        r#""model_type": "qwen2""#,
         r#""model_type": "qwen3", "use_sliding_window": true, "max_window_layers": 1"#,
         r#""model_type": "gemma2", "query_pre_attn_scalar": 24"#,
     ];

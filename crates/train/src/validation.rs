@@ -49,20 +49,21 @@ impl Validation {
         let mut losses = self.losses.take().expect("validations follow each other");
         losses.fill(0.0);
         let num_batches = self.num_windows.div_ceil(self.batch_size);
-        let num_losses = losses.len() / num_batches;
+        // A sum and a number of rows for each loss.
+        let batch_len = losses.len() / num_batches;
         for first in (0..num_batches).step_by(world_size) {
             // Ranks that have no batch any more still help to gather sharded parameters.
             let index = Some(first + rank).filter(|&index| index < num_batches);
             let batch = index.map(|index| self.batch(index, executor)).transpose()?;
             let found = executor.evaluate(batch)?;
             if let Some(index) = index {
-                let own = losses[index * num_losses..].chunks_exact_mut(2).zip(found);
+                let own = losses[index * batch_len..].chunks_exact_mut(2).zip(found);
                 own.for_each(|(own, loss)| own.copy_from_slice(&[loss.sum, loss.num_rows as f64]));
             }
         }
         let losses = executor.group().all_reduce(losses, ReduceOp::Sum).wait()?;
-        let sum = |first: usize| losses.iter().skip(first).step_by(num_losses).sum::<f64>();
-        let loss = (0..num_losses).step_by(2).map(|first| sum(first) / sum(first + 1)).sum();
+        let sum = |first: usize| losses.iter().skip(first).step_by(batch_len).sum::<f64>();
+        let loss = (0..batch_len).step_by(2).map(|first| sum(first) / sum(first + 1)).sum();
         self.losses = Some(losses);
         Ok(loss)
     }

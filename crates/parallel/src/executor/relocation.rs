@@ -43,7 +43,7 @@ impl Executor {
     /// for then the cut decides the bits.
     pub fn relocate(&mut self, program: Program) -> Result<(), ParallelError> {
         validate(&program, program.outline.num_microbatches)?;
-        // So a head that reads an embedding of another rank goes on to do so, from the copy that is there.
+        // So a unit that reads a tied parameter of another rank still does, from the copy that is there.
         let uncut = |outline: &Outline| {
             let stage = |stage: &Stage| Stage { units: 0..0, rank: stage.rank };
             Outline { stages: outline.stages.iter().map(stage).collect(), ..outline.clone() }
