@@ -42,15 +42,13 @@ impl Unit for Stem {
     }
 }
 
-/// A layer on one of two tensors, with a loss of its own: to be near the features.
+/// A layer on one of two tensors. The other passes through, or is changed and has a loss of its own: to be near the features.
 #[derive(Debug)]
 struct Middle {
     norm: Arc<Norm>,
     linear: Arc<Linear>,
     dropout: Arc<Dropout>,
-    near: Arc<Linear>,
-    /// Whether the dense tensor is changed on its way.
-    bends: bool,
+    near: Option<Arc<Linear>>,
 }
 
 impl Unit for Middle {
@@ -59,17 +57,17 @@ impl Unit for Middle {
         let normed = pass.apply(&self.norm, [&sparse])?;
         let hidden = pass.apply(&self.linear, (normed, sparse))?;
         let hidden = pass.apply(&self.dropout, [hidden])?;
+        pass.output("sparse", hidden);
+        let Some(near) = &self.near else {
+            pass.output("dense", dense);
+            return Ok(());
+        };
         let features = pass.batch("features");
         let features = pass.apply(&Convert, [features])?;
-        let near = pass.apply(&self.near, [&dense])?;
+        let near = pass.apply(near, [&dense])?;
         pass.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
-        if self.bends {
-            let dense = pass.apply(&Tanh, [dense])?;
-            pass.output("dense", dense);
-        } else {
-            pass.output("dense", dense);
-        }
-        pass.output("sparse", hidden);
+        let dense = pass.apply(&Tanh, [dense])?;
+        pass.output("dense", dense);
         Ok(())
     }
 }
@@ -126,8 +124,8 @@ fn build(_: &Device) -> Result<Model, ModelError> {
                 InputActivation::Of(Activation::Gelu),
             ),
             dropout: Arc::new(Dropout::new(format!("{name}.dropout"), 0.2)),
-            near: linear(&mut table, &format!("{name}.near"), WIDTH, FEATURES, identity),
-            bends: layer != 1,
+            near: (layer != 2)
+                .then(|| linear(&mut table, &format!("{name}.near"), WIDTH, FEATURES, identity)),
         }));
     }
     table.begin_unit("classes");

@@ -276,3 +276,25 @@ fn what_is_made_again_is_as_backward_left_it() {
     };
     assert_eq!(gradient(true), gradient(false));
 }
+
+/// Backward does not compute in memory that is lent to the tape, though it is the only reader.
+#[test]
+fn what_is_lent_to_the_tape_is_whole_after_backward() {
+    let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let weight = table.add(Parameter::matrix("weight", &[4, 4], Initial::ZEROS));
+    let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Of(Activation::Gelu));
+    let linear = Arc::new(Linear { weight, layout, bias: None, activation });
+    let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
+    let values = |name: &str| {
+        let mut values = device.empty([3, 4].into(), DType::F32, Category::Activations).unwrap();
+        RandomKey::new(1, name).fill_normal(values.view_mut().f32s(), 1.0);
+        values
+    };
+    let mut tape = Tape::new(&device, Recording::On, Precision::F32);
+    let lent = tape.constant(values("x"));
+    let y = tape.recorder(&parameters).apply(&linear, [&lent]).unwrap();
+    tape.backward_input(&parameters, [(y.id(), values("dy"))]).unwrap();
+    assert_eq!(tape.take_value(lent.id()).view().f32s(), values("x").view().f32s());
+}
