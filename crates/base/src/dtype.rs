@@ -37,6 +37,11 @@ impl DType {
         }
     }
 
+    /// Whether elements are floating-point numbers.
+    pub const fn is_float(self) -> bool {
+        matches!(self, DType::F32 | DType::F64 | DType::F16 | DType::Bf16)
+    }
+
     const fn name(self) -> &'static str {
         match self {
             DType::F32 => "f32",

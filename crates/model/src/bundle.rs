@@ -1,6 +1,7 @@
 //! Named tensors, and what stands for them.
 
 use smallvec::SmallVec;
+use std::fmt;
 use trireme_base::DType;
 use trireme_tensor::{Shape, Tensor};
 
@@ -96,6 +97,13 @@ pub struct TensorSpec {
     pub dtype: DType,
 }
 
+/// Type and shape, as in `f32 [4, 8]`.
+impl fmt::Display for TensorSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} {:?}", self.dtype, self.shape)
+    }
+}
+
 impl TensorSpec {
     /// A tensor of this name, shape and type.
     pub fn new(name: &'static str, dims: &[usize], dtype: DType) -> Self {
@@ -115,7 +123,7 @@ impl TensorSpec {
 
     /// Whether the tensor has a gradient: those of whole numbers have none.
     pub fn has_grad(&self) -> bool {
-        matches!(self.dtype, DType::F32 | DType::Bf16 | DType::F16)
+        self.dtype.is_float()
     }
 
     /// Bytes of its elements.

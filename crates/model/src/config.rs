@@ -43,20 +43,42 @@ pub struct ModelConfig {
     pub mlp_bias: bool,
     /// What is applied between the feed-forward projections, by gates or without.
     pub activation: Activation,
-    /// What products of queries and keys are multiplied by; `None` for `1 / sqrt(head_dim)`.
-    pub attention_scale: Option<f32>,
-    /// Whether that is divided by the number of the layer, counted from 1.
-    pub scales_by_layer: bool,
-    /// Bound of attention scores.
-    pub attention_soft_cap: Option<f32>,
+    /// How queries and keys make scores.
+    pub attention: AttentionConfig,
     /// Bound of logits.
     pub logit_soft_cap: Option<f32>,
-    /// Keys that a query of a sliding layer sees.
-    pub sliding_window: Option<usize>,
-    /// The layers whose attention slides; none without a window.
-    pub sliding_layers: Vec<usize>,
     /// Standard deviation of random initial weights.
     pub initializer_range: f32,
+}
+
+/// How queries and keys make scores. The default is plain causal attention.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct AttentionConfig {
+    /// What products of queries and keys are multiplied by; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f32>,
+    /// Whether that is divided by the number of the layer, counted from 1.
+    pub scales_by_layer: bool,
+    /// Bound of scores.
+    pub soft_cap: Option<f32>,
+    /// The layers that see only the nearest keys, if there are such.
+    pub sliding: Option<SlidingWindow>,
+}
+
+/// Attention to the nearest keys (Beltagy et al., "Longformer", 2020, section 3.1).
+#[derive(Debug, Clone, PartialEq)]
+pub struct SlidingWindow {
+    /// Keys that a query sees, its own included.
+    pub size: usize,
+    /// The layers that have the window, counted from 0.
+    pub layers: Vec<usize>,
+}
+
+impl AttentionConfig {
+    /// The window of a layer, if it has one.
+    pub(crate) fn window(&self, layer: usize) -> Option<usize> {
+        let sliding = self.sliding.as_ref()?;
+        sliding.layers.contains(&layer).then_some(sliding.size)
+    }
 }
 
 /// Rotary positions (Su et al., "RoFormer", 2021): the angle per position of pair `i` of a head is `theta^(-2 i / head_dim)`.
@@ -106,8 +128,10 @@ impl ModelConfig {
     pub fn differences(&self, other: &Self) -> Vec<String> {
         // Derived sizes follow what they are derived from.
         let settings = |config: &Self| {
-            let windows = match (config.sliding_window, &config.sliding_layers[..]) {
-                (Some(window), layers @ [_, ..]) => format!("{window} in layers {layers:?}"),
+            let windows = match &config.attention.sliding {
+                Some(SlidingWindow { size, layers }) if !layers.is_empty() => {
+                    format!("{size} in layers {layers:?}")
+                }
                 _ => "none".to_owned(),
             };
             // Rotary positions have no parameters.
@@ -131,8 +155,8 @@ impl ModelConfig {
                 ("mlp_bias", config.mlp_bias.to_string()),
                 ("activation", format!("{:?}", config.activation)),
                 ("attention_scale", config.attention_rule(0).scale.to_string()),
-                ("scales_by_layer", config.scales_by_layer.to_string()),
-                ("attention_soft_cap", format!("{:?}", config.attention_soft_cap)),
+                ("scales_by_layer", config.attention.scales_by_layer.to_string()),
+                ("attention_soft_cap", format!("{:?}", config.attention.soft_cap)),
                 ("logit_soft_cap", format!("{:?}", config.logit_soft_cap)),
                 ("sliding_window", windows),
             ]
@@ -292,11 +316,11 @@ impl ModelConfig {
     /// How a layer attends.
     pub(crate) fn attention_rule(&self, layer: usize) -> AttentionRule {
         let causal = AttentionRule::causal(self.head_dim);
-        let divisor = if self.scales_by_layer { (layer + 1) as f32 } else { 1.0 };
+        let divisor = if self.attention.scales_by_layer { (layer + 1) as f32 } else { 1.0 };
         AttentionRule {
-            window: self.sliding_window.filter(|_| self.sliding_layers.contains(&layer)),
-            scale: self.attention_scale.unwrap_or(causal.scale) / divisor,
-            soft_cap: self.attention_soft_cap,
+            window: self.attention.window(layer),
+            scale: self.attention.scale.unwrap_or(causal.scale) / divisor,
+            soft_cap: self.attention.soft_cap,
             ..causal
         }
     }

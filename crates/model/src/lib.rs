@@ -16,7 +16,7 @@ mod transformer;
 mod unit;
 
 pub use bundle::{Batch, Bundle, TensorSpec};
-pub use config::{ModelConfig, Rope};
+pub use config::{AttentionConfig, ModelConfig, Rope, RopeScaling, SlidingWindow};
 pub use error::ModelError;
 pub use families::{Architecture, canonical_names};
 pub use generate::{Generation, Sampling};

@@ -34,10 +34,16 @@ pub enum ParallelError {
     #[error(transparent)]
     Compression(#[from] CompressionError),
     /// A microbatch is not of the tensors that the executor was made for.
-    #[error("a microbatch has no tensor '{name}' of the shape and type that the model was rehearsed with")]
+    #[error(
+        "tensor '{name}' of a microbatch: found {found}, expected {expected}, as in the rehearsal of the model"
+    )]
     OtherBatch {
         /// The tensor's name.
         name: &'static str,
+        /// Its type and shape, or "none".
+        found: String,
+        /// Type and shape in the rehearsal.
+        expected: String,
     },
     /// State could not be brought to a disk or back.
     #[error("cannot store state on disk")]

@@ -400,8 +400,8 @@ impl Device {
     }
 
     /// `d_table[ids[i]] += dy[i]`.
-    pub(crate) fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, mut d_table: ViewMut<'_>) {
-        self.cpu.embedding_backward(ids.u32s(), dy.f32s(), dy.shape().cols(), d_table.f32s());
+    pub(crate) fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, d_table: ViewMut<'_>) {
+        self.embedding_bag_backward(Bags::of_single_ids(ids.u32s()), dy, d_table);
     }
 
     /// `d_positions[t] += sum over sequences of dy[sequence, t]`.

@@ -16,7 +16,9 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
-use trireme_model::{Architecture, Model, ModelConfig, Rehearsal, Rope, TensorSpec, token_specs};
+use trireme_model::{
+    Architecture, AttentionConfig, Model, ModelConfig, Rehearsal, Rope, TensorSpec, token_specs,
+};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
@@ -102,12 +104,8 @@ fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_
         attention_output_bias: !has_rope,
         mlp_bias: !has_rope,
         activation: if has_rope { Activation::Silu } else { Activation::Gelu },
-        attention_scale: None,
-        scales_by_layer: false,
-        attention_soft_cap: None,
+        attention: AttentionConfig::default(),
         logit_soft_cap: None,
-        sliding_window: None,
-        sliding_layers: Vec::new(),
         initializer_range: model.initializer_range as f32,
     }
 }

@@ -2,7 +2,9 @@
 //! layouts of their Hugging Face checkpoints.
 
 use super::{Architecture, attention, normal, output_weight, token_table};
-use crate::config::{ModelConfig, Reader, Rope, RopeScaling, shortest, wrong};
+use crate::config::{
+    AttentionConfig, ModelConfig, Reader, Rope, RopeScaling, SlidingWindow, shortest, wrong,
+};
 use crate::error::ModelError;
 use crate::model::Model;
 use crate::transformer::{Block, Head, QkNorms, TokenEmbedding};
@@ -73,12 +75,8 @@ pub(super) fn read_decoder(
         attention_output_bias: false,
         mlp_bias: false,
         activation: Activation::Silu,
-        attention_scale: None,
-        scales_by_layer: false,
-        attention_soft_cap: None,
+        attention: AttentionConfig::default(),
         logit_soft_cap: None,
-        sliding_window: None,
-        sliding_layers: Vec::new(),
         initializer_range: reader.narrow_number("initializer_range", 0.02)?,
     })
 }
@@ -144,34 +142,38 @@ pub(super) fn read_window(reader: &Reader<'_>) -> Result<Option<usize>, ModelErr
     Ok(if reader.has("sliding_window") { given } else { Some(4096) })
 }
 
-/// The window and the layers that slide, as the Qwen families say it.
-pub(super) fn read_sliding_layers(
+/// The attention of the Qwen families: some layers may slide.
+pub(super) fn read_qwen_attention(
     reader: &Reader<'_>,
     num_layers: usize,
-) -> Result<(Option<usize>, Vec<usize>), ModelError> {
-    if !reader.flag("use_sliding_window", false)? {
-        return Ok((None, Vec::new()));
-    }
-    let Some(window) = read_window(reader)? else { return Ok((None, Vec::new())) };
+) -> Result<AttentionConfig, ModelError> {
+    let window = if reader.flag("use_sliding_window", false)? { read_window(reader)? } else { None };
+    let Some(size) = window else { return Ok(AttentionConfig::default()) };
     let layers = match read_layer_types(reader, num_layers)? {
         Some(layers) => layers,
         None => (reader.whole("max_window_layers", 28)?..num_layers).collect(),
     };
-    Ok((Some(window), layers))
+    Ok(AttentionConfig { sliding: Some(SlidingWindow { size, layers }), ..AttentionConfig::default() })
+}
+
+/// What [`read_window`] reads.
+pub(super) fn window_size(config: &ModelConfig) -> Option<usize> {
+    config.attention.sliding.as_ref().map(|sliding| sliding.size)
 }
 
 /// For each layer what transformers calls its attention.
 pub(super) fn layer_types(config: &ModelConfig) -> Vec<&'static str> {
     let name = |layer| {
-        if config.sliding_layers.contains(&layer) { "sliding_attention" } else { "full_attention" }
+        if config.attention.window(layer).is_some() { "sliding_attention" } else { "full_attention" }
     };
     (0..config.num_layers).map(name).collect()
 }
 
-/// What [`read_sliding_layers`] reads, beside the family's `own` keys.
-pub(super) fn write_sliding(config: &ModelConfig, mut own: Value) -> Value {
-    own["use_sliding_window"] = config.sliding_window.is_some().into();
-    own["sliding_window"] = config.sliding_window.into();
+/// What [`read_qwen_attention`] reads, beside the family's `own` keys.
+pub(super) fn write_qwen_attention(config: &ModelConfig, mut own: Value) -> Value {
+    let window = window_size(config);
+    own["use_sliding_window"] = window.is_some().into();
+    own["sliding_window"] = window.into();
     own["layer_types"] = layer_types(config).into();
     own
 }

@@ -3,9 +3,10 @@
 
 use super::Architecture;
 use super::decoder::{
-    Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, write_decoder,
+    Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, window_size,
+    write_decoder,
 };
-use crate::config::{ModelConfig, Reader};
+use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
@@ -26,20 +27,24 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         true => reader.get(key).map(|_| reader.narrow_number(key, default)).transpose(),
         false => Ok(Some(default as f32)),
     };
-    let sliding_window = read_window(reader)?;
     let alternating = || (0..config.num_layers).step_by(2).collect();
+    let sliding = match read_window(reader)? {
+        Some(size) => {
+            let layers = read_layer_types(reader, config.num_layers)?.unwrap_or_else(alternating);
+            Some(SlidingWindow { size, layers })
+        }
+        None => None,
+    };
+    let scalar = f64::from(reader.narrow_number("query_pre_attn_scalar", 256.0)?);
     Ok(ModelConfig {
         activation: Activation::Gelu,
-        attention_scale: Some(
-            f64::from(reader.narrow_number("query_pre_attn_scalar", 256.0)?).powf(-0.5) as f32
-        ),
-        attention_soft_cap: cap("attn_logit_softcapping", 50.0)?,
-        logit_soft_cap: cap("final_logit_softcapping", 30.0)?,
-        sliding_window,
-        sliding_layers: match sliding_window {
-            Some(_) => read_layer_types(reader, config.num_layers)?.unwrap_or_else(alternating),
-            None => Vec::new(),
+        attention: AttentionConfig {
+            scale: Some(scalar.powf(-0.5) as f32),
+            scales_by_layer: false,
+            soft_cap: cap("attn_logit_softcapping", 50.0)?,
+            sliding,
         },
+        logit_soft_cap: cap("final_logit_softcapping", 30.0)?,
         ..config
     })
 }
@@ -54,9 +59,9 @@ fn write(config: &ModelConfig) -> Value {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": false,
         "query_pre_attn_scalar": scalar,
-        "attn_logit_softcapping": config.attention_soft_cap.map(crate::config::shortest),
+        "attn_logit_softcapping": config.attention.soft_cap.map(crate::config::shortest),
         "final_logit_softcapping": config.logit_soft_cap.map(crate::config::shortest),
-        "sliding_window": config.sliding_window,
+        "sliding_window": window_size(config),
         "layer_types": layer_types(config),
     });
     write_decoder(config, "Gemma2ForCausalLM", own)

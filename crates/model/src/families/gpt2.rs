@@ -1,7 +1,7 @@
 //! gpt2 (Radford et al., "Language models are unsupervised multitask learners", 2019).
 
 use super::{attention, normal, output_weight, token_table};
-use crate::config::{ModelConfig, Reader, shortest};
+use crate::config::{AttentionConfig, ModelConfig, Reader, shortest};
 use crate::error::ModelError;
 use crate::families::Architecture;
 use crate::model::Model;
@@ -38,12 +38,12 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         attention_output_bias: true,
         mlp_bias: true,
         activation: if is_exact { Activation::ExactGelu } else { Activation::Gelu },
-        attention_scale: (!reader.flag("scale_attn_weights", true)?).then_some(1.0),
-        scales_by_layer: reader.flag("scale_attn_by_inverse_layer_idx", false)?,
-        attention_soft_cap: None,
+        attention: AttentionConfig {
+            scale: (!reader.flag("scale_attn_weights", true)?).then_some(1.0),
+            scales_by_layer: reader.flag("scale_attn_by_inverse_layer_idx", false)?,
+            ..AttentionConfig::default()
+        },
         logit_soft_cap: None,
-        sliding_window: None,
-        sliding_layers: Vec::new(),
         initializer_range: reader.narrow_number("initializer_range", 0.02)?,
     })
 }
@@ -59,8 +59,8 @@ fn write(config: &ModelConfig) -> Value {
         "n_head": config.num_heads,
         "n_inner": config.intermediate_size,
         "activation_function": if config.activation == Activation::ExactGelu { "gelu" } else { "gelu_new" },
-        "scale_attn_weights": config.attention_scale.is_none(),
-        "scale_attn_by_inverse_layer_idx": config.scales_by_layer,
+        "scale_attn_weights": config.attention.scale.is_none(),
+        "scale_attn_by_inverse_layer_idx": config.attention.scales_by_layer,
         "layer_norm_epsilon": shortest(config.norm_epsilon),
         "initializer_range": shortest(config.initializer_range),
         "resid_pdrop": 0.0,

@@ -1,8 +1,8 @@
 //! mistral (Jiang et al., "Mistral 7B", 2023): llama, in which attention may slide.
 
 use super::Architecture;
-use super::decoder::{Defaults, Style, build, read_decoder, read_window, write_decoder};
-use crate::config::{ModelConfig, Reader};
+use super::decoder::{Defaults, Style, build, read_decoder, read_window, window_size, write_decoder};
+use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
@@ -16,12 +16,12 @@ pub(super) const FAMILY: Architecture = Architecture {
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(8), ..Defaults::default() })?;
-    let sliding_window = read_window(reader)?;
-    let num_sliding = if sliding_window.is_some() { config.num_layers } else { 0 };
-    Ok(ModelConfig { sliding_window, sliding_layers: (0..num_sliding).collect(), ..config })
+    let layers = (0..config.num_layers).collect();
+    let sliding = read_window(reader)?.map(|size| SlidingWindow { size, layers });
+    Ok(ModelConfig { attention: AttentionConfig { sliding, ..AttentionConfig::default() }, ..config })
 }
 
 fn write(config: &ModelConfig) -> Value {
-    let own = json!({ "hidden_act": "silu", "sliding_window": config.sliding_window });
+    let own = json!({ "hidden_act": "silu", "sliding_window": window_size(config) });
     write_decoder(config, "MistralForCausalLM", own)
 }

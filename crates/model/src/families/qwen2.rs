@@ -2,7 +2,7 @@
 
 use super::Architecture;
 use super::decoder::{
-    Defaults, Style, build, read_decoder, read_sliding_layers, write_decoder, write_sliding,
+    Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
@@ -14,10 +14,10 @@ pub(super) const FAMILY: Architecture =
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;
     let config = read_decoder(reader, FAMILY, Defaults { num_kv_heads: Some(32), ..Defaults::default() })?;
-    let (sliding_window, sliding_layers) = read_sliding_layers(reader, config.num_layers)?;
-    Ok(ModelConfig { qkv_bias: true, sliding_window, sliding_layers, ..config })
+    let attention = read_qwen_attention(reader, config.num_layers)?;
+    Ok(ModelConfig { qkv_bias: true, attention, ..config })
 }
 
 fn write(config: &ModelConfig) -> Value {
-    write_decoder(config, "Qwen2ForCausalLM", write_sliding(config, json!({ "hidden_act": "silu" })))
+    write_decoder(config, "Qwen2ForCausalLM", write_qwen_attention(config, json!({ "hidden_act": "silu" })))
 }

@@ -2,7 +2,7 @@
 
 use super::Architecture;
 use super::decoder::{
-    Defaults, Style, build, read_decoder, read_sliding_layers, write_decoder, write_sliding,
+    Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
@@ -21,11 +21,11 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
         FAMILY,
         Defaults { head_dim: Some(128), num_kv_heads: Some(32), ..Defaults::default() },
     )?;
-    let (sliding_window, sliding_layers) = read_sliding_layers(reader, config.num_layers)?;
-    Ok(ModelConfig { qkv_bias: bias, attention_output_bias: bias, sliding_window, sliding_layers, ..config })
+    let attention = read_qwen_attention(reader, config.num_layers)?;
+    Ok(ModelConfig { qkv_bias: bias, attention_output_bias: bias, attention, ..config })
 }
 
 fn write(config: &ModelConfig) -> Value {
     let own = json!({ "hidden_act": "silu", "attention_bias": config.qkv_bias });
-    write_decoder(config, "Qwen3ForCausalLM", write_sliding(config, own))
+    write_decoder(config, "Qwen3ForCausalLM", write_qwen_attention(config, own))
 }

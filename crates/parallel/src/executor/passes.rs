@@ -110,9 +110,11 @@ impl InFlight {
 /// Refuses a batch of other tensors than those that were rehearsed, but for the number of samples.
 fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<(), ParallelError> {
     for BatchTensor { spec, .. } in &rehearsal.batch {
-        let given = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));
-        if given != Some(spec.with_samples(num_samples, rehearsal.num_samples())) {
-            return Err(ParallelError::OtherBatch { name: spec.name });
+        let found = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));
+        let expected = spec.with_samples(num_samples, rehearsal.num_samples());
+        if found != Some(expected) {
+            let found = found.map_or_else(|| "none".to_owned(), |spec| spec.to_string());
+            return Err(ParallelError::OtherBatch { name: spec.name, found, expected: expected.to_string() });
         }
     }
     Ok(())

@@ -46,6 +46,24 @@ pub fn write_grad(
     Ok(())
 }
 
+/// As [`write_grad`] for an `add` that can only add: the memory is 0 first if it does not hold a part of the gradient.
+///
+/// # Errors
+/// Those of the sink.
+pub fn add_to_grad(
+    sink: &mut dyn GradSink,
+    span: &ParameterSpan,
+    add: impl FnOnce(ViewMut<'_>),
+) -> Result<(), DeviceError> {
+    write_grad(sink, span, |mut out, accumulate| {
+        if !accumulate {
+            out.f32s().fill(0.0);
+        }
+        add(out);
+        Ok(())
+    })
+}
+
 /// Which halves of a node's backward have just run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Done {

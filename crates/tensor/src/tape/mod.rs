@@ -18,7 +18,7 @@ mod operations;
 mod tests;
 mod value;
 
-pub use backward::{BackwardContext, GradSink, GradTarget, write_grad};
+pub use backward::{BackwardContext, GradSink, GradTarget, add_to_grad, write_grad};
 pub use context::{OperationContext, Randomness};
 pub use forward::{ForwardContext, Recorder};
 pub use operation::{Op, Operation, ReadBy};
@@ -154,7 +154,7 @@ impl Tape {
 
     /// Puts a value on the tape that [has a gradient](Tape::take_grad) after backward, unless it is of whole numbers.
     pub fn input(&mut self, tensor: Tensor) -> Var {
-        let requires_grad = matches!(tensor.dtype(), DType::F32 | DType::Bf16 | DType::F16);
+        let requires_grad = tensor.dtype().is_float();
         self.push(Value::input(tensor, requires_grad))
     }
 

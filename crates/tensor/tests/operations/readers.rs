@@ -9,7 +9,7 @@ use trireme_tensor::tape::{
 };
 use trireme_tensor::{
     Activation, AttentionRule, Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, Initial,
-    Parameter, ParameterSpan, ParameterTable, Parameters, Precision, Tape, Var,
+    Parameter, ParameterSpan, ParameterTable, Parameters, Precision, Shape, Tape, Tensor, Var,
 };
 use trireme_testkit::{GradientCheck, Input};
 
@@ -22,6 +22,23 @@ impl GradSink for NoParameters {
     }
 
     fn grad_ready(&mut self, _: &ParameterSpan) {}
+}
+
+fn device() -> Device {
+    Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap()
+}
+
+fn random(device: &Device, shape: impl Into<Shape>, name: &str) -> Tensor {
+    let mut values = device.empty(shape.into(), DType::F32, Category::Activations).unwrap();
+    RandomKey::new(1, name).fill_normal(values.view_mut().f32s(), 1.0);
+    values
+}
+
+/// One head of four elements, whose positions are rotary.
+fn rotary_attention(device: &Device, seq_len: usize) -> Arc<Attention> {
+    let rotary = Some(Arc::new(RotaryTable::new(device, seq_len, &[1.0, 0.25]).unwrap()));
+    let rule = AttentionRule::causal(4);
+    Arc::new(Attention { num_heads: 1, num_kv_heads: 1, head_dim: 4, rule, is_padded: false, rotary })
 }
 
 /// Two linear layers, a normalisation and a sum read one value, in every order.
@@ -181,25 +198,15 @@ fn values_and_gradients_of_two_types() {
 #[test]
 fn rotation_in_place_leaves_what_others_read() {
     let (seq_len, cols) = (3, 12);
-    let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-    let rotary = Some(Arc::new(RotaryTable::new(&device, seq_len, &[1.0, 0.25]).unwrap()));
-    let attention = Arc::new(Attention {
-        num_heads: 1,
-        num_kv_heads: 1,
-        head_dim: 4,
-        rule: AttentionRule::causal(4),
-        is_padded: false,
-        rotary,
-    });
+    let device = device();
+    let attention = rotary_attention(&device, seq_len);
     let double = Arc::new(Scale(2.0));
     let mut bits = Vec::new();
     for order in 0..2 {
         let table = Arc::new(no_parameters());
         let parameters = Parameters::zeros(&table, &device, Category::Parameters).unwrap();
         let mut tape = Tape::new(&device, Recording::On, Precision::F32);
-        let mut values = device.empty([1, seq_len, cols].into(), DType::F32, Category::Activations).unwrap();
-        RandomKey::new(1, "qkv").fill_normal(values.view_mut().f32s(), 1.0);
-        let input = tape.input(values);
+        let input = tape.input(random(&device, [1, seq_len, cols], "qkv"));
         let place = input.id();
         let mut recorder = tape.recorder(&parameters);
         let qkv = recorder.apply(&double, [&input]).unwrap();
@@ -233,16 +240,8 @@ fn rotation_in_place_leaves_what_others_read() {
 #[test]
 fn what_is_made_again_is_as_backward_left_it() {
     let (seq_len, cols) = (3, 12);
-    let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
-    let rotary = Some(Arc::new(RotaryTable::new(&device, seq_len, &[1.0, 0.25]).unwrap()));
-    let attention = Arc::new(Attention {
-        num_heads: 1,
-        num_kv_heads: 1,
-        head_dim: 4,
-        rule: AttentionRule::causal(4),
-        is_padded: false,
-        rotary,
-    });
+    let device = device();
+    let attention = rotary_attention(&device, seq_len);
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
     let norm = Arc::new(Norm {
@@ -256,12 +255,7 @@ fn what_is_made_again_is_as_backward_left_it() {
     parameters.flat_mut(0).f32s().fill(1.0);
     let gradient = |is_made_again: bool| -> Vec<u32> {
         let mut tape = Tape::new(&device, Recording::On, Precision::F32);
-        let values = |shape: [usize; 3], name: &str| {
-            let mut values = device.empty(shape.into(), DType::F32, Category::Activations).unwrap();
-            RandomKey::new(1, name).fill_normal(values.view_mut().f32s(), 1.0);
-            values
-        };
-        let input = tape.input(values([1, seq_len, cols], "x"));
+        let input = tape.input(random(&device, [1, seq_len, cols], "x"));
         let id = input.id();
         let mut recorder = tape.recorder(&parameters);
         let qkv = recorder.apply(&norm, [input]).unwrap();
@@ -271,7 +265,7 @@ fn what_is_made_again_is_as_backward_left_it() {
             tape.keep_products();
             tape.recompute(&parameters).unwrap();
         }
-        tape.backward_input(&parameters, [(attended.id(), values([1, seq_len, 4], "dy"))]).unwrap();
+        tape.backward_input(&parameters, [(attended.id(), random(&device, [1, seq_len, 4], "dy"))]).unwrap();
         tape.take_grad(id).unwrap().view().f32s().iter().map(|dx| dx.to_bits()).collect()
     };
     assert_eq!(gradient(true), gradient(false));
@@ -280,21 +274,16 @@ fn what_is_made_again_is_as_backward_left_it() {
 /// Backward does not compute in memory that is lent to the tape, though it is the only reader.
 #[test]
 fn what_is_lent_to_the_tape_is_whole_after_backward() {
-    let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let device = device();
     let mut table = ParameterTable::default();
     table.begin_unit("unit");
     let weight = table.add(Parameter::matrix("weight", &[4, 4], Initial::ZEROS));
     let (layout, activation) = (WeightLayout::InputsFirst, InputActivation::Of(Activation::Gelu));
     let linear = Arc::new(Linear { weight, layout, bias: None, activation });
     let parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
-    let values = |name: &str| {
-        let mut values = device.empty([3, 4].into(), DType::F32, Category::Activations).unwrap();
-        RandomKey::new(1, name).fill_normal(values.view_mut().f32s(), 1.0);
-        values
-    };
     let mut tape = Tape::new(&device, Recording::On, Precision::F32);
-    let lent = tape.constant(values("x"));
+    let lent = tape.constant(random(&device, [3, 4], "x"));
     let y = tape.recorder(&parameters).apply(&linear, [&lent]).unwrap();
-    tape.backward_input(&parameters, [(y.id(), values("dy"))]).unwrap();
-    assert_eq!(tape.take_value(lent.id()).view().f32s(), values("x").view().f32s());
+    tape.backward_input(&parameters, [(y.id(), random(&device, [3, 4], "dy"))]).unwrap();
+    assert_eq!(tape.take_value(lent.id()).view().f32s(), random(&device, [3, 4], "x").view().f32s());
 }

@@ -16,6 +16,11 @@ pub(crate) struct Bags<'a> {
 }
 
 impl<'a> Bags<'a> {
+    /// One id a bag.
+    pub(crate) fn of_single_ids(ids: &'a [u32]) -> Self {
+        Bags { ids, bag_len: 1, lens: None, takes_mean: false }
+    }
+
     /// The ids of a bag, and what their rows are multiplied by.
     fn bag(&self, index: usize) -> (&'a [u32], f32) {
         let len = self.lens.map_or(self.bag_len, |lens| (lens[index] as usize).min(self.bag_len));
@@ -41,17 +46,6 @@ for_each_simd_level! {
         }
     }
 
-    fn scatter_columns(ids: &[u32], dy: &[f32], d_table: &SharedSlice<'_, f32>, cols: usize, first: usize, width: usize) {
-        for (row, &id) in ids.iter().enumerate() {
-            let dy = &dy[row * cols + first..row * cols + first + width];
-            // SAFETY: this task alone has these columns.
-            let out = unsafe { d_table.range(id as usize * cols + first, width) };
-            out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += dy);
-        }
-    }
-}
-
-for_each_simd_level! {
     fn sum_bag<T: Element, P: Element>(ids: &[u32], table: &[T], factor: f32, out: &mut [f32]) {
         out.fill(0.0);
         let cols = out.len();
@@ -64,11 +58,15 @@ for_each_simd_level! {
         }
     }
 
-    fn scatter_bag(ids: &[u32], dy: &[f32], factor: f32, d_table: &SharedSlice<'_, f32>, cols: usize, first: usize) {
-        for &id in ids {
-            // SAFETY: this task alone has these columns.
-            let out = unsafe { d_table.range(id as usize * cols + first, dy.len()) };
-            out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += factor * dy);
+    fn scatter_columns(bags: Bags<'_>, dy: &[f32], d_table: &SharedSlice<'_, f32>, cols: usize, first: usize, width: usize) {
+        for (row, dy) in dy.chunks_exact(cols).enumerate() {
+            let dy = &dy[first..first + width];
+            let (ids, factor) = bags.bag(row);
+            for &id in ids {
+                // SAFETY: this task alone has these columns.
+                let out = unsafe { d_table.range(id as usize * cols + first, width) };
+                out.iter_mut().zip(dy).for_each(|(out, &dy)| *out += factor * dy);
+            }
         }
     }
 }
@@ -94,7 +92,7 @@ impl Cpu {
     /// `d_table[id] += dy[i] * factor` for the ids of each bag `i`, in order; columns are divided among tasks.
     ///
     /// # Panics
-    /// If an id lies outside of the table.
+    /// If there are not as many rows as bags, or an id lies outside of the table.
     pub(crate) fn embedding_bag_backward(
         &self,
         bags: Bags<'_>,
@@ -102,14 +100,12 @@ impl Cpu {
         cols: usize,
         d_table: &mut [f32],
     ) {
+        assert_eq!(dy.len() * bags.bag_len, bags.ids.len() * cols, "bags and rows of {cols}");
         let shared = SharedSlice::new(d_table);
         self.threads.run(cols.div_ceil(COLUMNS_PER_TASK), &|block| {
             let first = block * COLUMNS_PER_TASK;
             let width = COLUMNS_PER_TASK.min(cols - first);
-            for (row, dy) in dy.chunks_exact(cols).enumerate() {
-                let (ids, factor) = bags.bag(row);
-                scatter_bag(self.features, ids, &dy[first..first + width], factor, &shared, cols, first);
-            }
+            scatter_columns(self.features, bags, dy, &shared, cols, first, width);
         });
     }
 
@@ -140,19 +136,6 @@ impl Cpu {
                 out,
                 cols,
             );
-        });
-    }
-
-    /// `d_table[ids[i]] += dy[i]`, the rows of `dy` in order; columns are divided among tasks.
-    ///
-    /// # Panics
-    /// If there are not as many rows as ids, or an id lies outside of the table.
-    pub(crate) fn embedding_backward(&self, ids: &[u32], dy: &[f32], cols: usize, d_table: &mut [f32]) {
-        assert_eq!(dy.len(), ids.len() * cols, "{} rows of {cols}", ids.len());
-        let shared = SharedSlice::new(d_table);
-        self.threads.run(cols.div_ceil(COLUMNS_PER_TASK), &|block| {
-            let first = block * COLUMNS_PER_TASK;
-            scatter_columns(self.features, ids, dy, &shared, cols, first, COLUMNS_PER_TASK.min(cols - first));
         });
     }
 

@@ -18,6 +18,9 @@ pub struct RotaryTable {
 
 impl RotaryTable {
     /// The table for `positions`; `frequencies` holds the angle per position of each of the `head_dim / 2` pairs.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
     pub fn new(device: &Device, positions: usize, frequencies: &[f64]) -> Result<Self, DeviceError> {
         let shape = [positions, frequencies.len()].into();
         let mut cos = device.empty(shape, DType::F32, Category::Parameters)?;
@@ -59,6 +62,9 @@ pub struct KeyValueCache {
 
 impl KeyValueCache {
     /// An empty cache for `batch` sequences of up to `capacity` positions; `kv_cols` elements each.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
     pub fn new(device: &Device, batch: usize, capacity: usize, kv_cols: usize) -> Result<Self, DeviceError> {
         let tensor = || device.activation([batch, capacity, kv_cols]);
         Ok(KeyValueCache { keys: tensor()?, values: tensor()?, len: 0 })

@@ -1,6 +1,6 @@
 use crate::device::DeviceError;
 use crate::parameter_table::ParameterSpan;
-use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, add_to_grad};
 use trireme_base::DType;
 
 /// Rows of a table by token id, plus rows of a second table by position: of ids (`[batch, seq_len]`, u32), as `[batch, seq_len, cols]`,
@@ -35,21 +35,10 @@ impl Operation for Embedding {
         cx: &mut BackwardContext<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        write_grad(sink, &self.tokens, |mut out, accumulate| {
-            if !accumulate {
-                out.f32s().fill(0.0);
-            }
-            cx.device().embedding_backward(cx.input(0), cx.grad(), out);
-            Ok(())
-        })?;
+        add_to_grad(sink, &self.tokens, |out| cx.device().embedding_backward(cx.input(0), cx.grad(), out))?;
         if let Some(positions) = &self.positions {
-            write_grad(sink, positions, |mut out, accumulate| {
-                if !accumulate {
-                    out.f32s().fill(0.0);
-                }
-                cx.device().position_backward(cx.grad(), cx.input(0).shape().cols(), out);
-                Ok(())
-            })?;
+            let seq_len = cx.input(0).shape().cols();
+            add_to_grad(sink, positions, |out| cx.device().position_backward(cx.grad(), seq_len, out))?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 use crate::device::DeviceError;
 use crate::kernels::cpu::embedding::Bags;
 use crate::parameter_table::ParameterSpan;
-use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
+use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, add_to_grad};
 use crate::tensor::View;
 use std::ops::RangeInclusive;
 use trireme_base::DType;
@@ -49,13 +49,7 @@ impl Operation for EmbeddingBag {
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let bags = self.bags(cx.input(0), self.is_padded.then(|| cx.input(1)));
-        write_grad(sink, &self.table, |mut out, accumulate| {
-            if !accumulate {
-                out.f32s().fill(0.0);
-            }
-            cx.device().embedding_bag_backward(bags, cx.grad(), out);
-            Ok(())
-        })
+        add_to_grad(sink, &self.table, |out| cx.device().embedding_bag_backward(bags, cx.grad(), out))
     }
 
     fn has_parameters(&self) -> bool {

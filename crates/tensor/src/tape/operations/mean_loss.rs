@@ -1,11 +1,10 @@
 //! Losses of single elements.
 
-use crate::device::DeviceError;
+use crate::device::{Device, DeviceError};
 use crate::tape::{BackwardContext, ForwardContext, Operation};
-use crate::tensor::Tensor;
+use crate::tensor::View;
 use std::fmt;
 use std::ops::RangeInclusive;
-use trireme_base::DType;
 
 /// A loss of an element `x` and its target.
 pub trait ElementLoss: fmt::Debug + Send + Sync {
@@ -25,8 +24,13 @@ pub trait ElementLoss: fmt::Debug + Send + Sync {
 pub struct MeanLoss<L>(pub L);
 
 impl<L: ElementLoss> MeanLoss<L> {
-    fn sum(&self, sums: &Tensor, cols: usize) -> f64 {
-        sums.view().f32s().iter().map(|&sum| f64::from(sum)).sum::<f64>() / cols as f64
+    /// The sum over the rows of their means.
+    fn sum_of_means(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<f64, DeviceError> {
+        let mut sums = device.activation([x.shape().rows()])?;
+        let value = |x, target| self.0.value(x, target);
+        device.zip_sum_rows((x, target), sums.view_mut(), L::FLOPS, value);
+        let sum: f64 = sums.view().f32s().iter().map(|&sum| f64::from(sum)).sum();
+        Ok(sum / x.shape().cols() as f64)
     }
 }
 
@@ -39,20 +43,16 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         if cx.is_recording() {
             return Ok(());
         }
-        let shape = cx.input(0).shape();
-        let mut sums = cx.empty([shape.rows()], DType::F32)?;
-        let value = |x, target| self.0.value(x, target);
-        cx.device().zip_sum_rows((cx.input(0), cx.input(1)), sums.view_mut(), L::FLOPS, value);
-        cx.add_loss(self.sum(&sums, shape.cols()), shape.rows());
+        let rows = cx.input(0).shape().rows();
+        let loss = self.sum_of_means(cx.device(), cx.input(0), cx.input(1))?;
+        cx.add_loss(loss, rows);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let shape = cx.input_shape(0);
-        let mut sums = cx.empty([shape.rows()], DType::F32)?;
-        let value = |x, target| self.0.value(x, target);
-        cx.device().zip_sum_rows((cx.input(0), cx.input(1)), sums.view_mut(), L::FLOPS, value);
-        cx.add_loss(self.sum(&sums, shape.cols()), shape.rows());
+        let loss = self.sum_of_means(cx.device(), cx.input(0), cx.input(1))?;
+        cx.add_loss(loss, shape.rows());
         let scale = cx.loss_scale() / shape.num_elements() as f32;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
         let derivative = |x, target| scale * self.0.derivative(x, target);
