@@ -158,6 +158,14 @@ impl Drop for Console {
     }
 }
 
+/// A number of parameters, in millions unless it is small.
+pub(crate) fn parameters(number: usize) -> String {
+    match number {
+        0..10_000 => format!("{number} parameters"),
+        _ => format!("{:.2} M parameters", number as f64 / 1e6),
+    }
+}
+
 impl Observer for Console {
     fn notice(&mut self, text: &str) {
         if self.is_root {
@@ -171,12 +179,16 @@ impl Observer for Console {
             1 => format!("1 worker x {num_threads} threads"),
             _ => format!("{world_size} workers x {num_threads} threads over {transport}"),
         };
-        let millions = *num_parameters as f64 / 1e6;
-        self.line(&format!("model: {model}; {millions:.2} M parameters"));
-        self.line(&format!(
-            "data: {} training tokens, {} per step; {workers}",
-            facts.num_tokens, facts.tokens_per_step
-        ));
+        self.line(&format!("model: {model}; {}", parameters(*num_parameters)));
+        let data = match facts.tokens_per_sample {
+            Some(tokens) => format!(
+                "{} samples of {tokens} tokens, {} tokens per step",
+                facts.num_samples,
+                facts.samples_per_step * tokens
+            ),
+            None => format!("{} samples, {} per step", facts.num_samples, facts.samples_per_step),
+        };
+        self.line(&format!("data: {data}; {workers}"));
         match facts.resumed_step {
             0 => self.line(&format!("training {} steps", facts.steps)),
             step if step >= facts.steps => self.line(&format!(
@@ -203,7 +215,8 @@ impl Observer for Console {
         match &self.bar {
             Some(bar) => {
                 bar.set_position(record.step);
-                bar.set_message(format!("loss {:.4}  {:.0} tokens/s", record.loss, record.tokens_per_second));
+                let (unit, speed) = record.speed();
+                bar.set_message(format!("loss {:.4}  {speed:.0} {unit}", record.loss));
                 if record.validation_loss.is_some() {
                     self.line(&LogLine(record).to_string());
                 } else if is_due {

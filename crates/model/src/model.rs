@@ -1,13 +1,20 @@
 use crate::error::ModelError;
 use crate::unit::Unit;
+use std::fmt;
 use std::sync::Arc;
 use trireme_tensor::{Category, Device, ParameterTable, Parameters};
 
 /// A model: a chain of units, and the table of their parameters. It is a description; its caller provides the values.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Model {
     units: Vec<Arc<dyn Unit>>,
     table: Arc<ParameterTable>,
+}
+
+impl fmt::Debug for Model {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Model").field("table", &self.table).finish_non_exhaustive()
+    }
 }
 
 impl Model {

@@ -2,7 +2,6 @@
 
 use crate::bundle::{Batch, Bundle};
 use crate::past::Past;
-use std::fmt;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, Recorder, VarId};
@@ -10,14 +9,21 @@ use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 
 /// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
 ///
-/// A model is a chain of units: each reads what the one before it has passed on.
-pub trait Unit: fmt::Debug + Send + Sync {
+/// A model is a chain of units: each reads what the one before it has passed on. A closure that does what
+/// [`forward`](Unit::forward) does is a unit.
+pub trait Unit: Send + Sync {
     /// Runs the unit: takes [inputs](Pass::input) and tensors of the [batch](Pass::batch), applies operations, and names
     /// its [outputs](Pass::output). It does the same in every pass of a run.
     ///
     /// # Errors
     /// If the device has no memory for a result.
     fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError>;
+}
+
+impl<F: Fn(&mut Pass<'_>) -> Result<(), DeviceError> + Send + Sync> Unit for F {
+    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
+        self(pass)
+    }
 }
 
 /// What forward of a unit works with. It dereferences to the [`Recorder`] that applies operations.

@@ -12,7 +12,7 @@ use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, ZeroStage};
 use trireme_tensor::tape::{
     Concat, Convert, CrossEntropy, Dropout, EmbeddingBag, InputActivation, Linear, MeanLoss, Norm,
-    SquaredError, Tanh, WeightLayout,
+    SquaredError, Tanh,
 };
 use trireme_tensor::{Activation, Device, DeviceError, Initial, Parameter, ParameterTable, Precision};
 use trireme_testkit::run_ranks;
@@ -93,12 +93,7 @@ fn build(_: &Device) -> Result<Model, ModelError> {
     let mut table = ParameterTable::default();
     let normal = Initial::Normal { standard_deviation: 0.3 };
     let linear = |table: &mut ParameterTable, name: &str, inputs, outputs, activation| {
-        Arc::new(Linear {
-            weight: table.add(Parameter::matrix(format!("{name}.weight"), &[inputs, outputs], normal)),
-            layout: WeightLayout::InputsFirst,
-            bias: Some(table.add(Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS))),
-            activation,
-        })
+        Arc::new(Linear::new(table, name, [inputs, outputs], normal, activation))
     };
     let norm = |table: &mut ParameterTable, name: &str| {
         let weight = table.add(Parameter::vector(name, WIDTH, Initial::ONES));

@@ -5,13 +5,13 @@
 //! run at different SIMD levels drift apart in the same way, because each rank computes some updates, such as Muon's, by itself.
 
 use crate::config::Config;
+use crate::dataset::Dataset;
 use crate::error::TrainError;
+use crate::task::Task;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_base::Rank;
 use trireme_checkpoint::StoredTensors;
 use trireme_comm::{CONTROL_BYTES_MAX, Group};
-use trireme_data::{Corpus, Tokenizer};
-use trireme_model::ModelConfig;
 use trireme_tensor::CpuFeatures;
 
 /// Keys in which ranks may differ: what belongs to a host or a process alone, and paths whose contents are compared instead.
@@ -50,21 +50,15 @@ impl Facts {
         Facts(keys.chain([version, level]).collect())
     }
 
-    /// What the config refers to.
-    pub(crate) fn of_contents(corpus: &Corpus, tokenizer: &Tokenizer, model: &ModelConfig) -> Self {
-        let mut facts = BTreeMap::new();
-        for (part, tokens) in [("train", Some(&corpus.train)), ("validation", corpus.validation.as_ref())] {
-            let Some(tokens) = tokens else { continue };
-            let checksum = tokens.fingerprint().unwrap_or_default();
-            let value = format!("{} with checksum {checksum:08x}", tokens.num_tokens());
-            facts.insert(format!("{part} tokens"), value);
-        }
-        let (name, contents) = tokenizer.file();
-        let checksum = crc32c::crc32c(contents);
-        facts.insert("tokenizer".to_owned(), format!("{name} with checksum {checksum:08x}"));
-        if let serde_json::Value::Object(members) = model.to_json() {
-            facts.extend(members.iter().map(|(name, value)| (format!("model's {name}"), value.to_string())));
-        }
+    /// The task, and its samples to train and to validate on.
+    pub(crate) fn of_task(task: &dyn Task, train: &dyn Dataset, validation: Option<&dyn Dataset>) -> Self {
+        let of_samples = |part: &str, samples: &dyn Dataset| {
+            let facts = samples.identity().into_iter();
+            facts.map(|(name, value)| (format!("{part} {name}"), value.to_string())).collect::<Vec<_>>()
+        };
+        let mut facts = BTreeMap::from_iter(task.facts());
+        facts.extend(of_samples("train", train));
+        facts.extend(validation.into_iter().flat_map(|samples| of_samples("validation", samples)));
         Facts(facts)
     }
 

@@ -1,18 +1,20 @@
 //! What a run keeps in its checkpoints.
 
 use crate::compression::{CompressionState, compressor_bytes, compressor_placements};
+use crate::config::Config;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
+use crate::task::Task;
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 use std::path::Path;
 use std::sync::Arc;
 use trireme_base::{DType, with_sources};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, ExtraFile, OPTIMIZER_PREFIX, Saved,
-    Snapshot, TensorSource, WriteBytes, save,
+    CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, ExtraFile, OPTIMIZER_PREFIX, Saved, Snapshot,
+    TensorSource, WriteBytes, save,
 };
-use trireme_data::Tokenizer;
 use trireme_optim::{LossScalerState, StateInfo};
 use trireme_parallel::{Executor, ParallelError, parameter_placements};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
@@ -26,16 +28,13 @@ pub(crate) struct TrainingState {
     pub(crate) step: u64,
     /// Global index of the next sample.
     pub(crate) next_sample: u64,
-    /// Tokens trained on.
+    /// Tokens trained on; 0 where samples have none.
     pub(crate) tokens: u64,
     /// Seed of the run.
     pub(crate) seed: u64,
-    /// Tokens of a window.
-    pub(crate) seq_len: usize,
-    /// Checksum of the corpus.
-    pub(crate) corpus: String,
-    /// Tokens of the corpus.
-    pub(crate) corpus_tokens: u64,
+    /// The [identity](crate::Dataset::identity) of the samples.
+    #[serde(flatten)]
+    pub(crate) samples: Map<String, Value>,
     /// The loss scale and the steps skipped for it; versions without f16 have none, and skipped none.
     #[serde(default)]
     pub(crate) loss_scaler: LossScalerState,
@@ -64,16 +63,15 @@ impl TrainingState {
 
     /// Refuses a state whose samples come in another order than this run's.
     pub(crate) fn check_order(&self, expected: &TrainingState, path: &Path) -> Result<(), TrainError> {
-        let tokens = |count: u64| format!("{count} tokens");
-        let checks = [
-            ("[training] seed", self.seed.to_string(), expected.seed.to_string()),
-            ("[training] seq_len", self.seq_len.to_string(), expected.seq_len.to_string()),
-            ("a corpus of", tokens(self.corpus_tokens), tokens(expected.corpus_tokens)),
-            ("a corpus with checksum", self.corpus.clone(), expected.corpus.clone()),
-        ];
-        for (what, found, expected) in checks {
+        let seeds = ("seed", self.seed.to_string(), expected.seed.to_string());
+        let samples = expected.samples.iter().map(|(name, expected)| {
+            let found = self.samples.get(name).map_or_else(|| "not set".to_owned(), Value::to_string);
+            (name.as_str(), found, expected.to_string())
+        });
+        for (what, found, expected) in std::iter::once(seeds).chain(samples) {
             if found != expected {
-                return Err(TrainError::ResumeDiffers { path: path.to_owned(), what, found, expected });
+                let (path, what) = (path.to_owned(), what.to_owned());
+                return Err(TrainError::ResumeDiffers { path, what, found, expected });
             }
         }
         Ok(())
@@ -85,22 +83,12 @@ pub(crate) fn corpus_of(checkpoint: &Checkpoint) -> Option<String> {
     Some(checkpoint.state()["corpus"].as_str()?.to_owned())
 }
 
-/// Small files that go into every checkpoint.
-pub(crate) struct RunFiles {
-    /// Resolved config of the run.
-    pub(crate) config_toml: String,
-    /// The model's `config.json`.
-    pub(crate) model_json: String,
-}
-
 /// Writes a checkpoint of all ranks. Collective.
 pub(crate) fn write_checkpoint(
     executor: &mut Executor,
-    run_folder: &Path,
     state: &TrainingState,
-    files: &RunFiles,
-    tokenizer: &Tokenizer,
-    keep_latest_k: usize,
+    config: &Config,
+    task: &dyn Task,
 ) -> Result<Saved, TrainError> {
     let mesh = executor.ranks().mesh();
     let outline = executor.program().outline.clone();
@@ -120,19 +108,17 @@ pub(crate) fn write_checkpoint(
     }
     tensors.extend(compressor_placements(executor, &mesh));
     entries.extend((entries.len()..tensors.len()).enumerate().map(|(index, _)| Entry::Compressor { index }));
-    let (tokenizer_name, tokenizer) = tokenizer.file();
-    let files = [
-        ExtraFile { name: "config.toml", contents: files.config_toml.as_bytes() },
-        ExtraFile { name: CONFIG_FILE, contents: files.model_json.as_bytes() },
-        ExtraFile { name: tokenizer_name, contents: tokenizer },
-    ];
+    let (config_toml, of_task) = (config.to_toml(), task.files());
+    let mut files = vec![ExtraFile { name: "config.toml", contents: config_toml.as_bytes() }];
+    files.extend(of_task.iter().map(|file| ExtraFile { name: file.name, contents: &file.contents }));
     let state = &TrainingState { compression: CompressionState::of(executor), ..state.clone() };
     let state_json = serde_json::to_value(state).expect("a state has only texts and numbers");
     let snapshot =
         Snapshot { step: state.step, mesh: &mesh, tensors: &tensors, state: &state_json, files: &files };
-    let (group, folder) = (Arc::clone(executor.ranks().world()), run_folder.join(CHECKPOINTS_FOLDER));
+    let group = Arc::clone(executor.ranks().world());
+    let folder = config.run_folder().join(CHECKPOINTS_FOLDER);
     let mut source = RunTensors { executor, entries: &entries, tensors: &tensors, brought: None };
-    let saved = save(&group, &folder, &snapshot, &mut source, keep_latest_k);
+    let saved = save(&group, &folder, &snapshot, &mut source, config.checkpoint().keep_latest_k);
     // Also after a failure, which need not end the run.
     source.send_back()?;
     Ok(saved?)

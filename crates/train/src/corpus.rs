@@ -80,7 +80,7 @@ pub fn ensure_corpus<E: From<TrainError>>(
         if let Some(ResumedCorpus { path, checksum }) = resumed
             && checksum != checksum_of(&corpus)
         {
-            let (what, found, expected) = ("a corpus with checksum", checksum, checksum_of(&corpus));
+            let (what, found, expected) = ("corpus".to_owned(), checksum, checksum_of(&corpus));
             return Err(TrainError::ResumeDiffers { path, what, found, expected }.into());
         }
         check(&corpus)?;

@@ -1,8 +1,8 @@
 //! Where samples come from.
 
 use crate::error::TrainError;
-use trireme_data::{Sampler, TokenFile};
-use trireme_model::{Batch, TARGETS, TOKENS, TensorSpec, empty_batch, token_specs};
+use serde_json::{Map, Value};
+use trireme_model::{Batch, TensorSpec, empty_batch};
 use trireme_tensor::Device;
 
 /// Samples, addressed by their index in the run.
@@ -16,10 +16,21 @@ pub trait Dataset: Send {
     /// Samples of one pass over the data. Indices go on beyond it, in a next pass.
     fn num_samples(&self) -> u64;
 
+    /// Tokens of a sample, in whose number progress is told; `None` where samples are counted themselves.
+    fn tokens_per_sample(&self) -> Option<u64> {
+        None
+    }
+
+    /// What decides, beside the seed, which sample an index is. Checkpoints state it, all ranks must agree on it, and a run with
+    /// another identity does not resume.
+    fn identity(&self) -> Map<String, Value> {
+        Map::from_iter([("samples".to_owned(), self.num_samples().into())])
+    }
+
     /// Writes the sample of this index.
     ///
     /// # Errors
-    /// If it cannot be read.
+    /// If it cannot be read: [`TrainError::Samples`] with the reason.
     fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError>;
 }
 
@@ -69,49 +80,4 @@ pub(crate) fn read_batch(
         dataset.read(first + row as u64, &mut Sample { batch: &mut batch, row })?;
     }
     Ok(batch)
-}
-
-/// Windows of a token file, for models that predict the next token.
-#[derive(Debug)]
-pub(crate) struct TokenWindows {
-    tokens: TokenFile,
-    sampler: Sampler,
-    window: Vec<u32>,
-}
-
-impl TokenWindows {
-    /// Windows of `seq_len` tokens and the one that follows, in an order that depends on the seed.
-    pub(crate) fn shuffled(tokens: TokenFile, seq_len: usize, seed: u64) -> Result<Self, TrainError> {
-        let sampler = Sampler::shuffled(tokens.num_tokens(), seq_len, seed)?;
-        Ok(TokenWindows { tokens, sampler, window: vec![0; seq_len + 1] })
-    }
-
-    /// The same in the order of the file.
-    pub(crate) fn sequential(tokens: TokenFile, seq_len: usize) -> Result<Self, TrainError> {
-        let sampler = Sampler::sequential(tokens.num_tokens(), seq_len)?;
-        Ok(TokenWindows { tokens, sampler, window: vec![0; seq_len + 1] })
-    }
-
-    /// The file.
-    pub(crate) fn tokens(&self) -> &TokenFile {
-        &self.tokens
-    }
-}
-
-impl Dataset for TokenWindows {
-    fn specs(&self, num_samples: usize) -> Vec<TensorSpec> {
-        token_specs(num_samples, self.window.len() - 1)
-    }
-
-    fn num_samples(&self) -> u64 {
-        self.sampler.num_windows()
-    }
-
-    fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError> {
-        self.tokens.read_window(self.sampler.window(index).start, &mut self.window)?;
-        let seq_len = self.window.len() - 1;
-        sample.u32s(TOKENS).copy_from_slice(&self.window[..seq_len]);
-        sample.u32s(TARGETS).copy_from_slice(&self.window[1..]);
-        Ok(())
-    }
 }

@@ -148,7 +148,7 @@ pub enum TrainError {
         /// The checkpoint.
         path: PathBuf,
         /// What differs.
-        what: &'static str,
+        what: String,
         /// In the checkpoint.
         found: String,
         /// In this run.
@@ -269,10 +269,12 @@ pub enum TrainError {
     /// The text.
     #[error(transparent)]
     Data(#[from] DataError),
+    /// A dataset of the program's own cannot be opened or read.
+    #[error("cannot read the samples")]
+    Samples(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// More stages than units.
     #[error(
-        "a pipeline of {num_stages} stages needs at least as many units, but the model has {num_units} (embedding, \
-         blocks and head); lower [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
+        "a pipeline of {num_stages} stages needs at least as many units, but the model has {num_units}; lower [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
     )]
     TooManyStages {
         /// Stages.

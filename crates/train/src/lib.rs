@@ -13,6 +13,7 @@ mod corpus;
 mod dataset;
 mod error;
 mod fp8;
+mod language;
 pub mod metrics;
 mod observer;
 mod optimizer;
@@ -23,6 +24,7 @@ mod sample;
 mod schedule_file;
 mod setup;
 mod stages;
+mod task;
 pub mod trace;
 mod trainer;
 mod validation;
@@ -34,6 +36,7 @@ pub use corpus::{CorpusState, RunCorpus, corpus_folder, ensure_corpus};
 pub use dataset::{Dataset, Sample};
 pub use error::TrainError;
 pub use fp8::FP8_NOTICE;
+pub use language::LanguageTask;
 pub use observer::{Observer, RunFacts, Silent};
 pub use optimizer::optimizer_options;
 pub use run_folder::FLIGHT_RECORDER_FOLDER;
@@ -41,9 +44,9 @@ pub use run_lock::RunLock;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
-    batch_specs, executor_options, local_threads, model_config, proven_programs, share_of_cores,
-    step_programs,
+    executor_options, local_threads, model_config, proven_programs, share_of_cores, step_programs,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
+pub use task::{Task, TaskFile};
 pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
 pub use weights::{LoadedModel, load_model};

@@ -4,7 +4,7 @@ use std::path::Path;
 /// What is known of a run when its first step is about to begin.
 #[derive(Debug, Clone, PartialEq)]
 pub struct RunFacts {
-    /// Family, sizes.
+    /// The task's description of it.
     pub model: String,
     /// Number of parameters.
     pub num_parameters: usize,
@@ -14,10 +14,12 @@ pub struct RunFacts {
     pub num_threads: usize,
     /// What carries messages between workers.
     pub transport: String,
-    /// Tokens to train on.
-    pub num_tokens: u64,
-    /// Tokens in a step of all workers.
-    pub tokens_per_step: u64,
+    /// Samples of one pass over the data.
+    pub num_samples: u64,
+    /// Samples in a step of all workers.
+    pub samples_per_step: u64,
+    /// Tokens of a sample, where it has such.
+    pub tokens_per_sample: Option<u64>,
     /// The step after which the run resumes: 0 for a new run.
     pub resumed_step: u64,
     /// The last step.

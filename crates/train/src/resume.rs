@@ -3,21 +3,21 @@
 use crate::checkpointing::{TrainingState, state_name, untidy_notice};
 use crate::compression::read_compressors;
 use crate::config::{Config, Resume};
+use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::fp8::read_histories;
 use crate::observer::Observer;
+use crate::task::Task;
 use crate::weights::{checked_weights, read_extents, read_held};
 use serde::de::Error as _;
 use std::error::Error;
 use std::path::Path;
 use trireme_base::{Rank, with_sources};
 use trireme_checkpoint::{
-    CHECKPOINTS_FOLDER, CONFIG_FILE, Checkpoint, CheckpointError, SkippedCheckpoint, find_latest,
-    list_checkpoints, open_newest, set_aside, tidy,
+    CHECKPOINTS_FOLDER, Checkpoint, CheckpointError, SkippedCheckpoint, find_latest, list_checkpoints,
+    open_newest, set_aside, tidy,
 };
 use trireme_comm::Group;
-use trireme_data::TokenFile;
-use trireme_model::ModelConfig;
 use trireme_parallel::Executor;
 
 /// The longest description of a failure that ranks send each other, in bytes.
@@ -26,9 +26,9 @@ const MESSAGE_BYTES_MAX: usize = 4096;
 /// Resumes from a checkpoint if there is one, else begins at the first sample; the checkpoint as well. Collective.
 pub(crate) fn resume(
     config: &Config,
-    model: &ModelConfig,
+    task: &dyn Task,
     executor: &mut Executor,
-    train: &TokenFile,
+    train: &dyn Dataset,
     observer: &mut dyn Observer,
 ) -> Result<(TrainingState, Option<Checkpoint>), TrainError> {
     let beginning = TrainingState {
@@ -36,15 +36,13 @@ pub(crate) fn resume(
         next_sample: 0,
         tokens: 0,
         seed: config.training().seed,
-        seq_len: config.training().seq_len,
-        corpus: format!("{:08x}", train.fingerprint().unwrap_or_default()),
-        corpus_tokens: train.num_tokens(),
+        samples: train.identity(),
         loss_scaler: executor.loss_scaler().state(),
         compression: None,
     };
     let checkpoint = find_resume(config, executor.group(), observer)?;
     let state = match &checkpoint {
-        Some(checkpoint) => restore(checkpoint, (config, model), executor, &beginning, observer)?,
+        Some(checkpoint) => restore(checkpoint, (config, task), executor, &beginning, observer)?,
         None => beginning,
     };
     if executor.group().rank() == Rank::ROOT && config.checkpoint().enable {
@@ -222,7 +220,7 @@ fn check_newest(folder: &Path, step: u64) -> Result<(), TrainError> {
 /// this run has.
 fn restore(
     checkpoint: &Checkpoint,
-    (config, expected_model): (&Config, &ModelConfig),
+    (config, task): (&Config, &dyn Task),
     executor: &mut Executor,
     expected: &TrainingState,
     observer: &mut dyn Observer,
@@ -234,7 +232,7 @@ fn restore(
     let restored = executor.loss_scaler_mut().restore(state.loss_scaler);
     restored.map_err(|error| unreadable(serde_json::Error::custom(error)))?;
     let model = executor.model().clone();
-    check_model(checkpoint, expected_model)?;
+    task.check(checkpoint)?;
     let weights = checked_weights(&checkpoint.weights(), &model)?;
     executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
     executor.load_optimizer(|info, values| {
@@ -245,18 +243,4 @@ fn restore(
     }
     read_compressors(checkpoint, state.compression.as_ref(), executor, observer)?;
     Ok(state)
-}
-
-/// Refuses a checkpoint whose model differs from the config's in more than its initial weights and, where no parameter
-/// depends on it, its longest sequence.
-fn check_model(checkpoint: &Checkpoint, expected: &ModelConfig) -> Result<(), TrainError> {
-    let path = checkpoint.path().join(CONFIG_FILE);
-    let Some(text) = checkpoint.read_file(CONFIG_FILE)? else { return Ok(()) };
-    let found = ModelConfig::from_json(&String::from_utf8_lossy(&text))
-        .map_err(|source| TrainError::ModelConfig { path, source })?;
-    let differences = found.differences(expected);
-    if differences.is_empty() {
-        return Ok(());
-    }
-    Err(TrainError::ResumedModelDiffers { path: checkpoint.path().to_owned(), differences })
 }

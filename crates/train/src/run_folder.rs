@@ -1,6 +1,5 @@
 //! What a run keeps in its folder besides checkpoints.
 
-use crate::checkpointing::RunFiles;
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::metrics::{MetricsFiles, MetricsWriter};
@@ -20,7 +19,6 @@ pub const FLIGHT_RECORDER_FOLDER: &str = "flight-recorder";
 /// Writes the run's description, with a `comment` on its program, and opens its metrics.
 pub(crate) fn open(
     config: &Config,
-    files: &RunFiles,
     comment: &str,
     executor: &Executor,
     resumed_step: u64,
@@ -30,7 +28,7 @@ pub(crate) fn open(
         let path = folder.join(name);
         fs::write(&path, contents).map_err(|source| TrainError::RunFolder { path, source })
     };
-    write("config.toml", &files.config_toml)?;
+    write("config.toml", &config.to_toml())?;
     write_program(config, executor.program(), comment)?;
     write_choices(config, executor.group())?;
     let metrics = config.metrics();

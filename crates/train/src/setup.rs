@@ -8,6 +8,7 @@ use crate::fp8;
 use crate::observer::Observer;
 use crate::optimizer::optimizer_options;
 use crate::stages::base_programs;
+use crate::task::Task;
 use crate::trainer::device_options;
 use crate::weights::{checked_weights, read_held};
 use std::fs;
@@ -16,9 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
-use trireme_model::{
-    Architecture, AttentionConfig, Model, ModelConfig, Rehearsal, Rope, TensorSpec, token_specs,
-};
+use trireme_model::{Architecture, AttentionConfig, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
@@ -284,19 +283,14 @@ pub fn proven_programs(
 /// What passes of a model are on any worker.
 pub(crate) fn rehearse(
     config: &Config,
-    model: &ModelConfig,
+    task: &dyn Task,
     num_threads: usize,
+    batch: &[TensorSpec],
 ) -> Result<Rehearsal, TrainError> {
     let training = config.training();
     let (precision, fp8) = (precision(training.dtype), fp8::recipe(training));
-    let build = |device: &Device| model.build(training.seq_len, device);
-    Ok(Rehearsal::of(build, device_options(config, num_threads), precision, fp8, &batch_specs(config))?)
-}
-
-/// What a microbatch consists of.
-pub fn batch_specs(config: &Config) -> Vec<TensorSpec> {
-    let training = config.training();
-    token_specs(training.local_batch_size, training.seq_len)
+    let build = |device: &Device| task.build(device);
+    Ok(Rehearsal::of(build, device_options(config, num_threads), precision, fp8, batch)?)
 }
 
 /// What it takes to have state at `places`.

@@ -4,11 +4,11 @@ mod stepping;
 
 use crate::agreement::{Facts, agree};
 use crate::balance::Balance;
-use crate::checkpointing::{RunFiles, TrainingState, untidy_notice, write_checkpoint};
+use crate::checkpointing::{TrainingState, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Resume};
-use crate::dataset::TokenWindows;
+use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
@@ -17,17 +17,17 @@ use crate::resume::{resume, tidy_up};
 use crate::run_folder;
 use crate::run_lock::RunLock;
 use crate::setup::{
-    batch_specs, build_executor, lr_schedule, model_config, notice_delay, notice_determinism,
-    proven_programs, rehearse,
+    build_executor, lr_schedule, notice_delay, notice_determinism, proven_programs, rehearse,
 };
+use crate::task::Task;
 use crate::trace::Tracer;
 use crate::validation::Validation;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
-use trireme_data::{Corpus, TokenFile, Tokenizer};
-use trireme_model::{Batch, ModelConfig, TensorSpec};
+use trireme_model::{Batch, TensorSpec};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, StepOutcome, StepPlan};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Parameters};
@@ -78,22 +78,20 @@ pub struct Trainer<'a> {
     observer: &'a mut dyn Observer,
     options: TrainerOptions,
     executor: Executor,
-    model_config: ModelConfig,
+    task: Arc<dyn Task>,
     batch_specs: Vec<TensorSpec>,
     choices: StepChoices,
     balance: Option<Balance>,
     /// The step after which units moved for the last time, if they did.
     moved_after: Option<u64>,
-    train: TokenWindows,
+    train: Box<dyn Dataset>,
     validation: Option<Validation>,
     schedule: LrSchedule,
     state: TrainingState,
-    files: RunFiles,
     metrics: Option<MetricsWriter>,
     tracer: Tracer,
     /// Algorithms that the run's folder tells of.
     num_choices: usize,
-    tokenizer: Tokenizer,
     batches: Vec<Batch>,
     /// Of the program that runs, or ran last.
     plans: Vec<StepPlan>,
@@ -106,10 +104,11 @@ pub struct Trainer<'a> {
 }
 
 impl<'a> Trainer<'a> {
-    /// Opens the corpus, builds the model, loads what there is to resume from, and opens the run's files. Collective:
-    /// all ranks of `group` call it with the same config.
+    /// Opens the samples, builds the model, loads what there is to resume from, and opens the run's files. Collective:
+    /// all ranks of `group` call it with the same config and the same task.
     pub fn new(
         config: &'a Config,
+        task: Arc<dyn Task>,
         group: Group,
         options: TrainerOptions,
         observer: &'a mut dyn Observer,
@@ -118,56 +117,45 @@ impl<'a> Trainer<'a> {
         let run_folder = config.run_folder();
         let is_root = group.rank() == Rank::ROOT;
         let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
-        let data_folder = &config.data().folder;
-        let corpus = Corpus::open(data_folder)?;
-        let tokenizer = Tokenizer::load(data_folder)?;
-        let (model_config, notices) = model_config(config, corpus.train.vocabulary_size())?;
+        let (train, validation) = (task.train_data()?, task.validation_data()?);
         let facts = Facts::of_config(config, options.features_max);
-        agree(&facts.and(Facts::of_contents(&corpus, &tokenizer, &model_config)), &group)?;
-        let Corpus { train, validation, .. } = corpus;
-        let train = TokenWindows::shuffled(train, training.seq_len, training.seed)?;
-        notices.iter().for_each(|notice| observer.notice(notice));
+        agree(&facts.and(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
+        task.notices().iter().for_each(|notice| observer.notice(notice));
         notice_determinism(config, config.data_parallel_degree(), observer);
         notice_delay(config, observer);
         if training.fp8 != Fp8::Off {
             observer.notice(FP8_NOTICE);
         }
 
-        let model_json = format!("{:#}\n", model_config.to_json());
         let device = Device::cpu(DeviceOptions {
             features_max: options.features_max,
             ..device_options(config, options.num_threads)
         })?;
-        let rehearsal = rehearse(config, &model_config, options.num_threads)?;
-        let model = model_config.build(training.seq_len, &device)?;
+        let batch_specs = train.specs(training.local_batch_size);
+        let rehearsal = rehearse(config, &*task, options.num_threads, &batch_specs)?;
+        let model = task.build(&device)?;
         let choices = match &options.memory_plan {
             Some(plan) => plan.choices.clone(),
             None => StepChoices::given(config, &rehearsal.passes())?,
         };
         let balance = Balance::new(config, rehearsal.passes());
         let mut executor = build_executor(config, (model, rehearsal), &choices, group, &device)?;
-        let validation = validation.map(|tokens| TokenWindows::sequential(tokens, training.seq_len));
-        let validation = validation.transpose()?;
         let validation =
-            validation.map(|windows| Validation::new(windows, training, &executor)).transpose()?;
+            validation.map(|samples| Validation::new(samples, training, &executor)).transpose()?;
         notice_compression(&executor, observer);
         // Only now, when nothing but the resume itself can still be refused.
         if is_root && config.checkpoint().resume == Resume::Never {
             run_folder::set_aside(&run_folder, observer)?;
         }
-        let (state, resumed) = resume(config, &model_config, &mut executor, train.tokens(), observer)?;
+        let (state, resumed) = resume(config, &*task, &mut executor, &*train, observer)?;
         let num_steps = config.steps_per_program() as u64;
         if !state.step.is_multiple_of(num_steps) {
             return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
         }
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
         let comment = options.memory_plan.as_ref().map_or("", |plan| &plan.comment);
-        let files = RunFiles { config_toml: config.to_toml(), model_json };
-        let metrics = if is_root {
-            Some(run_folder::open(config, &files, comment, &executor, state.step)?)
-        } else {
-            None
-        };
+        let metrics =
+            if is_root { Some(run_folder::open(config, comment, &executor, state.step)?) } else { None };
         if let Some(resumed) = resumed.filter(|_| is_root) {
             tidy_up(config, &resumed, observer);
         }
@@ -176,8 +164,8 @@ impl<'a> Trainer<'a> {
             observer,
             options,
             executor,
-            model_config,
-            batch_specs: batch_specs(config),
+            task,
+            batch_specs,
             choices,
             balance,
             moved_after: None,
@@ -185,11 +173,9 @@ impl<'a> Trainer<'a> {
             validation,
             schedule: lr_schedule(config),
             state,
-            files,
             metrics,
             tracer: Tracer::new(&run_folder),
             num_choices: 0,
-            tokenizer,
             batches: Vec::new(),
             plans: Vec::new(),
             outcomes: Vec::new(),
@@ -264,9 +250,13 @@ impl<'a> Trainer<'a> {
         let Some(metrics) = &mut self.metrics else { return Ok(()) };
         match metrics.write(record)? {
             Written::Now => {}
-            Written::Later(error) => {
-                let error = with_sources(&error);
-                self.report_once(format!("{error}; step records are kept in memory until it can be written"));
+            Written::Later(errors) => {
+                for error in &errors {
+                    let error = with_sources(error);
+                    self.report_once(format!(
+                        "{error}; step records are kept in memory until it can be written"
+                    ));
+                }
             }
             Written::WithThoseThatWaited => {
                 self.observer.notice(&format!("metrics are complete again since step {}", record.step));
@@ -338,7 +328,7 @@ impl<'a> Trainer<'a> {
         Ok(self.records.pop().expect("a program has steps"))
     }
 
-    /// Mean loss on the held-out text, if any was held out. Collective.
+    /// Mean loss on the samples to validate on, if there are any. Collective.
     pub fn validate(&mut self) -> Result<Option<f64>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
         self.validation.as_mut().map(|validation| validation.run(&mut self.executor)).transpose()
@@ -346,11 +336,8 @@ impl<'a> Trainer<'a> {
 
     /// Saves a checkpoint; `None` if the disk is full, which ends the run only where the checkpoint `is_last`. Collective.
     fn save_checkpoint(&mut self, is_last: bool) -> Result<Option<PathBuf>, TrainError> {
-        let keep = self.config.checkpoint().keep_latest_k;
-        let folder = self.config.run_folder();
         self.executor.group().set_line(format_args!("step {}: checkpoint", self.state.step));
-        let saved =
-            write_checkpoint(&mut self.executor, &folder, &self.state, &self.files, &self.tokenizer, keep);
+        let saved = write_checkpoint(&mut self.executor, &self.state, self.config, &*self.task);
         match saved {
             Ok(saved) => {
                 for error in &saved.untidy {
@@ -371,24 +358,18 @@ impl<'a> Trainer<'a> {
     }
 
     fn facts(&self) -> RunFacts {
-        let model = &self.model_config;
+        let training = self.config.training();
         RunFacts {
-            model: format!(
-                "{} with {} layers of width {}, {} heads, vocabulary {}",
-                model.architecture.name(),
-                model.num_layers,
-                model.hidden_size,
-                model.num_heads,
-                model.vocab_size
-            ),
+            model: self.task.description(),
             num_parameters: self.executor.model().table().num_elements(),
             world_size: self.executor.group().world_size(),
             num_threads: self.options.num_threads,
             transport: self.executor.group().transport().to_string(),
-            num_tokens: self.train.tokens().num_tokens(),
-            tokens_per_step: self.config.tokens_per_step(),
+            num_samples: self.train.num_samples(),
+            samples_per_step: training.global_batch_size as u64,
+            tokens_per_sample: self.train.tokens_per_sample(),
             resumed_step: self.state.step,
-            steps: self.config.training().steps,
+            steps: training.steps,
         }
     }
 
@@ -411,21 +392,6 @@ impl<'a> Trainer<'a> {
     /// All parameters, in the host's memory at rank 0; `None` for the other ranks. Collective.
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
-    }
-
-    /// What the model was built from.
-    pub fn model_config(&self) -> &ModelConfig {
-        &self.model_config
-    }
-
-    /// The corpus' tokenizer.
-    pub fn tokenizer(&self) -> &Tokenizer {
-        &self.tokenizer
-    }
-
-    /// The tokens trained on, and those held out.
-    pub fn tokens(&self) -> (&TokenFile, Option<&TokenFile>) {
-        (self.train.tokens(), self.validation.as_ref().map(Validation::tokens))
     }
 }
 

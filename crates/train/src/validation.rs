@@ -1,18 +1,17 @@
-//! Loss on held-out text.
+//! Loss on held-out samples.
 
 use crate::config::Training;
-use crate::dataset::{Dataset, TokenWindows, read_batch};
+use crate::dataset::{Dataset, read_batch};
 use crate::error::TrainError;
 use trireme_base::ReduceOp;
 use trireme_comm::Buffer;
-use trireme_data::TokenFile;
 use trireme_model::Batch;
 use trireme_parallel::Executor;
 
-/// The windows of a validation, divided among the ranks.
+/// The samples of a validation, divided among the ranks.
 pub(crate) struct Validation {
-    windows: TokenWindows,
-    num_windows: usize,
+    samples: Box<dyn Dataset>,
+    num_samples: usize,
     batch_size: usize,
     /// For each batch, sum and rows of each unit's loss. A rank with the unit fills in its own, and the sum over ranks is exact, for the
     /// others add zeros.
@@ -20,26 +19,21 @@ pub(crate) struct Validation {
 }
 
 impl Validation {
-    /// The first windows, as many as the config says (0: all). Collective.
+    /// The first samples, as many as the config says (0: all). Collective.
     pub(crate) fn new(
-        windows: TokenWindows,
+        samples: Box<dyn Dataset>,
         training: &Training,
         executor: &Executor,
     ) -> Result<Self, TrainError> {
         let batch_size = training.local_batch_size;
-        let available = usize::try_from(windows.num_samples()).unwrap_or(usize::MAX);
-        let num_windows = match training.validation_windows {
+        let available = usize::try_from(samples.num_samples()).unwrap_or(usize::MAX);
+        let num_samples = match training.validation_windows {
             0 => available,
             asked => available.min(asked),
         };
         let num_losses = executor.rehearsal().losses().count();
-        let losses = Some(executor.group().buffer(num_windows.div_ceil(batch_size) * 2 * num_losses)?);
-        Ok(Validation { windows, num_windows, batch_size, losses })
-    }
-
-    /// The tokens validated on.
-    pub(crate) fn tokens(&self) -> &TokenFile {
-        self.windows.tokens()
+        let losses = Some(executor.group().buffer(num_samples.div_ceil(batch_size) * 2 * num_losses)?);
+        Ok(Validation { samples, num_samples, batch_size, losses })
     }
 
     /// Mean loss, of a language model in nats a token; the same bits for any number of ranks. Collective.
@@ -48,7 +42,7 @@ impl Validation {
         let (rank, world_size) = (data.rank().0, data.world_size());
         let mut losses = self.losses.take().expect("validations follow each other");
         losses.fill(0.0);
-        let num_batches = self.num_windows.div_ceil(self.batch_size);
+        let num_batches = self.num_samples.div_ceil(self.batch_size);
         // A sum and a number of rows for each loss.
         let batch_len = losses.len() / num_batches;
         for first in (0..num_batches).step_by(world_size) {
@@ -70,7 +64,7 @@ impl Validation {
 
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
         let first = index * self.batch_size;
-        let specs = self.windows.specs(self.batch_size.min(self.num_windows - first));
-        read_batch(&mut self.windows, executor.device(), &specs, first as u64)
+        let specs = self.samples.specs(self.batch_size.min(self.num_samples - first));
+        read_batch(&mut *self.samples, executor.device(), &specs, first as u64)
     }
 }

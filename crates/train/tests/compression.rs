@@ -4,16 +4,15 @@ mod common;
 #[path = "common/heard.rs"]
 mod heard;
 
-use common::{job, trainer};
+use common::{job, open, trainer};
 use heard::Heard;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
 use trireme_checkpoint::{Checkpoint, InMemory, Snapshot, StoredTensor, save};
 use trireme_plan::{Extent, Mesh, TensorPlacement};
 use trireme_testkit::run_ranks;
+use trireme_train::Silent;
 use trireme_train::config::Config;
-use trireme_train::{Silent, Trainer, TrainerOptions};
 
 fn config(folder: &Path, world_size: usize, steps: u64, keys: &[&str]) -> Config {
     job(folder, "run", world_size, steps, &[&["training.determinism=run"], keys].concat())
@@ -166,11 +165,7 @@ fn a_state_that_is_not_finite_is_refused() {
             10,
             &[&keys[..], &[&format!("checkpoint.resume={path:?}")]].concat(),
         );
-        let options =
-            TrainerOptions { num_threads: 1, started: Instant::now(), memory_plan: None, features_max: None };
-        Trainer::new(&config, trireme_comm::single(), options, &mut Silent)
-            .err()
-            .map(|error| error.to_string())
+        open(&config, trireme_comm::single(), &mut Silent).err().map(|error| error.to_string())
     };
     let original = first.run_folder().join("checkpoints/step-5");
     assert_eq!(resume(&original), None);

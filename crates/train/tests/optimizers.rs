@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{job, trainer};
+use common::{job, open, trainer};
 use trireme_testkit::run_ranks;
 use trireme_train::{RunSummary, Silent, TrainError};
 
@@ -101,14 +101,7 @@ fn a_group_that_no_parameter_belongs_to_ends_the_run_before_it_begins() {
     let folder = tempfile::tempdir().unwrap();
     let groups = "optimizer.groups=[{match = \"*.bias\", weight_decay = 0.1}]";
     let config = job(folder.path(), "run", 1, 2, &[groups]);
-    let mut observer = Silent;
-    let options = trireme_train::TrainerOptions {
-        num_threads: 1,
-        started: std::time::Instant::now(),
-        memory_plan: None,
-        features_max: None,
-    };
-    let error = match trireme_train::Trainer::new(&config, trireme_comm::single(), options, &mut observer) {
+    let error = match open(&config, trireme_comm::single(), &mut Silent) {
         Err(error @ TrainError::Config(_)) => error.to_string(),
         other => panic!("{:?}", other.err()),
     };

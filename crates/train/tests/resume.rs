@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{job, trainer};
+use common::{job, open, trainer};
 use std::path::Path;
 use trireme_testkit::{run_ranks, run_ranks_on};
 use trireme_train::config::Config;
@@ -311,15 +311,9 @@ fn another_order_of_samples_is_refused() {
     {
         // The model must not change with seq_len.
         let config = job(folder.path(), "run", 1, 10, &[key, "model.max_position_embeddings=24"]);
-        let options = trireme_train::TrainerOptions {
-            num_threads: 1,
-            started: std::time::Instant::now(),
-            memory_plan: None,
-            features_max: None,
-        };
         let mut observer = trireme_train::Silent;
-        let error = trireme_train::Trainer::new(&config, trireme_comm::single(), options, &mut observer);
-        let error = error.err().expect("a refusal").to_string();
+        let error =
+            open(&config, trireme_comm::single(), &mut observer).err().expect("a refusal").to_string();
         assert!(error.contains(what) && error.contains("step-5"), "{error}");
     }
 }
@@ -354,15 +348,7 @@ fn a_fork_within_one_folder_is_refused() {
     let older = config.run_folder().join("checkpoints/step-5");
     let resume = format!("checkpoint.resume={older:?}");
     let fork = job(folder.path(), "run", 1, 10, &[&resume]);
-    let options = trireme_train::TrainerOptions {
-        num_threads: 1,
-        started: std::time::Instant::now(),
-        memory_plan: None,
-        features_max: None,
-    };
-    let mut observer = trireme_train::Silent;
-    let error =
-        trireme_train::Trainer::new(&fork, trireme_comm::single(), options, &mut observer).err().unwrap();
+    let error = open(&fork, trireme_comm::single(), &mut trireme_train::Silent).err().unwrap();
     assert!(error.to_string().contains("cannot resume after step 5"), "{error}");
     // In a folder of its own the branch is welcome.
     let branch = train(&job(folder.path(), "branch", 1, 10, &[&resume]));

@@ -1,15 +1,16 @@
 //! `trireme plan`.
 
-use crate::console::{Output, columns};
+use crate::console::{Output, columns, parameters};
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Drawing, Job, Plan, Source, Workers, vocabulary_size};
+use crate::planning::{Blueprint, Drawing, Job, Plan, Source, Workers, language_model};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use trireme_base::Bytes;
 use trireme_planner::table;
-use trireme_train::config::Config;
+use trireme_train::Task;
+use trireme_train::config::{Config, Subject};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -60,29 +61,44 @@ pub(crate) struct PlanArgs {
 }
 
 /// Runs `trireme plan`.
-pub(crate) fn run(args: &PlanArgs) -> Result<()> {
+pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>) -> Result<()> {
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
-    let source = Source { path: &args.config, overrides: &overrides, world_size: None };
-    let config = Config::load(source.path, source.overrides, None)?;
+    let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
+    let source = Source { path: &args.config, overrides: &overrides, world_size: None, subject };
+    let config = source.load(&[])?;
     let limit = MemoryLimit::of_this_process();
     let simd = Simd::choose(Proof::Cached)?;
     simd.warn();
     let workers = Workers::local(&config, &limit, simd.level);
-    let job = Job { config: &config, source, vocabulary_size: vocabulary_size(&config)?, workers };
+    match own {
+        Some(task) => {
+            let samples = task.train_data()?;
+            let blueprint = Blueprint::Task { task, samples: &*samples };
+            show(args, Job { config: &config, source, blueprint, workers })
+        }
+        None => {
+            let model = language_model(&config)?;
+            let blueprint = Blueprint::Language { model: &model, seq_len: config.training().seq_len };
+            show(args, Job { config: &config, source, blueprint, workers })
+        }
+    }
+}
+
+fn show(args: &PlanArgs, job: Job<'_>) -> Result<()> {
+    let Job { config, workers, .. } = job;
     let plan = Plan::largest(job)?;
-    let drawing = Drawing::new(&config, &plan)?;
+    let drawing = Drawing::new(config, &plan)?;
     if args.save_schedule.is_some() {
-        refuse_to_save(&config)?;
+        refuse_to_save(config)?;
     }
     let mut text = String::new();
     if args.program {
         text += &format!("{}\n", plan.program);
     }
-    let millions = plan.model.table().num_elements() as f64 / 1e6;
-    text += &format!("{millions:.2} M parameters; {workers}\n\n");
+    text += &format!("{}; {workers}\n\n", parameters(plan.model.table().num_elements()));
     if config.parallelism().pipeline_parallel_degree > 1 {
-        text += &format!("{}\nrank {}, which needs the most memory:\n", drawing.summary(&config), plan.rank);
+        text += &format!("{}\nrank {}, which needs the most memory:\n", drawing.summary(config), plan.rank);
     }
     let total = plan.prediction.total();
     text += &table(&[("predicted", plan.prediction.peaks, total)]);

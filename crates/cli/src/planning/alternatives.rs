@@ -86,8 +86,7 @@ pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
 /// The plan with a change, if the config allows it.
 fn planned(job: Job<'_>, change: &Change) -> Option<Plan> {
     let Job { source, workers, .. } = job;
-    let overrides = [source.overrides, change].concat();
-    let config = Config::load(source.path, &overrides, source.world_size).ok()?;
+    let config = source.load(change).ok()?;
     let is_same = config.world_size() == workers.world_size;
     let workers = if is_same { workers } else { Workers::local(&config, workers.limit, workers.features) };
     Plan::largest(Job { config: &config, workers, ..job }).ok()

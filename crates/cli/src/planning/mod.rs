@@ -24,15 +24,15 @@ use std::path::Path;
 use trireme_base::{Bytes, Category, UnitPasses};
 use trireme_comm::{Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
-use trireme_model::Model;
+use trireme_model::{Model, ModelConfig, ModelError, TensorSpec, token_specs};
 use trireme_parallel::chain;
 use trireme_planner::{CategoryBytes, MemoryBounds, MemorySetup, Prediction, predict};
 use trireme_schedule::Program;
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
-use trireme_train::config::{self, Config, ModelSource, Transport};
+use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    MemoryPlan, StepChoices, TrainError, batch_specs, device_options, executor_options, local_threads,
+    Dataset, MemoryPlan, StepChoices, Task, TrainError, device_options, executor_options, local_threads,
     model_config, optimizer_options, proven_programs, step_programs,
 };
 
@@ -43,16 +43,49 @@ pub(crate) struct Source<'a> {
     pub(crate) overrides: &'a [String],
     /// Number of workers, if another launcher has started them.
     pub(crate) world_size: Option<usize>,
+    pub(crate) subject: Subject,
+}
+
+impl Source<'_> {
+    /// Reads the config with further overrides.
+    pub(crate) fn load(&self, changes: &[String]) -> Result<Config, ConfigError> {
+        let overrides = [self.overrides, changes].concat();
+        Config::load_as(self.subject, self.path, &overrides, self.world_size)
+    }
 }
 
 /// A run to plan.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 pub(crate) struct Job<'a> {
     pub(crate) config: &'a Config,
     pub(crate) source: Source<'a>,
-    /// The vocabulary size of the corpus.
-    pub(crate) vocabulary_size: usize,
+    pub(crate) blueprint: Blueprint<'a>,
     pub(crate) workers: Workers<'a>,
+}
+
+/// How the model of a run is built, and what its batches are.
+#[derive(Clone, Copy)]
+pub(crate) enum Blueprint<'a> {
+    /// A language model, whose text need not be there yet.
+    Language { model: &'a ModelConfig, seq_len: usize },
+    /// A task, and its samples to train on.
+    Task { task: &'a dyn Task, samples: &'a dyn Dataset },
+}
+
+impl Blueprint<'_> {
+    fn build(&self, device: &Device) -> Result<Model, ModelError> {
+        match self {
+            Blueprint::Language { model, seq_len } => model.build(*seq_len, device),
+            Blueprint::Task { task, .. } => task.build(device),
+        }
+    }
+
+    fn batch(&self, num_samples: usize) -> Vec<TensorSpec> {
+        match self {
+            Blueprint::Language { seq_len, .. } => token_specs(num_samples, *seq_len),
+            Blueprint::Task { samples, .. } => samples.specs(num_samples),
+        }
+    }
 }
 
 /// The workers of a run, as one of them sees them.
@@ -195,10 +228,9 @@ impl Plan {
 
     /// As [`new`](Plan::new), without what the other workers of the host take.
     fn of_worker(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
-        let Job { config, vocabulary_size, workers, .. } = job;
+        let Job { config, blueprint, workers, .. } = job;
         let device = Device::counting(device_options_without_budget(config, workers))?;
-        let (model, _) = model_config(config, vocabulary_size)?;
-        let model = model.build(config.training().seq_len, &device).map_err(TrainError::from)?;
+        let model = blueprint.build(&device).map_err(TrainError::from)?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let (num_shards, data_degree) = (config.num_shards(), config.data_parallel_degree());
         let layout = Layout {
@@ -210,7 +242,8 @@ impl Plan {
             shares_memory: workers.shares_memory && workers.world_size > 1,
             num_sharing: workers.num_sharing,
         };
-        let rehearsal = model.rehearse(&device, options.precision, options.fp8, &batch_specs(config));
+        let batch = blueprint.batch(config.training().local_batch_size);
+        let rehearsal = model.rehearse(&device, options.precision, options.fp8, &batch);
         let rehearsal = rehearsal.map_err(TrainError::from)?;
         let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal));
         let is_open = chosen.is_none();
@@ -275,8 +308,13 @@ fn device_options_without_budget(config: &Config, workers: Workers<'_>) -> Devic
     DeviceOptions { features_max, budget: None, ..device_options(config, workers.num_threads) }
 }
 
+/// The language model of a config.
+pub(crate) fn language_model(config: &Config) -> Result<ModelConfig> {
+    Ok(model_config(config, vocabulary_size(config)?)?.0)
+}
+
 /// The vocabulary of the config's corpus, or what it will be when it is prepared.
-pub(crate) fn vocabulary_size(config: &Config) -> Result<usize> {
+fn vocabulary_size(config: &Config) -> Result<usize> {
     let data = config.data();
     if let Ok(corpus) = Corpus::open(&data.folder) {
         return Ok(corpus.train.vocabulary_size());

@@ -4,8 +4,8 @@ use super::mistake::ConfigError;
 use super::reader::section_hint;
 use super::section::{Key, Section};
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Sections};
-use super::validate::model_shape_keys;
-use super::{Config, Fp8, ModelSource, TrainingDtype};
+use super::validate::{is_of_language, model_shape_keys};
+use super::{Config, Fp8, ModelSource, Subject, TrainingDtype};
 use super::{compression, optimizer};
 
 /// Every key with its type, default and meaning, of one section or of all.
@@ -99,9 +99,17 @@ fn write_lists(name: &str, section: &dyn Section) -> String {
     text
 }
 
-/// Whether the key has a meaning in this config: the shape of a model has none beside another description of
-/// the model, nor a loss scale without f16, nor a history of fp8 without fp8, nor an option of another optimizer or codec.
+/// Whether the key has a meaning in this config: keys of language models have none for another task, the shape of a model has
+/// none beside another description of the model, nor a loss scale without f16, nor a history of fp8 without fp8, nor an option of another optimizer or codec.
 fn counts(config: &Config, section: &str, key: &Key) -> bool {
+    if config.subject() == Subject::OwnTask {
+        if is_of_language(section, key.name) {
+            return false;
+        }
+        if section == "model" {
+            return true;
+        }
+    }
     match section {
         "model" => {
             matches!(config.model_source(), ModelSource::Inline(_))

@@ -53,9 +53,19 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 /// The resolved configuration of a run; every value in it fits every other.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Config {
+    subject: Subject,
     sections: Sections,
     world_size: usize,
     group_places: optimizer::GroupPlaces,
+}
+
+/// What a config describes beside the training itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Subject {
+    /// A language model and its text, in `[model]` and `[data]`.
+    LanguageModel,
+    /// Nothing: the program that reads the config has a [`Task`](crate::Task) of its own. Keys of language models are refused.
+    OwnTask,
 }
 
 /// Where the description of the model is.
@@ -79,6 +89,19 @@ impl Config {
     /// # Panics
     /// If `world_size` is 0.
     pub fn load(path: &Path, overrides: &[String], world_size: Option<usize>) -> Result<Self, ConfigError> {
+        Config::load_as(Subject::LanguageModel, path, overrides, world_size)
+    }
+
+    /// As [`Config::load`], for any subject.
+    ///
+    /// # Panics
+    /// If `world_size` is 0.
+    pub fn load_as(
+        subject: Subject,
+        path: &Path,
+        overrides: &[String],
+        world_size: Option<usize>,
+    ) -> Result<Self, ConfigError> {
         let unreadable = |source| ConfigError::Read { path: path.to_owned(), source };
         let mut text = String::new();
         let file = File::open(path).map_err(unreadable)?;
@@ -86,7 +109,7 @@ impl Config {
         if text.len() as u64 > FILE_BYTES_MAX {
             return Err(ConfigError::TooLarge { path: path.to_owned() });
         }
-        Config::parse(&text, path, overrides, world_size)
+        Config::parse_as(subject, &text, path, overrides, world_size)
     }
 
     /// As [`Config::load`], for a file `path` whose content is `text`.
@@ -99,9 +122,24 @@ impl Config {
         overrides: &[String],
         world_size: Option<usize>,
     ) -> Result<Self, ConfigError> {
+        Config::parse_as(Subject::LanguageModel, text, path, overrides, world_size)
+    }
+
+    /// As [`Config::parse`], for any subject.
+    ///
+    /// # Panics
+    /// If `world_size` is 0.
+    pub fn parse_as(
+        subject: Subject,
+        text: &str,
+        path: &Path,
+        overrides: &[String],
+        world_size: Option<usize>,
+    ) -> Result<Self, ConfigError> {
         assert!(world_size != Some(0), "a world has at least one worker");
         let loose = Loose::read(text, path, overrides);
-        validate::validate(loose, path, world_size).map_err(|mistakes| ConfigError::Invalid { mistakes })
+        validate::validate(loose, subject, path, world_size)
+            .map_err(|mistakes| ConfigError::Invalid { mistakes })
     }
 
     /// Every key with its type, default and meaning, of one section or of all, in the form of a config file.
@@ -169,24 +207,27 @@ impl Config {
         training.global_batch_size / (training.local_batch_size * self.data_parallel_degree())
     }
 
-    /// Tokens in one step of all workers.
-    pub fn tokens_per_step(&self) -> u64 {
-        self.training().global_batch_size as u64 * self.training().seq_len as u64
-    }
-
     /// The run's folder.
     pub fn run_folder(&self) -> PathBuf {
         self.run().folder.join(&self.run().name)
     }
 
-    /// Where the description of the model is.
+    /// What the config describes beside the training itself.
+    pub fn subject(&self) -> Subject {
+        self.subject
+    }
+
+    /// Where the description of the language model is.
+    ///
+    /// # Panics
+    /// If the subject is no language model.
     pub fn model_source(&self) -> ModelSource<'_> {
         let model = self.model();
         match (&model.config, model.architecture, &model.init_from) {
             (Some(path), _, _) => ModelSource::File(path),
             (None, Some(architecture), _) => ModelSource::Inline(architecture),
             (None, None, Some(folder)) => ModelSource::InitFrom(folder),
-            (None, None, None) => unreachable!("the validator refuses a config without a model"),
+            (None, None, None) => unreachable!("a config of a language model describes one"),
         }
     }
 }

@@ -298,7 +298,6 @@ fn resolves_what_stands_for_other_keys() {
     assert_eq!(config.run_folder(), Path::new("runs/try"));
     assert_eq!(config.data().folder, Path::new("runs/try/data"));
     assert_eq!(config.training().global_batch_size, 16);
-    assert_eq!(config.tokens_per_step(), 16 * 256);
     assert_eq!(config.lr_scheduler().decay_steps, 900);
     assert_eq!(config.model_source(), ModelSource::Inline(Architecture::Gpt2));
     let model = config.model();
@@ -420,4 +419,21 @@ fn refuses_files_that_are_no_config() {
     assert!(matches!(load(), ConfigError::TooLarge { .. }));
     std::fs::write(&path, SMALLEST).unwrap();
     assert_eq!(Config::load(&path, &[], None).unwrap(), good(SMALLEST, &[]));
+}
+
+#[test]
+fn a_task_of_its_own_has_no_keys_of_language_models() {
+    let parse = |text: &str, overrides: &[String]| {
+        Config::parse_as(Subject::OwnTask, text, Path::new("shapes.toml"), overrides, None)
+    };
+    for key in ["model.architecture=gpt2", "data.folder=corpus", "training.seq_len=8", "generate.prompt=x"] {
+        let error = parse("", &[key.to_owned()]).unwrap_err().to_string();
+        assert!(error.contains("only applies to language models"), "{error}");
+    }
+    let text = parse("model = { init_from = \"weights\" }", &[]).unwrap().to_toml();
+    assert!(
+        text.contains("init_from") && !text.contains("seq_len") && !text.contains("vocab_size"),
+        "{text}"
+    );
+    assert_eq!(parse(&text, &[]).unwrap().to_toml(), text);
 }

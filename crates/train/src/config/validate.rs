@@ -1,6 +1,5 @@
 //! Holds the keys against each other, and resolves those that stand for others.
 
-use super::Config;
 use super::choice::{Architecture, Decay, Determinism, Fp8, OptimizerName, Tokenizer, TrainingDtype};
 use super::compression::check_compression;
 use super::costs::check_costs;
@@ -11,6 +10,7 @@ use super::pipeline::check_pipeline;
 use super::reader::Loose;
 use super::section::Section;
 use super::sections::{FP8_KEYS, LOSS_SCALE_KEYS, Model, Sections, Training};
+use super::{Config, Subject};
 use std::path::{Component, Path};
 use trireme_schedule::collective::{Algorithm, Collective, Hosts, fits, is_canonical};
 
@@ -26,6 +26,7 @@ pub(super) fn model_shape_keys(model: &Model) -> impl Iterator<Item = &'static s
 /// The checked and resolved config, or all mistakes in the order of the text.
 pub(super) fn validate(
     mut loose: Loose,
+    subject: Subject,
     path: &Path,
     world_size: Option<usize>,
 ) -> Result<Config, Vec<Mistake>> {
@@ -33,8 +34,13 @@ pub(super) fn validate(
     name_run(&mut loose.sections, path);
     let mut checks = Checks { path, loose: &loose, mistakes: Vec::new() };
     check_run(&mut checks);
-    check_model(&mut checks);
-    check_data(&mut checks);
+    match subject {
+        Subject::LanguageModel => {
+            check_model(&mut checks);
+            check_data(&mut checks);
+        }
+        Subject::OwnTask => refuse_language_keys(&mut checks),
+    }
     let data_parallel_degree = check_pipeline(&mut checks, world_size);
     check_training(&mut checks, data_parallel_degree);
     check_parallelism(&mut checks, data_parallel_degree);
@@ -54,8 +60,11 @@ pub(super) fn validate(
         return Err(mistakes);
     }
     resolve(&mut loose.sections, data_parallel_degree);
+    if subject == Subject::OwnTask {
+        loose.sections.generate.num_tokens = 0;
+    }
     let group_places = GroupPlaces::of(&loose);
-    Ok(Config { sections: loose.sections, world_size, group_places })
+    Ok(Config { subject, sections: loose.sections, world_size, group_places })
 }
 
 /// Checks between keys that have been read.
@@ -130,6 +139,27 @@ fn check_algorithm(checks: &mut Checks<'_>) {
             )
         },
     );
+}
+
+/// Whether a key has a meaning only for language models.
+pub(super) fn is_of_language(section: &str, key: &str) -> bool {
+    match section {
+        "data" | "generate" => true,
+        "model" => !matches!(key, "init_from" | "allow_non_finite"),
+        "training" => key == "seq_len",
+        _ => false,
+    }
+}
+
+fn refuse_language_keys(checks: &mut Checks<'_>) {
+    let loose = checks.loose;
+    for name in loose.given.keys() {
+        let is_refused = name.split_once('.').is_some_and(|(section, key)| is_of_language(section, key));
+        checks.require(!is_refused, &[name], || {
+            "only applies to language models, but this program has a model and samples of its own; remove this key"
+                .to_owned()
+        });
+    }
 }
 
 fn check_model(checks: &mut Checks<'_>) {

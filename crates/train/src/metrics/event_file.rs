@@ -110,8 +110,12 @@ fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
     put("train/", "loss", record.loss);
     put("train/", "grad_norm", record.grad_norm);
     put("train/", "lr", record.lr);
-    put("train/", "tokens", record.tokens as f64);
-    put("performance/", "tokens_per_second", record.tokens_per_second);
+    put("train/", "samples", record.samples as f64);
+    put("performance/", "samples_per_second", record.samples_per_second);
+    if let (Some(tokens), Some(speed)) = (record.tokens, record.tokens_per_second) {
+        put("train/", "tokens", tokens as f64);
+        put("performance/", "tokens_per_second", speed);
+    }
     put("performance/", "step_seconds", record.step_seconds);
     put("performance/", "comm_seconds_exposed", record.comm_seconds_exposed);
     put("performance/", "comm_bytes", record.comm_bytes as f64);

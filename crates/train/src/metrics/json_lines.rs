@@ -114,6 +114,8 @@ mod tests {
                 skipped_steps: Some(3),
                 compression_bytes_saved: Some(1 << 20),
                 compression_error_norm: Some(0.5),
+                tokens: Some(512),
+                tokens_per_second: Some(64.0),
                 ..record(2)
             })
             .unwrap();
@@ -125,8 +127,8 @@ mod tests {
             "loss",
             "grad_norm",
             "lr",
-            "tokens",
-            "tokens_per_second",
+            "samples",
+            "samples_per_second",
             "step_seconds",
             "comm_seconds_exposed",
             "comm_bytes",
@@ -140,6 +142,8 @@ mod tests {
         assert_eq!(records[1]["validation_loss"], Value::Null);
         assert_eq!(records[1]["seconds_to_first_step"], 0.25);
         let saved = (&records[1]["compression_bytes_saved"], &records[1]["compression_error_norm"]);
+        let tokens = (&records[1]["tokens"], &records[1]["tokens_per_second"]);
+        assert_eq!(tokens, (&512.into(), &64.0.into()));
         assert_eq!(saved, (&1_048_576.into(), &0.5.into()));
         assert_eq!((&records[1]["loss_scale"], &records[1]["skipped_steps"]), (&65_536.into(), &3.into()));
     }

@@ -74,8 +74,8 @@ pub struct MetricsWriter {
 pub enum Written {
     /// It is in its files.
     Now,
-    /// A disk does not take it. It waits in memory, and is written with the next record.
-    Later(MetricsError),
+    /// Some files cannot be written, each for a reason of its own. It waits for them in memory, and is written with the next record.
+    Later(Vec<MetricsError>),
     /// It is in its files, and so are those that waited.
     WithThoseThatWaited,
 }
@@ -103,16 +103,20 @@ impl MetricsWriter {
             self.json_lines.as_mut().map_or(Ok(()), |json_lines| json_lines.write(record)),
             self.event_file.as_mut().map_or(Ok(()), |event_file| event_file.write(record, wall_time())),
         ];
-        let mut written = if self.is_waiting { Written::WithThoseThatWaited } else { Written::Now };
-        self.is_waiting = false;
+        let mut errors = Vec::new();
         for outcome in outcomes {
             match outcome {
                 Ok(()) => {}
-                Err(Unwritten::Waits(error)) => (written, self.is_waiting) = (Written::Later(error), true),
+                Err(Unwritten::Waits(error)) => errors.push(error),
                 Err(Unwritten::Refused(error)) => return Err(error),
             }
         }
-        Ok(written)
+        let has_waited = std::mem::replace(&mut self.is_waiting, !errors.is_empty());
+        Ok(match (errors.is_empty(), has_waited) {
+            (false, _) => Written::Later(errors),
+            (true, true) => Written::WithThoseThatWaited,
+            (true, false) => Written::Now,
+        })
     }
 
     /// Tries for the last time to write what waits, to every file.

@@ -7,16 +7,22 @@ use std::fmt;
 pub struct StepRecord {
     /// The step, counted from 1.
     pub step: u64,
-    /// Mean cross-entropy over the tokens of the step, in nats.
+    /// Mean loss of the step: of a language model the cross-entropy over its tokens, in nats.
     pub loss: f64,
     /// Global norm of the gradients before clipping; NaN where momentum was exchanged in their place.
     pub grad_norm: f64,
     /// Learning rate of the step.
     pub lr: f64,
-    /// Tokens trained on since the beginning of the run.
-    pub tokens: u64,
+    /// Samples trained on since the beginning of the run.
+    pub samples: u64,
+    /// Samples a second of all workers together.
+    pub samples_per_second: f64,
+    /// Tokens trained on since the beginning of the run, where samples are of tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens: Option<u64>,
     /// Tokens a second of all workers together.
-    pub tokens_per_second: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub tokens_per_second: Option<f64>,
     /// Wall time of the step.
     pub step_seconds: f64,
     /// Part of the step in which this worker computed nothing because it waited for others.
@@ -84,6 +90,13 @@ impl MemoryPeakBytes {
     }
 }
 
+impl StepRecord {
+    /// The speed, and its short name: tokens a second (`tps`), or samples a second (`sps`) where there are no tokens.
+    pub fn speed(&self) -> (&'static str, f64) {
+        self.tokens_per_second.map_or(("sps", self.samples_per_second), |speed| ("tps", speed))
+    }
+}
+
 /// A record as a log line: `step: 40  loss: 2.6102  grad_norm: 0.91  tps: 10,842  memory: 0.31GiB`.
 #[derive(Debug, Clone, Copy)]
 pub struct LogLine<'a>(pub &'a StepRecord);
@@ -98,8 +111,9 @@ impl fmt::Display for LogLine<'_> {
         if !record.grad_norm.is_nan() {
             write!(f, "  grad_norm: {:.2}", record.grad_norm)?;
         }
-        write!(f, "  tps: ")?;
-        write_grouped(f, record.tokens_per_second.round() as u64)?;
+        let (name, speed) = record.speed();
+        write!(f, "  {name}: ")?;
+        write_grouped(f, speed.round() as u64)?;
         if let (Some(scale), Some(skipped)) = (record.loss_scale, record.skipped_steps) {
             write!(f, "  loss_scale: {scale}  skipped: {skipped}")?;
         }
@@ -130,7 +144,7 @@ mod tests {
             step: 40,
             loss: 2.610_24,
             grad_norm: 0.912,
-            tokens_per_second: 10_841.7,
+            tokens_per_second: Some(10_841.7),
             memory_peak_bytes: MemoryPeakBytes { total: (1 << 28) + (1 << 26), ..Default::default() },
             ..StepRecord::default()
         };
@@ -140,7 +154,7 @@ mod tests {
         );
         record.mfu = Some(0.3119);
         record.validation_loss = Some(f64::NAN);
-        record.tokens_per_second = 1_002_003.0;
+        record.tokens_per_second = Some(1_002_003.0);
         assert_eq!(
             LogLine(&record).to_string(),
             "step: 40  loss: 2.6102  validation_loss: NaN  grad_norm: 0.91  tps: 1,002,003  mfu: 31.2%  \
@@ -151,7 +165,7 @@ mod tests {
         let scaled = StepRecord { loss_scale: Some(32_768), skipped_steps: Some(2), ..StepRecord::default() };
         assert_eq!(
             LogLine(&scaled).to_string(),
-            "step: 0  loss: 0.0000  grad_norm: 0.00  tps: 0  loss_scale: 32768  skipped: 2  memory: 0.00GiB"
+            "step: 0  loss: 0.0000  grad_norm: 0.00  sps: 0  loss_scale: 32768  skipped: 2  memory: 0.00GiB"
         );
     }
 }

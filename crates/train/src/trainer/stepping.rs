@@ -45,10 +45,11 @@ impl Trainer<'_> {
         outcome: StepOutcome,
         (step_seconds, comm_bytes): (f64, u64),
     ) -> StepRecord {
-        let tokens = self.config.tokens_per_step();
+        let samples = self.config.training().global_batch_size as u64;
+        let tokens = self.train.tokens_per_sample().map(|tokens| samples * tokens);
         self.state.step = plan.step;
-        self.state.next_sample += self.config.training().global_batch_size as u64;
-        self.state.tokens += tokens;
+        self.state.next_sample += samples;
+        self.state.tokens += tokens.unwrap_or_default();
         self.state.loss_scaler = self.executor.loss_scaler().state();
         self.notice_skipped(&outcome);
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
@@ -58,8 +59,10 @@ impl Trainer<'_> {
             loss: outcome.loss,
             grad_norm: outcome.grad_norm.unwrap_or(f64::NAN),
             lr: plan.lr,
-            tokens: self.state.tokens,
-            tokens_per_second: tokens as f64 / step_seconds,
+            samples: self.state.next_sample,
+            samples_per_second: samples as f64 / step_seconds,
+            tokens: tokens.map(|_| self.state.tokens),
+            tokens_per_second: tokens.map(|tokens| tokens as f64 / step_seconds),
             step_seconds,
             comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
             comm_bytes,
@@ -94,7 +97,12 @@ impl Trainer<'_> {
         for index in 0..self.executor.program().outline.num_microbatches {
             let microbatch = self.executor.global_microbatch(index);
             let first = self.state.next_sample + (microbatch * local_batch_size) as u64;
-            self.batches.push(read_batch(&mut self.train, self.executor.device(), &self.batch_specs, first)?);
+            self.batches.push(read_batch(
+                &mut *self.train,
+                self.executor.device(),
+                &self.batch_specs,
+                first,
+            )?);
         }
         Ok(())
     }

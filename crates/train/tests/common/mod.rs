@@ -1,10 +1,13 @@
 //! A small job in a temporary folder.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 use trireme_comm::Group;
 use trireme_train::config::Config;
-use trireme_train::{Observer, TrainError, Trainer, TrainerOptions, corpus_folder, ensure_corpus};
+use trireme_train::{
+    LanguageTask, Observer, TrainError, Trainer, TrainerOptions, corpus_folder, ensure_corpus,
+};
 
 /// The config of a job of `steps` steps over eight microbatches each; `more` is added to its keys.
 ///
@@ -38,11 +41,20 @@ pub(crate) fn job(folder: &Path, run: &str, world_size: usize, steps: u64, more:
 
 /// A trainer for one rank.
 pub(crate) fn trainer<'a>(config: &'a Config, group: Group, observer: &'a mut dyn Observer) -> Trainer<'a> {
+    open(config, group, observer).unwrap()
+}
+
+/// As [`trainer`], which may be refused.
+pub(crate) fn open<'a>(
+    config: &'a Config,
+    group: Group,
+    observer: &'a mut dyn Observer,
+) -> Result<Trainer<'a>, TrainError> {
     let options = TrainerOptions {
         num_threads: config.training().threads,
         started: Instant::now(),
         memory_plan: None,
         features_max: None,
     };
-    Trainer::new(config, group, options, observer).unwrap()
+    Trainer::new(config, Arc::new(LanguageTask::open(config)?), group, options, observer)
 }

@@ -30,7 +30,7 @@ use trireme_train::FP8_NOTICE;
 /// 0.95, eps 1e-8, weight decay 0.1), without clipping. The workers take consecutive sequences of the file in turn.
 #[derive(Debug, clap::Args)]
 pub(crate) struct StepArgs {
-    /// Folder with the config.json of a gpt2 or llama model.
+    /// Folder with the config.json of a model.
     #[arg(long, value_name = "DIR")]
     model: PathBuf,
     /// Data type of activations and matrix multiplications: f32, bf16 or f16.

@@ -38,7 +38,10 @@ pub(crate) struct RunArgs {
 struct Record {
     step: u64,
     loss: Option<f64>,
-    tokens: u64,
+    /// Records of earlier versions have only tokens.
+    samples: Option<u64>,
+    samples_per_second: Option<f64>,
+    tokens: Option<u64>,
     tokens_per_second: Option<f64>,
     validation_loss: Option<f64>,
     memory_peak_bytes: MemoryPeak,
@@ -61,7 +64,12 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
     let mut out = Output;
     let number =
         |value: Option<f64>| value.map_or_else(|| "not finite".to_owned(), |value| format!("{value:.4}"));
-    writeln!(out, "steps: {}, tokens: {}", last.step, last.tokens)?;
+    let (unit, amount) = match (last.tokens, last.samples) {
+        (Some(tokens), _) => ("tokens", Some(tokens)),
+        (None, samples) => ("samples", samples),
+    };
+    let amount = amount.map(|amount| format!(", {unit}: {amount}"));
+    writeln!(out, "steps: {}{}", last.step, amount.unwrap_or_default())?;
     writeln!(
         out,
         "loss: {} at step {}, {} at step {}",
@@ -76,9 +84,10 @@ pub(super) fn run(args: &RunArgs) -> Result<()> {
     if let Some(baseline) = baseline {
         writeln!(out, "bigram baseline: {baseline:.4}")?;
     }
-    let speeds: Vec<f64> = records.iter().filter_map(|record| record.tokens_per_second).collect();
+    let speed = |record: &Record| record.tokens_per_second.or(record.samples_per_second);
+    let speeds: Vec<f64> = records.iter().filter_map(speed).collect();
     if !speeds.is_empty() {
-        writeln!(out, "median speed: {:.0} tokens/s", median(speeds))?;
+        writeln!(out, "median speed: {:.0} {unit}/s", median(speeds))?;
     }
     if let Some(total) = last.memory_peak_bytes.total {
         writeln!(out, "peak memory of rank 0: {}", Bytes(total))?;

@@ -10,21 +10,25 @@ use crate::launch::{
     work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Job, Limit, Plan, Source, Workers, changes, open_classes};
+use crate::planning::{Blueprint, Job, Limit, Plan, Source, Workers, changes, open_classes};
 use crate::simd::{Proof, Simd};
 use anyhow::{Result, anyhow, bail};
 use outcome::{memory_table, sample_text, verdict, whereabouts};
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 use trireme_base::Rank;
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, ModelSource, list_checkpoints};
 use trireme_comm::{Group, GroupOptions, JoinOptions, TlsOptions, TransportChoice, single};
 use trireme_data::{Corpus, Sampler};
 use trireme_tensor::{CpuFeatures, OverBudget};
-use trireme_train::config::{ActivationCheckpointMode, Comm, Config, Determinism, Resume, Transport};
+use trireme_train::config::{
+    ActivationCheckpointMode, Comm, Config, Determinism, Resume, Subject, Transport,
+};
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, Observer, RunCorpus, RunLock, StepChoices, TrainError, Trainer,
-    TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads, model_config,
+    CorpusState, Dataset, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, StepChoices,
+    Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads,
+    model_config,
 };
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -61,7 +65,7 @@ pub(crate) struct TrainArgs {
 }
 
 /// This process, as `trireme train` was called in it.
-#[derive(Debug, Clone, Copy)]
+#[derive(Clone, Copy)]
 struct Process<'a> {
     source: Source<'a>,
     /// Number of workers on this host.
@@ -72,6 +76,8 @@ struct Process<'a> {
     started: Instant,
     /// The SIMD level of its kernels.
     features: CpuFeatures,
+    /// What the program trains if it is no language model.
+    own: Option<&'a Arc<dyn Task>>,
 }
 
 impl<'a> Process<'a> {
@@ -80,14 +86,15 @@ impl<'a> Process<'a> {
     }
 }
 
-/// Runs `trireme train`.
-pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
+/// Runs `trireme train`, or trains a task of the program's own.
+pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>>) -> Result<()> {
     let environment = WorkerEnvironment::of_this_process()?;
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     let world_size = environment.as_ref().map(|environment| environment.world_size);
-    let source = Source { path: &args.config, overrides: &overrides, world_size };
-    let config = Config::load(source.path, source.overrides, source.world_size)?;
+    let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
+    let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
+    let config = source.load(&[])?;
     let simd = Simd::choose(Proof::Cached)?;
     let process = Process {
         source,
@@ -97,6 +104,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
         limit: &MemoryLimit::of_this_process(),
         started,
         features: simd.level,
+        own,
     };
     match environment {
         Some(environment) => {
@@ -108,7 +116,7 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
         None => {
             simd.warn();
             let workers = Workers::local(&config, process.limit, process.features);
-            let version = prepare_run(&config, source, workers)?;
+            let version = prepare_run(&config, process, workers)?;
             let config = with_corpus(config, version);
             match config.world_size() {
                 1 => train(&config, single(), process),
@@ -119,9 +127,15 @@ pub(crate) fn run(args: &TrainArgs, started: Instant) -> Result<()> {
 }
 
 /// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
-/// a file of the run is written or a worker is started; the version of the corpus.
-fn prepare_run(config: &Config, source: Source<'_>, workers: Workers) -> Result<u64> {
+/// a file of the run is written or a worker is started; the version of the corpus, 0 without one.
+fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Result<u64> {
     let _lock = RunLock::of_run(config)?;
+    let source = process.source;
+    if let Some(task) = process.own {
+        let samples = task.train_data()?;
+        check_plan(Job { config, source, blueprint: task_blueprint(task, &*samples), workers })?;
+        return Ok(0);
+    }
     let display = Display::new();
     let corpus = ensure_corpus(config, &display, |corpus| check(config, corpus, source, workers));
     display.clear();
@@ -144,6 +158,9 @@ fn prepare_run(config: &Config, source: Source<'_>, workers: Workers) -> Result<
 }
 
 fn with_corpus(config: Config, version: u64) -> Config {
+    if version == 0 {
+        return config;
+    }
     let folder = corpus_folder(&config.data().folder, version);
     config.with_data_folder(folder)
 }
@@ -151,7 +168,7 @@ fn with_corpus(config: Config, version: u64) -> Config {
 /// Refuses a model, a plan or settings that do not fit the corpus.
 fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers) -> Result<()> {
     let vocabulary_size = corpus.train.vocabulary_size();
-    model_config(config, vocabulary_size)?;
+    let (model, _) = model_config(config, vocabulary_size)?;
     let training = config.training();
     Sampler::shuffled(corpus.train.num_tokens(), training.seq_len, training.seed)
         .map_err(TrainError::from)?;
@@ -163,12 +180,20 @@ fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers)
     if let Some(folder) = &config.model().init_from {
         ModelSource::open(folder).map_err(TrainError::from)?;
     }
-    // Under a launcher of ours, the launcher has planned.
-    if error_log().is_none() {
-        let job = Job { config, source, vocabulary_size, workers };
-        Plan::largest(job)?.check(job)?;
+    let blueprint = Blueprint::Language { model: &model, seq_len: training.seq_len };
+    check_plan(Job { config, source, blueprint, workers })
+}
+
+/// Refuses what does not fit the machine. Under a launcher of ours, the launcher has planned.
+fn check_plan(job: Job<'_>) -> Result<()> {
+    match error_log() {
+        None => Plan::largest(job)?.check(job),
+        Some(_) => Ok(()),
     }
-    Ok(())
+}
+
+fn task_blueprint<'a>(task: &'a Arc<dyn Task>, samples: &'a dyn Dataset) -> Blueprint<'a> {
+    Blueprint::Task { task: &**task, samples }
 }
 
 fn log_folder(config: &Config) -> PathBuf {
@@ -241,7 +266,7 @@ fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -
 fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {
     agree_on_config(&config, Some(process.features), &group)?;
     let own = match group.rank() {
-        Rank::ROOT => prepare_run(&config, process.source, process.workers(&config, &group))?,
+        Rank::ROOT => prepare_run(&config, process, process.workers(&config, &group))?,
         _ => 0,
     };
     let versions = group.all_gather_bytes(&own.to_le_bytes()).wait()?;
@@ -264,10 +289,17 @@ fn tls_options(comm: &Comm) -> Option<TlsOptions> {
 fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let is_root = group.rank() == Rank::ROOT;
     let mut console = Console::new(is_root, config.metrics().log_interval, &log_folder(config))?;
-    let vocabulary_size =
-        Corpus::open(&config.data().folder).map_err(TrainError::from)?.train.vocabulary_size();
+    let (task, language) = match process.own {
+        Some(own) => (Arc::clone(own), None),
+        None => {
+            let language = Arc::new(LanguageTask::open(config)?);
+            (Arc::clone(&language) as Arc<dyn Task>, Some(language))
+        }
+    };
+    let samples = task.train_data()?;
     let Process { source, started, features, .. } = process;
-    let job = Job { config, source, vocabulary_size, workers: process.workers(config, &group) };
+    let blueprint = task_blueprint(&task, &*samples);
+    let job = Job { config, source, blueprint, workers: process.workers(config, &group) };
     let plan = common_plan(job, &group)?;
     plan.reasons.iter().for_each(|reason| console.notice(reason));
     let memory_plan = Some(plan.memory_plan());
@@ -280,7 +312,8 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         }
         None => error.into(),
     };
-    let mut trainer = Trainer::new(config, group, options, &mut console).map_err(over_budget)?;
+    let mut trainer =
+        Trainer::new(config, Arc::clone(&task), group, options, &mut console).map_err(over_budget)?;
     let summary = trainer.run().map_err(over_budget)?;
     // What was predicted before units moved was of other stages.
     let plan = match trainer.moved_after() {
@@ -306,8 +339,9 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     // The others must not outrun rank 0's last words: their exit would look like a loss.
     trainer.executor().group().barrier().wait()?;
     if is_root {
-        let verdict = verdict(&trainer, &summary)?;
-        let text = weights.map(|weights| sample_text(config, &trainer, &weights?));
+        let verdict = verdict(language.as_deref(), &summary)?;
+        let text = language.zip(weights);
+        let text = text.map(|(language, weights)| sample_text(config, &language, &trainer, &weights?));
         drop(trainer);
         console.finish();
         memory.iter().chain(&verdict).for_each(|text| console.line(text));

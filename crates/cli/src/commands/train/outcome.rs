@@ -7,8 +7,8 @@ use trireme_data::bigram_baseline;
 use trireme_model::Sampling;
 use trireme_planner::{CategoryBytes, table};
 use trireme_tensor::Parameters;
-use trireme_train::config::Config;
-use trireme_train::{RunSummary, SampleSettings, TrainError, Trainer, sample};
+use trireme_train::config::{Config, Subject};
+use trireme_train::{LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, sample};
 
 /// The memory that the run has taken of each worker, next to what was predicted. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
@@ -57,10 +57,12 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
     Ok(text)
 }
 
-/// The validation loss, next to that of the bigram baseline.
-pub(super) fn verdict(trainer: &Trainer<'_>, summary: &RunSummary) -> Result<Option<String>> {
-    let (train, validation) = trainer.tokens();
-    let (Some(loss), Some(validation)) = (summary.validation_loss, validation) else { return Ok(None) };
+/// The validation loss; of a language model next to that of the bigram baseline.
+pub(super) fn verdict(language: Option<&LanguageTask>, summary: &RunSummary) -> Result<Option<String>> {
+    let Some(loss) = summary.validation_loss else { return Ok(None) };
+    let Some((train, Some(validation))) = language.map(LanguageTask::tokens) else {
+        return Ok(Some(format!("validation loss {loss:.4}")));
+    };
     let baseline = bigram_baseline(train, validation).map_err(TrainError::from)?;
     let verdict = if loss < baseline { "below" } else { "not below" };
     Ok(Some(format!(
@@ -75,21 +77,28 @@ pub(super) fn whereabouts(config: &Config, summary: &RunSummary) -> Vec<String> 
     let mut lines =
         vec![format!("run folder: {folder} (metrics.jsonl, config.toml, logs, TensorBoard events)")];
     lines.extend(summary.checkpoint.as_ref().map(|path| format!("last checkpoint: {}", path.display())));
-    let prompt = match config.generate().prompt.as_str() {
-        blank if blank.trim().is_empty() => String::new(),
-        prompt => format!(" --prompt {prompt:?}"),
-    };
-    lines.extend([
-        "next steps:".to_owned(),
-        format!("  trireme generate {folder}{prompt}"),
-        format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
-        format!("  tensorboard --logdir {}", config.run().folder.display()),
-    ]);
+    lines.push("next steps:".to_owned());
+    if config.subject() == Subject::LanguageModel {
+        let prompt = match config.generate().prompt.as_str() {
+            blank if blank.trim().is_empty() => String::new(),
+            prompt => format!(" --prompt {prompt:?}"),
+        };
+        lines.extend([
+            format!("  trireme generate {folder}{prompt}"),
+            format!("  trireme checkpoint export {folder} exported   # a Hugging Face model directory"),
+        ]);
+    }
+    lines.push(format!("  tensorboard --logdir {}", config.run().folder.display()));
     lines
 }
 
 /// The text that `[generate]` asks for.
-pub(super) fn sample_text(config: &Config, trainer: &Trainer<'_>, weights: &Parameters) -> Result<String> {
+pub(super) fn sample_text(
+    config: &Config,
+    language: &LanguageTask,
+    trainer: &Trainer<'_>,
+    weights: &Parameters,
+) -> Result<String> {
     let generate = config.generate();
     let settings = SampleSettings {
         prompt: generate.prompt.clone(),
@@ -107,6 +116,7 @@ pub(super) fn sample_text(config: &Config, trainer: &Trainer<'_>, weights: &Para
     let take = |piece: &str| text.push_str(piece);
     // Beside the training state, which is still there.
     let host = executor.device().host()?;
-    sample((executor.model(), trainer.model_config()), weights, &host, trainer.tokenizer(), &settings, take)?;
+    let model = (executor.model(), language.model_config());
+    sample(model, weights, &host, language.tokenizer(), &settings, take)?;
     Ok(text)
 }

@@ -1,9 +1,9 @@
 //! What workers of one host may take together, and what is done about it.
 
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Job, Limit, Plan, Source, Workers, advice};
+use crate::planning::{Blueprint, Job, Limit, Plan, Source, Workers, advice};
 use tempfile::TempDir;
-use trireme_train::config::Config;
+use trireme_train::config::Subject;
 
 const CONFIG: &str = "\
 [model]
@@ -40,10 +40,17 @@ impl Scene {
     fn plan(&self, bytes: u64) -> (Plan, Option<String>) {
         let limit = MemoryLimit { bytes, file: Some("/sys/fs/cgroup/memory.max".into()) };
         let path = self.folder.path().join("test.toml");
-        let source = Source { path: &path, overrides: &self.overrides, world_size: None };
-        let config = Config::load(source.path, source.overrides, None).unwrap();
+        let source = Source {
+            path: &path,
+            overrides: &self.overrides,
+            world_size: None,
+            subject: Subject::LanguageModel,
+        };
+        let config = source.load(&[]).unwrap();
         let workers = Workers::local(&config, &limit, trireme_tensor::CpuFeatures::detect());
-        let job = Job { config: &config, source, vocabulary_size: VOCABULARY_SIZE, workers };
+        let (model, _) = trireme_train::model_config(&config, VOCABULARY_SIZE).unwrap();
+        let blueprint = Blueprint::Language { model: &model, seq_len: config.training().seq_len };
+        let job = Job { config: &config, source, blueprint, workers };
         let plan = Plan::largest(job).unwrap();
         let refusal = plan.passed().map(|limit| {
             assert_eq!(limit, Limit::Host);

@@ -1,7 +1,8 @@
+use crate::declaration::{Initial, Parameter};
 use crate::device::{Device, DeviceError, Transpose};
 use crate::fp8::{Fp8Layer, Operand};
 use crate::kernels::{Activation, MatmulEpilogue};
-use crate::parameter_table::ParameterSpan;
+use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, write_grad};
@@ -48,6 +49,22 @@ pub struct Linear {
 }
 
 impl Linear {
+    /// A layer with a bias: declares `{name}.weight`, `[inputs, outputs]`, and `{name}.bias`, which begins at 0.
+    pub fn new(
+        table: &mut ParameterTable,
+        name: &str,
+        [inputs, outputs]: [usize; 2],
+        weight: Initial,
+        activation: InputActivation,
+    ) -> Self {
+        Linear {
+            weight: table.add(Parameter::matrix(format!("{name}.weight"), &[inputs, outputs], weight)),
+            layout: WeightLayout::InputsFirst,
+            bias: Some(table.add(Parameter::vector(format!("{name}.bias"), outputs, Initial::ZEROS))),
+            activation,
+        }
+    }
+
     /// Number of outputs.
     pub fn outputs(&self) -> usize {
         match self.layout {

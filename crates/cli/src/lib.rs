@@ -1,0 +1,131 @@
+//! Distributed deep-learning training: the `trireme` command, and the library for programs that train a model of their own.
+//!
+//! A program says what it trains as a [`Task`], and hands it to [`run`]. It has the command line of `trireme` then: with
+//! `train CONFIG` it starts its workers, shards and overlaps as the config says, writes checkpoints and resumes from them, and
+//! says why if it hangs.
+//!
+//! - A [`Model`](model::Model) is a chain of [units](model::Unit), which apply [operations](tape) to named tensors.
+//! - A [`Dataset`] writes the sample of any index into the tensors of a batch.
+//! - An [`Operation`](tape::Operation) of your own is a type that implements forward and backward.
+//!
+//! `examples/residual_network` has all three.
+
+mod bounded;
+mod commands;
+mod console;
+mod hang;
+mod launch;
+mod memory_limit;
+mod planning;
+mod simd;
+mod started;
+mod statistics;
+
+pub use trireme_base as base;
+pub use trireme_model as model;
+pub use trireme_tensor as tensor;
+pub use trireme_tensor::tape;
+pub use trireme_train as train;
+pub use trireme_train::{Dataset, Sample, Task};
+
+use clap::{Parser, Subcommand};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+const EXAMPLES: &str = r#"A first run needs nothing but a config:
+
+    trireme train configs/quickstart.toml
+
+To train on a text of your own:
+
+    trireme prepare book.txt --out corpus
+    trireme train configs/quickstart.toml --set run.name=book \
+        --set 'data.inputs=[]' --set data.folder=corpus
+    trireme generate runs/book --prompt "Once"
+"#;
+
+/// Distributed deep-learning training: one binary, one config file.
+#[derive(Debug, Parser)]
+#[command(version, after_help = EXAMPLES)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Train(commands::train::TrainArgs),
+    Prepare(commands::prepare::PrepareArgs),
+    Generate(commands::generate::GenerateArgs),
+    Checkpoint(commands::checkpoint::CheckpointArgs),
+    Config(commands::config::ConfigArgs),
+    Plan(commands::plan::PlanArgs),
+    Report(commands::report::ReportArgs),
+    Doctor(commands::doctor::DoctorArgs),
+    Bench(commands::bench::BenchArgs),
+    FlightRecorder(commands::flight_recorder::FlightRecorderArgs),
+    #[command(hide = true)]
+    ProveKernels(commands::prove_kernels::ProveKernelsArgs),
+}
+
+/// The commands of a program with a task of its own.
+#[derive(Debug, Parser)]
+#[command(version, about = "Train this program's model", long_about = None)]
+struct TaskArguments {
+    #[command(subcommand)]
+    command: TaskCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum TaskCommand {
+    /// Train the model.
+    ///
+    /// Starts the workers of this host itself, unless another launcher has set RANK and WORLD_SIZE (torchrun),
+    /// SLURM_PROCID or OMPI_COMM_WORLD_RANK. Run the command again to resume from the newest checkpoint.
+    #[command(after_help = "")]
+    Train(commands::train::TrainArgs),
+    Plan(commands::plan::PlanArgs),
+    Report(commands::report::ReportArgs),
+    #[command(hide = true)]
+    ProveKernels(commands::prove_kernels::ProveKernelsArgs),
+}
+
+/// Runs the `trireme` command with the arguments of this process.
+pub fn run_command() -> ExitCode {
+    within_process(|started| match Arguments::parse().command {
+        Command::Train(args) => commands::train::run(&args, started, None),
+        Command::Prepare(args) => commands::prepare::run(&args),
+        Command::Generate(args) => commands::generate::run(&args),
+        Command::Checkpoint(args) => commands::checkpoint::run(&args),
+        Command::Config(args) => commands::config::run(&args),
+        Command::Plan(args) => commands::plan::run(&args, None),
+        Command::Report(args) => commands::report::run(&args),
+        Command::Doctor(args) => commands::doctor::run(&args),
+        Command::Bench(args) => commands::bench::run(&args, started),
+        Command::FlightRecorder(args) => commands::flight_recorder::run(&args),
+        Command::ProveKernels(args) => commands::prove_kernels::run(&args),
+    })
+}
+
+/// Runs a program that trains `task`, with the arguments of this process: `train CONFIG`, `plan CONFIG` or `report`.
+///
+/// The config is that of `trireme`, without `[model]`, `[data]` and `[generate]`. Call this first in `main`: it starts the
+/// program again for each further worker. Errors are printed; the exit code is that of `trireme`.
+pub fn run(task: impl Task + 'static) -> ExitCode {
+    let task: Arc<dyn Task> = Arc::new(task);
+    within_process(|started| match TaskArguments::parse().command {
+        TaskCommand::Train(args) => commands::train::run(&args, started, Some(&task)),
+        TaskCommand::Plan(args) => commands::plan::run(&args, Some(&*task)),
+        TaskCommand::Report(args) => commands::report::run(&args),
+        TaskCommand::ProveKernels(args) => commands::prove_kernels::run(&args),
+    })
+}
+
+fn within_process(run: impl FnOnce(Instant) -> anyhow::Result<()>) -> ExitCode {
+    let started = started::command_started();
+    match launch::die_with_parent().map_err(Into::into).and_then(|()| run(started)) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => ExitCode::from(console::report_error(&error)),
+    }
+}

@@ -1,0 +1,69 @@
+//! What a run trains.
+
+use crate::dataset::Dataset;
+use crate::error::TrainError;
+use std::borrow::Cow;
+use trireme_checkpoint::Checkpoint;
+use trireme_model::{Model, ModelError};
+use trireme_tensor::Device;
+
+/// What a run trains: a model, and the samples that it learns from. The config says everything else.
+///
+/// Every rank makes a task of its own, and all of them must be alike: the same seed gives the same samples and initial weights
+/// whatever the layout.
+pub trait Task: Send + Sync {
+    /// What the run shows of the model, such as `residual network of 4 blocks`.
+    fn description(&self) -> String;
+
+    /// Builds the model on `device`, which may be one that only counts memory. The parameters have no values yet.
+    ///
+    /// # Errors
+    /// If the model cannot be built, or there is no memory for its constants.
+    fn build(&self, device: &Device) -> Result<Model, ModelError>;
+
+    /// Opens the samples to train on.
+    ///
+    /// # Errors
+    /// If they cannot be read: [`TrainError::Samples`] with the reason.
+    fn train_data(&self) -> Result<Box<dyn Dataset>, TrainError>;
+
+    /// Opens the samples to validate on, if there are any.
+    ///
+    /// # Errors
+    /// If they cannot be read.
+    fn validation_data(&self) -> Result<Option<Box<dyn Dataset>>, TrainError> {
+        Ok(None)
+    }
+
+    /// What the user should know before the run.
+    fn notices(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    /// Names and values that all ranks must have alike, beside the config and the number of samples.
+    fn facts(&self) -> Vec<(String, String)> {
+        Vec::new()
+    }
+
+    /// Files that go into every checkpoint beside the weights.
+    fn files(&self) -> Vec<TaskFile<'_>> {
+        Vec::new()
+    }
+
+    /// Refuses to resume from a checkpoint of another model. That parameters have the same names and shapes is checked anyway.
+    ///
+    /// # Errors
+    /// If the checkpoint's model differs.
+    fn check(&self, _checkpoint: &Checkpoint) -> Result<(), TrainError> {
+        Ok(())
+    }
+}
+
+/// A file that goes into every checkpoint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TaskFile<'a> {
+    /// Its name in the folder of the checkpoint.
+    pub name: &'static str,
+    /// Its bytes.
+    pub contents: Cow<'a, [u8]>,
+}

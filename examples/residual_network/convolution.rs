@@ -1,0 +1,128 @@
+//! A convolution, which Trireme does not have.
+
+use std::sync::Arc;
+use trireme::base::DType;
+use trireme::tape::{BackwardContext, ForwardContext, Operation, ReadBy, write_grad};
+use trireme::tensor::{DeviceError, GradSink, Initial, Parameter, ParameterSpan, ParameterTable};
+
+/// Offsets of a 3 x 3 kernel.
+const OFFSETS: usize = 9;
+
+/// A 3 x 3 convolution with stride 1 and zeros around the image: of `[batch, size * size, inputs]` as `[batch, size * size,
+/// outputs]`, computed in f32.
+#[derive(Debug)]
+pub(crate) struct Convolution {
+    /// `[9 * inputs, outputs]`.
+    weight: ParameterSpan,
+    /// Pixels of a side of the image.
+    size: usize,
+}
+
+impl Convolution {
+    /// Declares the weight, whose products have the variance of their inputs (He et al., "Delving deep into rectifiers", 2015,
+    /// section 2.2).
+    pub(crate) fn new(
+        table: &mut ParameterTable,
+        name: &str,
+        size: usize,
+        (inputs, outputs): (usize, usize),
+    ) -> Arc<Self> {
+        let fan_in = OFFSETS * inputs;
+        let initial = Initial::Normal { standard_deviation: (2.0 / fan_in as f32).sqrt() };
+        let weight = table.add(Parameter::matrix(format!("{name}.weight"), &[fan_in, outputs], initial));
+        Arc::new(Convolution { weight, size })
+    }
+
+    /// The pixel at an offset from another one, unless it lies outside of its image. Pixels of a batch are numbered on.
+    fn neighbour(&self, pixel: usize, offset: usize) -> Option<usize> {
+        let (row, col) = (pixel / self.size % self.size + offset / 3, pixel % self.size + offset % 3);
+        let is_inside = (1..=self.size).contains(&row) && (1..=self.size).contains(&col);
+        is_inside.then(|| pixel + offset / 3 * self.size + offset % 3 - self.size - 1)
+    }
+}
+
+/// Adds `factor * row` to `sum`.
+fn add_scaled(sum: &mut [f32], factor: f32, row: &[f32]) {
+    sum.iter_mut().zip(row).for_each(|(sum, value)| *sum += factor * value);
+}
+
+impl Operation for Convolution {
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let (shape, outputs) = (cx.input(0).shape(), self.weight.shape.cols());
+        let mut y = cx.empty(shape.with_dim(2, outputs), DType::F32)?;
+        let (x, inputs) = (cx.in_f32(cx.input(0))?, shape.cols());
+        let weight = cx.in_f32(cx.parameter(&self.weight))?;
+        let (x_rows, weights) = (x.view().f32s(), weight.view().f32s());
+        cx.device().for_each_row(y.view_mut(), 2 * OFFSETS * inputs, |pixel, y| {
+            y.fill(0.0);
+            for offset in 0..OFFSETS {
+                let Some(near) = self.neighbour(pixel, offset) else { continue };
+                for input in 0..inputs {
+                    let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
+                    add_scaled(y, x_rows[near * inputs + input], weights);
+                }
+            }
+        });
+        drop((x, weight));
+        cx.output(y);
+        Ok(())
+    }
+
+    fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        if !cx.requires_grad(0) {
+            return Ok(());
+        }
+        let (shape, outputs) = (cx.input_shape(0), self.weight.shape.cols());
+        let mut dx = cx.empty(shape, DType::F32)?;
+        let (inputs, dy) = (shape.cols(), cx.grad().f32s());
+        let weight = cx.in_f32(cx.parameter(&self.weight))?;
+        let weights = weight.view().f32s();
+        cx.device().for_each_row(dx.view_mut(), 2 * OFFSETS * outputs, |pixel, dx| {
+            dx.fill(0.0);
+            for offset in 0..OFFSETS {
+                // The pixel that has this one at the offset.
+                let Some(near) = self.neighbour(pixel, OFFSETS - 1 - offset) else { continue };
+                let dy = &dy[near * outputs..][..outputs];
+                for (input, dx) in dx.iter_mut().enumerate() {
+                    let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
+                    *dx += weights.iter().zip(dy).map(|(weight, dy)| weight * dy).sum::<f32>();
+                }
+            }
+        });
+        drop(weight);
+        cx.add_grad(0, dx)
+    }
+
+    fn backward_weight(
+        &self,
+        cx: &mut BackwardContext<'_>,
+        sink: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let (shape, outputs) = (cx.input_shape(0), self.weight.shape.cols());
+        let (inputs, num_pixels, dy) = (shape.cols(), shape.rows(), cx.grad().f32s());
+        let x = cx.in_f32(cx.input(0))?;
+        let x_rows = x.view().f32s();
+        write_grad(sink, &self.weight, |out, accumulate| {
+            cx.device().for_each_row(out, 2 * num_pixels, |row, out| {
+                let (offset, input) = (row / inputs, row % inputs);
+                if !accumulate {
+                    out.fill(0.0);
+                }
+                for pixel in 0..num_pixels {
+                    let Some(near) = self.neighbour(pixel, offset) else { continue };
+                    add_scaled(out, x_rows[near * inputs + input], &dy[pixel * outputs..][..outputs]);
+                }
+            });
+            Ok(())
+        })
+    }
+
+    fn has_parameters(&self) -> bool {
+        true
+    }
+
+    /// The gradient of the input is made of the weight and the gradient of the output.
+    fn reads_input(&self, _: usize) -> ReadBy {
+        ReadBy::WEIGHT_HALF
+    }
+}

@@ -1,0 +1,83 @@
+//! A residual network (He et al., "Deep residual learning for image recognition", 2016) that learns what small images show.
+//!
+//! `cargo run --release --example residual_network -- train examples/residual_network/shapes.toml --workers 2`
+
+mod convolution;
+mod images;
+#[cfg(test)]
+mod tests;
+
+use convolution::Convolution;
+use images::{CLASSES, Images, SIZE};
+use std::process::ExitCode;
+use std::sync::Arc;
+use trireme::model::{Model, ModelError, Pass, Unit};
+use trireme::tape::{Add, Convert, CrossEntropy, InputActivation, Linear, Mean, Relu};
+use trireme::tensor::{Device, Initial, ParameterTable};
+use trireme::train::TrainError;
+use trireme::{Dataset, Task};
+
+const CHANNELS: usize = 8;
+const NUM_BLOCKS: usize = 4;
+
+struct Shapes;
+
+impl Task for Shapes {
+    fn description(&self) -> String {
+        format!("residual network of {NUM_BLOCKS} blocks and {CHANNELS} channels")
+    }
+
+    fn build(&self, _: &Device) -> Result<Model, ModelError> {
+        let mut table = ParameterTable::default();
+        let mut units: Vec<Arc<dyn Unit>> = Vec::new();
+        table.begin_unit("stem");
+        let convolution = Convolution::new(&mut table, "stem", SIZE, (1, CHANNELS));
+        units.push(Arc::new(move |pass: &mut Pass<'_>| {
+            let image = pass.batch("image");
+            let x = pass.apply(&convolution, [image])?;
+            pass.output("x", x);
+            Ok(())
+        }));
+        for block in 0..NUM_BLOCKS {
+            table.begin_unit(format!("block.{block}"));
+            let [first, second] = ["first", "second"].map(|name| {
+                Convolution::new(&mut table, &format!("block.{block}.{name}"), SIZE, (CHANNELS, CHANNELS))
+            });
+            units.push(Arc::new(move |pass: &mut Pass<'_>| {
+                let x = pass.input("x");
+                let hidden = pass.apply(&first, [&x])?;
+                let hidden = pass.apply(&Relu, [hidden])?;
+                let hidden = pass.apply(&second, [hidden])?;
+                let sum = pass.apply(&Add, (x, hidden))?;
+                let x = pass.apply(&Relu, [sum])?;
+                pass.output("x", x);
+                Ok(())
+            }));
+        }
+        table.begin_unit("head");
+        let initial = Initial::Normal { standard_deviation: 0.1 };
+        let sizes = [CHANNELS, CLASSES];
+        let linear = Linear::new(&mut table, "head", sizes, initial, InputActivation::Identity);
+        let linear = Arc::new(linear);
+        units.push(Arc::new(move |pass: &mut Pass<'_>| {
+            let (x, label) = (pass.input("x"), pass.batch("label"));
+            let pooled = pass.apply(&Mean { dim: 1 }, [x])?;
+            let pooled = pass.apply(&Convert, [pooled])?;
+            let logits = pass.apply(&linear, [pooled])?;
+            pass.apply_loss(&CrossEntropy, (logits, label), 1.0)
+        }));
+        Ok(Model::new(units, table))
+    }
+
+    fn train_data(&self) -> Result<Box<dyn Dataset>, TrainError> {
+        Ok(Box::new(Images { num_samples: 1 << 16, name: "train" }))
+    }
+
+    fn validation_data(&self) -> Result<Option<Box<dyn Dataset>>, TrainError> {
+        Ok(Some(Box::new(Images { num_samples: 256, name: "validation" })))
+    }
+}
+
+fn main() -> ExitCode {
+    trireme::run(Shapes)
+}

@@ -1,0 +1,97 @@
+//! The convolution against f64, and the same bits under every layout.
+
+use crate::Shapes;
+use crate::convolution::Convolution;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Instant;
+use trireme::tensor::{ParameterTable, Precision};
+use trireme::train::config::{Config, Subject};
+use trireme::train::{Silent, Trainer, TrainerOptions};
+use trireme_testkit::{GradientCheck, Input, run_ranks};
+
+/// Pixels of a side in the gradient check.
+const SIZE: usize = 4;
+
+#[test]
+fn the_convolution_has_the_gradients_of_its_formula() {
+    let (inputs, outputs, batch) = (3, 2, 2);
+    let mut table = ParameterTable::default();
+    table.begin_unit("unit");
+    let convolution = Convolution::new(&mut table, "convolution", SIZE, (inputs, outputs));
+    let reference = |x: &[Vec<f64>], weight: &[f64]| -> Vec<f64> {
+        let pixel = |image: usize, row: usize, col: usize, output: usize| {
+            let mut sum = 0.0;
+            for (offset, input) in (0..9).flat_map(|offset| (0..inputs).map(move |input| (offset, input))) {
+                let (row, col) = (row + offset / 3, col + offset % 3);
+                if (1..=SIZE).contains(&row) && (1..=SIZE).contains(&col) {
+                    let pixel = (image * SIZE + row - 1) * SIZE + col - 1;
+                    sum +=
+                        weight[(offset * inputs + input) * outputs + output] * x[0][pixel * inputs + input];
+                }
+            }
+            sum
+        };
+        let mut y = Vec::new();
+        for (image, row) in (0..batch).flat_map(|image| (0..SIZE).map(move |row| (image, row))) {
+            for (col, output) in (0..SIZE).flat_map(|col| (0..outputs).map(move |output| (col, output))) {
+                y.push(pixel(image, row, col, output));
+            }
+        }
+        y
+    };
+    for precision in [Precision::F32, Precision::Bf16, Precision::F16] {
+        GradientCheck {
+            name: format!("the convolution in {precision}"),
+            run: &|recorder, inputs| Ok(Some(recorder.apply(&convolution, inputs)?)),
+            table: table.clone(),
+            precision,
+            inputs: vec![Input::random(&[batch, SIZE * SIZE, inputs], "x")],
+            reference: &reference,
+        }
+        .check();
+    }
+}
+
+/// The bits of the losses and the weights of a few steps.
+fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
+    let folder = tempfile::tempdir().unwrap();
+    let toml = format!(
+        "training = {{ local_batch_size = 2, global_batch_size = 16, steps = 4, threads = 1, validation_interval = 2 }}\n\
+         checkpoint = {{ enable = false }}\n\
+         run = {{ name = \"shapes\", folder = {:?} }}\n\
+         launch = {{ workers = {num_workers} }}",
+        folder.path()
+    );
+    let overrides: Vec<String> = layout.iter().map(|&key| key.to_owned()).collect();
+    let config =
+        Config::parse_as(Subject::OwnTask, &toml, Path::new("shapes.toml"), &overrides, None).unwrap();
+    let ranks = run_ranks(num_workers, |group| {
+        let options =
+            TrainerOptions { num_threads: 1, features_max: None, started: Instant::now(), memory_plan: None };
+        let observer = &mut Silent;
+        let mut trainer = Trainer::new(&config, Arc::new(Shapes), group, options, observer).unwrap();
+        let mut bits: Vec<u64> = (0..4).map(|_| trainer.step().unwrap().loss.to_bits()).collect();
+        bits.push(trainer.validate().unwrap().unwrap().to_bits());
+        let weights = trainer.gather_parameters().unwrap()?;
+        for unit in 0..trainer.executor().model().num_units() {
+            bits.extend(weights.flat(unit).f32s().iter().map(|weight| u64::from(weight.to_bits())));
+        }
+        Some(bits)
+    });
+    ranks.into_iter().flatten().next().expect("rank 0 has the weights")
+}
+
+#[test]
+fn every_layout_gives_the_bits_of_one_worker() {
+    let alone = train(1, &[]);
+    let pipeline = ["parallelism.pipeline_parallel_degree=2"];
+    for (num_workers, layout) in [
+        (2, &[][..]),
+        (2, &["parallelism.zero_stage=3"]),
+        (2, &pipeline),
+        (4, &[pipeline[0], "parallelism.zero_stage=1"]),
+    ] {
+        assert!(train(num_workers, layout) == alone, "{num_workers} workers with {layout:?}");
+    }
+}
