@@ -14,6 +14,7 @@ pub(crate) const CLASSES: usize = 4;
 /// Gray images of shapes at random places, of random size and brightness, with noise; and what they show.
 pub(crate) struct Images {
     pub(crate) num_samples: u64,
+    pub(crate) seed: u64,
     /// Two datasets of different names have different images.
     pub(crate) name: &'static str,
 }
@@ -31,7 +32,7 @@ impl Dataset for Images {
     }
 
     fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError> {
-        let key = RandomKey::new(index % self.num_samples, self.name);
+        let key = RandomKey::new(self.seed, self.name).derived(index % self.num_samples);
         let mut random = Random::new(key, 0);
         let label = random.below(CLASSES as u64);
         let radius = 2.0 + 2.0 * random.next_f64();

@@ -69,12 +69,12 @@ impl Task for Shapes {
         Ok(Model::new(units, table))
     }
 
-    fn train_data(&self) -> Result<Box<dyn Dataset>, TrainError> {
-        Ok(Box::new(Images { num_samples: 1 << 16, name: "train" }))
+    fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError> {
+        Ok(Box::new(Images { num_samples: 1 << 16, seed, name: "train" }))
     }
 
     fn validation_data(&self) -> Result<Option<Box<dyn Dataset>>, TrainError> {
-        Ok(Some(Box::new(Images { num_samples: 256, name: "validation" })))
+        Ok(Some(Box::new(Images { num_samples: 256, seed: 0, name: "validation" })))
     }
 }
 

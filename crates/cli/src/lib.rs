@@ -22,6 +22,7 @@ mod started;
 mod statistics;
 
 pub use trireme_base as base;
+pub use trireme_checkpoint as checkpoint;
 pub use trireme_model as model;
 pub use trireme_tensor as tensor;
 pub use trireme_tensor::tape;
@@ -85,6 +86,7 @@ enum TaskCommand {
     /// SLURM_PROCID or OMPI_COMM_WORLD_RANK. Run the command again to resume from the newest checkpoint.
     #[command(after_help = "")]
     Train(commands::train::TrainArgs),
+    #[command(after_help = "")]
     Plan(commands::plan::PlanArgs),
     Report(commands::report::ReportArgs),
     #[command(hide = true)]
@@ -110,7 +112,7 @@ pub fn run_command() -> ExitCode {
 
 /// Runs a program that trains `task`, with the arguments of this process: `train CONFIG`, `plan CONFIG` or `report`.
 ///
-/// The config is that of `trireme`, without `[model]`, `[data]` and `[generate]`. Call this first in `main`: it starts the
+/// The config is that of `trireme`, without `[data]`, `[generate]`, the description of a model in `[model]`, and `[training] seq_len`. Call this first in `main`: it starts the
 /// program again for each further worker. Errors are printed; the exit code is that of `trireme`.
 pub fn run(task: impl Task + 'static) -> ExitCode {
     let task: Arc<dyn Task> = Arc::new(task);

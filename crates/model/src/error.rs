@@ -39,6 +39,9 @@ pub enum ModelError {
         /// Samples of the batch.
         num_samples: usize,
     },
+    /// A program cannot build its model.
+    #[error("cannot build the model")]
+    Build(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// The device refused.
     #[error(transparent)]
     Device(#[from] DeviceError),

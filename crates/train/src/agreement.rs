@@ -52,13 +52,19 @@ impl Facts {
 
     /// The task, and its samples to train and to validate on.
     pub(crate) fn of_task(task: &dyn Task, train: &dyn Dataset, validation: Option<&dyn Dataset>) -> Self {
-        let of_samples = |part: &str, samples: &dyn Dataset| {
-            let facts = samples.identity().into_iter();
-            facts.map(|(name, value)| (format!("{part} {name}"), value.to_string())).collect::<Vec<_>>()
-        };
         let mut facts = BTreeMap::from_iter(task.facts());
-        facts.extend(of_samples("train", train));
-        facts.extend(validation.into_iter().flat_map(|samples| of_samples("validation", samples)));
+        facts.insert("model".to_owned(), task.description());
+        for (part, samples) in [("training", Some(train)), ("validation", validation)] {
+            let Some(samples) = samples else { continue };
+            let specs: Vec<String> =
+                samples.specs(1).iter().map(|spec| format!("{} {spec}", spec.name)).collect();
+            facts.insert(
+                format!("{part} samples"),
+                format!("{} of {}", samples.num_samples(), specs.join(", ")),
+            );
+            let identity = samples.identity().into_iter();
+            facts.extend(identity.map(|(name, value)| (format!("{name} of {part} samples"), value)));
+        }
         Facts(facts)
     }
 

@@ -4,10 +4,12 @@ use crate::compression::{CompressionState, compressor_bytes, compressor_placemen
 use crate::config::Config;
 use crate::error::TrainError;
 use crate::fp8::history_placements;
+use crate::language::CORPUS;
 use crate::task::Task;
 use serde::de::Error as _;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
 use trireme_base::{DType, with_sources};
@@ -33,8 +35,7 @@ pub(crate) struct TrainingState {
     /// Seed of the run.
     pub(crate) seed: u64,
     /// The [identity](crate::Dataset::identity) of the samples.
-    #[serde(flatten)]
-    pub(crate) samples: Map<String, Value>,
+    pub(crate) samples: BTreeMap<String, String>,
     /// The loss scale and the steps skipped for it; versions without f16 have none, and skipped none.
     #[serde(default)]
     pub(crate) loss_scaler: LossScalerState,
@@ -46,7 +47,18 @@ pub(crate) struct TrainingState {
 impl TrainingState {
     /// Reads the state of a checkpoint of `step`.
     pub(crate) fn read(state: &serde_json::Value, step: u64) -> Result<Self, serde_json::Error> {
-        let state = TrainingState::deserialize(state)?;
+        let mut state = state.clone();
+        if let Value::Object(members) = &mut state
+            && !members.contains_key("samples")
+        {
+            // Earlier versions knew only the samples of language models.
+            let text = |value: &Value| value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            let known = [CORPUS, "corpus_tokens", "seq_len"].into_iter();
+            let identity = known.filter_map(|name| Some((name, text(members.get(name)?))));
+            let identity: BTreeMap<&str, String> = identity.collect();
+            members.insert("samples".to_owned(), serde_json::to_value(identity)?);
+        }
+        let state: TrainingState = serde_json::from_value(state)?;
         if state.step != step {
             let differs =
                 format!("it is the state of step {}, but the manifest says step {step}", state.step);
@@ -63,24 +75,26 @@ impl TrainingState {
 
     /// Refuses a state whose samples come in another order than this run's.
     pub(crate) fn check_order(&self, expected: &TrainingState, path: &Path) -> Result<(), TrainError> {
-        let seeds = ("seed", self.seed.to_string(), expected.seed.to_string());
-        let samples = expected.samples.iter().map(|(name, expected)| {
-            let found = self.samples.get(name).map_or_else(|| "not set".to_owned(), Value::to_string);
-            (name.as_str(), found, expected.to_string())
-        });
-        for (what, found, expected) in std::iter::once(seeds).chain(samples) {
-            if found != expected {
-                let (path, what) = (path.to_owned(), what.to_owned());
-                return Err(TrainError::ResumeDiffers { path, what, found, expected });
+        let names: BTreeSet<&String> = self.samples.keys().chain(expected.samples.keys()).collect();
+        let value = |state: &TrainingState, name: &String| {
+            state.samples.get(name).map_or_else(|| "(not stated)".to_owned(), String::clone)
+        };
+        let seeds = ("seed".to_owned(), self.seed.to_string(), expected.seed.to_string());
+        let samples = names.into_iter().map(|name| (name.clone(), value(self, name), value(expected, name)));
+        let mut all = std::iter::once(seeds).chain(samples);
+        match all.find(|(_, found, expected)| found != expected) {
+            None => Ok(()),
+            Some((what, found, expected)) => {
+                Err(TrainError::ResumeDiffers { path: path.to_owned(), what, found, expected })
             }
         }
-        Ok(())
     }
 }
 
 /// The checksum of the corpus that a checkpoint was trained on, if it states one.
 pub(crate) fn corpus_of(checkpoint: &Checkpoint) -> Option<String> {
-    Some(checkpoint.state()["corpus"].as_str()?.to_owned())
+    let mut state = TrainingState::read(checkpoint.state(), checkpoint.step()).ok()?;
+    state.samples.remove(CORPUS)
 }
 
 /// Writes a checkpoint of all ranks. Collective.
@@ -240,7 +254,7 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn a_state_without_a_loss_scale_has_skipped_nothing() {
+    fn a_state_of_an_earlier_version_is_read() {
         let mut state = json!({
             "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "seq_len": 24, "corpus": "01234567", "corpus_tokens": 9,
         });
@@ -248,6 +262,13 @@ mod tests {
         let other = TrainingState::read(&state, 6).unwrap_err().to_string();
         assert!(other.contains("state of step 5, but the manifest says step 6"), "{other}");
         assert_eq!((older.step, older.loss_scaler), (5, LossScalerState::default()));
+        let samples = [(CORPUS, "01234567"), ("corpus_tokens", "9"), ("seq_len", "24")];
+        assert_eq!(older.samples, samples.map(|(name, value)| (name.to_owned(), value.to_owned())).into());
+        for name in ["seq_len", "corpus", "corpus_tokens"] {
+            state.as_object_mut().unwrap().remove(name);
+        }
+        state["samples"] = json!({ "corpus": "01234567", "corpus_tokens": "9", "seq_len": "24" });
+        assert_eq!(TrainingState::read(&state, 5).unwrap(), older);
         state["loss_scaler"] = json!({"scale": 512, "good_steps": 2, "skipped_steps": 5});
         let read = TrainingState::read(&state, 5).unwrap();
         assert_eq!(read.loss_scaler, LossScalerState { scale: Some(512), good_steps: 2, skipped_steps: 5 });
@@ -259,9 +280,25 @@ mod tests {
     }
 
     #[test]
+    fn samples_of_another_identity_come_in_another_order() {
+        let state = |samples: serde_json::Value| {
+            let state = json!({ "step": 5, "next_sample": 80, "tokens": 0, "seed": 0, "samples": samples });
+            TrainingState::read(&state, 5).unwrap()
+        };
+        let (known, more) = (json!({ "number": "8" }), json!({ "number": "8", "crop": "4" }));
+        let check = |found: &Value, expected: &Value| {
+            state(found.clone()).check_order(&state(expected.clone()), Path::new("step-5"))
+        };
+        assert!(check(&known, &known).is_ok() && check(&more, &more).is_ok());
+        for (found, expected) in [(&known, &more), (&more, &known)] {
+            assert!(check(found, expected).unwrap_err().to_string().contains("crop"));
+        }
+    }
+
+    #[test]
     fn kept_gradients_have_a_loss_scale() {
         let mut state = json!({
-            "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "seq_len": 24, "corpus": "01234567", "corpus_tokens": 9,
+            "step": 5, "next_sample": 80, "tokens": 1920, "seed": 0, "samples": {"seq_len": "24"},
             "loss_scaler": {"scale": null, "good_steps": 0, "skipped_steps": 0},
             "compression": {"codec": "top_k", "world_size": 2, "loss_scale": 64},
         });

@@ -4,6 +4,7 @@
 use crate::checkpointing::corpus_of;
 use crate::config::{self, Config};
 use crate::error::TrainError;
+use crate::language::CORPUS;
 use crate::resume::choose_checkpoint;
 use std::collections::BTreeSet;
 use std::fs;
@@ -11,8 +12,8 @@ use std::io;
 use std::path::{Component, Path, PathBuf};
 use trireme_checkpoint::{CHECKPOINTS_FOLDER, list_checkpoints};
 use trireme_data::{
-    Corpus, DataError, Existing, InvalidUtf8, PrepareOptions, Progress, TokenizerChoice, is_current, is_free,
-    stage,
+    Corpus, DataError, Existing, InvalidUtf8, PrepareOptions, Progress, TokenFile, TokenizerChoice,
+    is_current, is_free, stage,
 };
 
 /// How [`ensure_corpus`] found the corpus.
@@ -78,9 +79,9 @@ pub fn ensure_corpus<E: From<TrainError>>(
         };
         let corpus = staged.corpus().map_err(TrainError::from)?;
         if let Some(ResumedCorpus { path, checksum }) = resumed
-            && checksum != checksum_of(&corpus)
+            && checksum != checksum_of(&corpus.train)
         {
-            let (what, found, expected) = ("corpus".to_owned(), checksum, checksum_of(&corpus));
+            let (what, found, expected) = (CORPUS.to_owned(), checksum, checksum_of(&corpus.train));
             return Err(TrainError::ResumeDiffers { path, what, found, expected }.into());
         }
         check(&corpus)?;
@@ -90,8 +91,8 @@ pub fn ensure_corpus<E: From<TrainError>>(
 }
 
 /// The checksum of a corpus, as checkpoints state it.
-pub(crate) fn checksum_of(corpus: &Corpus) -> String {
-    format!("{:08x}", corpus.train.fingerprint().unwrap_or_default())
+pub(crate) fn checksum_of(train: &TokenFile) -> String {
+    format!("{:08x}", train.fingerprint().unwrap_or_default())
 }
 
 enum Place {
@@ -173,7 +174,7 @@ fn lies_in(folder: &Path, outer: &Path) -> bool {
 }
 
 fn holds(folder: &Path, checksum: &str) -> bool {
-    Corpus::open(folder).is_ok_and(|corpus| checksum_of(&corpus) == checksum)
+    Corpus::open(folder).is_ok_and(|corpus| checksum_of(&corpus.train) == checksum)
 }
 
 /// Whether this run, or an earlier one that was moved aside in its folder, has checkpoints.

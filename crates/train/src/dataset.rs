@@ -1,7 +1,7 @@
 //! Where samples come from.
 
 use crate::error::TrainError;
-use serde_json::{Map, Value};
+use std::collections::BTreeMap;
 use trireme_model::{Batch, TensorSpec, empty_batch};
 use trireme_tensor::Device;
 
@@ -21,10 +21,10 @@ pub trait Dataset: Send {
         None
     }
 
-    /// What decides, beside the seed, which sample an index is. Checkpoints state it, all ranks must agree on it, and a run with
-    /// another identity does not resume.
-    fn identity(&self) -> Map<String, Value> {
-        Map::from_iter([("samples".to_owned(), self.num_samples().into())])
+    /// What decides, beside the seed, which sample an index is, by name: a checksum of the files, for example. Checkpoints state
+    /// it, all ranks must agree on it, and a run whose samples have another identity does not resume.
+    fn identity(&self) -> BTreeMap<String, String> {
+        BTreeMap::from([("number".to_owned(), self.num_samples().to_string())])
     }
 
     /// Writes the sample of this index.

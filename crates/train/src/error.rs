@@ -130,7 +130,7 @@ pub enum TrainError {
     },
     /// The ranks were given different runs.
     #[error(
-        "the ranks disagree about the run; give all of them the same program, config, model and text:{}",
+        "the ranks disagree about the run; give all of them the same program, config, model and samples:{}",
         differences.iter().map(|line| format!("\n  {line}")).collect::<String>()
     )]
     RanksDisagree {
@@ -272,9 +272,16 @@ pub enum TrainError {
     /// A dataset of the program's own cannot be opened or read.
     #[error("cannot read the samples")]
     Samples(#[source] Box<dyn std::error::Error + Send + Sync>),
+    /// A dataset is empty.
+    #[error("there are no samples for {purpose}")]
+    NoSamples {
+        /// What they are for.
+        purpose: &'static str,
+    },
     /// More stages than units.
     #[error(
-        "a pipeline of {num_stages} stages needs at least as many units, but the model has {num_units}; lower [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
+        "a pipeline of {num_stages} stages needs at least as many units, but the model has {num_units}; lower \
+         [parallelism] pipeline_parallel_degree or pipeline_parallel_stages_per_rank"
     )]
     TooManyStages {
         /// Stages.

@@ -1,17 +1,22 @@
 //! Language models: the task that a config describes with `[model]` and `[data]`.
 
 use crate::config::Config;
+use crate::corpus::checksum_of;
 use crate::dataset::{Dataset, Sample};
 use crate::error::TrainError;
 use crate::setup::model_config;
 use crate::task::{Task, TaskFile};
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::borrow::Cow;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec, token_specs};
 use trireme_tensor::Device;
+
+/// The name of the corpus' checksum in the identity of its samples.
+pub(crate) const CORPUS: &str = "corpus";
 
 /// A language model, and the corpus that it learns to predict.
 #[derive(Debug)]
@@ -24,7 +29,6 @@ pub struct LanguageTask {
     train: Arc<TokenFile>,
     validation: Option<Arc<TokenFile>>,
     seq_len: usize,
-    seed: u64,
 }
 
 impl LanguageTask {
@@ -45,7 +49,6 @@ impl LanguageTask {
             train: Arc::new(train),
             validation: validation.map(Arc::new),
             seq_len: config.training().seq_len,
-            seed: config.training().seed,
         })
     }
 
@@ -82,8 +85,8 @@ impl Task for LanguageTask {
         self.model.build(self.seq_len, device)
     }
 
-    fn train_data(&self) -> Result<Box<dyn Dataset>, TrainError> {
-        let sampler = Sampler::shuffled(self.train.num_tokens(), self.seq_len, self.seed)?;
+    fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError> {
+        let sampler = Sampler::shuffled(self.train.num_tokens(), self.seq_len, seed)?;
         Ok(Box::new(TokenWindows::new(&self.train, self.seq_len, sampler)))
     }
 
@@ -162,12 +165,11 @@ impl Dataset for TokenWindows {
         Some(self.seq_len() as u64)
     }
 
-    fn identity(&self) -> Map<String, Value> {
-        let checksum = format!("{:08x}", self.tokens.fingerprint().unwrap_or_default());
-        Map::from_iter([
-            ("corpus".to_owned(), checksum.into()),
-            ("corpus_tokens".to_owned(), self.tokens.num_tokens().into()),
-            ("seq_len".to_owned(), self.seq_len().into()),
+    fn identity(&self) -> BTreeMap<String, String> {
+        BTreeMap::from([
+            (CORPUS.to_owned(), checksum_of(&self.tokens)),
+            ("corpus_tokens".to_owned(), self.tokens.num_tokens().to_string()),
+            ("seq_len".to_owned(), self.seq_len().to_string()),
         ])
     }
 

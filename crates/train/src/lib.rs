@@ -48,5 +48,5 @@ pub use setup::{
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Task, TaskFile};
-pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
+pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options, open_samples};
 pub use weights::{LoadedModel, load_model};

@@ -9,8 +9,7 @@ use trireme_tensor::Device;
 
 /// What a run trains: a model, and the samples that it learns from. The config says everything else.
 ///
-/// Every rank makes a task of its own, and all of them must be alike: the same seed gives the same samples and initial weights
-/// whatever the layout.
+/// Every rank makes a task of its own, and all of them must be alike.
 pub trait Task: Send + Sync {
     /// What the run shows of the model, such as `residual network of 4 blocks`.
     fn description(&self) -> String;
@@ -18,14 +17,15 @@ pub trait Task: Send + Sync {
     /// Builds the model on `device`, which may be one that only counts memory. The parameters have no values yet.
     ///
     /// # Errors
-    /// If the model cannot be built, or there is no memory for its constants.
+    /// If the model cannot be built ([`ModelError::Build`] with the reason), or there is no memory for its constants.
     fn build(&self, device: &Device) -> Result<Model, ModelError>;
 
-    /// Opens the samples to train on.
+    /// Opens the samples to train on. `seed` is that of the run, for whatever is random in their order or contents. A run opens
+    /// them more than once; large contents that a dataset holds in memory should be shared.
     ///
     /// # Errors
     /// If they cannot be read: [`TrainError::Samples`] with the reason.
-    fn train_data(&self) -> Result<Box<dyn Dataset>, TrainError>;
+    fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError>;
 
     /// Opens the samples to validate on, if there are any.
     ///
@@ -40,7 +40,8 @@ pub trait Task: Send + Sync {
         Vec::new()
     }
 
-    /// Names and values that all ranks must have alike, beside the config and the number of samples.
+    /// Names and values that all ranks must have alike, beside the config and what identifies the samples: the version of the
+    /// program, for example.
     fn facts(&self) -> Vec<(String, String)> {
         Vec::new()
     }

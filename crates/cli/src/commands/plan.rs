@@ -9,8 +9,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use trireme_base::Bytes;
 use trireme_planner::table;
-use trireme_train::Task;
 use trireme_train::config::{Config, Subject};
+use trireme_train::{Task, open_samples};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -73,8 +73,8 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>) -> Result<()> {
     let workers = Workers::local(&config, &limit, simd.level);
     match own {
         Some(task) => {
-            let samples = task.train_data()?;
-            let blueprint = Blueprint::Task { task, samples: &*samples };
+            let sample = open_samples(task, &config)?.0.specs(1);
+            let blueprint = Blueprint::Task { task, sample: &sample };
             show(args, Job { config: &config, source, blueprint, workers })
         }
         None => {

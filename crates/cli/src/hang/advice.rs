@@ -42,7 +42,9 @@ fn of_difference(difference: Difference) -> Option<String> {
                  program.txt and their trireme versions"
             }
             Difference::Dtype => "compare [training] dtype and reduce_dtype of these ranks",
-            Difference::Size => "compare [model] and [training] of these ranks, and their trireme versions",
+            Difference::Size => {
+                "compare the models and [training] of these ranks, and their trireme versions"
+            }
             Difference::Line => return None,
         }
         .to_owned(),

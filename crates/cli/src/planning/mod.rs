@@ -32,8 +32,8 @@ use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    Dataset, MemoryPlan, StepChoices, Task, TrainError, device_options, executor_options, local_threads,
-    model_config, optimizer_options, proven_programs, step_programs,
+    MemoryPlan, StepChoices, Task, TrainError, device_options, executor_options, local_threads, model_config,
+    optimizer_options, proven_programs, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -68,8 +68,8 @@ pub(crate) struct Job<'a> {
 pub(crate) enum Blueprint<'a> {
     /// A language model, whose text need not be there yet.
     Language { model: &'a ModelConfig, seq_len: usize },
-    /// A task, and its samples to train on.
-    Task { task: &'a dyn Task, samples: &'a dyn Dataset },
+    /// A task, and the batch of one sample.
+    Task { task: &'a dyn Task, sample: &'a [TensorSpec] },
 }
 
 impl Blueprint<'_> {
@@ -83,7 +83,9 @@ impl Blueprint<'_> {
     fn batch(&self, num_samples: usize) -> Vec<TensorSpec> {
         match self {
             Blueprint::Language { seq_len, .. } => token_specs(num_samples, *seq_len),
-            Blueprint::Task { samples, .. } => samples.specs(num_samples),
+            Blueprint::Task { sample, .. } => {
+                sample.iter().map(|spec| spec.with_samples(num_samples, 1)).collect()
+            }
         }
     }
 }

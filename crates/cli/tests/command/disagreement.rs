@@ -44,7 +44,7 @@ fn the_same_config_with_other_contents_is_refused_and_other_paths_are_not() {
     scene.write("other.txt", "an other text ".repeat(2000));
     scene.run("prepare other.txt --out other").succeeded();
     let error = refused_by_both(&scene, "train tiny.toml", "train tiny.toml --set data.folder=other");
-    tells(&error, &["train corpus: ", "train corpus_tokens: ", "on rank 1"]);
+    tells(&error, &["corpus of training samples: ", "corpus_tokens of training samples: ", "on rank 1"]);
     // A copy on another host has a path of its own.
     scene.run("prepare text.txt --out copy").succeeded();
     let port = free_port();

@@ -118,9 +118,9 @@ config_section! {
 config_section! {
     /// The training itself.
     Training {
-        /// Sequences in one microbatch of one worker.
+        /// Samples in one microbatch of one worker. A sample of a language model is a sequence of tokens.
         local_batch_size: usize = 8, within 1..=1 << 20;
-        /// Sequences in one step of all workers. Must be a multiple of `local_batch_size` x workers; the remaining
+        /// Samples in one step of all workers. Must be a multiple of `local_batch_size` x workers; the remaining
         /// factor is gradient accumulation. 0 uses exactly that product.
         global_batch_size: usize = 0, within 0..;
         /// Tokens per sequence.
@@ -168,7 +168,7 @@ config_section! {
         max_norm: f64 = 1.0, within 0.0..;
         /// Steps between validations; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
-        /// Number of sequences in one validation; 0 uses all.
+        /// Number of samples in one validation; 0 uses all.
         validation_windows: usize = 64, within 0..;
     }
 }

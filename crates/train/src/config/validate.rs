@@ -61,6 +61,7 @@ pub(super) fn validate(
     }
     resolve(&mut loose.sections, data_parallel_degree);
     if subject == Subject::OwnTask {
+        // Only language models generate a sample at the end.
         loose.sections.generate.num_tokens = 0;
     }
     let group_places = GroupPlaces::of(&loose);

@@ -26,9 +26,9 @@ use trireme_train::config::{
     ActivationCheckpointMode, Comm, Config, Determinism, Resume, Subject, Transport,
 };
 use trireme_train::{
-    CorpusState, Dataset, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, StepChoices,
-    Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads,
-    model_config,
+    CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, StepChoices, Task,
+    TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads,
+    model_config, open_samples,
 };
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -132,8 +132,14 @@ fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Resul
     let _lock = RunLock::of_run(config)?;
     let source = process.source;
     if let Some(task) = process.own {
-        let samples = task.train_data()?;
-        check_plan(Job { config, source, blueprint: task_blueprint(task, &*samples), workers })?;
+        let sample = open_samples(&**task, config)?.0.specs(1);
+        check_weights(config)?;
+        check_plan(Job {
+            config,
+            source,
+            blueprint: Blueprint::Task { task: &**task, sample: &sample },
+            workers,
+        })?;
         return Ok(0);
     }
     let display = Display::new();
@@ -177,11 +183,17 @@ fn check(config: &Config, corpus: &Corpus, source: Source<'_>, workers: Workers)
     {
         return Err(TrainError::ValidationTooShort { num_tokens, seq_len: training.seq_len }.into());
     }
+    check_weights(config)?;
+    let blueprint = Blueprint::Language { model: &model, seq_len: training.seq_len };
+    check_plan(Job { config, source, blueprint, workers })
+}
+
+/// Refuses a folder without the weights that the run shall begin with.
+fn check_weights(config: &Config) -> Result<()> {
     if let Some(folder) = &config.model().init_from {
         ModelSource::open(folder).map_err(TrainError::from)?;
     }
-    let blueprint = Blueprint::Language { model: &model, seq_len: training.seq_len };
-    check_plan(Job { config, source, blueprint, workers })
+    Ok(())
 }
 
 /// Refuses what does not fit the machine. Under a launcher of ours, the launcher has planned.
@@ -190,10 +202,6 @@ fn check_plan(job: Job<'_>) -> Result<()> {
         None => Plan::largest(job)?.check(job),
         Some(_) => Ok(()),
     }
-}
-
-fn task_blueprint<'a>(task: &'a Arc<dyn Task>, samples: &'a dyn Dataset) -> Blueprint<'a> {
-    Blueprint::Task { task: &**task, samples }
 }
 
 fn log_folder(config: &Config) -> PathBuf {
@@ -296,9 +304,9 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
             (Arc::clone(&language) as Arc<dyn Task>, Some(language))
         }
     };
-    let samples = task.train_data()?;
+    let sample = open_samples(&*task, config)?.0.specs(1);
     let Process { source, started, features, .. } = process;
-    let blueprint = task_blueprint(&task, &*samples);
+    let blueprint = Blueprint::Task { task: &*task, sample: &sample };
     let job = Job { config, source, blueprint, workers: process.workers(config, &group) };
     let plan = common_plan(job, &group)?;
     plan.reasons.iter().for_each(|reason| console.notice(reason));
