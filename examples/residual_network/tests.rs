@@ -2,12 +2,15 @@
 
 use crate::Shapes;
 use crate::convolution::Convolution;
+use crate::images::Images;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use trireme::tensor::{ParameterTable, Precision};
+use trireme::model::{Model, ModelError};
+use trireme::tensor::{Device, ParameterTable, Precision};
 use trireme::train::config::{Config, Subject};
-use trireme::train::{Silent, Trainer, TrainerOptions};
+use trireme::train::{Samples, Silent, TrainError, Trainer, TrainerOptions};
+use trireme::{Dataset, Task};
 use trireme_testkit::{GradientCheck, Input, run_ranks};
 
 /// Pixels of a side in the gradient check.
@@ -94,4 +97,28 @@ fn every_layout_gives_the_bits_of_one_worker() {
     ] {
         assert!(train(num_workers, layout) == alone, "{num_workers} workers with {layout:?}");
     }
+}
+
+/// A task without samples.
+struct Empty;
+
+impl Task for Empty {
+    fn description(&self) -> String {
+        Shapes.description()
+    }
+
+    fn build(&self, device: &Device) -> Result<Model, ModelError> {
+        Shapes.build(device)
+    }
+
+    fn train_data(&self, seed: u64) -> Result<Box<dyn Dataset>, TrainError> {
+        Ok(Box::new(Images { num_samples: 0, seed, name: "none" }))
+    }
+}
+
+#[test]
+fn a_task_without_samples_is_refused() {
+    let config = Config::parse_as(Subject::OwnTask, "", Path::new("shapes.toml"), &[], None).unwrap();
+    let error = Samples::open(&Empty, &config).err().unwrap().to_string();
+    assert_eq!(error, "there are no samples for training");
 }

@@ -47,6 +47,6 @@ pub use setup::{
     executor_options, local_threads, model_config, proven_programs, share_of_cores, step_programs,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
-pub use task::{Task, TaskFile};
-pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options, open_samples};
+pub use task::{Samples, Task, TaskFile};
+pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
 pub use weights::{LoadedModel, load_model};

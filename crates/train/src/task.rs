@@ -1,5 +1,6 @@
 //! What a run trains.
 
+use crate::config::Config;
 use crate::dataset::Dataset;
 use crate::error::TrainError;
 use std::borrow::Cow;
@@ -67,4 +68,28 @@ pub struct TaskFile<'a> {
     pub name: &'static str,
     /// Its bytes.
     pub contents: Cow<'a, [u8]>,
+}
+
+/// The samples of a task.
+pub struct Samples {
+    /// To train on.
+    pub train: Box<dyn Dataset>,
+    /// To validate on, if there are any.
+    pub validation: Option<Box<dyn Dataset>>,
+}
+
+impl Samples {
+    /// Opens the samples for a run.
+    ///
+    /// # Errors
+    /// If they cannot be opened, or there are none.
+    pub fn open(task: &dyn Task, config: &Config) -> Result<Self, TrainError> {
+        let (train, validation) = (task.train_data(config.training().seed)?, task.validation_data()?);
+        for (purpose, samples) in [("training", Some(&train)), ("validation", validation.as_ref())] {
+            if samples.is_some_and(|samples| samples.num_samples() == 0) {
+                return Err(TrainError::NoSamples { purpose });
+            }
+        }
+        Ok(Samples { train, validation })
+    }
 }

@@ -19,7 +19,7 @@ use crate::run_lock::RunLock;
 use crate::setup::{
     build_executor, lr_schedule, notice_delay, notice_determinism, proven_programs, rehearse,
 };
-use crate::task::Task;
+use crate::task::{Samples, Task};
 use crate::trace::Tracer;
 use crate::validation::Validation;
 use std::path::PathBuf;
@@ -117,7 +117,7 @@ impl<'a> Trainer<'a> {
         let run_folder = config.run_folder();
         let is_root = group.rank() == Rank::ROOT;
         let lock = if is_root { Some(RunLock::of_run(config)?) } else { None };
-        let (train, validation) = open_samples(&*task, config)?;
+        let Samples { train, validation } = Samples::open(&*task, config)?;
         let facts = Facts::of_config(config, options.features_max);
         agree(&facts.and(Facts::of_task(&*task, &*train, validation.as_deref())), &group)?;
         task.notices().iter().for_each(|notice| observer.notice(notice));
@@ -393,23 +393,6 @@ impl<'a> Trainer<'a> {
     pub fn gather_parameters(&mut self) -> Result<Option<Parameters>, TrainError> {
         Ok(self.executor.gather_parameters()?)
     }
-}
-
-/// The samples of a task to train on, and those to validate on.
-///
-/// # Errors
-/// If they cannot be opened, or there are none.
-pub fn open_samples(
-    task: &dyn Task,
-    config: &Config,
-) -> Result<(Box<dyn Dataset>, Option<Box<dyn Dataset>>), TrainError> {
-    let (train, validation) = (task.train_data(config.training().seed)?, task.validation_data()?);
-    for (purpose, samples) in [("training", Some(&train)), ("validation", validation.as_ref())] {
-        if samples.is_some_and(|samples| samples.num_samples() == 0) {
-            return Err(TrainError::NoSamples { purpose });
-        }
-    }
-    Ok((train, validation))
 }
 
 /// How a worker with so many threads opens its device.

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use trireme_base::Bytes;
 use trireme_planner::table;
 use trireme_train::config::{Config, Subject};
-use trireme_train::{Task, open_samples};
+use trireme_train::{Samples, Task};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -73,7 +73,7 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>) -> Result<()> {
     let workers = Workers::local(&config, &limit, simd.level);
     match own {
         Some(task) => {
-            let sample = open_samples(task, &config)?.0.specs(1);
+            let sample = Samples::open(task, &config)?.train.specs(1);
             let blueprint = Blueprint::Task { task, sample: &sample };
             show(args, Job { config: &config, source, blueprint, workers })
         }

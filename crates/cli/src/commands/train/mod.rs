@@ -26,9 +26,9 @@ use trireme_train::config::{
     ActivationCheckpointMode, Comm, Config, Determinism, Resume, Subject, Transport,
 };
 use trireme_train::{
-    CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, StepChoices, Task,
-    TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads,
-    model_config, open_samples,
+    CorpusState, FLIGHT_RECORDER_FOLDER, LanguageTask, Observer, RunCorpus, RunLock, Samples, StepChoices,
+    Task, TrainError, Trainer, TrainerOptions, agree_on_config, corpus_folder, ensure_corpus, local_threads,
+    model_config,
 };
 
 /// How long it may take to list the run's checkpoints after a worker has died.
@@ -132,7 +132,7 @@ fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Resul
     let _lock = RunLock::of_run(config)?;
     let source = process.source;
     if let Some(task) = process.own {
-        let sample = open_samples(&**task, config)?.0.specs(1);
+        let sample = Samples::open(&**task, config)?.train.specs(1);
         check_weights(config)?;
         check_plan(Job {
             config,
@@ -304,7 +304,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
             (Arc::clone(&language) as Arc<dyn Task>, Some(language))
         }
     };
-    let sample = open_samples(&*task, config)?.0.specs(1);
+    let sample = Samples::open(&*task, config)?.train.specs(1);
     let Process { source, started, features, .. } = process;
     let blueprint = Blueprint::Task { task: &*task, sample: &sample };
     let job = Job { config, source, blueprint, workers: process.workers(config, &group) };
