@@ -53,16 +53,21 @@ impl Operation for Convolution {
         let (x, inputs) = (cx.in_f32(cx.input(0))?, shape.cols());
         let weight = cx.in_f32(cx.parameter(&self.weight))?;
         let (x_rows, weights) = (x.view().f32s(), weight.view().f32s());
-        cx.device().for_each_row(y.view_mut(), 2 * OFFSETS * inputs, |pixel, y| {
-            y.fill(0.0);
-            for offset in 0..OFFSETS {
-                let Some(near) = self.neighbour(pixel, offset) else { continue };
-                for input in 0..inputs {
-                    let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
-                    add_scaled(y, x_rows[near * inputs + input], weights);
+        cx.device().for_each_row(
+            &[x.view(), weight.view()],
+            y.view_mut(),
+            2 * OFFSETS * inputs,
+            |pixel, y| {
+                y.fill(0.0);
+                for offset in 0..OFFSETS {
+                    let Some(near) = self.neighbour(pixel, offset) else { continue };
+                    for input in 0..inputs {
+                        let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
+                        add_scaled(y, x_rows[near * inputs + input], weights);
+                    }
                 }
-            }
-        });
+            },
+        );
         drop((x, weight));
         cx.output(y);
         Ok(())
@@ -77,18 +82,23 @@ impl Operation for Convolution {
         let (inputs, dy) = (shape.cols(), cx.grad().f32s());
         let weight = cx.in_f32(cx.parameter(&self.weight))?;
         let weights = weight.view().f32s();
-        cx.device().for_each_row(dx.view_mut(), 2 * OFFSETS * outputs, |pixel, dx| {
-            dx.fill(0.0);
-            for offset in 0..OFFSETS {
-                // The pixel that has this one at the offset.
-                let Some(near) = self.neighbour(pixel, OFFSETS - 1 - offset) else { continue };
-                let dy = &dy[near * outputs..][..outputs];
-                for (input, dx) in dx.iter_mut().enumerate() {
-                    let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
-                    *dx += weights.iter().zip(dy).map(|(weight, dy)| weight * dy).sum::<f32>();
+        cx.device().for_each_row(
+            &[cx.grad(), weight.view()],
+            dx.view_mut(),
+            2 * OFFSETS * outputs,
+            |pixel, dx| {
+                dx.fill(0.0);
+                for offset in 0..OFFSETS {
+                    // The pixel that has this one at the offset.
+                    let Some(near) = self.neighbour(pixel, OFFSETS - 1 - offset) else { continue };
+                    let dy = &dy[near * outputs..][..outputs];
+                    for (input, dx) in dx.iter_mut().enumerate() {
+                        let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
+                        *dx += weights.iter().zip(dy).map(|(weight, dy)| weight * dy).sum::<f32>();
+                    }
                 }
-            }
-        });
+            },
+        );
         drop(weight);
         cx.add_grad(0, dx)
     }
@@ -103,7 +113,7 @@ impl Operation for Convolution {
         let x = cx.in_f32(cx.input(0))?;
         let x_rows = x.view().f32s();
         write_grad(sink, &self.weight, |out, accumulate| {
-            cx.device().for_each_row(out, 2 * num_pixels, |row, out| {
+            cx.device().for_each_row(&[x.view(), cx.grad()], out, 2 * num_pixels, |row, out| {
                 let (offset, input) = (row / inputs, row % inputs);
                 if !accumulate {
                     out.fill(0.0);

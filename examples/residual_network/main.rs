@@ -12,7 +12,7 @@ use images::{CLASSES, Images, SIZE};
 use std::process::ExitCode;
 use std::sync::Arc;
 use trireme::model::{Model, ModelError, Pass, Unit};
-use trireme::tape::{Add, Convert, CrossEntropy, InputActivation, Linear, Mean, Relu};
+use trireme::tape::{Accuracy, Add, Convert, CrossEntropy, InputActivation, Linear, Mean, Relu};
 use trireme::tensor::{Device, Initial, ParameterTable};
 use trireme::train::TrainError;
 use trireme::{Dataset, Task};
@@ -64,6 +64,7 @@ impl Task for Shapes {
             let pooled = pass.apply(&Mean { dim: 1 }, [x])?;
             let pooled = pass.apply(&Convert, [pooled])?;
             let logits = pass.apply(&linear, [pooled])?;
+            pass.apply_metric("accuracy", &Accuracy, (&logits, &label))?;
             pass.apply_loss(&CrossEntropy, (logits, label), 1.0)
         }));
         Ok(Model::new(units, table))

@@ -56,7 +56,7 @@ fn the_convolution_has_the_gradients_of_its_formula() {
     }
 }
 
-/// The bits of the losses and the weights of a few steps.
+/// The bits of the losses, the accuracies and the weights of a few steps.
 fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
     let folder = tempfile::tempdir().unwrap();
     let toml = format!(
@@ -74,8 +74,13 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
             TrainerOptions { num_threads: 1, features_max: None, started: Instant::now(), memory_plan: None };
         let observer = &mut Silent;
         let mut trainer = Trainer::new(&config, Arc::new(Shapes), group, options, observer).unwrap();
-        let mut bits: Vec<u64> = (0..4).map(|_| trainer.step().unwrap().loss.to_bits()).collect();
-        bits.push(trainer.validate().unwrap().unwrap().to_bits());
+        let mut bits = Vec::new();
+        for _ in 0..4 {
+            let record = trainer.step().unwrap();
+            bits.extend([record.loss, record.metrics.get("accuracy").unwrap()].map(f64::to_bits));
+        }
+        let validated = trainer.validate().unwrap().unwrap();
+        bits.extend([validated.loss, validated.metrics.get("accuracy").unwrap()].map(f64::to_bits));
         let weights = trainer.gather_parameters().unwrap()?;
         for unit in 0..trainer.executor().model().num_units() {
             bits.extend(weights.flat(unit).f32s().iter().map(|weight| u64::from(weight.to_bits())));

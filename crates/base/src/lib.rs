@@ -1,10 +1,11 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what passes take, random numbers,
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, what passes take, random numbers,
 //! the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
 mod bytes;
 mod category;
+mod cost;
 mod dtype;
 mod error_text;
 mod half;
@@ -15,6 +16,7 @@ mod svg;
 
 pub use bytes::{Bytes, ParseBytesError};
 pub use category::Category;
+pub use cost::{Cost, Traffic};
 pub use dtype::{DType, ParseDTypeError};
 pub use error_text::with_sources;
 pub use half::{Bf16, F16};

@@ -1,3 +1,7 @@
+//! What passes of units take.
+
+use crate::Cost;
+
 /// Bytes of activations that passes of one unit over one microbatch take, with what the device's memory rounds them up to, and
 /// what they compute. The tensors of the microbatch are not among them: they are there before and after.
 ///
@@ -26,16 +30,16 @@ pub struct UnitPasses {
     pub input_half_peak: usize,
     /// At most during the weight half, from what stays.
     pub weight_half_peak: usize,
-    /// Floating-point operations of forward: those of products, attention and normalisations.
-    pub forward_operations: u64,
-    /// The same of backward.
-    pub backward_operations: u64,
-    /// The same of its input half.
-    pub input_half_operations: u64,
-    /// The same of its weight half, which may make again what backward in one has at hand.
-    pub weight_half_operations: u64,
-    /// The same for making the record from the products.
-    pub renewal_operations: u64,
+    /// What forward costs.
+    pub forward_cost: Cost,
+    /// What backward costs.
+    pub backward_cost: Cost,
+    /// What its input half costs.
+    pub input_half_cost: Cost,
+    /// What its weight half costs, which may make again what backward in one has at hand.
+    pub weight_half_cost: Cost,
+    /// What making the record from the products costs.
+    pub renewal_cost: Cost,
 }
 
 impl UnitPasses {

@@ -21,6 +21,6 @@ pub use error::ModelError;
 pub use families::{Architecture, canonical_names};
 pub use generate::{Generation, Sampling};
 pub use model::Model;
-pub use rehearsal::{BatchTensor, KeptBytes, Rehearsal, UnitRehearsal};
+pub use rehearsal::{BatchTensor, KeptBytes, Rehearsal, Report, UnitRehearsal};
 pub use tokens::{LOGITS, TARGETS, TOKENS, empty_batch, set_window, token_specs};
 pub use unit::{Pass, Unit, UnitPass};

@@ -6,8 +6,8 @@ use crate::model::Model;
 use crate::unit::UnitPass;
 use std::cell::Cell;
 use std::sync::Arc;
-use trireme_base::{DType, UnitPasses};
-use trireme_tensor::tape::Recording;
+use trireme_base::{Cost, DType, UnitPasses};
+use trireme_tensor::tape::{Metric, Recording};
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
     ParameterSource, ParameterSpan, Parameters, Precision, Tape, Tensor, View,
@@ -32,12 +32,21 @@ pub struct UnitRehearsal {
     pub kept_bytes: KeptBytes,
     /// What the unit passes on.
     pub outputs: Vec<TensorSpec>,
-    /// Rows of the unit's loss, if it adds to the loss.
-    pub loss_rows: Option<usize>,
+    /// What the unit reports.
+    pub reports: Vec<Report>,
     /// Whether backward, but for a weight half that runs apart, reads parameters.
     pub backward_reads: bool,
     /// Whether a weight half that runs apart reads parameters.
     pub weight_half_reads: bool,
+}
+
+/// A mean over rows that a unit reports of each microbatch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Report {
+    /// The name of a metric; `None` for what the unit adds to the loss.
+    pub metric: Option<&'static str>,
+    /// The rows.
+    pub num_rows: usize,
 }
 
 /// Bytes of what forward of a unit may keep.
@@ -88,9 +97,23 @@ impl Rehearsal {
         self.batch.first().map_or(1, |tensor| tensor.spec.shape.dims()[0])
     }
 
-    /// The units that add to the loss, and how many rows each loss has.
-    pub fn losses(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
-        self.units.iter().enumerate().filter_map(|(unit, found)| Some((unit, found.loss_rows?)))
+    /// What units report, with the unit, in order.
+    pub fn reports(&self) -> impl Iterator<Item = (usize, Report)> + '_ {
+        let of_unit = |(unit, found): (usize, &'_ UnitRehearsal)| {
+            found.reports.clone().into_iter().map(move |report| (unit, report))
+        };
+        self.units.iter().enumerate().flat_map(of_unit)
+    }
+
+    /// The names of the metrics, each once.
+    pub fn metric_names(&self) -> Vec<&'static str> {
+        let mut names = Vec::new();
+        for name in self.reports().filter_map(|(_, report)| report.metric) {
+            if !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        names
     }
 
     /// Words of 4 bytes of the message with what a unit passes on.
@@ -193,14 +216,17 @@ impl Rehearser<'_> {
         self.device.memory().usage(Category::Activations).current
     }
 
-    /// What `pass` returns, the most in use while it ran, and its operations.
-    fn watch<T>(&self, pass: impl FnOnce() -> Result<T, DeviceError>) -> Result<(T, usize, u64), ModelError> {
-        let operations = self.device.num_operations();
+    /// What `pass` returns, the most in use while it ran, and its cost.
+    fn watch<T>(
+        &self,
+        pass: impl FnOnce() -> Result<T, DeviceError>,
+    ) -> Result<(T, usize, Cost), ModelError> {
+        let cost = self.device.cost();
         self.device.memory().restart_peaks();
         self.parameters.was_read.set(false);
         let made = pass()?;
         let peak = self.device.memory().usage(Category::Activations).peak;
-        Ok((made, peak, self.device.num_operations() - operations))
+        Ok((made, peak, self.device.cost() - cost))
     }
 
     /// What the passes of a unit are that reads `inputs`, what it passes on, and the names of what it reads of the batch.
@@ -212,8 +238,10 @@ impl Rehearser<'_> {
     ) -> Result<(UnitRehearsal, Bundle<Tensor>, Vec<&'static str>), ModelError> {
         let (input_specs, input) = (inputs.specs().collect::<Vec<_>>(), self.bytes_of(&inputs)?);
         let base = self.in_use() - input;
-        let ((mut pass, outputs), forward_peak, forward_operations) =
+        let ((mut pass, outputs), forward_peak, forward_cost) =
             self.watch(|| self.forward(unit, inputs, batch))?;
+        let report = |metric: &Metric| Report { metric: Some(metric.name), num_rows: metric.mean.num_rows };
+        let metrics: Vec<Report> = pass.metrics().iter().map(report).collect();
         let output = self.bytes_of(&outputs)?;
         // The outputs are the next unit's from here on.
         let base_of_backward = base + output;
@@ -223,10 +251,10 @@ impl Rehearser<'_> {
         let products = self.in_use() - base_of_backward;
         let inputs_bytes = input_specs.iter().map(TensorSpec::num_bytes).sum();
         let kept_bytes = KeptBytes { record: record_bytes, products: pass.num_bytes(), inputs: inputs_bytes };
-        let (_, renewal_peak, renewal_operations) = self.watch(|| pass.recompute(self.parameters, batch))?;
+        let (_, renewal_peak, renewal_cost) = self.watch(|| pass.recompute(self.parameters, batch))?;
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         let grads = self.grads(&output_specs)?;
-        let (input_grads, backward_peak, backward_operations) = self.watch(|| {
+        let (input_grads, backward_peak, backward_cost) = self.watch(|| {
             let mut sink = CountingSink { device: self.device, target: None };
             pass.backward(self.parameters, grads, batch, &mut sink)?;
             pass.take_input_grads()
@@ -234,7 +262,8 @@ impl Rehearser<'_> {
         let backward_reads = self.parameters.was_read.get();
         let input_grad = self.bytes_of(&input_grads)?;
         drop(input_grads);
-        let loss_rows = pass.loss().map(|loss| loss.num_rows);
+        let loss = pass.loss().map(|loss| Report { metric: None, num_rows: loss.num_rows });
+        let reports = loss.into_iter().chain(metrics).collect();
         let names = pass.batch_names().collect();
         drop(pass);
         let base_of_halves = self.in_use();
@@ -249,16 +278,16 @@ impl Rehearser<'_> {
             forward_peak: forward_peak - base,
             renewal_peak: renewal_peak - base_of_backward,
             backward_peak: backward_peak - base_of_backward,
-            forward_operations,
-            backward_operations,
-            renewal_operations,
+            forward_cost,
+            backward_cost,
+            renewal_cost,
             ..halves
         };
         let found = UnitRehearsal {
             passes,
             kept_bytes,
             outputs: output_specs,
-            loss_rows,
+            reports,
             backward_reads,
             weight_half_reads,
         };
@@ -277,13 +306,13 @@ impl Rehearser<'_> {
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         drop(outputs);
         let grads = self.grads(&output_specs)?;
-        let (input_grads, input_half_peak, input_half_operations) = self.watch(|| {
+        let (input_grads, input_half_peak, input_half_cost) = self.watch(|| {
             pass.backward_input(self.parameters, grads, batch)?;
             pass.take_input_grads()
         })?;
         drop(input_grads);
         let halved = self.in_use() - base;
-        let (_, weight_half_peak, weight_half_operations) = self.watch(|| {
+        let (_, weight_half_peak, weight_half_cost) = self.watch(|| {
             let mut sink = CountingSink { device: self.device, target: None };
             pass.backward_weight(self.parameters, batch, &mut sink)
         })?;
@@ -291,8 +320,8 @@ impl Rehearser<'_> {
             halved,
             input_half_peak: input_half_peak - base,
             weight_half_peak: weight_half_peak - base,
-            input_half_operations,
-            weight_half_operations,
+            input_half_cost,
+            weight_half_cost,
             ..UnitPasses::default()
         };
         Ok((passes, self.parameters.was_read.get()))

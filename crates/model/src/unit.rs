@@ -4,7 +4,7 @@ use crate::bundle::{Batch, Bundle};
 use crate::past::Past;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_tensor::tape::{Attention, Recorder, VarId};
+use trireme_tensor::tape::{Attention, Metric, Recorder, RowMean, VarId};
 use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 
 /// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
@@ -268,8 +268,21 @@ impl UnitPass {
     }
 
     /// The unit's terms of the loss: after forward without recording, after backward with it.
-    pub fn loss(&self) -> Option<trireme_tensor::tape::Loss> {
+    pub fn loss(&self) -> Option<RowMean> {
         self.tape.loss()
+    }
+
+    /// The unit's metrics, after forward.
+    pub fn metrics(&self) -> &[Metric] {
+        self.tape.metrics()
+    }
+
+    /// What the unit has [reported](crate::Report): its loss, or a metric.
+    pub fn reported(&self, metric: Option<&str>) -> Option<RowMean> {
+        match metric {
+            None => self.loss(),
+            Some(name) => self.metrics().iter().find(|metric| metric.name == name).map(|metric| metric.mean),
+        }
     }
 
     /// The names of the batch's tensors that the unit reads.

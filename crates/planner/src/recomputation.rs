@@ -61,7 +61,8 @@ pub fn fit_keeps(
 /// Every unit that keeps something keeps its input.
 fn inputs_only(passes: &[UnitPasses]) -> Choice {
     let keep = |passes: &UnitPasses| if passes.keeps() { Keep::Input } else { Keep::All };
-    let operations = passes.iter().filter(|passes| passes.keeps()).map(|passes| passes.forward_operations);
+    let operations =
+        passes.iter().filter(|passes| passes.keeps()).map(|passes| passes.forward_cost.operations());
     Choice { keeps: passes.iter().map(keep).collect(), operations: operations.sum() }
 }
 
@@ -169,7 +170,7 @@ impl Search<'_> {
             self.push(unit, Node { kept: passes.record, below, keep: Keep::All, len: 1, operations: 0 });
             let is_renewable = kept_below + passes.renewal_peak + self.grad(unit) <= room.backward;
             if passes.keeps() && is_renewable {
-                let (kept, operations) = (passes.products, passes.renewal_operations);
+                let (kept, operations) = (passes.products, passes.renewal_cost.operations());
                 self.push(unit, Node { kept, operations, below, keep: Keep::Products, len: 1 });
             }
         }
@@ -199,7 +200,7 @@ impl Search<'_> {
             }
             made_again = made_again.max(records + passes.forward_peak);
             records += passes.record;
-            operations += passes.forward_operations;
+            operations += passes.forward_cost.operations();
             if during + made_again + self.grad(unit) <= room.backward {
                 let len = unit + 1 - first;
                 self.push(first, Node { kept, operations, below, keep: Keep::Input, len });

@@ -4,6 +4,7 @@ mod attention;
 mod blocks;
 mod elementwise;
 mod error;
+mod layers;
 mod optimizer;
 mod quantized;
 
@@ -13,20 +14,16 @@ pub use error::DeviceError;
 use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
-use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::embedding::Bags;
 use crate::kernels::cpu::matmul::{Matrix, Product};
-use crate::kernels::cpu::norm::{NormKind, Normalised};
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{Activation, CpuFeatures, MatmulEpilogue, Traffic, Unit};
+use crate::kernels::{Activation, CpuFeatures, MatmulEpilogue, Unit};
 use crate::memory::MemoryCounter;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use trireme_base::{Category, DType};
+use std::sync::{Arc, Mutex, PoisonError};
+use trireme_base::{Category, Cost, DType, Traffic};
 
 /// How to open a device.
 #[derive(Debug, Clone, Copy, Default)]
@@ -41,7 +38,7 @@ pub struct DeviceOptions {
 
 /// Whether a factor of a product is read transposed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Transpose {
+pub enum Transpose {
     /// As it lies in memory.
     No,
     /// Rows and columns exchanged.
@@ -56,7 +53,7 @@ pub struct Device {
     cpu: Arc<Cpu>,
     arena: Arc<Arena>,
     counter: Arc<MemoryCounter>,
-    num_operations: Arc<AtomicU64>,
+    cost: Arc<Mutex<Cost>>,
 }
 
 impl Device {
@@ -89,7 +86,7 @@ impl Device {
         let detected = CpuFeatures::detect();
         let features = options.features_max.map_or(detected, |most| most.min(detected));
         let (cpu, arena) = (Arc::new(Cpu { threads, features }), Arc::new(arena));
-        Device { cpu, arena, counter, num_operations: Arc::default() }
+        Device { cpu, arena, counter, cost: Arc::default() }
     }
 
     /// Whether this device only counts: who fills its memory without a kernel must leave it alone.
@@ -97,19 +94,14 @@ impl Device {
         self.cpu.threads.is_idle()
     }
 
-    /// Floating-point operations so far of matrix multiplications, attention, normalisations, functions of elements, sums and
-    /// softmax, as their formulas count them; `u64::MAX` if there are more.
-    pub fn num_operations(&self) -> u64 {
-        self.num_operations.load(Ordering::Relaxed)
+    /// What the kernels that this device has run have cost so far, as their formulas say.
+    pub fn cost(&self) -> Cost {
+        *self.cost.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Counts as many operations as the product of `factors`.
-    fn count_operations(&self, factors: &[usize]) {
-        let more = factors.iter().fold(1_u64, |product, &factor| product.saturating_mul(factor as u64));
-        let add = |sum: u64| Some(sum.saturating_add(more));
-        self.num_operations
-            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, add)
-            .expect("the closure always returns a sum");
+    /// Adds the cost of a kernel that begins.
+    fn count(&self, cost: Cost) {
+        *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
 
     /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
@@ -124,7 +116,7 @@ impl Device {
             false => Arena::reserve(Arc::clone(&counter)),
         };
         let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));
-        Ok(Device { cpu, arena, counter, num_operations: Arc::default() })
+        Ok(Device { cpu, arena, counter, cost: Arc::default() })
     }
 
     /// Gives memory that is not in use back to the system, after something that took much of it for once.
@@ -189,6 +181,7 @@ impl Device {
     /// If the shapes differ.
     pub fn convert(&self, x: View<'_>, mut y: ViewMut<'_>) {
         assert_eq!(x.shape(), y.shape());
+        self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
             self.cpu.convert::<X, Y>(x.elements(), y.elements());
         }));
@@ -200,10 +193,12 @@ impl Device {
     /// If the shapes or the types differ.
     pub fn copy(&self, x: View<'_>, mut y: ViewMut<'_>) {
         assert_eq!(x.dtype(), y.dtype());
-        match x.dtype() {
-            DType::F32 | DType::Bf16 | DType::F16 => self.convert(x, y),
-            _ if self.is_counting() => (),
-            _ => y.copy_from(x),
+        if x.dtype().is_float() {
+            return self.convert(x, y);
+        }
+        self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
+        if !self.is_counting() {
+            y.copy_from(x);
         }
     }
 
@@ -220,6 +215,7 @@ impl Device {
         mut y: ViewMut<'_>,
     ) -> f32 {
         assert_eq!(x.shape(), y.shape());
+        self.count(each(x, FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| {
             self.cpu.quantize_fp8::<T>(x.elements(), y.elements(), format, scale_exponent)
         })
@@ -235,7 +231,7 @@ impl Device {
     ///
     /// # Panics
     /// If the shapes do not fit.
-    pub(crate) fn matmul(
+    pub fn matmul(
         &self,
         precision: Precision,
         (left, left_transpose): (View<'_>, Transpose),
@@ -251,7 +247,14 @@ impl Device {
             (sizes(&left, left_transpose), sizes(&right, right_transpose));
         assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
         let size = Product { rows, cols, inner };
-        self.count_operations(&[2, rows, cols, inner]);
+        let cost = Cost::products(&[2, rows, cols, inner]).reads(left.num_bytes()).reads(right.num_bytes());
+        self.count(match epilogue {
+            MatmulEpilogue::Overwrite => cost.writes(out.num_bytes()),
+            MatmulEpilogue::Accumulate => cost.updates(out.num_bytes()),
+            MatmulEpilogue::Add { residual, .. } => {
+                cost.reads(residual.map_or(0, size_of_val)).writes(out.num_bytes())
+            }
+        });
         let factors = (matrix(&left, left_transpose), matrix(&right, right_transpose));
         let num_words = self.cpu.matmul_scratch(precision, size, factors.0);
         let mut scratch = self.activation_of([num_words], DType::U32)?;
@@ -261,6 +264,7 @@ impl Device {
 
     /// Sums the rows of `x` into `out`, one value a column.
     pub(crate) fn column_sums(&self, x: View<'_>, mut out: ViewMut<'_>, accumulate: bool) {
+        self.count(written(each(x, 1).reads(x.num_bytes()), &out, accumulate));
         with_element!(x.dtype() => |T| self.cpu.column_sums::<T>(x.elements(), out.f32s(), accumulate));
     }
 
@@ -269,16 +273,20 @@ impl Device {
     /// # Panics
     /// If there are more than [`LEAVES`](crate::LEAVES) leaves.
     pub fn sum_of_squares(&self, x: View<'_>, leaf_len: usize) -> f64 {
+        self.count(each(x, 2).reads(x.num_bytes()));
         self.cpu.sum_of_squares(x.f32s(), leaf_len)
     }
 
     /// `y = activation(x)`.
     pub(crate) fn activate(&self, activation: Activation, x: View<'_>, mut y: ViewMut<'_>) {
+        self.count(each(x, activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.activate::<T>(activation, x.elements(), y.elements()));
     }
 
     /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
     pub(crate) fn activate_backward(&self, activation: Activation, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
+        let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
+        self.count(each_mut(&x, num_operations).updates(x.num_bytes()).updates(dy.num_bytes()));
         with_element!(x.dtype() => |T| {
             self.cpu.activate_backward::<T>(activation, x.elements(), dy.elements());
         });
@@ -287,6 +295,8 @@ impl Device {
     /// `y = activation(gate) * up` for rows `gate | up`.
     pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, mut y: ViewMut<'_>) {
         let cols = y.shape().cols();
+        let cost = each_mut(&y, activation.num_operations() + 1).reads(gate_up.num_bytes());
+        self.count(cost.writes(y.num_bytes()));
         with_element!(y.dtype() => |T| {
             self.cpu.gate::<T>(activation, gate_up.elements(), y.elements(), cols);
         });
@@ -300,139 +310,10 @@ impl Device {
         mut dy: ViewMut<'_>,
     ) {
         let cols = dy.shape().cols();
+        let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
+        self.count(each_mut(&dy, num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes()));
         with_element!(dy.dtype() => |T| {
             self.cpu.gate_backward::<T>(activation, gate_up.elements(), dy.elements(), cols);
-        });
-    }
-
-    /// Normalises each row of `x`; `statistics` is `rows x 2`.
-    pub(crate) fn norm(
-        &self,
-        x: View<'_>,
-        weight: View<'_>,
-        bias: Option<View<'_>>,
-        kind: NormKind,
-        mut y: ViewMut<'_>,
-        mut statistics: ViewMut<'_>,
-    ) {
-        let bias = bias.map(|bias| bias.f32s());
-        self.count_operations(&[NORM_OPERATIONS, x.shape().num_elements()]);
-        with_element!(y.dtype() => |T| {
-            self.cpu.norm::<T>(x.f32s(), weight.f32s(), bias, kind, y.elements(), statistics.f32s());
-        });
-    }
-
-    /// Gradient of [`Device::norm`] with respect to `x`, written or added.
-    pub(crate) fn norm_backward_input(
-        &self,
-        (x, weight, statistics): (View<'_>, View<'_>, View<'_>),
-        kind: NormKind,
-        dy: View<'_>,
-        mut dx: ViewMut<'_>,
-        accumulate: bool,
-    ) {
-        let rows = Normalised { x: x.f32s(), weight: weight.f32s(), statistics: statistics.f32s(), kind };
-        with_element!(dy.dtype() => |T| {
-            self.cpu.norm_backward_input::<T>(rows, dy.elements(), dx.f32s(), accumulate);
-        });
-    }
-
-    /// Gradient of [`Device::norm`] with respect to the weight, written or added.
-    pub(crate) fn norm_backward_weight(
-        &self,
-        x: View<'_>,
-        dy: View<'_>,
-        statistics: View<'_>,
-        mut d_weight: ViewMut<'_>,
-        accumulate: bool,
-    ) {
-        let (x, statistics, d_weight) = (x.f32s(), statistics.f32s(), d_weight.f32s());
-        with_element!(dy.dtype() => |T| {
-            self.cpu.norm_backward_weight::<T>(x, dy.elements(), statistics, d_weight, accumulate);
-        });
-    }
-
-    /// `y = x` rounded to `precision`, in f32.
-    ///
-    /// # Panics
-    /// If the shapes differ.
-    pub(crate) fn round(&self, precision: Precision, x: View<'_>, mut y: ViewMut<'_>) {
-        assert_eq!(x.shape(), y.shape());
-        with_element!(x.dtype() => |T| with_element!(precision.dtype() => |P| {
-            self.cpu.round::<T, P>(x.elements(), y.f32s());
-        }));
-    }
-
-    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`, of values rounded to `precision`.
-    pub(crate) fn embedding(
-        &self,
-        precision: Precision,
-        ids: View<'_>,
-        table: View<'_>,
-        positions: Option<View<'_>>,
-        (seq_len, first_position): (usize, usize),
-        mut out: ViewMut<'_>,
-    ) {
-        with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
-            let positions = positions.map(|positions| positions.elements());
-            let (ids, table, at) = (ids.u32s(), table.elements(), (seq_len, first_position));
-            self.cpu.embedding::<T, P>(ids, table, positions, at, out.f32s());
-        }));
-    }
-
-    /// Sums of rows of a table, rounded to `precision`, by bags of ids.
-    pub(crate) fn embedding_bag(
-        &self,
-        precision: Precision,
-        bags: Bags<'_>,
-        table: View<'_>,
-        mut out: ViewMut<'_>,
-    ) {
-        let cols = out.shape().cols();
-        with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
-            self.cpu.embedding_bag::<T, P>(bags, table.elements(), cols, out.f32s());
-        }));
-    }
-
-    /// Adds to the gradient of the table of [`Device::embedding_bag`].
-    pub(crate) fn embedding_bag_backward(&self, bags: Bags<'_>, dy: View<'_>, mut d_table: ViewMut<'_>) {
-        self.cpu.embedding_bag_backward(bags, dy.f32s(), dy.shape().cols(), d_table.f32s());
-    }
-
-    /// `d_table[ids[i]] += dy[i]`.
-    pub(crate) fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, d_table: ViewMut<'_>) {
-        self.embedding_bag_backward(Bags::of_single_ids(ids.u32s()), dy, d_table);
-    }
-
-    /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
-    pub(crate) fn position_backward(&self, dy: View<'_>, seq_len: usize, mut d_positions: ViewMut<'_>) {
-        self.cpu.position_backward(dy.f32s(), seq_len, dy.shape().cols(), d_positions.f32s());
-    }
-
-    /// Takes a chunk of logits into the `statistics` of their rows, `rows x 3`.
-    pub(crate) fn softmax_statistics(
-        &self,
-        logits: View<'_>,
-        targets: View<'_>,
-        chunk: VocabularyChunk,
-        mut statistics: ViewMut<'_>,
-    ) {
-        self.cpu.softmax_statistics(logits.f32s(), targets.u32s(), chunk, statistics.f32s());
-    }
-
-    /// Gradient of the rows' losses with respect to a chunk of logits, for the statistics of all chunks.
-    pub(crate) fn cross_entropy_gradient(
-        &self,
-        logits: View<'_>,
-        targets: View<'_>,
-        chunk: VocabularyChunk,
-        statistics: View<'_>,
-        scale: f32,
-        mut gradient: ViewMut<'_>,
-    ) {
-        let (logits, targets, statistics) = (logits.f32s(), targets.u32s(), statistics.f32s());
-        with_element!(gradient.dtype() => |T| {
-            self.cpu.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient.elements());
         });
     }
 
@@ -447,8 +328,26 @@ impl Device {
     }
 }
 
-/// Of a normalisation for each element: two sums, a difference, a product with the weight, and a bias.
-const NORM_OPERATIONS: usize = 8;
+/// Of an activation's derivative beside the activation, and of the products with it.
+const DERIVATIVE_OPERATIONS: usize = 8;
+
+/// Of a rounding to fp8: two products with the scale, limits, and the amax.
+const FP8_OPERATIONS: usize = 6;
+
+/// The cost of so many operations for each element.
+fn each(x: View<'_>, num_operations: usize) -> Cost {
+    Cost::others(&[num_operations, x.shape().num_elements()])
+}
+
+/// As [`each`], of what is written.
+fn each_mut(x: &ViewMut<'_>, num_operations: usize) -> Cost {
+    Cost::others(&[num_operations, x.shape().num_elements()])
+}
+
+/// The same, and `out` written or added to.
+fn written(cost: Cost, out: &ViewMut<'_>, accumulate: bool) -> Cost {
+    if accumulate { cost.updates(out.num_bytes()) } else { cost.writes(out.num_bytes()) }
+}
 
 fn num_threads(options: DeviceOptions) -> Result<usize, DeviceError> {
     match options.num_threads {

@@ -41,6 +41,11 @@ impl OptimizerState {
         })
     }
 
+    /// What its elements are kept in.
+    pub(crate) fn dtype(&self) -> StateDType {
+        self.dtype
+    }
+
     /// Bytes of memory.
     pub fn num_bytes(&self) -> usize {
         [&self.values, &self.steps]

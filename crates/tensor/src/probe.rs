@@ -6,8 +6,9 @@
 mod figure;
 mod step;
 
-pub use crate::kernels::{Traffic, Unit};
-pub use figure::{KernelFigure, Limit, Peaks, StepSizes, Work};
+pub use crate::kernels::Unit;
+pub use figure::{KernelFigure, Limit, Peaks, StepSizes};
+pub use trireme_base::{Cost, Traffic};
 
 use crate::device::{Device, DeviceError, Transpose};
 use crate::kernels::{CpuFeatures, MatmulEpilogue};
@@ -194,22 +195,20 @@ impl Probe {
         let left = self.random(left_shape, activation)?;
         let right = self.random(right_shape, right_dtype)?;
         let mut out = self.random([rows, cols], out_dtype)?;
-        self.time_product(precision, transposes, [&left, &right], &mut out, epilogue)
+        self.time(|_| self.run_product(precision, transposes, [&left, &right], &mut out, epilogue))
     }
 
-    fn time_product(
+    fn run_product(
         &self,
         precision: Precision,
         transposes: Transposes,
         [left, right]: [&Tensor; 2],
         out: &mut Tensor,
         epilogue: MatmulEpilogue<'_>,
-    ) -> Result<Timing, DeviceError> {
+    ) -> Result<(), DeviceError> {
         let (left_transpose, right_transpose) = transposes.split();
-        self.time(|_| {
-            let (left, right) = ((left.view(), left_transpose), (right.view(), right_transpose));
-            self.device.matmul(precision, left, right, out.view_mut(), epilogue)
-        })
+        let (left, right) = ((left.view(), left_transpose), (right.view(), right_transpose));
+        self.device.matmul(precision, left, right, out.view_mut(), epilogue)
     }
 
     /// Times `run`. What it does before it sets the instant anew does not count.

@@ -98,6 +98,11 @@ pub struct ViewMut<'a> {
 }
 
 impl<'a> View<'a> {
+    /// Number of bytes.
+    pub fn num_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
     /// Host memory as an f32 array.
     ///
     /// # Panics
@@ -215,6 +220,11 @@ impl<'a> View<'a> {
 }
 
 impl<'a> ViewMut<'a> {
+    /// Number of bytes.
+    pub fn num_bytes(&self) -> usize {
+        self.bytes.len()
+    }
+
     /// Host memory as an f32 array.
     ///
     /// # Panics

@@ -1,9 +1,10 @@
-//! Test helpers: ranks as threads, small models, a counting allocator, AMX on any machine, and
+//! Test helpers: ranks as threads, small models of language and of something else, a counting allocator, AMX on any machine, and
 //! networks of hosts with lines as bad as wished for. For tests only.
 
 mod allocations;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 mod amx_emulator;
+mod classifier;
 mod gradients;
 pub mod network;
 pub mod relay;
@@ -12,6 +13,7 @@ mod skipping;
 pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub use amx_emulator::emulate_amx;
+pub use classifier::{build_classifier, classifier_batch, classifier_specs};
 pub use gradients::{GradientCheck, Input, Reference, Run};
 pub use skipping::or_skip;
 

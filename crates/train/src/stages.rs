@@ -121,14 +121,14 @@ pub(crate) fn counted_costs(passes: &[UnitPasses], keeps: &[Keep]) -> Vec<StageC
 fn unit_costs(passes: &UnitPasses, keep: Keep) -> StageCosts {
     let (again, activation) = match keep {
         Keep::All => (0, passes.record),
-        Keep::Products => (passes.renewal_operations, passes.products),
-        Keep::Input => (passes.forward_operations, passes.input),
-        Keep::Nothing => (passes.forward_operations, 0),
+        Keep::Products => (passes.renewal_cost.operations(), passes.products),
+        Keep::Input => (passes.forward_cost.operations(), passes.input),
+        Keep::Nothing => (passes.forward_cost.operations(), 0),
     };
     StageCosts {
-        forward: passes.forward_operations,
-        backward_input: passes.input_half_operations.saturating_add(again),
-        backward_weight: passes.weight_half_operations,
+        forward: passes.forward_cost.operations(),
+        backward_input: passes.input_half_cost.operations().saturating_add(again),
+        backward_weight: passes.weight_half_cost.operations(),
         update: 0,
         activation: activation as u64,
         // More than forward has kept, if most of that is made again; but that is for one microbatch at a time.

@@ -11,7 +11,7 @@ use crate::config::{Config, Fp8, Resume};
 use crate::dataset::Dataset;
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
-use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written};
+use crate::metrics::{MemoryPeakBytes, MetricValues, MetricsWriter, StepRecord, Written};
 use crate::observer::{Observer, RunFacts};
 use crate::resume::{resume, tidy_up};
 use crate::run_folder;
@@ -21,7 +21,7 @@ use crate::setup::{
 };
 use crate::task::{Samples, Task};
 use crate::trace::Tracer;
-use crate::validation::Validation;
+use crate::validation::{Validated, Validation};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -97,6 +97,8 @@ pub struct Trainer<'a> {
     plans: Vec<StepPlan>,
     outcomes: Vec<StepOutcome>,
     records: Vec<StepRecord>,
+    /// Of a record that is written, so that the next one allocates nothing.
+    spare_metrics: MetricValues,
     /// What the user was told of once.
     reported: Vec<String>,
     /// Kept locked while the run lasts.
@@ -180,6 +182,7 @@ impl<'a> Trainer<'a> {
             plans: Vec::new(),
             outcomes: Vec::new(),
             records: Vec::new(),
+            spare_metrics: MetricValues::default(),
             reported: Vec::new(),
             _lock: lock,
         })
@@ -231,9 +234,11 @@ impl<'a> Trainer<'a> {
         let step = record.step;
         let is_last = step == training.steps;
         let interval = training.validation_interval;
-        if is_last || (interval > 0 && step.is_multiple_of(interval)) {
-            record.validation_loss = self.validate()?;
-            summary.validation_loss = record.validation_loss.or(summary.validation_loss);
+        let is_due = is_last || (interval > 0 && step.is_multiple_of(interval));
+        if is_due && let Some(Validated { loss, metrics }) = self.validate()? {
+            record.validation_loss = Some(loss);
+            record.validation_metrics = metrics;
+            summary.validation_loss = Some(loss);
         }
         self.write_metrics(&record)?;
         self.observer.step(&record);
@@ -242,6 +247,7 @@ impl<'a> Trainer<'a> {
         if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
             summary.checkpoint = self.save_checkpoint(is_last)?.or(summary.checkpoint.take());
         }
+        self.spare_metrics = record.metrics;
         Ok(())
     }
 
@@ -328,8 +334,8 @@ impl<'a> Trainer<'a> {
         Ok(self.records.pop().expect("a program has steps"))
     }
 
-    /// Mean loss on the samples to validate on, if there are any. Collective.
-    pub fn validate(&mut self) -> Result<Option<f64>, TrainError> {
+    /// Mean loss and metrics on the samples to validate on, if there are any. Collective.
+    pub fn validate(&mut self) -> Result<Option<Validated>, TrainError> {
         self.executor.group().set_line(format_args!("step {}: validation", self.state.step));
         self.validation.as_mut().map(|validation| validation.run(&mut self.executor)).transpose()
     }

@@ -1,11 +1,12 @@
-//! Loss on held-out samples.
+//! Loss and metrics on held-out samples.
 
 use crate::config::Training;
 use crate::dataset::{Dataset, read_batch};
 use crate::error::TrainError;
+use crate::metrics::MetricValues;
 use trireme_base::ReduceOp;
 use trireme_comm::Buffer;
-use trireme_model::Batch;
+use trireme_model::{Batch, Rehearsal};
 use trireme_parallel::Executor;
 
 /// The samples of a validation, divided among the ranks.
@@ -13,9 +14,18 @@ pub(crate) struct Validation {
     samples: Box<dyn Dataset>,
     num_samples: usize,
     batch_size: usize,
-    /// For each batch, sum and rows of each unit's loss. A rank with the unit fills in its own, and the sum over ranks is exact, for the
-    /// others add zeros.
-    losses: Option<Buffer<f64>>,
+    /// For each batch, sum and rows of each report. A rank with the unit fills in its own, and the sum over ranks is exact, for
+    /// the others add zeros.
+    reports: Option<Buffer<f64>>,
+}
+
+/// What a validation has found.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Validated {
+    /// The mean loss: of a language model in nats a token.
+    pub loss: f64,
+    /// The means of what units report as metrics.
+    pub metrics: MetricValues,
 }
 
 impl Validation {
@@ -31,35 +41,34 @@ impl Validation {
             0 => available,
             asked => available.min(asked),
         };
-        let num_losses = executor.rehearsal().losses().count();
-        let losses = Some(executor.group().buffer(num_samples.div_ceil(batch_size) * 2 * num_losses)?);
-        Ok(Validation { samples, num_samples, batch_size, losses })
+        let num_reports = executor.rehearsal().reports().count();
+        let reports = Some(executor.group().buffer(num_samples.div_ceil(batch_size) * 2 * num_reports)?);
+        Ok(Validation { samples, num_samples, batch_size, reports })
     }
 
-    /// Mean loss, of a language model in nats a token; the same bits for any number of ranks. Collective.
-    pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<f64, TrainError> {
+    /// The loss and the metrics; the same bits for any number of ranks. Collective.
+    pub(crate) fn run(&mut self, executor: &mut Executor) -> Result<Validated, TrainError> {
         let data = executor.ranks().data();
         let (rank, world_size) = (data.rank().0, data.world_size());
-        let mut losses = self.losses.take().expect("validations follow each other");
-        losses.fill(0.0);
+        let mut reports = self.reports.take().expect("validations follow each other");
+        reports.fill(0.0);
         let num_batches = self.num_samples.div_ceil(self.batch_size);
-        // A sum and a number of rows for each loss.
-        let batch_len = losses.len() / num_batches;
+        // A sum and a number of rows for each report.
+        let batch_len = reports.len() / num_batches;
         for first in (0..num_batches).step_by(world_size) {
             // Ranks that have no batch any more still help to gather sharded parameters.
             let index = Some(first + rank).filter(|&index| index < num_batches);
             let batch = index.map(|index| self.batch(index, executor)).transpose()?;
             let found = executor.evaluate(batch)?;
             if let Some(index) = index {
-                let own = losses[index * batch_len..].chunks_exact_mut(2).zip(found);
-                own.for_each(|(own, loss)| own.copy_from_slice(&[loss.sum, loss.num_rows as f64]));
+                let own = reports[index * batch_len..].chunks_exact_mut(2).zip(found);
+                own.for_each(|(own, mean)| own.copy_from_slice(&[mean.sum, mean.num_rows as f64]));
             }
         }
-        let losses = executor.group().all_reduce(losses, ReduceOp::Sum).wait()?;
-        let sum = |first: usize| losses.iter().skip(first).step_by(batch_len).sum::<f64>();
-        let loss = (0..batch_len).step_by(2).map(|first| sum(first) / sum(first + 1)).sum();
-        self.losses = Some(losses);
-        Ok(loss)
+        let reports = executor.group().all_reduce(reports, ReduceOp::Sum).wait()?;
+        let validated = means(executor.rehearsal(), &reports, batch_len);
+        self.reports = Some(reports);
+        Ok(validated)
     }
 
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
@@ -67,4 +76,20 @@ impl Validation {
         let specs = self.samples.specs(self.batch_size.min(self.num_samples - first));
         read_batch(&mut *self.samples, executor.device(), &specs, first as u64)
     }
+}
+
+/// Losses of units are added up; a metric that several units report is one mean.
+fn means(rehearsal: &Rehearsal, reports: &[f64], batch_len: usize) -> Validated {
+    let sum = |first: usize| reports.iter().skip(first).step_by(batch_len).sum::<f64>();
+    let of = |metric: Option<&'static str>| {
+        let all = rehearsal.reports().enumerate().filter(move |(_, (_, report))| report.metric == metric);
+        all.map(|(index, _)| (sum(2 * index), sum(2 * index + 1)))
+    };
+    let mean = |name| {
+        let (sum, num_rows) = of(Some(name)).fold((0.0, 0.0), |all, own| (all.0 + own.0, all.1 + own.1));
+        (name, sum / num_rows)
+    };
+    let mut metrics = MetricValues::default();
+    rehearsal.metric_names().into_iter().map(mean).for_each(|metric| metrics.push(metric));
+    Validated { loss: of(None).map(|(sum, num_rows)| sum / num_rows).sum(), metrics }
 }

@@ -68,7 +68,7 @@ impl Planning<'_> {
         });
         let fits = self.bounds.hold(&prediction);
         if fits {
-            let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_operations).sum();
+            let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_cost.operations()).sum();
             let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
             reasons.push(format!(
                 "recomputation, for at most {} per worker: {}; this repeats {share:.1} % of the forward pass and \

@@ -6,7 +6,7 @@ mod limits;
 use super::setup::{Layout, memory_setup};
 use trireme_base::Category;
 use trireme_comm::{Compression, Group};
-use trireme_model::{Batch, ModelConfig, Rehearsal, token_specs};
+use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{
     AdamWSettings, LossScaling, MuonScale, MuonSettings, Optimizer, OptimizerKind, OptimizerOptions,
     ParameterGroup, StateDType,
@@ -20,7 +20,9 @@ use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, sh
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
 use trireme_schedule::{Chain, Keep, Outline, Program, StateClass, ZeroStage, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
-use trireme_testkit::{random_batch, run_ranks, run_ranks_on, small_models};
+use trireme_testkit::{
+    build_classifier, classifier_batch, classifier_specs, random_batch, run_ranks, run_ranks_on, small_models,
+};
 
 const NUM_THREADS: usize = 2;
 
@@ -59,6 +61,44 @@ fn model_of_layers(num_layers: usize) -> ModelConfig {
     ModelConfig::from_json(&text.replace("LAYERS", &num_layers.to_string())).unwrap()
 }
 
+/// A model, for microbatches of so many samples of so many tokens.
+trait Subject: Sync {
+    fn build(&self, shape: (usize, usize), device: &Device) -> Result<Model, ModelError>;
+    fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec>;
+    fn batch(&self, device: &Device, shape: (usize, usize), step: u64, index: usize) -> Batch;
+}
+
+impl Subject for ModelConfig {
+    fn build(&self, shape: (usize, usize), device: &Device) -> Result<Model, ModelError> {
+        self.build(shape.1, device)
+    }
+
+    fn specs(&self, shape: (usize, usize)) -> Vec<TensorSpec> {
+        token_specs(shape.0, shape.1).to_vec()
+    }
+
+    fn batch(&self, device: &Device, shape: (usize, usize), step: u64, index: usize) -> Batch {
+        random_batch(device, shape, self.vocab_size, step, index)
+    }
+}
+
+/// No language model: its samples have no tokens.
+struct Classifier;
+
+impl Subject for Classifier {
+    fn build(&self, _: (usize, usize), device: &Device) -> Result<Model, ModelError> {
+        build_classifier(device)
+    }
+
+    fn specs(&self, (num_samples, _): (usize, usize)) -> Vec<TensorSpec> {
+        classifier_specs(num_samples).to_vec()
+    }
+
+    fn batch(&self, device: &Device, (num_samples, _): (usize, usize), step: u64, index: usize) -> Batch {
+        classifier_batch(device, num_samples, step, index)
+    }
+}
+
 #[derive(Debug, Clone)]
 struct Case {
     options: ExecutorOptions,
@@ -95,7 +135,7 @@ impl Case {
         let num_units = chain.num_units;
         let keep = |unit: usize| match self.keep {
             _ if !chain.keeps(unit) => Keep::All,
-            Keep::Nothing if unit % 2 == 1 => Keep::Input,
+            Keep::Nothing if unit == 0 || unit % 2 == 1 => Keep::Input,
             keep => keep,
         };
         let keeps: Vec<Keep> = (0..num_units).map(keep).collect();
@@ -115,10 +155,10 @@ impl Case {
         offload(shard(recompute(program, &keeps), self.options.sharding), self.places)
     }
 
-    fn predict(&self, config: &ModelConfig, hosts: &[usize], rank: usize) -> (Prediction, Program) {
+    fn predict(&self, model: &dyn Subject, hosts: &[usize], rank: usize) -> (Prediction, Program) {
         let device = Device::counting(self.device_options(None)).unwrap();
-        let model = config.build(self.shape.1, &device).unwrap();
-        let rehearsal = self.rehearsal(config);
+        let rehearsal = self.rehearsal(model);
+        let model = model.build(self.shape, &device).unwrap();
         let layout = Layout {
             num_shards: self.num_shards,
             num_replicas: hosts.len() / self.num_shards / self.pipeline_degree(),
@@ -138,10 +178,10 @@ impl Case {
         (predict(&setup, &program), program)
     }
 
-    fn rehearsal(&self, config: &ModelConfig) -> Rehearsal {
-        let build = |device: &Device| config.build(self.shape.1, device);
+    fn rehearsal(&self, model: &dyn Subject) -> Rehearsal {
+        let build = |device: &Device| model.build(self.shape, device);
         let ExecutorOptions { precision, fp8, .. } = self.options;
-        let specs = token_specs(self.shape.0, self.shape.1);
+        let specs = model.specs(self.shape);
         Rehearsal::of(build, self.device_options(None), precision, fp8, &specs).unwrap()
     }
 
@@ -156,13 +196,13 @@ impl Case {
     /// Takes a few steps on a device.
     fn run(
         &self,
-        config: &ModelConfig,
+        model: &dyn Subject,
         group: Group,
         device: &Device,
         host: &Device,
     ) -> Result<(), ParallelError> {
-        let model = config.build(self.shape.1, device)?;
-        let rehearsal = self.rehearsal(config);
+        let (subject, model) = (model, model.build(self.shape, device)?);
+        let rehearsal = self.rehearsal(subject);
         let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
         let parts = ranks.parts(model.table(), &program.outline);
@@ -182,7 +222,7 @@ impl Case {
         let mut executor = Executor::new(setup)?;
         executor.initialize(1)?;
         for step in 1..=3 {
-            let batch = |index| random_batch(device, self.shape, config.vocab_size, step, index);
+            let batch = |index| subject.batch(device, self.shape, step, index);
             let Outline { num_microbatches, .. } = executor.program().outline;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
@@ -196,18 +236,18 @@ impl Case {
     ///
     /// Categories are exact. So is the total, but for partial sums of gradients: they are reckoned to be there from the
     /// beginning of a backward pass, and come with its first gradient.
-    fn check(&self, config: &ModelConfig, world_size: usize) {
-        self.check_on(config, &vec![0; world_size]);
+    fn check(&self, model: &dyn Subject, world_size: usize) {
+        self.check_on(model, &vec![0; world_size]);
     }
 
     /// As [`check`](Case::check), with a rank on each of these hosts.
-    fn check_on(&self, config: &ModelConfig, hosts: &[usize]) {
+    fn check_on(&self, model: &dyn Subject, hosts: &[usize]) {
         run_ranks_on(hosts, |group| {
             let rank = group.rank().0;
             let device = Device::cpu(self.device_options(None)).unwrap();
             let host = device.host().unwrap();
-            self.run(config, group, &device, &host).unwrap();
-            let (predicted, program) = self.predict(config, hosts, rank);
+            self.run(model, group, &device, &host).unwrap();
+            let (predicted, program) = self.predict(model, hosts, rank);
             for category in Category::ALL {
                 let found = (category, predicted.peaks.get(category));
                 let measured = device.memory().usage(category).peak;
@@ -251,6 +291,31 @@ fn every_stage_and_every_keep() {
             let (options, num_shards) = (sharded(stage, options), shards(stage, 2));
             let case = Case { options, num_microbatches: 2, num_shards, keep, ..Case::default() };
             case.check(config, 2);
+        }
+    }
+}
+
+#[test]
+fn a_chain_that_is_no_language_model() {
+    for precision in [Precision::F32, Precision::Bf16] {
+        let case = Case {
+            options: ExecutorOptions { precision, seed: 9, ..OPTIONS },
+            num_microbatches: 3,
+            shape: (371, 0),
+            ..Case::default()
+        };
+        for keep in Keep::ALL {
+            Case { keep, ..case.clone() }.check(&Classifier, 2);
+            let places = Offload { activations: Tier::Host, ..Offload::default() };
+            Case { keep, places, ..case.clone() }.check(&Classifier, 1);
+        }
+        for stage in STAGES {
+            let options = sharded(stage, case.options);
+            Case { options, num_shards: shards(stage, 2), ..case.clone() }.check(&Classifier, 4);
+        }
+        for (kind, stages_per_rank) in [(Kind::OneFOneB, 1), (Kind::ZeroBubbleV, 2)] {
+            let pipeline = Some((kind, 2, stages_per_rank));
+            Case { pipeline, num_microbatches: 4, ..case.clone() }.check(&Classifier, 4);
         }
     }
 }

@@ -160,16 +160,16 @@ impl Executor {
     ) -> Result<(), ParallelError> {
         let mut waiting = std::mem::take(&mut self.waiting);
         self.messages.finish(&mut waiting)?;
-        let Executor { updates, losses, ranks, loss_scaler, .. } = self;
+        let Executor { updates, means, ranks, loss_scaler, .. } = self;
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;
         updates.units.iter_mut().for_each(|unit| unit.newest = 0);
-        // Before anything else of all ranks: those with a loss have sent theirs.
-        let means = losses.wait(&mut waiting)?;
+        // Before anything else of all ranks: those that report have sent theirs.
+        let losses = means.wait(&mut waiting)?;
         let squares = updates.squares.take().expect("they are summed once a program");
         let squares = waiting.wait(ranks.pipeline().all_reduce(squares, ReduceOp::Sum))?;
         let comm_exposed = waiting.total() / plans.len() as u32;
-        for ((&loss, plan), square) in means.iter().zip(plans).zip(&squares[..]) {
+        for ((&loss, plan), square) in losses.iter().zip(plans).zip(&squares[..]) {
             if !loss.is_finite() {
                 let what = NonFinite::Loss;
                 return Err(ParallelError::NotFiniteAhead { step: plan.step, what, value: loss });

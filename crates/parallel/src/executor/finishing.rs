@@ -144,7 +144,7 @@ impl Executor {
         let mut waiting = self.gradients.wait()?;
         waiting.add(std::mem::take(&mut self.waiting));
         self.messages.finish(&mut waiting)?;
-        let loss = self.losses.wait(&mut waiting)?[0];
+        let loss = self.means.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {
             fp8.advance(self.ranks.world(), &mut waiting)?;
         }

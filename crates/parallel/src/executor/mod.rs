@@ -3,7 +3,7 @@
 mod asynchronous;
 mod finishing;
 mod loading;
-mod losses;
+mod means;
 mod messages;
 mod moves;
 mod passes;
@@ -22,7 +22,7 @@ use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use asynchronous::Updates;
-use losses::{Losses, global_microbatch};
+use means::{Means, global_microbatch};
 use messages::Messages;
 use passes::InFlight;
 use std::ops::Range;
@@ -62,7 +62,7 @@ pub struct Executor {
     messages: Messages,
     loss_scaler: LossScaler,
     fp8: Option<AgreedScales>,
-    losses: Losses,
+    means: Means,
     /// Sums of the squares of each unit's gradient.
     squares: Option<Buffer<f64>>,
     /// Of a program that does not drain between updates.
@@ -141,7 +141,7 @@ impl Executor {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
         let exchange = ShardExchange::new(&ranks, device);
-        let losses = Losses::new(outline, &ranks, &rehearsal)?;
+        let means = Means::new(outline, &ranks, &rehearsal)?;
         let updates = Updates::new(outline, ranks.pipeline())?;
         let squares = Some(ranks.shards().buffer(outline.chain.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
@@ -168,7 +168,7 @@ impl Executor {
             gradients,
             loss_scaler: LossScaler::new(options.loss_scaling),
             fp8,
-            losses,
+            means,
             squares,
             updates,
             first_step: 0,
@@ -217,6 +217,11 @@ impl Executor {
     /// When the actions of the last step ran, in the program's order; of a step that failed, those that ended.
     pub fn timeline(&self) -> &[ActionTime] {
         self.timeline.actions()
+    }
+
+    /// The metrics that units reported in a step of the last program: names and means over all ranks.
+    pub fn metrics(&self, step: usize) -> impl Iterator<Item = (&'static str, f64)> {
+        self.means.metrics(step)
     }
 
     /// The elements of each unit's flat buffer that this rank steps.

@@ -7,7 +7,7 @@ use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_model::{Batch, BatchTensor, Bundle, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Action, Keep, Outline};
-use trireme_tensor::tape::{Loss, Randomness, Recording};
+use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
 use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
@@ -132,6 +132,9 @@ impl Executor {
             updates.begin_forward(unit, microbatch, &self.program.outline);
         }
         let mut pass = self.record(unit, microbatch, inputs)?;
+        for &Metric { name, mean } in pass.metrics() {
+            self.means.push(unit, Some(name), microbatch, mean.sum);
+        }
         let kept = match keep {
             Keep::All => Some(Pass::Recorded(pass)),
             Keep::Products => {
@@ -251,8 +254,8 @@ impl Executor {
     ) -> Result<(), ParallelError> {
         self.in_flight.put_grad(microbatch, pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
-            // After the last microbatch the losses travel, ahead of the first gradient.
-            self.losses.push(unit, microbatch, loss.sum);
+            // After the last microbatch the reports travel, ahead of the first gradient.
+            self.means.push(unit, None, microbatch, loss.sum);
         }
         Ok(())
     }
@@ -264,19 +267,18 @@ impl Executor {
         self.gradients.close(unit);
     }
 
-    /// The losses of a batch without training, one for each unit that adds to the loss, in order; zeros for those that lie
-    /// elsewhere. The batch may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the
+    /// What units [report](Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the
     /// same batch, and where parameters are sharded: a rank without a batch takes part in gathering them.
     ///
     /// # Errors
     /// What device, group and disks refuse.
-    pub fn evaluate(&mut self, mut batch: Option<Batch>) -> Result<Vec<Loss>, ParallelError> {
+    pub fn evaluate(&mut self, mut batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
         let num_samples = batch.as_ref().and_then(|batch| Some(batch.iter().next()?.1.shape().dims()[0]));
         if let (Some(batch), Some(num_samples)) = (&batch, num_samples) {
             check_batch(batch, &self.rehearsal, num_samples)?;
         }
         let mut activation = self.evaluation.outline.holds(0).then(Bundle::new);
-        let mut losses = vec![Loss::default(); self.rehearsal.losses().count()];
+        let mut found = vec![RowMean::default(); self.rehearsal.reports().count()];
         for index in 0..self.evaluation.actions.len() {
             let action = self.evaluation.actions[index];
             self.await_parameters(action)?;
@@ -296,16 +298,17 @@ impl Executor {
                     let (pass, outputs) =
                         UnitPass::forward(self.model.unit(unit), tape, &self.parameters, inputs, batch)?;
                     activation = Some(outputs);
-                    let place = self.rehearsal.losses().position(|(own, _)| own == unit);
-                    if let (Some(place), Some(loss)) = (place, pass.loss()) {
-                        losses[place] = loss;
+                    for ((_, report), found) in
+                        self.rehearsal.reports().zip(&mut found).filter(|((own, _), _)| *own == unit)
+                    {
+                        *found = pass.reported(report.metric).unwrap_or_default();
                     }
                 }
                 _ => (),
             }
         }
         self.messages.finish(&mut Waiting::default())?;
-        Ok(losses)
+        Ok(found)
     }
 
     fn new_tape(&self, recording: Recording) -> Tape {

@@ -4,7 +4,7 @@
 //! it. Ranks with the same place among those that see other data pass that on as it lies in memory, each its own shard. Sums
 //! have an order that no stage decides, so no bit of later steps changes.
 
-use super::losses::Losses;
+use super::means::Means;
 use super::messages::Messages;
 use super::passes::InFlight;
 use super::timeline::Timeline;
@@ -69,7 +69,7 @@ impl Executor {
         self.in_flight = InFlight::new(outline, &self.rehearsal);
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
         self.exchange = ShardExchange::new(&self.ranks, &self.device);
-        self.losses = Losses::new(outline, &self.ranks, &self.rehearsal)?;
+        self.means = Means::new(outline, &self.ranks, &self.rehearsal)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.evaluation = evaluation_program(outline, self.options.sharding, self.offload.places);
         let tied = TiedGradients::new(outline, self.model.table().tie(), self.messages.pool());

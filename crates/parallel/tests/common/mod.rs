@@ -197,7 +197,7 @@ pub fn batches(executor: &Executor, num_microbatches: usize, step: u64) -> Vec<B
     (0..per_rank).map(batch).collect()
 }
 
-/// Losses, norms and all parameters as bits after a few steps over the same global batches.
+/// Losses and norms, metrics, and all parameters as bits after a few steps over the same global batches.
 pub fn train(executor: Executor, num_microbatches: usize) -> (Vec<[u64; 2]>, Vec<u32>) {
     train_on(executor, &|executor, step| batches(executor, num_microbatches, step))
 }
@@ -214,6 +214,7 @@ pub fn train_on(
         let outcome: StepOutcome = executor.run(plan, &mut batches.into_iter()).unwrap();
         assert_eq!(outcome.skipped, None, "step {step}");
         found.push([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
+        found.extend(executor.metrics(0).map(|(_, value)| [value.to_bits(), 0]));
     }
     executor.check_replicas().unwrap();
     (found, parameter_bits(&executor))

@@ -1,6 +1,11 @@
 use super::*;
 use proptest::prelude::*;
+use trireme_base::Cost;
 use trireme_schedule::{Chain, lowering, single};
+
+fn cost(num_operations: usize) -> Cost {
+    Cost::others(&[num_operations])
+}
 
 fn program(keeps: &[Keep]) -> Program {
     lowering::recompute(single::program(&Chain::of_units(keeps.len()), 1), keeps)
@@ -28,9 +33,9 @@ fn sizes(numbers: &[[usize; 8]]) -> Vec<UnitPasses> {
             renewal_peak,
             // The gradient of the output is as large as what the unit above gives; it is added below.
             backward_peak: record + backward.max(input_grad),
-            forward_operations: 10 + operations as u64,
-            backward_operations: 20 + 2 * operations as u64,
-            renewal_operations: operations as u64 % 10,
+            forward_cost: cost(10 + operations),
+            backward_cost: cost(20 + 2 * operations),
+            renewal_cost: cost(operations % 10),
             ..UnitPasses::default()
         });
     }
@@ -59,8 +64,8 @@ fn every_choice(passes: &[UnitPasses]) -> Vec<Vec<Keep>> {
 fn operations(passes: &[UnitPasses], keeps: &[Keep]) -> u64 {
     let of_unit = |(passes, keep): (&UnitPasses, &Keep)| match keep {
         Keep::All => 0,
-        Keep::Products => passes.renewal_operations,
-        Keep::Input | Keep::Nothing => passes.forward_operations,
+        Keep::Products => passes.renewal_cost.operations(),
+        Keep::Input | Keep::Nothing => passes.forward_cost.operations(),
     };
     passes.iter().zip(keeps).map(of_unit).sum()
 }
@@ -102,9 +107,9 @@ fn more_memory_makes_less_again() {
         forward_peak: 120,
         renewal_peak: 100,
         backward_peak: 150,
-        forward_operations: 1000,
-        backward_operations: 2000,
-        renewal_operations: 10,
+        forward_cost: cost(1000),
+        backward_cost: cost(2000),
+        renewal_cost: cost(10),
         ..UnitPasses::default()
     };
     let embedding = UnitPasses { output: 10, forward_peak: 10, backward_peak: 10, ..UnitPasses::default() };

@@ -4,6 +4,7 @@ use super::{Device, DeviceError};
 use crate::kernels::cpu::element::{Element, with_element};
 use crate::kernels::{AttentionInputs, AttentionRule, AttentionShape, CacheSpan, Rotary};
 use crate::tensor::{View, ViewMut};
+use trireme_base::Cost;
 
 impl Device {
     /// Rotates query and key heads in place; `inverse` is the gradient.
@@ -14,6 +15,9 @@ impl Device {
         rotary: Rotary<'_>,
         inverse: bool,
     ) {
+        let num_heads = shape.num_heads + shape.num_kv_heads;
+        let num_rotated = shape.rows().saturating_mul(num_heads.saturating_mul(shape.head_dim));
+        self.count(Cost::others(&[3, num_rotated]).updates(num_rotated.saturating_mul(qkv.dtype().size())));
         with_element!(qkv.dtype() => |T| self.cpu.rotary::<T>(qkv.elements(), shape, rotary, inverse));
     }
 
@@ -28,10 +32,10 @@ impl Device {
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
-        let log_sums = log_sums.f32s();
-        // Two products of queries with the keys that they see.
         let num_pairs = rule.num_pairs(shape.seq_len, shape.num_keys);
-        self.count_operations(&[4, shape.batch, shape.output_cols(), num_pairs]);
+        let cost = inputs.read(forward_cost(shape, num_pairs));
+        self.count(cost.writes(y.num_bytes()).writes(log_sums.num_bytes()));
+        let log_sums = log_sums.f32s();
         with_element!(y.dtype() => |T| {
             let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, false)])?;
             let mut scratch = scratch.view_mut();
@@ -53,6 +57,11 @@ impl Device {
         mut y: ViewMut<'_>,
         mut log_sums: ViewMut<'_>,
     ) -> Result<(), DeviceError> {
+        // Those of all positions, without those of the positions before.
+        let num_positions = cache.len + shape.seq_len;
+        let num_pairs = rule.num_pairs(num_positions, num_positions) - rule.num_pairs(cache.len, cache.len);
+        let cost = forward_cost(shape, num_pairs).reads(qkv.num_bytes());
+        self.count(cost.writes(y.num_bytes()).writes(log_sums.num_bytes()));
         let num_elements = self.cpu.attention_scratch::<f32>(shape, cache.len, false);
         let mut scratch = self.activation([num_elements])?;
         let (mut scratch, of) = (scratch.view_mut(), (shape, rule));
@@ -73,7 +82,11 @@ impl Device {
     ) -> Result<(), DeviceError> {
         // Five products: the scores once more, and the gradients of weights, values, queries and keys.
         let num_pairs = rule.num_pairs(shape.seq_len, shape.num_keys);
-        self.count_operations(&[10, shape.batch, shape.output_cols(), num_pairs]);
+        let exponentials = Cost::others(&[Cost::EXP + 5, shape.batch, shape.num_heads, num_pairs]);
+        let products = Cost::products(&[10, shape.batch, shape.output_cols(), num_pairs]);
+        let output_bytes = y.num_bytes() + log_sums.num_bytes() + dy.num_bytes();
+        let written_bytes = d_queries.num_bytes() + d_keys_values.as_ref().map_or(0, ViewMut::num_bytes);
+        self.count(inputs.read(products + exponentials).reads(output_bytes).writes(written_bytes));
         with_element!(y.dtype() => |T| {
             let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, true)])?;
             let mut scratch = scratch.view_mut();
@@ -83,6 +96,12 @@ impl Device {
         });
         Ok(())
     }
+}
+
+/// Two products of queries with the keys that they see, and the softmax between them; without what is read and written.
+fn forward_cost(shape: AttentionShape, num_pairs: usize) -> Cost {
+    Cost::products(&[4, shape.batch, shape.output_cols(), num_pairs])
+        + Cost::others(&[Cost::EXP + 4, shape.batch, shape.num_heads, num_pairs])
 }
 
 /// Queries, keys and values.
@@ -96,6 +115,12 @@ pub(crate) struct AttentionViews<'a> {
 }
 
 impl<'a> AttentionViews<'a> {
+    /// The same cost, and these read.
+    fn read(&self, cost: Cost) -> Cost {
+        let others = [self.keys_values, self.num_keys].into_iter().flatten();
+        cost.reads(self.queries.num_bytes() + others.map(|view| view.num_bytes()).sum::<usize>())
+    }
+
     fn elements<T: Element>(self) -> AttentionInputs<'a, T> {
         AttentionInputs {
             queries: self.queries.elements(),

@@ -1,9 +1,10 @@
 //! Elements in another order or place, sums over a dim, and softmax, on a device.
 
-use super::Device;
+use super::{Device, each, each_mut};
 use crate::kernels::Blocks;
 use crate::kernels::cpu::element::with_element;
 use crate::tensor::{View, ViewMut};
+use trireme_base::Cost;
 
 impl Device {
     /// Copies `num_blocks` blocks of `len` elements from `x` to `y`.
@@ -17,6 +18,8 @@ impl Device {
         blocks: (usize, usize),
     ) {
         assert_eq!(x.dtype(), y.dtype());
+        let num_bytes = blocks.0 * blocks.1 * x.dtype().size();
+        self.count(Cost::ZERO.reads(num_bytes).writes(num_bytes));
         match x.dtype().size() {
             1 => self.cpu.copy_blocks::<u8>((x.words(), from), (y.words(), to), blocks),
             2 => self.cpu.copy_blocks::<u16>((x.words(), from), (y.words(), to), blocks),
@@ -32,6 +35,7 @@ impl Device {
         (mut y, dims): (ViewMut<'_>, [usize; 4]),
     ) {
         assert_eq!(x.dtype(), y.dtype());
+        self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
         match x.dtype().size() {
             1 => self.cpu.permute::<u8>((x.words(), strides), (y.words(), dims)),
             2 => self.cpu.permute::<u16>((x.words(), strides), (y.words(), dims)),
@@ -42,13 +46,13 @@ impl Device {
 
     /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`.
     pub(crate) fn sum_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count_operations(&[x.shape().num_elements()]);
+        self.count(each(x, 1).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.sum_dim::<T>(x.elements(), dims, factor, y.elements()));
     }
 
     /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
     pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count_operations(&[y.shape().num_elements()]);
+        self.count(each_mut(&y, 1).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.spread_dim::<T>(x.elements(), dims, factor, y.elements()));
     }
 
@@ -57,8 +61,9 @@ impl Device {
     /// # Panics
     /// If an id is that of no row.
     pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, mut y: ViewMut<'_>) {
-        let (ids, cols) = (ids.u32s(), x.shape().cols());
         assert_eq!(x.dtype(), y.dtype());
+        self.count(Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes()));
+        let (ids, cols) = (ids.u32s(), x.shape().cols());
         match x.dtype().size() {
             1 => self.cpu.gather_rows::<u8>(x.words(), ids, cols, y.words()),
             2 => self.cpu.gather_rows::<u16>(x.words(), ids, cols, y.words()),
@@ -70,17 +75,17 @@ impl Device {
     /// Softmax of each row. A row of nothing but negative infinity gives NaN.
     pub(crate) fn softmax(&self, x: View<'_>, mut y: ViewMut<'_>) {
         let cols = x.shape().cols();
-        self.count_operations(&[SOFTMAX_OPERATIONS, x.shape().num_elements()]);
+        self.count(each(x, SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.softmax::<T>(x.elements(), cols, y.elements()));
     }
 
     /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
     pub(crate) fn softmax_backward(&self, y: View<'_>, mut dy: ViewMut<'_>) {
         let cols = y.shape().cols();
-        self.count_operations(&[4, y.shape().num_elements()]);
+        self.count(each(y, 4).reads(y.num_bytes()).updates(dy.num_bytes()));
         with_element!(y.dtype() => |T| self.cpu.softmax_backward::<T>(y.elements(), cols, dy.elements()));
     }
 }
 
 /// Operations of a softmax, for each element: two exponentials, the largest value, the sum and the scale.
-const SOFTMAX_OPERATIONS: usize = 50;
+const SOFTMAX_OPERATIONS: usize = 2 * Cost::EXP + 4;

@@ -1,11 +1,12 @@
 //! Optimizer updates on a device.
 
-use super::{Device, DeviceError, Transpose};
-use crate::kernels::{FactoredStep, MatmulEpilogue, Pieces, StateSlice, Update};
+use super::{Device, DeviceError, Transpose, each};
+use crate::kernels::{Access, FactoredStep, MatmulEpilogue, Piece, Pieces, StateDType, StateSlice, Update};
 use crate::optimizer::{FactoredMatrix, OptimizerState};
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
-use std::ops::Range;
+use std::ops::{Add, Range};
+use trireme_base::{Cost, DType};
 
 /// Coefficients of the iteration of [`Device::orthogonalize`]: odd polynomials whose repetition brings singular values from 0 to
 /// 1 near 1, the small ones fast (Jordan, "Muon", 2024).
@@ -32,6 +33,7 @@ impl Device {
         sums: &mut [[f64; 2]],
     ) {
         assert!(states.len() <= 2, "an update has at most two states");
+        self.count(update_cost(pieces, updates, states));
         let mut slices = [StateSlice::Absent; 2];
         slices.iter_mut().zip(states).for_each(|(slice, state)| *slice = state.slice());
         self.cpu.update((pieces, updates), parameters.f32s(), grads.f32s(), slices, noise, sums);
@@ -73,6 +75,9 @@ impl Device {
         cols: &mut [f64],
     ) {
         assert_eq!(cols.len(), matrix.part.cols);
+        self.count(
+            Cost::others(&[4, matrix.part.held.len()]).reads(2 * DType::F32.size() * matrix.part.held.len()),
+        );
         self.cpu.row_squares(&matrix.part, grads.f32s(), scale, rows);
         self.cpu.column_squares(&matrix.part, grads.f32s(), scale, cols);
     }
@@ -86,6 +91,7 @@ impl Device {
         grads: View<'_>,
         sums: &mut [[f64; 2]],
     ) {
+        self.count(each(grads, FACTORED_OPERATIONS).reads(grads.num_bytes()));
         self.cpu.factored_squares(pieces, step, grads.f32s(), sums);
     }
 
@@ -98,6 +104,8 @@ impl Device {
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
+        let cost = each(grads, FACTORED_OPERATIONS).reads(grads.num_bytes());
+        self.count(cost.updates(parameters.num_bytes()));
         self.cpu.factored_update(pieces, step, parameters.f32s(), grads.f32s());
     }
 
@@ -145,6 +153,40 @@ impl Device {
         }
         Ok(())
     }
+}
+
+/// Of Adafactor's update of a matrix, for each element.
+const FACTORED_OPERATIONS: usize = 9;
+
+/// What rounding of the elements of a state to its type, and back, adds to the operations of an update.
+fn rounding_operations(dtype: StateDType) -> usize {
+    match dtype {
+        StateDType::F32 => 0,
+        StateDType::Bf16 => 10,
+        StateDType::Int8 => 17,
+    }
+}
+
+/// What updates of pieces cost.
+fn update_cost(pieces: &Pieces, updates: &[Update], states: &[OptimizerState]) -> Cost {
+    let access = |cost: Cost, access, num_bytes| match access {
+        Access::Skip => cost,
+        Access::Read => cost.reads(num_bytes),
+        Access::Change => cost.updates(num_bytes),
+    };
+    let piece_cost = |piece: &Piece| {
+        let element = updates[piece.update].cost();
+        let mut num_operations = element.num_operations;
+        let mut cost = access(Cost::ZERO, element.parameter, DType::F32.size() * piece.len);
+        cost = access(cost, element.gradient, DType::F32.size() * piece.len);
+        for (state, kind) in states.iter().zip(element.states) {
+            let rounding = if kind == Access::Skip { 0 } else { rounding_operations(state.dtype()) };
+            num_operations += rounding;
+            cost = access(cost, kind, state.dtype().num_bytes(piece.len));
+        }
+        cost + Cost::others(&[num_operations, piece.len])
+    };
+    pieces.as_slice().iter().map(piece_cost).fold(Cost::ZERO, Cost::add)
 }
 
 #[cfg(test)]

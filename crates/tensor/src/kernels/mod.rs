@@ -8,13 +8,13 @@ pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{AttentionInputs, CacheSpan, Rotary};
 pub use cpu::attention::{AttentionRule, AttentionShape};
 pub(crate) use cpu::blocks::Blocks;
-pub(crate) use cpu::matmul::MatmulEpilogue;
+pub use cpu::matmul::MatmulEpilogue;
+pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};
 pub use cpu::optimizer::{
     AdamStep, AdamWStep, FACTORED_FLOOR, FactoredStep, LarsStep, LionStep, MomentumStep, MuonStep, Piece,
     Pieces, RmsStep, StateDType, Update,
 };
-pub(crate) use cpu::optimizer::{FactoredPart, StateRef, StateSlice};
-pub use cpu::peak::{Traffic, Unit};
+pub use cpu::peak::Unit;
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;
 pub(crate) use cpu::simd::{sigmoid, tanh};

@@ -1,8 +1,9 @@
 //! What is told of a kernel.
 
-use super::{Timing, Traffic};
+use super::Timing;
 use crate::kernels::AttentionShape;
 use std::fmt;
+use trireme_base::Cost;
 
 /// What determines the kernels of a training step of one microbatch, and how often each is called.
 #[derive(Debug, Clone, Copy)]
@@ -37,17 +38,6 @@ pub struct Peaks {
     pub arithmetic: f64,
 }
 
-/// What a kernel has to do at least.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct Work {
-    /// Floating-point operations of matrix products.
-    pub product_operations: f64,
-    /// Other floating-point operations, an exponential counted as 23.
-    pub other_operations: f64,
-    /// Bytes of operands and results. What a kernel packs on the way does not count.
-    pub traffic: Traffic,
-}
-
 /// What bounds a kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Limit {
@@ -79,8 +69,8 @@ pub struct KernelFigure {
     /// How often a step calls it: a fraction where the last call has less to do, 0 if only steps with other settings
     /// have any.
     pub num_calls: f64,
-    /// What it has to do.
-    pub work: Work,
+    /// What it has to do at least.
+    pub cost: Cost,
     /// Seconds that this takes on units that never wait, or that the loops of [`Probe::stream`](super::Probe::stream)
     /// take which move as many bytes, whichever is more.
     pub bound: f64,

@@ -3,9 +3,7 @@
 mod optimizers;
 mod rows;
 
-use super::{
-    KernelFigure, Limit, Peaks, Probe, ProductSizes, Ran, StepSizes, Timing, Traffic, Transposes, Unit, Work,
-};
+use super::{KernelFigure, Limit, Peaks, Probe, ProductSizes, Ran, StepSizes, Transposes, Unit};
 use crate::declaration::{Initial, Parameter};
 use crate::device::{AttentionViews, DeviceError};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
@@ -17,12 +15,6 @@ use crate::tensor::Tensor;
 use std::convert::Infallible;
 use std::time::Instant;
 use trireme_base::{Category, DType};
-
-/// Operations of an exponential in the kernels.
-const EXP: usize = 23;
-
-/// Bytes of an f32.
-const F32: usize = size_of::<f32>();
 
 impl Probe {
     /// The peaks that bound kernels of a precision on this device.
@@ -82,15 +74,6 @@ impl From<Infallible> for DeviceError {
     }
 }
 
-/// Work that is the same for each of `num` elements: operations, and bytes that are read, updated and written.
-fn each(num: usize, operations: usize, [read, updated, written]: [usize; 3]) -> Work {
-    Work {
-        product_operations: 0.0,
-        other_operations: num as f64 * operations as f64,
-        traffic: Traffic { read: num * read, updated: num * updated, written: num * written },
-    }
-}
-
 impl Step<'_> {
     fn rows(&self) -> usize {
         self.sizes.attention.rows()
@@ -109,37 +92,38 @@ impl Step<'_> {
         self.probe.random(shape, self.dtype())
     }
 
-    /// Times a kernel and its plain loops.
+    /// Times a kernel, and plain loops that go through as much memory.
     fn kernel<R: Ran<Error: Into<DeviceError>>>(
         &mut self,
-        (name, num_calls): (&str, f64),
+        call: (&str, f64),
         shape: &[usize],
-        work: Work,
         run: impl FnMut(&mut Instant) -> R,
+    ) -> Result<(), DeviceError> {
+        let shape = shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x");
+        self.figure(call, shape, run)
+    }
+
+    fn figure<R: Ran<Error: Into<DeviceError>>>(
+        &mut self,
+        (name, num_calls): (&str, f64),
+        shape: String,
+        mut run: impl FnMut(&mut Instant) -> R,
     ) -> Result<(), DeviceError> {
         if !name.contains(self.only) {
             return Ok(());
         }
+        let device = &self.probe.device;
+        let before = device.cost();
+        run(&mut Instant::now()).result().map_err(Into::into)?;
+        let cost = device.cost() - before;
         let timing = self.probe.time(run).map_err(Into::into)?;
-        let shape = shape.iter().map(usize::to_string).collect::<Vec<_>>().join("x");
-        self.figure(name.to_owned(), num_calls, shape, work, timing)
-    }
-
-    fn figure(
-        &mut self,
-        name: String,
-        num_calls: f64,
-        shape: String,
-        work: Work,
-        timing: Timing,
-    ) -> Result<(), DeviceError> {
         let bounds = [
-            (work.product_operations / self.peaks.products, Limit::Products),
-            (work.other_operations / self.peaks.arithmetic, Limit::Arithmetic),
-            (self.probe.stream(work.traffic)?.best, Limit::Memory),
+            (cost.product_operations as f64 / self.peaks.products, Limit::Products),
+            (cost.other_operations as f64 / self.peaks.arithmetic, Limit::Arithmetic),
+            (self.probe.stream(cost.traffic)?.best, Limit::Memory),
         ];
         let (bound, limit) = bounds.into_iter().max_by(|a, b| a.0.total_cmp(&b.0)).expect("there are three");
-        (self.report)(KernelFigure { name, shape, num_calls, work, bound, limit, timing });
+        (self.report)(KernelFigure { name: name.to_owned(), shape, num_calls, cost, bound, limit, timing });
         Ok(())
     }
 
@@ -152,22 +136,13 @@ impl Step<'_> {
         out: &mut Tensor,
         epilogue: MatmulEpilogue<'_>,
     ) -> Result<(), DeviceError> {
-        if !name.contains(self.only) {
-            return Ok(());
-        }
         let left = factors[0].shape();
         let inner = if transposes == Transposes::TN { left.rows() } else { left.cols() };
         let sizes = ProductSizes { rows: out.shape().rows(), cols: out.shape().cols(), inner };
-        let bytes = |tensor: &Tensor| tensor.shape().num_elements() * tensor.dtype().size();
-        let mut traffic = Traffic { read: factors.map(bytes).iter().sum(), updated: 0, written: bytes(out) };
-        match epilogue {
-            MatmulEpilogue::Accumulate => (traffic.updated, traffic.written) = (traffic.written, 0),
-            MatmulEpilogue::Add { residual: Some(residual), .. } => traffic.read += size_of_val(residual),
-            MatmulEpilogue::Overwrite | MatmulEpilogue::Add { .. } => {}
-        }
-        let work = Work { product_operations: sizes.operations(), other_operations: 0.0, traffic };
-        let timing = self.probe.time_product(self.precision, transposes, factors, out, epilogue)?;
-        self.figure(name, num_calls, format!("{sizes} {transposes}"), work, timing)
+        let (probe, precision) = (self.probe, self.precision);
+        self.figure((&name, num_calls), format!("{sizes} {transposes}"), |_| {
+            probe.run_product(precision, transposes, factors, out, epilogue)
+        })
     }
 
     fn linear_layers(&mut self) -> Result<(), DeviceError> {
@@ -235,13 +210,11 @@ impl Step<'_> {
         let targets = device.zeros([rows].into(), DType::U32, Category::Activations)?;
         let mut statistics = self.tensor([rows, STATISTICS])?;
         let mut gradient = self.activation([rows, chunk.len])?;
-        let (shape, num) = ([rows, chunk.len], rows * chunk.len);
-        let work = each(num, EXP + 3, [F32, 0, 0]);
-        self.kernel(("softmax statistics", num_chunks), &shape, work, |_| {
+        let shape = [rows, chunk.len];
+        self.kernel(("softmax statistics", num_chunks), &shape, |_| {
             device.softmax_statistics(logits.view(), targets.view(), chunk, statistics.view_mut());
         })?;
-        let work = each(num, EXP + 2, [F32, 0, self.dtype().size()]);
-        self.kernel(("cross-entropy gradient", num_chunks), &shape, work, |_| {
+        self.kernel(("cross-entropy gradient", num_chunks), &shape, |_| {
             let (logits, saved) = (logits.view(), statistics.view());
             device.cross_entropy_gradient(logits, targets.view(), chunk, saved, 1.0, gradient.view_mut());
         })?;
@@ -258,32 +231,19 @@ impl Step<'_> {
             (&self.probe.device, self.sizes.num_layers as f64, self.sizes.attention);
         let AttentionShape { batch, seq_len, num_heads, num_kv_heads, head_dim, .. } = shape;
         let of = (shape, AttentionRule::causal(head_dim));
-        let (rows, size) = (self.rows(), self.dtype().size());
+        let rows = self.rows();
         let mut qkv = self.activation([rows, shape.qkv_cols()])?;
         let mut d_qkv = self.activation([rows, shape.qkv_cols()])?;
         let (mut y, dy) =
             (self.activation([rows, shape.output_cols()])?, self.activation([rows, shape.output_cols()])?);
         let mut log_sums = self.tensor([batch, num_heads, seq_len])?;
 
-        let num_scores = (batch * num_heads * seq_len * (seq_len + 1) / 2) as f64;
-        let (qkv_bytes, y_bytes) = (rows * shape.qkv_cols() * size, rows * shape.output_cols() * size);
-        let sums_bytes = rows * num_heads * F32;
         let name = [batch, seq_len, num_heads, num_kv_heads, head_dim];
-        let work = Work {
-            product_operations: num_scores * 4.0 * head_dim as f64,
-            other_operations: num_scores * (EXP + 4) as f64,
-            traffic: Traffic { read: qkv_bytes, updated: 0, written: y_bytes + sums_bytes },
-        };
-        self.kernel(("attention: forward", layers), &name, work, |_| {
+        self.kernel(("attention: forward", layers), &name, |_| {
             let inputs = AttentionViews { queries: qkv.view(), keys_values: None, num_keys: None };
             device.attention(inputs, of, y.view_mut(), log_sums.view_mut())
         })?;
-        let work = Work {
-            product_operations: num_scores * 10.0 * head_dim as f64,
-            other_operations: num_scores * (EXP + 5) as f64,
-            traffic: Traffic { read: qkv_bytes + 2 * y_bytes + sums_bytes, updated: 0, written: qkv_bytes },
-        };
-        self.kernel(("attention: backward", layers), &name, work, |_| {
+        self.kernel(("attention: backward", layers), &name, |_| {
             let output = (y.view(), log_sums.view(), dy.view());
             let inputs = AttentionViews { queries: qkv.view(), keys_values: None, num_keys: None };
             device.attention_backward(inputs, of, output, (d_qkv.view_mut(), None))
@@ -292,8 +252,7 @@ impl Step<'_> {
             let angles = self.tensor([seq_len, head_dim / 2])?;
             let angles = angles.view().f32s();
             let rotary = Rotary { cos: angles, sin: angles, first_position: 0 };
-            let num = rows * (num_heads + num_kv_heads) * head_dim;
-            self.kernel(("rotary", 2.0 * layers), &name, each(num, 3, [0, size, 0]), |_| {
+            self.kernel(("rotary", 2.0 * layers), &name, |_| {
                 device.rotary(qkv.view_mut(), shape, rotary, false);
             })?;
         }

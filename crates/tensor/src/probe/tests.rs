@@ -72,11 +72,7 @@ fn the_kernels_of_a_step_are_reported_with_their_work_and_bound() {
                 .unwrap();
             for figure in &figures {
                 assert_sane(figure.timing);
-                let operations = figure.work.product_operations + figure.work.other_operations;
-                assert!(
-                    operations.is_finite() && figure.bound > 0.0 && figure.work.traffic.moved() > 0,
-                    "{figure:?}"
-                );
+                assert!(figure.bound > 0.0 && figure.cost.traffic.moved() > 0, "{figure:?}");
             }
             // Two operations a weight and row in each of forward and the two gradients; attention's are apart.
             let mlp = if is_llama { 3 } else { 2 } * 16 * 24;
@@ -84,7 +80,7 @@ fn the_kernels_of_a_step_are_reported_with_their_work_and_bound() {
             let products: f64 = figures
                 .iter()
                 .filter(|figure| !figure.name.starts_with("attention: "))
-                .map(|figure| figure.num_calls * figure.work.product_operations)
+                .map(|figure| figure.num_calls * figure.cost.product_operations as f64)
                 .sum();
             assert_eq!(products, (6 * 12 * weights) as f64, "{figures:?}");
             let has = |name: &str| figures.iter().any(|figure| figure.name.starts_with(name));

@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{Loss, Tape};
+use super::{RowMean, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -106,12 +106,12 @@ impl OperationContext<'_> {
         self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
-    /// Adds a term to the loss: the mean of the losses of `num_rows` rows, of which `sum` is the sum, times the term's weight.
+    /// Adds a term to the loss, or to the [metric](super::Recorder::apply_metric): the mean of the losses of `num_rows` rows, of which `sum` is the sum, times the term's weight.
     pub fn add_loss(&mut self, sum: f64, num_rows: usize) {
         let sum = f64::from(self.loss_weight) * sum;
         match &mut self.tape.loss {
             Some(loss) => loss.sum += sum * (loss.num_rows as f64 / num_rows as f64),
-            loss @ None => *loss = Some(Loss { sum, num_rows }),
+            loss @ None => *loss = Some(RowMean { sum, num_rows }),
         }
     }
 }

@@ -1,7 +1,10 @@
 //! Recording, and what forward of one operation works with.
 
 use super::value::Value;
-use super::{Argument, Arguments, Node, Op, Operation, OperationContext, ReadBy, Recording, Tape, Var, copy};
+use super::{
+    Argument, Arguments, Metric, Node, Op, Operation, OperationContext, ReadBy, Recording, RowMean, Tape,
+    Var, copy,
+};
 use crate::device::DeviceError;
 use crate::parameters::ParameterSource;
 use crate::shape::Shape;
@@ -47,6 +50,37 @@ impl<'a> Recorder<'a> {
         weight: f32,
     ) -> Result<(), DeviceError> {
         assert!(self.apply_all(op.into(), inputs, weight)?.is_empty(), "a loss has no output");
+        Ok(())
+    }
+
+    /// Runs an operation that adds to the loss, and reports what it adds as a metric instead: the mean over the rows of a step,
+    /// on all ranks. The operation is not recorded. What is reported twice under a name is one mean over the rows of both.
+    ///
+    /// # Errors
+    /// If there is no memory for what it computes.
+    ///
+    /// # Panics
+    /// If it takes another number of inputs, has an output, or adds nothing.
+    pub fn apply_metric(
+        &mut self,
+        name: &'static str,
+        op: impl Into<Op>,
+        inputs: impl Arguments,
+    ) -> Result<(), DeviceError> {
+        let recording = std::mem::replace(&mut self.tape.recording, Recording::Off);
+        let loss = self.tape.loss.take();
+        let outputs = self.apply_all(op.into(), inputs, 1.0);
+        self.tape.recording = recording;
+        let found = std::mem::replace(&mut self.tape.loss, loss);
+        assert!(outputs?.is_empty(), "a metric has no output");
+        let RowMean { sum, num_rows } = found.expect("a metric is what an operation would add to the loss");
+        match self.tape.metrics.iter_mut().find(|metric| metric.name == name) {
+            Some(metric) => {
+                metric.mean.sum += sum;
+                metric.mean.num_rows += num_rows;
+            }
+            None => self.tape.metrics.push(Metric { name, mean: RowMean { sum, num_rows } }),
+        }
         Ok(())
     }
 

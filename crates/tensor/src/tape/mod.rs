@@ -63,16 +63,26 @@ pub struct Tape {
     tensors: Vec<Option<Tensor>>,
     /// Inputs that have the gradient of the output of the node whose backward runs.
     passing: Vec<usize>,
-    loss: Option<Loss>,
+    loss: Option<RowMean>,
+    metrics: Vec<Metric>,
 }
 
-/// What the terms of the loss on a tape come to: their mean is `sum / num_rows`.
+/// A mean over rows, such as tokens: `sum / num_rows`.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct Loss {
-    /// Sum of the losses of all rows, in nats for cross-entropies.
+pub struct RowMean {
+    /// Sum of the values of all rows.
     pub sum: f64,
-    /// The rows, such as tokens, of the first term.
+    /// The rows.
     pub num_rows: usize,
+}
+
+/// What is reported of a microbatch and has no gradient.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Metric {
+    /// Its name in the metrics of the run.
+    pub name: &'static str,
+    /// Its value.
+    pub mean: RowMean,
 }
 
 /// An operation that was recorded. Its ranges are of the tape's lists.
@@ -107,6 +117,7 @@ impl Tape {
             tensors: Vec::new(),
             passing: Vec::new(),
             loss: None,
+            metrics: Vec::new(),
         }
     }
 
@@ -143,6 +154,7 @@ impl Tape {
         self.tensors.clear();
         self.passing.clear();
         self.loss = None;
+        self.metrics.clear();
         self.loss_scale = 1.0;
         self.randomness = Randomness::default();
     }
@@ -222,9 +234,15 @@ impl Tape {
         self.values[place.0].grad.take()
     }
 
-    /// What the terms of the loss come to, if there are any: after forward without recording, after backward with it.
-    pub fn loss(&self) -> Option<Loss> {
+    /// What the terms of the loss come to, if there are any: after forward without recording, after backward with it. The rows
+    /// are those of the first term.
+    pub fn loss(&self) -> Option<RowMean> {
         self.loss
+    }
+
+    /// The [metrics](Recorder::apply_metric), each name once.
+    pub fn metrics(&self) -> &[Metric] {
+        &self.metrics
     }
 
     /// Shows `visit` all memory that the tape holds: what backward reads. To move it elsewhere for a while.

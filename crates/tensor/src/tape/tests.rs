@@ -158,3 +158,21 @@ fn halves_apart_give_the_bits_of_halves_in_turns() {
         assert_eq!(in_use, 0, "nothing is left");
     }
 }
+
+#[test]
+fn a_layer_over_data_makes_no_gradient_of_it() {
+    let network = Network::new(InputActivation::Identity);
+    let device = &network.device;
+    let zeros = || device.zeros([3, COLS].into(), DType::F32, Category::Activations).unwrap();
+    for (is_data, num_products) in [(false, 2), (true, 1)] {
+        let mut tape = Tape::new(device, Recording::On, Precision::F32);
+        let x = if is_data { tape.constant(zeros()) } else { tape.input(zeros()) };
+        let y = tape.recorder(&network.parameters).apply(&network.hidden, [x]).unwrap();
+        let sum = Parameters::zeros(network.parameters.table(), device, Category::Gradients).unwrap();
+        let before = device.cost();
+        let mut grads = Grads { sum, num_written: 0 };
+        tape.backward(&network.parameters, [(y.id(), zeros())], &mut grads).unwrap();
+        let found = device.cost() - before;
+        assert_eq!(found.product_operations as usize, num_products * 2 * 3 * COLS * COLS);
+    }
+}

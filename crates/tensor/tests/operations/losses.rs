@@ -2,9 +2,12 @@
 
 use crate::{PRECISIONS, check, no_parameters, op};
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_tensor::tape::{
-    BinaryCrossEntropyWithLogits, CrossEntropy, MeanLoss, NewDim, Op, Reshape, SquaredError,
+    Accuracy, BinaryCrossEntropyWithLogits, CrossEntropy, MeanLoss, NewDim, Op, Recording, Reshape, RowMean,
+    SquaredError,
 };
+use trireme_tensor::{Category, Device, DeviceOptions, Parameters, Precision, Tape, Tensor};
 use trireme_testkit::{GradientCheck, Input};
 
 #[test]
@@ -71,4 +74,41 @@ fn several_terms_of_a_loss_have_their_weights_and_rows() {
         }
         .check();
     }
+}
+
+#[test]
+fn a_metric_is_reported_and_changes_no_gradient() {
+    let scores =
+        [[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [f32::NAN, 1.0, 0.0], [0.0, 1.0, f32::NAN]];
+    let classes = [1, 0, 1, 0, 1_u32];
+    let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
+    let mut x = device.zeros([5, 3].into(), DType::F32, Category::Activations).unwrap();
+    x.view_mut().f32s().copy_from_slice(scores.as_flattened());
+    let mut labels = device.zeros([5].into(), DType::U32, Category::Activations).unwrap();
+    labels.view_mut().u32s().copy_from_slice(&classes);
+    for recording in [Recording::On, Recording::Off] {
+        let mut tape = Tape::new(&device, recording, Precision::F32);
+        let parameters = Parameters::zeros(&no_parameters().into(), &device, Category::Parameters).unwrap();
+        let (x, labels) = (tape.input(copy(&device, &x)), tape.constant(copy(&device, &labels)));
+        let in_use = device.memory().usage(Category::Activations).current;
+        let mut recorder = tape.recorder(&parameters);
+        recorder.apply_metric("accuracy", &Accuracy, (&x, &labels)).unwrap();
+        recorder.apply_metric("entropy", &CrossEntropy, (&x, &labels)).unwrap();
+        recorder.apply_metric("accuracy", &Accuracy, (&x, &labels)).unwrap();
+        assert_eq!(tape.loss(), None);
+        let [accuracy, entropy] = tape.metrics() else { panic!("{:?}", tape.metrics()) };
+        // Right, the first of two, the second of two, and NaN on both sides.
+        assert_eq!((accuracy.name, accuracy.mean), ("accuracy", RowMean { sum: 4.0, num_rows: 10 }));
+        assert_eq!((entropy.name, entropy.mean.num_rows), ("entropy", 5));
+        assert!(entropy.mean.sum.is_nan());
+        assert_eq!(device.memory().usage(Category::Activations).current, in_use, "nothing is kept");
+        tape.clear();
+        assert!(tape.metrics().is_empty());
+    }
+}
+
+fn copy(device: &Device, tensor: &Tensor) -> Tensor {
+    let mut copy = device.empty(tensor.shape(), tensor.dtype(), Category::Activations).unwrap();
+    device.copy(tensor.view(), copy.view_mut());
+    copy
 }

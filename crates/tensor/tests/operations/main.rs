@@ -3,7 +3,6 @@
 mod elements;
 mod layers;
 mod losses;
-mod own;
 mod random;
 mod readers;
 mod shapes;

@@ -108,6 +108,8 @@ impl EventFile {
 fn put_scalars(summary: &mut Vec<u8>, record: &StepRecord) {
     let mut put = |folder: &str, name: &str, value: f64| put_scalar(summary, folder, name, value as f32);
     put("train/", "loss", record.loss);
+    record.metrics.iter().for_each(|(name, value)| put("metrics/", name, value));
+    record.validation_metrics.iter().for_each(|(name, value)| put("validation_metrics/", name, value));
     put("train/", "grad_norm", record.grad_norm);
     put("train/", "lr", record.lr);
     put("train/", "samples", record.samples as f64);

@@ -8,7 +8,7 @@ mod json_lines;
 mod record;
 mod record_file;
 
-pub use record::{LogLine, MemoryPeakBytes, StepRecord};
+pub use record::{LogLine, MemoryPeakBytes, MetricValues, StepRecord};
 
 use event_file::EventFile;
 use json_lines::JsonLines;

@@ -1,5 +1,42 @@
-use serde::Serialize;
+use serde::{Serialize, Serializer};
 use std::fmt;
+
+/// Metrics with their names, which a model's units report. Those of a step are the means over its samples.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct MetricValues(Vec<(&'static str, f64)>);
+
+impl MetricValues {
+    /// Adds a metric.
+    pub fn push(&mut self, metric: (&'static str, f64)) {
+        self.0.push(metric);
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Forgets all, but keeps the memory.
+    pub(crate) fn clear(&mut self) {
+        self.0.clear();
+    }
+
+    /// Names and values.
+    pub fn iter(&self) -> impl Iterator<Item = (&'static str, f64)> + '_ {
+        self.0.iter().copied()
+    }
+
+    /// The value of a name.
+    pub fn get(&self, name: &str) -> Option<f64> {
+        self.iter().find(|(own, _)| *own == name).map(|(_, value)| value)
+    }
+}
+
+impl Serialize for MetricValues {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.iter())
+    }
+}
 
 /// What is recorded of one step. Numbers that are not finite are written as `null` in JSON: of a skipped step, the norm of the
 /// gradients or the loss.
@@ -9,6 +46,9 @@ pub struct StepRecord {
     pub step: u64,
     /// Mean loss of the step: of a language model the cross-entropy over its tokens, in nats.
     pub loss: f64,
+    /// What units report beside the loss.
+    #[serde(skip_serializing_if = "MetricValues::is_empty")]
+    pub metrics: MetricValues,
     /// Global norm of the gradients before clipping; NaN where momentum was exchanged in their place.
     pub grad_norm: f64,
     /// Learning rate of the step.
@@ -51,9 +91,12 @@ pub struct StepRecord {
     /// Model FLOP/s as a part of the hardware's peak, where the peak is known.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mfu: Option<f64>,
-    /// Mean cross-entropy over the validation windows, where this step measured it.
+    /// Mean loss of the validation samples, where this step measured it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_loss: Option<f64>,
+    /// What units report of the validation samples beside the loss.
+    #[serde(skip_serializing_if = "MetricValues::is_empty")]
+    pub validation_metrics: MetricValues,
     /// Time from the start of the command to the end of its first step, in the record of that step.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seconds_to_first_step: Option<f64>,
@@ -105,8 +148,14 @@ impl fmt::Display for LogLine<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let record = self.0;
         write!(f, "step: {}  loss: {:.4}", record.step, record.loss)?;
+        for (name, value) in record.metrics.iter() {
+            write!(f, "  {name}: {value:.4}")?;
+        }
         if let Some(loss) = record.validation_loss {
             write!(f, "  validation_loss: {loss:.4}")?;
+        }
+        for (name, value) in record.validation_metrics.iter() {
+            write!(f, "  validation_{name}: {value:.4}")?;
         }
         if !record.grad_norm.is_nan() {
             write!(f, "  grad_norm: {:.2}", record.grad_norm)?;
@@ -160,6 +209,13 @@ mod tests {
             "step: 40  loss: 2.6102  validation_loss: NaN  grad_norm: 0.91  tps: 1,002,003  mfu: 31.2%  \
              memory: 0.31GiB"
         );
+        record.metrics.push(("accuracy", 0.5));
+        record.validation_metrics.push(("accuracy", 0.25));
+        let line = LogLine(&record).to_string();
+        assert!(line.starts_with(
+            "step: 40  loss: 2.6102  accuracy: 0.5000  validation_loss: NaN  validation_accuracy: 0.2500  grad"
+        ));
+        record.validation_metrics.clear();
         record.grad_norm = f64::NAN;
         assert!(LogLine(&record).to_string().contains("validation_loss: NaN  tps: 1,002,003"));
         let scaled = StepRecord { loss_scale: Some(32_768), skipped_steps: Some(2), ..StepRecord::default() };

@@ -32,7 +32,10 @@ impl Trainer<'_> {
         let comm_bytes = (self.executor.ranks().payload_bytes() - bytes_before) / num_steps as u64;
         self.records.clear();
         for index in 0..num_steps {
-            let record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
+            let mut record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
+            record.metrics = std::mem::take(&mut self.spare_metrics);
+            record.metrics.clear();
+            self.executor.metrics(index).for_each(|metric| record.metrics.push(metric));
             self.records.push(record);
         }
         Ok(())

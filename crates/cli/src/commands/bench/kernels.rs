@@ -115,7 +115,7 @@ struct KernelReport {
     name: String,
     shape: String,
     calls: f64,
-    operations: f64,
+    operations: u64,
     moved_bytes: usize,
     limit: String,
     bound_us: f64,
@@ -127,13 +127,13 @@ struct KernelReport {
 
 impl KernelReport {
     fn new(figure: KernelFigure) -> Self {
-        let KernelFigure { name, shape, num_calls, work, bound, limit, timing } = figure;
+        let KernelFigure { name, shape, num_calls, cost, bound, limit, timing } = figure;
         KernelReport {
             name,
             shape,
             calls: num_calls,
-            operations: work.product_operations + work.other_operations,
-            moved_bytes: work.traffic.moved(),
+            operations: cost.operations(),
+            moved_bytes: cost.traffic.moved(),
             limit: limit.to_string(),
             bound_us: bound * 1e6,
             median_us: timing.median * 1e6,
@@ -317,7 +317,7 @@ fn print(report: &Report) -> Result<()> {
                 kernel.name,
                 kernel.shape,
                 calls(kernel.calls),
-                kernel.operations / 1e9,
+                kernel.operations as f64 / 1e9,
                 kernel.moved_bytes as f64 / 1e6,
                 kernel.bound_us,
                 kernel.limit,

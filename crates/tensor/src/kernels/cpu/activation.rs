@@ -3,6 +3,7 @@
 use super::element::Element;
 use super::simd::{exp, for_each_simd_level, sigmoid};
 use super::{Cpu, SharedSlice};
+use trireme_base::Cost;
 
 /// A function that is applied to hidden values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,6 +15,17 @@ pub enum Activation {
     ExactGelu,
     /// `x sigmoid(x)` (Elfwing et al., 2017).
     Silu,
+}
+
+impl Activation {
+    /// Floating-point operations of an element.
+    pub(crate) fn num_operations(self) -> usize {
+        match self {
+            Activation::Gelu => Cost::EXP + 8,
+            Activation::ExactGelu => Cost::EXP + 20,
+            Activation::Silu => Cost::EXP + 4,
+        }
+    }
 }
 
 /// An [`Activation`] as kernels are compiled for it.

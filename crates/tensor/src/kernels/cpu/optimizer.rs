@@ -8,6 +8,7 @@ mod state;
 pub(crate) use factored::FactoredPart;
 pub use factored::FactoredStep;
 pub use pieces::{Piece, Pieces};
+pub(crate) use rules::Access;
 pub use rules::{
     AdamStep, AdamWStep, FACTORED_FLOOR, LarsStep, LionStep, MomentumStep, MuonStep, RmsStep, Update,
 };

@@ -4,6 +4,7 @@ use super::simd::{CpuFeatures, for_each_simd_level};
 use super::{Cpu, SharedSlice};
 use crate::precision::Precision;
 use std::fmt;
+use trireme_base::Traffic;
 
 /// Words of memory that one task of [`Cpu::stream`] goes through.
 const STREAM_BLOCK: usize = 16 * 1024;
@@ -67,29 +68,6 @@ impl fmt::Display for Unit {
             Unit::DotBf16 => "vdpbf16ps",
             Unit::TileBf16 => "tdpbf16ps",
         })
-    }
-}
-
-/// Bytes of memory that a kernel goes through.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct Traffic {
-    /// Read only.
-    pub read: usize,
-    /// Read, and written where they were read.
-    pub updated: usize,
-    /// Written only.
-    pub written: usize,
-}
-
-impl Traffic {
-    /// Bytes that memory holds of it.
-    pub fn extent(&self) -> usize {
-        self.read + self.updated + self.written
-    }
-
-    /// Bytes that move between memory and registers.
-    pub fn moved(&self) -> usize {
-        self.read + 2 * self.updated + self.written
     }
 }
 

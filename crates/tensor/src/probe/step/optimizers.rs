@@ -1,13 +1,11 @@
 //! Updates of optimizers, for a whole buffer of parameters.
 
-use super::{F32, Step, each};
+use super::Step;
 use crate::device::DeviceError;
 use crate::kernels::{
     AdamWStep, FactoredStep, LarsStep, LionStep, MomentumStep, MuonStep, Pieces, RmsStep, StateDType, Update,
 };
 use crate::optimizer::OptimizerState;
-use crate::probe::Traffic;
-use crate::probe::Work;
 use crate::tensor::Tensor;
 
 const ADAMW: AdamWStep = AdamWStep {
@@ -23,27 +21,16 @@ const ADAMW: AdamWStep = AdamWStep {
 
 const RMS: RmsStep = RmsStep { lr: 1e-4, mixing: 0.05, keep: 1.0, grad_scale: 1.0 };
 
-/// An update with its operations an element, and what it reads, updates and writes of parameter, gradient and states.
 struct Rule {
     name: &'static str,
     update: Update,
-    operations: usize,
-    changes_parameters: bool,
     /// Of each state, whether it is a second moment.
     states: &'static [bool],
-    changes_states: bool,
     dtype: StateDType,
 }
 
-const BASE: Rule = Rule {
-    name: "adamw",
-    update: Update::AdamW(ADAMW),
-    operations: 16,
-    changes_parameters: true,
-    states: &[false, true],
-    changes_states: true,
-    dtype: StateDType::F32,
-};
+const BASE: Rule =
+    Rule { name: "adamw", update: Update::AdamW(ADAMW), states: &[false, true], dtype: StateDType::F32 };
 
 /// All rules; of those with two phases both.
 fn rules() -> Vec<Rule> {
@@ -60,49 +47,17 @@ fn rules() -> Vec<Rule> {
     let muon = MuonStep { momentum: 0.95, nesterov: true, grad_scale: 1.0 };
     Vec::from([
         BASE,
-        Rule { name: "adamw, bf16 states", dtype: StateDType::Bf16, operations: 36, ..BASE },
-        Rule { name: "adamw, int8 states", dtype: StateDType::Int8, operations: 50, ..BASE },
+        Rule { name: "adamw, bf16 states", dtype: StateDType::Bf16, ..BASE },
+        Rule { name: "adamw, int8 states", dtype: StateDType::Int8, ..BASE },
         Rule { name: "adam", update: Update::Adam(ADAMW), ..BASE },
-        Rule { name: "sgd", update: Update::Momentum(momentum), operations: 7, states: &[false], ..BASE },
-        Rule { name: "lion", update: Update::Lion(lion), operations: 11, states: &[false], ..BASE },
-        Rule {
-            name: "lamb: moments",
-            update: Update::LambMoments(ADAMW),
-            operations: 21,
-            changes_parameters: false,
-            ..BASE
-        },
-        Rule {
-            name: "lamb: update",
-            update: Update::Lamb(ADAMW),
-            operations: 9,
-            changes_states: false,
-            ..BASE
-        },
-        Rule {
-            name: "lars: norms",
-            update: Update::Norms { grad_scale: 1.0 },
-            operations: 5,
-            changes_parameters: false,
-            states: &[],
-            ..BASE
-        },
-        Rule { name: "lars: update", update: Update::Lars(lars), operations: 7, states: &[false], ..BASE },
-        Rule {
-            name: "adafactor: moment",
-            update: Update::RmsMoment(RMS),
-            operations: 14,
-            changes_parameters: false,
-            states: &[true],
-            ..BASE
-        },
-        Rule {
-            name: "muon: momentum",
-            update: Update::MuonMomentum(muon),
-            operations: 7,
-            states: &[false],
-            ..BASE
-        },
+        Rule { name: "sgd", update: Update::Momentum(momentum), states: &[false], ..BASE },
+        Rule { name: "lion", update: Update::Lion(lion), states: &[false], ..BASE },
+        Rule { name: "lamb: moments", update: Update::LambMoments(ADAMW), ..BASE },
+        Rule { name: "lamb: update", update: Update::Lamb(ADAMW), ..BASE },
+        Rule { name: "lars: norms", update: Update::Norms { grad_scale: 1.0 }, states: &[], ..BASE },
+        Rule { name: "lars: update", update: Update::Lars(lars), states: &[false], ..BASE },
+        Rule { name: "adafactor: moment", update: Update::RmsMoment(RMS), states: &[true], ..BASE },
+        Rule { name: "muon: momentum", update: Update::MuonMomentum(muon), states: &[false], ..BASE },
     ])
 }
 
@@ -130,15 +85,9 @@ impl Step<'_> {
             device.write_state(&pieces, 0..pieces.as_slice().len(), &mut state, &vec![0.5; num]);
             states.push(state);
         }
-        let state_bytes = states.iter().map(OptimizerState::num_bytes).sum::<usize>() / num.max(1);
-        let (read, updated) = (
-            F32 + if rule.changes_parameters { 0 } else { F32 }
-                + if rule.changes_states { 0 } else { state_bytes },
-            if rule.changes_parameters { F32 } else { 0 } + if rule.changes_states { state_bytes } else { 0 },
-        );
         let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
         let updates = [rule.update];
-        self.kernel((&name, calls), &[num], each(num, rule.operations, [read, updated, 0]), |_| {
+        self.kernel((&name, calls), &[num], |_| {
             let (weights, gradients) = (weights.view_mut(), gradients.view());
             device.update((&pieces, &updates), weights, gradients, &mut states, 1, &mut sums);
         })
@@ -161,19 +110,13 @@ impl Step<'_> {
             grad_scale: 1.0,
         };
         let shape = [rows, cols];
-        self.kernel(("adafactor: matrix update", 0.0), &shape, each(num, 9, [F32, F32, 0]), |_| {
+        self.kernel(("adafactor: matrix update", 0.0), &shape, |_| {
             device.factored_update(&pieces, step, weights.view_mut(), gradients.view());
         })?;
         let mut matrix = self.tensor(shape)?;
-        let side = rows.min(cols) as f64;
-        let work = Work {
-            product_operations: 5.0 * (4.0 * side * num as f64 + 2.0 * side * side * side),
-            other_operations: 0.0,
-            traffic: Traffic { read: 0, updated: num * F32, written: 0 },
-        };
         let precision = self.precision;
-        let reset = |matrix: &mut Tensor| device.convert(gradients.view(), matrix.view_mut());
-        self.kernel(("muon: orthogonalize", 0.0), &shape, work, |start| {
+        let reset = |matrix: &mut Tensor| matrix.bytes_mut().copy_from_slice(gradients.bytes());
+        self.kernel(("muon: orthogonalize", 0.0), &shape, |start| {
             reset(&mut matrix);
             *start = std::time::Instant::now();
             device.orthogonalize(matrix.view_mut(), 5, precision)

@@ -1,17 +1,17 @@
 //! Kernels that go over rows or elements and multiply no matrices.
 
-use super::{EXP, F32, Step, each};
+use super::Step;
 use crate::device::DeviceError;
 use crate::kernels::cpu::norm::NormKind;
 use crate::kernels::{Activation, AttentionShape, IntegerFormat};
-use crate::probe::{StepSizes, Traffic, Work};
+use crate::probe::StepSizes;
 use crate::tensor::Tensor;
 use std::time::Instant;
 use trireme_base::{Category, DType};
 
 impl Step<'_> {
     pub(super) fn norms(&mut self) -> Result<(), DeviceError> {
-        let (rows, hidden, size) = (self.rows(), self.sizes.hidden, self.dtype().size());
+        let (rows, hidden) = (self.rows(), self.sizes.hidden);
         let (device, calls) = (&self.probe.device, (2 * self.sizes.num_layers + 1) as f64);
         let kind = NormKind { epsilon: 1e-5, centred: !self.sizes.is_llama };
         let (x, mut dx, mut y) =
@@ -19,46 +19,46 @@ impl Step<'_> {
         let (weight, mut d_weight) = (self.tensor([hidden])?, self.tensor([hidden])?);
         let bias = (!self.sizes.is_llama).then(|| weight.view());
         let mut statistics = self.tensor([rows, 2])?;
-        let (shape, num) = ([rows, hidden], rows * hidden);
-        self.kernel(("norm: forward", calls), &shape, each(num, 8, [F32, 0, size]), |_| {
+        let shape = [rows, hidden];
+        self.kernel(("norm: forward", calls), &shape, |_| {
             device.norm(x.view(), weight.view(), bias, kind, y.view_mut(), statistics.view_mut());
         })?;
-        self.kernel(("norm: input gradient", calls), &shape, each(num, 14, [F32 + size, F32, 0]), |_| {
+        self.kernel(("norm: input gradient", calls), &shape, |_| {
             let saved = (x.view(), weight.view(), statistics.view());
             device.norm_backward_input(saved, kind, y.view(), dx.view_mut(), true);
         })?;
-        self.kernel(("norm: weight gradient", calls), &shape, each(num, 4, [F32 + size, 0, 0]), |_| {
+        self.kernel(("norm: weight gradient", calls), &shape, |_| {
             let (saved, out) = (statistics.view(), d_weight.view_mut());
             device.norm_backward_weight(x.view(), y.view(), saved, out, false);
         })
     }
 
     pub(super) fn activations(&mut self) -> Result<(), DeviceError> {
-        let (rows, cols, size) = (self.rows(), self.sizes.intermediate, self.dtype().size());
+        let (rows, cols) = (self.rows(), self.sizes.intermediate);
         let (device, calls) = (&self.probe.device, self.sizes.num_layers as f64);
-        let (shape, num) = ([rows, cols], rows * cols);
+        let shape = [rows, cols];
         let arguments = if self.sizes.is_llama { 2 * cols } else { cols };
         let (x, mut dx) = (self.activation([rows, arguments])?, self.activation([rows, arguments])?);
         let (dy, mut y) = (self.activation([rows, cols])?, self.activation([rows, cols])?);
         // Backward works in place: every run gets what the first one got.
         let refill = |dx: &mut Tensor, y: &mut Tensor| {
-            device.convert(x.view(), dx.view_mut());
-            device.convert(dy.view(), y.view_mut());
+            dx.bytes_mut().copy_from_slice(x.bytes());
+            y.bytes_mut().copy_from_slice(dy.bytes());
         };
         if self.sizes.is_llama {
-            self.kernel(("swiglu: forward", calls), &shape, each(num, EXP + 5, [2 * size, 0, size]), |_| {
+            self.kernel(("swiglu: forward", calls), &shape, |_| {
                 device.gate(Activation::Silu, x.view(), y.view_mut());
             })?;
-            self.kernel(("swiglu: backward", calls), &shape, each(num, EXP + 11, [0, 3 * size, 0]), |start| {
+            self.kernel(("swiglu: backward", calls), &shape, |start| {
                 refill(&mut dx, &mut y);
                 *start = Instant::now();
                 device.gate_backward(Activation::Silu, dx.view_mut(), y.view_mut());
             })
         } else {
-            self.kernel(("gelu: forward", calls), &shape, each(num, EXP + 8, [size, 0, size]), |_| {
+            self.kernel(("gelu: forward", calls), &shape, |_| {
                 device.activate(Activation::Gelu, x.view(), y.view_mut());
             })?;
-            self.kernel(("gelu: backward", calls), &shape, each(num, EXP + 16, [0, 2 * size, 0]), |start| {
+            self.kernel(("gelu: backward", calls), &shape, |start| {
                 refill(&mut dx, &mut y);
                 *start = Instant::now();
                 device.activate_backward(Activation::Gelu, dx.view_mut(), y.view_mut());
@@ -86,8 +86,7 @@ impl Step<'_> {
                 continue;
             }
             let (x, mut sums) = (self.probe.random([rows, cols], dtype)?, self.tensor([cols])?);
-            let work = each(rows * cols, 1, [dtype.size(), 0, 0]);
-            self.kernel((name, calls as f64), &[rows, cols], work, |_| {
+            self.kernel((name, calls as f64), &[rows, cols], |_| {
                 device.column_sums(x.view(), sums.view_mut(), false);
             })?;
         }
@@ -104,22 +103,17 @@ impl Step<'_> {
         ids.view_mut().u32s().iter_mut().enumerate().for_each(|(index, id)| *id = spread(index));
         let mut table = self.tensor([vocabulary, hidden])?;
         let (mut positions, mut x) = (self.tensor([seq_len, hidden])?, self.tensor([rows, hidden])?);
-        let (shape, num) = ([rows, hidden], rows * hidden);
+        let shape = [rows, hidden];
         let learned = !is_llama;
-        self.kernel(
-            ("embedding: forward", 1.0),
-            &shape,
-            each(num, usize::from(learned), [F32, 0, F32]),
-            |_| {
-                let positions = learned.then(|| positions.view());
-                device.embedding(precision, ids.view(), table.view(), positions, (seq_len, 0), x.view_mut());
-            },
-        )?;
-        self.kernel(("embedding: table gradient", 1.0), &shape, each(num, 1, [F32, F32, 0]), |_| {
+        self.kernel(("embedding: forward", 1.0), &shape, |_| {
+            let positions = learned.then(|| positions.view());
+            device.embedding(precision, ids.view(), table.view(), positions, (seq_len, 0), x.view_mut());
+        })?;
+        self.kernel(("embedding: table gradient", 1.0), &shape, |_| {
             device.embedding_backward(ids.view(), x.view(), table.view_mut());
         })?;
         if learned {
-            self.kernel(("embedding: position gradient", 1.0), &shape, each(num, 1, [F32, 0, 0]), |_| {
+            self.kernel(("embedding: position gradient", 1.0), &shape, |_| {
                 device.position_backward(x.view(), seq_len, positions.view_mut());
             })?;
         }
@@ -137,7 +131,7 @@ impl Step<'_> {
             self.optimizers(part, num, calls as f64)?;
         }
         let (wide, mut narrow) = (self.tensor([block])?, self.probe.random([block], DType::Bf16)?);
-        self.kernel(("convert: f32 to bf16", 0.0), &[block], each(block, 0, [F32, 0, F32 / 2]), |_| {
+        self.kernel(("convert: f32 to bf16", 0.0), &[block], |_| {
             self.probe.device.convert(wide.view(), narrow.view_mut());
         })?;
         self.integers(&wide, &mut narrow)
@@ -149,17 +143,12 @@ impl Step<'_> {
         for (format, name) in [(IntegerFormat::Int8, "int8"), (IntegerFormat::Int4, "int4")] {
             let num_bytes = format.num_bytes(num);
             let mut message = device.empty([num_bytes].into(), DType::U8, Category::Communication)?;
-            let work = |operations, read, written| Work {
-                product_operations: 0.0,
-                other_operations: (num * operations) as f64,
-                traffic: Traffic { read, updated: 0, written },
-            };
             let to = (&format!("quantize: f32 to {name}")[..], 0.0);
-            self.kernel(to, &[num], work(4, num * F32, num_bytes), |_| {
+            self.kernel(to, &[num], |_| {
                 device.quantize(wide.view(), format, message.bytes_mut());
             })?;
             let from = (&format!("dequantize: {name} to bf16")[..], 0.0);
-            self.kernel(from, &[num], work(2, num_bytes, num * F32 / 2), |_| {
+            self.kernel(from, &[num], |_| {
                 device.dequantize(message.bytes(), format, narrow.view_mut());
             })?;
         }

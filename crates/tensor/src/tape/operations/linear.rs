@@ -144,19 +144,24 @@ impl Operation for Linear {
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let fp8 = cx.fp8_layer(self.weight.first);
-        let (mut d_input, rounded) = match factor(cx.device(), fp8, Operand::OutputGrad, cx.grad())? {
-            Values::Stored(dy) => (self.input_grad(cx, dy)?, None),
-            Values::Converted(rounded) => (self.input_grad(cx, rounded.view())?, Some(rounded)),
+        let dy = factor(cx.device(), fp8, Operand::OutputGrad, cx.grad())?;
+        // An activation's pass also makes what the weight half reads.
+        let is_needed = cx.requires_grad(0) || self.activation != InputActivation::Identity;
+        let d_input = if is_needed { Some(self.input_grad(cx, dy.view())?) } else { None };
+        let rounded = match dy {
+            Values::Stored(_) => None,
+            Values::Converted(rounded) => Some(rounded),
         };
-        match self.activation {
-            InputActivation::Identity => cx.add_grad(0, d_input)?,
-            InputActivation::Of(activation) => {
+        match (self.activation, d_input) {
+            (_, None) => {}
+            (InputActivation::Identity, Some(d_input)) => cx.add_grad(0, d_input)?,
+            (InputActivation::Of(activation), Some(mut d_input)) => {
                 let mut x = cx.take_input(0)?;
                 cx.device().activate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, d_input)?;
                 cx.keep(x);
             }
-            InputActivation::Gated(activation) => {
+            (InputActivation::Gated(activation), Some(mut d_input)) => {
                 let mut x = cx.take_input(0)?;
                 cx.device().gate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, x)?;

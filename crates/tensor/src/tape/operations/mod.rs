@@ -1,5 +1,6 @@
 //! Operations: one file each.
 
+mod accuracy;
 mod add;
 mod attention;
 mod binary_cross_entropy;
@@ -29,6 +30,7 @@ mod sum;
 mod tanh;
 mod transpose;
 
+pub use accuracy::Accuracy;
 pub use add::Add;
 pub use attention::{Attention, KeyValueCache, RotaryTable};
 pub use binary_cross_entropy::BinaryCrossEntropyWithLogits;

@@ -71,7 +71,7 @@ impl<'a> Matrix<'a> {
 
 /// What the result is added to.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum MatmulEpilogue<'a> {
+pub enum MatmulEpilogue<'a> {
     /// Nothing: the result replaces the destination.
     Overwrite,
     /// The destination's values, which are f32.

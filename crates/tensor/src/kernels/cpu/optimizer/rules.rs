@@ -344,7 +344,46 @@ pub(super) fn rms_update(g: f32, v: f32) -> f32 {
     g.clamp(-GRADIENT_MAX, GRADIENT_MAX) / v.max(FACTORED_FLOOR).sqrt()
 }
 
+/// What an update does with a value of an element.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Access {
+    /// Nothing.
+    Skip,
+    Read,
+    Change,
+}
+
+/// What an update does with an element: floating-point operations, and access to parameter, gradient, first and second state.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct ElementCost {
+    pub(crate) num_operations: usize,
+    pub(crate) parameter: Access,
+    pub(crate) gradient: Access,
+    pub(crate) states: [Access; 2],
+}
+
 impl Update {
+    /// What it costs, with states in f32.
+    pub(crate) fn cost(&self) -> ElementCost {
+        use Access::{Change, Read, Skip};
+        let (num_operations, parameter, gradient, states) = match self {
+            Update::AdamW(_) | Update::Adam(_) | Update::CountedAdam(_) => (16, Change, Read, [Change; 2]),
+            Update::FrozenAdam(_) => (12, Change, Read, [Change, Read]),
+            Update::FromMomentum(_) => (9, Change, Read, [Change, Read]),
+            Update::ToMomentum(_) => (4, Change, Skip, [Read, Skip]),
+            Update::Momentum(_) | Update::Lars(_) => (7, Change, Read, [Change, Skip]),
+            Update::Lion(_) => (11, Change, Read, [Change, Skip]),
+            Update::Norms { .. } => (5, Read, Read, [Skip; 2]),
+            Update::LambMoments(_) => (21, Read, Read, [Change; 2]),
+            Update::Lamb(_) => (9, Change, Skip, [Read; 2]),
+            Update::RmsMoment(_) => (14, Skip, Read, [Change, Skip]),
+            Update::Rms(_) => (8, Change, Read, [Read, Skip]),
+            Update::MuonMomentum(_) => (7, Change, Read, [Change, Skip]),
+            Update::Descend { .. } => (3, Change, Read, [Skip; 2]),
+        };
+        ElementCost { num_operations, parameter, gradient, states }
+    }
+
     /// Updates a piece; returns its sums.
     pub(super) fn run(&self, p: &mut [f32], g: &[f32], walk: Walk<'_>) -> [f64; 2] {
         let features = walk.features;

@@ -40,6 +40,17 @@ pub enum StateDType {
     Int8,
 }
 
+impl StateDType {
+    /// Bytes of so many elements of one piece.
+    pub(crate) fn num_bytes(self, len: usize) -> usize {
+        match self {
+            StateDType::F32 => len * size_of::<f32>(),
+            StateDType::Bf16 => len * size_of::<Bf16>(),
+            StateDType::Int8 => len + num_blocks(len) * size_of::<f32>(),
+        }
+    }
+}
+
 /// Blocks of a piece.
 pub(crate) fn num_blocks(len: usize) -> usize {
     len.div_ceil(BLOCK_LEN)

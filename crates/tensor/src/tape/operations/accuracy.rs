@@ -1,0 +1,41 @@
+use crate::device::DeviceError;
+use crate::tape::{BackwardContext, ForwardContext, Operation};
+use std::ops::RangeInclusive;
+use trireme_base::DType;
+
+/// The part of rows of scores (`[.., classes]`) whose largest one, the first of several, is that of their class (u32, one a row):
+/// a [metric](crate::tape::Recorder::apply_metric). Its gradient is zero. A row with NaN is wrong.
+#[derive(Debug)]
+pub struct Accuracy;
+
+/// Whether the score of `class` is the first of the largest ones.
+fn is_largest(scores: &[f32], class: usize) -> bool {
+    let (before, from) = scores.split_at(class);
+    before.iter().all(|score| *score < from[0]) && from.iter().all(|score| *score <= from[0])
+}
+
+impl Operation for Accuracy {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let shape = cx.input(0).shape();
+        let mut hits = cx.empty([shape.rows(), 1], DType::F32)?;
+        let scores = cx.in_f32(cx.input(0))?;
+        let (rows, classes) = (scores.view().f32s(), cx.input(1).u32s());
+        let inputs = [scores.view(), cx.input(1)];
+        cx.device().for_each_row(&inputs, hits.view_mut(), shape.cols(), |row, hit| {
+            let scores = &rows[row * shape.cols()..][..shape.cols()];
+            hit[0] = f32::from(is_largest(scores, classes[row] as usize));
+        });
+        drop(scores);
+        let num_hits: f32 = hits.view().f32s().iter().sum();
+        cx.add_loss(f64::from(num_hits), shape.rows());
+        Ok(())
+    }
+
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}

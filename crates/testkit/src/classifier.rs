@@ -1,0 +1,156 @@
+//! A model that is no language model: units that pass on several tensors, read the batch and add to the loss anywhere.
+
+use std::sync::Arc;
+use trireme_base::{DType, Random, RandomKey};
+use trireme_model::{Batch, Model, ModelError, Pass, TensorSpec, Unit, empty_batch};
+use trireme_tensor::tape::{
+    Accuracy, Concat, Convert, CrossEntropy, Dropout, EmbeddingBag, InputActivation, Linear, MeanLoss, Norm,
+    SquaredError, Tanh,
+};
+use trireme_tensor::{Activation, Device, DeviceError, Initial, Parameter, ParameterTable};
+
+const FEATURES: usize = 6;
+const WIDTH: usize = 8;
+const ROWS: usize = 11;
+const CLASSES: usize = 3;
+
+/// Dense features and bags of ids, beside each other.
+#[derive(Debug)]
+struct Stem {
+    dense: Arc<Linear>,
+    bags: Arc<EmbeddingBag>,
+}
+
+impl Unit for Stem {
+    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
+        let (features, ids) = (pass.batch("features"), pass.batch("ids"));
+        let features = pass.apply(&Convert, [features])?;
+        let dense = pass.apply(&self.dense, [features])?;
+        let sparse = pass.apply(&self.bags, [ids])?;
+        pass.output("dense", dense);
+        pass.output("sparse", sparse);
+        Ok(())
+    }
+}
+
+/// A layer on one of two tensors. The other passes through, or is changed and has a loss of its own: to be near the features.
+#[derive(Debug)]
+struct Middle {
+    norm: Arc<Norm>,
+    linear: Arc<Linear>,
+    dropout: Arc<Dropout>,
+    near: Option<Arc<Linear>>,
+}
+
+impl Unit for Middle {
+    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
+        let (dense, sparse) = (pass.input("dense"), pass.input("sparse"));
+        let normed = pass.apply(&self.norm, [&sparse])?;
+        let hidden = pass.apply(&self.linear, (normed, sparse))?;
+        let hidden = pass.apply(&self.dropout, [hidden])?;
+        pass.output("sparse", hidden);
+        let Some(near) = &self.near else {
+            pass.output("dense", dense);
+            return Ok(());
+        };
+        let features = pass.batch("features");
+        let features = pass.apply(&Convert, [features])?;
+        let near = pass.apply(near, [&dense])?;
+        pass.apply_metric("distance", &MeanLoss(SquaredError), (&near, &features))?;
+        pass.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
+        let dense = pass.apply(&Tanh, [dense])?;
+        pass.output("dense", dense);
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Classes {
+    linear: Arc<Linear>,
+    fit: Arc<Norm>,
+}
+
+impl Unit for Classes {
+    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
+        let (dense, sparse) = (pass.input("dense"), pass.input("sparse"));
+        let sparse = pass.apply(&self.fit, [sparse])?;
+        let both = pass.apply(&Concat { dim: 1 }, [dense, sparse])?;
+        let logits = pass.apply(&self.linear, [both])?;
+        let labels = pass.batch("labels");
+        pass.apply_metric("accuracy", &Accuracy, (&logits, &labels))?;
+        pass.apply_metric("cross_entropy", &CrossEntropy, (&logits, &labels))?;
+        pass.apply_loss(&CrossEntropy, (logits, labels), 1.0)
+    }
+}
+
+/// Builds a classifier of dense features and bags of ids, whose units in the middle also learn to return to the features.
+///
+/// Its metrics are `distance` (of two units), `accuracy` and `cross_entropy`.
+///
+/// # Errors
+/// None.
+pub fn build_classifier(_: &Device) -> Result<Model, ModelError> {
+    let mut table = ParameterTable::default();
+    let normal = Initial::Normal { standard_deviation: 0.3 };
+    let linear = |table: &mut ParameterTable, name: &str, inputs, outputs, activation| {
+        Arc::new(Linear::new(table, name, [inputs, outputs], normal, activation))
+    };
+    let norm = |table: &mut ParameterTable, name: &str| {
+        let weight = table.add(Parameter::vector(name, WIDTH, Initial::ONES));
+        Arc::new(Norm { weight, bias: None, weight_offset: 0.0, epsilon: 1e-5, centred: false })
+    };
+    let identity = InputActivation::Identity;
+    table.begin_unit("stem");
+    let gelu = InputActivation::Of(Activation::Gelu);
+    let dense = linear(&mut table, "stem.dense", FEATURES, WIDTH, gelu);
+    let bag = table.add(Parameter::embedding("stem.table", &[ROWS, WIDTH], normal));
+    let bags = Arc::new(EmbeddingBag { table: bag, takes_mean: true, is_padded: false });
+    let mut units: Vec<Arc<dyn Unit>> = vec![Arc::new(Stem { dense, bags })];
+    for layer in 0..3 {
+        let name = format!("middle.{layer}");
+        table.begin_unit(&name);
+        units.push(Arc::new(Middle {
+            norm: norm(&mut table, &format!("{name}.norm")),
+            linear: linear(
+                &mut table,
+                &format!("{name}.linear"),
+                WIDTH,
+                WIDTH,
+                InputActivation::Of(Activation::Gelu),
+            ),
+            dropout: Arc::new(Dropout::new(format!("{name}.dropout"), 0.2)),
+            near: (layer != 2)
+                .then(|| linear(&mut table, &format!("{name}.near"), WIDTH, FEATURES, identity)),
+        }));
+    }
+    table.begin_unit("classes");
+    let fit = norm(&mut table, "classes.norm");
+    let linear = linear(&mut table, "classes", 2 * WIDTH, CLASSES, identity);
+    units.push(Arc::new(Classes { linear, fit }));
+    Ok(Model::new(units, table))
+}
+
+/// The tensors of its microbatches.
+pub fn classifier_specs(num_samples: usize) -> [TensorSpec; 3] {
+    [
+        TensorSpec::new("features", &[num_samples, FEATURES], DType::F32),
+        TensorSpec::new("ids", &[num_samples, 2], DType::U32),
+        TensorSpec::new("labels", &[num_samples], DType::U32),
+    ]
+}
+
+/// The microbatch of global index `index` of a step, the same on every rank.
+///
+/// # Panics
+/// If the device has no memory.
+pub fn classifier_batch(device: &Device, num_samples: usize, step: u64, index: usize) -> Batch {
+    let mut batch = empty_batch(device, &classifier_specs(num_samples)).expect("memory for a batch");
+    let key = RandomKey::new(step << 32 | index as u64, "batch");
+    key.fill_normal(batch.get_mut("features").expect("it is there").view_mut().f32s(), 1.0);
+    let mut random = Random::new(key, 1 << 20);
+    for (name, bound) in [("ids", ROWS), ("labels", CLASSES)] {
+        let mut view = batch.get_mut(name).expect("it is there").view_mut();
+        view.u32s().iter_mut().for_each(|id| *id = random.below(bound as u64) as u32);
+    }
+    batch
+}
