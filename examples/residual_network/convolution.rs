@@ -51,7 +51,7 @@ impl Operation for Convolution {
         let (shape, outputs) = (cx.input(0).shape(), self.weight.shape.cols());
         let mut y = cx.empty(shape.with_dim(2, outputs), DType::F32)?;
         let (x, inputs) = (cx.in_f32(cx.input(0))?, shape.cols());
-        let weight = cx.in_f32(cx.parameter(&self.weight))?;
+        let weight = cx.parameter_in_f32(&self.weight)?;
         let (x_rows, weights) = (x.view().f32s(), weight.view().f32s());
         cx.device().for_each_row(
             &[x.view(), weight.view()],
@@ -80,7 +80,7 @@ impl Operation for Convolution {
         let (shape, outputs) = (cx.input_shape(0), self.weight.shape.cols());
         let mut dx = cx.empty(shape, DType::F32)?;
         let (inputs, dy) = (shape.cols(), cx.grad().f32s());
-        let weight = cx.in_f32(cx.parameter(&self.weight))?;
+        let weight = cx.parameter_in_f32(&self.weight)?;
         let weights = weight.view().f32s();
         cx.device().for_each_row(
             &[cx.grad(), weight.view()],

@@ -20,10 +20,10 @@ pub(crate) struct Images {
 }
 
 impl Dataset for Images {
-    fn specs(&self, num_samples: usize) -> Vec<TensorSpec> {
+    fn sample(&self) -> Vec<TensorSpec> {
         vec![
-            TensorSpec::new("image", &[num_samples, SIZE * SIZE, 1], DType::F32),
-            TensorSpec::new("label", &[num_samples], DType::U32),
+            TensorSpec::new("image", &[SIZE * SIZE, 1], DType::F32),
+            TensorSpec::new("label", &[], DType::U32),
         ]
     }
 

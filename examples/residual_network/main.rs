@@ -11,7 +11,7 @@ use convolution::Convolution;
 use images::{CLASSES, Images, SIZE};
 use std::process::ExitCode;
 use std::sync::Arc;
-use trireme::model::{Model, ModelError, Pass, Unit};
+use trireme::model::{Model, ModelError, Unit, UnitContext};
 use trireme::tape::{Accuracy, Add, Convert, CrossEntropy, InputActivation, Linear, Mean, Relu};
 use trireme::tensor::{Device, Initial, ParameterTable};
 use trireme::train::TrainError;
@@ -32,10 +32,10 @@ impl Task for Shapes {
         let mut units: Vec<Arc<dyn Unit>> = Vec::new();
         table.begin_unit("stem");
         let convolution = Convolution::new(&mut table, "stem", SIZE, (1, CHANNELS));
-        units.push(Arc::new(move |pass: &mut Pass<'_>| {
-            let image = pass.batch("image");
-            let x = pass.apply(&convolution, [image])?;
-            pass.output("x", x);
+        units.push(Arc::new(move |cx: &mut UnitContext<'_>| {
+            let image = cx.batch("image");
+            let x = cx.apply(&convolution, [image])?;
+            cx.output("x", x);
             Ok(())
         }));
         for block in 0..NUM_BLOCKS {
@@ -43,14 +43,14 @@ impl Task for Shapes {
             let [first, second] = ["first", "second"].map(|name| {
                 Convolution::new(&mut table, &format!("block.{block}.{name}"), SIZE, (CHANNELS, CHANNELS))
             });
-            units.push(Arc::new(move |pass: &mut Pass<'_>| {
-                let x = pass.input("x");
-                let hidden = pass.apply(&first, [&x])?;
-                let hidden = pass.apply(&Relu, [hidden])?;
-                let hidden = pass.apply(&second, [hidden])?;
-                let sum = pass.apply(&Add, (x, hidden))?;
-                let x = pass.apply(&Relu, [sum])?;
-                pass.output("x", x);
+            units.push(Arc::new(move |cx: &mut UnitContext<'_>| {
+                let x = cx.input("x");
+                let hidden = cx.apply(&first, [&x])?;
+                let hidden = cx.apply(&Relu, [hidden])?;
+                let hidden = cx.apply(&second, [hidden])?;
+                let sum = cx.apply(&Add, (x, hidden))?;
+                let x = cx.apply(&Relu, [sum])?;
+                cx.output("x", x);
                 Ok(())
             }));
         }
@@ -59,13 +59,13 @@ impl Task for Shapes {
         let sizes = [CHANNELS, CLASSES];
         let linear = Linear::new(&mut table, "head", sizes, initial, InputActivation::Identity);
         let linear = Arc::new(linear);
-        units.push(Arc::new(move |pass: &mut Pass<'_>| {
-            let (x, label) = (pass.input("x"), pass.batch("label"));
-            let pooled = pass.apply(&Mean { dim: 1 }, [x])?;
-            let pooled = pass.apply(&Convert, [pooled])?;
-            let logits = pass.apply(&linear, [pooled])?;
-            pass.apply_metric("accuracy", &Accuracy, (&logits, &label))?;
-            pass.apply_loss(&CrossEntropy, (logits, label), 1.0)
+        units.push(Arc::new(move |cx: &mut UnitContext<'_>| {
+            let (x, label) = (cx.input("x"), cx.batch("label"));
+            let pooled = cx.apply(&Mean { dim: 1 }, [x])?;
+            let pooled = cx.apply(&Convert, [pooled])?;
+            let logits = cx.apply(&linear, [pooled])?;
+            cx.apply_metric("accuracy", &Accuracy, (&logits, &label))?;
+            cx.apply_loss(&CrossEntropy, (logits, label), 1.0)
         }));
         Ok(Model::new(units, table))
     }

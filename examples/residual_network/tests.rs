@@ -92,15 +92,17 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
 
 #[test]
 fn every_layout_gives_the_bits_of_one_worker() {
-    let alone = train(1, &[]);
-    let pipeline = ["parallelism.pipeline_parallel_degree=2"];
-    for (num_workers, layout) in [
-        (2, &[][..]),
-        (2, &["parallelism.zero_stage=3"]),
-        (2, &pipeline),
-        (4, &[pipeline[0], "parallelism.zero_stage=1"]),
-    ] {
-        assert!(train(num_workers, layout) == alone, "{num_workers} workers with {layout:?}");
+    let pipeline = "parallelism.pipeline_parallel_degree=2";
+    for dtype in ["training.dtype=f32", "training.dtype=bf16"] {
+        let alone = train(1, &[dtype]);
+        for (num_workers, layout) in [
+            (2, &[dtype][..]),
+            (2, &[dtype, "parallelism.zero_stage=3"]),
+            (2, &[dtype, pipeline]),
+            (4, &[dtype, pipeline, "parallelism.zero_stage=1"]),
+        ] {
+            assert!(train(num_workers, layout) == alone, "{num_workers} workers with {layout:?}");
+        }
     }
 }
 
@@ -125,5 +127,8 @@ impl Task for Empty {
 fn a_task_without_samples_is_refused() {
     let config = Config::parse_as(Subject::OwnTask, "", Path::new("shapes.toml"), &[], None).unwrap();
     let error = Samples::open(&Empty, &config).err().unwrap().to_string();
-    assert_eq!(error, "there are no samples for training");
+    assert_eq!(
+        error,
+        "there are no samples for training; check what the task's train_data and validation_data return"
+    );
 }

@@ -11,11 +11,11 @@ pub struct Cost {
     pub product_operations: u64,
     /// All other operations. An exponential counts as [`Cost::EXP`].
     pub other_operations: u64,
-    /// Memory that is gone through.
+    /// Bytes of memory read and written.
     pub traffic: Traffic,
 }
 
-/// Bytes of memory that a computation goes through.
+/// Bytes of memory that a computation reads and writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Traffic {
     /// Read only.
@@ -72,7 +72,7 @@ impl Cost {
 }
 
 impl Traffic {
-    /// Bytes that memory holds of it.
+    /// Bytes of memory touched, each counted once.
     pub fn extent(&self) -> usize {
         self.read.saturating_add(self.updated).saturating_add(self.written)
     }

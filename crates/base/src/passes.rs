@@ -36,7 +36,7 @@ pub struct UnitPasses {
     pub backward_cost: Cost,
     /// What its input half costs.
     pub input_half_cost: Cost,
-    /// What its weight half costs, which may make again what backward in one has at hand.
+    /// What its weight half costs. It may compute again what a whole backward still has.
     pub weight_half_cost: Cost,
     /// What making the record from the products costs.
     pub renewal_cost: Cost,

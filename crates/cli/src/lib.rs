@@ -1,7 +1,7 @@
 //! Distributed deep-learning training: the `trireme` command, and the library for programs that train a model of their own.
 //!
-//! A program says what it trains as a [`Task`], and hands it to [`run`]. It has the command line of `trireme` then: with
-//! `train CONFIG` it starts its workers, shards and overlaps as the config says, writes checkpoints and resumes from them, and
+//! A program says what it trains as a [`Task`], and hands it to [`run`]. The program then has the commands `train CONFIG`,
+//! `plan CONFIG` and `report`. It starts its workers, shards and overlaps as the config says, writes checkpoints and resumes from them, and
 //! says why if it hangs.
 //!
 //! - A [`Model`](model::Model) is a chain of [units](model::Unit), which apply [operations](tape) to named tensors.
@@ -23,6 +23,7 @@ mod statistics;
 
 pub use trireme_base as base;
 pub use trireme_checkpoint as checkpoint;
+pub use trireme_data::Shuffle;
 pub use trireme_model as model;
 pub use trireme_tensor as tensor;
 pub use trireme_tensor::tape;

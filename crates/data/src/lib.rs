@@ -24,6 +24,6 @@ pub use prepare::{
     Existing, InvalidUtf8, Part, Phase, PrepareOptions, PrepareReport, Progress, REPORT_FILE, Silent,
     Skipped, StagedCorpus, TRAIN_FILE, TokenizerChoice, VALIDATION_FILE, is_current, is_free, prepare, stage,
 };
-pub use sampler::{Sampler, Window};
+pub use sampler::{Sampler, Shuffle, Window};
 pub use token_file::{TokenFile, TokenFileWriter, VOCABULARY_SIZE_MAX};
 pub use tokenizer::{BYTES_TOKENIZER_FILE, StreamDecoder, TOKENIZER_FILE, Tokenizer};

@@ -4,7 +4,7 @@ use trireme_base::RandomKey;
 /// In which order the windows of a token file are read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Order {
-    Shuffled { seed: u64 },
+    Shuffled(Shuffle),
     Sequential,
 }
 
@@ -42,7 +42,8 @@ impl Sampler {
     /// # Errors
     /// If `num_tokens` are too few for one window.
     pub fn shuffled(num_tokens: u64, seq_len: usize, seed: u64) -> Result<Self, DataError> {
-        Self::new(num_tokens, seq_len, Order::Shuffled { seed })
+        let order = |num_windows| Order::Shuffled(Shuffle::new(num_windows, seed));
+        Self::new(num_tokens, seq_len, order)
     }
 
     /// Every epoch reads the windows in the order of the file: window `i` starts at token
@@ -51,15 +52,15 @@ impl Sampler {
     /// # Errors
     /// If `num_tokens` are too few for one window.
     pub fn sequential(num_tokens: u64, seq_len: usize) -> Result<Self, DataError> {
-        Self::new(num_tokens, seq_len, Order::Sequential)
+        Self::new(num_tokens, seq_len, |_| Order::Sequential)
     }
 
-    fn new(num_tokens: u64, seq_len: usize, order: Order) -> Result<Self, DataError> {
+    fn new(num_tokens: u64, seq_len: usize, order: impl Fn(u64) -> Order) -> Result<Self, DataError> {
         let num_windows = num_tokens.saturating_sub(1).checked_div(seq_len as u64).unwrap_or(0);
         if num_windows == 0 {
             return Err(DataError::TooFewTokens { num_tokens, seq_len });
         }
-        Ok(Sampler { num_windows, seq_len: seq_len as u64, order })
+        Ok(Sampler { num_windows, seq_len: seq_len as u64, order: order(num_windows) })
     }
 
     /// Windows in one epoch.
@@ -72,10 +73,34 @@ impl Sampler {
         let epoch = global_sample_index / self.num_windows;
         let position = global_sample_index % self.num_windows;
         let window = match self.order {
-            Order::Shuffled { seed } => permuted(position, self.num_windows, seed, epoch),
+            Order::Shuffled(shuffle) => shuffle.place(global_sample_index),
             Order::Sequential => position,
         };
         Window { epoch, start: window * self.seq_len }
+    }
+}
+
+/// A random order of `0..count` for each pass over them, which is computed for each index: in constant memory, at less than a
+/// microsecond.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shuffle {
+    count: u64,
+    seed: u64,
+}
+
+impl Shuffle {
+    /// Orders of `0..count` that depend on `seed` and the pass.
+    ///
+    /// # Panics
+    /// If `count` is 0.
+    pub fn new(count: u64, seed: u64) -> Self {
+        assert!(count > 0, "there is nothing to shuffle");
+        Shuffle { count, seed }
+    }
+
+    /// Which of `0..count` comes at `index` of the run. Each `count` indices are a pass.
+    pub fn place(&self, index: u64) -> u64 {
+        permuted(index % self.count, self.count, self.seed, index / self.count)
     }
 }
 

@@ -3,7 +3,7 @@
 use smallvec::SmallVec;
 use std::fmt;
 use trireme_base::DType;
-use trireme_tensor::{Shape, Tensor};
+use trireme_tensor::{Category, Device, DeviceError, Shape, Tensor};
 
 /// A few named values in a fixed order: the tensors that units pass on, those of a microbatch, or what stands for them.
 ///
@@ -115,6 +115,15 @@ impl TensorSpec {
         TensorSpec { name, shape: tensor.shape(), dtype: tensor.dtype() }
     }
 
+    /// The spec of a batch of so many of these: with one more dim before the others.
+    ///
+    /// # Panics
+    /// If there are as many dims as a shape can have.
+    pub fn in_batch(self, num_samples: usize) -> Self {
+        let dims = [&[num_samples], self.shape.dims()].concat();
+        TensorSpec { shape: Shape::new(&dims), ..self }
+    }
+
     /// The spec for `num_samples` instead of `before` samples along dim 0.
     pub fn with_samples(self, num_samples: usize, before: usize) -> Self {
         let rows = self.shape.dims()[0] / before * num_samples;
@@ -135,4 +144,14 @@ impl TensorSpec {
     pub fn num_words(&self) -> usize {
         self.num_bytes().div_ceil(4)
     }
+}
+
+/// Room for a batch of these tensors, zeroed.
+///
+/// # Errors
+/// If there is no memory for it.
+pub fn empty_batch(device: &Device, specs: &[TensorSpec]) -> Result<Batch, DeviceError> {
+    let tensor =
+        |spec: &TensorSpec| Ok((spec.name, device.zeros(spec.shape, spec.dtype, Category::Activations)?));
+    specs.iter().map(tensor).collect()
 }

@@ -1,7 +1,7 @@
-//! Hugging Face `config.json`, read into one description for every architecture.
+//! Hugging Face `config.json`, read into one description for every family.
 
 use crate::error::ModelError;
-use crate::families::{self, Architecture, FAMILIES};
+use crate::families::{self, FAMILIES, Family};
 use crate::model::Model;
 use serde_json::{Map, Value, json};
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use trireme_tensor::{Activation, AttentionRule, Device};
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModelConfig {
     /// Family.
-    pub architecture: Architecture,
+    pub family: Family,
     /// Tokens that can be read and predicted.
     pub vocab_size: usize,
     /// Width of the residual stream.
@@ -137,7 +137,7 @@ impl ModelConfig {
             // Rotary positions have no parameters.
             let positions = config.rope.is_none().then_some(config.max_position_embeddings);
             [
-                ("architecture", config.architecture.name().to_owned()),
+                ("model_type", config.family.name().to_owned()),
                 ("vocab_size", config.vocab_size.to_string()),
                 ("hidden_size", config.hidden_size.to_string()),
                 ("num_layers", config.num_layers.to_string()),
@@ -176,7 +176,7 @@ const LAYERS_MAX: usize = 4096;
 /// A `config.json` being read.
 pub(crate) struct Reader<'a> {
     pub(crate) map: &'a Map<String, Value>,
-    pub(crate) architecture: Architecture,
+    pub(crate) family: Family,
 }
 
 impl Reader<'_> {
@@ -189,7 +189,7 @@ impl Reader<'_> {
     }
 
     pub(crate) fn missing(&self, key: &'static str) -> ModelError {
-        ModelError::MissingKey { key, architecture: self.architecture.name().to_owned() }
+        ModelError::MissingKey { key, family: self.family.name().to_owned() }
     }
 
     /// A whole number that may be 0.
@@ -256,17 +256,17 @@ pub(crate) fn wrong(key: &str, value: &Value, expected: &str) -> ModelError {
 }
 
 impl ModelConfig {
-    /// Reads the text of a `config.json` whose `model_type` is a [family](Architecture) of Trireme's.
+    /// Reads the text of a `config.json` whose `model_type` is a [family](Family) of Trireme's.
     pub fn from_json(text: &str) -> Result<Self, ModelError> {
         let value: Value = serde_json::from_str(text).map_err(ModelError::NotJson)?;
         let Value::Object(map) = &value else { return Err(wrong("config.json", &value, "an object")) };
         let found = map.get("model_type").unwrap_or(&Value::Null);
         let known = FAMILIES.iter().find(|family| found.as_str() == Some(family.name()));
-        let architecture = *known.ok_or_else(|| {
+        let family = *known.ok_or_else(|| {
             let names: Vec<String> = FAMILIES.iter().map(|family| format!("\"{}\"", family.name())).collect();
             wrong("model_type", found, &names.join(" or "))
         })?;
-        let config = (architecture.read)(&Reader { map, architecture })?;
+        let config = (family.read)(&Reader { map, family })?;
         config.check()?;
         Ok(config)
     }
@@ -339,7 +339,7 @@ impl ModelConfig {
 
     /// The `config.json` that reads back as this model.
     pub fn to_json(&self) -> Value {
-        (self.architecture.write)(self)
+        (self.family.write)(self)
     }
 }
 

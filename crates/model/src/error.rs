@@ -7,12 +7,12 @@ pub enum ModelError {
     #[error("config.json is not valid JSON: {0}")]
     NotJson(#[source] serde_json::Error),
     /// A required key is missing.
-    #[error("config.json lacks '{key}', which a {architecture} model requires")]
+    #[error("config.json lacks '{key}', which a {family} model requires")]
     MissingKey {
         /// The key.
         key: &'static str,
         /// `model_type`.
-        architecture: String,
+        family: String,
     },
     /// A value has the wrong type or lies out of range.
     #[error("config.json: '{key}' is {found}; expected {expected}")]

@@ -15,12 +15,12 @@ mod tokens;
 mod transformer;
 mod unit;
 
-pub use bundle::{Batch, Bundle, TensorSpec};
+pub use bundle::{Batch, Bundle, TensorSpec, empty_batch};
 pub use config::{AttentionConfig, ModelConfig, Rope, RopeScaling, SlidingWindow};
 pub use error::ModelError;
-pub use families::{Architecture, canonical_names};
+pub use families::{Family, canonical_names};
 pub use generate::{Generation, Sampling};
 pub use model::Model;
 pub use rehearsal::{BatchTensor, KeptBytes, Rehearsal, Report, UnitRehearsal};
-pub use tokens::{LOGITS, TARGETS, TOKENS, empty_batch, set_window, token_specs};
-pub use unit::{Pass, Unit, UnitPass};
+pub use tokens::{LOGITS, TARGETS, TOKENS, set_window, token_specs};
+pub use unit::{Unit, UnitContext, UnitPass};

@@ -34,7 +34,7 @@ pub struct UnitRehearsal {
     pub outputs: Vec<TensorSpec>,
     /// What the unit reports.
     pub reports: Vec<Report>,
-    /// Whether backward, but for a weight half that runs apart, reads parameters.
+    /// Whether backward reads parameters, except in a weight half that runs apart.
     pub backward_reads: bool,
     /// Whether a weight half that runs apart reads parameters.
     pub weight_half_reads: bool,
@@ -99,10 +99,8 @@ impl Rehearsal {
 
     /// What units report, with the unit, in order.
     pub fn reports(&self) -> impl Iterator<Item = (usize, Report)> + '_ {
-        let of_unit = |(unit, found): (usize, &'_ UnitRehearsal)| {
-            found.reports.clone().into_iter().map(move |report| (unit, report))
-        };
-        self.units.iter().enumerate().flat_map(of_unit)
+        let units = self.units.iter().enumerate();
+        units.flat_map(|(unit, found)| found.reports.iter().map(move |&report| (unit, report)))
     }
 
     /// The names of the metrics, each once.
@@ -134,7 +132,7 @@ impl Model {
     /// must be one that [only counts](Device::counting). Cost: some microseconds an operation.
     ///
     /// # Errors
-    /// If even the addresses do not suffice, or if dim 0 of what a unit passes on is no multiple of the samples.
+    /// If the device cannot address the memory, or if dim 0 of what a unit passes on is no multiple of the samples.
     pub fn rehearse(
         &self,
         device: &Device,
@@ -189,7 +187,7 @@ fn check_outputs(
     }
 }
 
-/// Parameters of which one knows whether they were read.
+/// Parameters that note whether they are read.
 #[derive(Debug)]
 struct Watched<'a> {
     parameters: &'a Parameters,

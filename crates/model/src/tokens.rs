@@ -2,7 +2,6 @@
 
 use crate::bundle::{Batch, TensorSpec};
 use trireme_base::DType;
-use trireme_tensor::{Category, Device, DeviceError};
 
 /// Name of the ids that a language model reads: `[batch, seq_len]`, u32.
 pub const TOKENS: &str = "tokens";
@@ -16,16 +15,6 @@ pub const LOGITS: &str = "logits";
 /// What a batch of `batch` sequences of `seq_len` tokens consists of.
 pub fn token_specs(batch: usize, seq_len: usize) -> Vec<TensorSpec> {
     [TOKENS, TARGETS].map(|name| TensorSpec::new(name, &[batch, seq_len], DType::U32)).into()
-}
-
-/// Room for a batch of these tensors, zeroed.
-///
-/// # Errors
-/// If there is no memory for it.
-pub fn empty_batch(device: &Device, specs: &[TensorSpec]) -> Result<Batch, DeviceError> {
-    let tensor =
-        |spec: &TensorSpec| Ok((spec.name, device.zeros(spec.shape, spec.dtype, Category::Activations)?));
-    specs.iter().map(tensor).collect()
 }
 
 /// Fills row `row` of a batch of tokens from a window of `seq_len + 1` of them.

@@ -1,7 +1,7 @@
 //! The units of a transformer that predicts tokens.
 
 use crate::tokens::{LOGITS, TARGETS, TOKENS};
-use crate::unit::{Pass, Unit};
+use crate::unit::{Unit, UnitContext};
 use std::sync::Arc;
 use trireme_tensor::tape::{
     Add, Attention, Concat, Embedding, Linear, LossHead, NewDim, Norm, Reshape, Scale, Slice,
@@ -19,13 +19,13 @@ pub(crate) struct TokenEmbedding {
 }
 
 impl Unit for TokenEmbedding {
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
-        let tokens = pass.batch(TOKENS);
-        let mut x = pass.apply(&self.embedding, [tokens])?;
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let tokens = cx.batch(TOKENS);
+        let mut x = cx.apply(&self.embedding, [tokens])?;
         if let Some(scale) = &self.scale {
-            x = pass.apply(scale, [x])?;
+            x = cx.apply(scale, [x])?;
         }
-        pass.output(HIDDEN, x);
+        cx.output(HIDDEN, x);
         Ok(())
     }
 }
@@ -52,19 +52,19 @@ pub(crate) struct Block {
 }
 
 impl Unit for Block {
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
-        let x = pass.input(HIDDEN);
-        let normed = pass.apply(&self.attention_norm, [&x])?;
-        let mut qkv = pass.apply(&self.qkv, [normed])?;
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let x = cx.input(HIDDEN);
+        let normed = cx.apply(&self.attention_norm, [&x])?;
+        let mut qkv = cx.apply(&self.qkv, [normed])?;
         if let Some(norms) = &self.qk_norms {
-            qkv = norms.apply(pass, qkv)?;
+            qkv = norms.apply(cx, qkv)?;
         }
-        let attended = pass.attention(&self.attention, qkv)?;
-        let x = add_to(x, pass, (&self.attention_output, attended), self.attention_output_norm.as_ref())?;
-        let normed = pass.apply(&self.mlp_norm, [&x])?;
-        let inner = pass.apply(&self.mlp_in, [normed])?;
-        let x = add_to(x, pass, (&self.mlp_out, inner), self.mlp_output_norm.as_ref())?;
-        pass.output(HIDDEN, x);
+        let attended = cx.attention(&self.attention, qkv)?;
+        let x = add_to(x, cx, (&self.attention_output, attended), self.attention_output_norm.as_ref())?;
+        let normed = cx.apply(&self.mlp_norm, [&x])?;
+        let inner = cx.apply(&self.mlp_in, [normed])?;
+        let x = add_to(x, cx, (&self.mlp_out, inner), self.mlp_output_norm.as_ref())?;
+        cx.output(HIDDEN, x);
         Ok(())
     }
 }
@@ -72,14 +72,14 @@ impl Unit for Block {
 /// Adds a projection of `inner` to the residual stream, normalised if there is a norm.
 fn add_to(
     x: Var,
-    pass: &mut Pass<'_>,
+    cx: &mut UnitContext<'_>,
     (projection, inner): (&Arc<Linear>, Var),
     norm: Option<&Arc<Norm>>,
 ) -> Result<Var, DeviceError> {
-    let Some(norm) = norm else { return pass.apply(projection, (inner, x)) };
-    let projected = pass.apply(projection, [inner])?;
-    let normed = pass.apply(norm, [projected])?;
-    pass.apply(&Add, (x, normed))
+    let Some(norm) = norm else { return cx.apply(projection, (inner, x)) };
+    let projected = cx.apply(projection, [inner])?;
+    let normed = cx.apply(norm, [projected])?;
+    cx.apply(&Add, (x, normed))
 }
 
 /// Normalisation of the heads of queries and keys (Henry et al., "Query-key normalization for transformers", 2020).
@@ -124,20 +124,20 @@ impl QkNorms {
         QkNorms { parts, values: slice(num_kv_heads) }
     }
 
-    fn apply(&self, pass: &mut Pass<'_>, qkv: Var) -> Result<Var, DeviceError> {
+    fn apply(&self, cx: &mut UnitContext<'_>, qkv: Var) -> Result<Var, DeviceError> {
         let [queries, keys] = &self.parts;
-        let (queries, keys) = (queries.apply(pass, &qkv)?, keys.apply(pass, &qkv)?);
-        let values = pass.apply(&self.values, [qkv])?;
-        pass.apply(&Concat { dim: 2 }, [queries, keys, values])
+        let (queries, keys) = (queries.apply(cx, &qkv)?, keys.apply(cx, &qkv)?);
+        let values = cx.apply(&self.values, [qkv])?;
+        cx.apply(&Concat { dim: 2 }, [queries, keys, values])
     }
 }
 
 impl HeadNorm {
-    fn apply(&self, pass: &mut Pass<'_>, qkv: &Var) -> Result<Var, DeviceError> {
-        let rows = pass.apply(&self.slice, [qkv])?;
-        let heads = pass.apply(&self.by_head, [rows])?;
-        let normed = pass.apply(&self.norm, [heads])?;
-        pass.apply(&self.by_row, [normed])
+    fn apply(&self, cx: &mut UnitContext<'_>, qkv: &Var) -> Result<Var, DeviceError> {
+        let rows = cx.apply(&self.slice, [qkv])?;
+        let heads = cx.apply(&self.by_head, [rows])?;
+        let normed = cx.apply(&self.norm, [heads])?;
+        cx.apply(&self.by_row, [normed])
     }
 }
 
@@ -149,14 +149,14 @@ pub(crate) struct Head {
 }
 
 impl Unit for Head {
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
-        let x = pass.input(HIDDEN);
-        let normed = pass.apply(&self.norm, [x])?;
-        match pass.optional_batch(TARGETS) {
-            Some(targets) => pass.apply_loss(&self.loss, (normed, targets), 1.0),
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let x = cx.input(HIDDEN);
+        let normed = cx.apply(&self.norm, [x])?;
+        match cx.optional_batch(TARGETS) {
+            Some(targets) => cx.apply_loss(&self.loss, (normed, targets), 1.0),
             None => {
-                let logits = pass.logits(&self.loss, &normed)?;
-                pass.output(LOGITS, logits);
+                let logits = cx.logits(&self.loss, &normed)?;
+                cx.output(LOGITS, logits);
                 Ok(())
             }
         }

@@ -12,22 +12,22 @@ use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 /// A model is a chain of units: each reads what the one before it has passed on. A closure that does what
 /// [`forward`](Unit::forward) does is a unit.
 pub trait Unit: Send + Sync {
-    /// Runs the unit: takes [inputs](Pass::input) and tensors of the [batch](Pass::batch), applies operations, and names
-    /// its [outputs](Pass::output). It does the same in every pass of a run.
+    /// Runs the unit: takes [inputs](UnitContext::input) and tensors of the [batch](UnitContext::batch), applies operations, and names
+    /// its [outputs](UnitContext::output). It does the same in every pass of a run.
     ///
     /// # Errors
     /// If the device has no memory for a result.
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError>;
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError>;
 }
 
-impl<F: Fn(&mut Pass<'_>) -> Result<(), DeviceError> + Send + Sync> Unit for F {
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
-        self(pass)
+impl<F: Fn(&mut UnitContext<'_>) -> Result<(), DeviceError> + Send + Sync> Unit for F {
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        self(cx)
     }
 }
 
 /// What forward of a unit works with. It dereferences to the [`Recorder`] that applies operations.
-pub struct Pass<'a> {
+pub struct UnitContext<'a> {
     recorder: Recorder<'a>,
     inputs: Bundle<Var>,
     outputs: Bundle<Var>,
@@ -37,7 +37,7 @@ pub struct Pass<'a> {
     past: Option<&'a mut Past>,
 }
 
-impl<'a> Deref for Pass<'a> {
+impl<'a> Deref for UnitContext<'a> {
     type Target = Recorder<'a>;
 
     fn deref(&self) -> &Self::Target {
@@ -45,19 +45,21 @@ impl<'a> Deref for Pass<'a> {
     }
 }
 
-impl DerefMut for Pass<'_> {
+impl DerefMut for UnitContext<'_> {
     fn deref_mut(&mut self) -> &mut Self::Target {
         &mut self.recorder
     }
 }
 
-impl Pass<'_> {
+impl UnitContext<'_> {
     /// What the unit before this one has passed on under this name. Whatever is not taken ends here.
     ///
     /// # Panics
     /// If there is no such output, or it was taken before.
     pub fn input(&mut self, name: &'static str) -> Var {
-        self.inputs.take(name).unwrap_or_else(|| panic!("the unit before passes on no '{name}'"))
+        self.inputs
+            .take(name)
+            .unwrap_or_else(|| panic!("the previous unit has no output '{name}', or it was taken already"))
     }
 
     /// The batch's tensor of this name, which has no gradient. A unit takes it once.
@@ -68,8 +70,12 @@ impl Pass<'_> {
         self.optional_batch(name).unwrap_or_else(|| panic!("the batch has no '{name}'"))
     }
 
-    /// As [`batch`](Pass::batch), if the batch has such a tensor: one that is read has no targets, for example.
+    /// As [`batch`](UnitContext::batch), or `None` if the batch has no such tensor: in generation there are no targets.
+    ///
+    /// # Panics
+    /// If it was taken before.
     pub fn optional_batch(&mut self, name: &'static str) -> Option<Var> {
+        assert!(self.lent.get(name).is_none(), "the unit has taken '{name}' of the batch already");
         let var = self.recorder.constant(self.batch.take(name)?);
         self.lent.push(name, var.id());
         Some(var)
@@ -107,7 +113,7 @@ pub struct UnitPass {
 }
 
 impl UnitPass {
-    /// Runs a unit forward on an empty tape; the pass, and what the unit passes on. Tensors of the batch are there again afterwards.
+    /// Runs a unit forward on an empty tape; the pass, and what the unit passes on. Afterwards the tensors are back in `batch`.
     ///
     /// # Errors
     /// If the device has no memory for a result.
@@ -134,9 +140,10 @@ impl UnitPass {
             inputs.into_iter().map(|(name, tensor)| (name, tape.input(tensor))).collect();
         let input_ids = inputs.iter().map(|(name, var)| (name, var.id())).collect();
         let recorder = tape.recorder(parameters);
-        let mut pass = Pass { recorder, inputs, outputs: Bundle::new(), batch, lent: Bundle::new(), past };
+        let mut pass =
+            UnitContext { recorder, inputs, outputs: Bundle::new(), batch, lent: Bundle::new(), past };
         let done = unit.forward(&mut pass);
-        let Pass { outputs, lent, .. } = pass;
+        let UnitContext { outputs, lent, .. } = pass;
         let ids = outputs.iter().map(|(name, var)| (name, var.id())).collect();
         let mut pass = UnitPass { tape, inputs: input_ids, outputs: ids, batch: lent };
         pass.give_back(batch);

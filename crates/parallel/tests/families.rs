@@ -44,18 +44,18 @@ fn every_family_gives_the_bits_of_one_rank() {
             let oracle = run(&plain, 1, 4);
             let recomputed = [Keep::All, Keep::Input, Keep::Products, Keep::Input, Keep::All];
             let recomputed = Layout { keeps: &recomputed, ..plain };
-            assert!(run(&recomputed, 1, 4) == oracle, "{:?} recomputed", config.architecture);
+            assert!(run(&recomputed, 1, 4) == oracle, "{:?} recomputed", config.family);
             let sharded = Layout {
                 options: ExecutorOptions { sharding, ..options },
                 num_shards: 2,
                 ..Layout::default()
             };
             let (steps, _) = run(&sharded, 2, 2);
-            assert!(steps == oracle.0, "{:?} with ZeRO-3", config.architecture);
+            assert!(steps == oracle.0, "{:?} with ZeRO-3", config.family);
             let stages = Layout { options, pipeline: Some(pipeline), ..Layout::default() };
             let (steps, weights) = run(&stages, 2, 4);
-            assert!(steps == oracle.0, "{:?} in a pipeline", config.architecture);
-            assert!(weights == oracle.1, "{:?} in a pipeline has other weights", config.architecture);
+            assert!(steps == oracle.0, "{:?} in a pipeline", config.family);
+            assert!(weights == oracle.1, "{:?} in a pipeline has other weights", config.family);
         }
     }
 }

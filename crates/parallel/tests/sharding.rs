@@ -85,7 +85,7 @@ fn every_stage_has_the_bits_of_plain_data_parallelism() {
                         assert!(
                             found == oracle,
                             "{} {sharding:?} {grid:?} {num_microbatches} microbatches, {}",
-                            config.architecture.name(),
+                            config.family.name(),
                             options.precision
                         );
                     }

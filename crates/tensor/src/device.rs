@@ -215,7 +215,7 @@ impl Device {
         mut y: ViewMut<'_>,
     ) -> f32 {
         assert_eq!(x.shape(), y.shape());
-        self.count(each(x, FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| {
             self.cpu.quantize_fp8::<T>(x.elements(), y.elements(), format, scale_exponent)
         })
@@ -264,7 +264,7 @@ impl Device {
 
     /// Sums the rows of `x` into `out`, one value a column.
     pub(crate) fn column_sums(&self, x: View<'_>, mut out: ViewMut<'_>, accumulate: bool) {
-        self.count(written(each(x, 1).reads(x.num_bytes()), &out, accumulate));
+        self.count(written(each(x.shape(), 1).reads(x.num_bytes()), &out, accumulate));
         with_element!(x.dtype() => |T| self.cpu.column_sums::<T>(x.elements(), out.f32s(), accumulate));
     }
 
@@ -273,20 +273,20 @@ impl Device {
     /// # Panics
     /// If there are more than [`LEAVES`](crate::LEAVES) leaves.
     pub fn sum_of_squares(&self, x: View<'_>, leaf_len: usize) -> f64 {
-        self.count(each(x, 2).reads(x.num_bytes()));
+        self.count(each(x.shape(), 2).reads(x.num_bytes()));
         self.cpu.sum_of_squares(x.f32s(), leaf_len)
     }
 
     /// `y = activation(x)`.
     pub(crate) fn activate(&self, activation: Activation, x: View<'_>, mut y: ViewMut<'_>) {
-        self.count(each(x, activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.activate::<T>(activation, x.elements(), y.elements()));
     }
 
     /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
     pub(crate) fn activate_backward(&self, activation: Activation, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
         let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        self.count(each_mut(&x, num_operations).updates(x.num_bytes()).updates(dy.num_bytes()));
+        self.count(each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes()));
         with_element!(x.dtype() => |T| {
             self.cpu.activate_backward::<T>(activation, x.elements(), dy.elements());
         });
@@ -295,7 +295,7 @@ impl Device {
     /// `y = activation(gate) * up` for rows `gate | up`.
     pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, mut y: ViewMut<'_>) {
         let cols = y.shape().cols();
-        let cost = each_mut(&y, activation.num_operations() + 1).reads(gate_up.num_bytes());
+        let cost = each(y.shape(), activation.num_operations() + 1).reads(gate_up.num_bytes());
         self.count(cost.writes(y.num_bytes()));
         with_element!(y.dtype() => |T| {
             self.cpu.gate::<T>(activation, gate_up.elements(), y.elements(), cols);
@@ -311,7 +311,7 @@ impl Device {
     ) {
         let cols = dy.shape().cols();
         let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        self.count(each_mut(&dy, num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes()));
+        self.count(each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes()));
         with_element!(dy.dtype() => |T| {
             self.cpu.gate_backward::<T>(activation, gate_up.elements(), dy.elements(), cols);
         });
@@ -335,13 +335,8 @@ const DERIVATIVE_OPERATIONS: usize = 8;
 const FP8_OPERATIONS: usize = 6;
 
 /// The cost of so many operations for each element.
-fn each(x: View<'_>, num_operations: usize) -> Cost {
-    Cost::others(&[num_operations, x.shape().num_elements()])
-}
-
-/// As [`each`], of what is written.
-fn each_mut(x: &ViewMut<'_>, num_operations: usize) -> Cost {
-    Cost::others(&[num_operations, x.shape().num_elements()])
+fn each(shape: Shape, num_operations: usize) -> Cost {
+    Cost::others(&[num_operations, shape.num_elements()])
 }
 
 /// The same, and `out` written or added to.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 use trireme_base::{DType, Random, RandomKey};
-use trireme_model::{Batch, Model, ModelError, Pass, TensorSpec, Unit, empty_batch};
+use trireme_model::{Batch, Model, ModelError, TensorSpec, Unit, UnitContext, empty_batch};
 use trireme_tensor::tape::{
     Accuracy, Concat, Convert, CrossEntropy, Dropout, EmbeddingBag, InputActivation, Linear, MeanLoss, Norm,
     SquaredError, Tanh,
@@ -22,13 +22,13 @@ struct Stem {
 }
 
 impl Unit for Stem {
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
-        let (features, ids) = (pass.batch("features"), pass.batch("ids"));
-        let features = pass.apply(&Convert, [features])?;
-        let dense = pass.apply(&self.dense, [features])?;
-        let sparse = pass.apply(&self.bags, [ids])?;
-        pass.output("dense", dense);
-        pass.output("sparse", sparse);
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let (features, ids) = (cx.batch("features"), cx.batch("ids"));
+        let features = cx.apply(&Convert, [features])?;
+        let dense = cx.apply(&self.dense, [features])?;
+        let sparse = cx.apply(&self.bags, [ids])?;
+        cx.output("dense", dense);
+        cx.output("sparse", sparse);
         Ok(())
     }
 }
@@ -43,23 +43,23 @@ struct Middle {
 }
 
 impl Unit for Middle {
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
-        let (dense, sparse) = (pass.input("dense"), pass.input("sparse"));
-        let normed = pass.apply(&self.norm, [&sparse])?;
-        let hidden = pass.apply(&self.linear, (normed, sparse))?;
-        let hidden = pass.apply(&self.dropout, [hidden])?;
-        pass.output("sparse", hidden);
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let (dense, sparse) = (cx.input("dense"), cx.input("sparse"));
+        let normed = cx.apply(&self.norm, [&sparse])?;
+        let hidden = cx.apply(&self.linear, (normed, sparse))?;
+        let hidden = cx.apply(&self.dropout, [hidden])?;
+        cx.output("sparse", hidden);
         let Some(near) = &self.near else {
-            pass.output("dense", dense);
+            cx.output("dense", dense);
             return Ok(());
         };
-        let features = pass.batch("features");
-        let features = pass.apply(&Convert, [features])?;
-        let near = pass.apply(near, [&dense])?;
-        pass.apply_metric("distance", &MeanLoss(SquaredError), (&near, &features))?;
-        pass.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
-        let dense = pass.apply(&Tanh, [dense])?;
-        pass.output("dense", dense);
+        let features = cx.batch("features");
+        let features = cx.apply(&Convert, [features])?;
+        let near = cx.apply(near, [&dense])?;
+        cx.apply_metric("distance", &MeanLoss(SquaredError), (&near, &features))?;
+        cx.apply_loss(&MeanLoss(SquaredError), (near, features), 0.25)?;
+        let dense = cx.apply(&Tanh, [dense])?;
+        cx.output("dense", dense);
         Ok(())
     }
 }
@@ -71,15 +71,15 @@ struct Classes {
 }
 
 impl Unit for Classes {
-    fn forward(&self, pass: &mut Pass<'_>) -> Result<(), DeviceError> {
-        let (dense, sparse) = (pass.input("dense"), pass.input("sparse"));
-        let sparse = pass.apply(&self.fit, [sparse])?;
-        let both = pass.apply(&Concat { dim: 1 }, [dense, sparse])?;
-        let logits = pass.apply(&self.linear, [both])?;
-        let labels = pass.batch("labels");
-        pass.apply_metric("accuracy", &Accuracy, (&logits, &labels))?;
-        pass.apply_metric("cross_entropy", &CrossEntropy, (&logits, &labels))?;
-        pass.apply_loss(&CrossEntropy, (logits, labels), 1.0)
+    fn forward(&self, cx: &mut UnitContext<'_>) -> Result<(), DeviceError> {
+        let (dense, sparse) = (cx.input("dense"), cx.input("sparse"));
+        let sparse = cx.apply(&self.fit, [sparse])?;
+        let both = cx.apply(&Concat { dim: 1 }, [dense, sparse])?;
+        let logits = cx.apply(&self.linear, [both])?;
+        let labels = cx.batch("labels");
+        cx.apply_metric("accuracy", &Accuracy, (&logits, &labels))?;
+        cx.apply_metric("cross_entropy", &CrossEntropy, (&logits, &labels))?;
+        cx.apply_loss(&CrossEntropy, (logits, labels), 1.0)
     }
 }
 

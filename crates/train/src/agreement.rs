@@ -57,7 +57,7 @@ impl Facts {
         for (part, samples) in [("training", Some(train)), ("validation", validation)] {
             let Some(samples) = samples else { continue };
             let specs: Vec<String> =
-                samples.specs(1).iter().map(|spec| format!("{} {spec}", spec.name)).collect();
+                samples.sample().iter().map(|spec| format!("{} {spec}", spec.name)).collect();
             facts.insert(
                 format!("{part} samples"),
                 format!("{} of {}", samples.num_samples(), specs.join(", ")),

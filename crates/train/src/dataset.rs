@@ -2,6 +2,7 @@
 
 use crate::error::TrainError;
 use std::collections::BTreeMap;
+use trireme_base::DType;
 use trireme_model::{Batch, TensorSpec, empty_batch};
 use trireme_tensor::Device;
 
@@ -10,13 +11,13 @@ use trireme_tensor::Device;
 /// The index is all that decides which sample it is, so any rank reads any sample, and a run resumes from the number of samples
 /// that it has read.
 pub trait Dataset: Send {
-    /// The tensors of a batch of so many samples, which lie along dim 0.
-    fn specs(&self, num_samples: usize) -> Vec<TensorSpec>;
+    /// The tensors of one sample. In a batch each has one more dim, the first, of the samples.
+    fn sample(&self) -> Vec<TensorSpec>;
 
-    /// Samples of one pass over the data. Indices go on beyond it, in a next pass.
+    /// Samples of one pass over the data. [`read`](Dataset::read) receives indices beyond it: those of later passes.
     fn num_samples(&self) -> u64;
 
-    /// Tokens of a sample, in whose number progress is told; `None` where samples are counted themselves.
+    /// Tokens of one sample. With `Some`, progress is shown in tokens; with `None`, in samples.
     fn tokens_per_sample(&self) -> Option<u64> {
         None
     }
@@ -24,10 +25,11 @@ pub trait Dataset: Send {
     /// What decides, beside the seed, which sample an index is, by name: a checksum of the files, for example. Checkpoints state
     /// it, all ranks must agree on it, and a run whose samples have another identity does not resume.
     fn identity(&self) -> BTreeMap<String, String> {
-        BTreeMap::from([("number".to_owned(), self.num_samples().to_string())])
+        BTreeMap::from([("num_samples".to_owned(), self.num_samples().to_string())])
     }
 
-    /// Writes the sample of this index.
+    /// Writes the sample of this index of the run. Without an order of its own, a dataset reads `index % num_samples()`;
+    /// [`Shuffle`](trireme_data::Shuffle) gives each pass another random order.
     ///
     /// # Errors
     /// If it cannot be read: [`TrainError::Samples`] with the reason.
@@ -47,7 +49,7 @@ impl Sample<'_> {
     /// # Panics
     /// If there is no such tensor, or it has another type.
     pub fn f32s(&mut self, name: &str) -> &mut [f32] {
-        bytemuck::cast_slice_mut(self.bytes(name))
+        bytemuck::cast_slice_mut(self.bytes(name, DType::F32))
     }
 
     /// The sample's elements of the u32 tensor of this name.
@@ -55,14 +57,20 @@ impl Sample<'_> {
     /// # Panics
     /// If there is no such tensor, or it has another type.
     pub fn u32s(&mut self, name: &str) -> &mut [u32] {
-        bytemuck::cast_slice_mut(self.bytes(name))
+        bytemuck::cast_slice_mut(self.bytes(name, DType::U32))
     }
 
-    fn bytes(&mut self, name: &str) -> &mut [u8] {
-        let tensor = self.batch.get_mut(name).unwrap_or_else(|| panic!("a batch has no '{name}'"));
+    fn bytes(&mut self, name: &str, dtype: DType) -> &mut [u8] {
+        let tensor = self.batch.get_mut(name).unwrap_or_else(|| panic!("a sample has no '{name}'"));
+        assert_eq!(tensor.dtype(), dtype, "the type of '{name}'");
         let len = tensor.num_bytes() / tensor.shape().dims()[0];
         &mut tensor.bytes_mut()[self.row * len..][..len]
     }
+}
+
+/// The tensors of a batch.
+pub(crate) fn batch_specs(dataset: &dyn Dataset, num_samples: usize) -> Vec<TensorSpec> {
+    dataset.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
 }
 
 /// Reads a batch of these tensors: the samples from `first` on, as many as the tensors have.

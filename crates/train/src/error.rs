@@ -139,8 +139,8 @@ pub enum TrainError {
     },
     /// A checkpoint is of another kind of run.
     #[error(
-        "{} was written with {what} {found}, but this run has {expected}, so the data would come in a different \
-         order. Restore the old value, start again with [checkpoint] resume = \"never\", or train further from these \
+        "{} was written with {what} {found}, but this run has {expected}, so it would not read the same \
+         samples. Restore the old value, start again with [checkpoint] resume = \"never\", or train further from these \
          weights with [model] init_from and another [run] name",
         path.display()
     )]
@@ -273,7 +273,9 @@ pub enum TrainError {
     #[error("cannot read the samples")]
     Samples(#[source] Box<dyn std::error::Error + Send + Sync>),
     /// A dataset is empty.
-    #[error("there are no samples for {purpose}")]
+    #[error(
+        "there are no samples for {purpose}; check what the task's train_data and validation_data return"
+    )]
     NoSamples {
         /// What they are for.
         purpose: &'static str,
@@ -292,7 +294,7 @@ pub enum TrainError {
     /// A stage that begins where there is no unit.
     #[error(
         "[parallelism] pipeline_parallel_split_points starts a stage at unit {split_point}, but the model has \
-         {num_units} units (embedding, blocks and head, counted from 0); lower it, or remove the key to divide the \
+         {num_units} units (counted from 0); lower it, or remove the key to divide the \
          stages evenly"
     )]
     SplitPointBeyondUnits {
@@ -318,7 +320,7 @@ pub enum TrainError {
     /// A stage that keeps more activations than a schedule counts.
     #[error(
         "stage {stage} of the pipeline keeps {kept} of activations for each microbatch, more than the {kept_max} that can be \
-         scheduled; set [training] local_batch_size or seq_len lower, or use more stages"
+         scheduled; lower [training] local_batch_size, or seq_len of a language model, or use more stages"
     )]
     StageTooLarge {
         /// Stage.
@@ -357,11 +359,11 @@ pub enum TrainError {
         /// Steps of a program.
         num_steps: u64,
     },
-    /// A pipeline that does not drain, and a head that reads the embedding's weight.
+    /// A pipeline that does not drain, and two units that share a weight.
     #[error(
-        "the head is tied to the embedding, but in a pipeline that does not drain between steps the two would read \
-         different versions of the weights; set [model] tie_word_embeddings = false, or another \
-         pipeline_parallel_schedule"
+        "two units share a weight (of a language model, the embedding and the head), but in a pipeline that does not \
+         drain between steps they would read different versions of it; set another pipeline_parallel_schedule, or do not \
+         share the weight ([model] tie_word_embeddings = false)"
     )]
     TiedVersions,
     /// The pipeline's schedule.

@@ -10,9 +10,10 @@ use serde_json::Value;
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_checkpoint::{CONFIG_FILE, Checkpoint};
 use trireme_data::{Corpus, Sampler, TokenFile, Tokenizer};
-use trireme_model::{Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec, token_specs};
+use trireme_model::{Model, ModelConfig, ModelError, TARGETS, TOKENS, TensorSpec};
 use trireme_tensor::Device;
 
 /// The name of the corpus' checksum in the identity of its samples.
@@ -73,7 +74,7 @@ impl Task for LanguageTask {
         let model = &self.model;
         format!(
             "{} with {} layers of width {}, {} heads, vocabulary {}",
-            model.architecture.name(),
+            model.family.name(),
             model.num_layers,
             model.hidden_size,
             model.num_heads,
@@ -153,8 +154,8 @@ impl TokenWindows {
 }
 
 impl Dataset for TokenWindows {
-    fn specs(&self, num_samples: usize) -> Vec<TensorSpec> {
-        token_specs(num_samples, self.seq_len())
+    fn sample(&self) -> Vec<TensorSpec> {
+        [TOKENS, TARGETS].map(|name| TensorSpec::new(name, &[self.seq_len()], DType::U32)).into()
     }
 
     fn num_samples(&self) -> u64 {

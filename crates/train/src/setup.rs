@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
-use trireme_model::{Architecture, AttentionConfig, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
+use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
@@ -84,9 +84,9 @@ fn read_model_config(path: &Path) -> Result<(ModelConfig, Vec<String>), TrainErr
 fn inline_model(config: &Config, architecture: config::Architecture, vocabulary_size: usize) -> ModelConfig {
     let (model, has_rope) = (config.model(), architecture == config::Architecture::Llama);
     ModelConfig {
-        architecture: match architecture {
-            config::Architecture::Gpt2 => Architecture::GPT2,
-            config::Architecture::Llama => Architecture::LLAMA,
+        family: match architecture {
+            config::Architecture::Gpt2 => Family::GPT2,
+            config::Architecture::Llama => Family::LLAMA,
         },
         vocab_size: if model.vocab_size == 0 { vocabulary_size } else { model.vocab_size },
         hidden_size: model.hidden_size,

@@ -10,7 +10,7 @@ use trireme_tensor::Device;
 
 /// What a run trains: a model, and the samples that it learns from. The config says everything else.
 ///
-/// Every rank makes a task of its own, and all of them must be alike.
+/// Every rank creates its own task. All of them must be equal.
 pub trait Task: Send + Sync {
     /// What the run shows of the model, such as `residual network of 4 blocks`.
     fn description(&self) -> String;
@@ -41,7 +41,7 @@ pub trait Task: Send + Sync {
         Vec::new()
     }
 
-    /// Names and values that all ranks must have alike, beside the config and what identifies the samples: the version of the
+    /// Names and values that must be equal on all ranks, beside the config and what identifies the samples: the version of the
     /// program, for example.
     fn facts(&self) -> Vec<(String, String)> {
         Vec::new()

@@ -8,7 +8,7 @@ use crate::checkpointing::{TrainingState, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
 use crate::config::{Config, Fp8, Resume};
-use crate::dataset::Dataset;
+use crate::dataset::{Dataset, batch_specs};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
 use crate::metrics::{MemoryPeakBytes, MetricValues, MetricsWriter, StepRecord, Written};
@@ -133,7 +133,7 @@ impl<'a> Trainer<'a> {
             features_max: options.features_max,
             ..device_options(config, options.num_threads)
         })?;
-        let batch_specs = train.specs(training.local_batch_size);
+        let batch_specs = batch_specs(&*train, training.local_batch_size);
         let rehearsal = rehearse(config, &*task, options.num_threads, &batch_specs)?;
         let model = task.build(&device)?;
         let choices = match &options.memory_plan {

@@ -1,7 +1,7 @@
 //! Loss and metrics on held-out samples.
 
 use crate::config::Training;
-use crate::dataset::{Dataset, read_batch};
+use crate::dataset::{Dataset, batch_specs, read_batch};
 use crate::error::TrainError;
 use crate::metrics::MetricValues;
 use trireme_base::ReduceOp;
@@ -37,7 +37,7 @@ impl Validation {
     ) -> Result<Self, TrainError> {
         let batch_size = training.local_batch_size;
         let available = usize::try_from(samples.num_samples()).unwrap_or(usize::MAX);
-        let num_samples = match training.validation_windows {
+        let num_samples = match training.validation_samples {
             0 => available,
             asked => available.min(asked),
         };
@@ -73,7 +73,7 @@ impl Validation {
 
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
         let first = index * self.batch_size;
-        let specs = self.samples.specs(self.batch_size.min(self.num_samples - first));
+        let specs = batch_specs(&*self.samples, self.batch_size.min(self.num_samples - first));
         read_batch(&mut *self.samples, executor.device(), &specs, first as u64)
     }
 }

@@ -73,7 +73,7 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>) -> Result<()> {
     let workers = Workers::local(&config, &limit, simd.level);
     match own {
         Some(task) => {
-            let sample = Samples::open(task, &config)?.train.specs(1);
+            let sample = Samples::open(task, &config)?.train.sample();
             let blueprint = Blueprint::Task { task, sample: &sample };
             show(args, Job { config: &config, source, blueprint, workers })
         }

@@ -68,7 +68,7 @@ pub(crate) struct Job<'a> {
 pub(crate) enum Blueprint<'a> {
     /// A language model, whose text need not be there yet.
     Language { model: &'a ModelConfig, seq_len: usize },
-    /// A task, and the batch of one sample.
+    /// A task, and the tensors of one sample.
     Task { task: &'a dyn Task, sample: &'a [TensorSpec] },
 }
 
@@ -83,9 +83,7 @@ impl Blueprint<'_> {
     fn batch(&self, num_samples: usize) -> Vec<TensorSpec> {
         match self {
             Blueprint::Language { seq_len, .. } => token_specs(num_samples, *seq_len),
-            Blueprint::Task { sample, .. } => {
-                sample.iter().map(|spec| spec.with_samples(num_samples, 1)).collect()
-            }
+            Blueprint::Task { sample, .. } => sample.iter().map(|spec| spec.in_batch(num_samples)).collect(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What families have in common that descend from llama: rotary positions, RMS normalisation, gated feed-forward, and the names and
 //! layouts of their Hugging Face checkpoints.
 
-use super::{Architecture, attention, normal, output_weight, token_table};
+use super::{Family, attention, normal, output_weight, token_table};
 use crate::config::{
     AttentionConfig, ModelConfig, Reader, Rope, RopeScaling, SlidingWindow, shortest, wrong,
 };
@@ -51,7 +51,7 @@ pub(super) struct Defaults {
 /// The keys that all these families have.
 pub(super) fn read_decoder(
     reader: &Reader<'_>,
-    architecture: Architecture,
+    family: Family,
     defaults: Defaults,
 ) -> Result<ModelConfig, ModelError> {
     let (hidden_size, num_heads) = (reader.size("hidden_size")?, reader.size("num_attention_heads")?);
@@ -59,7 +59,7 @@ pub(super) fn read_decoder(
     let default_kv_heads = defaults.num_kv_heads.filter(|_| !reader.has("num_key_value_heads"));
     let head_dim = defaults.head_dim.unwrap_or((hidden_size / num_heads).max(1));
     Ok(ModelConfig {
-        architecture,
+        family,
         vocab_size: reader.size("vocab_size")?,
         hidden_size,
         num_layers: reader.size("num_hidden_layers")?,
@@ -90,7 +90,7 @@ fn read_rope(reader: &Reader<'_>) -> Result<Rope, ModelError> {
         Some(Value::Object(map)) => map,
         Some(other) => return Err(wrong("rope_parameters", other, "an object")),
     };
-    let rope = Reader { map, architecture: reader.architecture };
+    let rope = Reader { map, family: reader.family };
     let theta = match rope.get("rope_theta") {
         Some(_) => rope.number("rope_theta", 1.0)?,
         None => reader.number("rope_theta", 10_000.0)?,
@@ -183,7 +183,7 @@ pub(super) fn write_decoder(config: &ModelConfig, class: &str, own: Value) -> Va
     let rope = config.rope.expect("positions are rotary");
     let mut json = json!({
         "architectures": [class],
-        "model_type": config.architecture.name(),
+        "model_type": config.family.name(),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

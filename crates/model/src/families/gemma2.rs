@@ -1,7 +1,7 @@
 //! gemma2 (Gemma team, "Gemma 2: improving open language models at a practical size", 2024): norms before and after attention and
 //! feed-forward, whose weights are offsets from 1; scaled embeddings; soft caps; attention that slides in every other layer.
 
-use super::Architecture;
+use super::Family;
 use super::decoder::{
     Defaults, Style, build, layer_types, read_decoder, read_layer_types, read_window, window_size,
     write_decoder,
@@ -11,8 +11,8 @@ use crate::error::ModelError;
 use serde_json::{Value, json};
 use trireme_tensor::Activation;
 
-pub(super) const FAMILY: Architecture =
-    Architecture { name: "gemma2", read, write, build: |config, rotary| build(config, rotary, STYLE) };
+pub(super) const FAMILY: Family =
+    Family { name: "gemma2", read, write, build: |config, rotary| build(config, rotary, STYLE) };
 
 const STYLE: Style =
     Style { has_output_norms: true, norm_weight_offset: 1.0, scales_embedding: true, ..Style::LLAMA };

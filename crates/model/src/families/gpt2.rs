@@ -3,7 +3,7 @@
 use super::{attention, normal, output_weight, token_table};
 use crate::config::{AttentionConfig, ModelConfig, Reader, shortest};
 use crate::error::ModelError;
-use crate::families::Architecture;
+use crate::families::Family;
 use crate::model::Model;
 use crate::transformer::{Block, Head, TokenEmbedding};
 use crate::unit::Unit;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use trireme_tensor::tape::{Embedding, InputActivation, Linear, LossHead, Norm, RotaryTable, WeightLayout};
 use trireme_tensor::{Activation, Cut, Initial, Parameter, ParameterTable};
 
-pub(super) const FAMILY: Architecture = Architecture { name: "gpt2", read, write, build };
+pub(super) const FAMILY: Family = Family { name: "gpt2", read, write, build };
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     let functions = [json!("gelu_new"), json!("gelu_pytorch_tanh"), json!("gelu")];
@@ -22,7 +22,7 @@ fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("add_cross_attention", &[json!(false)])?;
     let (hidden_size, num_heads) = (reader.size("n_embd")?, reader.size("n_head")?);
     Ok(ModelConfig {
-        architecture: Architecture::GPT2,
+        family: Family::GPT2,
         vocab_size: reader.size("vocab_size")?,
         hidden_size,
         num_layers: reader.size("n_layer")?,

@@ -1,13 +1,13 @@
 //! llama (Touvron et al., "LLaMA: open and efficient foundation language models", 2023), with the scaled rotary positions of llama 3.
 
-use super::Architecture;
+use super::Family;
 use super::decoder::{Defaults, Style, build, read_decoder, write_decoder};
 use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
-pub(super) const FAMILY: Architecture =
-    Architecture { name: "llama", read, write, build: |config, rotary| build(config, rotary, Style::LLAMA) };
+pub(super) const FAMILY: Family =
+    Family { name: "llama", read, write, build: |config, rotary| build(config, rotary, Style::LLAMA) };
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;

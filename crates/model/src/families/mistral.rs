@@ -1,17 +1,13 @@
 //! mistral (Jiang et al., "Mistral 7B", 2023): llama, in which attention may slide.
 
-use super::Architecture;
+use super::Family;
 use super::decoder::{Defaults, Style, build, read_decoder, read_window, window_size, write_decoder};
 use crate::config::{AttentionConfig, ModelConfig, Reader, SlidingWindow};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
-pub(super) const FAMILY: Architecture = Architecture {
-    name: "mistral",
-    read,
-    write,
-    build: |config, rotary| build(config, rotary, Style::LLAMA),
-};
+pub(super) const FAMILY: Family =
+    Family { name: "mistral", read, write, build: |config, rotary| build(config, rotary, Style::LLAMA) };
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;

@@ -24,12 +24,12 @@ use trireme_tensor::tape::{Attention, RotaryTable};
 use trireme_tensor::{Cut, Initial, Parameter, ParameterSpan, ParameterTable};
 
 /// Every family.
-pub(crate) const FAMILIES: &[Architecture] =
-    &[Architecture::GPT2, Architecture::LLAMA, mistral::FAMILY, qwen2::FAMILY, qwen3::FAMILY, gemma2::FAMILY];
+pub(crate) const FAMILIES: &[Family] =
+    &[Family::GPT2, Family::LLAMA, mistral::FAMILY, qwen2::FAMILY, qwen3::FAMILY, gemma2::FAMILY];
 
 /// A family of models.
 #[derive(Clone, Copy)]
-pub struct Architecture {
+pub struct Family {
     /// `model_type` in `config.json`.
     name: &'static str,
     pub(crate) read: fn(&Reader<'_>) -> Result<ModelConfig, ModelError>,
@@ -37,11 +37,11 @@ pub struct Architecture {
     build: fn(&ModelConfig, Option<&Arc<RotaryTable>>) -> Model,
 }
 
-impl Architecture {
+impl Family {
     /// Learned positions, layer normalisation, GELU, biases (Radford et al. 2019).
-    pub const GPT2: Architecture = gpt2::FAMILY;
+    pub const GPT2: Family = gpt2::FAMILY;
     /// Rotary positions, RMS normalisation, SwiGLU, grouped-query attention (Touvron et al. 2023).
-    pub const LLAMA: Architecture = llama::FAMILY;
+    pub const LLAMA: Family = llama::FAMILY;
 
     /// `model_type` in `config.json`.
     pub fn name(self) -> &'static str {
@@ -49,15 +49,15 @@ impl Architecture {
     }
 }
 
-impl PartialEq for Architecture {
+impl PartialEq for Family {
     fn eq(&self, other: &Self) -> bool {
         self.name == other.name
     }
 }
 
-impl Eq for Architecture {}
+impl Eq for Family {}
 
-impl fmt::Debug for Architecture {
+impl fmt::Debug for Family {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.name)
     }
@@ -65,7 +65,7 @@ impl fmt::Debug for Architecture {
 
 /// The model of a config, with a rotary table if its positions are rotary.
 pub(crate) fn build(config: &ModelConfig, rotary: Option<&Arc<RotaryTable>>) -> Model {
-    (config.architecture.build)(config, rotary)
+    (config.family.build)(config, rotary)
 }
 
 /// The attention of a layer.

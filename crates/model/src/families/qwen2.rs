@@ -1,6 +1,6 @@
 //! qwen2 (Qwen team, "Qwen2 technical report", 2024): llama with biases of queries, keys and values.
 
-use super::Architecture;
+use super::Family;
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
@@ -8,8 +8,8 @@ use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
-pub(super) const FAMILY: Architecture =
-    Architecture { name: "qwen2", read, write, build: |config, rotary| build(config, rotary, Style::LLAMA) };
+pub(super) const FAMILY: Family =
+    Family { name: "qwen2", read, write, build: |config, rotary| build(config, rotary, Style::LLAMA) };
 
 fn read(reader: &Reader<'_>) -> Result<ModelConfig, ModelError> {
     reader.require("hidden_act", &[json!("silu")])?;

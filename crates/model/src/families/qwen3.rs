@@ -1,6 +1,6 @@
 //! qwen3 (Qwen team, "Qwen3 technical report", 2025): qwen2 without biases, with normalised heads of queries and keys.
 
-use super::Architecture;
+use super::Family;
 use super::decoder::{
     Defaults, Style, build, read_decoder, read_qwen_attention, write_decoder, write_qwen_attention,
 };
@@ -8,8 +8,8 @@ use crate::config::{ModelConfig, Reader};
 use crate::error::ModelError;
 use serde_json::{Value, json};
 
-pub(super) const FAMILY: Architecture =
-    Architecture { name: "qwen3", read, write, build: |config, rotary| build(config, rotary, STYLE) };
+pub(super) const FAMILY: Family =
+    Family { name: "qwen3", read, write, build: |config, rotary| build(config, rotary, STYLE) };
 
 const STYLE: Style = Style { has_qk_norms: true, ..Style::LLAMA };
 

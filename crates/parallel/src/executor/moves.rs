@@ -1,7 +1,7 @@
 //! State that moves between the device, the host and disks.
 
 use super::Executor;
-use super::passes::Pass;
+use super::passes::Kept;
 use crate::error::ParallelError;
 use crate::offload::Movable;
 use crate::waiting::Waiting;
@@ -58,9 +58,9 @@ impl Executor {
             StateClass::Parameters => visit(self.parameters.memory(unit).expect("shards lie apart")),
             StateClass::Gradients => visit(self.gradients.memory(unit)),
             StateClass::Activations => match self.in_flight.pass(unit, microbatch) {
-                Some(Pass::Recorded(pass)) => pass.for_each_memory(|tensor| visit(tensor)),
-                Some(Pass::Input(inputs)) => inputs.values_mut().for_each(|tensor| visit(tensor)),
-                Some(Pass::Halved(_)) | None => {
+                Some(Kept::Recorded(pass)) => pass.for_each_memory(|tensor| visit(tensor)),
+                Some(Kept::Input(inputs)) => inputs.values_mut().for_each(|tensor| visit(tensor)),
+                Some(Kept::Halved(_)) | None => {
                     unreachable!("forward has kept something, and backward not begun")
                 }
             },

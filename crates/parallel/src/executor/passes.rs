@@ -11,7 +11,7 @@ use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
 use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
-pub(super) enum Pass {
+pub(super) enum Kept {
     /// All or the products.
     Recorded(UnitPass),
     /// The inputs.
@@ -31,7 +31,7 @@ pub(super) struct InFlight {
     /// By microbatch, then tensor of the batch: units on this rank that have not yet read it for the last time.
     num_readers: Vec<usize>,
     /// By unit, then microbatch.
-    passes: Vec<Option<Pass>>,
+    passes: Vec<Option<Kept>>,
     /// Tapes to be used again, so that steps allocate nothing.
     spare_tapes: Vec<Tape>,
 }
@@ -102,12 +102,12 @@ impl InFlight {
         self.grads[microbatch] = Some(grad);
     }
 
-    pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Pass> {
+    pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Kept> {
         &mut self.passes[unit * self.num_microbatches + microbatch]
     }
 }
 
-/// Refuses a batch of other tensors than those that were rehearsed, but for the number of samples.
+/// Refuses a batch whose tensors differ from the rehearsed ones in more than the number of samples.
 fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<(), ParallelError> {
     for BatchTensor { spec, .. } in &rehearsal.batch {
         let found = batch.get(spec.name).map(|tensor| TensorSpec::of(spec.name, tensor));
@@ -136,15 +136,15 @@ impl Executor {
             self.means.push(unit, Some(name), microbatch, mean.sum);
         }
         let kept = match keep {
-            Keep::All => Some(Pass::Recorded(pass)),
+            Keep::All => Some(Kept::Recorded(pass)),
             Keep::Products => {
                 pass.keep_products();
-                Some(Pass::Recorded(pass))
+                Some(Kept::Recorded(pass))
             }
             Keep::Input | Keep::Nothing => {
                 let inputs = pass.take_inputs();
                 self.in_flight.spare_tapes.push(pass.into_tape());
-                (keep == Keep::Input).then_some(Pass::Input(inputs))
+                (keep == Keep::Input).then_some(Kept::Input(inputs))
             }
         };
         *self.in_flight.pass(unit, microbatch) = kept;
@@ -182,21 +182,21 @@ impl Executor {
     /// Makes again what forward did not keep.
     pub(super) fn recompute(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         let inputs = match self.in_flight.pass(unit, microbatch).take() {
-            Some(Pass::Recorded(mut pass)) => {
+            Some(Kept::Recorded(mut pass)) => {
                 let parameters =
                     PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
                 pass.recompute(&parameters, &mut self.in_flight.batches[microbatch])?;
-                *self.in_flight.pass(unit, microbatch) = Some(Pass::Recorded(pass));
+                *self.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
                 return Ok(());
             }
-            Some(Pass::Input(inputs)) => inputs,
-            Some(Pass::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
+            Some(Kept::Input(inputs)) => inputs,
+            Some(Kept::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
             // The first unit reads the batch alone.
             None if unit == 0 => Bundle::new(),
             None => self.in_flight.take_activation(microbatch),
         };
         let pass = self.record(unit, microbatch, inputs)?;
-        *self.in_flight.pass(unit, microbatch) = Some(Pass::Recorded(pass));
+        *self.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
         Ok(())
     }
 
@@ -217,13 +217,13 @@ impl Executor {
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         pass.backward_input(&parameters, grads, &mut self.in_flight.batches[microbatch])?;
         self.pass_grad_on(&mut pass, unit, microbatch)?;
-        *self.in_flight.pass(unit, microbatch) = Some(Pass::Halved(pass));
+        *self.in_flight.pass(unit, microbatch) = Some(Kept::Halved(pass));
         Ok(())
     }
 
     pub(super) fn backward_weight(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
         self.gradients.prepare(unit, microbatch)?;
-        let Some(Pass::Halved(mut pass)) = self.in_flight.pass(unit, microbatch).take() else {
+        let Some(Kept::Halved(mut pass)) = self.in_flight.pass(unit, microbatch).take() else {
             unreachable!("the input half has run");
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
@@ -236,7 +236,7 @@ impl Executor {
     fn begin_backward(&mut self, unit: usize, microbatch: usize) -> (UnitPass, Bundle<Tensor>) {
         let is_last = unit + 1 == self.program.outline.chain.num_units;
         let in_flight = &mut self.in_flight;
-        let Some(Pass::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
+        let Some(Kept::Recorded(pass)) = in_flight.pass(unit, microbatch).take() else {
             unreachable!("forward or a recomputation has recorded a pass");
         };
         // What a recomputation has made for a unit above that needs it no more.

@@ -1,6 +1,6 @@
 //! Elements in another order or place, sums over a dim, and softmax, on a device.
 
-use super::{Device, each, each_mut};
+use super::{Device, each};
 use crate::kernels::Blocks;
 use crate::kernels::cpu::element::with_element;
 use crate::tensor::{View, ViewMut};
@@ -46,13 +46,13 @@ impl Device {
 
     /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`.
     pub(crate) fn sum_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count(each(x, 1).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.sum_dim::<T>(x.elements(), dims, factor, y.elements()));
     }
 
     /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
     pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count(each_mut(&y, 1).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.spread_dim::<T>(x.elements(), dims, factor, y.elements()));
     }
 
@@ -75,14 +75,14 @@ impl Device {
     /// Softmax of each row. A row of nothing but negative infinity gives NaN.
     pub(crate) fn softmax(&self, x: View<'_>, mut y: ViewMut<'_>) {
         let cols = x.shape().cols();
-        self.count(each(x, SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.softmax::<T>(x.elements(), cols, y.elements()));
     }
 
     /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
     pub(crate) fn softmax_backward(&self, y: View<'_>, mut dy: ViewMut<'_>) {
         let cols = y.shape().cols();
-        self.count(each(y, 4).reads(y.num_bytes()).updates(dy.num_bytes()));
+        self.count(each(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes()));
         with_element!(y.dtype() => |T| self.cpu.softmax_backward::<T>(y.elements(), cols, dy.elements()));
     }
 }

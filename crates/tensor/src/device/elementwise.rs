@@ -1,26 +1,32 @@
 //! Functions of single elements on a device.
 
-use super::{Device, each, each_mut};
+use super::{Device, each};
 use crate::kernels::cpu::element::with_element;
 use crate::tensor::{View, ViewMut};
 use trireme_base::RandomKey;
 
 impl Device {
-    /// `y = function(x)`, element by element: computed in f32, and rounded to the type of both. `flops` are those of
+    /// `y = function(x)`, element by element: computed in f32, and rounded to the type of both. `operations` are those of
     /// `function`.
     ///
     /// # Panics
     /// If the shapes or the types differ.
-    pub fn map(&self, x: View<'_>, mut y: ViewMut<'_>, flops: usize, function: impl Fn(f32) -> f32 + Sync) {
+    pub fn map(
+        &self,
+        x: View<'_>,
+        mut y: ViewMut<'_>,
+        operations: usize,
+        function: impl Fn(f32) -> f32 + Sync,
+    ) {
         assert_eq!(x.shape(), y.shape());
-        self.count(each(x, flops).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.map::<T>(x.elements(), y.elements(), function));
     }
 
     /// Sets element `i` of `x` to 0 where word `first + i` of the stream lies below `rate` of its range, else divides it by
     /// `1 - rate`.
     pub(crate) fn dropout(&self, mut x: ViewMut<'_>, key: RandomKey, first: u64, rate: f32) {
-        self.count(each_mut(&x, 1).updates(x.num_bytes()));
+        self.count(each(x.shape(), 1).updates(x.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.dropout::<T>(x.elements(), key, first, rate));
     }
 
@@ -32,19 +38,21 @@ impl Device {
         &self,
         (left, right): (View<'_>, View<'_>),
         mut y: ViewMut<'_>,
-        flops: usize,
+        operations: usize,
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert!(left.shape() == y.shape() && right.shape() == y.shape());
-        self.count(each(left, flops).reads(left.num_bytes() + right.num_bytes()).writes(y.num_bytes()));
+        self.count(
+            each(left.shape(), operations).reads(left.num_bytes() + right.num_bytes()).writes(y.num_bytes()),
+        );
         with_element!(y.dtype() => |T| {
             self.cpu.zip::<T>((left.elements(), right.elements()), y.elements(), function);
         });
     }
 
     /// `y = function(y)`, as [`map`](Device::map), in the memory of `y`.
-    pub fn map_in_place(&self, mut y: ViewMut<'_>, flops: usize, function: impl Fn(f32) -> f32 + Sync) {
-        self.count(each_mut(&y, flops).updates(y.num_bytes()));
+    pub fn map_in_place(&self, mut y: ViewMut<'_>, operations: usize, function: impl Fn(f32) -> f32 + Sync) {
+        self.count(each(y.shape(), operations).updates(y.num_bytes()));
         with_element!(y.dtype() => |T| self.cpu.map_in_place::<T>(y.elements(), function));
     }
 
@@ -56,27 +64,27 @@ impl Device {
         &self,
         mut y: ViewMut<'_>,
         x: View<'_>,
-        flops: usize,
+        operations: usize,
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert_eq!(x.shape(), y.shape());
-        self.count(each(x, flops).reads(x.num_bytes()).updates(y.num_bytes()));
+        self.count(each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes()));
         with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
             self.cpu.zip_in_place::<T, U>(y.elements(), x.elements(), function);
         }));
     }
 
     /// Lets `compute` write each row of `out`, which is f32, on any thread: the kernel of an operation of one's own.
-    /// `flops` are those of an element, and `inputs` what `compute` reads, for the [cost](Device::cost).
+    /// `operations` are those of an element, and `inputs` what `compute` reads, for the [cost](Device::cost).
     pub fn for_each_row(
         &self,
         inputs: &[View<'_>],
         mut out: ViewMut<'_>,
-        flops: usize,
+        operations: usize,
         compute: impl Fn(usize, &mut [f32]) + Sync,
     ) {
         let read_bytes = inputs.iter().map(View::num_bytes).sum();
-        self.count(each_mut(&out, flops).reads(read_bytes).writes(out.num_bytes()));
+        self.count(each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes()));
         let cols = out.shape().cols();
         self.cpu.for_each_row(out.f32s(), cols, compute);
     }
@@ -86,7 +94,7 @@ impl Device {
     /// # Panics
     /// If the lengths or the types differ.
     pub fn add_assign(&self, mut out: ViewMut<'_>, term: View<'_>) {
-        self.count(each(term, 1).reads(term.num_bytes()).updates(out.num_bytes()));
+        self.count(each(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes()));
         with_element!(term.dtype() => |T| {
             self.cpu.zip_in_place::<T, T>(out.elements(), term.elements(), |out, term| out + term);
         });
@@ -100,12 +108,12 @@ impl Device {
         &self,
         (left, right): (View<'_>, View<'_>),
         mut sums: ViewMut<'_>,
-        flops: usize,
+        operations: usize,
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert_eq!(left.shape(), right.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
-        self.count(each(left, flops + 1).reads(read_bytes).writes(sums.num_bytes()));
+        self.count(each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes()));
         let cols = left.shape().cols();
         with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
             let operands = (left.elements(), right.elements());

@@ -21,7 +21,7 @@ impl Device {
         mut statistics: ViewMut<'_>,
     ) {
         let bias = bias.map(|bias| bias.f32s());
-        let cost = each(x, NORM_OPERATIONS).reads(x.num_bytes());
+        let cost = each(x.shape(), NORM_OPERATIONS).reads(x.num_bytes());
         self.count(cost.writes(y.num_bytes()).writes(statistics.num_bytes()));
         with_element!(y.dtype() => |T| {
             self.cpu.norm::<T>(x.f32s(), weight.f32s(), bias, kind, y.elements(), statistics.f32s());
@@ -37,7 +37,7 @@ impl Device {
         mut dx: ViewMut<'_>,
         accumulate: bool,
     ) {
-        let cost = each(x, NORM_INPUT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
+        let cost = each(x.shape(), NORM_INPUT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
         self.count(written(cost, &dx, accumulate));
         let rows = Normalised { x: x.f32s(), weight: weight.f32s(), statistics: statistics.f32s(), kind };
         with_element!(dy.dtype() => |T| {
@@ -54,7 +54,8 @@ impl Device {
         mut d_weight: ViewMut<'_>,
         accumulate: bool,
     ) {
-        let cost = each(x, NORM_WEIGHT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
+        let cost =
+            each(x.shape(), NORM_WEIGHT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
         self.count(written(cost, &d_weight, accumulate));
         let (x, statistics, d_weight) = (x.f32s(), statistics.f32s(), d_weight.f32s());
         with_element!(dy.dtype() => |T| {
@@ -126,7 +127,7 @@ impl Device {
 
     /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
     pub(crate) fn position_backward(&self, dy: View<'_>, seq_len: usize, mut d_positions: ViewMut<'_>) {
-        self.count(each(dy, 1).reads(dy.num_bytes()).updates(d_positions.num_bytes()));
+        self.count(each(dy.shape(), 1).reads(dy.num_bytes()).updates(d_positions.num_bytes()));
         self.cpu.position_backward(dy.f32s(), seq_len, dy.shape().cols(), d_positions.f32s());
     }
 
@@ -138,7 +139,7 @@ impl Device {
         chunk: VocabularyChunk,
         mut statistics: ViewMut<'_>,
     ) {
-        let cost = each(logits, Cost::EXP + 3).reads(logits.num_bytes());
+        let cost = each(logits.shape(), Cost::EXP + 3).reads(logits.num_bytes());
         self.count(cost.updates(statistics.num_bytes()));
         self.cpu.softmax_statistics(logits.f32s(), targets.u32s(), chunk, statistics.f32s());
     }
@@ -153,7 +154,8 @@ impl Device {
         scale: f32,
         mut gradient: ViewMut<'_>,
     ) {
-        let cost = each(logits, Cost::EXP + 2).reads(logits.num_bytes()).reads(statistics.num_bytes());
+        let cost =
+            each(logits.shape(), Cost::EXP + 2).reads(logits.num_bytes()).reads(statistics.num_bytes());
         self.count(cost.writes(gradient.num_bytes()));
         let (logits, targets, statistics) = (logits.f32s(), targets.u32s(), statistics.f32s());
         with_element!(gradient.dtype() => |T| {

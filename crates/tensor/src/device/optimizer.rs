@@ -91,7 +91,7 @@ impl Device {
         grads: View<'_>,
         sums: &mut [[f64; 2]],
     ) {
-        self.count(each(grads, FACTORED_OPERATIONS).reads(grads.num_bytes()));
+        self.count(each(grads.shape(), FACTORED_OPERATIONS).reads(grads.num_bytes()));
         self.cpu.factored_squares(pieces, step, grads.f32s(), sums);
     }
 
@@ -104,7 +104,7 @@ impl Device {
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
-        let cost = each(grads, FACTORED_OPERATIONS).reads(grads.num_bytes());
+        let cost = each(grads.shape(), FACTORED_OPERATIONS).reads(grads.num_bytes());
         self.count(cost.updates(parameters.num_bytes()));
         self.cpu.factored_update(pieces, step, parameters.f32s(), grads.f32s());
     }

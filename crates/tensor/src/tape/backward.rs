@@ -109,7 +109,7 @@ impl Tape {
     /// [`backward`](Tape::backward).
     ///
     /// What the weight halves read stays: inputs of linear layers and of normalisations, and the gradients of their results. A
-    /// gradient that goes on along a residual is copied for them.
+    /// gradient that is also passed along a residual is copied.
     ///
     /// # Errors
     /// If there is no memory for gradients.
@@ -329,7 +329,7 @@ impl<'a> BackwardContext<'a> {
     ///
     /// # Errors
     /// If there is no memory for a copy.
-    pub fn take_input(&mut self, index: usize) -> Result<Tensor, DeviceError> {
+    pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor, DeviceError> {
         let by = self.tape.nodes[self.node].op.get().reads_input(index);
         let place = self.argument(index);
         let tape = &mut *self.common.tape;
@@ -348,7 +348,7 @@ impl<'a> BackwardContext<'a> {
         self.result(index).tensor().view()
     }
 
-    /// The gradient of an output; `None` if nobody has read the output, while another output was read.
+    /// The gradient of an output; `None` if nothing has read this output.
     pub fn output_grad(&self, index: usize) -> Option<View<'_>> {
         self.result(index).grad.as_ref().map(Tensor::view)
     }

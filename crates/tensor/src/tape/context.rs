@@ -64,7 +64,8 @@ impl OperationContext<'_> {
         self.tape.recording == super::Recording::On
     }
 
-    /// The values of parameters.
+    /// Parameters as they are stored: in f32, or rounded to 16 bits, depending on the layout. Only for kernels that round them to the
+    /// precision, such as [`Device::matmul`]; others read [`parameter_in_f32`](OperationContext::parameter_in_f32).
     pub fn parameter(&self, span: &ParameterSpan) -> View<'_> {
         self.parameters.span(span)
     }
@@ -74,11 +75,11 @@ impl OperationContext<'_> {
         self.parameters
     }
 
-    /// A vector of parameters, in f32, rounded to the precision.
+    /// Parameters in f32, rounded to the precision: the same values on every layout.
     ///
     /// # Errors
-    /// If there is no memory for it.
-    pub fn vector(&self, span: &ParameterSpan) -> Result<Values<'_>, DeviceError> {
+    /// If there is no memory for them.
+    pub fn parameter_in_f32(&self, span: &ParameterSpan) -> Result<Values<'_>, DeviceError> {
         Values::rounded(&self.tape.device, self.tape.precision, self.parameters.span(span))
     }
 
@@ -106,7 +107,8 @@ impl OperationContext<'_> {
         self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
-    /// Adds a term to the loss, or to the [metric](super::Recorder::apply_metric): the mean of the losses of `num_rows` rows, of which `sum` is the sum, times the term's weight.
+    /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
+    /// that over `num_rows` rows.
     pub fn add_loss(&mut self, sum: f64, num_rows: usize) {
         let sum = f64::from(self.loss_weight) * sum;
         match &mut self.tape.loss {

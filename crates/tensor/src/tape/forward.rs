@@ -260,6 +260,17 @@ impl ForwardContext<'_> {
         self.tape.values[value].tensor.take_if(|_| !is_read)
     }
 
+    /// As [`take_input`](ForwardContext::take_input), or a copy if something still reads the input.
+    ///
+    /// # Errors
+    /// If there is no memory for a copy.
+    pub fn take_or_copy_input(&mut self, index: usize) -> Result<Tensor, DeviceError> {
+        match self.take_input(index) {
+            Some(tensor) => Ok(tensor),
+            None => self.copy_input(index),
+        }
+    }
+
     /// A copy of the value of an input.
     ///
     /// # Errors

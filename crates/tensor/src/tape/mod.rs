@@ -234,8 +234,8 @@ impl Tape {
         self.values[place.0].grad.take()
     }
 
-    /// What the terms of the loss come to, if there are any: after forward without recording, after backward with it. The rows
-    /// are those of the first term.
+    /// The loss, if there are terms. It is known after forward if the tape does not record, and after backward if it does. `num_rows` is
+    /// that of the first term.
     pub fn loss(&self) -> Option<RowMean> {
         self.loss
     }

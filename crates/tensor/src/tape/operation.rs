@@ -107,7 +107,7 @@ impl ReadBy {
 
 /// An operation that tapes can record: shared, so that recording allocates nothing.
 ///
-/// Made from an `Arc` of an operation, or from a reference to one without settings, such as `&Relu`.
+/// Made from `&Arc<T>`, or from a `&'static T`: a constant expression, such as `&Relu` or `&Mean { dim: 1 }`.
 #[derive(Debug, Clone)]
 pub struct Op(Held);
 

@@ -169,7 +169,7 @@ config_section! {
         /// Steps between validations; 0 validates only at the end.
         validation_interval: u64 = 0, within 0..;
         /// Number of samples in one validation; 0 uses all.
-        validation_windows: usize = 64, within 0..;
+        validation_samples: usize = 64, within 0..;
     }
 }
 

@@ -1,7 +1,7 @@
 use serde::{Serialize, Serializer};
 use std::fmt;
 
-/// Metrics with their names, which a model's units report. Those of a step are the means over its samples.
+/// Metrics that units report, by name. The value of a step is the mean over its rows.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct MetricValues(Vec<(&'static str, f64)>);
 

@@ -9,7 +9,7 @@ use serde::Serialize;
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
-use trireme_model::{Architecture, ModelConfig};
+use trireme_model::{Family, ModelConfig};
 use trireme_tensor::probe::{KernelFigure, Probe, StepSizes, Traffic, Unit};
 use trireme_tensor::{AttentionShape, Device, DeviceOptions, Precision};
 
@@ -206,10 +206,10 @@ fn steps(args: &KernelsArgs) -> Result<Vec<Step>> {
             .collect::<Result<_>>()?,
     };
     for Step { model, config, batch, seq } in &steps {
-        if ![Architecture::GPT2, Architecture::LLAMA].contains(&config.architecture) {
+        if ![Family::GPT2, Family::LLAMA].contains(&config.family) {
             bail!(
                 "bench kernels lists the kernels of gpt2 and llama, and {model} is of the family {}; `trireme bench step` measures any model",
-                config.architecture.name()
+                config.family.name()
             );
         }
         let positions = config.max_position_embeddings;

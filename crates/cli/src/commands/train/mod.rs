@@ -127,12 +127,12 @@ pub(crate) fn run(args: &TrainArgs, started: Instant, own: Option<&Arc<dyn Task>
 }
 
 /// Locks the run's folder, finds or prepares the corpus, and refuses what does not fit it or the machine, all of it before
-/// a file of the run is written or a worker is started; the version of the corpus, 0 without one.
-fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Result<u64> {
+/// a file of the run is written or a worker is started; the version of the corpus, if the run has one.
+fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Result<Option<u64>> {
     let _lock = RunLock::of_run(config)?;
     let source = process.source;
     if let Some(task) = process.own {
-        let sample = Samples::open(&**task, config)?.train.specs(1);
+        let sample = Samples::open(&**task, config)?.train.sample();
         check_weights(config)?;
         check_plan(Job {
             config,
@@ -140,7 +140,7 @@ fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Resul
             blueprint: Blueprint::Task { task: &**task, sample: &sample },
             workers,
         })?;
-        return Ok(0);
+        return Ok(None);
     }
     let display = Display::new();
     let corpus = ensure_corpus(config, &display, |corpus| check(config, corpus, source, workers));
@@ -160,15 +160,17 @@ fn prepare_run(config: &Config, process: Process<'_>, workers: Workers) -> Resul
             CorpusState::Made | CorpusState::Current => {}
         }
     }
-    Ok(version)
+    Ok(Some(version))
 }
 
-fn with_corpus(config: Config, version: u64) -> Config {
-    if version == 0 {
-        return config;
+fn with_corpus(config: Config, version: Option<u64>) -> Config {
+    match version {
+        None => config,
+        Some(version) => {
+            let folder = corpus_folder(&config.data().folder, version);
+            config.with_data_folder(folder)
+        }
     }
-    let folder = corpus_folder(&config.data().folder, version);
-    config.with_data_folder(folder)
 }
 
 /// Refuses a model, a plan or settings that do not fit the corpus.
@@ -273,12 +275,13 @@ fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -
 
 fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Result<()> {
     agree_on_config(&config, Some(process.features), &group)?;
-    let own = match group.rank() {
+    let found = match group.rank() {
         Rank::ROOT => prepare_run(&config, process, process.workers(&config, &group))?,
-        _ => 0,
+        _ => None,
     };
-    let versions = group.all_gather_bytes(&own.to_le_bytes()).wait()?;
-    let version = versions[0].as_slice().try_into().map_or(1, u64::from_le_bytes);
+    let found = found.map_or_else(Vec::new, |version| version.to_le_bytes().to_vec());
+    let versions = group.all_gather_bytes(&found).wait()?;
+    let version = versions[0].as_slice().try_into().ok().map(u64::from_le_bytes);
     let config = with_corpus(config, version);
     train(&config, group, process)
 }
@@ -304,7 +307,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
             (Arc::clone(&language) as Arc<dyn Task>, Some(language))
         }
     };
-    let sample = Samples::open(&*task, config)?.train.specs(1);
+    let sample = Samples::open(&*task, config)?.train.sample();
     let Process { source, started, features, .. } = process;
     let blueprint = Blueprint::Task { task: &*task, sample: &sample };
     let job = Job { config, source, blueprint, workers: process.workers(config, &group) };

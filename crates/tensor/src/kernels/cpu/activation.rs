@@ -23,7 +23,7 @@ impl Activation {
         match self {
             Activation::Gelu => Cost::EXP + 8,
             Activation::ExactGelu => Cost::EXP + 20,
-            Activation::Silu => Cost::EXP + 4,
+            Activation::Silu => Cost::EXP + 3,
         }
     }
 }

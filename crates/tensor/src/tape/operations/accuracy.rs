@@ -3,8 +3,8 @@ use crate::tape::{BackwardContext, ForwardContext, Operation};
 use std::ops::RangeInclusive;
 use trireme_base::DType;
 
-/// The part of rows of scores (`[.., classes]`) whose largest one, the first of several, is that of their class (u32, one a row):
-/// a [metric](crate::tape::Recorder::apply_metric). Its gradient is zero. A row with NaN is wrong.
+/// The fraction of rows of scores (`[.., classes]`) whose largest score belongs to the class of the row (u32). Of equal scores the
+/// first counts. A row with NaN counts as wrong. It has no gradient: it is for [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct Accuracy;
 

@@ -102,7 +102,7 @@ pub struct Attention {
     pub rule: AttentionRule,
     /// Whether there is one more input, `[batch]` in u32: how many keys of each sequence are not padding.
     pub is_padded: bool,
-    /// Rotates queries and keys first, of all positions that occur. Not where they lie apart.
+    /// Rotates queries and keys first. The table must cover every position. `None` if keys and values are a separate input.
     pub rotary: Option<Arc<RotaryTable>>,
 }
 
@@ -194,8 +194,7 @@ fn rotate(
         device.rotary(qkv, shape, rotary.at(first), false);
         return Ok(None);
     }
-    let mut rotated = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
-    device.copy(cx.input(0), rotated.view_mut());
+    let mut rotated = cx.copy_input(0)?;
     device.rotary(rotated.view_mut(), shape, rotary.at(first), false);
     Ok(Some(rotated))
 }

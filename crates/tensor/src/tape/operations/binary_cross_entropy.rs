@@ -7,7 +7,7 @@ use crate::tape::ElementLoss;
 pub struct BinaryCrossEntropyWithLogits;
 
 impl ElementLoss for BinaryCrossEntropyWithLogits {
-    const FLOPS: usize = 60;
+    const OPERATIONS: usize = 60;
 
     #[inline(always)]
     fn value(&self, x: f32, target: f32) -> f32 {

@@ -9,10 +9,7 @@ impl Operation for Convert {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let dtype = cx.precision().dtype();
         let y = match cx.input(0).dtype() == dtype {
-            true => match cx.take_input(0) {
-                Some(x) => x,
-                None => cx.copy_input(0)?,
-            },
+            true => cx.take_or_copy_input(0)?,
             false => {
                 let mut y = cx.empty(cx.input(0).shape(), dtype)?;
                 cx.device().convert(cx.input(0), y.view_mut());

@@ -3,8 +3,9 @@ use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext, 
 use crate::tensor::Tensor;
 use trireme_base::RandomKey;
 
-/// Sets elements of `x` (of any floats, with equally many for each sample, one sample after the other) to 0, each with the same probability, and scales the others so that the mean stays
-/// (Srivastava et al., "Dropout", 2014). Tapes that do not record leave `x` as it is.
+/// Sets each element of `x` (of any floats) to 0 with the same probability, and scales the others so that the mean stays (Srivastava et
+/// al., "Dropout", 2014). Each sample has equally many elements, one sample after the other. Tapes that do not record leave
+/// `x` as it is.
 ///
 /// Whether an element stays is a function of seed, name, step, sample and place within the sample. Backward computes it again.
 #[derive(Debug, Clone)]
@@ -36,10 +37,7 @@ impl Dropout {
 
 impl Operation for Dropout {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let mut y = match cx.take_input(0) {
-            Some(x) => x,
-            None => cx.copy_input(0)?,
-        };
+        let mut y = cx.take_or_copy_input(0)?;
         if cx.is_recording() {
             self.drop(cx, &mut y);
         }

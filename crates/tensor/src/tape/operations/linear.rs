@@ -129,7 +129,7 @@ impl Operation for Linear {
         let fp8 = cx.fp8_layer(self.weight.first);
         let input = factor(device, fp8, Operand::Input, input)?;
         let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
-        let bias = self.bias.as_ref().map(|bias| cx.vector(bias)).transpose()?;
+        let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
         let epilogue = MatmulEpilogue::Add {
             bias: bias.as_ref().map(|bias| bias.view().f32s()),
             residual: residual.map(|residual| residual.f32s()),
@@ -156,13 +156,13 @@ impl Operation for Linear {
             (_, None) => {}
             (InputActivation::Identity, Some(d_input)) => cx.add_grad(0, d_input)?,
             (InputActivation::Of(activation), Some(mut d_input)) => {
-                let mut x = cx.take_input(0)?;
+                let mut x = cx.take_or_copy_input(0)?;
                 cx.device().activate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, d_input)?;
                 cx.keep(x);
             }
             (InputActivation::Gated(activation), Some(mut d_input)) => {
-                let mut x = cx.take_input(0)?;
+                let mut x = cx.take_or_copy_input(0)?;
                 cx.device().gate_backward(activation, x.view_mut(), d_input.view_mut());
                 cx.add_grad(0, x)?;
                 cx.keep(d_input);

@@ -7,7 +7,8 @@ use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, Recorder, Var, WeightLayout,
+    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, Pointwise, Recorder, Tanh, Var,
+    WeightLayout,
 };
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
@@ -63,7 +64,7 @@ impl LossHead {
         let (left, epilogue) = ((x, Transpose::No), MatmulEpilogue::Overwrite);
         device.matmul(precision, left, weight, logits.view_mut(), epilogue)?;
         if let Some(cap) = self.soft_cap {
-            device.map_in_place(logits.view_mut(), 38, |logit| cap * tanh(logit / cap));
+            device.map_in_place(logits.view_mut(), Tanh::OPERATIONS + 2, |logit| cap * tanh(logit / cap));
         }
         Ok(logits)
     }
@@ -202,7 +203,7 @@ impl LossHead {
         cx.empty(cx.input(0).shape(), DType::F32)
     }
 
-    /// The gradient of a chunk of the logits, which are made unless they are at hand.
+    /// The gradient of a chunk of the logits, which are computed unless given.
     fn logits_grad(
         &self,
         cx: &BackwardContext<'_>,

@@ -9,7 +9,7 @@ use std::ops::RangeInclusive;
 /// A loss of an element `x` and its target.
 pub trait ElementLoss: fmt::Debug + Send + Sync {
     /// Floating-point operations of a value; a derivative takes about as many.
-    const FLOPS: usize;
+    const OPERATIONS: usize;
 
     /// The loss.
     fn value(&self, x: f32, target: f32) -> f32;
@@ -28,7 +28,7 @@ impl<L: ElementLoss> MeanLoss<L> {
     fn sum_of_means(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<f64, DeviceError> {
         let mut sums = device.activation([x.shape().rows()])?;
         let value = |x, target| self.0.value(x, target);
-        device.zip_sum_rows((x, target), sums.view_mut(), L::FLOPS, value);
+        device.zip_sum_rows((x, target), sums.view_mut(), L::OPERATIONS, value);
         let sum: f64 = sums.view().f32s().iter().map(|&sum| f64::from(sum)).sum();
         Ok(sum / x.shape().cols() as f64)
     }
@@ -56,7 +56,7 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         let scale = cx.loss_scale() / shape.num_elements() as f32;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
         let derivative = |x, target| scale * self.0.derivative(x, target);
-        cx.device().zip((cx.input(0), cx.input(1)), grad.view_mut(), L::FLOPS + 1, derivative);
+        cx.device().zip((cx.input(0), cx.input(1)), grad.view_mut(), L::OPERATIONS + 1, derivative);
         cx.add_grad(0, grad)
     }
 }

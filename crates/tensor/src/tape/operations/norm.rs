@@ -29,7 +29,7 @@ impl Norm {
 
     /// What columns are multiplied by.
     fn weight<'a>(&self, cx: &'a OperationContext<'_>) -> Result<Values<'a>, DeviceError> {
-        let weight = cx.vector(&self.weight)?;
+        let weight = cx.parameter_in_f32(&self.weight)?;
         if self.weight_offset == 0.0 {
             return Ok(weight);
         }
@@ -45,7 +45,7 @@ impl Operation for Norm {
         let mut statistics = cx.empty_to_save([shape.rows(), 2], DType::F32)?;
         let mut y = cx.empty(shape, cx.precision().dtype())?;
         let weight = self.weight(cx)?;
-        let bias = self.bias.as_ref().map(|bias| cx.vector(bias)).transpose()?;
+        let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
         let (weight_view, bias_view) = (weight.view(), bias.as_ref().map(|bias| bias.view()));
         let (y_view, statistics_view) = (y.view_mut(), statistics.view_mut());
         let x = cx.in_f32(cx.input(0))?;

@@ -7,7 +7,7 @@ use std::fmt;
 /// A function of single elements, computed in f32: implement this, and the type is an [`Operation`].
 pub trait Pointwise: fmt::Debug + Send + Sync {
     /// Floating-point operations of a value; a derivative takes about as many.
-    const FLOPS: usize;
+    const OPERATIONS: usize;
 
     /// What the derivative is computed from: the output, which the tape then keeps in place of the input.
     const DERIVATIVE_OF_OUTPUT: bool;
@@ -22,7 +22,7 @@ pub trait Pointwise: fmt::Debug + Send + Sync {
 impl<F: Pointwise> Operation for F {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
-        cx.device().map(cx.input(0), y.view_mut(), F::FLOPS, |x| self.value(x));
+        cx.device().map(cx.input(0), y.view_mut(), F::OPERATIONS, |x| self.value(x));
         cx.output(y);
         Ok(())
     }
@@ -30,7 +30,8 @@ impl<F: Pointwise> Operation for F {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let mut grad = cx.take_output_grad();
         let read = if F::DERIVATIVE_OF_OUTPUT { cx.output(0) } else { cx.input(0) };
-        cx.device().zip_in_place(grad.view_mut(), read, F::FLOPS + 1, |dy, read| dy * self.derivative(read));
+        cx.device()
+            .zip_in_place(grad.view_mut(), read, F::OPERATIONS + 1, |dy, read| dy * self.derivative(read));
         cx.add_grad(0, grad)
     }
 

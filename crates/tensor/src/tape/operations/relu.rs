@@ -5,7 +5,7 @@ use crate::tape::Pointwise;
 pub struct Relu;
 
 impl Pointwise for Relu {
-    const FLOPS: usize = 1;
+    const OPERATIONS: usize = 1;
     const DERIVATIVE_OF_OUTPUT: bool = true;
 
     #[inline(always)]

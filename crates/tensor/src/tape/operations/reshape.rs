@@ -38,10 +38,7 @@ impl Reshape {
 impl Operation for Reshape {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let shape = self.shape(cx.input(0).shape());
-        let y = match cx.take_input(0) {
-            Some(x) => x,
-            None => cx.copy_input(0)?,
-        };
+        let y = cx.take_or_copy_input(0)?;
         cx.output(y.reshaped(shape));
         Ok(())
     }

@@ -14,8 +14,8 @@ impl Operation for Scale {
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
-        let mut grad = cx.empty(cx.grad().shape(), cx.grad().dtype())?;
-        cx.device().map(cx.grad(), grad.view_mut(), 1, |dy| self.0 * dy);
+        let mut grad = cx.take_output_grad();
+        cx.device().map_in_place(grad.view_mut(), 1, |dy| self.0 * dy);
         cx.add_grad(0, grad)
     }
 

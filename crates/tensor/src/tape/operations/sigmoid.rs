@@ -1,12 +1,13 @@
 use crate::kernels::sigmoid;
 use crate::tape::Pointwise;
+use trireme_base::Cost;
 
 /// `1 / (1 + e^-x)`.
 #[derive(Debug)]
 pub struct Sigmoid;
 
 impl Pointwise for Sigmoid {
-    const FLOPS: usize = 25;
+    const OPERATIONS: usize = Cost::EXP + 2;
     const DERIVATIVE_OF_OUTPUT: bool = true;
 
     #[inline(always)]

@@ -1,12 +1,13 @@
 use crate::kernels::sigmoid;
 use crate::tape::Pointwise;
+use trireme_base::Cost;
 
 /// `x / (1 + e^-x)` (Elfwing, Uchibe, Doya 2017), also called swish.
 #[derive(Debug)]
 pub struct Silu;
 
 impl Pointwise for Silu {
-    const FLOPS: usize = 26;
+    const OPERATIONS: usize = Cost::EXP + 3;
     const DERIVATIVE_OF_OUTPUT: bool = false;
 
     #[inline(always)]

@@ -5,7 +5,7 @@ use crate::tape::ElementLoss;
 pub struct SquaredError;
 
 impl ElementLoss for SquaredError {
-    const FLOPS: usize = 2;
+    const OPERATIONS: usize = 2;
 
     #[inline(always)]
     fn value(&self, x: f32, target: f32) -> f32 {

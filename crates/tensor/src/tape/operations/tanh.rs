@@ -6,7 +6,7 @@ use crate::tape::Pointwise;
 pub struct Tanh;
 
 impl Pointwise for Tanh {
-    const FLOPS: usize = 36;
+    const OPERATIONS: usize = 36;
     const DERIVATIVE_OF_OUTPUT: bool = true;
 
     #[inline(always)]
