@@ -1,6 +1,6 @@
 //! What a computation costs: arithmetic, and bytes of memory.
 
-use std::ops::{Add, AddAssign, Sub};
+use std::ops::{Add, AddAssign};
 
 /// Floating-point operations, and bytes of operands and results. Numbers that grow too large stay at the largest.
 ///
@@ -106,23 +106,6 @@ impl AddAssign for Cost {
     }
 }
 
-/// What was added to `earlier`.
-impl Sub for Cost {
-    type Output = Cost;
-
-    fn sub(self, earlier: Cost) -> Cost {
-        Cost {
-            product_operations: self.product_operations - earlier.product_operations,
-            other_operations: self.other_operations - earlier.other_operations,
-            traffic: Traffic {
-                read: self.traffic.read - earlier.traffic.read,
-                updated: self.traffic.updated - earlier.traffic.updated,
-                written: self.traffic.written - earlier.traffic.written,
-            },
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -131,7 +114,6 @@ mod tests {
     fn costs_add_up_to_the_largest_number_and_no_further() {
         let cost = Cost::products(&[2, 3]).reads(5).updates(7).writes(11) + Cost::others(&[13]).reads(1);
         assert_eq!((cost.operations(), cost.traffic.extent(), cost.traffic.moved()), (19, 24, 31));
-        assert_eq!(cost - Cost::others(&[13]), Cost::products(&[2, 3]).reads(6).updates(7).writes(11));
         let most = Cost::products(&[usize::MAX, 2]).reads(usize::MAX);
         assert_eq!(most + most, most);
         assert_eq!((most.operations(), most.updates(1).traffic.moved()), (u64::MAX, usize::MAX));

@@ -219,12 +219,12 @@ impl Rehearser<'_> {
         &self,
         pass: impl FnOnce() -> Result<T, DeviceError>,
     ) -> Result<(T, usize, Cost), ModelError> {
-        let cost = self.device.cost();
+        self.device.restart_cost();
         self.device.memory().restart_peaks();
         self.parameters.was_read.set(false);
         let made = pass()?;
         let peak = self.device.memory().usage(Category::Activations).peak;
-        Ok((made, peak, self.device.cost() - cost))
+        Ok((made, peak, self.device.cost()))
     }
 
     /// What the passes of a unit are that reads `inputs`, what it passes on, and the names of what it reads of the batch.
@@ -367,8 +367,7 @@ struct CountingSink<'a> {
 impl GradSink for CountingSink<'_> {
     fn target(&mut self, span: &ParameterSpan) -> Result<GradTarget<'_>, DeviceError> {
         let target = self.device.empty(span.shape, DType::F32, Category::Gradients)?;
-        // Nothing is to be cleared first.
-        Ok(GradTarget { view: self.target.insert(target).view_mut(), accumulate: true })
+        Ok(GradTarget { view: self.target.insert(target).view_mut(), accumulate: false })
     }
 
     fn grad_ready(&mut self, _: &ParameterSpan) {

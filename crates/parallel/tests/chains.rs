@@ -8,7 +8,7 @@ use trireme_parallel::{Executor, ExecutorOptions};
 use trireme_schedule::lowering::{Offload, Sharding, Tier};
 use trireme_schedule::pipeline::Kind;
 use trireme_schedule::{Keep, ZeroStage};
-use trireme_tensor::Precision;
+use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::{build_classifier, classifier_batch, classifier_specs, run_ranks};
 
 const SAMPLES: usize = 4;
@@ -30,18 +30,31 @@ fn run(layout: &Layout<'_>, world_size: usize, accumulation: usize) -> Found {
     (found[0].0.clone(), found.into_iter().flat_map(|(_, weights)| weights).collect())
 }
 
+/// Labels of class 0 in the first step.
+fn num_of_first_class() -> usize {
+    let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
+    let of_batch = |index| {
+        let batch = classifier_batch(&device, SAMPLES, 1, index);
+        batch.get("labels").unwrap().view().u32s().iter().filter(|&&label| label == 0).count()
+    };
+    (0..4).map(of_batch).sum()
+}
+
 #[test]
 fn any_chain_of_units_gives_the_bits_of_one_rank() {
     for precision in [Precision::F32, Precision::Bf16] {
         let options = ExecutorOptions { precision, seed: 9, ..OPTIONS };
         let plain = Layout { options, ..Layout::default() };
         let oracle = run(&plain, 1, 4);
-        let [loss, distance, accuracy, cross_entropy, next_loss] =
-            [0, 1, 2, 3, 4].map(|index| f64::from_bits(oracle.0[index][0]));
+        let [loss, distance, accuracy, recall, cross_entropy, next_loss] =
+            [0, 1, 2, 3, 4, 5].map(|index| f64::from_bits(oracle.0[index][0]));
         assert_ne!(loss, next_loss, "it learns");
         // Two units are near the features, and their losses count a quarter each.
         assert!((loss - cross_entropy - 0.5 * distance).abs() < 1e-6, "{loss} {cross_entropy} {distance}");
         assert!((0.0..=1.0).contains(&accuracy) && (accuracy * 16.0).fract() == 0.0, "{accuracy}");
+        // Its rows are those of one class, as many as there are.
+        let hits = recall * num_of_first_class() as f64;
+        assert!((0.0..=1.0).contains(&recall) && (hits - hits.round()).abs() < 1e-9, "{recall}");
         let keeps = [Keep::Input, Keep::Nothing, Keep::Products, Keep::Input, Keep::All];
         let recomputed = Layout { options, keeps: &keeps, ..Layout::default() };
         assert!(run(&recomputed, 1, 4) == oracle, "recomputed in {precision}");

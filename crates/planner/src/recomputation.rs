@@ -63,7 +63,7 @@ fn inputs_only(passes: &[UnitPasses]) -> Choice {
     let keep = |passes: &UnitPasses| if passes.keeps() { Keep::Input } else { Keep::All };
     let operations =
         passes.iter().filter(|passes| passes.keeps()).map(|passes| passes.forward_cost.operations());
-    Choice { keeps: passes.iter().map(keep).collect(), operations: operations.sum() }
+    Choice { keeps: passes.iter().map(keep).collect(), operations: operations.fold(0, u64::saturating_add) }
 }
 
 /// What is in use beside activations during a unit's passes, at most.
@@ -183,7 +183,7 @@ impl Search<'_> {
     fn extend_by_segments(&mut self, first: usize, below: usize) {
         let kept = self.passes[first].input;
         let during = self.nodes[below].kept;
-        let (mut operations, mut records) = (0, 0);
+        let (mut operations, mut records) = (0_u64, 0);
         // Of recomputation, before the gradient is added; and of backward.
         let mut made_again = 0;
         for unit in first..self.passes.len() {
@@ -200,7 +200,7 @@ impl Search<'_> {
             }
             made_again = made_again.max(records + passes.forward_peak);
             records += passes.record;
-            operations += passes.forward_cost.operations();
+            operations = operations.saturating_add(passes.forward_cost.operations());
             if during + made_again + self.grad(unit) <= room.backward {
                 let len = unit + 1 - first;
                 self.push(first, Node { kept, operations, below, keep: Keep::Input, len });
@@ -217,7 +217,8 @@ impl Search<'_> {
     fn push(&mut self, first: usize, node: Node) {
         let Node { kept, operations, .. } = self.nodes[node.below];
         self.fronts[first + node.len].push(self.nodes.len());
-        self.nodes.push(Node { kept: kept + node.kept, operations: operations + node.operations, ..node });
+        let operations = operations.saturating_add(node.operations);
+        self.nodes.push(Node { kept: kept + node.kept, operations, ..node });
     }
 
     fn best(&self) -> Option<Choice> {

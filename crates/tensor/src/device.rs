@@ -94,9 +94,15 @@ impl Device {
         self.cpu.threads.is_idle()
     }
 
-    /// What the kernels that this device has run have cost so far, as their formulas say.
+    /// What the kernels have cost that this device has run since it was opened or since [`restart_cost`](Device::restart_cost), as
+    /// their formulas say.
     pub fn cost(&self) -> Cost {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Counts the cost of kernels from zero.
+    pub fn restart_cost(&self) {
+        *self.cost.lock().unwrap_or_else(PoisonError::into_inner) = Cost::ZERO;
     }
 
     /// Adds the cost of a kernel that begins.
@@ -159,10 +165,16 @@ impl Device {
     /// A tensor of zeros.
     pub fn zeros(&self, shape: Shape, dtype: DType, category: Category) -> Result<Tensor, DeviceError> {
         let mut tensor = self.empty(shape, dtype, category)?;
-        if !self.is_counting() {
-            tensor.view_mut().zero();
-        }
+        self.zero(tensor.view_mut());
         Ok(tensor)
+    }
+
+    /// Sets all elements to 0.
+    pub fn zero(&self, mut x: ViewMut<'_>) {
+        self.count(Cost::ZERO.writes(x.num_bytes()));
+        if !self.is_counting() {
+            x.zero();
+        }
     }
 
     /// An f32 tensor for activations, with unspecified contents.
@@ -230,24 +242,17 @@ impl Device {
     /// If there is no memory to pack the right factor.
     ///
     /// # Panics
-    /// If the shapes do not fit.
+    /// If the shapes do not fit, if a factor is not of floats, or if what is added to is not f32.
     pub fn matmul(
         &self,
         precision: Precision,
-        (left, left_transpose): (View<'_>, Transpose),
-        (right, right_transpose): (View<'_>, Transpose),
-        mut out: ViewMut<'_>,
+        left: (View<'_>, Transpose),
+        right: (View<'_>, Transpose),
+        out: ViewMut<'_>,
         epilogue: MatmulEpilogue<'_>,
     ) -> Result<(), DeviceError> {
-        let sizes = |view: &View<'_>, transpose| match transpose {
-            Transpose::No => (view.shape().rows(), view.shape().cols()),
-            Transpose::Yes => (view.shape().cols(), view.shape().rows()),
-        };
-        let ((rows, inner), (right_inner, cols)) =
-            (sizes(&left, left_transpose), sizes(&right, right_transpose));
-        assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
-        let size = Product { rows, cols, inner };
-        let cost = Cost::products(&[2, rows, cols, inner]).reads(left.num_bytes()).reads(right.num_bytes());
+        let cost = Cost::products(&[2, out.shape().num_elements(), sides(&left).1]);
+        let cost = cost.reads(left.0.num_bytes() + right.0.num_bytes());
         self.count(match epilogue {
             MatmulEpilogue::Overwrite => cost.writes(out.num_bytes()),
             MatmulEpilogue::Accumulate => cost.updates(out.num_bytes()),
@@ -255,6 +260,22 @@ impl Device {
                 cost.reads(residual.map_or(0, size_of_val)).writes(out.num_bytes())
             }
         });
+        self.uncounted_matmul(precision, left, right, out, epilogue)
+    }
+
+    /// As [`matmul`](Device::matmul), as a part of a kernel that counts its own cost.
+    fn uncounted_matmul(
+        &self,
+        precision: Precision,
+        left: (View<'_>, Transpose),
+        right: (View<'_>, Transpose),
+        mut out: ViewMut<'_>,
+        epilogue: MatmulEpilogue<'_>,
+    ) -> Result<(), DeviceError> {
+        let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
+        let ((left, left_transpose), (right, right_transpose)) = (left, right);
+        assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
+        let size = Product { rows, cols, inner };
         let factors = (matrix(&left, left_transpose), matrix(&right, right_transpose));
         let num_words = self.cpu.matmul_scratch(precision, size, factors.0);
         let mut scratch = self.activation_of([num_words], DType::U32)?;
@@ -350,6 +371,12 @@ fn num_threads(options: DeviceOptions) -> Result<usize, DeviceError> {
         num_threads if num_threads > Device::THREADS_MAX => Err(DeviceError::TooManyThreads { num_threads }),
         given => Ok(given),
     }
+}
+
+/// Rows and columns of a factor as a product reads it.
+fn sides((view, transpose): &(View<'_>, Transpose)) -> (usize, usize) {
+    let (rows, cols) = (view.shape().rows(), view.shape().cols());
+    if *transpose == Transpose::Yes { (cols, rows) } else { (rows, cols) }
 }
 
 fn matrix<'a>(view: &View<'a>, transpose: Transpose) -> Matrix<'a> {

@@ -1,11 +1,12 @@
 //! A model that is no language model: units that pass on several tensors, read the batch and add to the loss anywhere.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use trireme_base::{DType, Random, RandomKey};
 use trireme_model::{Batch, Model, ModelError, TensorSpec, Unit, UnitContext, empty_batch};
 use trireme_tensor::tape::{
-    Accuracy, Concat, Convert, CrossEntropy, Dropout, EmbeddingBag, InputActivation, Linear, MeanLoss, Norm,
-    SquaredError, Tanh,
+    Accuracy, BackwardContext, Concat, Convert, CrossEntropy, Dropout, EmbeddingBag, ForwardContext,
+    InputActivation, Linear, MeanLoss, Norm, Operation, SquaredError, Tanh,
 };
 use trireme_tensor::{Activation, Device, DeviceError, Initial, Parameter, ParameterTable};
 
@@ -64,6 +65,31 @@ impl Unit for Middle {
     }
 }
 
+/// The part of the rows of class 0 whose score for it is positive.
+#[derive(Debug)]
+struct Recall;
+
+impl Operation for Recall {
+    fn num_inputs(&self) -> RangeInclusive<usize> {
+        2..=2
+    }
+
+    fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
+        let scores = cx.in_f32(cx.input(0))?;
+        let rows =
+            scores.view().f32s().chunks(CLASSES).zip(cx.input(1).u32s()).filter(|(_, class)| **class == 0);
+        let found =
+            rows.fold((0.0, 0), |(hits, num), (scores, _)| (hits + f64::from(scores[0] > 0.0), num + 1));
+        drop(scores);
+        cx.add_loss(found.0, found.1);
+        Ok(())
+    }
+
+    fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
+
 #[derive(Debug)]
 struct Classes {
     linear: Arc<Linear>,
@@ -78,6 +104,7 @@ impl Unit for Classes {
         let logits = cx.apply(&self.linear, [both])?;
         let labels = cx.batch("labels");
         cx.apply_metric("accuracy", &Accuracy, (&logits, &labels))?;
+        cx.apply_metric("recall", &Recall, (&logits, &labels))?;
         cx.apply_metric("cross_entropy", &CrossEntropy, (&logits, &labels))?;
         cx.apply_loss(&CrossEntropy, (logits, labels), 1.0)
     }
@@ -85,7 +112,7 @@ impl Unit for Classes {
 
 /// Builds a classifier of dense features and bags of ids, whose units in the middle also learn to return to the features.
 ///
-/// Its metrics are `distance` (of two units), `accuracy` and `cross_entropy`.
+/// Its metrics are `distance` (of two units), `accuracy`, `recall` (of as many rows as are of the class) and `cross_entropy`.
 ///
 /// # Errors
 /// None.
@@ -130,13 +157,18 @@ pub fn build_classifier(_: &Device) -> Result<Model, ModelError> {
     Ok(Model::new(units, table))
 }
 
+/// The tensors of one of its samples.
+pub fn classifier_sample() -> [TensorSpec; 3] {
+    [
+        TensorSpec::new("features", &[FEATURES], DType::F32),
+        TensorSpec::new("ids", &[2], DType::U32),
+        TensorSpec::new("labels", &[], DType::U32),
+    ]
+}
+
 /// The tensors of its microbatches.
 pub fn classifier_specs(num_samples: usize) -> [TensorSpec; 3] {
-    [
-        TensorSpec::new("features", &[num_samples, FEATURES], DType::F32),
-        TensorSpec::new("ids", &[num_samples, 2], DType::U32),
-        TensorSpec::new("labels", &[num_samples], DType::U32),
-    ]
+    classifier_sample().map(|spec| spec.in_batch(num_samples))
 }
 
 /// The microbatch of global index `index` of a step, the same on every rank.

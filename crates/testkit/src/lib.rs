@@ -13,7 +13,7 @@ mod skipping;
 pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 pub use amx_emulator::emulate_amx;
-pub use classifier::{build_classifier, classifier_batch, classifier_specs};
+pub use classifier::{build_classifier, classifier_batch, classifier_sample, classifier_specs};
 pub use gradients::{GradientCheck, Input, Reference, Run};
 pub use skipping::or_skip;
 

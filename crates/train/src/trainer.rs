@@ -11,7 +11,7 @@ use crate::config::{Config, Fp8, Resume};
 use crate::dataset::{Dataset, batch_specs};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
-use crate::metrics::{MemoryPeakBytes, MetricValues, MetricsWriter, StepRecord, Written};
+use crate::metrics::{MemoryPeakBytes, MetricsWriter, StepRecord, Written, check_names};
 use crate::observer::{Observer, RunFacts};
 use crate::resume::{resume, tidy_up};
 use crate::run_folder;
@@ -97,8 +97,6 @@ pub struct Trainer<'a> {
     plans: Vec<StepPlan>,
     outcomes: Vec<StepOutcome>,
     records: Vec<StepRecord>,
-    /// Of a record that is written, so that the next one allocates nothing.
-    spare_metrics: MetricValues,
     /// What the user was told of once.
     reported: Vec<String>,
     /// Kept locked while the run lasts.
@@ -156,6 +154,7 @@ impl<'a> Trainer<'a> {
         }
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
         let comment = options.memory_plan.as_ref().map_or("", |plan| &plan.comment);
+        check_names(&executor.rehearsal().metric_names())?;
         let metrics =
             if is_root { Some(run_folder::open(config, comment, &executor, state.step)?) } else { None };
         if let Some(resumed) = resumed.filter(|_| is_root) {
@@ -182,7 +181,6 @@ impl<'a> Trainer<'a> {
             plans: Vec::new(),
             outcomes: Vec::new(),
             records: Vec::new(),
-            spare_metrics: MetricValues::default(),
             reported: Vec::new(),
             _lock: lock,
         })
@@ -206,9 +204,12 @@ impl<'a> Trainer<'a> {
         };
         while self.state.step < end.min(training.steps) {
             self.advance()?;
-            let mut records = std::mem::take(&mut self.records);
-            records.drain(..).try_for_each(|record| self.finish_step(record, &mut summary))?;
-            self.records = records;
+            for index in 0..self.records.len() {
+                // It is put back, so that the next one allocates nothing.
+                let mut record = std::mem::take(&mut self.records[index]);
+                self.finish_step(&mut record, &mut summary)?;
+                self.records[index] = record;
+            }
             self.write_choices()?;
             if self.state.step < training.steps {
                 self.rebalance()?;
@@ -222,7 +223,7 @@ impl<'a> Trainer<'a> {
 
     /// What follows a step of a program. Where the program has several, what needs their weights comes after the last one, at
     /// whose multiples the config has it.
-    fn finish_step(&mut self, mut record: StepRecord, summary: &mut RunSummary) -> Result<(), TrainError> {
+    fn finish_step(&mut self, record: &mut StepRecord, summary: &mut RunSummary) -> Result<(), TrainError> {
         let training = self.config.training();
         if record.step == self.state.step {
             self.trace()?;
@@ -240,14 +241,13 @@ impl<'a> Trainer<'a> {
             record.validation_metrics = metrics;
             summary.validation_loss = Some(loss);
         }
-        self.write_metrics(&record)?;
-        self.observer.step(&record);
+        self.write_metrics(record)?;
+        self.observer.step(record);
         (summary.step, summary.loss) = (step, Some(record.loss));
         let checkpoint = self.config.checkpoint();
         if checkpoint.enable && (is_last || step.is_multiple_of(checkpoint.interval)) {
             summary.checkpoint = self.save_checkpoint(is_last)?.or(summary.checkpoint.take());
         }
-        self.spare_metrics = record.metrics;
         Ok(())
     }
 
@@ -329,9 +329,9 @@ impl<'a> Trainer<'a> {
     }
 
     /// One training step; the last one of a program that has several.
-    pub fn step(&mut self) -> Result<StepRecord, TrainError> {
+    pub fn step(&mut self) -> Result<&StepRecord, TrainError> {
         self.advance()?;
-        Ok(self.records.pop().expect("a program has steps"))
+        Ok(self.records.last().expect("a program has steps"))
     }
 
     /// Mean loss and metrics on the samples to validate on, if there are any. Collective.

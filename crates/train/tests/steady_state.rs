@@ -3,17 +3,24 @@
 mod common;
 
 use common::{job, trainer};
-use std::sync::Barrier;
+use std::path::Path;
+use std::sync::{Arc, Barrier};
+use std::time::Instant;
 use trireme_comm::CodecName;
-use trireme_testkit::{CountingAllocator, run_ranks_on};
-use trireme_train::Silent;
+use trireme_model::{Model, ModelError, TensorSpec};
+use trireme_tensor::Device;
+use trireme_testkit::{CountingAllocator, build_classifier, classifier_sample, run_ranks_on};
+use trireme_train::config::{Config, Subject};
 use trireme_train::metrics::{MetricsFiles, MetricsWriter};
+use trireme_train::{Dataset, Sample, Silent, Task, TrainError, Trainer, TrainerOptions};
 
 #[global_allocator]
 static ALLOCATOR: CountingAllocator = CountingAllocator::new();
 
 #[test]
 fn steps_allocate_nothing() {
+    // One test: allocations of another one, at the same time, would be counted.
+    check_metrics();
     let f16 = ["training.dtype=f16", "training.reduce_dtype=bf16", "training.loss_scale_initial=256"];
     check(&[]);
     check(&f16);
@@ -75,18 +82,90 @@ fn check(keys: &[&str]) {
 fn check_on(hosts: &[usize; 2], keys: &[&str]) {
     let folder = tempfile::tempdir().unwrap();
     let config = job(folder.path(), "run", 2, 1000, &[&["training.threads=2"], keys].concat());
+    count_on(hosts, &config, None);
+}
+
+/// A model that reports metrics.
+fn check_metrics() {
+    let drains = [
+        "parallelism.pipeline_parallel_drain_interval=2",
+        "parallelism.pipeline_parallel_schedule=pipedream",
+    ];
+    for (degree, keys) in [(1, &[][..]), (2, &[]), (2, &drains)] {
+        let folder = tempfile::tempdir().unwrap();
+        let toml = format!(
+            "run = {{ name = \"run\", folder = {:?} }}\n\
+             training = {{ local_batch_size = 2, global_batch_size = 16, steps = 1000, threads = 2, validation_interval = 0 }}\n\
+             checkpoint = {{ enable = false }}\n\
+             parallelism = {{ pipeline_parallel_degree = {degree} }}\n\
+             launch = {{ workers = 2 }}",
+            folder.path()
+        );
+        let overrides: Vec<String> = keys.iter().map(|&key| key.to_owned()).collect();
+        let path = Path::new("job.toml");
+        let config = Config::parse_as(Subject::OwnTask, &toml, path, &overrides, None).unwrap();
+        count_on(&[0, 0], &config, Some(Arc::new(Classifier)));
+    }
+}
+
+/// What `testkit` classifies, which reports four metrics.
+struct Classifier;
+
+impl Task for Classifier {
+    fn description(&self) -> String {
+        "classifier".to_owned()
+    }
+
+    fn build(&self, device: &Device) -> Result<Model, ModelError> {
+        build_classifier(device)
+    }
+
+    fn train_data(&self, _: u64) -> Result<Box<dyn Dataset>, TrainError> {
+        Ok(Box::new(Classifier))
+    }
+}
+
+impl Dataset for Classifier {
+    fn sample(&self) -> Vec<TensorSpec> {
+        classifier_sample().to_vec()
+    }
+
+    fn num_samples(&self) -> u64 {
+        100
+    }
+
+    fn read(&mut self, index: u64, sample: &mut Sample<'_>) -> Result<(), TrainError> {
+        sample.f32s("features").fill(index as f32 / 100.0);
+        sample.u32s("ids").fill((index % 11) as u32);
+        sample.u32s("labels").fill((index % 3) as u32);
+        Ok(())
+    }
+}
+
+/// Counts for a task, or a language model.
+fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
+    let folder = tempfile::tempdir().unwrap();
     let everyone = Barrier::new(2);
     run_ranks_on(hosts, |group| {
         let mut observer = Silent;
         let rank = group.rank().0;
-        let mut trainer = trainer(&config, group, &mut observer);
+        let options = TrainerOptions {
+            num_threads: config.training().threads,
+            started: Instant::now(),
+            memory_plan: None,
+            features_max: None,
+        };
+        let mut trainer = match &task {
+            None => trainer(config, group, &mut observer),
+            Some(task) => Trainer::new(config, Arc::clone(task), group, options, &mut observer).unwrap(),
+        };
         let metrics = folder.path().join(format!("metrics-{rank}"));
         std::fs::create_dir(&metrics).unwrap();
         let files = MetricsFiles { jsonl: true, tensorboard: true };
         let mut metrics = MetricsWriter::open(&metrics, files, 0).unwrap();
         let mut run = |num_steps| {
             for _ in 0..num_steps {
-                metrics.write(&trainer.step().unwrap()).unwrap();
+                metrics.write(trainer.step().unwrap()).unwrap();
             }
         };
         run(5);
@@ -97,6 +176,6 @@ fn check_on(hosts: &[usize; 2], keys: &[&str]) {
         everyone.wait();
         let made = ALLOCATOR.num_allocations() - before;
         everyone.wait();
-        assert_eq!(made, 0, "20 steps of 2 ranks allocated {made} times: {keys:?}");
+        assert_eq!(made, 0, "20 steps of 2 ranks allocated {made} times: {:?}", config.parallelism());
     });
 }

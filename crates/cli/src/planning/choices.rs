@@ -68,7 +68,8 @@ impl Planning<'_> {
         });
         let fits = self.bounds.hold(&prediction);
         if fits {
-            let forward: u64 = setup.units.iter().map(|unit| unit.passes.forward_cost.operations()).sum();
+            let forward = setup.units.iter().map(|unit| unit.passes.forward_cost.operations());
+            let forward = forward.fold(0, u64::saturating_add);
             let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
             reasons.push(format!(
                 "recomputation, for at most {} per worker: {}; this repeats {share:.1} % of the forward pass and \

@@ -9,6 +9,7 @@ use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_model::{Rehearsal, Report};
 use trireme_schedule::{Outline, ZeroStage};
+use trireme_tensor::tape::RowMean;
 
 /// The place among all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel `rank`.
 pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
@@ -33,28 +34,34 @@ pub(super) struct Means {
     num_steps: usize,
     terms: Vec<Term>,
     metric_names: Vec<&'static str>,
-    /// Terms of units on this rank.
-    num_held: usize,
-    /// Reports of this rank that this step has taken in.
+    /// Losses of units on this rank.
+    num_losses: usize,
+    /// Losses of this rank that this step has taken in.
     num_taken: usize,
-    /// Present while nothing is under way. By rank, then term, then microbatch.
+    /// Sums and rows; zeros between programs, and absent while they are under way. By rank,
+    /// then term, then microbatch.
     buffer: Option<Buffer<f64>>,
     work: Option<Work<Buffer<f64>>>,
-    sum: TreeSum<f64>,
+    tree: TreeSum<f64>,
     /// Mean losses by step.
     losses: Vec<f64>,
-    /// By step, then name.
-    metrics: Vec<f64>,
+    /// By step, then name: sums, then means.
+    metrics: Vec<RowMean>,
 }
 
 /// What one unit adds to a mean.
 struct Term {
     unit: usize,
     report: Report,
-    /// Rows of a step on all ranks: of a metric those of all units that report it.
-    num_rows: f64,
-    /// For each microbatch of all ranks, which of the gathered reports is its one: of a rank with the unit.
+    /// Where the first of its numbers are within those of a rank: a sum for each microbatch, with its rows if it is a metric.
+    first: usize,
+    /// For each microbatch of all ranks, where its sum is among all numbers: with those of a rank that has the unit.
     order: Vec<usize>,
+}
+
+/// Numbers that a report of a microbatch has. The rows of a loss are known.
+fn width(report: Report) -> usize {
+    if report.metric.is_none() { 1 } else { 2 }
 }
 
 impl Means {
@@ -65,55 +72,74 @@ impl Means {
     ) -> Result<Self, ParallelError> {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), outline.num_microbatches);
         let data_degree = ranks.data().world_size();
-        let (num_terms, num_all) = (rehearsal.reports().count(), data_degree * num_microbatches);
+        let num_all = data_degree * num_microbatches;
+        let numbers = |reports: &mut dyn Iterator<Item = (usize, Report)>| {
+            reports.map(|(_, report)| width(report)).sum::<usize>() * num_microbatches
+        };
+        let len = numbers(&mut rehearsal.reports());
         let term = |(index, (unit, report)): (usize, (usize, Report))| {
+            let first = numbers(&mut rehearsal.reports().take(index));
             let mut order = vec![0; num_all];
             for place in 0..num_all {
                 let (rank, microbatch) = (Rank(place / num_microbatches), place % num_microbatches);
                 let holder = outline.rank_of(unit) * data_degree + rank.0;
                 order[global_microbatch(outline, ranks, rank, microbatch)] =
-                    (holder * num_terms + index) * num_microbatches + microbatch;
+                    holder * len + first + microbatch * width(report);
             }
-            let rows = match report.metric {
-                None => report.num_rows,
-                name => {
-                    let all = rehearsal.reports().filter(|(_, report)| report.metric == name);
-                    all.map(|(_, report)| report.num_rows).sum()
-                }
-            };
-            let num_rows = (outline.microbatches_per_step() * data_degree * rows) as f64;
-            Term { unit, report, num_rows, order }
+            Term { unit, report, first, order }
         };
         let terms: Vec<Term> = rehearsal.reports().enumerate().map(term).collect();
-        let num_held = terms.iter().filter(|term| outline.holds(term.unit)).count();
-        let buffer = Some(world.buffer(world.world_size() * num_terms * num_microbatches)?);
+        let is_loss = |term: &&Term| term.report.metric.is_none() && outline.holds(term.unit);
+        let num_losses = terms.iter().filter(is_loss).count();
+        let buffer = Some(world.buffer(world.world_size() * len)?);
         let (num_steps, metric_names) = (outline.num_steps(), rehearsal.metric_names());
         Ok(Means {
             world,
             num_microbatches,
             num_steps,
             terms,
-            num_held,
+            num_losses,
             num_taken: 0,
             buffer,
             work: None,
-            sum: TreeSum::new(),
+            tree: TreeSum::new(),
             losses: vec![0.0; num_steps],
-            metrics: vec![0.0; num_steps * metric_names.len()],
+            metrics: vec![RowMean::default(); num_steps * metric_names.len()],
             metric_names,
         })
     }
 
-    /// Takes in what a unit reports of this rank's microbatch `microbatch`, a sum over rows: of the loss or of a metric. The last
-    /// one of the program sends them all.
-    pub(super) fn push(&mut self, unit: usize, metric: Option<&'static str>, microbatch: usize, sum: f64) {
+    /// Takes in what a unit reports of this rank's microbatch `microbatch`, as its loss or as a metric. The last loss of the program
+    /// sends them all: every forward has run then. A rank without losses sends when it waits, so that it does not wait for
+    /// the others before.
+    ///
+    /// # Panics
+    /// If the unit reports what it did not in its rehearsal, or a loss of another number of rows.
+    pub(super) fn push(
+        &mut self,
+        unit: usize,
+        metric: Option<&'static str>,
+        microbatch: usize,
+        mean: RowMean,
+    ) {
         let is_own = |term: &Term| term.unit == unit && term.report.metric == metric;
-        let index = self.terms.iter().position(is_own).expect("the rehearsal knew it");
+        let index = self.terms.iter().position(is_own);
+        let index = index.unwrap_or_else(|| panic!("unit {unit} reports {metric:?} in some passes only"));
         let buffer = self.buffer.as_mut().expect("reports are gathered once a program");
-        let place = self.world.rank().0 * self.terms.len() + index;
-        buffer[place * self.num_microbatches + microbatch] = sum;
+        let Term { report, first, .. } = self.terms[index];
+        let own = self.world.rank().0 * (buffer.len() / self.world.world_size());
+        let numbers = [mean.sum, mean.num_rows as f64];
+        let width = width(report);
+        buffer[own + first + microbatch * width..][..width].copy_from_slice(&numbers[..width]);
+        if metric.is_some() {
+            return;
+        }
+        assert_eq!(
+            mean.num_rows, report.num_rows,
+            "rows of the loss of unit {unit}: gradients are means over them"
+        );
         self.num_taken += 1;
-        if self.num_taken == self.num_microbatches * self.num_held {
+        if self.num_taken == self.num_microbatches * self.num_losses {
             self.send();
         }
     }
@@ -126,33 +152,41 @@ impl Means {
     /// Waits for the reports of all ranks: the mean loss of each step. [Metrics](Means::metrics) are known then as well.
     pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<&[f64], ParallelError> {
         if self.work.is_none() {
-            // A rank without a unit that reports has nothing of its own.
             self.send();
         }
-        let reports = waiting.wait(self.work.take().expect("the reports were sent"))?;
+        let mut reports = waiting.wait(self.work.take().expect("the reports were sent"))?;
         self.losses.fill(0.0);
-        self.metrics.fill(0.0);
-        for Term { report, num_rows, order, .. } in &self.terms {
+        self.metrics.fill(RowMean::default());
+        for Term { report, order, .. } in &self.terms {
             let place = |name| self.metric_names.iter().position(|&own| own == name);
             let metric = report.metric.map(|name| place(name).expect("its name is known"));
             for (step, places) in order.chunks_exact(order.len() / self.num_steps).enumerate() {
-                places.iter().for_each(|&place| self.sum.push(reports[place], |left, right| *left += right));
-                let sum = self.sum.finish(|left, right| *left += right);
-                let mean = match metric {
-                    None => &mut self.losses[step],
-                    Some(place) => &mut self.metrics[step * self.metric_names.len() + place],
-                };
-                *mean += sum.expect("a step has microbatches") / num_rows;
+                for &place in places {
+                    self.tree.push(reports[place], |left, right| *left += right);
+                }
+                let sum = self.tree.finish(|left, right| *left += right).expect("a step has microbatches");
+                match metric {
+                    None => self.losses[step] += sum / (places.len() * report.num_rows) as f64,
+                    Some(metric) => {
+                        let mean = &mut self.metrics[step * self.metric_names.len() + metric];
+                        mean.sum += sum;
+                        // Whole numbers, which f64 adds exactly.
+                        let rows = places.iter().map(|&place| reports[place + 1]);
+                        mean.num_rows += rows.sum::<f64>() as usize;
+                    }
+                }
             }
         }
+        reports.fill(0.0);
         self.buffer = Some(reports);
         Ok(&self.losses)
     }
 
-    /// The metrics of a step of the last program, with their names.
+    /// The metrics of a step of the last program, with their names. One without rows is NaN.
     pub(super) fn metrics(&self, step: usize) -> impl Iterator<Item = (&'static str, f64)> {
         let num_names = self.metric_names.len();
-        let values = &self.metrics[step * num_names..][..num_names];
-        self.metric_names.iter().copied().zip(values.iter().copied())
+        let means = &self.metrics[step * num_names..][..num_names];
+        let values = means.iter().map(|mean| mean.sum / mean.num_rows as f64);
+        self.metric_names.iter().copied().zip(values)
     }
 }

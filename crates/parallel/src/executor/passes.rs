@@ -133,7 +133,7 @@ impl Executor {
         }
         let mut pass = self.record(unit, microbatch, inputs)?;
         for &Metric { name, mean } in pass.metrics() {
-            self.means.push(unit, Some(name), microbatch, mean.sum);
+            self.means.push(unit, Some(name), microbatch, mean);
         }
         let kept = match keep {
             Keep::All => Some(Kept::Recorded(pass)),
@@ -255,7 +255,7 @@ impl Executor {
         self.in_flight.put_grad(microbatch, pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
             // After the last microbatch the reports travel, ahead of the first gradient.
-            self.means.push(unit, None, microbatch, loss.sum);
+            self.means.push(unit, None, microbatch, loss);
         }
         Ok(())
     }

@@ -60,8 +60,10 @@ impl Device {
         // Those of all positions, without those of the positions before.
         let num_positions = cache.len + shape.seq_len;
         let num_pairs = rule.num_pairs(num_positions, num_positions) - rule.num_pairs(cache.len, cache.len);
-        let cost = forward_cost(shape, num_pairs).reads(qkv.num_bytes());
-        self.count(cost.writes(y.num_bytes()).writes(log_sums.num_bytes()));
+        let of_positions = |num: usize| num * 2 * shape.kv_cols() * size_of::<f32>();
+        let cost = forward_cost(shape, num_pairs).reads(qkv.num_bytes() + of_positions(cache.len));
+        let written = y.num_bytes() + log_sums.num_bytes() + of_positions(shape.seq_len);
+        self.count(cost.writes(written));
         let num_elements = self.cpu.attention_scratch::<f32>(shape, cache.len, false);
         let mut scratch = self.activation([num_elements])?;
         let (mut scratch, of) = (scratch.view_mut(), (shape, rule));

@@ -1,6 +1,6 @@
 //! Optimizer updates on a device.
 
-use super::{Device, DeviceError, Transpose, each};
+use super::{Device, DeviceError, Transpose};
 use crate::kernels::{Access, FactoredStep, MatmulEpilogue, Piece, Pieces, StateDType, StateSlice, Update};
 use crate::optimizer::{FactoredMatrix, OptimizerState};
 use crate::precision::Precision;
@@ -91,7 +91,7 @@ impl Device {
         grads: View<'_>,
         sums: &mut [[f64; 2]],
     ) {
-        self.count(each(grads.shape(), FACTORED_OPERATIONS).reads(grads.num_bytes()));
+        self.count(factored_cost(pieces));
         self.cpu.factored_squares(pieces, step, grads.f32s(), sums);
     }
 
@@ -104,8 +104,7 @@ impl Device {
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
-        let cost = each(grads.shape(), FACTORED_OPERATIONS).reads(grads.num_bytes());
-        self.count(cost.updates(parameters.num_bytes()));
+        self.count(factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements()));
         self.cpu.factored_update(pieces, step, parameters.f32s(), grads.f32s());
     }
 
@@ -125,6 +124,11 @@ impl Device {
         let shape = matrix.shape();
         let (rows, cols) = (shape.rows(), shape.cols());
         let side = rows.min(cols);
+        // As one kernel: what lies between its products is its own.
+        let products = Cost::products(&[num_steps, 2 * side, side, 2 * rows.max(cols) + side]);
+        let others =
+            Cost::others(&[2 * num_steps + 5, rows, cols]) + Cost::others(&[3 * num_steps, side, side]);
+        self.count((products + others).updates(matrix.num_bytes()));
         let mut gram = self.activation([side, side])?;
         let mut polynomial = self.activation([side, side])?;
         let mut product = self.activation([rows, cols])?;
@@ -142,21 +146,24 @@ impl Device {
             let x = View::from_f32s(matrix.f32s(), shape);
             let (left, right) =
                 if is_tall { (Transpose::Yes, Transpose::No) } else { (Transpose::No, Transpose::Yes) };
-            self.matmul(precision, (x, left), (x, right), gram.view_mut(), overwrite)?;
+            self.uncounted_matmul(precision, (x, left), (x, right), gram.view_mut(), overwrite)?;
             let square = ((gram.view(), Transpose::No), (gram.view(), Transpose::No));
-            self.matmul(precision, square.0, square.1, polynomial.view_mut(), overwrite)?;
+            self.uncounted_matmul(precision, square.0, square.1, polynomial.view_mut(), overwrite)?;
             self.cpu.combine(polynomial.view_mut().f32s(), c, gram.view().f32s(), b);
             let (x, polynomial) = ((x, Transpose::No), (polynomial.view(), Transpose::No));
             let (left, right) = if is_tall { (x, polynomial) } else { (polynomial, x) };
-            self.matmul(precision, left, right, product.view_mut(), overwrite)?;
+            self.uncounted_matmul(precision, left, right, product.view_mut(), overwrite)?;
             self.cpu.combine(matrix.f32s(), a, product.view().f32s(), 1.0);
         }
         Ok(())
     }
 }
 
-/// Of Adafactor's update of a matrix, for each element.
-const FACTORED_OPERATIONS: usize = 9;
+/// The update of each element of Adafactor's matrices, from the gradients.
+fn factored_cost(pieces: &Pieces) -> Cost {
+    let num_elements = pieces.num_elements();
+    Cost::others(&[9, num_elements]).reads(DType::F32.size() * num_elements)
+}
 
 /// What rounding of the elements of a state to its type, and back, adds to the operations of an update.
 fn rounding_operations(dtype: StateDType) -> usize {

@@ -14,6 +14,8 @@ fn a_device_that_counts_computes_nothing_and_takes_no_memory() {
     let (left, mut out) = (tensor(&counting).unwrap(), tensor(&counting).unwrap());
     let factor = || (left.view(), Transpose::No);
     let epilogue = MatmulEpilogue::Overwrite;
+    assert_eq!(counting.cost(), Cost::ZERO.writes(2 * 4 * side * side));
+    counting.restart_cost();
     counting.matmul(Precision::F32, factor(), factor(), out.view_mut(), epilogue).unwrap();
     let expected = Cost::products(&[2, side, side, side]).reads(2 * 4 * side * side).writes(4 * side * side);
     assert_eq!(counting.cost(), expected);

@@ -113,9 +113,9 @@ impl Step<'_> {
             return Ok(());
         }
         let device = &self.probe.device;
-        let before = device.cost();
+        device.restart_cost();
         run(&mut Instant::now()).result().map_err(Into::into)?;
-        let cost = device.cost() - before;
+        let cost = device.cost();
         let timing = self.probe.time(run).map_err(Into::into)?;
         let bounds = [
             (cost.product_operations as f64 / self.peaks.products, Limit::Products),

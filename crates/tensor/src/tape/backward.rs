@@ -2,7 +2,7 @@
 
 use super::value::Value;
 use super::{Node, OperationContext, ReadBy, Tape, VarId, cast, copy};
-use crate::device::DeviceError;
+use crate::device::{Device, DeviceError};
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::shape::Shape;
@@ -51,13 +51,14 @@ pub fn write_grad(
 /// # Errors
 /// Those of the sink.
 pub fn add_to_grad(
+    device: &Device,
     sink: &mut dyn GradSink,
     span: &ParameterSpan,
     add: impl FnOnce(ViewMut<'_>),
 ) -> Result<(), DeviceError> {
     write_grad(sink, span, |mut out, accumulate| {
         if !accumulate {
-            out.f32s().fill(0.0);
+            device.zero(out.reborrow());
         }
         add(out);
         Ok(())

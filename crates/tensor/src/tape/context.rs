@@ -108,7 +108,8 @@ impl OperationContext<'_> {
     }
 
     /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
-    /// that over `num_rows` rows.
+    /// that over `num_rows` rows: for a loss as many in every pass over a microbatch of the same size, because its gradient is a
+    /// mean over them; for a metric as many as there are.
     pub fn add_loss(&mut self, sum: f64, num_rows: usize) {
         let sum = f64::from(self.loss_weight) * sum;
         match &mut self.tape.loss {

@@ -29,6 +29,27 @@ pub enum MetricsError {
         #[source]
         source: io::Error,
     },
+    /// More metrics than a record holds.
+    #[error(
+        "the model reports {found} metrics, but a run has at most {most}; report several units under one name"
+    )]
+    TooMany {
+        /// How many there are.
+        found: usize,
+        /// How many there may be.
+        most: usize,
+    },
+    /// A metric whose name cannot be used.
+    #[error(
+        "a unit reports the metric {name:?}; use 1 to {most} letters, digits, '_', '-', '.' and '/', other than \"loss\", and \
+         not beginning with \"validation_\""
+    )]
+    Name {
+        /// The name.
+        name: &'static str,
+        /// Bytes of a name at most.
+        most: usize,
+    },
     /// A record cannot be written, as on a full disk.
     #[error("cannot write to the metrics file {}", path.display())]
     Write {
@@ -49,7 +70,29 @@ pub enum MetricsError {
 }
 
 /// Bytes of the buffers in which records are put together: more than the longest record, so that none grows.
-const RECORD_BYTES: usize = 4096;
+const RECORD_BYTES: usize = 16 << 10;
+
+/// A run has at most this many metrics of units, so that a record fits its buffer.
+const METRICS_MAX: usize = 64;
+
+/// Bytes of the name of a metric at most.
+const METRIC_NAME_MAX: usize = 48;
+
+/// Refuses metrics of units that cannot be told from the rest of a record, or are too many.
+pub(crate) fn check_names(names: &[&'static str]) -> Result<(), MetricsError> {
+    if names.len() > METRICS_MAX {
+        return Err(MetricsError::TooMany { found: names.len(), most: METRICS_MAX });
+    }
+    let is_letter = |byte: u8| byte.is_ascii_alphanumeric() || b"_-./".contains(&byte);
+    let is_good = |name: &str| {
+        let has_length = (1..=METRIC_NAME_MAX).contains(&name.len());
+        has_length && name.bytes().all(is_letter) && name != "loss" && !name.starts_with("validation_")
+    };
+    match names.iter().find(|name| !is_good(name)) {
+        Some(name) => Err(MetricsError::Name { name, most: METRIC_NAME_MAX }),
+        None => Ok(()),
+    }
+}
 
 /// Which files to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -185,5 +228,20 @@ mod tests {
         let files = MetricsFiles { jsonl: true, tensorboard: true };
         let error = MetricsWriter::open(&folder.path().join("missing"), files, 0).unwrap_err();
         assert!(error.to_string().ends_with("missing/metrics.jsonl"), "{error}");
+    }
+
+    #[test]
+    fn metrics_that_cannot_be_told_apart_are_refused() {
+        check_names(&["accuracy", "router/entropy_0.5-x"]).unwrap();
+        for name in ["", "loss", "validation_accuracy", "two words", "a\nb", "ä", &"x".repeat(49)] {
+            let name: &'static str = name.to_owned().leak();
+            let refused = check_names(&["accuracy", name]).unwrap_err().to_string();
+            assert!(refused.contains(&format!("{name:?}")), "{refused}");
+        }
+        let refused = check_names(&["x"; METRICS_MAX + 1]).unwrap_err().to_string();
+        assert_eq!(
+            refused,
+            "the model reports 65 metrics, but a run has at most 64; report several units under one name"
+        );
     }
 }

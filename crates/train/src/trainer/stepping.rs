@@ -30,13 +30,13 @@ impl Trainer<'_> {
         }
         let step_seconds = began.elapsed().as_secs_f64() / num_steps as f64;
         let comm_bytes = (self.executor.ranks().payload_bytes() - bytes_before) / num_steps as u64;
-        self.records.clear();
+        self.records.resize_with(num_steps, StepRecord::default);
         for index in 0..num_steps {
-            let mut record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
-            record.metrics = std::mem::take(&mut self.spare_metrics);
-            record.metrics.clear();
-            self.executor.metrics(index).for_each(|metric| record.metrics.push(metric));
-            self.records.push(record);
+            let mut metrics = std::mem::take(&mut self.records[index].metrics);
+            metrics.clear();
+            self.executor.metrics(index).for_each(|metric| metrics.push(metric));
+            let record = self.record(self.plans[index], self.outcomes[index], (step_seconds, comm_bytes));
+            self.records[index] = StepRecord { metrics, ..record };
         }
         Ok(())
     }

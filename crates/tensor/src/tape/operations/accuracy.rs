@@ -4,14 +4,14 @@ use std::ops::RangeInclusive;
 use trireme_base::DType;
 
 /// The fraction of rows of scores (`[.., classes]`) whose largest score belongs to the class of the row (u32). Of equal scores the
-/// first counts. A row with NaN counts as wrong. It has no gradient: it is for [metrics](crate::tape::Recorder::apply_metric).
+/// first counts. A row with NaN, or whose class has no score, counts as wrong. It has no gradient: it is for [metrics](crate::tape::Recorder::apply_metric).
 #[derive(Debug)]
 pub struct Accuracy;
 
 /// Whether the score of `class` is the first of the largest ones.
 fn is_largest(scores: &[f32], class: usize) -> bool {
-    let (before, from) = scores.split_at(class);
-    before.iter().all(|score| *score < from[0]) && from.iter().all(|score| *score <= from[0])
+    let Some(&own) = scores.get(class) else { return false };
+    scores[..class].iter().all(|score| *score < own) && scores[class..].iter().all(|score| *score <= own)
 }
 
 impl Operation for Accuracy {
@@ -30,8 +30,8 @@ impl Operation for Accuracy {
             hit[0] = f32::from(is_largest(scores, classes[row] as usize));
         });
         drop(scores);
-        let num_hits: f32 = hits.view().f32s().iter().sum();
-        cx.add_loss(f64::from(num_hits), shape.rows());
+        let num_hits = hits.view().f32s().iter().filter(|&&hit| hit > 0.0).count();
+        cx.add_loss(num_hits as f64, shape.rows());
         Ok(())
     }
 

@@ -35,10 +35,14 @@ impl Operation for Embedding {
         cx: &mut BackwardContext<'_>,
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        add_to_grad(sink, &self.tokens, |out| cx.device().embedding_backward(cx.input(0), cx.grad(), out))?;
+        add_to_grad(cx.device(), sink, &self.tokens, |out| {
+            cx.device().embedding_backward(cx.input(0), cx.grad(), out)
+        })?;
         if let Some(positions) = &self.positions {
             let seq_len = cx.input(0).shape().cols();
-            add_to_grad(sink, positions, |out| cx.device().position_backward(cx.grad(), seq_len, out))?;
+            add_to_grad(cx.device(), sink, positions, |out| {
+                cx.device().position_backward(cx.grad(), seq_len, out)
+            })?;
         }
         Ok(())
     }

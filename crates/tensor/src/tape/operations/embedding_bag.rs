@@ -49,7 +49,9 @@ impl Operation for EmbeddingBag {
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let bags = self.bags(cx.input(0), self.is_padded.then(|| cx.input(1)));
-        add_to_grad(sink, &self.table, |out| cx.device().embedding_bag_backward(bags, cx.grad(), out))
+        add_to_grad(cx.device(), sink, &self.table, |out| {
+            cx.device().embedding_bag_backward(bags, cx.grad(), out)
+        })
     }
 
     fn has_parameters(&self) -> bool {
