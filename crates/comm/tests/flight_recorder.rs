@@ -211,7 +211,7 @@ fn a_mismatch_of_different_lines_is_one_of_operations() {
 fn ranks_that_wait_for_each_other_in_different_groups_fail_long_before_the_deadline() {
     for transport in TRANSPORTS {
         let failures = on_ranks(transport, 2, &small_pieces(), |world| {
-            let other = world.split_named("other", Some(0), 0).expect("split").expect("a member");
+            let other = world.split_by("other", |_| 0).expect("split");
             other.barrier().wait().expect("one order");
             let [first, second] = if world.rank() == Rank(0) { [&world, &other] } else { [&other, &world] };
             let failure =
@@ -255,15 +255,14 @@ fn groups_of_one_name_without_a_common_rank_are_no_crossing() {
             let has_waited = &has_waited;
             scope.spawn(move || {
                 let world = join(&options).expect("joined");
-                let row = world.rank().0 as u64 / 2;
-                let data = world.split_named("data", Some(row), 0).expect("split").expect("a member");
+                let data = world.split_by("data", |rank| rank.0 as u64 / 2).expect("split");
                 data.barrier().wait().expect("both are here");
                 if world.rank() == Rank(3) {
                     // Slow, until rank 0 has waited for as long as it does without a word.
                     let patience = Duration::from_secs(60);
                     has_waited.lock().expect("not poisoned").recv_timeout(patience).expect("rank 0 waits");
                 }
-                if row == 1 {
+                if world.rank().0 / 2 == 1 {
                     data.barrier().wait().expect("both are here");
                 }
                 world.barrier().wait().expect("everybody comes in the end");
@@ -321,7 +320,7 @@ fn groups_have_names_and_speak_of_the_worlds_ranks() {
     for transport in TRANSPORTS {
         let reports = on_ranks(transport, 4, &small_pieces(), |world| {
             let rank = world.rank().0 as u64;
-            let data = world.split_named("data", Some(rank % 2), 0).expect("split").expect("a member");
+            let data = world.split_by("data", |rank| rank.0 as u64 % 2).expect("split");
             let other = world.split(Some(rank / 2), 0).expect("split").expect("a member");
             let len = 100 + usize::from(rank == 3);
             let result = sum::<f32>(&data, len);

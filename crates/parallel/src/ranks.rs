@@ -27,6 +27,20 @@ pub struct RankGrid {
     levels: Option<Levels>,
 }
 
+/// The groups of `len` ranks each that have a color in common; collective over `group`.
+fn part(
+    group: &Arc<Group>,
+    name: &str,
+    len: usize,
+    color: impl Fn(usize) -> usize,
+) -> Result<Arc<Group>, ParallelError> {
+    Ok(match len {
+        _ if len == group.world_size() => Arc::clone(group),
+        1 => Arc::new(group.singleton()),
+        _ => Arc::new(group.split_by(name, |rank| color(rank.0) as u64)?),
+    })
+}
+
 impl RankGrid {
     /// Arranges the ranks of `world`, all of which run all units; collective over it.
     ///
@@ -45,34 +59,23 @@ impl RankGrid {
         pipeline_degree: usize,
         num_shards: usize,
     ) -> Result<Self, ParallelError> {
-        let (rank, world_size) = (world.rank().0, world.world_size());
+        let world_size = world.world_size();
         let is_whole = world_size.is_multiple_of(pipeline_degree * num_shards);
         assert!(is_whole, "{pipeline_degree} stages of {num_shards} shards for {world_size} ranks");
         let world = Arc::new(world);
-        let group = |name: &str, len: usize, color: usize| -> Result<Arc<Group>, ParallelError> {
-            if len == world_size {
-                return Ok(Arc::clone(&world));
-            }
-            if len == 1 {
-                return Ok(Arc::new(world.singleton()));
-            }
-            let group = world.split_named(name, Some(color as u64), rank as u64)?;
-            Ok(Arc::new(group.expect("a rank that gives a color gets a group")))
-        };
         let data_degree = world_size / pipeline_degree;
-        let (stage, place) = (rank / data_degree, rank % data_degree);
-        let pipeline = group("pipeline", pipeline_degree, place)?;
-        let data = group("data", data_degree, stage)?;
+        let (stage, place) = (|rank: usize| rank / data_degree, |rank: usize| rank % data_degree);
+        let pipeline = part(&world, "pipeline", pipeline_degree, place)?;
+        let data = part(&world, "data", data_degree, stage)?;
         let shards = match num_shards == data_degree {
             true => Arc::clone(&data),
-            false => group("shards", num_shards, rank / num_shards)?,
+            false => part(&world, "shards", num_shards, |rank| rank / num_shards)?,
         };
         let replicas = match num_shards {
             1 => Arc::clone(&data),
-            _ => {
-                let color = stage * num_shards + place % num_shards;
-                group("replicas", data_degree / num_shards, color)?
-            }
+            _ => part(&world, "replicas", data_degree / num_shards, |rank| {
+                stage(rank) * num_shards + place(rank) % num_shards
+            })?,
         };
         Ok(RankGrid { world, pipeline, data, shards, replicas, levels: None })
     }
@@ -194,19 +197,9 @@ impl Levels {
     /// Collective over `shards`.
     fn new(shards: &Arc<Group>) -> Result<Self, ParallelError> {
         let (rank, hosts) = (shards.rank(), shards.hosts().clone());
-        let group = |name: &str, len: usize, color: usize| -> Result<Arc<Group>, ParallelError> {
-            if len == shards.world_size() {
-                return Ok(Arc::clone(shards));
-            }
-            if len == 1 {
-                return Ok(Arc::new(shards.singleton()));
-            }
-            let group = shards.split_named(name, Some(color as u64), rank.0 as u64)?;
-            Ok(Arc::new(group.expect("a rank that gives a color gets a group")))
-        };
-        let host = hosts.host_of(rank);
-        let within = group("within", hosts.ranks(host).len(), host)?;
-        let across = group("across", hosts.num_hosts(), hosts.local_rank(rank))?;
+        let num_local = hosts.ranks(hosts.host_of(rank)).len();
+        let within = part(shards, "within", num_local, |rank| hosts.host_of(Rank(rank)))?;
+        let across = part(shards, "across", hosts.num_hosts(), |rank| hosts.local_rank(Rank(rank)))?;
         Ok(Levels { hosts, within, across })
     }
 

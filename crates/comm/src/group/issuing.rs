@@ -17,6 +17,10 @@ impl Group {
         if let Err(error) = check_control_bytes(self.rank, mine.len() as u64) {
             return Work::ready(Err(error));
         }
+        if self.is_dry() {
+            // As if all ranks were like this one.
+            return Work::ready(Ok(vec![mine.to_vec(); self.world_size]));
+        }
         let mut blocks = vec![Vec::new(); self.world_size];
         blocks[self.rank.0] = mine.to_vec();
         let Some(executor) = &self.executor else { return Work::ready(Ok(blocks)) };
@@ -62,6 +66,7 @@ impl Group {
         issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
     ) -> Work<Buffer<T>> {
         match &self.messenger {
+            None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => Work::ready(Ok(buffer)),
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
                 let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
                 let receipt = issue(messenger, peer, operation, buffer.into_storage());
@@ -91,7 +96,9 @@ impl Group {
         (input, mut output): (Buffer<T>, Buffer<T>),
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let Some(executor) = &self.executor else {
-            output.copy_from_slice(&input);
+            if !self.is_dry() {
+                output.copy_from_slice(&input);
+            }
             return Work::ready(Ok((input, output)));
         };
         let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
@@ -109,7 +116,9 @@ impl Group {
         lens: [Vec<usize>; 2],
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let Some(executor) = &self.executor else {
-            output.copy_from_slice(&input);
+            if !self.is_dry() {
+                output.copy_from_slice(&input);
+            }
             return Work::ready(Ok((input, output)));
         };
         let operation = Operation::AllToAllVariable { dtype: T::DTYPE };

@@ -53,7 +53,7 @@ pub struct Group {
     costs: Arc<OnceLock<CostModel>>,
     recorder: FlightRecorder,
     num_splits: AtomicU64,
-    /// Absent in a world of one, where every operation is complete when it is issued.
+    /// Absent in a world of one and in a dry one, where every operation is complete when it is issued.
     executor: Option<Executor>,
     /// Absent in a world of one.
     messenger: Option<Messenger>,
@@ -128,6 +128,53 @@ impl Group {
         }
     }
 
+    /// The end of `rank` in a world that is not there, whose ranks are on these `hosts` and would communicate by `transport`:
+    /// to find what a rank takes, without the others. Its operations are complete when they are issued and change
+    /// nothing, and its buffers are addresses for which no memory is set aside.
+    ///
+    /// # Errors
+    /// [`CommError::Allocate`] if the process has no addresses left.
+    ///
+    /// # Panics
+    /// If there is no such rank.
+    pub fn dry(rank: Rank, hosts: Hosts, transport: TransportKind) -> Result<Group, CommError> {
+        assert!(rank.0 < hosts.world_size(), "no {rank} among {} ranks", hosts.world_size());
+        let fail = |source| CommError::Allocate { bytes: 0, source: Arc::new(source) };
+        let arena = Some(Arena::dry().map_err(fail)?);
+        let recorder = FlightRecorder::new(rank, hosts.world_size());
+        let alone = Group::alone(arena, Home::inproc(), &GroupOptions::default(), recorder);
+        Ok(alone.dry_part(rank, hosts, transport))
+    }
+
+    /// This dry group, or group of one, as one of these ranks.
+    fn dry_part(self, rank: Rank, hosts: Hosts, transport: TransportKind) -> Group {
+        let world_size = hosts.world_size();
+        let transport = if world_size == 1 { TransportKind::Single } else { transport };
+        let peer_arenas = vec![None; world_size];
+        let selection = Selection::new(hosts.clone(), false, Arc::default(), &self.options);
+        Group { rank, world_size, transport, hosts, peer_arenas, selection, ..self }
+    }
+
+    /// Whether the world of this group is not [there](Group::dry).
+    pub(crate) fn is_dry(&self) -> bool {
+        self.arena.as_ref().is_some_and(|arena| arena.is_dry())
+    }
+
+    /// The group of a dry one's ranks that have the color of this rank.
+    fn dry_split(&self, color: impl Fn(Rank) -> u64) -> Group {
+        let own = color(self.rank);
+        let members: Vec<Rank> = (0..self.world_size).map(Rank).filter(|&rank| color(rank) == own).collect();
+        let place = members.iter().position(|&rank| rank == self.rank).expect("it has its own color");
+        let hosts: Vec<usize> = members.iter().map(|&rank| self.hosts.host_of(rank)).collect();
+        let hosts = Hosts::new(&hosts);
+        let transport = match self.transport {
+            TransportKind::Shm | TransportKind::ShmAndTcp if hosts.num_hosts() == 1 => TransportKind::Shm,
+            TransportKind::Shm | TransportKind::ShmAndTcp => TransportKind::ShmAndTcp,
+            transport => transport,
+        };
+        self.singleton().dry_part(Rank(place), hosts, transport)
+    }
+
     /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s
     /// and then of their ranks here; `None` for ranks that give no color. All ranks call it, at the same place in
     /// their sequence of operations. Each group has a communication thread of its own, so operations of
@@ -143,11 +190,20 @@ impl Group {
         self.split_named(&name, color, key)
     }
 
-    /// As [`split`](Group::split); reports call the groups by `name`, such as `world/data`.
+    /// As [`split`](Group::split), by a function that all ranks know: ranks of one color are a group, in their order here. Reports call
+    /// the groups by `name`, such as `world/data`.
     ///
     /// # Errors
     /// As [`split`](Group::split).
-    pub fn split_named(&self, name: &str, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
+    pub fn split_by(&self, name: &str, color: impl Fn(Rank) -> u64) -> Result<Group, CommError> {
+        if self.is_dry() {
+            return Ok(self.dry_split(color));
+        }
+        let group = self.split_named(name, Some(color(self.rank)), self.rank.0 as u64)?;
+        Ok(group.expect("a rank that gives a color gets a group"))
+    }
+
+    fn split_named(&self, name: &str, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
         self.num_splits.fetch_add(1, Ordering::Relaxed);
         match (&self.executor, color) {
             (Some(executor), _) => {
@@ -292,9 +348,13 @@ impl Group {
     /// Bytes of memory that the group itself takes besides buffers: what ranks of a host meet by, and the rings between
     /// them.
     pub fn fixed_bytes(&self) -> usize {
-        match (&self.arena, &self.executor) {
-            (Some(_), Some(_)) => Self::fixed_bytes_of(self.hosts.ranks(self.hosts.host_of(self.rank)).len()),
-            _ => 0,
+        let shares_memory = match self.is_dry() {
+            true => matches!(self.transport, TransportKind::Shm | TransportKind::ShmAndTcp),
+            false => self.arena.is_some() && self.executor.is_some(),
+        };
+        match shares_memory {
+            true => area_bytes(self.hosts.ranks(self.hosts.host_of(self.rank)).len()),
+            false => 0,
         }
     }
 

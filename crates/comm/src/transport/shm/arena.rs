@@ -4,6 +4,7 @@ use rustix::fs::{
 };
 use rustix::io::retry_on_intr;
 use rustix::param::page_size;
+use rustix::process::{Resource, getrlimit};
 use rustix::system::sysinfo;
 use std::io;
 use std::ops::Range;
@@ -14,9 +15,16 @@ use std::sync::{Arc, Mutex};
 /// What all arenas of a group may take of a process's address space, which has 128 TiB.
 const ADDRESS_BYTES: usize = 1 << 45;
 
+/// Addresses of an arena of a [dry](crate::Group::dry) group at first; fewer if the process has not as many left.
+const DRY_BYTES: usize = 1 << 44;
+
+/// Fewer addresses than this are an error.
+const DRY_BYTES_MIN: usize = 1 << 24;
+
 /// The shared memory of one rank: address space for as much as the host has, memory only where buffers lie.
 pub(crate) struct Arena {
-    memory: OwnedFd,
+    /// What peers map. A dry group has no peers.
+    memory: Option<OwnedFd>,
     mapping: Arc<Mapping>,
     /// What no buffer has: sorted, and no two ranges touch. All of it reads as zero.
     free: Mutex<Vec<Range<usize>>>,
@@ -37,21 +45,38 @@ impl Arena {
         let memory = memfd_create(c"trireme-arena", flags)?;
         ftruncate(&memory, len as u64)?;
         fcntl_add_seals(&memory, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let mapping = Arc::new(Mapping::new(&memory, len)?);
-        let everything = 0..len;
-        Ok(Arc::new(Arena {
+        let mapping = Mapping::new(&memory, len)?;
+        Ok(Arena::of(mapping, Some(memory)))
+    }
+
+    /// An arena of addresses, whose buffers may be larger than the machine's memory: none is set aside for them.
+    pub(crate) fn dry() -> io::Result<Arc<Self>> {
+        let allowed = getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / 4);
+        let mut len = DRY_BYTES.min(allowed) / page_size() * page_size();
+        loop {
+            match Mapping::private(len) {
+                Ok(mapping) => return Ok(Arena::of(mapping, None)),
+                Err(_) if len > DRY_BYTES_MIN => len = len / 2 / page_size() * page_size(),
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    fn of(mapping: Mapping, memory: Option<OwnedFd>) -> Arc<Self> {
+        let everything = 0..mapping.len();
+        Arc::new(Arena {
             memory,
-            mapping,
+            mapping: Arc::new(mapping),
             free: Mutex::new(Vec::from([everything])),
             is_retired: AtomicBool::new(false),
-        }))
+        })
     }
 
     /// Zeroed memory for `num_bytes`, reserved, so that touching it cannot fail.
     pub(crate) fn allocate(self: &Arc<Self>, num_bytes: usize) -> io::Result<Region> {
         let len = num_bytes.max(1).checked_next_multiple_of(page_size()).ok_or(io::ErrorKind::OutOfMemory)?;
         let range = self.take(len).ok_or(io::ErrorKind::OutOfMemory)?;
-        if let Err(error) = reserve(&self.memory, range.clone()) {
+        if let Some(Err(error)) = self.memory.as_ref().map(|memory| reserve(memory, range.clone())) {
             self.give_back(range);
             return Err(error);
         }
@@ -69,6 +94,11 @@ impl Arena {
     /// From now on no memory is given out twice, because peers may still write to what was dropped.
     pub(crate) fn retire(&self) {
         self.is_retired.store(true, Ordering::Release);
+    }
+
+    /// Whether no memory is set aside for buffers.
+    pub(crate) fn is_dry(&self) -> bool {
+        self.memory.is_none()
     }
 
     pub(crate) fn mapping(&self) -> &Arc<Mapping> {
@@ -89,8 +119,9 @@ impl Arena {
     /// Frees the memory of a range and makes it available again, zero as at first.
     fn give_back(&self, range: Range<usize>) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        let punched = fallocate(&self.memory, flags, range.start as u64, range.len() as u64);
-        if punched.is_err() || self.is_retired.load(Ordering::Acquire) {
+        let punch = |memory| fallocate(memory, flags, range.start as u64, range.len() as u64);
+        let is_refused = self.memory.as_ref().is_some_and(|memory| punch(memory).is_err());
+        if is_refused || self.is_retired.load(Ordering::Acquire) {
             return;
         }
         let mut free = self.free.lock().expect("no thread panics while it holds the list");
@@ -107,7 +138,7 @@ impl Arena {
 
 impl AsFd for Arena {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.memory.as_fd()
+        self.memory.as_ref().expect("peers map the arena of a group that is not dry").as_fd()
     }
 }
 

@@ -1,5 +1,5 @@
 use rustix::fs::{SealFlags, fcntl_get_seals, fstat};
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
@@ -24,6 +24,16 @@ impl Mapping {
         let flags = MapFlags::SHARED | MapFlags::NORESERVE;
         // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
         let start = unsafe { mmap(std::ptr::null_mut(), len, protection, flags, memory, 0) }?;
+        let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Mapping { start, len })
+    }
+
+    /// Maps `len` bytes that no peer maps, and for which the kernel sets no memory aside.
+    pub(super) fn private(len: usize) -> io::Result<Self> {
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: a new mapping at an address of the kernel's choice overlaps nothing.
+        let start = unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, flags) }?;
         let start = NonNull::new(start.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
         Ok(Mapping { start, len })
     }

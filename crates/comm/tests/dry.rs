@@ -1,0 +1,62 @@
+//! Groups of a world that is not there.
+
+use trireme_base::{Rank, ReduceOp};
+use trireme_comm::{Group, GroupOptions, TransportKind, inproc_world_on};
+use trireme_schedule::collective::Hosts;
+
+/// More than any machine has.
+const LEN: usize = 1 << 40;
+
+fn shape(group: &Group) -> (Rank, usize, usize) {
+    (group.rank(), group.world_size(), group.hosts().num_hosts())
+}
+
+#[test]
+fn parts_of_a_dry_world_are_those_of_a_real_one() {
+    let hosts = [0, 1, 0, 1, 1, 0];
+    let colors: [fn(Rank) -> u64; 3] = [|_| 7, |rank| rank.0 as u64 % 2, |rank| rank.0 as u64 / 2];
+    let world = inproc_world_on(&hosts, &GroupOptions::default());
+    std::thread::scope(|scope| {
+        for real in world {
+            scope.spawn(move || {
+                let dry = Group::dry(real.rank(), Hosts::new(&hosts), TransportKind::Inproc).unwrap();
+                assert_eq!(shape(&dry), shape(&real));
+                for color in colors {
+                    let (real, dry) =
+                        (real.split_by("part", color).unwrap(), dry.split_by("part", color).unwrap());
+                    assert_eq!((shape(&dry), dry.transport()), (shape(&real), real.transport()));
+                    assert_eq!(dry.hosts(), real.hosts());
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn the_transport_of_a_part_follows_from_its_hosts() {
+    let dry = Group::dry(Rank(1), Hosts::new(&[0, 0, 1, 1]), TransportKind::ShmAndTcp).unwrap();
+    let kind = |color: fn(Rank) -> u64| dry.split_by("part", color).unwrap().transport();
+    assert_eq!(kind(|rank| rank.0 as u64 / 2), TransportKind::Shm);
+    assert_eq!(kind(|rank| rank.0 as u64 % 2), TransportKind::ShmAndTcp);
+    assert_eq!(kind(|rank| rank.0 as u64), TransportKind::Single);
+    assert_eq!(dry.fixed_bytes(), Group::fixed_bytes_of(2));
+    assert_eq!(dry.singleton().fixed_bytes(), 0);
+}
+
+#[test]
+fn operations_end_at_once_and_touch_no_memory() {
+    let dry = Group::dry(Rank(0), Hosts::single(4), TransportKind::Tcp).unwrap();
+    let buffer = || dry.buffer::<f32>(LEN).unwrap();
+    let buffer_of_all = dry.all_reduce(buffer(), ReduceOp::Sum).wait().unwrap();
+    assert_eq!(buffer_of_all.len(), LEN);
+    dry.all_gather(buffer_of_all).wait().unwrap();
+    dry.all_to_all(buffer()).wait().unwrap();
+    let (input, output) = (dry.buffer::<f32>(LEN / 4).unwrap(), buffer());
+    dry.all_gather_into(input, output).wait().unwrap();
+    dry.send(buffer(), Rank(3)).wait().unwrap();
+    dry.receive(buffer(), Rank(2)).wait().unwrap();
+    dry.barrier().wait().unwrap();
+    assert!(dry.send(dry.buffer::<f32>(1).unwrap(), Rank(4)).wait().is_err(), "there is no such rank");
+    assert_eq!(dry.all_gather_bytes(b"own").wait().unwrap(), vec![b"own"; 4]);
+    assert_eq!(dry.statistics().payload_bytes, 0);
+}
