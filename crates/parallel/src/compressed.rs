@@ -1,8 +1,10 @@
 //! How the gradient of a unit, or the momentum that it leads to, is summed over the ranks in compressed messages.
 
+use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::step::ExecutorOptions;
 use crate::waiting::Waiting;
+use std::collections::VecDeque;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
 use trireme_comm::{
     Bucket, Buffer, Compression, CompressionError, CompressionStatistics, Compressor, CompressorSizes,
@@ -12,11 +14,16 @@ use trireme_tensor::{Category, Device, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
 pub(crate) struct Compressed {
-    compressor: Box<Compressor>,
+    /// Absent in a dry group, where nothing is compressed.
+    compressor: Option<Box<Compressor>>,
+    /// In a dry group, the rounds of each kind of step that is to come, in their order.
+    kinds: VecDeque<Vec<Round>>,
     /// One for each round, made anew only when the rounds change.
     exchanges: Vec<Box<dyn Exchange>>,
-    /// Bytes counted for the exchanges.
-    exchange_bytes: usize,
+    /// Bytes of what the compressor keeps from step to step.
+    state_bytes: usize,
+    /// What is counted for the exchanges.
+    counted: Counted,
     under_way: Option<UnderWay>,
     /// What the last step did.
     statistics: CompressionStatistics,
@@ -77,25 +84,32 @@ impl Compressed {
         let num_bytes = sizes.state_bytes + sizes.scratch_bytes;
         device.memory().take(Category::Communication, num_bytes)?;
         let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
-        let compressor = Compressor::new(compression, &bucket, group.rank(), world_size, key)?;
+        let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
+        let compressor = (!group.is_dry()).then(compressor).transpose()?;
         let mut compressed = Compressed {
-            compressor: Box::new(compressor),
+            compressor: compressor.map(Box::new),
+            state_bytes: sizes.state_bytes,
+            kinds: sizes.rounds.into(),
             exchanges: Vec::new(),
-            exchange_bytes: 0,
+            counted: Counted::new(device),
             under_way: None,
             statistics: CompressionStatistics::default(),
             before: None,
         };
-        compressed.make_exchanges(device, group)?;
+        let first = match &compressed.compressor {
+            Some(compressor) => compressor.rounds().to_vec(),
+            None => compressed.kinds.front().cloned().unwrap_or_default(),
+        };
+        compressed.make_exchanges(&first, device, group)?;
         Ok(Some(compressed))
     }
 
-    pub(crate) fn compressor(&self) -> &Compressor {
-        &self.compressor
+    pub(crate) fn compressor(&self) -> Option<&Compressor> {
+        self.compressor.as_deref()
     }
 
-    pub(crate) fn compressor_mut(&mut self) -> &mut Compressor {
-        &mut self.compressor
+    pub(crate) fn compressor_mut(&mut self) -> Option<&mut Compressor> {
+        self.compressor.as_deref_mut()
     }
 
     /// What the last step did.
@@ -105,9 +119,9 @@ impl Compressed {
 
     /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
     pub(crate) fn remember(&mut self, device: &Device) -> Result<(), ParallelError> {
-        device.memory().take(Category::Communication, self.compressor.num_bytes())?;
-        let copies = self.compressor.state().map(|(name, values)| (name, Kept::new(values)));
-        self.before = Some(copies.collect());
+        device.memory().take(Category::Communication, self.state_bytes)?;
+        let states = self.compressor.iter().flat_map(|compressor| compressor.state());
+        self.before = Some(states.map(|(name, values)| (name, Kept::new(values))).collect());
         Ok(())
     }
 
@@ -115,7 +129,13 @@ impl Compressed {
     pub(crate) fn take_back(&mut self) -> Result<(), ParallelError> {
         let before = self.before.as_ref().expect("what may be taken back is remembered");
         let before: Vec<_> = before.iter().map(|(name, kept)| (*name, kept.values())).collect();
-        Ok(self.compressor.load_state(&before)?)
+        let compressor = self.compressor.as_mut().expect("no step of a dry group is taken back");
+        Ok(compressor.load_state(&before)?)
+    }
+
+    /// Kinds of steps that a dry group has not gone through.
+    pub(crate) fn num_kinds(&self) -> usize {
+        self.kinds.len()
     }
 
     pub(crate) fn is_under_way(&self) -> bool {
@@ -129,14 +149,23 @@ impl Compressed {
         device: &Device,
         group: &Group,
     ) -> Result<(), ParallelError> {
-        let rounds = self.compressor.rounds().iter().copied();
-        if !self.exchanges.iter().map(|exchange| exchange.round()).eq(rounds) {
-            self.make_exchanges(device, group)?;
+        let Some(compressor) = &self.compressor else {
+            if let Some(rounds) = self.kinds.pop_front() {
+                self.make_exchanges(&rounds, device, group)?;
+            }
+            self.under_way = Some(UnderWay::Whole(group.all_reduce(gradient, ReduceOp::Sum)));
+            return Ok(());
+        };
+        let rounds = compressor.rounds();
+        if !self.exchanges.iter().map(|exchange| exchange.round()).eq(rounds.iter().copied()) {
+            let rounds = rounds.to_vec();
+            self.make_exchanges(&rounds, device, group)?;
         }
-        for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(self.compressor.state()) {
+        let compressor = self.compressor.as_mut().expect("it was there");
+        for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(compressor.state()) {
             kept.copy_from(values);
         }
-        self.exchanges[0].start(&mut self.compressor, &mut gradient, group);
+        self.exchanges[0].start(compressor, &mut gradient, group);
         self.under_way = Some(UnderWay::Round { gradient, round: 0 });
         Ok(())
     }
@@ -161,26 +190,30 @@ impl Compressed {
             Some(UnderWay::Whole(work)) => return Ok(Some(waiting.wait(work)?)),
             Some(UnderWay::Round { gradient, round }) => (gradient, round),
         };
-        self.exchanges[round].finish(&mut self.compressor, &mut gradient, waiting)?;
+        let compressor = self.compressor.as_mut().expect("a round was started");
+        self.exchanges[round].finish(compressor, &mut gradient, waiting)?;
         let Some(next) = self.exchanges.get_mut(round + 1) else {
-            self.statistics = self.compressor.statistics();
+            self.statistics = compressor.statistics();
             return Ok(Some(gradient));
         };
-        next.start(&mut self.compressor, &mut gradient, group);
+        next.start(compressor, &mut gradient, group);
         self.under_way = Some(UnderWay::Round { gradient, round: round + 1 });
         Ok(None)
     }
 
     /// Takes memory for the messages of the rounds to come, and gives back that of earlier ones.
-    fn make_exchanges(&mut self, device: &Device, group: &Group) -> Result<(), ParallelError> {
+    fn make_exchanges(
+        &mut self,
+        rounds: &[Round],
+        device: &Device,
+        group: &Group,
+    ) -> Result<(), ParallelError> {
         self.exchanges.clear();
-        device.memory().give(Category::Communication, self.exchange_bytes);
-        self.exchange_bytes = 0;
-        for &round in self.compressor.rounds() {
+        self.counted = Counted::new(device);
+        for &round in rounds {
             let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
-            let num_bytes = num_bytes + group.peer_bytes_mapped(num_bytes);
-            device.memory().take(Category::Communication, num_bytes)?;
-            self.exchange_bytes += num_bytes;
+            self.counted.take(Category::Communication, num_bytes)?;
+            self.counted.map(group.peer_bytes_mapped(num_bytes))?;
             self.exchanges.push(exchange(round, group)?);
         }
         Ok(())

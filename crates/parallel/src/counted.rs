@@ -6,12 +6,15 @@ use trireme_tensor::{Category, Device};
 pub(crate) struct Counted {
     device: Device,
     bytes: [AtomicUsize; Category::ALL.len()],
+    /// Memory of peers that is mapped: communication.
+    mapped: AtomicUsize,
 }
 
 impl Counted {
     /// Counts nothing yet.
     pub(crate) fn new(device: &Device) -> Self {
-        Counted { device: device.clone(), bytes: std::array::from_fn(|_| AtomicUsize::new(0)) }
+        let bytes = std::array::from_fn(|_| AtomicUsize::new(0));
+        Counted { device: device.clone(), bytes, mapped: AtomicUsize::new(0) }
     }
 
     /// Counts memory that is about to be taken.
@@ -19,6 +22,19 @@ impl Counted {
         self.device.memory().take(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Counts memory of peers that is about to be mapped.
+    pub(crate) fn map(&self, num_bytes: usize) -> Result<(), ParallelError> {
+        self.device.memory().take_mapped(Category::Communication, num_bytes)?;
+        self.mapped.fetch_add(num_bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Counts memory of peers that is mapped no more.
+    pub(crate) fn unmap(&self, num_bytes: usize) {
+        self.mapped.fetch_sub(num_bytes, Ordering::Relaxed);
+        self.device.memory().give_mapped(Category::Communication, num_bytes);
     }
 
     /// Counts memory that was given back.
@@ -33,6 +49,7 @@ impl Drop for Counted {
         for (category, bytes) in Category::ALL.into_iter().zip(&mut self.bytes) {
             self.device.memory().give(category, *bytes.get_mut());
         }
+        self.device.memory().give_mapped(Category::Communication, *self.mapped.get_mut());
     }
 }
 

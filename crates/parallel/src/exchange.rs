@@ -6,11 +6,12 @@ use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::Group;
 use trireme_optim::ShardOps;
-use trireme_tensor::{Category, Device, LEAVES};
+use trireme_tensor::{Category, Device, LEAVES, View, ViewMut};
 
 /// What an optimizer exchanges with those of the other shards.
 pub(crate) struct ShardExchange {
     group: Arc<Group>,
+    device: Device,
     sums: Pool<f64>,
     wholes: Pool<f32>,
 }
@@ -20,7 +21,7 @@ impl ShardExchange {
         let group = Arc::clone(ranks.shards());
         let sums = Pool::new(&group, device, Category::Communication, true);
         let wholes = Pool::new(&group, device, Category::Communication, true);
-        ShardExchange { group, sums, wholes }
+        ShardExchange { group, device: device.clone(), sums, wholes }
     }
 }
 
@@ -45,9 +46,12 @@ impl ShardOps for ShardExchange {
         }
         // As long as shards of whole leaves make up.
         let mut buffer = self.wholes.take(whole.len().next_multiple_of(LEAVES))?;
-        buffer[part.clone()].copy_from_slice(&whole[part]);
+        let shape = [part.len()].into();
+        let own = ViewMut::from_f32s(&mut buffer[part.clone()], shape);
+        self.device.copy(View::from_f32s(&whole[part], shape), own);
         let buffer = self.group.all_gather(buffer).wait()?;
-        whole.copy_from_slice(&buffer[..whole.len()]);
+        let shape = [whole.len()].into();
+        self.device.copy(View::from_f32s(&buffer[..whole.len()], shape), ViewMut::from_f32s(whole, shape));
         self.wholes.give(buffer);
         Ok(())
     }

@@ -135,11 +135,12 @@ impl Gradients {
         let Some(part) = tied.take(unit, microbatch) else { return Ok(()) };
         let span = tied.span();
         let device = self.device.clone();
-        let GradTarget { mut view, accumulate } = self.target(&span)?;
+        let GradTarget { view, accumulate } = self.target(&span)?;
+        let values = View::from_f32s(&part, span.shape);
         if accumulate {
-            device.add_assign(view, View::from_f32s(&part, span.shape));
+            device.add_assign(view, values)
         } else {
-            view.f32s().copy_from_slice(&part);
+            device.copy(values, view)
         }
         self.grad_ready(&span);
         self.tied.as_ref().expect("it was there").give(part);
@@ -299,7 +300,7 @@ impl Gradients {
         for state in &mut self.units {
             let Reduction::Compressed(compressed) = &mut state.reduction else { continue };
             let num_bytes = state.len * size_of::<f32>();
-            self.device.memory().take(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+            self.device.memory().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
             if may_be_skipped {
                 compressed.remember(&self.device)?;
             }
@@ -315,11 +316,20 @@ impl Gradients {
         })
     }
 
+    /// Kinds of steps that compressors of a dry group have not gone through.
+    pub(crate) fn num_kinds(&self) -> usize {
+        let kinds = self.units.iter().map(|state| match &state.reduction {
+            Reduction::Compressed(compressed) => compressed.num_kinds(),
+            _ => 0,
+        });
+        kinds.max().unwrap_or(0)
+    }
+
     /// The compressors, each with its unit's name.
     pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
         let names = self.table.units().iter().map(|unit| unit.name.as_str());
         names.zip(&self.units).filter_map(|(name, state)| match &state.reduction {
-            Reduction::Compressed(compressed) => Some((name, compressed.compressor())),
+            Reduction::Compressed(compressed) => Some((name, compressed.compressor()?)),
             _ => None,
         })
     }
@@ -328,7 +338,7 @@ impl Gradients {
     pub(crate) fn compressors_mut(&mut self) -> impl Iterator<Item = (&str, &mut Compressor)> {
         let names = self.table.units().iter().map(|unit| unit.name.as_str());
         names.zip(&mut self.units).filter_map(|(name, state)| match &mut state.reduction {
-            Reduction::Compressed(compressed) => Some((name, compressed.compressor_mut())),
+            Reduction::Compressed(compressed) => Some((name, compressed.compressor_mut()?)),
             _ => None,
         })
     }

@@ -30,7 +30,7 @@ mod waiting;
 pub use chain::chain;
 pub use compressed::compressor_sizes;
 pub use error::ParallelError;
-pub use executor::{ActionTime, Executor, ExecutorSetup};
+pub use executor::{ActionTime, Executor, ExecutorSetup, MemoryUse};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::parameter_placements;

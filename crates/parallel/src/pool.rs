@@ -47,7 +47,7 @@ impl<T: Element> Pool<T> {
         }
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.take(self.category, own)?;
-        self.shared.counted.take(Category::Communication, mapped)?;
+        self.shared.counted.map(mapped)?;
         Ok(self.group.buffer::<T>(len)?)
     }
 
@@ -67,6 +67,6 @@ impl<T: Element> Pool<T> {
         let (own, mapped) = self.num_bytes(buffer.len());
         drop(buffer);
         self.shared.counted.give(self.category, own);
-        self.shared.counted.give(Category::Communication, mapped);
+        self.shared.counted.unmap(mapped);
     }
 }

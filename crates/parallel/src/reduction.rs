@@ -133,8 +133,8 @@ impl Fusions {
             Precision::Bf16 => self.bf16.reserve(lens)?,
             Precision::F16 => self.f16.reserve(lens)?,
         };
-        let num_bytes = num_bytes + group.peer_bytes_mapped(num_bytes);
-        counted.take(Category::Communication, num_bytes)
+        counted.take(Category::Communication, num_bytes)?;
+        counted.map(group.peer_bytes_mapped(num_bytes))
     }
 }
 
@@ -166,7 +166,7 @@ impl Reduction {
             },
             Exchanges::Fusing(fusions) => {
                 let num_bytes = len * dtype.dtype().size();
-                counted.take(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+                counted.map(group.peer_bytes_mapped(num_bytes))?;
                 if dtype != Precision::F32 {
                     counted.take(Category::Gradients, num_bytes)?;
                 }

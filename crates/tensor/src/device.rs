@@ -89,8 +89,8 @@ impl Device {
         Device { cpu, arena, counter, cost: Arc::default() }
     }
 
-    /// Whether this device only counts: who fills its memory without a kernel must leave it alone.
-    pub(crate) fn is_counting(&self) -> bool {
+    /// Whether this device [only counts](Device::counting): who fills its memory without a kernel must leave it alone.
+    pub fn is_counting(&self) -> bool {
         self.cpu.threads.is_idle()
     }
 
@@ -231,6 +231,18 @@ impl Device {
         with_element!(x.dtype() => |T| {
             self.cpu.quantize_fp8::<T>(x.elements(), y.elements(), format, scale_exponent)
         })
+    }
+
+    /// Copies bytes to or from memory of this device.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy_bytes(&self, from: &[u8], to: &mut [u8]) {
+        self.count(Cost::ZERO.reads(from.len()).writes(to.len()));
+        assert_eq!(from.len(), to.len());
+        if !self.is_counting() {
+            to.copy_from_slice(from);
+        }
     }
 
     /// `out = op(left) op(right) + epilogue` for matrices, with factors rounded to `precision` and sums in f32; `out` is

@@ -12,6 +12,11 @@ pub struct MemoryCounter {
     peak: [AtomicUsize; NUM_CATEGORIES],
     total: AtomicUsize,
     peak_total: AtomicUsize,
+    /// What each category held at that peak.
+    at_peak: [AtomicUsize; NUM_CATEGORIES],
+    /// The part of the total that is memory of others, which count it as well.
+    mapped: AtomicUsize,
+    peak_own: AtomicUsize,
     budget: Option<usize>,
 }
 
@@ -66,6 +71,9 @@ impl MemoryCounter {
             peak: zeros(),
             total: AtomicUsize::new(0),
             peak_total: AtomicUsize::new(0),
+            at_peak: zeros(),
+            mapped: AtomicUsize::new(0),
+            peak_own: AtomicUsize::new(0),
             budget,
         }
     }
@@ -80,11 +88,40 @@ impl MemoryCounter {
             self.total.fetch_sub(bytes, Ordering::Relaxed);
             return Err(OverBudget { category, requested: bytes, budget, in_use: self.in_use() });
         }
-        self.peak_total.fetch_max(total, Ordering::Relaxed);
         let slot = category as usize;
         let now = self.current[slot].fetch_add(bytes, Ordering::Relaxed) + bytes;
         self.peak[slot].fetch_max(now, Ordering::Relaxed);
+        let own = total.saturating_sub(self.mapped.load(Ordering::Relaxed));
+        self.peak_own.fetch_max(own, Ordering::Relaxed);
+        if self.peak_total.fetch_max(total, Ordering::Relaxed) < total {
+            self.keep_as_peak();
+        }
         Ok(())
+    }
+
+    fn keep_as_peak(&self) {
+        for (at_peak, current) in self.at_peak.iter().zip(&self.current) {
+            at_peak.store(current.load(Ordering::Relaxed), Ordering::Relaxed);
+        }
+    }
+
+    /// As [`take`](MemoryCounter::take), for memory of another process that this one maps.
+    ///
+    /// # Errors
+    /// As [`take`](MemoryCounter::take).
+    pub fn take_mapped(&self, category: Category, bytes: usize) -> Result<(), OverBudget> {
+        self.mapped.fetch_add(bytes, Ordering::Relaxed);
+        let taken = self.take(category, bytes);
+        if taken.is_err() {
+            self.mapped.fetch_sub(bytes, Ordering::Relaxed);
+        }
+        taken
+    }
+
+    /// Counts what is mapped no more.
+    pub fn give_mapped(&self, category: Category, bytes: usize) {
+        self.give(category, bytes);
+        self.mapped.fetch_sub(bytes, Ordering::Relaxed);
     }
 
     /// Counts `bytes` given back by `category`.
@@ -110,12 +147,28 @@ impl MemoryCounter {
         }
     }
 
+    /// As [`total`](MemoryCounter::total), without memory of other processes that this one maps.
+    pub fn own(&self) -> MemoryUsage {
+        let mapped = self.mapped.load(Ordering::Relaxed);
+        MemoryUsage {
+            current: self.total.load(Ordering::Relaxed).saturating_sub(mapped),
+            peak: self.peak_own.load(Ordering::Relaxed),
+        }
+    }
+
+    /// What each category held when the total was at its peak, in the order of [`Category::ALL`].
+    pub fn at_peak(&self) -> [usize; NUM_CATEGORIES] {
+        std::array::from_fn(|slot| self.at_peak[slot].load(Ordering::Relaxed))
+    }
+
     /// Lets peaks begin again at what is in use now.
     pub fn restart_peaks(&self) {
         for (peak, current) in self.peak.iter().zip(&self.current) {
             peak.store(current.load(Ordering::Relaxed), Ordering::Relaxed);
         }
         self.peak_total.store(self.total.load(Ordering::Relaxed), Ordering::Relaxed);
+        self.peak_own.store(self.own().current, Ordering::Relaxed);
+        self.keep_as_peak();
     }
 
     /// What each category holds now, in the order of [`Category::ALL`].
@@ -137,7 +190,13 @@ mod tests {
         counter.take(Category::Gradients, 1).unwrap();
         assert_eq!(counter.usage(Category::Activations), MemoryUsage { current: 3, peak: 15 });
         assert_eq!(counter.total(), MemoryUsage { current: 4, peak: 15 });
+        assert_eq!(counter.at_peak()[Category::Activations as usize], 15);
+        counter.take_mapped(Category::Communication, 20).unwrap();
+        assert_eq!((counter.total().peak, counter.own()), (24, MemoryUsage { current: 4, peak: 15 }));
+        assert_eq!(counter.at_peak()[Category::Activations as usize], 3);
+        counter.give_mapped(Category::Communication, 20);
         counter.restart_peaks();
+        assert_eq!(counter.own(), MemoryUsage { current: 4, peak: 4 });
         assert_eq!(counter.usage(Category::Activations).peak, 3);
         assert_eq!(counter.total().peak, 4);
     }

@@ -4,18 +4,19 @@ mod communication;
 mod limits;
 
 use super::setup::{Layout, memory_setup};
-use trireme_base::Category;
-use trireme_comm::{Compression, Group};
+use trireme_base::{Category, Rank};
+use trireme_comm::{Compression, Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{
     AdamWSettings, LossScaling, MuonScale, MuonSettings, Optimizer, OptimizerKind, OptimizerOptions,
     ParameterGroup, StateDType,
 };
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, ParallelError, RankGrid,
-    StepPlan, ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
+    ParallelError, RankGrid, StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_planner::{Prediction, predict};
+use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
 use trireme_schedule::{Chain, Keep, Outline, Program, StateClass, ZeroStage, single};
@@ -171,10 +172,7 @@ impl Case {
         let chain = chain(model.table(), &rehearsal);
         let program = self.program(&chain, rank * self.pipeline_degree() / hosts.len());
         let (of_model, at) = ((&model, &rehearsal), (layout, &program.outline));
-        let mut setup =
-            memory_setup(of_model, &device, &self.options, &self.optimizer, self.places, at).unwrap();
-        // Transfers take memory that is not counted.
-        (setup.disk_chunk_bytes, setup.disk_write_bytes) = (1, 0);
+        let setup = memory_setup(of_model, &device, &self.options, &self.optimizer, self.places, at).unwrap();
         (predict(&setup, &program), program)
     }
 
@@ -193,15 +191,15 @@ impl Case {
         DeviceOptions { num_threads: NUM_THREADS, budget, ..DeviceOptions::default() }
     }
 
-    /// Takes a few steps on a device.
-    fn run(
+    /// What runs the program of a rank.
+    fn executor(
         &self,
-        model: &dyn Subject,
+        subject: &dyn Subject,
         group: Group,
         device: &Device,
         host: &Device,
-    ) -> Result<(), ParallelError> {
-        let (subject, model) = (model, model.build(self.shape, device)?);
+    ) -> Result<Executor, ParallelError> {
+        let model = subject.build(self.shape, device)?;
         let rehearsal = self.rehearsal(subject);
         let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
@@ -219,9 +217,20 @@ impl Case {
         let optimizer = make(&self.optimizer, model.table(), &parts, optimizer_device)?;
         let (options, offload) = (self.options, &offload);
         let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
-        let mut executor = Executor::new(setup)?;
+        Executor::new(setup)
+    }
+
+    /// Takes a few steps on a device.
+    fn run(
+        &self,
+        subject: &dyn Subject,
+        group: Group,
+        device: &Device,
+        host: &Device,
+    ) -> Result<(), ParallelError> {
+        let mut executor = self.executor(subject, group, device, host)?;
         executor.initialize(1)?;
-        for step in 1..=3 {
+        for step in 1..=4 {
             let batch = |index| subject.batch(device, self.shape, step, index);
             let Outline { num_microbatches, .. } = executor.program().outline;
             let batches: Vec<Batch> = (0..num_microbatches).map(batch).collect();
@@ -230,6 +239,14 @@ impl Case {
             executor.run_steps(&plans, &mut batches.into_iter(), &mut Vec::new())?;
         }
         Ok(())
+    }
+
+    /// What a rank takes, found without computing.
+    fn dry_run(&self, subject: &dyn Subject, hosts: &[usize], rank: usize) -> MemoryUse {
+        let device = Device::counting(self.device_options(None)).unwrap();
+        let host = device.host().unwrap();
+        let group = Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc).unwrap();
+        self.executor(subject, group, &device, &host).unwrap().dry_run().unwrap()
     }
 
     /// Holds what a few steps take against what was predicted.
@@ -247,6 +264,12 @@ impl Case {
             let device = Device::cpu(self.device_options(None)).unwrap();
             let host = device.host().unwrap();
             self.run(model, group, &device, &host).unwrap();
+            let dry = self.dry_run(model, hosts, rank);
+            let found = Category::ALL.map(|category| device.memory().usage(category).peak);
+            assert_eq!(dry.peaks, found, "rank {rank} of {self:?}");
+            let found = (device.memory().total().peak, host.memory().total().peak);
+            let dry = (dry.at_peak.iter().sum::<usize>(), dry.host);
+            assert_eq!(dry, found, "rank {rank} of {self:?}");
             let (predicted, program) = self.predict(model, hosts, rank);
             for category in Category::ALL {
                 let found = (category, predicted.peaks.get(category));

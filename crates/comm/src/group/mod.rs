@@ -156,7 +156,7 @@ impl Group {
     }
 
     /// Whether the world of this group is not [there](Group::dry).
-    pub(crate) fn is_dry(&self) -> bool {
+    pub fn is_dry(&self) -> bool {
         self.arena.as_ref().is_some_and(|arena| arena.is_dry())
     }
 

@@ -11,7 +11,7 @@ use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_model::{Bundle, TensorSpec};
 use trireme_schedule::{Action, Message, MessageKind};
-use trireme_tensor::{Category, Device, ParameterSource, Tensor, ViewMut};
+use trireme_tensor::{Category, Device, ParameterSource, Tensor, View, ViewMut};
 
 /// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
 const SENDS_MAX: usize = 2;
@@ -47,6 +47,7 @@ impl Messages {
         &mut self,
         tensors: Bundle<Tensor>,
         to: usize,
+        device: &Device,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         self.make_room(waiting)?;
@@ -55,7 +56,7 @@ impl Messages {
         for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
             let (own, rest) = words.split_at_mut(spec.num_words());
             let bytes = tensor.bytes();
-            bytemuck::cast_slice_mut(own)[..bytes.len()].copy_from_slice(bytes);
+            device.copy_bytes(bytes, &mut bytemuck::cast_slice_mut(own)[..bytes.len()]);
             words = rest;
         }
         self.sent.push_back(self.group.send(buffer, Rank(to)));
@@ -119,7 +120,7 @@ impl Messages {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
             let (own, rest) = words.split_at(spec.num_words());
             let bytes = tensor.bytes_mut();
-            bytes.copy_from_slice(&bytemuck::cast_slice(own)[..bytes.len()]);
+            device.copy_bytes(&bytemuck::cast_slice(own)[..bytes.len()], bytes);
             tensors.push(spec.name, tensor);
             words = rest;
         }
@@ -132,11 +133,13 @@ impl Executor {
     /// Starts to send a message of a step.
     pub(super) fn send_message(&mut self, message: Message) -> Result<(), ParallelError> {
         let Message { kind, unit, microbatch } = message;
-        let Executor { program, in_flight, messages, gradients, waiting, .. } = self;
+        let Executor { program, device, in_flight, messages, gradients, waiting, .. } = self;
         let peer = program.outline.peer(Action::Send(message)).expect("it is for a rank of the pipeline");
         match kind {
-            MessageKind::Activation => messages.send(in_flight.take_activation(microbatch), peer, waiting),
-            MessageKind::Gradient => messages.send(in_flight.take_grad(microbatch), peer, waiting),
+            MessageKind::Activation => {
+                messages.send(in_flight.take_activation(microbatch), peer, device, waiting)
+            }
+            MessageKind::Gradient => messages.send(in_flight.take_grad(microbatch), peer, device, waiting),
             MessageKind::TiedGradient => {
                 let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
                 messages.send_buffer(part, peer, waiting)
@@ -174,10 +177,11 @@ impl Executor {
 
     /// Receives the parameters of which this rank has a copy.
     fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
-        let Executor { messages, parameters, waiting, .. } = self;
+        let Executor { messages, parameters, device, waiting, .. } = self;
         let work = messages.receive(parameters.copy_mut().len(), from)?;
         let buffer = waiting.wait(work)?;
-        parameters.copy_mut().copy_from_slice(&buffer);
+        let shape = [buffer.len()].into();
+        device.copy(View::from_f32s(&buffer, shape), ViewMut::from_f32s(parameters.copy_mut(), shape));
         messages.pool.give(buffer);
         Ok(())
     }
@@ -238,7 +242,7 @@ impl Executor {
         match action {
             Action::Send(_) => {
                 let made = activation.take().expect("the unit has run");
-                self.messages.send(made, peer, &mut waiting)
+                self.messages.send(made, peer, &self.device, &mut waiting)
             }
             Action::Receive(message) => {
                 let full = self.rehearsal.num_samples();

@@ -1,6 +1,7 @@
 //! Runs step programs.
 
 mod asynchronous;
+mod dry;
 mod finishing;
 mod loading;
 mod means;
@@ -22,6 +23,7 @@ use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use asynchronous::Updates;
+pub use dry::MemoryUse;
 use means::{Means, global_microbatch};
 use messages::Messages;
 use passes::InFlight;
@@ -151,7 +153,7 @@ impl Executor {
             messages,
             offload: offload.clone(),
             optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
-            offloaded: Offloaded::new(offload, &program),
+            offloaded: Offloaded::new(offload, &program)?,
             changed: vec![true; outline.chain.num_units],
             is_squared: vec![false; outline.chain.num_units],
             timeline: Timeline::new(program.actions.len()),
@@ -301,7 +303,7 @@ impl Executor {
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome, ParallelError> {
         let mut finished = None;
-        self.run_program(&[plan], batches, &mut finished)?;
+        self.run_program(&[plan], batches, &mut finished, &mut |_| ())?;
         if let Some((outcome, _)) = finished {
             return Ok(outcome);
         }
@@ -325,9 +327,20 @@ impl Executor {
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
         outcomes: &mut Vec<StepOutcome>,
     ) -> Result<(), ParallelError> {
+        self.run_observed(plans, batches, outcomes, &mut |_| ())
+    }
+
+    /// As [`run_steps`](Executor::run_steps); `see` is told the index of each action that has ended.
+    fn run_observed(
+        &mut self,
+        plans: &[StepPlan],
+        batches: &mut dyn ExactSizeIterator<Item = Batch>,
+        outcomes: &mut Vec<StepOutcome>,
+        see: &mut dyn FnMut(usize),
+    ) -> Result<(), ParallelError> {
         assert_eq!(plans.len(), self.program.outline.num_steps(), "each step has its plan");
         let mut finished = None;
-        self.run_program(plans, batches, &mut finished)?;
+        self.run_program(plans, batches, &mut finished, see)?;
         match finished {
             Some((outcome, _)) => outcomes.push(outcome),
             None => self.finish_steps(plans, outcomes)?,
@@ -340,6 +353,7 @@ impl Executor {
         plans: &[StepPlan],
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
         finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
+        see: &mut dyn FnMut(usize),
     ) -> Result<(), ParallelError> {
         let expected = self.program.outline.num_microbatches;
         if batches.len() < expected {
@@ -359,6 +373,7 @@ impl Executor {
             self.act(action, plans, finished)
                 .map_err(|error| error.at(format_args!("step {step}, line {line} ({})", action.words())))?;
             self.timeline.end();
+            see(index);
         }
         self.ranks.set_line(format_args!(""));
         Ok(())

@@ -170,7 +170,9 @@ impl Executor {
             for unit in self.program.outline.held().collect::<Vec<_>>() {
                 self.release(class, unit);
                 self.retake(class, unit)?;
-                self.with_memory(of_unit(class, unit), |part| part.bytes_mut().fill(0));
+                if !self.device.is_counting() {
+                    self.with_memory(of_unit(class, unit), |part| part.bytes_mut().fill(0));
+                }
                 self.send_state(class, unit, true)?;
             }
         }

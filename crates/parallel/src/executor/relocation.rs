@@ -91,7 +91,7 @@ impl Executor {
                 self.release(CLASS, unit);
             }
         }
-        let mut was = std::mem::replace(&mut self.offloaded, Offloaded::new(&self.offload, &self.program));
+        let mut was = std::mem::replace(&mut self.offloaded, Offloaded::new(&self.offload, &self.program)?);
         self.expect_moves();
         for (unit, part) in parts.into_iter().enumerate() {
             self.move_unit(unit, part, before, &mut was)?;

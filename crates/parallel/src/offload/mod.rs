@@ -106,12 +106,16 @@ pub(crate) struct Offloaded {
 
 impl Offloaded {
     /// Stores for the classes that a program moves, for which nothing was evicted yet.
-    pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Self {
+    pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Result<Self, ParallelError> {
         let (num_units, num_microbatches) =
             (program.outline.chain.num_units, program.outline.num_microbatches);
         let moves = |class: &StateClass| program.outline.offloaded.contains(class);
-        let stores = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
-        let stores = stores.map(|class| moves(&class).then(|| Store::new(class, options, num_units)));
+        let mut stores = [const { None }; 3];
+        for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
+            if moves(&class) {
+                stores[class as usize] = Some(Store::new(class, options, num_units)?);
+            }
+        }
         let mut keeps = vec![Keep::All; num_units];
         for action in &program.actions {
             if let Action::Forward { unit, keep, .. } = *action {
@@ -119,11 +123,11 @@ impl Offloaded {
             }
         }
         let class = StateClass::Activations;
-        let activations = Keep::ALL.map(|keep| {
-            let is_kept = moves(&class) && keeps.contains(&keep);
-            is_kept.then(|| Store::new(class, options, num_units * num_microbatches))
-        });
-        Offloaded { num_microbatches, stores, activations, keeps, earlier_disk_bytes: [0, 0] }
+        let mut activations = [const { None }; Keep::ALL.len()];
+        for keep in Keep::ALL.into_iter().filter(|keep| moves(&class) && keeps.contains(keep)) {
+            activations[keep as usize] = Some(Store::new(class, options, num_units * num_microbatches)?);
+        }
+        Ok(Offloaded { num_microbatches, stores, activations, keeps, earlier_disk_bytes: [0, 0] })
     }
 
     /// Counts the transfers of other stores, which these take the place of, as earlier ones.

@@ -1,4 +1,5 @@
 use super::{Memory, OffloadOptions};
+use crate::counted::Counted;
 use crate::error::ParallelError;
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -42,6 +43,10 @@ enum Block {
 /// Blocks in a file, cut into chunks: a block that leaves is written while the rest of it is copied, and one that comes back is
 /// copied while the rest of it is read. So transfers take the memory of some chunks, whatever the size of blocks.
 struct Disk {
+    /// If it only counts, there is no file.
+    host: Device,
+    /// Chunks on their way, in the host's memory.
+    counted: Counted,
     folder: PathBuf,
     options: SwapOptions,
     num_bytes: Vec<usize>,
@@ -55,8 +60,13 @@ struct Disk {
 }
 
 impl Disk {
-    fn new(options: &OffloadOptions, num_blocks: usize) -> Self {
-        Disk {
+    /// Counts what writes take at most.
+    fn new(options: &OffloadOptions, num_blocks: usize) -> Result<Self, ParallelError> {
+        let counted = Counted::new(&options.host);
+        counted.take(Category::Communication, OffloadOptions::DISK_WRITE_BYTES)?;
+        Ok(Disk {
+            host: options.host.clone(),
+            counted,
             folder: options.folder.clone(),
             options: options.swap.clone(),
             num_bytes: vec![0; num_blocks],
@@ -64,7 +74,12 @@ impl Disk {
             first_chunks: Vec::new(),
             writes: VecDeque::with_capacity(WRITES_MAX + 1),
             reads: (0..num_blocks).map(|_| VecDeque::new()).collect(),
-        }
+        })
+    }
+
+    /// Bytes of the chunks of a block that is read.
+    fn read_bytes(&self, block: usize) -> usize {
+        self.num_bytes[block].next_multiple_of(CHUNK_BYTES)
     }
 
     /// Makes the file.
@@ -81,10 +96,14 @@ impl Disk {
 
     /// Copies a block away, chunk by chunk, and starts to write it; its memory is given back.
     fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+        assert_eq!(num_bytes(memory), self.num_bytes[block], "block {block} is as long as was expected");
+        if self.host.is_counting() {
+            memory(&mut |part| part.release());
+            return Ok(());
+        }
         if self.file.is_none() {
             self.create()?;
         }
-        assert_eq!(num_bytes(memory), self.num_bytes[block], "block {block} is as long as was expected");
         let Disk { file, first_chunks, writes, num_bytes, .. } = self;
         let file = file.as_ref().expect("it was made above");
         let mut chunk = first_chunks[block];
@@ -124,6 +143,10 @@ impl Disk {
 
     /// Starts to read a block.
     fn read(&mut self, block: usize) -> Result<(), ParallelError> {
+        self.counted.take(Category::Communication, self.read_bytes(block))?;
+        if self.host.is_counting() {
+            return Ok(());
+        }
         let file = self.file.as_ref().expect("a block is read after it was written");
         let num_chunks = self.num_bytes[block].div_ceil(CHUNK_BYTES);
         let first = self.first_chunks[block];
@@ -135,6 +158,15 @@ impl Disk {
 
     /// Takes all of `memory` again, and copies a block there, chunk by chunk as they come.
     fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
+        let finished = match self.host.is_counting() {
+            true => restore(memory),
+            false => self.copy_read(block, memory),
+        };
+        self.counted.give(Category::Communication, self.read_bytes(block));
+        finished
+    }
+
+    fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
         let reads = &mut self.reads[block];
         let (mut open, mut taken) = (None::<AlignedBuffer>, 0);
         let mut copy = |mut bytes: &mut [u8]| -> Result<(), ParallelError> {
@@ -179,18 +211,29 @@ fn num_bytes(memory: Memory<'_>) -> usize {
     sum
 }
 
+/// Takes all of `memory` again, with unspecified contents.
+fn restore(memory: Memory<'_>) -> Result<(), ParallelError> {
+    let mut refused = Ok(());
+    memory(&mut |part| {
+        if refused.is_ok() {
+            refused = part.restore();
+        }
+    });
+    refused
+}
+
 /// Copies all of `memory` and gives it back.
-fn copy_out(memory: Memory<'_>, mut target: &mut [u8]) {
+fn copy_out(host: &Device, memory: Memory<'_>, mut target: &mut [u8]) {
     memory(&mut |part| {
         let (own, rest) = std::mem::take(&mut target).split_at_mut(part.num_bytes());
-        own.copy_from_slice(part.bytes());
+        host.copy_bytes(part.bytes(), own);
         part.release();
         target = rest;
     });
 }
 
 /// Takes all of `memory` again, and copies it back.
-fn copy_in(memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
+fn copy_in(host: &Device, memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
     let mut refused = Ok(());
     memory(&mut |part| {
         let (own, rest) = source.split_at(part.num_bytes());
@@ -198,7 +241,7 @@ fn copy_in(memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
         if refused.is_ok() {
             refused = part.restore();
             if refused.is_ok() {
-                part.bytes_mut().copy_from_slice(own);
+                host.copy_bytes(own, part.bytes_mut());
             }
         }
     });
@@ -206,7 +249,11 @@ fn copy_in(memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
 }
 
 impl Store {
-    pub(crate) fn new(class: StateClass, options: &OffloadOptions, num_blocks: usize) -> Self {
+    pub(crate) fn new(
+        class: StateClass,
+        options: &OffloadOptions,
+        num_blocks: usize,
+    ) -> Result<Self, ParallelError> {
         let category = match class {
             StateClass::Optimizer => Category::Optimizer,
             StateClass::Parameters => Category::Parameters,
@@ -215,9 +262,9 @@ impl Store {
         };
         let place = match options.places.tier(class) {
             Tier::Device | Tier::Host => Place::Host { host: options.host.clone(), category },
-            Tier::Disk => Place::Disk(Box::new(Disk::new(options, num_blocks))),
+            Tier::Disk => Place::Disk(Box::new(Disk::new(options, num_blocks)?)),
         };
-        Store { place, blocks: (0..num_blocks).map(|_| Block::default()).collect() }
+        Ok(Store { place, blocks: (0..num_blocks).map(|_| Block::default()).collect() })
     }
 
     /// Says how many bytes a block has.
@@ -237,7 +284,7 @@ impl Store {
         *state = match (&mut self.place, std::mem::take(state)) {
             (Place::Host { host, category }, _) => {
                 let mut copy = host.empty([num_bytes(memory)].into(), DType::U8, *category)?;
-                copy_out(memory, copy.bytes_mut());
+                copy_out(host, memory, copy.bytes_mut());
                 Block::InMemory(copy)
             }
             (Place::Disk(_), Block::Copied) if !has_changed => {
@@ -268,8 +315,8 @@ impl Store {
                 disk.finish_read(block, memory)?;
                 Block::Copied
             }
-            (_, Block::InMemory(copy)) => {
-                copy_in(memory, copy.bytes())?;
+            (Place::Host { host, .. }, Block::InMemory(copy)) => {
+                copy_in(host, memory, copy.bytes())?;
                 Block::Here
             }
             (_, here) => here,

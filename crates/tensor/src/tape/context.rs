@@ -111,7 +111,8 @@ impl OperationContext<'_> {
     /// that over `num_rows` rows: for a loss as many in every pass over a microbatch of the same size, because its gradient is a
     /// mean over them; for a metric as many as there are.
     pub fn add_loss(&mut self, sum: f64, num_rows: usize) {
-        let sum = f64::from(self.loss_weight) * sum;
+        // What was not computed may be anything.
+        let sum = if self.tape.device.is_counting() { 0.0 } else { f64::from(self.loss_weight) * sum };
         match &mut self.tape.loss {
             Some(loss) => loss.sum += sum * (loss.num_rows as f64 / num_rows as f64),
             loss @ None => *loss = Some(RowMean { sum, num_rows }),

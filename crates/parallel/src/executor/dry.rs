@@ -1,0 +1,71 @@
+//! What a rank takes, found by going through its program without computing.
+
+use super::Executor;
+use crate::error::ParallelError;
+use crate::step::{GradNorm, StepPlan};
+use trireme_base::Category;
+use trireme_model::{Batch, TensorSpec, empty_batch};
+
+/// Steps that are gone through at least: what the first takes for later ones is there in the second.
+const NUM_STEPS_MIN: usize = 2;
+
+/// The number of a step late in a run, when optimizers may exchange something else than in the first ones.
+const LATE: u64 = 1 << 40;
+
+/// What a rank holds at most while it repeats its program, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct MemoryUse {
+    /// Each category, whenever that is, in the order of [`Category::ALL`].
+    pub peaks: [usize; Category::ALL.len()],
+    /// Each category when the total is at its peak.
+    pub at_peak: [usize; Category::ALL.len()],
+    /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
+    pub line: usize,
+    /// The host's memory for state that lives there or passes through it.
+    pub host: usize,
+    /// All categories, without memory of other ranks that this one maps.
+    pub own: usize,
+    /// The same between steps.
+    pub own_between_steps: usize,
+}
+
+impl Executor {
+    /// Goes through some steps to find what they take. The executor is one of a [dry](trireme_comm::Group::dry) world, on devices that
+    /// only count.
+    ///
+    /// Cost: some microseconds for each operation of each microbatch.
+    ///
+    /// # Errors
+    /// What devices refuse.
+    pub fn dry_run(mut self) -> Result<MemoryUse, ParallelError> {
+        assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
+        let memory = self.device.clone();
+        let memory = memory.memory();
+        let (mut line, mut peak) = (1, memory.total().peak);
+        let specs: Vec<TensorSpec> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
+        let num_microbatches = self.program.outline.num_microbatches;
+        let num_steps = self.gradients.num_kinds().max(NUM_STEPS_MIN) as u64;
+        for step in (1..=num_steps).chain([LATE]) {
+            let batches = (0..num_microbatches).map(|_| empty_batch(&self.device, &specs));
+            let batches: Vec<Batch> = batches.collect::<Result<_, _>>()?;
+            let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure };
+            let plans = vec![plan; self.program.outline.num_steps()];
+            let mut see = |index: usize| {
+                let total = memory.total().peak;
+                if total > peak {
+                    // As in the program's text, which begins with a line of sizes.
+                    (line, peak) = (index + 2, total);
+                }
+            };
+            self.run_observed(&plans, &mut batches.into_iter(), &mut Vec::new(), &mut see)?;
+        }
+        Ok(MemoryUse {
+            peaks: Category::ALL.map(|category| memory.usage(category).peak),
+            at_peak: memory.at_peak(),
+            line,
+            host: self.host().memory().total().peak,
+            own: memory.own().peak,
+            own_between_steps: memory.own().current,
+        })
+    }
+}
