@@ -44,7 +44,7 @@ pub use run_lock::RunLock;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
-    executor_options, local_threads, model_config, proven_programs, share_of_cores, step_programs,
+    dry_run, executor_options, local_threads, model_config, proven_programs, share_of_cores, step_programs,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Samples, Task, TaskFile};

@@ -20,8 +20,8 @@ use trireme_comm::Group;
 use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
-    SwapOptions, ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, MemoryUse, OffloadOptions, ParallelError,
+    RankGrid, SwapOptions, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
 use trireme_schedule::{Chain, Program, StateClass, ZeroStage, validate_pipeline};
@@ -201,12 +201,47 @@ pub(crate) fn build_executor(
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
-    let training = config.training();
+    let programs = proven_programs(config, &chain(model.table(), &rehearsal), choices)?;
+    let mut executor = new_executor(config, (model, rehearsal), (programs, choices), group, device)?;
+    match &config.model().init_from {
+        None => executor.initialize(config.training().seed)?,
+        Some(folder) => {
+            let stored = WeightsSource::open(folder)?.weights();
+            agree(&Facts::of_weights(&stored)?, executor.group())?;
+            let weights = checked_weights(&stored, executor.model())?;
+            executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
+        }
+    }
+    Ok(executor)
+}
+
+/// What a rank of a [dry](Group::dry) world takes while it trains by these choices, which make `programs` for the ranks of its
+/// pipeline. `device` is the model's, and only counts.
+///
+/// # Errors
+/// What devices refuse.
+pub fn dry_run(
+    config: &Config,
+    of_model: (Model, Rehearsal),
+    choices: (Vec<Program>, &StepChoices),
+    group: Group,
+    device: &Device,
+) -> Result<MemoryUse, TrainError> {
+    Ok(new_executor(config, of_model, choices, group, device)?.dry_run()?)
+}
+
+/// What runs the step of one rank, with weights of zeros. Collective.
+fn new_executor(
+    config: &Config,
+    (model, rehearsal): (Model, Rehearsal),
+    (mut programs, choices): (Vec<Program>, &StepChoices),
+    group: Group,
+    device: &Device,
+) -> Result<Executor, TrainError> {
     let pipeline_degree = config.parallelism().pipeline_parallel_degree;
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
-    let programs = proven_programs(config, &chain(model.table(), &rehearsal), choices)?;
-    let program = { programs }.swap_remove(ranks.pipeline().rank().0);
+    let program = programs.swap_remove(ranks.pipeline().rank().0);
     let moves = offload_options(config, choices.places, device)?;
     let optimizer_device = moves.device_of(StateClass::Optimizer, device);
     let parts = ranks.parts(model.table(), &program.outline);
@@ -216,17 +251,7 @@ pub(crate) fn build_executor(
     let options = executor_options(config);
     let offload = &moves;
     let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
-    let mut executor = Executor::new(setup)?;
-    match &config.model().init_from {
-        None => executor.initialize(training.seed)?,
-        Some(folder) => {
-            let stored = WeightsSource::open(folder)?.weights();
-            agree(&Facts::of_weights(&stored)?, executor.group())?;
-            let weights = checked_weights(&stored, executor.model())?;
-            executor.load_parameters(read_held(&weights, config.model().allow_non_finite))?;
-        }
-    }
-    Ok(executor)
+    Ok(Executor::new(setup)?)
 }
 
 /// How the config wants steps to be run.
@@ -299,7 +324,7 @@ fn offload_options(config: &Config, places: Offload, device: &Device) -> Result<
     let is_away = |&class: &StateClass| places.tier(class) != Tier::Device;
     let host = if StateClass::ALL.iter().any(is_away) { device.host()? } else { device.clone() };
     let run_folder = config.run_folder();
-    if offload.folder == run_folder {
+    if offload.folder == run_folder && !device.is_counting() {
         // The first rank makes it, but the others need not have seen that.
         std::fs::create_dir_all(&run_folder)
             .map_err(|source| TrainError::RunFolder { path: run_folder.clone(), source })?;

@@ -21,19 +21,20 @@ use choices::Planning;
 use setup::{Layout, memory_setup};
 use std::fmt;
 use std::path::Path;
-use trireme_base::{Bytes, Category, UnitPasses};
-use trireme_comm::{Group, TransportKind};
+use trireme_base::{Bytes, Category, Rank, UnitPasses};
+use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, TensorSpec, token_specs};
-use trireme_parallel::chain;
-use trireme_planner::{CategoryBytes, MemoryBounds, MemorySetup, Prediction, predict};
+use trireme_parallel::{MemoryUse, chain};
+use trireme_planner::{CategoryBytes, MemoryBounds, Prediction};
 use trireme_schedule::Program;
+use trireme_schedule::collective::Hosts;
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    MemoryPlan, StepChoices, Task, TrainError, device_options, executor_options, local_threads, model_config,
-    optimizer_options, proven_programs, step_programs,
+    MemoryPlan, StepChoices, Task, TrainError, device_options, dry_run, executor_options, local_threads,
+    model_config, optimizer_options, proven_programs, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -144,6 +145,17 @@ impl<'a> Workers<'a> {
             num_sharing,
             limit,
         }
+    }
+
+    /// This worker's end of a world that is not there. Neighbours share a host, as launchers number them.
+    fn dry_group(&self) -> Result<Group, CommError> {
+        let hosts: Vec<usize> = (0..self.world_size).map(|rank| rank / self.local_world_size).collect();
+        let transport = match (self.num_sharing > 1, self.shares_memory) {
+            (true, true) => TransportKind::Shm,
+            (true, false) => TransportKind::ShmAndTcp,
+            (false, _) => TransportKind::Tcp,
+        };
+        Group::dry(Rank(self.rank), Hosts::new(&hosts), transport)
     }
 
     /// For each place of the pipeline a worker, one of this host if there is any, and how many of them this host has there.
@@ -264,8 +276,13 @@ impl Plan {
         let planning = Planning { config, chain: &chain, setup: &setup, bounds, rank };
         let (choices, mut reasons) = if is_open { planning.choose(given) } else { (given, Vec::new()) };
         reasons.extend(limits::budget_notice(config, workers, bounds));
-        let program = step_programs(config, &chain, &choices)?.swap_remove(rank);
-        let prediction = predict(&MemorySetup { places: choices.places, ..setup }, &program);
+        let programs = step_programs(config, &chain, &choices)?;
+        let program = programs[rank].clone();
+        let device = Device::counting(device_options_without_budget(config, workers))?;
+        let model = blueprint.build(&device).map_err(TrainError::from)?;
+        let of_model = (model.clone(), rehearsal);
+        let found = dry_run(config, of_model, (programs, &choices), workers.dry_group()?, &device)?;
+        let prediction = prediction(&found);
         let (rank, limit) = (workers.rank, workers.limit.clone());
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
     }
@@ -289,6 +306,17 @@ impl Plan {
             },
             comment: self.reasons.iter().cloned().chain([predicted]).collect::<Vec<_>>().join("\n"),
         }
+    }
+}
+
+fn prediction(found: &MemoryUse) -> Prediction {
+    Prediction {
+        peaks: CategoryBytes::new(found.peaks),
+        at_peak: CategoryBytes::new(found.at_peak),
+        line: found.line,
+        host: found.host,
+        own: found.own,
+        own_between_steps: found.own_between_steps,
     }
 }
 

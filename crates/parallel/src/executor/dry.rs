@@ -5,6 +5,8 @@ use crate::error::ParallelError;
 use crate::step::{GradNorm, StepPlan};
 use trireme_base::Category;
 use trireme_model::{Batch, TensorSpec, empty_batch};
+use trireme_schedule::StateClass;
+use trireme_schedule::lowering::Tier;
 
 /// Steps that are gone through at least: what the first takes for later ones is there in the second.
 const NUM_STEPS_MIN: usize = 2;
@@ -39,6 +41,7 @@ impl Executor {
     /// What devices refuse.
     pub fn dry_run(mut self) -> Result<MemoryUse, ParallelError> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
+        let is_away = StateClass::ALL.iter().any(|&class| self.offload.places.tier(class) != Tier::Device);
         let memory = self.device.clone();
         let memory = memory.memory();
         let (mut line, mut peak) = (1, memory.total().peak);
@@ -63,7 +66,7 @@ impl Executor {
             peaks: Category::ALL.map(|category| memory.usage(category).peak),
             at_peak: memory.at_peak(),
             line,
-            host: self.host().memory().total().peak,
+            host: if is_away { self.host().memory().total().peak } else { 0 },
             own: memory.own().peak,
             own_between_steps: memory.own().current,
         })
