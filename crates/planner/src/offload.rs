@@ -1,8 +1,6 @@
 //! What state leaves the device so that a step fits into a given memory.
 
-use crate::memory::{kept, state_bytes};
-use crate::predict;
-use crate::setup::MemorySetup;
+use crate::sizes::{StateSizes, kept};
 use crate::usage::Prediction;
 use std::collections::{BTreeMap, BTreeSet};
 use trireme_schedule::lowering::{Offload, Tier};
@@ -75,30 +73,40 @@ pub struct Placing {
     pub prediction: Prediction,
 }
 
-/// The places of the classes in `open` with which `program` takes no more than `bounds`, as [`predict`](crate::predict)
-/// counts, and moves least; `program` makes the program of a choice. Where `setup` has other classes, they stay.
+/// The places of the classes in `open` with which a step takes no more than `bounds`, and moves least; `program` makes the program of a
+/// choice, and `run` finds what that takes. The other classes stay where `given` has them.
 ///
 /// Which state is idle for how long follows from the program: of activations the first blocks' are, for theirs are kept
 /// first and used last, so as many blocks as are needed leave, from the first on (Huang et al., "SwapAdvisor", 2020, swaps by
 /// the same lifetimes, found by search); parameters, gradients and the optimizer's state are idle through all passes of other units,
-/// and leave as classes. All combinations of places are looked at. Cost: at most 81 programs, times the logarithm of the blocks.
+/// and leave as classes. Combinations of places are tried in the order of what they move at least, until the rest moves more
+/// than one that fits. Cost: at most 81 runs, times the logarithm of the blocks.
 /// If nothing fits, the places that pass their bounds least.
-pub fn fit_places(
-    setup: &MemorySetup,
-    open: &[StateClass],
+///
+/// # Errors
+/// Those of `run`.
+pub fn fit_places<E>(
+    sizes: &StateSizes,
+    (given, open): (Offload, &[StateClass]),
     bounds: MemoryBounds,
     program: impl Fn(Offload) -> Program,
-) -> Placing {
-    let search = Search { setup, bounds, program: &program };
-    let stays = search.placing(setup.places);
+    run: impl Fn(Offload) -> Result<Prediction, E>,
+) -> Result<Placing, E> {
+    let search = Search { sizes, bounds, open, program: &program, run: &run };
+    let stays = search.placing(given)?;
     if bounds.hold(&stays.prediction) {
-        return stays;
+        return Ok(stays);
     }
-    let outline = program(setup.places).outline;
+    let outline = program(given).outline;
+    let mut all = combinations(given, open, &outline);
+    all.sort_by_cached_key(|&places| search.cost_min(places));
     let mut best: Option<Placing> = None;
     let mut smallest = stays;
-    for places in combinations(setup.places, open, &outline) {
-        let found = search.with_fewest_blocks(places, open);
+    for places in all {
+        if best.as_ref().is_some_and(|best| best.traffic.cost() <= search.cost_min(places)) {
+            break;
+        }
+        let found = search.with_fewest_blocks(places)?;
         let is_cheaper = |best: &Placing| found.traffic.cost() < best.traffic.cost();
         if bounds.hold(&found.prediction) && best.as_ref().is_none_or(is_cheaper) {
             best = Some(found);
@@ -106,7 +114,7 @@ pub fn fit_places(
         let rank = |placing: &Placing| (bounds.excess(&placing.prediction), placing.prediction.total());
         smallest = if rank(&found) < rank(&smallest) { found } else { smallest };
     }
-    best.unwrap_or(smallest)
+    Ok(best.unwrap_or(smallest))
 }
 
 /// Every choice for the open classes that the layout allows.
@@ -134,55 +142,68 @@ fn is_possible(class: StateClass, tier: Tier, outline: &Outline) -> bool {
     tier == Tier::Device || outline.zero_stage >= stage_min && !(is_summed && tier == Tier::Disk)
 }
 
-struct Search<'a, P> {
-    setup: &'a MemorySetup,
+struct Search<'a, P, R> {
+    sizes: &'a StateSizes,
     bounds: MemoryBounds,
+    open: &'a [StateClass],
     program: &'a P,
+    run: &'a R,
 }
 
-impl<P: Fn(Offload) -> Program> Search<'_, P> {
-    fn placing(&self, places: Offload) -> Placing {
-        let setup = MemorySetup { places, ..self.setup.clone() };
-        let program = (self.program)(places);
-        Placing { places, traffic: traffic(&setup, &program), prediction: predict(&setup, &program) }
+impl<E, P: Fn(Offload) -> Program, R: Fn(Offload) -> Result<Prediction, E>> Search<'_, P, R> {
+    fn placing(&self, places: Offload) -> Result<Placing, E> {
+        Ok(Placing { places, traffic: self.traffic(places), prediction: (self.run)(places)? })
+    }
+
+    fn traffic(&self, places: Offload) -> Traffic {
+        traffic(self.sizes, places, &(self.program)(places))
+    }
+
+    /// Whether it is open of how many blocks the activations leave.
+    fn has_open_blocks(&self, places: Offload) -> bool {
+        self.open.contains(&StateClass::Activations) && places.activations != Tier::Device
+    }
+
+    /// What a step moves at least with these places, of however many blocks the activations leave.
+    fn cost_min(&self, places: Offload) -> u64 {
+        let num_units = if self.has_open_blocks(places) { 1 } else { places.num_units };
+        self.traffic(Offload { num_units, ..places }).cost()
     }
 
     /// These places, with the activations of no more blocks away than it takes to fit; or of all, if that does not suffice.
-    fn with_fewest_blocks(&self, places: Offload, open: &[StateClass]) -> Placing {
-        let all = self.placing(places);
-        let is_open = open.contains(&StateClass::Activations) && places.activations != Tier::Device;
+    fn with_fewest_blocks(&self, places: Offload) -> Result<Placing, E> {
+        let all = self.placing(places)?;
         let fits = |placing: &Placing| self.bounds.device_excess(&placing.prediction) == 0;
-        if !is_open || !fits(&all) {
-            return all;
+        if !self.has_open_blocks(places) || !fits(&all) {
+            return Ok(all);
         }
         // So many suffice, and so many do not.
-        let (mut enough, mut too_few) = (self.setup.units.len(), 0);
+        let (mut enough, mut too_few) = (self.sizes.units.len(), 0);
         let mut found = all;
         while enough - too_few > 1 {
             let num_units = too_few + (enough - too_few) / 2;
-            let placing = self.placing(Offload { num_units, ..places });
+            let placing = self.placing(Offload { num_units, ..places })?;
             if fits(&placing) {
                 (enough, found) = (num_units, placing);
             } else {
                 too_few = num_units;
             }
         }
-        found
+        Ok(found)
     }
 }
 
 /// What a step moves. Where the host updates, it takes gradients from the device and gives parameters back.
-fn traffic(setup: &MemorySetup, program: &Program) -> Traffic {
-    let outline = &program.outline;
-    let (places, mut traffic) = (setup.places, Traffic::default());
+fn traffic(sizes: &StateSizes, places: Offload, program: &Program) -> Traffic {
+    let mut traffic = Traffic::default();
     let mut add = |tier: Tier, bytes: usize| match tier {
         Tier::Device => (),
         Tier::Host => traffic.host += bytes as u64,
         Tier::Disk => traffic.disk += bytes as u64,
     };
-    let elements = |unit: usize, bytes: usize| setup.units[unit].shard_len * bytes;
+    let elements = |unit: usize, bytes: usize| sizes.units[unit].shard_len * bytes;
     let bytes_of = |activations: &BTreeMap<StateOf, usize>, state: StateOf| {
-        activations.get(&state).copied().unwrap_or_else(|| state_bytes(setup, outline, state))
+        activations.get(&state).copied().unwrap_or_else(|| sizes.of(state))
     };
     let mut stepped = BTreeSet::new();
     let mut activations = BTreeMap::new();
@@ -190,7 +211,7 @@ fn traffic(setup: &MemorySetup, program: &Program) -> Traffic {
         match action {
             Action::Forward { unit, keep, .. } => {
                 activations
-                    .insert(action.state(StateClass::Activations), kept(&setup.units[unit].passes, keep));
+                    .insert(action.state(StateClass::Activations), kept(&sizes.units[unit].passes, keep));
             }
             Action::Fetch(state) => add(places.tier(state.class), bytes_of(&activations, state)),
             Action::Evict(state) => {
@@ -204,17 +225,17 @@ fn traffic(setup: &MemorySetup, program: &Program) -> Traffic {
                 add(places.tier(state.class), if has_changed { bytes_of(&activations, state) } else { 0 });
             }
             Action::Unshard { unit } if places.parameters != Tier::Device => {
-                add(Tier::Host, elements(unit, setup.gather_dtype.size()));
+                add(Tier::Host, elements(unit, sizes.gather_bytes));
             }
             Action::ReduceGrad { unit } if places.gradients != Tier::Device => {
-                add(Tier::Host, elements(unit, setup.shard_dtype(outline).size()));
+                add(Tier::Host, elements(unit, sizes.gradient_bytes));
             }
             Action::Step { unit } => {
                 stepped.insert(unit);
                 if places.optimizer != Tier::Device {
                     let has_gradients = places.gradients != Tier::Device;
-                    let gradients = if has_gradients { 0 } else { setup.shard_dtype(outline).size() };
-                    add(Tier::Host, elements(unit, gradients + setup.gather_dtype.size()));
+                    let gradients = if has_gradients { 0 } else { sizes.gradient_bytes };
+                    add(Tier::Host, elements(unit, gradients + sizes.gather_bytes));
                 }
             }
             _ => (),

@@ -1,11 +1,10 @@
 //! The least recomputation that fits into a given memory.
 
-use crate::memory::walk;
 use crate::offload::MemoryBounds;
-use crate::setup::{BatchMemory, MemorySetup};
-use crate::usage::Prediction;
+use crate::sizes::BatchMemory;
+use crate::usage::{DryRun, Prediction};
 use trireme_base::{Category, UnitPasses};
-use trireme_schedule::{Action, Keep, Program};
+use trireme_schedule::{Action, Keep};
 
 /// Bytes that activations may take while a unit's passes run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,34 +27,38 @@ pub struct Choice {
 /// How often the room is cut back where a choice takes more than was reckoned with.
 const NUM_ATTEMPTS: usize = 8;
 
-/// The least recomputation with which `program` takes no more than `bounds`, as [`predict`](crate::predict) counts,
-/// with that prediction; `program` makes the program of a choice, with one microbatch after the other.
+/// The least recomputation with which a step takes no more than `bounds`, with what it takes; `run` makes the program of a choice,
+/// with one microbatch after the other, and finds what it takes. `batch` are the tensors of a microbatch.
 ///
 /// What all but activations take is looked at where every unit that [keeps](UnitPasses::keeps) something keeps its input; where another
 /// choice takes more, as with parameters that are gathered earlier, there is less room in a next attempt. If nothing fits, of
 /// what was tried, the choice that takes least.
-pub fn fit_keeps(
-    setup: &MemorySetup,
+///
+/// # Errors
+/// Those of `run`.
+pub fn fit_keeps<E>(
+    passes: &[UnitPasses],
+    batch: &[BatchMemory],
     bounds: MemoryBounds,
-    program: impl Fn(&[Keep]) -> Program,
-) -> (Choice, Prediction) {
-    let passes: Vec<UnitPasses> = setup.units.iter().map(|unit| unit.passes).collect();
-    let least = inputs_only(&passes);
-    let (others, prediction) = others(setup, &program(&least.keeps));
+    mut run: impl FnMut(&[Keep]) -> Result<DryRun, E>,
+) -> Result<(Choice, Prediction), E> {
+    let least = inputs_only(passes);
+    let found = run(&least.keeps)?;
+    let (others, prediction) = (others(passes.len(), batch, &found), found.prediction);
     let mut room_total = bounds.device_total(&prediction);
     let mut smallest = (least, prediction);
     for _ in 0..NUM_ATTEMPTS {
         let room: Vec<Room> = others.iter().map(|others| others.room(room_total)).collect();
-        let Some(choice) = choose_keeps(&passes, &room) else { break };
-        let found = crate::predict(setup, &program(&choice.keeps));
+        let Some(choice) = choose_keeps(passes, &room) else { break };
+        let found = run(&choice.keeps)?.prediction;
         let excess = bounds.excess(&found);
         if excess == 0 {
-            return (choice, found);
+            return Ok((choice, found));
         }
         room_total = room_total.saturating_sub(excess);
         smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
     }
-    smallest
+    Ok(smallest)
 }
 
 /// Every unit that keeps something keeps its input.
@@ -79,14 +82,14 @@ impl Others {
     }
 }
 
-fn others(setup: &MemorySetup, program: &Program) -> (Vec<Others>, Prediction) {
-    let mut others = vec![Others::default(); setup.units.len()];
-    let prediction = walk(setup, program, |action, peaks| {
+fn others(num_units: usize, batch: &[BatchMemory], run: &DryRun) -> Vec<Others> {
+    let mut others = vec![Others::default(); num_units];
+    for (&action, peaks) in run.program.actions.iter().zip(&run.lines) {
         // The tensors of microbatches are activations that no unit keeps: each until its first reader has run backward.
         let tensors = |is_one: &dyn Fn(&BatchMemory) -> bool| -> usize {
-            setup.batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
+            batch.iter().filter(|tensor| is_one(tensor)).map(|tensor| tensor.bytes).sum()
         };
-        let batches = program.outline.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
+        let batches = run.program.outline.num_microbatches * tensors(&|tensor| !tensor.readers.is_empty());
         let found = peaks.total() - peaks.get(Category::Activations) + batches;
         let unit = &mut others[action.unit()];
         match action {
@@ -97,8 +100,8 @@ fn others(setup: &MemorySetup, program: &Program) -> (Vec<Others>, Prediction) {
             }
             _ => (),
         }
-    });
-    (others, prediction)
+    }
+    others
 }
 
 /// The choice that makes least again and whose activations fit into `room`, where microbatches run one after the other; of

@@ -1,6 +1,7 @@
-//! Counting bytes, line by line.
+//! Bytes that programs take.
 
 use trireme_base::Category;
+use trireme_schedule::Program;
 
 /// Bytes by what they are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -53,67 +54,13 @@ impl Prediction {
     }
 }
 
-/// Bytes in use while a program is gone through.
-#[derive(Debug, Default)]
-pub(crate) struct Usage {
-    current: CategoryBytes,
-    /// Bytes of other ranks' memory that are part of `current`.
-    mapped: usize,
-    line: usize,
-    /// Of each category at most since the line began.
-    line_peaks: CategoryBytes,
-    found: Prediction,
-}
-
-impl Usage {
-    pub(crate) fn new() -> Self {
-        let found = Prediction { line: 1, ..Prediction::default() };
-        Usage { line: 1, found, ..Usage::default() }
-    }
-
-    pub(crate) fn set_line(&mut self, line: usize) {
-        (self.line, self.line_peaks) = (line, self.current);
-    }
-
-    pub(crate) fn take(&mut self, category: Category, bytes: usize) {
-        self.current.0[category as usize] += bytes;
-        for peaks in [&mut self.line_peaks, &mut self.found.peaks] {
-            let peak = &mut peaks.0[category as usize];
-            *peak = (*peak).max(self.current.get(category));
-        }
-        if self.current.total() > self.found.total() {
-            (self.found.at_peak, self.found.line) = (self.current, self.line);
-        }
-        self.found.own = self.found.own.max(self.own());
-    }
-
-    /// Takes bytes of other ranks' memory, which they count as well. They stay mapped.
-    pub(crate) fn take_mapped(&mut self, bytes: usize) {
-        self.mapped += bytes;
-        self.take(Category::Communication, bytes);
-    }
-
-    pub(crate) fn give(&mut self, category: Category, bytes: usize) {
-        self.current.0[category as usize] -= bytes;
-    }
-
-    /// What is there for a moment only.
-    pub(crate) fn touch(&mut self, category: Category, bytes: usize) {
-        self.take(category, bytes);
-        self.give(category, bytes);
-    }
-
-    pub(crate) fn line_peaks(&self) -> CategoryBytes {
-        self.line_peaks
-    }
-
-    /// What is in use now, without memory of other ranks.
-    fn own(&self) -> usize {
-        self.current.total() - self.mapped
-    }
-
-    /// What was found, after the last step.
-    pub(crate) fn found(&self) -> Prediction {
-        Prediction { own_between_steps: self.own(), ..self.found }
-    }
+/// What a rank takes at most while it runs a program, and where.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DryRun {
+    /// The program.
+    pub program: Program,
+    /// What it takes.
+    pub prediction: Prediction,
+    /// What each category takes at most while an action runs, for every action of the program.
+    pub lines: Vec<CategoryBytes>,
 }

@@ -1,7 +1,8 @@
 //! What the config leaves open, decided so that a step fits.
 
-use trireme_base::Bytes;
-use trireme_planner::{MemoryBounds, MemorySetup, Placing, fit_keeps, fit_places};
+use anyhow::Result;
+use trireme_base::{Bytes, UnitPasses};
+use trireme_planner::{BatchMemory, DryRun, MemoryBounds, Placing, StateSizes, fit_keeps, fit_places};
 use trireme_schedule::lowering::Tier;
 use trireme_schedule::{Action, Chain, Keep, Program, StateClass};
 use trireme_train::config::{self, ActivationCheckpointMode, Config};
@@ -26,10 +27,14 @@ pub(crate) fn open_classes(config: &Config) -> Vec<StateClass> {
 pub(super) struct Planning<'a> {
     pub(super) config: &'a Config,
     pub(super) chain: &'a Chain,
-    pub(super) setup: &'a MemorySetup,
+    pub(super) sizes: &'a StateSizes,
+    pub(super) passes: &'a [UnitPasses],
+    pub(super) batch: &'a [BatchMemory],
     pub(super) bounds: MemoryBounds,
     /// The worker's place in the pipeline.
     pub(super) rank: usize,
+    /// What choices take.
+    pub(super) run: &'a dyn Fn(&StepChoices) -> Result<DryRun>,
 }
 
 impl Planning<'_> {
@@ -37,21 +42,21 @@ impl Planning<'_> {
     ///
     /// Recomputation comes first: it asks for no other memory. Where even the most of it does not suffice, state leaves, and
     /// then no more is made again than is needed beside that.
-    pub(super) fn choose(&self, given: StepChoices) -> (StepChoices, Vec<String>) {
+    pub(super) fn choose(&self, given: StepChoices) -> Result<(StepChoices, Vec<String>)> {
         let is_kept_open = self.config.activation_checkpoint().mode == ActivationCheckpointMode::Auto;
         let open = open_classes(self.config);
         let (mut choices, mut reasons) = (given, Vec::new());
         let mut fits = false;
         if is_kept_open {
-            fits = self.choose_keeps(&mut choices, &mut reasons);
+            fits = self.choose_keeps(&mut choices, &mut reasons)?;
         }
         if !fits && !open.is_empty() {
-            self.choose_places(&mut choices, &open, &mut reasons);
+            self.choose_places(&mut choices, &open, &mut reasons)?;
             if is_kept_open {
-                self.choose_keeps(&mut choices, &mut reasons);
+                self.choose_keeps(&mut choices, &mut reasons)?;
             }
         }
-        (choices, reasons)
+        Ok((choices, reasons))
     }
 
     fn program(&self, choices: StepChoices) -> Program {
@@ -60,15 +65,13 @@ impl Planning<'_> {
     }
 
     /// The least recomputation that fits; whether something does.
-    fn choose_keeps(&self, choices: &mut StepChoices, reasons: &mut Vec<String>) -> bool {
-        let places = choices.places;
-        let setup = MemorySetup { places, ..self.setup.clone() };
-        let (choice, prediction) = fit_keeps(&setup, self.bounds, |keeps| {
-            self.program(StepChoices { keeps: keeps.to_vec(), ..choices.clone() })
-        });
+    fn choose_keeps(&self, choices: &mut StepChoices, reasons: &mut Vec<String>) -> Result<bool> {
+        let (choice, prediction) = fit_keeps(self.passes, self.batch, self.bounds, |keeps| {
+            (self.run)(&StepChoices { keeps: keeps.to_vec(), ..choices.clone() })
+        })?;
         let fits = self.bounds.hold(&prediction);
         if fits {
-            let forward = setup.units.iter().map(|unit| unit.passes.forward_cost.operations());
+            let forward = self.passes.iter().map(|passes| passes.forward_cost.operations());
             let forward = forward.fold(0, u64::saturating_add);
             let share = 100.0 * choice.operations as f64 / forward.max(1) as f64;
             reasons.push(format!(
@@ -80,17 +83,25 @@ impl Planning<'_> {
             ));
         }
         choices.keeps = choice.keeps;
-        fits
+        Ok(fits)
     }
 
     /// The places of the open classes with which least moves.
-    fn choose_places(&self, choices: &mut StepChoices, open: &[StateClass], reasons: &mut Vec<String>) {
-        let program = |places| self.program(StepChoices { places, ..choices.clone() });
-        let placing = fit_places(self.setup, open, self.bounds, program);
+    fn choose_places(
+        &self,
+        choices: &mut StepChoices,
+        open: &[StateClass],
+        reasons: &mut Vec<String>,
+    ) -> Result<()> {
+        let with = |places| StepChoices { places, ..choices.clone() };
+        let program = |places| self.program(with(places));
+        let run = |places| Ok::<_, anyhow::Error>((self.run)(&with(places))?.prediction);
+        let placing = fit_places(self.sizes, (choices.places, open), self.bounds, program, run)?;
         if self.bounds.hold(&placing.prediction) {
             reasons.push(self.describe_places(&placing, open, &program(placing.places)));
         }
         choices.places = placing.places;
+        Ok(())
     }
 
     /// `offload, for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.

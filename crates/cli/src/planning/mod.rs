@@ -4,7 +4,7 @@ mod alternatives;
 mod choices;
 mod drawing;
 mod limits;
-mod setup;
+mod sizes;
 
 #[cfg(test)]
 mod tests;
@@ -18,17 +18,17 @@ use crate::memory_limit::MemoryLimit;
 use alternatives::advice;
 use anyhow::Result;
 use choices::Planning;
-use setup::{Layout, memory_setup};
+use sizes::{batch_memory, state_sizes};
 use std::fmt;
 use std::path::Path;
 use trireme_base::{Bytes, Category, Rank, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
-use trireme_model::{Model, ModelConfig, ModelError, TensorSpec, token_specs};
-use trireme_parallel::{MemoryUse, chain};
-use trireme_planner::{CategoryBytes, MemoryBounds, Prediction};
-use trireme_schedule::Program;
+use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
+use trireme_parallel::chain;
+use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction};
 use trireme_schedule::collective::Hosts;
+use trireme_schedule::{Chain, Program};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
@@ -245,15 +245,6 @@ impl Plan {
         let model = blueprint.build(&device).map_err(TrainError::from)?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let (num_shards, data_degree) = (config.num_shards(), config.data_parallel_degree());
-        let layout = Layout {
-            num_shards,
-            num_replicas: data_degree / num_shards,
-            shard: workers.rank % num_shards,
-            num_local: num_local(num_shards, workers.local_world_size),
-            pipeline_degree: config.parallelism().pipeline_parallel_degree,
-            shares_memory: workers.shares_memory && workers.world_size > 1,
-            num_sharing: workers.num_sharing,
-        };
         let batch = blueprint.batch(config.training().local_batch_size);
         let rehearsal = model.rehearse(&device, options.precision, options.fp8, &batch);
         let rehearsal = rehearsal.map_err(TrainError::from)?;
@@ -264,25 +255,24 @@ impl Plan {
         // What another worker has chosen it has proven.
         let make = if is_open { proven_programs } else { step_programs };
         let outline = make(config, &chain, &given)?.swap_remove(rank).outline;
-        let setup = memory_setup(
-            (&model, &rehearsal),
-            &device,
-            &options,
-            &optimizer,
-            given.places,
-            (layout, &outline),
-        )?;
+        let of_model = (model.table(), &rehearsal);
+        let shard = (workers.rank % num_shards, num_shards);
+        let sizes = state_sizes(of_model, (&options, &optimizer), shard, &outline, &device)?;
         let bounds = limits::bounds(config, workers);
-        let planning = Planning { config, chain: &chain, setup: &setup, bounds, rank };
-        let (choices, mut reasons) = if is_open { planning.choose(given) } else { (given, Vec::new()) };
+        let run = |choices: &StepChoices| dry(job, &rehearsal, &chain, choices);
+        let planning = Planning {
+            config,
+            chain: &chain,
+            sizes: &sizes,
+            passes: &passes,
+            batch: &batch_memory(&rehearsal),
+            bounds,
+            rank,
+            run: &run,
+        };
+        let (choices, mut reasons) = if is_open { planning.choose(given)? } else { (given, Vec::new()) };
         reasons.extend(limits::budget_notice(config, workers, bounds));
-        let programs = step_programs(config, &chain, &choices)?;
-        let program = programs[rank].clone();
-        let device = Device::counting(device_options_without_budget(config, workers))?;
-        let model = blueprint.build(&device).map_err(TrainError::from)?;
-        let of_model = (model.clone(), rehearsal);
-        let found = dry_run(config, of_model, (programs, &choices), workers.dry_group()?, &device)?;
-        let prediction = prediction(&found);
+        let DryRun { program, prediction, .. } = run(&choices)?;
         let (rank, limit) = (workers.rank, workers.limit.clone());
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
     }
@@ -309,25 +299,25 @@ impl Plan {
     }
 }
 
-fn prediction(found: &MemoryUse) -> Prediction {
-    Prediction {
+/// Lets the worker of a job go through its step without computing.
+fn dry(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices) -> Result<DryRun> {
+    let Job { config, blueprint, workers, .. } = job;
+    let device = Device::counting(device_options_without_budget(config, workers))?;
+    let model = blueprint.build(&device).map_err(TrainError::from)?;
+    let programs = step_programs(config, chain, choices)?;
+    let program = programs[workers.rank / config.data_parallel_degree()].clone();
+    let of_model = (model, rehearsal.clone());
+    let found = dry_run(config, of_model, (programs, choices), workers.dry_group()?, &device)?;
+    let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
         at_peak: CategoryBytes::new(found.at_peak),
         line: found.line,
         host: found.host,
         own: found.own,
         own_between_steps: found.own_between_steps,
-    }
-}
-
-/// Workers of a replica on each of its hosts: neighbours share a host, as launchers number them.
-fn num_local(num_shards: usize, local_world_size: usize) -> usize {
-    // The greatest common divisor.
-    let (mut large, mut small) = (num_shards, local_world_size);
-    while small > 0 {
-        (large, small) = (small, large % small);
-    }
-    large
+    };
+    let lines = found.lines.into_iter().map(CategoryBytes::new).collect();
+    Ok(DryRun { program, prediction, lines })
 }
 
 /// The prediction itself knows no budget.

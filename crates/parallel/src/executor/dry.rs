@@ -7,6 +7,7 @@ use trireme_base::Category;
 use trireme_model::{Batch, TensorSpec, empty_batch};
 use trireme_schedule::StateClass;
 use trireme_schedule::lowering::Tier;
+use trireme_tensor::MemoryCounter;
 
 /// Steps that are gone through at least: what the first takes for later ones is there in the second.
 const NUM_STEPS_MIN: usize = 2;
@@ -14,13 +15,18 @@ const NUM_STEPS_MIN: usize = 2;
 /// The number of a step late in a run, when optimizers may exchange something else than in the first ones.
 const LATE: u64 = 1 << 40;
 
+/// Bytes by category.
+type Bytes = [usize; Category::ALL.len()];
+
 /// What a rank holds at most while it repeats its program, in bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MemoryUse {
     /// Each category, whenever that is, in the order of [`Category::ALL`].
-    pub peaks: [usize; Category::ALL.len()],
+    pub peaks: Bytes,
     /// Each category when the total is at its peak.
-    pub at_peak: [usize; Category::ALL.len()],
+    pub at_peak: Bytes,
+    /// Each category while an action runs, for every action of the program.
+    pub lines: Vec<Bytes>,
     /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
     pub line: usize,
     /// The host's memory for state that lives there or passes through it.
@@ -42,9 +48,11 @@ impl Executor {
     pub fn dry_run(mut self) -> Result<MemoryUse, ParallelError> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
         let is_away = StateClass::ALL.iter().any(|&class| self.offload.places.tier(class) != Tier::Device);
-        let memory = self.device.clone();
-        let memory = memory.memory();
-        let (mut line, mut peak) = (1, memory.total().peak);
+        let device = self.device.clone();
+        let memory = device.memory();
+        let num_actions = self.program.actions.len();
+        let mut found = MemoryUse::none(num_actions);
+        found.take_in(memory, None);
         let specs: Vec<TensorSpec> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.outline.num_microbatches;
         let num_steps = self.gradients.num_kinds().max(NUM_STEPS_MIN) as u64;
@@ -53,22 +61,42 @@ impl Executor {
             let batches: Vec<Batch> = batches.collect::<Result<_, _>>()?;
             let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure };
             let plans = vec![plan; self.program.outline.num_steps()];
-            let mut see = |index: usize| {
-                let total = memory.total().peak;
-                if total > peak {
-                    // As in the program's text, which begins with a line of sizes.
-                    (line, peak) = (index + 2, total);
-                }
-            };
+            let mut see = |index: usize| found.take_in(memory, Some(index));
             self.run_observed(&plans, &mut batches.into_iter(), &mut Vec::new(), &mut see)?;
+            found.take_in(memory, num_actions.checked_sub(1));
         }
-        Ok(MemoryUse {
-            peaks: Category::ALL.map(|category| memory.usage(category).peak),
-            at_peak: memory.at_peak(),
-            line,
-            host: if is_away { self.host().memory().total().peak } else { 0 },
-            own: memory.own().peak,
-            own_between_steps: memory.own().current,
-        })
+        found.host = if is_away { self.host().memory().total().peak } else { 0 };
+        found.own_between_steps = memory.own().current;
+        Ok(found)
+    }
+}
+
+impl MemoryUse {
+    fn none(num_actions: usize) -> Self {
+        let zeros = Bytes::default();
+        MemoryUse {
+            peaks: zeros,
+            at_peak: zeros,
+            lines: vec![zeros; num_actions],
+            line: 1,
+            host: 0,
+            own: 0,
+            own_between_steps: 0,
+        }
+    }
+
+    /// Takes in the peaks since the last time, while the action of this index ran.
+    fn take_in(&mut self, memory: &MemoryCounter, action: Option<usize>) {
+        let found = Category::ALL.map(|category| memory.usage(category).peak);
+        let line = action.map(|action| &mut self.lines[action]);
+        for peaks in [Some(&mut self.peaks), line].into_iter().flatten() {
+            peaks.iter_mut().zip(found).for_each(|(peak, found)| *peak = found.max(*peak));
+        }
+        if memory.total().peak > self.at_peak.iter().sum() {
+            // As in the program's text, which begins with a line of sizes.
+            (self.at_peak, self.line) = (memory.at_peak(), action.map_or(1, |action| action + 2));
+        }
+        self.own = self.own.max(memory.own().peak);
+        memory.restart_peaks();
     }
 }

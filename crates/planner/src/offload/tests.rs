@@ -1,7 +1,8 @@
 use super::*;
-use crate::setup::UnitMemory;
+use crate::sizes::UnitSizes;
 use crate::usage::CategoryBytes;
 use proptest::prelude::*;
+use std::convert::Infallible;
 use trireme_base::UnitPasses;
 use trireme_schedule::lowering::{Sharding, offload, shard};
 use trireme_schedule::{Chain, single};
@@ -9,7 +10,7 @@ use trireme_schedule::{Chain, single};
 const CLASSES: [StateClass; 4] = StateClass::ALL;
 
 /// An embedding, alike blocks and a head on one rank.
-fn setup(num_units: usize) -> MemorySetup {
+fn sizes(num_units: usize) -> StateSizes {
     let block = UnitPasses {
         input: 64,
         output: 64,
@@ -26,21 +27,36 @@ fn setup(num_units: usize) -> MemorySetup {
         UnitPasses { input: 64, input_grad: 64, record: 128, forward_peak: 192, backward_peak: 256, ..block };
     let mut passes = vec![block; num_units];
     (passes[0], passes[num_units - 1]) = (embedding, UnitPasses { output: 0, ..head });
-    let mut setup = MemorySetup::of_passes(&passes, 0);
-    for unit in &mut setup.units {
-        let len = 32;
-        let passes = unit.passes;
-        *unit = UnitMemory {
-            len,
-            padded_len: len,
-            shard_len: len,
-            optimizer_bytes: 8 * len,
-            passes,
-            ..UnitMemory::default()
+    let unit = |passes| UnitSizes { state: [256, 128, 128], shard_len: 32, passes };
+    StateSizes { units: passes.into_iter().map(unit).collect(), gather_bytes: 4, gradient_bytes: 4 }
+}
+
+/// What a rank would take that holds all of what does not move, and two units' of what does.
+fn predict(sizes: &StateSizes, places: Offload, program: &Program) -> Prediction {
+    let (mut device, mut host) = (1000, 0);
+    let mut add = |class: StateClass, moved: usize, stays: usize| {
+        device += stays;
+        host += match places.tier(class) {
+            Tier::Device => 0,
+            Tier::Host => moved,
+            Tier::Disk => moved.min(2 * 256),
         };
+    };
+    for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
+        let all: usize = sizes.units.iter().map(|unit| unit.state[class as usize]).sum();
+        let is_here = places.tier(class) == Tier::Device;
+        add(class, all, if is_here { all } else { 2 * sizes.units[0].state[class as usize] });
     }
-    setup.fixed = CategoryBytes::default();
-    setup
+    let has_left = |unit: &usize| {
+        let evicts = |action: &Action| matches!(action, Action::Evict(StateOf { class: StateClass::Activations, unit: own, .. }) if own == unit);
+        program.actions.iter().any(evicts)
+    };
+    let blocks = 1..sizes.units.len() - 1;
+    let num_moved = blocks.clone().filter(has_left).count();
+    add(StateClass::Activations, 640 * num_moved, 640 * (blocks.len() - num_moved));
+    let mut at_peak = [0; 5];
+    at_peak[0] = device;
+    Prediction { at_peak: CategoryBytes::new(at_peak), own: device, host, ..Prediction::default() }
 }
 
 fn program(num_units: usize, zero_stage: ZeroStage, places: Offload) -> Program {
@@ -63,47 +79,51 @@ proptest! {
         num_units in 2..7_usize, stage in 0..4_usize, device in 1_000..9_000_usize, host in 0..9_000_usize,
         machine in 1_000..18_000_usize,
     ) {
-        let (setup, zero_stage) = (setup(num_units), ZeroStage::ALL[stage]);
+        let (sizes, zero_stage) = (sizes(num_units), ZeroStage::ALL[stage]);
         let program = |places| program(num_units, zero_stage, places);
+        let run = |places| Ok::<_, Infallible>(predict(&sizes, places, &program(places)));
         let bounds = MemoryBounds { device, host, machine };
-        let search = Search { setup: &setup, bounds, program: &program };
+        let search = Search { sizes: &sizes, bounds, open: &CLASSES, program: &program, run: &run };
         let outline = program(Offload::default()).outline;
-        let all = every_choice(&outline).into_iter().map(|places| search.placing(places));
+        let all = every_choice(&outline).into_iter().map(|places| search.placing(places).unwrap());
         let best = all.filter(|placing| bounds.hold(&placing.prediction)).map(|placing| placing.traffic.cost()).min();
-        let found = fit_places(&setup, &CLASSES, bounds, program);
+        let found = fit_places(&sizes, (Offload::default(), &CLASSES), bounds, program, run).unwrap();
         let cost = bounds.hold(&found.prediction).then(|| found.traffic.cost());
         prop_assert_eq!(cost, best);
     }
 }
 
+/// The places of one class for which a rank takes so much less, with so much of the host.
+fn fit(num_units: usize, stage: ZeroStage, class: StateClass, less: usize, host: usize) -> (Placing, bool) {
+    let sizes = sizes(num_units);
+    let program = |places| program(num_units, stage, places);
+    let run = |places| Ok::<_, Infallible>(predict(&sizes, places, &program(places)));
+    let all = run(Offload::default()).unwrap().total();
+    let bounds = MemoryBounds { device: all - less, host, ..MemoryBounds::NONE };
+    let found = fit_places(&sizes, (Offload::default(), &[class]), bounds, program, run).unwrap();
+    let holds = bounds.hold(&found.prediction);
+    (found, holds)
+}
+
 #[test]
 fn the_first_blocks_leave_and_no_more_than_needed() {
-    let num_units = 8;
-    let (setup, open) = (setup(num_units), [StateClass::Activations]);
-    let program = |places| program(num_units, ZeroStage::Zero, places);
-    let all = predict(&setup, &program(Offload::default())).total();
-    let fit = |device| fit_places(&setup, &open, MemoryBounds { device, ..MemoryBounds::NONE }, program);
-    assert_eq!(fit(all).places.activations, Tier::Device);
-    let found = fit(all - 640 - 1);
+    let fit = |less| fit(8, ZeroStage::Zero, StateClass::Activations, less, usize::MAX);
+    assert_eq!(fit(0).0.places.activations, Tier::Device);
+    let (found, _) = fit(640 + 1);
     assert_eq!((found.places.activations, found.places.num_units), (Tier::Host, 2));
     // Each goes and comes back.
     assert_eq!(found.traffic, Traffic { host: 2 * 2 * 640, disk: 0 });
-    let refused = fit(1);
-    assert!(refused.prediction.total() < all && refused.places.activations == Tier::Host);
+    let (refused, holds) = fit(7 * 640);
+    assert!(!holds && refused.places.activations == Tier::Host);
 }
 
 #[test]
 fn what_the_host_has_no_room_for_goes_to_disk() {
-    let num_units = 4;
-    let (setup, open) = (setup(num_units), [StateClass::Optimizer]);
-    let program = |places| program(num_units, ZeroStage::One, places);
-    let all = predict(&setup, &program(Offload::default())).total();
     let tier = |host| {
-        let bounds = MemoryBounds { device: all - 1, host, ..MemoryBounds::NONE };
-        let found = fit_places(&setup, &open, bounds, program);
-        bounds.hold(&found.prediction).then_some(found.places.optimizer)
+        let (found, holds) = fit(4, ZeroStage::One, StateClass::Optimizer, 1, host);
+        holds.then_some(found.places.optimizer)
     };
-    let state = 8 * 32 * num_units;
+    let state = 256 * 4;
     assert_eq!(tier(state), Some(Tier::Host));
     assert_eq!(tier(state - 1), Some(Tier::Disk));
     assert_eq!(tier(0), None, "a disk's state passes through the host");

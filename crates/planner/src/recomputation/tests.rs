@@ -1,7 +1,10 @@
 use super::*;
+use crate::sizes::kept;
+use crate::usage::CategoryBytes;
 use proptest::prelude::*;
+use std::convert::Infallible;
 use trireme_base::Cost;
-use trireme_schedule::{Chain, lowering, single};
+use trireme_schedule::{Chain, Program, lowering, single};
 
 fn cost(num_operations: usize) -> Cost {
     Cost::others(&[num_operations])
@@ -9,6 +12,66 @@ fn cost(num_operations: usize) -> Cost {
 
 fn program(keeps: &[Keep]) -> Program {
     lowering::recompute(single::program(&Chain::of_units(keeps.len()), 1), keeps)
+}
+
+/// Bytes of the tensors that the first and the last unit read of a microbatch.
+const TENSOR_BYTES: usize = 3;
+
+fn batch(passes: &[UnitPasses]) -> Vec<BatchMemory> {
+    [0, passes.len() - 1].map(|unit| BatchMemory { bytes: TENSOR_BYTES, readers: vec![unit] }).into()
+}
+
+/// What the activations of a rank without parameters take.
+fn run(passes: &[UnitPasses], keeps: &[Keep]) -> DryRun {
+    let program = program(keeps);
+    let (mut current, mut output, mut grad) = (2 * TENSOR_BYTES, 0, 0);
+    let mut lines = Vec::new();
+    for &action in &program.actions {
+        let unit = action.unit();
+        let of = &passes[unit];
+        let mut peak = current;
+        let mut record = |current: &mut usize, output: &mut usize| {
+            peak = peak.max(*current + of.forward_peak - *output);
+            *current += of.record + of.output - *output;
+            *output = of.output;
+        };
+        match (action, keeps[unit]) {
+            (Action::Forward { keep, .. }, _) => {
+                record(&mut current, &mut output);
+                current -= of.record - kept(of, keep);
+            }
+            (Action::Recompute { .. }, Keep::Products) => {
+                peak = peak.max(current + of.renewal_peak - of.products);
+                current += of.record - of.products;
+            }
+            (Action::Recompute { .. }, keep) => {
+                if keep == Keep::Input {
+                    output = of.input;
+                }
+                record(&mut current, &mut output);
+            }
+            (Action::Backward { .. }, _) => {
+                current -= std::mem::take(&mut output);
+                let before = of.record + grad;
+                peak = peak.max(current + of.backward_peak - before);
+                current = current + of.input_grad - before;
+                grad = of.input_grad;
+                if [0, passes.len() - 1].contains(&unit) {
+                    current -= TENSOR_BYTES;
+                }
+            }
+            _ => (),
+        }
+        lines.push(of_activations(peak.max(current)));
+    }
+    let most = lines.iter().map(CategoryBytes::total).max().unwrap();
+    let prediction = Prediction { at_peak: of_activations(most), own: most, ..Prediction::default() };
+    DryRun { program, prediction, lines }
+}
+
+fn of_activations(num_bytes: usize) -> CategoryBytes {
+    let bytes = |category| if category == Category::Activations { num_bytes } else { 0 };
+    CategoryBytes::new(Category::ALL.map(bytes))
 }
 
 /// Sizes that passes can have: what is made is there with what it is made of.
@@ -79,8 +142,7 @@ proptest! {
         part in 0.0_f64..1.1,
     ) {
         let passes = sizes(&numbers);
-        let setup = MemorySetup::of_passes(&passes, 3);
-        let total = |keeps: &[Keep]| crate::predict(&setup, &program(keeps)).total();
+        let total = |keeps: &[Keep]| run(&passes, keeps).prediction.total();
         let choices = every_choice(&passes);
         let smallest = choices.iter().map(|choice| total(choice)).min().unwrap();
         let largest = choices.iter().map(|choice| total(choice)).max().unwrap();
@@ -88,7 +150,8 @@ proptest! {
         let fitting = choices.iter().filter(|choice| total(choice) <= budget);
         let expected = fitting.map(|choice| operations(&passes, choice)).min();
         let bounds = MemoryBounds { device: budget, ..MemoryBounds::NONE };
-        let (choice, found) = fit_keeps(&setup, bounds, program);
+        let found = fit_keeps(&passes, &batch(&passes), bounds, |keeps| Ok::<_, Infallible>(run(&passes, keeps)));
+        let (choice, found) = found.unwrap();
         prop_assert_eq!(found.total(), total(&choice.keeps));
         prop_assert_eq!(choice.operations, operations(&passes, &choice.keeps));
         let operations = (found.total() <= budget).then_some(choice.operations);
