@@ -7,8 +7,8 @@ use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
 use trireme_comm::{
-    Bucket, Buffer, Compression, CompressionError, CompressionStatistics, Compressor, CompressorSizes,
-    Element, Group, Matrix, Round, StateValues, Work,
+    Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
+    StateValues, Work,
 };
 use trireme_tensor::{Category, Device, ParameterTable};
 
@@ -218,17 +218,6 @@ impl Compressed {
         }
         Ok(())
     }
-}
-
-/// What the compressor of `unit`'s gradient takes on each of `num_ranks` replicas; `None` if there is no need of one, because each
-/// step would send the gradient as it is, and keep nothing.
-pub fn compressor_sizes(
-    table: &ParameterTable,
-    unit: usize,
-    compression: &Compression,
-    num_ranks: usize,
-) -> Result<Option<CompressorSizes>, ParallelError> {
-    Ok(compression.sizes(&bucket(table, unit)?, num_ranks))
 }
 
 /// The flat gradient of a unit, with its parameters of two dims as matrices.

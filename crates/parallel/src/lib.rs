@@ -28,7 +28,6 @@ mod tree;
 mod waiting;
 
 pub use chain::chain;
-pub use compressed::compressor_sizes;
 pub use error::ParallelError;
 pub use executor::{ActionTime, Executor, ExecutorSetup, MemoryUse};
 pub use gradients::Determinism;

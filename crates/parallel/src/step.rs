@@ -1,13 +1,12 @@
 //! What a step is told, and what it tells.
 
 use crate::gradients::Determinism;
-use crate::packed::{PARAMETER_FORMAT, slot_bytes};
 use std::fmt;
 use std::time::Duration;
 use trireme_comm::{Compression, CompressionStatistics};
 use trireme_optim::LossScaling;
 use trireme_schedule::lowering::Sharding;
-use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision, UnitInfo};
+use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
 /// How steps are run.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,17 +57,6 @@ impl ZeroPlusPlus {
     /// All is sent as it is.
     pub const NONE: ZeroPlusPlus =
         ZeroPlusPlus { quantized_weights: false, secondary_shards: false, quantized_gradients: None };
-
-    /// Bytes of the message in which one of `num_shards` ranks gives its shard of a unit's parameters, if they are gathered as
-    /// integers.
-    pub fn parameter_message_bytes(&self, unit: &UnitInfo, num_shards: usize) -> Option<usize> {
-        self.quantized_weights.then(|| slot_bytes(unit, num_shards, PARAMETER_FORMAT))
-    }
-
-    /// Bytes of the message in which one of `num_shards` ranks gives a shard of a unit's gradient, if they are summed as integers.
-    pub fn gradient_message_bytes(&self, unit: &UnitInfo, num_shards: usize) -> Option<usize> {
-        self.quantized_gradients.map(|format| slot_bytes(unit, num_shards, format))
-    }
 }
 
 impl ExecutorOptions {

@@ -358,11 +358,6 @@ impl Group {
         }
     }
 
-    /// The [`fixed_bytes`](Group::fixed_bytes) of a group with `num_ranks` ranks on a host, in a world where such ranks share memory.
-    pub fn fixed_bytes_of(num_ranks: usize) -> usize {
-        area_bytes(num_ranks)
-    }
-
     /// Bytes of its peers' memory that this process maps when a buffer of `num_bytes` is reduced: with `shm` the part
     /// that this rank reduces, in every peer's buffer; else none.
     pub fn peer_bytes_mapped(&self, num_bytes: usize) -> usize {

@@ -12,7 +12,7 @@ use trireme_tensor::MemoryCounter;
 /// Steps that are gone through at least: what the first takes for later ones is there in the second.
 const NUM_STEPS_MIN: usize = 2;
 
-/// The number of a step late in a run, when optimizers may exchange something else than in the first ones.
+/// The number of a step late in a run, when an optimizer may exchange momentum instead of gradients.
 const LATE: u64 = 1 << 40;
 
 /// Bytes by category.
@@ -56,7 +56,8 @@ impl Executor {
         let specs: Vec<TensorSpec> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.outline.num_microbatches;
         let num_steps = self.gradients.num_kinds().max(NUM_STEPS_MIN) as u64;
-        for step in (1..=num_steps).chain([LATE]) {
+        let late = self.optimizer.exchanges_momentum().then_some(LATE);
+        for step in (1..=num_steps).chain(late) {
             let batches = (0..num_microbatches).map(|_| empty_batch(&self.device, &specs));
             let batches: Vec<Batch> = batches.collect::<Result<_, _>>()?;
             let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure };
