@@ -197,12 +197,6 @@ pub enum CheckpointError {
         /// The name.
         name: String,
     },
-    /// A tensor whose terms have not been summed yet.
-    #[error("tensor '{name}' is a partial value; reduce it before saving")]
-    NotReduced {
-        /// The tensor.
-        name: String,
-    },
     /// A placement that does not fit the mesh.
     #[error("cannot save a tensor")]
     Placement(#[from] PlacementError),

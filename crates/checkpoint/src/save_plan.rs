@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 use std::rc::Rc;
 use trireme_base::Rank;
-use trireme_plan::{Extent, Mesh, Placement, TensorPlacement};
+use trireme_plan::{Extent, Mesh, TensorPlacement};
 
 /// Bytes of a part unless said otherwise: small enough that replicas share the work evenly and that
 /// reading a piece of a tensor reads little more than the piece.
@@ -83,9 +83,6 @@ fn assign(mut candidates: Vec<Candidate>, num_ranks: usize) -> Vec<Vec<WritePart
 
 /// The different extents the ranks hold of a tensor, each with its holders.
 fn holdings(tensor: &TensorPlacement, mesh: &Mesh) -> Result<Vec<(Extent, Vec<usize>)>, CheckpointError> {
-    if tensor.placements.iter().any(|placement| matches!(placement, Placement::Partial(_))) {
-        return Err(CheckpointError::NotReduced { name: tensor.name.clone() });
-    }
     let mut holders: BTreeMap<(Vec<usize>, Vec<usize>), Vec<usize>> = BTreeMap::new();
     for rank in 0..mesh.num_ranks() {
         for extent in tensor.extents(mesh, Rank(rank))? {
@@ -129,8 +126,8 @@ fn check_names(tensors: &[TensorPlacement]) -> Result<(), CheckpointError> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use trireme_base::{DType, ReduceOp};
-    use trireme_plan::Axis;
+    use trireme_base::DType;
+    use trireme_plan::{Axis, Placement};
 
     fn tensor(name: &str, shape: &[usize], dtype: DType, placement: Placement) -> TensorPlacement {
         TensorPlacement { name: name.into(), shape: shape.to_vec(), dtype, placements: vec![placement] }
@@ -227,8 +224,6 @@ mod tests {
         {
             assert!(matches!(refused(&tensors), CheckpointError::TensorName { .. }));
         }
-        let partial = tensor("g", &[2], DType::F32, Placement::Partial(ReduceOp::Sum));
-        assert!(matches!(refused(&[partial]), CheckpointError::NotReduced { .. }));
         let misplaced = tensor("g", &[2], DType::F32, Placement::Shard { dim: 3 });
         assert!(matches!(refused(&[misplaced]), CheckpointError::Placement(_)));
     }

@@ -1,7 +1,7 @@
 use crate::mesh::Mesh;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
-use trireme_base::{DType, Rank, ReduceOp};
+use trireme_base::{DType, Rank};
 
 /// How a tensor lies along one mesh axis.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,8 +25,6 @@ pub enum Placement {
         /// The rank, among those of the axis.
         rank: usize,
     },
-    /// The ranks hold terms that must be reduced before the value is whole.
-    Partial(ReduceOp),
 }
 
 /// What a tensor is called, how large it is as a whole, and where its parts lie.
@@ -184,7 +182,7 @@ impl TensorPlacement {
         let positions = mesh.coordinates(rank);
         for ((placement, &(_, degree)), position) in self.placements.iter().zip(mesh.axes()).zip(positions) {
             match placement {
-                Placement::Replicate | Placement::Partial(_) => (),
+                Placement::Replicate => (),
                 Placement::Shard { dim } => {
                     let cut = |extent: &mut Extent| self.shard(extent, *dim, degree, position);
                     extents.iter_mut().try_for_each(cut)?;

@@ -55,7 +55,8 @@ impl Executor {
         found.take_in(memory, None);
         let specs: Vec<TensorSpec> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
         let num_microbatches = self.program.outline.num_microbatches;
-        let num_steps = self.gradients.num_kinds().max(NUM_STEPS_MIN) as u64;
+        // Units change to another kind of step one after the other: a step more finds all of them alike.
+        let num_steps = (self.gradients.num_kinds() + 1).max(NUM_STEPS_MIN) as u64;
         let late = self.optimizer.exchanges_momentum().then_some(LATE);
         for step in (1..=num_steps).chain(late) {
             let batches = (0..num_microbatches).map(|_| empty_batch(&self.device, &specs));
