@@ -3,6 +3,7 @@
 mod common;
 
 use common::{job, trainer};
+use trireme_base::Category;
 use trireme_testkit::run_ranks;
 use trireme_train::Silent;
 
@@ -31,7 +32,8 @@ fn the_host_never_holds_all_that_lives_on_a_disk() {
             let largest = units.iter().map(|unit| unit.num_elements).max().unwrap();
             let all: usize = units.iter().map(|unit| unit.num_elements).sum();
             // Parameter and both moments, in f32.
-            let (state, peak) = (largest * 12, executor.host().memory().total().peak);
+            let usage = |category| executor.host().memory().usage(category).peak;
+            let (state, peak) = (largest * 12, usage(Category::Optimizer) + usage(Category::Parameters));
             assert!(peak <= state + state / 10 && peak < all * 4, "{peak} bytes, of {state} for a unit");
         });
     }

@@ -50,8 +50,8 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
         let [predicted, measured] =
             [first + num_categories + 1, num_categories + 1].map(|index| Bytes(most(index) as u64));
         text += &format!(
-            "in addition, state outside the device took {measured} of host memory; the prediction was at most \
-             {predicted}, transfers included\n"
+            "in addition, state outside the device took {measured} of host memory, transfers included; the prediction \
+             was {predicted}\n"
         );
     }
     Ok(text)
