@@ -26,10 +26,6 @@ pub struct UnitPasses {
     pub backward_peak: usize,
     /// What stays between the halves of backward, where they run apart.
     pub halved: usize,
-    /// At most during the input half, as for backward.
-    pub input_half_peak: usize,
-    /// At most during the weight half, from what stays.
-    pub weight_half_peak: usize,
     /// What forward costs.
     pub forward_cost: Cost,
     /// What backward costs.

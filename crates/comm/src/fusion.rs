@@ -136,7 +136,9 @@ impl<T: Element> Fusion<T> {
                 memory.insert(whole)
             }
         };
-        memory[batch.len..batch.len + vector.len()].copy_from_slice(vector);
+        if !self.group.is_dry() {
+            memory[batch.len..batch.len + vector.len()].copy_from_slice(vector);
+        }
         batch.len += vector.len();
         batch.num_vectors += 1;
         Ok(())
@@ -175,7 +177,9 @@ impl<T: Element> Fusion<T> {
         let Progress::Ended(result) = &batch.memory else { unreachable!("a batch ends once it is closed") };
         let outcome = match result {
             Ok(memory) => {
-                vector.copy_from_slice(&memory[range]);
+                if !self.group.is_dry() {
+                    vector.copy_from_slice(&memory[range]);
+                }
                 Ok(vector)
             }
             Err(failure) => Err(failure.clone()),

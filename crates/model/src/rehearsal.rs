@@ -304,24 +304,17 @@ impl Rehearser<'_> {
         let output_specs: Vec<TensorSpec> = outputs.specs().collect();
         drop(outputs);
         let grads = self.grads(&output_specs)?;
-        let (input_grads, input_half_peak, input_half_cost) = self.watch(|| {
+        let (input_grads, _, input_half_cost) = self.watch(|| {
             pass.backward_input(self.parameters, grads, batch)?;
             pass.take_input_grads()
         })?;
         drop(input_grads);
         let halved = self.in_use() - base;
-        let (_, weight_half_peak, weight_half_cost) = self.watch(|| {
+        let (_, _, weight_half_cost) = self.watch(|| {
             let mut sink = CountingSink { device: self.device, target: None };
             pass.backward_weight(self.parameters, batch, &mut sink)
         })?;
-        let passes = UnitPasses {
-            halved,
-            input_half_peak: input_half_peak - base,
-            weight_half_peak: weight_half_peak - base,
-            input_half_cost,
-            weight_half_cost,
-            ..UnitPasses::default()
-        };
+        let passes = UnitPasses { halved, input_half_cost, weight_half_cost, ..UnitPasses::default() };
         Ok((passes, self.parameters.was_read.get()))
     }
 

@@ -1,6 +1,6 @@
 //! What a step program takes before it runs, and what makes it fit.
 //!
-//! How many bytes are in use at each line of a program, its executor finds in a dry run, and its caller gives as data
+//! The executor finds in a dry run how many bytes are in use at each line of a program, and the caller gives that as data
 //! ([`DryRun`]). [`choose_keeps`] finds the least recomputation that fits, [`fit_places`] the state that is best moved
 //! elsewhere. [`simulate`] tells when each action of a step runs.
 //! Nothing here does IO, starts a thread, reads a clock or sees a tensor.

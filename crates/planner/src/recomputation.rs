@@ -24,7 +24,7 @@ pub struct Choice {
     pub operations: u64,
 }
 
-/// How often the room is cut back where a choice takes more than was reckoned with.
+/// Choices that are run at most, where one takes more than was reckoned with.
 const NUM_ATTEMPTS: usize = 8;
 
 /// The least recomputation with which a step takes no more than `bounds`, with what it takes; `run` makes the program of a choice,
@@ -47,14 +47,23 @@ pub fn fit_keeps<E>(
     let (others, prediction) = (others(passes.len(), batch, &found), found.prediction);
     let mut room_total = bounds.device_total(&prediction);
     let mut smallest = (least, prediction);
-    for _ in 0..NUM_ATTEMPTS {
+    let mut last: Option<(Vec<Keep>, usize)> = None;
+    let mut num_runs = 0;
+    while num_runs < NUM_ATTEMPTS && room_total > 0 {
         let room: Vec<Room> = others.iter().map(|others| others.room(room_total)).collect();
         let Some(choice) = choose_keeps(passes, &room) else { break };
+        if let Some((_, excess)) = last.as_ref().filter(|(keeps, _)| *keeps == choice.keeps) {
+            // It was reckoned with less room than there was.
+            room_total = room_total.saturating_sub(*excess);
+            continue;
+        }
         let found = run(&choice.keeps)?.prediction;
+        num_runs += 1;
         let excess = bounds.excess(&found);
         if excess == 0 {
             return Ok((choice, found));
         }
+        last = Some((choice.keeps.clone(), excess));
         room_total = room_total.saturating_sub(excess);
         smallest = if found.total() < smallest.1.total() { (choice, found) } else { smallest };
     }

@@ -50,8 +50,7 @@ fn a_run_takes_what_was_planned() {
             let [predicted, measured] = ["memory_predicted_bytes", "memory_peak_bytes"];
             let (predicted, measured) =
                 (bytes(&record, predicted, category), bytes(&record, measured, category));
-            let tolerance = if category == "total" { 0.01 } else { 0.0 };
-            assert!((predicted - measured).abs() <= tolerance * measured, "{settings}, {category}: {record}");
+            assert!(predicted == measured, "{settings}, {category}: {record}");
             let title = category;
             assert_eq!(row(&planned, title)[0], row(&shown, title)[0], "{planned}{shown}");
         }

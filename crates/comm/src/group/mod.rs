@@ -55,7 +55,7 @@ pub struct Group {
     num_splits: AtomicU64,
     /// Absent in a world of one and in a dry one, where every operation is complete when it is issued.
     executor: Option<Executor>,
-    /// Absent in a world of one.
+    /// Absent in a world of one and in a dry one.
     messenger: Option<Messenger>,
 }
 
@@ -146,7 +146,7 @@ impl Group {
         Ok(alone.dry_part(rank, hosts, transport))
     }
 
-    /// This dry group, or group of one, as one of these ranks.
+    /// The dry group of these ranks, with the memory and options of this one.
     fn dry_part(self, rank: Rank, hosts: Hosts, transport: TransportKind) -> Group {
         let world_size = hosts.world_size();
         let transport = if world_size == 1 { TransportKind::Single } else { transport };
@@ -204,6 +204,7 @@ impl Group {
     }
 
     fn split_named(&self, name: &str, color: Option<u64>, key: u64) -> Result<Option<Group>, CommError> {
+        assert!(!self.is_dry(), "a dry group splits by a function that tells the colors of all ranks");
         self.num_splits.fetch_add(1, Ordering::Relaxed);
         match (&self.executor, color) {
             (Some(executor), _) => {

@@ -15,6 +15,9 @@ const NUM_STEPS_MIN: usize = 2;
 /// The number of a step late in a run, when an optimizer may exchange momentum instead of gradients.
 const LATE: u64 = 1 << 40;
 
+/// Among so many late steps some exchange momentum, if any do.
+const LATE_STEPS_MAX: u64 = 1 << 12;
+
 /// Bytes by category.
 type Bytes = [usize; Category::ALL.len()];
 
@@ -25,10 +28,10 @@ pub struct MemoryUse {
     pub peaks: Bytes,
     /// Each category when the total is at its peak.
     pub at_peak: Bytes,
-    /// Each category while an action runs, for every action of the program.
-    pub lines: Vec<Bytes>,
     /// The line of the program's text at which that is; 1, the line of sizes, if it is before any action.
     pub line: usize,
+    /// Each category while an action runs, for every action of the program.
+    pub lines: Vec<Bytes>,
     /// The host's memory for state that lives there or passes through it.
     pub host: usize,
     /// All categories, without memory of other ranks that this one maps.
@@ -45,6 +48,9 @@ impl Executor {
     ///
     /// # Errors
     /// What devices refuse.
+    ///
+    /// # Panics
+    /// If a device computes.
     pub fn dry_run(mut self) -> Result<MemoryUse, ParallelError> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
         let is_away = StateClass::ALL.iter().any(|&class| self.offload.places.tier(class) != Tier::Device);
@@ -57,7 +63,8 @@ impl Executor {
         let num_microbatches = self.program.outline.num_microbatches;
         // Units change to another kind of step one after the other: a step more finds all of them alike.
         let num_steps = (self.gradients.num_kinds() + 1).max(NUM_STEPS_MIN) as u64;
-        let late = self.optimizer.exchanges_momentum().then_some(LATE);
+        let late = (LATE..LATE + LATE_STEPS_MAX).filter(|&step| self.has_momentum(step));
+        let late: Vec<u64> = late.take(num_steps as usize).collect();
         for step in (1..=num_steps).chain(late) {
             let batches = (0..num_microbatches).map(|_| empty_batch(&self.device, &specs));
             let batches: Vec<Batch> = batches.collect::<Result<_, _>>()?;

@@ -27,13 +27,6 @@ pub struct OffloadOptions {
 }
 
 impl OffloadOptions {
-    /// Bytes of a chunk in which state goes to a disk and comes back: long enough for a disk's full speed, short beside the
-    /// memory of a worker.
-    pub const DISK_CHUNK_BYTES: usize = 16 << 20;
-
-    /// Bytes that the chunks of a class take at most which are on their way to a disk, and the one that is filled.
-    pub const DISK_WRITE_BYTES: usize = (store::WRITES_MAX + 1) * Self::DISK_CHUNK_BYTES;
-
     /// Everything stays on `device`.
     pub fn none(device: &Device) -> Self {
         OffloadOptions {

@@ -10,9 +10,14 @@ use trireme_swap::{AlignedBuffer, SwapFile, SwapOptions, Transfer};
 use trireme_tensor::{Category, Device, Tensor};
 
 /// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
-pub(super) const WRITES_MAX: usize = 4;
+const WRITES_MAX: usize = 4;
 
-const CHUNK_BYTES: usize = OffloadOptions::DISK_CHUNK_BYTES;
+/// Bytes of a chunk in which state goes to a disk and comes back: long enough for a disk's full speed, short beside the
+/// memory of a worker.
+const CHUNK_BYTES: usize = 16 << 20;
+
+/// Bytes that the chunks take at most which are on their way to a disk, and the one that is filled.
+const WRITE_BYTES: usize = (WRITES_MAX + 1) * CHUNK_BYTES;
 
 /// Blocks of state that live elsewhere.
 pub(crate) struct Store {
@@ -63,7 +68,7 @@ impl Disk {
     /// Counts what writes take at most.
     fn new(options: &OffloadOptions, num_blocks: usize) -> Result<Self, ParallelError> {
         let counted = Counted::new(&options.host);
-        counted.take(Category::Communication, OffloadOptions::DISK_WRITE_BYTES)?;
+        counted.take(Category::Communication, WRITE_BYTES)?;
         Ok(Disk {
             host: options.host.clone(),
             counted,

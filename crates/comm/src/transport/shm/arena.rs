@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex};
 const ADDRESS_BYTES: usize = 1 << 45;
 
 /// Addresses of an arena of a [dry](crate::Group::dry) group at first; fewer if the process has not as many left.
-const DRY_BYTES: usize = 1 << 44;
+const DRY_BYTES: usize = 1 << 42;
 
 /// Fewer addresses than this are an error.
 const DRY_BYTES_MIN: usize = 1 << 24;
@@ -26,7 +26,7 @@ pub(crate) struct Arena {
     /// What peers map. A dry group has no peers.
     memory: Option<OwnedFd>,
     mapping: Arc<Mapping>,
-    /// What no buffer has: sorted, and no two ranges touch. All of it reads as zero.
+    /// What no buffer has: sorted, and no two ranges touch. All of it reads as zero, except in a dry arena.
     free: Mutex<Vec<Range<usize>>>,
     /// Peers may still write to buffers that this rank has dropped.
     is_retired: AtomicBool,
@@ -54,7 +54,12 @@ impl Arena {
         let allowed = getrlimit(Resource::As).current.map_or(usize::MAX, |bytes| bytes as usize / 4);
         let mut len = DRY_BYTES.min(allowed) / page_size() * page_size();
         loop {
-            match Mapping::private(len) {
+            let mapping = Mapping::private(len).or_else(|refused| {
+                // Where the system sets memory aside for all that may be written, it does not for a file without pages. Making
+                // one longer than `ulimit -f` allows would end the process.
+                if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { sparse(len) }
+            });
+            match mapping {
                 Ok(mapping) => return Ok(Arena::of(mapping, None)),
                 Err(_) if len > DRY_BYTES_MIN => len = len / 2 / page_size() * page_size(),
                 Err(error) => return Err(error),
@@ -116,7 +121,7 @@ impl Arena {
         Some(taken)
     }
 
-    /// Frees the memory of a range and makes it available again, zero as at first.
+    /// Frees the memory of a range and makes it available again: zero as at first, except in a dry arena.
     fn give_back(&self, range: Range<usize>) {
         let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let punch = |memory| fallocate(memory, flags, range.start as u64, range.len() as u64);
@@ -140,6 +145,13 @@ impl AsFd for Arena {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.memory.as_ref().expect("peers map the arena of a group that is not dry").as_fd()
     }
+}
+
+/// A file that has no name and no pages, mapped.
+fn sparse(len: usize) -> io::Result<Mapping> {
+    let memory = memfd_create(c"trireme-dry", MemfdFlags::CLOEXEC)?;
+    ftruncate(&memory, len as u64)?;
+    Mapping::new(&memory, len)
 }
 
 /// Makes the kernel set memory aside: without it, touching a page may kill the process instead of failing.
