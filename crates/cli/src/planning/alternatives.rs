@@ -1,12 +1,16 @@
 //! Changes of a config that would fit into its memory.
 
 use super::{Job, Limit, Plan, Workers};
+use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
 use trireme_schedule::StateClass;
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier, TrainingDtype};
 
 /// How many changes are told.
 const NUM_TOLD: usize = 3;
+
+/// No other change is tried after so long: an error should not keep its reader waiting.
+const TRYING_MAX: Duration = Duration::from_secs(5);
 
 /// Values for keys, which users may give as `--set`.
 type Change = Vec<String>;
@@ -49,11 +53,15 @@ pub(crate) fn advice(job: Job<'_>, plan: &Plan, limit: Limit) -> String {
 pub(crate) fn changes(job: Job<'_>, now: usize, limit: Limit) -> String {
     let (mut tried, mut told) = (Vec::new(), Vec::new());
     let mut smallest: Option<(usize, Change)> = None;
-    for family in candidates(job.config, job.source.world_size.is_none()) {
+    let began = Instant::now();
+    'families: for family in candidates(job.config, job.source.world_size.is_none()) {
         if told.len() == NUM_TOLD {
             break;
         }
         for change in family {
+            if began.elapsed() > TRYING_MAX {
+                break 'families;
+            }
             // Families that have nothing to offer leave their combinations as they are without them.
             if tried.contains(&change) {
                 continue;
