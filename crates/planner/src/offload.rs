@@ -99,6 +99,8 @@ pub fn fit_places<E>(
     }
     let outline = program(given).outline;
     let mut all = combinations(given, open, &outline);
+    // Those were run above.
+    all.retain(|&places| places != given || search.has_open_blocks(given));
     all.sort_by_cached_key(|&places| search.cost_min(places));
     let mut best: Option<Placing> = None;
     let mut smallest = stays;

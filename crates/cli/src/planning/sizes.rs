@@ -1,8 +1,9 @@
 //! Sizes of state, as the planner is told them.
 
 use anyhow::Result;
+use std::sync::Arc;
 use trireme_base::DType;
-use trireme_model::Rehearsal;
+use trireme_model::{BatchTensor, Rehearsal, UnitRehearsal};
 use trireme_optim::{Optimizer, OptimizerOptions};
 use trireme_parallel::ExecutorOptions;
 use trireme_planner::{BatchMemory, StateSizes, UnitSizes};
@@ -11,7 +12,7 @@ use trireme_tensor::{Device, ParameterTable};
 
 /// The state of the units that a worker holds, which has this one of `num_shards` shards. `device` only counts.
 pub(super) fn state_sizes(
-    (table, rehearsal): (&std::sync::Arc<ParameterTable>, &Rehearsal),
+    (table, rehearsal): (&Arc<ParameterTable>, &Rehearsal),
     (options, optimizer): (&ExecutorOptions, &OptimizerOptions),
     (shard, num_shards): (usize, usize),
     outline: &Outline,
@@ -30,7 +31,7 @@ pub(super) fn state_sizes(
     let is_apart = gather_bytes < DType::F32.size() && num_shards > 1;
     let has_masters = is_apart && outline.zero_stage < ZeroStage::Three;
     let aligned = |num_bytes: usize| num_bytes.next_multiple_of(Device::ALIGNMENT);
-    let mut unit = |(index, found): (usize, &trireme_model::UnitRehearsal)| {
+    let mut unit = |(index, found): (usize, &UnitRehearsal)| {
         let shard_len = parts[index].len();
         let mut optimizer_bytes = 0;
         optimizer.for_each_memory(index, |tensor| optimizer_bytes += aligned(tensor.num_bytes()));
@@ -45,9 +46,6 @@ pub(super) fn state_sizes(
 
 /// The tensors of a microbatch.
 pub(super) fn batch_memory(rehearsal: &Rehearsal) -> Vec<BatchMemory> {
-    let memory = |tensor: &trireme_model::BatchTensor| BatchMemory {
-        bytes: tensor.bytes,
-        readers: tensor.readers.clone(),
-    };
+    let memory = |tensor: &BatchTensor| BatchMemory { bytes: tensor.bytes, readers: tensor.readers.clone() };
     rehearsal.batch.iter().map(memory).collect()
 }

@@ -2,7 +2,7 @@
 
 use super::{Device, each};
 use crate::kernels::Blocks;
-use crate::kernels::cpu::element::with_element;
+use crate::kernels::cpu::element::{with_element, with_word};
 use crate::tensor::{View, ViewMut};
 use trireme_base::Cost;
 
@@ -20,12 +20,7 @@ impl Device {
         assert_eq!(x.dtype(), y.dtype());
         let num_bytes = blocks.0 * blocks.1 * x.dtype().size();
         self.count(Cost::ZERO.reads(num_bytes).writes(num_bytes));
-        match x.dtype().size() {
-            1 => self.cpu.copy_blocks::<u8>((x.words(), from), (y.words(), to), blocks),
-            2 => self.cpu.copy_blocks::<u16>((x.words(), from), (y.words(), to), blocks),
-            4 => self.cpu.copy_blocks::<u32>((x.words(), from), (y.words(), to), blocks),
-            size => panic!("elements of {size} bytes"),
-        }
+        with_word!(x.dtype() => |W| self.cpu.copy_blocks::<W>((x.words(), from), (y.words(), to), blocks));
     }
 
     /// Reads `x` in another order of its dims: `strides` are those of `x`, of the `dims` of `y`.
@@ -36,12 +31,7 @@ impl Device {
     ) {
         assert_eq!(x.dtype(), y.dtype());
         self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
-        match x.dtype().size() {
-            1 => self.cpu.permute::<u8>((x.words(), strides), (y.words(), dims)),
-            2 => self.cpu.permute::<u16>((x.words(), strides), (y.words(), dims)),
-            4 => self.cpu.permute::<u32>((x.words(), strides), (y.words(), dims)),
-            size => panic!("elements of {size} bytes"),
-        }
+        with_word!(x.dtype() => |W| self.cpu.permute::<W>((x.words(), strides), (y.words(), dims)));
     }
 
     /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`.
@@ -64,12 +54,7 @@ impl Device {
         assert_eq!(x.dtype(), y.dtype());
         self.count(Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes()));
         let (ids, cols) = (ids.u32s(), x.shape().cols());
-        match x.dtype().size() {
-            1 => self.cpu.gather_rows::<u8>(x.words(), ids, cols, y.words()),
-            2 => self.cpu.gather_rows::<u16>(x.words(), ids, cols, y.words()),
-            4 => self.cpu.gather_rows::<u32>(x.words(), ids, cols, y.words()),
-            size => panic!("elements of {size} bytes"),
-        }
+        with_word!(x.dtype() => |W| self.cpu.gather_rows::<W>(x.words(), ids, cols, y.words()));
     }
 
     /// Softmax of each row. A row of nothing but negative infinity gives NaN.

@@ -111,6 +111,28 @@ macro_rules! with_element {
 }
 pub(crate) use with_element;
 
+/// Runs a body with a name for the unsigned integer that is as wide as elements of a type: for kernels that only move them.
+macro_rules! with_word {
+    ($dtype:expr => |$word:ident| $body:expr) => {
+        match $dtype.size() {
+            1 => {
+                type $word = u8;
+                $body
+            }
+            2 => {
+                type $word = u16;
+                $body
+            }
+            4 => {
+                type $word = u32;
+                $body
+            }
+            size => panic!("elements of {size} bytes"),
+        }
+    };
+}
+pub(crate) use with_word;
+
 /// Elements in memory, of any of the types.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Floats<'a> {
