@@ -134,7 +134,7 @@ mod tests {
     }
 
     fn mesh(degree: usize) -> Mesh {
-        Mesh::new(&[(Axis::DataReplicate, degree)]).unwrap()
+        Mesh::new(&[(Axis::DATA_REPLICATE, degree)]).unwrap()
     }
 
     fn any_tensor() -> impl Strategy<Value = TensorPlacement> {

@@ -6,9 +6,10 @@ use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::Group;
 use trireme_optim::ShardOps;
+use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, View, ViewMut};
 
-/// What an optimizer exchanges with those of the other shards.
+/// What an optimizer exchanges with those of the other shards, if the update is sharded.
 pub(crate) struct ShardExchange {
     group: Arc<Group>,
     device: Device,
@@ -17,8 +18,8 @@ pub(crate) struct ShardExchange {
 }
 
 impl ShardExchange {
-    pub(crate) fn new(ranks: &RankGrid, device: &Device) -> Self {
-        let group = Arc::clone(ranks.shards());
+    pub(crate) fn new(ranks: &RankGrid, outline: &Outline, device: &Device) -> Self {
+        let group = Arc::clone(ranks.updating(outline));
         let sums = Pool::new(&group, device, Category::Communication, true);
         let wholes = Pool::new(&group, device, Category::Communication, true);
         ShardExchange { group, device: device.clone(), sums, wholes }

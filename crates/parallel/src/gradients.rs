@@ -16,7 +16,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_comm::{Buffer, CompressionStatistics, Compressor, Round};
+use trireme_comm::{Buffer, CompressionStatistics, Compressor, Round, Work};
 use trireme_schedule::Outline;
 use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Shape, Tensor, View,
@@ -86,6 +86,14 @@ struct UnitGradient {
     is_finished: bool,
     /// The sum so far, where ranks keep a shard apart from the whole gradient.
     shard: Option<Box<dyn ShardSum>>,
+    /// All of the reduced gradient, gathered from the shards.
+    gathered: Option<Gathered>,
+}
+
+/// A reduced gradient that comes together.
+enum Gathered {
+    UnderWay(Work<Buffer<f32>>),
+    Whole(Buffer<f32>),
 }
 
 /// Gradients of all units of a rank.
@@ -279,6 +287,45 @@ impl Gradients {
             state.is_finished = true;
         }
         Ok(())
+    }
+
+    /// Starts to gather a unit's reduced gradient from the shards.
+    pub(crate) fn gather(&mut self, unit: usize) -> Result<(), ParallelError> {
+        self.finish(unit)?;
+        let state = &self.units[unit];
+        let pool = self.pool.as_ref().expect("beside shards, whole gradients come from a pool");
+        let mut buffer = pool.take(state.len)?;
+        let own = ViewMut::from_f32s(&mut buffer[state.own.clone()], [state.own.len()].into());
+        self.device.convert(self.reduced(unit), own);
+        self.units[unit].gathered = Some(Gathered::UnderWay(self.ranks.shards().all_gather(buffer)));
+        Ok(())
+    }
+
+    /// Waits for a gradient that was to be gathered.
+    pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        let gathered = &mut self.units[unit].gathered;
+        if let Some(Gathered::UnderWay(work)) = gathered.take() {
+            *gathered = Some(Gathered::Whole(waiting.wait(work)?));
+        }
+        Ok(())
+    }
+
+    /// Gives the memory of a gathered gradient back, which has been waited for.
+    pub(crate) fn free_gathered(&mut self, unit: usize) {
+        if let (Some(Gathered::Whole(buffer)), Some(pool)) = (self.units[unit].gathered.take(), &self.pool) {
+            pool.give(buffer);
+        }
+    }
+
+    /// What this rank updates a unit by: the gathered gradient, or its part.
+    pub(crate) fn for_update(&self, unit: usize) -> View<'_> {
+        let state = &self.units[unit];
+        match &state.gathered {
+            Some(Gathered::Whole(buffer)) => {
+                View::from_f32s(&buffer[..state.shape.num_elements()], state.shape)
+            }
+            _ => self.reduced(unit),
+        }
     }
 
     /// The memory of a unit's shard.

@@ -32,7 +32,7 @@ pub use error::ParallelError;
 pub use executor::{ActionTime, Executor, ExecutorSetup, MemoryUse};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
-pub use placement::parameter_placements;
+pub use placement::Placements;
 pub use ranks::RankGrid;
 pub use step::{ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan, ZeroPlusPlus};
 pub use trireme_swap::SwapOptions;

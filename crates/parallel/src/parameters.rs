@@ -11,7 +11,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Bf16, F16};
 use trireme_comm::{Buffer, Group};
-use trireme_schedule::{Outline, ZeroStage};
+use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{
     Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
     View, ViewMut,
@@ -20,12 +20,12 @@ use wholes::{Gathered, Wholes};
 
 /// The parameters of a rank.
 ///
-/// Up to the second ZeRO stage operations read whole units at any time; in the third those that are unsharded. What the
-/// rank steps is its shard, in f32.
+/// Operations read whole units at any time, or, if parameters are sharded, those that are gathered. What the rank updates is its part,
+/// in f32.
 #[derive(Debug)]
 pub(crate) struct RankParameters {
     table: Arc<ParameterTable>,
-    /// This rank's shard of each unit, without what fills up leaves.
+    /// What this rank updates of each unit, without what fills up leaves.
     parts: Vec<Range<usize>>,
     layout: Layout,
     /// A unit of another rank of the pipeline that a unit here reads, in f32.
@@ -57,9 +57,9 @@ enum Layout {
 }
 
 impl RankParameters {
-    /// Zeros. Gathered parameters are in `precision`, and `spared` counts where `ranks` are split by hosts; shards apart from them lie on a device of their own.
+    /// Zeros, of which this rank updates `parts`. Gathered parameters are in `precision`, and `spared` counts where `ranks` are split by hosts; shards apart from them lie on a device of their own.
     pub(crate) fn new(
-        table: &Arc<ParameterTable>,
+        (table, parts): (&Arc<ParameterTable>, Vec<Range<usize>>),
         outline: &Outline,
         (precision, spared): (Precision, ZeroPlusPlus),
         ranks: &RankGrid,
@@ -67,15 +67,14 @@ impl RankParameters {
         shards: &ShardMemory,
     ) -> Result<Self, ParallelError> {
         let group = ranks.shards();
-        let (parts, zero_stage) = (ranks.parts(table, outline), outline.zero_stage);
-        let is_kept = zero_stage < ZeroStage::Three;
+        let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         // One shard is the whole.
-        let is_whole = is_kept && group.world_size() == 1;
-        let layout = match (zero_stage, precision) {
+        let is_whole = is_kept && ranks.updating(outline).world_size() == 1;
+        let layout = match precision {
             _ if is_whole => {
                 Layout::Replicated(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?)
             }
-            (ZeroStage::One | ZeroStage::Two, Precision::F32) => {
+            Precision::F32 if is_kept => {
                 Layout::Within(Box::new(Gathered::new(table, outline, group, device)?))
             }
             _ => {

@@ -1,26 +1,65 @@
-use trireme_base::DType;
+use std::ops::Range;
+use trireme_base::{DType, Rank};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
-use trireme_schedule::Outline;
+use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{ParameterInfo, ParameterTable};
 
-/// Where every parameter of a table lies on `mesh`, and with it what the optimizer keeps of it: with the unit's rank of the
-/// pipeline, replicated, or cut where shards of its unit's flat buffer end.
-pub fn parameter_placements(table: &ParameterTable, outline: &Outline, mesh: &Mesh) -> Vec<TensorPlacement> {
-    let placement = |info: &ParameterInfo| TensorPlacement {
-        name: info.name.clone(),
-        shape: info.shape.dims().to_vec(),
-        dtype: DType::F32,
-        placements: mesh
-            .axes()
-            .iter()
-            .map(|&(axis, degree)| match axis {
-                Axis::Pipeline => Placement::Single { rank: outline.rank_of(info.unit) },
-                Axis::DataReplicate => Placement::Replicate,
-                Axis::DataShard => shards(table, info, degree),
-            })
-            .collect(),
-    };
-    table.parameters().iter().map(placement).collect()
+/// Where every parameter lies on the ranks, as far as they update it, and with it what the optimizer keeps of it. Memory for them is
+/// taken, and checkpoints are written and read, by this.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Placements {
+    mesh: Mesh,
+    tensors: Vec<TensorPlacement>,
+}
+
+impl Placements {
+    /// Parameters lie with their unit's rank of the pipeline. Ranks that shard the optimizer's state cut them where shards of
+    /// their unit's flat buffer end.
+    pub fn new(table: &ParameterTable, outline: &Outline, mesh: Mesh) -> Self {
+        let is_sharded = outline.state.is_sharded(StateClass::Optimizer);
+        let along = |info: &ParameterInfo, axis, degree| match axis {
+            Axis::PIPELINE => Placement::Single { rank: outline.rank_of(info.unit) },
+            Axis::DATA_SHARD if is_sharded => shards(table, info, degree),
+            _ => Placement::Replicate,
+        };
+        let placement = |info: &ParameterInfo| TensorPlacement {
+            name: info.name.clone(),
+            shape: info.shape.dims().to_vec(),
+            dtype: DType::F32,
+            placements: mesh.axes().iter().map(|&(axis, degree)| along(info, axis, degree)).collect(),
+        };
+        let tensors = table.parameters().iter().map(placement).collect();
+        Placements { mesh, tensors }
+    }
+
+    /// The ranks.
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
+    }
+
+    /// A placement for each parameter, in the table's order.
+    pub fn tensors(&self) -> &[TensorPlacement] {
+        &self.tensors
+    }
+
+    /// The elements of each unit's flat buffer that `rank` updates.
+    ///
+    /// # Panics
+    /// If `rank` is outside of the mesh, or `table` is of another model.
+    pub fn parts(&self, table: &ParameterTable, rank: Rank) -> Vec<Range<usize>> {
+        let mut parts: Vec<Option<Range<usize>>> = vec![None; table.units().len()];
+        for (info, tensor) in table.parameters().iter().zip(&self.tensors) {
+            let extents = tensor.extents(&self.mesh, rank).expect("placements are made for their mesh");
+            for extent in extents {
+                let run = extent.as_run(&tensor.shape).expect("flat buffers are cut into runs");
+                let held = info.offset + run.start..info.offset + run.end;
+                let part = parts[info.unit].get_or_insert(held.start..held.start);
+                assert_eq!(part.end, held.start, "a rank holds one part of a unit");
+                part.end = held.end;
+            }
+        }
+        parts.into_iter().map(Option::unwrap_or_default).collect()
+    }
 }
 
 fn shards(table: &ParameterTable, info: &ParameterInfo, degree: usize) -> Placement {

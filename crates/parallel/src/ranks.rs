@@ -2,19 +2,19 @@
 
 use crate::error::ParallelError;
 use std::fmt;
-use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::Group;
 use trireme_plan::{Axis, Mesh};
-use trireme_schedule::Outline;
 use trireme_schedule::collective::Hosts;
-use trireme_tensor::ParameterTable;
+use trireme_schedule::{Outline, StateClass};
 
-/// The ranks of a world: `pipeline_degree x num_replicas x num_shards`. Those with the same place in the pipeline run the same
+/// The ranks of a world, as a mesh of the axes [pipeline](Axis::PIPELINE), [replicas](Axis::DATA_REPLICATE) and
+/// [shards](Axis::DATA_SHARD). Those with the same place in the pipeline run the same
 /// units, and are data-parallel: the ranks of a replica are neighbours and shard its training state; ranks with the same
 /// shard hold the same values (hybrid sharding: Zhao et al., "PyTorch FSDP", 2023, section 3.2.2).
 pub struct RankGrid {
+    mesh: Mesh,
     world: Arc<Group>,
     /// The ranks that run the other units for the same microbatches.
     pipeline: Arc<Group>,
@@ -24,7 +24,35 @@ pub struct RankGrid {
     shards: Arc<Group>,
     /// The ranks with this rank's shard.
     replicas: Arc<Group>,
+    /// This rank.
+    own: Arc<Group>,
     levels: Option<Levels>,
+}
+
+/// Groups along axes of a mesh, each of which is made once.
+struct Groups<'a> {
+    mesh: &'a Mesh,
+    world: Arc<Group>,
+    /// Axes along which there are several ranks, and the group.
+    made: Vec<(Vec<Axis>, Arc<Group>)>,
+}
+
+impl Groups<'_> {
+    /// The ranks that differ from this one along `axes` only. Collective.
+    fn along(&mut self, name: &str, axes: &[Axis]) -> Result<Arc<Group>, ParallelError> {
+        let several = self.mesh.axes().iter().filter(|(_, degree)| *degree > 1).map(|&(axis, _)| axis);
+        let (those, others): (Vec<Axis>, Vec<Axis>) = several.partition(|axis| axes.contains(axis));
+        if let Some((_, group)) = self.made.iter().find(|(made, _)| *made == those) {
+            return Ok(Arc::clone(group));
+        }
+        let group = match (&those[..], &others[..]) {
+            (_, []) => Arc::clone(&self.world),
+            ([], _) => Arc::new(self.world.singleton()),
+            _ => Arc::new(self.world.split_by(name, |rank| self.mesh.group_of(rank, axes) as u64)?),
+        };
+        self.made.push((those, Arc::clone(&group)));
+        Ok(group)
+    }
 }
 
 /// The groups of `len` ranks each that have a color in common; collective over `group`.
@@ -59,25 +87,29 @@ impl RankGrid {
         pipeline_degree: usize,
         num_shards: usize,
     ) -> Result<Self, ParallelError> {
-        let world_size = world.world_size();
+        let mesh = RankGrid::mesh_of(world.world_size(), pipeline_degree, num_shards);
+        let mut groups = Groups { mesh: &mesh, world: Arc::new(world), made: Vec::new() };
+        let pipeline = groups.along("pipeline", &[Axis::PIPELINE])?;
+        let data = groups.along("data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?;
+        let shards = groups.along("shards", &[Axis::DATA_SHARD])?;
+        let replicas = groups.along("replicas", &[Axis::DATA_REPLICATE])?;
+        let (own, world) = (groups.along("own", &[])?, groups.world);
+        Ok(RankGrid { mesh, world, pipeline, data, shards, replicas, own, levels: None })
+    }
+
+    /// The mesh of so many ranks.
+    ///
+    /// # Panics
+    /// If `pipeline_degree * num_shards` does not divide the number of ranks.
+    pub fn mesh_of(world_size: usize, pipeline_degree: usize, num_shards: usize) -> Mesh {
         let is_whole = world_size.is_multiple_of(pipeline_degree * num_shards);
         assert!(is_whole, "{pipeline_degree} stages of {num_shards} shards for {world_size} ranks");
-        let world = Arc::new(world);
-        let data_degree = world_size / pipeline_degree;
-        let (stage, place) = (|rank: usize| rank / data_degree, |rank: usize| rank % data_degree);
-        let pipeline = part(&world, "pipeline", pipeline_degree, place)?;
-        let data = part(&world, "data", data_degree, stage)?;
-        let shards = match num_shards == data_degree {
-            true => Arc::clone(&data),
-            false => part(&world, "shards", num_shards, |rank| rank / num_shards)?,
-        };
-        let replicas = match num_shards {
-            1 => Arc::clone(&data),
-            _ => part(&world, "replicas", data_degree / num_shards, |rank| {
-                stage(rank) * num_shards + place(rank) % num_shards
-            })?,
-        };
-        Ok(RankGrid { world, pipeline, data, shards, replicas, levels: None })
+        let axes = [
+            (Axis::PIPELINE, pipeline_degree),
+            (Axis::DATA_REPLICATE, world_size / (pipeline_degree * num_shards)),
+            (Axis::DATA_SHARD, num_shards),
+        ];
+        Mesh::new(&axes).expect("groups have ranks")
     }
 
     /// Splits the shards' ranks by hosts, if a replica has equally many on each of its hosts; collective over all ranks.
@@ -127,27 +159,27 @@ impl RankGrid {
     }
 
     /// The ranks as a mesh.
-    pub fn mesh(&self) -> Mesh {
-        let (replicas, shards) = (self.replicas.world_size(), self.shards.world_size());
-        let data = [(Axis::DataReplicate, replicas), (Axis::DataShard, shards)];
-        let pipeline = (Axis::Pipeline, self.pipeline.world_size());
-        let axes = if pipeline.1 > 1 { &[pipeline, data[0], data[1]][..] } else { &data[..] };
-        Mesh::new(axes).expect("groups have ranks")
+    pub fn mesh(&self) -> &Mesh {
+        &self.mesh
     }
 
-    /// The elements of each unit's flat buffer that this rank steps; none of units that lie elsewhere in the pipeline of
-    /// `outline`.
-    pub fn parts(&self, table: &ParameterTable, outline: &Outline) -> Vec<Range<usize>> {
-        let mut parts = table.shards(self.shards.rank().0, self.shards.world_size());
-        let elsewhere = parts.iter_mut().enumerate().filter(|(unit, _)| !outline.holds(*unit));
-        elsewhere.for_each(|(_, part)| *part = 0..0);
-        parts
+    /// The ranks that update a unit together: each its shard of it, or this rank all of it.
+    pub(crate) fn updating(&self, outline: &Outline) -> &Arc<Group> {
+        if outline.state.is_sharded(StateClass::Optimizer) { &self.shards } else { &self.own }
     }
 
-    /// The rank of the world that has this rank's shard of a replica.
-    pub(crate) fn rank_in_replica(&self, replica: usize) -> Rank {
+    /// The ranks that update what this rank updates.
+    pub(crate) fn alike(&self, outline: &Outline) -> &Arc<Group> {
+        if outline.state.is_sharded(StateClass::Optimizer) { &self.replicas } else { &self.data }
+    }
+
+    /// The rank of the world that is this one of a group that runs the same units as this rank.
+    pub(crate) fn rank_of(&self, group: &Arc<Group>, rank: usize) -> Rank {
         let first = self.pipeline.rank().0 * self.data.world_size();
-        Rank(first + replica * self.shards.world_size() + self.shards.rank().0)
+        let is_data = Arc::ptr_eq(group, &self.data);
+        let (stride, offset) =
+            if is_data { (1, 0) } else { (self.shards.world_size(), self.shards.rank().0) };
+        Rank(first + rank * stride + offset)
     }
 
     /// Says which line of a program issues what the groups are given from now on.
@@ -172,7 +204,7 @@ impl RankGrid {
 
     /// Each group once.
     fn groups(&self) -> impl Iterator<Item = &Arc<Group>> {
-        let all = [&self.pipeline, &self.data, &self.shards, &self.replicas];
+        let all = [&self.pipeline, &self.data, &self.shards, &self.replicas, &self.own];
         let others = all.into_iter().enumerate().filter(move |(index, group)| {
             let earlier = std::iter::once(&self.world).chain(all[..*index].iter().copied());
             !earlier.into_iter().any(|earlier| Arc::ptr_eq(earlier, group))

@@ -5,13 +5,12 @@ use std::fmt;
 use std::time::Duration;
 use trireme_comm::{Compression, CompressionStatistics};
 use trireme_optim::LossScaling;
-use trireme_schedule::lowering::Sharding;
 use trireme_tensor::{Fp8Recipe, IntegerFormat, Precision};
 
 /// How steps are run.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ExecutorOptions {
-    /// What activations are kept in and products are made of.
+    /// What activations are kept in and products are made of. Sharded parameters are gathered in it, or with `fp8` in f32.
     pub precision: Precision,
     /// How the blocks' linear layers work in fp8, which is emulated in bf16 and needs that `precision`; `None` for not at
     /// all.
@@ -22,10 +21,7 @@ pub struct ExecutorOptions {
     /// Bytes of short gradients that travel as one message, where ranks do not all share memory; one of more than half
     /// of it travels alone, and with 0 each does. Changes no bit of `determinism` by layout.
     pub fusion_bytes: usize,
-    /// How the ranks shard the training state. Parameters are gathered in [`precision`](ExecutorOptions::precision), in
-    /// which operations read them, or with `fp8` in f32.
-    pub sharding: Sharding,
-    /// With the third ZeRO stage: what the ranks of a replica send each other less of.
+    /// If parameters are sharded: what the ranks of a replica send each other less of.
     pub zero_plus_plus: ZeroPlusPlus,
     /// How gradients are compressed before they are sent; or momentum, with an optimizer that exchanges it, which sends its
     /// gradients as they are. Sums depend on the layout then, whatever `determinism` is.

@@ -2,15 +2,14 @@
 
 mod common;
 
-use common::{ASYNCHRONOUS_STEPS, Layout, OPTIONS, Pipeline, SHAPE, batches, laid_out};
+use common::{ASYNCHRONOUS_STEPS, Layout, Pipeline, SHAPE, batches, laid_out};
 use std::ops::Range;
 use trireme_comm::Group;
 use trireme_model::{Batch, ModelConfig};
 use trireme_optim::{OptimizerKind, SgdSettings};
-use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepOutcome, StepPlan};
-use trireme_schedule::lowering::Sharding;
+use trireme_parallel::{Executor, GradNorm, StepOutcome, StepPlan};
 use trireme_schedule::pipeline::{Costs, Kind, PassKind, Schedule, Sizes, StageCosts, generate};
-use trireme_schedule::{Keep, ZeroStage};
+use trireme_schedule::{Keep, StateLayout};
 use trireme_testkit::{random_batch, run_ranks};
 
 const LR: f64 = 0.3;
@@ -163,14 +162,12 @@ fn gradients_are_those_of_the_weights_that_the_schedule_says() {
 fn a_double_buffer_has_the_same_bits_on_any_number_of_ranks() {
     let pipeline = |num_ranks| Some(Pipeline { kind: Kind::PipeDream2Bw, num_ranks, stages_per_rank: 1 });
     let oracle = found(&layout(pipeline(1)), 1, 8, GradNorm::Measure);
-    let shared =
-        ExecutorOptions { sharding: Sharding { zero_stage: ZeroStage::One, ..OPTIONS.sharding }, ..OPTIONS };
     let keeps = [Keep::All, Keep::Input, Keep::Products, Keep::Input, Keep::All, Keep::All];
     for (layout, world_size) in [
         (layout(pipeline(2)), 2),
         (layout(pipeline(4)), 4),
         (Layout { keeps: &keeps, ..layout(pipeline(2)) }, 4),
-        (Layout { options: shared, num_shards: 2, ..layout(pipeline(2)) }, 4),
+        (Layout { state: StateLayout::zero(1), num_shards: 2, ..layout(pipeline(2)) }, 4),
     ] {
         assert!(found(&layout, world_size, 8, GradNorm::Measure) == oracle, "{world_size} ranks");
     }

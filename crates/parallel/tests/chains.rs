@@ -5,9 +5,8 @@ mod common;
 use common::{Build, Layout, OPTIONS, Pipeline, laid_out_model, train_on};
 use trireme_model::Batch;
 use trireme_parallel::{Executor, ExecutorOptions};
-use trireme_schedule::lowering::{Offload, Sharding, Tier};
 use trireme_schedule::pipeline::Kind;
-use trireme_schedule::{Keep, ZeroStage};
+use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::{build_classifier, classifier_batch, classifier_specs, run_ranks};
 
@@ -60,18 +59,17 @@ fn any_chain_of_units_gives_the_bits_of_one_rank() {
         assert!(run(&recomputed, 1, 4) == oracle, "recomputed in {precision}");
         let folder = std::env::temp_dir();
         for (tier, keeps) in [(Tier::Host, &[][..]), (Tier::Disk, &[][..]), (Tier::Disk, &keeps[..])] {
-            let places = Offload { activations: tier, ..Offload::default() };
-            let moved = Layout { options, places, keeps, folder: &folder, ..Layout::default() };
+            let state = StateLayout::WHOLE.with_tier(StateClass::Activations, tier);
+            let moved = Layout { options, state, keeps, folder: &folder, ..Layout::default() };
             assert!(run(&moved, 1, 4) == oracle, "activations on {tier:?} in {precision}");
         }
         let (steps, _) = run(&plain, 2, 2);
         assert!(steps == oracle.0, "two replicas in {precision}");
-        for zero_stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
-            let sharding = Sharding { zero_stage, prefetch: 1, keep_after_forward: false };
-            let options = ExecutorOptions { sharding, ..options };
-            let sharded = Layout { options, num_shards: 2, ..Layout::default() };
+        for zero_stage in 1..=3 {
+            let state = StateLayout::zero(zero_stage);
+            let sharded = Layout { options, num_shards: 2, state, ..Layout::default() };
             let (steps, _) = run(&sharded, 2, 2);
-            assert!(steps == oracle.0, "{zero_stage:?} in {precision}");
+            assert!(steps == oracle.0, "stage {zero_stage} in {precision}");
         }
         for (kind, stages_per_rank) in
             [(Kind::OneFOneB, 1), (Kind::GPipe, 1), (Kind::Interleaved, 2), (Kind::ZeroBubbleV, 2)]

@@ -2,15 +2,14 @@
 
 mod common;
 
-use common::{Layout, OPTIONS, batches, laid_out};
+use common::{Layout, batches, laid_out};
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
-use trireme_parallel::{ExecutorOptions, GradNorm, ParallelError, StepPlan};
-use trireme_schedule::ZeroStage;
-use trireme_schedule::lowering::{Offload, Sharding, Tier};
+use trireme_parallel::{GradNorm, ParallelError, StepPlan};
+use trireme_schedule::{StateClass, StateLayout, Tier};
 use trireme_swap::{Access, Direction, Interceptor, SwapOptions};
 use trireme_testkit::{run_ranks, small_models};
 
@@ -54,20 +53,10 @@ impl Interceptor for Hang {
 /// Runs steps until one fails; the error with its causes.
 fn first_failure(swap: SwapOptions) -> String {
     let folder = tempfile::tempdir().unwrap();
-    let sharding = Sharding { zero_stage: ZeroStage::Three, ..OPTIONS.sharding };
-    let layout = Layout {
-        options: ExecutorOptions { sharding, ..OPTIONS },
-        places: Offload {
-            optimizer: Tier::Disk,
-            parameters: Tier::Disk,
-            gradients: Tier::Host,
-            activations: Tier::Disk,
-            ..Offload::default()
-        },
-        folder: folder.path(),
-        swap,
-        ..Layout::default()
-    };
+    let tiers = [Tier::Disk, Tier::Disk, Tier::Host, Tier::Disk];
+    let classes = StateClass::ALL.into_iter().zip(tiers);
+    let state = classes.fold(StateLayout::zero(3), |state, (class, tier)| state.with_tier(class, tier));
+    let layout = Layout { state, folder: folder.path(), swap, ..Layout::default() };
     let config = &small_models()[0];
     let mut errors = run_ranks(1, |group| {
         let mut executor = laid_out(config, group, 1, 1, &layout);

@@ -6,9 +6,8 @@ use common::{ADAMW, Layout, OPTIONS, Pipeline, laid_out, train};
 use trireme_model::ModelConfig;
 use trireme_optim::OptimizerKind;
 use trireme_parallel::ExecutorOptions;
-use trireme_schedule::lowering::Sharding;
 use trireme_schedule::pipeline::Kind;
-use trireme_schedule::{Keep, ZeroStage};
+use trireme_schedule::{Keep, StateLayout};
 use trireme_tensor::Precision;
 use trireme_testkit::run_ranks;
 
@@ -30,7 +29,6 @@ fn families() -> Vec<ModelConfig> {
 #[test]
 fn every_family_gives_the_bits_of_one_rank() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
-    let sharding = Sharding { zero_stage: ZeroStage::Three, prefetch: 1, keep_after_forward: false };
     let pipeline = Pipeline { kind: Kind::OneFOneB, num_ranks: 2, stages_per_rank: 1 };
     for config in families() {
         for options in [OPTIONS, bf16] {
@@ -45,11 +43,7 @@ fn every_family_gives_the_bits_of_one_rank() {
             let recomputed = [Keep::All, Keep::Input, Keep::Products, Keep::Input, Keep::All];
             let recomputed = Layout { keeps: &recomputed, ..plain };
             assert!(run(&recomputed, 1, 4) == oracle, "{:?} recomputed", config.family);
-            let sharded = Layout {
-                options: ExecutorOptions { sharding, ..options },
-                num_shards: 2,
-                ..Layout::default()
-            };
+            let sharded = Layout { options, state: StateLayout::zero(3), num_shards: 2, ..Layout::default() };
             let (steps, _) = run(&sharded, 2, 2);
             assert!(steps == oracle.0, "{:?} with ZeRO-3", config.family);
             let stages = Layout { options, pipeline: Some(pipeline), ..Layout::default() };

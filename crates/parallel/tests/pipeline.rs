@@ -6,9 +6,8 @@ use common::{Layout, OPTIONS, Pipeline, SHAPE, STEPS, batches, laid_out};
 use std::time::Instant;
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::lowering::Sharding;
 use trireme_schedule::pipeline::Kind;
-use trireme_schedule::{Keep, ZeroStage};
+use trireme_schedule::{Keep, StateLayout};
 use trireme_tensor::Precision;
 use trireme_testkit::{random_batch, run_ranks};
 
@@ -101,11 +100,9 @@ fn shared_out(model: &ModelConfig, is_tied: bool) {
         Keep::Nothing,
         Keep::All,
     ];
-    for (zero_stage, num_shards) in
-        [(ZeroStage::Zero, 1), (ZeroStage::One, 2), (ZeroStage::Two, 2), (ZeroStage::Three, 2)]
-    {
+    for (zero_stage, num_shards) in [(0, 1), (1, 2), (2, 2), (3, 2)] {
         // The head would read shards of another rank.
-        if is_tied && zero_stage == ZeroStage::Three {
+        if is_tied && zero_stage == 3 {
             continue;
         }
         for (kind, keeps) in [
@@ -115,10 +112,9 @@ fn shared_out(model: &ModelConfig, is_tied: bool) {
             (Kind::ZeroBubbleH1, &segments),
         ] {
             let pipeline = Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 });
-            let sharding = Sharding { zero_stage, ..OPTIONS.sharding };
-            let options = ExecutorOptions { sharding, ..OPTIONS };
-            let layout = Layout { options, pipeline, num_shards, keeps, ..Layout::default() };
-            assert!(run(model, &layout, 4, 8) == oracle, "{kind} {zero_stage:?} {keeps:?}");
+            let state = StateLayout::zero(zero_stage);
+            let layout = Layout { state, pipeline, num_shards, keeps, ..Layout::default() };
+            assert!(run(model, &layout, 4, 8) == oracle, "{kind} stage {zero_stage} {keeps:?}");
         }
     }
 }

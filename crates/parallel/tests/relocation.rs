@@ -7,9 +7,8 @@ use trireme_comm::Group;
 use trireme_model::ModelConfig;
 use trireme_optim::{AdafactorSettings, MuonScale, MuonSettings, OptimizerKind};
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::ZeroStage;
-use trireme_schedule::lowering::{Offload, Sharding, Tier};
 use trireme_schedule::pipeline::Kind;
+use trireme_schedule::{StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::{random_batch, run_ranks};
 
@@ -76,8 +75,7 @@ fn check(layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) 
 }
 
 fn check_model(is_tied: bool, layout: &Layout<'_>, world_size: usize, cuts: &[&[usize]], what: &str) {
-    let alone =
-        Layout { options: unsharded(layout.options), optimizer: layout.optimizer, ..Layout::default() };
+    let alone = Layout { options: layout.options, optimizer: layout.optimizer, ..Layout::default() };
     let oracle = run_ranks(1, |group| train(start(group, is_tied, &alone), &alone, cuts)).remove(0);
     let moved = run_ranks(world_size, |group| train(start(group, is_tied, layout), layout, cuts));
     for found in &moved {
@@ -103,14 +101,6 @@ fn check_model(is_tied: bool, layout: &Layout<'_>, world_size: usize, cuts: &[&[
     assert_eq!(in_use(&moved), in_use(&once), "{what}: bytes in use");
 }
 
-fn unsharded(options: ExecutorOptions) -> ExecutorOptions {
-    ExecutorOptions { sharding: OPTIONS.sharding, ..options }
-}
-
-fn sharded(zero_stage: ZeroStage, precision: Precision) -> ExecutorOptions {
-    ExecutorOptions { sharding: Sharding { zero_stage, ..OPTIONS.sharding }, precision, ..OPTIONS }
-}
-
 fn two(kind: Kind, stages_per_rank: usize) -> Option<Pipeline> {
     Some(Pipeline { kind, num_ranks: 2, stages_per_rank })
 }
@@ -121,20 +111,18 @@ const CUTS: [&[usize]; 3] = [&[1], &[7], &[3]];
 #[test]
 fn units_move_with_data_parallelism_and_zero() {
     for precision in [Precision::F32, Precision::Bf16] {
-        for (zero_stage, num_shards) in
-            [(ZeroStage::Zero, 1), (ZeroStage::One, 1), (ZeroStage::One, 2), (ZeroStage::Two, 2)]
-        {
-            let options = sharded(zero_stage, precision);
-            let layout =
-                Layout { options, num_shards, pipeline: two(Kind::OneFOneB, 1), ..Layout::default() };
-            check(&layout, 4, &CUTS, &format!("{precision} {zero_stage:?} of {num_shards}"));
+        for (zero_stage, num_shards) in [(0, 1), (1, 1), (1, 2), (2, 2)] {
+            let (options, state) = (ExecutorOptions { precision, ..OPTIONS }, StateLayout::zero(zero_stage));
+            let pipeline = two(Kind::OneFOneB, 1);
+            let layout = Layout { options, num_shards, state, pipeline, ..Layout::default() };
+            check(&layout, 4, &CUTS, &format!("{precision} stage {zero_stage} of {num_shards}"));
         }
     }
 }
 
 #[test]
 fn units_move_whatever_the_schedule() {
-    let bf16 = sharded(ZeroStage::Zero, Precision::Bf16);
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     for (kind, stages_per_rank, cuts) in [
         (Kind::GPipe, 1, &CUTS[..]),
         (Kind::Interleaved, 2, &[&[1, 2, 3], &[5, 6, 7], &[2, 3, 7]]),
@@ -162,9 +150,8 @@ fn all_that_optimizers_keep_moves() {
     for optimizer in
         [OptimizerKind::Adafactor(adafactor), OptimizerKind::Muon(muon), OptimizerKind::Lamb(ADAMW)]
     {
-        let options = sharded(ZeroStage::Two, Precision::F32);
-        let pipeline = two(Kind::OneFOneB, 1);
-        let layout = Layout { options, optimizer, num_shards: 2, pipeline, ..Layout::default() };
+        let (state, pipeline) = (StateLayout::zero(2), two(Kind::OneFOneB, 1));
+        let layout = Layout { optimizer, num_shards: 2, state, pipeline, ..Layout::default() };
         check(&layout, 4, &CUTS, &format!("{optimizer:?}"));
     }
 }
@@ -175,10 +162,12 @@ fn state_elsewhere_moves_too() {
     for precision in [Precision::F32, Precision::Bf16] {
         for optimizer in [Tier::Host, Tier::Disk] {
             let layout = Layout {
-                options: sharded(ZeroStage::Two, precision),
+                options: ExecutorOptions { precision, ..OPTIONS },
                 num_shards: 2,
                 pipeline: two(Kind::OneFOneB, 1),
-                places: Offload { optimizer, activations: Tier::Disk, ..Offload::default() },
+                state: StateLayout::zero(2)
+                    .with_tier(StateClass::Optimizer, optimizer)
+                    .with_tier(StateClass::Activations, Tier::Disk),
                 folder: folder.path(),
                 ..Layout::default()
             };

@@ -5,13 +5,15 @@ mod common;
 use common::{Layout, OPTIONS, STEPS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::lowering::{Offload, Sharding, Tier};
-use trireme_schedule::{Keep, ZeroStage};
+use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
 /// Losses and norms of a few steps, the loss of an evaluation, and all weights.
 type Found = (Vec<u64>, Vec<u32>);
+
+/// Nothing is sharded, and all is kept.
+const WHOLE: (StateLayout, &[Keep]) = (StateLayout::WHOLE, &[]);
 
 fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
     let mut found = Vec::new();
@@ -38,11 +40,11 @@ fn train(executor: &mut Executor, num_microbatches: usize) -> Found {
 fn run(
     config: &ModelConfig,
     options: ExecutorOptions,
-    keeps: &[Keep],
+    (state, keeps): (StateLayout, &[Keep]),
     (world_size, num_shards): (usize, usize),
     num_microbatches: usize,
 ) -> Found {
-    let layout = Layout { options, num_shards, keeps, ..Layout::default() };
+    let layout = Layout { options, num_shards, state, keeps, ..Layout::default() };
     run_layout(config, &layout, world_size, num_microbatches)
 }
 
@@ -69,22 +71,17 @@ fn every_stage_has_the_bits_of_plain_data_parallelism() {
     for options in [OPTIONS, bf16, f16] {
         for config in small_models() {
             for num_microbatches in [4, 8] {
-                let oracle = run(&config, options, &[], (1, 1), num_microbatches);
-                for zero_stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
-                    for (grid, prefetch, keep_after_forward) in
+                let oracle = run(&config, options, WHOLE, (1, 1), num_microbatches);
+                for zero_stage in 1..=3 {
+                    for (grid, gather_ahead, keep_gathered) in
                         [((1, 1), 1, false), ((2, 2), 0, false), ((4, 4), 1, false), ((4, 2), 2, true)]
                     {
-                        let sharding = Sharding { zero_stage, prefetch, keep_after_forward };
-                        let found = run(
-                            &config,
-                            ExecutorOptions { sharding, ..options },
-                            &[],
-                            grid,
-                            num_microbatches,
-                        );
+                        let state =
+                            StateLayout { gather_ahead, keep_gathered, ..StateLayout::zero(zero_stage) };
+                        let found = run(&config, options, (state, &[]), grid, num_microbatches);
                         assert!(
                             found == oracle,
-                            "{} {sharding:?} {grid:?} {num_microbatches} microbatches, {}",
+                            "{}{state} {grid:?} {num_microbatches} microbatches, {}",
                             config.family.name(),
                             options.precision
                         );
@@ -103,21 +100,15 @@ fn rounded_gradients_have_the_bits_of_plain_data_parallelism_on_as_many_ranks() 
     let config = &small_models()[0];
     for options in [bf16, f16] {
         for (world_size, num_shards, num_microbatches) in [(2, 2, 2), (4, 4, 4), (2, 2, 4)] {
-            let oracle = run(config, options, &[], (world_size, 1), num_microbatches);
-            for zero_stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+            let oracle = run(config, options, WHOLE, (world_size, 1), num_microbatches);
+            for zero_stage in 1..=3 {
                 // Rounded after each microbatch, sums have other bits than rounded once.
-                if zero_stage >= ZeroStage::Two && num_microbatches > world_size {
+                if zero_stage >= 2 && num_microbatches > world_size {
                     continue;
                 }
-                let sharding = Sharding { zero_stage, ..options.sharding };
-                let found = run(
-                    config,
-                    ExecutorOptions { sharding, ..options },
-                    &[],
-                    (world_size, num_shards),
-                    num_microbatches,
-                );
-                assert!(found == oracle, "{zero_stage:?} on {world_size}, {}", options.precision);
+                let state = (StateLayout::zero(zero_stage), &[][..]);
+                let found = run(config, options, state, (world_size, num_shards), num_microbatches);
+                assert!(found == oracle, "stage {zero_stage} on {world_size}, {}", options.precision);
             }
         }
     }
@@ -127,11 +118,10 @@ fn rounded_gradients_have_the_bits_of_plain_data_parallelism_on_as_many_ranks() 
 fn what_is_recomputed_has_the_bits_of_what_is_kept() {
     use Keep::{All, Input, Nothing, Products};
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
-    let sharded = Sharding { zero_stage: ZeroStage::Three, prefetch: 1, keep_after_forward: false };
     for options in [OPTIONS, bf16] {
         for config in small_models() {
             let num_blocks = config.num_layers;
-            let oracle = run(&config, options, &[], (1, 1), 4);
+            let oracle = run(&config, options, WHOLE, (1, 1), 4);
             // Each kind of unit as it may be, the head and the embedding, too.
             for block in [[All, Products], [Input, Nothing], [Products, Input]] {
                 for ends in [[All, All], [Input, Input], [Products, Nothing], [Products, Products]] {
@@ -143,8 +133,8 @@ fn what_is_recomputed_has_the_bits_of_what_is_kept() {
                     if !is_made_again {
                         continue;
                     }
-                    for (grid, sharding) in [((1, 1), options.sharding), ((2, 2), sharded)] {
-                        let found = run(&config, ExecutorOptions { sharding, ..options }, &keeps, grid, 4);
+                    for (grid, stage) in [((1, 1), 0), ((2, 2), 3)] {
+                        let found = run(&config, options, (StateLayout::zero(stage), &keeps), grid, 4);
                         assert!(found == oracle, "{keeps:?} {grid:?} {}", options.precision);
                     }
                 }
@@ -161,16 +151,16 @@ fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
     for options in [OPTIONS, bf16] {
         for config in small_models() {
             for num_microbatches in [2, 4] {
-                let oracle = run(&config, options, &[], (1, 1), num_microbatches);
+                let oracle = run(&config, options, WHOLE, (1, 1), num_microbatches);
                 for (zero_stage, tiers) in [
-                    (ZeroStage::Zero, [Device, Device, Device, Host]),
-                    (ZeroStage::Zero, [Device, Device, Device, Disk]),
-                    (ZeroStage::One, [Host, Device, Device, Device]),
-                    (ZeroStage::One, [Disk, Device, Device, Device]),
-                    (ZeroStage::Two, [Disk, Device, Host, Disk]),
-                    (ZeroStage::Three, [Host, Host, Host, Host]),
-                    (ZeroStage::Three, [Disk, Disk, Disk, Disk]),
-                    (ZeroStage::Three, [Host, Disk, Device, Host]),
+                    (0, [Device, Device, Device, Host]),
+                    (0, [Device, Device, Device, Disk]),
+                    (1, [Host, Device, Device, Device]),
+                    (1, [Disk, Device, Device, Device]),
+                    (2, [Disk, Device, Host, Disk]),
+                    (3, [Host, Host, Host, Host]),
+                    (3, [Disk, Disk, Disk, Disk]),
+                    (3, [Host, Disk, Device, Host]),
                 ] {
                     if tiers[2] == Disk && num_microbatches > 2 {
                         continue;
@@ -180,23 +170,26 @@ fn state_that_lives_elsewhere_has_the_bits_of_state_on_the_device() {
                         &[Keep::All, Keep::Input, Keep::Products, Keep::All],
                         &[Keep::All, Keep::Products, Keep::All, Keep::All],
                     ] {
-                        let sharding = Sharding { zero_stage, ..options.sharding };
-                        let [optimizer, parameters, gradients, activations] = tiers;
                         // Of few units or of all of them.
-                        let num_units =
+                        let num_moved =
                             if keeps.len() == 4 && keeps[1] == Keep::Input { 1 } else { usize::MAX };
-                        let places =
-                            Offload { optimizer, parameters, gradients, activations, num_units, prefetch: 1 };
+                        let state = StateLayout { num_moved, ..StateLayout::zero(zero_stage) };
+                        let classes = StateClass::ALL.into_iter().zip(tiers);
+                        let state = classes.fold(state, |state, (class, tier)| state.with_tier(class, tier));
                         let layout = Layout {
-                            options: ExecutorOptions { sharding, ..options },
-                            num_shards: if zero_stage == ZeroStage::Zero { 1 } else { 2 },
+                            options,
+                            num_shards: if zero_stage == 0 { 1 } else { 2 },
                             keeps,
-                            places,
+                            state,
                             folder: folder.path(),
                             ..Layout::default()
                         };
                         let found = run_layout(&config, &layout, 2, num_microbatches);
-                        assert!(found == oracle, "{zero_stage:?} {tiers:?} {keeps:?} {}", options.precision);
+                        assert!(
+                            found == oracle,
+                            "stage {zero_stage} {tiers:?} {keeps:?} {}",
+                            options.precision
+                        );
                     }
                 }
             }

@@ -5,8 +5,7 @@ mod common;
 use common::{Layout, OPTIONS, batches, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::ZeroStage;
-use trireme_schedule::lowering::Sharding;
+use trireme_schedule::StateLayout;
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::run_ranks;
 
@@ -17,10 +16,14 @@ fn config() -> ModelConfig {
 }
 
 /// Bytes of parameters, gradients and optimizer that a rank holds after a step, for each parameter.
-fn state_bytes(options: ExecutorOptions, (world_size, num_shards): (usize, usize)) -> [f64; 3] {
+fn state_bytes(
+    options: ExecutorOptions,
+    state: StateLayout,
+    (world_size, num_shards): (usize, usize),
+) -> [f64; 3] {
     let ranks = run_ranks(world_size, |group| {
         let mut executor =
-            laid_out(&config(), group, 1, 1, &Layout { options, num_shards, ..Layout::default() });
+            laid_out(&config(), group, 1, 1, &Layout { options, num_shards, state, ..Layout::default() });
         let batches = batches(&executor, world_size, 1);
         let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
         executor.run(plan, &mut batches.into_iter()).unwrap();
@@ -39,28 +42,25 @@ fn states_take_the_bytes_of_the_paper() {
     let bf16 = (ExecutorOptions { precision: bf16, reduce_dtype: bf16, ..OPTIONS }, [2.0, 2.0, 12.0]);
     for (options, whole) in [f32, bf16] {
         for num_ranks in [1, 2, 4] {
-            for zero_stage in ZeroStage::ALL {
-                let sharding = Sharding { zero_stage, ..options.sharding };
-                let num_shards = if zero_stage == ZeroStage::Zero { 1 } else { num_ranks };
-                let options = ExecutorOptions { sharding, ..options };
-                let found = state_bytes(options, (num_ranks, num_shards));
-                let share = |index: usize, stage: ZeroStage| {
+            for zero_stage in 0..=3 {
+                let num_shards = if zero_stage == 0 { 1 } else { num_ranks };
+                let found = state_bytes(options, StateLayout::zero(zero_stage), (num_ranks, num_shards));
+                let share = |index: usize, stage: usize| {
                     if zero_stage >= stage { whole[index] / num_shards as f64 } else { whole[index] }
                 };
-                let formula =
-                    share(0, ZeroStage::Three) + share(1, ZeroStage::Two) + share(2, ZeroStage::One);
+                let formula = share(0, 3) + share(1, 2) + share(2, 1);
                 let found_sum: f64 = found.iter().sum();
                 // In 16 bits nobody keeps a copy of shared out parameters beside the master weights; and without sharing
                 // out, there are no master weights beside the f32 parameters, from which products round.
                 let is_narrow = options.precision != Precision::F32 && num_ranks > 1;
                 let spared = match zero_stage {
-                    ZeroStage::Zero | ZeroStage::Three if is_narrow => share(0, ZeroStage::Three),
+                    0 | 3 if is_narrow => share(0, 3),
                     _ => 0.0,
                 };
                 let least = formula - spared;
                 assert!(
                     (0.95 * least..1.05 * formula).contains(&found_sum),
-                    "{zero_stage:?} on {num_ranks}, {}: {found:?} are {found_sum}, the paper's {formula}",
+                    "stage {zero_stage} on {num_ranks}, {}: {found:?} are {found_sum}, the paper's {formula}",
                     options.precision
                 );
             }
@@ -70,18 +70,18 @@ fn states_take_the_bytes_of_the_paper() {
 
 #[test]
 fn stages_send_the_bytes_of_the_paper() {
-    let sent = |zero_stage: ZeroStage, num_ranks: usize| {
-        let num_shards = if zero_stage == ZeroStage::Zero { 1 } else { num_ranks };
-        let sharding = Sharding { zero_stage, ..OPTIONS.sharding };
-        let options = ExecutorOptions { sharding, fusion_bytes: 0, ..OPTIONS };
+    let sent = |zero_stage: usize, num_ranks: usize| {
+        let num_shards = if zero_stage == 0 { 1 } else { num_ranks };
+        let (state, options) =
+            (StateLayout::zero(zero_stage), ExecutorOptions { fusion_bytes: 0, ..OPTIONS });
         let ranks = run_ranks(num_ranks, |group| {
             let mut executor =
-                laid_out(&config(), group, 1, 1, &Layout { options, num_shards, ..Layout::default() });
+                laid_out(&config(), group, 1, 1, &Layout { options, num_shards, state, ..Layout::default() });
             let before = executor.ranks().payload_bytes();
             let batches = batches(&executor, num_ranks, 1);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
             executor.run(plan, &mut batches.into_iter()).unwrap();
-            if zero_stage != ZeroStage::Three {
+            if zero_stage != 3 {
                 // Waits for what the end of the step has begun to gather.
                 executor.evaluate(None).unwrap();
             }
@@ -91,9 +91,8 @@ fn stages_send_the_bytes_of_the_paper() {
         ranks.into_iter().sum::<f64>()
     };
     for num_ranks in [2, 4] {
-        let plain = sent(ZeroStage::Zero, num_ranks);
-        let [one, two, three] =
-            [ZeroStage::One, ZeroStage::Two, ZeroStage::Three].map(|stage| sent(stage, num_ranks) / plain);
+        let plain = sent(0, num_ranks);
+        let [one, two, three] = [1, 2, 3].map(|stage| sent(stage, num_ranks) / plain);
         assert!((0.99..1.01).contains(&one) && (0.99..1.01).contains(&two), "{one} {two} on {num_ranks}");
         assert!((1.48..1.51).contains(&three), "{three} on {num_ranks}");
     }

@@ -5,12 +5,10 @@ mod common;
 use common::{Layout, OPTIONS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, StepPlan, ZeroPlusPlus};
-use trireme_schedule::lowering::Sharding;
-use trireme_schedule::{Action, ZeroStage};
+use trireme_schedule::{Action, StateLayout};
 use trireme_tensor::{Category, IntegerFormat, Precision};
 use trireme_testkit::{run_ranks_on, small_models};
 
-const STAGE_3: Sharding = Sharding { zero_stage: ZeroStage::Three, prefetch: 1, keep_after_forward: false };
 const HPZ: ZeroPlusPlus = ZeroPlusPlus { secondary_shards: true, ..ZeroPlusPlus::NONE };
 const QWZ: ZeroPlusPlus = ZeroPlusPlus { quantized_weights: true, ..ZeroPlusPlus::NONE };
 
@@ -22,8 +20,8 @@ const fn all(format: IntegerFormat) -> ZeroPlusPlus {
     ZeroPlusPlus { quantized_weights: true, secondary_shards: true, quantized_gradients: Some(format) }
 }
 
-fn with(spared: ZeroPlusPlus, options: ExecutorOptions) -> ExecutorOptions {
-    ExecutorOptions { sharding: STAGE_3, zero_plus_plus: spared, ..options }
+fn with(spared: ZeroPlusPlus, options: ExecutorOptions) -> (StateLayout, ExecutorOptions) {
+    (StateLayout::zero(3), ExecutorOptions { zero_plus_plus: spared, ..options })
 }
 
 /// Losses and norms of some steps, which see one batch again and again if `repeats`, and then of an evaluation.
@@ -48,12 +46,12 @@ fn train(executor: &mut Executor, num_microbatches: usize, num_steps: u64, repea
 /// What all ranks have found alike, and the bits of all parameters.
 fn run(
     config: &ModelConfig,
-    options: ExecutorOptions,
+    (state, options): (StateLayout, ExecutorOptions),
     (hosts, num_shards): (&[usize], usize),
     num_microbatches: usize,
     (num_steps, repeats): (u64, bool),
 ) -> (Vec<f64>, Vec<u32>) {
-    let layout = Layout { options, num_shards, ..Layout::default() };
+    let layout = Layout { options, num_shards, state, ..Layout::default() };
     let mut ranks = run_ranks_on(hosts, |group| {
         let mut executor = laid_out(config, group, 1, num_microbatches / hosts.len(), &layout);
         let found = train(&mut executor, num_microbatches, num_steps, repeats);
@@ -73,7 +71,8 @@ fn copies_on_hosts_have_the_bits_of_plain_data_parallelism() {
     for options in [OPTIONS, bf16, f16] {
         for config in small_models() {
             for num_microbatches in [4, 8] {
-                let oracle = run(&config, options, (&[0], 1), num_microbatches, (3, false));
+                let plain = (StateLayout::WHOLE, options);
+                let oracle = run(&config, plain, (&[0], 1), num_microbatches, (3, false));
                 for place in [(&[0, 0, 1, 1], 4), (&[0, 1, 0, 1], 4), (&[0, 1, 2, 3], 4), (&[0, 1, 0, 1], 2)]
                 {
                     let found =
@@ -145,7 +144,8 @@ fn ranks_agree_wherever_they_are() {
 fn what_overflows_is_found_in_integers_too() {
     let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(1 << 24), ..OPTIONS };
     for format in [IntegerFormat::Int8, IntegerFormat::Int4] {
-        let layout = Layout { options: with(all(format), f16), num_shards: 4, ..Layout::default() };
+        let (state, options) = with(all(format), f16);
+        let layout = Layout { options, num_shards: 4, state, ..Layout::default() };
         let skipped = run_ranks_on(&[0, 0, 1, 1], |group| {
             let mut executor = laid_out(&small_models()[0], group, 1, 1, &layout);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
@@ -158,10 +158,10 @@ fn what_overflows_is_found_in_integers_too() {
 
 /// What a step of two hosts of two ranks sends across, by groups of one rank of each, beside what the formulas of
 /// docs/zero.md say of it and of stage 3 alone in two levels; and bytes of parameters an element that a rank keeps.
-fn across(options: ExecutorOptions) -> (f64, f64, f64, f64) {
+fn across((state, options): (StateLayout, ExecutorOptions)) -> (f64, f64, f64, f64) {
     let text = r#"{"model_type": "gpt2", "vocab_size": 700, "n_positions": 64, "n_embd": 128, "n_layer": 2, "n_head": 4}"#;
     let config = ModelConfig::from_json(text).unwrap();
-    let layout = Layout { options, num_shards: 4, ..Layout::default() };
+    let layout = Layout { options, num_shards: 4, state, ..Layout::default() };
     let ranks = run_ranks_on(&[0, 0, 1, 1], |group| {
         let mut executor = laid_out(&config, group, 1, 1, &layout);
         let before = executor.ranks().payload_bytes_across().unwrap();

@@ -1,31 +1,32 @@
-use serde::{Deserialize, Serialize};
 use std::fmt;
 use trireme_base::Rank;
 
-/// A direction of parallelism.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Axis {
+/// A direction of parallelism, by its name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Axis(&'static str);
+
+impl Axis {
     /// Ranks that hold different units of the model, and see the same microbatches.
-    Pipeline,
+    pub const PIPELINE: Axis = Axis::named("pipeline");
     /// Ranks that hold the same parameters and see different microbatches.
-    DataReplicate,
+    pub const DATA_REPLICATE: Axis = Axis::named("data_replicate");
     /// Ranks that shard the training state, or a part of it, and see different microbatches.
-    DataShard,
+    pub const DATA_SHARD: Axis = Axis::named("data_shard");
+
+    /// An axis of this name.
+    pub const fn named(name: &'static str) -> Self {
+        Axis(name)
+    }
 }
 
 impl fmt::Display for Axis {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Axis::Pipeline => "pipeline",
-            Axis::DataReplicate => "data_replicate",
-            Axis::DataShard => "data_shard",
-        })
+        f.write_str(self.0)
     }
 }
 
 /// The ranks of a job as a grid: each axis with its degree, the first varying slowest.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mesh {
     axes: Vec<(Axis, usize)>,
 }
@@ -66,12 +67,17 @@ impl Mesh {
     /// # Panics
     /// If `degree` is 0.
     pub fn data_parallel(degree: usize) -> Self {
-        Mesh::new(&[(Axis::DataReplicate, degree)]).expect("one axis of at least one rank is a mesh")
+        Mesh::new(&[(Axis::DATA_REPLICATE, degree)]).expect("one axis of at least one rank is a mesh")
     }
 
     /// The axes with their degrees, the first varying slowest.
     pub fn axes(&self) -> &[(Axis, usize)] {
         &self.axes
+    }
+
+    /// Ranks along an axis; 1 if the mesh lacks it.
+    pub fn degree(&self, axis: Axis) -> usize {
+        self.axes.iter().find(|(own, _)| *own == axis).map_or(1, |&(_, degree)| degree)
     }
 
     /// Number of ranks: the product of the degrees.
@@ -93,6 +99,17 @@ impl Mesh {
         }
         coordinates
     }
+
+    /// The number of the group that `rank` belongs to if ranks are grouped along `axes`: those of a group differ along these axes
+    /// only.
+    ///
+    /// # Panics
+    /// If `rank` is outside of the mesh.
+    pub fn group_of(&self, rank: Rank, axes: &[Axis]) -> usize {
+        let places = self.axes.iter().zip(self.coordinates(rank));
+        let others = places.filter(|((axis, _), _)| !axes.contains(axis));
+        others.fold(0, |group, ((_, degree), place)| group * degree + place)
+    }
 }
 
 #[cfg(test)]
@@ -101,7 +118,7 @@ mod tests {
 
     #[test]
     fn coordinates_count_the_last_axis_fastest() {
-        let mesh = Mesh { axes: vec![(Axis::DataReplicate, 2), (Axis::DataReplicate, 3)] };
+        let mesh = Mesh { axes: vec![(Axis::DATA_REPLICATE, 2), (Axis::DATA_SHARD, 3)] };
         assert_eq!(mesh.num_ranks(), 6);
         assert_eq!(mesh.coordinates(Rank(0)), [0, 0]);
         assert_eq!(mesh.coordinates(Rank(2)), [0, 2]);
@@ -109,8 +126,19 @@ mod tests {
     }
 
     #[test]
+    fn groups_differ_along_their_axes_only() {
+        let tensor = Axis::named("tensor");
+        let mesh = Mesh::new(&[(Axis::PIPELINE, 2), (Axis::DATA_SHARD, 3), (tensor, 2)]).unwrap();
+        let groups = |axes: &[Axis]| (0..12).map(|rank| mesh.group_of(Rank(rank), axes)).collect::<Vec<_>>();
+        assert_eq!(groups(&[tensor]), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]);
+        assert_eq!(groups(&[Axis::DATA_SHARD]), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]);
+        assert_eq!(groups(&[Axis::PIPELINE, tensor]), [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]);
+        assert_eq!((mesh.degree(tensor), mesh.degree(Axis::DATA_REPLICATE)), (2, 1));
+    }
+
+    #[test]
     fn refuses_degenerate_meshes() {
-        let axis = Axis::DataReplicate;
+        let axis = Axis::DATA_REPLICATE;
         assert_eq!(Mesh::new(&[(axis, 0)]), Err(MeshError::ZeroDegree { axis }));
         assert_eq!(Mesh::new(&[(axis, 1), (axis, 1)]), Err(MeshError::RepeatedAxis { axis }));
     }

@@ -60,6 +60,17 @@ impl Extent {
         self.shape.iter().product()
     }
 
+    /// Which elements of a tensor of this shape lie in the box, in row-major order; `None` if others lie between them.
+    pub fn as_run(&self, shape: &[usize]) -> Option<Range<usize>> {
+        let index = |at: &dyn Fn(usize) -> usize| {
+            shape.iter().enumerate().fold(0, |index, (dim, size)| index * size + at(dim))
+        };
+        let first = index(&|dim| self.start[dim]);
+        let is_run = self.num_elements() == 0
+            || index(&|dim| self.start[dim] + self.shape[dim] - 1) + 1 - first == self.num_elements();
+        is_run.then(|| first..first + self.num_elements())
+    }
+
     /// The boxes that the elements `range`, counted in row-major order within this one, make up; in that order, and as few
     /// as possible: at most two less one for each dim.
     ///
@@ -250,7 +261,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn sharded(size: usize, degree: usize) -> Vec<(usize, usize)> {
-        let mesh = Mesh::new(&[(Axis::DataReplicate, degree)]).unwrap();
+        let mesh = Mesh::new(&[(Axis::DATA_REPLICATE, degree)]).unwrap();
         let tensor = TensorPlacement {
             name: "w".into(),
             shape: vec![4, size],
@@ -270,7 +281,7 @@ mod tests {
 
     #[test]
     fn what_lies_with_one_rank_is_cut_among_the_ranks_beside_it() {
-        let mesh = Mesh::new(&[(Axis::Pipeline, 2), (Axis::DataShard, 2)]).unwrap();
+        let mesh = Mesh::new(&[(Axis::PIPELINE, 2), (Axis::DATA_SHARD, 2)]).unwrap();
         let tensor = |rank| TensorPlacement {
             name: "w".into(),
             shape: vec![4],
@@ -294,6 +305,11 @@ mod tests {
         assert_eq!(boxes(8..24), [(vec![2, 0, 2], vec![2, 2, 4])]);
         assert_eq!(boxes(9..11), [(vec![2, 0, 3], vec![1, 1, 2])]);
         assert_eq!(boxes(5..5), []);
+        let run = |start: [usize; 2], shape: [usize; 2]| {
+            Extent { start: start.to_vec(), shape: shape.to_vec() }.as_run(&[4, 5])
+        };
+        assert_eq!([run([1, 0], [2, 5]), run([3, 2], [1, 3])], [Some(5..15), Some(17..20)]);
+        assert_eq!([run([0, 1], [2, 4]), run([2, 5], [1, 0])], [None, Some(15..15)]);
         let several = [
             (vec![1, 0, 5], vec![1, 1, 1]),
             (vec![1, 1, 2], vec![1, 1, 4]),
@@ -313,7 +329,7 @@ mod tests {
             let mut bounds: Vec<usize> = cuts.iter().map(|cut| cut.index(num_elements + 1)).chain([0, num_elements]).collect();
             bounds.sort_unstable();
             let degree = bounds.len() - 1;
-            let mesh = Mesh::new(&[(Axis::DataReplicate, 2), (Axis::DataShard, degree)]).unwrap();
+            let mesh = Mesh::new(&[(Axis::DATA_REPLICATE, 2), (Axis::DATA_SHARD, degree)]).unwrap();
             let placements = vec![Placement::Replicate, Placement::Ragged { bounds }];
             let tensor = TensorPlacement { name: "w".into(), shape: shape.clone(), dtype: DType::F32, placements };
             let mut found = Vec::new();

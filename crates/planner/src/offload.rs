@@ -3,8 +3,7 @@
 use crate::sizes::{StateSizes, kept};
 use crate::usage::Prediction;
 use std::collections::{BTreeMap, BTreeSet};
-use trireme_schedule::lowering::{Offload, Tier};
-use trireme_schedule::{Action, Outline, Program, StateClass, StateOf, ZeroStage};
+use trireme_schedule::{Action, Program, StateClass, StateLayout, StateOf, Tier};
 
 /// How much longer a byte takes to a disk than to the host's memory: a fast disk moves 2 GB a second, a bus 20.
 const DISK_COST: u64 = 10;
@@ -62,11 +61,11 @@ impl Traffic {
     }
 }
 
-/// Places of state.
+/// How state lies, and what that takes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Placing {
-    /// Where each class lives.
-    pub places: Offload,
+    /// How state lies.
+    pub state: StateLayout,
     /// What a step moves.
     pub traffic: Traffic,
     /// What a step takes.
@@ -87,28 +86,27 @@ pub struct Placing {
 /// Those of `run`.
 pub fn fit_places<E>(
     sizes: &StateSizes,
-    (given, open): (Offload, &[StateClass]),
+    (given, open): (StateLayout, &[StateClass]),
     bounds: MemoryBounds,
-    program: impl Fn(Offload) -> Program,
-    run: impl Fn(Offload) -> Result<Prediction, E>,
+    program: impl Fn(StateLayout) -> Program,
+    run: impl Fn(StateLayout) -> Result<Prediction, E>,
 ) -> Result<Placing, E> {
     let search = Search { sizes, bounds, open, program: &program, run: &run };
     let stays = search.placing(given)?;
     if bounds.hold(&stays.prediction) {
         return Ok(stays);
     }
-    let outline = program(given).outline;
-    let mut all = combinations(given, open, &outline);
+    let mut all = combinations(given, open, program(given).outline.num_microbatches);
     // Those were run above.
-    all.retain(|&places| places != given || search.has_open_blocks(given));
-    all.sort_by_cached_key(|&places| search.cost_min(places));
+    all.retain(|&state| state != given || search.has_open_blocks(given));
+    all.sort_by_cached_key(|&state| search.cost_min(state));
     let mut best: Option<Placing> = None;
     let mut smallest = stays;
-    for places in all {
-        if best.as_ref().is_some_and(|best| best.traffic.cost() <= search.cost_min(places)) {
+    for state in all {
+        if best.as_ref().is_some_and(|best| best.traffic.cost() <= search.cost_min(state)) {
             break;
         }
-        let found = search.with_fewest_blocks(places)?;
+        let found = search.with_fewest_blocks(state)?;
         let is_cheaper = |best: &Placing| found.traffic.cost() < best.traffic.cost();
         if bounds.hold(&found.prediction) && best.as_ref().is_none_or(is_cheaper) {
             best = Some(found);
@@ -120,28 +118,18 @@ pub fn fit_places<E>(
 }
 
 /// Every choice for the open classes that the layout allows.
-fn combinations(given: Offload, open: &[StateClass], outline: &Outline) -> Vec<Offload> {
+fn combinations(given: StateLayout, open: &[StateClass], num_microbatches: usize) -> Vec<StateLayout> {
     let mut all = vec![given];
     for &class in open {
-        let with = |places: &Offload| {
-            let places = *places;
-            let tiers = Tier::ALL.into_iter().filter(move |&tier| is_possible(class, tier, outline));
-            tiers.map(move |tier| places.with(class, tier)).collect::<Vec<_>>()
+        let with = |state: &StateLayout| {
+            let state = *state;
+            let can_live = move |tier: &Tier| state.can_live(class, *tier, num_microbatches);
+            let tiers = Tier::ALL.into_iter().filter(can_live);
+            tiers.map(move |tier| state.with_tier(class, tier)).collect::<Vec<_>>()
         };
         all = all.iter().flat_map(with).collect();
     }
     all
-}
-
-fn is_possible(class: StateClass, tier: Tier, outline: &Outline) -> bool {
-    let stage_min = match class {
-        StateClass::Optimizer => ZeroStage::One,
-        StateClass::Parameters => ZeroStage::Three,
-        StateClass::Gradients => ZeroStage::Two,
-        StateClass::Activations => ZeroStage::Zero,
-    };
-    let is_summed = class == StateClass::Gradients && outline.num_microbatches > 1;
-    tier == Tier::Device || outline.zero_stage >= stage_min && !(is_summed && tier == Tier::Disk)
 }
 
 struct Search<'a, P, R> {
@@ -152,43 +140,43 @@ struct Search<'a, P, R> {
     run: &'a R,
 }
 
-impl<E, P: Fn(Offload) -> Program, R: Fn(Offload) -> Result<Prediction, E>> Search<'_, P, R> {
-    fn placing(&self, places: Offload) -> Result<Placing, E> {
-        Ok(Placing { places, traffic: self.traffic(places), prediction: (self.run)(places)? })
+impl<E, P: Fn(StateLayout) -> Program, R: Fn(StateLayout) -> Result<Prediction, E>> Search<'_, P, R> {
+    fn placing(&self, state: StateLayout) -> Result<Placing, E> {
+        Ok(Placing { state, traffic: self.traffic(state), prediction: (self.run)(state)? })
     }
 
-    fn traffic(&self, places: Offload) -> Traffic {
-        traffic(self.sizes, places, &(self.program)(places))
+    fn traffic(&self, state: StateLayout) -> Traffic {
+        traffic(self.sizes, &(self.program)(state))
     }
 
     /// Whether it is open of how many blocks the activations leave.
-    fn has_open_blocks(&self, places: Offload) -> bool {
-        self.open.contains(&StateClass::Activations) && places.activations != Tier::Device
+    fn has_open_blocks(&self, state: StateLayout) -> bool {
+        self.open.contains(&StateClass::Activations) && state.is_away(StateClass::Activations)
     }
 
     /// What a step moves at least with these places, of however many blocks the activations leave.
-    fn cost_min(&self, places: Offload) -> u64 {
-        let num_units = if self.has_open_blocks(places) { 1 } else { places.num_units };
-        self.traffic(Offload { num_units, ..places }).cost()
+    fn cost_min(&self, state: StateLayout) -> u64 {
+        let num_moved = if self.has_open_blocks(state) { 1 } else { state.num_moved };
+        self.traffic(StateLayout { num_moved, ..state }).cost()
     }
 
     /// These places, with the activations of no more blocks away than it takes to fit; or of all, if that does not suffice.
-    fn with_fewest_blocks(&self, places: Offload) -> Result<Placing, E> {
-        let all = self.placing(places)?;
+    fn with_fewest_blocks(&self, state: StateLayout) -> Result<Placing, E> {
+        let all = self.placing(state)?;
         let fits = |placing: &Placing| self.bounds.device_excess(&placing.prediction) == 0;
-        if !self.has_open_blocks(places) || !fits(&all) {
+        if !self.has_open_blocks(state) || !fits(&all) {
             return Ok(all);
         }
         // So many suffice, and so many do not.
         let (mut enough, mut too_few) = (self.sizes.units.len(), 0);
         let mut found = all;
         while enough - too_few > 1 {
-            let num_units = too_few + (enough - too_few) / 2;
-            let placing = self.placing(Offload { num_units, ..places })?;
+            let num_moved = too_few + (enough - too_few) / 2;
+            let placing = self.placing(StateLayout { num_moved, ..state })?;
             if fits(&placing) {
-                (enough, found) = (num_units, placing);
+                (enough, found) = (num_moved, placing);
             } else {
-                too_few = num_units;
+                too_few = num_moved;
             }
         }
         Ok(found)
@@ -196,7 +184,8 @@ impl<E, P: Fn(Offload) -> Program, R: Fn(Offload) -> Result<Prediction, E>> Sear
 }
 
 /// What a step moves. Where the host updates, it takes gradients from the device and gives parameters back.
-fn traffic(sizes: &StateSizes, places: Offload, program: &Program) -> Traffic {
+fn traffic(sizes: &StateSizes, program: &Program) -> Traffic {
+    let layout = program.outline.state;
     let mut traffic = Traffic::default();
     let mut add = |tier: Tier, bytes: usize| match tier {
         Tier::Device => (),
@@ -215,7 +204,7 @@ fn traffic(sizes: &StateSizes, places: Offload, program: &Program) -> Traffic {
                 activations
                     .insert(action.state(StateClass::Activations), kept(&sizes.units[unit].passes, keep));
             }
-            Action::Fetch(state) => add(places.tier(state.class), bytes_of(&activations, state)),
+            Action::Fetch(state) => add(layout.of(state.class).tier, bytes_of(&activations, state)),
             Action::Evict(state) => {
                 let is_stepped = stepped.contains(&state.unit);
                 // What did not change since it was fetched is on its disk already.
@@ -224,18 +213,18 @@ fn traffic(sizes: &StateSizes, places: Offload, program: &Program) -> Traffic {
                     StateClass::Parameters => is_stepped,
                     StateClass::Gradients => !is_stepped,
                 };
-                add(places.tier(state.class), if has_changed { bytes_of(&activations, state) } else { 0 });
+                add(layout.of(state.class).tier, if has_changed { bytes_of(&activations, state) } else { 0 });
             }
-            Action::Unshard { unit } if places.parameters != Tier::Device => {
+            Action::Unshard { unit } if layout.is_away(StateClass::Parameters) => {
                 add(Tier::Host, elements(unit, sizes.gather_bytes));
             }
-            Action::ReduceGrad { unit } if places.gradients != Tier::Device => {
+            Action::ReduceGrad { unit } if layout.is_away(StateClass::Gradients) => {
                 add(Tier::Host, elements(unit, sizes.gradient_bytes));
             }
             Action::Step { unit } => {
                 stepped.insert(unit);
-                if places.optimizer != Tier::Device {
-                    let has_gradients = places.gradients != Tier::Device;
+                if layout.is_away(StateClass::Optimizer) {
+                    let has_gradients = layout.is_away(StateClass::Gradients);
                     let gradients = if has_gradients { 0 } else { sizes.gradient_bytes };
                     add(Tier::Host, elements(unit, gradients + sizes.gather_bytes));
                 }

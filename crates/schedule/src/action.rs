@@ -152,6 +152,12 @@ pub enum Action {
         /// Unit.
         unit: usize,
     },
+    /// `UNSHARD_GRAD u`: starts to gather a unit's gradient from the shards of the data-parallel ranks, once all of its
+    /// reductions have ended. `STEP` waits for it, and gives it back.
+    UnshardGrad {
+        /// Unit.
+        unit: usize,
+    },
     /// `FETCH optimizer u`, `FETCH activations u m`: starts to bring state back from where it lives. What works with it waits
     /// for it.
     Fetch(StateOf),
@@ -193,7 +199,9 @@ impl Action {
     /// The stream that the action belongs to.
     pub fn stream(self) -> Stream {
         match self {
-            Action::Unshard { .. } | Action::ReduceGrad { .. } => Stream::DataParallel,
+            Action::Unshard { .. } | Action::ReduceGrad { .. } | Action::UnshardGrad { .. } => {
+                Stream::DataParallel
+            }
             Action::Send(_) | Action::Receive(_) => Stream::Pipeline,
             Action::Fetch(_) | Action::Evict(_) => Stream::Offload,
             _ => Stream::Compute,
@@ -278,6 +286,7 @@ impl Action {
             | Action::Unshard { unit }
             | Action::Reshard { unit }
             | Action::ReduceGrad { unit }
+            | Action::UnshardGrad { unit }
             | Action::Step { unit }
             | Action::Stash { unit }
             | Action::Unstash { unit } => unit,

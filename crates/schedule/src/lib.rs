@@ -5,6 +5,7 @@
 
 mod action;
 pub mod collective;
+mod layout;
 pub mod lowering;
 pub mod pipeline;
 mod program;
@@ -12,5 +13,6 @@ pub mod single;
 mod validate;
 
 pub use action::{Action, Keep, Message, MessageKind, ParseActionError, StateClass, StateOf, Stream};
-pub use program::{Asynchronous, Chain, Outline, ParseProgramError, Program, Stage, ZeroStage};
+pub use layout::{Layout, ParseLayoutError, Share, StateLayout, Tier};
+pub use program::{Asynchronous, Chain, Outline, ParseProgramError, Program, Stage};
 pub use validate::{ProgramError, validate, validate_pipeline, validate_world};

@@ -1,33 +1,9 @@
-use crate::action::{Action, MessageKind, ParseActionError, StateClass};
+use crate::action::{Action, MessageKind, ParseActionError};
+use crate::layout::StateLayout;
 use crate::pipeline::WeightVersions;
 use std::fmt;
 use std::ops::Range;
 use std::str::FromStr;
-
-/// What of the training state the data-parallel ranks shard among them (Rajbhandari et al., "ZeRO: memory
-/// optimizations toward training trillion parameter models", 2020).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum ZeroStage {
-    /// Nothing: every rank holds all of it.
-    #[default]
-    Zero,
-    /// The optimizer's state, and with it the update.
-    One,
-    /// The sums of gradients as well.
-    Two,
-    /// The parameters as well.
-    Three,
-}
-
-impl ZeroStage {
-    /// Every stage, from the one that shards least.
-    pub const ALL: [ZeroStage; 4] = [ZeroStage::Zero, ZeroStage::One, ZeroStage::Two, ZeroStage::Three];
-
-    /// As the paper numbers it.
-    pub const fn number(self) -> usize {
-        self as usize
-    }
-}
 
 /// Consecutive units that lie on one rank of a pipeline.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -99,10 +75,8 @@ pub struct Outline {
     pub chain: Chain,
     /// Microbatches of this rank: of a step, or of all steps if the program has several.
     pub num_microbatches: usize,
-    /// What the ranks shard.
-    pub zero_stage: ZeroStage,
-    /// Classes of state that are not at hand between steps, or not through all of a step.
-    pub offloaded: Vec<StateClass>,
+    /// How state lies on the ranks.
+    pub state: StateLayout,
     /// Of a pipeline: all of them, in the model's order. None where every rank runs all units.
     pub stages: Vec<Stage>,
     /// This rank, among those of the pipeline.
@@ -197,8 +171,8 @@ impl Outline {
 /// units 3 microbatches 1
 /// F 0 0
 /// ```
-/// The header continues with `zero_stage 3` where ranks shard something, with `offload optimizer` for each class of state
-/// that lives elsewhere, and with `ties 2:0` for each unit (here the
+/// The header continues with `optimizer shard` or `activations whole@disk` for each class of state that ranks shard, or that lives
+/// elsewhere than on the device ([`StateLayout`]), and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first). `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
 /// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
@@ -214,10 +188,7 @@ impl fmt::Display for Outline {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Chain { num_units, ties, unread, reread, unkept } = &self.chain;
         write!(f, "units {num_units} microbatches {}", self.num_microbatches)?;
-        if self.zero_stage != ZeroStage::Zero {
-            write!(f, " zero_stage {}", self.zero_stage.number())?;
-        }
-        self.offloaded.iter().try_for_each(|class| write!(f, " offload {}", class.name()))?;
+        write!(f, "{}", self.state)?;
         ties.iter().try_for_each(|(reader, owner)| write!(f, " ties {reader}:{owner}"))?;
         for (name, units) in [("unread", unread), ("reread", reread), ("unkept", unkept)] {
             units.iter().try_for_each(|unit| write!(f, " {name} {unit}"))?;
@@ -244,8 +215,8 @@ impl fmt::Display for Program {
 pub enum ParseProgramError {
     /// The first line does not give the sizes.
     #[error(
-        "line {line}: '{found}' should read 'units N microbatches M', optionally followed by 'zero_stage Z', \
-         'offload C', 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' and 'steps N weights W'"
+        "line {line}: '{found}' should read 'units N microbatches M', optionally followed by 'optimizer shard@host' \
+         and the like, 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' and 'steps N weights W'"
     )]
     Header {
         /// Line, from 1.
@@ -275,10 +246,6 @@ fn parse_outline(text: &str) -> Option<Outline> {
     let (pairs, odd) = rest.as_chunks::<2>();
     for pair in pairs {
         match pair {
-            ["zero_stage", number] => {
-                outline.zero_stage = *ZeroStage::ALL.get(number.parse::<usize>().ok()?)?;
-            }
-            ["offload", class] => outline.offloaded.push(StateClass::named(class)?),
             ["ties", tie] => {
                 let (reader, owner) = tie.split_once(':')?;
                 outline.chain.ties.push((reader.parse().ok()?, owner.parse().ok()?));
@@ -301,11 +268,12 @@ fn parse_outline(text: &str) -> Option<Outline> {
                 let known = WeightVersions::ALL.into_iter().find(|weights| weights.name() == *name)?;
                 outline.asynchronous.as_mut()?.weights = known;
             }
-            _ => return None,
+            [key, value] => outline.state.read(key, value)?,
         }
     }
     let is_whole = outline.num_microbatches.is_multiple_of(outline.num_steps());
-    (odd.is_empty() && is_whole).then_some(outline)
+    let is_possible = outline.state.is_possible(outline.num_microbatches);
+    (odd.is_empty() && is_whole && is_possible).then_some(outline)
 }
 
 impl FromStr for Program {

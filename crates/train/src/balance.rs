@@ -341,9 +341,9 @@ mod tests {
         let told = [bytes(&[1, 2, 3, 4, 5]), bytes(&[2, 1, 0, 9, 0, 7, 7, 7, 7, 7])];
         assert_eq!(slowest(&told, 2), [[2, 2, 3, 9, 5], [7; 5]]);
         let keeps = vec![Keep::All, Keep::Input];
-        let places = trireme_schedule::lowering::Offload::default();
+        let state = trireme_schedule::StateLayout::WHOLE;
         let schedule = "ranks 1 placement 0 microbatches 1\nrank 0: F 0 0, B 0 0".parse().ok();
-        let present = StepChoices { keeps, places, stages: units(&[0..1, 1..4]), schedule };
+        let present = StepChoices { keeps, state, stages: units(&[0..1, 1..4]), schedule };
         let next = StepChoices { stages: units(&[0..3, 3..4]), ..present.clone() };
         let told = StepChoices { schedule: None, ..next.clone() }.to_bytes();
         let message = [1.75_f64.to_le_bytes().to_vec(), 1.25_f64.to_le_bytes().to_vec(), told].concat();

@@ -18,7 +18,7 @@ use trireme_checkpoint::{
     TensorSource, WriteBytes, save,
 };
 use trireme_optim::{LossScalerState, StateInfo};
-use trireme_parallel::{Executor, ParallelError, parameter_placements};
+use trireme_parallel::{Executor, ParallelError};
 use trireme_plan::{Axis, Mesh, Placement, TensorPlacement};
 use trireme_schedule::StateClass;
 
@@ -104,9 +104,9 @@ pub(crate) fn write_checkpoint(
     config: &Config,
     task: &dyn Task,
 ) -> Result<Saved, TrainError> {
-    let mesh = executor.ranks().mesh();
+    let mesh = executor.placements().mesh().clone();
     let outline = executor.program().outline.clone();
-    let mut tensors = parameter_placements(executor.model().table(), &outline, &mesh);
+    let mut tensors = executor.placements().tensors().to_vec();
     let mut entries: Vec<Entry> = (0..tensors.len()).map(Entry::Parameter).collect();
     for unit in 0..executor.model().num_units() {
         for (index, found) in executor.optimizer().states(unit).iter().enumerate() {
@@ -230,8 +230,8 @@ fn state_placement(
         of_parameter.expect("a state is of a parameter").placements.clone()
     } else {
         let along = |&(axis, _): &(Axis, usize)| match axis {
-            Axis::Pipeline => Placement::Single { rank },
-            Axis::DataReplicate | Axis::DataShard => Placement::Replicate,
+            Axis::PIPELINE => Placement::Single { rank },
+            _ => Placement::Replicate,
         };
         mesh.axes().iter().map(along).collect()
     };

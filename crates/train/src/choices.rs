@@ -6,17 +6,16 @@ use crate::schedule_file::read_schedule;
 use crate::stages::{StageChoice, cut_evenly, cut_stages};
 use trireme_base::{Rank, UnitPasses};
 use trireme_comm::{CONTROL_BYTES_MAX, CommError, Group};
-use trireme_schedule::lowering::{Offload, Tier};
 use trireme_schedule::pipeline::Schedule;
-use trireme_schedule::{Keep, StateClass};
+use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
 
 /// What of a step is open once its layout is known, and does not change its bits.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepChoices {
     /// What each unit's forward pass keeps.
     pub keeps: Vec<Keep>,
-    /// Where state lives.
-    pub places: Offload,
+    /// How state lies on the workers.
+    pub state: StateLayout,
     /// The stages of a pipeline, in the model's order; none without a pipeline.
     pub stages: Vec<StageChoice>,
     /// The schedule of a pipeline, if the config gives one in a file.
@@ -34,7 +33,7 @@ impl StepChoices {
     pub fn given(config: &Config, passes: &[UnitPasses]) -> Result<Self, TrainError> {
         let keeps = given_keeps(config, passes);
         let stages = cut_stages(config, passes, &keeps)?;
-        Ok(StepChoices { keeps, places: given_places(config), stages, schedule: read_schedule(config)? })
+        Ok(StepChoices { keeps, state: given_state(config), stages, schedule: read_schedule(config)? })
     }
 
     /// The stages of a pipeline; all units as one stage without one.
@@ -63,26 +62,24 @@ impl StepChoices {
         Ok(StepChoices::from_bytes(&message))
     }
 
-    /// As a message to the other ranks: where each class lives in a byte; how many units' activations move, how many uses ahead state is fetched, and the
-    /// numbers of units and stages in eight each; the stages; what each unit keeps in a byte; and the text of a given schedule.
+    /// As a message to the other ranks: the numbers of units, of stages, and of bytes in the text of the layout, in eight bytes each; the
+    /// stages; what each unit keeps in a byte; and the texts of the layout and of a given schedule.
     pub(crate) fn to_bytes(&self) -> Vec<u8> {
-        let Offload { num_units, prefetch, .. } = self.places;
-        let numbers = [num_units, prefetch, self.keeps.len(), self.stages.len()].map(|number| number as u64);
+        let state = self.state.to_string();
+        let numbers = [self.keeps.len(), self.stages.len(), state.len()].map(|number| number as u64);
         let stages = self.stages.iter().flat_map(StageChoice::to_numbers);
         let numbers = numbers.into_iter().chain(stages).map(u64::to_le_bytes);
-        let tiers = StateClass::ALL.map(|class| self.places.tier(class) as u8);
         let keeps = self.keeps.iter().map(|&keep| keep as u8);
         let schedule = self.schedule.as_ref().map_or_else(String::new, Schedule::to_string);
-        tiers.into_iter().chain(numbers.flatten()).chain(keeps).chain(schedule.into_bytes()).collect()
+        let texts = state.into_bytes().into_iter().chain(schedule.into_bytes());
+        numbers.flatten().chain(keeps).chain(texts).collect()
     }
 
     /// Reads the message, if it is one.
     pub(crate) fn from_bytes(bytes: &[u8]) -> Option<Self> {
-        let (tiers, rest) = bytes.split_first_chunk::<4>()?;
-        let (num_moved, rest) = rest.split_first_chunk::<8>()?;
-        let (prefetch, rest) = rest.split_first_chunk::<8>()?;
-        let (num_units, rest) = rest.split_first_chunk::<8>()?;
-        let (num_stages, mut rest) = rest.split_first_chunk::<8>()?;
+        let (num_units, rest) = bytes.split_first_chunk::<8>()?;
+        let (num_stages, rest) = rest.split_first_chunk::<8>()?;
+        let (state_len, mut rest) = rest.split_first_chunk::<8>()?;
         let number = |bytes: &[u8; 8]| usize::try_from(u64::from_le_bytes(*bytes)).ok();
         let (mut stages, mut start) = (Vec::new(), 0);
         for _ in 0..number(num_stages)? {
@@ -92,18 +89,15 @@ impl StepChoices {
             stages.push(stage);
             rest = others;
         }
-        let (keeps, schedule) = rest.split_at_checked(number(num_units)?)?;
+        let (keeps, rest) = rest.split_at_checked(number(num_units)?)?;
+        let (state, schedule) = rest.split_at_checked(number(state_len)?)?;
+        let state = std::str::from_utf8(state).ok()?.parse().ok()?;
         let keeps = keeps.iter().map(|&keep| Keep::ALL.get(usize::from(keep)).copied());
         let schedule = match schedule {
             [] => None,
             text => Some(std::str::from_utf8(text).ok()?.parse().ok()?),
         };
-        let mut places =
-            Offload { num_units: number(num_moved)?, prefetch: number(prefetch)?, ..Offload::default() };
-        for (class, &tier) in StateClass::ALL.into_iter().zip(tiers) {
-            places = places.with(class, *Tier::ALL.get(usize::from(tier))?);
-        }
-        Some(StepChoices { keeps: keeps.collect::<Option<_>>()?, places, stages, schedule })
+        Some(StepChoices { keeps: keeps.collect::<Option<_>>()?, state, stages, schedule })
     }
 }
 
@@ -130,21 +124,26 @@ fn given_keeps(config: &Config, passes: &[UnitPasses]) -> Vec<Keep> {
     passes.iter().map(keep).collect()
 }
 
-fn given_places(config: &Config) -> Offload {
+fn given_state(config: &Config) -> StateLayout {
     let tier = |tier: config::Tier| match tier {
         config::Tier::Device | config::Tier::Auto => Tier::Device,
         config::Tier::Host => Tier::Host,
         config::Tier::Disk => Tier::Disk,
     };
-    let offload = config.offload();
-    Offload {
-        optimizer: tier(offload.optimizer),
-        parameters: tier(offload.parameters),
-        gradients: tier(offload.gradients),
-        activations: tier(offload.activations),
-        num_units: usize::MAX,
-        prefetch: offload.prefetch,
-    }
+    let (offload, parallelism) = (config.offload(), config.parallelism());
+    let state = StateLayout {
+        gather_ahead: parallelism.zero_prefetch,
+        keep_gathered: !parallelism.reshard_after_forward,
+        fetch_ahead: offload.prefetch,
+        ..StateLayout::zero(parallelism.zero_stage as usize)
+    };
+    let tiers = [
+        (StateClass::Optimizer, offload.optimizer),
+        (StateClass::Parameters, offload.parameters),
+        (StateClass::Gradients, offload.gradients),
+        (StateClass::Activations, offload.activations),
+    ];
+    tiers.into_iter().fold(state, |state, (class, given)| state.with_tier(class, tier(given)))
 }
 
 #[cfg(test)]
@@ -168,7 +167,7 @@ mod tests {
             };
             let chosen = StepChoices {
                 keeps: vec![Keep::All, Keep::Input],
-                places: Offload::default(),
+                state: StateLayout { num_moved: 3, ..StateLayout::zero(2) },
                 stages: Vec::new(),
                 schedule: Some(schedule),
             };

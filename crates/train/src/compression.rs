@@ -119,7 +119,7 @@ pub(crate) fn read_compressors(
     observer: &mut dyn Observer,
 ) -> Result<(), TrainError> {
     let Some(saved) = saved else { return Ok(()) };
-    let (rank, mesh) = (executor.group().rank(), executor.ranks().mesh());
+    let (rank, mesh) = (executor.group().rank(), executor.ranks().mesh().clone());
     let is_kept = |name: &str| name.starts_with(&name_prefix());
     let stored = checkpoint.tensors().renamed(|name| is_kept(name).then(|| name.to_owned()))?;
     if let Err(difference) = check_fits(saved, &stored, executor, &mesh) {

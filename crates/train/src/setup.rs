@@ -21,10 +21,10 @@ use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, MemoryUse, OffloadOptions, ParallelError,
-    RankGrid, SwapOptions, ZeroPlusPlus, chain,
+    Placements, RankGrid, SwapOptions, ZeroPlusPlus, chain,
 };
-use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use trireme_schedule::{Chain, Program, StateClass, ZeroStage, validate_pipeline};
+use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::{Chain, Program, StateClass, StateLayout, validate_pipeline};
 use trireme_tensor::{Activation, Device, IntegerFormat, Precision};
 
 /// An equal share of this host's cores for each of `local_world_size` workers, at least one.
@@ -202,7 +202,7 @@ pub(crate) fn build_executor(
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let programs = proven_programs(config, &chain(model.table(), &rehearsal), choices)?;
-    let mut executor = new_executor(config, (model, rehearsal), (programs, choices), group, device)?;
+    let mut executor = new_executor(config, (model, rehearsal), programs, group, device)?;
     match &config.model().init_from {
         None => executor.initialize(config.training().seed)?,
         Some(folder) => {
@@ -215,26 +215,25 @@ pub(crate) fn build_executor(
     Ok(executor)
 }
 
-/// What a rank of a [dry](Group::dry) world takes while it trains by these choices, which make `programs` for the ranks of its
-/// pipeline. `device` is the model's, and only counts.
+/// What a rank of a [dry](Group::dry) world takes while it trains by these programs, one for each rank of its pipeline. `device` is the model's, and only counts.
 ///
 /// # Errors
 /// What devices refuse.
 pub fn dry_run(
     config: &Config,
     of_model: (Model, Rehearsal),
-    choices: (Vec<Program>, &StepChoices),
+    programs: Vec<Program>,
     group: Group,
     device: &Device,
 ) -> Result<MemoryUse, TrainError> {
-    Ok(new_executor(config, of_model, choices, group, device)?.dry_run()?)
+    Ok(new_executor(config, of_model, programs, group, device)?.dry_run()?)
 }
 
 /// What runs the step of one rank, with weights of zeros. Collective.
 fn new_executor(
     config: &Config,
     (model, rehearsal): (Model, Rehearsal),
-    (mut programs, choices): (Vec<Program>, &StepChoices),
+    mut programs: Vec<Program>,
     group: Group,
     device: &Device,
 ) -> Result<Executor, TrainError> {
@@ -242,16 +241,29 @@ fn new_executor(
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
     let options = optimizer_options(config, model.table())?;
     let program = programs.swap_remove(ranks.pipeline().rank().0);
-    let moves = offload_options(config, choices.places, device)?;
-    let optimizer_device = moves.device_of(StateClass::Optimizer, device);
-    let parts = ranks.parts(model.table(), &program.outline);
-    let is_moved = choices.places.moves(StateClass::Optimizer);
-    let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
+    let state = &program.outline.state;
+    let moves = offload_options(config, state, device)?;
+    let optimizer_device = moves.device_of(state, StateClass::Optimizer, device);
+    let placements = Placements::new(model.table(), &program.outline, ranks.mesh().clone());
+    let parts = placements.parts(model.table(), ranks.world().rank());
+    let make = match state.moves(StateClass::Optimizer) {
+        true => Optimizer::without_memory,
+        false => Optimizer::new,
+    };
     let optimizer = make(&options, model.table(), &parts, optimizer_device)?;
     let options = executor_options(config);
     let offload = &moves;
-    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
-    Ok(Executor::new(setup)?)
+    Ok(Executor::new(ExecutorSetup {
+        model,
+        rehearsal,
+        placements,
+        optimizer,
+        ranks,
+        device,
+        program,
+        options,
+        offload,
+    })?)
 }
 
 /// How the config wants steps to be run.
@@ -262,7 +274,6 @@ pub fn executor_options(config: &Config) -> ExecutorOptions {
         fp8: fp8::recipe(training),
         reduce_dtype: precision(training.reduce_dtype),
         fusion_bytes: config.comm().fusion_bytes,
-        sharding: sharding(config.parallelism()),
         zero_plus_plus: zero_plus_plus(config.parallelism()),
         compression: config.compression(),
         seed: training.seed,
@@ -284,10 +295,7 @@ pub fn step_programs(
         return Err(TrainError::TiedVersions);
     }
     let programs = base_programs(config, chain, choices)?;
-    let lower = |program: Program| {
-        let program = shard(recompute(program, &choices.keeps), sharding(config.parallelism()));
-        offload(program, choices.places)
-    };
+    let lower = |program: Program| lay_out(recompute(program, &choices.keeps), choices.state);
     Ok(programs.into_iter().map(lower).collect())
 }
 
@@ -318,10 +326,14 @@ pub(crate) fn rehearse(
     Ok(Rehearsal::of(build, device_options(config, num_threads), precision, fp8, batch)?)
 }
 
-/// What it takes to have state at `places`.
-fn offload_options(config: &Config, places: Offload, device: &Device) -> Result<OffloadOptions, TrainError> {
+/// What it takes to have state where a layout says.
+fn offload_options(
+    config: &Config,
+    state: &StateLayout,
+    device: &Device,
+) -> Result<OffloadOptions, TrainError> {
     let offload = config.offload();
-    let is_away = |&class: &StateClass| places.tier(class) != Tier::Device;
+    let is_away = |&class: &StateClass| state.is_away(class);
     let host = if StateClass::ALL.iter().any(is_away) { device.host()? } else { device.clone() };
     let run_folder = config.run_folder();
     if offload.folder == run_folder && !device.is_counting() {
@@ -331,15 +343,7 @@ fn offload_options(config: &Config, places: Offload, device: &Device) -> Result<
     }
     let timeout = Duration::from_secs_f64(offload.timeout_seconds);
     let swap = SwapOptions { timeout, ..SwapOptions::default() };
-    Ok(OffloadOptions { places, host, folder: offload.folder.clone(), swap })
-}
-
-fn sharding(parallelism: &config::Parallelism) -> Sharding {
-    Sharding {
-        zero_stage: ZeroStage::ALL[parallelism.zero_stage as usize],
-        prefetch: parallelism.zero_prefetch,
-        keep_after_forward: !parallelism.reshard_after_forward,
-    }
+    Ok(OffloadOptions { host, folder: offload.folder.clone(), swap })
 }
 
 fn zero_plus_plus(parallelism: &config::Parallelism) -> ZeroPlusPlus {

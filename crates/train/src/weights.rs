@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::Path;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
 use trireme_model::{Model, ModelConfig, canonical_names};
-use trireme_parallel::parameter_placements;
+use trireme_parallel::Placements;
 use trireme_plan::{Extent, Mesh};
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, ParameterInfo, Parameters, Shape};
@@ -53,11 +53,8 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
 /// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.
 pub(crate) fn checked_weights(stored: &StoredTensors, model: &Model) -> Result<StoredTensors, TrainError> {
     let stored = stored.renamed(canonical_names(model.table()))?;
-    stored.check_against(&parameter_placements(
-        model.table(),
-        &Outline::default(),
-        &Mesh::data_parallel(1),
-    ))?;
+    let whole = Placements::new(model.table(), &Outline::default(), Mesh::data_parallel(1));
+    stored.check_against(whole.tensors())?;
     Ok(stored)
 }
 

@@ -7,7 +7,7 @@ use trireme_comm::{Group, inproc_world};
 use trireme_plan::{Axis, Extent, Mesh, Placement, TensorPlacement};
 
 pub(crate) fn mesh(degree: usize) -> Mesh {
-    Mesh::new(&[(Axis::DataReplicate, degree)]).expect("a mesh")
+    Mesh::new(&[(Axis::DATA_REPLICATE, degree)]).expect("a mesh")
 }
 
 pub(crate) fn tensor(name: &str, shape: &[usize], dtype: DType, placement: Placement) -> TensorPlacement {

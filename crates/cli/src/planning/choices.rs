@@ -3,8 +3,7 @@
 use anyhow::Result;
 use trireme_base::{Bytes, UnitPasses};
 use trireme_planner::{BatchMemory, DryRun, MemoryBounds, Placing, StateSizes, fit_keeps, fit_places};
-use trireme_schedule::lowering::Tier;
-use trireme_schedule::{Action, Chain, Keep, Program, StateClass};
+use trireme_schedule::{Action, Chain, Keep, Program, StateClass, Tier};
 use trireme_train::config::{self, ActivationCheckpointMode, Config};
 use trireme_train::{StepChoices, step_programs};
 
@@ -93,26 +92,27 @@ impl Planning<'_> {
         open: &[StateClass],
         reasons: &mut Vec<String>,
     ) -> Result<()> {
-        let with = |places| StepChoices { places, ..choices.clone() };
-        let program = |places| self.program(with(places));
-        let run = |places| Ok::<_, anyhow::Error>((self.run)(&with(places))?.prediction);
-        let placing = fit_places(self.sizes, (choices.places, open), self.bounds, program, run)?;
+        let with = |state| StepChoices { state, ..choices.clone() };
+        let program = |state| self.program(with(state));
+        let run = |state| Ok::<_, anyhow::Error>((self.run)(&with(state))?.prediction);
+        let placing = fit_places(self.sizes, (choices.state, open), self.bounds, program, run)?;
         if self.bounds.hold(&placing.prediction) {
-            reasons.push(self.describe_places(&placing, open, &program(placing.places)));
+            reasons.push(self.describe_places(&placing, open, &program(placing.state)));
         }
-        choices.places = placing.places;
+        choices.state = placing.state;
         Ok(())
     }
 
     /// `offload, for at most 512.00MiB a worker, the optimizer's state lives with the host; …`.
     fn describe_places(&self, placing: &Placing, open: &[StateClass], program: &Program) -> String {
-        let Placing { places, traffic, prediction } = placing;
-        let of_class = |&class: &StateClass| match places.tier(class) {
+        let Placing { state, traffic, prediction } = placing;
+        let of_class = |&class: &StateClass| match state.of(class).tier {
             Tier::Device => None,
             tier if class == StateClass::Activations => {
                 let units = moved_units(program);
                 let (Some(first), Some(last)) = (units.first(), units.last()) else { return None };
-                let (ahead, passes) = (places.prefetch, if places.prefetch == 1 { "pass" } else { "passes" });
+                let (ahead, passes) =
+                    (state.fetch_ahead, if state.fetch_ahead == 1 { "pass" } else { "passes" });
                 Some(format!(
                     "activations of units {first}-{last} ({}, from their forward pass until {ahead} {passes} before \
                      their use)",

@@ -25,7 +25,7 @@ use trireme_base::{Bytes, Category, Rank, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
-use trireme_parallel::chain;
+use trireme_parallel::{Placements, RankGrid, chain};
 use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Chain, Program};
@@ -256,8 +256,11 @@ impl Plan {
         let make = if is_open { proven_programs } else { step_programs };
         let outline = make(config, &chain, &given)?.swap_remove(rank).outline;
         let of_model = (model.table(), &rehearsal);
-        let shard = (workers.rank % num_shards, num_shards);
-        let sizes = state_sizes(of_model, (&options, &optimizer), shard, &outline, &device)?;
+        let pipeline_degree = config.parallelism().pipeline_parallel_degree;
+        let mesh = RankGrid::mesh_of(workers.world_size, pipeline_degree, num_shards);
+        let placements = Placements::new(model.table(), &outline, mesh);
+        let parts = (&placements.parts(model.table(), Rank(workers.rank))[..], num_shards);
+        let sizes = state_sizes(of_model, (&options, &optimizer), parts, &outline, &device)?;
         let bounds = limits::bounds(config, workers);
         let run = |choices: &StepChoices| dry(job, &rehearsal, &chain, choices);
         let planning = Planning {
@@ -307,7 +310,7 @@ fn dry(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices
     let programs = step_programs(config, chain, choices)?;
     let program = programs[workers.rank / config.data_parallel_degree()].clone();
     let of_model = (model, rehearsal.clone());
-    let found = dry_run(config, of_model, (programs, choices), workers.dry_group()?, &device)?;
+    let found = dry_run(config, of_model, programs, workers.dry_group()?, &device)?;
     let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
         at_peak: CategoryBytes::new(found.at_peak),

@@ -1,35 +1,33 @@
 //! Sizes of state, as the planner is told them.
 
 use anyhow::Result;
+use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_model::{BatchTensor, Rehearsal, UnitRehearsal};
 use trireme_optim::{Optimizer, OptimizerOptions};
 use trireme_parallel::ExecutorOptions;
 use trireme_planner::{BatchMemory, StateSizes, UnitSizes};
-use trireme_schedule::{Outline, ZeroStage};
+use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Device, ParameterTable};
 
-/// The state of the units that a worker holds, which has this one of `num_shards` shards. `device` only counts.
+/// The state of the units that a worker holds, which updates `parts` of them and is one of `num_shards`. `device` only counts.
 pub(super) fn state_sizes(
     (table, rehearsal): (&Arc<ParameterTable>, &Rehearsal),
     (options, optimizer): (&ExecutorOptions, &OptimizerOptions),
-    (shard, num_shards): (usize, usize),
+    (parts, num_shards): (&[Range<usize>], usize),
     outline: &Outline,
     device: &Device,
 ) -> Result<StateSizes> {
-    let mut parts = table.shards(shard, num_shards);
-    let elsewhere = parts.iter_mut().enumerate().filter(|(unit, _)| !outline.holds(*unit));
-    elsewhere.for_each(|(_, part)| *part = 0..0);
-    let mut optimizer = Optimizer::new(optimizer, table, &parts, device)?;
+    let mut optimizer = Optimizer::new(optimizer, table, parts, device)?;
     let gather_bytes = options.gather_precision().dtype().size();
     let is_rounded = num_shards > 1 && options.zero_plus_plus.quantized_gradients.is_none();
     // Several are added in f32.
-    let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
+    let is_summed = outline.state.is_sharded(StateClass::Gradients) && outline.num_microbatches > 1;
     let gradient_dtype = if is_rounded && !is_summed { options.reduce_dtype.dtype() } else { DType::F32 };
     // Beside narrow copies that stay, what is stepped is state of the optimizer.
     let is_apart = gather_bytes < DType::F32.size() && num_shards > 1;
-    let has_masters = is_apart && outline.zero_stage < ZeroStage::Three;
+    let has_masters = is_apart && outline.state.class_of_weights() == StateClass::Optimizer;
     let aligned = |num_bytes: usize| num_bytes.next_multiple_of(Device::ALIGNMENT);
     let mut unit = |(index, found): (usize, &UnitRehearsal)| {
         let shard_len = parts[index].len();

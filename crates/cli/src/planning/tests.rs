@@ -12,12 +12,12 @@ use trireme_optim::{
 };
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
-    ParallelError, RankGrid, StepPlan, ZeroPlusPlus, chain,
+    ParallelError, Placements, RankGrid, StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_schedule::collective::Hosts;
-use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
+use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
-use trireme_schedule::{Chain, Keep, Outline, Program, StateClass, ZeroStage, single};
+use trireme_schedule::{Chain, Keep, Outline, Program, StateClass, StateLayout, Tier, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_testkit::{
     build_classifier, classifier_batch, classifier_specs, random_batch, run_ranks, run_ranks_on, small_models,
@@ -30,7 +30,6 @@ const OPTIONS: ExecutorOptions = ExecutorOptions {
     fp8: None,
     reduce_dtype: Precision::F32,
     fusion_bytes: 60 << 10,
-    sharding: Sharding { zero_stage: ZeroStage::Zero, prefetch: 1, keep_after_forward: false },
     zero_plus_plus: ZeroPlusPlus::NONE,
     compression: Compression::none(),
     seed: 0,
@@ -105,7 +104,7 @@ struct Case {
     num_microbatches: usize,
     num_shards: usize,
     keep: Keep,
-    places: Offload,
+    state: StateLayout,
     /// The schedule of a pipeline, its ranks, and stages of each.
     pipeline: Option<(Kind, usize, usize)>,
     /// Sequences of a microbatch, and tokens of each.
@@ -121,7 +120,7 @@ impl Default for Case {
             num_microbatches: 1,
             num_shards: 1,
             keep: Keep::All,
-            places: Offload::default(),
+            state: StateLayout::WHOLE,
             pipeline: None,
             shape: (2, 17),
         }
@@ -151,7 +150,7 @@ impl Case {
                 programs(&schedule, &costs, &units, chain).swap_remove(rank)
             }
         };
-        offload(shard(recompute(program, &keeps), self.options.sharding), self.places)
+        lay_out(recompute(program, &keeps), self.state)
     }
 
     fn rehearsal(&self, model: &dyn Subject) -> Rehearsal {
@@ -181,21 +180,26 @@ impl Case {
         let rehearsal = self.rehearsal(subject);
         let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
-        let parts = ranks.parts(model.table(), &program.outline);
+        let placements = Placements::new(model.table(), &program.outline, ranks.mesh().clone());
+        let parts = placements.parts(model.table(), ranks.world().rank());
         let folder = std::env::temp_dir();
-        let offload = OffloadOptions {
-            places: self.places,
-            host: host.clone(),
-            folder,
-            ..OffloadOptions::none(device)
-        };
-        let optimizer_device = offload.device_of(StateClass::Optimizer, device);
-        let is_moved = self.places.moves(StateClass::Optimizer);
+        let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
+        let optimizer_device = offload.device_of(&self.state, StateClass::Optimizer, device);
+        let is_moved = self.state.moves(StateClass::Optimizer);
         let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let optimizer = make(&self.optimizer, model.table(), &parts, optimizer_device)?;
         let (options, offload) = (self.options, &offload);
-        let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
-        Executor::new(setup)
+        Executor::new(ExecutorSetup {
+            model,
+            rehearsal,
+            placements,
+            optimizer,
+            ranks,
+            device,
+            program,
+            options,
+            offload,
+        })
     }
 
     /// Takes a few steps on a device.
@@ -250,14 +254,11 @@ impl Case {
     }
 }
 
-const STAGES: [ZeroStage; 4] = ZeroStage::ALL;
+/// Stages of ZeRO.
+const STAGES: [usize; 4] = [0, 1, 2, 3];
 
-fn sharded(zero_stage: ZeroStage, options: ExecutorOptions) -> ExecutorOptions {
-    ExecutorOptions { sharding: Sharding { zero_stage, ..OPTIONS.sharding }, ..options }
-}
-
-fn shards(zero_stage: ZeroStage, num_shards: usize) -> usize {
-    if zero_stage == ZeroStage::Zero { 1 } else { num_shards }
+fn shards(stage: usize, num_shards: usize) -> usize {
+    if stage == 0 { 1 } else { num_shards }
 }
 
 #[test]
@@ -268,8 +269,8 @@ fn every_stage_and_every_keep() {
     let emulated = ExecutorOptions { fp8: Some(fp8), ..bf16 };
     for (config, options) in [(&gpt2, OPTIONS), (&llama, bf16), (&llama, emulated)] {
         for (stage, keep) in STAGES.into_iter().flat_map(|stage| Keep::ALL.map(|keep| (stage, keep))) {
-            let (options, num_shards) = (sharded(stage, options), shards(stage, 2));
-            let case = Case { options, num_microbatches: 2, num_shards, keep, ..Case::default() };
+            let (state, num_shards) = (StateLayout::zero(stage), shards(stage, 2));
+            let case = Case { options, num_microbatches: 2, num_shards, state, keep, ..Case::default() };
             case.check(config, 2);
         }
     }
@@ -286,12 +287,12 @@ fn a_chain_that_is_no_language_model() {
         };
         for keep in Keep::ALL {
             Case { keep, ..case.clone() }.check(&Classifier, 2);
-            let places = Offload { activations: Tier::Host, ..Offload::default() };
-            Case { keep, places, ..case.clone() }.check(&Classifier, 1);
+            let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
+            Case { keep, state, ..case.clone() }.check(&Classifier, 1);
         }
         for stage in STAGES {
-            let options = sharded(stage, case.options);
-            Case { options, num_shards: shards(stage, 2), ..case.clone() }.check(&Classifier, 4);
+            let state = StateLayout::zero(stage);
+            Case { state, num_shards: shards(stage, 2), ..case.clone() }.check(&Classifier, 4);
         }
         for (kind, stages_per_rank) in [(Kind::OneFOneB, 1), (Kind::ZeroBubbleV, 2)] {
             let pipeline = Some((kind, 2, stages_per_rank));
@@ -313,8 +314,9 @@ fn every_layout() {
             (4, Determinism::Layout, Precision::Bf16),
         ] {
             let options = ExecutorOptions { precision: dtype, reduce_dtype: dtype, determinism, ..OPTIONS };
-            let (options, num_shards) = (sharded(stage, options), shards(stage, num_shards));
-            Case { options, num_microbatches, num_shards, keep: Keep::Products, ..Case::default() }
+            let (state, num_shards) = (StateLayout::zero(stage), shards(stage, num_shards));
+            let keep = Keep::Products;
+            Case { options, num_microbatches, num_shards, state, keep, ..Case::default() }
                 .check(&config, world_size);
         }
     }
@@ -322,14 +324,14 @@ fn every_layout() {
 
 #[test]
 fn communication_takes_no_more_for_more_units() {
-    for (stage, dtype) in [ZeroStage::Two, ZeroStage::Three]
+    for (stage, dtype) in [2, 3]
         .into_iter()
         .flat_map(|stage| [Precision::F32, Precision::Bf16, Precision::F16].map(|dtype| (stage, dtype)))
     {
         for (world_size, num_microbatches) in [(2, 1), (2, 3), (4, 1)] {
-            let options = sharded(stage, ExecutorOptions { reduce_dtype: dtype, ..OPTIONS });
-            let keep = Keep::Input;
-            let case = Case { options, num_microbatches, num_shards: 2, keep, ..Case::default() };
+            let options = ExecutorOptions { reduce_dtype: dtype, ..OPTIONS };
+            let (state, keep) = (StateLayout::zero(stage), Keep::Input);
+            let case = Case { options, num_microbatches, num_shards: 2, state, keep, ..Case::default() };
             let [few, many] = [4, 8].map(|num_layers| {
                 let config = model_of_layers(num_layers);
                 case.check(&config, world_size);
@@ -353,14 +355,10 @@ fn pipelines() {
         (Kind::PipeDream, 1),
         (Kind::PipeDream2Bw, 1),
     ] {
-        for (stage, data_degree, keep) in [
-            (ZeroStage::Zero, 1, Keep::All),
-            (ZeroStage::One, 2, Keep::Input),
-            (ZeroStage::Two, 2, Keep::Nothing),
-        ] {
+        for (stage, data_degree, keep) in [(0, 1, Keep::All), (1, 2, Keep::Input), (2, 2, Keep::Nothing)] {
             let pipeline = Some((kind, 2, stages_per_rank));
-            let (options, num_shards) = (sharded(stage, OPTIONS), shards(stage, data_degree));
-            let case = Case { options, num_microbatches: 4, num_shards, keep, pipeline, ..Case::default() };
+            let (state, num_shards) = (StateLayout::zero(stage), shards(stage, data_degree));
+            let case = Case { num_microbatches: 4, num_shards, state, keep, pipeline, ..Case::default() };
             case.check(&config, 2 * data_degree);
             // Versions of tied weights would differ.
             if !kind.is_synchronous() {
@@ -375,23 +373,25 @@ fn pipelines() {
 fn state_that_lives_elsewhere() {
     use Tier::{Device, Disk, Host};
     let config = medium_model();
-    for (stage, [optimizer, parameters, gradients, activations], num_units) in [
-        (ZeroStage::Zero, [Device, Device, Device, Host], usize::MAX),
-        (ZeroStage::Zero, [Device, Device, Device, Host], 2),
-        (ZeroStage::One, [Host, Device, Device, Disk], 3),
-        (ZeroStage::Two, [Disk, Device, Host, Device], 0),
-        (ZeroStage::Two, [Host, Device, Disk, Host], 1),
-        (ZeroStage::Three, [Host, Host, Host, Host], usize::MAX),
-        (ZeroStage::Three, [Disk, Disk, Disk, Disk], usize::MAX),
+    for (stage, tiers, num_moved) in [
+        (0, [Device, Device, Device, Host], usize::MAX),
+        (0, [Device, Device, Device, Host], 2),
+        (1, [Host, Device, Device, Disk], 3),
+        (2, [Disk, Device, Host, Device], 0),
+        (2, [Host, Device, Disk, Host], 1),
+        (3, [Host, Host, Host, Host], usize::MAX),
+        (3, [Disk, Disk, Disk, Disk], usize::MAX),
     ] {
         for (dtype, num_microbatches) in [(Precision::F32, 1), (Precision::Bf16, 1), (Precision::Bf16, 2)] {
-            if gradients == Disk && num_microbatches > 1 {
+            let state = StateLayout { num_moved, ..StateLayout::zero(stage) };
+            let classes = StateClass::ALL.into_iter().zip(tiers);
+            let state = classes.fold(state, |state, (class, tier)| state.with_tier(class, tier));
+            if !state.is_possible(num_microbatches) {
                 continue;
             }
-            let options = sharded(stage, ExecutorOptions { precision: dtype, ..OPTIONS });
-            let places = Offload { optimizer, parameters, gradients, activations, num_units, prefetch: 1 };
+            let options = ExecutorOptions { precision: dtype, ..OPTIONS };
             let num_shards = shards(stage, 2);
-            Case { options, num_microbatches, num_shards, places, ..Case::default() }.check(&config, 2);
+            Case { options, num_microbatches, num_shards, state, ..Case::default() }.check(&config, 2);
         }
     }
 }
@@ -410,10 +410,10 @@ fn optimizers_with_scratch_memory_and_exchanges() {
         adamw_lr_scale: 1.0,
     };
     for kind in [OptimizerKind::Lamb(adam), OptimizerKind::Muon(muon)] {
-        for (stage, num_shards) in [(ZeroStage::Zero, 1), (ZeroStage::Two, 2)] {
+        for (stage, num_shards) in [(0, 1), (2, 2)] {
             let optimizer = OptimizerOptions { kind, ..adamw() };
-            let options = sharded(stage, OPTIONS);
-            Case { options, optimizer, num_shards, keep: Keep::Input, ..Case::default() }.check(&config, 2);
+            let (state, keep) = (StateLayout::zero(stage), Keep::Input);
+            Case { optimizer, num_shards, state, keep, ..Case::default() }.check(&config, 2);
         }
     }
 }
@@ -449,8 +449,9 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
         "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8,
         "max_position_embeddings": 4096, "tie_word_embeddings": false}"#;
     let config = ModelConfig::from_json(text).unwrap();
-    let options = sharded(ZeroStage::Three, ExecutorOptions { precision: Precision::Bf16, ..OPTIONS });
-    let case = Case { options, num_shards: 8, keep: Keep::Input, shape: (1, 4096), ..Case::default() };
+    let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    let state = StateLayout::zero(3);
+    let case = Case { options, num_shards: 8, state, keep: Keep::Input, shape: (1, 4096), ..Case::default() };
     let predicted = case.dry_run(&config, &[0; 8], 0);
     // 70.6 billion parameters; three floats of each, shared out among eight.
     let states = predicted.peaks[Category::Optimizer as usize] as f64;

@@ -6,7 +6,6 @@ use crate::step::{GradNorm, StepPlan};
 use trireme_base::Category;
 use trireme_model::{Batch, TensorSpec, empty_batch};
 use trireme_schedule::StateClass;
-use trireme_schedule::lowering::Tier;
 use trireme_tensor::MemoryCounter;
 
 /// Steps that are gone through at least: what the first takes for later ones is there in the second.
@@ -53,7 +52,8 @@ impl Executor {
     /// If a device computes.
     pub fn dry_run(mut self) -> Result<MemoryUse, ParallelError> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
-        let is_away = StateClass::ALL.iter().any(|&class| self.offload.places.tier(class) != Tier::Device);
+        let state = &self.program.outline.state;
+        let is_away = StateClass::ALL.iter().any(|&class| state.is_away(class));
         let device = self.device.clone();
         let memory = device.memory();
         let num_actions = self.program.actions.len();

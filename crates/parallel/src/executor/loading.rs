@@ -87,7 +87,7 @@ impl Executor {
         if outcomes[Rank::ROOT.0] != [0] {
             return Ok(None);
         }
-        let group = Arc::clone(self.ranks.shards());
+        let group = Arc::clone(self.ranks.updating(&self.program.outline));
         for (unit, info) in table.units().iter().enumerate() {
             let mut buffer = group.buffer::<f32>(info.padded_len())?;
             let owner = self.program.outline.rank_of(unit);
@@ -115,13 +115,13 @@ impl Executor {
                 }
             })?;
         }
-        let replicas = self.ranks.replicas();
+        let replicas = self.ranks.alike(&self.program.outline);
         let hashes = replicas.all_gather_bytes(&hash.to_le_bytes()).wait()?;
         let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
         let expected = number(&hashes[0]);
         match hashes.iter().map(|bytes| number(bytes)).enumerate().find(|(_, found)| *found != expected) {
             Some((replica, found)) => {
-                let [rank, other] = [replica, 0].map(|replica| self.ranks.rank_in_replica(replica));
+                let [rank, other] = [replica, 0].map(|replica| self.ranks.rank_of(replicas, replica));
                 Err(ParallelError::ReplicasDiffer { rank, found, other, expected })
             }
             None => Ok(()),

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_model::{Rehearsal, Report};
-use trireme_schedule::{Outline, ZeroStage};
+use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::tape::RowMean;
 
 /// The place among all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel `rank`.
@@ -16,12 +16,11 @@ pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank,
     let num_shards = ranks.shards().world_size();
     let num_microbatches = outline.microbatches_per_step();
     let (step, index) = (index / num_microbatches, index % num_microbatches);
-    let within = match outline.zero_stage {
-        ZeroStage::Zero | ZeroStage::One => rank.0 * num_microbatches + index,
-        ZeroStage::Two | ZeroStage::Three => {
-            let (replica, shard) = (rank.0 / num_shards, rank.0 % num_shards);
-            (replica * num_microbatches + index) * num_shards + shard
-        }
+    let within = if outline.state.is_sharded(StateClass::Gradients) {
+        let (replica, shard) = (rank.0 / num_shards, rank.0 % num_shards);
+        (replica * num_microbatches + index) * num_shards + shard
+    } else {
+        rank.0 * num_microbatches + index
     };
     step * num_microbatches * ranks.data().world_size() + within
 }

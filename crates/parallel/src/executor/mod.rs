@@ -18,6 +18,7 @@ use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::offload::{OffloadOptions, Offloaded};
 use crate::parameters::{RankParameters, ShardMemory};
+use crate::placement::Placements;
 use crate::ranks::RankGrid;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::tied::TiedGradients;
@@ -33,8 +34,8 @@ use timeline::Timeline;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model, Rehearsal};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings};
-use trireme_schedule::lowering::{self, Offload, Sharding, shard};
-use trireme_schedule::{Action, Outline, Program, StateClass, ZeroStage, single, validate};
+use trireme_schedule::lowering::lay_out;
+use trireme_schedule::{Action, Outline, Program, StateClass, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterSource, View, ViewMut};
 
 pub use timeline::ActionTime;
@@ -48,6 +49,7 @@ pub struct Executor {
     options: ExecutorOptions,
     program: Program,
     evaluation: Program,
+    placements: Placements,
     parameters: RankParameters,
     optimizer: Optimizer,
     offload: OffloadOptions,
@@ -82,8 +84,10 @@ pub struct ExecutorSetup<'a> {
     pub model: Model,
     /// What passes over its microbatches are.
     pub rehearsal: Rehearsal,
-    /// Steps this rank's [`parts`](RankGrid::parts) of the units. Its state lies on the host if `offload` has it elsewhere than on
-    /// the device.
+    /// Where parameters lie.
+    pub placements: Placements,
+    /// Updates this rank's [parts](Placements::parts) of the units. Its state lies on
+    /// [the device](OffloadOptions::device_of) that works with it.
     pub optimizer: Optimizer,
     /// All ranks.
     pub ranks: RankGrid,
@@ -93,66 +97,64 @@ pub struct ExecutorSetup<'a> {
     pub program: Program,
     /// How steps are run.
     pub options: ExecutorOptions,
-    /// Where state lives.
+    /// What it takes to have state elsewhere than on the device.
     pub offload: &'a OffloadOptions,
 }
 
 /// How units run without training.
-fn evaluation_program(training: &Outline, sharding: Sharding, places: Offload) -> Program {
-    let Offload { parameters, prefetch, .. } = places;
-    let places = Offload { parameters, prefetch, ..Offload::default() };
-    lowering::offload(shard(single::evaluation(training), sharding), places)
+fn evaluation_program(training: &Outline) -> Program {
+    lay_out(single::evaluation(training), training.state)
 }
 
 impl Executor {
     /// Proves the program and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self, ParallelError> {
-        let ExecutorSetup { model, rehearsal, optimizer, mut ranks, device, program, options, offload } =
-            setup;
+        let ExecutorSetup { model, rehearsal, placements, optimizer, .. } = setup;
+        let ExecutorSetup { mut ranks, device, program, options, offload, .. } = setup;
         // Without a pipeline microbatches run one after the other.
         let in_flight_max =
             if program.outline.stages.is_empty() { 1 } else { program.outline.num_microbatches };
         validate(&program, in_flight_max)?;
         let spared = options.zero_plus_plus;
-        let is_sharded = program.outline.zero_stage == ZeroStage::Three && ranks.shards().world_size() > 1;
-        if is_sharded && spared != ZeroPlusPlus::NONE {
+        let (state, num_shards) = (program.outline.state, ranks.shards().world_size());
+        assert!(num_shards == 1 || state.has_shards(), "{num_shards} shards of no state");
+        if state.is_sharded(StateClass::Parameters) && num_shards > 1 && spared != ZeroPlusPlus::NONE {
             ranks.split_by_hosts()?;
         }
         let ranks = Arc::new(ranks);
         let (table, outline) = (model.table(), &program.outline);
         let precision = (options.gather_precision(), spared);
-        let class = match outline.zero_stage {
-            ZeroStage::Three => StateClass::Parameters,
-            _ => StateClass::Optimizer,
-        };
+        let class = state.class_of_weights();
         let shards = ShardMemory {
-            device: offload.device_of(class, device).clone(),
-            is_at_hand: !offload.places.moves(class),
+            device: offload.device_of(&state, class, device).clone(),
+            is_at_hand: !state.moves(class),
         };
-        let mut parameters = RankParameters::new(table, outline, precision, &ranks, device, &shards)?;
+        let parts = placements.parts(table, ranks.world().rank());
+        let mut parameters =
+            RankParameters::new((table, parts), outline, precision, &ranks, device, &shards)?;
         let is_copied = |(reader, owner): &&(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
         if let Some(&(_, unit)) = outline.chain.ties.iter().find(is_copied) {
             parameters = parameters.with_copy(unit, ranks.pipeline(), device)?;
         }
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
-        let devices = (device, offload.device_of(StateClass::Gradients, device));
+        let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
         device.memory().take(Category::Communication, ranks.fixed_bytes())?;
         let tied = TiedGradients::new(outline, model.table().tie(), messages.pool());
         let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?.with_tied(tied);
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
-        let exchange = ShardExchange::new(&ranks, device);
+        let exchange = ShardExchange::new(&ranks, outline, device);
         let means = Means::new(outline, &ranks, &rehearsal)?;
         let updates = Updates::new(outline, ranks.pipeline())?;
         let squares = Some(ranks.shards().buffer(outline.chain.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
-        let evaluation = evaluation_program(outline, options.sharding, offload.places);
+        let evaluation = evaluation_program(outline);
         let mut executor = Executor {
             in_flight: InFlight::new(outline, &rehearsal),
             messages,
             offload: offload.clone(),
-            optimizer_device: offload.device_of(StateClass::Optimizer, device).clone(),
+            optimizer_device: offload.device_of(&state, StateClass::Optimizer, device).clone(),
             offloaded: Offloaded::new(offload, &program)?,
             changed: vec![true; outline.chain.num_units],
             is_squared: vec![false; outline.chain.num_units],
@@ -164,6 +166,7 @@ impl Executor {
             options,
             program,
             evaluation,
+            placements,
             parameters,
             optimizer,
             exchange,
@@ -224,6 +227,11 @@ impl Executor {
     /// The metrics that units reported in a step of the last program: names and means over all ranks.
     pub fn metrics(&self, step: usize) -> impl Iterator<Item = (&'static str, f64)> {
         self.means.metrics(step)
+    }
+
+    /// Where parameters lie, as far as ranks update them.
+    pub fn placements(&self) -> &Placements {
+        &self.placements
     }
 
     /// The elements of each unit's flat buffer that this rank steps.
@@ -402,6 +410,7 @@ impl Executor {
                 Ok(())
             }
             Action::ReduceGrad { unit } => self.reduce(unit, plans[0]),
+            Action::UnshardGrad { unit } => self.gradients.gather(unit),
             Action::Send(message) => self.send_message(message),
             Action::Receive(message) => self.receive_message(message),
             Action::Fetch(state) => self.offloaded.fetch(state),
@@ -420,17 +429,23 @@ impl Executor {
                     Some(finished) => finished,
                     None => *finished.insert(self.finish_gradients(plans[0])?),
                 };
-                if let Some(settings) = update {
-                    self.update(unit, settings)?;
+                match update {
+                    Some(settings) => self.update(unit, settings),
+                    None => {
+                        self.gradients.free_gathered(unit);
+                        Ok(())
+                    }
                 }
-                Ok(())
             }
         }
     }
 
-    /// Waits for the parameters that an action works with.
+    /// Waits for the parameters and gathered gradients that an action works with.
     fn await_parameters(&mut self, action: Action) -> Result<(), ParallelError> {
-        let Executor { program, parameters, waiting, .. } = self;
+        let Executor { program, parameters, gradients, waiting, .. } = self;
+        if let Action::Step { unit } = action {
+            gradients.await_gathered(unit, waiting)?;
+        }
         match action {
             Action::Reshard { unit } | Action::Step { unit } | Action::Stash { unit } => {
                 parameters.ensure(unit, waiting)

@@ -5,7 +5,7 @@ use super::passes::Kept;
 use crate::error::ParallelError;
 use crate::offload::Movable;
 use crate::waiting::Waiting;
-use trireme_schedule::{Action, Keep, StateClass, StateOf, ZeroStage};
+use trireme_schedule::{Action, Keep, StateClass, StateOf};
 use trireme_tensor::View;
 
 fn of_unit(class: StateClass, unit: usize) -> StateOf {
@@ -50,7 +50,7 @@ impl Executor {
             StateClass::Optimizer => {
                 self.optimizer.for_each_memory(unit, |tensor| visit(tensor));
                 // Master weights beside narrow copies that stay.
-                let are_masters = self.program.outline.zero_stage < ZeroStage::Three;
+                let are_masters = self.weights_class() == class;
                 if let Some(shard) = self.parameters.memory(unit).filter(|_| are_masters) {
                     visit(shard);
                 }
@@ -130,10 +130,7 @@ impl Executor {
 
     /// The class that what this rank steps of the parameters belongs to.
     pub fn weights_class(&self) -> StateClass {
-        match self.program.outline.zero_stage {
-            ZeroStage::Three => StateClass::Parameters,
-            _ => StateClass::Optimizer,
-        }
+        self.program.outline.state.class_of_weights()
     }
 
     /// Brings a unit's state of a class into memory, if it lives elsewhere. [`send_state`](Executor::send_state) comes after.

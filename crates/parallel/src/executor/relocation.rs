@@ -14,12 +14,13 @@ use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
 use crate::gradients::Gradients;
 use crate::offload::Offloaded;
+use crate::placement::Placements;
 use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
-use trireme_schedule::{Outline, Program, Stage, StateClass, ZeroStage, validate};
+use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
 use trireme_tensor::Category;
 
 /// The class of all that moves: below the third ZeRO stage, which is not moved, the parameters that are stepped are of it.
@@ -50,7 +51,8 @@ impl Executor {
         };
         assert_eq!(uncut(&program.outline), uncut(&self.program.outline), "only the cut changes");
         assert!(self.compressors().next().is_none(), "nothing is kept of gradients");
-        assert!(program.outline.zero_stage < ZeroStage::Three, "ranks have whole parameters");
+        let is_sharded = program.outline.state.is_sharded(StateClass::Parameters);
+        assert!(!is_sharded, "ranks have whole parameters");
         assert!(self.updates.is_none(), "a pipeline that does not drain has other bits with each cut");
         for unit in 0..self.model.num_units() {
             // What the last update has made may still be on its way to the other shards.
@@ -68,12 +70,13 @@ impl Executor {
         self.gradients.release();
         self.in_flight = InFlight::new(outline, &self.rehearsal);
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
-        self.exchange = ShardExchange::new(&self.ranks, &self.device);
+        self.exchange = ShardExchange::new(&self.ranks, outline, &self.device);
         self.means = Means::new(outline, &self.ranks, &self.rehearsal)?;
         self.timeline = Timeline::new(self.program.actions.len());
-        self.evaluation = evaluation_program(outline, self.options.sharding, self.offload.places);
+        self.evaluation = evaluation_program(outline);
         let tied = TiedGradients::new(outline, self.model.table().tie(), self.messages.pool());
-        let devices = (&self.device, self.offload.device_of(StateClass::Gradients, &self.device));
+        let shards_device = self.offload.device_of(&outline.state, StateClass::Gradients, &self.device);
+        let devices = (&self.device, shards_device);
         let gradients = Gradients::new(self.model.table(), outline, &self.ranks, devices, &self.options)?;
         self.gradients = gradients.with_tied(tied);
         self.is_squared.fill(false);
@@ -83,7 +86,9 @@ impl Executor {
     /// Brings every unit from where it lay to where it lies now.
     fn move_units(&mut self, before: &Outline) -> Result<(), ParallelError> {
         let now = &self.program.outline;
-        let parts = self.ranks.parts(self.model.table(), now);
+        let table = self.model.table();
+        self.placements = Placements::new(table, now, self.ranks.mesh().clone());
+        let parts = self.placements.parts(table, self.ranks.world().rank());
         if self.offloaded.moves(CLASS) {
             // A file has room for the units that it is made for, so there is another one, and it must know their lengths.
             for unit in now.held().filter(|&unit| !before.holds(unit)).collect::<Vec<_>>() {

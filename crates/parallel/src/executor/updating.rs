@@ -46,7 +46,7 @@ impl Executor {
     /// Updates a unit's parameters by the sum of what was reduced.
     pub(super) fn update(&mut self, unit: usize, settings: StepSettings) -> Result<(), ParallelError> {
         let is_momentum = self.is_momentum(unit, settings.step);
-        let sum = Values::in_f32(&self.device, self.gradients.reduced(unit), Category::Communication)?;
+        let sum = Values::in_f32(&self.device, self.gradients.for_update(unit), Category::Communication)?;
         let (device, shard) = (&self.optimizer_device, self.parameters.shard_mut(unit));
         if is_momentum {
             let grad_scale = 1.0 / self.ranks.data().world_size() as f64;
@@ -55,6 +55,8 @@ impl Executor {
         } else {
             self.optimizer.step_unit(device, unit, shard, sum.view(), settings, &mut self.exchange)?;
         }
+        drop(sum);
+        self.gradients.free_gathered(unit);
         self.changed[unit] = true;
         Ok(())
     }

@@ -14,7 +14,7 @@ use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
-use trireme_schedule::{Outline, ZeroStage};
+use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Precision};
 
 impl Gradients {
@@ -26,7 +26,8 @@ impl Gradients {
         (device, shards_device): (&Device, &Device),
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
-        let is_sharded = outline.zero_stage >= ZeroStage::One;
+        let are_shards_kept = outline.state.is_sharded(StateClass::Gradients);
+        let is_sharded = are_shards_kept || outline.state.is_sharded(StateClass::Optimizer);
         let group = if is_sharded { ranks.shards() } else { ranks.replicas() };
         let format = options.zero_plus_plus.quantized_gradients;
         let hierarchy =
@@ -34,18 +35,19 @@ impl Gradients {
         let hierarchy = hierarchy.map(Arc::new);
         let is_wide = group.world_size() == 1 || hierarchy.is_some();
         let dtype = if is_wide { Precision::F32 } else { options.reduce_dtype };
-        let keeps_whole = outline.zero_stage < ZeroStage::Two && dtype == Precision::F32;
+        let keeps_whole = !are_shards_kept && dtype == Precision::F32;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
         let is_pool_under_way = is_sharded && dtype == Precision::F32;
-        let pool = Pool::new(group, device, category, is_pool_under_way && hierarchy.is_none());
-        let needs_shards =
-            is_sharded && (outline.zero_stage >= ZeroStage::Two || ranks.replicas().world_size() > 1);
+        let is_gathered = are_shards_kept && !outline.state.is_sharded(StateClass::Optimizer);
+        let is_exchanged = is_gathered || is_pool_under_way && hierarchy.is_none();
+        let pool = Pool::new(group, device, category, is_exchanged);
+        let needs_shards = are_shards_kept || is_sharded && ranks.replicas().world_size() > 1;
         let exchanges = if is_sharded {
             Exchanges::scattering(group, device, !needs_shards)
         } else {
             Exchanges::fusing(group, options.fusion_bytes)
         };
-        let is_summed = outline.zero_stage >= ZeroStage::Two && outline.num_microbatches > 1;
+        let is_summed = are_shards_kept && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
         let is_narrow_pooled = needs_shards && dtype != Precision::F32;
         let shard_sums = ShardSums::new(ranks, options.determinism, shards_device);
@@ -88,6 +90,7 @@ impl Gradients {
                 reduced,
                 is_finished: false,
                 shard,
+                gathered: None,
             });
         }
         if let Exchanges::Fusing(fusions) = &exchanges {

@@ -1,6 +1,6 @@
 //! State that lives elsewhere than on the device between its uses: in the host's memory or on a disk.
 //!
-//! The program says when it moves ([`trireme_schedule::lowering::offload`]); this module moves it. What is updated in the
+//! The program says when it moves ([`trireme_schedule::lowering::lay_out`]); this module moves it. What is updated in the
 //! host's memory, as the optimizer's state is, needs no moves; what lives on a disk passes through that memory.
 
 mod store;
@@ -8,16 +8,13 @@ mod store;
 use crate::error::ParallelError;
 use std::path::PathBuf;
 use store::Store;
-use trireme_schedule::lowering::{Offload, Tier};
-use trireme_schedule::{Action, Keep, Program, StateClass, StateOf};
+use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, StateOf};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, Tensor};
 
-/// Where state lives between its uses, and what it takes to move it.
+/// What it takes to have state elsewhere than on the device between its uses.
 #[derive(Debug, Clone)]
 pub struct OffloadOptions {
-    /// Where each class lives.
-    pub places: Offload,
     /// The host beside the device.
     pub host: Device,
     /// Folder of the files on disk.
@@ -29,17 +26,12 @@ pub struct OffloadOptions {
 impl OffloadOptions {
     /// Everything stays on `device`.
     pub fn none(device: &Device) -> Self {
-        OffloadOptions {
-            places: Offload::default(),
-            host: device.clone(),
-            folder: PathBuf::new(),
-            swap: SwapOptions::default(),
-        }
+        OffloadOptions { host: device.clone(), folder: PathBuf::new(), swap: SwapOptions::default() }
     }
 
-    /// The device on which a class of state is worked with.
-    pub fn device_of<'a>(&'a self, class: StateClass, device: &'a Device) -> &'a Device {
-        if self.places.tier(class) == Tier::Device { device } else { &self.host }
+    /// The device on which a class of state is worked with, which lies as `state` says.
+    pub fn device_of<'a>(&'a self, state: &StateLayout, class: StateClass, device: &'a Device) -> &'a Device {
+        if state.is_away(class) { &self.host } else { device }
     }
 }
 
@@ -102,11 +94,12 @@ impl Offloaded {
     pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Result<Self, ParallelError> {
         let (num_units, num_microbatches) =
             (program.outline.chain.num_units, program.outline.num_microbatches);
-        let moves = |class: &StateClass| program.outline.offloaded.contains(class);
+        let state = &program.outline.state;
         let mut stores = [const { None }; 3];
         for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
-            if moves(&class) {
-                stores[class as usize] = Some(Store::new(class, options, num_units)?);
+            if state.moves(class) {
+                let tier = state.of(class).tier;
+                stores[class as usize] = Some(Store::new((class, tier), options, num_units)?);
             }
         }
         let mut keeps = vec![Keep::All; num_units];
@@ -117,8 +110,10 @@ impl Offloaded {
         }
         let class = StateClass::Activations;
         let mut activations = [const { None }; Keep::ALL.len()];
-        for keep in Keep::ALL.into_iter().filter(|keep| moves(&class) && keeps.contains(keep)) {
-            activations[keep as usize] = Some(Store::new(class, options, num_units * num_microbatches)?);
+        let tier = state.of(class).tier;
+        for keep in Keep::ALL.into_iter().filter(|keep| state.moves(class) && keeps.contains(keep)) {
+            let num_blocks = num_units * num_microbatches;
+            activations[keep as usize] = Some(Store::new((class, tier), options, num_blocks)?);
         }
         Ok(Offloaded { num_microbatches, stores, activations, keeps, earlier_disk_bytes: [0, 0] })
     }

@@ -4,8 +4,7 @@ use crate::error::ParallelError;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use trireme_base::DType;
-use trireme_schedule::StateClass;
-use trireme_schedule::lowering::Tier;
+use trireme_schedule::{StateClass, Tier};
 use trireme_swap::{AlignedBuffer, SwapFile, SwapOptions, Transfer};
 use trireme_tensor::{Category, Device, Tensor};
 
@@ -255,7 +254,7 @@ fn copy_in(host: &Device, memory: Memory<'_>, mut source: &[u8]) -> Result<(), P
 
 impl Store {
     pub(crate) fn new(
-        class: StateClass,
+        (class, tier): (StateClass, Tier),
         options: &OffloadOptions,
         num_blocks: usize,
     ) -> Result<Self, ParallelError> {
@@ -265,7 +264,7 @@ impl Store {
             StateClass::Gradients => Category::Gradients,
             StateClass::Activations => Category::Activations,
         };
-        let place = match options.places.tier(class) {
+        let place = match tier {
             Tier::Device | Tier::Host => Place::Host { host: options.host.clone(), category },
             Tier::Disk => Place::Disk(Box::new(Disk::new(options, num_blocks)?)),
         };

@@ -11,7 +11,7 @@ use crate::waiting::Waiting;
 use std::fmt;
 use std::sync::Arc;
 use trireme_comm::{Buffer, Group, Work};
-use trireme_schedule::{Outline, ZeroStage};
+use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, UnitInfo, View, ViewMut};
 
 /// Whole units that are gathered from shards.
@@ -64,7 +64,7 @@ impl<T: Stored> Gathered<T> {
         group: &Arc<Group>,
         device: &Device,
     ) -> Result<Self, ParallelError> {
-        let is_kept = outline.zero_stage < ZeroStage::Three;
+        let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(group, device, category, true);
         let whole = |(index, unit): (usize, &UnitInfo)| match is_kept && outline.holds(index) {

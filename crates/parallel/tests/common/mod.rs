@@ -6,12 +6,12 @@ use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
-    StepPlan, ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, Placements, RankGrid,
+    StepOutcome, StepPlan, ZeroPlusPlus, chain,
 };
-use trireme_schedule::lowering::{Offload, Sharding, offload, recompute, shard};
+use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
-use trireme_schedule::{Chain, Keep, Program, StateClass, ZeroStage, single};
+use trireme_schedule::{Chain, Keep, Program, StateClass, StateLayout, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::random_batch;
@@ -28,7 +28,6 @@ pub const OPTIONS: ExecutorOptions = ExecutorOptions {
     reduce_dtype: Precision::F32,
     // The units of a small model fill one batch and begin the next.
     fusion_bytes: 60 << 10,
-    sharding: Sharding { zero_stage: ZeroStage::Zero, prefetch: 1, keep_after_forward: false },
     zero_plus_plus: ZeroPlusPlus::NONE,
     compression: Compression::none(),
     seed: 0,
@@ -58,14 +57,14 @@ pub struct Layout<'a> {
     pub options: ExecutorOptions,
     pub optimizer: OptimizerKind,
     pub weight_decay: f32,
-    /// Ranks of a replica, which shard what the options say.
+    /// Ranks of a replica.
     pub num_shards: usize,
     /// How units are cut into stages, and in what order these run.
     pub pipeline: Option<Pipeline>,
     /// What units keep; all of them all if there is no choice.
     pub keeps: &'a [Keep],
-    /// Where state lives.
-    pub places: Offload,
+    /// How state lies on them.
+    pub state: StateLayout,
     pub folder: &'a Path,
     pub swap: SwapOptions,
 }
@@ -107,7 +106,7 @@ impl Default for Layout<'_> {
             num_shards: 1,
             pipeline: None,
             keeps: &[],
-            places: Offload::default(),
+            state: StateLayout::WHOLE,
             folder: Path::new("/nonexistent"),
             swap: SwapOptions::default(),
         }
@@ -152,27 +151,38 @@ pub fn laid_out_model(
         None => single::program(&chain, accumulation),
     };
     let moves = OffloadOptions {
-        places: layout.places,
         host: device.host().unwrap(),
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
     };
     let optimizer_options =
         OptimizerOptions { weight_decay: layout.weight_decay, ..OptimizerOptions::new(layout.optimizer) };
-    let optimizer_device = moves.device_of(StateClass::Optimizer, &device);
-    let parts = ranks.parts(model.table(), &program.outline);
-    let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
     let program = lowered(program, layout);
+    let outline = &program.outline;
+    let optimizer_device = moves.device_of(&outline.state, StateClass::Optimizer, &device);
+    let placements = Placements::new(model.table(), outline, ranks.mesh().clone());
+    let parts = placements.parts(model.table(), ranks.world().rank());
+    let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
     let (options, offload, device) = (layout.options, &moves, &device);
-    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
-    let mut executor = Executor::new(setup).unwrap();
+    let mut executor = Executor::new(ExecutorSetup {
+        model,
+        rehearsal,
+        placements,
+        optimizer,
+        ranks,
+        device,
+        program,
+        options,
+        offload,
+    })
+    .unwrap();
     executor.initialize(1).unwrap();
     executor
 }
 
 fn lowered(program: Program, layout: &Layout<'_>) -> Program {
     let program = if layout.keeps.is_empty() { program } else { recompute(program, layout.keeps) };
-    offload(shard(program, layout.options.sharding), layout.places)
+    lay_out(program, layout.state)
 }
 
 /// The same with stages that begin at `splits`.

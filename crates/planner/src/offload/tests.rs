@@ -4,7 +4,7 @@ use crate::usage::CategoryBytes;
 use proptest::prelude::*;
 use std::convert::Infallible;
 use trireme_base::UnitPasses;
-use trireme_schedule::lowering::{Sharding, offload, shard};
+use trireme_schedule::lowering::lay_out;
 use trireme_schedule::{Chain, single};
 
 const CLASSES: [StateClass; 4] = StateClass::ALL;
@@ -32,11 +32,12 @@ fn sizes(num_units: usize) -> StateSizes {
 }
 
 /// What a rank would take that holds all of what does not move, and two units' of what does.
-fn predict(sizes: &StateSizes, places: Offload, program: &Program) -> Prediction {
+fn predict(sizes: &StateSizes, program: &Program) -> Prediction {
+    let state = program.outline.state;
     let (mut device, mut host) = (1000, 0);
     let mut add = |class: StateClass, moved: usize, stays: usize| {
         device += stays;
-        host += match places.tier(class) {
+        host += match state.of(class).tier {
             Tier::Device => 0,
             Tier::Host => moved,
             Tier::Disk => moved.min(2 * 256),
@@ -44,7 +45,7 @@ fn predict(sizes: &StateSizes, places: Offload, program: &Program) -> Prediction
     };
     for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
         let all: usize = sizes.units.iter().map(|unit| unit.state[class as usize]).sum();
-        let is_here = places.tier(class) == Tier::Device;
+        let is_here = !state.is_away(class);
         add(class, all, if is_here { all } else { 2 * sizes.units[0].state[class as usize] });
     }
     let has_left = |unit: &usize| {
@@ -59,18 +60,16 @@ fn predict(sizes: &StateSizes, places: Offload, program: &Program) -> Prediction
     Prediction { at_peak: CategoryBytes::new(at_peak), own: device, host, ..Prediction::default() }
 }
 
-fn program(num_units: usize, zero_stage: ZeroStage, places: Offload) -> Program {
-    let sharding = Sharding { zero_stage, prefetch: 1, keep_after_forward: false };
+fn program(num_units: usize, state: StateLayout) -> Program {
     let ends = vec![0, num_units - 1];
     let chain = Chain { unkept: ends, ..Chain::of_units(num_units) };
-    offload(shard(single::program(&chain, 1), sharding), places)
+    lay_out(single::program(&chain, 1), state)
 }
 
 /// Every choice with every number of blocks.
-fn every_choice(outline: &Outline) -> Vec<Offload> {
-    let blocks =
-        |places: Offload| (1..outline.chain.num_units).map(move |num_units| Offload { num_units, ..places });
-    combinations(Offload::default(), &CLASSES, outline).into_iter().flat_map(blocks).collect()
+fn every_choice(given: StateLayout, num_units: usize) -> Vec<StateLayout> {
+    let blocks = |state: StateLayout| (1..num_units).map(move |num_moved| StateLayout { num_moved, ..state });
+    combinations(given, &CLASSES, 1).into_iter().flat_map(blocks).collect()
 }
 
 proptest! {
@@ -79,49 +78,48 @@ proptest! {
         num_units in 2..7_usize, stage in 0..4_usize, device in 1_000..9_000_usize, host in 0..9_000_usize,
         machine in 1_000..18_000_usize,
     ) {
-        let (sizes, zero_stage) = (sizes(num_units), ZeroStage::ALL[stage]);
-        let program = |places| program(num_units, zero_stage, places);
-        let run = |places| Ok::<_, Infallible>(predict(&sizes, places, &program(places)));
+        let (sizes, given) = (sizes(num_units), StateLayout::zero(stage));
+        let program = |state| program(num_units, state);
+        let run = |state| Ok::<_, Infallible>(predict(&sizes, &program(state)));
         let bounds = MemoryBounds { device, host, machine };
         let search = Search { sizes: &sizes, bounds, open: &CLASSES, program: &program, run: &run };
-        let outline = program(Offload::default()).outline;
-        let all = every_choice(&outline).into_iter().map(|places| search.placing(places).unwrap());
+        let all = every_choice(given, num_units).into_iter().map(|state| search.placing(state).unwrap());
         let best = all.filter(|placing| bounds.hold(&placing.prediction)).map(|placing| placing.traffic.cost()).min();
-        let found = fit_places(&sizes, (Offload::default(), &CLASSES), bounds, program, run).unwrap();
+        let found = fit_places(&sizes, (given, &CLASSES), bounds, program, run).unwrap();
         let cost = bounds.hold(&found.prediction).then(|| found.traffic.cost());
         prop_assert_eq!(cost, best);
     }
 }
 
 /// The places of one class for which a rank takes so much less, with so much of the host.
-fn fit(num_units: usize, stage: ZeroStage, class: StateClass, less: usize, host: usize) -> (Placing, bool) {
-    let sizes = sizes(num_units);
-    let program = |places| program(num_units, stage, places);
-    let run = |places| Ok::<_, Infallible>(predict(&sizes, places, &program(places)));
-    let all = run(Offload::default()).unwrap().total();
+fn fit(num_units: usize, stage: usize, class: StateClass, less: usize, host: usize) -> (Placing, bool) {
+    let (sizes, given) = (sizes(num_units), StateLayout::zero(stage));
+    let program = |state| program(num_units, state);
+    let run = |state| Ok::<_, Infallible>(predict(&sizes, &program(state)));
+    let all = run(given).unwrap().total();
     let bounds = MemoryBounds { device: all - less, host, ..MemoryBounds::NONE };
-    let found = fit_places(&sizes, (Offload::default(), &[class]), bounds, program, run).unwrap();
+    let found = fit_places(&sizes, (given, &[class]), bounds, program, run).unwrap();
     let holds = bounds.hold(&found.prediction);
     (found, holds)
 }
 
 #[test]
 fn the_first_blocks_leave_and_no_more_than_needed() {
-    let fit = |less| fit(8, ZeroStage::Zero, StateClass::Activations, less, usize::MAX);
-    assert_eq!(fit(0).0.places.activations, Tier::Device);
+    let fit = |less| fit(8, 0, StateClass::Activations, less, usize::MAX);
+    assert_eq!(fit(0).0.state.activations.tier, Tier::Device);
     let (found, _) = fit(640 + 1);
-    assert_eq!((found.places.activations, found.places.num_units), (Tier::Host, 2));
+    assert_eq!((found.state.activations.tier, found.state.num_moved), (Tier::Host, 2));
     // Each goes and comes back.
     assert_eq!(found.traffic, Traffic { host: 2 * 2 * 640, disk: 0 });
     let (refused, holds) = fit(7 * 640);
-    assert!(!holds && refused.places.activations == Tier::Host);
+    assert!(!holds && refused.state.activations.tier == Tier::Host);
 }
 
 #[test]
 fn what_the_host_has_no_room_for_goes_to_disk() {
     let tier = |host| {
-        let (found, holds) = fit(4, ZeroStage::One, StateClass::Optimizer, 1, host);
-        holds.then_some(found.places.optimizer)
+        let (found, holds) = fit(4, 1, StateClass::Optimizer, 1, host);
+        holds.then_some(found.state.optimizer.tier)
     };
     let state = 256 * 4;
     assert_eq!(tier(state), Some(Tier::Host));

@@ -1,8 +1,8 @@
 use super::*;
 use proptest::prelude::*;
-use trireme_schedule::lowering::{Sharding, shard};
+use trireme_schedule::lowering::lay_out;
 use trireme_schedule::pipeline::{self, Costs, Kind, Sizes, StageCosts, generate, programs};
-use trireme_schedule::{Chain, ZeroStage, single};
+use trireme_schedule::{Chain, StateLayout, single};
 
 /// A synchronous schedule, and its stages a rank.
 fn kinds() -> impl Strategy<Value = (Kind, usize)> {
@@ -113,8 +113,7 @@ fn messages_travel_beside_passes_and_receivers_wait() {
 
 #[test]
 fn gathering_goes_on_beside_passes_that_read_other_units() {
-    let sharding = Sharding { zero_stage: ZeroStage::Three, prefetch: 1, keep_after_forward: false };
-    let program = shard(single::program(&Chain::of_units(3), 1), sharding);
+    let program = lay_out(single::program(&Chain::of_units(3), 1), StateLayout::zero(3));
     let ticks = |gather: u64| {
         move |_: usize, action: Action| match action {
             Action::Unshard { .. } => gather,

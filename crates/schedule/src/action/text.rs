@@ -34,6 +34,7 @@ impl fmt::Display for Action {
             Action::Unshard { unit } => write!(f, "UNSHARD {unit}"),
             Action::Reshard { unit } => write!(f, "RESHARD {unit}"),
             Action::ReduceGrad { unit } => write!(f, "REDUCE_GRAD {unit}"),
+            Action::UnshardGrad { unit } => write!(f, "UNSHARD_GRAD {unit}"),
             Action::Fetch(state) => write!(f, "FETCH {state}"),
             Action::Evict(state) => write!(f, "EVICT {state}"),
             Action::Step { unit } => write!(f, "STEP {unit}"),
@@ -60,6 +61,7 @@ impl fmt::Display for Words {
             Action::Unshard { .. } => f.write_str("gather parameters"),
             Action::Reshard { .. } => f.write_str("free gathered parameters"),
             Action::ReduceGrad { .. } => f.write_str("reduce gradient"),
+            Action::UnshardGrad { .. } => f.write_str("gather gradient"),
             Action::Fetch(state) => write!(f, "fetch {}", state.class.words()),
             Action::Evict(state) => write!(f, "evict {}", state.class.words()),
             Action::Step { .. } => f.write_str("update"),
@@ -84,7 +86,7 @@ impl Action {
 #[error(
     "'{0}' is not an action; expected 'F unit microbatch' (optionally followed by 'keep products', 'keep input' or 'keep nothing'), 'R unit \
      microbatch', 'B unit microbatch', 'I unit microbatch', 'W unit microbatch', 'SEND_F unit microbatch', 'RECV_F unit microbatch', 'SEND_B unit microbatch', 'RECV_B unit \
-     microbatch', 'SEND_GRAD unit microbatch', 'RECV_GRAD unit microbatch', 'SEND_PARAM unit', 'RECV_PARAM unit', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'FETCH class unit', 'EVICT class unit', 'STEP unit', 'STASH unit' or 'UNSTASH unit'"
+     microbatch', 'SEND_GRAD unit microbatch', 'RECV_GRAD unit microbatch', 'SEND_PARAM unit', 'RECV_PARAM unit', 'UNSHARD unit', 'RESHARD unit', 'REDUCE_GRAD unit', 'UNSHARD_GRAD unit', 'FETCH class unit', 'EVICT class unit', 'STEP unit', 'STASH unit' or 'UNSTASH unit'"
 )]
 pub struct ParseActionError(pub String);
 
@@ -115,6 +117,7 @@ impl FromStr for Action {
             ["UNSHARD", unit] => Ok(Action::Unshard { unit: number(unit)? }),
             ["RESHARD", unit] => Ok(Action::Reshard { unit: number(unit)? }),
             ["REDUCE_GRAD", unit] => Ok(Action::ReduceGrad { unit: number(unit)? }),
+            ["UNSHARD_GRAD", unit] => Ok(Action::UnshardGrad { unit: number(unit)? }),
             [verb @ ("FETCH" | "EVICT"), class, unit, ref rest @ ..] => {
                 let class = StateClass::named(class).ok_or_else(refuse)?;
                 let microbatch = match (class, rest) {

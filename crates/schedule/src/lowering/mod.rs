@@ -1,11 +1,24 @@
 //! Passes that put into a program what a layout asks for. Each takes a program and gives another one that computes the same;
-//! [`recompute`](fn@recompute) comes before [`shard`](fn@shard), for what is recomputed reads parameters, too; and
-//! [`offload`](fn@offload) after both.
+//! [`recompute`](fn@recompute) comes before [`lay_out`], for what is recomputed reads parameters, too.
 
 mod offload;
 mod recompute;
 mod shard;
 
-pub use offload::{Offload, Tier, offload};
 pub use recompute::recompute;
-pub use shard::{Sharding, shard};
+
+use crate::layout::StateLayout;
+use crate::program::{Outline, Program};
+
+/// Has state come to where a program of whole state on the device works with it, and go to where it lies between its uses.
+///
+/// # Panics
+/// If the program is laid out already, or there is [no program](StateLayout::is_possible) for the layout.
+pub fn lay_out(program: Program, state: StateLayout) -> Program {
+    let Program { outline, actions } = program;
+    assert_eq!(outline.state, StateLayout::WHOLE, "the program is laid out already");
+    assert!(state.is_possible(outline.num_microbatches), "no program of this layout:{state}");
+    let outline = Outline { state: state.normalized(), ..outline };
+    let actions = offload::offload(&outline, shard::shard(&outline, actions));
+    Program { outline, actions }
+}

@@ -1,133 +1,23 @@
+//! State that is away is fetched ahead of its use and evicted after (Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al.,
+//! "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L, 2020).
+
 use crate::action::{Action, Keep, StateClass, StateOf};
-use crate::program::{Chain, Program, ZeroStage};
+use crate::program::Outline;
 
-/// Where a class of state lives between its uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum Tier {
-    /// On the device.
-    #[default]
-    Device,
-    /// In the host's memory.
-    Host,
-    /// On a disk.
-    Disk,
-}
-
-impl Tier {
-    /// Every place, from the nearest to the device.
-    pub const ALL: [Tier; 3] = [Tier::Device, Tier::Host, Tier::Disk];
-
-    /// Name in plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Tier::Device => "device",
-            Tier::Host => "host",
-            Tier::Disk => "disk",
-        }
-    }
-}
-
-/// Where state lives between its uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Offload {
-    /// The optimizer's state; elsewhere than on the device with ZeRO from the first stage on. There the host updates.
-    pub optimizer: Tier,
-    /// Shards of parameters, with the third stage.
-    pub parameters: Tier,
-    /// Shards of reduced gradients, from the second stage on; on disk with one microbatch.
-    pub gradients: Tier,
-    /// What forward passes keep for backward.
-    pub activations: Tier,
-    /// How many units' activations leave: of those that [keep](crate::Chain::keeps) some the first, which wait longest for their
-    /// backward pass.
-    pub num_units: usize,
-    /// How many uses of a class ahead of its own use state begins to be fetched.
-    pub prefetch: usize,
-}
-
-impl Default for Offload {
-    /// Everything stays on the device; of activations that do not, all leave.
-    fn default() -> Self {
-        let [optimizer, parameters, gradients, activations] = [Tier::Device; 4];
-        Offload { optimizer, parameters, gradients, activations, num_units: usize::MAX, prefetch: 1 }
-    }
-}
-
-impl Offload {
-    /// Where a class lives.
-    pub fn tier(&self, class: StateClass) -> Tier {
-        match class {
-            StateClass::Optimizer => self.optimizer,
-            StateClass::Parameters => self.parameters,
-            StateClass::Gradients => self.gradients,
-            StateClass::Activations => self.activations,
-        }
-    }
-
-    /// The same, but that `class` lives at `tier`.
-    pub fn with(mut self, class: StateClass, tier: Tier) -> Self {
-        match class {
-            StateClass::Optimizer => self.optimizer = tier,
-            StateClass::Parameters => self.parameters = tier,
-            StateClass::Gradients => self.gradients = tier,
-            StateClass::Activations => self.activations = tier,
-        }
-        self
-    }
-
-    /// Whether a program moves a class: what lives on a disk, and activations wherever they live. What else lives with the
-    /// host is worked with there.
-    pub fn moves(&self, class: StateClass) -> bool {
-        match self.tier(class) {
-            Tier::Device => false,
-            Tier::Host => class == StateClass::Activations,
-            Tier::Disk => true,
-        }
-    }
-}
-
-/// Has state fetched ahead of its use and evicted after (Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al., "ZeRO-Infinity",
-/// 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L, 2020).
-///
 /// Activations of a microbatch are evicted only if more passes lie before their use than it takes to fetch them ahead.
-///
-/// # Panics
-/// If something is to be offloaded that is not apart from what operations read: parameters and gradients that are not
-/// sharded, or gradients of several microbatches.
-pub fn offload(program: Program, offload: Offload) -> Program {
-    let Program { mut outline, mut actions } = program;
-    let (stage, num_microbatches) = (outline.zero_stage, outline.num_microbatches);
-    let is_away = |class| offload.tier(class) != Tier::Device;
-    assert!(
-        !is_away(StateClass::Optimizer) || stage >= ZeroStage::One,
-        "updates are apart from the first stage on"
-    );
-    assert!(
-        !is_away(StateClass::Parameters) || stage == ZeroStage::Three,
-        "parameters are shared out in the third stage"
-    );
-    assert!(
-        !is_away(StateClass::Gradients) || stage >= ZeroStage::Two,
-        "sums are shared out from the second stage on"
-    );
-    let is_one = num_microbatches == 1;
-    assert!(
-        is_one || offload.gradients != Tier::Disk,
-        "gradients of several microbatches are summed in memory"
-    );
-    let is_step = |action: Action| matches!(action, Action::Step { .. });
-    let reads_shard = |action: Action| matches!(action, Action::Unshard { .. } | Action::Step { .. });
-    let prefetch = offload.prefetch;
-    for class in StateClass::ALL.into_iter().filter(|&class| offload.moves(class)) {
+pub(super) fn offload(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
+    let state = &outline.state;
+    for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
+        let is_use = |action: Action| action.uses().contains(&class);
         actions = match class {
-            StateClass::Optimizer => swap_around(&actions, class, is_step, prefetch),
-            StateClass::Parameters => swap_around(&actions, class, reads_shard, prefetch),
-            StateClass::Gradients => swap_around(&evict_reduced(&actions), class, is_step, prefetch),
-            StateClass::Activations => swap_activations(&actions, &outline.chain, &offload),
+            StateClass::Optimizer | StateClass::Parameters => {
+                swap_around(&actions, class, is_use, state.fetch_ahead)
+            }
+            StateClass::Gradients => swap_around(&evict_reduced(&actions), class, is_use, state.fetch_ahead),
+            StateClass::Activations => swap_activations(&actions, outline),
         };
-        outline.offloaded.push(class);
     }
-    Program { outline, actions }
+    actions
 }
 
 /// The places of the actions that work with a class.
@@ -196,11 +86,11 @@ fn evict_reduced(actions: &[Action]) -> Vec<Action> {
 
 /// Evicts what forward passes of the first units keep, of those that keep something, and fetches it `prefetch` passes before it
 /// is used.
-fn swap_activations(actions: &[Action], chain: &Chain, offload: &Offload) -> Vec<Action> {
-    let Offload { num_units, prefetch, .. } = *offload;
+fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
+    let (chain, prefetch) = (&outline.chain, outline.state.fetch_ahead);
     let mut is_moved = vec![false; chain.num_units];
     let kept = (0..chain.num_units).filter(|&unit| chain.keeps(unit));
-    kept.take(num_units).for_each(|unit| is_moved[unit] = true);
+    kept.take(outline.state.num_moved).for_each(|unit| is_moved[unit] = true);
     let passes = uses(actions, Action::is_pass);
     let mut before: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
     let mut after: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
@@ -233,35 +123,34 @@ fn swap_activations(actions: &[Action], chain: &Chain, offload: &Offload) -> Vec
 
 #[cfg(test)]
 mod tests {
-    use super::*;
-    use crate::lowering::{Sharding, shard};
+    use crate::action::StateClass;
+    use crate::layout::{StateLayout, Tier};
+    use crate::lowering::lay_out;
+    use crate::program::Chain;
     use crate::single;
 
-    fn text(zero_stage: ZeroStage, choice: Offload) -> String {
-        let sharding = Sharding { zero_stage, prefetch: 0, keep_after_forward: false };
-        let program = offload(shard(single::program(&Chain::of_units(3), 1), sharding), choice).to_string();
+    fn text(chain: &Chain, state: StateLayout) -> String {
+        let program = lay_out(single::program(chain, 1), state).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
 
     #[test]
     fn the_optimizer_is_fetched_an_update_ahead() {
-        let choice = Offload { optimizer: Tier::Disk, ..Offload::default() };
-        let expected = "units 3 microbatches 1 zero_stage 1 offload optimizer, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, \
+        let state = StateLayout::zero(1).with_tier(StateClass::Optimizer, Tier::Disk);
+        let expected = "units 3 microbatches 1 optimizer shard@disk, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, \
                         B 1 0, REDUCE_GRAD 1, FETCH optimizer 0, B 0 0, REDUCE_GRAD 0, FETCH optimizer 1, STEP 0, \
                         UNSHARD 0, EVICT optimizer 0, FETCH optimizer 2, STEP 1, UNSHARD 1, EVICT optimizer 1, STEP 2, \
                         UNSHARD 2, EVICT optimizer 2";
-        assert_eq!(text(ZeroStage::One, choice), expected);
+        assert_eq!(text(&Chain::of_units(3), state), expected);
     }
 
     #[test]
     fn activations_leave_for_as_long_as_it_pays() {
-        let choice = Offload { activations: Tier::Host, ..Offload::default() };
-        let program =
-            offload(single::program(&Chain { unkept: vec![0, 3], ..Chain::of_units(4) }, 1), choice)
-                .to_string();
-        let expected = "units 4 microbatches 1 offload activations unkept 0 unkept 3, F 0 0, F 1 0, EVICT activations 1 0, F 2 0, F 3 0, B 3 0, \
+        let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
+        let chain = Chain { unkept: vec![0, 3], ..Chain::of_units(4) };
+        let expected = "units 4 microbatches 1 activations whole@host unkept 0 unkept 3, F 0 0, F 1 0, EVICT activations 1 0, F 2 0, F 3 0, B 3 0, \
                         REDUCE_GRAD 3, FETCH activations 1 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, B 0 0, \
                         REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2, STEP 3";
-        assert_eq!(program.lines().collect::<Vec<_>>().join(", "), expected);
+        assert_eq!(text(&chain, state), expected);
     }
 }

@@ -1,41 +1,27 @@
-use crate::action::Action;
-use crate::program::{Outline, Program, ZeroStage};
+//! Sharded state comes together where it is used whole, and goes apart again (Rajbhandari et al., 2020, section 5; parameters as
+//! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
-/// How the data-parallel ranks shard the training state.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Sharding {
-    /// What they shard.
-    pub zero_stage: ZeroStage,
-    /// With stage 3: how many passes of units before its own a unit's parameters begin to be gathered. 0 gathers when
-    /// they are needed, and holds the fewest at a time.
-    pub prefetch: usize,
-    /// With stage 3: whether parameters that forward has gathered stay until backward has read them, which saves a
-    /// gathering and holds all of them at a time.
-    pub keep_after_forward: bool,
-}
+use crate::action::{Action, StateClass};
+use crate::layout::Share;
+use crate::program::Outline;
 
-/// Shares out the training state of a program of ZeRO stage 0 (Rajbhandari et al., 2020, section 5; for the third stage as
-/// Zhao et al., "PyTorch FSDP", 2023, section 3, do).
-///
-/// - Stage 1 gathers each unit's parameters after its `STEP`, of which each rank has done its shard.
-/// - Stage 2 reduces a unit's gradient after each of its backward passes, so that no rank keeps a whole one.
-/// - Stage 3 also gathers parameters before they are read, and gives them back after.
-///
-/// # Panics
-/// If something is sharded already.
-pub fn shard(program: Program, sharding: Sharding) -> Program {
-    let Program { outline, mut actions } = program;
-    assert_eq!(outline.zero_stage, ZeroStage::Zero, "the program is sharded already");
-    let outline = Outline { zero_stage: sharding.zero_stage, ..outline };
-    if sharding.zero_stage >= ZeroStage::Two {
+/// - Sharded gradients are reduced after each backward pass of their unit, so that no rank keeps a whole one, and gathered for
+///   the updates if ranks update all parameters.
+/// - If ranks update shards of whole parameters, these are gathered after each `STEP`.
+/// - Sharded parameters are gathered before they are read, and given back after.
+pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
+    let share = |class| outline.state.of(class).share;
+    if share(StateClass::Gradients) == Share::Shard {
         actions = reduce_every_microbatch(&actions);
+        if share(StateClass::Optimizer) == Share::Whole {
+            actions = gather_grads_before_steps(&actions);
+        }
     }
-    actions = match sharding.zero_stage {
-        ZeroStage::Zero => actions,
-        ZeroStage::One | ZeroStage::Two => gather_after_steps(&actions),
-        ZeroStage::Three => gather_around_use(&outline, &actions, sharding),
-    };
-    Program { outline, actions }
+    match (share(StateClass::Parameters), share(StateClass::Optimizer)) {
+        (Share::Shard, _) => gather_around_use(outline, &actions),
+        (Share::Whole, Share::Shard) => gather_after_steps(&actions),
+        (Share::Whole, Share::Whole) => actions,
+    }
 }
 
 fn reduce_every_microbatch(actions: &[Action]) -> Vec<Action> {
@@ -44,6 +30,21 @@ fn reduce_every_microbatch(actions: &[Action]) -> Vec<Action> {
         [Some(action), action.completed_gradient().map(|(unit, _)| Action::ReduceGrad { unit })]
     };
     others.flat_map(with_reduction).flatten().collect()
+}
+
+/// One update ahead, so that the next gradient travels while a unit is updated.
+fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
+    let is_step = |action: &&Action| matches!(action, Action::Step { .. });
+    let mut gathers = actions.iter().filter(is_step).map(|step| Action::UnshardGrad { unit: step.unit() });
+    let mut lowered = Vec::with_capacity(2 * actions.len());
+    let mut is_first = true;
+    for action in actions {
+        if is_step(&action) {
+            lowered.extend(gathers.by_ref().take(1 + usize::from(std::mem::take(&mut is_first))));
+        }
+        lowered.push(*action);
+    }
+    lowered
 }
 
 fn gather_after_steps(actions: &[Action]) -> Vec<Action> {
@@ -63,15 +64,15 @@ struct Stay {
     previous: Option<usize>,
 }
 
-fn gather_around_use(outline: &Outline, actions: &[Action], sharding: Sharding) -> Vec<Action> {
+fn gather_around_use(outline: &Outline, actions: &[Action]) -> Vec<Action> {
     let is_pass = |action: &Action| action.is_pass();
     let passes: Vec<Action> = actions.iter().copied().filter(is_pass).collect();
-    let stays = stays(outline, &passes, sharding.keep_after_forward);
+    let stays = stays(outline, &passes);
     let mut unshards = vec![Vec::new(); passes.len()];
     let mut reshards = vec![Vec::new(); passes.len()];
     for Stay { unit, first, last, previous } in stays {
         let earliest = previous.map_or(0, |previous| previous + 1);
-        unshards[first.saturating_sub(sharding.prefetch).max(earliest)].push(unit);
+        unshards[first.saturating_sub(outline.state.gather_ahead).max(earliest)].push(unit);
         reshards[last].push(unit);
     }
     let mut lowered = Vec::with_capacity(2 * actions.len());
@@ -91,7 +92,7 @@ fn gather_around_use(outline: &Outline, actions: &[Action], sharding: Sharding) 
 
 /// In order of their first passes. A unit stays from one pass to the next one that reads it if they are neighbours, from its
 /// recomputation to its backward pass, and if that is asked for from forward to backward.
-fn stays(outline: &Outline, passes: &[Action], keep_after_forward: bool) -> Vec<Stay> {
+fn stays(outline: &Outline, passes: &[Action]) -> Vec<Stay> {
     let mut stays: Vec<Stay> = Vec::new();
     let mut latest: Vec<Option<usize>> = vec![None; outline.chain.num_units];
     for (pass, &action) in passes.iter().enumerate() {
@@ -100,7 +101,7 @@ fn stays(outline: &Outline, passes: &[Action], keep_after_forward: bool) -> Vec<
             let is_kept = previous.is_some_and(|last| {
                 let is_same_microbatch = passes[last].microbatch() == action.microbatch();
                 let is_recomputed = matches!(passes[last], Action::Recompute { .. });
-                last + 1 >= pass || (is_same_microbatch && (is_recomputed || keep_after_forward))
+                last + 1 >= pass || (is_same_microbatch && (is_recomputed || outline.state.keep_gathered))
             });
             match latest[unit] {
                 Some(stay) if is_kept => stays[stay].last = pass,
@@ -116,32 +117,40 @@ fn stays(outline: &Outline, passes: &[Action], keep_after_forward: bool) -> Vec<
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use crate::action::Action;
+    use crate::layout::{Layout, Share, StateLayout};
+    use crate::lowering::lay_out;
     use crate::program::Chain;
     use crate::single;
 
-    fn text(chain: &Chain, num_microbatches: usize, sharding: Sharding) -> String {
-        let program = shard(single::program(chain, num_microbatches), sharding).to_string();
+    fn text(chain: &Chain, num_microbatches: usize, state: StateLayout) -> String {
+        let program = lay_out(single::program(chain, num_microbatches), state).to_string();
         program.lines().collect::<Vec<_>>().join(", ")
     }
 
-    const STAGE_3: Sharding =
-        Sharding { zero_stage: ZeroStage::Three, prefetch: 0, keep_after_forward: false };
+    const STAGE_3: StateLayout = StateLayout { gather_ahead: 0, ..StateLayout::zero(3) };
 
     #[test]
     fn the_first_two_stages_gather_what_was_stepped() {
-        let one = Sharding { zero_stage: ZeroStage::One, ..STAGE_3 };
-        let expected = "units 1 microbatches 2 zero_stage 1, F 0 0, B 0 0, F 0 1, B 0 1, REDUCE_GRAD 0, STEP 0, UNSHARD 0";
-        assert_eq!(text(&Chain::of_units(1), 2, one), expected);
-        let two = Sharding { zero_stage: ZeroStage::Two, ..STAGE_3 };
-        let expected = "units 1 microbatches 2 zero_stage 2, F 0 0, B 0 0, REDUCE_GRAD 0, F 0 1, B 0 1, REDUCE_GRAD 0, \
-                        STEP 0, UNSHARD 0";
-        assert_eq!(text(&Chain::of_units(1), 2, two), expected);
+        let expected = "units 1 microbatches 2 optimizer shard, F 0 0, B 0 0, F 0 1, B 0 1, REDUCE_GRAD 0, STEP 0, UNSHARD 0";
+        assert_eq!(text(&Chain::of_units(1), 2, StateLayout::zero(1)), expected);
+        let expected = "units 1 microbatches 2 optimizer shard gradients shard, F 0 0, B 0 0, REDUCE_GRAD 0, F 0 1, B 0 1, \
+                        REDUCE_GRAD 0, STEP 0, UNSHARD 0";
+        assert_eq!(text(&Chain::of_units(1), 2, StateLayout::zero(2)), expected);
+    }
+
+    #[test]
+    fn sharded_gradients_are_gathered_for_updates_of_all_parameters() {
+        let gradients = Layout { share: Share::Shard, ..Layout::default() };
+        let expected = "units 3 microbatches 1 gradients shard, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, \
+                        B 0 0, REDUCE_GRAD 0, UNSHARD_GRAD 0, UNSHARD_GRAD 1, STEP 0, UNSHARD_GRAD 2, STEP 1, STEP 2";
+        assert_eq!(text(&Chain::of_units(3), 1, StateLayout { gradients, ..StateLayout::WHOLE }), expected);
     }
 
     #[test]
     fn the_third_stage_gathers_around_use() {
-        let expected = "units 3 microbatches 1 zero_stage 3 unread 0, UNSHARD 0, F 0 0, RESHARD 0, UNSHARD 1, F 1 0, RESHARD 1, \
+        let expected = "units 3 microbatches 1 optimizer shard parameters shard gradients shard gather_ahead 0 unread 0, \
+                        UNSHARD 0, F 0 0, RESHARD 0, UNSHARD 1, F 1 0, RESHARD 1, \
                         UNSHARD 2, F 2 0, B 2 0, RESHARD 2, REDUCE_GRAD 2, UNSHARD 1, B 1 0, RESHARD 1, REDUCE_GRAD 1, B 0 0, \
                         REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2";
         let chain = Chain { unread: vec![0], ..Chain::of_units(3) };
@@ -150,17 +159,18 @@ mod tests {
 
     #[test]
     fn gathering_begins_ahead_and_not_before_the_last_stay_ended() {
-        let expected = "units 3 microbatches 1 zero_stage 3 ties 2:0 unread 0, UNSHARD 0, UNSHARD 1, F 0 0, RESHARD 0, UNSHARD 2, \
+        let expected = "units 3 microbatches 1 optimizer shard parameters shard gradients shard ties 2:0 unread 0, \
+                        UNSHARD 0, UNSHARD 1, F 0 0, RESHARD 0, UNSHARD 2, \
                         UNSHARD 0, F 1 0, RESHARD 1, F 2 0, UNSHARD 1, B 2 0, RESHARD 2, RESHARD 0, REDUCE_GRAD 2, B 1 0, \
                         RESHARD 1, REDUCE_GRAD 1, B 0 0, REDUCE_GRAD 0, STEP 0, STEP 1, STEP 2";
         let chain = Chain { ties: vec![(2, 0)], unread: vec![0], ..Chain::of_units(3) };
-        assert_eq!(text(&chain, 1, Sharding { prefetch: 1, ..STAGE_3 }), expected);
+        assert_eq!(text(&chain, 1, StateLayout::zero(3)), expected);
     }
 
     #[test]
     fn what_stays_after_forward_is_gathered_once_a_microbatch() {
-        let keeping = Sharding { keep_after_forward: true, ..STAGE_3 };
-        let program = shard(single::program(&Chain::language_model(4, false), 3), keeping);
+        let keeping = StateLayout { keep_gathered: true, ..STAGE_3 };
+        let program = lay_out(single::program(&Chain::language_model(4, false), 3), keeping);
         let count = |action| program.actions.iter().filter(|found| **found == action).count();
         for unit in 0..4 {
             assert_eq!(count(Action::Unshard { unit }), 3, "{program}");

@@ -5,8 +5,8 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use crate::action::Action;
-use crate::program::{Program, ZeroStage};
+use crate::action::{Action, StateClass, Stream};
+use crate::program::Program;
 use state::State;
 
 pub use pipeline::validate_pipeline;
@@ -159,7 +159,7 @@ pub enum ProgramError {
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
     let outline = &program.outline;
     let is_across = |(reader, owner): &&(usize, usize)| outline.rank_of(*reader) != outline.rank_of(*owner);
-    let has_copies = outline.zero_stage < ZeroStage::Three;
+    let has_copies = !outline.state.is_sharded(StateClass::Parameters);
     if let Some(&(reader, owner)) = outline.chain.ties.iter().find(is_across).filter(|_| !has_copies) {
         return Err(ProgramError::TieAcrossRanks { reader, owner, rank: outline.rank_of(owner) });
     }
@@ -184,8 +184,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
 /// Proves the programs of all ranks of one data-parallel group together: each by itself, and their collectives in one order.
 pub fn validate_world(programs: &[Program], in_flight_max: usize) -> Result<(), ProgramError> {
     let collectives = |program: &Program| -> Vec<Action> {
-        let is_collective =
-            |action: &Action| matches!(action, Action::ReduceGrad { .. } | Action::Unshard { .. });
+        let is_collective = |action: &Action| action.stream() == Stream::DataParallel;
         program.actions.iter().copied().filter(is_collective).collect()
     };
     let Some(first) = programs.first() else { return Ok(()) };

@@ -4,7 +4,7 @@ mod needs;
 
 use super::ProgramError;
 use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
-use crate::program::{Outline, ZeroStage};
+use crate::program::Outline;
 use std::collections::{BTreeSet, VecDeque};
 
 /// What there is of the activations that backward of a unit for a microbatch reads.
@@ -50,6 +50,8 @@ struct Unit {
     num_added: usize,
     /// Whether backward has added to the gradient since it was last reduced.
     has_unreduced: bool,
+    /// Whether all of the gradient is here, where ranks keep shards.
+    has_gathered_grad: bool,
     /// Steps whose gradient has been reduced, and whose update is done.
     num_reduced: usize,
     num_stepped: usize,
@@ -108,6 +110,8 @@ pub(super) struct State<'a> {
     microbatches_per_step: usize,
     units: Vec<Unit>,
     at_rest: Parameters,
+    /// Whether updates need gradients that are sharded.
+    gathers_grads: bool,
     /// State that is not at hand.
     away: BTreeSet<StateOf>,
     exchanged: Exchanged,
@@ -117,9 +121,9 @@ pub(super) struct State<'a> {
 
 impl<'a> State<'a> {
     pub(super) fn new(outline: &'a Outline) -> Self {
-        let at_rest = match outline.zero_stage {
-            ZeroStage::Three => Parameters::Sharded,
-            _ => Parameters::Whole,
+        let at_rest = match outline.state.is_sharded(StateClass::Parameters) {
+            true => Parameters::Sharded,
+            false => Parameters::Whole,
         };
         let unit = |unit| Unit {
             activations: vec![Activations::Absent; outline.num_microbatches],
@@ -128,21 +132,25 @@ impl<'a> State<'a> {
             in_flight: 0,
             num_added: 0,
             has_unreduced: false,
+            has_gathered_grad: false,
             num_reduced: 0,
             num_stepped: 0,
             stashed: VecDeque::new(),
             read: vec![0; outline.num_microbatches],
         };
         let mut away = BTreeSet::new();
-        for &class in &outline.offloaded {
-            if matches!(class, StateClass::Optimizer | StateClass::Parameters) {
+        for class in [StateClass::Optimizer, StateClass::Parameters] {
+            if outline.state.moves(class) {
                 away.extend(outline.held().map(|unit| StateOf { class, unit, microbatch: 0 }));
             }
         }
         let (units, exchanged) = ((0..outline.chain.num_units).map(unit).collect(), Exchanged::new(outline));
         // A program of no microbatches has no action that asks.
         let microbatches_per_step = outline.microbatches_per_step().max(1);
-        State { outline, microbatches_per_step, units, at_rest, away, exchanged, tie: Tie::of(outline) }
+        let is_sharded = |class| outline.state.is_sharded(class);
+        let gathers_grads = is_sharded(StateClass::Gradients) && !is_sharded(StateClass::Optimizer);
+        let tie = Tie::of(outline);
+        State { outline, microbatches_per_step, units, at_rest, gathers_grads, away, exchanged, tie }
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
@@ -227,7 +235,8 @@ impl<'a> State<'a> {
             Action::Send(message) | Action::Receive(message) => self.exchanged.contains(message),
             Action::Unshard { .. } => unit.parameters == Parameters::Whole,
             Action::Reshard { .. } => {
-                unit.parameters == Parameters::Sharded || self.outline.zero_stage != ZeroStage::Three
+                unit.parameters == Parameters::Sharded
+                    || !self.outline.state.is_sharded(StateClass::Parameters)
             }
             // Nothing to reduce is either too early or too often.
             Action::ReduceGrad { .. } => {
@@ -235,10 +244,9 @@ impl<'a> State<'a> {
                     && unit.num_added > 0
                     && unit.num_added.is_multiple_of(self.microbatches_per_step)
             }
+            Action::UnshardGrad { .. } => unit.has_gathered_grad || !self.gathers_grads,
             Action::Fetch(state) => !self.away.contains(&state),
-            Action::Evict(state) => {
-                self.away.contains(&state) || !self.outline.offloaded.contains(&state.class)
-            }
+            Action::Evict(state) => self.away.contains(&state) || !self.outline.state.moves(state.class),
             Action::Step { .. } => unit.num_stepped == self.outline.num_steps(),
             Action::Stash { .. } => unit.stashed.back() == Some(&unit.num_stepped),
             Action::Unstash { .. } => false,
@@ -280,6 +288,7 @@ impl<'a> State<'a> {
                 unit.has_unreduced = false;
                 unit.num_reduced = unit.num_added / self.microbatches_per_step;
             }
+            Action::UnshardGrad { .. } => unit.has_gathered_grad = true,
             Action::Fetch(state) => {
                 self.away.remove(&state);
             }
@@ -288,7 +297,8 @@ impl<'a> State<'a> {
             }
             Action::Step { .. } => {
                 unit.num_stepped += 1;
-                let is_shard = self.outline.zero_stage != ZeroStage::Zero;
+                unit.has_gathered_grad = false;
+                let is_shard = self.outline.state.is_sharded(StateClass::Optimizer);
                 if is_shard && unit.parameters == Parameters::Whole {
                     unit.parameters = Parameters::Stale;
                 }
@@ -318,7 +328,7 @@ impl<'a> State<'a> {
             return Some(unsent);
         }
         let at_rest = [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients];
-        for class in at_rest.into_iter().filter(|class| self.outline.offloaded.contains(class)) {
+        for class in at_rest.into_iter().filter(|&class| self.outline.state.moves(class)) {
             let states = self.held().map(|unit| StateOf { class, unit, microbatch: 0 });
             if let Some(state) = states.into_iter().find(|state| !self.away.contains(state)) {
                 return Some(Action::Evict(state));

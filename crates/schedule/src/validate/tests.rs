@@ -1,7 +1,8 @@
 use super::*;
 use crate::action::Keep;
-use crate::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use crate::program::{Chain, ZeroStage};
+use crate::layout::{Layout, Share, StateLayout, Tier};
+use crate::lowering::{lay_out, recompute};
+use crate::program::Chain;
 use crate::single;
 use proptest::prelude::*;
 
@@ -9,26 +10,35 @@ use proptest::prelude::*;
 fn any_program() -> impl Strategy<Value = Program> {
     let keeps = proptest::collection::vec(0..4_usize, 8);
     let offloaded = (any::<[bool; 4]>(), 0..8_usize);
-    (1_usize..8, 1_usize..5, any::<bool>(), 0..4_usize, 0..4_usize, any::<bool>(), (keeps, offloaded))
-        .prop_map(
-            |(units, microbatches, is_tied, stage, prefetch, keep_after_forward, (keeps, offloaded))| {
-                let program = single::program(&Chain::language_model(units, is_tied), microbatches);
-                let program = recompute(program, &possible(&keeps[..units]));
-                let zero_stage = ZeroStage::ALL[stage];
-                let program = shard(program, Sharding { zero_stage, prefetch, keep_after_forward });
-                let ([optimizer, parameters, gradients, activations], num_units) = offloaded;
-                let disk_if = |is_possible| if is_possible { Tier::Disk } else { Tier::Device };
-                let swaps = Offload {
-                    optimizer: disk_if(optimizer && zero_stage >= ZeroStage::One),
-                    parameters: disk_if(parameters && zero_stage == ZeroStage::Three),
-                    gradients: disk_if(gradients && zero_stage >= ZeroStage::Two && microbatches == 1),
-                    activations: disk_if(activations),
-                    num_units,
-                    prefetch,
-                };
-                offload(program, swaps)
-            },
-        )
+    let shares = any::<[bool; 3]>();
+    (1_usize..8, 1_usize..5, any::<bool>(), shares, 0..4_usize, any::<bool>(), (keeps, offloaded)).prop_map(
+        |(units, microbatches, is_tied, shares, prefetch, keep_gathered, (keeps, offloaded))| {
+            let program = single::program(&Chain::language_model(units, is_tied), microbatches);
+            let program = recompute(program, &possible(&keeps[..units]));
+            let [parameters, gradients, optimizer] = shares;
+            let share = |is_sharded| Layout {
+                share: if is_sharded { Share::Shard } else { Share::Whole },
+                tier: Tier::Device,
+            };
+            let (are_away, num_moved) = offloaded;
+            let mut state = StateLayout {
+                parameters: share(parameters && optimizer),
+                gradients: share(gradients),
+                optimizer: share(optimizer),
+                activations: share(false),
+                gather_ahead: prefetch,
+                keep_gathered,
+                fetch_ahead: prefetch,
+                num_moved,
+            };
+            for (class, is_away) in StateClass::ALL.into_iter().zip(are_away) {
+                if is_away && state.can_live(class, Tier::Disk, microbatches) {
+                    state = state.with_tier(class, Tier::Disk);
+                }
+            }
+            lay_out(program, state)
+        },
+    )
 }
 
 /// The choices, but that a unit which keeps nothing has one below that makes its input again.
@@ -83,7 +93,7 @@ fn refusal(text: &str) -> String {
 
 #[test]
 fn parameters_are_whole_where_they_are_read() {
-    let stage_3 = "units 2 microbatches 1 zero_stage 3 ties 1:0\n";
+    let stage_3 = "units 2 microbatches 1 optimizer shard parameters shard gradients shard ties 1:0\n";
     assert_eq!(
         refusal(&format!("{stage_3}F 0 0")),
         "action 0 (forward, unit 0, microbatch 0) comes before the action it depends on (gather parameters, unit 0)"
@@ -95,8 +105,13 @@ fn parameters_are_whole_where_they_are_read() {
     );
     let twice = format!("{stage_3}UNSHARD 0\nUNSHARD 0");
     assert_eq!(refusal(&twice), "action 1 (gather parameters, unit 0) repeats an earlier action");
-    let one = "units 1 microbatches 1 zero_stage 1\nF 0 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\n";
+    let one = "units 1 microbatches 1 optimizer shard\nF 0 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\n";
     assert_eq!(refusal(one), "the program lacks an action: gather parameters, unit 0");
+    let gradients = "units 1 microbatches 1 gradients shard\nF 0 0\nB 0 0\nREDUCE_GRAD 0\nSTEP 0\n";
+    assert_eq!(
+        refusal(gradients),
+        "action 3 (update, unit 0) comes before the action it depends on (gather gradient, unit 0)"
+    );
     assert_eq!(
         refusal("units 1 microbatches 1\nRESHARD 0"),
         "action 0 (free gathered parameters, unit 0) repeats an earlier action"
@@ -145,7 +160,9 @@ fn refusals_name_the_place() {
     assert!(parse("F 0 0").contains("line 1: 'F 0 0' should read"));
     for header in [
         "units 1",
-        "units 1 microbatches 1 zero_stage 4",
+        "units 1 microbatches 1 optimizer some",
+        "units 1 microbatches 1 parameters shard",
+        "units 1 microbatches 2 gradients shard@disk",
         "units 1 microbatches 1 ties 1",
         "units 1 microbatches 1 ties",
     ] {

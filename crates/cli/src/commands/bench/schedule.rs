@@ -6,9 +6,9 @@ use anyhow::Result;
 use serde::Serialize;
 use std::io::Write;
 use std::time::Instant;
-use trireme_schedule::lowering::{Sharding, recompute, shard};
+use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{self, Costs, Kind, Schedule, Sizes, StageCosts};
-use trireme_schedule::{Chain, Keep, Program, ZeroStage, validate_pipeline};
+use trireme_schedule::{Chain, Keep, Program, StateLayout, validate_pipeline};
 
 /// With `--units-per-stage 0`, a rank does at least this many things.
 const ACTIONS: usize = 60_000;
@@ -219,8 +219,8 @@ fn make(kind: Kind, sizes: Sizes, costs: &Costs, args: &ScheduleArgs) -> Result<
     let programs = pipeline::programs(&schedule, costs, &units, &chain);
     let programs_ms = lap_ms();
     let keeps = keeps(num_stages * units_per_stage, args.recompute);
-    let sharding = Sharding { zero_stage: ZeroStage::One, prefetch: 0, keep_after_forward: false };
-    let lowered = programs.into_iter().map(|program| shard(recompute(program, &keeps), sharding));
+    let state = StateLayout::zero(1);
+    let lowered = programs.into_iter().map(|program| lay_out(recompute(program, &keeps), state));
     let programs: Vec<Program> = lowered.collect();
     let lower_ms = lap_ms();
     validate_pipeline(&programs)?;

@@ -16,11 +16,11 @@ use trireme_data::{Sampler, TokenFile};
 use trireme_model::{ModelConfig, Rehearsal, empty_batch, set_window, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepPlan,
-    ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, Placements, RankGrid,
+    StepPlan, ZeroPlusPlus, chain,
 };
-use trireme_schedule::lowering::{Offload, Sharding, Tier, offload, recompute, shard};
-use trireme_schedule::{Keep, StateClass, ZeroStage, single as single_stage};
+use trireme_schedule::lowering::{lay_out, recompute};
+use trireme_schedule::{Keep, StateClass, StateLayout, Tier, single as single_stage};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_train::FP8_NOTICE;
 
@@ -62,8 +62,8 @@ pub(crate) struct StepArgs {
     #[arg(long)]
     independent: bool,
     /// What is sharded across the workers: 0 nothing, 1 optimizer state, 2 gradients as well, 3 parameters as well.
-    #[arg(long, value_name = "N", default_value = "0", value_parser = parse_zero_stage)]
-    zero_stage: ZeroStage,
+    #[arg(long, value_name = "N", default_value = "0", value_parser = clap::value_parser!(u8).range(0..=3))]
+    zero_stage: u8,
     /// With --zero-stage 3: how many blocks ahead of their use parameters are gathered.
     #[arg(long, value_name = "N", default_value_t = 1)]
     prefetch: usize,
@@ -102,11 +102,6 @@ pub(super) fn parse_precision(text: &str) -> Result<Precision, String> {
         .into_iter()
         .find(|precision| precision.to_string() == text)
         .ok_or_else(|| "expected f32, bf16 or f16".to_owned())
-}
-
-fn parse_zero_stage(text: &str) -> Result<ZeroStage, String> {
-    let stage = text.parse().ok().and_then(|number: usize| ZeroStage::ALL.get(number));
-    stage.copied().ok_or_else(|| "expected 0, 1, 2 or 3".to_owned())
 }
 
 fn parse_offload(text: &str) -> Result<(StateClass, Tier), String> {
@@ -250,28 +245,39 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     };
     let rehearsal = Rehearsal::of(build, alike, args.dtype, fp8, &batch)?;
     let model = build(device)?;
-    let num_shards = if args.zero_stage == ZeroStage::Zero { 1 } else { group.world_size() };
+    let state = state_layout(args);
+    let num_shards = if state.has_shards() { group.world_size() } else { 1 };
     let ranks = RankGrid::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
     let options =
         OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
-    let moves = offload_options(args, device)?;
-    let optimizer_device = moves.device_of(StateClass::Optimizer, device);
-    let sharding =
-        Sharding { zero_stage: args.zero_stage, prefetch: args.prefetch, keep_after_forward: false };
+    let moves = match args.offload.is_empty() {
+        true => OffloadOptions::none(device),
+        false => {
+            let (host, folder) = (device.host()?, args.offload_folder.clone());
+            OffloadOptions { host, folder, ..OffloadOptions::none(device) }
+        }
+    };
+    let optimizer_device = moves.device_of(&state, StateClass::Optimizer, device);
     let chain = chain(model.table(), &rehearsal);
     let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
     let keeps: Vec<Keep> = (0..chain.num_units).map(keep).collect();
     let program = recompute(single_stage::program(&chain, 1), &keeps);
-    let program = offload(shard(program, sharding), moves.places);
-    let parts = ranks.parts(model.table(), &program.outline);
+    if !state.is_possible(program.outline.num_microbatches) {
+        bail!(
+            "--offload: only what --zero-stage {} shards, and activations, can leave the device",
+            args.zero_stage
+        );
+    }
+    let program = lay_out(program, state);
+    let placements = Placements::new(model.table(), &program.outline, ranks.mesh().clone());
+    let parts = placements.parts(model.table(), ranks.world().rank());
     let optimizer = Optimizer::new(&options, model.table(), &parts, optimizer_device)?;
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8,
         reduce_dtype: args.reduce_dtype,
         fusion_bytes: ExecutorOptions::FUSION_BYTES,
-        sharding,
         zero_plus_plus: ZeroPlusPlus::NONE,
         compression: Compression::none(),
         seed: args.seed,
@@ -279,20 +285,28 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         determinism: Determinism::Layout,
     };
     let offload = &moves;
-    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
-    let mut executor = Executor::new(setup)?;
+    let mut executor = Executor::new(ExecutorSetup {
+        model,
+        rehearsal,
+        placements,
+        optimizer,
+        ranks,
+        device,
+        program,
+        options,
+        offload,
+    })?;
     executor.initialize(args.seed)?;
     Ok(executor)
 }
 
-fn offload_options(args: &StepArgs, device: &Device) -> Result<OffloadOptions> {
-    let none = OffloadOptions::none(device);
-    if args.offload.is_empty() {
-        return Ok(none);
-    }
-    let everything_here = Offload { prefetch: args.offload_prefetch, ..Offload::default() };
-    let places = args.offload.iter().fold(everything_here, |places, &(class, tier)| places.with(class, tier));
-    Ok(OffloadOptions { places, host: device.host()?, folder: args.offload_folder.clone(), ..none })
+fn state_layout(args: &StepArgs) -> StateLayout {
+    let state = StateLayout {
+        gather_ahead: args.prefetch,
+        fetch_ahead: args.offload_prefetch,
+        ..StateLayout::zero(args.zero_stage.into())
+    };
+    args.offload.iter().fold(state, |state, &(class, tier)| state.with_tier(class, tier))
 }
 
 fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeatures) -> Result<()> {
@@ -358,12 +372,7 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
             strategy: match (world_size, args.independent) {
                 (1, _) => "none",
                 (_, true) => "independent",
-                (_, false) => match args.zero_stage {
-                    ZeroStage::Zero => "ddp",
-                    ZeroStage::One => "zero1",
-                    ZeroStage::Two => "zero2",
-                    ZeroStage::Three => "zero3",
-                },
+                (_, false) => ["ddp", "zero1", "zero2", "zero3"][usize::from(args.zero_stage)],
             },
             compile: false,
             device: "cpu",

@@ -85,18 +85,17 @@ fn what_hosts_spare_the_network() {
     let places: [(&[usize], usize); 5] =
         [(&[0, 0, 1, 1], 4), (&[0, 1], 2), (&[0, 0], 2), (&[0, 1, 2, 3], 2), (&[0, 1, 1], 1)];
     let layouts = [
-        (Precision::F32, Sharding { prefetch: 0, ..OPTIONS.sharding }, 1),
-        (Precision::Bf16, Sharding { prefetch: 2, ..OPTIONS.sharding }, 3),
-        (Precision::Bf16, Sharding { keep_after_forward: true, ..OPTIONS.sharding }, 2),
+        (Precision::F32, StateLayout { gather_ahead: 0, ..StateLayout::zero(3) }, 1),
+        (Precision::Bf16, StateLayout { gather_ahead: 2, ..StateLayout::zero(3) }, 3),
+        (Precision::Bf16, StateLayout { keep_gathered: true, ..StateLayout::zero(3) }, 2),
     ];
     for (zero_plus_plus, (hosts, num_shards)) in
         parts.into_iter().flat_map(|spared| places.map(|place| (spared, place)))
     {
-        for (precision, sharding, num_microbatches) in layouts {
-            let sharding = Sharding { zero_stage: ZeroStage::Three, ..sharding };
-            let options =
-                ExecutorOptions { precision, reduce_dtype: precision, sharding, zero_plus_plus, ..OPTIONS };
-            let case = Case { options, num_microbatches, num_shards, keep: Keep::Nothing, ..Case::default() };
+        for (precision, state, num_microbatches) in layouts {
+            let options = ExecutorOptions { precision, reduce_dtype: precision, zero_plus_plus, ..OPTIONS };
+            let keep = Keep::Nothing;
+            let case = Case { options, num_microbatches, num_shards, state, keep, ..Case::default() };
             case.check_on(&medium_model(), hosts);
             case.check_on(&small_models()[0], hosts);
         }

@@ -2,8 +2,9 @@
 
 use super::super::{Costs, Kind, Schedule, Sizes, StageCosts, generate, programs};
 use crate::action::{Action, Keep, Message};
-use crate::lowering::{Sharding, recompute, shard};
-use crate::program::{Chain, Program, ZeroStage};
+use crate::layout::StateLayout;
+use crate::lowering::{lay_out, recompute};
+use crate::program::{Chain, Program};
 use crate::validate::{ProgramError, validate, validate_pipeline};
 use proptest::prelude::*;
 
@@ -64,9 +65,8 @@ proptest! {
             .map(|unit| if unit == 0 { Keep::Input } else { Keep::ALL[keep] })
             .map(|keep| if num_units == 1 { Keep::All } else { keep })
             .collect();
-        let sharding = Sharding { zero_stage: ZeroStage::ALL[stage], prefetch: 0, keep_after_forward: false };
         let programs: Vec<Program> =
-            programs.into_iter().map(|program| shard(recompute(program, &keeps), sharding)).collect();
+            programs.into_iter().map(|program| lay_out(recompute(program, &keeps), StateLayout::zero(stage))).collect();
         prop_assert_eq!(validate_pipeline(&programs), Ok(()));
         for program in &programs {
             prop_assert_eq!(program.to_string().parse(), Ok(program.clone()));

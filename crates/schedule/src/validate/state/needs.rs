@@ -2,7 +2,6 @@
 
 use super::{Activations, Parameters, State, Unit};
 use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
-use crate::program::ZeroStage;
 
 impl State<'_> {
     /// The state that an action works with, if it lives elsewhere.
@@ -66,9 +65,9 @@ impl State<'_> {
                 missing.or_else(|| self.missing_for_gradient(unit, microbatch))
             }
             Action::ReduceGrad { unit } => {
-                // Up to the second stage a gradient is reduced once, when all microbatches have added to it.
+                // A whole gradient is reduced once, when all microbatches have added to it.
                 let Unit { num_added, has_unreduced, .. } = self.units[unit];
-                let is_once = self.outline.zero_stage < ZeroStage::Two;
+                let is_once = !self.outline.state.is_sharded(StateClass::Gradients);
                 let is_complete = num_added > 0 && num_added.is_multiple_of(self.microbatches_per_step);
                 let is_early = !is_complete && (is_once || !has_unreduced);
                 is_early.then(|| self.completion(unit, num_added))
@@ -76,8 +75,15 @@ impl State<'_> {
             Action::Step { unit } => {
                 let num_stepped = self.units[unit].num_stepped;
                 let is_reduced = |unit: &usize| self.units[*unit].num_reduced > num_stepped;
-                let unit = self.held().find(|unit| !is_reduced(unit))?;
-                Some(Action::ReduceGrad { unit })
+                if let Some(unit) = self.held().find(|unit| !is_reduced(unit)) {
+                    return Some(Action::ReduceGrad { unit });
+                }
+                let is_apart = self.gathers_grads && !self.units[unit].has_gathered_grad;
+                is_apart.then_some(Action::UnshardGrad { unit })
+            }
+            Action::UnshardGrad { unit } => {
+                let Unit { num_reduced, num_stepped, .. } = self.units[unit];
+                (num_reduced <= num_stepped).then_some(Action::ReduceGrad { unit })
             }
             Action::Unstash { unit } => self.units[unit].stashed.is_empty().then_some(Action::Stash { unit }),
             Action::Evict(StateOf { class: StateClass::Activations, unit, microbatch }) => {
@@ -174,7 +180,7 @@ impl State<'_> {
                 return missing;
             }
         }
-        let is_unreduced = self.outline.zero_stage >= ZeroStage::Two && has_unreduced;
+        let is_unreduced = self.outline.state.is_sharded(StateClass::Gradients) && has_unreduced;
         is_unreduced.then_some(Action::ReduceGrad { unit })
     }
 

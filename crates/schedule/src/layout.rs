@@ -1,0 +1,292 @@
+//! Where a rank's state lies between its uses, and when it comes. Nothing else says it a second time: lowering passes make
+//! programs from a [`StateLayout`], and executor, validator and planner read the one in the program's outline.
+
+use crate::action::StateClass;
+use std::fmt;
+use std::str::FromStr;
+
+/// What of a class of state a data-parallel rank holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Share {
+    /// All of it, as every rank does.
+    #[default]
+    Whole,
+    /// Its shard.
+    Shard,
+}
+
+impl Share {
+    /// Every share.
+    pub const ALL: [Share; 2] = [Share::Whole, Share::Shard];
+
+    /// Name in programs.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Share::Whole => "whole",
+            Share::Shard => "shard",
+        }
+    }
+}
+
+/// Where a class of state lives between its uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
+pub enum Tier {
+    /// On the device.
+    #[default]
+    Device,
+    /// In the host's memory.
+    Host,
+    /// On a disk.
+    Disk,
+}
+
+impl Tier {
+    /// Every place, from the nearest to the device.
+    pub const ALL: [Tier; 3] = [Tier::Device, Tier::Host, Tier::Disk];
+
+    /// Name in plans.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Tier::Device => "device",
+            Tier::Host => "host",
+            Tier::Disk => "disk",
+        }
+    }
+}
+
+/// How one class of state lies on a rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Layout {
+    /// What of it the rank holds.
+    pub share: Share,
+    /// Where that lives.
+    pub tier: Tier,
+}
+
+/// How the state of every unit lies on the ranks that run it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct StateLayout {
+    /// Parameters. A shard is gathered around each use.
+    pub parameters: Layout,
+    /// Sums of gradients. Whole ones are reduced once a step, shards after each microbatch.
+    pub gradients: Layout,
+    /// The optimizer's state, and with it what the rank updates of the parameters. Away from the device, the host updates.
+    pub optimizer: Layout,
+    /// What forward passes keep for backward; always whole.
+    pub activations: Layout,
+    /// How many passes of units before its own the parameters of a unit begin to be gathered. 0 gathers when they are needed, and
+    /// holds the fewest at a time.
+    pub gather_ahead: usize,
+    /// Whether parameters that forward has gathered stay until backward has read them, which saves a gathering and holds all
+    /// of them at a time.
+    pub keep_gathered: bool,
+    /// How many uses of a class ahead of its own use state that is away begins to be fetched.
+    pub fetch_ahead: usize,
+    /// How many units' activations leave: of those that [keep](crate::Chain::keeps) some the first, which wait longest for their
+    /// backward pass.
+    pub num_moved: usize,
+}
+
+impl Default for StateLayout {
+    /// Everything is whole and stays on the device; of activations that do not, all leave.
+    fn default() -> Self {
+        StateLayout::WHOLE
+    }
+}
+
+impl StateLayout {
+    /// Everything is whole and stays on the device.
+    pub const WHOLE: StateLayout = {
+        let here = Layout { share: Share::Whole, tier: Tier::Device };
+        StateLayout {
+            parameters: here,
+            gradients: here,
+            optimizer: here,
+            activations: here,
+            gather_ahead: 1,
+            keep_gathered: false,
+            fetch_ahead: 1,
+            num_moved: usize::MAX,
+        }
+    };
+
+    /// What a stage of ZeRO shards (Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models",
+    /// 2020, section 5): nothing, the optimizer's state, sums of gradients as well, and parameters as well.
+    ///
+    /// # Panics
+    /// If there is no such stage.
+    pub const fn zero(stage: usize) -> StateLayout {
+        assert!(stage <= 3, "stages of ZeRO are 0 to 3");
+        let mut layout = StateLayout::WHOLE;
+        if stage >= 1 {
+            layout.optimizer.share = Share::Shard;
+        }
+        if stage >= 2 {
+            layout.gradients.share = Share::Shard;
+        }
+        if stage >= 3 {
+            layout.parameters.share = Share::Shard;
+        }
+        layout
+    }
+
+    /// How a class lies.
+    pub fn of(&self, class: StateClass) -> Layout {
+        match class {
+            StateClass::Optimizer => self.optimizer,
+            StateClass::Parameters => self.parameters,
+            StateClass::Gradients => self.gradients,
+            StateClass::Activations => self.activations,
+        }
+    }
+
+    /// How a class lies, to change.
+    pub fn of_mut(&mut self, class: StateClass) -> &mut Layout {
+        match class {
+            StateClass::Optimizer => &mut self.optimizer,
+            StateClass::Parameters => &mut self.parameters,
+            StateClass::Gradients => &mut self.gradients,
+            StateClass::Activations => &mut self.activations,
+        }
+    }
+
+    /// The same, but that `class` lives at `tier`.
+    pub fn with_tier(mut self, class: StateClass, tier: Tier) -> Self {
+        self.of_mut(class).tier = tier;
+        self
+    }
+
+    /// Whether ranks hold shards of a class.
+    pub fn is_sharded(&self, class: StateClass) -> bool {
+        self.of(class).share == Share::Shard
+    }
+
+    /// Whether ranks hold shards of any class.
+    pub fn has_shards(&self) -> bool {
+        StateClass::ALL.iter().any(|&class| self.is_sharded(class))
+    }
+
+    /// Whether a class lives elsewhere than on the device.
+    pub fn is_away(&self, class: StateClass) -> bool {
+        self.of(class).tier != Tier::Device
+    }
+
+    /// Whether a class is not at hand between steps, or not through all of a step, so that a program moves it: what lives on a
+    /// disk, and activations wherever they live. What else lives with the host is worked with there.
+    pub fn moves(&self, class: StateClass) -> bool {
+        match self.of(class).tier {
+            Tier::Device => false,
+            Tier::Host => class == StateClass::Activations,
+            Tier::Disk => true,
+        }
+    }
+
+    /// The same, without what does not matter to it.
+    pub(crate) fn normalized(self) -> Self {
+        let StateLayout { parameters, gradients, optimizer, activations, .. } = self;
+        let mut layout = StateLayout { parameters, gradients, optimizer, activations, ..StateLayout::WHOLE };
+        if self.is_sharded(StateClass::Parameters) {
+            (layout.gather_ahead, layout.keep_gathered) = (self.gather_ahead, self.keep_gathered);
+        }
+        if StateClass::ALL.iter().any(|&class| self.moves(class)) {
+            layout.fetch_ahead = self.fetch_ahead;
+        }
+        if self.is_away(StateClass::Activations) {
+            layout.num_moved = self.num_moved;
+        }
+        layout
+    }
+
+    /// The class that what a rank updates of the parameters belongs to: beside whole ones it is the optimizer's.
+    pub fn class_of_weights(&self) -> StateClass {
+        if self.is_sharded(StateClass::Parameters) { StateClass::Parameters } else { StateClass::Optimizer }
+    }
+
+    /// Whether a class may live at `tier`, in steps of `num_microbatches`: only what is apart from what operations read may be
+    /// away, of gradients only shards that updates read, and those of several microbatches are summed in memory.
+    pub fn can_live(&self, class: StateClass, tier: Tier, num_microbatches: usize) -> bool {
+        let is_summed = class == StateClass::Gradients && num_microbatches > 1;
+        let is_apart = match class {
+            StateClass::Activations => true,
+            StateClass::Gradients => self.is_sharded(class) && self.is_sharded(StateClass::Optimizer),
+            StateClass::Parameters | StateClass::Optimizer => self.is_sharded(class),
+        };
+        tier == Tier::Device || is_apart && !(is_summed && tier == Tier::Disk)
+    }
+
+    /// Whether programs exist for it in steps of `num_microbatches`. A rank that updates all of the parameters holds all of
+    /// them.
+    pub fn is_possible(&self, num_microbatches: usize) -> bool {
+        let can_live = |class| self.can_live(class, self.of(class).tier, num_microbatches);
+        let [parameters, optimizer, activations] =
+            [StateClass::Parameters, StateClass::Optimizer, StateClass::Activations]
+                .map(|class| self.is_sharded(class));
+        StateClass::ALL.into_iter().all(can_live) && (optimizer || !parameters) && !activations
+    }
+}
+
+/// As in the first line of a program: what differs from whole state on the device, in pairs of words.
+impl fmt::Display for StateLayout {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for class in StateClass::ALL {
+            let Layout { share, tier } = self.of(class);
+            match tier {
+                Tier::Device if share == Share::Whole => (),
+                Tier::Device => write!(f, " {} {}", class.name(), share.name())?,
+                tier => write!(f, " {} {}@{}", class.name(), share.name(), tier.name())?,
+            }
+        }
+        let whole = StateLayout::WHOLE;
+        if self.gather_ahead != whole.gather_ahead {
+            write!(f, " gather_ahead {}", self.gather_ahead)?;
+        }
+        if self.keep_gathered {
+            f.write_str(" gathered kept")?;
+        }
+        if self.fetch_ahead != whole.fetch_ahead {
+            write!(f, " fetch_ahead {}", self.fetch_ahead)?;
+        }
+        if self.num_moved != whole.num_moved {
+            write!(f, " moved_units {}", self.num_moved)?;
+        }
+        Ok(())
+    }
+}
+
+/// The text says no layout.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("'{0}' is no layout of state; expected pairs such as 'optimizer shard@host'")]
+pub struct ParseLayoutError(String);
+
+impl FromStr for StateLayout {
+    type Err = ParseLayoutError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let (pairs, odd) = words.as_chunks::<2>();
+        let mut layout = StateLayout::WHOLE;
+        let read = pairs.iter().try_for_each(|[key, value]| layout.read(key, value));
+        let is_whole = odd.is_empty() && read.is_some();
+        is_whole.then_some(layout).ok_or_else(|| ParseLayoutError(text.to_owned()))
+    }
+}
+
+impl StateLayout {
+    /// Takes a pair of words of its text in; `None` if it is no such pair.
+    pub(crate) fn read(&mut self, key: &str, value: &str) -> Option<()> {
+        match key {
+            "gather_ahead" => self.gather_ahead = value.parse().ok()?,
+            "gathered" if value == "kept" => self.keep_gathered = true,
+            "fetch_ahead" => self.fetch_ahead = value.parse().ok()?,
+            "moved_units" => self.num_moved = value.parse().ok()?,
+            _ => {
+                let class = StateClass::named(key)?;
+                let (share, tier) = value.split_once('@').unwrap_or((value, Tier::Device.name()));
+                let share = Share::ALL.into_iter().find(|known| known.name() == share)?;
+                let tier = Tier::ALL.into_iter().find(|known| known.name() == tier)?;
+                *self.of_mut(class) = Layout { share, tier };
+            }
+        }
+        Some(())
+    }
+}
