@@ -130,13 +130,8 @@ fn given_state(config: &Config) -> StateLayout {
         config::Tier::Host => Tier::Host,
         config::Tier::Disk => Tier::Disk,
     };
-    let (offload, parallelism) = (config.offload(), config.parallelism());
-    let state = StateLayout {
-        gather_ahead: parallelism.zero_prefetch,
-        keep_gathered: !parallelism.reshard_after_forward,
-        fetch_ahead: offload.prefetch,
-        ..StateLayout::zero(parallelism.zero_stage as usize)
-    };
+    let offload = config.offload();
+    let state = StateLayout { fetch_ahead: offload.prefetch, ..config.parallelism().state_layout() };
     let tiers = [
         (StateClass::Optimizer, offload.optimizer),
         (StateClass::Parameters, offload.parameters),

@@ -3,7 +3,7 @@
 use super::{Job, Limit, Plan, Workers};
 use std::time::{Duration, Instant};
 use trireme_base::{Bytes, Category};
-use trireme_schedule::StateClass;
+use trireme_schedule::{StateClass, Tier as StateTier};
 use trireme_train::config::{ActivationCheckpointMode, Config, Tier, TrainingDtype};
 
 /// How many changes are told.
@@ -175,15 +175,16 @@ fn unrepeated(mut change: Change) -> Change {
 fn stays(config: &Config) -> Vec<StateClass> {
     let offload = config.offload();
     let classes = [
-        (StateClass::Optimizer, offload.optimizer, 1),
-        (StateClass::Parameters, offload.parameters, 3),
-        (StateClass::Gradients, offload.gradients, 2),
-        (StateClass::Activations, offload.activations, 0),
+        (StateClass::Optimizer, offload.optimizer),
+        (StateClass::Parameters, offload.parameters),
+        (StateClass::Gradients, offload.gradients),
+        (StateClass::Activations, offload.activations),
     ];
-    let is_possible = |(_, tier, stage_min): &(StateClass, Tier, u32)| {
-        *tier == Tier::Device && config.parallelism().zero_stage >= *stage_min
+    let state = config.parallelism().state_layout();
+    let can_leave = |&(class, tier): &(StateClass, Tier)| {
+        tier == Tier::Device && state.can_live(class, StateTier::Host, 1)
     };
-    classes.into_iter().filter(is_possible).map(|(class, ..)| class).collect()
+    classes.into_iter().filter(can_leave).map(|(class, _)| class).collect()
 }
 
 fn change(keys: &[&str]) -> Change {

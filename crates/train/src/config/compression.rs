@@ -106,7 +106,7 @@ fn check_momentum(checks: &mut Checks<'_>) {
          0 in [training]",
     );
     require(
-        parallelism.zero_stage == 0,
+        !parallelism.state_layout().has_shards(),
         &["parallelism.zero_stage", "optimizer.name"],
         "this optimizer needs the whole momentum on every worker; set zero_stage = 0, or use \"adamw\"",
     );

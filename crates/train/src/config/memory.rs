@@ -5,6 +5,7 @@ use super::layout::{ActivationCheckpoint, Offload, Parallelism};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
+use trireme_schedule::{StateClass, StateLayout, Tier as StateTier};
 
 /// Keys of `[parallelism]` that count only with `zero_stage = 3`.
 const STAGE_3_KEYS: [&str; 5] = [
@@ -15,13 +16,26 @@ const STAGE_3_KEYS: [&str; 5] = [
     "zero_quantized_gradients",
 ];
 
+impl Parallelism {
+    /// How state lies on the workers, all of it on their devices.
+    pub fn state_layout(&self) -> StateLayout {
+        StateLayout {
+            gather_ahead: self.zero_prefetch,
+            keep_gathered: !self.reshard_after_forward,
+            ..StateLayout::zero(self.zero_stage as usize)
+        }
+    }
+}
+
 /// Replicas, and workers of each: what is not given is as large as the workers allow.
 pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, usize) {
     let given = |degree: i64| usize::try_from(degree).ok().filter(|&degree| degree > 0);
     let replicas = given(parallelism.data_parallel_replicate_degree);
     let shards = given(parallelism.data_parallel_shard_degree);
     match (replicas, shards) {
-        _ if parallelism.zero_stage == 0 => (replicas.unwrap_or(world_size), shards.unwrap_or(1)),
+        _ if !parallelism.state_layout().has_shards() => {
+            (replicas.unwrap_or(world_size), shards.unwrap_or(1))
+        }
         (Some(replicas), Some(shards)) => (replicas, shards),
         (Some(replicas), None) => (replicas, world_size / replicas),
         (None, shards) => {
@@ -33,14 +47,14 @@ pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, u
 
 pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
     let Sections { parallelism, comm, .. } = &checks.loose.sections;
-    let zero_stage = parallelism.zero_stage;
+    let state = parallelism.state_layout();
     let (replicas, shards) = degrees(parallelism, world_size);
     let keys = [
         "parallelism.data_parallel_shard_degree",
         "parallelism.data_parallel_replicate_degree",
         "launch.workers",
     ];
-    checks.require(zero_stage > 0 || shards == 1, &keys, || {
+    checks.require(state.has_shards() || shards == 1, &keys, || {
         format!("data_parallel_shard_degree = {shards} has no effect with zero_stage = 0; set zero_stage = 1, 2 or 3, or remove this key")
     });
     checks.require(replicas * shards == world_size, &keys, || {
@@ -48,7 +62,7 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
              degrees to -1, which takes what the other leaves", replicas * shards)
     });
     checks.require(
-        zero_stage == 0 || comm.compression == CodecName::None,
+        !state.has_shards() || comm.compression == CodecName::None,
         &["comm.compression", "parallelism.zero_stage"],
         || {
             "compression needs the whole sum of gradients on every worker; set zero_stage = 0, or remove this key"
@@ -57,7 +71,7 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
     );
     for key in changed_keys(parallelism).filter(|key| STAGE_3_KEYS.contains(key)) {
         let name = format!("parallelism.{key}");
-        checks.require(zero_stage == 3, &[&name, "parallelism.zero_stage"], || {
+        checks.require(state.is_sharded(StateClass::Parameters), &[&name, "parallelism.zero_stage"], || {
             "only applies with zero_stage = 3; set that, or remove this key".to_owned()
         });
     }
@@ -110,13 +124,18 @@ pub(super) fn is_on_disk(offload: &Offload) -> bool {
 pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
     let Sections { offload, parallelism, .. } = &checks.loose.sections;
     let Offload { optimizer, parameters, gradients, .. } = *offload;
-    for (key, tier, stage_min) in
-        [("optimizer", optimizer, 1), ("parameters", parameters, 3), ("gradients", gradients, 2)]
-    {
-        let keys = [&format!("offload.{key}")[..], "parallelism.zero_stage"];
+    let state = parallelism.state_layout();
+    for (class, tier) in [
+        (StateClass::Optimizer, optimizer),
+        (StateClass::Parameters, parameters),
+        (StateClass::Gradients, gradients),
+    ] {
+        let keys = [&format!("offload.{}", class.name())[..], "parallelism.zero_stage"];
         // What may choose, stays.
         let is_there = matches!(tier, Tier::Device | Tier::Auto);
-        checks.require(is_there || parallelism.zero_stage >= stage_min, &keys, || {
+        let can_leave = |state: StateLayout| state.can_live(class, StateTier::Host, 1);
+        checks.require(is_there || can_leave(state), &keys, || {
+            let stage_min = (0..3).find(|&stage| can_leave(StateLayout::zero(stage))).unwrap_or(3);
             format!("can only leave the device with zero_stage = {stage_min} or above; set that, even on one worker")
         });
     }

@@ -5,6 +5,7 @@ use super::layout::{Offload, Parallelism};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
+use trireme_schedule::StateClass;
 
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
 const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
@@ -24,7 +25,7 @@ pub(super) fn check_pipeline(checks: &mut Checks<'_>, world_size: usize) -> usiz
         || "the state of compressors would differ between stages; remove this key, or set pipeline_parallel_degree = 1".to_owned(),
     );
     checks.require(
-        degree == 1 || parallelism.zero_stage < 3,
+        degree == 1 || !parallelism.state_layout().is_sharded(StateClass::Parameters),
         &["parallelism.zero_stage", DEGREE],
         || {
             "parameters would be gathered again for every microbatch of a stage; set zero_stage = 2, which shards \
@@ -145,7 +146,8 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
     checks.require(parallelism.pipeline_parallel_rebalance_interval == 0, &[INTERVAL, SCHEDULE], || {
         "moving units would change the staleness of their gradients; remove this key, or use a schedule that drains".to_owned()
     });
-    checks.require(parallelism.zero_stage < 2, &["parallelism.zero_stage", SCHEDULE], || {
+    let are_grads_whole = !parallelism.state_layout().is_sharded(StateClass::Gradients);
+    checks.require(are_grads_whole, &["parallelism.zero_stage", SCHEDULE], || {
         "gradients would be sharded for each version of the weights; set zero_stage = 1, or use a schedule that drains".to_owned()
     });
     checks.require(training.dtype != TrainingDtype::F16, &["training.dtype", SCHEDULE], || {
