@@ -82,7 +82,7 @@ struct UnitGradient {
     reduction: Reduction,
     /// Its result, between the end of a step and the next one, where no shard is kept apart.
     reduced: Option<Reduced>,
-    /// Whether the sum over replicas has ended ahead of the others.
+    /// Whether the sum over replicas has ended, of all that was added.
     is_finished: bool,
     /// The sum so far, where ranks keep a shard apart from the whole gradient.
     shard: Option<Box<dyn ShardSum>>,
@@ -250,6 +250,7 @@ impl Gradients {
         };
         if let Some(shard) = &mut state.shard {
             shard.add(sum.view(state.own.clone()), &self.device)?;
+            state.is_finished = false;
         }
         match (sum, &self.pool) {
             (Reduced::F32(whole), Some(pool)) if state.shard.is_some() => pool.give(whole),
@@ -271,7 +272,7 @@ impl Gradients {
         shards.for_each(|shard| shard.reduce(&self.device));
         let mut shards = self.units.iter_mut().rev().filter(pending).filter_map(|state| state.shard.as_mut());
         shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
-        self.units.iter_mut().for_each(|state| state.is_finished = false);
+        self.units.iter_mut().for_each(|state| state.is_finished = true);
         Ok(std::mem::take(&mut self.waiting))
     }
 
