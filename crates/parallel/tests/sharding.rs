@@ -5,7 +5,7 @@ mod common;
 use common::{Layout, OPTIONS, STEPS, batches, dynamic, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::{Keep, StateClass, StateLayout, Tier};
+use trireme_schedule::{Keep, Share, StateClass, StateLayout, Tier};
 use trireme_tensor::Precision;
 use trireme_testkit::{run_ranks, small_models};
 
@@ -64,20 +64,30 @@ fn run_layout(
     first
 }
 
+/// Stages of ZeRO, gradients alone in shards, and all but gradients.
+fn layouts() -> [StateLayout; 5] {
+    let with = |stage, gradients| {
+        let mut state = StateLayout::zero(stage);
+        state.gradients.share = gradients;
+        state
+    };
+    let [one, two, three] = [1, 2, 3].map(StateLayout::zero);
+    [one, two, three, with(0, Share::Shard), with(3, Share::Whole)]
+}
+
 #[test]
-fn every_stage_has_the_bits_of_plain_data_parallelism() {
+fn every_layout_of_state_has_the_bits_of_plain_data_parallelism() {
     let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(256), ..OPTIONS };
     for options in [OPTIONS, bf16, f16] {
         for config in small_models() {
             for num_microbatches in [4, 8] {
                 let oracle = run(&config, options, WHOLE, (1, 1), num_microbatches);
-                for zero_stage in 1..=3 {
+                for sharded in layouts() {
                     for (grid, gather_ahead, keep_gathered) in
                         [((1, 1), 1, false), ((2, 2), 0, false), ((4, 4), 1, false), ((4, 2), 2, true)]
                     {
-                        let state =
-                            StateLayout { gather_ahead, keep_gathered, ..StateLayout::zero(zero_stage) };
+                        let state = StateLayout { gather_ahead, keep_gathered, ..sharded };
                         let found = run(&config, options, (state, &[]), grid, num_microbatches);
                         assert!(
                             found == oracle,

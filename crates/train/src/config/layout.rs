@@ -58,6 +58,10 @@ config_section! {
         /// parameters as well. Losses and weights have the same bits. 1 and 2 send as much as 0; 3 sends half as much
         /// again. With a 16-bit `dtype`, stages 1 and above gather weights in it.
         zero_stage: u32 = 0, within 0..=3;
+        /// Whether gradients are sharded with `zero_stage` 0 or 1, too. With 0, workers still update all parameters:
+        /// gradients are summed in shards after each microbatch, and gathered for the updates, which sends half as
+        /// much again with one microbatch per step. With 1, it is `zero_stage = 2`.
+        shard_gradients: bool = false;
         /// With `zero_stage = 3`: how many blocks ahead of their use parameters are gathered.
         zero_prefetch: usize = 1, within 0..=1 << 12;
         /// With `zero_stage = 3`: whether gathered parameters are freed between forward and backward, and gathered

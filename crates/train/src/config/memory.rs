@@ -5,7 +5,7 @@ use super::layout::{ActivationCheckpoint, Offload, Parallelism};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
-use trireme_schedule::{StateClass, StateLayout, Tier as StateTier};
+use trireme_schedule::{Share, StateClass, StateLayout, Tier as StateTier};
 
 /// Keys of `[parallelism]` that count only with `zero_stage = 3`.
 const STAGE_3_KEYS: [&str; 5] = [
@@ -19,11 +19,15 @@ const STAGE_3_KEYS: [&str; 5] = [
 impl Parallelism {
     /// How state lies on the workers, all of it on their devices.
     pub fn state_layout(&self) -> StateLayout {
-        StateLayout {
+        let mut state = StateLayout {
             gather_ahead: self.zero_prefetch,
             keep_gathered: !self.reshard_after_forward,
             ..StateLayout::zero(self.zero_stage as usize)
+        };
+        if self.shard_gradients {
+            state.gradients.share = Share::Shard;
         }
+        state
     }
 }
 
