@@ -17,7 +17,7 @@ use trireme_parallel::{
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
-use trireme_schedule::{Chain, Keep, Outline, Program, StateClass, StateLayout, Tier, single};
+use trireme_schedule::{Chain, Keep, Layout, Outline, Program, Share, StateClass, StateLayout, Tier, single};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_testkit::{
     build_classifier, classifier_batch, classifier_specs, random_batch, run_ranks, run_ranks_on, small_models,
@@ -318,6 +318,27 @@ fn every_layout() {
             let keep = Keep::Products;
             Case { options, num_microbatches, num_shards, state, keep, ..Case::default() }
                 .check(&config, world_size);
+        }
+    }
+}
+
+#[test]
+fn layouts_that_are_no_stage() {
+    let gradients = Layout { share: Share::Shard, tier: Tier::Device };
+    let without = Layout { share: Share::Whole, tier: Tier::Device };
+    for state in [
+        StateLayout { gradients, ..StateLayout::WHOLE },
+        StateLayout { gradients: without, ..StateLayout::zero(3) },
+    ] {
+        for (world_size, num_shards, num_microbatches, dtype) in [
+            (2, 2, 1, Precision::F32),
+            (2, 2, 3, Precision::Bf16),
+            (4, 2, 2, Precision::F32),
+            (4, 4, 1, Precision::Bf16),
+        ] {
+            let options = ExecutorOptions { precision: dtype, reduce_dtype: dtype, ..OPTIONS };
+            let case = Case { options, num_microbatches, num_shards, state, ..Case::default() };
+            case.check(&medium_model(), world_size);
         }
     }
 }
