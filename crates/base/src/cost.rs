@@ -5,7 +5,7 @@ use std::ops::{Add, AddAssign};
 /// Floating-point operations, and bytes of operands and results. Numbers that grow too large stay at the largest.
 ///
 /// What a kernel packs or keeps for itself on the way is not among the bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Cost {
     /// Operations of matrix products, those of attention among them: a multiplication and an addition are two.
     pub product_operations: u64,
@@ -16,7 +16,7 @@ pub struct Cost {
 }
 
 /// Bytes of memory that a computation reads and writes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
 pub struct Traffic {
     /// Read only.
     pub read: usize,

@@ -3,6 +3,7 @@ use crate::buffer::Storage;
 use crate::engine::Payload;
 use crate::messages::Receipt;
 use crate::queue::Ticket;
+use trireme_base::{Event, Journal};
 
 /// An operation that was issued and may not have ended; `wait` gives its result.
 ///
@@ -14,13 +15,29 @@ pub struct Work<T> {
 
 enum State<T> {
     Ready(Result<T, CommError>),
-    Pending { ticket: Ticket, finish: fn(Payload) -> T },
-    Message { receipt: Receipt, finish: fn(Storage) -> T },
+    /// Of a dry group, which notes that it is waited for.
+    Dry {
+        result: T,
+        journal: Journal,
+        number: usize,
+    },
+    Pending {
+        ticket: Ticket,
+        finish: fn(Payload) -> T,
+    },
+    Message {
+        receipt: Receipt,
+        finish: fn(Storage) -> T,
+    },
 }
 
 impl<T> Work<T> {
     pub(crate) fn ready(result: Result<T, CommError>) -> Self {
         Work { state: State::Ready(result) }
+    }
+
+    pub(crate) fn dry(result: T, journal: Journal, number: usize) -> Self {
+        Work { state: State::Dry { result, journal, number } }
     }
 
     pub(crate) fn pending(ticket: Ticket, finish: fn(Payload) -> T) -> Self {
@@ -41,6 +58,10 @@ impl<T> Work<T> {
     pub fn wait(self) -> Result<T, CommError> {
         match self.state {
             State::Ready(result) => result,
+            State::Dry { result, journal, number } => {
+                journal.note(Event::Await(number));
+                Ok(result)
+            }
             State::Pending { ticket, finish } => ticket.wait().map(finish),
             State::Message { receipt, finish } => receipt.wait().map(finish),
         }
@@ -49,7 +70,7 @@ impl<T> Work<T> {
     /// Whether [`wait`](Work::wait) would return at once.
     pub fn is_done(&self) -> bool {
         match &self.state {
-            State::Ready(_) => true,
+            State::Ready(_) | State::Dry { .. } => true,
             State::Pending { ticket, .. } => ticket.is_done(),
             State::Message { receipt, .. } => receipt.is_done(),
         }

@@ -1,10 +1,9 @@
 //! The step programs of a pipeline in time.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
+use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, simulate as run};
 use trireme_schedule::pipeline::Span;
-use trireme_schedule::{
-    Action, Message, MessageKind, Outline, Program, ProgramError, StateOf, Stream, validate_pipeline,
-};
+use trireme_schedule::{Action, Message, Program, ProgramError, StateOf, Stream, validate_pipeline};
 
 #[cfg(test)]
 mod tests;
@@ -18,8 +17,8 @@ pub struct StepTimeline {
     pub makespan: u64,
 }
 
-/// Runs the programs of all ranks of one pipeline in simulated time. `ticks` tells what an action of a rank takes, at most
-/// [`TICKS_MAX`](trireme_schedule::pipeline::TICKS_MAX); of a send that is until its message is there, and a receive has none of its own.
+/// Runs the programs of all ranks of one pipeline in [simulated time](trireme_schedule::engine). `ticks` tells what an action of a
+/// rank takes, at most [`TICKS_MAX`](trireme_schedule::pipeline::TICKS_MAX); of a send that is until its message is there, and a receive has none of its own.
 ///
 /// What the device computes goes in the program's order. The other streams run beside it: an action of theirs begins when the
 /// program comes to it and the one before it in its stream has ended; sends of a rank follow each other, and occupy no receiver.
@@ -29,188 +28,163 @@ pub struct StepTimeline {
 /// # Errors
 /// What is wrong with the programs ([`validate_pipeline`]).
 ///
-/// Cost: linear in the actions, but for looking up state that moves.
+/// Cost: linear in the actions, but for looking up what they wait for.
 pub fn simulate(
     programs: &[Program],
     ticks: impl Fn(usize, Action) -> u64,
 ) -> Result<StepTimeline, ProgramError> {
     validate_pipeline(programs)?;
-    let mut clock = Clock::new(programs, ticks);
-    while let Some(rank) = clock.awake.pop_front() {
-        clock.advance(rank);
-    }
-    let ranks: Vec<Vec<Span>> = clock.ranks.into_iter().map(|rank| rank.spans).collect();
+    let mut channels = Channels { messages: BTreeMap::new(), num_ranks: programs.len() };
+    let ranks: Vec<RankEntries> = (programs.iter().enumerate())
+        .map(|(rank, program)| RankEntries::new(rank, program, &|action| ticks(rank, action), &mut channels))
+        .collect();
+    // A host each: nothing shares one.
+    let actors: Vec<Actor<'_>> = (ranks.iter().enumerate())
+        .map(|(host, rank)| Actor { entries: &rank.entries, host, load: 1 })
+        .collect();
+    let found = run(&actors).expect("valid programs end");
+    let span = |interval: Interval| Span { start: interval.start as u64, end: interval.end as u64 };
+    let spans = |(rank, found): (&RankEntries, &Vec<Interval>)| -> Vec<Span> {
+        rank.actions.iter().map(|&entry| span(found[entry])).collect()
+    };
+    let ranks: Vec<Vec<Span>> = ranks.iter().zip(&found).map(spans).collect();
     let makespan = ranks.iter().flatten().map(|span| span.end).max().unwrap_or(0);
     Ok(StepTimeline { ranks, makespan })
 }
 
-/// No time: not done yet.
-const NEVER: u64 = u64::MAX;
-
-/// What actions bring about for a unit and a microbatch.
-#[derive(Clone, Copy)]
-enum Fact {
-    /// What may be sent lies where it was made.
-    Made,
-    /// It has travelled.
-    Sent,
-    /// It lies where it is needed.
-    Arrived,
+/// A channel for each message; the first ones are for what each rank does alone, and that on which all meet.
+struct Channels {
+    messages: BTreeMap<Message, usize>,
+    num_ranks: usize,
 }
 
-/// Of all that may be sent: when each fact came about, by what it is, unit and microbatch.
-struct Times {
-    num_units: usize,
-    num_microbatches: usize,
-    facts: [Vec<u64>; 3],
+const NUM_STREAMS: usize = 4;
+
+impl Channels {
+    fn own(&self, rank: usize, stream: Stream) -> usize {
+        rank * NUM_STREAMS + stream as usize
+    }
+
+    fn meeting(&self) -> usize {
+        self.num_ranks * NUM_STREAMS
+    }
+
+    fn message(&mut self, message: Message) -> usize {
+        let next = self.meeting() + 1 + self.messages.len();
+        *self.messages.entry(message).or_insert(next)
+    }
 }
 
-impl Times {
-    fn of(programs: &[Program]) -> Times {
-        let sizes = |size: fn(&Outline) -> usize| {
-            programs.iter().map(|program| size(&program.outline)).max().unwrap_or(0)
+/// What a rank does.
+struct RankEntries {
+    entries: Vec<Entry>,
+    /// The entry of each action.
+    actions: Vec<usize>,
+    /// Numbers under which the last of each was issued.
+    gathered: BTreeMap<usize, usize>,
+    fetched: BTreeMap<StateOf, usize>,
+    received: BTreeMap<Message, usize>,
+    /// The same of each stream.
+    last: [Option<usize>; NUM_STREAMS],
+    num_issued: usize,
+}
+
+impl RankEntries {
+    fn new(rank: usize, program: &Program, ticks: &dyn Fn(Action) -> u64, channels: &mut Channels) -> Self {
+        let (entries, actions) = (Vec::new(), Vec::with_capacity(program.actions.len()));
+        let (gathered, fetched, received) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
+        let mut made = RankEntries {
+            entries,
+            actions,
+            gathered,
+            fetched,
+            received,
+            last: [None; NUM_STREAMS],
+            num_issued: 0,
         };
-        let num_units = sizes(|outline| outline.chain.num_units);
-        let num_microbatches = sizes(|outline| outline.num_microbatches);
-        let never = vec![NEVER; MessageKind::ALL.len() * num_units * num_microbatches];
-        Times { num_units, num_microbatches, facts: [never.clone(), never.clone(), never] }
-    }
-
-    fn at(&mut self, fact: Fact, Message { kind, unit, microbatch }: Message) -> &mut u64 {
-        let row = kind as usize * self.num_units + unit;
-        &mut self.facts[fact as usize][row * self.num_microbatches + microbatch]
-    }
-}
-
-/// How far a rank has come.
-struct RankClock {
-    spans: Vec<Span>,
-    /// When each stream has done what was issued.
-    streams: [u64; 4],
-    /// When what was gathered or fetched last is at hand: parameters by unit, and state.
-    whole: BTreeMap<usize, u64>,
-    fetched: BTreeMap<StateOf, u64>,
-    /// When all streams are done, once it has come to its first `STEP` or to its end.
-    is_reduced: Option<u64>,
-}
-
-struct Clock<'a, Ticks> {
-    programs: &'a [Program],
-    ticks: Ticks,
-    times: Times,
-    ranks: Vec<RankClock>,
-    /// Ranks that may be able to continue.
-    awake: VecDeque<usize>,
-}
-
-impl<'a, Ticks: Fn(usize, Action) -> u64> Clock<'a, Ticks> {
-    fn new(programs: &'a [Program], ticks: Ticks) -> Self {
-        let rank = |program: &Program| RankClock {
-            spans: Vec::with_capacity(program.actions.len()),
-            streams: [0; 4],
-            whole: BTreeMap::new(),
-            fetched: BTreeMap::new(),
-            is_reduced: None,
-        };
-        Clock {
-            programs,
-            ticks,
-            times: Times::of(programs),
-            ranks: programs.iter().map(rank).collect(),
-            awake: (0..programs.len()).collect(),
+        let is_asynchronous = program.outline.asynchronous.is_some();
+        let mut has_met = false;
+        for &action in &program.actions {
+            made.await_needs(program, action);
+            let is_step = matches!(action, Action::Step { .. });
+            if is_step && is_asynchronous {
+                made.await_all();
+            } else if is_step && !std::mem::replace(&mut has_met, true) {
+                made.meet(channels);
+            }
+            made.actions.push(made.entries.len());
+            let length = Length::fixed(ticks(action) as f64);
+            match action {
+                _ if action.stream() == Stream::Compute => made.entries.push(Entry::Compute(length)),
+                Action::Receive(message) => {
+                    let channel = channels.message(message);
+                    let number = made.issue(channel, channel, false, Length::fixed(0.0));
+                    made.received.insert(message, number);
+                }
+                Action::Send(message) => {
+                    let stream = channels.own(rank, Stream::Pipeline);
+                    let number = made.issue(channels.message(message), stream, true, length);
+                    made.last[Stream::Pipeline as usize] = Some(number);
+                }
+                _ => {
+                    let own = channels.own(rank, action.stream());
+                    let number = made.issue(own, own, true, length);
+                    made.last[action.stream() as usize] = Some(number);
+                    match action {
+                        Action::Unshard { unit } => drop(made.gathered.insert(unit, number)),
+                        Action::Fetch(state) => drop(made.fetched.insert(state, number)),
+                        _ => (),
+                    }
+                }
+            }
         }
-    }
-
-    /// Does what the rank can do.
-    fn advance(&mut self, rank: usize) {
-        while let Some(&action) = self.programs[rank].actions.get(self.ranks[rank].spans.len()) {
-            let Some(ready) = self.ready(rank, action) else { return };
-            let streams = &mut self.ranks[rank].streams;
-            let now = streams[Stream::Compute as usize];
-            let span = if matches!(action, Action::Receive(_)) {
-                Span { start: now, end: now.max(ready) }
-            } else {
-                let stream = &mut streams[action.stream() as usize];
-                let start = now.max(ready).max(*stream);
-                *stream = start + (self.ticks)(rank, action);
-                Span { start, end: *stream }
-            };
-            self.ranks[rank].spans.push(span);
-            self.note(rank, action, span.end);
+        if !has_met && !is_asynchronous {
+            made.meet(channels);
         }
-        self.reduce(rank);
+        made
     }
 
-    /// When all that an action works with is at hand, if that is known.
-    fn ready(&mut self, rank: usize, action: Action) -> Option<u64> {
-        let outline = &self.programs[rank].outline;
-        let where_made = |unit| if outline.holds(unit) { Fact::Made } else { Fact::Arrived };
-        let result = match action {
+    fn issue(&mut self, channel: usize, stream: usize, starts: bool, length: Length) -> usize {
+        let job = Job { channel, num_starts: 1, starts, stream, load: 0, length };
+        self.entries.push(Entry::Issue(self.num_issued, job));
+        self.num_issued += 1;
+        self.num_issued - 1
+    }
+
+    /// Waits for what an action reads.
+    fn await_needs(&mut self, program: &Program, action: Action) {
+        let outline = &program.outline;
+        let gathered = outline.reads(action).filter_map(|unit| self.gathered.get(&unit));
+        let fetched = action.uses().iter().filter_map(|&class| self.fetched.get(&action.state(class)));
+        let message = match action {
             Action::Forward { unit, microbatch, .. } if unit > 0 => {
-                *self.times.at(where_made(unit - 1), Message::activation(unit - 1, microbatch))
-            }
-            Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch }
-                if unit + 1 < outline.chain.num_units =>
-            {
-                *self.times.at(where_made(unit + 1), Message::gradient(unit + 1, microbatch))
-            }
-            Action::Receive(message) => *self.times.at(Fact::Sent, message),
-            // A rank that does not drain waits for its own reductions.
-            Action::Step { .. } if outline.asynchronous.is_some() => {
-                self.ranks[rank].streams.into_iter().max()?
-            }
-            Action::Step { .. } => {
-                self.reduce(rank);
-                self.ranks.iter().map(|rank| rank.is_reduced.unwrap_or(NEVER)).max()?
-            }
-            _ => 0,
-        };
-        // A unit's own part of a gradient joins that of the unit which reads its parameters.
-        let tied = action.completed_gradient().and_then(|(unit, microbatch)| {
-            let reader = outline.reader_of(unit)?;
-            Some(*self.times.at(where_made(reader), Message::tied_gradient(unit, microbatch)))
-        });
-        let clock = &self.ranks[rank];
-        let whole = outline.reads(action).filter_map(|unit| clock.whole.get(&unit));
-        let fetched = action.uses().iter().filter_map(|&class| clock.fetched.get(&action.state(class)));
-        let ready = whole.chain(fetched).copied().fold(result.max(tied.unwrap_or(0)), u64::max);
-        (ready != NEVER).then_some(ready)
-    }
-
-    /// Notes what an action has brought about at `end`, and wakes who waits for it.
-    fn note(&mut self, rank: usize, action: Action, end: u64) {
-        let Clock { programs, times, ranks, awake, .. } = self;
-        let outline = &programs[rank].outline;
-        if let Some((reader, microbatch)) = action.completed_gradient()
-            && let Some(&(_, owner)) = outline.chain.ties.iter().find(|(unit, _)| *unit == reader)
-        {
-            *times.at(Fact::Made, Message::tied_gradient(owner, microbatch)) = end;
-        }
-        match action {
-            Action::Forward { unit, microbatch, .. } => {
-                *times.at(Fact::Made, Message::activation(unit, microbatch)) = end;
+                Some(Message::activation(unit - 1, microbatch))
             }
             Action::Backward { unit, microbatch } | Action::BackwardInput { unit, microbatch } => {
-                *times.at(Fact::Made, Message::gradient(unit, microbatch)) = end;
+                Some(Message::gradient(unit + 1, microbatch))
             }
-            Action::Send(message) => {
-                *times.at(Fact::Sent, message) = end;
-                awake.extend(outline.peer(action));
-            }
-            Action::Receive(message) => *times.at(Fact::Arrived, message) = end,
-            Action::Unshard { unit } => drop(ranks[rank].whole.insert(unit, end)),
-            Action::Fetch(state) => drop(ranks[rank].fetched.insert(state, end)),
-            _ => (),
-        }
+            _ => None,
+        };
+        // A unit's own part of a gradient joins that of the unit which reads its parameters.
+        let tied = action.completed_gradient().map(|(unit, batch)| Message::tied_gradient(unit, batch));
+        let received = message.into_iter().chain(tied).filter_map(|message| self.received.get(&message));
+        let awaited: Vec<usize> = gathered.chain(fetched).chain(received).copied().collect();
+        self.entries.extend(awaited.into_iter().map(Entry::Await));
     }
 
-    /// The rank has come to its first `STEP`, or to its end: the last one to do so wakes all.
-    fn reduce(&mut self, rank: usize) {
-        if self.ranks[rank].is_reduced.is_none() {
-            self.ranks[rank].is_reduced = self.ranks[rank].streams.iter().copied().max();
-            if self.ranks.iter().all(|rank| rank.is_reduced.is_some()) {
-                self.awake.extend(0..self.ranks.len());
-            }
-        }
+    /// Waits until all streams of this rank have ended.
+    fn await_all(&mut self) {
+        self.entries.extend(self.last.into_iter().flatten().map(Entry::Await));
+    }
+
+    /// Waits until all streams of all ranks have ended.
+    fn meet(&mut self, channels: &Channels) {
+        self.await_all();
+        let channel = channels.meeting();
+        let (num_starts, length) = (channels.num_ranks, Length::fixed(0.0));
+        let job = Job { channel, num_starts, starts: true, stream: channel, load: 0, length };
+        self.entries.push(Entry::Issue(self.num_issued, job));
+        self.entries.push(Entry::Await(self.num_issued));
+        self.num_issued += 1;
     }
 }

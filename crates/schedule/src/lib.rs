@@ -5,6 +5,7 @@
 
 mod action;
 pub mod collective;
+pub mod engine;
 mod layout;
 pub mod lowering;
 pub mod pipeline;

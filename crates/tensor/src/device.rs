@@ -22,8 +22,8 @@ use crate::memory::MemoryCounter;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
-use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{Category, Cost, DType, Traffic};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use trireme_base::{Category, Cost, DType, Event, Journal, KernelCall, Traffic};
 
 /// How to open a device.
 #[derive(Debug, Clone, Copy, Default)]
@@ -54,6 +54,7 @@ pub struct Device {
     arena: Arc<Arena>,
     counter: Arc<MemoryCounter>,
     cost: Arc<Mutex<Cost>>,
+    journal: Arc<OnceLock<Journal>>,
 }
 
 impl Device {
@@ -86,7 +87,7 @@ impl Device {
         let detected = CpuFeatures::detect();
         let features = options.features_max.map_or(detected, |most| most.min(detected));
         let (cpu, arena) = (Arc::new(Cpu { threads, features }), Arc::new(arena));
-        Device { cpu, arena, counter, cost: Arc::default() }
+        Device { cpu, arena, counter, cost: Arc::default(), journal: Arc::default() }
     }
 
     /// Whether this device [only counts](Device::counting): who fills its memory without a kernel must leave it alone.
@@ -105,8 +106,22 @@ impl Device {
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) = Cost::ZERO;
     }
 
+    /// Notes the kernels of this device and its [hosts](Device::host) from now on. A device keeps one journal; later ones are not
+    /// kept.
+    pub fn keep_journal(&self, journal: &Journal) {
+        self.journal.get_or_init(|| journal.clone());
+    }
+
+    /// The journal that the device keeps.
+    pub fn journal(&self) -> Option<&Journal> {
+        self.journal.get()
+    }
+
     /// Adds the cost of a kernel that begins.
-    fn count(&self, cost: Cost) {
+    fn count(&self, kernel: &'static str, cost: Cost) {
+        if let Some(journal) = self.journal.get() {
+            journal.note(Event::Kernel(KernelCall { kernel, cost }));
+        }
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
 
@@ -122,7 +137,8 @@ impl Device {
             false => Arena::reserve(Arc::clone(&counter)),
         };
         let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));
-        Ok(Device { cpu, arena, counter, cost: Arc::default() })
+        let journal = Arc::clone(&self.journal);
+        Ok(Device { cpu, arena, counter, cost: Arc::default(), journal })
     }
 
     /// Gives memory that is not in use back to the system, after something that took much of it for once.
@@ -171,7 +187,7 @@ impl Device {
 
     /// Sets all elements to 0.
     pub fn zero(&self, mut x: ViewMut<'_>) {
-        self.count(Cost::ZERO.writes(x.num_bytes()));
+        self.count("zero", Cost::ZERO.writes(x.num_bytes()));
         if !self.is_counting() {
             x.zero();
         }
@@ -193,7 +209,7 @@ impl Device {
     /// If the shapes differ.
     pub fn convert(&self, x: View<'_>, mut y: ViewMut<'_>) {
         assert_eq!(x.shape(), y.shape());
-        self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("convert", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
             self.cpu.convert::<X, Y>(x.elements(), y.elements());
         }));
@@ -208,7 +224,7 @@ impl Device {
         if x.dtype().is_float() {
             return self.convert(x, y);
         }
-        self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("copy", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
         if !self.is_counting() {
             y.copy_from(x);
         }
@@ -227,7 +243,10 @@ impl Device {
         mut y: ViewMut<'_>,
     ) -> f32 {
         assert_eq!(x.shape(), y.shape());
-        self.count(each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(
+            "quantize_fp8",
+            each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()),
+        );
         with_element!(x.dtype() => |T| {
             self.cpu.quantize_fp8::<T>(x.elements(), y.elements(), format, scale_exponent)
         })
@@ -238,7 +257,7 @@ impl Device {
     /// # Panics
     /// If the lengths differ.
     pub fn copy_bytes(&self, from: &[u8], to: &mut [u8]) {
-        self.count(Cost::ZERO.reads(from.len()).writes(to.len()));
+        self.count("copy_bytes", Cost::ZERO.reads(from.len()).writes(to.len()));
         assert_eq!(from.len(), to.len());
         if !self.is_counting() {
             to.copy_from_slice(from);
@@ -265,13 +284,16 @@ impl Device {
     ) -> Result<(), DeviceError> {
         let cost = Cost::products(&[2, out.shape().num_elements(), sides(&left).1]);
         let cost = cost.reads(left.0.num_bytes() + right.0.num_bytes());
-        self.count(match epilogue {
-            MatmulEpilogue::Overwrite => cost.writes(out.num_bytes()),
-            MatmulEpilogue::Accumulate => cost.updates(out.num_bytes()),
-            MatmulEpilogue::Add { residual, .. } => {
-                cost.reads(residual.map_or(0, size_of_val)).writes(out.num_bytes())
-            }
-        });
+        self.count(
+            "matmul",
+            match epilogue {
+                MatmulEpilogue::Overwrite => cost.writes(out.num_bytes()),
+                MatmulEpilogue::Accumulate => cost.updates(out.num_bytes()),
+                MatmulEpilogue::Add { residual, .. } => {
+                    cost.reads(residual.map_or(0, size_of_val)).writes(out.num_bytes())
+                }
+            },
+        );
         self.uncounted_matmul(precision, left, right, out, epilogue)
     }
 
@@ -297,7 +319,7 @@ impl Device {
 
     /// Sums the rows of `x` into `out`, one value a column.
     pub(crate) fn column_sums(&self, x: View<'_>, mut out: ViewMut<'_>, accumulate: bool) {
-        self.count(written(each(x.shape(), 1).reads(x.num_bytes()), &out, accumulate));
+        self.count("column_sums", written(each(x.shape(), 1).reads(x.num_bytes()), &out, accumulate));
         with_element!(x.dtype() => |T| self.cpu.column_sums::<T>(x.elements(), out.f32s(), accumulate));
     }
 
@@ -306,20 +328,26 @@ impl Device {
     /// # Panics
     /// If there are more than [`LEAVES`](crate::LEAVES) leaves.
     pub fn sum_of_squares(&self, x: View<'_>, leaf_len: usize) -> f64 {
-        self.count(each(x.shape(), 2).reads(x.num_bytes()));
+        self.count("sum_of_squares", each(x.shape(), 2).reads(x.num_bytes()));
         self.cpu.sum_of_squares(x.f32s(), leaf_len)
     }
 
     /// `y = activation(x)`.
     pub(crate) fn activate(&self, activation: Activation, x: View<'_>, mut y: ViewMut<'_>) {
-        self.count(each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count(
+            "activate",
+            each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes()),
+        );
         with_element!(x.dtype() => |T| self.cpu.activate::<T>(activation, x.elements(), y.elements()));
     }
 
     /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
     pub(crate) fn activate_backward(&self, activation: Activation, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
         let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        self.count(each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes()));
+        self.count(
+            "activate_backward",
+            each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes()),
+        );
         with_element!(x.dtype() => |T| {
             self.cpu.activate_backward::<T>(activation, x.elements(), dy.elements());
         });
@@ -329,7 +357,7 @@ impl Device {
     pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, mut y: ViewMut<'_>) {
         let cols = y.shape().cols();
         let cost = each(y.shape(), activation.num_operations() + 1).reads(gate_up.num_bytes());
-        self.count(cost.writes(y.num_bytes()));
+        self.count("gate", cost.writes(y.num_bytes()));
         with_element!(y.dtype() => |T| {
             self.cpu.gate::<T>(activation, gate_up.elements(), y.elements(), cols);
         });
@@ -344,7 +372,10 @@ impl Device {
     ) {
         let cols = dy.shape().cols();
         let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        self.count(each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes()));
+        self.count(
+            "gate_backward",
+            each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes()),
+        );
         with_element!(dy.dtype() => |T| {
             self.cpu.gate_backward::<T>(activation, gate_up.elements(), dy.elements(), cols);
         });

@@ -21,7 +21,7 @@ use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, MemoryUse, OffloadOptions, ParallelError,
-    Placements, RankGrid, SwapOptions, ZeroPlusPlus, chain,
+    Placements, RankGrid, StepEvents, SwapOptions, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Chain, Program, StateClass, StateLayout, validate_pipeline};
@@ -215,7 +215,7 @@ pub(crate) fn build_executor(
     Ok(executor)
 }
 
-/// What a rank of a [dry](Group::dry) world takes while it trains by these programs, one for each rank of its pipeline. `device` is the model's, and only counts.
+/// What a rank of a [dry](Group::dry) world takes, and, if it `notes_events`, does in a step, while it trains by these programs, one for each rank of its pipeline. `device` is the model's, and only counts.
 ///
 /// # Errors
 /// What devices refuse.
@@ -225,8 +225,9 @@ pub fn dry_run(
     programs: Vec<Program>,
     group: Group,
     device: &Device,
-) -> Result<MemoryUse, TrainError> {
-    Ok(new_executor(config, of_model, programs, group, device)?.dry_run()?)
+    notes_events: bool,
+) -> Result<(MemoryUse, Option<StepEvents>), TrainError> {
+    Ok(new_executor(config, of_model, programs, group, device)?.dry_run(notes_events)?)
 }
 
 /// What runs the step of one rank, with weights of zeros. Collective.

@@ -310,7 +310,7 @@ fn dry(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices
     let programs = step_programs(config, chain, choices)?;
     let program = programs[workers.rank / config.data_parallel_degree()].clone();
     let of_model = (model, rehearsal.clone());
-    let found = dry_run(config, of_model, programs, workers.dry_group()?, &device)?;
+    let (found, _) = dry_run(config, of_model, programs, workers.dry_group()?, &device, false)?;
     let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
         at_peak: CategoryBytes::new(found.at_peak),

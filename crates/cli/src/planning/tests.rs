@@ -228,7 +228,7 @@ impl Case {
         let device = Device::counting(self.device_options(None)).unwrap();
         let host = device.host().unwrap();
         let group = Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc).unwrap();
-        self.executor(subject, group, &device, &host).unwrap().dry_run().unwrap()
+        self.executor(subject, group, &device, &host).unwrap().dry_run(false).unwrap().0
     }
 
     /// Holds what a few steps take against what was predicted: to the byte.

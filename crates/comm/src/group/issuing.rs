@@ -5,7 +5,8 @@ use crate::buffer::Storage;
 use crate::engine::Payload;
 use crate::messages::{Messenger, Receipt};
 use crate::{Buffer, CommError, Element, Operation, Work};
-use trireme_base::Rank;
+use std::sync::Arc;
+use trireme_base::{Issued, Rank};
 
 impl Group {
     /// Gives every rank a few bytes of every rank, in rank order.
@@ -19,7 +20,7 @@ impl Group {
         }
         if self.is_dry() {
             // As if all ranks were like this one.
-            return Work::ready(Ok(vec![mine.to_vec(); self.world_size]));
+            return self.dry_work(Operation::AllGatherBytes, vec![mine.to_vec(); self.world_size]);
         }
         let mut blocks = vec![Vec::new(); self.world_size];
         blocks[self.rank.0] = mine.to_vec();
@@ -36,7 +37,7 @@ impl Group {
     /// # Errors
     /// From the work: whatever ends a group.
     pub fn barrier(&self) -> Work<()> {
-        let Some(executor) = &self.executor else { return Work::ready(Ok(())) };
+        let Some(executor) = &self.executor else { return self.dry_work(Operation::Barrier, ()) };
         Work::pending(executor.queue.submit(Operation::Barrier, Payload::Nothing), |_| ())
     }
 
@@ -66,7 +67,14 @@ impl Group {
         issue: fn(&Messenger, Rank, Operation, Storage) -> Receipt,
     ) -> Work<Buffer<T>> {
         match &self.messenger {
-            None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => Work::ready(Ok(buffer)),
+            None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => {
+                let bytes = buffer.len() * size_of::<T>();
+                let peer = self.dry.as_ref().map_or(peer, |dry| dry.members[peer.0]);
+                self.dry_issued(buffer, || match name {
+                    "send" => Issued::Send { to: peer, bytes },
+                    _ => Issued::Receive { from: peer, bytes },
+                })
+            }
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
                 let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
                 let receipt = issue(messenger, peer, operation, buffer.into_storage());
@@ -79,9 +87,25 @@ impl Group {
         }
     }
 
+    /// An operation without a communication thread: of one rank, or of a dry group, which notes it. It has ended.
+    fn dry_work<T>(&self, operation: Operation, result: T) -> Work<T> {
+        let (dtype, len) = operation.elements();
+        self.dry_issued(result, || {
+            let members = self.dry.as_ref().map_or_else(|| Arc::from([]), |dry| Arc::clone(&dry.members));
+            Issued::Collective { operation: operation.name(), len, element_bytes: dtype.size(), members }
+        })
+    }
+
+    fn dry_issued<T>(&self, result: T, issued: impl FnOnce() -> Issued) -> Work<T> {
+        match self.dry.as_ref().filter(|_| self.world_size > 1).and_then(|dry| dry.journal.get()) {
+            Some(journal) => Work::dry(result, journal.clone(), journal.issue(issued())),
+            None => Work::ready(Ok(result)),
+        }
+    }
+
     /// Issues an operation on a vector.
     pub(crate) fn issue<T: Element>(&self, operation: Operation, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let Some(executor) = &self.executor else { return Work::ready(Ok(buffer)) };
+        let Some(executor) = &self.executor else { return self.dry_work(operation, buffer) };
         let ticket = executor.queue.submit(operation, Payload::Vector(buffer.into_storage()));
         Work::pending(ticket, |payload| match payload {
             Payload::Vector(storage) => Buffer::from_storage(storage),
@@ -99,7 +123,7 @@ impl Group {
             if !self.is_dry() {
                 output.copy_from_slice(&input);
             }
-            return Work::ready(Ok((input, output)));
+            return self.dry_work(operation, (input, output));
         };
         let payload = Payload::Pair { input: input.into_storage(), output: output.into_storage() };
         let ticket = executor.queue.submit(operation, payload);
@@ -119,7 +143,7 @@ impl Group {
             if !self.is_dry() {
                 output.copy_from_slice(&input);
             }
-            return Work::ready(Ok((input, output)));
+            return self.dry_work(Operation::AllToAllVariable { dtype: T::DTYPE }, (input, output));
         };
         let operation = Operation::AllToAllVariable { dtype: T::DTYPE };
         let payload = Payload::Variable { input: input.into_storage(), output: output.into_storage(), lens };

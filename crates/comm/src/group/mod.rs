@@ -16,7 +16,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use trireme_base::Rank;
+use trireme_base::{Journal, Rank};
 use trireme_schedule::collective::{Algorithm, Collective, CostModel, Hosts};
 
 /// Bytes a rank may give to [`Group::all_gather_bytes`].
@@ -57,6 +57,16 @@ pub struct Group {
     executor: Option<Executor>,
     /// Absent in a world of one and in a dry one.
     messenger: Option<Messenger>,
+    /// Of a dry group.
+    dry: Option<Dry>,
+}
+
+/// What a dry group notes.
+#[derive(Clone)]
+struct Dry {
+    journal: Arc<OnceLock<Journal>>,
+    /// The group's ranks, as ranks of the world.
+    members: Arc<[Rank]>,
 }
 
 struct Executor {
@@ -100,6 +110,7 @@ impl Group {
             num_splits: AtomicU64::new(0),
             executor: Some(Executor { queue, thread: Some(thread), recorder }),
             messenger: Some(messenger),
+            dry: None,
         })
     }
 
@@ -125,6 +136,7 @@ impl Group {
             num_splits: AtomicU64::new(0),
             executor: None,
             messenger: None,
+            dry: None,
         }
     }
 
@@ -143,16 +155,28 @@ impl Group {
         let arena = Some(Arena::dry().map_err(fail)?);
         let recorder = FlightRecorder::new(rank, hosts.world_size());
         let alone = Group::alone(arena, Home::inproc(), &GroupOptions::default(), recorder);
-        Ok(alone.dry_part(rank, hosts, transport))
+        let members = (0..hosts.world_size()).map(Rank).collect();
+        let dry = Dry { journal: Arc::default(), members };
+        Ok(alone.dry_part(rank, hosts, transport, dry))
+    }
+
+    /// Notes the operations of this dry world from now on, and when they are waited for. A world keeps one journal; later ones are
+    /// not kept.
+    ///
+    /// # Panics
+    /// If the group is not dry.
+    pub fn keep_journal(&self, journal: &Journal) {
+        self.dry.as_ref().expect("dry groups keep journals").journal.get_or_init(|| journal.clone());
     }
 
     /// The dry group of these ranks, with the memory and options of this one.
-    fn dry_part(self, rank: Rank, hosts: Hosts, transport: TransportKind) -> Group {
+    fn dry_part(self, rank: Rank, hosts: Hosts, transport: TransportKind, dry: Dry) -> Group {
         let world_size = hosts.world_size();
         let transport = if world_size == 1 { TransportKind::Single } else { transport };
         let peer_arenas = vec![None; world_size];
         let selection = Selection::new(hosts.clone(), false, Arc::default(), &self.options);
-        Group { rank, world_size, transport, hosts, peer_arenas, selection, ..self }
+        let dry = Some(dry);
+        Group { rank, world_size, transport, hosts, peer_arenas, selection, dry, ..self }
     }
 
     /// Whether the world of this group is not [there](Group::dry).
@@ -172,7 +196,10 @@ impl Group {
             TransportKind::Shm | TransportKind::ShmAndTcp => TransportKind::ShmAndTcp,
             transport => transport,
         };
-        self.singleton().dry_part(Rank(place), hosts, transport)
+        let dry = self.dry.as_ref().expect("a dry group splits into dry groups");
+        let members = members.iter().map(|rank| dry.members[rank.0]).collect();
+        let dry = Dry { journal: Arc::clone(&dry.journal), members };
+        self.singleton().dry_part(Rank(place), hosts, transport, dry)
     }
 
     /// Makes groups of this group's ranks: those that give the same `color` are one group, in the order of their `key`s

@@ -24,7 +24,7 @@ use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use asynchronous::Updates;
-pub use dry::MemoryUse;
+pub use dry::{MemoryUse, StepEvents};
 use means::{Means, global_microbatch};
 use messages::Messages;
 use passes::InFlight;

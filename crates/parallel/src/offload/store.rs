@@ -3,7 +3,7 @@ use crate::counted::Counted;
 use crate::error::ParallelError;
 use std::collections::VecDeque;
 use std::path::PathBuf;
-use trireme_base::DType;
+use trireme_base::{DType, Event, Issued, Journal};
 use trireme_schedule::{StateClass, Tier};
 use trireme_swap::{AlignedBuffer, SwapFile, SwapOptions, Transfer};
 use trireme_tensor::{Category, Device, Tensor};
@@ -61,6 +61,8 @@ struct Disk {
     writes: VecDeque<Transfer>,
     /// Chunks of each block that are on their way back.
     reads: Vec<VecDeque<Transfer>>,
+    /// On a device that only counts, their numbers in its journal.
+    noted_reads: Vec<Option<usize>>,
 }
 
 impl Disk {
@@ -78,6 +80,7 @@ impl Disk {
             first_chunks: Vec::new(),
             writes: VecDeque::with_capacity(WRITES_MAX + 1),
             reads: (0..num_blocks).map(|_| VecDeque::new()).collect(),
+            noted_reads: vec![None; num_blocks],
         })
     }
 
@@ -102,6 +105,9 @@ impl Disk {
     fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
         assert_eq!(num_bytes(memory), self.num_bytes[block], "block {block} is as long as was expected");
         if self.host.is_counting() {
+            if let Some(journal) = self.host.journal() {
+                journal.issue(Issued::DiskWrite { bytes: self.num_bytes[block] });
+            }
             memory(&mut |part| part.release());
             return Ok(());
         }
@@ -149,6 +155,8 @@ impl Disk {
     fn read(&mut self, block: usize) -> Result<(), ParallelError> {
         self.counted.take(Category::Communication, self.read_bytes(block))?;
         if self.host.is_counting() {
+            let issue = |journal: &Journal| journal.issue(Issued::DiskRead { bytes: self.num_bytes[block] });
+            self.noted_reads[block] = self.host.journal().map(issue);
             return Ok(());
         }
         let file = self.file.as_ref().expect("a block is read after it was written");
@@ -163,7 +171,12 @@ impl Disk {
     /// Takes all of `memory` again, and copies a block there, chunk by chunk as they come.
     fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
         let finished = match self.host.is_counting() {
-            true => restore(memory),
+            true => {
+                if let (Some(journal), Some(number)) = (self.host.journal(), self.noted_reads[block].take()) {
+                    journal.note(Event::Await(number));
+                }
+                restore(memory)
+            }
             false => self.copy_read(block, memory),
         };
         self.counted.give(Category::Communication, self.read_bytes(block));

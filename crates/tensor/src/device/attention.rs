@@ -17,7 +17,10 @@ impl Device {
     ) {
         let num_heads = shape.num_heads + shape.num_kv_heads;
         let num_rotated = shape.rows().saturating_mul(num_heads.saturating_mul(shape.head_dim));
-        self.count(Cost::others(&[3, num_rotated]).updates(num_rotated.saturating_mul(qkv.dtype().size())));
+        self.count(
+            "rotary",
+            Cost::others(&[3, num_rotated]).updates(num_rotated.saturating_mul(qkv.dtype().size())),
+        );
         with_element!(qkv.dtype() => |T| self.cpu.rotary::<T>(qkv.elements(), shape, rotary, inverse));
     }
 
@@ -34,7 +37,7 @@ impl Device {
     ) -> Result<(), DeviceError> {
         let num_pairs = rule.num_pairs(shape.seq_len, shape.num_keys);
         let cost = inputs.read(forward_cost(shape, num_pairs));
-        self.count(cost.writes(y.num_bytes()).writes(log_sums.num_bytes()));
+        self.count("attention", cost.writes(y.num_bytes()).writes(log_sums.num_bytes()));
         let log_sums = log_sums.f32s();
         with_element!(y.dtype() => |T| {
             let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, false)])?;
@@ -63,7 +66,7 @@ impl Device {
         let of_positions = |num: usize| num * 2 * shape.kv_cols() * size_of::<f32>();
         let cost = forward_cost(shape, num_pairs).reads(qkv.num_bytes() + of_positions(cache.len));
         let written = y.num_bytes() + log_sums.num_bytes() + of_positions(shape.seq_len);
-        self.count(cost.writes(written));
+        self.count("attention_cached", cost.writes(written));
         let num_elements = self.cpu.attention_scratch::<f32>(shape, cache.len, false);
         let mut scratch = self.activation([num_elements])?;
         let (mut scratch, of) = (scratch.view_mut(), (shape, rule));
@@ -88,7 +91,10 @@ impl Device {
         let products = Cost::products(&[10, shape.batch, shape.output_cols(), num_pairs]);
         let output_bytes = y.num_bytes() + log_sums.num_bytes() + dy.num_bytes();
         let written_bytes = d_queries.num_bytes() + d_keys_values.as_ref().map_or(0, ViewMut::num_bytes);
-        self.count(inputs.read(products + exponentials).reads(output_bytes).writes(written_bytes));
+        self.count(
+            "attention_backward",
+            inputs.read(products + exponentials).reads(output_bytes).writes(written_bytes),
+        );
         with_element!(y.dtype() => |T| {
             let mut scratch = self.activation([self.cpu.attention_scratch::<T>(shape, 0, true)])?;
             let mut scratch = scratch.view_mut();

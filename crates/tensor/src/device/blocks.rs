@@ -19,7 +19,7 @@ impl Device {
     ) {
         assert_eq!(x.dtype(), y.dtype());
         let num_bytes = blocks.0 * blocks.1 * x.dtype().size();
-        self.count(Cost::ZERO.reads(num_bytes).writes(num_bytes));
+        self.count("copy_blocks", Cost::ZERO.reads(num_bytes).writes(num_bytes));
         with_word!(x.dtype() => |W| self.cpu.copy_blocks::<W>((x.words(), from), (y.words(), to), blocks));
     }
 
@@ -30,19 +30,19 @@ impl Device {
         (mut y, dims): (ViewMut<'_>, [usize; 4]),
     ) {
         assert_eq!(x.dtype(), y.dtype());
-        self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("permute", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
         with_word!(x.dtype() => |W| self.cpu.permute::<W>((x.words(), strides), (y.words(), dims)));
     }
 
     /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`.
     pub(crate) fn sum_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count(each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("sum_dim", each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.sum_dim::<T>(x.elements(), dims, factor, y.elements()));
     }
 
     /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
     pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count(each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("spread_dim", each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.spread_dim::<T>(x.elements(), dims, factor, y.elements()));
     }
 
@@ -52,7 +52,7 @@ impl Device {
     /// If an id is that of no row.
     pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, mut y: ViewMut<'_>) {
         assert_eq!(x.dtype(), y.dtype());
-        self.count(Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes()));
+        self.count("gather_rows", Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes()));
         let (ids, cols) = (ids.u32s(), x.shape().cols());
         with_word!(x.dtype() => |W| self.cpu.gather_rows::<W>(x.words(), ids, cols, y.words()));
     }
@@ -60,14 +60,14 @@ impl Device {
     /// Softmax of each row. A row of nothing but negative infinity gives NaN.
     pub(crate) fn softmax(&self, x: View<'_>, mut y: ViewMut<'_>) {
         let cols = x.shape().cols();
-        self.count(each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("softmax", each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.softmax::<T>(x.elements(), cols, y.elements()));
     }
 
     /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
     pub(crate) fn softmax_backward(&self, y: View<'_>, mut dy: ViewMut<'_>) {
         let cols = y.shape().cols();
-        self.count(each(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes()));
+        self.count("softmax_backward", each(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes()));
         with_element!(y.dtype() => |T| self.cpu.softmax_backward::<T>(y.elements(), cols, dy.elements()));
     }
 }

@@ -19,14 +19,14 @@ impl Device {
         function: impl Fn(f32) -> f32 + Sync,
     ) {
         assert_eq!(x.shape(), y.shape());
-        self.count(each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("map", each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.map::<T>(x.elements(), y.elements(), function));
     }
 
     /// Sets element `i` of `x` to 0 where word `first + i` of the stream lies below `rate` of its range, else divides it by
     /// `1 - rate`.
     pub(crate) fn dropout(&self, mut x: ViewMut<'_>, key: RandomKey, first: u64, rate: f32) {
-        self.count(each(x.shape(), 1).updates(x.num_bytes()));
+        self.count("dropout", each(x.shape(), 1).updates(x.num_bytes()));
         with_element!(x.dtype() => |T| self.cpu.dropout::<T>(x.elements(), key, first, rate));
     }
 
@@ -43,6 +43,7 @@ impl Device {
     ) {
         assert!(left.shape() == y.shape() && right.shape() == y.shape());
         self.count(
+            "zip",
             each(left.shape(), operations).reads(left.num_bytes() + right.num_bytes()).writes(y.num_bytes()),
         );
         with_element!(y.dtype() => |T| {
@@ -52,7 +53,7 @@ impl Device {
 
     /// `y = function(y)`, as [`map`](Device::map), in the memory of `y`.
     pub fn map_in_place(&self, mut y: ViewMut<'_>, operations: usize, function: impl Fn(f32) -> f32 + Sync) {
-        self.count(each(y.shape(), operations).updates(y.num_bytes()));
+        self.count("map_in_place", each(y.shape(), operations).updates(y.num_bytes()));
         with_element!(y.dtype() => |T| self.cpu.map_in_place::<T>(y.elements(), function));
     }
 
@@ -68,7 +69,7 @@ impl Device {
         function: impl Fn(f32, f32) -> f32 + Sync,
     ) {
         assert_eq!(x.shape(), y.shape());
-        self.count(each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes()));
+        self.count("zip_in_place", each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes()));
         with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
             self.cpu.zip_in_place::<T, U>(y.elements(), x.elements(), function);
         }));
@@ -84,7 +85,7 @@ impl Device {
         compute: impl Fn(usize, &mut [f32]) + Sync,
     ) {
         let read_bytes = inputs.iter().map(View::num_bytes).sum();
-        self.count(each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes()));
+        self.count("for_each_row", each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes()));
         let cols = out.shape().cols();
         self.cpu.for_each_row(out.f32s(), cols, compute);
     }
@@ -94,7 +95,7 @@ impl Device {
     /// # Panics
     /// If the lengths or the types differ.
     pub fn add_assign(&self, mut out: ViewMut<'_>, term: View<'_>) {
-        self.count(each(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes()));
+        self.count("add_assign", each(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes()));
         with_element!(term.dtype() => |T| {
             self.cpu.zip_in_place::<T, T>(out.elements(), term.elements(), |out, term| out + term);
         });
@@ -113,7 +114,10 @@ impl Device {
     ) {
         assert_eq!(left.shape(), right.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
-        self.count(each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes()));
+        self.count(
+            "zip_sum_rows",
+            each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes()),
+        );
         let cols = left.shape().cols();
         with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
             let operands = (left.elements(), right.elements());

@@ -22,7 +22,7 @@ impl Device {
     ) {
         let bias = bias.map(|bias| bias.f32s());
         let cost = each(x.shape(), NORM_OPERATIONS).reads(x.num_bytes());
-        self.count(cost.writes(y.num_bytes()).writes(statistics.num_bytes()));
+        self.count("norm", cost.writes(y.num_bytes()).writes(statistics.num_bytes()));
         with_element!(y.dtype() => |T| {
             self.cpu.norm::<T>(x.f32s(), weight.f32s(), bias, kind, y.elements(), statistics.f32s());
         });
@@ -38,7 +38,7 @@ impl Device {
         accumulate: bool,
     ) {
         let cost = each(x.shape(), NORM_INPUT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
-        self.count(written(cost, &dx, accumulate));
+        self.count("norm_backward_input", written(cost, &dx, accumulate));
         let rows = Normalised { x: x.f32s(), weight: weight.f32s(), statistics: statistics.f32s(), kind };
         with_element!(dy.dtype() => |T| {
             self.cpu.norm_backward_input::<T>(rows, dy.elements(), dx.f32s(), accumulate);
@@ -56,7 +56,7 @@ impl Device {
     ) {
         let cost =
             each(x.shape(), NORM_WEIGHT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
-        self.count(written(cost, &d_weight, accumulate));
+        self.count("norm_backward_weight", written(cost, &d_weight, accumulate));
         let (x, statistics, d_weight) = (x.f32s(), statistics.f32s(), d_weight.f32s());
         with_element!(dy.dtype() => |T| {
             self.cpu.norm_backward_weight::<T>(x, dy.elements(), statistics, d_weight, accumulate);
@@ -69,7 +69,7 @@ impl Device {
     /// If the shapes differ.
     pub(crate) fn round(&self, precision: Precision, x: View<'_>, mut y: ViewMut<'_>) {
         assert_eq!(x.shape(), y.shape());
-        self.count(Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
+        self.count("round", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
         with_element!(x.dtype() => |T| with_element!(precision.dtype() => |P| {
             self.cpu.round::<T, P>(x.elements(), y.f32s());
         }));
@@ -87,7 +87,7 @@ impl Device {
     ) {
         let num_elements = out.shape().num_elements();
         let cost = Cost::others(&[usize::from(positions.is_some()), num_elements]).reads(ids.num_bytes());
-        self.count(cost.reads(num_elements * table.dtype().size()).writes(out.num_bytes()));
+        self.count("embedding", cost.reads(num_elements * table.dtype().size()).writes(out.num_bytes()));
         with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
             let positions = positions.map(|positions| positions.elements());
             let (ids, table, at) = (ids.u32s(), table.elements(), (seq_len, first_position));
@@ -106,7 +106,10 @@ impl Device {
         let cols = out.shape().cols();
         let num_read = bags.ids.len().saturating_mul(cols);
         let cost = Cost::others(&[num_read]).reads(size_of_val(bags.ids));
-        self.count(cost.reads(num_read.saturating_mul(table.dtype().size())).writes(out.num_bytes()));
+        self.count(
+            "embedding_bag",
+            cost.reads(num_read.saturating_mul(table.dtype().size())).writes(out.num_bytes()),
+        );
         with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
             self.cpu.embedding_bag::<T, P>(bags, table.elements(), cols, out.f32s());
         }));
@@ -116,7 +119,7 @@ impl Device {
     pub(crate) fn embedding_bag_backward(&self, bags: Bags<'_>, dy: View<'_>, mut d_table: ViewMut<'_>) {
         let num_added = bags.ids.len().saturating_mul(dy.shape().cols());
         let cost = Cost::others(&[num_added]).reads(dy.num_bytes()).reads(size_of_val(bags.ids));
-        self.count(cost.updates(num_added.saturating_mul(DType::F32.size())));
+        self.count("embedding_bag_backward", cost.updates(num_added.saturating_mul(DType::F32.size())));
         self.cpu.embedding_bag_backward(bags, dy.f32s(), dy.shape().cols(), d_table.f32s());
     }
 
@@ -127,7 +130,10 @@ impl Device {
 
     /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
     pub(crate) fn position_backward(&self, dy: View<'_>, seq_len: usize, mut d_positions: ViewMut<'_>) {
-        self.count(each(dy.shape(), 1).reads(dy.num_bytes()).updates(d_positions.num_bytes()));
+        self.count(
+            "position_backward",
+            each(dy.shape(), 1).reads(dy.num_bytes()).updates(d_positions.num_bytes()),
+        );
         self.cpu.position_backward(dy.f32s(), seq_len, dy.shape().cols(), d_positions.f32s());
     }
 
@@ -140,7 +146,7 @@ impl Device {
         mut statistics: ViewMut<'_>,
     ) {
         let cost = each(logits.shape(), Cost::EXP + 3).reads(logits.num_bytes());
-        self.count(cost.updates(statistics.num_bytes()));
+        self.count("softmax_statistics", cost.updates(statistics.num_bytes()));
         self.cpu.softmax_statistics(logits.f32s(), targets.u32s(), chunk, statistics.f32s());
     }
 
@@ -156,7 +162,7 @@ impl Device {
     ) {
         let cost =
             each(logits.shape(), Cost::EXP + 2).reads(logits.num_bytes()).reads(statistics.num_bytes());
-        self.count(cost.writes(gradient.num_bytes()));
+        self.count("cross_entropy_gradient", cost.writes(gradient.num_bytes()));
         let (logits, targets, statistics) = (logits.f32s(), targets.u32s(), statistics.f32s());
         with_element!(gradient.dtype() => |T| {
             self.cpu.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient.elements());

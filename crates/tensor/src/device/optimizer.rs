@@ -33,7 +33,7 @@ impl Device {
         sums: &mut [[f64; 2]],
     ) {
         assert!(states.len() <= 2, "an update has at most two states");
-        self.count(update_cost(pieces, updates, states));
+        self.count("update", update_cost(pieces, updates, states));
         let mut slices = [StateSlice::Absent; 2];
         slices.iter_mut().zip(states).for_each(|(slice, state)| *slice = state.slice());
         self.cpu.update((pieces, updates), parameters.f32s(), grads.f32s(), slices, noise, sums);
@@ -76,6 +76,7 @@ impl Device {
     ) {
         assert_eq!(cols.len(), matrix.part.cols);
         self.count(
+            "factored_sums",
             Cost::others(&[4, matrix.part.held.len()]).reads(2 * DType::F32.size() * matrix.part.held.len()),
         );
         self.cpu.row_squares(&matrix.part, grads.f32s(), scale, rows);
@@ -91,7 +92,7 @@ impl Device {
         grads: View<'_>,
         sums: &mut [[f64; 2]],
     ) {
-        self.count(factored_cost(pieces));
+        self.count("factored_squares", factored_cost(pieces));
         self.cpu.factored_squares(pieces, step, grads.f32s(), sums);
     }
 
@@ -104,7 +105,10 @@ impl Device {
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
-        self.count(factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements()));
+        self.count(
+            "factored_update",
+            factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements()),
+        );
         self.cpu.factored_update(pieces, step, parameters.f32s(), grads.f32s());
     }
 
@@ -128,7 +132,7 @@ impl Device {
         let products = Cost::products(&[num_steps, 2 * side, side, 2 * rows.max(cols) + side]);
         let others =
             Cost::others(&[2 * num_steps + 5, rows, cols]) + Cost::others(&[3 * num_steps, side, side]);
-        self.count((products + others).updates(matrix.num_bytes()));
+        self.count("orthogonalize", (products + others).updates(matrix.num_bytes()));
         let mut gram = self.activation([side, side])?;
         let mut polynomial = self.activation([side, side])?;
         let mut product = self.activation([rows, cols])?;

@@ -9,7 +9,7 @@ impl Device {
     /// # Panics
     /// If the message has not as many bytes as the format gives it.
     pub fn quantize(&self, x: View<'_>, format: IntegerFormat, message: &mut [u8]) {
-        self.count(each(x.shape(), 4).reads(x.num_bytes()).writes(message.len()));
+        self.count("quantize", each(x.shape(), 4).reads(x.num_bytes()).writes(message.len()));
         self.cpu.quantize(x.f32s(), format, message);
     }
 
@@ -18,7 +18,7 @@ impl Device {
     /// # Panics
     /// As [`quantize`](Device::quantize).
     pub fn dequantize(&self, message: &[u8], format: IntegerFormat, mut y: ViewMut<'_>) {
-        self.count(each(y.shape(), 2).reads(message.len()).writes(y.num_bytes()));
+        self.count("dequantize", each(y.shape(), 2).reads(message.len()).writes(y.num_bytes()));
         with_element!(y.dtype() => |T| self.cpu.dequantize::<T>(message, format, y.elements()));
     }
 
@@ -27,7 +27,7 @@ impl Device {
     /// # Panics
     /// As [`quantize`](Device::quantize).
     pub fn add_dequantized(&self, message: &[u8], format: IntegerFormat, mut y: ViewMut<'_>) {
-        self.count(each(y.shape(), 3).reads(message.len()).updates(y.num_bytes()));
+        self.count("add_dequantized", each(y.shape(), 3).reads(message.len()).updates(y.num_bytes()));
         self.cpu.add_dequantized(message, format, y.f32s());
     }
 }
