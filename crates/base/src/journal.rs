@@ -63,6 +63,8 @@ pub enum Event {
     Issue(usize, Issued),
     /// What was issued under this number was waited for.
     Await(usize),
+    /// The kernel before has ended, and none follows at once.
+    Pause,
 }
 
 /// Notes what devices and groups do that keep it. Clones are one journal.

@@ -102,7 +102,7 @@ pub fn run_command() -> ExitCode {
         Command::Generate(args) => commands::generate::run(&args),
         Command::Checkpoint(args) => commands::checkpoint::run(&args),
         Command::Config(args) => commands::config::run(&args),
-        Command::Plan(args) => commands::plan::run(&args, None),
+        Command::Plan(args) => commands::plan::run(&args, None, started),
         Command::Report(args) => commands::report::run(&args),
         Command::Doctor(args) => commands::doctor::run(&args),
         Command::Bench(args) => commands::bench::run(&args, started),
@@ -119,7 +119,7 @@ pub fn run(task: impl Task + 'static) -> ExitCode {
     let task: Arc<dyn Task> = Arc::new(task);
     within_process(|started| match TaskArguments::parse().command {
         TaskCommand::Train(args) => commands::train::run(&args, started, Some(&task)),
-        TaskCommand::Plan(args) => commands::plan::run(&args, Some(&*task)),
+        TaskCommand::Plan(args) => commands::plan::run(&args, Some(&*task), started),
         TaskCommand::Report(args) => commands::report::run(&args),
         TaskCommand::ProveKernels(args) => commands::prove_kernels::run(&args),
     })

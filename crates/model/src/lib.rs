@@ -6,6 +6,7 @@
 mod bundle;
 mod config;
 mod error;
+mod exercise;
 mod families;
 mod generate;
 mod model;

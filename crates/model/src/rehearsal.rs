@@ -6,11 +6,11 @@ use crate::model::Model;
 use crate::unit::UnitPass;
 use std::cell::Cell;
 use std::sync::Arc;
-use trireme_base::{Cost, DType, UnitPasses};
+use trireme_base::{Cost, DType, Event, RandomKey, UnitPasses};
 use trireme_tensor::tape::{Metric, Recording};
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
-    ParameterSource, ParameterSpan, Parameters, Precision, Tape, Tensor, View,
+    ParameterSource, ParameterSpan, Parameters, Precision, Tape, Tensor, View, ViewMut,
 };
 
 /// What the passes of a model over microbatches of one shape are.
@@ -189,9 +189,9 @@ fn check_outputs(
 
 /// Parameters that note whether they are read.
 #[derive(Debug)]
-struct Watched<'a> {
-    parameters: &'a Parameters,
-    was_read: Cell<bool>,
+pub(crate) struct Watched<'a> {
+    pub(crate) parameters: &'a Parameters,
+    pub(crate) was_read: Cell<bool>,
 }
 
 impl ParameterSource for Watched<'_> {
@@ -201,12 +201,12 @@ impl ParameterSource for Watched<'_> {
     }
 }
 
-struct Rehearser<'a> {
-    model: &'a Model,
-    device: &'a Device,
-    precision: Precision,
-    fp8: Option<&'a Arc<Fp8Scales>>,
-    parameters: &'a Watched<'a>,
+pub(crate) struct Rehearser<'a> {
+    pub(crate) model: &'a Model,
+    pub(crate) device: &'a Device,
+    pub(crate) precision: Precision,
+    pub(crate) fp8: Option<&'a Arc<Fp8Scales>>,
+    pub(crate) parameters: &'a Watched<'a>,
 }
 
 impl Rehearser<'_> {
@@ -223,12 +223,15 @@ impl Rehearser<'_> {
         self.device.memory().restart_peaks();
         self.parameters.was_read.set(false);
         let made = pass()?;
+        if let Some(journal) = self.device.journal() {
+            journal.note(Event::Pause);
+        }
         let peak = self.device.memory().usage(Category::Activations).peak;
         Ok((made, peak, self.device.cost()))
     }
 
     /// What the passes of a unit are that reads `inputs`, what it passes on, and the names of what it reads of the batch.
-    fn unit(
+    pub(crate) fn unit(
         &self,
         unit: usize,
         inputs: Bundle<Tensor>,
@@ -329,12 +332,17 @@ impl Rehearser<'_> {
         UnitPass::forward(self.model.unit(unit), tape, self.parameters, inputs, batch)
     }
 
-    fn tensors<'a>(
+    /// Tensors like these: floats as activations are, and zeros.
+    pub(crate) fn tensors<'a>(
         &self,
         specs: impl IntoIterator<Item = &'a TensorSpec>,
     ) -> Result<Bundle<Tensor>, DeviceError> {
         let tensor = |spec: &TensorSpec| {
-            Ok((spec.name, self.device.empty(spec.shape, spec.dtype, Category::Activations)?))
+            let mut tensor = self.device.empty(spec.shape, spec.dtype, Category::Activations)?;
+            if !self.device.is_counting() {
+                fill(self.device, tensor.view_mut())?;
+            }
+            Ok((spec.name, tensor))
         };
         specs.into_iter().map(tensor).collect()
     }
@@ -349,6 +357,20 @@ impl Rehearser<'_> {
         let _alike = self.tensors(&tensors.specs().collect::<Vec<_>>())?;
         Ok(self.in_use() - before)
     }
+}
+
+fn fill(device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
+    if values.dtype() == DType::U32 {
+        device.zero(values);
+        return Ok(());
+    }
+    let mut floats = device.empty(values.shape(), DType::F32, Category::Activations)?;
+    RandomKey::new(0, "values").fill_normal(floats.view_mut().f32s(), 1.0);
+    device.convert(floats.view(), values);
+    if let Some(journal) = device.journal() {
+        journal.note(Event::Pause);
+    }
+    Ok(())
 }
 
 /// Takes gradients and forgets them.

@@ -9,6 +9,7 @@ mod offload;
 mod recomputation;
 mod report;
 mod sizes;
+mod step_time;
 mod timeline;
 mod usage;
 
@@ -16,5 +17,6 @@ pub use offload::{MemoryBounds, Placing, Traffic, fit_places};
 pub use recomputation::{Choice, Room, choose_keeps, fit_keeps};
 pub use report::table;
 pub use sizes::{BatchMemory, StateSizes, UnitSizes};
+pub use step_time::{RankEvents, Rates, StepTime, step_time};
 pub use timeline::{StepTimeline, simulate};
 pub use usage::{CategoryBytes, DryRun, Prediction};

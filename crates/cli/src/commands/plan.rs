@@ -1,14 +1,19 @@
 //! `trireme plan`.
 
+use super::bench::{launch_workers, recorder_folder};
+use super::train::world_options;
 use crate::console::{Output, columns, parameters};
+use crate::launch::{WorkerEnvironment, work_in_world};
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Drawing, Job, Plan, Source, Workers, language_model};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 use trireme_base::Bytes;
-use trireme_planner::table;
+use trireme_comm::{Group, single};
+use trireme_planner::{StepTime, table};
 use trireme_train::config::{Config, Subject};
 use trireme_train::{Samples, Task};
 
@@ -18,6 +23,8 @@ Examples:
       The peak memory of the config's workers.
   trireme plan my.toml --workers 4 --set parallelism.zero_stage=3
       The same for four workers that shard all training state.
+  trireme plan my.toml --time
+      How long a step takes on this machine, too.
   trireme plan my.toml --set memory.device_budget=512MiB --set activation_checkpoint.mode=auto
       The least recomputation that fits into 512 MiB. If nothing fits, fails and suggests changes.
   trireme plan my.toml --set memory.device_budget=512MiB --set offload.activations=auto
@@ -46,6 +53,13 @@ pub(crate) struct PlanArgs {
     /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
+    /// Also predict the time of a step on this machine. Runs the kernels of each kind of unit and the operations between
+    /// workers by themselves for some seconds, in as many processes as there are workers.
+    #[arg(long)]
+    time: bool,
+    /// Print only the predicted time, as one line of JSON.
+    #[arg(long, requires = "time")]
+    json: bool,
     /// Also print the step program.
     #[arg(long)]
     program: bool,
@@ -61,7 +75,7 @@ pub(crate) struct PlanArgs {
 }
 
 /// Runs `trireme plan`.
-pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>) -> Result<()> {
+pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> Result<()> {
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
@@ -69,20 +83,67 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>) -> Result<()> {
     let config = source.load(&[])?;
     let limit = MemoryLimit::of_this_process();
     let simd = Simd::choose(Proof::Cached)?;
-    simd.warn();
+    let environment = WorkerEnvironment::of_this_process()?.filter(|_| args.time);
+    if environment.is_none() {
+        simd.warn();
+    }
     let workers = Workers::local(&config, &limit, simd.level);
     match own {
         Some(task) => {
             let sample = Samples::open(task, &config)?.train.sample();
             let blueprint = Blueprint::Task { task, sample: &sample };
-            show(args, Job { config: &config, source, blueprint, workers })
+            tell(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
         }
         None => {
             let model = language_model(&config)?;
             let blueprint = Blueprint::Language { model: &model, seq_len: config.training().seq_len };
-            show(args, Job { config: &config, source, blueprint, workers })
+            tell(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
         }
     }
+}
+
+/// A worker measures; the command itself tells what a step takes, and starts the workers.
+fn tell(
+    args: &PlanArgs,
+    job: Job<'_>,
+    (environment, simd, started): (Option<WorkerEnvironment>, &Simd, Instant),
+) -> Result<()> {
+    let config = job.config;
+    if let Some(environment) = environment {
+        let options = world_options(config, &environment)?;
+        return work_in_world(options, recorder_folder(), |world| show_time(args, job, world));
+    }
+    if !args.json {
+        show(args, job)?;
+    }
+    match config.world_size() {
+        _ if !args.time => Ok(()),
+        1 => show_time(args, job, single()),
+        num_workers => launch_workers(num_workers, started, Some(simd)),
+    }
+}
+
+fn show_time(args: &PlanArgs, job: Job<'_>, world: Group) -> Result<()> {
+    let plan = Plan::largest(job)?;
+    let Some(StepTime { seconds, ranks }) = plan.step_time(job, world)? else { return Ok(()) };
+    let num_samples = job.config.training().global_batch_size as f64;
+    let text = match args.json {
+        true => format!(
+            "{}\n",
+            serde_json::json!({ "step_seconds": seconds, "samples_per_second": num_samples / seconds })
+        ),
+        false => {
+            let (busy, rank) = (ranks.iter().map(|[busy, _]| busy).zip(0..))
+                .max_by(|(left, _), (right, _)| left.total_cmp(right))
+                .expect("a pipeline has a rank");
+            let place = if ranks.len() > 1 { format!("pipeline rank {rank}") } else { "a worker".to_owned() };
+            format!(
+                "\npredicted step time: {seconds:.4} s, {:.1} samples/s; {place} computes for {busy:.4} s of it\n",
+                num_samples / seconds
+            )
+        }
+    };
+    Ok(Output.write_all(text.as_bytes())?)
 }
 
 fn show(args: &PlanArgs, job: Job<'_>) -> Result<()> {

@@ -4,6 +4,7 @@ mod alternatives;
 mod choices;
 mod drawing;
 mod limits;
+mod probe;
 mod sizes;
 
 #[cfg(test)]
@@ -25,8 +26,8 @@ use trireme_base::{Bytes, Category, Rank, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
-use trireme_parallel::{Placements, RankGrid, chain};
-use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction};
+use trireme_parallel::{Placements, RankGrid, StepEvents, chain};
+use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, RankEvents, StepTime, step_time};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Chain, Program};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
@@ -240,14 +241,11 @@ impl Plan {
 
     /// As [`new`](Plan::new), without what the other workers of the host take.
     fn of_worker(job: Job<'_>, chosen: Option<StepChoices>) -> Result<Self> {
-        let Job { config, blueprint, workers, .. } = job;
+        let Job { config, workers, .. } = job;
+        let (model, rehearsal) = rehearsed(job)?;
         let device = Device::counting(device_options_without_budget(config, workers))?;
-        let model = blueprint.build(&device).map_err(TrainError::from)?;
         let (optimizer, options) = (optimizer_options(config, model.table())?, executor_options(config));
         let (num_shards, data_degree) = (config.num_shards(), config.data_parallel_degree());
-        let batch = blueprint.batch(config.training().local_batch_size);
-        let rehearsal = model.rehearse(&device, options.precision, options.fp8, &batch);
-        let rehearsal = rehearsal.map_err(TrainError::from)?;
         let (passes, chain) = (rehearsal.passes(), chain(model.table(), &rehearsal));
         let is_open = chosen.is_none();
         let given = chosen.map_or_else(|| StepChoices::given(config, &passes), Ok)?;
@@ -262,7 +260,7 @@ impl Plan {
         let parts = (&placements.parts(model.table(), Rank(workers.rank))[..], num_shards);
         let sizes = state_sizes(of_model, (&options, &optimizer), parts, &outline, &device)?;
         let bounds = limits::bounds(config, workers);
-        let run = |choices: &StepChoices| dry(job, &rehearsal, &chain, choices);
+        let run = |choices: &StepChoices| Ok(dry(job, &rehearsal, &chain, choices, false)?.0);
         let planning = Planning {
             config,
             chain: &chain,
@@ -278,6 +276,26 @@ impl Plan {
         let DryRun { program, prediction, .. } = run(&choices)?;
         let (rank, limit) = (workers.rank, workers.limit.clone());
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
+    }
+
+    /// How long a step takes on this machine, whose kernels and links are measured for some seconds by the workers of the job: `world` is
+    /// one's end of theirs. The first of them gets what it has found, the others `None`. Collective.
+    pub(crate) fn step_time(&self, job: Job<'_>, world: Group) -> Result<Option<StepTime>> {
+        let Job { config, workers, .. } = job;
+        let (model, rehearsal) = rehearsed(job)?;
+        let chain = chain(model.table(), &rehearsal);
+        let events = |(worker, _): (Workers<'_>, usize)| {
+            let (_, events) = dry(Job { workers: worker, ..job }, &rehearsal, &chain, &self.choices, true)?;
+            Ok(events.expect("they were asked for"))
+        };
+        let stages: Vec<StepEvents> =
+            workers.by_place(config).into_iter().map(events).collect::<Result<_>>()?;
+        let rates = probe::Probed::measure(job, &stages, (&model, &rehearsal), world)?;
+        let Some(rates) = rates else { return Ok(None) };
+        let ranks: Vec<RankEvents<'_>> = (stages.iter())
+            .map(|stage| RankEvents { actions: &stage.actions, num_issued: stage.num_issued })
+            .collect();
+        Ok(Some(step_time(&ranks, config.data_parallel_degree(), &rates)?))
     }
 
     /// What the trainer is told of it.
@@ -302,15 +320,31 @@ impl Plan {
     }
 }
 
-/// Lets the worker of a job go through its step without computing.
-fn dry(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices) -> Result<DryRun> {
+/// The model of a job, and what its passes are.
+fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
+    let Job { config, blueprint, workers, .. } = job;
+    let device = Device::counting(device_options_without_budget(config, workers))?;
+    let model = blueprint.build(&device).map_err(TrainError::from)?;
+    let (options, batch) = (executor_options(config), blueprint.batch(config.training().local_batch_size));
+    let rehearsal = model.rehearse(&device, options.precision, options.fp8, &batch);
+    Ok((model, rehearsal.map_err(TrainError::from)?))
+}
+
+/// Lets the worker of a job go through its step without computing; what happens in it, if that `notes_events`.
+fn dry(
+    job: Job<'_>,
+    rehearsal: &Rehearsal,
+    chain: &Chain,
+    choices: &StepChoices,
+    notes_events: bool,
+) -> Result<(DryRun, Option<StepEvents>)> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let model = blueprint.build(&device).map_err(TrainError::from)?;
     let programs = step_programs(config, chain, choices)?;
     let program = programs[workers.rank / config.data_parallel_degree()].clone();
     let of_model = (model, rehearsal.clone());
-    let (found, _) = dry_run(config, of_model, programs, workers.dry_group()?, &device, false)?;
+    let (found, events) = dry_run(config, of_model, programs, workers.dry_group()?, &device, notes_events)?;
     let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
         at_peak: CategoryBytes::new(found.at_peak),
@@ -320,7 +354,7 @@ fn dry(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices
         own_between_steps: found.own_between_steps,
     };
     let lines = found.lines.into_iter().map(CategoryBytes::new).collect();
-    Ok(DryRun { program, prediction, lines })
+    Ok((DryRun { program, prediction, lines }, events))
 }
 
 /// The prediction itself knows no budget.

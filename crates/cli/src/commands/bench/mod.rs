@@ -53,7 +53,7 @@ pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
 
 /// Starts this command again for each worker, and waits until all have exited. If one dies, its log and the flight
 /// recorders' reports stay in a folder like that of a run. `simd` is what the workers' kernels use, if they have any.
-fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
+pub(super) fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> Result<()> {
     let folder = std::env::temp_dir().join(format!("trireme-bench-{}", std::process::id()));
     std::fs::create_dir_all(&folder)
         .with_context(|| format!("cannot create the folder {}", folder.display()))?;
@@ -75,6 +75,6 @@ fn launch_workers(num_workers: usize, started: Instant, simd: Option<&Simd>) -> 
 }
 
 /// Where this worker writes the reports of its flight recorder, if a launcher of ours has said so.
-fn recorder_folder() -> Option<PathBuf> {
+pub(super) fn recorder_folder() -> Option<PathBuf> {
     std::env::var_os(RECORDER_VARIABLE).map(PathBuf::from)
 }

@@ -242,11 +242,10 @@ fn resumable_step(config: &Config) -> Option<u64> {
     Some(checkpoints.last()?.0)
 }
 
-/// One worker of a world that a launcher has started.
-fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -> Result<()> {
+/// How a worker of a config joins the others.
+pub(super) fn world_options(config: &Config, environment: &WorkerEnvironment) -> Result<JoinOptions> {
     let comm = config.comm();
-    let timeout = Duration::from_secs_f64(comm.timeout_seconds);
-    let options = JoinOptions {
+    Ok(JoinOptions {
         transport: match comm.transport {
             Transport::Auto => TransportChoice::Auto,
             Transport::Shm => TransportChoice::Shm,
@@ -258,7 +257,7 @@ fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -
         interface: comm.interface.clone(),
         tls: tls_options(comm),
         group: GroupOptions {
-            timeout,
+            timeout: Duration::from_secs_f64(comm.timeout_seconds),
             keeps_order: config.training().determinism == Determinism::Layout,
             algorithm: comm.algorithm,
             costs: config.costs(),
@@ -268,7 +267,12 @@ fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -
             ..GroupOptions::default()
         },
         ..join_options(environment, comm.secret_file.as_deref())?
-    };
+    })
+}
+
+/// One worker of a world that a launcher has started.
+fn work(config: Config, environment: &WorkerEnvironment, process: Process<'_>) -> Result<()> {
+    let options = world_options(&config, environment)?;
     let recorder_folder = config.run_folder().join(FLIGHT_RECORDER_FOLDER);
     work_in_world(options, Some(recorder_folder), |group| prepare_and_train(config, group, process))
 }

@@ -1,0 +1,234 @@
+//! How long a step takes, by what an executor did in a dry run and what that takes on a machine.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use trireme_base::{Event, Issued, KernelCall, Rank};
+use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, Stuck, simulate};
+
+/// What things take on a machine, in seconds.
+pub trait Rates {
+    /// A kernel while `load` workers of a host compute.
+    fn kernel(&self, call: &KernelCall, load: usize) -> f64;
+
+    /// What is issued, likewise; of a message its way, which its receiver waits for.
+    fn issued(&self, issued: &Issued, load: usize) -> f64;
+}
+
+/// What a rank does in each step.
+#[derive(Debug, Clone, Copy)]
+pub struct RankEvents<'a> {
+    /// For each action of its program, and for the end of the step.
+    pub actions: &'a [Vec<Event>],
+    /// How much it issues in a step.
+    pub num_issued: usize,
+}
+
+/// A step in time.
+#[derive(Debug, Clone, PartialEq)]
+pub struct StepTime {
+    /// From the end of a step to the end of the next one.
+    pub seconds: f64,
+    /// For each rank of the pipeline: the seconds in which it computes, and in which it waits.
+    pub ranks: Vec<[f64; 2]>,
+}
+
+/// Steps that are gone through: what begins in one may end in the next, and the first finds nothing begun.
+const NUM_STEPS: usize = 3;
+
+/// Simulates some steps of a job on one host. `ranks` has a rank for each place of the pipeline, which stands for `data_degree`
+/// ranks that do the same, the numbers of which follow each other.
+///
+/// # Errors
+/// If a rank waits for what nobody does.
+pub fn step_time(ranks: &[RankEvents<'_>], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
+    let num_workers = ranks.len() * data_degree;
+    let mut places = Places { data_degree, num_workers, rates, channels: BTreeMap::new() };
+    let entries: Vec<RankEntries> =
+        (ranks.iter().enumerate()).map(|(place, rank)| RankEntries::new(place, *rank, &mut places)).collect();
+    let actor = |rank| Actor { entries: rank, host: 0, load: data_degree };
+    let actors: Vec<Actor<'_>> = entries.iter().map(|rank| actor(&rank.entries[..])).collect();
+    let found = simulate(&actors)?;
+    let end = |step: usize| {
+        let of_rank = |(rank, found): (&RankEntries, &Vec<Interval>)| {
+            let entries = rank.entries.iter().zip(found).take(rank.steps[step].end);
+            let own = entries.filter(|(entry, _)| !matches!(entry, Entry::Issue(..)));
+            own.map(|(_, interval)| interval.end).fold(0.0, f64::max)
+        };
+        entries.iter().zip(&found).map(of_rank).fold(0.0, f64::max)
+    };
+    let shares = |(rank, found): (&RankEntries, &Vec<Interval>)| {
+        let last = rank.steps[NUM_STEPS - 1].clone();
+        let mut shares = [0.0; 2];
+        for (entry, interval) in rank.entries[last.clone()].iter().zip(&found[last]) {
+            match entry {
+                Entry::Compute(_) => shares[0] += interval.end - interval.start,
+                Entry::Await(_) => shares[1] += interval.end - interval.start,
+                Entry::Issue(..) => (),
+            }
+        }
+        shares
+    };
+    let seconds = end(NUM_STEPS - 1) - end(NUM_STEPS - 2);
+    Ok(StepTime { seconds, ranks: entries.iter().zip(&found).map(shares).collect() })
+}
+
+/// Where ranks meet.
+#[derive(PartialEq, Eq, PartialOrd, Ord)]
+enum Channel {
+    Group(Arc<[Rank]>),
+    Message(Rank, Rank),
+    Disk(usize),
+}
+
+struct Places<'a> {
+    data_degree: usize,
+    num_workers: usize,
+    rates: &'a dyn Rates,
+    channels: BTreeMap<Channel, usize>,
+}
+
+impl Places<'_> {
+    fn length(&self, seconds: impl Fn(usize) -> f64) -> Length {
+        Length::by_load((1..=2 * self.num_workers).map(seconds).collect())
+    }
+
+    fn channel(&mut self, channel: Channel) -> usize {
+        let next = self.channels.len();
+        *self.channels.entry(channel).or_insert(next)
+    }
+
+    /// The rank that stands for another one, which does the same.
+    fn stand_in(&self, rank: Rank) -> Rank {
+        Rank(rank.0 / self.data_degree * self.data_degree)
+    }
+
+    fn job(&mut self, place: usize, issued: &Issued) -> Job {
+        let length = self.length(|load| self.rates.issued(issued, load));
+        let own = Rank(place * self.data_degree);
+        let (channel, num_starts, starts, load) = match issued {
+            Issued::Collective { members, .. } => {
+                let mut places: Vec<usize> = members.iter().map(|rank| rank.0 / self.data_degree).collect();
+                places.dedup();
+                (Channel::Group(Arc::clone(members)), places.len(), true, members.len())
+            }
+            Issued::Send { to, .. } => (Channel::Message(own, self.stand_in(*to)), 1, true, self.data_degree),
+            Issued::Receive { from, .. } => (Channel::Message(self.stand_in(*from), own), 1, false, 0),
+            Issued::DiskRead { .. } | Issued::DiskWrite { .. } => (Channel::Disk(place), 1, true, 0),
+        };
+        let channel = self.channel(channel);
+        Job { channel, num_starts, starts, stream: channel, load, length }
+    }
+}
+
+/// What a rank does in all steps.
+struct RankEntries {
+    entries: Vec<Entry>,
+    /// Those of each step.
+    steps: Vec<std::ops::Range<usize>>,
+}
+
+impl RankEntries {
+    fn new(place: usize, rank: RankEvents<'_>, places: &mut Places<'_>) -> Self {
+        let numbers = rank.actions.iter().flatten().filter_map(|event| match event {
+            Event::Issue(number, _) => Some(*number),
+            _ => None,
+        });
+        let first = numbers.min().unwrap_or(0);
+        let (mut entries, mut steps): (Vec<Entry>, Vec<_>) = (Vec::new(), Vec::new());
+        for step in 0..NUM_STEPS {
+            let begin = entries.len();
+            let number = |number: usize| (step * rank.num_issued + number).checked_sub(first);
+            for action in rank.actions {
+                let mut kernels: Vec<&KernelCall> = Vec::new();
+                for event in action {
+                    if let Event::Kernel(call) = event {
+                        kernels.push(call);
+                        continue;
+                    }
+                    entries.extend(computation(&mut kernels, places));
+                    match event {
+                        Event::Issue(issue, issued) => {
+                            let number = number(*issue).expect("it is the first or comes later");
+                            entries.push(Entry::Issue(number, places.job(place, issued)));
+                        }
+                        // What a step before the first one issued has ended.
+                        Event::Await(issue) => entries.extend(number(*issue).map(Entry::Await)),
+                        Event::Kernel(_) | Event::Pause => (),
+                    }
+                }
+                entries.extend(computation(&mut kernels, places));
+            }
+            steps.push(begin..entries.len());
+        }
+        RankEntries { entries, steps }
+    }
+}
+
+/// Kernels that follow each other.
+fn computation(kernels: &mut Vec<&KernelCall>, places: &Places<'_>) -> Option<Entry> {
+    let kernels = std::mem::take(kernels);
+    let seconds = |load| kernels.iter().map(|call| places.rates.kernel(call, load)).sum();
+    (!kernels.is_empty()).then(|| Entry::Compute(places.length(seconds)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use trireme_base::Cost;
+
+    /// Kernels take as many seconds as they have operations, and twice that if more than two compute; what is issued takes 4.
+    struct Machine;
+
+    impl Rates for Machine {
+        fn kernel(&self, call: &KernelCall, load: usize) -> f64 {
+            call.cost.other_operations as f64 * if load > 2 { 2.0 } else { 1.0 }
+        }
+
+        fn issued(&self, _: &Issued, _: usize) -> f64 {
+            4.0
+        }
+    }
+
+    fn kernel(operations: usize) -> Event {
+        Event::Kernel(KernelCall { kernel: "any", cost: Cost::others(&[operations]) })
+    }
+
+    fn collective(number: usize, members: &[usize]) -> Event {
+        let members = members.iter().copied().map(Rank).collect();
+        let operation = "all_reduce";
+        Event::Issue(number, Issued::Collective { operation, len: 1, element_bytes: 4, members })
+    }
+
+    fn seconds(ranks: &[Vec<Vec<Event>>], num_issued: usize, data_degree: usize) -> f64 {
+        let ranks: Vec<_> = ranks.iter().map(|actions| RankEvents { actions, num_issued }).collect();
+        step_time(&ranks, data_degree, &Machine).unwrap().seconds
+    }
+
+    #[test]
+    fn what_overlaps_is_hidden_and_what_is_awaited_is_not() {
+        let members = [0, 1];
+        let hidden = vec![collective(7, &members), kernel(9), Event::Await(7)];
+        // The kernels run beside the collective of two ranks, at half speed for its 4 seconds.
+        assert_eq!(seconds(&[vec![hidden]], 1, 2), 11.0);
+        let awaited = vec![kernel(9), collective(7, &members), Event::Await(7)];
+        assert_eq!(seconds(&[vec![awaited]], 1, 2), 13.0);
+        // Awaited in the next step: number 6 is the like of 7 in the step before.
+        let next = vec![kernel(9), Event::Await(6), kernel(1), collective(7, &members)];
+        assert_eq!(seconds(&[vec![next]], 1, 2), 12.0);
+    }
+
+    #[test]
+    fn a_pipeline_s_ranks_wait_for_messages_and_meet() {
+        let (send, receive) =
+            (Issued::Send { to: Rank(1), bytes: 8 }, Issued::Receive { from: Rank(0), bytes: 8 });
+        let first = vec![kernel(5), Event::Issue(0, send), collective(1, &[0, 1]), Event::Await(1)];
+        let second = vec![
+            Event::Issue(0, receive),
+            Event::Await(0),
+            kernel(3),
+            collective(1, &[0, 1]),
+            Event::Await(1),
+        ];
+        assert_eq!(seconds(&[vec![first], vec![second]], 2, 1), 5.0 + 4.0 + 3.0 + 4.0);
+    }
+}
