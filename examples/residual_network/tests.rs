@@ -71,7 +71,7 @@ fn train(num_workers: usize, layout: &[&str]) -> Vec<u64> {
         Config::parse_as(Subject::OwnTask, &toml, Path::new("shapes.toml"), &overrides, None).unwrap();
     let ranks = run_ranks(num_workers, |group| {
         let options =
-            TrainerOptions { num_threads: 1, features_max: None, started: Instant::now(), memory_plan: None };
+            TrainerOptions { num_threads: 1, features_max: None, started: Instant::now(), plan: None };
         let observer = &mut Silent;
         let mut trainer = Trainer::new(&config, Arc::new(Shapes), group, options, observer).unwrap();
         let mut bits = Vec::new();

@@ -48,6 +48,6 @@ pub use setup::{
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Samples, Task, TaskFile};
-pub use trainer::{MemoryPlan, RunSummary, Trainer, TrainerOptions, device_options};
+pub use trainer::{RunSummary, StepPlanned, Trainer, TrainerOptions, device_options};
 pub use validation::Validated;
 pub use weights::{LoadedModel, load_model};

@@ -41,18 +41,20 @@ pub struct TrainerOptions {
     pub features_max: Option<CpuFeatures>,
     /// When the command started, for `seconds_to_first_step`.
     pub started: Instant,
-    /// What was planned for this worker's memory; alike on all workers but for the predictions. What the config leaves to a
+    /// What was planned for this worker; alike on all workers but for the predictions. What the config leaves to a
     /// plan is kept, on the device, without it.
-    pub memory_plan: Option<MemoryPlan>,
+    pub plan: Option<StepPlanned>,
 }
 
-/// What a planner has found out about a worker's memory.
+/// What a planner has found out about a worker's steps.
 #[derive(Debug, Clone, PartialEq)]
-pub struct MemoryPlan {
+pub struct StepPlanned {
     /// What is recomputed and moved.
     pub choices: StepChoices,
     /// What the worker will take at most.
     pub predicted: MemoryPeakBytes,
+    /// How long a step is predicted to take, if that is known on this worker.
+    pub step_seconds: Option<f64>,
     /// Why it is so, for whoever reads the step program.
     pub comment: String,
 }
@@ -97,6 +99,8 @@ pub struct Trainer<'a> {
     plans: Vec<StepPlan>,
     outcomes: Vec<StepOutcome>,
     records: Vec<StepRecord>,
+    /// Seconds of the first steps of a run whose steps' time was predicted.
+    first_seconds: Vec<f64>,
     /// What the user was told of once.
     reported: Vec<String>,
     /// Kept locked while the run lasts.
@@ -134,7 +138,7 @@ impl<'a> Trainer<'a> {
         let batch_specs = batch_specs(&*train, training.local_batch_size);
         let rehearsal = rehearse(config, &*task, options.num_threads, &batch_specs)?;
         let model = task.build(&device)?;
-        let choices = match &options.memory_plan {
+        let choices = match &options.plan {
             Some(plan) => plan.choices.clone(),
             None => StepChoices::given(config, &rehearsal.passes())?,
         };
@@ -153,7 +157,7 @@ impl<'a> Trainer<'a> {
             return Err(TrainError::ResumedWithinProgram { step: state.step, num_steps });
         }
         executor.describe_disks().iter().for_each(|line| observer.notice(line));
-        let comment = options.memory_plan.as_ref().map_or("", |plan| &plan.comment);
+        let comment = options.plan.as_ref().map_or("", |plan| &plan.comment);
         check_names(&executor.rehearsal().metric_names())?;
         let metrics =
             if is_root { Some(run_folder::open(config, comment, &executor, state.step)?) } else { None };
@@ -181,6 +185,7 @@ impl<'a> Trainer<'a> {
             plans: Vec::new(),
             outcomes: Vec::new(),
             records: Vec::new(),
+            first_seconds: Vec::with_capacity(stepping::NUM_COMPARED),
             reported: Vec::new(),
             _lock: lock,
         })
@@ -295,7 +300,7 @@ impl<'a> Trainer<'a> {
         self.choices = found.choices;
         self.moved_after = Some(step);
         // They were of stages that are no more.
-        self.options.memory_plan = None;
+        self.options.plan = None;
         self.tracer.forget();
         for device in [self.executor.device(), self.executor.host()] {
             device.memory().restart_peaks();

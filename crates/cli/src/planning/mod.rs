@@ -34,7 +34,7 @@ use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    MemoryPlan, StepChoices, Task, TrainError, device_options, dry_run, executor_options, local_threads,
+    StepChoices, StepPlanned, Task, TrainError, device_options, dry_run, executor_options, local_threads,
     model_config, optimizer_options, proven_programs, step_programs,
 };
 
@@ -299,13 +299,14 @@ impl Plan {
     }
 
     /// What the trainer is told of it.
-    pub(crate) fn memory_plan(&self) -> MemoryPlan {
+    pub(crate) fn for_trainer(&self, step_seconds: Option<f64>) -> StepPlanned {
         let Prediction { peaks, .. } = self.prediction;
         let peak = |category| peaks.get(category) as u64;
         let total = self.prediction.total();
         let moment = self.prediction.moment(&self.program);
         let predicted = format!("predicted peak: {} at {moment}", Bytes(total as u64));
-        MemoryPlan {
+        StepPlanned {
+            step_seconds,
             choices: self.choices.clone(),
             predicted: MemoryPeakBytes {
                 parameters: peak(Category::Parameters),

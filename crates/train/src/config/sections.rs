@@ -380,6 +380,10 @@ config_section! {
         /// what, for `trireme report trace`, chrome://tracing and Perfetto. The file contains the last few traced
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
+        /// Whether to predict the time of a step before the first one, and to report after ten steps how far it was off.
+        /// Kernels and links are measured by themselves for a second or more, as with `trireme plan --time`. Only for
+        /// workers on one host.
+        predict_step_time: bool = false;
     }
 }
 

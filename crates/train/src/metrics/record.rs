@@ -74,6 +74,9 @@ pub struct StepRecord {
     /// What that was predicted to be, where it was, and no units have moved.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_predicted_bytes: Option<MemoryPeakBytes>,
+    /// How long a step was predicted to take, if that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub step_seconds_predicted: Option<f64>,
     /// Bytes that this worker would have sent in addition without compression, by the formulas of
     /// docs/compression.md, in runs with compression.
     #[serde(skip_serializing_if = "Option::is_none")]

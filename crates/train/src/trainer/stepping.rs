@@ -9,6 +9,10 @@ use trireme_optim::LossScaling;
 use trireme_parallel::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_tensor::{Category, Device};
 
+/// Steps of a run after which predicted and measured times are compared, of which the first ones do not count.
+pub(super) const NUM_COMPARED: usize = 10;
+const NUM_WARMING_UP: usize = 3;
+
 impl Trainer<'_> {
     /// Runs the program once, and notes what each of its steps has come to.
     pub(super) fn advance(&mut self) -> Result<(), TrainError> {
@@ -55,6 +59,7 @@ impl Trainer<'_> {
         self.state.tokens += tokens.unwrap_or_default();
         self.state.loss_scaler = self.executor.loss_scaler().state();
         self.notice_skipped(&outcome);
+        self.compare_times(step_seconds);
         let is_scaled = self.executor.loss_scaler().scaling() != LossScaling::Off;
         let compression = outcome.compression;
         StepRecord {
@@ -70,13 +75,35 @@ impl Trainer<'_> {
             comm_seconds_exposed: outcome.comm_exposed.as_secs_f64(),
             comm_bytes,
             memory_peak_bytes: memory_peaks(self.executor.device()),
-            memory_predicted_bytes: self.options.memory_plan.as_ref().map(|plan| plan.predicted),
+            memory_predicted_bytes: self.options.plan.as_ref().map(|plan| plan.predicted),
+            step_seconds_predicted: self.options.plan.as_ref().and_then(|plan| plan.step_seconds),
             compression_bytes_saved: compression
                 .map(|found| found.bytes_uncompressed.saturating_sub(found.bytes_sent)),
             compression_error_norm: compression.map(|found| f64::from(found.error_norm)),
             loss_scale: is_scaled.then_some(outcome.loss_scale),
             skipped_steps: is_scaled.then_some(self.state.loss_scaler.skipped_steps),
             ..StepRecord::default()
+        }
+    }
+
+    /// Tells after some steps how far the prediction of their time was off.
+    fn compare_times(&mut self, step_seconds: f64) {
+        let Some(predicted) = self.options.plan.as_ref().and_then(|plan| plan.step_seconds) else { return };
+        if self.first_seconds.len() == NUM_COMPARED {
+            return;
+        }
+        self.first_seconds.push(step_seconds);
+        if self.first_seconds.len() == NUM_COMPARED {
+            let compared = &mut self.first_seconds[NUM_WARMING_UP..];
+            compared.sort_by(f64::total_cmp);
+            let measured = compared[compared.len() / 2];
+            let off = 100.0 * (predicted / measured - 1.0);
+            let which = if off < 0.0 { "less" } else { "more" };
+            self.observer.notice(&format!(
+                "step time: {measured:.4} s (median of steps {} to {NUM_COMPARED} of this run); predicted {predicted:.4} s, {:.1} % {which}",
+                NUM_WARMING_UP + 1,
+                off.abs()
+            ));
         }
     }
 

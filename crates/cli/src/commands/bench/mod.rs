@@ -3,6 +3,7 @@
 mod collectives;
 mod disk;
 mod kernels;
+mod layouts;
 mod schedule;
 mod step;
 
@@ -28,6 +29,7 @@ enum BenchCommand {
     Collectives(collectives::CollectivesArgs),
     Disk(disk::DiskArgs),
     Kernels(kernels::KernelsArgs),
+    Layouts(layouts::LayoutsArgs),
     Schedule(schedule::ScheduleArgs),
     Step(step::StepArgs),
 }
@@ -38,6 +40,7 @@ pub(crate) fn run(args: &BenchArgs, started: Instant) -> Result<()> {
         BenchCommand::Collectives(args) => collectives::run(args, started),
         BenchCommand::Disk(args) => disk::run(args),
         BenchCommand::Kernels(args) => kernels::run(args),
+        BenchCommand::Layouts(args) => layouts::run(args),
         BenchCommand::Schedule(args) => schedule::run(args),
         BenchCommand::Step(args) => step::run(args, started),
     }

@@ -290,6 +290,20 @@ fn prepare_and_train(config: Config, group: Group, process: Process<'_>) -> Resu
     train(&config, group, process)
 }
 
+/// How long a step is predicted to take, told on rank 0. Collective.
+fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Console) -> Result<Option<f64>> {
+    if group.hosts().num_hosts() > 1 {
+        console.notice("step times are only predicted for workers on one host");
+        return Ok(None);
+    }
+    let found = plan.step_time(job, group.split_by("probe", |_| 0)?)?;
+    let seconds = found.map(|found| found.seconds);
+    if let Some(seconds) = seconds {
+        console.notice(&format!("predicted step time: {seconds:.4} s"));
+    }
+    Ok(seconds)
+}
+
 /// The files for TLS; the config has all of them or none.
 fn tls_options(comm: &Comm) -> Option<TlsOptions> {
     Some(TlsOptions {
@@ -317,9 +331,13 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     let job = Job { config, source, blueprint, workers: process.workers(config, &group) };
     let plan = common_plan(job, &group)?;
     plan.reasons.iter().for_each(|reason| console.notice(reason));
-    let memory_plan = Some(plan.memory_plan());
+    let step_seconds = match config.metrics().predict_step_time {
+        true => predicted_seconds(job, &plan, &group, &mut console)?,
+        false => None,
+    };
+    let planned = Some(plan.for_trainer(step_seconds));
     let num_threads = local_threads(config, process.local_world_size);
-    let options = TrainerOptions { num_threads, features_max: Some(features), started, memory_plan };
+    let options = TrainerOptions { num_threads, features_max: Some(features), started, plan: planned };
     let over_budget = |error: TrainError| match error.over_budget() {
         Some(OverBudget { budget, .. }) => {
             let now = plan.prediction.total().max(*budget);

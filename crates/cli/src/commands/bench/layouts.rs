@@ -1,0 +1,176 @@
+//! `trireme bench layouts`.
+
+use crate::console::{Measuring, Output};
+use anyhow::{Context, Result, bail};
+use serde::{Deserialize, Serialize};
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+const HELP: &str = "\
+Each layout is trained for some steps, as `trireme train` does. Its workers first
+measure kernels and links by themselves, and predict the time of a step from these
+figures and a dry run (`trireme plan --time`). Measured is the median of the steps
+after the third. Both figures are medians over the rounds.
+
+The config's global batch size is the same for every layout. It must be divisible
+by four times the local batch size.
+
+Examples:
+  trireme bench layouts my.toml
+      All layouts of one, two and four workers.
+  trireme bench layouts my.toml --layout 'launch.workers=2 parallelism.zero_stage=3'
+      One layout of your own; may be repeated.";
+
+/// Overrides of the config for each layout.
+const LAYOUTS: [&str; 18] = [
+    "launch.workers=1",
+    "launch.workers=1 activation_checkpoint.mode=selective",
+    "launch.workers=1 activation_checkpoint.mode=block",
+    "launch.workers=1 offload.activations=host",
+    "launch.workers=1 parallelism.zero_stage=1 offload.optimizer=disk",
+    "launch.workers=2",
+    "launch.workers=2 parallelism.zero_stage=1",
+    "launch.workers=2 parallelism.zero_stage=2",
+    "launch.workers=2 parallelism.zero_stage=3",
+    "launch.workers=2 parallelism.zero_stage=3 activation_checkpoint.mode=block",
+    "launch.workers=2 parallelism.shard_gradients=true",
+    "launch.workers=2 parallelism.pipeline_parallel_degree=2",
+    "launch.workers=2 parallelism.pipeline_parallel_degree=2 parallelism.pipeline_parallel_schedule=zb-h1",
+    "launch.workers=4",
+    "launch.workers=4 parallelism.zero_stage=2",
+    "launch.workers=4 parallelism.zero_stage=3",
+    "launch.workers=4 parallelism.pipeline_parallel_degree=2 parallelism.zero_stage=1",
+    "launch.workers=4 parallelism.pipeline_parallel_degree=4",
+];
+
+/// Compare predicted and measured step times of several layouts on this machine.
+#[derive(Debug, clap::Args)]
+#[command(after_help = HELP)]
+pub(super) struct LayoutsArgs {
+    /// Config file.
+    config: PathBuf,
+    /// Overrides that make a layout, separated by spaces. May be repeated. By default, a list of layouts of one, two and
+    /// four workers.
+    #[arg(long = "layout", value_name = "KEY=VALUE …")]
+    layouts: Vec<String>,
+    /// Override a key of the file for all layouts; the value is TOML or a bare string.
+    #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
+    overrides: Vec<String>,
+    /// Steps of each run.
+    #[arg(long, value_name = "N", default_value_t = 12, value_parser = clap::value_parser!(u64).range(4..))]
+    steps: u64,
+    /// Rounds, in each of which every layout runs once.
+    #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
+    rounds: u64,
+    /// Print one line of JSON for each layout.
+    #[arg(long)]
+    json: bool,
+}
+
+/// A folder for runs, removed at the end.
+struct Temporary(PathBuf);
+
+impl Drop for Temporary {
+    fn drop(&mut self) {
+        // What cannot be removed from the temporary folder is the system's to remove.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// A layout, and medians in seconds.
+#[derive(Debug, Serialize)]
+struct Compared<'a> {
+    layout: &'a str,
+    predicted_step_seconds: f64,
+    measured_step_seconds: f64,
+    /// Predicted by measured.
+    ratio: f64,
+}
+
+/// What is read of a line of `metrics.jsonl`.
+#[derive(Deserialize)]
+struct Step {
+    step_seconds: f64,
+    step_seconds_predicted: Option<f64>,
+}
+
+/// Runs `trireme bench layouts`.
+pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
+    let layouts: Vec<&str> = match &args.layouts[..] {
+        [] => LAYOUTS.to_vec(),
+        own => own.iter().map(String::as_str).collect(),
+    };
+    let folder = Temporary(std::env::temp_dir().join(format!("trireme-layouts-{}", std::process::id())));
+    let measuring = Measuring::new();
+    let mut found: Vec<[Vec<f64>; 2]> = vec![Default::default(); layouts.len()];
+    for round in 1..=args.rounds {
+        for (layout, found) in layouts.iter().zip(&mut found) {
+            measuring.tell(&format!("{layout} (round {round} of {})", args.rounds));
+            let times = train(args, layout, &folder)?;
+            found.iter_mut().zip(times).for_each(|(found, time)| found.push(time));
+        }
+    }
+    drop(measuring);
+    let compared = layouts.iter().zip(found).map(|(layout, times)| {
+        let [predicted, measured] = times.map(median);
+        let ratio = predicted / measured;
+        Compared { layout, predicted_step_seconds: predicted, measured_step_seconds: measured, ratio }
+    });
+    let compared: Vec<Compared<'_>> = compared.collect();
+    if args.json {
+        for layout in &compared {
+            writeln!(Output, "{}", serde_json::to_string(layout)?)?;
+        }
+        return Ok(());
+    }
+    writeln!(Output, "predicted  measured  ratio  layout")?;
+    for Compared { layout, predicted_step_seconds, measured_step_seconds, ratio } in &compared {
+        writeln!(Output, "{predicted_step_seconds:8.4}s {measured_step_seconds:8.4}s {ratio:6.3}  {layout}")?;
+    }
+    let near = compared.iter().filter(|layout| (layout.ratio - 1.0).abs() <= 0.1).count();
+    writeln!(Output, "{near} of {} within 10 %", compared.len())?;
+    Ok(())
+}
+
+/// Trains a layout for some steps: the predicted and the measured seconds of a step.
+fn train(args: &LayoutsArgs, layout: &str, Temporary(runs): &Temporary) -> Result<[f64; 2]> {
+    let own = [
+        format!("run.folder={}", runs.display()),
+        "run.name=run".to_owned(),
+        format!("training.steps={}", args.steps),
+        "training.validation_interval=0".to_owned(),
+        "checkpoint.enable=false".to_owned(),
+        "generate.num_tokens=0".to_owned(),
+        "metrics.predict_step_time=true".to_owned(),
+        "metrics.jsonl=true".to_owned(),
+    ];
+    let program = std::env::current_exe().context("cannot find this program")?;
+    let mut command = Command::new(program);
+    command.arg("train").arg(&args.config);
+    let overrides = args.overrides.iter().map(String::as_str).chain(layout.split_whitespace());
+    for change in overrides.chain(own.iter().map(String::as_str)) {
+        command.args(["--set", change]);
+    }
+    let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
+    if !output.status.success() {
+        bail!("{layout}: the run failed\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
+    }
+    let times = read_times(&runs.join("run").join("metrics.jsonl")).with_context(|| layout.to_owned())?;
+    std::fs::remove_dir_all(runs).with_context(|| format!("cannot remove {}", runs.display()))?;
+    Ok(times)
+}
+
+fn read_times(path: &Path) -> Result<[f64; 2]> {
+    let text = std::fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
+    let steps = text.lines().filter_map(|line| serde_json::from_str::<Step>(line).ok());
+    let steps: Vec<Step> = steps.collect();
+    let predicted = steps.first().and_then(|step| step.step_seconds_predicted);
+    let predicted = predicted.context("the run has predicted no step time")?;
+    Ok([predicted, median(steps.iter().skip(3).map(|step| step.step_seconds).collect())])
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+}
