@@ -152,7 +152,7 @@ fn count_on(hosts: &[usize; 2], config: &Config, task: Option<Arc<dyn Task>>) {
         let options = TrainerOptions {
             num_threads: config.training().threads,
             started: Instant::now(),
-            memory_plan: None,
+            plan: None,
             features_max: None,
         };
         let mut trainer = match &task {

@@ -53,7 +53,7 @@ pub(crate) fn open<'a>(
     let options = TrainerOptions {
         num_threads: config.training().threads,
         started: Instant::now(),
-        memory_plan: None,
+        plan: None,
         features_max: None,
     };
     Trainer::new(config, Arc::new(LanguageTask::open(config)?), group, options, observer)
