@@ -3,6 +3,7 @@
 mod alternatives;
 mod choices;
 mod drawing;
+mod exerciser;
 mod limits;
 mod probe;
 mod sizes;

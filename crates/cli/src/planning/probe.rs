@@ -1,23 +1,22 @@
 //! What kernels, links and disks of this machine take, each measured alone: never a step of the run that is planned.
 
 use super::Job;
+use super::exerciser::Exerciser;
 use anyhow::Result;
-use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::time::Instant;
-use trireme_base::{Bf16, Category, DType, Event, Issued, Journal, KernelCall, RandomKey, Rank, ReduceOp};
+use trireme_base::{Bf16, Cost, Event, Issued, KernelCall, Rank, ReduceOp};
 use trireme_comm::{Buffer, Element, Group};
 use trireme_model::{Model, Rehearsal};
-use trireme_optim::{Optimizer, StepSettings, WholeUnits};
 use trireme_parallel::{RankGrid, StepEvents};
 use trireme_planner::Rates;
 use trireme_swap::{SwapOptions, measure_bandwidth};
-use trireme_tensor::{Device, DeviceOptions, Parameters};
-use trireme_train::{TrainError, device_options, executor_options, optimizer_options};
+use trireme_tensor::{Device, DeviceOptions};
+use trireme_train::{TrainError, device_options};
 
 /// Rounds that are measured, after one that is not: the median counts.
-const NUM_ROUNDS: usize = 5;
+pub(super) const NUM_ROUNDS: usize = 5;
 
 /// Blocks by which the bandwidth of a disk is measured.
 const DISK_BLOCK_BYTES: usize = 1 << 20;
@@ -145,185 +144,15 @@ impl Rates for Probed {
 
 /// The least call of a kernel.
 fn first(kernel: &'static str) -> KernelCall {
-    KernelCall { kernel, cost: trireme_base::Cost::ZERO }
+    KernelCall { kernel, cost: Cost::ZERO }
 }
 
 /// By which calls of one kernel are compared: operations and bytes.
-fn weight(call: &KernelCall) -> f64 {
+pub(super) fn weight(call: &KernelCall) -> f64 {
     (call.cost.operations() as f64 + call.cost.traffic.moved() as f64).max(1.0)
 }
 
-/// Calls kernels, and notes how long each takes.
-struct Exerciser<'a> {
-    device: &'a Device,
-    journal: Journal,
-    /// The ranks that compute at the same time.
-    active: &'a Group,
-    samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
-}
-
-impl<'a> Exerciser<'a> {
-    fn new(device: &'a Device, active: &'a Group) -> Self {
-        let journal = device.journal().cloned().unwrap_or_default();
-        device.keep_journal(&journal);
-        Exerciser { device, journal, active, samples: RefCell::default() }
-    }
-
-    /// Takes in what was noted since the last time, unless that was to warm up.
-    fn take_in(&self, is_warm: bool) {
-        let noted = self.journal.take();
-        if !is_warm {
-            return;
-        }
-        let mut samples = self.samples.borrow_mut();
-        for pair in noted.windows(2) {
-            if let (Event::Kernel(call), began) = &pair[0] {
-                samples.entry(*call).or_default().push((pair[1].1 - *began).as_secs_f64());
-            }
-        }
-    }
-
-    /// Runs something again and again, at the same time as the others do.
-    fn repeat(&self, mut run: impl FnMut() -> Result<()>) -> Result<()> {
-        for round in 0..=NUM_ROUNDS {
-            self.journal.take();
-            self.active.barrier().wait()?;
-            run()?;
-            self.journal.note(Event::Pause);
-            self.take_in(round > 0);
-        }
-        Ok(())
-    }
-
-    /// The kernels of passes of each unit that is like no other one before.
-    fn units(&self, job: Job<'_>, model: &Model, rehearsal: &Rehearsal) -> Result<()> {
-        let options = executor_options(job.config);
-        let precision = (options.precision, options.fp8);
-        for unit in distinct_units(model, rehearsal) {
-            let round = std::cell::Cell::new(0);
-            let begin = || {
-                self.take_in(round.get() > 1);
-                round.set(round.get() + 1);
-                // A rank that is gone is noticed by the next operation that tells.
-                let _ = self.active.barrier().wait();
-            };
-            model
-                .exercise(unit, self.device, precision, rehearsal, NUM_ROUNDS + 1, &begin)
-                .map_err(TrainError::from)?;
-            self.take_in(true);
-        }
-        Ok(())
-    }
-
-    /// The kernels of an update, of the longest unit.
-    fn updates(&self, job: Job<'_>, model: &Model) -> Result<()> {
-        let table = model.table();
-        let units = table.units().iter().enumerate();
-        let Some((longest, info)) = units.max_by_key(|(_, unit)| unit.num_elements) else { return Ok(()) };
-        let mut parts = vec![0..0; table.units().len()];
-        parts[longest] = 0..info.num_elements;
-        let options = optimizer_options(job.config, table)?;
-        let mut optimizer = Optimizer::new(&options, table, &parts, self.device)?;
-        let mut parameters = Parameters::zeros_of(table, parts, self.device, Category::Parameters)?;
-        let grads = self.floats(info.num_elements)?;
-        let mut step = 0;
-        self.repeat(|| {
-            step += 1;
-            let settings = StepSettings { step, lr: 1e-6, grad_scale: 1.0 };
-            let (values, grads) = (parameters.flat_mut(longest), grads.view());
-            Ok(optimizer.step_unit(self.device, longest, values, grads, settings, &mut WholeUnits)?)
-        })
-    }
-
-    /// Kernels of sums, copies and conversions, each at the largest size of a step.
-    fn others<'e>(&self, events: impl Iterator<Item = &'e Event>) -> Result<()> {
-        let mut largest: BTreeMap<&str, KernelCall> = BTreeMap::new();
-        for event in events {
-            if let Event::Kernel(call) = event {
-                let most = largest.entry(call.kernel).or_insert(*call);
-                *most = if weight(call) > weight(most) { *call } else { *most };
-            }
-        }
-        let device = self.device;
-        for call in largest.into_values() {
-            let traffic = call.cost.traffic;
-            let float = |bytes: usize| bytes / DType::F32.size();
-            match call.kernel {
-                "add_assign" => {
-                    let (mut sum, term) =
-                        (self.floats(float(traffic.updated))?, self.floats(float(traffic.updated))?);
-                    self.repeat(|| Ok(device.add_assign(sum.view_mut(), term.view())))?;
-                }
-                "sum_of_squares" => {
-                    let values = self.floats(float(traffic.read))?;
-                    let leaf_len = values.shape().num_elements().div_ceil(trireme_tensor::LEAVES).max(1);
-                    self.repeat(|| {
-                        device.sum_of_squares(values.view(), leaf_len);
-                        Ok(())
-                    })?;
-                }
-                "convert" => {
-                    let types = match traffic.read.cmp(&traffic.written) {
-                        std::cmp::Ordering::Greater => [DType::F32, DType::Bf16],
-                        std::cmp::Ordering::Equal => [DType::F32, DType::F32],
-                        std::cmp::Ordering::Less => [DType::Bf16, DType::F32],
-                    };
-                    let len = traffic.read / types[0].size();
-                    let (floats, shape) = (self.floats(len)?, [len].into());
-                    let mut pair = [
-                        device.empty(shape, types[0], Category::Activations)?,
-                        device.empty(shape, types[1], Category::Activations)?,
-                    ];
-                    device.convert(floats.view(), pair[0].view_mut());
-                    let [from, to] = &mut pair;
-                    self.repeat(|| Ok(device.convert(from.view(), to.view_mut())))?;
-                }
-                "copy_bytes" => {
-                    let (from, mut to) = (vec![1; traffic.read], vec![0; traffic.read]);
-                    self.repeat(|| Ok(device.copy_bytes(&from, &mut to)))?;
-                }
-                "zero" => {
-                    let mut values = self.floats(float(traffic.written))?;
-                    self.repeat(|| Ok(device.zero(values.view_mut())))?;
-                }
-                _ => (),
-            }
-        }
-        Ok(())
-    }
-
-    fn floats(&self, len: usize) -> Result<trireme_tensor::Tensor> {
-        let mut tensor = self.device.empty([len].into(), DType::F32, Category::Activations)?;
-        RandomKey::new(0, "probe").fill_normal(tensor.view_mut().f32s(), 1.0);
-        Ok(tensor)
-    }
-
-    fn medians(self) -> impl Iterator<Item = (KernelCall, f64)> {
-        self.samples.into_inner().into_iter().map(|(call, samples)| (call, median(samples)))
-    }
-}
-
-/// Of units that are alike in all that their passes do, the first.
-fn distinct_units(model: &Model, rehearsal: &Rehearsal) -> Vec<usize> {
-    let shapes = |unit: usize| {
-        let parameters = model.table().units()[unit].parameters.clone();
-        model.table().parameters()[parameters].iter().map(|info| info.shape).collect::<Vec<_>>()
-    };
-    let inputs = |unit: usize| unit.checked_sub(1).map(|below| &rehearsal.units[below].outputs);
-    let is_alike = |left: usize, right: usize| {
-        rehearsal.units[left] == rehearsal.units[right]
-            && (shapes(left), inputs(left)) == (shapes(right), inputs(right))
-    };
-    let mut distinct: Vec<usize> = Vec::new();
-    for unit in 0..rehearsal.units.len() {
-        if !distinct.iter().any(|&known| is_alike(known, unit)) {
-            distinct.push(unit);
-        }
-    }
-    distinct
-}
-
-fn median(mut samples: Vec<f64>) -> f64 {
+pub(super) fn median(mut samples: Vec<f64>) -> f64 {
     samples.sort_by(f64::total_cmp);
     samples.get(samples.len() / 2).copied().unwrap_or_default()
 }
@@ -392,4 +221,45 @@ fn there_and_back<T: Element>(group: &Group, mut buffer: Buffer<T>) -> Result<Bu
 fn disk(folder: &Path) -> Result<[f64; 2]> {
     let found = measure_bandwidth(folder, DISK_BLOCK_BYTES, &SwapOptions::default())?;
     Ok([found.read, found.write].map(|bytes_per_second| 1.0 / bytes_per_second))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+
+    fn call(kernel: &'static str, operations: usize) -> KernelCall {
+        KernelCall { kernel, cost: Cost::others(&[operations]) }
+    }
+
+    fn probed() -> Probed {
+        let kernels = [(call("add", 100), vec![1.0, 1.5, 4.0]), (call("add", 1000), vec![8.0, 9.0, 16.0])];
+        let links = [(("all_reduce", 2, 10, 4), 3.0)];
+        let (kernels, links) = (kernels.into_iter().collect(), links.into_iter().collect());
+        Probed { loads: vec![1, 2, 4], kernels, links, disk: [2.0, 5.0], num_undisturbed: 2 }
+    }
+
+    #[test]
+    fn what_was_not_measured_is_reckoned_from_what_is_nearest() {
+        let probed = probed();
+        let seconds = |operations, load| probed.kernel(&call("add", operations), load);
+        assert_eq!([1, 2, 3, 4].map(|load| seconds(100, load)), [1.0, 1.5, 2.75, 4.0]);
+        // Beyond the highest load, all get less of the cores.
+        assert_eq!(seconds(100, 8), 8.0);
+        assert_eq!([seconds(200, 1), seconds(900, 1)], [2.0, 7.2]);
+        assert_eq!(probed.kernel(&call("other", 100), 1), 0.0);
+    }
+
+    #[test]
+    fn links_are_slower_beside_others_and_disks_are_not() {
+        let probed = probed();
+        let members: Arc<[Rank]> = [Rank(4), Rank(5)].into();
+        let reduction = |len| {
+            let members = Arc::clone(&members);
+            Issued::Collective { operation: "all_reduce", len, element_bytes: 4, members }
+        };
+        assert_eq!([1, 2, 4].map(|load| probed.issued(&reduction(10), load)), [3.0, 3.0, 6.0]);
+        assert_eq!(probed.issued(&Issued::DiskRead { bytes: 7 }, 4), 14.0);
+        assert_eq!(probed.issued(&Issued::DiskWrite { bytes: 7 }, 1), 35.0);
+    }
 }

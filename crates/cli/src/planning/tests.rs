@@ -1,6 +1,7 @@
 //! Predictions against what real steps take.
 
 mod communication;
+mod events;
 mod limits;
 
 use trireme_base::{Category, Rank};

@@ -296,3 +296,53 @@ fn schedules_are_made_and_proven_phase_by_phase() {
         &["schedule '1f1b' needs 1 stages per rank"],
     );
 }
+
+#[test]
+fn a_plan_tells_the_time_of_a_step() {
+    let scene = Scene::with_corpus();
+    let pipeline =
+        "--workers 2 --set parallelism.pipeline_parallel_degree=2 --set training.global_batch_size=4";
+    for layout in ["--workers 1", "--workers 2 --set parallelism.zero_stage=3", pipeline] {
+        let found = parse(&scene.run(&format!("plan tiny.toml --time --json {layout}")).succeeded());
+        positive(&found["step_seconds"]);
+        positive(&found["samples_per_second"]);
+    }
+    let shown = scene.run("plan tiny.toml --time --workers 2").succeeded();
+    assert!(shown.contains("peak total: ") && shown.contains("\npredicted step time: "), "{shown}");
+    assert!(!scene.path("runs").exists(), "a plan writes nothing");
+}
+
+#[test]
+fn a_run_tells_after_ten_steps_how_far_its_prediction_was_off() {
+    let scene = Scene::with_corpus();
+    for (settings, is_told) in [("training.steps=10", true), ("training.steps=9", false)] {
+        let command =
+            format!("train tiny.toml --set metrics.predict_step_time=true --set {settings} --set run.name=x");
+        let outcome = scene.run(&format!("{command} --set checkpoint.resume=never"));
+        assert_eq!(outcome.code, Some(0), "{outcome:?}");
+        let told = format!("{}{}", outcome.stdout, outcome.stderr);
+        assert!(told.contains("predicted step time: "), "{told}");
+        assert_eq!(told.contains("(median of steps 4 to 10 of this run); predicted "), is_told, "{told}");
+        assert!(scene.records("x").iter().all(|record| positive(&record["step_seconds_predicted"]) > 0.0));
+    }
+}
+
+#[test]
+fn layouts_are_predicted_and_measured_by_one_command() {
+    let scene = Scene::with_corpus();
+    let command = "bench layouts tiny.toml --json --steps 5 --rounds 1 --layout launch.workers=1 --layout launch.workers=2";
+    let text = scene.run(command).succeeded();
+    let found: Vec<Value> = text.lines().map(parse).collect();
+    assert_eq!(
+        found.iter().map(|line| &line["layout"]).collect::<Vec<_>>(),
+        ["launch.workers=1", "launch.workers=2"]
+    );
+    for line in &found {
+        let [predicted, measured] =
+            ["predicted_step_seconds", "measured_step_seconds"].map(|key| positive(&line[key]));
+        assert!((positive(&line["ratio"]) - predicted / measured).abs() < 1e-9, "{line}");
+    }
+    assert!(!scene.path("runs").exists(), "its runs are gone");
+    let error = scene.run("bench layouts tiny.toml --rounds 1 --layout training.seq_len=0").refused();
+    tells(&error, &["training.seq_len=0: the run failed: 1 mistake", "expected a whole number"]);
+}

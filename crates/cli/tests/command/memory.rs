@@ -24,6 +24,7 @@ fn a_run_takes_what_was_planned() {
         "--set parallelism.zero_stage=1 --set activation_checkpoint.mode=block",
         "--set parallelism.zero_stage=2 --set training.dtype=bf16",
         "--set parallelism.zero_stage=3 --set activation_checkpoint.mode=selective",
+        "--set parallelism.shard_gradients=true --set training.global_batch_size=8",
         "--workers 1 --set optimizer.name=lamb",
         "--set parallelism.zero_stage=3 --set offload.optimizer=host --set offload.parameters=host --set model.num_layers=4 \
          --set offload.activations=host --set training.dtype=bf16",

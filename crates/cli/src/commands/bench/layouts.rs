@@ -154,7 +154,8 @@ fn train(args: &LayoutsArgs, layout: &str, Temporary(runs): &Temporary) -> Resul
     }
     let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
     if !output.status.success() {
-        bail!("{layout}: the run failed\n{}", String::from_utf8_lossy(&output.stderr).trim_end());
+        let error = String::from_utf8_lossy(&output.stderr);
+        bail!("{layout}: the run failed: {}", error.trim_end().trim_start_matches("error: "));
     }
     let times = read_times(&runs.join("run").join("metrics.jsonl")).with_context(|| layout.to_owned())?;
     std::fs::remove_dir_all(runs).with_context(|| format!("cannot remove {}", runs.display()))?;

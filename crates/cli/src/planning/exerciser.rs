@@ -1,0 +1,191 @@
+//! Kernels of a step, called by themselves to be timed.
+
+use super::Job;
+use super::probe::{NUM_ROUNDS, median, weight};
+use anyhow::Result;
+use std::cell::{Cell, RefCell};
+use std::cmp::Ordering;
+use std::collections::BTreeMap;
+use trireme_base::{Category, DType, Event, Journal, KernelCall, RandomKey};
+use trireme_comm::Group;
+use trireme_model::{Model, Rehearsal};
+use trireme_optim::{Optimizer, StepSettings, WholeUnits};
+use trireme_tensor::{Device, LEAVES, Parameters, Tensor};
+use trireme_train::{TrainError, executor_options, optimizer_options};
+
+/// Calls kernels, and notes how long each takes.
+pub(super) struct Exerciser<'a> {
+    device: &'a Device,
+    journal: Journal,
+    /// The ranks that compute at the same time.
+    active: &'a Group,
+    samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
+}
+
+impl<'a> Exerciser<'a> {
+    pub(super) fn new(device: &'a Device, active: &'a Group) -> Self {
+        let journal = device.journal().cloned().unwrap_or_default();
+        device.keep_journal(&journal);
+        Exerciser { device, journal, active, samples: RefCell::default() }
+    }
+
+    /// Takes in what was noted since the last time, unless that was to warm up.
+    fn take_in(&self, is_warm: bool) {
+        let noted = self.journal.take();
+        if !is_warm {
+            return;
+        }
+        let mut samples = self.samples.borrow_mut();
+        for pair in noted.windows(2) {
+            if let (Event::Kernel(call), began) = &pair[0] {
+                samples.entry(*call).or_default().push((pair[1].1 - *began).as_secs_f64());
+            }
+        }
+    }
+
+    /// Runs something again and again, at the same time as the others do.
+    fn repeat(&self, mut run: impl FnMut() -> Result<()>) -> Result<()> {
+        for round in 0..=NUM_ROUNDS {
+            self.journal.take();
+            self.active.barrier().wait()?;
+            run()?;
+            self.journal.note(Event::Pause);
+            self.take_in(round > 0);
+        }
+        Ok(())
+    }
+
+    /// The same of what cannot fail.
+    fn repeat_call(&self, mut call: impl FnMut()) -> Result<()> {
+        self.repeat(|| {
+            call();
+            Ok(())
+        })
+    }
+
+    /// The kernels of passes of each unit that is like no other one before.
+    pub(super) fn units(&self, job: Job<'_>, model: &Model, rehearsal: &Rehearsal) -> Result<()> {
+        let options = executor_options(job.config);
+        let precision = (options.precision, options.fp8);
+        for unit in distinct_units(model, rehearsal) {
+            let round = Cell::new(0);
+            let begin = || {
+                self.take_in(round.get() > 1);
+                round.set(round.get() + 1);
+                // A rank that is gone is noticed by the next operation that tells.
+                let _ = self.active.barrier().wait();
+            };
+            model
+                .exercise(unit, self.device, precision, rehearsal, NUM_ROUNDS + 1, &begin)
+                .map_err(TrainError::from)?;
+            self.take_in(true);
+        }
+        Ok(())
+    }
+
+    /// The kernels of an update, of the longest unit.
+    pub(super) fn updates(&self, job: Job<'_>, model: &Model) -> Result<()> {
+        let table = model.table();
+        let units = table.units().iter().enumerate();
+        let Some((longest, info)) = units.max_by_key(|(_, unit)| unit.num_elements) else { return Ok(()) };
+        let mut parts = vec![0..0; table.units().len()];
+        parts[longest] = 0..info.num_elements;
+        let options = optimizer_options(job.config, table)?;
+        let mut optimizer = Optimizer::new(&options, table, &parts, self.device)?;
+        let mut parameters = Parameters::zeros_of(table, parts, self.device, Category::Parameters)?;
+        let grads = self.floats(info.num_elements)?;
+        let mut step = 0;
+        self.repeat(|| {
+            step += 1;
+            let settings = StepSettings { step, lr: 1e-6, grad_scale: 1.0 };
+            let (values, grads) = (parameters.flat_mut(longest), grads.view());
+            Ok(optimizer.step_unit(self.device, longest, values, grads, settings, &mut WholeUnits)?)
+        })
+    }
+
+    /// Kernels of sums, copies and conversions, each at the largest size of a step.
+    pub(super) fn others<'e>(&self, events: impl Iterator<Item = &'e Event>) -> Result<()> {
+        let mut largest: BTreeMap<&str, KernelCall> = BTreeMap::new();
+        for event in events {
+            if let Event::Kernel(call) = event {
+                let most = largest.entry(call.kernel).or_insert(*call);
+                *most = if weight(call) > weight(most) { *call } else { *most };
+            }
+        }
+        let device = self.device;
+        for call in largest.into_values() {
+            let traffic = call.cost.traffic;
+            let float = |bytes: usize| bytes / DType::F32.size();
+            match call.kernel {
+                "add_assign" => {
+                    let (mut sum, term) =
+                        (self.floats(float(traffic.updated))?, self.floats(float(traffic.updated))?);
+                    self.repeat_call(|| device.add_assign(sum.view_mut(), term.view()))?;
+                }
+                "sum_of_squares" => {
+                    let values = self.floats(float(traffic.read))?;
+                    let leaf_len = values.shape().num_elements().div_ceil(LEAVES).max(1);
+                    self.repeat_call(|| {
+                        device.sum_of_squares(values.view(), leaf_len);
+                    })?;
+                }
+                "convert" => {
+                    let types = match traffic.read.cmp(&traffic.written) {
+                        Ordering::Greater => [DType::F32, DType::Bf16],
+                        Ordering::Equal => [DType::F32, DType::F32],
+                        Ordering::Less => [DType::Bf16, DType::F32],
+                    };
+                    let len = traffic.read / types[0].size();
+                    let (floats, shape) = (self.floats(len)?, [len].into());
+                    let mut pair = [
+                        device.empty(shape, types[0], Category::Activations)?,
+                        device.empty(shape, types[1], Category::Activations)?,
+                    ];
+                    device.convert(floats.view(), pair[0].view_mut());
+                    let [from, to] = &mut pair;
+                    self.repeat_call(|| device.convert(from.view(), to.view_mut()))?;
+                }
+                "copy_bytes" => {
+                    let (from, mut to) = (vec![1; traffic.read], vec![0; traffic.read]);
+                    self.repeat_call(|| device.copy_bytes(&from, &mut to))?;
+                }
+                "zero" => {
+                    let mut values = self.floats(float(traffic.written))?;
+                    self.repeat_call(|| device.zero(values.view_mut()))?;
+                }
+                _ => (),
+            }
+        }
+        Ok(())
+    }
+
+    fn floats(&self, len: usize) -> Result<Tensor> {
+        let mut tensor = self.device.empty([len].into(), DType::F32, Category::Activations)?;
+        RandomKey::new(0, "probe").fill_normal(tensor.view_mut().f32s(), 1.0);
+        Ok(tensor)
+    }
+
+    pub(super) fn medians(self) -> impl Iterator<Item = (KernelCall, f64)> {
+        self.samples.into_inner().into_iter().map(|(call, samples)| (call, median(samples)))
+    }
+}
+
+/// Of units that are alike in all that their passes do, the first.
+fn distinct_units(model: &Model, rehearsal: &Rehearsal) -> Vec<usize> {
+    let shapes = |unit: usize| {
+        let parameters = model.table().units()[unit].parameters.clone();
+        model.table().parameters()[parameters].iter().map(|info| info.shape).collect::<Vec<_>>()
+    };
+    let inputs = |unit: usize| unit.checked_sub(1).map(|below| &rehearsal.units[below].outputs);
+    let is_alike = |left: usize, right: usize| {
+        rehearsal.units[left] == rehearsal.units[right]
+            && (shapes(left), inputs(left)) == (shapes(right), inputs(right))
+    };
+    let mut distinct: Vec<usize> = Vec::new();
+    for unit in 0..rehearsal.units.len() {
+        if !distinct.iter().any(|&known| is_alike(known, unit)) {
+            distinct.push(unit);
+        }
+    }
+    distinct
+}

@@ -1,0 +1,101 @@
+//! What a dry run says happens in a step, against what does.
+
+use super::*;
+use std::collections::BTreeMap;
+use trireme_base::{Event, Issued, Journal, KernelCall};
+use trireme_parallel::StepEvents;
+
+fn kernels<'a>(events: impl IntoIterator<Item = &'a Event>) -> BTreeMap<KernelCall, usize> {
+    let mut calls = BTreeMap::new();
+    for event in events {
+        if let Event::Kernel(call) = event {
+            *calls.entry(*call).or_default() += 1;
+        }
+    }
+    calls
+}
+
+fn dry_events(case: &Case, subject: &dyn Subject, world_size: usize, rank: usize) -> StepEvents {
+    let device = Device::counting(case.device_options(None)).unwrap();
+    let host = device.host().unwrap();
+    let group = Group::dry(Rank(rank), Hosts::single(world_size), TransportKind::Inproc).unwrap();
+    let executor = case.executor(subject, group, &device, &host).unwrap();
+    executor.dry_run(true).unwrap().1.unwrap()
+}
+
+fn check(case: &Case, world_size: usize) {
+    let subject = &medium_model();
+    run_ranks(world_size, |group| {
+        let rank = group.rank().0;
+        let device = Device::cpu(case.device_options(None)).unwrap();
+        let host = device.host().unwrap();
+        let journal = Journal::default();
+        device.keep_journal(&journal);
+        host.keep_journal(&journal);
+        let mut executor = case.executor(subject, group, &device, &host).unwrap();
+        executor.initialize(1).unwrap();
+        for step in 1..=3 {
+            let num_microbatches = executor.program().outline.num_microbatches;
+            let batches: Vec<Batch> =
+                (0..num_microbatches).map(|index| subject.batch(&device, case.shape, step, index)).collect();
+            journal.take();
+            let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
+            executor.run(plan, &mut batches.into_iter()).unwrap();
+        }
+        let found: Vec<Event> = journal.take().into_iter().map(|(event, _)| event).collect();
+        let dry = dry_events(case, subject, world_size, rank);
+        assert_eq!(kernels(dry.actions.iter().flatten()), kernels(&found), "rank {rank} of {case:?}");
+    });
+}
+
+#[test]
+fn a_dry_step_calls_the_kernels_of_a_real_one() {
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, reduce_dtype: Precision::Bf16, ..OPTIONS };
+    for (options, num_microbatches) in [(OPTIONS, 1), (OPTIONS, 3), (bf16, 2)] {
+        let case = Case { options, num_microbatches, ..Case::default() };
+        check(&case, 1);
+        check(&Case { keep: Keep::Products, ..case.clone() }, 2);
+        for stage in [1, 2, 3] {
+            check(
+                &Case { state: StateLayout::zero(stage), num_shards: 2, keep: Keep::Input, ..case.clone() },
+                2,
+            );
+        }
+        let state = StateLayout::WHOLE.with_tier(StateClass::Activations, Tier::Host);
+        check(&Case { state, ..case.clone() }, 1);
+    }
+    let pipeline = Some((Kind::ZeroBubbleH1, 2, 1));
+    check(&Case { pipeline, num_microbatches: 4, ..Case::default() }, 2);
+}
+
+#[test]
+fn what_is_issued_in_a_dry_step_is_awaited_in_it_or_in_the_next() {
+    for (stage, world_size) in [(0, 2), (1, 2), (2, 4), (3, 2)] {
+        let num_shards = shards(stage, world_size);
+        let case =
+            Case { state: StateLayout::zero(stage), num_shards, num_microbatches: 2, ..Case::default() };
+        let events = dry_events(&case, &medium_model(), world_size, 1);
+        let (mut issued, mut awaited) = (Vec::new(), Vec::new());
+        for event in events.actions.iter().flatten() {
+            match event {
+                Event::Issue(number, what) => {
+                    let Issued::Collective { members, .. } = what else { panic!("{what:?}") };
+                    assert_eq!(members.len(), world_size);
+                    issued.push(*number);
+                }
+                Event::Await(number) => awaited.push(*number),
+                Event::Kernel(_) | Event::Pause => (),
+            }
+        }
+        assert_eq!(issued.len(), events.num_issued);
+        let first = issued[0];
+        assert!(issued.iter().copied().eq(first..first + events.num_issued), "{issued:?}");
+        // A number of the step before stands for its like in this step.
+        let mut places: Vec<usize> = awaited
+            .iter()
+            .map(|number| if *number < first { number + events.num_issued } else { *number })
+            .collect();
+        places.sort_unstable();
+        assert_eq!(places, issued, "stage {stage}");
+    }
+}
