@@ -1,7 +1,6 @@
 //! What a rank does, in order, as far as its time depends on it.
 
 use crate::{Cost, Rank};
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -21,7 +20,7 @@ pub enum Issued {
     Collective {
         /// Its name, such as `all_reduce`.
         operation: &'static str,
-        /// Elements of all blocks, and bytes of one.
+        /// Number of elements of all blocks.
         len: usize,
         /// Bytes of an element.
         element_bytes: usize,
@@ -67,32 +66,47 @@ pub enum Event {
     Pause,
 }
 
+/// What a rank does in each step, as far as the step's time depends on it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepEvents {
+    /// For each action of the rank's program, what happens while it runs; and what happens after the last one.
+    pub actions: Vec<Vec<Event>>,
+    /// How much is issued in a step. What is awaited under a number that was issued in the step before has this number
+    /// less than its like in this step.
+    pub num_issued: usize,
+}
+
 /// Notes what devices and groups do that keep it. Clones are one journal.
 #[derive(Debug, Clone, Default)]
-pub struct Journal {
-    events: Arc<Mutex<Vec<(Event, Instant)>>>,
-    num_issued: Arc<AtomicUsize>,
+pub struct Journal(Arc<Mutex<Noted>>);
+
+#[derive(Debug, Default)]
+struct Noted {
+    events: Vec<(Event, Instant)>,
+    num_issued: usize,
 }
 
 impl Journal {
     /// Notes that something happens now.
     pub fn note(&self, event: Event) {
-        self.lock().push((event, Instant::now()));
+        self.lock().events.push((event, Instant::now()));
     }
 
     /// Notes that something is issued; its number.
     pub fn issue(&self, issued: Issued) -> usize {
-        let number = self.num_issued.fetch_add(1, Ordering::Relaxed);
-        self.note(Event::Issue(number, issued));
+        let mut noted = self.lock();
+        let number = noted.num_issued;
+        noted.num_issued += 1;
+        noted.events.push((Event::Issue(number, issued), Instant::now()));
         number
     }
 
     /// What was noted since the last time, and when.
     pub fn take(&self) -> Vec<(Event, Instant)> {
-        std::mem::take(&mut *self.lock())
+        std::mem::take(&mut self.lock().events)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<(Event, Instant)>> {
-        self.events.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Noted> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, what passes take, random numbers,
+//! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, what passes take, what ranks do, random numbers,
 //! the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
@@ -21,7 +21,7 @@ pub use cost::{Cost, Traffic};
 pub use dtype::{DType, ParseDTypeError};
 pub use error_text::with_sources;
 pub use half::{Bf16, F16};
-pub use journal::{Event, Issued, Journal, KernelCall};
+pub use journal::{Event, Issued, Journal, KernelCall, StepEvents};
 pub use passes::UnitPasses;
 pub use random::{Random, RandomKey};
 pub use rank::{Rank, ReduceOp};

@@ -7,24 +7,30 @@ use crate::rehearsal::{Rehearsal, Rehearser, Watched};
 use std::cell::Cell;
 use trireme_tensor::{Category, Device, Fp8Recipe, Fp8State, Parameters, Precision};
 
+/// A unit, ready to run by itself.
+#[derive(Debug)]
+pub struct Exercise<'a> {
+    model: &'a Model,
+    unit: usize,
+    device: &'a Device,
+    precision: Precision,
+    fp8: Option<Fp8State>,
+    rehearsal: &'a Rehearsal,
+    parameters: Parameters,
+}
+
 impl Model {
-    /// Runs a unit `num_rounds` times forward and backward, also with its record made again and with the halves of backward apart,
-    /// on values as at the begin of a training: the passes of its rehearsal. `begin` is called before each round. Who wants to
-    /// know how long kernels take [keeps a journal](Device::keep_journal), in which pauses separate passes.
-    ///
-    /// It takes memory for this unit alone, and that whose parameters it reads.
+    /// Takes memory for a unit with its initial parameters, and for that whose parameters it reads.
     ///
     /// # Errors
     /// What the device refuses.
-    pub fn exercise(
-        &self,
+    pub fn exercise<'a>(
+        &'a self,
         unit: usize,
-        device: &Device,
+        device: &'a Device,
         (precision, fp8): (Precision, Option<Fp8Recipe>),
-        rehearsal: &Rehearsal,
-        num_rounds: usize,
-        begin: &dyn Fn(),
-    ) -> Result<(), ModelError> {
+        rehearsal: &'a Rehearsal,
+    ) -> Result<Exercise<'a>, ModelError> {
         let table = self.table();
         let owner = table.tie().filter(|tie| tie.reader == unit).map(|tie| tie.span.unit);
         let mut parts = table.shards(0, 1);
@@ -36,20 +42,33 @@ impl Model {
             info.initial.fill(&info.name, 0, held.start, values);
             Ok::<(), ModelError>(())
         })?;
-        let parameters = Watched { parameters: &parameters, was_read: Cell::new(false) };
         let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, table));
-        let fp8 = fp8.as_ref().map(Fp8State::scales);
-        let rehearser = Rehearser { model: self, device, precision, fp8, parameters: &parameters };
-        let specs: Vec<_> = rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
-        for _ in 0..num_rounds {
-            let mut batch: Batch = rehearser.tensors(&specs)?;
-            let inputs = match unit.checked_sub(1) {
-                Some(below) => rehearser.tensors(&rehearsal.units[below].outputs)?,
-                None => Bundle::new(),
-            };
-            begin();
-            rehearser.unit(unit, inputs, &mut batch)?;
-        }
+        Ok(Exercise { model: self, unit, device, precision, fp8, rehearsal, parameters })
+    }
+}
+
+impl Exercise<'_> {
+    /// Runs the passes of the unit's rehearsal on random values: forward and backward, also with its record made again and with the
+    /// halves of backward apart. To time the kernels, [keep a journal](Device::keep_journal); pauses separate the passes in it.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub fn run(&self) -> Result<(), ModelError> {
+        let parameters = Watched { parameters: &self.parameters, was_read: Cell::new(false) };
+        let rehearser = Rehearser {
+            model: self.model,
+            device: self.device,
+            precision: self.precision,
+            fp8: self.fp8.as_ref().map(Fp8State::scales),
+            parameters: &parameters,
+        };
+        let specs: Vec<_> = self.rehearsal.batch.iter().map(|tensor| tensor.spec).collect();
+        let mut batch: Batch = rehearser.tensors(&specs)?;
+        let inputs = match self.unit.checked_sub(1) {
+            Some(below) => rehearser.tensors(&self.rehearsal.units[below].outputs)?,
+            None => Bundle::new(),
+        };
+        rehearser.unit(self.unit, inputs, &mut batch)?;
         Ok(())
     }
 }

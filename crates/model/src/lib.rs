@@ -19,6 +19,7 @@ mod unit;
 pub use bundle::{Batch, Bundle, TensorSpec, empty_batch};
 pub use config::{AttentionConfig, ModelConfig, Rope, RopeScaling, SlidingWindow};
 pub use error::ModelError;
+pub use exercise::Exercise;
 pub use families::{Family, canonical_names};
 pub use generate::{Generation, Sampling};
 pub use model::Model;

@@ -29,7 +29,7 @@ mod waiting;
 
 pub use chain::chain;
 pub use error::ParallelError;
-pub use executor::{ActionTime, Executor, ExecutorSetup, MemoryUse, StepEvents};
+pub use executor::{ActionTime, Executor, ExecutorSetup, MemoryUse};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::Placements;

@@ -5,7 +5,7 @@ mod common;
 use common::{Layout, OPTIONS, batches, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::StateLayout;
+use trireme_schedule::{Layout as ClassLayout, Share, StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::run_ranks;
 
@@ -70,10 +70,9 @@ fn states_take_the_bytes_of_the_paper() {
 
 #[test]
 fn stages_send_the_bytes_of_the_paper() {
-    let sent = |zero_stage: usize, num_ranks: usize| {
-        let num_shards = if zero_stage == 0 { 1 } else { num_ranks };
-        let (state, options) =
-            (StateLayout::zero(zero_stage), ExecutorOptions { fusion_bytes: 0, ..OPTIONS });
+    let sent = |state: StateLayout, num_ranks: usize| {
+        let num_shards = if state.has_shards() { num_ranks } else { 1 };
+        let options = ExecutorOptions { fusion_bytes: 0, ..OPTIONS };
         let ranks = run_ranks(num_ranks, |group| {
             let mut executor =
                 laid_out(&config(), group, 1, 1, &Layout { options, num_shards, state, ..Layout::default() });
@@ -81,7 +80,7 @@ fn stages_send_the_bytes_of_the_paper() {
             let batches = batches(&executor, num_ranks, 1);
             let plan = StepPlan { step: 1, lr: 1e-2, grad_norm: GradNorm::Clip(1.0) };
             executor.run(plan, &mut batches.into_iter()).unwrap();
-            if zero_stage != 3 {
+            if !state.is_sharded(StateClass::Parameters) {
                 // Waits for what the end of the step has begun to gather.
                 executor.evaluate(None).unwrap();
             }
@@ -91,8 +90,11 @@ fn stages_send_the_bytes_of_the_paper() {
         ranks.into_iter().sum::<f64>()
     };
     for num_ranks in [2, 4] {
-        let plain = sent(0, num_ranks);
-        let [one, two, three] = [1, 2, 3].map(|stage| sent(stage, num_ranks) / plain);
+        let plain = sent(StateLayout::WHOLE, num_ranks);
+        let [one, two, three] = [1, 2, 3].map(|stage| sent(StateLayout::zero(stage), num_ranks) / plain);
+        let gradients = ClassLayout { share: Share::Shard, tier: Tier::Device };
+        let gradients = sent(StateLayout { gradients, ..StateLayout::WHOLE }, num_ranks) / plain;
+        assert!((0.99..1.01).contains(&gradients), "{gradients} on {num_ranks}");
         assert!((0.99..1.01).contains(&one) && (0.99..1.01).contains(&two), "{one} {two} on {num_ranks}");
         assert!((1.48..1.51).contains(&three), "{three} on {num_ranks}");
     }

@@ -75,11 +75,6 @@ impl Mesh {
         &self.axes
     }
 
-    /// Ranks along an axis; 1 if the mesh lacks it.
-    pub fn degree(&self, axis: Axis) -> usize {
-        self.axes.iter().find(|(own, _)| *own == axis).map_or(1, |&(_, degree)| degree)
-    }
-
     /// Number of ranks: the product of the degrees.
     pub fn num_ranks(&self) -> usize {
         self.axes.iter().map(|(_, degree)| degree).product()
@@ -133,7 +128,6 @@ mod tests {
         assert_eq!(groups(&[tensor]), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]);
         assert_eq!(groups(&[Axis::DATA_SHARD]), [0, 1, 0, 1, 0, 1, 2, 3, 2, 3, 2, 3]);
         assert_eq!(groups(&[Axis::PIPELINE, tensor]), [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2]);
-        assert_eq!((mesh.degree(tensor), mesh.degree(Axis::DATA_REPLICATE)), (2, 1));
     }
 
     #[test]

@@ -2,7 +2,7 @@
 //!
 //! The executor finds in a dry run how many bytes are in use at each line of a program, and the caller gives that as data
 //! ([`DryRun`]). [`choose_keeps`] finds the least recomputation that fits, [`fit_places`] the state that is best moved
-//! elsewhere. [`simulate`] tells when each action of a step runs.
+//! elsewhere. [`simulate`] tells when each action of a program runs, and [`step_time`](fn@step_time) how long a step takes.
 //! Nothing here does IO, starts a thread, reads a clock or sees a tensor.
 
 mod offload;
@@ -17,6 +17,6 @@ pub use offload::{MemoryBounds, Placing, Traffic, fit_places};
 pub use recomputation::{Choice, Room, choose_keeps, fit_keeps};
 pub use report::table;
 pub use sizes::{BatchMemory, StateSizes, UnitSizes};
-pub use step_time::{RankEvents, Rates, StepTime, step_time};
+pub use step_time::{Rates, StepTime, step_time};
 pub use timeline::{StepTimeline, simulate};
 pub use usage::{CategoryBytes, DryRun, Prediction};

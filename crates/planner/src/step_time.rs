@@ -2,8 +2,8 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use trireme_base::{Event, Issued, KernelCall, Rank};
-use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, Stuck, simulate};
+use trireme_base::{Event, Issued, KernelCall, Rank, StepEvents};
+use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, Stuck, run};
 
 /// What things take on a machine, in seconds.
 pub trait Rates {
@@ -14,22 +14,13 @@ pub trait Rates {
     fn issued(&self, issued: &Issued, load: usize) -> f64;
 }
 
-/// What a rank does in each step.
-#[derive(Debug, Clone, Copy)]
-pub struct RankEvents<'a> {
-    /// For each action of its program, and for the end of the step.
-    pub actions: &'a [Vec<Event>],
-    /// How much it issues in a step.
-    pub num_issued: usize,
-}
-
 /// A step in time.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StepTime {
     /// From the end of a step to the end of the next one.
     pub seconds: f64,
-    /// For each rank of the pipeline: the seconds in which it computes, and in which it waits.
-    pub ranks: Vec<[f64; 2]>,
+    /// For each rank of the pipeline, the seconds in which it computes.
+    pub computing: Vec<f64>,
 }
 
 /// Steps that are gone through: what begins in one may end in the next, and the first finds nothing begun.
@@ -40,36 +31,32 @@ const NUM_STEPS: usize = 3;
 ///
 /// # Errors
 /// If a rank waits for what nobody does.
-pub fn step_time(ranks: &[RankEvents<'_>], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
+///
+/// Cost: for each event of the three steps that are simulated, a look-up of its seconds under `2 * ranks * data_degree` loads.
+pub fn step_time(ranks: &[StepEvents], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
     let num_workers = ranks.len() * data_degree;
     let mut places = Places { data_degree, num_workers, rates, channels: BTreeMap::new() };
     let entries: Vec<RankEntries> =
-        (ranks.iter().enumerate()).map(|(place, rank)| RankEntries::new(place, *rank, &mut places)).collect();
+        (ranks.iter().enumerate()).map(|(place, rank)| RankEntries::new(place, rank, &mut places)).collect();
     let actor = |rank| Actor { entries: rank, host: 0, load: data_degree };
     let actors: Vec<Actor<'_>> = entries.iter().map(|rank| actor(&rank.entries[..])).collect();
-    let found = simulate(&actors)?;
+    let found = run(&actors)?;
     let end = |step: usize| {
         let of_rank = |(rank, found): (&RankEntries, &Vec<Interval>)| {
             let entries = rank.entries.iter().zip(found).take(rank.steps[step].end);
-            let own = entries.filter(|(entry, _)| !matches!(entry, Entry::Issue(..)));
+            let own = entries.filter(|(entry, _)| matches!(entry, Entry::Compute(_) | Entry::Await(_)));
             own.map(|(_, interval)| interval.end).fold(0.0, f64::max)
         };
         entries.iter().zip(&found).map(of_rank).fold(0.0, f64::max)
     };
-    let shares = |(rank, found): (&RankEntries, &Vec<Interval>)| {
+    let computing = |(rank, found): (&RankEntries, &Vec<Interval>)| {
         let last = rank.steps[NUM_STEPS - 1].clone();
-        let mut shares = [0.0; 2];
-        for (entry, interval) in rank.entries[last.clone()].iter().zip(&found[last]) {
-            match entry {
-                Entry::Compute(_) => shares[0] += interval.end - interval.start,
-                Entry::Await(_) => shares[1] += interval.end - interval.start,
-                Entry::Issue(..) => (),
-            }
-        }
-        shares
+        let entries = rank.entries[last.clone()].iter().zip(&found[last]);
+        let computes = entries.filter(|(entry, _)| matches!(entry, Entry::Compute(_)));
+        computes.map(|(_, interval)| interval.end - interval.start).sum()
     };
     let seconds = end(NUM_STEPS - 1) - end(NUM_STEPS - 2);
-    Ok(StepTime { seconds, ranks: entries.iter().zip(&found).map(shares).collect() })
+    Ok(StepTime { seconds, computing: entries.iter().zip(&found).map(computing).collect() })
 }
 
 /// Where ranks meet.
@@ -102,21 +89,23 @@ impl Places<'_> {
         Rank(rank.0 / self.data_degree * self.data_degree)
     }
 
-    fn job(&mut self, place: usize, issued: &Issued) -> Job {
-        let length = self.length(|load| self.rates.issued(issued, load));
+    fn entry(&mut self, place: usize, number: usize, issued: &Issued) -> Entry {
         let own = Rank(place * self.data_degree);
-        let (channel, num_starts, starts, load) = match issued {
+        let (channel, num_starts, load) = match issued {
             Issued::Collective { members, .. } => {
                 let mut places: Vec<usize> = members.iter().map(|rank| rank.0 / self.data_degree).collect();
                 places.dedup();
-                (Channel::Group(Arc::clone(members)), places.len(), true, members.len())
+                (Channel::Group(Arc::clone(members)), places.len(), members.len())
             }
-            Issued::Send { to, .. } => (Channel::Message(own, self.stand_in(*to)), 1, true, self.data_degree),
-            Issued::Receive { from, .. } => (Channel::Message(self.stand_in(*from), own), 1, false, 0),
-            Issued::DiskRead { .. } | Issued::DiskWrite { .. } => (Channel::Disk(place), 1, true, 0),
+            Issued::Send { to, .. } => (Channel::Message(own, self.stand_in(*to)), 1, self.data_degree),
+            Issued::Receive { from, .. } => {
+                let channel = self.channel(Channel::Message(self.stand_in(*from), own));
+                return Entry::Expect(number, channel);
+            }
+            Issued::DiskRead { .. } | Issued::DiskWrite { .. } => (Channel::Disk(place), 1, 0),
         };
-        let channel = self.channel(channel);
-        Job { channel, num_starts, starts, stream: channel, load, length }
+        let (channel, length) = (self.channel(channel), self.length(|load| self.rates.issued(issued, load)));
+        Entry::Start(number, Job { channel, num_starts, stream: channel, load, length })
     }
 }
 
@@ -128,7 +117,7 @@ struct RankEntries {
 }
 
 impl RankEntries {
-    fn new(place: usize, rank: RankEvents<'_>, places: &mut Places<'_>) -> Self {
+    fn new(place: usize, rank: &StepEvents, places: &mut Places<'_>) -> Self {
         let numbers = rank.actions.iter().flatten().filter_map(|event| match event {
             Event::Issue(number, _) => Some(*number),
             _ => None,
@@ -138,7 +127,7 @@ impl RankEntries {
         for step in 0..NUM_STEPS {
             let begin = entries.len();
             let number = |number: usize| (step * rank.num_issued + number).checked_sub(first);
-            for action in rank.actions {
+            for action in &rank.actions {
                 let mut kernels: Vec<&KernelCall> = Vec::new();
                 for event in action {
                     if let Event::Kernel(call) = event {
@@ -149,7 +138,7 @@ impl RankEntries {
                     match event {
                         Event::Issue(issue, issued) => {
                             let number = number(*issue).expect("it is the first or comes later");
-                            entries.push(Entry::Issue(number, places.job(place, issued)));
+                            entries.push(places.entry(place, number, issued));
                         }
                         // What a step before the first one issued has ended.
                         Event::Await(issue) => entries.extend(number(*issue).map(Entry::Await)),
@@ -200,7 +189,8 @@ mod tests {
     }
 
     fn seconds(ranks: &[Vec<Vec<Event>>], num_issued: usize, data_degree: usize) -> f64 {
-        let ranks: Vec<_> = ranks.iter().map(|actions| RankEvents { actions, num_issued }).collect();
+        let events = |actions: &Vec<Vec<Event>>| StepEvents { actions: actions.clone(), num_issued };
+        let ranks: Vec<StepEvents> = ranks.iter().map(events).collect();
         step_time(&ranks, data_degree, &Machine).unwrap().seconds
     }
 

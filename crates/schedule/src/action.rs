@@ -41,9 +41,9 @@ impl Keep {
 pub enum StateClass {
     /// What the optimizer keeps of a unit.
     Optimizer,
-    /// This rank's shard of a unit's parameters.
+    /// A unit's parameters, or this rank's shard of them.
     Parameters,
-    /// This rank's shard of a unit's reduced gradient.
+    /// The sum of a unit's gradient, or this rank's shard of it.
     Gradients,
     /// What forward of a unit for a microbatch has kept.
     Activations,

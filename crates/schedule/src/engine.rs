@@ -7,7 +7,7 @@
 use std::cmp::{Ordering, Reverse};
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 
-/// How long something takes, in any unit of time, by the load of its host: alone, beside as much again, and so on.
+/// How long something takes, in any unit of time, for each load of its host.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Length(Vec<f64>);
 
@@ -44,17 +44,15 @@ impl Length {
 /// What goes on beside ranks.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Job {
-    /// Where ranks meet: the jobs that ranks come to by one channel are the same ones, in order.
+    /// Identifies the job across ranks: the n-th job that each rank joins on a channel is the same one.
     pub channel: usize,
-    /// How many ranks must have [started](Job::starts) it before it begins.
+    /// How many ranks must have started it before it begins.
     pub num_starts: usize,
-    /// Whether the rank is one of these. A rank that receives a message only waits for it.
-    pub starts: bool,
     /// What it occupies: it begins when the job before it there has ended.
     pub stream: usize,
     /// What it adds to the load of its host.
     pub load: usize,
-    /// How long it takes; as the last rank says that starts it.
+    /// How long it takes. What the last rank says that starts it counts.
     pub length: Length,
 }
 
@@ -63,8 +61,10 @@ pub struct Job {
 pub enum Entry {
     /// Computes.
     Compute(Length),
-    /// Comes to a job, under a number that is its own for this rank.
-    Issue(usize, Job),
+    /// Starts a job, under a number that is the rank's own.
+    Start(usize, Job),
+    /// Joins a job that others start, such as a message that it receives: a number as above, and the channel.
+    Expect(usize, usize),
     /// Waits until the job of this number has ended.
     Await(usize),
 }
@@ -83,9 +83,9 @@ pub struct Actor<'a> {
 /// When something began and ended.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct Interval {
-    /// Begins.
+    /// When it began.
     pub start: f64,
-    /// Ends.
+    /// When it ended.
     pub end: f64,
 }
 
@@ -99,14 +99,14 @@ pub struct Stuck {
     pub entry: usize,
 }
 
-/// When each rank does each of its entries. Of a job that a rank starts, this is when the job runs; of one that it only waits for,
-/// from when it comes to it until the job has ended.
+/// When each rank does each of its entries. Of a job that a rank starts, this is when the job runs; of one that it expects, from when it
+/// joins until the job has ended.
 ///
 /// # Errors
 /// If a rank waits for ever.
 ///
-/// Cost: a logarithm of the number of ranks for each entry, and where lengths depend on the load as much for each job at a time.
-pub fn simulate(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
+/// Cost: O(log n) for each entry, and if lengths depend on loads, O(n) for each change of a host's load, where n things run.
+pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
     let mut engine = Engine::new(actors);
     (0..actors.len()).for_each(|rank| engine.advance(rank));
     while engine.end_next() {}
@@ -117,7 +117,7 @@ pub fn simulate(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
     for (rank, state) in engine.ranks.iter_mut().enumerate() {
         for (entry, job) in std::mem::take(&mut state.issued_at) {
             let found = &mut engine.found[rank][entry];
-            let is_start = matches!(&actors[rank].entries[entry], Entry::Issue(_, job) if job.starts);
+            let is_start = matches!(actors[rank].entries[entry], Entry::Start(..));
             *found = match (is_start, engine.jobs[job].ran) {
                 (true, ran) => ran,
                 (false, ran) => Interval { start: found.start, end: ran.end.max(found.start) },
@@ -167,8 +167,7 @@ impl Ord for End {
 
 struct RankState {
     at: usize,
-    /// Whether it has begun that entry.
-    is_amid: bool,
+    has_begun_entry: bool,
     /// Jobs by the rank's numbers.
     jobs: BTreeMap<usize, usize>,
     /// Entries that issued jobs.
@@ -177,13 +176,12 @@ struct RankState {
     visits: BTreeMap<usize, usize>,
 }
 
+#[derive(Default)]
 struct JobState {
+    /// As the last rank says that has started it, with that rank's host.
+    job: Option<(Job, usize)>,
     num_started: usize,
-    num_starts: usize,
-    stream: usize,
-    load: usize,
-    host: usize,
-    length: Length,
+    has_begun: bool,
     ran: Interval,
     has_ended: bool,
     /// Ranks that wait for it.
@@ -214,7 +212,7 @@ impl<'a> Engine<'a> {
     fn new(actors: &'a [Actor<'a>]) -> Self {
         let rank = |_: &Actor<'_>| RankState {
             at: 0,
-            is_amid: false,
+            has_begun_entry: false,
             jobs: BTreeMap::new(),
             issued_at: Vec::new(),
             visits: BTreeMap::new(),
@@ -241,21 +239,23 @@ impl<'a> Engine<'a> {
     fn advance(&mut self, rank: usize) {
         while let Some(entry) = self.actors[rank].entries.get(self.ranks[rank].at) {
             let at = self.ranks[rank].at;
-            let is_amid = std::mem::replace(&mut self.ranks[rank].is_amid, true);
-            if !is_amid {
+            let has_begun_entry = std::mem::replace(&mut self.ranks[rank].has_begun_entry, true);
+            if !has_begun_entry {
                 self.found[rank][at].start = self.now;
             }
             match entry {
-                Entry::Compute(_) if is_amid => return,
+                Entry::Compute(_) if has_begun_entry => return,
                 Entry::Compute(length) => {
                     let Actor { host, load, .. } = self.actors[rank];
                     self.run(What::Rank(rank), host, load, length.clone());
                     return;
                 }
-                Entry::Issue(number, job) => {
-                    let state = self.come_to(rank, job);
-                    self.ranks[rank].jobs.insert(*number, state);
-                    self.ranks[rank].issued_at.push((at, state));
+                Entry::Start(number, job) => {
+                    let index = self.join(rank, at, *number, job.channel);
+                    self.start(rank, index, job);
+                }
+                Entry::Expect(number, channel) => {
+                    self.join(rank, at, *number, *channel);
                 }
                 Entry::Await(number) => {
                     // What nobody issued never ends.
@@ -267,52 +267,44 @@ impl<'a> Engine<'a> {
                     self.found[rank][at].end = self.now;
                 }
             }
-            self.ranks[rank].is_amid = false;
+            self.ranks[rank].has_begun_entry = false;
             self.ranks[rank].at += 1;
         }
     }
 
-    /// The job that a rank comes to.
-    fn come_to(&mut self, rank: usize, job: &Job) -> usize {
-        let visits = self.ranks[rank].visits.entry(job.channel).or_default();
+    /// The job that a rank joins at an entry.
+    fn join(&mut self, rank: usize, at: usize, number: usize, channel: usize) -> usize {
+        let state = &mut self.ranks[rank];
+        let visits = state.visits.entry(channel).or_default();
         let visit = std::mem::replace(visits, *visits + 1);
-        let of_channel = self.channels.entry(job.channel).or_default();
+        let of_channel = self.channels.entry(channel).or_default();
         if visit == of_channel.len() {
             of_channel.push(self.jobs.len());
-            self.jobs.push(JobState {
-                num_started: 0,
-                num_starts: job.num_starts,
-                stream: job.stream,
-                load: job.load,
-                host: self.actors[rank].host,
-                length: job.length.clone(),
-                ran: Interval::default(),
-                has_ended: false,
-                awaited_by: Vec::new(),
-            });
+            self.jobs.push(JobState::default());
         }
-        let index = of_channel[visit];
-        if job.starts {
-            let state = &mut self.jobs[index];
-            (state.length, state.stream) = (job.length.clone(), job.stream);
-            state.num_started += 1;
-            if state.num_started == 1 {
-                self.streams.entry(job.stream).or_default().push_back(index);
-            }
-            self.start_first(job.stream);
-        }
-        index
+        state.jobs.insert(number, of_channel[visit]);
+        state.issued_at.push((at, of_channel[visit]));
+        of_channel[visit]
     }
 
-    /// Starts the first job of a stream, if it waits for nobody and does not run.
+    fn start(&mut self, rank: usize, index: usize, job: &Job) {
+        let state = &mut self.jobs[index];
+        state.num_started += 1;
+        state.job = Some((job.clone(), self.actors[rank].host));
+        if state.num_started == 1 {
+            self.streams.entry(job.stream).or_default().push_back(index);
+        }
+        self.start_first(job.stream);
+    }
+
+    /// Begins the first job of a stream, if all ranks have started it.
     fn start_first(&mut self, stream: usize) {
         let Some(&index) = self.streams.get(&stream).and_then(VecDeque::front) else { return };
-        let job = &mut self.jobs[index];
-        if job.num_started == job.num_starts {
-            // Once more never comes: it was the first of its stream, or becomes it, once.
-            job.num_started += 1;
-            job.ran.start = self.now;
-            let (host, load, length) = (job.host, job.load, job.length.clone());
+        let state = &mut self.jobs[index];
+        let (job, host) = state.job.as_ref().expect("a job in a stream was started");
+        if state.num_started == job.num_starts && !state.has_begun {
+            let (host, load, length) = (*host, job.load, job.length.clone());
+            (state.has_begun, state.ran.start) = (true, self.now);
             self.run(What::Job(index), host, load, length);
         }
     }
@@ -372,14 +364,15 @@ impl<'a> Engine<'a> {
             What::Rank(rank) => {
                 let state = &mut self.ranks[rank];
                 self.found[rank][state.at].end = time;
-                state.is_amid = false;
+                state.has_begun_entry = false;
                 state.at += 1;
                 self.advance(rank);
             }
             What::Job(index) => {
                 let job = &mut self.jobs[index];
                 (job.ran.end, job.has_ended) = (time, true);
-                let (stream, awaited_by) = (job.stream, std::mem::take(&mut job.awaited_by));
+                let stream = job.job.as_ref().expect("it ran").0.stream;
+                let awaited_by = std::mem::take(&mut job.awaited_by);
                 self.streams.get_mut(&stream).expect("its stream is known").pop_front();
                 self.start_first(stream);
                 awaited_by.into_iter().for_each(|rank| self.advance(rank));
@@ -394,7 +387,7 @@ mod tests {
     use super::*;
 
     fn job(channel: usize, num_starts: usize, length: Length) -> Job {
-        Job { channel, num_starts, starts: true, stream: channel, load: 1, length }
+        Job { channel, num_starts, stream: channel, load: 1, length }
     }
 
     fn actors<'a>(entries: &'a [Vec<Entry>]) -> Vec<Actor<'a>> {
@@ -402,7 +395,7 @@ mod tests {
     }
 
     fn spans(entries: &[Vec<Entry>]) -> Vec<Vec<(f64, f64)>> {
-        let found = simulate(&actors(entries)).unwrap();
+        let found = run(&actors(entries)).unwrap();
         let pair = |span: &Interval| (span.start, span.end);
         found.iter().map(|rank| rank.iter().map(pair).collect()).collect()
     }
@@ -410,7 +403,7 @@ mod tests {
     #[test]
     fn a_job_begins_when_all_have_come_and_the_one_before_has_ended() {
         let compute = |time| Entry::Compute(Length::fixed(time));
-        let meet = |number, time| Entry::Issue(number, job(0, 2, Length::fixed(time)));
+        let meet = |number, time| Entry::Start(number, job(0, 2, Length::fixed(time)));
         let entries = [
             vec![meet(0, 5.0), compute(1.0), meet(1, 2.0), Entry::Await(1)],
             vec![compute(3.0), meet(7, 5.0), meet(8, 2.0), Entry::Await(7), compute(1.0)],
@@ -424,10 +417,10 @@ mod tests {
 
     #[test]
     fn who_receives_waits_for_who_sends_and_not_the_other_way() {
-        let message = |starts| Job { starts, ..job(0, 1, Length::fixed(4.0)) };
+        let message = job(0, 1, Length::fixed(4.0));
         let entries = [
-            vec![Entry::Compute(Length::fixed(2.0)), Entry::Issue(0, message(true)), Entry::Await(0)],
-            vec![Entry::Issue(0, message(false)), Entry::Await(0)],
+            vec![Entry::Compute(Length::fixed(2.0)), Entry::Start(0, message), Entry::Await(0)],
+            vec![Entry::Expect(0, 0), Entry::Await(0)],
         ];
         assert_eq!(spans(&entries), [vec![(0.0, 2.0), (2.0, 6.0), (2.0, 6.0)], vec![(0.0, 6.0), (0.0, 6.0)]]);
     }
@@ -443,9 +436,9 @@ mod tests {
 
     #[test]
     fn who_waits_for_ever_is_told() {
-        let alone = [vec![Entry::Issue(0, job(0, 2, Length::fixed(1.0))), Entry::Await(0)]];
-        let stuck = simulate(&actors(&alone)).unwrap_err();
+        let alone = [vec![Entry::Start(0, job(0, 2, Length::fixed(1.0))), Entry::Await(0)]];
+        let stuck = run(&actors(&alone)).unwrap_err();
         assert_eq!(stuck.to_string(), "rank 0 waits at entry 1 for a job that never ends");
-        assert_eq!(simulate(&actors(&[vec![Entry::Await(3)]])), Err(Stuck { rank: 0, entry: 0 }));
+        assert_eq!(run(&actors(&[vec![Entry::Await(3)]])), Err(Stuck { rank: 0, entry: 0 }));
     }
 }

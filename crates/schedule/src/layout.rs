@@ -1,5 +1,5 @@
-//! Where a rank's state lies between its uses, and when it comes. Nothing else says it a second time: lowering passes make
-//! programs from a [`StateLayout`], and executor, validator and planner read the one in the program's outline.
+//! Where each class of a rank's state is kept between its uses, and how early it is brought back. Lowering passes read a
+//! [`StateLayout`]; executor, validator and planner read the one in the program's outline.
 
 use crate::action::StateClass;
 use std::fmt;
@@ -171,8 +171,8 @@ impl StateLayout {
         self.of(class).tier != Tier::Device
     }
 
-    /// Whether a class is not at hand between steps, or not through all of a step, so that a program moves it: what lives on a
-    /// disk, and activations wherever they live. What else lives with the host is worked with there.
+    /// Whether programs fetch and evict a class: state on a disk, and activations off the device. Other state on the host is used
+    /// there.
     pub fn moves(&self, class: StateClass) -> bool {
         match self.of(class).tier {
             Tier::Device => false,
@@ -181,7 +181,7 @@ impl StateLayout {
         }
     }
 
-    /// The same, without what does not matter to it.
+    /// The same with defaults for the fields that it does not use, so that equal programs have equal layouts.
     pub(crate) fn normalized(self) -> Self {
         let StateLayout { parameters, gradients, optimizer, activations, .. } = self;
         let mut layout = StateLayout { parameters, gradients, optimizer, activations, ..StateLayout::WHOLE };
@@ -197,13 +197,15 @@ impl StateLayout {
         layout
     }
 
-    /// The class that what a rank updates of the parameters belongs to: beside whole ones it is the optimizer's.
+    /// The class of the weights that a rank updates: `Parameters` if these are sharded, else `Optimizer`, because the updated weights
+    /// then lie beside whole parameters.
     pub fn class_of_weights(&self) -> StateClass {
         if self.is_sharded(StateClass::Parameters) { StateClass::Parameters } else { StateClass::Optimizer }
     }
 
-    /// Whether a class may live at `tier`, in steps of `num_microbatches`: only what is apart from what operations read may be
-    /// away, of gradients only shards that updates read, and those of several microbatches are summed in memory.
+    /// Whether a class may live at `tier`, in steps of `num_microbatches`. Only shards and activations may leave the device. Gradients
+    /// may leave only if updates read shards, too, and go to a disk only with one microbatch a step, because several are summed in
+    /// memory.
     pub fn can_live(&self, class: StateClass, tier: Tier, num_microbatches: usize) -> bool {
         let is_summed = class == StateClass::Gradients && num_microbatches > 1;
         let is_apart = match class {

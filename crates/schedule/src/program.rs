@@ -215,8 +215,9 @@ impl fmt::Display for Program {
 pub enum ParseProgramError {
     /// The first line does not give the sizes.
     #[error(
-        "line {line}: '{found}' should read 'units N microbatches M', optionally followed by 'optimizer shard@host' \
-         and the like, 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' and 'steps N weights W'"
+        "line {line}: '{found}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' \
+         (optimizer, parameters, gradients, activations; whole, shard; host, disk), 'gather_ahead N', 'gathered kept', \
+         'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' and 'steps N weights W'"
     )]
     Header {
         /// Line, from 1.

@@ -117,7 +117,7 @@ impl Device {
         self.journal.get()
     }
 
-    /// Adds the cost of a kernel that begins.
+    /// Adds the cost of a kernel that begins, and notes it in the journal.
     fn count(&self, kernel: &'static str, cost: Cost) {
         if let Some(journal) = self.journal.get() {
             journal.note(Event::Kernel(KernelCall { kernel, cost }));

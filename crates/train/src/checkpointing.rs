@@ -185,7 +185,7 @@ impl TensorSource for RunTensors<'_> {
         let brought = match entry {
             Entry::Parameter(parameter) => {
                 let unit = self.executor.model().table().parameters()[parameter].unit;
-                self.bring(self.executor.weights_class(), unit)
+                self.bring(self.executor.class_of_weights(), unit)
             }
             Entry::OptimizerState { unit, .. } => self.bring(StateClass::Optimizer, unit),
             Entry::AmaxHistory { .. } | Entry::Compressor { .. } => Ok(()),

@@ -44,10 +44,11 @@ pub use run_lock::RunLock;
 pub use sample::{SampleSettings, sample};
 pub use schedule_file::{ScheduleFileError, ScheduleSizes};
 pub use setup::{
-    dry_run, executor_options, local_threads, model_config, proven_programs, share_of_cores, step_programs,
+    executor_options, local_threads, model_config, new_executor, proven_programs, share_of_cores,
+    step_programs,
 };
 pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Samples, Task, TaskFile};
-pub use trainer::{RunSummary, StepPlanned, Trainer, TrainerOptions, device_options};
+pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan, device_options};
 pub use validation::Validated;
 pub use weights::{LoadedModel, load_model};

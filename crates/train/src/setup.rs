@@ -20,8 +20,8 @@ use trireme_comm::Group;
 use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
 use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, MemoryUse, OffloadOptions, ParallelError,
-    Placements, RankGrid, StepEvents, SwapOptions, ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, Placements,
+    RankGrid, SwapOptions, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Chain, Program, StateClass, StateLayout, validate_pipeline};
@@ -215,23 +215,12 @@ pub(crate) fn build_executor(
     Ok(executor)
 }
 
-/// What a rank of a [dry](Group::dry) world takes, and, if it `notes_events`, does in a step, while it trains by these programs, one for each rank of its pipeline. `device` is the model's, and only counts.
+/// What runs the step of one rank, with weights of zeros, by these programs, one for each rank of its pipeline. Collective, unless the
+/// group is [dry](Group::dry).
 ///
 /// # Errors
-/// What devices refuse.
-pub fn dry_run(
-    config: &Config,
-    of_model: (Model, Rehearsal),
-    programs: Vec<Program>,
-    group: Group,
-    device: &Device,
-    notes_events: bool,
-) -> Result<(MemoryUse, Option<StepEvents>), TrainError> {
-    Ok(new_executor(config, of_model, programs, group, device)?.dry_run(notes_events)?)
-}
-
-/// What runs the step of one rank, with weights of zeros. Collective.
-fn new_executor(
+/// What devices, groups and disks refuse.
+pub fn new_executor(
     config: &Config,
     (model, rehearsal): (Model, Rehearsal),
     mut programs: Vec<Program>,
@@ -254,17 +243,8 @@ fn new_executor(
     let optimizer = make(&options, model.table(), &parts, optimizer_device)?;
     let options = executor_options(config);
     let offload = &moves;
-    Ok(Executor::new(ExecutorSetup {
-        model,
-        rehearsal,
-        placements,
-        optimizer,
-        ranks,
-        device,
-        program,
-        options,
-        offload,
-    })?)
+    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    Ok(Executor::new(setup)?)
 }
 
 /// How the config wants steps to be run.

@@ -43,12 +43,12 @@ pub struct TrainerOptions {
     pub started: Instant,
     /// What was planned for this worker; alike on all workers but for the predictions. What the config leaves to a
     /// plan is kept, on the device, without it.
-    pub plan: Option<StepPlanned>,
+    pub plan: Option<WorkerPlan>,
 }
 
 /// What a planner has found out about a worker's steps.
 #[derive(Debug, Clone, PartialEq)]
-pub struct StepPlanned {
+pub struct WorkerPlan {
     /// What is recomputed and moved.
     pub choices: StepChoices,
     /// What the worker will take at most.

@@ -1,11 +1,10 @@
 //! `trireme plan`.
 
-use super::bench::{launch_workers, recorder_folder};
 use super::train::world_options;
 use crate::console::{Output, columns, parameters};
-use crate::launch::{WorkerEnvironment, work_in_world};
+use crate::launch::{WorkerEnvironment, launch_workers, recorder_folder, work_in_world};
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Blueprint, Drawing, Job, Plan, Source, Workers, language_model};
+use crate::planning::{Blueprint, Drawing, Job, Plan, PredictedTime, Source, Workers, language_model};
 use crate::simd::{Proof, Simd};
 use anyhow::{Context, Result, bail};
 use std::io::Write;
@@ -34,9 +33,10 @@ Examples:
   trireme plan my.toml --workers 4 --set parallelism.pipeline_parallel_degree=4 --save-schedule order.txt
       The same order as text that you can edit; train with --set parallelism.pipeline_parallel_schedule_file=order.txt.
 
-The command trains nothing, writes only the files that you ask for, and does not need the memory of the model. docs/memory.md explains what is counted.";
+The command trains nothing, writes only the files that you ask for, and does not need the memory of the model. With --time, it
+also starts the workers and measures for a few seconds. docs/memory.md explains what is counted, docs/time.md what is measured.";
 
-/// Predict the memory use of a run's workers.
+/// Predict the memory use of a run's workers, and the time of a step.
 ///
 /// Simulates the step program of a config line by line. Prints the peak of each memory category, the peak of their
 /// total, and the line where the total peaks. Considers the workers that `trireme train` would start on this host,
@@ -53,12 +53,13 @@ pub(crate) struct PlanArgs {
     /// Override a key of the file; the value is TOML or a bare string.
     #[arg(long = "set", value_name = "SECTION.KEY=VALUE")]
     overrides: Vec<String>,
-    /// Also predict the time of a step on this machine. Runs the kernels of each kind of unit and the operations between
-    /// workers by themselves for some seconds, in as many processes as there are workers.
+    /// Also predict the time of a step on this machine. Starts the workers, which measure kernels and communication in
+    /// isolation for a few seconds.
     #[arg(long)]
     time: bool,
-    /// Print only the predicted time, as one line of JSON.
-    #[arg(long, requires = "time")]
+    /// Print only the predicted time, as one line of JSON: `step_seconds`, `samples_per_second`, and as `unmeasured` the
+    /// kernels and operations that the prediction lacks.
+    #[arg(long, requires = "time", conflicts_with_all = ["program", "draw", "svg", "save_schedule"])]
     json: bool,
     /// Also print the step program.
     #[arg(long)]
@@ -92,64 +93,66 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
         Some(task) => {
             let sample = Samples::open(task, &config)?.train.sample();
             let blueprint = Blueprint::Task { task, sample: &sample };
-            tell(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
+            show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
         }
         None => {
             let model = language_model(&config)?;
             let blueprint = Blueprint::Language { model: &model, seq_len: config.training().seq_len };
-            tell(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
+            show_all(args, Job { config: &config, source, blueprint, workers }, (environment, &simd, started))
         }
     }
 }
 
-/// A worker measures; the command itself tells what a step takes, and starts the workers.
-fn tell(
+/// A worker measures; the command itself shows what a step takes, and starts the workers.
+fn show_all(
     args: &PlanArgs,
     job: Job<'_>,
     (environment, simd, started): (Option<WorkerEnvironment>, &Simd, Instant),
 ) -> Result<()> {
     let config = job.config;
+    let plan = Plan::largest(job)?;
     if let Some(environment) = environment {
         let options = world_options(config, &environment)?;
-        return work_in_world(options, recorder_folder(), |world| show_time(args, job, world));
+        return work_in_world(options, recorder_folder(), |world| show_time(args, job, &plan, world));
     }
     if !args.json {
-        show(args, job)?;
+        show(args, job, &plan)?;
     }
+    plan.check(job)?;
     match config.world_size() {
         _ if !args.time => Ok(()),
-        1 => show_time(args, job, single()),
+        1 => show_time(args, job, &plan, single()),
         num_workers => launch_workers(num_workers, started, Some(simd)),
     }
 }
 
-fn show_time(args: &PlanArgs, job: Job<'_>, world: Group) -> Result<()> {
-    let plan = Plan::largest(job)?;
-    let Some(StepTime { seconds, ranks }) = plan.step_time(job, world)? else { return Ok(()) };
-    let num_samples = job.config.training().global_batch_size as f64;
-    let text = match args.json {
-        true => format!(
-            "{}\n",
-            serde_json::json!({ "step_seconds": seconds, "samples_per_second": num_samples / seconds })
-        ),
-        false => {
-            let (busy, rank) = (ranks.iter().map(|[busy, _]| busy).zip(0..))
-                .max_by(|(left, _), (right, _)| left.total_cmp(right))
-                .expect("a pipeline has a rank");
-            let place = if ranks.len() > 1 { format!("pipeline rank {rank}") } else { "a worker".to_owned() };
-            format!(
-                "\npredicted step time: {seconds:.4} s, {:.1} samples/s; {place} computes for {busy:.4} s of it\n",
-                num_samples / seconds
-            )
-        }
-    };
-    Ok(Output.write_all(text.as_bytes())?)
+fn show_time(args: &PlanArgs, job: Job<'_>, plan: &Plan, world: Group) -> Result<()> {
+    let Some(PredictedTime { time, unmeasured }) = plan.step_time(job, world)? else { return Ok(()) };
+    let StepTime { seconds, computing } = time;
+    let samples_per_second = job.config.training().global_batch_size as f64 / seconds;
+    if args.json {
+        let found = serde_json::json!({
+            "step_seconds": seconds,
+            "samples_per_second": samples_per_second,
+            "unmeasured": unmeasured,
+        });
+        return Ok(writeln!(Output, "{found}")?);
+    }
+    let busiest = computing.iter().copied().fold(0.0, f64::max);
+    writeln!(
+        Output,
+        "\npredicted step time: {seconds:.4} s, {samples_per_second:.1} samples/s; the busiest worker computes for \
+         {busiest:.4} s of it"
+    )?;
+    if !unmeasured.is_empty() {
+        writeln!(Output, "not measured, and counted as no time: {}", unmeasured.join(", "))?;
+    }
+    Ok(())
 }
 
-fn show(args: &PlanArgs, job: Job<'_>) -> Result<()> {
+fn show(args: &PlanArgs, job: Job<'_>, plan: &Plan) -> Result<()> {
     let Job { config, workers, .. } = job;
-    let plan = Plan::largest(job)?;
-    let drawing = Drawing::new(config, &plan)?;
+    let drawing = Drawing::new(config, plan)?;
     if args.save_schedule.is_some() {
         refuse_to_save(config)?;
     }
@@ -175,8 +178,7 @@ fn show(args: &PlanArgs, job: Job<'_>) -> Result<()> {
     let title = format!("{}: a step of {workers}", args.config.display());
     save(args.svg.as_deref(), || drawing.svg(&title))?;
     save(args.save_schedule.as_deref(), || drawing.schedule_text())?;
-    Output.write_all(text.as_bytes())?;
-    plan.check(job)
+    Ok(Output.write_all(text.as_bytes())?)
 }
 
 /// What cannot be read again as a schedule of one's own.

@@ -1,6 +1,7 @@
 //! How a process comes to be a worker of a world: by the environment that a launcher has set, or by starting
 //! the workers of this host itself.
 
+mod command_workers;
 mod environment;
 mod error;
 mod host_list;
@@ -8,6 +9,7 @@ mod joining;
 mod supervisor;
 mod worker_processes;
 
+pub(crate) use command_workers::{launch_workers, recorder_folder};
 pub(crate) use environment::WorkerEnvironment;
 pub(crate) use error::{Death, LaunchError};
 pub(crate) use joining::{join_options, work_in_world};

@@ -1,16 +1,18 @@
 //! Kernels of a step, called by themselves to be timed.
 
 use super::Job;
-use super::probe::{NUM_ROUNDS, median, weight};
+use super::probe::{NUM_ROUNDS, weight};
+use crate::statistics::median;
 use anyhow::Result;
-use std::cell::{Cell, RefCell};
+use std::cell::RefCell;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
+use std::time::Instant;
 use trireme_base::{Category, DType, Event, Journal, KernelCall, RandomKey};
 use trireme_comm::Group;
 use trireme_model::{Model, Rehearsal};
 use trireme_optim::{Optimizer, StepSettings, WholeUnits};
-use trireme_tensor::{Device, LEAVES, Parameters, Tensor};
+use trireme_tensor::{Device, IntegerFormat, LEAVES, Parameters, Tensor};
 use trireme_train::{TrainError, executor_options, optimizer_options};
 
 /// Calls kernels, and notes how long each takes.
@@ -29,12 +31,8 @@ impl<'a> Exerciser<'a> {
         Exerciser { device, journal, active, samples: RefCell::default() }
     }
 
-    /// Takes in what was noted since the last time, unless that was to warm up.
-    fn take_in(&self, is_warm: bool) {
-        let noted = self.journal.take();
-        if !is_warm {
-            return;
-        }
+    /// A kernel's time ends where the next event begins, so it includes what the tape does in between.
+    fn take_in(&self, noted: &[(Event, Instant)]) {
         let mut samples = self.samples.borrow_mut();
         for pair in noted.windows(2) {
             if let (Event::Kernel(call), began) = &pair[0] {
@@ -50,7 +48,9 @@ impl<'a> Exerciser<'a> {
             self.active.barrier().wait()?;
             run()?;
             self.journal.note(Event::Pause);
-            self.take_in(round > 0);
+            if round > 0 {
+                self.take_in(&self.journal.take());
+            }
         }
         Ok(())
     }
@@ -68,17 +68,9 @@ impl<'a> Exerciser<'a> {
         let options = executor_options(job.config);
         let precision = (options.precision, options.fp8);
         for unit in distinct_units(model, rehearsal) {
-            let round = Cell::new(0);
-            let begin = || {
-                self.take_in(round.get() > 1);
-                round.set(round.get() + 1);
-                // A rank that is gone is noticed by the next operation that tells.
-                let _ = self.active.barrier().wait();
-            };
-            model
-                .exercise(unit, self.device, precision, rehearsal, NUM_ROUNDS + 1, &begin)
-                .map_err(TrainError::from)?;
-            self.take_in(true);
+            let exercise =
+                model.exercise(unit, self.device, precision, rehearsal).map_err(TrainError::from)?;
+            self.repeat(|| Ok(exercise.run().map_err(TrainError::from)?))?;
         }
         Ok(())
     }
@@ -148,6 +140,22 @@ impl<'a> Exerciser<'a> {
                 "copy_bytes" => {
                     let (from, mut to) = (vec![1; traffic.read], vec![0; traffic.read]);
                     self.repeat_call(|| device.copy_bytes(&from, &mut to))?;
+                }
+                "quantize" | "dequantize" | "add_dequantized" => {
+                    let (packed, floats) = match call.kernel {
+                        "quantize" => (traffic.written, float(traffic.read)),
+                        "dequantize" => (traffic.read, float(traffic.written)),
+                        _ => (traffic.read, float(traffic.updated)),
+                    };
+                    let is_int8 = IntegerFormat::Int8.num_bytes(floats) == packed;
+                    let format = if is_int8 { IntegerFormat::Int8 } else { IntegerFormat::Int4 };
+                    let (mut values, mut message) = (self.floats(floats)?, vec![0; format.num_bytes(floats)]);
+                    device.quantize(values.view(), format, &mut message);
+                    self.repeat_call(|| match call.kernel {
+                        "quantize" => device.quantize(values.view(), format, &mut message),
+                        "dequantize" => device.dequantize(&message, format, values.view_mut()),
+                        _ => device.add_dequantized(&message, format, values.view_mut()),
+                    })?;
                 }
                 "zero" => {
                     let mut values = self.floats(float(traffic.written))?;

@@ -20,23 +20,24 @@ use crate::memory_limit::MemoryLimit;
 use alternatives::advice;
 use anyhow::Result;
 use choices::Planning;
+use probe::Probed;
 use sizes::{batch_memory, state_sizes};
 use std::fmt;
 use std::path::Path;
-use trireme_base::{Bytes, Category, Rank, UnitPasses};
+use trireme_base::{Bytes, Category, Rank, StepEvents, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
-use trireme_parallel::{Placements, RankGrid, StepEvents, chain};
-use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, RankEvents, StepTime, step_time};
+use trireme_parallel::{Executor, Placements, RankGrid, chain};
+use trireme_planner::{CategoryBytes, DryRun, MemoryBounds, Prediction, StepTime, step_time};
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::{Chain, Program};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions};
 use trireme_train::config::{self, Config, ConfigError, ModelSource, Subject, Transport};
 use trireme_train::metrics::MemoryPeakBytes;
 use trireme_train::{
-    StepChoices, StepPlanned, Task, TrainError, device_options, dry_run, executor_options, local_threads,
-    model_config, optimizer_options, proven_programs, step_programs,
+    StepChoices, Task, TrainError, WorkerPlan, device_options, executor_options, local_threads, model_config,
+    new_executor, optimizer_options, proven_programs, step_programs,
 };
 
 /// Where a config came from, so that it can be read again with changes.
@@ -182,6 +183,13 @@ impl fmt::Display for Workers<'_> {
     }
 }
 
+/// How long a step takes.
+pub(crate) struct PredictedTime {
+    pub(crate) time: StepTime,
+    /// Kernels and operations that were not measured, and count as if they took no time.
+    pub(crate) unmeasured: Vec<&'static str>,
+}
+
 /// A step of a run, and what it takes of one worker's memory.
 pub(crate) struct Plan {
     /// The worker.
@@ -261,7 +269,7 @@ impl Plan {
         let parts = (&placements.parts(model.table(), Rank(workers.rank))[..], num_shards);
         let sizes = state_sizes(of_model, (&options, &optimizer), parts, &outline, &device)?;
         let bounds = limits::bounds(config, workers);
-        let run = |choices: &StepChoices| Ok(dry(job, &rehearsal, &chain, choices, false)?.0);
+        let run = |choices: &StepChoices| dry_run(job, &rehearsal, &chain, choices);
         let planning = Planning {
             config,
             chain: &chain,
@@ -279,34 +287,33 @@ impl Plan {
         Ok(Plan { rank, model, passes, program, choices, prediction, bounds, on_host: 0, limit, reasons })
     }
 
-    /// How long a step takes on this machine, whose kernels and links are measured for some seconds by the workers of the job: `world` is
-    /// one's end of theirs. The first of them gets what it has found, the others `None`. Collective.
-    pub(crate) fn step_time(&self, job: Job<'_>, world: Group) -> Result<Option<StepTime>> {
+    /// How long a step takes on this machine, whose kernels and links the workers of the job measure for some seconds; `world` is
+    /// this one's end of theirs. The first worker gets the prediction, the others `None`. Collective.
+    pub(crate) fn step_time(&self, job: Job<'_>, world: Group) -> Result<Option<PredictedTime>> {
         let Job { config, workers, .. } = job;
         let (model, rehearsal) = rehearsed(job)?;
         let chain = chain(model.table(), &rehearsal);
         let events = |(worker, _): (Workers<'_>, usize)| {
-            let (_, events) = dry(Job { workers: worker, ..job }, &rehearsal, &chain, &self.choices, true)?;
-            Ok(events.expect("they were asked for"))
+            let (executor, _) =
+                dry_executor(Job { workers: worker, ..job }, &rehearsal, &chain, &self.choices)?;
+            Ok(executor.dry_events().map_err(TrainError::from)?)
         };
         let stages: Vec<StepEvents> =
             workers.by_place(config).into_iter().map(events).collect::<Result<_>>()?;
-        let rates = probe::Probed::measure(job, &stages, (&model, &rehearsal), world)?;
+        let rates = Probed::measure(job, &stages, (&model, &rehearsal), world)?;
         let Some(rates) = rates else { return Ok(None) };
-        let ranks: Vec<RankEvents<'_>> = (stages.iter())
-            .map(|stage| RankEvents { actions: &stage.actions, num_issued: stage.num_issued })
-            .collect();
-        Ok(Some(step_time(&ranks, config.data_parallel_degree(), &rates)?))
+        let time = step_time(&stages, config.data_parallel_degree(), &rates)?;
+        Ok(Some(PredictedTime { time, unmeasured: rates.unmeasured(&stages) }))
     }
 
     /// What the trainer is told of it.
-    pub(crate) fn for_trainer(&self, step_seconds: Option<f64>) -> StepPlanned {
+    pub(crate) fn worker_plan(&self, step_seconds: Option<f64>) -> WorkerPlan {
         let Prediction { peaks, .. } = self.prediction;
         let peak = |category| peaks.get(category) as u64;
         let total = self.prediction.total();
         let moment = self.prediction.moment(&self.program);
         let predicted = format!("predicted peak: {} at {moment}", Bytes(total as u64));
-        StepPlanned {
+        WorkerPlan {
             step_seconds,
             choices: self.choices.clone(),
             predicted: MemoryPeakBytes {
@@ -332,21 +339,26 @@ fn rehearsed(job: Job<'_>) -> Result<(Model, Rehearsal)> {
     Ok((model, rehearsal.map_err(TrainError::from)?))
 }
 
-/// Lets the worker of a job go through its step without computing; what happens in it, if that `notes_events`.
-fn dry(
+/// The executor of a job's worker in a world that is not there, on a device that only counts, and its program.
+fn dry_executor(
     job: Job<'_>,
     rehearsal: &Rehearsal,
     chain: &Chain,
     choices: &StepChoices,
-    notes_events: bool,
-) -> Result<(DryRun, Option<StepEvents>)> {
+) -> Result<(Executor, Program)> {
     let Job { config, blueprint, workers, .. } = job;
     let device = Device::counting(device_options_without_budget(config, workers))?;
     let model = blueprint.build(&device).map_err(TrainError::from)?;
     let programs = step_programs(config, chain, choices)?;
     let program = programs[workers.rank / config.data_parallel_degree()].clone();
     let of_model = (model, rehearsal.clone());
-    let (found, events) = dry_run(config, of_model, programs, workers.dry_group()?, &device, notes_events)?;
+    Ok((new_executor(config, of_model, programs, workers.dry_group()?, &device)?, program))
+}
+
+/// Lets the worker of a job go through its step without computing.
+fn dry_run(job: Job<'_>, rehearsal: &Rehearsal, chain: &Chain, choices: &StepChoices) -> Result<DryRun> {
+    let (executor, program) = dry_executor(job, rehearsal, chain, choices)?;
+    let found = executor.dry_run().map_err(TrainError::from)?;
     let prediction = Prediction {
         peaks: CategoryBytes::new(found.peaks),
         at_peak: CategoryBytes::new(found.at_peak),
@@ -356,7 +368,7 @@ fn dry(
         own_between_steps: found.own_between_steps,
     };
     let lines = found.lines.into_iter().map(CategoryBytes::new).collect();
-    Ok((DryRun { program, prediction, lines }, events))
+    Ok(DryRun { program, prediction, lines })
 }
 
 /// The prediction itself knows no budget.

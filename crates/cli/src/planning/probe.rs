@@ -2,14 +2,16 @@
 
 use super::Job;
 use super::exerciser::Exerciser;
+use crate::statistics::median;
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
-use trireme_base::{Bf16, Cost, Event, Issued, KernelCall, Rank, ReduceOp};
+use trireme_base::{Bf16, Cost, Event, Issued, KernelCall, Rank, ReduceOp, StepEvents};
 use trireme_comm::{Buffer, Element, Group};
 use trireme_model::{Model, Rehearsal};
-use trireme_parallel::{RankGrid, StepEvents};
+use trireme_parallel::RankGrid;
 use trireme_planner::Rates;
 use trireme_swap::{SwapOptions, measure_bandwidth};
 use trireme_tensor::{Device, DeviceOptions};
@@ -18,8 +20,8 @@ use trireme_train::{TrainError, device_options};
 /// Rounds that are measured, after one that is not: the median counts.
 pub(super) const NUM_ROUNDS: usize = 5;
 
-/// Blocks by which the bandwidth of a disk is measured.
-const DISK_BLOCK_BYTES: usize = 1 << 20;
+/// Blocks by which the bandwidth of a disk is measured, as long as those in which state moves.
+const DISK_BLOCK_BYTES: usize = 16 << 20;
 
 /// What things take on this machine.
 pub(super) struct Probed {
@@ -98,6 +100,30 @@ impl Probed {
         Ok(is_root.then_some(found))
     }
 
+    /// Kernels and operations of steps that were not measured.
+    pub(super) fn unmeasured(&self, stages: &[StepEvents]) -> Vec<&'static str> {
+        let name = |event: &Event| match event {
+            Event::Kernel(call) if self.nearest(call).is_none() => Some(call.kernel),
+            Event::Issue(_, issued) => {
+                link(issued).filter(|link| !self.links.contains_key(link)).map(|(operation, ..)| operation)
+            }
+            _ => None,
+        };
+        let events = stages.iter().flat_map(|stage| stage.actions.iter().flatten());
+        events.filter_map(name).collect::<BTreeSet<_>>().into_iter().collect()
+    }
+
+    /// The call that is the nearest to one, and the seconds that it takes.
+    fn nearest(&self, call: &KernelCall) -> Option<(&KernelCall, &Vec<f64>)> {
+        let first = KernelCall { kernel: call.kernel, cost: Cost::ZERO };
+        let same = self.kernels.range(first..).take_while(|(known, _)| known.kernel == call.kernel);
+        let nearest = same.min_by(|(left, _), (right, _)| {
+            let distance = |known: &KernelCall| (weight(known) / weight(call)).ln().abs();
+            distance(left).total_cmp(&distance(right))
+        });
+        self.kernels.get_key_value(call).or(nearest)
+    }
+
     /// How much longer something takes under a load than it took under another one, beyond those that were measured.
     fn slowdown(&self, load: usize, measured: usize) -> f64 {
         load.max(self.num_undisturbed) as f64 / measured.max(self.num_undisturbed) as f64
@@ -106,18 +132,8 @@ impl Probed {
 
 impl Rates for Probed {
     fn kernel(&self, call: &KernelCall, load: usize) -> f64 {
-        let nearest = || {
-            let same =
-                self.kernels.range(first(call.kernel)..).take_while(|(known, _)| known.kernel == call.kernel);
-            same.min_by(|(left, _), (right, _)| {
-                let distance = |known: &KernelCall| (weight(known) / weight(call)).ln().abs();
-                distance(left).total_cmp(&distance(right))
-            })
-        };
-        let (scale, seconds) = match self.kernels.get_key_value(call).or_else(nearest) {
-            Some((known, seconds)) => (weight(call) / weight(known), seconds),
-            None => return 0.0,
-        };
+        let Some((known, seconds)) = self.nearest(call) else { return 0.0 };
+        let scale = weight(call) / weight(known);
         let above = self.loads.partition_point(|&measured| measured < load);
         let Some(&high) = self.loads.get(above) else {
             let last = self.loads.len() - 1;
@@ -136,25 +152,16 @@ impl Rates for Probed {
             _ => {
                 let link = link(issued).expect("what is not on a disk is on a link");
                 let seconds = self.links.get(&link).copied().unwrap_or_default();
-                seconds * self.slowdown(load, link.1).max(1.0)
+                // Groups of all ranks were busy at the same time.
+                seconds * self.slowdown(load, self.loads[self.loads.len() - 1]).max(1.0)
             }
         }
     }
 }
 
-/// The least call of a kernel.
-fn first(kernel: &'static str) -> KernelCall {
-    KernelCall { kernel, cost: Cost::ZERO }
-}
-
 /// By which calls of one kernel are compared: operations and bytes.
 pub(super) fn weight(call: &KernelCall) -> f64 {
     (call.cost.operations() as f64 + call.cost.traffic.moved() as f64).max(1.0)
-}
-
-pub(super) fn median(mut samples: Vec<f64>) -> f64 {
-    samples.sort_by(f64::total_cmp);
-    samples.get(samples.len() / 2).copied().unwrap_or_default()
 }
 
 /// What operations and messages take while all ranks do them.
@@ -166,15 +173,22 @@ fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BT
     let mut found = BTreeMap::new();
     for link in links {
         let (operation, num_ranks, len, element_bytes) = link;
-        let Some(group) = groups.iter().find(|group| group.world_size() >= num_ranks) else { continue };
-        let samples = match (operation, element_bytes) {
-            ("message", _) => samples::<u8>(ranks.world(), ranks.pipeline(), operation, len)?,
-            (_, 8) => samples::<f64>(ranks.world(), group, operation, len)?,
-            (_, 4) => samples::<f32>(ranks.world(), group, operation, len)?,
-            (_, 2) => samples::<Bf16>(ranks.world(), group, operation, len)?,
-            _ => samples::<u8>(ranks.world(), group, operation, len)?,
+        let world = ranks.world();
+        let own = groups.iter().find(|group| group.world_size() == num_ranks).map(|group| Arc::clone(group));
+        let group = match own {
+            Some(group) => group,
+            None => Arc::new(world.split_by("measured", |rank| (rank.0 / num_ranks) as u64)?),
         };
-        found.insert(link, median(samples));
+        let samples = match (operation, element_bytes) {
+            ("message", _) => samples::<u8>(world, ranks.pipeline(), operation, len)?,
+            (_, 8) => samples::<f64>(world, &group, operation, len)?,
+            (_, 4) => samples::<f32>(world, &group, operation, len)?,
+            (_, 2) => samples::<Bf16>(world, &group, operation, len)?,
+            _ => samples::<u8>(world, &group, operation, len)?,
+        };
+        if !samples.is_empty() {
+            found.insert(link, median(samples));
+        }
     }
     Ok(found)
 }
@@ -190,13 +204,18 @@ fn samples<T: Element>(world: &Group, group: &Group, operation: &str, len: usize
             "all_reduce" => group.all_reduce(buffer, ReduceOp::Sum).wait()?,
             "reduce_scatter" => group.reduce_scatter(buffer, ReduceOp::Sum).wait()?,
             "all_gather" => group.all_gather(buffer).wait()?,
+            "reduce" => group.reduce(buffer, ReduceOp::Sum, Rank::ROOT).wait()?,
+            "gather" => group.gather(buffer, Rank::ROOT).wait()?,
+            "scatter" => group.scatter(buffer, Rank::ROOT).wait()?,
             "broadcast" => group.broadcast(buffer, Rank::ROOT).wait()?,
             "all_to_all" | "all_to_all_variable" => group.all_to_all(buffer).wait()?,
             "message" => there_and_back(group, buffer)?,
-            _ => {
+            // A few bytes take as long as none.
+            "barrier" | "all_gather_bytes" => {
                 group.barrier().wait()?;
                 buffer
             }
+            _ => return Ok(Vec::new()),
         };
         // A message has gone two ways.
         let share = if operation == "message" { 0.5 } else { 1.0 };
@@ -219,6 +238,8 @@ fn there_and_back<T: Element>(group: &Group, mut buffer: Buffer<T>) -> Result<Bu
 }
 
 fn disk(folder: &Path) -> Result<[f64; 2]> {
+    // A run makes its folder when it begins.
+    let folder = folder.ancestors().find(|folder| folder.is_dir()).unwrap_or(Path::new("."));
     let found = measure_bandwidth(folder, DISK_BLOCK_BYTES, &SwapOptions::default())?;
     Ok([found.read, found.write].map(|bytes_per_second| 1.0 / bytes_per_second))
 }
@@ -226,7 +247,6 @@ fn disk(folder: &Path) -> Result<[f64; 2]> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Arc;
 
     fn call(kernel: &'static str, operations: usize) -> KernelCall {
         KernelCall { kernel, cost: Cost::others(&[operations]) }
@@ -247,7 +267,9 @@ mod tests {
         // Beyond the highest load, all get less of the cores.
         assert_eq!(seconds(100, 8), 8.0);
         assert_eq!([seconds(200, 1), seconds(900, 1)], [2.0, 7.2]);
-        assert_eq!(probed.kernel(&call("other", 100), 1), 0.0);
+        let other = call("other", 100);
+        let step = StepEvents { actions: vec![vec![Event::Kernel(other)]], num_issued: 0 };
+        assert_eq!((probed.kernel(&other, 1), probed.unmeasured(&[step])), (0.0, vec!["other"]));
     }
 
     #[test]
@@ -258,7 +280,12 @@ mod tests {
             let members = Arc::clone(&members);
             Issued::Collective { operation: "all_reduce", len, element_bytes: 4, members }
         };
-        assert_eq!([1, 2, 4].map(|load| probed.issued(&reduction(10), load)), [3.0, 3.0, 6.0]);
+        assert_eq!([1, 4, 8].map(|load| probed.issued(&reduction(10), load)), [3.0, 3.0, 6.0]);
+        let step = |len| StepEvents { actions: vec![vec![Event::Issue(0, reduction(len))]], num_issued: 1 };
+        assert_eq!(
+            [probed.unmeasured(&[step(10)]), probed.unmeasured(&[step(11)])],
+            [vec![], vec!["all_reduce"]]
+        );
         assert_eq!(probed.issued(&Issued::DiskRead { bytes: 7 }, 4), 14.0);
         assert_eq!(probed.issued(&Issued::DiskWrite { bytes: 7 }, 1), 35.0);
     }

@@ -190,17 +190,7 @@ impl Case {
         let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
         let optimizer = make(&self.optimizer, model.table(), &parts, optimizer_device)?;
         let (options, offload) = (self.options, &offload);
-        Executor::new(ExecutorSetup {
-            model,
-            rehearsal,
-            placements,
-            optimizer,
-            ranks,
-            device,
-            program,
-            options,
-            offload,
-        })
+        Executor::new(ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload })
     }
 
     /// Takes a few steps on a device.
@@ -229,7 +219,7 @@ impl Case {
         let device = Device::counting(self.device_options(None)).unwrap();
         let host = device.host().unwrap();
         let group = Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc).unwrap();
-        self.executor(subject, group, &device, &host).unwrap().dry_run(false).unwrap().0
+        self.executor(subject, group, &device, &host).unwrap().dry_run().unwrap()
     }
 
     /// Holds what a few steps take against what was predicted: to the byte.

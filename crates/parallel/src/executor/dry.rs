@@ -4,7 +4,7 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::step::{GradNorm, StepPlan};
 use std::time::Instant;
-use trireme_base::{Category, Event, Journal};
+use trireme_base::{Category, Event, Journal, StepEvents};
 use trireme_model::{Batch, TensorSpec, empty_batch};
 use trireme_schedule::StateClass;
 use trireme_tensor::MemoryCounter;
@@ -40,19 +40,9 @@ pub struct MemoryUse {
     pub own_between_steps: usize,
 }
 
-/// What a rank does in each step, as far as the step's time depends on it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StepEvents {
-    /// For each action of the program, what happens while it runs; and what happens after the last one.
-    pub actions: Vec<Vec<Event>>,
-    /// How much is issued in a step. What is awaited under a number that was issued in the step before has this number
-    /// less than its like in this step.
-    pub num_issued: usize,
-}
-
 impl Executor {
-    /// Goes through some steps to find what they take, and, if it `notes_events`, what happens in a step. The executor is one of a
-    /// [dry](trireme_comm::Group::dry) world, on devices that only count.
+    /// Goes through some steps to find what they take. The executor is one of a [dry](trireme_comm::Group::dry) world, on devices that
+    /// only count.
     ///
     /// Cost: some microseconds for each operation of each microbatch.
     ///
@@ -61,7 +51,25 @@ impl Executor {
     ///
     /// # Panics
     /// If a device computes.
-    pub fn dry_run(mut self, notes_events: bool) -> Result<(MemoryUse, Option<StepEvents>), ParallelError> {
+    pub fn dry_run(self) -> Result<MemoryUse, ParallelError> {
+        Ok(self.go_dry(None)?.0)
+    }
+
+    /// As [`dry_run`](Executor::dry_run), to find what happens in a step.
+    ///
+    /// # Errors
+    /// What devices refuse.
+    ///
+    /// # Panics
+    /// If a device computes.
+    pub fn dry_events(self) -> Result<StepEvents, ParallelError> {
+        let journal = Journal::default();
+        self.device.keep_journal(&journal);
+        self.ranks.world().keep_journal(&journal);
+        Ok(self.go_dry(Some(&journal))?.1)
+    }
+
+    fn go_dry(mut self, journal: Option<&Journal>) -> Result<(MemoryUse, StepEvents), ParallelError> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
         let state = &self.program.outline.state;
         let is_away = StateClass::ALL.iter().any(|&class| state.is_away(class));
@@ -74,12 +82,8 @@ impl Executor {
         let num_microbatches = self.program.outline.num_microbatches;
         // Units change to another kind of step one after the other: a step more finds all of them alike.
         let num_steps = (self.gradients.num_kinds() + 1).max(NUM_STEPS_MIN) as u64;
-        let journal = notes_events.then(Journal::default);
-        if let Some(journal) = &journal {
-            device.keep_journal(journal);
-            self.ranks.world().keep_journal(journal);
-        }
-        let mut events = None;
+        let take = || journal.map(Journal::take).unwrap_or_default();
+        let mut events = StepEvents { actions: Vec::new(), num_issued: 0 };
         let late = (LATE..LATE + LATE_STEPS_MAX).filter(|&step| self.has_momentum(step));
         let late: Vec<u64> = late.take(num_steps as usize).collect();
         for step in (1..=num_steps).chain(late) {
@@ -88,32 +92,30 @@ impl Executor {
             let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure };
             let plans = vec![plan; self.program.outline.num_steps()];
             let mut noted = vec![Vec::new(); num_actions + 1];
-            journal.as_ref().map(Journal::take);
+            drop(take());
             let mut see = |index: usize| {
                 found.take_in(memory, Some(index));
-                noted[index] = journal.as_ref().map(Journal::take).unwrap_or_default();
+                noted[index] = take();
             };
             self.run_observed(&plans, &mut batches.into_iter(), &mut Vec::new(), &mut see)?;
             found.take_in(memory, num_actions.checked_sub(1));
-            noted[num_actions] = journal.as_ref().map(Journal::take).unwrap_or_default();
+            noted[num_actions] = take();
             // Late steps are others.
             if step == num_steps {
-                events = Some(StepEvents::of(noted));
+                events = step_events(noted);
             }
         }
         found.host = if is_away { self.host().memory().total().peak } else { 0 };
         found.own_between_steps = memory.own().current;
-        Ok((found, events.filter(|_| notes_events)))
+        Ok((found, events))
     }
 }
 
-impl StepEvents {
-    fn of(noted: Vec<Vec<(Event, Instant)>>) -> Self {
-        let untimed = |events: Vec<(Event, Instant)>| events.into_iter().map(|(event, _)| event).collect();
-        let actions: Vec<Vec<Event>> = noted.into_iter().map(untimed).collect();
-        let issues = actions.iter().flatten().filter(|event| matches!(event, Event::Issue(..)));
-        StepEvents { num_issued: issues.count(), actions }
-    }
+fn step_events(noted: Vec<Vec<(Event, Instant)>>) -> StepEvents {
+    let untimed = |events: Vec<(Event, Instant)>| events.into_iter().map(|(event, _)| event).collect();
+    let actions: Vec<Vec<Event>> = noted.into_iter().map(untimed).collect();
+    let issues = actions.iter().flatten().filter(|event| matches!(event, Event::Issue(..)));
+    StepEvents { num_issued: issues.count(), actions }
 }
 
 impl MemoryUse {

@@ -20,7 +20,7 @@ impl Executor {
         &mut self,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let class = self.weights_class();
+        let class = self.class_of_weights();
         let held: Vec<usize> = self.program.outline.held().collect();
         for unit in held {
             self.bring_state(class, unit)?;
@@ -61,7 +61,7 @@ impl Executor {
         if !self.parameters.are_wholes_kept() {
             return self.exchange_copies();
         }
-        let class = self.weights_class();
+        let class = self.class_of_weights();
         let held: Vec<usize> = self.program.outline.held().collect();
         for unit in held {
             self.bring_state(class, unit)?;

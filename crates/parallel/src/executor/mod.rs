@@ -24,7 +24,7 @@ use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use asynchronous::Updates;
-pub use dry::{MemoryUse, StepEvents};
+pub use dry::MemoryUse;
 use means::{Means, global_microbatch};
 use messages::Messages;
 use passes::InFlight;
@@ -84,8 +84,6 @@ pub struct ExecutorSetup<'a> {
     pub model: Model,
     /// What passes over its microbatches are.
     pub rehearsal: Rehearsal,
-    /// Where parameters lie.
-    pub placements: Placements,
     /// Updates this rank's [parts](Placements::parts) of the units. Its state lies on
     /// [the device](OffloadOptions::device_of) that works with it.
     pub optimizer: Optimizer,
@@ -109,7 +107,7 @@ fn evaluation_program(training: &Outline) -> Program {
 impl Executor {
     /// Proves the program and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self, ParallelError> {
-        let ExecutorSetup { model, rehearsal, placements, optimizer, .. } = setup;
+        let ExecutorSetup { model, rehearsal, optimizer, .. } = setup;
         let ExecutorSetup { mut ranks, device, program, options, offload, .. } = setup;
         // Without a pipeline microbatches run one after the other.
         let in_flight_max =
@@ -129,6 +127,7 @@ impl Executor {
             device: offload.device_of(&state, class, device).clone(),
             is_at_hand: !state.moves(class),
         };
+        let placements = Placements::new(table, outline, ranks.mesh().clone());
         let parts = placements.parts(table, ranks.world().rank());
         let mut parameters =
             RankParameters::new((table, parts), outline, precision, &ranks, device, &shards)?;

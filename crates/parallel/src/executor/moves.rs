@@ -50,7 +50,7 @@ impl Executor {
             StateClass::Optimizer => {
                 self.optimizer.for_each_memory(unit, |tensor| visit(tensor));
                 // Master weights beside narrow copies that stay.
-                let are_masters = self.weights_class() == class;
+                let are_masters = self.class_of_weights() == class;
                 if let Some(shard) = self.parameters.memory(unit).filter(|_| are_masters) {
                     visit(shard);
                 }
@@ -72,7 +72,7 @@ impl Executor {
         let has_changed = match state.class {
             StateClass::Optimizer => {
                 // Masters are among it.
-                self.changed[state.unit] &= self.weights_class() != StateClass::Optimizer;
+                self.changed[state.unit] &= self.class_of_weights() != StateClass::Optimizer;
                 true
             }
             StateClass::Activations => true,
@@ -122,14 +122,14 @@ impl Executor {
         unit: usize,
         read: impl FnOnce(View<'_>),
     ) -> Result<(), ParallelError> {
-        let class = self.weights_class();
+        let class = self.class_of_weights();
         self.bring_state(class, unit)?;
         read(self.parameters.shard(unit));
         self.send_state(class, unit, false)
     }
 
     /// The class that what this rank steps of the parameters belongs to.
-    pub fn weights_class(&self) -> StateClass {
+    pub fn class_of_weights(&self) -> StateClass {
         self.program.outline.state.class_of_weights()
     }
 
@@ -150,9 +150,9 @@ impl Executor {
         if !self.offloaded.moves(class) {
             return Ok(());
         }
-        let has_changed = has_changed || class == self.weights_class() && self.changed[unit];
+        let has_changed = has_changed || class == self.class_of_weights() && self.changed[unit];
         self.evict_as(of_unit(class, unit), has_changed)?;
-        if has_changed && class == self.weights_class() {
+        if has_changed && class == self.class_of_weights() {
             self.changed[unit] = false;
         }
         Ok(())

@@ -167,7 +167,6 @@ pub fn laid_out_model(
     let mut executor = Executor::new(ExecutorSetup {
         model,
         rehearsal,
-        placements,
         optimizer,
         ranks,
         device,

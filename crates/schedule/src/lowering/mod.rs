@@ -10,7 +10,8 @@ pub use recompute::recompute;
 use crate::layout::StateLayout;
 use crate::program::{Outline, Program};
 
-/// Has state come to where a program of whole state on the device works with it, and go to where it lies between its uses.
+/// Adds the gathers, reductions, fetches and evictions that a layout of state requires to a program whose state is whole and on the
+/// device.
 ///
 /// # Panics
 /// If the program is laid out already, or there is [no program](StateLayout::is_possible) for the layout.

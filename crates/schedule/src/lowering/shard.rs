@@ -2,7 +2,6 @@
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
 use crate::action::{Action, StateClass};
-use crate::layout::Share;
 use crate::program::Outline;
 
 /// - Sharded gradients are reduced after each backward pass of their unit, so that no rank keeps a whole one, and gathered for
@@ -10,17 +9,17 @@ use crate::program::Outline;
 /// - If ranks update shards of whole parameters, these are gathered after each `STEP`.
 /// - Sharded parameters are gathered before they are read, and given back after.
 pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
-    let share = |class| outline.state.of(class).share;
-    if share(StateClass::Gradients) == Share::Shard {
+    let is_sharded = |class| outline.state.is_sharded(class);
+    if is_sharded(StateClass::Gradients) {
         actions = reduce_every_microbatch(&actions);
-        if share(StateClass::Optimizer) == Share::Whole {
+        if !is_sharded(StateClass::Optimizer) {
             actions = gather_grads_before_steps(&actions);
         }
     }
-    match (share(StateClass::Parameters), share(StateClass::Optimizer)) {
-        (Share::Shard, _) => gather_around_use(outline, &actions),
-        (Share::Whole, Share::Shard) => gather_after_steps(&actions),
-        (Share::Whole, Share::Whole) => actions,
+    match (is_sharded(StateClass::Parameters), is_sharded(StateClass::Optimizer)) {
+        (true, _) => gather_around_use(outline, &actions),
+        (false, true) => gather_after_steps(&actions),
+        (false, false) => actions,
     }
 }
 

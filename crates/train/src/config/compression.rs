@@ -108,7 +108,8 @@ fn check_momentum(checks: &mut Checks<'_>) {
     require(
         !parallelism.state_layout().has_shards(),
         &["parallelism.zero_stage", "optimizer.name"],
-        "this optimizer needs the whole momentum on every worker; set zero_stage = 0, or use \"adamw\"",
+        "this optimizer needs the whole momentum on every worker; set zero_stage = 0 and shard_gradients = false, or \
+         use \"adamw\"",
     );
     require(
         !comm.compression_normalize,

@@ -50,17 +50,18 @@ config_section! {
         /// Only applies with `pipeline_parallel_rebalance_interval`.
         pipeline_parallel_rebalance_threshold: f64 = 1.1, within 1.0..;
         /// Number of workers that shard one replica of the training state; they see different data, too. They are
-        /// neighbours, so one replica can stay within a host (hybrid sharding). With a `zero_stage`, -1 uses as many
-        /// as the replicas leave (one replica across all workers if neither is set); without, 1. Only applies with
-        /// `zero_stage`.
+        /// neighbours, so one replica can stay within a host (hybrid sharding). If anything is sharded, -1 uses as many
+        /// as the replicas leave (one replica across all workers if neither is set); else 1. Only applies with
+        /// `zero_stage` or `shard_gradients`.
         data_parallel_shard_degree: i64 = -1, within -1..=1 << 20;
         /// What the workers of a replica shard (ZeRO): 0 nothing, 1 the optimizer state, 2 gradients as well, 3
         /// parameters as well. Losses and weights have the same bits. 1 and 2 send as much as 0; 3 sends half as much
         /// again. With a 16-bit `dtype`, stages 1 and above gather weights in it.
         zero_stage: u32 = 0, within 0..=3;
         /// Whether gradients are sharded with `zero_stage` 0 or 1, too. With 0, workers still update all parameters:
-        /// gradients are summed in shards after each microbatch, and gathered for the updates, which sends half as
-        /// much again with one microbatch per step. With 1, it is `zero_stage = 2`.
+        /// gradients are summed in shards after each microbatch, and gathered for the updates. That sends as much as
+        /// without with one microbatch per step, and half as much again for each further one. With 1, it is
+        /// `zero_stage = 2`.
         shard_gradients: bool = false;
         /// With `zero_stage = 3`: how many blocks ahead of their use parameters are gathered.
         zero_prefetch: usize = 1, within 0..=1 << 12;
@@ -124,8 +125,8 @@ config_section! {
         optimizer: Tier = Tier::Device;
         /// Each worker's shard of the parameters. Requires `zero_stage = 3`, even on one worker.
         parameters: Tier = Tier::Device;
-        /// Each worker's shard of the reduced gradients. Requires `zero_stage` 2 or 3; `disk` also requires one
-        /// microbatch per step.
+        /// Each worker's shard of the reduced gradients. Requires `zero_stage` 2 or 3, or 1 with `shard_gradients`;
+        /// `disk` also requires one microbatch per step.
         gradients: Tier = Tier::Device;
         /// What forward passes of blocks keep for backward passes.
         activations: Tier = Tier::Device;

@@ -59,7 +59,7 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
         "launch.workers",
     ];
     checks.require(state.has_shards() || shards == 1, &keys, || {
-        format!("data_parallel_shard_degree = {shards} has no effect with zero_stage = 0; set zero_stage = 1, 2 or 3, or remove this key")
+        format!("data_parallel_shard_degree = {shards} has no effect with zero_stage = 0; set zero_stage = 1, 2 or 3, or shard_gradients = true, or remove this key")
     });
     checks.require(replicas * shards == world_size, &keys, || {
         format!("{replicas} replicas of {shards} shards take {} workers, but there are {world_size}; set one of the two \
@@ -69,7 +69,8 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
         !state.has_shards() || comm.compression == CodecName::None,
         &["comm.compression", "parallelism.zero_stage"],
         || {
-            "compression needs the whole sum of gradients on every worker; set zero_stage = 0, or remove this key"
+            "compression needs the whole sum of gradients on every worker; set zero_stage = 0 and shard_gradients = \
+             false, or remove this key"
                 .to_owned()
         },
     );
@@ -79,6 +80,10 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
             "only applies with zero_stage = 3; set that, or remove this key".to_owned()
         });
     }
+    let has_effect = !parallelism.shard_gradients || parallelism.zero_stage < 2;
+    checks.require(has_effect, &["parallelism.shard_gradients", "parallelism.zero_stage"], || {
+        "has no effect with zero_stage = 2 or 3, which shard gradients; remove this key".to_owned()
+    });
     check_zero_plus_plus(checks);
 }
 
@@ -139,7 +144,8 @@ pub(super) fn check_offload(checks: &mut Checks<'_>, world_size: usize) {
         let is_there = matches!(tier, Tier::Device | Tier::Auto);
         let can_leave = |state: StateLayout| state.can_live(class, StateTier::Host, 1);
         checks.require(is_there || can_leave(state), &keys, || {
-            let stage_min = (0..3).find(|&stage| can_leave(StateLayout::zero(stage))).unwrap_or(3);
+            let stage_min = (0..=3).find(|&stage| can_leave(StateLayout::zero(stage)));
+            let stage_min = stage_min.expect("stage 3 shards every class");
             format!("can only leave the device with zero_stage = {stage_min} or above; set that, even on one worker")
         });
     }

@@ -148,7 +148,7 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
     });
     let are_grads_whole = !parallelism.state_layout().is_sharded(StateClass::Gradients);
     checks.require(are_grads_whole, &["parallelism.zero_stage", SCHEDULE], || {
-        "gradients would be sharded for each version of the weights; set zero_stage = 1, or use a schedule that drains".to_owned()
+        "gradients would be sharded for each version of the weights; set zero_stage = 0 or 1 and shard_gradients = false, or use a schedule that drains".to_owned()
     });
     checks.require(training.dtype != TrainingDtype::F16, &["training.dtype", SCHEDULE], || {
         "a step that overflows cannot be skipped once later steps have begun; use \"bf16\" or \"f32\""

@@ -381,7 +381,7 @@ config_section! {
         /// steps. 0 writes none.
         trace_interval: u64 = 0, within 0..;
         /// Whether to predict the time of a step before the first one, and to report after ten steps how far it was off.
-        /// Kernels and links are measured by themselves for a second or more, as with `trireme plan --time`. Only for
+        /// Kernels and communication are measured in isolation for a second or more, as by `trireme plan --time`. Only for
         /// workers on one host.
         predict_step_time: bool = false;
     }

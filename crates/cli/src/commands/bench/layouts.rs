@@ -1,6 +1,7 @@
 //! `trireme bench layouts`.
 
 use crate::console::{Measuring, Output};
+use crate::statistics::median;
 use anyhow::{Context, Result, bail};
 use serde::{Deserialize, Serialize};
 use std::io::Write;
@@ -9,9 +10,9 @@ use std::process::Command;
 
 const HELP: &str = "\
 Each layout is trained for some steps, as `trireme train` does. Its workers first
-measure kernels and links by themselves, and predict the time of a step from these
-figures and a dry run (`trireme plan --time`). Measured is the median of the steps
-after the third. Both figures are medians over the rounds.
+measure kernels and communication in isolation, and predict the time of a step from
+these figures and a dry run (`trireme plan --time`). The measured time is the median
+of the steps after the third. Both times are medians over the rounds.
 
 The config's global batch size is the same for every layout. It must be divisible
 by four times the local batch size.
@@ -168,10 +169,9 @@ fn read_times(path: &Path) -> Result<[f64; 2]> {
     let steps: Vec<Step> = steps.collect();
     let predicted = steps.first().and_then(|step| step.step_seconds_predicted);
     let predicted = predicted.context("the run has predicted no step time")?;
-    Ok([predicted, median(steps.iter().skip(3).map(|step| step.step_seconds).collect())])
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
+    let measured = steps.iter().skip(3).map(|step| step.step_seconds);
+    if steps.len() <= 3 {
+        bail!("{} has only {} steps", path.display(), steps.len());
+    }
+    Ok([predicted, median(measured)])
 }

@@ -1,8 +1,7 @@
 //! `trireme bench step`.
 
-use super::{launch_workers, recorder_folder};
 use crate::console::Output;
-use crate::launch::{WorkerEnvironment, join_options, work_in_world};
+use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
 use crate::simd::{Proof, Simd};
 use crate::statistics::median;
 use anyhow::{Context, Result, bail};
@@ -288,7 +287,6 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let mut executor = Executor::new(ExecutorSetup {
         model,
         rehearsal,
-        placements,
         optimizer,
         ranks,
         device,

@@ -10,7 +10,7 @@ use crate::launch::{
     work_in_world, worker_command,
 };
 use crate::memory_limit::MemoryLimit;
-use crate::planning::{Blueprint, Job, Limit, Plan, Source, Workers, changes, open_classes};
+use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
 use crate::simd::{Proof, Simd};
 use anyhow::{Result, anyhow, bail};
 use outcome::{memory_table, sample_text, verdict, whereabouts};
@@ -296,12 +296,16 @@ fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Con
         console.notice("step times are only predicted for workers on one host");
         return Ok(None);
     }
-    let found = plan.step_time(job, group.split_by("probe", |_| 0)?)?;
-    let seconds = found.map(|found| found.seconds);
-    if let Some(seconds) = seconds {
-        console.notice(&format!("predicted step time: {seconds:.4} s"));
+    let found = plan.step_time(job, group.split_by("measured", |_| 0)?)?;
+    let Some(PredictedTime { time, unmeasured }) = found else { return Ok(None) };
+    console.notice(&format!("predicted step time: {:.4} s", time.seconds));
+    if !unmeasured.is_empty() {
+        console.notice(&format!(
+            "the predicted step time lacks what was not measured: {}",
+            unmeasured.join(", ")
+        ));
     }
-    Ok(seconds)
+    Ok(Some(time.seconds))
 }
 
 /// The files for TLS; the config has all of them or none.
@@ -335,7 +339,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
         true => predicted_seconds(job, &plan, &group, &mut console)?,
         false => None,
     };
-    let planned = Some(plan.for_trainer(step_seconds));
+    let planned = Some(plan.worker_plan(step_seconds));
     let num_threads = local_threads(config, process.local_world_size);
     let options = TrainerOptions { num_threads, features_max: Some(features), started, plan: planned };
     let over_budget = |error: TrainError| match error.over_budget() {

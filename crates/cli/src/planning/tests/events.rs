@@ -2,8 +2,7 @@
 
 use super::*;
 use std::collections::BTreeMap;
-use trireme_base::{Event, Issued, Journal, KernelCall};
-use trireme_parallel::StepEvents;
+use trireme_base::{Event, Issued, Journal, KernelCall, StepEvents};
 
 fn kernels<'a>(events: impl IntoIterator<Item = &'a Event>) -> BTreeMap<KernelCall, usize> {
     let mut calls = BTreeMap::new();
@@ -20,7 +19,7 @@ fn dry_events(case: &Case, subject: &dyn Subject, world_size: usize, rank: usize
     let host = device.host().unwrap();
     let group = Group::dry(Rank(rank), Hosts::single(world_size), TransportKind::Inproc).unwrap();
     let executor = case.executor(subject, group, &device, &host).unwrap();
-    executor.dry_run(true).unwrap().1.unwrap()
+    executor.dry_events().unwrap()
 }
 
 fn check(case: &Case, world_size: usize) {

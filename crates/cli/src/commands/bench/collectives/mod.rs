@@ -4,10 +4,9 @@ mod measuring;
 mod number;
 mod operation;
 
-use super::launch_workers;
 use crate::commands::costs::CostArgs;
 use crate::console::Output;
-use crate::launch::{WorkerEnvironment, join_options, work_in_world};
+use crate::launch::{WorkerEnvironment, join_options, launch_workers, recorder_folder, work_in_world};
 use anyhow::{Context, Result, bail};
 use measuring::{Measurement, measure};
 use number::{Dtype, Number};
@@ -170,7 +169,7 @@ pub(crate) fn run(args: &CollectivesArgs, started: Instant) -> Result<()> {
         group,
         ..join_options(&environment, None)?
     };
-    work_in_world(options, super::recorder_folder(), |group| match args.dtype {
+    work_in_world(options, recorder_folder(), |group| match args.dtype {
         Dtype::F32 => sweep::<f32>(args, &group),
         Dtype::F64 => sweep::<f64>(args, &group),
         Dtype::F16 => sweep::<F16>(args, &group),
