@@ -5,7 +5,7 @@ mod common;
 use common::{Layout, OPTIONS, batches, laid_out};
 use trireme_model::ModelConfig;
 use trireme_parallel::{ExecutorOptions, GradNorm, StepPlan};
-use trireme_schedule::{Layout as ClassLayout, Share, StateClass, StateLayout, Tier};
+use trireme_schedule::{ClassLayout, Share, StateClass, StateLayout, Tier};
 use trireme_tensor::{Category, Precision};
 use trireme_testkit::run_ranks;
 

@@ -56,7 +56,7 @@ impl Tier {
 
 /// How one class of state lies on a rank.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub struct Layout {
+pub struct ClassLayout {
     /// What of it the rank holds.
     pub share: Share,
     /// Where that lives.
@@ -67,13 +67,13 @@ pub struct Layout {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct StateLayout {
     /// Parameters. A shard is gathered around each use.
-    pub parameters: Layout,
+    pub parameters: ClassLayout,
     /// Sums of gradients. Whole ones are reduced once a step, shards after each microbatch.
-    pub gradients: Layout,
+    pub gradients: ClassLayout,
     /// The optimizer's state, and with it what the rank updates of the parameters. Away from the device, the host updates.
-    pub optimizer: Layout,
+    pub optimizer: ClassLayout,
     /// What forward passes keep for backward; always whole.
-    pub activations: Layout,
+    pub activations: ClassLayout,
     /// How many passes of units before its own the parameters of a unit begin to be gathered. 0 gathers when they are needed, and
     /// holds the fewest at a time.
     pub gather_ahead: usize,
@@ -97,7 +97,7 @@ impl Default for StateLayout {
 impl StateLayout {
     /// Everything is whole and stays on the device.
     pub const WHOLE: StateLayout = {
-        let here = Layout { share: Share::Whole, tier: Tier::Device };
+        let here = ClassLayout { share: Share::Whole, tier: Tier::Device };
         StateLayout {
             parameters: here,
             gradients: here,
@@ -131,7 +131,7 @@ impl StateLayout {
     }
 
     /// How a class lies.
-    pub fn of(&self, class: StateClass) -> Layout {
+    pub fn of(&self, class: StateClass) -> ClassLayout {
         match class {
             StateClass::Optimizer => self.optimizer,
             StateClass::Parameters => self.parameters,
@@ -141,7 +141,7 @@ impl StateLayout {
     }
 
     /// How a class lies, to change.
-    pub fn of_mut(&mut self, class: StateClass) -> &mut Layout {
+    pub fn of_mut(&mut self, class: StateClass) -> &mut ClassLayout {
         match class {
             StateClass::Optimizer => &mut self.optimizer,
             StateClass::Parameters => &mut self.parameters,
@@ -231,7 +231,7 @@ impl StateLayout {
 impl fmt::Display for StateLayout {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for class in StateClass::ALL {
-            let Layout { share, tier } = self.of(class);
+            let ClassLayout { share, tier } = self.of(class);
             match tier {
                 Tier::Device if share == Share::Whole => (),
                 Tier::Device => write!(f, " {} {}", class.name(), share.name())?,
@@ -286,7 +286,7 @@ impl StateLayout {
                 let (share, tier) = value.split_once('@').unwrap_or((value, Tier::Device.name()));
                 let share = Share::ALL.into_iter().find(|known| known.name() == share)?;
                 let tier = Tier::ALL.into_iter().find(|known| known.name() == tier)?;
-                *self.of_mut(class) = Layout { share, tier };
+                *self.of_mut(class) = ClassLayout { share, tier };
             }
         }
         Some(())

@@ -14,6 +14,6 @@ pub mod single;
 mod validate;
 
 pub use action::{Action, Keep, Message, MessageKind, ParseActionError, StateClass, StateOf, Stream};
-pub use layout::{Layout, ParseLayoutError, Share, StateLayout, Tier};
+pub use layout::{ClassLayout, ParseLayoutError, Share, StateLayout, Tier};
 pub use program::{Asynchronous, Chain, Outline, ParseProgramError, Program, Stage};
 pub use validate::{ProgramError, validate, validate_pipeline, validate_world};

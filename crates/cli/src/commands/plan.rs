@@ -80,11 +80,13 @@ pub(crate) fn run(args: &PlanArgs, own: Option<&dyn Task>, started: Instant) -> 
     let mut overrides = args.overrides.clone();
     overrides.extend(args.workers.map(|workers| format!("launch.workers={workers}")));
     let subject = if own.is_some() { Subject::OwnTask } else { Subject::LanguageModel };
-    let source = Source { path: &args.config, overrides: &overrides, world_size: None, subject };
+    // With --time, a process may be a worker.
+    let environment = if args.time { WorkerEnvironment::of_this_process()? } else { None };
+    let world_size = environment.as_ref().map(|environment| environment.world_size);
+    let source = Source { path: &args.config, overrides: &overrides, world_size, subject };
     let config = source.load(&[])?;
     let limit = MemoryLimit::of_this_process();
     let simd = Simd::choose(Proof::Cached)?;
-    let environment = WorkerEnvironment::of_this_process()?.filter(|_| args.time);
     if environment.is_none() {
         simd.warn();
     }
@@ -127,6 +129,9 @@ fn show_all(
 }
 
 fn show_time(args: &PlanArgs, job: Job<'_>, plan: &Plan, world: Group) -> Result<()> {
+    if world.hosts().num_hosts() > 1 {
+        bail!("--time needs all workers on one host; start the command without a launcher");
+    }
     let Some(PredictedTime { time, unmeasured }) = plan.step_time(job, world)? else { return Ok(()) };
     let StepTime { seconds, computing } = time;
     let samples_per_second = job.config.training().global_batch_size as f64 / seconds;

@@ -7,6 +7,7 @@ use anyhow::Result;
 use std::cell::RefCell;
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::time::Instant;
 use trireme_base::{Category, DType, Event, Journal, KernelCall, RandomKey};
 use trireme_comm::Group;
@@ -19,16 +20,17 @@ use trireme_train::{TrainError, executor_options, optimizer_options};
 pub(super) struct Exerciser<'a> {
     device: &'a Device,
     journal: Journal,
-    /// The ranks that compute at the same time.
-    active: &'a Group,
+    /// All ranks, and whether this one is among those that compute. The others wait for each round.
+    world: &'a Group,
+    is_active: bool,
     samples: RefCell<BTreeMap<KernelCall, Vec<f64>>>,
 }
 
 impl<'a> Exerciser<'a> {
-    pub(super) fn new(device: &'a Device, active: &'a Group) -> Self {
+    pub(super) fn new(device: &'a Device, world: &'a Group, is_active: bool) -> Self {
         let journal = device.journal().cloned().unwrap_or_default();
         device.keep_journal(&journal);
-        Exerciser { device, journal, active, samples: RefCell::default() }
+        Exerciser { device, journal, world, is_active, samples: RefCell::default() }
     }
 
     /// A kernel's time ends where the next event begins, so it includes what the tape does in between.
@@ -44,8 +46,11 @@ impl<'a> Exerciser<'a> {
     /// Runs something again and again, at the same time as the others do.
     fn repeat(&self, mut run: impl FnMut() -> Result<()>) -> Result<()> {
         for round in 0..=NUM_ROUNDS {
+            self.world.barrier().wait()?;
+            if !self.is_active {
+                continue;
+            }
             self.journal.take();
-            self.active.barrier().wait()?;
             run()?;
             self.journal.note(Event::Pause);
             if round > 0 {
@@ -75,17 +80,16 @@ impl<'a> Exerciser<'a> {
         Ok(())
     }
 
-    /// The kernels of an update, of the longest unit.
-    pub(super) fn updates(&self, job: Job<'_>, model: &Model) -> Result<()> {
+    /// The kernels of an update, of the longest of these parts of units.
+    pub(super) fn updates(&self, job: Job<'_>, model: &Model, parts: &[Range<usize>]) -> Result<()> {
         let table = model.table();
-        let units = table.units().iter().enumerate();
-        let Some((longest, info)) = units.max_by_key(|(_, unit)| unit.num_elements) else { return Ok(()) };
-        let mut parts = vec![0..0; table.units().len()];
-        parts[longest] = 0..info.num_elements;
+        let longest = (0..parts.len()).max_by_key(|&unit| parts[unit].len()).unwrap_or(0);
+        let mut only = vec![0..0; parts.len()];
+        only[longest] = parts[longest].clone();
         let options = optimizer_options(job.config, table)?;
-        let mut optimizer = Optimizer::new(&options, table, &parts, self.device)?;
-        let mut parameters = Parameters::zeros_of(table, parts, self.device, Category::Parameters)?;
-        let grads = self.floats(info.num_elements)?;
+        let mut optimizer = Optimizer::new(&options, table, &only, self.device)?;
+        let mut parameters = Parameters::zeros_of(table, only, self.device, Category::Parameters)?;
+        let grads = self.floats(parts[longest].len())?;
         let mut step = 0;
         self.repeat(|| {
             step += 1;
@@ -173,8 +177,13 @@ impl<'a> Exerciser<'a> {
         Ok(tensor)
     }
 
-    pub(super) fn medians(self) -> impl Iterator<Item = (KernelCall, f64)> {
-        self.samples.into_inner().into_iter().map(|(call, samples)| (call, median(samples)))
+    /// What each call took. Where workers share cores, a call is either interrupted or not, so the mean counts.
+    pub(super) fn seconds(self, are_cores_shared: bool) -> impl Iterator<Item = (KernelCall, f64)> {
+        let typical = move |samples: Vec<f64>| match are_cores_shared {
+            true => samples.iter().sum::<f64>() / samples.len() as f64,
+            false => median(samples),
+        };
+        self.samples.into_inner().into_iter().map(move |(call, samples)| (call, typical(samples)))
     }
 }
 

@@ -300,9 +300,18 @@ impl Plan {
         };
         let stages: Vec<StepEvents> =
             workers.by_place(config).into_iter().map(events).collect::<Result<_>>()?;
-        let rates = Probed::measure(job, &stages, (&model, &rehearsal), world)?;
+        let (rank, data_degree) = (world.rank(), config.data_parallel_degree());
+        let outline = step_programs(config, &chain, &self.choices)?.swap_remove(rank.0 / data_degree).outline;
+        let pipeline_degree = config.parallelism().pipeline_parallel_degree;
+        let mesh = RankGrid::mesh_of(world.world_size(), pipeline_degree, config.num_shards());
+        let parts = Placements::new(model.table(), &outline, mesh).parts(model.table(), rank);
+        let limits = (&parts[..], self.bounds.machine);
+        let rates = Probed::measure(job, &stages, (&model, &rehearsal), limits, world)?;
         let Some(rates) = rates else { return Ok(None) };
-        let time = step_time(&stages, config.data_parallel_degree(), &rates)?;
+        let mut time = step_time(&stages, data_degree, &rates)?;
+        // A program that does not drain has several steps.
+        let num_steps = outline.num_steps() as f64;
+        time.computing.iter_mut().chain([&mut time.seconds]).for_each(|seconds| *seconds /= num_steps);
         Ok(Some(PredictedTime { time, unmeasured: rates.unmeasured(&stages) }))
     }
 

@@ -5,6 +5,7 @@ use super::exerciser::Exerciser;
 use crate::statistics::median;
 use anyhow::Result;
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
@@ -51,36 +52,36 @@ fn link(issued: &Issued) -> Option<Link> {
 }
 
 impl Probed {
-    /// Measures what steps of a job call and issue, in the world of its workers on this host, each on a device of its own. The first
-    /// rank gets what it has found, the others `None`. Collective.
+    /// Measures what steps of a job call and issue, in the world of its workers on this host, each on a device of its own with at most
+    /// `memory_max` bytes. This worker updates `parts` of the units. The first rank gets what it has found, the others `None`.
+    /// Collective.
     pub(super) fn measure(
         job: Job<'_>,
         stages: &[StepEvents],
         (model, rehearsal): (&Model, &Rehearsal),
+        (parts, memory_max): (&[Range<usize>], usize),
         world: Group,
     ) -> Result<Option<Self>> {
         let Job { config, workers, .. } = job;
         let is_root = world.rank() == Rank::ROOT;
         let options = device_options(config, workers.num_threads);
-        let device =
-            Device::cpu(DeviceOptions { features_max: Some(workers.features), budget: None, ..options })?;
+        let (features_max, budget) = (Some(workers.features), Some(memory_max));
+        let device = Device::cpu(DeviceOptions { features_max, budget, ..options })?;
+        let num_cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
+        let num_undisturbed = (num_cores / workers.num_threads).max(1);
         let doublings = std::iter::successors(Some(1), |load| Some(2 * load));
         let mut loads: Vec<usize> = doublings.take_while(|&load| load < workers.world_size).collect();
         loads.push(workers.world_size);
         let events = || stages.iter().flat_map(|stage| stage.actions.iter().flatten());
         let mut kernels: BTreeMap<KernelCall, Vec<f64>> = BTreeMap::new();
         for &load in &loads {
-            let active = world.split_by(&format!("load {load}"), |rank| u64::from(rank.0 < load))?;
-            if world.rank().0 < load {
-                let exerciser = Exerciser::new(&device, &active);
-                exerciser.units(job, model, rehearsal)?;
-                exerciser.updates(job, model)?;
-                exerciser.others(events())?;
-                for (call, seconds) in exerciser.medians() {
-                    kernels.entry(call).or_default().push(seconds);
-                }
+            let exerciser = Exerciser::new(&device, &world, world.rank().0 < load);
+            exerciser.units(job, model, rehearsal)?;
+            exerciser.updates(job, model, parts)?;
+            exerciser.others(events())?;
+            for (call, seconds) in exerciser.seconds(load > num_undisturbed) {
+                kernels.entry(call).or_default().push(seconds);
             }
-            world.barrier().wait()?;
         }
         let issued: BTreeSet<&Issued> = events()
             .filter_map(|event| match event {
@@ -94,8 +95,6 @@ impl Probed {
             None => [0.0; 2],
         };
         let links = measure_links(job, issued.into_iter().filter_map(link).collect(), world)?;
-        let num_cores = std::thread::available_parallelism().map_or(1, std::num::NonZeroUsize::get);
-        let num_undisturbed = (num_cores / workers.num_threads).max(1);
         let found = Probed { loads, kernels, links, disk, num_undisturbed };
         Ok(is_root.then_some(found))
     }
@@ -177,7 +176,10 @@ fn measure_links(job: Job<'_>, links: BTreeSet<Link>, world: Group) -> Result<BT
         let own = groups.iter().find(|group| group.world_size() == num_ranks).map(|group| Arc::clone(group));
         let group = match own {
             Some(group) => group,
-            None => Arc::new(world.split_by("measured", |rank| (rank.0 / num_ranks) as u64)?),
+            None if world.world_size().is_multiple_of(num_ranks) => {
+                Arc::new(world.split_by("measured", |rank| (rank.0 / num_ranks) as u64)?)
+            }
+            None => continue,
         };
         let samples = match (operation, element_bytes) {
             ("message", _) => samples::<u8>(world, ranks.pipeline(), operation, len)?,

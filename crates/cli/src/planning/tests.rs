@@ -18,7 +18,9 @@ use trireme_parallel::{
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, programs};
-use trireme_schedule::{Chain, Keep, Layout, Outline, Program, Share, StateClass, StateLayout, Tier, single};
+use trireme_schedule::{
+    Chain, ClassLayout, Keep, Outline, Program, Share, StateClass, StateLayout, Tier, single,
+};
 use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_testkit::{
     build_classifier, classifier_batch, classifier_specs, random_batch, run_ranks, run_ranks_on, small_models,
@@ -315,8 +317,8 @@ fn every_layout() {
 
 #[test]
 fn layouts_that_are_no_stage() {
-    let gradients = Layout { share: Share::Shard, tier: Tier::Device };
-    let without = Layout { share: Share::Whole, tier: Tier::Device };
+    let gradients = ClassLayout { share: Share::Shard, tier: Tier::Device };
+    let without = ClassLayout { share: Share::Whole, tier: Tier::Device };
     for state in [
         StateLayout { gradients, ..StateLayout::WHOLE },
         StateLayout { gradients: without, ..StateLayout::zero(3) },

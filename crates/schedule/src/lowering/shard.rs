@@ -117,7 +117,7 @@ fn stays(outline: &Outline, passes: &[Action]) -> Vec<Stay> {
 #[cfg(test)]
 mod tests {
     use crate::action::Action;
-    use crate::layout::{Layout, Share, StateLayout};
+    use crate::layout::{ClassLayout, Share, StateLayout};
     use crate::lowering::lay_out;
     use crate::program::Chain;
     use crate::single;
@@ -140,7 +140,7 @@ mod tests {
 
     #[test]
     fn sharded_gradients_are_gathered_for_updates_of_all_parameters() {
-        let gradients = Layout { share: Share::Shard, ..Layout::default() };
+        let gradients = ClassLayout { share: Share::Shard, ..ClassLayout::default() };
         let expected = "units 3 microbatches 1 gradients shard, F 0 0, F 1 0, F 2 0, B 2 0, REDUCE_GRAD 2, B 1 0, REDUCE_GRAD 1, \
                         B 0 0, REDUCE_GRAD 0, UNSHARD_GRAD 0, UNSHARD_GRAD 1, STEP 0, UNSHARD_GRAD 2, STEP 1, STEP 2";
         assert_eq!(text(&Chain::of_units(3), 1, StateLayout { gradients, ..StateLayout::WHOLE }), expected);

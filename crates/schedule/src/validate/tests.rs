@@ -1,6 +1,6 @@
 use super::*;
 use crate::action::Keep;
-use crate::layout::{Layout, Share, StateLayout, Tier};
+use crate::layout::{ClassLayout, Share, StateLayout, Tier};
 use crate::lowering::{lay_out, recompute};
 use crate::program::Chain;
 use crate::single;
@@ -16,7 +16,7 @@ fn any_program() -> impl Strategy<Value = Program> {
             let program = single::program(&Chain::language_model(units, is_tied), microbatches);
             let program = recompute(program, &possible(&keeps[..units]));
             let [parameters, gradients, optimizer] = shares;
-            let share = |is_sharded| Layout {
+            let share = |is_sharded| ClassLayout {
                 share: if is_sharded { Share::Shard } else { Share::Whole },
                 tier: Tier::Device,
             };

@@ -1,6 +1,7 @@
 //! The keys of `[comm]` that say how gradients, or momentum in their place, are compressed.
 
 use super::choice::{OptimizerName, TrainingDtype, one_of, refuse_word};
+use super::memory::sharding_key;
 use super::sections::{Comm, Sections};
 use super::validate::{Checks, changed_keys};
 use super::value::Value;
@@ -107,7 +108,7 @@ fn check_momentum(checks: &mut Checks<'_>) {
     );
     require(
         !parallelism.state_layout().has_shards(),
-        &["parallelism.zero_stage", "optimizer.name"],
+        &[sharding_key(parallelism), "optimizer.name"],
         "this optimizer needs the whole momentum on every worker; set zero_stage = 0 and shard_gradients = false, or \
          use \"adamw\"",
     );

@@ -31,6 +31,11 @@ impl Parallelism {
     }
 }
 
+/// The key by which something is sharded.
+pub(super) fn sharding_key(parallelism: &Parallelism) -> &'static str {
+    if parallelism.zero_stage == 0 { "parallelism.shard_gradients" } else { "parallelism.zero_stage" }
+}
+
 /// Replicas, and workers of each: what is not given is as large as the workers allow.
 pub(super) fn degrees(parallelism: &Parallelism, world_size: usize) -> (usize, usize) {
     let given = |degree: i64| usize::try_from(degree).ok().filter(|&degree| degree > 0);
@@ -67,7 +72,7 @@ pub(super) fn check_parallelism(checks: &mut Checks<'_>, world_size: usize) {
     });
     checks.require(
         !state.has_shards() || comm.compression == CodecName::None,
-        &["comm.compression", "parallelism.zero_stage"],
+        &["comm.compression", sharding_key(parallelism)],
         || {
             "compression needs the whole sum of gradients on every worker; set zero_stage = 0 and shard_gradients = \
              false, or remove this key"

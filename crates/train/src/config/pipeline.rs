@@ -147,7 +147,9 @@ fn check_asynchronous(checks: &mut Checks<'_>) {
         "moving units would change the staleness of their gradients; remove this key, or use a schedule that drains".to_owned()
     });
     let are_grads_whole = !parallelism.state_layout().is_sharded(StateClass::Gradients);
-    checks.require(are_grads_whole, &["parallelism.zero_stage", SCHEDULE], || {
+    let key =
+        if parallelism.shard_gradients { "parallelism.shard_gradients" } else { "parallelism.zero_stage" };
+    checks.require(are_grads_whole, &[key, SCHEDULE], || {
         "gradients would be sharded for each version of the weights; set zero_stage = 0 or 1 and shard_gradients = false, or use a schedule that drains".to_owned()
     });
     checks.require(training.dtype != TrainingDtype::F16, &["training.dtype", SCHEDULE], || {

@@ -12,7 +12,7 @@ use std::path::Path;
 use trireme_schedule::{Action, Outline, Stream};
 
 /// What this version writes and reads.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// A file that is longer is not read.
 const FILE_BYTES_MAX: u64 = 256 << 20;
 /// More than any run writes.

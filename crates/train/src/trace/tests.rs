@@ -90,7 +90,7 @@ fn other_files_are_refused() {
     file::write(&folder.path().join(TRACE_FILE), &steps()).unwrap();
     let text = std::fs::read_to_string(folder.path().join(TRACE_FILE)).unwrap();
     for (from, to, why) in [
-        ("\"format\":1", "\"format\":2", "its format is 2"),
+        ("\"format\":2", "\"format\":3", "its format is 3"),
         (
             "compute\",\"ph\":\"X\",\"pid\":1",
             "compute\",\"ph\":\"X\",\"pid\":7",

@@ -12,7 +12,7 @@ use crate::launch::{
 use crate::memory_limit::MemoryLimit;
 use crate::planning::{Blueprint, Job, Limit, Plan, PredictedTime, Source, Workers, changes, open_classes};
 use crate::simd::{Proof, Simd};
-use anyhow::{Result, anyhow, bail};
+use anyhow::{Context, Result, anyhow, bail};
 use outcome::{memory_table, sample_text, verdict, whereabouts};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -296,7 +296,8 @@ fn predicted_seconds(job: Job<'_>, plan: &Plan, group: &Group, console: &mut Con
         console.notice("step times are only predicted for workers on one host");
         return Ok(None);
     }
-    let found = plan.step_time(job, group.split_by("measured", |_| 0)?)?;
+    let found = plan.step_time(job, group.split_by("measured", |_| 0)?);
+    let found = found.context("cannot predict the time of a step; set metrics.predict_step_time = false")?;
     let Some(PredictedTime { time, unmeasured }) = found else { return Ok(None) };
     console.notice(&format!("predicted step time: {:.4} s", time.seconds));
     if !unmeasured.is_empty() {
