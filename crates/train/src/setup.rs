@@ -18,10 +18,10 @@ use std::time::Duration;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource as WeightsSource};
 use trireme_comm::Group;
 use trireme_model::{AttentionConfig, Family, Model, ModelConfig, Rehearsal, Rope, TensorSpec};
-use trireme_optim::{Decay, LossScaling, LrSchedule, Optimizer};
+use trireme_optim::{Decay, LossScaling, LrSchedule};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, Placements,
-    RankGrid, SwapOptions, ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, OffloadOptions, ParallelError, RankGrid,
+    SwapOptions, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Chain, Program, StateClass, StateLayout, validate_pipeline};
@@ -229,20 +229,10 @@ pub fn new_executor(
 ) -> Result<Executor, TrainError> {
     let pipeline_degree = config.parallelism().pipeline_parallel_degree;
     let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
-    let options = optimizer_options(config, model.table())?;
+    let optimizer = &optimizer_options(config, model.table())?;
     let program = programs.swap_remove(ranks.pipeline().rank().0);
-    let state = &program.outline.state;
-    let moves = offload_options(config, state, device)?;
-    let optimizer_device = moves.device_of(state, StateClass::Optimizer, device);
-    let placements = Placements::new(model.table(), &program.outline, ranks.mesh().clone());
-    let parts = placements.parts(model.table(), ranks.world().rank());
-    let make = match state.moves(StateClass::Optimizer) {
-        true => Optimizer::without_memory,
-        false => Optimizer::new,
-    };
-    let optimizer = make(&options, model.table(), &parts, optimizer_device)?;
+    let offload = &offload_options(config, &program.outline.state, device)?;
     let options = executor_options(config);
-    let offload = &moves;
     let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
     Ok(Executor::new(setup)?)
 }

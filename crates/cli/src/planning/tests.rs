@@ -8,12 +8,12 @@ use trireme_base::{Category, Rank};
 use trireme_comm::{Compression, Group, TransportKind};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{
-    AdamWSettings, LossScaling, MuonScale, MuonSettings, Optimizer, OptimizerKind, OptimizerOptions,
-    ParameterGroup, StateDType,
+    AdamWSettings, LossScaling, MuonScale, MuonSettings, OptimizerKind, OptimizerOptions, ParameterGroup,
+    StateDType,
 };
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, MemoryUse, OffloadOptions,
-    ParallelError, Placements, RankGrid, StepPlan, ZeroPlusPlus, chain,
+    ParallelError, RankGrid, StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_schedule::collective::Hosts;
 use trireme_schedule::lowering::{lay_out, recompute};
@@ -183,15 +183,9 @@ impl Case {
         let rehearsal = self.rehearsal(subject);
         let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
-        let placements = Placements::new(model.table(), &program.outline, ranks.mesh().clone());
-        let parts = placements.parts(model.table(), ranks.world().rank());
         let folder = std::env::temp_dir();
         let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };
-        let optimizer_device = offload.device_of(&self.state, StateClass::Optimizer, device);
-        let is_moved = self.state.moves(StateClass::Optimizer);
-        let make = if is_moved { Optimizer::without_memory } else { Optimizer::new };
-        let optimizer = make(&self.optimizer, model.table(), &parts, optimizer_device)?;
-        let (options, offload) = (self.options, &offload);
+        let (optimizer, options, offload) = (&self.optimizer, self.options, &offload);
         Executor::new(ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload })
     }
 

@@ -33,7 +33,7 @@ use std::sync::Arc;
 use timeline::Timeline;
 use trireme_comm::{Buffer, Compression, Compressor, Group};
 use trireme_model::{Batch, Model, Rehearsal};
-use trireme_optim::{LossScaler, LossScaling, Optimizer, StepSettings};
+use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions, StepSettings};
 use trireme_schedule::lowering::lay_out;
 use trireme_schedule::{Action, Outline, Program, StateClass, single, validate};
 use trireme_tensor::{Category, Device, Fp8State, ParameterSource, View, ViewMut};
@@ -84,9 +84,8 @@ pub struct ExecutorSetup<'a> {
     pub model: Model,
     /// What passes over its microbatches are.
     pub rehearsal: Rehearsal,
-    /// Updates this rank's [parts](Placements::parts) of the units. Its state lies on
-    /// [the device](OffloadOptions::device_of) that works with it.
-    pub optimizer: Optimizer,
+    /// What updates this rank's [parts](Placements::parts) of the units.
+    pub optimizer: &'a OptimizerOptions,
     /// All ranks.
     pub ranks: RankGrid,
     /// What this rank computes on.
@@ -105,7 +104,8 @@ fn evaluation_program(training: &Outline) -> Program {
 }
 
 impl Executor {
-    /// Proves the program and takes memory for parameters, which are zeros, and gradients; collective over the ranks.
+    /// Proves the program and takes memory for parameters and the optimizer's state, which are zeros, and gradients; collective over the
+    /// ranks.
     pub fn new(setup: ExecutorSetup<'_>) -> Result<Self, ParallelError> {
         let ExecutorSetup { model, rehearsal, optimizer, .. } = setup;
         let ExecutorSetup { mut ranks, device, program, options, offload, .. } = setup;
@@ -129,6 +129,12 @@ impl Executor {
         };
         let placements = Placements::new(table, outline, ranks.mesh().clone());
         let parts = placements.parts(table, ranks.world().rank());
+        let make = match state.moves(StateClass::Optimizer) {
+            true => Optimizer::without_memory,
+            false => Optimizer::new,
+        };
+        let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
+        let optimizer = make(optimizer, table, &parts, &optimizer_device)?;
         let mut parameters =
             RankParameters::new((table, parts), outline, precision, &ranks, device, &shards)?;
         let is_copied = |(reader, owner): &&(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
@@ -153,7 +159,7 @@ impl Executor {
             in_flight: InFlight::new(outline, &rehearsal),
             messages,
             offload: offload.clone(),
-            optimizer_device: offload.device_of(&state, StateClass::Optimizer, device).clone(),
+            optimizer_device,
             offloaded: Offloaded::new(offload, &program)?,
             changed: vec![true; outline.chain.num_units],
             is_squared: vec![false; outline.chain.num_units],

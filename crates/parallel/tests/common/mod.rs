@@ -4,14 +4,14 @@
 use std::path::Path;
 use trireme_comm::{Compression, Group};
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
-use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
+use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, Placements, RankGrid,
-    StepOutcome, StepPlan, ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
+    StepPlan, ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
-use trireme_schedule::{Chain, Keep, Program, StateClass, StateLayout, single};
+use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
 use trireme_swap::SwapOptions;
 use trireme_tensor::{Device, DeviceOptions, Precision};
 use trireme_testkit::random_batch;
@@ -155,26 +155,12 @@ pub fn laid_out_model(
         folder: layout.folder.to_owned(),
         swap: layout.swap.clone(),
     };
-    let optimizer_options =
-        OptimizerOptions { weight_decay: layout.weight_decay, ..OptimizerOptions::new(layout.optimizer) };
+    let optimizer =
+        &OptimizerOptions { weight_decay: layout.weight_decay, ..OptimizerOptions::new(layout.optimizer) };
     let program = lowered(program, layout);
-    let outline = &program.outline;
-    let optimizer_device = moves.device_of(&outline.state, StateClass::Optimizer, &device);
-    let placements = Placements::new(model.table(), outline, ranks.mesh().clone());
-    let parts = placements.parts(model.table(), ranks.world().rank());
-    let optimizer = Optimizer::new(&optimizer_options, model.table(), &parts, optimizer_device).unwrap();
     let (options, offload, device) = (layout.options, &moves, &device);
-    let mut executor = Executor::new(ExecutorSetup {
-        model,
-        rehearsal,
-        optimizer,
-        ranks,
-        device,
-        program,
-        options,
-        offload,
-    })
-    .unwrap();
+    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let mut executor = Executor::new(setup).unwrap();
     executor.initialize(1).unwrap();
     executor
 }

@@ -13,10 +13,10 @@ use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
 use trireme_model::{ModelConfig, Rehearsal, empty_batch, set_window, token_specs};
-use trireme_optim::{AdamWSettings, LossScaling, Optimizer, OptimizerKind, OptimizerOptions};
+use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, Placements, RankGrid,
-    StepPlan, ZeroPlusPlus, chain,
+    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepPlan,
+    ZeroPlusPlus, chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::{Keep, StateClass, StateLayout, Tier, single as single_stage};
@@ -248,8 +248,8 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let num_shards = if state.has_shards() { group.world_size() } else { 1 };
     let ranks = RankGrid::new(group, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
-    let options =
-        OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
+    let optimizer =
+        &OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
     let moves = match args.offload.is_empty() {
         true => OffloadOptions::none(device),
         false => {
@@ -257,7 +257,6 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
             OffloadOptions { host, folder, ..OffloadOptions::none(device) }
         }
     };
-    let optimizer_device = moves.device_of(&state, StateClass::Optimizer, device);
     let chain = chain(model.table(), &rehearsal);
     let keep = |unit| if chain.keeps(unit) { args.keep } else { Keep::All };
     let keeps: Vec<Keep> = (0..chain.num_units).map(keep).collect();
@@ -269,9 +268,6 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         );
     }
     let program = lay_out(program, state);
-    let placements = Placements::new(model.table(), &program.outline, ranks.mesh().clone());
-    let parts = placements.parts(model.table(), ranks.world().rank());
-    let optimizer = Optimizer::new(&options, model.table(), &parts, optimizer_device)?;
     let options = ExecutorOptions {
         precision: args.dtype,
         fp8,
@@ -284,16 +280,8 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
         determinism: Determinism::Layout,
     };
     let offload = &moves;
-    let mut executor = Executor::new(ExecutorSetup {
-        model,
-        rehearsal,
-        optimizer,
-        ranks,
-        device,
-        program,
-        options,
-        offload,
-    })?;
+    let setup = ExecutorSetup { model, rehearsal, optimizer, ranks, device, program, options, offload };
+    let mut executor = Executor::new(setup)?;
     executor.initialize(args.seed)?;
     Ok(executor)
 }
