@@ -113,16 +113,6 @@ impl Rehearsal {
         }
         names
     }
-
-    /// Words of 4 bytes of the message with what a unit passes on.
-    pub fn activation_words(&self, unit: usize) -> usize {
-        self.units[unit].outputs.iter().map(TensorSpec::num_words).sum()
-    }
-
-    /// Words of the message with the gradient of what a unit passes on.
-    pub fn gradient_words(&self, unit: usize) -> usize {
-        self.units[unit].outputs.iter().filter(|spec| spec.has_grad()).map(TensorSpec::num_words).sum()
-    }
 }
 
 impl Model {

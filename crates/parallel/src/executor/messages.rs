@@ -151,11 +151,14 @@ impl Executor {
     /// Starts to receive a message of a step.
     pub(super) fn receive_message(&mut self, message: Message) -> Result<(), ParallelError> {
         let Message { kind, unit, microbatch } = message;
-        let Executor { program, messages, gradients, rehearsal, .. } = self;
+        let Executor { program, in_flight, messages, gradients, rehearsal, .. } = self;
         let peer = program.outline.peer(Action::Receive(message)).expect("it is from a rank of the pipeline");
         let len = match kind {
-            MessageKind::Activation => rehearsal.activation_words(unit),
-            MessageKind::Gradient => rehearsal.gradient_words(unit - 1),
+            MessageKind::Activation => in_flight.outputs(unit, rehearsal).map(|spec| spec.num_words()).sum(),
+            MessageKind::Gradient => {
+                let specs = in_flight.outputs(unit - 1, rehearsal).filter(TensorSpec::has_grad);
+                specs.map(|spec| spec.num_words()).sum()
+            }
             MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
             MessageKind::Parameters => return self.receive_copy(peer),
         };
@@ -208,7 +211,7 @@ impl Executor {
                     .coming(MessageKind::Activation, microbatch)
                     .take()
                     .expect("a valid program receives it");
-                let specs = rehearsal.units[unit - 1].outputs.iter().copied();
+                let specs = in_flight.outputs(unit - 1, rehearsal);
                 in_flight.put_activation(microbatch, messages.arrived(work, specs, device, waiting)?);
             }
             Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } if is_elsewhere(unit + 1) => {
@@ -216,7 +219,7 @@ impl Executor {
                     .coming(MessageKind::Gradient, microbatch)
                     .take()
                     .expect("a valid program receives it");
-                let specs = rehearsal.units[unit].outputs.iter().copied().filter(TensorSpec::has_grad);
+                let specs = in_flight.outputs(unit, rehearsal).filter(TensorSpec::has_grad);
                 in_flight.put_grad(microbatch, messages.arrived(work, specs, device, waiting)?);
             }
             _ => (),
@@ -228,32 +231,5 @@ impl Executor {
             tied.put(microbatch, waiting.wait(work)?);
         }
         Ok(())
-    }
-
-    /// Sends what an evaluation has made of a batch of so many samples, or receives it.
-    pub(super) fn pass_evaluated(
-        &mut self,
-        action: Action,
-        num_samples: usize,
-        activation: &mut Option<Bundle<Tensor>>,
-    ) -> Result<(), ParallelError> {
-        let mut waiting = Waiting::default();
-        let peer = self.evaluation.outline.peer(action).expect("it is a message");
-        match action {
-            Action::Send(_) => {
-                let made = activation.take().expect("the unit has run");
-                self.messages.send(made, peer, &self.device, &mut waiting)
-            }
-            Action::Receive(message) => {
-                let full = self.rehearsal.num_samples();
-                let of_samples = |spec: &TensorSpec| spec.with_samples(num_samples, full);
-                let specs = self.rehearsal.units[message.unit].outputs.iter().map(of_samples);
-                let len = specs.clone().map(|spec| spec.num_words()).sum();
-                let work = self.messages.receive(len, peer)?;
-                *activation = Some(self.messages.arrived(work, specs, &self.device, &mut waiting)?);
-                Ok(())
-            }
-            _ => unreachable!("{action} is no message of an evaluation"),
-        }
     }
 }

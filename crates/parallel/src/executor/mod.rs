@@ -374,6 +374,7 @@ impl Executor {
         }
         for microbatch in 0..expected {
             let batch = batches.next().expect("they were counted");
+            let batch = (batch, self.rehearsal.num_samples());
             self.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal)?;
         }
         self.first_step = plans[0].step;

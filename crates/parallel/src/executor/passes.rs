@@ -6,7 +6,7 @@ use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_model::{Batch, BatchTensor, Bundle, Rehearsal, TensorSpec, UnitPass};
-use trireme_schedule::{Action, Keep, Outline};
+use trireme_schedule::{Keep, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
 use trireme_tensor::{Tape, Tensor};
 
@@ -23,6 +23,10 @@ pub(super) enum Kept {
 /// Microbatches under way.
 pub(super) struct InFlight {
     num_microbatches: usize,
+    /// Of each microbatch.
+    num_samples: usize,
+    /// In an evaluation, what units report.
+    reports: Option<Vec<RowMean>>,
     /// For each microbatch: what the last unit made, to be read by the next.
     activations: Vec<Option<Bundle<Tensor>>>,
     /// For each microbatch: gradients of what the unit below made.
@@ -42,6 +46,8 @@ impl InFlight {
         let none = || (0..num_microbatches).map(|_| None).collect();
         InFlight {
             num_microbatches,
+            num_samples: rehearsal.num_samples(),
+            reports: None,
             activations: none(),
             grads: none(),
             batches: (0..num_microbatches).map(|_| Batch::new()).collect(),
@@ -51,15 +57,16 @@ impl InFlight {
         }
     }
 
-    /// Takes in the tensors of a microbatch that units on this rank read.
+    /// Takes in the tensors of a microbatch of so many samples that units on this rank read.
     pub(super) fn begin(
         &mut self,
         microbatch: usize,
-        mut batch: Batch,
+        (mut batch, num_samples): (Batch, usize),
         outline: &Outline,
         rehearsal: &Rehearsal,
     ) -> Result<(), ParallelError> {
-        check_batch(&batch, rehearsal, rehearsal.num_samples())?;
+        check_batch(&batch, rehearsal, num_samples)?;
+        self.num_samples = num_samples;
         let first = microbatch * rehearsal.batch.len();
         for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
             *num_readers = tensor.readers.iter().filter(|&&unit| outline.holds(unit)).count();
@@ -73,6 +80,12 @@ impl InFlight {
         Ok(())
     }
 
+    /// Drops what the last unit made of a microbatch, and what is left of its tensors.
+    fn discard(&mut self, microbatch: usize) {
+        self.activations[microbatch] = None;
+        self.batches[microbatch] = Batch::new();
+    }
+
     /// A unit has read the batch for the last time.
     fn end(&mut self, unit: usize, microbatch: usize, rehearsal: &Rehearsal) {
         let first = microbatch * rehearsal.batch.len();
@@ -84,6 +97,16 @@ impl InFlight {
                 }
             }
         }
+    }
+
+    /// What a unit passes on of a microbatch.
+    pub(super) fn outputs<'a>(
+        &self,
+        unit: usize,
+        rehearsal: &'a Rehearsal,
+    ) -> impl Iterator<Item = TensorSpec> + Clone + use<'a> {
+        let (num_samples, rehearsed) = (self.num_samples, rehearsal.num_samples());
+        rehearsal.units[unit].outputs.iter().map(move |spec| spec.with_samples(num_samples, rehearsed))
     }
 
     pub(super) fn take_activation(&mut self, microbatch: usize) -> Bundle<Tensor> {
@@ -132,6 +155,13 @@ impl Executor {
             updates.begin_forward(unit, microbatch, &self.program.outline);
         }
         let mut pass = self.record(unit, microbatch, inputs)?;
+        if let Some(found) = &mut self.in_flight.reports {
+            let reports = self.rehearsal.reports().zip(found).filter(|((own, _), _)| *own == unit);
+            for ((_, report), found) in reports {
+                *found = pass.reported(report.metric).unwrap_or_default();
+            }
+            return Ok(());
+        }
         for &Metric { name, mean } in pass.metrics() {
             self.means.push(unit, Some(name), microbatch, mean);
         }
@@ -158,10 +188,16 @@ impl Executor {
         microbatch: usize,
         inputs: Bundle<Tensor>,
     ) -> Result<UnitPass, ParallelError> {
-        let spare = self.in_flight.spare_tapes.pop();
-        let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
-        tape.set_loss_scale(self.loss_scaler.scale() as f32);
-        tape.set_randomness(self.randomness(microbatch));
+        let tape = match self.in_flight.reports.is_some() {
+            true => self.new_tape(Recording::Off),
+            false => {
+                let spare = self.in_flight.spare_tapes.pop();
+                let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
+                tape.set_loss_scale(self.loss_scaler.scale() as f32);
+                tape.set_randomness(self.randomness(microbatch));
+                tape
+            }
+        };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let batch = &mut self.in_flight.batches[microbatch];
         let (pass, outputs) = UnitPass::forward(self.model.unit(unit), tape, &parameters, inputs, batch)?;
@@ -267,48 +303,37 @@ impl Executor {
         self.gradients.close(unit);
     }
 
-    /// What units [report](Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the
-    /// same batch, and where parameters are sharded: a rank without a batch takes part in gathering them.
+    /// What units [report](Rehearsal::reports) of a batch without training, in order; zeros for those that lie elsewhere. The batch
+    /// may have fewer samples than a microbatch. Collective over the ranks of a pipeline, which give the same batch, and where parameters
+    /// are sharded: a rank without a batch takes part in gathering them.
     ///
     /// # Errors
     /// What device, group and disks refuse.
-    pub fn evaluate(&mut self, mut batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
-        let num_samples = batch.as_ref().and_then(|batch| Some(batch.iter().next()?.1.shape().dims()[0]));
-        if let (Some(batch), Some(num_samples)) = (&batch, num_samples) {
-            check_batch(batch, &self.rehearsal, num_samples)?;
+    pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
+        self.in_flight.reports = Some(vec![RowMean::default(); self.rehearsal.reports().count()]);
+        std::mem::swap(&mut self.program, &mut self.evaluation);
+        let evaluated = self.run_evaluation(batch);
+        std::mem::swap(&mut self.program, &mut self.evaluation);
+        let reports = self.in_flight.reports.take().expect("they were there");
+        evaluated.map(|()| reports)
+    }
+
+    fn run_evaluation(&mut self, batch: Option<Batch>) -> Result<(), ParallelError> {
+        let has_batch = batch.is_some();
+        if let Some(batch) = batch {
+            let num_samples = batch.iter().next().map_or(1, |(_, tensor)| tensor.shape().dims()[0]);
+            self.in_flight.begin(0, (batch, num_samples), &self.program.outline, &self.rehearsal)?;
         }
-        let mut activation = self.evaluation.outline.holds(0).then(Bundle::new);
-        let mut found = vec![RowMean::default(); self.rehearsal.reports().count()];
-        for index in 0..self.evaluation.actions.len() {
-            let action = self.evaluation.actions[index];
-            self.await_parameters(action)?;
-            self.await_state(action)?;
-            match (action, &mut batch) {
-                (Action::Fetch(state), _) => self.offloaded.fetch(state)?,
-                (Action::Evict(state), _) => self.evict(state)?,
-                (Action::Unshard { unit }, _) => self.parameters.unshard(unit)?,
-                (Action::Reshard { unit }, _) => self.parameters.reshard(unit),
-                (Action::Send(_) | Action::Receive(_), Some(_)) => {
-                    let num_samples = num_samples.expect("a batch has tensors");
-                    self.pass_evaluated(action, num_samples, &mut activation)?;
-                }
-                (Action::Forward { unit, .. }, Some(batch)) => {
-                    let (tape, inputs) = (self.new_tape(Recording::Off), activation.take());
-                    let inputs = inputs.expect("the unit below has run");
-                    let (pass, outputs) =
-                        UnitPass::forward(self.model.unit(unit), tape, &self.parameters, inputs, batch)?;
-                    activation = Some(outputs);
-                    for ((_, report), found) in
-                        self.rehearsal.reports().zip(&mut found).filter(|((own, _), _)| *own == unit)
-                    {
-                        *found = pass.reported(report.metric).unwrap_or_default();
-                    }
-                }
-                _ => (),
+        for index in 0..self.program.actions.len() {
+            let action = self.program.actions[index];
+            if has_batch || action.microbatch().is_none() {
+                self.act(action, &[], &mut None)?;
             }
         }
-        self.messages.finish(&mut Waiting::default())?;
-        Ok(found)
+        self.in_flight.discard(0);
+        self.messages.finish(&mut self.waiting)?;
+        self.waiting = Waiting::default();
+        Ok(())
     }
 
     fn new_tape(&self, recording: Recording) -> Tape {
