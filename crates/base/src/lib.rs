@@ -1,5 +1,5 @@
 //! Vocabulary shared by every crate: ranks, dtypes, byte counts, what memory is for, what kernels cost, what passes take, what ranks do, random numbers,
-//! the texts of errors, and SVG documents.
+//! enums with names, the texts of errors, and SVG documents.
 //!
 //! Nothing here does IO, and nothing here depends on another crate of the workspace.
 
@@ -10,6 +10,7 @@ mod dtype;
 mod error_text;
 mod half;
 mod journal;
+mod named;
 mod passes;
 mod random;
 mod rank;

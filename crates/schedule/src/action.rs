@@ -4,77 +4,46 @@ mod message;
 mod text;
 
 pub use message::{Message, MessageKind};
-pub use text::ParseActionError;
+use trireme_base::named;
 
-/// What a unit's forward pass keeps for its backward pass. What is not kept is made again by [`Action::Recompute`].
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Keep {
-    /// All that backward reads.
-    #[default]
-    All,
-    /// The unit's input and the results of matrix products and attention, but not what is quickly made from them
-    /// (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 5).
-    Products,
-    /// The unit's input.
-    Input,
-    /// Nothing: the unit below is recomputed first, and makes the input again.
-    Nothing,
-}
-
-impl Keep {
-    /// Every choice, from the one that keeps most.
-    pub const ALL: [Keep; 4] = [Keep::All, Keep::Products, Keep::Input, Keep::Nothing];
-
-    /// Name in programs.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Keep::All => "all",
-            Keep::Products => "products",
-            Keep::Input => "input",
-            Keep::Nothing => "nothing",
-        }
+named! {
+    /// What a unit's forward pass keeps for its backward pass. What is not kept is made again by [`Action::Recompute`].
+    #[derive(Default)]
+    pub enum Keep {
+        /// All that backward reads.
+        #[default]
+        All = "all",
+        /// The unit's input and the results of matrix products and attention, but not what is quickly made from them
+        /// (Korthikanti et al., "Reducing activation recomputation in large transformer models", 2022, section 5).
+        Products = "products",
+        /// The unit's input.
+        Input = "input",
+        /// Nothing: the unit below is recomputed first, and makes the input again.
+        Nothing = "nothing",
     }
 }
 
-/// A class of state that may live elsewhere than on the device between its uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum StateClass {
-    /// What the optimizer keeps of a unit.
-    Optimizer,
-    /// A unit's parameters, or this rank's shard of them.
-    Parameters,
-    /// The sum of a unit's gradient, or this rank's shard of it.
-    Gradients,
-    /// What forward of a unit for a microbatch has kept.
-    Activations,
+named! {
+    /// A class of state that may live elsewhere than on the device between its uses.
+    pub enum StateClass {
+        /// What the optimizer keeps of a unit.
+        Optimizer = "optimizer",
+        /// A unit's parameters, or this rank's shard of them.
+        Parameters = "parameters",
+        /// The sum of a unit's gradient, or this rank's shard of it.
+        Gradients = "gradients",
+        /// What forward of a unit for a microbatch has kept.
+        Activations = "activations",
+    }
 }
 
 impl StateClass {
-    /// Every class.
-    pub const ALL: [StateClass; 4] =
-        [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients, StateClass::Activations];
-
-    /// Name in programs.
-    pub const fn name(self) -> &'static str {
-        match self {
-            StateClass::Optimizer => "optimizer",
-            StateClass::Parameters => "parameters",
-            StateClass::Gradients => "gradients",
-            StateClass::Activations => "activations",
-        }
-    }
-
     /// The name in words.
     const fn words(self) -> &'static str {
         match self {
             StateClass::Optimizer => "optimizer state",
             _ => self.name(),
         }
-    }
-
-    /// The class of this name.
-    pub fn named(name: &str) -> Option<Self> {
-        Self::ALL.into_iter().find(|class| class.name() == name)
     }
 }
 

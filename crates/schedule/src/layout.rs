@@ -2,55 +2,34 @@
 //! [`StateLayout`]; executor, validator and planner read the one in the program's outline.
 
 use crate::action::StateClass;
+use crate::parse::ParseError;
 use std::fmt;
 use std::str::FromStr;
+use trireme_base::named;
 
-/// What of a class of state a data-parallel rank holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum Share {
-    /// All of it, as every rank does.
-    #[default]
-    Whole,
-    /// Its shard.
-    Shard,
-}
-
-impl Share {
-    /// Every share.
-    pub const ALL: [Share; 2] = [Share::Whole, Share::Shard];
-
-    /// Name in programs.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Share::Whole => "whole",
-            Share::Shard => "shard",
-        }
+named! {
+    /// What of a class of state a data-parallel rank holds.
+    #[derive(Default)]
+    pub enum Share {
+        /// All of it, as every rank does.
+        #[default]
+        Whole = "whole",
+        /// Its shard.
+        Shard = "shard",
     }
 }
 
-/// Where a class of state lives between its uses.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default)]
-pub enum Tier {
-    /// On the device.
-    #[default]
-    Device,
-    /// In the host's memory.
-    Host,
-    /// On a disk.
-    Disk,
-}
-
-impl Tier {
-    /// Every place, from the nearest to the device.
-    pub const ALL: [Tier; 3] = [Tier::Device, Tier::Host, Tier::Disk];
-
-    /// Name in plans.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Tier::Device => "device",
-            Tier::Host => "host",
-            Tier::Disk => "disk",
-        }
+named! {
+    /// Where a class of state lives between its uses.
+    #[derive(Default)]
+    pub enum Tier {
+        /// On the device.
+        #[default]
+        Device = "device",
+        /// In the host's memory.
+        Host = "host",
+        /// On a disk.
+        Disk = "disk",
     }
 }
 
@@ -255,21 +234,18 @@ impl fmt::Display for StateLayout {
     }
 }
 
-/// The text says no layout.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("'{0}' is no layout of state; expected pairs such as 'optimizer shard@host'")]
-pub struct ParseLayoutError(String);
-
 impl FromStr for StateLayout {
-    type Err = ParseLayoutError;
+    type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
         let words: Vec<&str> = text.split_whitespace().collect();
         let (pairs, odd) = words.as_chunks::<2>();
         let mut layout = StateLayout::WHOLE;
         let read = pairs.iter().try_for_each(|[key, value]| layout.read(key, value));
-        let is_whole = odd.is_empty() && read.is_some();
-        is_whole.then_some(layout).ok_or_else(|| ParseLayoutError(text.to_owned()))
+        let expected = "pairs such as 'optimizer shard@host'";
+        read.filter(|()| odd.is_empty())
+            .map(|()| layout)
+            .ok_or_else(|| ParseError(format!("'{text}' is no layout of state; expected {expected}")))
     }
 }
 
@@ -284,9 +260,8 @@ impl StateLayout {
             _ => {
                 let class = StateClass::named(key)?;
                 let (share, tier) = value.split_once('@').unwrap_or((value, Tier::Device.name()));
-                let share = Share::ALL.into_iter().find(|known| known.name() == share)?;
-                let tier = Tier::ALL.into_iter().find(|known| known.name() == tier)?;
-                *self.of_mut(class) = ClassLayout { share, tier };
+                let layout = ClassLayout { share: Share::named(share)?, tier: Tier::named(tier)? };
+                *self.of_mut(class) = layout;
             }
         }
         Some(())

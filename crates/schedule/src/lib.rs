@@ -8,12 +8,14 @@ pub mod collective;
 pub mod engine;
 mod layout;
 pub mod lowering;
+mod parse;
 pub mod pipeline;
 mod program;
 pub mod single;
 mod validate;
 
-pub use action::{Action, Keep, Message, MessageKind, ParseActionError, StateClass, StateOf, Stream};
-pub use layout::{ClassLayout, ParseLayoutError, Share, StateLayout, Tier};
-pub use program::{Asynchronous, Chain, Outline, ParseProgramError, Program, Stage};
+pub use action::{Action, Keep, Message, MessageKind, StateClass, StateOf, Stream};
+pub use layout::{ClassLayout, Share, StateLayout, Tier};
+pub use parse::ParseError;
+pub use program::{Asynchronous, Chain, Outline, Program, Stage};
 pub use validate::{ProgramError, validate, validate_pipeline, validate_world};

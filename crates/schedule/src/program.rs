@@ -1,5 +1,6 @@
-use crate::action::{Action, MessageKind, ParseActionError};
+use crate::action::{Action, MessageKind};
 use crate::layout::StateLayout;
+use crate::parse::{ParseError, lines};
 use crate::pipeline::WeightVersions;
 use std::fmt;
 use std::ops::Range;
@@ -210,30 +211,19 @@ impl fmt::Display for Program {
     }
 }
 
-/// The text is no program.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ParseProgramError {
-    /// The first line does not give the sizes.
-    #[error(
-        "line {line}: '{found}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' \
-         (optimizer, parameters, gradients, activations; whole, shard; host, disk), 'gather_ahead N', 'gathered kept', \
-         'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' and 'steps N weights W'"
-    )]
-    Header {
-        /// Line, from 1.
-        line: usize,
-        /// What stands there.
-        found: String,
-    },
-    /// A line is no action.
-    #[error("line {line}: {source}")]
-    Action {
-        /// Line, from 1.
-        line: usize,
-        /// Why.
-        #[source]
-        source: ParseActionError,
-    },
+impl FromStr for Outline {
+    type Err = ParseError;
+
+    fn from_str(text: &str) -> Result<Self, Self::Err> {
+        parse_outline(text).ok_or_else(|| {
+            ParseError(format!(
+                "'{text}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' (optimizer, \
+                 parameters, gradients, activations; whole, shard; host, disk), 'gather_ahead N', 'gathered kept', \
+                 'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' \
+                 and 'steps N weights W'"
+            ))
+        })
+    }
 }
 
 fn parse_outline(text: &str) -> Option<Outline> {
@@ -266,8 +256,7 @@ fn parse_outline(text: &str) -> Option<Outline> {
                 outline.asynchronous = Some(Asynchronous { num_steps, weights: WeightVersions::Stashed });
             }
             ["weights", name] => {
-                let known = WeightVersions::ALL.into_iter().find(|weights| weights.name() == *name)?;
-                outline.asynchronous.as_mut()?.weights = known;
+                outline.asynchronous.as_mut()?.weights = WeightVersions::named(name)?;
             }
             [key, value] => outline.state.read(key, value)?,
         }
@@ -278,17 +267,14 @@ fn parse_outline(text: &str) -> Option<Outline> {
 }
 
 impl FromStr for Program {
-    type Err = ParseProgramError;
+    type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let lines = (1..).zip(text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()));
-        let mut lines = lines.filter(|(_, line)| !line.is_empty());
-        let (line, found) = lines.next().unwrap_or((1, ""));
-        let outline = parse_outline(found)
-            .ok_or_else(|| ParseProgramError::Header { line, found: found.to_owned() })?;
-        let action = |(line, text): (usize, &str)| {
-            text.parse().map_err(|source| ParseProgramError::Action { line, source })
-        };
+        let mut lines = lines(text);
+        let (line, header) = lines.next().unwrap_or((1, ""));
+        let outline = header.parse().map_err(|error: ParseError| error.at_line(line))?;
+        let action =
+            |(line, text): (usize, &str)| text.parse().map_err(|error: ParseError| error.at_line(line));
         Ok(Program { outline, actions: lines.map(action).collect::<Result<_, _>>()? })
     }
 }

@@ -7,9 +7,8 @@ use std::fmt;
 use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
-use trireme_schedule::pipeline::{
-    Costs, ParseScheduleError, Schedule, ScheduleError, WeightVersions, draw_error, validate,
-};
+use trireme_schedule::ParseError;
+use trireme_schedule::pipeline::{Costs, Schedule, ScheduleError, WeightVersions, draw_error, validate};
 
 /// The largest file that is read: enough for as many passes as a schedule may have.
 const FILE_BYTES_MAX: u64 = 64 << 20;
@@ -47,7 +46,7 @@ pub enum ScheduleFileError {
     TooLarge,
     /// The text is no schedule.
     #[error(transparent)]
-    Parse(#[from] ParseScheduleError),
+    Parse(#[from] ParseError),
     /// The schedule is made for another pipeline.
     #[error(
         "it is for {found}, but the pipeline of this run has {expected}; change the file, or [parallelism] \

@@ -1,32 +1,22 @@
-/// What a message between the ranks of a pipeline brings. Messages of a unit's parameters have no microbatch, but the others have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum MessageKind {
-    /// What forward of the unit has made, for the unit above.
-    Activation,
-    /// The gradient of the unit's input, for the unit below.
-    Gradient,
-    /// What another unit, which reads the parameters of this one, has for their gradient. Whatever completes that gradient adds
-    /// to it.
-    TiedGradient,
-    /// The unit's parameters, for another unit that reads them.
-    Parameters,
+use trireme_base::named;
+
+named! {
+    /// What a message between the ranks of a pipeline brings. Messages of a unit's parameters have no microbatch, but the others have.
+    /// Names stand behind `SEND_` and `RECV_` in programs.
+    pub enum MessageKind {
+        /// What forward of the unit has made, for the unit above.
+        Activation = "F",
+        /// The gradient of the unit's input, for the unit below.
+        Gradient = "B",
+        /// What another unit, which reads the parameters of this one, has for their gradient. Whatever completes that gradient adds
+        /// to it.
+        TiedGradient = "GRAD",
+        /// The unit's parameters, for another unit that reads them.
+        Parameters = "PARAM",
+    }
 }
 
 impl MessageKind {
-    /// Every kind.
-    pub const ALL: [MessageKind; 4] =
-        [MessageKind::Activation, MessageKind::Gradient, MessageKind::TiedGradient, MessageKind::Parameters];
-
-    /// Name in programs, behind `SEND_` and `RECV_`.
-    pub const fn name(self) -> &'static str {
-        match self {
-            MessageKind::Activation => "F",
-            MessageKind::Gradient => "B",
-            MessageKind::TiedGradient => "GRAD",
-            MessageKind::Parameters => "PARAM",
-        }
-    }
-
     /// The name in words.
     pub(super) const fn words(self) -> &'static str {
         match self {

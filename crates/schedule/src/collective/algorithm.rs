@@ -1,6 +1,7 @@
+use crate::parse::ParseError;
 use std::fmt;
 use std::str::FromStr;
-use trireme_base::Rank;
+use trireme_base::{Rank, named};
 
 /// What a group does together, on a vector of `len` elements on every rank.
 ///
@@ -128,33 +129,34 @@ pub enum Algorithm {
     Hierarchical(Hierarchy),
 }
 
-/// An algorithm that treats all ranks alike.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum FlatAlgorithm {
-    /// In memory that all ranks share; it has no steps, the transport executes it.
-    Direct,
-    /// Partners at doubling distances exchange all they have.
-    RecursiveDoubling,
-    /// Partners at doubling distances exchange what the other one keeps.
-    RecursiveHalving,
-    /// Vectors are halved while distances double; then the way back.
-    HalvingDoubling,
-    /// Each rank sends to the next one only.
-    Ring,
-    /// Subtrees of ranks merge, each twice as large as before.
-    BinomialTree,
-    /// Two trees that carry half of the vector each, chunk by chunk.
-    DoubleBinaryTree,
-    /// The root scatters along a binomial tree, a ring gathers.
-    ScatterAllGather,
-    /// Each two ranks have one exchange.
-    Pairwise,
-    /// By the powers of two that make up a distance, many blocks in a message.
-    Bruck,
-    /// The root speaks with one rank after the other.
-    Linear,
-    /// Empty messages at doubling distances.
-    Dissemination,
+named! {
+    /// An algorithm that treats all ranks alike, in the order in which ties are decided.
+    pub enum FlatAlgorithm {
+        /// In memory that all ranks share; it has no steps, the transport executes it.
+        Direct = "direct",
+        /// Partners at doubling distances exchange all they have.
+        RecursiveDoubling = "recursive_doubling",
+        /// Partners at doubling distances exchange what the other one keeps.
+        RecursiveHalving = "recursive_halving",
+        /// Vectors are halved while distances double; then the way back.
+        HalvingDoubling = "halving_doubling",
+        /// Subtrees of ranks merge, each twice as large as before.
+        BinomialTree = "binomial_tree",
+        /// Two trees that carry half of the vector each, chunk by chunk.
+        DoubleBinaryTree = "double_binary_tree",
+        /// The root scatters along a binomial tree, a ring gathers.
+        ScatterAllGather = "scatter_all_gather",
+        /// Each rank sends to the next one only.
+        Ring = "ring",
+        /// By the powers of two that make up a distance, many blocks in a message.
+        Bruck = "bruck",
+        /// Each two ranks have one exchange.
+        Pairwise = "pairwise",
+        /// The root speaks with one rank after the other.
+        Linear = "linear",
+        /// Empty messages at doubling distances.
+        Dissemination = "dissemination",
+    }
 }
 
 /// An algorithm of two levels: first among the ranks of each host, then across hosts, then within hosts again.
@@ -168,48 +170,13 @@ pub struct Hierarchy {
     pub across: FlatAlgorithm,
 }
 
-/// Who speaks for a host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Leaders {
-    /// One rank, for all of the vector.
-    One,
-    /// Every rank, for its block; hosts must have equally many ranks.
-    All,
-}
-
-impl FlatAlgorithm {
-    /// All of them, in the order in which ties are decided.
-    pub const ALL: [FlatAlgorithm; 12] = [
-        FlatAlgorithm::Direct,
-        FlatAlgorithm::RecursiveDoubling,
-        FlatAlgorithm::RecursiveHalving,
-        FlatAlgorithm::HalvingDoubling,
-        FlatAlgorithm::BinomialTree,
-        FlatAlgorithm::DoubleBinaryTree,
-        FlatAlgorithm::ScatterAllGather,
-        FlatAlgorithm::Ring,
-        FlatAlgorithm::Bruck,
-        FlatAlgorithm::Pairwise,
-        FlatAlgorithm::Linear,
-        FlatAlgorithm::Dissemination,
-    ];
-
-    /// The name in text: `ring`.
-    pub fn name(self) -> &'static str {
-        match self {
-            FlatAlgorithm::Direct => "direct",
-            FlatAlgorithm::RecursiveDoubling => "recursive_doubling",
-            FlatAlgorithm::RecursiveHalving => "recursive_halving",
-            FlatAlgorithm::HalvingDoubling => "halving_doubling",
-            FlatAlgorithm::Ring => "ring",
-            FlatAlgorithm::BinomialTree => "binomial_tree",
-            FlatAlgorithm::DoubleBinaryTree => "double_binary_tree",
-            FlatAlgorithm::ScatterAllGather => "scatter_all_gather",
-            FlatAlgorithm::Pairwise => "pairwise",
-            FlatAlgorithm::Bruck => "bruck",
-            FlatAlgorithm::Linear => "linear",
-            FlatAlgorithm::Dissemination => "dissemination",
-        }
+named! {
+    /// Who speaks for a host.
+    pub enum Leaders {
+        /// One rank, for all of the vector.
+        One = "one",
+        /// Every rank, for its block; hosts must have equally many ranks.
+        All = "all",
     }
 }
 
@@ -229,21 +196,6 @@ impl From<FlatAlgorithm> for Algorithm {
     }
 }
 
-impl fmt::Display for FlatAlgorithm {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
-    }
-}
-
-impl fmt::Display for Leaders {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Leaders::One => "one",
-            Leaders::All => "all",
-        })
-    }
-}
-
 /// Writes `ring`, or `hierarchical:all:direct:ring`: who speaks for a host, the algorithm within, the one across.
 impl fmt::Display for Algorithm {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -256,60 +208,26 @@ impl fmt::Display for Algorithm {
     }
 }
 
-/// The text names no algorithm.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ParseAlgorithmError {
-    /// It is none of the names.
-    #[error(
-        "'{found}' is not an algorithm; choose one of {}, or hierarchical:<one|all>:<within>:<across>",
-        names()
-    )]
-    Unknown {
-        /// The text.
-        found: String,
-    },
-    /// Two levels, not well described.
-    #[error(
-        "'{found}' should have the form hierarchical:<one|all>:<within>:<across>, such as hierarchical:all:direct:ring"
-    )]
-    Hierarchy {
-        /// The text.
-        found: String,
-    },
-}
-
-fn names() -> String {
-    FlatAlgorithm::ALL.map(FlatAlgorithm::name).join(", ")
-}
-
-impl FromStr for FlatAlgorithm {
-    type Err = ParseAlgorithmError;
-
-    fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let named = FlatAlgorithm::ALL.into_iter().find(|flat| flat.name() == text);
-        named.ok_or_else(|| ParseAlgorithmError::Unknown { found: text.to_owned() })
-    }
-}
-
 impl FromStr for Algorithm {
-    type Err = ParseAlgorithmError;
+    type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let Some(levels) = text.strip_prefix("hierarchical") else {
-            return Ok(Algorithm::Flat(text.parse()?));
+        let flat = |text: &str| {
+            FlatAlgorithm::named(text).ok_or_else(|| {
+                let names = FlatAlgorithm::ALL.map(FlatAlgorithm::name).join(", ");
+                ParseError(format!(
+                    "'{text}' is not an algorithm; choose one of {names}, or hierarchical:<one|all>:<within>:<across>"
+                ))
+            })
         };
-        let malformed = || ParseAlgorithmError::Hierarchy { found: text.to_owned() };
-        let mut words = levels.split(':').skip(1);
-        let (Some(leaders), Some(within), Some(across), None) =
-            (words.next(), words.next(), words.next(), words.next())
-        else {
-            return Err(malformed());
+        let Some(levels) = text.strip_prefix("hierarchical") else { return flat(text).map(Algorithm::Flat) };
+        let levels: Vec<&str> = levels.split(':').skip(1).collect();
+        let leaders = levels.first().and_then(|name| Leaders::named(name));
+        let (Some(leaders), [_, within, across]) = (leaders, &levels[..]) else {
+            return Err(ParseError(format!(
+                "'{text}' should have the form hierarchical:<one|all>:<within>:<across>, such as hierarchical:all:direct:ring"
+            )));
         };
-        let leaders = match leaders {
-            "one" => Leaders::One,
-            "all" => Leaders::All,
-            _ => return Err(malformed()),
-        };
-        Ok(Algorithm::Hierarchical(Hierarchy { leaders, within: within.parse()?, across: across.parse()? }))
+        Ok(Algorithm::Hierarchical(Hierarchy { leaders, within: flat(within)?, across: flat(across)? }))
     }
 }

@@ -38,7 +38,7 @@ mod step;
 mod tests;
 mod tree;
 
-pub use algorithm::{Algorithm, Collective, FlatAlgorithm, Hierarchy, Leaders, ParseAlgorithmError};
+pub use algorithm::{Algorithm, Collective, FlatAlgorithm, Hierarchy, Leaders};
 pub use all_gather::all_gather_pairwise;
 pub use all_to_all::all_to_all_variable;
 pub use blocks::{block, segments};

@@ -1,49 +1,32 @@
+use crate::parse::{ParseError, shortened};
 use std::fmt;
 use std::str::FromStr;
+use trireme_base::named;
 
-/// What a pass does with a stage.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum PassKind {
-    /// Forward; its result goes to the next stage.
-    Forward,
-    /// Backward, both halves; the gradient of its input goes to the stage before.
-    Backward,
-    /// The half of backward that makes the gradient of the stage's input.
-    BackwardInput,
-    /// The half of backward that makes the gradients of the stage's weights.
-    BackwardWeight,
-    /// The update of the stage's weights, in schedules that do not drain between updates.
-    Update,
+named! {
+    /// What a pass does with a stage.
+    pub enum PassKind {
+        /// Forward; its result goes to the next stage.
+        Forward = "F",
+        /// Backward, both halves; the gradient of its input goes to the stage before.
+        Backward = "B",
+        /// The half of backward that makes the gradient of the stage's input.
+        BackwardInput = "I",
+        /// The half of backward that makes the gradients of the stage's weights.
+        BackwardWeight = "W",
+        /// The update of the stage's weights, in schedules that do not drain between updates.
+        Update = "U",
+    }
 }
 
 impl PassKind {
-    /// Every kind.
-    pub const ALL: [PassKind; 5] = [
-        PassKind::Forward,
-        PassKind::Backward,
-        PassKind::BackwardInput,
-        PassKind::BackwardWeight,
-        PassKind::Update,
-    ];
-
-    /// Letter in the text of schedules.
-    pub const fn letter(self) -> char {
-        match self {
-            PassKind::Forward => 'F',
-            PassKind::Backward => 'B',
-            PassKind::BackwardInput => 'I',
-            PassKind::BackwardWeight => 'W',
-            PassKind::Update => 'U',
-        }
-    }
-
     /// Whether the gradients of the stage's weights are complete after it, for its microbatch.
     pub const fn completes_gradients(self) -> bool {
         matches!(self, PassKind::Backward | PassKind::BackwardWeight)
     }
 
     /// In words.
-    pub const fn name(self) -> &'static str {
+    pub const fn words(self) -> &'static str {
         match self {
             PassKind::Forward => "forward",
             PassKind::Backward => "backward",
@@ -104,35 +87,25 @@ impl Pass {
 
 impl fmt::Display for Pass {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{} {} {}", self.kind.letter(), self.stage, self.microbatch)
+        write!(f, "{} {} {}", self.kind, self.stage, self.microbatch)
     }
 }
-
-/// As much of a text as an error shows.
-pub(super) fn shortened(text: &str) -> String {
-    const CHARS_MAX: usize = 80;
-    match text.char_indices().nth(CHARS_MAX) {
-        Some((end, _)) => format!("{}…", &text[..end]),
-        None => text.to_owned(),
-    }
-}
-
-/// The text is no pass.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error(
-    "'{0}' is not a pass; expected a letter (F, B, I, W or U), a stage and a microbatch, such as 'F 3 0'"
-)]
-pub struct ParsePassError(pub String);
 
 impl FromStr for Pass {
-    type Err = ParsePassError;
+    type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let refuse = || ParsePassError(shortened(text));
-        let words: Vec<&str> = text.split_whitespace().collect();
-        let [letter, stage, microbatch] = words[..] else { return Err(refuse()) };
-        let kind = PassKind::ALL.into_iter().find(|kind| letter.chars().eq([kind.letter()]));
-        let number = |word: &str| word.parse().map_err(|_| refuse());
-        Ok(Pass { kind: kind.ok_or_else(refuse)?, stage: number(stage)?, microbatch: number(microbatch)? })
+        let parse = || {
+            let words: Vec<&str> = text.split_whitespace().collect();
+            let [letter, stage, microbatch] = words[..] else { return None };
+            let kind = PassKind::named(letter)?;
+            Some(Pass { kind, stage: stage.parse().ok()?, microbatch: microbatch.parse().ok()? })
+        };
+        parse().ok_or_else(|| {
+            let found = shortened(text);
+            ParseError(format!(
+                "'{found}' is not a pass; expected a letter (F, B, I, W or U), a stage and a microbatch, such as 'F 3 0'"
+            ))
+        })
     }
 }

@@ -1,33 +1,21 @@
 use super::pass::Pass;
+use trireme_base::named;
 
 /// Passes that a schedule may have at most. Times of as many passes, each of at most
 /// [`TICKS_MAX`](super::TICKS_MAX), can be added up.
 pub const PASSES_MAX: usize = 1 << 22;
 
-/// Which version of a stage's weights a forward pass reads; backward of the microbatch reads the same one.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
-pub enum WeightVersions {
-    /// There is one version: the pipeline drains before the update.
-    #[default]
-    Drained,
-    /// The newest one that the stage has, kept until backward of the microbatch is done (PipeDream's weight stashing).
-    Stashed,
-    /// The one before the newest that the step before leaves behind, so that two are enough (PipeDream-2BW).
-    DoubleBuffered,
-}
-
-impl WeightVersions {
-    /// Every rule.
-    pub const ALL: [WeightVersions; 3] =
-        [WeightVersions::Drained, WeightVersions::Stashed, WeightVersions::DoubleBuffered];
-
-    /// Name in the text of schedules.
-    pub const fn name(self) -> &'static str {
-        match self {
-            WeightVersions::Drained => "drained",
-            WeightVersions::Stashed => "stashed",
-            WeightVersions::DoubleBuffered => "double-buffered",
-        }
+named! {
+    /// Which version of a stage's weights a forward pass reads; backward of the microbatch reads the same one.
+    #[derive(Default)]
+    pub enum WeightVersions {
+        /// There is one version: the pipeline drains before the update.
+        #[default]
+        Drained = "drained",
+        /// The newest one that the stage has, kept until backward of the microbatch is done (PipeDream's weight stashing).
+        Stashed = "stashed",
+        /// The one before the newest that the step before leaves behind, so that two are enough (PipeDream-2BW).
+        DoubleBuffered = "double-buffered",
     }
 }
 

@@ -1,7 +1,8 @@
 //! The text form of schedules.
 
-use super::pass::{ParsePassError, Pass, shortened};
+use super::pass::Pass;
 use super::schedule::{PASSES_MAX, Schedule, WeightVersions};
+use crate::parse::{ParseError, lines, shortened};
 use std::fmt;
 use std::str::FromStr;
 
@@ -25,53 +26,6 @@ impl fmt::Display for Schedule {
     }
 }
 
-/// The text is no schedule.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ParseScheduleError {
-    /// The first line does not give the sizes.
-    #[error(
-        "line {line}: '{found}' should read 'ranks P placement R,R,... microbatches M', optionally followed by \
-         'steps K' and 'weights stashed' or 'weights double-buffered'"
-    )]
-    Header {
-        /// Line, from 1.
-        line: usize,
-        /// What stands there.
-        found: String,
-    },
-    /// Not the line of the rank that comes next.
-    #[error("line {line}: expected 'rank {rank}:' followed by its passes")]
-    Rank {
-        /// Line, from 1.
-        line: usize,
-        /// The rank that comes next.
-        rank: usize,
-    },
-    /// Fewer or more lines than ranks.
-    #[error("the header declares {expected} ranks, but {found} follow")]
-    NumRanks {
-        /// Ranks of the header.
-        expected: usize,
-        /// Ranks that follow.
-        found: usize,
-    },
-    /// What stands between two commas is no pass.
-    #[error("line {line}: {source}")]
-    Pass {
-        /// Line, from 1.
-        line: usize,
-        /// Why.
-        #[source]
-        source: ParsePassError,
-    },
-    /// Longer than any schedule that is worked with.
-    #[error("line {line}: more than {PASSES_MAX} passes")]
-    TooLarge {
-        /// Line, from 1.
-        line: usize,
-    },
-}
-
 /// Ranks, and a schedule that has none yet.
 fn parse_header(text: &str) -> Option<(usize, Schedule)> {
     let words: Vec<&str> = text.split_whitespace().collect();
@@ -89,9 +43,7 @@ fn parse_header(text: &str) -> Option<(usize, Schedule)> {
     for pair in pairs {
         match pair {
             ["steps", steps] => schedule.num_steps = steps.parse().ok()?,
-            ["weights", name] => {
-                schedule.weights = WeightVersions::ALL.into_iter().find(|rule| rule.name() == *name)?;
-            }
+            ["weights", name] => schedule.weights = WeightVersions::named(name)?,
             _ => return None,
         }
     }
@@ -99,43 +51,39 @@ fn parse_header(text: &str) -> Option<(usize, Schedule)> {
 }
 
 impl FromStr for Schedule {
-    type Err = ParseScheduleError;
+    type Err = ParseError;
 
     fn from_str(text: &str) -> Result<Self, Self::Err> {
-        let lines = (1..).zip(text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()));
-        let mut lines = lines.filter(|(_, line)| !line.is_empty());
+        let mut lines = lines(text);
         let (line, found) = lines.next().unwrap_or((1, ""));
-        let (num_ranks, mut schedule) = parse_header(found)
-            .ok_or_else(|| ParseScheduleError::Header { line, found: shortened(found) })?;
+        let (num_ranks, mut schedule) = parse_header(found).ok_or_else(|| {
+            let message = "should read 'ranks P placement R,R,... microbatches M', optionally followed by 'steps K' and \
+                 'weights stashed' or 'weights double-buffered'";
+            ParseError(format!("'{}' {message}", shortened(found))).at_line(line)
+        })?;
         let mut num_left = PASSES_MAX;
         for (rank, (line, text)) in lines.enumerate() {
             let passes = text.strip_prefix("rank ").and_then(|text| text.split_once(':'));
-            let (_, passes) = passes
-                .filter(|(number, _)| number.trim().parse() == Ok(rank))
-                .ok_or(ParseScheduleError::Rank { line, rank })?;
-            let passes = parse_passes(line, passes, num_left)?;
+            let passes = passes.filter(|(number, _)| number.trim().parse() == Ok(rank));
+            let expected = || ParseError(format!("expected 'rank {rank}:' followed by its passes"));
+            let passes = passes.ok_or_else(expected).and_then(|(_, passes)| parse_passes(passes, num_left));
+            let passes = passes.map_err(|error| error.at_line(line))?;
             num_left -= passes.len();
             schedule.ranks.push(passes);
         }
-        let found = schedule.num_ranks();
-        if found == num_ranks {
-            Ok(schedule)
-        } else {
-            Err(ParseScheduleError::NumRanks { expected: num_ranks, found })
+        match schedule.num_ranks() {
+            found if found == num_ranks => Ok(schedule),
+            found => Err(ParseError(format!("the header declares {num_ranks} ranks, but {found} follow"))),
         }
     }
 }
 
-fn parse_passes(line: usize, text: &str, num_max: usize) -> Result<Vec<Pass>, ParseScheduleError> {
+fn parse_passes(text: &str, num_max: usize) -> Result<Vec<Pass>, ParseError> {
     if text.trim().is_empty() {
         return Ok(Vec::new());
     }
     if text.split(',').count() > num_max {
-        return Err(ParseScheduleError::TooLarge { line });
+        return Err(ParseError(format!("more than {PASSES_MAX} passes")));
     }
-    let parse = |pass: &str| pass.trim().parse();
-    text.split(',')
-        .map(parse)
-        .collect::<Result<_, _>>()
-        .map_err(|source| ParseScheduleError::Pass { line, source })
+    text.split(',').map(|pass| pass.trim().parse()).collect()
 }

@@ -4,7 +4,8 @@ use super::nearest;
 use super::value::Value;
 use std::path::PathBuf;
 use toml::de::DeValue;
-use trireme_schedule::collective::{Algorithm, ParseAlgorithmError};
+use trireme_schedule::ParseError;
+use trireme_schedule::collective::Algorithm;
 
 /// Defines an enum of which each variant is written as one word.
 macro_rules! config_choice {
@@ -330,7 +331,7 @@ impl Value for Algorithm {
 
     fn read(value: &DeValue<'_>) -> Result<Self, String> {
         let word = value.as_str().ok_or_else(Self::expected)?;
-        word.parse().map_err(|error: ParseAlgorithmError| error.to_string())
+        word.parse().map_err(|error: ParseError| error.to_string())
     }
 
     fn write(&self) -> Option<toml::Value> {

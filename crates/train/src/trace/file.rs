@@ -1,7 +1,7 @@
 //! `trace.json`: Chrome's trace format (Google, "Trace Event Format", the JSON object form), a process for each rank and a thread for
 //! each stream. Names of events are actions as programs have them; `otherData` has what the programs are for.
 
-use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep, parse_outline};
+use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep};
 use crate::error::TrainError;
 use serde::{Deserialize, Serialize};
 use std::borrow::Cow;
@@ -220,8 +220,8 @@ fn check_ranks(ranks: Vec<HeaderRank>) -> Result<Vec<(RankPlace, Outline)>, Stri
     let data_degree = ranks.iter().filter(of_first).count();
     let mut checked: Vec<(RankPlace, Outline)> = Vec::with_capacity(ranks.len());
     for (index, HeaderRank { place, outline }) in ranks.into_iter().enumerate() {
-        let outline = parse_outline(&outline)
-            .ok_or_else(|| format!("rank {index} has an invalid outline {outline:?}"))?;
+        let outline: Outline =
+            outline.parse().map_err(|_| format!("rank {index} has an invalid outline {outline:?}"))?;
         let sizes = outline.chain.num_units.checked_mul(outline.num_microbatches);
         let has_sizes = sizes.is_some_and(|sizes| (1..=PASSES_MAX).contains(&sizes));
         let is_chain = outline.chain.is_consistent();

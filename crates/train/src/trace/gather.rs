@@ -1,4 +1,4 @@
-use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep, file, parse_outline};
+use super::{RankPlace, RankTimeline, TRACE_FILE, TracedAction, TracedStep, file};
 use crate::error::TrainError;
 use rustix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
@@ -80,7 +80,7 @@ impl Told {
             Some(TracedAction { action: name.parse().ok()?, issued, start, end })
         };
         let actions = self.actions.into_iter().map(action).collect::<Option<_>>()?;
-        Some(RankTimeline { place: self.place, outline: parse_outline(&self.outline)?, actions })
+        Some(RankTimeline { place: self.place, outline: self.outline.parse().ok()?, actions })
     }
 }
 

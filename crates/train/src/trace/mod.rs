@@ -54,12 +54,6 @@ pub struct RankTimeline {
     pub actions: Vec<TracedAction>,
 }
 
-/// The outline of this text: the first line of a program.
-fn parse_outline(text: &str) -> Option<Outline> {
-    let program: Program = text.parse().ok()?;
-    program.actions.is_empty().then_some(program.outline)
-}
-
 impl RankTimeline {
     /// The program that the rank ran.
     pub fn program(&self) -> Program {

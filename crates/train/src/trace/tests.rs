@@ -14,7 +14,7 @@ pub(super) fn rank(rank: usize, num_ranks: usize) -> RankTimeline {
     };
     RankTimeline {
         place: RankPlace { rank, pipeline_rank: rank, data_rank: 0, host: 0 },
-        outline: parse_outline(&outline).unwrap(),
+        outline: outline.parse().unwrap(),
         actions: (0..).zip(&texts).map(action).collect(),
     }
 }

@@ -99,7 +99,7 @@ fn parse_choice(text: &str) -> Result<Choice, String> {
         return Ok(Choice::All);
     }
     let names = || Kind::ALL.map(Kind::name).join(", ");
-    text.parse().map(Choice::One).map_err(|_| format!("expected all, or one of {}", names()))
+    Kind::named(text).map(Choice::One).ok_or_else(|| format!("expected all, or one of {}", names()))
 }
 
 /// What is printed; the fields are the keys of `--json`.

@@ -104,16 +104,13 @@ pub(super) fn parse_precision(text: &str) -> Result<Precision, String> {
 }
 
 fn parse_offload(text: &str) -> Result<(StateClass, Tier), String> {
-    let parse = |(class, name): (&str, &str)| {
-        let tier = Tier::ALL.into_iter().find(|tier| tier.name() == name)?;
-        Some((StateClass::named(class)?, tier))
-    };
+    let parse = |(class, name): (&str, &str)| Some((StateClass::named(class)?, Tier::named(name)?));
     let parsed = text.split_once('=').and_then(parse);
     parsed.ok_or_else(|| "expected a class of state and its tier, such as optimizer=disk".to_owned())
 }
 
 fn parse_keep(text: &str) -> Result<Keep, String> {
-    let keep = Keep::ALL.into_iter().find(|keep| keep.name() == text && *keep != Keep::Nothing);
+    let keep = Keep::named(text).filter(|keep| *keep != Keep::Nothing);
     keep.ok_or_else(|| "expected all, products or input".to_owned())
 }
 

@@ -123,7 +123,7 @@ fn names_read_back() {
     for algorithm in algorithms_for(Collective::AllReduce { len: 1 }, &runs(2, 2)) {
         assert_eq!(algorithm.to_string().parse(), Ok(algorithm));
     }
-    assert!(FlatAlgorithm::ALL.iter().all(|flat| flat.to_string().parse() == Ok(*flat)));
+    assert!(FlatAlgorithm::ALL.iter().all(|flat| flat.to_string().parse() == Ok(Algorithm::Flat(*flat))));
     assert!(has_steps(&"hierarchical:one:binomial_tree:ring".parse().expect("two levels")));
 }
 

@@ -107,7 +107,7 @@ impl<'a> Painter<'a> {
             left += 40.0 + name.len() as f64 * DIGIT_WIDTH;
         };
         for kind in kinds(self.schedule) {
-            push(&self.colour(kind, 0), kind.name());
+            push(&self.colour(kind, 0), kind.words());
         }
         push("url(#idle)", "idle");
         if self.num_turns > 1 {

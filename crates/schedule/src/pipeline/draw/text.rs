@@ -115,9 +115,9 @@ fn rows(schedule: &Schedule, timeline: &Timeline, scale: &Scale, mark: Option<Pl
 }
 
 /// Small in every other one of its rank's stages.
-fn letter(pass: Pass, turn: usize) -> char {
-    let letter = pass.kind.letter();
-    if turn % 2 == 1 { letter.to_ascii_lowercase() } else { letter }
+fn letter(pass: Pass, turn: usize) -> String {
+    let letter = pass.kind.name();
+    if turn % 2 == 1 { letter.to_ascii_lowercase() } else { letter.to_owned() }
 }
 
 /// Where the mark of a place begins, and how wide it is: under its pass, or behind the last one that ran.
@@ -145,8 +145,7 @@ fn draw_pass(row: &mut [char], label: String, span: Span, scale: &Scale) {
 
 /// What the letters mean.
 fn letters(schedule: &Schedule) -> String {
-    let mut parts: Vec<String> =
-        kinds(schedule).map(|kind| format!("{} {}", kind.letter(), kind.name())).collect();
+    let mut parts: Vec<String> = kinds(schedule).map(|kind| format!("{kind} {}", kind.words())).collect();
     parts.push("· idle".to_owned());
     let has_small = turns(schedule).contains(&1);
     let small = if has_small { "; lowercase letters: every second stage of a rank" } else { "" };

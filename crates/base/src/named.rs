@@ -1,0 +1,50 @@
+/// Declares an enum of which every variant has a name, by which it is written and read: the enum, all of its variants, and both
+/// directions.
+///
+/// ```
+/// trireme_base::named! {
+///     /// A fruit.
+///     pub enum Fruit {
+///         /// Grows on trees.
+///         Apple = "apple",
+///     }
+/// }
+/// assert_eq!(Fruit::named("apple"), Some(Fruit::Apple));
+/// assert_eq!(Fruit::ALL.map(Fruit::name), ["apple"]);
+/// ```
+#[macro_export]
+macro_rules! named {
+    (
+        $(#[$meta:meta])*
+        pub enum $enum:ident { $($(#[$variant_meta:meta])* $variant:ident = $name:literal,)+ }
+    ) => {
+        $(#[$meta])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+        pub enum $enum {
+            $($(#[$variant_meta])* $variant,)+
+        }
+
+        impl $enum {
+            /// Every variant, in the order of their declaration.
+            pub const ALL: [$enum; [$($name),+].len()] = [$($enum::$variant),+];
+
+            /// The name in texts.
+            pub const fn name(self) -> &'static str {
+                match self {
+                    $($enum::$variant => $name,)+
+                }
+            }
+
+            /// The variant of this name.
+            pub fn named(name: &str) -> Option<Self> {
+                Self::ALL.into_iter().find(|known| known.name() == name)
+            }
+        }
+
+        impl ::std::fmt::Display for $enum {
+            fn fmt(&self, f: &mut ::std::fmt::Formatter<'_>) -> ::std::fmt::Result {
+                f.write_str(self.name())
+            }
+        }
+    };
+}
