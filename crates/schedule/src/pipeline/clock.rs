@@ -1,7 +1,7 @@
 //! The clock: when each pass begins and ends.
 
 use super::costs::Costs;
-use super::error::{Place, Ring, ScheduleError, Wait, Waiting};
+use super::error::{Place, Ring, ScheduleError, Wait};
 use super::pass::{Pass, PassKind};
 use super::schedule::Schedule;
 use super::shape;
@@ -146,15 +146,29 @@ impl<'a> Clock<'a> {
         Ok(ready)
     }
 
-    /// Who waits for whom in the end, if anybody does.
+    /// Why a rank does not go on, if it waits.
+    fn wait(&self, schedule: &Schedule, rank: usize) -> Option<Wait> {
+        let pass = self.next_of(schedule, rank)?;
+        let needs = self.ready(schedule, pass).err()?;
+        let place = Place { rank, index: self.spans[rank].len() };
+        Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
+    }
+
+    /// Who waits for whom in the end, if anybody does: from the first rank that waits until a rank comes again, or one that
+    /// waits for nothing.
     fn ring(&self, schedule: &Schedule) -> Option<Ring> {
-        ring(schedule.num_ranks(), |rank| {
-            let pass = self.next_of(schedule, rank)?;
-            let needs = self.ready(schedule, pass).err()?;
-            let place = Place { rank, index: self.spans[rank].len() };
-            let for_rank = schedule.stage_ranks[needs.stage];
-            Some(Wait { place, next: Waiting::Pass { pass, needs }, for_rank })
-        })
+        let mut next = (0..schedule.num_ranks()).find_map(|rank| self.wait(schedule, rank));
+        next.as_ref()?;
+        let mut waits: Vec<Wait> = Vec::new();
+        while let Some(wait) = next {
+            if let Some(first) = waits.iter().position(|known| known.place.rank == wait.place.rank) {
+                waits.drain(..first);
+                break;
+            }
+            waits.push(wait);
+            next = self.wait(schedule, wait.for_rank);
+        }
+        Some(Ring(waits))
     }
 }
 
@@ -173,23 +187,4 @@ pub(super) fn needs(pass: Pass, num_stages: usize) -> [Option<Pass>; 2] {
         PassKind::BackwardWeight => [Some(Pass::backward_input(stage, microbatch)), None],
         PassKind::Update => [Some(Pass::backward(stage, microbatch)), None],
     }
-}
-
-/// Follows the waits from the first rank that has one until a rank comes again, or one that waits for nothing.
-pub(super) fn ring(num_ranks: usize, wait_of: impl Fn(usize) -> Option<Wait>) -> Option<Ring> {
-    let mut next = (0..num_ranks).find_map(&wait_of);
-    next.as_ref()?;
-    let mut waits: Vec<Wait> = Vec::new();
-    let mut place_of = vec![None; num_ranks];
-    while let Some(wait) = next {
-        let rank = wait.place.rank;
-        if let Some(first) = place_of[rank] {
-            waits.drain(..first);
-            break;
-        }
-        place_of[rank] = Some(waits.len());
-        waits.push(wait);
-        next = wait_of(wait.for_rank);
-    }
-    Some(Ring(waits))
 }

@@ -1,3 +1,5 @@
+use super::pass::{Pass, PassKind};
+
 /// Ticks that a pass or a message may take at most.
 pub const TICKS_MAX: u64 = 1 << 40;
 
@@ -45,69 +47,40 @@ pub struct Costs {
 }
 
 /// Costs that no pipeline has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum CostsError {
-    /// A pass takes no time, or too much.
-    #[error(
-        "{what} of stage {stage} takes {ticks} ticks; it must be from {min} to {TICKS_MAX}: choose larger or smaller \
-         ticks"
-    )]
-    Ticks {
-        /// Stage.
-        stage: usize,
-        /// Which pass.
-        what: &'static str,
-        /// What was given.
-        ticks: u64,
-        /// The least that is possible.
-        min: u64,
-    },
-    /// A message takes too long.
-    #[error(
-        "a message between stages takes {ticks} ticks; it may take at most {TICKS_MAX}: choose larger ticks"
-    )]
-    Send {
-        /// What was given.
-        ticks: u64,
-    },
-    /// More stays after the input half than was there, or too much.
-    #[error(
-        "stage {stage} keeps {activation} from forward and {weight_activation} of it after the input half; the \
-         second must not exceed the first, and both may be at most {TICKS_MAX}: choose larger units"
-    )]
-    Activation {
-        /// Stage.
-        stage: usize,
-        /// What forward keeps.
-        activation: u64,
-        /// What stays after the input half.
-        weight_activation: u64,
-    },
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{what} is {found}; it must be from {min} to {max}: choose larger or smaller units")]
+pub struct CostsError {
+    /// Of which stage, and what.
+    pub what: String,
+    /// What was given.
+    pub found: u64,
+    /// The least that is possible.
+    pub min: u64,
+    /// The most.
+    pub max: u64,
 }
 
 impl Costs {
     /// Costs by stage, and the ticks from the end of a pass until its result is at hand on another rank. Nothing is
     /// sent within a rank. Forward and the input half must take at least a tick.
     pub fn new(stages: Vec<StageCosts>, send: u64) -> Result<Costs, CostsError> {
+        let check = |what: &str, found: u64, min: u64, max: u64| match (min..=max).contains(&found) {
+            true => Ok(()),
+            false => Err(CostsError { what: what.to_owned(), found, min, max }),
+        };
         for (stage, costs) in stages.iter().enumerate() {
-            let passes = [
-                ("forward", costs.forward, 1),
-                ("backward's input half", costs.backward_input, 1),
-                ("backward's weight half", costs.backward_weight, 0),
-                ("the update", costs.update, 0),
-            ];
-            let wrong = passes.into_iter().find(|&(_, ticks, min)| !(min..=TICKS_MAX).contains(&ticks));
-            if let Some((what, ticks, min)) = wrong {
-                return Err(CostsError::Ticks { stage, what, ticks, min });
-            }
-            let StageCosts { activation, weight_activation, .. } = *costs;
-            if weight_activation > activation || activation > TICKS_MAX {
-                return Err(CostsError::Activation { stage, activation, weight_activation });
+            for (what, found, min, max) in [
+                ("the time of forward", costs.forward, 1, TICKS_MAX),
+                ("the time of backward's input half", costs.backward_input, 1, TICKS_MAX),
+                ("the time of backward's weight half", costs.backward_weight, 0, TICKS_MAX),
+                ("the time of the update", costs.update, 0, TICKS_MAX),
+                ("what forward keeps", costs.activation, 0, TICKS_MAX),
+                ("what stays of that after the input half", costs.weight_activation, 0, costs.activation),
+            ] {
+                check(&format!("{what} of stage {stage}"), found, min, max)?;
             }
         }
-        if send > TICKS_MAX {
-            return Err(CostsError::Send { ticks: send });
-        }
+        check("the time of a message between stages", send, 0, TICKS_MAX)?;
         Ok(Costs { stages, send })
     }
 
@@ -127,8 +100,7 @@ impl Costs {
     }
 
     /// Ticks of a pass.
-    pub(super) fn ticks(&self, pass: super::Pass) -> u64 {
-        use super::PassKind;
+    pub(super) fn ticks(&self, pass: Pass) -> u64 {
         let stage = &self.stages[pass.stage];
         match pass.kind {
             PassKind::Forward => stage.forward,
@@ -140,8 +112,7 @@ impl Costs {
     }
 
     /// What a pass adds to the activations that its rank holds, and what it takes from them.
-    pub(super) fn activations(&self, pass: super::Pass) -> (u64, u64) {
-        use super::PassKind;
+    pub(super) fn activations(&self, pass: Pass) -> (u64, u64) {
         let stage = &self.stages[pass.stage];
         match pass.kind {
             PassKind::Forward => (stage.activation, 0),

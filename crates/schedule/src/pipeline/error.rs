@@ -23,47 +23,17 @@ pub struct Wait {
     /// Where it stands.
     pub place: Place,
     /// What it would do next.
-    pub next: Waiting,
+    pub pass: Pass,
+    /// Whose result that needs.
+    pub needs: Pass,
     /// The rank that it waits for.
     pub for_rank: usize,
 }
 
-/// What a rank waits with.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Waiting {
-    /// A pass that needs the result of another one.
-    Pass {
-        /// The pass.
-        pass: Pass,
-        /// Whose result it needs.
-        needs: Pass,
-    },
-    /// The result of a pass has nobody who receives it.
-    Send(Pass),
-    /// The result of a pass has nobody who sends it.
-    Receive(Pass),
-}
-
 impl fmt::Display for Wait {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Wait { place, next, for_rank } = self;
-        match next {
-            Waiting::Pass { pass, needs } => {
-                write!(f, "{place}: '{pass}' waits for '{needs}' on rank {for_rank}")
-            }
-            Waiting::Send(pass) => {
-                write!(
-                    f,
-                    "{place} sends the result of '{pass}' to rank {for_rank}, which does not receive it"
-                )
-            }
-            Waiting::Receive(pass) => {
-                write!(
-                    f,
-                    "{place} receives the result of '{pass}' from rank {for_rank}, which does not send it"
-                )
-            }
-        }
+        let Wait { place, pass, needs, for_rank } = self;
+        write!(f, "{place}: '{pass}' waits for '{needs}' on rank {for_rank}")
     }
 }
 
@@ -124,47 +94,15 @@ pub enum ScheduleError {
         /// Ranks that exist.
         num_ranks: usize,
     },
-    /// A stage or microbatch that does not exist.
-    #[error(
-        "{place}: '{pass}' is out of range: there are {num_stages} stages and {num_microbatches} microbatches"
-    )]
-    OutOfRange {
+    /// A pass that must not be where it is.
+    #[error("{place}: '{pass}' {fault}")]
+    Pass {
         /// Where.
         place: Place,
         /// The pass.
         pass: Pass,
-        /// Stages that exist.
-        num_stages: usize,
-        /// Microbatches of all steps.
-        num_microbatches: usize,
-    },
-    /// A pass of a stage that lies elsewhere.
-    #[error("{place}: '{pass}' belongs to a stage on rank {expected}")]
-    WrongRank {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
-        /// Where the stage lies.
-        expected: usize,
-    },
-    /// The same thing done twice; backward does both of its halves.
-    #[error("{place}: '{pass}' repeats all or part of an earlier pass")]
-    Repeated {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
-    },
-    /// Something of the same stage must come first.
-    #[error("{place}: '{pass}' comes before '{missing}', whose result it needs")]
-    TooEarly {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
-        /// What must come first.
-        missing: Pass,
+        /// Why.
+        fault: Fault,
     },
     /// Never done.
     #[error("rank {rank} lacks the pass '{missing}'")]
@@ -174,75 +112,62 @@ pub enum ScheduleError {
         /// The pass.
         missing: Pass,
     },
+    /// Ranks wait for each other.
+    #[error("deadlock: {0}")]
+    Deadlock(Ring),
+}
+
+/// Why a pass must not be where it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum Fault {
+    /// A stage or microbatch that does not exist.
+    #[error("is out of range: there are {num_stages} stages and {num_microbatches} microbatches")]
+    OutOfRange {
+        /// Stages that exist.
+        num_stages: usize,
+        /// Microbatches of all steps.
+        num_microbatches: usize,
+    },
+    /// Its stage lies on this rank.
+    #[error("belongs to a stage on rank {0}")]
+    WrongRank(usize),
+    /// The same thing done twice; backward does both of its halves.
+    #[error("repeats all or part of an earlier pass")]
+    Repeated,
+    /// This one, of the same stage, must come first.
+    #[error("comes before '{0}', whose result it needs")]
+    TooEarly(Pass),
     /// More activations than memory was planned for.
-    #[error("{place}: '{pass}' raises the activations on this rank to {held}; the bound is {bound}")]
+    #[error("raises the activations on this rank to {held}; the bound is {bound}")]
     TooManyActivations {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
         /// What the rank would hold, in the unit of the costs.
         held: u64,
         /// The bound.
         bound: u64,
     },
-    /// A gradient, or a loss, that another one should be added to first.
-    #[error(
-        "{place}: '{pass}' comes before '{missing}'; gradients and losses must be summed in microbatch order"
-    )]
-    SumMisordered {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
-        /// What must come first.
-        missing: Pass,
-    },
+    /// A gradient, or a loss, to which that of this pass should be added first.
+    #[error("comes before '{0}'; gradients and losses must be summed in microbatch order")]
+    SumMisordered(Pass),
     /// An update where none belongs: in a schedule that drains, or not after the last backward of a step.
-    #[error("{place}: '{pass}' does not come after all gradients of a step of its stage")]
-    UpdateMisplaced {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
-    },
+    #[error("does not come after all gradients of a step of its stage")]
+    UpdateMisplaced,
     /// A microbatch reads weights that are not there yet, or not any more.
-    #[error(
-        "{place}: '{pass}' needs version {version} of its weights, but the stage has only {newest} and the one before"
-    )]
+    #[error("needs version {version} of its weights, but the stage has only {newest} and the one before")]
     NoSuchVersion {
-        /// Where.
-        place: Place,
-        /// The pass.
-        pass: Pass,
         /// The version that it reads: the updates that made it.
         version: usize,
         /// The newest version that there is.
         newest: usize,
     },
-    /// Ranks wait for each other.
-    #[error("deadlock: {0}")]
-    Deadlock(Ring),
 }
 
 impl ScheduleError {
     /// Where, as far as the error is about one place.
     pub fn place(&self) -> Option<Place> {
         match self {
-            ScheduleError::OutOfRange { place, .. }
-            | ScheduleError::WrongRank { place, .. }
-            | ScheduleError::Repeated { place, .. }
-            | ScheduleError::TooEarly { place, .. }
-            | ScheduleError::TooManyActivations { place, .. }
-            | ScheduleError::SumMisordered { place, .. }
-            | ScheduleError::UpdateMisplaced { place, .. }
-            | ScheduleError::NoSuchVersion { place, .. } => Some(*place),
+            ScheduleError::Pass { place, .. } => Some(*place),
             ScheduleError::Deadlock(Ring(waits)) => waits.first().map(|wait| wait.place),
-            ScheduleError::Sizes { .. }
-            | ScheduleError::CostsDiffer { .. }
-            | ScheduleError::BoundsDiffer { .. }
-            | ScheduleError::Placement { .. }
-            | ScheduleError::Missing { .. } => None,
+            _ => None,
         }
     }
 }

@@ -1,7 +1,7 @@
 //! One entry to all schedules.
 
 use super::costs::Costs;
-use super::error::{Place, ScheduleError};
+use super::error::{Fault, ScheduleError};
 use super::kind::Kind;
 use super::schedule::{PASSES_MAX, Schedule};
 use super::validate::check_activations;
@@ -26,69 +26,26 @@ pub struct Sizes {
 /// A schedule that cannot be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum GenerateError {
-    /// No rank, stage, microbatch or step.
-    #[error("a pipeline needs at least one rank, stage, microbatch and step; requested: {0:?}")]
-    Empty(Sizes),
-    /// More passes than are worked with.
+    /// No rank, stage, microbatch or step, or more passes than are worked with.
     #[error(
-        "a pipeline of {0:?} has more than {PASSES_MAX} passes; use fewer microbatches, or fewer steps between drains"
+        "a pipeline needs at least one rank, stage, microbatch and step, and at most {PASSES_MAX} passes; requested: {0:?}"
     )]
-    TooLarge(Sizes),
-    /// The schedule is for another number of stages.
-    #[error("schedule '{kind}' needs {expected} stages per rank, not {found}; set that, or choose {instead}")]
-    StagesPerRank {
+    Sizes(Sizes),
+    /// The schedule is for other sizes.
+    #[error("schedule '{kind}' needs {needed}, not {found}; {remedy}")]
+    Unfit {
         /// Which schedule.
         kind: Kind,
         /// What it needs.
-        expected: &'static str,
+        needed: String,
         /// What was asked for.
         found: usize,
-        /// Schedules for that number.
-        instead: &'static str,
+        /// What to try.
+        remedy: String,
     },
-    /// Too few microbatches.
-    #[error(
-        "schedule '{kind}' needs at least {min} microbatches on {num_ranks} ranks, not {found}; raise the global \
-         batch size, or choose {instead}"
-    )]
-    Microbatches {
-        /// Which schedule.
-        kind: Kind,
-        /// Ranks.
-        num_ranks: usize,
-        /// The least that it works with.
-        min: usize,
-        /// What was asked for.
-        found: usize,
-        /// Schedules for that number.
-        instead: &'static str,
-    },
-    /// A synchronous schedule of several steps.
-    #[error(
-        "schedule '{kind}' drains after each step, so it cannot span {found} steps; choose pipedream or pipedream-2bw"
-    )]
-    Steps {
-        /// Which schedule.
-        kind: Kind,
-        /// What was asked for.
-        found: usize,
-    },
-    /// Costs of another number of stages.
-    #[error("costs are given for {found} stages, but the pipeline has {expected}")]
-    CostsDiffer {
-        /// Stages of the pipeline.
-        expected: usize,
-        /// Stages of the costs.
-        found: usize,
-    },
-    /// Bounds of another number of ranks.
-    #[error("activation bounds are given for {found} ranks, but the pipeline has {expected}")]
-    BoundsDiffer {
-        /// Ranks of the pipeline.
-        expected: usize,
-        /// Bounds given.
-        found: usize,
-    },
+    /// Costs or bounds of another pipeline.
+    #[error(transparent)]
+    Schedule(#[from] ScheduleError),
     /// The schedule holds more activations than there is memory for.
     #[error("schedule '{kind}' holds {needed} of activations on rank {rank}, but only {bound} fit; {remedy}")]
     Memory {
@@ -122,20 +79,22 @@ pub fn generate(
     let expected = sizes.num_ranks * sizes.stages_per_rank;
     let found = costs.stages().len();
     if expected != found {
-        return Err(GenerateError::CostsDiffer { expected, found });
+        return Err(ScheduleError::CostsDiffer { expected, found }.into());
     }
     if let Some(bounds) = activations_max.filter(|bounds| bounds.len() != sizes.num_ranks) {
-        return Err(GenerateError::BoundsDiffer { expected: sizes.num_ranks, found: bounds.len() });
+        return Err(ScheduleError::BoundsDiffer { expected: sizes.num_ranks, found: bounds.len() }.into());
     }
     if kind == Kind::Automatic {
         return automatic::schedule(sizes, costs, activations_max);
     }
     let schedule = fixed(kind, sizes);
     match activations_max.map(|bounds| check_activations(&schedule, costs, bounds)) {
-        Some(Err(ScheduleError::TooManyActivations { place: Place { rank, .. }, held, bound, .. })) => {
+        Some(Err(ScheduleError::Pass {
+            place, fault: Fault::TooManyActivations { held, bound }, ..
+        })) => {
             let remedy = "choose another schedule (auto respects the bound), recompute more, or use smaller \
                  microbatches";
-            Err(GenerateError::Memory { kind, rank, needed: held, bound, remedy })
+            Err(GenerateError::Memory { kind, rank: place.rank, needed: held, bound, remedy })
         }
         _ => Ok(schedule),
     }
@@ -161,35 +120,33 @@ pub(super) fn fixed(kind: Kind, sizes: Sizes) -> Schedule {
 
 fn check_sizes(sizes: Sizes) -> Result<(), GenerateError> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
-    let factors = [num_ranks, num_microbatches, stages_per_rank, num_steps];
-    if factors.contains(&0) {
-        return Err(GenerateError::Empty(sizes));
-    }
     // Three halves and an update for each microbatch at most.
+    let factors = [num_ranks, num_microbatches, stages_per_rank, num_steps];
     let num_passes = factors.into_iter().try_fold(4_usize, usize::checked_mul);
-    if num_passes.is_some_and(|number| number <= PASSES_MAX) {
-        Ok(())
-    } else {
-        Err(GenerateError::TooLarge(sizes))
+    match num_passes.is_some_and(|number| (1..=PASSES_MAX).contains(&number)) {
+        true => Ok(()),
+        false => Err(GenerateError::Sizes(sizes)),
     }
 }
 
 /// Whether a schedule fits the sizes.
 pub(super) fn check_kind(kind: Kind, sizes: Sizes) -> Result<(), GenerateError> {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
+    let unfit = |needed, found, remedy| Err(GenerateError::Unfit { kind, needed, found, remedy });
     if kind.is_synchronous() && num_steps != 1 {
-        return Err(GenerateError::Steps { kind, found: num_steps });
+        let remedy = "it drains after each step: choose pipedream or pipedream-2bw".to_owned();
+        return unfit("1 step between drains".to_owned(), num_steps, remedy);
     }
-    let several = "interleaved-1f1b, breadth-first or auto";
-    let (stages_min, stages_max) = kind.stages_per_rank();
-    if !(stages_min..=stages_max).contains(&stages_per_rank) {
+    if !kind.stages_per_rank().contains(&stages_per_rank) {
+        let several = "interleaved-1f1b, breadth-first or auto";
         let (expected, instead) = match kind {
             Kind::Interleaved => ("2 or more", "1f1b"),
             Kind::ZeroBubbleV | Kind::DualPipeV if stages_per_rank == 1 => ("2", "zb-h1 or zb-h2"),
             Kind::ZeroBubbleV | Kind::DualPipeV => ("2", several),
             _ => ("1", several),
         };
-        return Err(GenerateError::StagesPerRank { kind, expected, found: stages_per_rank, instead });
+        let remedy = format!("set that, or choose {instead}");
+        return unfit(format!("{expected} stages per rank"), stages_per_rank, remedy);
     }
     let (min, instead) = match kind {
         Kind::DualPipeV => (2 * num_ranks, "zb-v"),
@@ -197,7 +154,8 @@ pub(super) fn check_kind(kind: Kind, sizes: Sizes) -> Result<(), GenerateError> 
         _ => (1, ""),
     };
     if num_microbatches < min {
-        return Err(GenerateError::Microbatches { kind, num_ranks, min, found: num_microbatches, instead });
+        let needed = format!("at least {min} microbatches on {num_ranks} ranks");
+        return unfit(needed, num_microbatches, format!("raise the global batch size, or choose {instead}"));
     }
     Ok(())
 }

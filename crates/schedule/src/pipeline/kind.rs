@@ -1,3 +1,4 @@
+use std::ops::RangeInclusive;
 use trireme_base::named;
 
 named! {
@@ -32,24 +33,19 @@ impl Kind {
     /// Every synchronous schedule, with each number of stages a rank that it can have, up to `stages_max`.
     pub fn synchronous(stages_max: usize) -> impl Iterator<Item = (Kind, usize)> {
         let with_stages = move |kind: Kind| {
-            let (least, most) = kind.stages_per_rank();
+            let (least, most) = kind.stages_per_rank().into_inner();
             (least..=most.min(stages_max)).map(move |stages_per_rank| (kind, stages_per_rank))
         };
         Kind::ALL.into_iter().filter(|kind| kind.is_synchronous()).flat_map(with_stages)
     }
 
-    /// Stages that a rank has: the least and the most.
-    pub const fn stages_per_rank(self) -> (usize, usize) {
+    /// The numbers of stages that a rank can have.
+    pub const fn stages_per_rank(self) -> RangeInclusive<usize> {
         match self {
-            Kind::Interleaved => (2, usize::MAX),
-            Kind::ZeroBubbleV | Kind::DualPipeV => (2, 2),
-            Kind::BreadthFirst | Kind::Automatic => (1, usize::MAX),
-            Kind::GPipe
-            | Kind::OneFOneB
-            | Kind::ZeroBubbleH1
-            | Kind::ZeroBubbleH2
-            | Kind::PipeDream
-            | Kind::PipeDream2Bw => (1, 1),
+            Kind::Interleaved => 2..=usize::MAX,
+            Kind::ZeroBubbleV | Kind::DualPipeV => 2..=2,
+            Kind::BreadthFirst | Kind::Automatic => 1..=usize::MAX,
+            _ => 1..=1,
         }
     }
 

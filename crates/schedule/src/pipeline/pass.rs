@@ -20,11 +20,6 @@ named! {
 }
 
 impl PassKind {
-    /// Whether the gradients of the stage's weights are complete after it, for its microbatch.
-    pub const fn completes_gradients(self) -> bool {
-        matches!(self, PassKind::Backward | PassKind::BackwardWeight)
-    }
-
     /// In words.
     pub const fn words(self) -> &'static str {
         match self {

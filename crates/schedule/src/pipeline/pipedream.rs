@@ -2,9 +2,7 @@
 //! backward of a step's last microbatch, while forwards of later steps are on their way with older weights.
 //!
 //! A step is `M` microbatches and one update of every stage, and the pipeline drains after all steps of the schedule:
-//! before a checkpoint or a validation, say. Backward of a microbatch reads the weights that its forward read. Cut into
-//! steps ([`Schedule::step`]), a rank's passes of a step end with its update and have up to `P - 1` forwards of
-//! microbatches of later steps before it, whose data the first rank must have by then.
+//! before a checkpoint or a validation, say. Backward of a microbatch reads the weights that its forward read.
 
 use super::one_f_one_b;
 use super::pass::{Pass, PassKind};

@@ -2,7 +2,7 @@
 
 use super::clock::simulate;
 use super::costs::Costs;
-use super::messages::{self, Event, Tie};
+use super::messages::{self, Event};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use crate::action::{Action, Keep, Message};
@@ -10,7 +10,7 @@ use crate::program::{Asynchronous, Chain, Outline, Program, Stage};
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Range;
 
-/// The program of each rank. `units` are those of the `chain` in each stage; messages have the order that they have in time at these costs ([`messages::place`]), which must be
+/// The program of each rank. `units` are those of the `chain` in each stage; messages have the order that they have in time at these costs, which must be
 /// the same on all ranks. Where a tied unit lies on another rank than the one whose parameters it reads, that one's gradient is
 /// completed for a microbatch when the tied unit's part of it has come; one tie is known. A unit's gradient is reduced when the last
 /// microbatch of a step has added to it. A schedule that does not drain between updates has its weights' versions stashed before an
@@ -54,8 +54,7 @@ pub fn programs(schedule: &Schedule, costs: &Costs, units: &[Range<usize>], chai
     let timeline = simulate(schedule, costs).expect("the schedule is valid");
     let stage_of =
         |unit: usize| units.iter().position(|units| units.contains(&unit)).expect("units have stages");
-    let tie =
-        chain.ties.first().map(|&(reader, owner)| Tie { reader: stage_of(reader), owner: stage_of(owner) });
+    let tie = chain.ties.first().map(|&(reader, owner)| (stage_of(reader), stage_of(owner)));
     messages::place(schedule, &timeline, tie).into_iter().enumerate().map(program).collect()
 }
 
@@ -120,8 +119,8 @@ impl Actions<'_> {
     fn take(&mut self, event: Event) {
         match event {
             Event::Pass(Pass { kind, stage, microbatch }) => self.pass(kind, stage, microbatch),
-            Event::Send { result_of, .. } => self.actions.push(self.message(result_of, true)),
-            Event::Receive { result_of, .. } => {
+            Event::Send(result_of) => self.actions.push(self.message(result_of, true)),
+            Event::Receive(result_of) => {
                 self.actions.push(self.message(result_of, false));
                 if result_of.kind == PassKind::BackwardWeight {
                     self.tied_grad_is_here();

@@ -46,8 +46,7 @@ impl Placement {
 ///
 /// A synchronous schedule is one step, and says nothing of the update: whoever runs it updates all weights after it.
 /// A schedule without drains ([`WeightVersions::Stashed`], [`WeightVersions::DoubleBuffered`]) is several steps, with
-/// the updates among the passes; [`Schedule::step`] cuts it, so that an executor may still run a step at a time, and
-/// [`Schedule::versions_read`] says which version of its weights each pass reads.
+/// the updates among the passes; [`Schedule::versions_read`] says which version of its weights each pass reads.
 ///
 /// The text form is a header and a line for each rank; `#` begins a comment:
 /// ```text

@@ -44,12 +44,6 @@ impl Bubble {
     pub fn fraction(self) -> f64 {
         self.ticks as f64 / self.ideal_ticks as f64
     }
-
-    /// Whether the fraction is exactly `numerator / denominator`.
-    pub fn is(self, numerator: u64, denominator: u64) -> bool {
-        u128::from(self.ticks) * u128::from(denominator)
-            == u128::from(numerator) * u128::from(self.ideal_ticks)
-    }
 }
 
 impl Timeline {
@@ -61,11 +55,6 @@ impl Timeline {
             activations_max: activations_max(schedule, costs),
             ranks,
         }
-    }
-
-    /// Ticks from the common start to the common end in which a rank does nothing.
-    pub fn idle(&self, rank: usize) -> u64 {
-        self.makespan - self.busy[rank]
     }
 
     /// Ticks from a rank's first pass to the end of its last one.

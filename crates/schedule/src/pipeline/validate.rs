@@ -2,8 +2,7 @@
 
 use super::clock;
 use super::costs::Costs;
-use super::error::{Place, ScheduleError};
-use super::messages;
+use super::error::{Fault, Place, ScheduleError};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use super::shape;
@@ -12,10 +11,11 @@ use super::shape;
 /// where it lies and in an order that the data allows; that sums have one order, which is that of microbatches, for a
 /// stage's gradients and for the losses, which come with the last stage's input halves; that no rank holds more
 /// activations than its bound of `activations_max`, if there are bounds; that weights are updated once a step, and read
-/// while they are there; and that all ranks come to their ends, both when results wait for their receivers and when a
-/// rank that sends waits until the other one receives ([`messages::place`], [`messages::check`]).
+/// while they are there; and that all ranks come to their ends when results wait for their receivers. That they do when a rank that
+/// sends waits until the other one receives is proven of the [programs](super::programs()), which have messages
+/// ([`validate_pipeline`](crate::validate_pipeline)).
 ///
-/// Costs give activations their sizes, and messages their order. Time: linear in the passes, but for sorting them.
+/// Costs give activations their sizes. Time: linear in the passes.
 pub fn validate(
     schedule: &Schedule,
     costs: &Costs,
@@ -25,15 +25,15 @@ pub fn validate(
     let mut progress = Progress::new(schedule);
     for (rank, passes) in schedule.ranks.iter().enumerate() {
         for (index, &pass) in passes.iter().enumerate() {
-            progress.take(Place { rank, index }, pass)?;
+            let at = |fault| ScheduleError::Pass { place: Place { rank, index }, pass, fault };
+            progress.take(pass).map_err(at)?;
         }
     }
     progress.check_complete()?;
     if let Some(bounds) = activations_max {
         check_activations(schedule, costs, bounds)?;
     }
-    let timeline = clock::simulate(schedule, costs)?;
-    messages::check(&messages::place(schedule, &timeline, None), schedule)
+    clock::simulate(schedule, costs).map(drop)
 }
 
 /// Which passes of a stage for a microbatch have been done, as bits.
@@ -68,7 +68,7 @@ impl<'a> Progress<'a> {
         }
     }
 
-    fn take(&mut self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
+    fn take(&mut self, pass: Pass) -> Result<(), Fault> {
         let Pass { kind, stage, microbatch } = pass;
         let (bits, needed, missing) = match kind {
             PassKind::Forward => (FORWARD, 0, pass),
@@ -79,28 +79,27 @@ impl<'a> Progress<'a> {
         };
         let done = &mut self.done[stage * self.num_microbatches + microbatch];
         if *done & bits != 0 {
-            return Err(ScheduleError::Repeated { place, pass });
+            return Err(Fault::Repeated);
         }
         if *done & needed != needed {
-            return Err(ScheduleError::TooEarly { place, pass, missing });
+            return Err(Fault::TooEarly(missing));
         }
         *done |= bits;
         match kind {
-            PassKind::Forward => self.check_version(place, pass),
-            PassKind::Update => self.take_update(place, pass),
-            _ => self.take_backward(place, pass, bits),
+            PassKind::Forward => self.check_version(pass),
+            PassKind::Update => self.take_update(pass),
+            _ => self.take_backward(pass, bits),
         }
     }
 
     /// What backward adds to sums comes after that of the microbatches before.
-    fn take_backward(&mut self, place: Place, pass: Pass, bits: Done) -> Result<(), ScheduleError> {
+    fn take_backward(&mut self, pass: Pass, bits: Done) -> Result<(), Fault> {
         let has_loss = bits & INPUT != 0 && pass.stage + 1 == self.schedule.num_stages();
         let has_gradient = bits & WEIGHT != 0;
         let sums = [(has_loss, &mut self.num_losses), (has_gradient, &mut self.num_gradients[pass.stage])];
         for (_, num_added) in sums.into_iter().filter(|(is_added_to, _)| *is_added_to) {
             if *num_added != pass.microbatch {
-                let missing = Pass { microbatch: *num_added, ..pass };
-                return Err(ScheduleError::SumMisordered { place, pass, missing });
+                return Err(Fault::SumMisordered(Pass { microbatch: *num_added, ..pass }));
             }
             *num_added += 1;
         }
@@ -108,24 +107,24 @@ impl<'a> Progress<'a> {
     }
 
     /// An update applies the gradients of its step, all of them and no others.
-    fn take_update(&mut self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
+    fn take_update(&mut self, pass: Pass) -> Result<(), Fault> {
         let updates = &mut self.num_updates[pass.stage];
         let num_microbatches = (*updates + 1) * self.schedule.num_microbatches;
         let is_at_end = [pass.microbatch + 1, self.num_gradients[pass.stage]] == [num_microbatches; 2];
         if self.schedule.weights == WeightVersions::Drained || !is_at_end {
-            return Err(ScheduleError::UpdateMisplaced { place, pass });
+            return Err(Fault::UpdateMisplaced);
         }
         *updates += 1;
         Ok(())
     }
 
     /// Of a double buffer, only the newest version and the one before are there.
-    fn check_version(&self, place: Place, pass: Pass) -> Result<(), ScheduleError> {
+    fn check_version(&self, pass: Pass) -> Result<(), Fault> {
         let newest = self.num_updates[pass.stage];
         let Schedule { weights, num_microbatches, .. } = *self.schedule;
         let version = weights.read_by_forward(num_microbatches, pass.microbatch, newest);
         if version > newest || version + 1 < newest {
-            return Err(ScheduleError::NoSuchVersion { place, pass, version, newest });
+            return Err(Fault::NoSuchVersion { version, newest });
         }
         Ok(())
     }
@@ -166,8 +165,8 @@ pub(super) fn check_activations(
             let (taken, freed) = costs.activations(pass);
             held = held + taken - freed;
             if held > bound {
-                let place = Place { rank, index };
-                return Err(ScheduleError::TooManyActivations { place, pass, held, bound });
+                let (place, fault) = (Place { rank, index }, Fault::TooManyActivations { held, bound });
+                return Err(ScheduleError::Pass { place, pass, fault });
             }
         }
     }

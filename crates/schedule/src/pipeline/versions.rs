@@ -81,22 +81,4 @@ impl Schedule {
         }
         kept
     }
-
-    /// The passes of a rank in one step: from the end of the step before up to the last of its updates for this one.
-    /// The pipeline does not drain between steps, so forwards of later steps are among them. The first step has more
-    /// of those, for it fills the pipeline, and the last ones have fewer; all between are the same passes, each for
-    /// microbatches one step further on.
-    ///
-    /// # Panics
-    /// If there is no such rank or step.
-    pub fn step(&self, rank: usize, step: usize) -> &[Pass] {
-        let passes = &self.ranks[rank];
-        let num_updates = self.stages_of(rank).count();
-        let updates = || (0..passes.len()).filter(|&index| passes[index].kind == PassKind::Update);
-        let end_of =
-            |step: usize| updates().nth((step + 1) * num_updates - 1).map_or(passes.len(), |index| index + 1);
-        let begin = step.checked_sub(1).map_or(0, end_of);
-        let end = if step + 1 == self.num_steps { passes.len() } else { end_of(step) };
-        &passes[begin..end]
-    }
 }

@@ -72,7 +72,7 @@ fn check_schedule(checks: &mut Checks<'_>) {
         });
         return;
     }
-    let (min, max) = schedule.kind().stages_per_rank();
+    let (min, max) = schedule.kind().stages_per_rank().into_inner();
     let stages = parallelism.pipeline_parallel_stages_per_rank;
     let keys = ["parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
     checks.require(stages == 0 || stages >= min, &keys, || {
@@ -187,7 +187,7 @@ impl Parallelism {
     pub(super) fn stages_per_rank(&self) -> usize {
         let usual = match self.pipeline_parallel_schedule {
             PipelineSchedule::BreadthFirst => 2,
-            schedule => schedule.kind().stages_per_rank().0,
+            schedule => schedule.kind().stages_per_rank().into_inner().0,
         };
         match self.pipeline_parallel_stages_per_rank {
             _ if self.pipeline_parallel_degree == 1 => 1,

@@ -83,10 +83,7 @@ enum Choice {
 impl Choice {
     /// Of all schedules, those that work with the stages of a rank; 0 suits each.
     fn kinds(self, stages_per_rank: usize) -> Vec<Kind> {
-        let fits = |kind: &Kind| {
-            let (min, max) = kind.stages_per_rank();
-            stages_per_rank == 0 || (min..=max).contains(&stages_per_rank)
-        };
+        let fits = |kind: &Kind| stages_per_rank == 0 || kind.stages_per_rank().contains(&stages_per_rank);
         match self {
             Choice::All => Kind::ALL.into_iter().filter(fits).collect(),
             Choice::One(kind) => vec![kind],
@@ -149,7 +146,7 @@ pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
 
 fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     let stages_per_rank = match args.stages_per_rank {
-        0 => kind.stages_per_rank().0,
+        0 => kind.stages_per_rank().into_inner().0,
         given => given,
     };
     let (num_ranks, num_microbatches) = (args.ranks, args.microbatches);

@@ -65,28 +65,6 @@ fn a_schedule_that_drains_has_one_version() {
     let (schedule, _) = proven(Kind::ZeroBubbleV, sizes(3, 6, 2), EQUAL);
     assert_eq!(schedule.staleness(), [0; 6]);
     assert_eq!(schedule.versions_kept(), [1; 6]);
-    assert_eq!(schedule.step(0, 0), &schedule.ranks[0][..]);
-}
-
-#[test]
-fn steps_are_the_schedule_cut_and_repeat_in_the_middle() {
-    let (ranks, microbatches, num_steps) = (4, 3, 6);
-    let schedule = without_drains(Kind::PipeDream, ranks, microbatches, num_steps);
-    for rank in 0..ranks {
-        let steps: Vec<&[Pass]> = (0..num_steps).map(|step| schedule.step(rank, step)).collect();
-        assert_eq!(steps.concat(), schedule.ranks[rank]);
-        let shifted = |step: &[Pass]| -> Vec<Pass> {
-            step.iter().map(|pass| Pass { microbatch: pass.microbatch + microbatches, ..*pass }).collect()
-        };
-        // The first step fills the pipeline, and the last ones drain it.
-        for step in 1..num_steps - 2 {
-            assert_eq!(shifted(steps[step]), steps[step + 1], "rank {rank}, step {step}");
-        }
-        for (step, passes) in steps.iter().enumerate() {
-            let update = Pass::update(rank, (step + 1) * microbatches - 1);
-            assert_eq!(passes.last(), Some(&update));
-        }
-    }
 }
 
 #[test]

@@ -1,6 +1,5 @@
 //! Schedules that must not run, what is said of them, and where it is marked.
 
-use super::messages::{Event, check, place};
 use super::*;
 
 fn parse(text: &str) -> Schedule {
@@ -143,68 +142,6 @@ F forward; B backward; · idle; 1 tick: 2 columns
     assert_eq!(draw_error(&schedule, &costs, &error, 80), expected);
 }
 
-/// Every message is received just before the pass that needs it.
-fn received_late(schedule: &Schedule) -> Vec<Vec<Event>> {
-    let ranks = &schedule.stage_ranks;
-    let num_stages = schedule.num_stages();
-    let events = |(rank, passes): (usize, &Vec<Pass>)| {
-        let around = |&pass: &Pass| {
-            let Pass { kind, stage, microbatch } = pass;
-            let needed = match kind {
-                PassKind::Forward => stage.checked_sub(1).map(|before| Pass::forward(before, microbatch)),
-                PassKind::Backward if stage + 1 < num_stages => Some(Pass::backward(stage + 1, microbatch)),
-                _ => None,
-            };
-            let receive = needed.filter(|needed| ranks[needed.stage] != rank);
-            let receive = receive.map(|result_of| Event::Receive { result_of, from: ranks[result_of.stage] });
-            let to = pass.result_goes_to(num_stages).map(|stage| ranks[stage]).filter(|&to| to != rank);
-            let send = to.map(|to| Event::Send { result_of: pass, to });
-            receive.into_iter().chain([Event::Pass(pass)]).chain(send)
-        };
-        passes.iter().flat_map(around).collect()
-    };
-    schedule.ranks.iter().enumerate().map(events).collect()
-}
-
-/// Why the sender places the receive: GPipe runs either way, 1F1B does not.
-#[test]
-fn receives_just_before_they_are_needed_stop_1f1b() {
-    let sizes = sizes(2, 3, 1);
-    let (gpipe, _) = proven(Kind::GPipe, sizes, EQUAL);
-    assert_eq!(check(&received_late(&gpipe), &gpipe), Ok(()));
-    let (one_f_one_b, timeline) = proven(Kind::OneFOneB, sizes, EQUAL);
-    let error = check(&received_late(&one_f_one_b), &one_f_one_b).expect_err("both send");
-    assert_eq!(
-        error.to_string(),
-        "deadlock: rank 0, pass 2 sends the result of 'F 0 1' to rank 1, which does not receive it; rank 1, pass 2 sends \
-         the result of 'B 1 0' to rank 0, which does not receive it"
-    );
-    assert_eq!(check(&place(&one_f_one_b, &timeline, None), &one_f_one_b), Ok(()));
-}
-
-#[test]
-fn a_message_that_is_lost_or_late_is_found() {
-    let (schedule, timeline) = proven(Kind::OneFOneB, sizes(2, 2, 1), EQUAL);
-    let events = place(&schedule, &timeline, None);
-    for rank in 0..2 {
-        for index in 0..events[rank].len() {
-            let mut without = events.clone();
-            if !matches!(without[rank].remove(index), Event::Pass(_)) {
-                let error = check(&without, &schedule).expect_err("a message less");
-                assert!(
-                    matches!(error, ScheduleError::Deadlock(_) | ScheduleError::TooEarly { .. }),
-                    "{error}"
-                );
-            }
-        }
-    }
-    let mut neither = events;
-    neither[0].retain(|event| !matches!(event, Event::Send { .. }));
-    neither[1].retain(|event| !matches!(event, Event::Receive { .. }));
-    let error = check(&neither, &schedule).expect_err("no input");
-    assert_eq!(error.to_string(), "rank 1, pass 0: 'F 1 0' comes before 'F 0 0', whose result it needs");
-}
-
 #[test]
 fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
     let refusal = |kind: &str, sizes: Sizes| {
@@ -239,18 +176,22 @@ fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
             sizes(4, 3, 1),
             "schedule 'pipedream-2bw' needs at least 4 microbatches on 4 ranks, not 3",
         ),
-        ("gpipe", Sizes { num_steps: 2, ..sizes(2, 2, 1) }, "schedule 'gpipe' drains after each step"),
+        (
+            "gpipe",
+            Sizes { num_steps: 2, ..sizes(2, 2, 1) },
+            "schedule 'gpipe' needs 1 step between drains, not 2; it drains",
+        ),
         ("gpipe", sizes(0, 2, 1), "a pipeline needs at least one rank"),
-        ("gpipe", sizes(usize::MAX, 2, 1), "a pipeline of Sizes"),
-        ("gpipe", sizes(1000, 1 << 20, 1), "a pipeline of Sizes"),
-        ("auto", sizes(101, 1, 1), "costs are given for 100 stages, but the pipeline has 101"),
+        ("gpipe", sizes(usize::MAX, 2, 1), "a pipeline needs at least one rank"),
+        ("gpipe", sizes(1000, 1 << 20, 1), "a pipeline needs at least one rank"),
+        ("auto", sizes(101, 1, 1), "costs are given for 100 stages, but the schedule has 101"),
     ] {
         let found = refusal(kind, sizes);
         assert!(found.starts_with(message), "{found}\n{message}");
     }
     let costs = Costs::equal(2, EQUAL).expect("possible costs");
     let few = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4])).expect_err("one bound");
-    assert_eq!(few.to_string(), "activation bounds are given for 1 ranks, but the pipeline has 2");
+    assert_eq!(few.to_string(), "activation bounds are given for 1 ranks, but the schedule has 2");
     let memory = generate(Kind::GPipe, sizes(2, 4, 1), &costs, Some(&[4, 3])).expect_err("no room");
     assert!(
         memory
@@ -265,20 +206,17 @@ fn sizes_that_do_not_fit_are_refused_with_what_to_try() {
 fn costs_that_cannot_be_are_refused() {
     let refusal =
         |stage, send| Costs::new(vec![EQUAL, stage], send).expect_err("impossible costs").to_string();
-    assert!(
-        refusal(StageCosts::of(0, 1, 1), 0)
-            .starts_with("forward of stage 1 takes 0 ticks; it must be from 1")
-    );
-    assert!(
-        refusal(StageCosts::of(1, 0, 1), 0).starts_with("backward's input half of stage 1 takes 0 ticks")
-    );
-    assert!(
-        refusal(StageCosts::of(1, 1, TICKS_MAX + 1), 0)
-            .starts_with("backward's weight half of stage 1 takes")
-    );
-    assert!(refusal(EQUAL, TICKS_MAX + 1).starts_with("a message between stages takes"));
     let kept = StageCosts { activation: 1, weight_activation: 2, ..EQUAL };
-    assert!(refusal(kept, 0).starts_with("stage 1 keeps 1 from forward and 2 of it after"));
+    for (stage, send, message) in [
+        (StageCosts::of(0, 1, 1), 0, "the time of forward of stage 1 is 0; it must be from 1"),
+        (StageCosts::of(1, 0, 1), 0, "the time of backward's input half of stage 1 is 0; it"),
+        (StageCosts::of(1, 1, TICKS_MAX + 1), 0, "the time of backward's weight half of stage 1 is"),
+        (EQUAL, TICKS_MAX + 1, "the time of a message between stages is"),
+        (kept, 0, "what stays of that after the input half of stage 1 is 2; it must be from 0 to 1"),
+    ] {
+        let found = refusal(stage, send);
+        assert!(found.starts_with(message), "{found}");
+    }
 }
 
 #[test]
