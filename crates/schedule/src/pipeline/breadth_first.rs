@@ -1,5 +1,5 @@
+use super::generate::Sizes;
 use super::pass::Pass;
-use super::schedule::{Placement, Schedule};
 
 /// Breadth-first (Lamy-Poirier, "Breadth-first pipeline parallelism", 2023, section 4): several stages a rank, placed
 /// in rounds, and all microbatches through a stage before the rank goes on to its next one. A stage's weights are
@@ -8,14 +8,12 @@ use super::schedule::{Placement, Schedule};
 ///
 /// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*: `(P - 1) / (V M)`. Activations in flight: `V M` of a stage,
 /// as GPipe's.
-pub(super) fn schedule(num_ranks: usize, num_microbatches: usize, stages_per_rank: usize) -> Schedule {
-    let stage_ranks = Placement::Looped.stage_ranks(num_ranks, stages_per_rank);
-    Schedule::synchronous(num_ranks, num_microbatches, stage_ranks, |rank| {
-        let stages = (0..stages_per_rank).map(|turn| turn * num_ranks + rank);
-        let each = |pass: fn(usize, usize) -> Pass| {
-            move |stage| (0..num_microbatches).map(move |microbatch| pass(stage, microbatch))
-        };
-        let forward = stages.clone().flat_map(each(Pass::forward));
-        forward.chain(stages.rev().flat_map(each(Pass::backward))).collect()
-    })
+pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
+    let Sizes { num_ranks, num_microbatches, stages_per_rank, .. } = sizes;
+    let stages = (0..stages_per_rank).map(|turn| turn * num_ranks + rank);
+    let each = |pass: fn(usize, usize) -> Pass| {
+        move |stage| (0..num_microbatches).map(move |microbatch| pass(stage, microbatch))
+    };
+    let forward = stages.clone().flat_map(each(Pass::forward));
+    forward.chain(stages.rev().flat_map(each(Pass::backward))).collect()
 }

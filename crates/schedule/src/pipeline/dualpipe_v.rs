@@ -1,5 +1,6 @@
 use super::folded::{Chunk, FoldedRank};
-use super::schedule::{Placement, Schedule};
+use super::generate::Sizes;
+use super::pass::Pass;
 
 /// DualPipeV (DeepSeek-AI, "DeepSeek-V3 technical report", 2024, section 3.2.1, cut in half: Sea AI Lab, "DualPipe
 /// could be better without the Dual", 2025): two stages a rank, folded. In the steady state forward of one stage and
@@ -11,16 +12,14 @@ use super::schedule::{Placement, Schedule};
 /// give both results at their end: `(P - 1) (F&B + B - 3 W)`, with `F&B` the time of a pair; one after the other,
 /// forward's result leaves before backward begins. Activations in flight: `2 P + 1` of a stage, which is half of a
 /// rank's layers. It needs `M >= 2 P`.
-pub(super) fn schedule(num_ranks: usize, num_microbatches: usize) -> Schedule {
-    let stage_ranks = Placement::Folded.stage_ranks(num_ranks, 2);
-    Schedule::synchronous(num_ranks, num_microbatches, stage_ranks, |rank| {
-        let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
-        let num_below = num_ranks - rank - 1;
-        fill(&mut passes, rank, num_below);
-        steady(&mut passes, num_microbatches - 2 * num_ranks + rank + 1, num_below);
-        drain(&mut passes, rank, num_below);
-        passes.finish()
-    })
+pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
+    let Sizes { num_ranks, num_microbatches, .. } = sizes;
+    let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
+    let num_below = num_ranks - rank - 1;
+    fill(&mut passes, rank, num_below);
+    steady(&mut passes, num_microbatches - 2 * num_ranks + rank + 1, num_below);
+    drain(&mut passes, rank, num_below);
+    passes.finish()
 }
 
 /// `num_below` ranks lie between this one and the fold.

@@ -3,7 +3,8 @@
 use super::costs::Costs;
 use super::error::{Fault, ScheduleError};
 use super::kind::Kind;
-use super::schedule::{PASSES_MAX, Schedule};
+use super::pass::Pass;
+use super::schedule::{PASSES_MAX, Placement, Schedule};
 use super::validate::check_activations;
 use super::{
     automatic, breadth_first, dualpipe_v, gpipe, interleaved, one_f_one_b, pipedream, zero_bubble,
@@ -103,18 +104,24 @@ pub fn generate(
 /// A schedule that does not depend on costs, of sizes that fit it.
 pub(super) fn fixed(kind: Kind, sizes: Sizes) -> Schedule {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
-    match kind {
-        Kind::GPipe => gpipe::schedule(num_ranks, num_microbatches),
-        Kind::OneFOneB => one_f_one_b::schedule(num_ranks, num_microbatches),
-        Kind::Interleaved => interleaved::schedule(num_ranks, num_microbatches, stages_per_rank),
-        Kind::ZeroBubbleH1 => zero_bubble::h1(num_ranks, num_microbatches),
-        Kind::ZeroBubbleH2 => zero_bubble::h2(num_ranks, num_microbatches),
-        Kind::ZeroBubbleV => zero_bubble_v::schedule(num_ranks, num_microbatches),
-        Kind::DualPipeV => dualpipe_v::schedule(num_ranks, num_microbatches),
-        Kind::BreadthFirst => breadth_first::schedule(num_ranks, num_microbatches, stages_per_rank),
-        Kind::PipeDream => pipedream::stashed(num_ranks, num_microbatches, num_steps),
-        Kind::PipeDream2Bw => pipedream::double_buffered(num_ranks, num_microbatches, num_steps),
+    let (passes, placement): (fn(usize, Sizes) -> Vec<Pass>, Placement) = match kind {
+        Kind::GPipe => (gpipe::passes, Placement::Looped),
+        Kind::OneFOneB => (one_f_one_b::passes, Placement::Looped),
+        Kind::Interleaved => (interleaved::passes, Placement::Looped),
+        Kind::ZeroBubbleH1 => (zero_bubble::h1, Placement::Looped),
+        Kind::ZeroBubbleH2 => (zero_bubble::h2, Placement::Looped),
+        Kind::ZeroBubbleV => (zero_bubble_v::passes, Placement::Folded),
+        Kind::DualPipeV => (dualpipe_v::passes, Placement::Folded),
+        Kind::BreadthFirst => (breadth_first::passes, Placement::Looped),
+        Kind::PipeDream | Kind::PipeDream2Bw => (pipedream::passes, Placement::Looped),
         Kind::Automatic => unreachable!("it depends on costs"),
+    };
+    Schedule {
+        num_microbatches,
+        num_steps,
+        weights: kind.weights(),
+        stage_ranks: placement.stage_ranks(num_ranks, stages_per_rank),
+        ranks: (0..num_ranks).map(|rank| passes(rank, sizes)).collect(),
     }
 }
 

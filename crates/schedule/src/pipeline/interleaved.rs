@@ -1,5 +1,6 @@
+use super::generate::Sizes;
+use super::one_f_one_b::by_turns;
 use super::pass::Pass;
-use super::schedule::{Placement, Schedule};
 
 /// Interleaved 1F1B (Narayanan et al., "Efficient large-scale language model training on GPU clusters using
 /// Megatron-LM", 2021, section 2.2): several stages a rank, placed in rounds, and a group of `P` microbatches at a
@@ -12,23 +13,15 @@ use super::schedule::{Placement, Schedule};
 /// Bubble, for `M >= P`: `(P - 1) (F + B)` of a *stage*, which is `1 / V` of a rank's work: `(P - 1) / (V M)`.
 /// Messages are `V` times as many. Activations in flight: `min(2 (P - rank - 1) + (V - 1) G + 1, V M)` of a stage,
 /// with `G` the first group.
-pub(super) fn schedule(num_ranks: usize, num_microbatches: usize, stages_per_rank: usize) -> Schedule {
-    let stage_ranks = Placement::Looped.stage_ranks(num_ranks, stages_per_rank);
+pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
+    let Sizes { num_ranks, num_microbatches, stages_per_rank, .. } = sizes;
     let groups = groups(num_ranks, num_microbatches);
-    Schedule::synchronous(num_ranks, num_microbatches, stage_ranks, |rank| {
-        let stages: Vec<usize> = (0..stages_per_rank).map(|turn| turn * num_ranks + rank).collect();
-        let backwards: Vec<usize> = stages.iter().rev().copied().collect();
-        let num_passes = num_microbatches * stages_per_rank;
-        let num_ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * groups[0].len() + 1;
-        let num_ahead = num_ahead.min(num_passes);
-        let mut forward = in_groups(&groups, &stages).map(|(stage, number)| Pass::forward(stage, number));
-        let mut passes: Vec<Pass> = forward.by_ref().take(num_ahead).collect();
-        for (stage, microbatch) in in_groups(&groups, &backwards) {
-            passes.push(Pass::backward(stage, microbatch));
-            passes.extend(forward.next());
-        }
-        passes
-    })
+    let stages: Vec<usize> = (0..stages_per_rank).map(|turn| turn * num_ranks + rank).collect();
+    let backwards: Vec<usize> = stages.iter().rev().copied().collect();
+    let num_ahead = 2 * (num_ranks - rank - 1) + (stages_per_rank - 1) * groups[0].len() + 1;
+    let forward = in_groups(&groups, &stages).map(|(stage, number)| Pass::forward(stage, number));
+    let backward = in_groups(&groups, &backwards).map(|(stage, number)| Some(Pass::backward(stage, number)));
+    by_turns(num_ahead, forward, backward)
 }
 
 /// The microbatches by groups of at least `num_ranks`, as equal as can be, larger ones first.

@@ -1,3 +1,4 @@
+use super::schedule::WeightVersions;
 use std::ops::RangeInclusive;
 use trireme_base::named;
 
@@ -49,8 +50,17 @@ impl Kind {
         }
     }
 
+    /// Which version of its weights a stage reads.
+    pub const fn weights(self) -> WeightVersions {
+        match self {
+            Kind::PipeDream => WeightVersions::Stashed,
+            Kind::PipeDream2Bw => WeightVersions::DoubleBuffered,
+            _ => WeightVersions::Drained,
+        }
+    }
+
     /// Whether the pipeline drains after every step, so that all microbatches of a step read the same weights.
     pub const fn is_synchronous(self) -> bool {
-        !matches!(self, Kind::PipeDream | Kind::PipeDream2Bw)
+        matches!(self.weights(), WeightVersions::Drained)
     }
 }

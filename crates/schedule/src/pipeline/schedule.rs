@@ -70,17 +70,6 @@ pub struct Schedule {
 }
 
 impl Schedule {
-    /// A synchronous schedule of one step; `passes` makes those of a rank.
-    pub(super) fn synchronous(
-        num_ranks: usize,
-        num_microbatches: usize,
-        stage_ranks: Vec<usize>,
-        passes: impl FnMut(usize) -> Vec<Pass>,
-    ) -> Schedule {
-        let ranks = (0..num_ranks).map(passes).collect();
-        Schedule { num_microbatches, num_steps: 1, weights: WeightVersions::Drained, stage_ranks, ranks }
-    }
-
     /// Ranks of the pipeline.
     pub fn num_ranks(&self) -> usize {
         self.ranks.len()

@@ -1,5 +1,6 @@
 use super::folded::{Chunk, FoldedRank};
-use super::schedule::{Placement, Schedule};
+use super::generate::Sizes;
+use super::pass::Pass;
 
 /// ZB-V (Qi et al., "Zero bubble pipeline parallelism", 2023, section 6; as a repeated building block in Qi et al.,
 /// "Pipeline parallelism with controllable memory", 2024, section 3): two stages a rank, folded, so that the rank
@@ -10,15 +11,13 @@ use super::schedule::{Placement, Schedule};
 /// every rank.
 ///
 /// With fewer microbatches it is the schedule of `2 P - 1`, without the passes of those that do not exist.
-pub(super) fn schedule(num_ranks: usize, num_microbatches: usize) -> Schedule {
-    let stage_ranks = Placement::Folded.stage_ranks(num_ranks, 2);
-    Schedule::synchronous(num_ranks, num_microbatches, stage_ranks, |rank| {
-        let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
-        fill(&mut passes, rank, num_ranks);
-        steady(&mut passes, num_microbatches.max(2 * num_ranks - 1));
-        drain(&mut passes, rank, num_ranks);
-        passes.finish()
-    })
+pub(super) fn passes(rank: usize, sizes: Sizes) -> Vec<Pass> {
+    let Sizes { num_ranks, num_microbatches, .. } = sizes;
+    let mut passes = FoldedRank::new(rank, num_ranks, num_microbatches);
+    fill(&mut passes, rank, num_ranks);
+    steady(&mut passes, num_microbatches.max(2 * num_ranks - 1));
+    drain(&mut passes, rank, num_ranks);
+    passes.finish()
 }
 
 /// Until the rank has done its first backwards.

@@ -138,7 +138,6 @@ fn critical_blocks(
     spans: &[Vec<Span>],
     costs: &Costs,
 ) -> Vec<(usize, RangeInclusive<usize>)> {
-    let position = Positions::new(schedule);
     let end_of = |rank: usize| spans[rank].last().map_or(0, |span| span.end);
     let mut rank = (0..schedule.num_ranks()).max_by_key(|&rank| end_of(rank)).unwrap_or(0);
     let mut last = schedule.ranks[rank].len() - 1;
@@ -150,10 +149,11 @@ fn critical_blocks(
         }
         blocks.push((rank, first..=last));
         let pass = schedule.ranks[rank][first];
+        let sent = spans[rank][first].start.checked_sub(costs.send());
         let awaited = needs(pass, schedule.num_stages()).into_iter().flatten().find_map(|needed| {
-            let (other, index) = position.of(schedule, needed)?;
-            let arrival = spans[other].get(index)?.end + costs.send();
-            (other != rank && arrival == spans[rank][first].start).then_some((other, index))
+            let other = schedule.stage_ranks[needed.stage];
+            let index = ended_at(&schedule.ranks[other], &spans[other], needed, sent?)?;
+            (other != rank).then_some((other, index))
         });
         match awaited {
             Some(place) => (rank, last) = place,
@@ -162,36 +162,15 @@ fn critical_blocks(
     }
 }
 
-/// Where the passes stand whose results others need.
-struct Positions {
-    num_microbatches: usize,
-    forward: Vec<usize>,
-    gradient: Vec<usize>,
-}
-
-impl Positions {
-    fn new(schedule: &Schedule) -> Self {
-        let num_microbatches = schedule.num_microbatches;
-        let mut forward = vec![usize::MAX; schedule.num_stages() * num_microbatches];
-        let mut gradient = forward.clone();
-        for passes in &schedule.ranks {
-            for (index, pass) in passes.iter().enumerate() {
-                let key = pass.stage * num_microbatches + pass.microbatch;
-                match pass.kind {
-                    PassKind::Forward => forward[key] = index,
-                    PassKind::Backward | PassKind::BackwardInput => gradient[key] = index,
-                    PassKind::BackwardWeight | PassKind::Update => {}
-                }
-            }
-        }
-        Positions { num_microbatches, forward, gradient }
-    }
-
-    fn of(&self, schedule: &Schedule, pass: Pass) -> Option<(usize, usize)> {
-        let positions = if pass.kind == PassKind::Forward { &self.forward } else { &self.gradient };
-        let index = *positions.get(pass.stage * self.num_microbatches + pass.microbatch)?;
-        Some((schedule.stage_ranks[pass.stage], index))
-    }
+/// The place of a pass among those of its rank, all backwards of which are halved, if it ends at this time.
+fn ended_at(passes: &[Pass], spans: &[Span], pass: Pass, time: u64) -> Option<usize> {
+    let made = match pass.kind {
+        PassKind::Backward => Pass { kind: PassKind::BackwardInput, ..pass },
+        _ => pass,
+    };
+    let begin = spans.partition_point(|span| span.end < time);
+    let ended = spans[begin..].iter().take_while(|span| span.end == time).count();
+    (begin..begin + ended).find(|&index| passes[index] == made)
 }
 
 #[cfg(test)]

@@ -4,7 +4,7 @@
 use crate::pipeline::costs::Costs;
 use crate::pipeline::generate::Sizes;
 use crate::pipeline::pass::{Pass, PassKind};
-use crate::pipeline::schedule::Schedule;
+use crate::pipeline::schedule::{Schedule, WeightVersions};
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 
@@ -58,12 +58,13 @@ pub(super) fn schedule(
         }
         search.begin_best(rank, now);
     }
-    let passes = search.ranks.into_iter().map(|rank| rank.passes);
-    let mut passes: Vec<Vec<Pass>> = passes.collect();
-    let schedule =
-        Schedule::synchronous(sizes.num_ranks, sizes.num_microbatches, stage_ranks.to_vec(), |rank| {
-            std::mem::take(&mut passes[rank])
-        });
+    let schedule = Schedule {
+        num_microbatches: sizes.num_microbatches,
+        num_steps: 1,
+        weights: WeightVersions::Drained,
+        stage_ranks: stage_ranks.to_vec(),
+        ranks: search.ranks.into_iter().map(|rank| rank.passes).collect(),
+    };
     Listed { schedule: Some(schedule), lacked_room: search.lacked_room }
 }
 
