@@ -18,4 +18,4 @@ pub use action::{Action, Keep, Message, MessageKind, StateClass, StateOf, Stream
 pub use layout::{ClassLayout, Share, StateLayout, Tier};
 pub use parse::ParseError;
 pub use program::{Asynchronous, Chain, Outline, Program, Stage};
-pub use validate::{ProgramError, validate, validate_pipeline, validate_world};
+pub use validate::{ActionFault, ProgramError, validate, validate_pipeline, validate_world};

@@ -9,7 +9,7 @@ use std::io::{self, Read};
 use std::path::Path;
 use trireme_schedule::ParseError;
 use trireme_schedule::pipeline::{
-    Costs, Fault, Schedule, ScheduleError, WeightVersions, draw_error, validate,
+    Costs, PassFault, Schedule, ScheduleError, WeightVersions, draw_error, validate,
 };
 
 /// The largest file that is read: enough for as many passes as a schedule may have.
@@ -151,7 +151,7 @@ fn check(
     let bounds = activation_bounds(config, stages, None);
     validate(schedule, costs, bounds.as_deref()).map_err(|error| {
         let mut picture = draw_error(schedule, costs, &error, PICTURE_COLUMNS).trim_end().to_owned();
-        if matches!(error, ScheduleError::Pass { fault: Fault::TooManyActivations { .. }, .. }) {
+        if matches!(error, ScheduleError::Pass { fault: PassFault::TooManyActivations { .. }, .. }) {
             picture +=
                 "\nactivations are measured in bytes; [parallelism] pipeline_parallel_in_flight_max sets the bound";
         }

@@ -102,7 +102,7 @@ pub enum ScheduleError {
         /// The pass.
         pass: Pass,
         /// Why.
-        fault: Fault,
+        fault: PassFault,
     },
     /// Never done.
     #[error("rank {rank} lacks the pass '{missing}'")]
@@ -119,7 +119,7 @@ pub enum ScheduleError {
 
 /// Why a pass must not be where it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
+pub enum PassFault {
     /// A stage or microbatch that does not exist.
     #[error("is out of range: there are {num_stages} stages and {num_microbatches} microbatches")]
     OutOfRange {

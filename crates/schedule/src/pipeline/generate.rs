@@ -1,7 +1,7 @@
 //! One entry to all schedules.
 
 use super::costs::Costs;
-use super::error::{Fault, ScheduleError};
+use super::error::{PassFault, ScheduleError};
 use super::kind::Kind;
 use super::pass::Pass;
 use super::schedule::{PASSES_MAX, Placement, Schedule};
@@ -91,7 +91,9 @@ pub fn generate(
     let schedule = fixed(kind, sizes);
     match activations_max.map(|bounds| check_activations(&schedule, costs, bounds)) {
         Some(Err(ScheduleError::Pass {
-            place, fault: Fault::TooManyActivations { held, bound }, ..
+            place,
+            fault: PassFault::TooManyActivations { held, bound },
+            ..
         })) => {
             let remedy = "choose another schedule (auto respects the bound), recompute more, or use smaller \
                  microbatches";

@@ -55,7 +55,7 @@ pub use clock::simulate;
 pub use costs::{Costs, CostsError, StageCosts, TICKS_MAX};
 pub use cut::cut;
 pub use draw::{Picture, draw_error, draw_svg, draw_svg_together, draw_text, draw_text_together};
-pub use error::{Fault, Place, Ring, ScheduleError, Wait};
+pub use error::{PassFault, Place, Ring, ScheduleError, Wait};
 pub use generate::{GenerateError, Sizes, generate};
 pub use kind::Kind;
 pub use pass::{Pass, PassKind};

@@ -1,7 +1,7 @@
 //! What must hold before anything can be reckoned with.
 
 use super::costs::Costs;
-use super::error::{Fault, Place, ScheduleError};
+use super::error::{PassFault, Place, ScheduleError};
 use super::schedule::{PASSES_MAX, Schedule};
 
 /// Refuses a schedule with sizes that its passes do not bear out, stages on ranks that do not exist, or passes of
@@ -43,10 +43,10 @@ fn check_passes(schedule: &Schedule) -> Result<(), ScheduleError> {
     for (rank, passes) in schedule.ranks.iter().enumerate() {
         for (index, &pass) in passes.iter().enumerate() {
             let fault = if pass.stage >= num_stages || pass.microbatch >= num_microbatches {
-                Some(Fault::OutOfRange { num_stages, num_microbatches })
+                Some(PassFault::OutOfRange { num_stages, num_microbatches })
             } else {
                 let expected = schedule.stage_ranks[pass.stage];
-                (expected != rank).then_some(Fault::WrongRank(expected))
+                (expected != rank).then_some(PassFault::WrongRank(expected))
             };
             if let Some(fault) = fault {
                 return Err(ScheduleError::Pass { place: Place { rank, index }, pass, fault });

@@ -2,7 +2,7 @@
 
 use super::clock;
 use super::costs::Costs;
-use super::error::{Fault, Place, ScheduleError};
+use super::error::{PassFault, Place, ScheduleError};
 use super::pass::{Pass, PassKind};
 use super::schedule::{Schedule, WeightVersions};
 use super::shape;
@@ -68,7 +68,7 @@ impl<'a> Progress<'a> {
         }
     }
 
-    fn take(&mut self, pass: Pass) -> Result<(), Fault> {
+    fn take(&mut self, pass: Pass) -> Result<(), PassFault> {
         let Pass { kind, stage, microbatch } = pass;
         let (bits, needed, missing) = match kind {
             PassKind::Forward => (FORWARD, 0, pass),
@@ -79,10 +79,10 @@ impl<'a> Progress<'a> {
         };
         let done = &mut self.done[stage * self.num_microbatches + microbatch];
         if *done & bits != 0 {
-            return Err(Fault::Repeated);
+            return Err(PassFault::Repeated);
         }
         if *done & needed != needed {
-            return Err(Fault::TooEarly(missing));
+            return Err(PassFault::TooEarly(missing));
         }
         *done |= bits;
         match kind {
@@ -93,13 +93,13 @@ impl<'a> Progress<'a> {
     }
 
     /// What backward adds to sums comes after that of the microbatches before.
-    fn take_backward(&mut self, pass: Pass, bits: Done) -> Result<(), Fault> {
+    fn take_backward(&mut self, pass: Pass, bits: Done) -> Result<(), PassFault> {
         let has_loss = bits & INPUT != 0 && pass.stage + 1 == self.schedule.num_stages();
         let has_gradient = bits & WEIGHT != 0;
         let sums = [(has_loss, &mut self.num_losses), (has_gradient, &mut self.num_gradients[pass.stage])];
         for (_, num_added) in sums.into_iter().filter(|(is_added_to, _)| *is_added_to) {
             if *num_added != pass.microbatch {
-                return Err(Fault::SumMisordered(Pass { microbatch: *num_added, ..pass }));
+                return Err(PassFault::SumMisordered(Pass { microbatch: *num_added, ..pass }));
             }
             *num_added += 1;
         }
@@ -107,24 +107,24 @@ impl<'a> Progress<'a> {
     }
 
     /// An update applies the gradients of its step, all of them and no others.
-    fn take_update(&mut self, pass: Pass) -> Result<(), Fault> {
+    fn take_update(&mut self, pass: Pass) -> Result<(), PassFault> {
         let updates = &mut self.num_updates[pass.stage];
         let num_microbatches = (*updates + 1) * self.schedule.num_microbatches;
         let is_at_end = [pass.microbatch + 1, self.num_gradients[pass.stage]] == [num_microbatches; 2];
         if self.schedule.weights == WeightVersions::Drained || !is_at_end {
-            return Err(Fault::UpdateMisplaced);
+            return Err(PassFault::UpdateMisplaced);
         }
         *updates += 1;
         Ok(())
     }
 
     /// Of a double buffer, only the newest version and the one before are there.
-    fn check_version(&self, pass: Pass) -> Result<(), Fault> {
+    fn check_version(&self, pass: Pass) -> Result<(), PassFault> {
         let newest = self.num_updates[pass.stage];
         let Schedule { weights, num_microbatches, .. } = *self.schedule;
         let version = weights.read_by_forward(num_microbatches, pass.microbatch, newest);
         if version > newest || version + 1 < newest {
-            return Err(Fault::NoSuchVersion { version, newest });
+            return Err(PassFault::NoSuchVersion { version, newest });
         }
         Ok(())
     }
@@ -165,7 +165,7 @@ pub(super) fn check_activations(
             let (taken, freed) = costs.activations(pass);
             held = held + taken - freed;
             if held > bound {
-                let (place, fault) = (Place { rank, index }, Fault::TooManyActivations { held, bound });
+                let (place, fault) = (Place { rank, index }, PassFault::TooManyActivations { held, bound });
                 return Err(ScheduleError::Pass { place, pass, fault });
             }
         }

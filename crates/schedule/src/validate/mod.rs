@@ -14,48 +14,15 @@ pub use pipeline::validate_pipeline;
 /// A program that must not run. `index` counts the program's actions from 0.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum ProgramError {
-    /// A unit or microbatch that does not exist.
-    #[error(
-        "action {index} ({}) is out of range: the program has {num_units} units and {num_microbatches} microbatches",
-        .action.words()
-    )]
-    OutOfRange {
+    /// An action that must not be where it is.
+    #[error("action {index} ({}) {fault}", .action.words())]
+    Action {
         /// Place in the program.
         index: usize,
         /// The action.
         action: Action,
-        /// Units of the program.
-        num_units: usize,
-        /// Microbatches of the program.
-        num_microbatches: usize,
-    },
-    /// The same thing done twice.
-    #[error("action {index} ({}) repeats an earlier action", .action.words())]
-    Repeated {
-        /// Place in the program.
-        index: usize,
-        /// The action.
-        action: Action,
-    },
-    /// Something must come first.
-    #[error("action {index} ({}) comes before the action it depends on ({})", .action.words(), .missing.words())]
-    TooEarly {
-        /// Place in the program.
-        index: usize,
-        /// The action.
-        action: Action,
-        /// What must come first.
-        missing: Action,
-    },
-    /// Something for another rank of the pipeline.
-    #[error("action {index} ({}) does not belong to pipeline rank {rank}", .action.words())]
-    Elsewhere {
-        /// Place in the program.
-        index: usize,
-        /// The action.
-        action: Action,
-        /// The program's rank.
-        rank: usize,
+        /// Why.
+        fault: ActionFault,
     },
     /// A unit reads sharded parameters that lie on another rank of the pipeline.
     #[error(
@@ -68,14 +35,6 @@ pub enum ProgramError {
         owner: usize,
         /// Where that one lies.
         rank: usize,
-    },
-    /// Versions of parameters in a program that drains before its update, and so has one.
-    #[error("action {index} ({}) is only valid in pipelines that do not drain between updates", .action.words())]
-    Versioned {
-        /// Place in the program.
-        index: usize,
-        /// The action.
-        action: Action,
     },
     /// A unit reads parameters of another one, and both read versions of their own.
     #[error("unit {reader} reads the parameters of unit {owner}, but may need a different version of them")]
@@ -121,21 +80,6 @@ pub enum ProgramError {
         /// The action.
         missing: Action,
     },
-    /// More microbatches in flight than memory was planned for.
-    #[error(
-        "action {index} ({}) brings the unit to {in_flight} microbatches in flight; the bound is {bound}",
-        .action.words()
-    )]
-    TooManyInFlight {
-        /// Place in the program.
-        index: usize,
-        /// The action.
-        action: Action,
-        /// Microbatches whose activations the unit would hold.
-        in_flight: usize,
-        /// Microbatches planned for.
-        bound: usize,
-    },
     /// Two ranks issue collectives of one group in different orders: a deadlock.
     #[error("collective {place} of rank {rank} is '{found}', but rank 0 issues '{expected}'")]
     OrdersDiffer {
@@ -147,6 +91,39 @@ pub enum ProgramError {
         found: String,
         /// What rank 0 issues, or "nothing".
         expected: String,
+    },
+}
+
+/// Why an action must not be where it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum ActionFault {
+    /// A unit or microbatch that does not exist.
+    #[error("is out of range: the program has {num_units} units and {num_microbatches} microbatches")]
+    OutOfRange {
+        /// Units of the program.
+        num_units: usize,
+        /// Microbatches of the program.
+        num_microbatches: usize,
+    },
+    /// The same thing done twice.
+    #[error("repeats an earlier action")]
+    Repeated,
+    /// This one must come first.
+    #[error("comes before the action it depends on ({})", .0.words())]
+    TooEarly(Action),
+    /// Something for another rank of the pipeline than this one, the program's.
+    #[error("does not belong to pipeline rank {0}")]
+    Elsewhere(usize),
+    /// Versions of parameters in a program that drains before its update, and so has one.
+    #[error("is only valid in pipelines that do not drain between updates")]
+    Versioned,
+    /// More microbatches in flight than memory was planned for.
+    #[error("brings the unit to {in_flight} microbatches in flight; the bound is {bound}")]
+    TooManyInFlight {
+        /// Microbatches whose activations the unit would hold.
+        in_flight: usize,
+        /// Microbatches planned for.
+        bound: usize,
     },
 }
 
@@ -167,7 +144,11 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     if let Some(index) =
         program.actions.iter().position(is_versioned).filter(|_| outline.asynchronous.is_none())
     {
-        return Err(ProgramError::Versioned { index, action: program.actions[index] });
+        return Err(ProgramError::Action {
+            index,
+            action: program.actions[index],
+            fault: ActionFault::Versioned,
+        });
     }
     if let Some(&(reader, owner)) = outline.chain.ties.first().filter(|_| outline.asynchronous.is_some()) {
         return Err(ProgramError::TiedVersions { reader, owner });

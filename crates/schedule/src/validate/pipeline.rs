@@ -19,9 +19,9 @@ pub fn validate_pipeline(programs: &[Program]) -> Result<(), ProgramError> {
         }
     }
     match (0..programs.len()).find_map(|rank| meeting.next(rank).map(|message| (rank, message))) {
-        Some((rank, NextMessage { action, peer, .. })) => {
+        Some((rank, NextMessage { index, action, peer })) => {
             let next = meeting.next(peer).map(|message| message.action);
-            Err(ProgramError::Deadlock { rank, index: meeting.places[rank], action, peer, next })
+            Err(ProgramError::Deadlock { rank, index, action, peer, next })
         }
         None => Ok(()),
     }
@@ -46,10 +46,10 @@ fn check_stages(outline: &Outline, rank: usize, num_ranks: usize) -> Result<(), 
 
 /// A message that a rank is at.
 struct NextMessage {
+    /// Place in the rank's program.
+    index: usize,
     action: Action,
     peer: usize,
-    /// What the other rank does for it.
-    counterpart: Action,
 }
 
 struct Meeting<'a> {
@@ -61,27 +61,17 @@ impl Meeting<'_> {
     /// The message that a rank is at, once it has done all before it; `None` at its end.
     fn next(&self, rank: usize) -> Option<NextMessage> {
         let program = self.programs.get(rank)?;
-        let outline = &program.outline;
-        program.actions[self.places[rank]..].iter().find_map(|&action| {
-            let (peer, counterpart) = (outline.peer(action)?, action.counterpart()?);
-            Some(NextMessage { action, peer, counterpart })
+        let mut actions = program.actions.iter().copied().enumerate().skip(self.places[rank]);
+        actions.find_map(|(index, action)| {
+            Some(NextMessage { index, action, peer: program.outline.peer(action)? })
         })
     }
 
     /// Goes past a rank's next message, if the other rank is at it, too; that one.
     fn advance(&mut self, rank: usize) -> Option<usize> {
-        let NextMessage { action, peer, counterpart } = self.next(rank)?;
-        if self.next(peer)?.action != counterpart {
-            return None;
-        }
-        self.pass(rank, action);
-        self.pass(peer, counterpart);
+        let NextMessage { index, action, peer } = self.next(rank)?;
+        let other = self.next(peer).filter(|other| Some(other.action) == action.counterpart())?;
+        (self.places[rank], self.places[peer]) = (index + 1, other.index + 1);
         Some(peer)
-    }
-
-    fn pass(&mut self, rank: usize, message: Action) {
-        let actions = &self.programs[rank].actions[self.places[rank]..];
-        let place = actions.iter().position(|&action| action == message).expect("it is at the message");
-        self.places[rank] += place + 1;
     }
 }

@@ -2,7 +2,7 @@
 
 mod needs;
 
-use super::ProgramError;
+use super::{ActionFault, ProgramError};
 use crate::action::{Action, Keep, Message, MessageKind, StateClass, StateOf};
 use crate::program::Outline;
 use std::collections::{BTreeSet, VecDeque};
@@ -154,28 +154,35 @@ impl<'a> State<'a> {
     }
 
     pub(super) fn run(&mut self, actions: &[Action], in_flight_max: usize) -> Result<(), ProgramError> {
-        let (num_units, num_microbatches) = (self.outline.chain.num_units, self.outline.num_microbatches);
         for (index, &action) in actions.iter().enumerate() {
-            let microbatch = action.microbatch().unwrap_or(0);
-            if action.unit() >= num_units || microbatch >= num_microbatches {
-                return Err(ProgramError::OutOfRange { index, action, num_units, num_microbatches });
-            }
-            if !self.is_here(action) {
-                return Err(ProgramError::Elsewhere { index, action, rank: self.outline.rank });
-            }
-            if self.is_done(action) {
-                return Err(ProgramError::Repeated { index, action });
-            }
-            if let Some(missing) = self.first_missing(action) {
-                return Err(ProgramError::TooEarly { index, action, missing });
-            }
-            self.apply(action);
-            let in_flight = self.units[action.unit()].in_flight;
-            if action.is_pass() && in_flight > in_flight_max {
-                return Err(ProgramError::TooManyInFlight { index, action, in_flight, bound: in_flight_max });
-            }
+            self.take(action, in_flight_max).map_err(|fault| ProgramError::Action {
+                index,
+                action,
+                fault,
+            })?;
         }
         Ok(())
+    }
+
+    fn take(&mut self, action: Action, bound: usize) -> Result<(), ActionFault> {
+        let (num_units, num_microbatches) = (self.outline.chain.num_units, self.outline.num_microbatches);
+        let microbatch = action.microbatch().unwrap_or(0);
+        if action.unit() >= num_units || microbatch >= num_microbatches {
+            return Err(ActionFault::OutOfRange { num_units, num_microbatches });
+        }
+        if !self.is_here(action) {
+            return Err(ActionFault::Elsewhere(self.outline.rank));
+        }
+        if self.is_done(action) {
+            return Err(ActionFault::Repeated);
+        }
+        if let Some(missing) = self.first_missing(action) {
+            return Err(ActionFault::TooEarly(missing));
+        }
+        self.apply(action);
+        let in_flight = self.units[action.unit()].in_flight;
+        let is_over = action.is_pass() && in_flight > bound;
+        if is_over { Err(ActionFault::TooManyInFlight { in_flight, bound }) } else { Ok(()) }
     }
 
     /// Whether there is a unit, and it lies on this rank.

@@ -67,7 +67,7 @@ proptest! {
         let last = bounds.len() - 1;
         bounds[last] -= 1;
         let refused = validate(&schedule, &costs, Some(&bounds));
-        let is_refused = matches!(refused, Err(ScheduleError::Pass { place, fault: Fault::TooManyActivations { .. }, .. }) if place.rank == last);
+        let is_refused = matches!(refused, Err(ScheduleError::Pass { place, fault: PassFault::TooManyActivations { .. }, .. }) if place.rank == last);
         prop_assert!(is_refused, "{:?}", refused);
         let memory = generate(kind, sizes, &costs, Some(&bounds));
         let is_memory = matches!(memory, Err(GenerateError::Memory { .. }));
