@@ -76,7 +76,7 @@ struct Places<'a> {
 
 impl Places<'_> {
     fn length(&self, seconds: impl Fn(usize) -> f64) -> Length {
-        Length::by_load((1..=2 * self.num_workers).map(seconds).collect())
+        Length::ByLoad((1..=2 * self.num_workers).map(seconds).collect())
     }
 
     fn channel(&mut self, channel: Channel) -> usize {
@@ -105,7 +105,9 @@ impl Places<'_> {
             Issued::DiskRead { .. } | Issued::DiskWrite { .. } => (Channel::Disk(place), 1, 0),
         };
         let (channel, length) = (self.channel(channel), self.length(|load| self.rates.issued(issued, load)));
-        Entry::Start(number, Job { channel, num_starts, stream: channel, load, length })
+        let lag = Length::Fixed(0.0);
+        let job = Job { channel, num_starts, streams: vec![channel], load, length, lag };
+        Entry::Start(number, Box::new(job))
     }
 }
 

@@ -113,7 +113,7 @@ impl RankEntries {
                 made.meet(channels);
             }
             made.actions.push(made.entries.len());
-            let length = Length::fixed(ticks(action) as f64);
+            let length = Length::Fixed(ticks(action) as f64);
             match action {
                 _ if action.stream() == Stream::Compute => made.entries.push(Entry::Compute(length)),
                 Action::Receive(message) => {
@@ -145,8 +145,9 @@ impl RankEntries {
     }
 
     fn start(&mut self, channel: usize, stream: usize, num_starts: usize, length: Length) -> usize {
-        let job = Job { channel, num_starts, stream, load: 0, length };
-        self.entries.push(Entry::Start(self.num_issued, job));
+        let lag = Length::Fixed(0.0);
+        let job = Job { channel, num_starts, streams: vec![stream], load: 0, length, lag };
+        self.entries.push(Entry::Start(self.num_issued, Box::new(job)));
         self.num_issued += 1;
         self.num_issued - 1
     }
@@ -181,7 +182,7 @@ impl RankEntries {
     fn meet(&mut self, channels: &Channels) {
         self.await_all();
         let channel = channels.meeting();
-        let number = self.start(channel, channel, channels.num_ranks, Length::fixed(0.0));
+        let number = self.start(channel, channel, channels.num_ranks, Length::Fixed(0.0));
         self.entries.push(Entry::Await(number));
     }
 }

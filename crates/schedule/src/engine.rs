@@ -1,59 +1,53 @@
 //! The discrete-event engine: ranks that compute, and jobs beside them, in simulated time.
 //!
 //! A rank goes through its [entries](Entry) in order. It computes, starts jobs on streams and waits for jobs. A job may need
-//! several ranks to come to it, as a collective does; jobs of a stream follow each other. What shares a host may be slower
+//! several ranks to come to it, as a collective does; jobs of a stream follow each other, and one that is on its way to a rank
+//! may arrive later than it leaves its streams. What shares a host may be slower
 //! the more of it there is: a [`Length`] says how long something takes under each load.
 
-use std::cmp::{Ordering, Reverse};
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
 
-/// How long something takes, in any unit of time, for each load of its host.
+/// How long something takes, in any unit of time.
 #[derive(Debug, Clone, PartialEq)]
-pub struct Length(Vec<f64>);
+pub enum Length {
+    /// The same under any load of its host.
+    Fixed(f64),
+    /// One time for each load from 1 on; loads beyond take as long in proportion as the last one.
+    ByLoad(Vec<f64>),
+}
 
 impl Length {
-    /// The same under any load.
-    pub fn fixed(time: f64) -> Self {
-        Length(vec![time])
-    }
-
-    /// One time for each load from 1 on; loads beyond take as long in proportion as the last one.
+    /// The time under a load.
     ///
     /// # Panics
-    /// Without a time.
-    pub fn by_load(times: Vec<f64>) -> Self {
-        assert!(!times.is_empty(), "a length has a time");
-        Length(times)
-    }
-
-    /// The time under a load.
+    /// If there is no time for any load.
     pub fn at(&self, load: usize) -> f64 {
-        let last = self.0.len();
-        match self.0.get(load.max(1) - 1) {
-            Some(time) => *time,
-            None if last == 1 => self.0[0],
-            None => self.0[last - 1] * load as f64 / last as f64,
+        match self {
+            Length::Fixed(time) => *time,
+            Length::ByLoad(times) => {
+                let known = load.clamp(1, times.len());
+                times[known - 1] * load.max(1) as f64 / known as f64
+            }
         }
-    }
-
-    fn depends_on_load(&self) -> bool {
-        self.0.len() > 1
     }
 }
 
-/// What goes on beside ranks.
+/// What goes on beside ranks. Channels and streams are numbered from 0.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Job {
     /// Identifies the job across ranks: the n-th job that each rank joins on a channel is the same one.
     pub channel: usize,
     /// How many ranks must have started it before it begins.
     pub num_starts: usize,
-    /// What it occupies: it begins when the job before it there has ended.
-    pub stream: usize,
+    /// What it occupies: it begins when the jobs before it in all of these have ended.
+    pub streams: Vec<usize>,
     /// What it adds to the load of its host.
     pub load: usize,
     /// How long it takes. What the last rank says that starts it counts.
     pub length: Length,
+    /// How much later than that those go on who wait for it.
+    pub lag: Length,
 }
 
 /// What a rank does.
@@ -61,8 +55,8 @@ pub struct Job {
 pub enum Entry {
     /// Computes.
     Compute(Length),
-    /// Starts a job, under a number that is the rank's own.
-    Start(usize, Job),
+    /// Starts a job, under a number that is the rank's own, from 0.
+    Start(usize, Box<Job>),
     /// Joins a job that others start, such as a message that it receives: a number as above, and the channel.
     Expect(usize, usize),
     /// Waits until the job of this number has ended.
@@ -128,11 +122,11 @@ pub fn run(actors: &[Actor<'_>]) -> Result<Vec<Vec<Interval>>, Stuck> {
 }
 
 /// Something that runs.
-struct Running {
+struct Running<'a> {
     what: What,
     host: usize,
     load: usize,
-    length: Length,
+    length: &'a Length,
     end: f64,
 }
 
@@ -140,46 +134,23 @@ struct Running {
 enum What {
     Rank(usize),
     Job(usize),
-}
-
-/// A point in time, the first of which comes first; and what ends then, if that has not been changed.
-#[derive(PartialEq)]
-struct End {
-    time: f64,
-    /// Of two at a time, that which began first.
-    order: usize,
-    slot: usize,
-}
-
-impl Eq for End {}
-
-impl PartialOrd for End {
-    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
-        Some(self.cmp(other))
-    }
-}
-
-impl Ord for End {
-    fn cmp(&self, other: &Self) -> Ordering {
-        self.time.total_cmp(&other.time).then(self.order.cmp(&other.order))
-    }
-}
-
-struct RankState {
-    at: usize,
-    has_begun_entry: bool,
-    /// Jobs by the rank's numbers.
-    jobs: BTreeMap<usize, usize>,
-    /// Entries that issued jobs.
-    issued_at: Vec<(usize, usize)>,
-    /// How often it has come to each channel.
-    visits: BTreeMap<usize, usize>,
+    /// A job has left its streams.
+    Lag(usize),
 }
 
 #[derive(Default)]
-struct JobState {
+struct RankState {
+    at: usize,
+    has_begun_entry: bool,
+    /// Jobs by the rank's numbers, and the entries that issued them.
+    jobs: Vec<Option<usize>>,
+    issued_at: Vec<(usize, usize)>,
+}
+
+#[derive(Default)]
+struct JobState<'a> {
     /// As the last rank says that has started it, with that rank's host.
-    job: Option<(Job, usize)>,
+    job: Option<(&'a Job, usize)>,
     num_started: usize,
     has_begun: bool,
     ran: Interval,
@@ -188,56 +159,59 @@ struct JobState {
     awaited_by: Vec<usize>,
 }
 
+#[derive(Default)]
+struct Channel {
+    jobs: Vec<usize>,
+    /// Ranks that come to it, and how often each has come.
+    visits: Vec<(usize, usize)>,
+}
+
+#[derive(Default)]
 struct Engine<'a> {
     actors: &'a [Actor<'a>],
     now: f64,
     ranks: Vec<RankState>,
-    jobs: Vec<JobState>,
-    /// Jobs of each channel.
-    channels: BTreeMap<usize, Vec<usize>>,
+    jobs: Vec<JobState<'a>>,
+    channels: Vec<Channel>,
     /// Jobs of each stream that have not ended, in order.
-    streams: BTreeMap<usize, VecDeque<usize>>,
-    running: Vec<Option<Running>>,
+    streams: Vec<VecDeque<usize>>,
+    running: Vec<Option<Running<'a>>>,
     free_slots: Vec<usize>,
     /// The load of each host.
     loads: Vec<usize>,
-    ends: BinaryHeap<Reverse<End>>,
+    /// When what runs in a slot ends, if that has not changed: the bits of the time, which have the order of the time; of two at a time,
+    /// that which began first; and the slot.
+    ends: BinaryHeap<Reverse<(u64, usize, usize)>>,
     /// Whether lengths depend on loads.
     has_loads: bool,
     num_ends: usize,
     found: Vec<Vec<Interval>>,
 }
 
+/// The element of this number, which is made if it is not there.
+fn grown<T: Default>(list: &mut Vec<T>, index: usize) -> &mut T {
+    if index >= list.len() {
+        list.resize_with(index + 1, T::default);
+    }
+    &mut list[index]
+}
+
 impl<'a> Engine<'a> {
     fn new(actors: &'a [Actor<'a>]) -> Self {
-        let rank = |_: &Actor<'_>| RankState {
-            at: 0,
-            has_begun_entry: false,
-            jobs: BTreeMap::new(),
-            issued_at: Vec::new(),
-            visits: BTreeMap::new(),
-        };
         let num_hosts = actors.iter().map(|actor| actor.host + 1).max().unwrap_or(0);
         Engine {
             actors,
-            now: 0.0,
-            ranks: actors.iter().map(rank).collect(),
-            jobs: Vec::new(),
-            channels: BTreeMap::new(),
-            streams: BTreeMap::new(),
-            running: Vec::new(),
-            free_slots: Vec::new(),
+            ranks: actors.iter().map(|_| RankState::default()).collect(),
             loads: vec![0; num_hosts],
-            ends: BinaryHeap::new(),
-            has_loads: false,
-            num_ends: 0,
             found: actors.iter().map(|actor| vec![Interval::default(); actor.entries.len()]).collect(),
+            ..Engine::default()
         }
     }
 
     /// Does what a rank can do now.
     fn advance(&mut self, rank: usize) {
-        while let Some(entry) = self.actors[rank].entries.get(self.ranks[rank].at) {
+        let entries = self.actors[rank].entries;
+        while let Some(entry) = entries.get(self.ranks[rank].at) {
             let at = self.ranks[rank].at;
             let has_begun_entry = std::mem::replace(&mut self.ranks[rank].has_begun_entry, true);
             if !has_begun_entry {
@@ -247,7 +221,7 @@ impl<'a> Engine<'a> {
                 Entry::Compute(_) if has_begun_entry => return,
                 Entry::Compute(length) => {
                     let Actor { host, load, .. } = self.actors[rank];
-                    self.run(What::Rank(rank), host, load, length.clone());
+                    self.run(What::Rank(rank), host, load, length);
                     return;
                 }
                 Entry::Start(number, job) => {
@@ -259,7 +233,7 @@ impl<'a> Engine<'a> {
                 }
                 Entry::Await(number) => {
                     // What nobody issued never ends.
-                    let Some(&job) = self.ranks[rank].jobs.get(number) else { return };
+                    let Some(&Some(job)) = self.ranks[rank].jobs.get(*number) else { return };
                     if !self.jobs[job].has_ended {
                         self.jobs[job].awaited_by.push(rank);
                         return;
@@ -274,62 +248,56 @@ impl<'a> Engine<'a> {
 
     /// The job that a rank joins at an entry.
     fn join(&mut self, rank: usize, at: usize, number: usize, channel: usize) -> usize {
-        let state = &mut self.ranks[rank];
-        let visits = state.visits.entry(channel).or_default();
-        let visit = std::mem::replace(visits, *visits + 1);
-        let of_channel = self.channels.entry(channel).or_default();
-        if visit == of_channel.len() {
-            of_channel.push(self.jobs.len());
+        let channel = grown(&mut self.channels, channel);
+        let visits = &mut channel.visits;
+        let place = visits.iter().position(|(visitor, _)| *visitor == rank).unwrap_or(visits.len());
+        let visits = grown(visits, place);
+        let visit = visits.1;
+        *visits = (rank, visit + 1);
+        if visit == channel.jobs.len() {
+            channel.jobs.push(self.jobs.len());
             self.jobs.push(JobState::default());
         }
-        state.jobs.insert(number, of_channel[visit]);
-        state.issued_at.push((at, of_channel[visit]));
-        of_channel[visit]
+        let (state, job) = (&mut self.ranks[rank], channel.jobs[visit]);
+        *grown(&mut state.jobs, number) = Some(job);
+        state.issued_at.push((at, job));
+        job
     }
 
-    fn start(&mut self, rank: usize, index: usize, job: &Job) {
+    fn start(&mut self, rank: usize, index: usize, job: &'a Job) {
         let state = &mut self.jobs[index];
         state.num_started += 1;
-        state.job = Some((job.clone(), self.actors[rank].host));
+        state.job = Some((job, self.actors[rank].host));
         if state.num_started == 1 {
-            self.streams.entry(job.stream).or_default().push_back(index);
+            job.streams.iter().for_each(|&stream| grown(&mut self.streams, stream).push_back(index));
         }
-        self.start_first(job.stream);
+        self.begin(index);
     }
 
-    /// Begins the first job of a stream, if all ranks have started it.
-    fn start_first(&mut self, stream: usize) {
-        let Some(&index) = self.streams.get(&stream).and_then(VecDeque::front) else { return };
-        let state = &mut self.jobs[index];
-        let (job, host) = state.job.as_ref().expect("a job in a stream was started");
-        if state.num_started == job.num_starts && !state.has_begun {
-            let (host, load, length) = (*host, job.load, job.length.clone());
+    /// Begins a job, if all ranks have started it and it is the first one in its streams.
+    fn begin(&mut self, index: usize) {
+        let state = &self.jobs[index];
+        let Some((job, host)) = state.job else { return };
+        let is_first = |stream: &usize| self.streams[*stream].front() == Some(&index);
+        if state.num_started == job.num_starts && !state.has_begun && job.streams.iter().all(is_first) {
+            let state = &mut self.jobs[index];
             (state.has_begun, state.ran.start) = (true, self.now);
-            self.run(What::Job(index), host, load, length);
+            self.run(What::Job(index), host, job.load, &job.length);
         }
     }
 
-    fn run(&mut self, what: What, host: usize, load: usize, length: Length) {
+    fn run(&mut self, what: What, host: usize, load: usize, length: &'a Length) {
         self.change_load(host, |before| before + load);
-        self.has_loads |= length.depends_on_load();
+        self.has_loads |= matches!(length, Length::ByLoad(_));
         let end = self.now + length.at(self.loads[host]);
-        let running = Some(Running { what, host, load, length, end });
-        let slot = match self.free_slots.pop() {
-            Some(slot) => {
-                self.running[slot] = running;
-                slot
-            }
-            None => {
-                self.running.push(running);
-                self.running.len() - 1
-            }
-        };
+        let slot = self.free_slots.pop().unwrap_or(self.running.len());
+        *grown(&mut self.running, slot) = Some(Running { what, host, load, length, end });
         self.push_end(end, slot);
     }
 
     fn push_end(&mut self, time: f64, slot: usize) {
         self.num_ends += 1;
-        self.ends.push(Reverse(End { time, order: self.num_ends, slot }));
+        self.ends.push(Reverse((time.to_bits(), self.num_ends, slot)));
     }
 
     /// What runs on a host and depends on its load goes on at another speed.
@@ -341,7 +309,7 @@ impl<'a> Engine<'a> {
         }
         for slot in 0..self.running.len() {
             let Some(running) = &mut self.running[slot] else { continue };
-            if running.host == host && running.length.depends_on_load() {
+            if running.host == host && matches!(running.length, Length::ByLoad(_)) {
                 let ratio = running.length.at(after) / running.length.at(before).max(f64::MIN_POSITIVE);
                 running.end = self.now + (running.end - self.now) * ratio;
                 let end = running.end;
@@ -352,7 +320,8 @@ impl<'a> Engine<'a> {
 
     /// Goes on to the next end of something; whether there was any.
     fn end_next(&mut self) -> bool {
-        let Some(Reverse(End { time, slot, .. })) = self.ends.pop() else { return false };
+        let Some(Reverse((time, _, slot))) = self.ends.pop() else { return false };
+        let time = f64::from_bits(time);
         if self.running[slot].as_ref().is_none_or(|running| running.end != time) {
             return true;
         }
@@ -369,12 +338,21 @@ impl<'a> Engine<'a> {
                 self.advance(rank);
             }
             What::Job(index) => {
+                self.jobs[index].ran.end = time;
+                let (job, host) = self.jobs[index].job.expect("it ran");
+                for stream in &job.streams {
+                    let waiting = &mut self.streams[*stream];
+                    waiting.pop_front();
+                    if let Some(&next) = waiting.front() {
+                        self.begin(next);
+                    }
+                }
+                self.run(What::Lag(index), host, 0, &job.lag);
+            }
+            What::Lag(index) => {
                 let job = &mut self.jobs[index];
-                (job.ran.end, job.has_ended) = (time, true);
-                let stream = job.job.as_ref().expect("it ran").0.stream;
+                job.has_ended = true;
                 let awaited_by = std::mem::take(&mut job.awaited_by);
-                self.streams.get_mut(&stream).expect("its stream is known").pop_front();
-                self.start_first(stream);
                 awaited_by.into_iter().for_each(|rank| self.advance(rank));
             }
         }
@@ -386,8 +364,15 @@ impl<'a> Engine<'a> {
 mod tests {
     use super::*;
 
-    fn job(channel: usize, num_starts: usize, length: Length) -> Job {
-        Job { channel, num_starts, stream: channel, load: 1, length }
+    fn job(channel: usize, num_starts: usize, length: Length) -> Box<Job> {
+        Box::new(Job {
+            channel,
+            num_starts,
+            streams: vec![channel],
+            load: 1,
+            length,
+            lag: Length::Fixed(0.0),
+        })
     }
 
     fn actors<'a>(entries: &'a [Vec<Entry>]) -> Vec<Actor<'a>> {
@@ -402,8 +387,8 @@ mod tests {
 
     #[test]
     fn a_job_begins_when_all_have_come_and_the_one_before_has_ended() {
-        let compute = |time| Entry::Compute(Length::fixed(time));
-        let meet = |number, time| Entry::Start(number, job(0, 2, Length::fixed(time)));
+        let compute = |time| Entry::Compute(Length::Fixed(time));
+        let meet = |number, time| Entry::Start(number, job(0, 2, Length::Fixed(time)));
         let entries = [
             vec![meet(0, 5.0), compute(1.0), meet(1, 2.0), Entry::Await(1)],
             vec![compute(3.0), meet(7, 5.0), meet(8, 2.0), Entry::Await(7), compute(1.0)],
@@ -417,9 +402,9 @@ mod tests {
 
     #[test]
     fn who_receives_waits_for_who_sends_and_not_the_other_way() {
-        let message = job(0, 1, Length::fixed(4.0));
+        let message = job(0, 1, Length::Fixed(4.0));
         let entries = [
-            vec![Entry::Compute(Length::fixed(2.0)), Entry::Start(0, message), Entry::Await(0)],
+            vec![Entry::Compute(Length::Fixed(2.0)), Entry::Start(0, message), Entry::Await(0)],
             vec![Entry::Expect(0, 0), Entry::Await(0)],
         ];
         assert_eq!(spans(&entries), [vec![(0.0, 2.0), (2.0, 6.0), (2.0, 6.0)], vec![(0.0, 6.0), (0.0, 6.0)]]);
@@ -427,16 +412,16 @@ mod tests {
 
     #[test]
     fn what_shares_a_host_is_slower_while_it_does() {
-        let shared = |time| Entry::Compute(Length::by_load(vec![time, 2.0 * time]));
+        let shared = |time| Entry::Compute(Length::ByLoad(vec![time, 2.0 * time]));
         // Both at half speed until the shorter one ends; 6 of the longer one's 8 are left then.
         let found = spans(&[vec![shared(2.0)], vec![shared(8.0)], vec![]]);
         assert_eq!(found, [vec![(0.0, 4.0)], vec![(0.0, 10.0)], vec![]]);
-        assert_eq!(Length::by_load(vec![1.0, 3.0]).at(4), 6.0);
+        assert_eq!(Length::ByLoad(vec![1.0, 3.0]).at(4), 6.0);
     }
 
     #[test]
     fn who_waits_for_ever_is_told() {
-        let alone = [vec![Entry::Start(0, job(0, 2, Length::fixed(1.0))), Entry::Await(0)]];
+        let alone = [vec![Entry::Start(0, job(0, 2, Length::Fixed(1.0))), Entry::Await(0)]];
         let stuck = run(&actors(&alone)).unwrap_err();
         assert_eq!(stuck.to_string(), "rank 0 waits at entry 1 for a job that never ends");
         assert_eq!(run(&actors(&[vec![Entry::Await(3)]])), Err(Stuck { rank: 0, entry: 0 }));

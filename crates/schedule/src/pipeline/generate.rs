@@ -106,7 +106,8 @@ pub fn generate(
 /// A schedule that does not depend on costs, of sizes that fit it.
 pub(super) fn fixed(kind: Kind, sizes: Sizes) -> Schedule {
     let Sizes { num_ranks, num_microbatches, stages_per_rank, num_steps } = sizes;
-    let (passes, placement): (fn(usize, Sizes) -> Vec<Pass>, Placement) = match kind {
+    type PassesOfRank = fn(usize, Sizes) -> Vec<Pass>;
+    let (passes, placement): (PassesOfRank, Placement) = match kind {
         Kind::GPipe => (gpipe::passes, Placement::Looped),
         Kind::OneFOneB => (one_f_one_b::passes, Placement::Looped),
         Kind::Interleaved => (interleaved::passes, Placement::Looped),
