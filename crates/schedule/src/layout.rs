@@ -110,13 +110,8 @@ impl StateLayout {
     }
 
     /// How a class lies.
-    pub fn of(&self, class: StateClass) -> ClassLayout {
-        match class {
-            StateClass::Optimizer => self.optimizer,
-            StateClass::Parameters => self.parameters,
-            StateClass::Gradients => self.gradients,
-            StateClass::Activations => self.activations,
-        }
+    pub fn of(mut self, class: StateClass) -> ClassLayout {
+        *self.of_mut(class)
     }
 
     /// How a class lies, to change.

@@ -166,7 +166,7 @@ impl Courier {
         let (call, outgoing) = lane.moving.get_or_insert_with(|| {
             self.recorder.begin_message(number);
             let call = call(parcel.operation, lane.num_begun, parcel.issued, self.timeout);
-            let outgoing = Outgoing::new(&call, peer, memories.place(&Span::vector(0..len)), self.checksums);
+            let outgoing = Outgoing::new(&call, peer, memories.place(&Span::from(0..len)), self.checksums);
             (call, outgoing)
         });
         let moved = outgoing.advance(link, &memories).map_err(|_| call.peer_lost(peer));
@@ -190,7 +190,7 @@ impl Courier {
             self.recorder.begin_message(number);
             let call = call(parcel.operation, lane.num_begun, parcel.issued, self.timeout);
             let incoming =
-                Incoming::new(own, peer, memories.place(&Span::vector(0..len)), Action::Copy, self.checksums);
+                Incoming::new(own, peer, memories.place(&Span::from(0..len)), Action::Copy, self.checksums);
             (call, incoming)
         });
         let piece: &mut [u8] = bytemuck::cast_slice_mut(&mut self.piece);

@@ -89,6 +89,18 @@ impl Collective {
         }
     }
 
+    /// The same with another root, if it has one.
+    pub(super) fn with_root(mut self, name: impl Fn(Rank) -> Rank) -> Self {
+        if let Collective::Reduce { root, .. }
+        | Collective::Broadcast { root, .. }
+        | Collective::Gather { root, .. }
+        | Collective::Scatter { root, .. } = &mut self
+        {
+            *root = name(*root);
+        }
+        self
+    }
+
     /// Whether no element is moved.
     pub fn is_empty(self) -> bool {
         self.len() == 0

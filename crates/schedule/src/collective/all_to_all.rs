@@ -1,4 +1,4 @@
-use super::blocks::Blocks;
+use super::flat::{Own, distances};
 use super::{Incoming, Outgoing, Span, Step, assert_member};
 use std::ops::Range;
 use trireme_base::Rank;
@@ -6,25 +6,26 @@ use trireme_base::Rank;
 /// The partners of a rank, one after the other, so that each two ranks meet once and in the same round: a tournament
 /// by the circle method. In round `k` those two ranks meet whose sum is `k` modulo the number of rounds, which is odd;
 /// the rank that would meet itself meets the last one, if ranks are even in number, else nobody.
-fn partners(rank: Rank, world_size: usize) -> impl Iterator<Item = usize> {
+fn partners(rank: usize, world_size: usize) -> impl Iterator<Item = usize> {
     let num_rounds = world_size - 1 + world_size % 2;
     let has_last = num_rounds < world_size;
     (0..num_rounds).filter_map(move |round| {
-        if rank.0 == num_rounds {
+        if rank == num_rounds {
             // Half of the round: the rank that would meet itself.
             return Some(round * num_rounds.div_ceil(2) % num_rounds);
         }
-        let partner = (round + num_rounds - rank.0) % num_rounds;
-        if partner != rank.0 { Some(partner) } else { has_last.then_some(num_rounds) }
+        let partner = (round + num_rounds - rank) % num_rounds;
+        if partner != rank { Some(partner) } else { has_last.then_some(num_rounds) }
     })
 }
 
 /// All-to-all in place by pairwise exchange: each two ranks swap the blocks they have for each other.
-pub(super) fn pairwise(rank: Rank, world_size: usize, blocks: &Blocks, steps: &mut Vec<Step>) {
-    for partner in partners(rank, world_size) {
-        let span = Span::vector(blocks.of(partner));
-        steps.push(Step::both(Outgoing::new(partner, span.clone()), Incoming::copy(partner, span)));
-    }
+pub(super) fn pairwise(own: &Own, steps: &mut Vec<Step>) {
+    let swap = |partner| {
+        let block = own.blocks.of(partner);
+        Step::both(Outgoing::new(partner, block.clone()), Incoming::copy(partner, block))
+    };
+    steps.extend(partners(own.rank, own.world_size()).map(swap));
 }
 
 /// All-to-all with blocks of any lengths by pairwise exchange, from [`Memory::Input`](super::Memory::Input) to
@@ -46,12 +47,12 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
     };
     steps.push(Step::Copy {
         from: Span::input(place(send_lens, rank.0)),
-        to: Span::vector(place(receive_lens, rank.0)),
+        to: place(receive_lens, rank.0).into(),
     });
-    for partner in partners(rank, world_size) {
+    for partner in partners(rank.0, world_size) {
         steps.push(Step::both(
             Outgoing::new(partner, Span::input(place(send_lens, partner))),
-            Incoming::copy(partner, Span::vector(place(receive_lens, partner))),
+            Incoming::copy(partner, place(receive_lens, partner)),
         ));
     }
 }
@@ -59,24 +60,22 @@ pub fn all_to_all_variable(rank: Rank, send_lens: &[usize], receive_lens: &[usiz
 /// All-to-all in place in `ceil(log2 N)` messages (Bruck et al.: "Efficient algorithms for all-to-all communications in
 /// multiport message-passing systems", 1997): a block that has to go `k` ranks further travels by the powers of two
 /// that make up `k`, together with all others that take the same hop.
-pub(super) fn bruck(rank: Rank, world_size: usize, len: usize, steps: &mut Vec<Step>) {
+pub(super) fn bruck(own: &Own, steps: &mut Vec<Step>) {
+    let world_size = own.world_size();
     if world_size == 1 {
         return;
     }
-    let block_len = len / world_size;
+    let block_len = own.blocks.len / world_size;
     let elements = |blocks: Range<usize>| blocks.start * block_len..blocks.end * block_len;
     // In scratch: by distance to go, then what leaves in a round, then what arrives.
-    let outgoing_start = world_size;
-    let incoming_start = world_size + world_size / 2;
-    for distance in 0..world_size {
-        let to = (rank.0 + distance) % world_size;
-        steps.push(Step::Copy {
-            from: Span::vector(elements(to..to + 1)),
-            to: Span::scratch(elements(distance..distance + 1)),
-        });
-    }
-    let mut hop = 1;
-    while hop < world_size {
+    let (outgoing_start, incoming_start) = (world_size, world_size + world_size / 2);
+    let at =
+        |start: usize, range: Range<usize>| Span::scratch(elements(start + range.start..start + range.end));
+    let waiting = |distance: usize| at(0, distance..distance + 1);
+    let block = |rank: usize| elements(rank..rank + 1).into();
+    let taken = |distance| Step::Copy { from: block(own.after(distance)), to: waiting(distance) };
+    steps.extend((0..world_size).map(taken));
+    for hop in distances(world_size) {
         let runs = || {
             let starts = (hop..world_size).step_by(2 * hop);
             starts.scan(0, move |packed, start| {
@@ -85,28 +84,16 @@ pub(super) fn bruck(rank: Rank, world_size: usize, len: usize, steps: &mut Vec<S
                 Some((start..start + count, *packed - count..*packed))
             })
         };
-        let at = |start: usize, range: Range<usize>| {
-            Span::scratch(elements(start + range.start..start + range.end))
-        };
-        let mut num_packed = 0;
-        for (run, packed) in runs() {
-            num_packed = packed.end;
-            steps.push(Step::Copy { from: at(0, run), to: at(outgoing_start, packed) });
-        }
+        let num_packed = runs().last().map_or(0, |(_, packed)| packed.end);
+        let pack = |(run, packed)| Step::Copy { from: at(0, run), to: at(outgoing_start, packed) };
+        steps.extend(runs().map(pack));
         steps.push(Step::both(
-            Outgoing::new((rank.0 + hop) % world_size, at(outgoing_start, 0..num_packed)),
-            Incoming::copy((rank.0 + world_size - hop) % world_size, at(incoming_start, 0..num_packed)),
+            Outgoing::new(own.after(hop), at(outgoing_start, 0..num_packed)),
+            Incoming::copy(own.before(hop), at(incoming_start, 0..num_packed)),
         ));
-        for (run, packed) in runs() {
-            steps.push(Step::Copy { from: at(incoming_start, packed), to: at(0, run) });
-        }
-        hop *= 2;
+        let unpack = |(run, packed)| Step::Copy { from: at(incoming_start, packed), to: at(0, run) };
+        steps.extend(runs().map(unpack));
     }
-    for distance in 0..world_size {
-        let from = (rank.0 + world_size - distance) % world_size;
-        steps.push(Step::Copy {
-            from: Span::scratch(elements(distance..distance + 1)),
-            to: Span::vector(elements(from..from + 1)),
-        });
-    }
+    let given = |distance| Step::Copy { from: waiting(distance), to: block(own.before(distance)) };
+    steps.extend((0..world_size).map(given));
 }

@@ -36,6 +36,20 @@ pub fn segments(
     (0..num_segments).map(move |index| border(index, num_segments, len)..border(index + 1, num_segments, len))
 }
 
+/// The elements that `rank` computes in a direct all-reduce over shared memory: between two
+/// synchronisations it reads this range of every rank's buffer, reduces it in the order of
+/// [`canonical_terms`](super::canonical_terms) and writes the result into every rank's buffer.
+///
+/// The ranges of all ranks follow each other and cover `0..len`; their inner borders are multiples of
+/// `granule` elements, so that no two ranks write the same cache line.
+///
+/// # Panics
+/// If `rank` is not below `world_size`, or `granule` is 0.
+pub fn owned_range(rank: Rank, world_size: usize, len: usize, granule: usize) -> Range<usize> {
+    let granules = block(rank, world_size, len.div_ceil(granule));
+    (granules.start * granule).min(len)..(granules.end * granule).min(len)
+}
+
 /// The first element of block `index` of an even split into `num_blocks`.
 fn border(index: usize, num_blocks: usize, len: usize) -> usize {
     let (share, rest) = (len / num_blocks, len % num_blocks);
@@ -46,7 +60,7 @@ fn border(index: usize, num_blocks: usize, len: usize) -> usize {
 /// neighbour begins `stride` blocks further on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Blocks {
-    len: usize,
+    pub(super) len: usize,
     num_blocks: usize,
     first: usize,
     stride: usize,
@@ -67,6 +81,11 @@ impl Blocks {
     /// Of `num_blocks`, the own block of the rank with that number on each host.
     pub(super) fn of_column(num_blocks: usize, ranks_per_host: usize, local_rank: usize, len: usize) -> Self {
         Blocks { len, num_blocks, first: local_rank, stride: ranks_per_host, run: 1 }
+    }
+
+    /// How many ranks have blocks.
+    pub(super) fn world_size(&self) -> usize {
+        self.num_blocks / self.stride
     }
 
     /// Whether the blocks of consecutive ranks touch.

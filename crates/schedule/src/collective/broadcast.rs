@@ -1,50 +1,25 @@
-use super::blocks::Blocks;
-use super::{Incoming, Outgoing, Span, Step, assert_member, ring, tree};
-use trireme_base::Rank;
+use super::flat::{Own, distances};
+use super::{Incoming, Outgoing, Step, ring, tree};
 
-/// Broadcast of `len` elements from `root` along a binomial tree.
-///
-/// Appends the steps of `rank` to `steps`.
-///
-/// # Panics
-/// If `rank` or `root` is not below `world_size`.
-pub(super) fn broadcast_binomial(
-    rank: Rank,
-    world_size: usize,
-    root: Rank,
-    len: usize,
-    steps: &mut Vec<Step>,
-) {
-    assert_member(rank, world_size);
-    assert_member(root, world_size);
-    let absolute = |relative: usize| (relative + root.0) % world_size;
-    let relative = (rank.0 + world_size - root.0) % world_size;
-
-    let mut distance = 1;
-    while distance < world_size && relative & distance == 0 {
-        distance *= 2;
+/// Broadcast from the root along a binomial tree.
+pub(super) fn binomial(own: &Own, steps: &mut Vec<Step>) {
+    let (world_size, whole) = (own.world_size(), || 0..own.blocks.len);
+    // Counted from the root.
+    let place = (own.rank + world_size - own.root) % world_size;
+    if place != 0 {
+        let distance = 1 << place.trailing_zeros();
+        steps.push(Step::receive(Incoming::copy(own.before(distance), whole())));
     }
-    if relative != 0 {
-        steps.push(Step::receive(Incoming::copy(absolute(relative - distance), Span::vector(0..len))));
-    }
-    while distance > 1 {
-        distance /= 2;
-        if relative + distance < world_size {
-            steps.push(Step::send(Outgoing::new(absolute(relative + distance), Span::vector(0..len))));
+    for distance in distances(world_size).rev() {
+        if place.is_multiple_of(2 * distance) && place + distance < world_size {
+            steps.push(Step::send(Outgoing::new(own.after(distance), whole())));
         }
     }
 }
 
 /// Broadcast of long vectors: the root scatters blocks along a binomial tree, and a ring gathers them (Barnett et al.:
 /// "Interprocessor collective communication library (InterCom)", 1994).
-pub(super) fn scatter_all_gather(
-    rank: Rank,
-    world_size: usize,
-    root: Rank,
-    len: usize,
-    steps: &mut Vec<Step>,
-) {
-    let blocks = Blocks::even(world_size, len);
-    tree::scatter(rank, world_size, root, &blocks, steps);
-    ring::all_gather(rank, world_size, &blocks, steps);
+pub(super) fn scatter_all_gather(own: &Own, steps: &mut Vec<Step>) {
+    tree::scatter(own, steps);
+    ring::all_gather(own, steps);
 }

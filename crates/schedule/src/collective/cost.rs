@@ -4,7 +4,6 @@ use super::{
     Algorithm, Collective, FlatAlgorithm, Hierarchy, Hosts, Leaders, Step, algorithms_for, is_canonical,
     simulate,
 };
-use trireme_base::Rank;
 
 /// What a message costs.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -120,7 +119,7 @@ impl<'a> Predictor<'a> {
             Algorithm::Flat(FlatAlgorithm::Direct) => self.direct(self.collective, self.hosts.world_size()),
             Algorithm::Flat(flat) => {
                 let blocks = Blocks::even(self.hosts.world_size(), self.collective.len());
-                self.simulated(flat, self.collective, &blocks, self.hosts, self.model)
+                self.simulated(flat, self.collective, blocks, self.hosts, self.model)
             }
             Algorithm::Hierarchical(levels) => self.hierarchical(levels),
         }
@@ -171,14 +170,14 @@ impl<'a> Predictor<'a> {
         &self,
         algorithm: FlatAlgorithm,
         collective: Collective,
-        blocks: &Blocks,
+        blocks: Blocks,
         hosts: &Hosts,
         model: &CostModel,
     ) -> f64 {
         let world_size = hosts.world_size();
         let program = |rank| {
             let mut steps: Vec<Step> = Vec::new();
-            algorithm.steps(collective, Rank(rank), world_size, blocks, &mut steps);
+            algorithm.steps(collective, rank, blocks, &mut steps);
             steps
         };
         let programs: Vec<_> = (0..world_size).map(program).collect();

@@ -3,7 +3,8 @@
 //! it gets from others in one tree only hands in its own in the other, so all links are busy in both directions.
 
 use super::blocks::Blocks;
-use super::{Action, Incoming, Outgoing, Side, Span, Step};
+use super::flat::Own;
+use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 
 /// Elements of a chunk, if there are not more than [`CHUNKS_MAX`].
@@ -15,28 +16,27 @@ pub(super) fn num_chunks(len: usize) -> usize {
     (len / 2).div_ceil(CHUNK_LEN).clamp(1, CHUNKS_MAX)
 }
 
-/// All-reduce of `len` elements: up both trees, then down both.
+/// All-reduce: up both trees, then down both.
 ///
 /// Time is cut into slots, the same on all ranks, in which a rank sends at most one message and receives at most one:
 /// an edge of colour `c` carries a chunk in every slot that is `c` modulo 2, beginning when the subtree below it can
 /// have reduced the first.
-pub(super) fn all_reduce(
-    rank: Rank,
-    world_size: usize,
-    len: usize,
-    num_chunks: usize,
-    steps: &mut Vec<Step>,
-) {
+pub(super) fn all_reduce(own: &Own, steps: &mut Vec<Step>) {
+    all_reduce_by(num_chunks(own.blocks.len), own, steps);
+}
+
+pub(super) fn all_reduce_by(num_chunks: usize, own: &Own, steps: &mut Vec<Step>) {
+    let (rank, world_size, len) = (own.rank, own.world_size(), own.blocks.len);
     if world_size == 1 {
         return;
     }
     let trees = Trees { world_size };
-    let own = trees.edges_of(rank.0);
+    let own = trees.edges_of(rank);
     let height = world_size.ilog2() as usize;
     let chunk = |tree: usize, index: usize| {
         let half = Blocks::even(2, len).of(tree);
         let chunk = Blocks::even(num_chunks, half.len()).of(index);
-        Span::vector(half.start + chunk.start..half.start + chunk.end)
+        half.start + chunk.start..half.start + chunk.end
     };
     // The chunk that passes an edge in a slot, if it begins to carry `delay` pairs of slots after the first.
     let passing = |edge: &Edge, slot: usize, delay: usize| {
@@ -49,7 +49,7 @@ pub(super) fn all_reduce(
         let send = own.up.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.parent, on(edge)?)));
         let receive = own.down.iter().flatten().find_map(|edge| {
             let action = Action::Reduce { own: edge.side_of_parent };
-            Some(Incoming { from: Rank(edge.child), span: on(edge)?, action })
+            Some(Incoming { from: Rank(edge.child), span: on(edge)?.into(), action })
         });
         push_exchange(send, receive, steps);
     }

@@ -1,43 +1,45 @@
 use super::blocks::Blocks;
 use super::{Collective, FlatAlgorithm, Step};
 use super::{all_gather, all_to_all, barrier, broadcast, double_tree, halving, linear, ring, tree};
-use trireme_base::Rank;
+
+/// What the steps of a rank depend on.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Own {
+    pub(super) rank: usize,
+    /// The rank that gives or gets; 0 where none does.
+    pub(super) root: usize,
+    /// Where the ranks' blocks lie.
+    pub(super) blocks: Blocks,
+}
+
+impl Own {
+    /// How many ranks there are.
+    pub(super) fn world_size(&self) -> usize {
+        self.blocks.world_size()
+    }
+
+    /// The rank so many places further on, in a ring.
+    pub(super) fn after(&self, distance: usize) -> usize {
+        (self.rank + distance) % self.world_size()
+    }
+
+    /// The rank so many places before, in a ring.
+    pub(super) fn before(&self, distance: usize) -> usize {
+        self.after(self.world_size() - distance % self.world_size())
+    }
+}
+
+/// 1, 2, 4 and so on, below `world_size`.
+pub(super) fn distances(world_size: usize) -> impl DoubleEndedIterator<Item = usize> {
+    (0..world_size.next_power_of_two().ilog2()).map(|bit| 1 << bit)
+}
 
 impl FlatAlgorithm {
-    /// Whether this algorithm does `collective` among `world_size` ranks.
-    pub(super) fn fits(self, collective: Collective, world_size: usize, blocks: &Blocks) -> bool {
-        use Collective as C;
-        use FlatAlgorithm as A;
-        let is_power = world_size.is_power_of_two();
-        let are_contiguous = blocks.are_contiguous();
-        match collective {
-            _ if self == A::Direct => are_contiguous,
-            C::AllReduce { .. } => {
-                matches!(
-                    self,
-                    A::RecursiveDoubling
-                        | A::HalvingDoubling
-                        | A::Ring
-                        | A::BinomialTree
-                        | A::DoubleBinaryTree
-                )
-            }
-            C::Reduce { .. } => matches!(self, A::BinomialTree | A::HalvingDoubling | A::Ring),
-            C::Broadcast { .. } => matches!(self, A::BinomialTree | A::ScatterAllGather),
-            C::AllGather { .. } => match self {
-                A::RecursiveDoubling => is_power && are_contiguous,
-                _ => matches!(self, A::Ring | A::Bruck | A::Pairwise),
-            },
-            C::ReduceScatter { .. } => match self {
-                A::RecursiveHalving => is_power || are_contiguous,
-                _ => self == A::Ring,
-            },
-            C::Gather { .. } | C::Scatter { .. } => match self {
-                A::BinomialTree => are_contiguous,
-                _ => self == A::Linear,
-            },
-            C::AllToAll { .. } => matches!(self, A::Pairwise | A::Bruck),
-            C::Barrier => self == A::Dissemination,
+    /// Whether this algorithm does `collective` among the ranks of these blocks.
+    pub(super) fn fits(self, collective: Collective, blocks: &Blocks) -> bool {
+        match self {
+            FlatAlgorithm::Direct => blocks.are_contiguous(),
+            _ => self.maker(collective, blocks).is_some(),
         }
     }
 
@@ -52,72 +54,57 @@ impl FlatAlgorithm {
     /// Appends the steps of `rank` to `steps`.
     ///
     /// # Panics
-    /// If the algorithm is none of `collective`, or [`Direct`](FlatAlgorithm::Direct), which has no steps.
-    pub(super) fn steps(
-        self,
-        collective: Collective,
-        rank: Rank,
-        world_size: usize,
-        blocks: &Blocks,
-        steps: &mut Vec<Step>,
-    ) {
+    /// If the algorithm does not do `collective`, or is [`Direct`](FlatAlgorithm::Direct), which has no steps.
+    pub(super) fn steps(self, collective: Collective, rank: usize, blocks: Blocks, steps: &mut Vec<Step>) {
+        let make = self.maker(collective, &blocks);
+        let make = make.unwrap_or_else(|| panic!("{self} has no steps for {collective}"));
+        make(&Own { rank, root: collective.root().map_or(0, |root| root.0), blocks }, steps);
+    }
+
+    /// What makes the steps of a rank, if this algorithm does `collective` by steps.
+    fn maker(self, collective: Collective, blocks: &Blocks) -> Option<fn(&Own, &mut Vec<Step>)> {
         use Collective as C;
         use FlatAlgorithm as A;
-        match (collective, self) {
-            (C::AllReduce { len }, A::RecursiveDoubling) => {
-                halving::all_reduce_recursive_doubling(rank, world_size, len, steps);
+        let is_power = blocks.world_size().is_power_of_two();
+        let are_contiguous = blocks.are_contiguous();
+        Some(match (collective, self) {
+            (C::AllReduce { .. }, A::RecursiveDoubling) => halving::all_reduce_recursive_doubling,
+            (C::AllReduce { .. }, A::HalvingDoubling) => halving::all_reduce_halving_doubling,
+            (C::AllReduce { .. }, A::Ring) => |own, steps| {
+                ring::reduce_scatter(own, steps);
+                ring::all_gather(own, steps);
+            },
+            (C::AllReduce { .. }, A::BinomialTree) => |own, steps| {
+                tree::reduce(own, steps);
+                broadcast::binomial(own, steps);
+            },
+            (C::AllReduce { .. }, A::DoubleBinaryTree) => double_tree::all_reduce,
+            (C::Reduce { .. }, A::BinomialTree) => tree::reduce,
+            (C::Reduce { .. }, A::HalvingDoubling) => halving::reduce,
+            (C::Reduce { .. }, A::Ring) => |own, steps| {
+                ring::reduce_scatter(own, steps);
+                tree::gather(own, steps);
+            },
+            (C::Broadcast { .. }, A::BinomialTree) => broadcast::binomial,
+            (C::Broadcast { .. }, A::ScatterAllGather) => broadcast::scatter_all_gather,
+            (C::AllGather { .. }, A::RecursiveDoubling) if is_power && are_contiguous => {
+                all_gather::recursive_doubling
             }
-            (C::AllReduce { len }, A::HalvingDoubling) => {
-                halving::all_reduce_halving_doubling(rank, world_size, len, steps);
+            (C::AllGather { .. }, A::Ring) => ring::all_gather,
+            (C::AllGather { .. }, A::Bruck) => all_gather::bruck,
+            (C::AllGather { .. }, A::Pairwise) => all_gather::pairwise,
+            (C::ReduceScatter { .. }, A::RecursiveHalving) if is_power || are_contiguous => {
+                halving::reduce_scatter
             }
-            (C::AllReduce { .. }, A::Ring) => {
-                ring::reduce_scatter(rank, world_size, blocks, steps);
-                ring::all_gather(rank, world_size, blocks, steps);
-            }
-            (C::AllReduce { len }, A::BinomialTree) => {
-                tree::reduce(rank, world_size, Rank::ROOT, len, steps);
-                broadcast::broadcast_binomial(rank, world_size, Rank::ROOT, len, steps);
-            }
-            (C::AllReduce { len }, A::DoubleBinaryTree) => {
-                let num_chunks = double_tree::num_chunks(len);
-                double_tree::all_reduce(rank, world_size, len, num_chunks, steps);
-            }
-            (C::Reduce { root, len }, A::BinomialTree) => tree::reduce(rank, world_size, root, len, steps),
-            (C::Reduce { root, len }, A::HalvingDoubling) => {
-                halving::reduce(rank, world_size, root, len, steps);
-            }
-            (C::Reduce { root, .. }, A::Ring) => {
-                ring::reduce_scatter(rank, world_size, blocks, steps);
-                tree::gather(rank, world_size, root, blocks, steps);
-            }
-            (C::Broadcast { root, len }, A::BinomialTree) => {
-                broadcast::broadcast_binomial(rank, world_size, root, len, steps);
-            }
-            (C::Broadcast { root, len }, A::ScatterAllGather) => {
-                broadcast::scatter_all_gather(rank, world_size, root, len, steps);
-            }
-            (C::AllGather { .. }, A::Ring) => ring::all_gather(rank, world_size, blocks, steps),
-            (C::AllGather { .. }, A::RecursiveDoubling) => {
-                all_gather::recursive_doubling(rank, world_size, blocks, steps);
-            }
-            (C::AllGather { .. }, A::Bruck) => all_gather::bruck(rank, world_size, blocks, steps),
-            (C::AllGather { .. }, A::Pairwise) => {
-                all_gather::pairwise(rank, world_size, |rank| blocks.of(rank), steps);
-            }
-            (C::ReduceScatter { .. }, A::Ring) => ring::reduce_scatter(rank, world_size, blocks, steps),
-            (C::ReduceScatter { .. }, A::RecursiveHalving) => {
-                halving::reduce_scatter(rank, world_size, blocks, steps);
-            }
-            (C::Gather { root, .. }, A::BinomialTree) => tree::gather(rank, world_size, root, blocks, steps),
-            (C::Gather { root, .. }, A::Linear) => linear::gather(rank, world_size, root, blocks, steps),
-            (C::Scatter { root, .. }, A::BinomialTree) => {
-                tree::scatter(rank, world_size, root, blocks, steps);
-            }
-            (C::Scatter { root, .. }, A::Linear) => linear::scatter(rank, world_size, root, blocks, steps),
-            (C::AllToAll { .. }, A::Pairwise) => all_to_all::pairwise(rank, world_size, blocks, steps),
-            (C::AllToAll { len }, A::Bruck) => all_to_all::bruck(rank, world_size, len, steps),
-            (C::Barrier, A::Dissemination) => barrier::barrier_dissemination(rank, world_size, steps),
-            (collective, algorithm) => panic!("{algorithm} has no steps for {collective}"),
-        }
+            (C::ReduceScatter { .. }, A::Ring) => ring::reduce_scatter,
+            (C::Gather { .. }, A::BinomialTree) if are_contiguous => tree::gather,
+            (C::Gather { .. }, A::Linear) => linear::gather,
+            (C::Scatter { .. }, A::BinomialTree) if are_contiguous => tree::scatter,
+            (C::Scatter { .. }, A::Linear) => linear::scatter,
+            (C::AllToAll { .. }, A::Pairwise) => all_to_all::pairwise,
+            (C::AllToAll { .. }, A::Bruck) => all_to_all::bruck,
+            (C::Barrier, A::Dissemination) => barrier::dissemination,
+            _ => return None,
+        })
     }
 }

@@ -72,22 +72,22 @@ impl Phase {
     /// # Panics
     /// If `rank` is no member, or the algorithm has no steps ([`FlatAlgorithm::Direct`]).
     pub fn steps(&self, hosts: &Hosts, rank: Rank, steps: &mut Vec<Step>) {
-        let (index, count) = (self.members.index_of(hosts, rank), self.members.len(hosts));
+        let index = self.members.index_of(hosts, rank);
         assert_eq!(self.members.rank(hosts, index), rank, "only members have steps");
         let first_step = steps.len();
-        self.algorithm.steps(self.collective, Rank(index), count, &self.blocks, steps);
+        self.algorithm.steps(self.collective, index, self.blocks, steps);
         for step in &mut steps[first_step..] {
             step.relabel(|member| self.members.rank(hosts, member.0), self.range.start);
         }
     }
 
     /// Where the members' blocks lie in `range`.
-    pub(super) fn blocks(&self) -> &Blocks {
-        &self.blocks
+    pub(super) fn blocks(&self) -> Blocks {
+        self.blocks
     }
 
-    fn fits(&self, hosts: &Hosts) -> bool {
-        self.algorithm.fits(self.collective, self.members.len(hosts), &self.blocks)
+    fn fits(&self) -> bool {
+        self.algorithm.fits(self.collective, &self.blocks)
     }
 
     fn is_canonical(&self) -> bool {
@@ -137,7 +137,7 @@ pub(super) fn fits(collective: Collective, hierarchy: Hierarchy, hosts: &Hosts) 
         (_, Leaders::One) => true,
     };
     let level_fits = has_levels && suit_hosts && hierarchy.across != FlatAlgorithm::Direct;
-    level_fits && all_phases(collective, hierarchy, hosts, |phase| phase.fits(hosts))
+    level_fits && all_phases(collective, hierarchy, hosts, Phase::fits)
 }
 
 /// Whether partial sums of hosts are subtrees of the canonical tree, and both levels keep its order.
@@ -191,65 +191,41 @@ impl Phases<'_> {
     /// A host's leader has all that its host has, and speaks with the other leaders.
     fn visit_by_one(&self, visit: &mut dyn FnMut(Phase)) {
         use Collective as C;
-        let hosts = self.hosts;
-        let len = self.collective.len();
+        let (hosts, len) = (self.hosts, self.collective.len());
         let leaders = leaders_of(self.collective);
         let leader = leaders.rank(hosts, self.host());
         let root = Rank(hosts.local_rank(leader));
-        let leads = leader == self.rank;
-        let whole = 0..len;
-        let among_leaders =
-            |collective| self.across(leaders, collective, 0..len, Blocks::even(hosts.num_hosts(), len));
-        // Each leader for the blocks of its host.
-        let by_host = |collective| {
-            let blocks = Blocks::of_hosts(hosts.world_size(), self.ranks_per_host(), len);
-            self.across(leaders, collective, 0..len, blocks)
-        };
+        let on_whole = |collective| Some(self.within(collective, 0..len));
         let host_range = || self.range_of_host(self.host());
         let host_len = || host_range().len();
-        match self.collective {
-            C::AllReduce { .. } => {
-                visit(self.within(C::Reduce { root, len }, whole.clone()));
-                leads.then(|| visit(among_leaders(C::AllReduce { len })));
-                visit(self.within(C::Broadcast { root, len }, whole));
-            }
-            C::Reduce { root: target, .. } => {
-                visit(self.within(C::Reduce { root, len }, whole));
-                let root = Rank(hosts.host_of(target));
-                leads.then(|| visit(among_leaders(C::Reduce { root, len })));
-            }
-            C::Broadcast { root: source, .. } => {
-                let source = Rank(hosts.host_of(source));
-                leads.then(|| visit(among_leaders(C::Broadcast { root: source, len })));
-                visit(self.within(C::Broadcast { root, len }, whole));
-            }
-            C::AllGather { .. } => {
-                visit(self.within(C::Gather { root, len: host_len() }, host_range()));
-                leads.then(|| visit(by_host(C::AllGather { len })));
-                visit(self.within(C::Broadcast { root, len }, whole));
-            }
-            C::ReduceScatter { .. } => {
-                visit(self.within(C::Reduce { root, len }, whole));
-                leads.then(|| visit(by_host(C::ReduceScatter { len })));
-                visit(self.within(C::Scatter { root, len: host_len() }, host_range()));
-            }
-            C::Gather { root: target, .. } => {
-                visit(self.within(C::Gather { root, len: host_len() }, host_range()));
-                let root = Rank(hosts.host_of(target));
-                leads.then(|| visit(by_host(C::Gather { root, len })));
-            }
-            C::Scatter { root: source, .. } => {
-                let source = Rank(hosts.host_of(source));
-                leads.then(|| visit(by_host(C::Scatter { root: source, len })));
-                visit(self.within(C::Scatter { root, len: host_len() }, host_range()));
-            }
-            C::Barrier => {
-                visit(self.within(C::Barrier, 0..0));
-                leads.then(|| visit(among_leaders(C::Barrier)));
-                visit(self.within(C::Barrier, 0..0));
-            }
+        let (reduce, broadcast) =
+            (|| on_whole(C::Reduce { root, len }), || on_whole(C::Broadcast { root, len }));
+        let gather = || Some(self.within(C::Gather { root, len: host_len() }, host_range()));
+        let scatter = || Some(self.within(C::Scatter { root, len: host_len() }, host_range()));
+        let (before, after) = match self.collective {
+            C::AllReduce { .. } => (reduce(), broadcast()),
+            C::Reduce { .. } => (reduce(), None),
+            C::Broadcast { .. } => (None, broadcast()),
+            C::AllGather { .. } => (gather(), broadcast()),
+            C::ReduceScatter { .. } => (reduce(), scatter()),
+            C::Gather { .. } => (gather(), None),
+            C::Scatter { .. } => (None, scatter()),
+            C::Barrier => (on_whole(C::Barrier), on_whole(C::Barrier)),
             C::AllToAll { .. } => unreachable!("no hierarchy fits"),
+        };
+        before.into_iter().for_each(&mut *visit);
+        if leader == self.rank {
+            let blocks = match self.collective {
+                C::AllReduce { .. } | C::Reduce { .. } | C::Broadcast { .. } | C::Barrier => {
+                    Blocks::even(hosts.num_hosts(), len)
+                }
+                // Each leader for the blocks of its host.
+                _ => Blocks::of_hosts(hosts.world_size(), self.ranks_per_host(), len),
+            };
+            let collective = self.collective.with_root(|root| Rank(hosts.host_of(root)));
+            visit(self.across(leaders, collective, 0..len, blocks));
         }
+        after.into_iter().for_each(visit);
     }
 
     /// Each rank of a host has one block of what its host has, and speaks with those that have the same block.

@@ -1,5 +1,4 @@
 use super::assert_member;
-use std::ops::Range;
 use trireme_base::Rank;
 
 /// Which host each rank of a group is on.
@@ -10,10 +9,8 @@ use trireme_base::Rank;
 pub struct Hosts {
     host_of: Vec<usize>,
     local_rank: Vec<usize>,
-    /// Ranks, host by host.
-    ranks: Vec<Rank>,
-    /// Where each host begins in `ranks`, and where the last one ends.
-    borders: Vec<usize>,
+    /// Of each host.
+    ranks: Vec<Vec<Rank>>,
 }
 
 impl Hosts {
@@ -23,23 +20,16 @@ impl Hosts {
     /// If `ids` is empty.
     pub fn new<T: PartialEq>(ids: &[T]) -> Self {
         assert!(!ids.is_empty(), "a world has at least one rank");
-        let mut lowest: Vec<usize> = Vec::new();
-        let mut hosts = Hosts { host_of: vec![], local_rank: vec![], ranks: vec![], borders: vec![0] };
+        let mut hosts = Hosts { host_of: vec![], local_rank: vec![], ranks: vec![] };
         for (rank, id) in ids.iter().enumerate() {
-            let known = lowest.iter().position(|&lowest| ids[lowest] == *id);
-            hosts.host_of.push(known.unwrap_or(lowest.len()));
+            let known = hosts.ranks.iter().position(|ranks| ids[ranks[0].0] == *id);
+            let host = known.unwrap_or(hosts.ranks.len());
             if known.is_none() {
-                lowest.push(rank);
+                hosts.ranks.push(vec![]);
             }
-        }
-        hosts.local_rank = vec![0; ids.len()];
-        for host in 0..lowest.len() {
-            let first = hosts.ranks.len();
-            for (rank, _) in hosts.host_of.iter().enumerate().filter(|&(_, &of)| of == host) {
-                hosts.local_rank[rank] = hosts.ranks.len() - first;
-                hosts.ranks.push(Rank(rank));
-            }
-            hosts.borders.push(hosts.ranks.len());
+            hosts.host_of.push(host);
+            hosts.local_rank.push(hosts.ranks[host].len());
+            hosts.ranks[host].push(Rank(rank));
         }
         hosts
     }
@@ -67,7 +57,7 @@ impl Hosts {
 
     /// Number of hosts.
     pub fn num_hosts(&self) -> usize {
-        self.borders.len() - 1
+        self.ranks.len()
     }
 
     /// The host of a rank.
@@ -93,21 +83,17 @@ impl Hosts {
     /// # Panics
     /// If there is no such host.
     pub fn ranks(&self, host: usize) -> &[Rank] {
-        &self.ranks[self.span(host)]
+        &self.ranks[host]
     }
 
     /// Ranks of each host, if they are equally many.
     pub fn ranks_per_host(&self) -> Option<usize> {
-        let first = self.span(0).len();
-        (0..self.num_hosts()).all(|host| self.span(host).len() == first).then_some(first)
+        let first = self.ranks[0].len();
+        self.ranks.iter().all(|ranks| ranks.len() == first).then_some(first)
     }
 
     /// Whether the ranks of each host follow each other without a gap.
     pub fn are_runs(&self) -> bool {
         self.host_of.is_sorted()
-    }
-
-    fn span(&self, host: usize) -> Range<usize> {
-        self.borders[host]..self.borders[host + 1]
     }
 }

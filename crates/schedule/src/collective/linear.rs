@@ -1,23 +1,20 @@
-use super::blocks::Blocks;
-use super::{Incoming, Outgoing, Span, Step};
-use trireme_base::Rank;
+use super::flat::Own;
+use super::{Incoming, Outgoing, Step};
 
-/// Every rank sends its block to `root`, which takes one after the other.
-pub(super) fn gather(rank: Rank, world_size: usize, root: Rank, blocks: &Blocks, steps: &mut Vec<Step>) {
+/// Every rank sends its block to the root, which takes one after the other.
+pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
+    let Own { rank, root, blocks } = *own;
     if rank != root {
-        steps.push(Step::send(Outgoing::new(root.0, Span::vector(blocks.of(rank.0)))));
+        steps.push(Step::send(Outgoing::new(root, blocks.of(rank))));
         return;
     }
-    let others = (0..world_size).filter(|&other| other != root.0);
-    steps.extend(others.map(|from| Step::receive(Incoming::copy(from, Span::vector(blocks.of(from))))));
+    let others = (0..own.world_size()).filter(|&other| other != root);
+    steps.extend(others.map(|from| Step::receive(Incoming::copy(from, blocks.of(from)))));
 }
 
-/// `root` sends every rank its block, one after the other.
-pub(super) fn scatter(rank: Rank, world_size: usize, root: Rank, blocks: &Blocks, steps: &mut Vec<Step>) {
-    if rank != root {
-        steps.push(Step::receive(Incoming::copy(root.0, Span::vector(blocks.of(rank.0)))));
-        return;
-    }
-    let others = (0..world_size).filter(|&other| other != root.0);
-    steps.extend(others.map(|to| Step::send(Outgoing::new(to, Span::vector(blocks.of(to))))));
+/// The root sends every rank its block, one after the other.
+pub(super) fn scatter(own: &Own, steps: &mut Vec<Step>) {
+    let first = steps.len();
+    gather(own, steps);
+    steps[first..].iter_mut().for_each(Step::undo);
 }

@@ -23,7 +23,6 @@ mod barrier;
 mod blocks;
 mod broadcast;
 mod cost;
-mod direct;
 mod double_tree;
 mod flat;
 mod halving;
@@ -41,9 +40,8 @@ mod tree;
 pub use algorithm::{Algorithm, Collective, FlatAlgorithm, Hierarchy, Leaders};
 pub use all_gather::all_gather_pairwise;
 pub use all_to_all::all_to_all_variable;
-pub use blocks::{block, segments};
+pub use blocks::{block, owned_range, segments};
 pub use cost::{CostModel, DirectCost, LinkCost, choose, predict};
-pub use direct::owned_range;
 pub use hierarchy::{Members, Phase, phases};
 pub use hosts::Hosts;
 pub use order::{Term, canonical_terms, num_partials};
@@ -56,12 +54,9 @@ use trireme_base::Rank;
 /// Whether `algorithm` does `collective` on these hosts. [`FlatAlgorithm::Direct`] needs all ranks that it works
 /// among on one host.
 pub fn fits(collective: Collective, algorithm: Algorithm, hosts: &Hosts) -> bool {
-    let world_size = hosts.world_size();
     match algorithm {
         Algorithm::Flat(FlatAlgorithm::Direct) => hosts.num_hosts() == 1,
-        Algorithm::Flat(flat) => {
-            flat.fits(collective, world_size, &Blocks::even(world_size, collective.len()))
-        }
+        Algorithm::Flat(flat) => flat.fits(collective, &Blocks::even(hosts.world_size(), collective.len())),
         Algorithm::Hierarchical(levels) => hierarchy::fits(collective, levels, hosts),
     }
 }
@@ -105,7 +100,7 @@ pub fn steps(collective: Collective, algorithm: Algorithm, hosts: &Hosts, rank: 
     );
     match algorithm {
         Algorithm::Flat(flat) => {
-            flat.steps(collective, rank, world_size, &Blocks::even(world_size, collective.len()), steps);
+            flat.steps(collective, rank.0, Blocks::even(world_size, collective.len()), steps);
         }
         Algorithm::Hierarchical(levels) => {
             hierarchy::for_each_phase(collective, levels, hosts, rank, &mut |phase| {

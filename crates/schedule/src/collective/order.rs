@@ -1,3 +1,5 @@
+use super::{Incoming, Outgoing, Step};
+use std::ops::Range;
 use trireme_base::Rank;
 
 /// One instruction of the canonical order, as a program for a stack of partial results.
@@ -17,7 +19,7 @@ pub enum Term {
 /// # Panics
 /// If `world_size` is 0.
 pub fn canonical_terms(world_size: usize) -> Vec<Term> {
-    let folding = Folding::new(world_size);
+    let folding = Folding::new(world_size, 0);
     let mut terms = Vec::new();
     push_subtree(&folding, 0, folding.num_leaves, &mut terms);
     terms
@@ -25,17 +27,15 @@ pub fn canonical_terms(world_size: usize) -> Vec<Term> {
 
 /// Partial results that [`canonical_terms`] needs at once.
 pub fn num_partials(world_size: usize) -> usize {
-    let mut depth = 0;
-    let mut deepest = 0;
-    for term in canonical_terms(world_size) {
+    let depth = |depth: &mut usize, term| {
         match term {
-            Term::Load(_) => depth += 1,
+            Term::Load(_) => *depth += 1,
             Term::Reduce(_) => {}
-            Term::Combine => depth -= 1,
+            Term::Combine => *depth -= 1,
         }
-        deepest = deepest.max(depth);
-    }
-    deepest
+        Some(*depth)
+    };
+    canonical_terms(world_size).into_iter().scan(0, depth).max().unwrap_or(0)
 }
 
 fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Term>) {
@@ -57,39 +57,54 @@ fn push_subtree(folding: &Folding, first: usize, end: usize, terms: &mut Vec<Ter
     }
 }
 
-/// How ranks become the leaves of a balanced tree: the first `extra` leaves are pairs of neighbours.
+/// How ranks become the leaves of a balanced tree: the first `extra` leaves are pairs of neighbours. The root stands for its
+/// leaf even if it is the second rank of a pair, else the first does.
 pub(super) struct Folding {
     pub(super) num_leaves: usize,
     pub(super) extra: usize,
-}
-
-/// What a rank does in a folded world.
-pub(super) enum Role {
-    /// Stands for leaf `leaf`, together with `follower` if there is one.
-    Leader { leaf: usize, follower: Option<usize> },
-    /// Hands its vector to `leader` and gets the result from it.
-    Follower { leader: usize },
+    root: usize,
 }
 
 impl Folding {
-    pub(super) fn new(world_size: usize) -> Self {
+    pub(super) fn new(world_size: usize, root: usize) -> Self {
         assert!(world_size > 0, "a world has at least one rank");
         let num_leaves = 1 << world_size.ilog2();
-        Folding { num_leaves, extra: world_size - num_leaves }
+        Folding { num_leaves, extra: world_size - num_leaves, root }
+    }
+
+    /// The leaf that a rank belongs to.
+    pub(super) fn leaf(&self, rank: usize) -> usize {
+        if rank < 2 * self.extra { rank / 2 } else { rank - self.extra }
     }
 
     /// The rank that stands for a leaf.
     pub(super) fn leader(&self, leaf: usize) -> usize {
-        if leaf < self.extra { 2 * leaf } else { leaf + self.extra }
+        match leaf < self.extra {
+            _ if leaf == self.leaf(self.root) => self.root,
+            true => 2 * leaf,
+            false => leaf + self.extra,
+        }
     }
 
-    pub(super) fn role(&self, rank: usize) -> Role {
-        if rank >= 2 * self.extra {
-            Role::Leader { leaf: rank - self.extra, follower: None }
-        } else if rank.is_multiple_of(2) {
-            Role::Leader { leaf: rank / 2, follower: Some(rank + 1) }
-        } else {
-            Role::Follower { leader: rank - 1 }
-        }
+    /// The other rank of the same leaf.
+    pub(super) fn other(&self, rank: usize) -> Option<usize> {
+        (rank < 2 * self.extra).then_some(rank ^ 1)
+    }
+
+    /// Appends what a rank of a folded pair does first with `whole`. `None` for the one that hands its vector in, else the leaf
+    /// that `rank` stands for.
+    pub(super) fn fold(
+        &self,
+        rank: usize,
+        whole: impl FnOnce() -> Range<usize>,
+        steps: &mut Vec<Step>,
+    ) -> Option<usize> {
+        let leaf = self.leaf(rank);
+        let leads = self.leader(leaf) == rank;
+        steps.extend(self.other(rank).map(|other| match leads {
+            true => Step::receive(Incoming::reduce(rank, other, whole())),
+            false => Step::send(Outgoing::new(other, whole())),
+        }));
+        leads.then_some(leaf)
     }
 }

@@ -1,31 +1,24 @@
-use super::blocks::Blocks;
-use super::{Action, Incoming, Outgoing, Side, Span, Step};
+use super::flat::Own;
+use super::{Action, Incoming, Outgoing, Side, Step};
 use trireme_base::Rank;
 
 /// Reduce-scatter around a ring (Patarasuk, Yuan: "Bandwidth optimal all-reduce algorithms for clusters of
 /// workstations", 2009): each block starts behind its owner and goes around to it, and each rank on the way adds its
 /// elements as the right operand.
-pub(super) fn reduce_scatter(rank: Rank, world_size: usize, blocks: &Blocks, steps: &mut Vec<Step>) {
-    let before = |distance: usize| (rank.0 + 2 * world_size - distance) % world_size;
-    for step in 1..world_size {
-        steps.push(Step::both(
-            Outgoing::new((rank.0 + 1) % world_size, Span::vector(blocks.of(before(step)))),
-            Incoming {
-                from: Rank(before(1)),
-                span: Span::vector(blocks.of(before(step + 1))),
-                action: Action::Reduce { own: Side::Right },
-            },
-        ));
+pub(super) fn reduce_scatter(own: &Own, steps: &mut Vec<Step>) {
+    let block = |distance| own.blocks.of(own.before(distance)).into();
+    for step in 1..own.world_size() {
+        let action = Action::Reduce { own: Side::Right };
+        let receive = Incoming { from: Rank(own.before(1)), span: block(step + 1), action };
+        steps.push(Step::both(Outgoing::new(own.after(1), block(step)), receive));
     }
 }
 
 /// All-gather around a ring: each rank passes on the block that it got last.
-pub(super) fn all_gather(rank: Rank, world_size: usize, blocks: &Blocks, steps: &mut Vec<Step>) {
-    let before = |distance: usize| (rank.0 + world_size - distance) % world_size;
-    for step in 1..world_size {
-        steps.push(Step::both(
-            Outgoing::new((rank.0 + 1) % world_size, Span::vector(blocks.of(before(step - 1)))),
-            Incoming::copy(before(1), Span::vector(blocks.of(before(step)))),
-        ));
+pub(super) fn all_gather(own: &Own, steps: &mut Vec<Step>) {
+    let block = |distance| own.blocks.of(own.before(distance));
+    for step in 1..own.world_size() {
+        let send = Outgoing::new(own.after(1), block(step - 1));
+        steps.push(Step::both(send, Incoming::copy(own.before(1), block(step))));
     }
 }

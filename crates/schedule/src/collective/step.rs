@@ -84,11 +84,6 @@ pub enum Side {
 }
 
 impl Span {
-    /// Elements of [`Memory::Vector`].
-    pub fn vector(range: Range<usize>) -> Self {
-        Span { memory: Memory::Vector, range }
-    }
-
     /// Elements of [`Memory::Input`].
     pub fn input(range: Range<usize>) -> Self {
         Span { memory: Memory::Input, range }
@@ -100,23 +95,30 @@ impl Span {
     }
 }
 
+/// Elements of [`Memory::Vector`].
+impl From<Range<usize>> for Span {
+    fn from(range: Range<usize>) -> Self {
+        Span { memory: Memory::Vector, range }
+    }
+}
+
 impl Outgoing {
     /// A message out.
-    pub fn new(to: usize, span: Span) -> Self {
-        Outgoing { to: Rank(to), span }
+    pub fn new(to: usize, span: impl Into<Span>) -> Self {
+        Outgoing { to: Rank(to), span: span.into() }
     }
 }
 
 impl Incoming {
     /// A message that replaces what was there.
-    pub fn copy(from: usize, span: Span) -> Self {
-        Incoming { from: Rank(from), span, action: Action::Copy }
+    pub fn copy(from: usize, span: impl Into<Span>) -> Self {
+        Incoming { from: Rank(from), span: span.into(), action: Action::Copy }
     }
 
     /// A message that is reduced with what is there; the value of the lower rank is the left operand.
-    pub fn reduce(own: usize, from: usize, span: Span) -> Self {
+    pub fn reduce(own: usize, from: usize, span: impl Into<Span>) -> Self {
         let own = if own < from { Side::Left } else { Side::Right };
-        Incoming { from: Rank(from), span, action: Action::Reduce { own } }
+        Incoming { from: Rank(from), span: span.into(), action: Action::Reduce { own } }
     }
 }
 
@@ -134,6 +136,14 @@ impl Step {
     /// A message out and one in.
     pub fn both(send: Outgoing, receive: Incoming) -> Self {
         Step::Exchange { send: Some(send), receive: Some(receive) }
+    }
+
+    /// Makes it the step that brings back what this one sends, and sends back what it receives.
+    pub(super) fn undo(&mut self) {
+        let Step::Exchange { send, receive } = self else { return };
+        let back = receive.take().map(|receive| Outgoing { to: receive.from, span: receive.span });
+        *receive = send.take().map(|send| Incoming { from: send.to, span: send.span, action: Action::Copy });
+        *send = back;
     }
 
     /// Gives ranks other names, and moves elements of [`Memory::Vector`] `offset` elements on.

@@ -1,11 +1,10 @@
 //! Binomial trees in which every subtree is a run of ranks: whatever the root, what a subtree has is contiguous,
 //! and of two subtrees one has the lower ranks.
 
-use super::blocks::Blocks;
-use super::order::{Folding, Role};
-use super::{Incoming, Outgoing, Span, Step, assert_member};
+use super::flat::{Own, distances};
+use super::order::Folding;
+use super::{Incoming, Outgoing, Step};
 use std::ops::Range;
-use trireme_base::Rank;
 
 /// Two neighbouring subtrees of the same number of ranks become one (the last may be shorter), as seen by the rank
 /// that represents one of them.
@@ -34,32 +33,27 @@ fn merge(rank: usize, world_size: usize, root: usize, distance: usize) -> Option
     Some(Merge { partner: representative(sibling), keeps: winner == own, given })
 }
 
-/// 1, 2, 4 and so on, below `world_size`.
-fn distances(world_size: usize) -> impl DoubleEndedIterator<Item = usize> {
-    (0..usize::BITS).map(|bit| 1_usize << bit).take(world_size.next_power_of_two().ilog2() as usize)
-}
-
-/// Reduction of `len` elements to `root` along a binomial tree, in canonical order.
-pub(super) fn reduce(rank: Rank, world_size: usize, root: Rank, len: usize, steps: &mut Vec<Step>) {
-    let folding = RootedFolding::new(world_size, root);
-    let whole = || Span::vector(0..len);
-    let Some(leaf) = folding.fold(rank.0, whole(), steps) else { return };
-    for distance in distances(folding.num_leaves()) {
-        let Some(merge) = merge(leaf, folding.num_leaves(), folding.root_leaf, distance) else { return };
+/// Reduction of `len` elements to the root along a binomial tree, in canonical order.
+pub(super) fn reduce(own: &Own, steps: &mut Vec<Step>) {
+    let folding = Folding::new(own.world_size(), own.root);
+    let whole = || 0..own.blocks.len;
+    let Some(leaf) = folding.fold(own.rank, whole, steps) else { return };
+    for distance in distances(folding.num_leaves) {
+        let Some(merge) = merge(leaf, folding.num_leaves, folding.leaf(own.root), distance) else { return };
         let partner = folding.leader(merge.partner);
         if !merge.keeps {
             steps.push(Step::send(Outgoing::new(partner, whole())));
             return;
         }
-        steps.push(Step::receive(Incoming::reduce(rank.0, partner, whole())));
+        steps.push(Step::receive(Incoming::reduce(own.rank, partner, whole())));
     }
 }
 
-/// Gathers all blocks at `root`.
-pub(super) fn gather(rank: Rank, world_size: usize, root: Rank, blocks: &Blocks, steps: &mut Vec<Step>) {
-    for distance in distances(world_size) {
-        let Some(merge) = merge(rank.0, world_size, root.0, distance) else { continue };
-        let given = Span::vector(blocks.of_all(merge.given));
+/// Gathers all blocks at the root.
+pub(super) fn gather(own: &Own, steps: &mut Vec<Step>) {
+    for distance in distances(own.world_size()) {
+        let Some(merge) = merge(own.rank, own.world_size(), own.root, distance) else { continue };
+        let given = own.blocks.of_all(merge.given);
         steps.push(if merge.keeps {
             Step::receive(Incoming::copy(merge.partner, given))
         } else {
@@ -68,59 +62,10 @@ pub(super) fn gather(rank: Rank, world_size: usize, root: Rank, blocks: &Blocks,
     }
 }
 
-/// Gives every rank its block of what `root` has: [`gather`] backwards.
-pub(super) fn scatter(rank: Rank, world_size: usize, root: Rank, blocks: &Blocks, steps: &mut Vec<Step>) {
-    for distance in distances(world_size).rev() {
-        let Some(merge) = merge(rank.0, world_size, root.0, distance) else { continue };
-        let given = Span::vector(blocks.of_all(merge.given));
-        steps.push(if merge.keeps {
-            Step::send(Outgoing::new(merge.partner, given))
-        } else {
-            Step::receive(Incoming::copy(merge.partner, given))
-        });
-    }
-}
-
-/// A [`Folding`] in which the root stands for its leaf even if it is the second rank of a pair.
-pub(super) struct RootedFolding {
-    folding: Folding,
-    root: usize,
-    pub(super) root_leaf: usize,
-}
-
-impl RootedFolding {
-    pub(super) fn new(world_size: usize, root: Rank) -> Self {
-        assert_member(root, world_size);
-        let folding = Folding::new(world_size);
-        let root_leaf = match folding.role(root.0) {
-            Role::Leader { leaf, .. } => leaf,
-            Role::Follower { leader } => leader / 2,
-        };
-        RootedFolding { folding, root: root.0, root_leaf }
-    }
-
-    pub(super) fn num_leaves(&self) -> usize {
-        self.folding.num_leaves
-    }
-
-    /// The rank that stands for a leaf.
-    pub(super) fn leader(&self, leaf: usize) -> usize {
-        if leaf == self.root_leaf { self.root } else { self.folding.leader(leaf) }
-    }
-
-    /// Appends what a rank of a folded pair does first. `None` for the one that hands its vector in and is done, else
-    /// the leaf that `rank` stands for.
-    pub(super) fn fold(&self, rank: usize, whole: Span, steps: &mut Vec<Step>) -> Option<usize> {
-        let (leaf, other) = match self.folding.role(rank) {
-            Role::Leader { leaf, follower } => (leaf, follower),
-            Role::Follower { leader } => (leader / 2, Some(leader)),
-        };
-        let leads = self.leader(leaf) == rank;
-        match other {
-            Some(other) if leads => steps.push(Step::receive(Incoming::reduce(rank, other, whole))),
-            Some(other) => steps.push(Step::send(Outgoing::new(other, whole))),
-            None => {}
-        }
-        leads.then_some(leaf)
-    }
+/// Gives every rank its block of what the root has: [`gather`] backwards.
+pub(super) fn scatter(own: &Own, steps: &mut Vec<Step>) {
+    let first = steps.len();
+    gather(own, steps);
+    steps[first..].reverse();
+    steps[first..].iter_mut().for_each(Step::undo);
 }

@@ -7,6 +7,7 @@ mod shard;
 
 pub use recompute::recompute;
 
+use crate::action::Action;
 use crate::layout::StateLayout;
 use crate::program::{Outline, Program};
 
@@ -22,4 +23,15 @@ pub fn lay_out(program: Program, state: StateLayout) -> Program {
     let outline = Outline { state: state.normalized(), ..outline };
     let actions = offload::offload(&outline, shard::shard(&outline, actions));
     Program { outline, actions }
+}
+
+/// The actions, with others right before and right after each.
+fn put_beside(actions: &[Action], beside: Vec<[Vec<Action>; 2]>) -> Vec<Action> {
+    let with = |(&action, [before, after]): (_, [Vec<_>; 2])| before.into_iter().chain([action]).chain(after);
+    actions.iter().zip(beside).flat_map(with).collect()
+}
+
+/// The places of the actions that are of a kind.
+fn places(actions: &[Action], is_one: impl Fn(Action) -> bool) -> Vec<usize> {
+    (0..actions.len()).filter(|&place| is_one(actions[place])).collect()
 }

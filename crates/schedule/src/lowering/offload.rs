@@ -1,6 +1,7 @@
 //! State that is away is fetched ahead of its use and evicted after (Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al.,
 //! "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L, 2020).
 
+use super::{places, put_beside};
 use crate::action::{Action, Keep, StateClass, StateOf};
 use crate::program::Outline;
 
@@ -20,11 +21,6 @@ pub(super) fn offload(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action
     actions
 }
 
-/// The places of the actions that work with a class.
-fn uses(actions: &[Action], is_use: impl Fn(Action) -> bool) -> Vec<usize> {
-    (0..actions.len()).filter(|&place| is_use(actions[place])).collect()
-}
-
 /// Fetches before each use, as early as the use `prefetch` places before it but after the last use of the same state, and
 /// evicts after it. What is fetched for the first uses of updates goes along with the end of the passes.
 fn swap_around(
@@ -33,10 +29,9 @@ fn swap_around(
     is_use: impl Fn(Action) -> bool,
     prefetch: usize,
 ) -> Vec<Action> {
-    let uses = uses(actions, is_use);
+    let uses = places(actions, is_use);
     let last_pass = actions.iter().rposition(|action| action.is_pass()).unwrap_or(0);
-    let mut before: Vec<Vec<Action>> = vec![Vec::new(); actions.len() + 1];
-    let mut after: Vec<Vec<Action>> = vec![Vec::new(); actions.len() + 1];
+    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
     for (index, &place) in uses.iter().enumerate() {
         let unit = actions[place].unit();
         let state = StateOf { class, unit, microbatch: 0 };
@@ -52,36 +47,26 @@ fn swap_around(
             .then(|| actions.iter().position(|action| *action == Action::Evict(state)))
             .flatten();
         let earliest = previous.copied().max(reduced).map_or(0, |place| place + 1);
-        before[ahead.max(earliest).min(place)].push(Action::Fetch(state));
+        beside[ahead.max(earliest).min(place)][0].push(Action::Fetch(state));
         // What the update has made may be gathered at once.
         let is_gathered = is_step && actions.get(place + 1) == Some(&Action::Unshard { unit });
-        after[place + usize::from(is_gathered)].push(Action::Evict(state));
+        beside[place + usize::from(is_gathered)][1].push(Action::Evict(state));
     }
-    let mut swapped = Vec::with_capacity(actions.len() + 2 * uses.len());
-    for (place, &action) in actions.iter().enumerate() {
-        swapped.append(&mut before[place]);
-        swapped.push(action);
-        swapped.append(&mut after[place]);
-    }
-    swapped
+    put_beside(actions, beside)
 }
 
 /// Evicts each reduced gradient when the next reduction begins: by then it has had time to end.
 fn evict_reduced(actions: &[Action]) -> Vec<Action> {
-    let mut evicted = Vec::with_capacity(actions.len() * 2);
-    let mut reduced = None;
-    let evict = |unit: usize| Action::Evict(StateOf { class: StateClass::Gradients, unit, microbatch: 0 });
-    for &action in actions {
-        let is_step = matches!(action, Action::Step { .. });
-        evicted.extend(reduced.filter(|_| is_step).map(evict));
-        evicted.push(action);
-        match action {
-            Action::ReduceGrad { unit } => evicted.extend(reduced.replace(unit).map(evict)),
-            Action::Step { .. } => reduced = None,
-            _ => (),
+    let is_reduction = |action| matches!(action, Action::ReduceGrad { .. });
+    let ends = places(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));
+    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    for pair in ends.windows(2) {
+        if let Action::ReduceGrad { unit } = actions[pair[0]] {
+            let state = StateOf { class: StateClass::Gradients, unit, microbatch: 0 };
+            beside[pair[1]][usize::from(is_reduction(actions[pair[1]]))].push(Action::Evict(state));
         }
     }
-    evicted
+    put_beside(actions, beside)
 }
 
 /// Evicts what forward passes of the first units keep, of those that keep something, and fetches it `prefetch` passes before it
@@ -91,9 +76,8 @@ fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
     let mut is_moved = vec![false; chain.num_units];
     let kept = (0..chain.num_units).filter(|&unit| chain.keeps(unit));
     kept.take(outline.state.num_moved).for_each(|unit| is_moved[unit] = true);
-    let passes = uses(actions, Action::is_pass);
-    let mut before: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
-    let mut after: Vec<Vec<Action>> = vec![Vec::new(); actions.len()];
+    let passes = places(actions, Action::is_pass);
+    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
     for (pass, &place) in passes.iter().enumerate() {
         let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
         if keep == Keep::Nothing || !is_moved[unit] {
@@ -108,17 +92,11 @@ fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
         let Some(distance) = later.iter().position(is_use) else { continue };
         if distance > 2 * prefetch {
             let state = StateOf { class: StateClass::Activations, unit, microbatch };
-            after[place].push(Action::Evict(state));
-            before[later[distance - prefetch]].push(Action::Fetch(state));
+            beside[place][1].push(Action::Evict(state));
+            beside[later[distance - prefetch]][0].push(Action::Fetch(state));
         }
     }
-    let mut swapped = Vec::with_capacity(2 * actions.len());
-    for (place, &action) in actions.iter().enumerate() {
-        swapped.append(&mut before[place]);
-        swapped.push(action);
-        swapped.append(&mut after[place]);
-    }
-    swapped
+    put_beside(actions, beside)
 }
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Sharded state comes together where it is used whole, and goes apart again (Rajbhandari et al., 2020, section 5; parameters as
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
+use super::{places, put_beside};
 use crate::action::{Action, StateClass};
 use crate::program::Outline;
 
@@ -11,47 +12,37 @@ use crate::program::Outline;
 pub(super) fn shard(outline: &Outline, mut actions: Vec<Action>) -> Vec<Action> {
     let is_sharded = |class| outline.state.is_sharded(class);
     if is_sharded(StateClass::Gradients) {
-        actions = reduce_every_microbatch(&actions);
+        actions.retain(|action| !matches!(action, Action::ReduceGrad { .. }));
+        actions = followed(&actions, |action| {
+            action.completed_gradient().map(|(unit, _)| Action::ReduceGrad { unit })
+        });
         if !is_sharded(StateClass::Optimizer) {
             actions = gather_grads_before_steps(&actions);
         }
     }
     match (is_sharded(StateClass::Parameters), is_sharded(StateClass::Optimizer)) {
         (true, _) => gather_around_use(outline, &actions),
-        (false, true) => gather_after_steps(&actions),
+        (false, true) => followed(&actions, |action| match action {
+            Action::Step { unit } => Some(Action::Unshard { unit }),
+            _ => None,
+        }),
         (false, false) => actions,
     }
 }
 
-fn reduce_every_microbatch(actions: &[Action]) -> Vec<Action> {
-    let others = actions.iter().filter(|action| !matches!(action, Action::ReduceGrad { .. }));
-    let with_reduction = |&action: &Action| {
-        [Some(action), action.completed_gradient().map(|(unit, _)| Action::ReduceGrad { unit })]
-    };
-    others.flat_map(with_reduction).flatten().collect()
+/// The actions, some of which another one follows.
+fn followed(actions: &[Action], by: impl Fn(Action) -> Option<Action>) -> Vec<Action> {
+    actions.iter().flat_map(|&action| [Some(action), by(action)]).flatten().collect()
 }
 
 /// One update ahead, so that the next gradient travels while a unit is updated.
 fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
-    let is_step = |action: &&Action| matches!(action, Action::Step { .. });
-    let mut gathers = actions.iter().filter(is_step).map(|step| Action::UnshardGrad { unit: step.unit() });
-    let mut lowered = Vec::with_capacity(2 * actions.len());
-    let mut is_first = true;
-    for action in actions {
-        if is_step(&action) {
-            lowered.extend(gathers.by_ref().take(1 + usize::from(std::mem::take(&mut is_first))));
-        }
-        lowered.push(*action);
+    let steps = places(actions, |action| matches!(action, Action::Step { .. }));
+    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    for (index, &step) in steps.iter().enumerate() {
+        beside[steps[index.saturating_sub(1)]][0].push(Action::UnshardGrad { unit: actions[step].unit() });
     }
-    lowered
-}
-
-fn gather_after_steps(actions: &[Action]) -> Vec<Action> {
-    let with_gathering = |&action: &Action| match action {
-        Action::Step { unit } => [Some(action), Some(Action::Unshard { unit })],
-        _ => [Some(action), None],
-    };
-    actions.iter().flat_map(with_gathering).flatten().collect()
+    put_beside(actions, beside)
 }
 
 /// A stretch of passes, by their places among all passes, over which a unit's parameters are there.
@@ -64,29 +55,16 @@ struct Stay {
 }
 
 fn gather_around_use(outline: &Outline, actions: &[Action]) -> Vec<Action> {
-    let is_pass = |action: &Action| action.is_pass();
-    let passes: Vec<Action> = actions.iter().copied().filter(is_pass).collect();
-    let stays = stays(outline, &passes);
-    let mut unshards = vec![Vec::new(); passes.len()];
-    let mut reshards = vec![Vec::new(); passes.len()];
-    for Stay { unit, first, last, previous } in stays {
+    let places = places(actions, Action::is_pass);
+    let passes: Vec<Action> = places.iter().map(|&place| actions[place]).collect();
+    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    for Stay { unit, first, last, previous } in stays(outline, &passes) {
         let earliest = previous.map_or(0, |previous| previous + 1);
-        unshards[first.saturating_sub(outline.state.gather_ahead).max(earliest)].push(unit);
-        reshards[last].push(unit);
+        let first = first.saturating_sub(outline.state.gather_ahead).max(earliest);
+        beside[places[first]][0].push(Action::Unshard { unit });
+        beside[places[last]][1].push(Action::Reshard { unit });
     }
-    let mut lowered = Vec::with_capacity(2 * actions.len());
-    let mut pass = 0;
-    for &action in actions {
-        if !is_pass(&action) {
-            lowered.push(action);
-            continue;
-        }
-        lowered.extend(unshards[pass].iter().map(|&unit| Action::Unshard { unit }));
-        lowered.push(action);
-        lowered.extend(reshards[pass].iter().map(|&unit| Action::Reshard { unit }));
-        pass += 1;
-    }
-    lowered
+    put_beside(actions, beside)
 }
 
 /// In order of their first passes. A unit stays from one pass to the next one that reads it if they are neighbours, from its

@@ -1,12 +1,18 @@
 //! What makes two trees use the whole bandwidth.
 
-use super::super::double_tree::{all_reduce, num_chunks};
+use super::super::double_tree::{all_reduce_by, num_chunks};
 use super::super::*;
 use super::interpreter::*;
 use super::oracle::*;
 
 fn steps_of(world_size: usize, len: usize, num_chunks: usize) -> Vec<Vec<Step>> {
-    programs(world_size, |rank, steps| all_reduce(rank, world_size, len, num_chunks, steps))
+    programs(world_size, |rank, steps| {
+        all_reduce_by(
+            num_chunks,
+            &flat::Own { rank: rank.0, root: 0, blocks: Blocks::even(world_size, len) },
+            steps,
+        )
+    })
 }
 
 #[test]

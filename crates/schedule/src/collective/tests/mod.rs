@@ -46,8 +46,8 @@ fn the_canonical_order_pairs_neighbours() {
 #[test]
 fn the_barrier_hears_from_every_rank() {
     for world_size in 1..=17 {
-        let programs =
-            programs(world_size, |rank, steps| barrier::barrier_dissemination(rank, world_size, steps));
+        let hosts = Hosts::single(world_size);
+        let programs = programs_of(Collective::Barrier, FlatAlgorithm::Dissemination.into(), &hosts);
         let mut heard: Vec<Vec<bool>> =
             (0..world_size).map(|rank| (0..world_size).map(|other| other == rank).collect()).collect();
         let num_rounds = programs[0].len();

@@ -76,8 +76,8 @@ fn simulated_times_are_those_of_the_formulas() {
 #[test]
 fn a_message_occupies_its_sender() {
     let LinkCost { latency_seconds: alpha, seconds_per_byte: beta } = MODEL.within;
-    let long = || Span::vector(0..1000);
-    let short = || Span::vector(0..10);
+    let long = || Span::from(0..1000);
+    let short = || Span::from(0..10);
     let programs = [
         vec![
             Step::both(Outgoing::new(1, long()), Incoming::copy(1, short())),
@@ -93,7 +93,7 @@ fn a_message_occupies_its_sender() {
 #[test]
 fn ranks_of_a_host_share_its_link() {
     let LinkCost { latency_seconds: alpha, seconds_per_byte: beta } = MODEL.across;
-    let span = || Span::vector(0..1000);
+    let span = || Span::from(0..1000);
     let send = |to| vec![Step::send(Outgoing::new(to, span()))];
     let receive = |from| vec![Step::receive(Incoming::copy(from, span()))];
     let programs = [send(2), send(3), receive(0), receive(1)];
