@@ -104,7 +104,7 @@ impl<T: Element> Fusion<T> {
         let mut state = lock(&self.state);
         if !self.fuses(vector.len()) {
             self.close(&mut state);
-            return FusedWork { part: Part::Alone(self.group.all_reduce(vector, self.op)) };
+            return self.group.all_reduce(vector, self.op).into();
         }
         if lock(&state.open).len + vector.len() > self.len_max {
             self.close(&mut state);
@@ -113,7 +113,7 @@ impl<T: Element> Fusion<T> {
         let mut open = lock(&batch);
         let range = open.len..open.len + vector.len();
         if let Err(failure) = self.put(&mut state, &mut open, &vector) {
-            return FusedWork { part: Part::Alone(Work::ready(Err(failure))) };
+            return Work::ready(Err(failure)).into();
         }
         drop(open);
         FusedWork { part: Part::OfBatch { fusion: self.clone(), batch, range, vector } }
@@ -226,6 +226,13 @@ impl<T: Element> FusedWork<T> {
             Part::Alone(work) => work.wait(),
             Part::OfBatch { fusion, batch, range, vector } => fusion.finish(&batch, range, vector),
         }
+    }
+}
+
+/// A vector that travels alone.
+impl<T> From<Work<Buffer<T>>> for FusedWork<T> {
+    fn from(work: Work<Buffer<T>>) -> Self {
+        FusedWork { part: Part::Alone(work) }
     }
 }
 

@@ -5,6 +5,7 @@ use crate::error::ParallelError;
 use crate::step::ExecutorOptions;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
 use trireme_comm::{
     Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
@@ -14,6 +15,8 @@ use trireme_tensor::{Category, Device, ParameterTable};
 
 /// The compressed reduction of one unit's gradient, step after step.
 pub(crate) struct Compressed {
+    group: Arc<Group>,
+    device: Device,
     /// Absent in a dry group, where nothing is compressed.
     compressor: Option<Box<Compressor>>,
     /// In a dry group, the rounds of each kind of step that is to come, in their order.
@@ -76,7 +79,7 @@ impl Compressed {
         unit: usize,
         options: &ExecutorOptions,
         device: &Device,
-        group: &Group,
+        group: &Arc<Group>,
     ) -> Result<Option<Self>, ParallelError> {
         let ExecutorOptions { compression, seed, .. } = options;
         let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
@@ -87,6 +90,8 @@ impl Compressed {
         let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
         let compressor = (!group.is_dry()).then(compressor).transpose()?;
         let mut compressed = Compressed {
+            group: Arc::clone(group),
+            device: device.clone(),
             compressor: compressor.map(Box::new),
             state_bytes: sizes.state_bytes,
             kinds: sizes.rounds.into(),
@@ -100,7 +105,7 @@ impl Compressed {
             Some(compressor) => compressor.rounds().to_vec(),
             None => compressed.kinds.front().cloned().unwrap_or_default(),
         };
-        compressed.make_exchanges(&first, device, group)?;
+        compressed.make_exchanges(&first)?;
         Ok(Some(compressed))
     }
 
@@ -118,8 +123,8 @@ impl Compressed {
     }
 
     /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
-    pub(crate) fn remember(&mut self, device: &Device) -> Result<(), ParallelError> {
-        device.memory().take(Category::Communication, self.state_bytes)?;
+    pub(crate) fn remember(&mut self) -> Result<(), ParallelError> {
+        self.device.memory().take(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
         self.before = Some(states.map(|(name, values)| (name, Kept::new(values))).collect());
         Ok(())
@@ -138,53 +143,37 @@ impl Compressed {
         self.kinds.len()
     }
 
-    pub(crate) fn is_under_way(&self) -> bool {
-        self.under_way.is_some()
-    }
-
     /// Starts the first round of a step with this rank's `gradient`.
-    pub(crate) fn start(
-        &mut self,
-        mut gradient: Buffer<f32>,
-        device: &Device,
-        group: &Group,
-    ) -> Result<(), ParallelError> {
+    pub(crate) fn start(&mut self, mut gradient: Buffer<f32>) -> Result<(), ParallelError> {
         let Some(compressor) = &self.compressor else {
             if let Some(rounds) = self.kinds.pop_front() {
-                self.make_exchanges(&rounds, device, group)?;
+                self.make_exchanges(&rounds)?;
             }
-            self.under_way = Some(UnderWay::Whole(group.all_reduce(gradient, ReduceOp::Sum)));
+            self.under_way = Some(UnderWay::Whole(self.group.all_reduce(gradient, ReduceOp::Sum)));
             return Ok(());
         };
         let rounds = compressor.rounds();
         if !self.exchanges.iter().map(|exchange| exchange.round()).eq(rounds.iter().copied()) {
             let rounds = rounds.to_vec();
-            self.make_exchanges(&rounds, device, group)?;
+            self.make_exchanges(&rounds)?;
         }
         let compressor = self.compressor.as_mut().expect("it was there");
         for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(compressor.state()) {
             kept.copy_from(values);
         }
-        self.exchanges[0].start(compressor, &mut gradient, group);
+        self.exchanges[0].start(compressor, &mut gradient, &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: 0 });
         Ok(())
     }
 
     /// Starts a step in which `gradient` is summed as it is; the compressor has no part in it.
-    pub(crate) fn start_whole(&mut self, gradient: Buffer<f32>, group: &Group) {
-        let round = Round::AllReduce { dtype: DType::F32, len: gradient.len() };
-        let bytes = round.bytes_sent(group.world_size());
-        self.statistics =
-            CompressionStatistics { error_norm: 0.0, bytes_sent: bytes, bytes_uncompressed: bytes };
-        self.under_way = Some(UnderWay::Whole(group.all_reduce(gradient, ReduceOp::Sum)));
+    pub(crate) fn start_whole(&mut self, gradient: Buffer<f32>) {
+        self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
+        self.under_way = Some(UnderWay::Whole(self.group.all_reduce(gradient, ReduceOp::Sum)));
     }
 
     /// Waits for the message under way and starts the next one; after the last one, the sum over all ranks.
-    pub(crate) fn advance(
-        &mut self,
-        group: &Group,
-        waiting: &mut Waiting,
-    ) -> Result<Option<Buffer<f32>>, ParallelError> {
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
         let (mut gradient, round) = match self.under_way.take() {
             None => return Ok(None),
             Some(UnderWay::Whole(work)) => return Ok(Some(waiting.wait(work)?)),
@@ -196,20 +185,16 @@ impl Compressed {
             self.statistics = compressor.statistics();
             return Ok(Some(gradient));
         };
-        next.start(compressor, &mut gradient, group);
+        next.start(compressor, &mut gradient, &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: round + 1 });
         Ok(None)
     }
 
     /// Takes memory for the messages of the rounds to come, and gives back that of earlier ones.
-    fn make_exchanges(
-        &mut self,
-        rounds: &[Round],
-        device: &Device,
-        group: &Group,
-    ) -> Result<(), ParallelError> {
+    fn make_exchanges(&mut self, rounds: &[Round]) -> Result<(), ParallelError> {
+        let group = &self.group;
         self.exchanges.clear();
-        self.counted = Counted::new(device);
+        self.counted = Counted::new(&self.device);
         for &round in rounds {
             let num_bytes = round.num_bytes() * round.num_messages(group.world_size());
             self.counted.take(Category::Communication, num_bytes)?;

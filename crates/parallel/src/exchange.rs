@@ -1,13 +1,14 @@
 use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
+use crate::stored::Stored;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::Group;
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
-use trireme_tensor::{Category, Device, LEAVES, View, ViewMut};
+use trireme_tensor::{Category, Device, LEAVES};
 
 /// What an optimizer exchanges with those of the other shards, if the update is sharded.
 pub(crate) struct ShardExchange {
@@ -47,12 +48,9 @@ impl ShardOps for ShardExchange {
         }
         // As long as shards of whole leaves make up.
         let mut buffer = self.wholes.take(whole.len().next_multiple_of(LEAVES))?;
-        let shape = [part.len()].into();
-        let own = ViewMut::from_f32s(&mut buffer[part.clone()], shape);
-        self.device.copy(View::from_f32s(&whole[part], shape), own);
+        self.device.copy(f32::view(&whole[part.clone()]), f32::view_mut(&mut buffer[part]));
         let buffer = self.group.all_gather(buffer).wait()?;
-        let shape = [whole.len()].into();
-        self.device.copy(View::from_f32s(&buffer[..whole.len()], shape), ViewMut::from_f32s(whole, shape));
+        self.device.copy(f32::view(&buffer[..whole.len()]), f32::view_mut(whole));
         self.wholes.give(buffer);
         Ok(())
     }

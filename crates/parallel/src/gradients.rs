@@ -2,25 +2,27 @@
 
 mod memory;
 
+use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::offload::Movable;
+use crate::parameters::wholes::{Gathered, Wholes};
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
-use crate::reduction::{Exchanges, Reduced, Reduction};
-use crate::shard_sum::ShardSum;
+use crate::reduction::Reduction;
+use crate::stored::Stored;
 use crate::tied::TiedGradients;
 use crate::tree::TreeSum;
+use crate::vector::Sum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_comm::{Buffer, CompressionStatistics, Compressor, Round, Work};
+use trireme_comm::{Buffer, CompressionStatistics, Compressor};
 use trireme_schedule::Outline;
 use trireme_tensor::{
-    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Shape, Tensor, View,
-    ViewMut,
+    Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
 };
 
 /// Whole gradients of one length that are under way at a time, where ranks keep shards of them only: one is written or rounded
@@ -46,29 +48,30 @@ pub(crate) enum Gradient {
 }
 
 impl Gradient {
-    fn view(&self, shape: Shape) -> View<'_> {
+    fn view(&self, len: usize) -> View<'_> {
         match self {
-            Gradient::Reducible(buffer) => View::from_f32s(&buffer[..shape.num_elements()], shape),
+            Gradient::Reducible(buffer) => f32::view(&buffer[..len]),
             Gradient::Partial(tensor) => tensor.view(),
         }
     }
 
-    pub(crate) fn view_mut(&mut self, shape: Shape) -> ViewMut<'_> {
+    /// Its `len` elements, without what fills up leaves.
+    pub(crate) fn view_mut(&mut self, len: usize) -> ViewMut<'_> {
         match self {
-            Gradient::Reducible(buffer) => ViewMut::from_f32s(&mut buffer[..shape.num_elements()], shape),
+            Gradient::Reducible(buffer) => f32::view_mut(&mut buffer[..len]),
             Gradient::Partial(tensor) => tensor.view_mut(),
         }
     }
 }
 
 /// `left += right`.
-pub(crate) fn add(device: &Device, shape: Shape, left: &mut Gradient, right: Gradient) {
-    device.add_assign(left.view_mut(shape), right.view(shape));
+pub(crate) fn add(device: &Device, len: usize, left: &mut Gradient, right: Gradient) {
+    device.add_assign(left.view_mut(len), right.view(len));
 }
 
 /// The gradient of one unit on its way to the optimizer.
 struct UnitGradient {
-    shape: Shape,
+    num_elements: usize,
     /// Elements of the memory that groups reduce.
     len: usize,
     /// The elements that this rank steps.
@@ -80,20 +83,10 @@ struct UnitGradient {
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
     reduction: Reduction,
-    /// Its result, between the end of a step and the next one, where no shard is kept apart.
-    reduced: Option<Reduced>,
     /// Whether the sum over replicas has ended, of all that was added.
     is_finished: bool,
     /// The sum so far, where ranks keep a shard apart from the whole gradient.
-    shard: Option<Box<dyn ShardSum>>,
-    /// All of the reduced gradient, gathered from the shards.
-    gathered: Option<Gathered>,
-}
-
-/// A reduced gradient that comes together.
-enum Gathered {
-    UnderWay(Work<Buffer<f32>>),
-    Whole(Buffer<f32>),
+    shard: Option<Box<dyn Sum>>,
 }
 
 /// Gradients of all units of a rank.
@@ -104,17 +97,16 @@ pub(crate) struct Gradients {
     table: Arc<ParameterTable>,
     ranks: Arc<RankGrid>,
     units: Vec<UnitGradient>,
-    /// Whole gradients in f32, where something else is kept.
-    pool: Option<Pool<f32>>,
-    /// What has counted whole gradients that stay.
-    staying: Option<Pool<f32>>,
-    /// Whether those are under way until they are reduced.
-    is_pool_under_way: bool,
-    /// Whether what is under way is rounded, and goes when it was added to a shard.
-    is_narrow_pooled: bool,
+    /// Whole gradients in f32.
+    pool: Pool<f32>,
+    /// Whether those stay with their units, so that there is nothing else.
+    keeps_whole: bool,
+    /// Whether what is under way is rounded, in memory that goes when it was added to a shard; else whole gradients are.
+    is_rounded: bool,
     /// Units whose reductions are under way, the first one first.
     under_way: VecDeque<usize>,
-    exchanges: Exchanges,
+    /// Reduced gradients, gathered from shards where all of a unit is updated by them.
+    gathered: Option<Gathered<f32>>,
     /// What reductions take beside gradients.
     counted: Counted,
     /// What tied units of a pipeline have for each other.
@@ -125,14 +117,9 @@ pub(crate) struct Gradients {
 }
 
 impl Gradients {
-    /// Lets what a tied unit has for another one's gradient wait for it.
-    pub(crate) fn with_tied(self, tied: Option<TiedGradients>) -> Self {
-        Gradients { tied, ..self }
-    }
-
     /// Makes room for the gradients that backward of `unit` writes. What a unit that is tied to it has for the microbatch, is there.
     pub(crate) fn prepare(&mut self, unit: usize, microbatch: usize) -> Result<(), ParallelError> {
-        if self.pool.is_some() {
+        if !self.keeps_whole {
             let outline = std::mem::take(&mut self.outline);
             let prepared = outline.writes(unit).try_for_each(|unit| self.take_whole(unit));
             self.outline = outline;
@@ -169,9 +156,8 @@ impl Gradients {
         }
         let len = state.len;
         loop {
-            let pool = self.pool.as_ref().expect("whole gradients come from a pool");
-            let must_wait = self.under_way.contains(&unit) || (self.is_pool_under_way && self.is_full(len));
-            if let Some(buffer) = (!must_wait).then(|| pool.take(len)).transpose()? {
+            let must_wait = self.under_way.contains(&unit) || (!self.is_rounded && self.is_full(len));
+            if let Some(buffer) = (!must_wait).then(|| self.pool.take(len)).transpose()? {
                 self.units[unit].reducible = Some(buffer);
                 return Ok(());
             }
@@ -197,43 +183,40 @@ impl Gradients {
         self.written[parameters].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
         let gradient = state.open.take().expect("backward of a unit writes its gradient");
-        state.sum.push(gradient, |left, right| add(device, state.shape, left, right));
+        state.sum.push(gradient, |left, right| add(device, state.num_elements, left, right));
     }
 
     /// This rank's sum of `unit`'s gradient since the last reduction, to be changed before the next one.
     pub(crate) fn own_sum(&mut self, unit: usize) -> ViewMut<'_> {
         let (device, state) = (&self.device, &mut self.units[unit]);
-        if let Some(sum) = state.sum.finish(|left, right| add(device, state.shape, left, right)) {
+        if let Some(sum) = state.sum.finish(|left, right| add(device, state.num_elements, left, right)) {
             state.open = Some(sum);
         }
-        state.open.as_mut().expect("a gradient is summed after backward").view_mut(state.shape)
+        state.open.as_mut().expect("a gradient is summed after backward").view_mut(state.num_elements)
     }
 
     /// Starts the reduction over the ranks of what was added to `unit`'s gradient since the last one, when memory for it has
     /// come back rather than be more and more. With `is_whole` it is sent as it is, whatever the compression.
     pub(crate) fn reduce(&mut self, unit: usize, is_whole: bool) -> Result<(), ParallelError> {
-        while self.is_narrow_pooled && self.is_full(self.units[unit].len) {
+        while self.is_rounded && self.units[unit].shard.is_some() && self.is_full(self.units[unit].len) {
             self.finish_first()?;
         }
         self.written[self.table.units()[unit].parameters.clone()].fill(false);
         let (device, state) = (&self.device, &mut self.units[unit]);
-        let sum = state.sum.finish(|left, right| add(device, state.shape, left, right));
+        let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
         let sum = sum.or(state.open.take()).expect("a gradient is reduced after backward");
         let Gradient::Reducible(buffer) = sum else {
             unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
         };
-        if let Some(rounded) = state.reduced.take() {
-            state.reduction.give(rounded);
-        }
-        let group = self.ranks.replicas();
-        if let (true, Reduction::Compressed(compressed)) = (is_whole, &mut state.reduction) {
-            compressed.start_whole(buffer, group);
-        } else if let Some(whole) = state.reduction.start(buffer, device, group)? {
-            self.pool.as_ref().expect("what is rounded came from the pool").give(whole);
+        if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_whole) {
+            compressed.start_whole(buffer);
+        } else if let Some(whole) = state.reduction.start(buffer, device)? {
+            // What is rounded came from the pool.
+            self.pool.give(whole);
         }
         self.under_way.push_back(unit);
-        if self.outline.held().all(|unit| self.units[unit].reduction.is_under_way()) {
-            self.exchanges.flush();
+        if self.under_way.len() == self.outline.held().count() {
+            self.units.iter().for_each(|state| state.reduction.flush());
         }
         Ok(())
     }
@@ -242,21 +225,20 @@ impl Gradients {
     fn finish_first(&mut self) -> Result<(), ParallelError> {
         let unit = self.under_way.pop_front().expect("something is under way");
         let state = &mut self.units[unit];
-        let group = self.ranks.replicas();
-        let Some(sum) = state.reduction.advance(group, &mut self.waiting)? else {
+        if !state.reduction.advance(&mut state.reducible, &mut self.waiting)? {
             // A second message of one unit travels while the first ones of others are waited for.
             self.under_way.push_back(unit);
             return Ok(());
-        };
-        if let Some(shard) = &mut state.shard {
-            shard.add(sum.view(state.own.clone()), &self.device)?;
-            state.is_finished = false;
         }
-        match (sum, &self.pool) {
-            (Reduced::F32(whole), Some(pool)) if state.shard.is_some() => pool.give(whole),
-            (Reduced::F32(whole), _) => state.reducible = Some(whole),
-            (rounded, _) if state.shard.is_some() => state.reduction.give(rounded),
-            (rounded, _) => state.reduced = Some(rounded),
+        if let Some(shard) = &mut state.shard {
+            let sum = state.reduction.view(&state.reducible);
+            shard.add(sum.part(state.own.start, [state.own.len()].into()), &self.device)?;
+            state.is_finished = false;
+            if let Reduction::Rounded(rounded) = &mut state.reduction {
+                rounded.memory().release();
+            } else if !self.keeps_whole {
+                self.pool.give(state.reducible.take().expect("the sum lies there"));
+            }
         }
         Ok(())
     }
@@ -267,10 +249,9 @@ impl Gradients {
             self.finish_first()?;
         }
         // Backward started with the last unit.
-        let pending = |state: &&mut UnitGradient| !state.is_finished;
-        let shards = self.units.iter_mut().rev().filter(pending).filter_map(|state| state.shard.as_mut());
+        let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.for_each(|shard| shard.reduce(&self.device));
-        let mut shards = self.units.iter_mut().rev().filter(pending).filter_map(|state| state.shard.as_mut());
+        let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
         self.units.iter_mut().for_each(|state| state.is_finished = true);
         Ok(std::mem::take(&mut self.waiting))
@@ -282,7 +263,7 @@ impl Gradients {
             self.finish_first()?;
         }
         let state = &mut self.units[unit];
-        if let Some(shard) = state.shard.as_mut().filter(|_| !state.is_finished) {
+        if let Some(shard) = state.pending() {
             shard.reduce(&self.device);
             shard.wait(&mut self.waiting)?;
             state.is_finished = true;
@@ -293,39 +274,27 @@ impl Gradients {
     /// Starts to gather a unit's reduced gradient from the shards.
     pub(crate) fn gather(&mut self, unit: usize) -> Result<(), ParallelError> {
         self.finish(unit)?;
-        let state = &self.units[unit];
-        let pool = self.pool.as_ref().expect("beside shards, whole gradients come from a pool");
-        let mut buffer = pool.take(state.len)?;
-        let own = ViewMut::from_f32s(&mut buffer[state.own.clone()], [state.own.len()].into());
-        self.device.convert(self.reduced(unit), own);
-        self.units[unit].gathered = Some(Gathered::UnderWay(self.ranks.shards().all_gather(buffer)));
-        Ok(())
+        let gathered = self.gathered.as_mut().expect("shards of gradients update whole units");
+        gathered.unshard(unit, Some(self.units[unit].reduced()))
     }
 
     /// Waits for a gradient that was to be gathered.
     pub(crate) fn await_gathered(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        let gathered = &mut self.units[unit].gathered;
-        if let Some(Gathered::UnderWay(work)) = gathered.take() {
-            *gathered = Some(Gathered::Whole(waiting.wait(work)?));
-        }
-        Ok(())
+        self.gathered.as_mut().map_or(Ok(()), |gathered| gathered.ensure(unit, waiting))
     }
 
     /// Gives the memory of a gathered gradient back, which has been waited for.
     pub(crate) fn free_gathered(&mut self, unit: usize) {
-        if let (Some(Gathered::Whole(buffer)), Some(pool)) = (self.units[unit].gathered.take(), &self.pool) {
-            pool.give(buffer);
+        if let Some(gathered) = &mut self.gathered {
+            gathered.reshard(unit);
         }
     }
 
     /// What this rank updates a unit by: the gathered gradient, or its part.
     pub(crate) fn for_update(&self, unit: usize) -> View<'_> {
-        let state = &self.units[unit];
-        match &state.gathered {
-            Some(Gathered::Whole(buffer)) => {
-                View::from_f32s(&buffer[..state.shape.num_elements()], state.shape)
-            }
-            _ => self.reduced(unit),
+        match &self.gathered {
+            Some(gathered) => gathered.view(unit),
+            None => self.reduced(unit),
         }
     }
 
@@ -339,18 +308,18 @@ impl Gradients {
 
     /// Whether `unit`'s reduction is compressed.
     pub(crate) fn is_compressed(&self, unit: usize) -> bool {
-        matches!(self.units[unit].reduction, Reduction::Compressed(_))
+        self.units[unit].reduction.compressed().is_some()
     }
 
     /// Takes memory so that a compressed step may be sent whole, and, if it `may_be_skipped`, taken back.
     pub(crate) fn expect_momentum(&mut self, may_be_skipped: bool) -> Result<(), ParallelError> {
         let group = self.ranks.replicas();
         for state in &mut self.units {
-            let Reduction::Compressed(compressed) = &mut state.reduction else { continue };
+            let Some(compressed) = state.reduction.compressed_mut() else { continue };
             let num_bytes = state.len * size_of::<f32>();
             self.device.memory().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
             if may_be_skipped {
-                compressed.remember(&self.device)?;
+                compressed.remember()?;
             }
         }
         Ok(())
@@ -358,36 +327,27 @@ impl Gradients {
 
     /// Takes back what the last step, which was compressed, did to the compressors.
     pub(crate) fn take_back_compression(&mut self) -> Result<(), ParallelError> {
-        self.units.iter_mut().try_for_each(|state| match &mut state.reduction {
-            Reduction::Compressed(compressed) => compressed.take_back(),
-            _ => Ok(()),
-        })
+        let mut compressed = self.units.iter_mut().filter_map(|state| state.reduction.compressed_mut());
+        compressed.try_for_each(Compressed::take_back)
     }
 
     /// Kinds of steps that compressors of a dry group have not gone through.
     pub(crate) fn num_kinds(&self) -> usize {
-        let kinds = self.units.iter().map(|state| match &state.reduction {
-            Reduction::Compressed(compressed) => compressed.num_kinds(),
-            _ => 0,
-        });
-        kinds.max().unwrap_or(0)
+        let compressed = self.units.iter().filter_map(|state| state.reduction.compressed());
+        compressed.map(Compressed::num_kinds).max().unwrap_or(0)
     }
 
     /// The compressors, each with its unit's name.
     pub(crate) fn compressors(&self) -> impl Iterator<Item = (&str, &Compressor)> {
-        let names = self.table.units().iter().map(|unit| unit.name.as_str());
-        names.zip(&self.units).filter_map(|(name, state)| match &state.reduction {
-            Reduction::Compressed(compressed) => Some((name, compressed.compressor()?)),
-            _ => None,
-        })
+        let units = self.table.units().iter().zip(&self.units);
+        units.filter_map(|(unit, state)| Some((&*unit.name, state.reduction.compressed()?.compressor()?)))
     }
 
     /// The same, to load.
     pub(crate) fn compressors_mut(&mut self) -> impl Iterator<Item = (&str, &mut Compressor)> {
-        let names = self.table.units().iter().map(|unit| unit.name.as_str());
-        names.zip(&mut self.units).filter_map(|(name, state)| match &mut state.reduction {
-            Reduction::Compressed(compressed) => Some((name, compressed.compressor_mut()?)),
-            _ => None,
+        let units = self.table.units().iter().zip(&mut self.units);
+        units.filter_map(|(unit, state)| {
+            Some((&*unit.name, state.reduction.compressed_mut()?.compressor_mut()?))
         })
     }
 
@@ -397,13 +357,9 @@ impl Gradients {
         let mut all = CompressionStatistics::default();
         let mut squares = 0.0;
         for state in &self.units {
-            let of_unit = match &state.reduction {
-                Reduction::Compressed(compressed) => compressed.statistics(),
-                _ => {
-                    let round = Round::AllReduce { dtype: DType::F32, len: state.shape.num_elements() };
-                    let bytes = round.bytes_sent(world_size);
-                    CompressionStatistics { error_norm: 0.0, bytes_sent: bytes, bytes_uncompressed: bytes }
-                }
+            let of_unit = match state.reduction.compressed() {
+                Some(compressed) => compressed.statistics(),
+                None => CompressionStatistics::uncompressed(state.num_elements, world_size),
             };
             all.bytes_sent += of_unit.bytes_sent;
             all.bytes_uncompressed += of_unit.bytes_uncompressed;
@@ -416,14 +372,7 @@ impl Gradients {
     /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks, in what it was
     /// reduced in.
     pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
-        let state = &self.units[unit];
-        let own = &state.own;
-        match (&state.shard, &state.reduced, &state.reducible) {
-            (Some(shard), _, _) => shard.view(),
-            (None, Some(rounded), _) => rounded.view(own.clone()),
-            (None, None, Some(whole)) => View::from_f32s(&whole[own.clone()], [own.len()].into()),
-            (None, None, None) => unreachable!("a gradient is read after its reduction"),
-        }
+        self.units[unit].reduced()
     }
 }
 
@@ -433,10 +382,29 @@ impl UnitGradient {
         if self.open.is_none() {
             self.open = Some(match self.reducible.take() {
                 Some(buffer) => Gradient::Reducible(buffer),
-                None => Gradient::Partial(device.empty(self.shape, DType::F32, Category::Gradients)?),
+                None => {
+                    let shape = [self.num_elements].into();
+                    Gradient::Partial(device.empty(shape, DType::F32, Category::Gradients)?)
+                }
             });
         }
         Ok(())
+    }
+
+    /// The shard to which something was added since its last sum over replicas.
+    fn pending(&mut self) -> Option<&mut Box<dyn Sum>> {
+        self.shard.as_mut().filter(|_| !self.is_finished)
+    }
+
+    /// As [`Gradients::reduced`].
+    fn reduced(&self) -> View<'_> {
+        match &self.shard {
+            Some(shard) => shard.view(),
+            None => {
+                let sum = self.reduction.view(&self.reducible);
+                sum.part(self.own.start, [self.own.len()].into())
+            }
+        }
     }
 }
 
@@ -449,7 +417,7 @@ impl GradSink for Gradients {
         let state = &mut self.units[span.unit];
         state.open(&self.device)?;
         let gradient = state.open.as_mut().expect("it was opened in the line above");
-        let view = gradient.view_mut(state.shape).into_part(span.offset, span.shape);
+        let view = gradient.view_mut(state.num_elements).into_part(span.offset, span.shape);
         Ok(GradTarget { view, accumulate })
     }
 

@@ -5,10 +5,11 @@ use crate::error::ParallelError;
 use crate::packed::slot_bytes;
 use crate::pool::Pool;
 use crate::ranks::Levels;
+use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_comm::{Buffer, Group, Work};
-use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View, ViewMut};
+use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo};
 
 /// Ranks that swap rounded gradients and add up, each of them, what it is given.
 struct Level {
@@ -72,10 +73,6 @@ impl Hierarchical {
         Hierarchical { hierarchy: Arc::clone(hierarchy), unit: unit.clone(), slot_bytes, under_way: None }
     }
 
-    pub(crate) fn is_under_way(&self) -> bool {
-        self.under_way.is_some()
-    }
-
     /// Starts the first level with this rank's `gradient`.
     pub(crate) fn start(&mut self, gradient: Buffer<f32>) -> Result<(), ParallelError> {
         self.start_level(gradient, 0)
@@ -102,8 +99,8 @@ impl Hierarchical {
         let mut messages = pool.take(num_slots * self.slot_bytes)?;
         for (&shard, slot) in shards_of.iter().flatten().zip(messages.chunks_mut(self.slot_bytes.max(1))) {
             let part = self.unit.shard(shard, *num_shards);
-            let (shape, num_bytes) = ([part.len()].into(), format.num_bytes(part.len()));
-            device.quantize(View::from_f32s(&gradient[part], shape), *format, &mut slot[..num_bytes]);
+            let num_bytes = format.num_bytes(part.len());
+            device.quantize(f32::view(&gradient[part]), *format, &mut slot[..num_bytes]);
         }
         self.under_way = Some(UnderWay { gradient, level, work: group.all_to_all(messages) });
         Ok(())
@@ -116,8 +113,8 @@ impl Hierarchical {
         for (source, slots) in messages.chunks((own.len() * self.slot_bytes).max(1)).enumerate() {
             for (&shard, slot) in own.iter().zip(slots.chunks(self.slot_bytes.max(1))) {
                 let part = self.unit.shard(shard, *num_shards);
-                let (message, shape) = (&slot[..format.num_bytes(part.len())], [part.len()].into());
-                let sum = ViewMut::from_f32s(&mut gradient[part], shape);
+                let message = &slot[..format.num_bytes(part.len())];
+                let sum = f32::view_mut(&mut gradient[part]);
                 match source {
                     0 => device.dequantize(message, *format, sum),
                     _ => device.add_dequantized(message, *format, sum),

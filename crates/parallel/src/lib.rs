@@ -25,6 +25,7 @@ mod step;
 mod stored;
 mod tied;
 mod tree;
+mod vector;
 mod waiting;
 
 pub use chain::chain;

@@ -76,8 +76,8 @@ impl PackedGathering {
         let (of_hosts, all) = waiting.wait(self.within.all_gather_into(of_hosts, all))?;
         for (&shard, message) in self.order.iter().zip(all.chunks(slot_bytes.max(1))) {
             let part = unit.shard(shard, self.order.len());
-            let (message, shape) = (&message[..PARAMETER_FORMAT.num_bytes(part.len())], [part.len()].into());
-            self.device.dequantize(message, PARAMETER_FORMAT, T::view_mut(&mut whole[part], shape));
+            let message = &message[..PARAMETER_FORMAT.num_bytes(part.len())];
+            self.device.dequantize(message, PARAMETER_FORMAT, T::view_mut(&mut whole[part]));
         }
         self.of_hosts.give(of_hosts);
         self.all.give(all);

@@ -1,10 +1,11 @@
 //! Parameters of a rank: what it steps, and what its operations read.
 
-mod wholes;
+pub(crate) mod wholes;
 
 use crate::error::ParallelError;
 use crate::ranks::RankGrid;
 use crate::step::ZeroPlusPlus;
+use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
 use std::ops::Range;
@@ -232,7 +233,7 @@ impl RankParameters {
 impl ParameterSource for RankParameters {
     fn unit(&self, unit: usize) -> View<'_> {
         if let Some(copy) = self.copy.as_ref().filter(|copy| copy.unit == unit) {
-            return View::from_f32s(&copy.values, [copy.values.len()].into());
+            return f32::view(&copy.values);
         }
         match &self.layout {
             Layout::Replicated(parameters) => parameters.unit(unit),

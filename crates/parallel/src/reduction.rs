@@ -5,311 +5,159 @@ use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::hierarchical::Hierarchical;
+use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::stored::Stored;
+use crate::vector::{Exchange, Sum, Vector};
 use crate::waiting::Waiting;
-use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::{Bf16, F16, ReduceOp};
-use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group, TransportKind, Work};
-use trireme_tensor::{Category, Device, Precision, Shape, View};
+use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group, TransportKind};
+use trireme_tensor::{Category, Device, Precision, View};
 
 /// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
     /// In f32: in the gradient's own memory, or with others if it is short.
-    Plain { exchange: Exchange<f32>, under_way: Option<Pending<f32>> },
-    /// In bf16, in memory beside it.
-    Bf16(Rounded<Bf16>),
-    /// In f16, in memory beside it.
-    F16(Rounded<F16>),
+    Plain { exchange: Exchange<f32>, under_way: Option<FusedWork<f32>> },
+    /// In 16 bits, in memory beside it.
+    Rounded(Box<dyn Sum>),
     /// In integers, within hosts and then across them, in memory beside it.
     Hierarchical(Hierarchical),
     /// In what a codec makes of it, in memory beside it.
     Compressed(Compressed),
 }
 
-/// What becomes of vectors of all ranks.
-#[derive(Clone)]
-pub(crate) enum Exchange<T> {
-    /// All have the sum.
-    AllReduce(Fusion<T>),
-    /// Each has its shard of the sum, in its place.
-    ReduceScatter(Arc<Group>),
+/// Makes a reduction of so many elements.
+pub(crate) type MakeReduction = Box<dyn Fn(usize) -> Result<Reduction, ParallelError>>;
+
+/// How the gradients of all units are exchanged that are not compressed.
+pub(crate) enum Exchanges<'a> {
+    /// All ranks have the sums. Short gradients travel together, up to so many bytes at a time; with 0 each travels alone. So does
+    /// each in a world that shares memory: there a message costs no more than the copies that it would save. Memory for
+    /// gradients of these lengths, in the order of their reductions, is taken ahead.
+    AllReduce { fusion_bytes: usize, lens: &'a [usize], counted: &'a Counted },
+    /// Each rank has its shards. If rounded ones `stay`, they lie where they are until the next step.
+    ReduceScatter { stay: bool },
 }
 
-/// A vector that is being reduced.
-pub(crate) enum Pending<T> {
-    Fused(FusedWork<T>),
-    Scattered(Work<Buffer<T>>),
-}
-
-impl<T: Element> Exchange<T> {
-    fn start(&self, vector: Buffer<T>) -> Pending<T> {
-        match self {
-            Exchange::AllReduce(fusion) => Pending::Fused(fusion.all_reduce(vector)),
-            Exchange::ReduceScatter(group) => Pending::Scattered(group.reduce_scatter(vector, ReduceOp::Sum)),
-        }
-    }
-}
-
-impl<T: Element> Pending<T> {
-    fn wait(self, waiting: &mut Waiting) -> Result<Buffer<T>, ParallelError> {
-        Ok(match self {
-            Pending::Fused(work) => waiting.wait_fused(work)?,
-            Pending::Scattered(work) => waiting.wait(work)?,
-        })
-    }
-}
-
-/// How the gradients of all units are exchanged.
-pub(crate) enum Exchanges {
-    /// All ranks have the sums; short gradients travel together.
-    Fusing(Fusions),
-    /// Each rank has its shards.
-    Scattering { group: Arc<Group>, bf16: Pool<Bf16>, f16: Pool<F16> },
-}
-
-impl Exchanges {
-    /// Sums for all ranks of `group`, up to `num_bytes` of short gradients at a time.
-    pub(crate) fn fusing(group: &Arc<Group>, num_bytes: usize) -> Self {
-        Exchanges::Fusing(Fusions::new(group, num_bytes))
-    }
-
-    /// Shards of sums for the ranks of `group`; `stays` tells whether rounded ones stay where they are until the next step.
-    pub(crate) fn scattering(group: &Arc<Group>, device: &Device, stays: bool) -> Self {
-        let category = if stays { Category::Gradients } else { Category::Communication };
-        Exchanges::Scattering {
-            group: Arc::clone(group),
-            bf16: Pool::new(group, device, category, true),
-            f16: Pool::new(group, device, category, true),
-        }
-    }
-
-    /// Sends what waits for more: all gradients of a step have been given.
-    pub(crate) fn flush(&self) {
-        if let Exchanges::Fusing(fusions) = self {
-            fusions.flush();
-        }
-    }
-}
-
-/// What the short gradients of a step travel together by, whatever they are rounded to.
-pub(crate) struct Fusions {
-    f32: Fusion<f32>,
-    bf16: Fusion<Bf16>,
-    f16: Fusion<F16>,
-}
-
-impl Fusions {
-    /// Up to `num_bytes` at a time; 0 lets each gradient travel alone. So does a world that shares memory: there a message
-    /// costs no more than the copies that it would save.
-    pub(crate) fn new(group: &Arc<Group>, num_bytes: usize) -> Self {
-        let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
-        let num_bytes = if shares_memory { 0 } else { num_bytes };
-        Fusions {
-            f32: fusion(group, num_bytes),
-            bf16: fusion(group, num_bytes),
-            f16: fusion(group, num_bytes),
-        }
-    }
-
-    /// Sends what waits for more: all gradients of a step have been given.
-    pub(crate) fn flush(&self) {
-        self.f32.flush();
-        self.bf16.flush();
-        self.f16.flush();
-    }
-
-    /// Takes memory for gradients of these lengths, in the order of their reductions.
-    pub(crate) fn reserve(
+impl Exchanges<'_> {
+    /// Reductions over `group` in `dtype`.
+    ///
+    /// 16 bits take memory for the rounded gradient, which is the only one that stays.
+    pub(crate) fn reductions(
         &self,
-        lens: impl Iterator<Item = usize>,
         dtype: Precision,
-        counted: &Counted,
-        group: &Group,
-    ) -> Result<(), ParallelError> {
-        let num_bytes = match dtype {
-            Precision::F32 => self.f32.reserve(lens)?,
-            Precision::Bf16 => self.bf16.reserve(lens)?,
-            Precision::F16 => self.f16.reserve(lens)?,
-        };
-        counted.take(Category::Communication, num_bytes)?;
-        counted.map(group.peer_bytes_mapped(num_bytes))
+        group: &Arc<Group>,
+        device: &Device,
+    ) -> Result<MakeReduction, ParallelError> {
+        match dtype {
+            Precision::F32 => {
+                let exchange = self.exchange(group)?;
+                Ok(Box::new(move |_| Ok(Reduction::Plain { exchange: exchange.clone(), under_way: None })))
+            }
+            Precision::Bf16 => self.rounded::<Bf16>(group, device),
+            Precision::F16 => self.rounded::<F16>(group, device),
+        }
     }
-}
 
-fn fusion<T: Element>(group: &Arc<Group>, num_bytes: usize) -> Fusion<T> {
-    Fusion::new(Arc::clone(group), ReduceOp::Sum, num_bytes / size_of::<T>())
+    fn rounded<T: Stored>(
+        &self,
+        group: &Arc<Group>,
+        device: &Device,
+    ) -> Result<MakeReduction, ParallelError> {
+        let (category, has_own) = match self {
+            Exchanges::AllReduce { .. } => (Category::Gradients, true),
+            Exchanges::ReduceScatter { stay: true } => (Category::Gradients, false),
+            Exchanges::ReduceScatter { stay: false } => (Category::Communication, false),
+        };
+        let (exchange, pool) = (self.exchange::<T>(group)?, Pool::new(group, device, category, true));
+        Ok(Box::new(move |len| {
+            let mut vector = Vector::new(len, &exchange, &pool);
+            if has_own {
+                vector.restore()?;
+            }
+            Ok(Reduction::Rounded(Box::new(vector)))
+        }))
+    }
+
+    fn exchange<T: Element>(&self, group: &Arc<Group>) -> Result<Exchange<T>, ParallelError> {
+        let Exchanges::AllReduce { fusion_bytes, lens, counted } = *self else {
+            return Ok(Exchange::ReduceScatter(Arc::clone(group)));
+        };
+        let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
+        let len_max = if shares_memory { 0 } else { fusion_bytes / size_of::<T>() };
+        let fusion = Fusion::new(Arc::clone(group), ReduceOp::Sum, len_max);
+        let num_bytes = fusion.reserve(lens.iter().copied())?;
+        counted.take(Category::Communication, num_bytes)?;
+        counted.map(group.peer_bytes_mapped(num_bytes))?;
+        Ok(Exchange::AllReduce(fusion))
+    }
 }
 
 impl Reduction {
-    /// A reduction of `len` elements over `group` without compression. A world of one has nothing to send, so it rounds
-    /// nothing.
-    ///
-    /// 16 bits take memory for the rounded gradient, which is the only one that stays.
-    pub(crate) fn new(
-        len: usize,
-        dtype: Precision,
-        exchanges: &Exchanges,
-        counted: &Counted,
-        group: &Group,
-    ) -> Result<Self, ParallelError> {
-        let dtype = if group.world_size() == 1 { Precision::F32 } else { dtype };
-        Ok(match exchanges {
-            Exchanges::Scattering { group, bf16, f16 } => match dtype {
-                Precision::F32 => {
-                    let exchange = Exchange::ReduceScatter(Arc::clone(group));
-                    Reduction::Plain { exchange, under_way: None }
-                }
-                Precision::Bf16 => Reduction::Bf16(Rounded::scattered(bf16, group)),
-                Precision::F16 => Reduction::F16(Rounded::scattered(f16, group)),
-            },
-            Exchanges::Fusing(fusions) => {
-                let num_bytes = len * dtype.dtype().size();
-                counted.map(group.peer_bytes_mapped(num_bytes))?;
-                if dtype != Precision::F32 {
-                    counted.take(Category::Gradients, num_bytes)?;
-                }
-                match dtype {
-                    Precision::F32 => {
-                        let exchange = Exchange::AllReduce(fusions.f32.clone());
-                        Reduction::Plain { exchange, under_way: None }
-                    }
-                    Precision::Bf16 => Reduction::Bf16(Rounded::fused(len, &fusions.bf16, group)?),
-                    Precision::F16 => Reduction::F16(Rounded::fused(len, &fusions.f16, group)?),
-                }
-            }
-        })
-    }
-
     /// Starts the reduction of this rank's `sum`; gives it back if it is not what is reduced.
     pub(crate) fn start(
         &mut self,
         sum: Buffer<f32>,
         device: &Device,
-        group: &Group,
     ) -> Result<Option<Buffer<f32>>, ParallelError> {
         match self {
             Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum)),
-            Reduction::Bf16(rounded) => {
-                rounded.start(&sum, device)?;
-                return Ok(Some(sum));
-            }
-            Reduction::F16(rounded) => {
-                rounded.start(&sum, device)?;
+            Reduction::Rounded(rounded) => {
+                rounded.add(f32::view(&sum), device)?;
+                rounded.reduce(device);
                 return Ok(Some(sum));
             }
             Reduction::Hierarchical(hierarchical) => hierarchical.start(sum)?,
-            Reduction::Compressed(compressed) => compressed.start(sum, device, group)?,
+            Reduction::Compressed(compressed) => compressed.start(sum)?,
         }
         Ok(None)
     }
 
-    /// Whether a reduction was started and has not come to its sum.
-    pub(crate) fn is_under_way(&self) -> bool {
+    /// Sends what waits for more: all gradients of a step have been given.
+    pub(crate) fn flush(&self) {
         match self {
-            Reduction::Plain { under_way, .. } => under_way.is_some(),
-            Reduction::Bf16(rounded) => rounded.under_way.is_some(),
-            Reduction::F16(rounded) => rounded.under_way.is_some(),
-            Reduction::Hierarchical(hierarchical) => hierarchical.is_under_way(),
-            Reduction::Compressed(compressed) => compressed.is_under_way(),
+            Reduction::Plain { exchange, .. } => exchange.flush(),
+            Reduction::Rounded(rounded) => rounded.flush(),
+            Reduction::Hierarchical(_) | Reduction::Compressed(_) => (),
         }
     }
 
-    /// Waits for the message under way; the sum over all ranks, unless that takes another message, which is then under way.
+    /// Waits for the message under way. Tells whether the sum over all ranks is there: in `wide`, or here if it is rounded. If
+    /// not, it takes another message, which is then under way.
     pub(crate) fn advance(
         &mut self,
-        group: &Group,
+        wide: &mut Option<Buffer<f32>>,
         waiting: &mut Waiting,
-    ) -> Result<Option<Reduced>, ParallelError> {
-        match self {
+    ) -> Result<bool, ParallelError> {
+        *wide = match self {
             Reduction::Plain { under_way, .. } => {
-                let pending = under_way.take().expect("a reduction was started");
-                Ok(Some(Reduced::F32(pending.wait(waiting)?)))
+                Some(waiting.wait_fused(under_way.take().expect("a reduction was started"))?)
             }
-            Reduction::Bf16(rounded) => Ok(Some(Reduced::Bf16(rounded.wait(waiting)?))),
-            Reduction::F16(rounded) => Ok(Some(Reduced::F16(rounded.wait(waiting)?))),
-            Reduction::Hierarchical(hierarchical) => Ok(hierarchical.advance(waiting)?.map(Reduced::F32)),
-            Reduction::Compressed(compressed) => Ok(compressed.advance(group, waiting)?.map(Reduced::F32)),
-        }
-    }
-
-    /// Takes back memory of a sum that was rounded.
-    pub(crate) fn give(&mut self, sum: Reduced) {
-        match (self, sum) {
-            (Reduction::Bf16(rounded), Reduced::Bf16(sum)) => rounded.give(sum),
-            (Reduction::F16(rounded), Reduced::F16(sum)) => rounded.give(sum),
-            _ => unreachable!("sums go back where they came from"),
-        }
-    }
-}
-
-/// A sum over all ranks, in what it was reduced in.
-pub(crate) enum Reduced {
-    F32(Buffer<f32>),
-    Bf16(Buffer<Bf16>),
-    F16(Buffer<F16>),
-}
-
-impl Reduced {
-    /// The elements `range`.
-    pub(crate) fn view(&self, range: Range<usize>) -> View<'_> {
-        let shape = [range.len()].into();
-        match self {
-            Reduced::F32(sum) => f32::view(&sum[range], shape),
-            Reduced::Bf16(sum) => Bf16::view(&sum[range], shape),
-            Reduced::F16(sum) => F16::view(&sum[range], shape),
-        }
-    }
-}
-
-/// A reduction in 16 bits. Sums of two are taken in f32 and rounded, so the order of the ranks counts; which one that
-/// is, is the group's to say.
-pub(crate) struct Rounded<T> {
-    exchange: Exchange<T>,
-    memory: NarrowMemory<T>,
-    under_way: Option<Pending<T>>,
-}
-
-/// Where rounded gradients lie.
-enum NarrowMemory<T> {
-    /// In memory of their own, present while it is neither under way nor read.
-    Own(Option<Buffer<T>>),
-    /// In memory that goes from unit to unit.
-    Pooled(Pool<T>),
-}
-
-impl<T: Stored> Rounded<T> {
-    fn fused(len: usize, fusion: &Fusion<T>, group: &Group) -> Result<Self, ParallelError> {
-        let (exchange, memory) = (Exchange::AllReduce(fusion.clone()), group.buffer(len)?);
-        Ok(Rounded { exchange, memory: NarrowMemory::Own(Some(memory)), under_way: None })
-    }
-
-    fn scattered(pool: &Pool<T>, group: &Arc<Group>) -> Self {
-        let exchange = Exchange::ReduceScatter(Arc::clone(group));
-        Rounded { exchange, memory: NarrowMemory::Pooled(pool.clone()), under_way: None }
-    }
-
-    fn start(&mut self, wide: &[f32], device: &Device) -> Result<(), ParallelError> {
-        let mut narrow = match &mut self.memory {
-            NarrowMemory::Own(memory) => memory.take().expect("a unit's reductions do not overlap"),
-            NarrowMemory::Pooled(pool) => pool.take(wide.len())?,
+            Reduction::Rounded(rounded) => {
+                rounded.wait(waiting)?;
+                return Ok(true);
+            }
+            Reduction::Hierarchical(hierarchical) => hierarchical.advance(waiting)?,
+            Reduction::Compressed(compressed) => compressed.advance(waiting)?,
         };
-        let shape = Shape::from([wide.len()]);
-        device.convert(View::from_f32s(wide, shape), T::view_mut(&mut narrow, shape));
-        self.under_way = Some(self.exchange.start(narrow));
-        Ok(())
+        Ok(wide.is_some())
     }
 
-    fn wait(&mut self, waiting: &mut Waiting) -> Result<Buffer<T>, ParallelError> {
-        self.under_way.take().expect("a reduction was started").wait(waiting)
-    }
-
-    fn give(&mut self, narrow: Buffer<T>) {
-        match &mut self.memory {
-            NarrowMemory::Own(memory) => *memory = Some(narrow),
-            NarrowMemory::Pooled(pool) => pool.give(narrow),
+    /// The sum, which is in `wide` if it is not rounded.
+    pub(crate) fn view<'a>(&'a self, wide: &'a Option<Buffer<f32>>) -> View<'a> {
+        match self {
+            Reduction::Rounded(rounded) => rounded.view(),
+            _ => f32::view(wide.as_ref().expect("a gradient is read after its reduction")),
         }
+    }
+
+    pub(crate) fn compressed(&self) -> Option<&Compressed> {
+        if let Reduction::Compressed(compressed) = self { Some(compressed) } else { None }
+    }
+
+    pub(crate) fn compressed_mut(&mut self) -> Option<&mut Compressed> {
+        if let Reduction::Compressed(compressed) = self { Some(compressed) } else { None }
     }
 }
 
@@ -342,32 +190,22 @@ mod tests {
         let ranks = run_ranks(4, |group| {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
-            let exchanges = Exchanges::fusing(&group, 0);
             let counted = Counted::new(&device);
-            let mut reduction = Reduction::new(LEN, dtype, &exchanges, &counted, &group).unwrap();
+            let exchanges = Exchanges::AllReduce { fusion_bytes: 0, lens: &[], counted: &counted };
+            let mut reduction = exchanges.reductions(dtype, &group, &device).unwrap()(LEN).unwrap();
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
             let mut found = Vec::new();
             // The second round finds the buffers of the first.
             for _ in 0..2 {
-                assert!(!reduction.is_under_way());
                 buffer.iter_mut().enumerate().for_each(|(index, x)| *x = value(group.rank().0, index));
-                let mut wide = reduction.start(buffer, &device, &group).unwrap();
-                assert!(reduction.is_under_way());
-                let sum = reduction.advance(&group, &mut Waiting::default()).unwrap();
-                let sum = sum.expect("it was started");
+                let mut wide = reduction.start(buffer, &device).unwrap();
+                assert_eq!(wide.is_some(), dtype != Precision::F32, "what was rounded is given back");
+                assert!(reduction.advance(&mut wide, &mut Waiting::default()).unwrap());
+                let sum = reduction.view(&wide);
                 let mut widened = vec![0.0; LEN];
-                device.convert(
-                    sum.view(0..LEN),
-                    trireme_tensor::ViewMut::from_f32s(&mut widened, [LEN].into()),
-                );
+                device.convert(sum, f32::view_mut(&mut widened));
                 found = widened;
-                buffer = match sum {
-                    Reduced::F32(sum) => sum,
-                    narrow => {
-                        reduction.give(narrow);
-                        wide.take().expect("what was rounded is given back")
-                    }
-                };
+                buffer = wide.expect("a rounded sum leaves it as it was");
             }
             found
         });

@@ -41,15 +41,14 @@ impl SecondaryShards {
     /// Starts to gather a unit from its host's copy. Collective over the ranks of the host.
     pub(crate) fn gather<T: Stored>(&self, unit: usize, mut whole: Buffer<T>) -> Work<Buffer<T>> {
         let shard = &self.shards[unit];
-        self.device.convert(shard.view(), T::view_mut(&mut whole[self.parts[unit].clone()], shard.shape()));
+        self.device.convert(shard.view(), T::view_mut(&mut whole[self.parts[unit].clone()]));
         self.host.all_gather(whole)
     }
 
     /// Keeps this rank's share of a unit that was gathered.
     pub(crate) fn keep<T: Stored>(&mut self, unit: usize, whole: &[T]) {
         let shard = &mut self.shards[unit];
-        let shape = shard.shape();
-        self.device.convert(T::view(&whole[self.parts[unit].clone()], shape), shard.view_mut());
+        self.device.convert(T::view(&whole[self.parts[unit].clone()]), shard.view_mut());
         self.is_there[unit] = true;
     }
 

@@ -8,185 +8,75 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::tree::TreeSum;
+use crate::vector::{Exchange, Sum, Vector};
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16, ReduceOp};
-use trireme_comm::{Buffer, Element, Group, Work};
-use trireme_tensor::{Category, Device, Precision, Shape, View};
+use trireme_comm::Fusion;
+use trireme_tensor::{Category, Device, Precision, View};
 
-/// What becomes of a shard's gradients.
-pub(crate) trait ShardSum: Send {
-    /// Adds this rank's shard of the gradient of a microbatch.
-    fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError>;
+/// Makes a shard's sum of so many elements. Where its memory is given back, it goes from unit to unit.
+pub(crate) type MakeShardSum = Box<dyn Fn(usize) -> Box<dyn Sum>>;
 
-    /// Starts the sum over replicas of what was added.
-    fn reduce(&mut self, device: &Device);
-
-    /// Waits for the sum over replicas.
-    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError>;
-
-    /// The sum.
-    fn view(&self) -> View<'_>;
-
-    /// The memory of the sum.
-    fn memory(&mut self) -> &mut dyn Movable;
-}
-
-/// Where shards of gradients lie, which may go from unit to unit.
-pub(crate) struct ShardSums<'a> {
-    ranks: &'a RankGrid,
+/// Shards that are kept in `precision`, which is f32 where several are added, and counted on `device`.
+pub(crate) fn shard_sums(
+    precision: Precision,
     determinism: Determinism,
-    f32: Pool<f32>,
-    bf16: Pool<Bf16>,
-    f16: Pool<F16>,
-}
-
-impl<'a> ShardSums<'a> {
-    /// Shards that are counted on `device`.
-    pub(crate) fn new(ranks: &'a RankGrid, determinism: Determinism, device: &Device) -> Self {
-        let (group, category) = (ranks.replicas(), Category::Gradients);
-        ShardSums {
-            ranks,
-            determinism,
-            f32: Pool::new(group, device, category, true),
-            bf16: Pool::new(group, device, category, true),
-            f16: Pool::new(group, device, category, true),
+    ranks: &RankGrid,
+    device: &Device,
+) -> MakeShardSum {
+    match precision {
+        Precision::F32 => {
+            let replicated = replicated(ranks, device);
+            Box::new(move |len| {
+                Box::new(TreeShardSum { determinism, memory: replicated(len), sum: TreeSum::new() })
+            })
         }
-    }
-
-    /// A shard of `len` elements that is kept in `precision`, which is f32 where several are added.
-    pub(crate) fn sum(&self, len: usize, precision: Precision) -> Box<dyn ShardSum> {
-        match precision {
-            Precision::F32 => {
-                let memory = Replicated::new(len, self.ranks, self.f32.clone());
-                Box::new(TreeShardSum { determinism: self.determinism, memory, sum: TreeSum::new() })
-            }
-            Precision::Bf16 => Box::new(Replicated::new(len, self.ranks, self.bf16.clone())),
-            Precision::F16 => Box::new(Replicated::new(len, self.ranks, self.f16.clone())),
-        }
+        Precision::Bf16 => rounded::<Bf16>(ranks, device),
+        Precision::F16 => rounded::<F16>(ranks, device),
     }
 }
 
-/// A vector that replicas add up.
-struct Replicated<T> {
-    shape: Shape,
-    replicas: Arc<Group>,
-    pool: Pool<T>,
-    /// Present while nothing is under way and it was not given back.
-    memory: Option<Buffer<T>>,
-    under_way: Option<Work<Buffer<T>>>,
+fn rounded<T: Stored>(ranks: &RankGrid, device: &Device) -> MakeShardSum {
+    let replicated = replicated::<T>(ranks, device);
+    Box::new(move |len| Box::new(replicated(len)))
 }
 
-impl<T: Element> Replicated<T> {
-    fn new(len: usize, ranks: &RankGrid, pool: Pool<T>) -> Self {
-        let replicas = Arc::clone(ranks.replicas());
-        Replicated { shape: [len].into(), replicas, pool, memory: None, under_way: None }
-    }
-
-    /// Memory for a sum.
-    fn take(&mut self) -> Result<Buffer<T>, ParallelError> {
-        match self.memory.take() {
-            Some(memory) => Ok(memory),
-            None => self.pool.take(self.shape.num_elements()),
-        }
-    }
-
-    fn start(&mut self, sum: Buffer<T>) {
-        self.under_way = Some(self.replicas.all_reduce(sum, ReduceOp::Sum));
-    }
-
-    fn finish(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        let work = self.under_way.take().expect("the sum over replicas was started");
-        self.memory = Some(waiting.wait(work)?);
-        Ok(())
-    }
-
-    fn sum(&self) -> &Buffer<T> {
-        self.memory.as_ref().expect("a gradient is read after its reduction")
-    }
-}
-
-/// One gradient a step, as it was rounded.
-impl<T: Stored> ShardSum for Replicated<T> {
-    fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError> {
-        let shape = self.shape;
-        let mut memory = self.take()?;
-        device.convert(shard, T::view_mut(&mut memory, shape));
-        self.memory = Some(memory);
-        Ok(())
-    }
-
-    fn reduce(&mut self, _: &Device) {
-        let sum = self.memory.take().expect("a gradient was added");
-        self.start(sum);
-    }
-
-    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        self.finish(waiting)
-    }
-
-    fn view(&self) -> View<'_> {
-        T::view(self.sum(), self.shape)
-    }
-
-    fn memory(&mut self) -> &mut dyn Movable {
-        self
-    }
-}
-
-impl<T: Element> Movable for Replicated<T> {
-    fn num_bytes(&self) -> usize {
-        self.shape.num_elements() * size_of::<T>()
-    }
-
-    fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(self.sum())
-    }
-
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        let memory = self.memory.as_mut().expect("memory is here when it is worked with");
-        bytemuck::cast_slice_mut(memory)
-    }
-
-    fn release(&mut self) {
-        if let Some(memory) = self.memory.take() {
-            self.pool.give(memory);
-        }
-    }
-
-    fn restore(&mut self) -> Result<(), ParallelError> {
-        self.memory = Some(self.take()?);
-        Ok(())
-    }
+/// Vectors that replicas add up.
+fn replicated<T: Stored>(ranks: &RankGrid, device: &Device) -> impl Fn(usize) -> Vector<T> + use<T> {
+    let group = ranks.replicas();
+    let exchange = Exchange::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
+    let pool = Pool::new(group, device, Category::Gradients, true);
+    move |len| Vector::new(len, &exchange, &pool)
 }
 
 /// The sum over microbatches in f32, in the canonical order.
 struct TreeShardSum {
     determinism: Determinism,
-    memory: Replicated<f32>,
+    memory: Vector<f32>,
     sum: TreeSum<Gradient>,
 }
 
-impl ShardSum for TreeShardSum {
+impl Sum for TreeShardSum {
     fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError> {
-        let shape = self.memory.shape;
+        let len = self.memory.len();
         let mut term = if self.sum.is_empty() {
             Gradient::Reducible(self.memory.take()?)
         } else {
-            Gradient::Partial(device.empty(shape, DType::F32, Category::Gradients)?)
+            Gradient::Partial(device.empty([len].into(), DType::F32, Category::Gradients)?)
         };
-        device.convert(shard, term.view_mut(shape));
-        self.sum.push(term, |left, right| add(device, shape, left, right));
+        device.convert(shard, term.view_mut(len));
+        self.sum.push(term, |left, right| add(device, len, left, right));
         if self.determinism == Determinism::Run {
-            let sum = self.sum.finish(|left, right| add(device, shape, left, right));
+            let sum = self.sum.finish(|left, right| add(device, len, left, right));
             self.sum.push(sum.expect("a term was added"), |_, _| unreachable!("one term has no neighbour"));
         }
         Ok(())
     }
 
     fn reduce(&mut self, device: &Device) {
-        let shape = self.memory.shape;
-        let sum = self.sum.finish(|left, right| add(device, shape, left, right));
+        let len = self.memory.len();
+        let sum = self.sum.finish(|left, right| add(device, len, left, right));
         let Some(Gradient::Reducible(buffer)) = sum else {
             unreachable!("the first term lies in the group's memory, and sums grow to the left")
         };
@@ -198,7 +88,7 @@ impl ShardSum for TreeShardSum {
     }
 
     fn view(&self) -> View<'_> {
-        View::from_f32s(self.memory.sum(), self.memory.shape)
+        self.memory.view()
     }
 
     fn memory(&mut self) -> &mut dyn Movable {

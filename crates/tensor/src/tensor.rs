@@ -4,7 +4,7 @@ use crate::kernels::cpu::element::{Element, Floats, FloatsMut};
 use crate::shape::Shape;
 use bytemuck::Pod;
 use std::ops::Range;
-use trireme_base::{Bf16, DType, F16};
+use trireme_base::DType;
 
 /// A row-major array that owns its memory on a device.
 #[derive(Debug)]
@@ -108,26 +108,16 @@ impl<'a> View<'a> {
     /// # Panics
     /// If the length is not the shape's.
     pub fn from_f32s(values: &'a [f32], shape: Shape) -> Self {
-        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
-        View { bytes: bytemuck::cast_slice(values), shape, dtype: DType::F32 }
+        View::from_bytes(bytemuck::cast_slice(values), DType::F32, shape)
     }
 
-    /// Host memory as a bf16 array.
+    /// Host memory as an array of `dtype`, to which it is aligned.
     ///
     /// # Panics
     /// If the length is not the shape's.
-    pub fn from_bf16s(values: &'a [Bf16], shape: Shape) -> Self {
-        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
-        View { bytes: bytemuck::cast_slice(values), shape, dtype: DType::Bf16 }
-    }
-
-    /// Host memory as an f16 array.
-    ///
-    /// # Panics
-    /// If the length is not the shape's.
-    pub fn from_f16s(values: &'a [F16], shape: Shape) -> Self {
-        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
-        View { bytes: bytemuck::cast_slice(values), shape, dtype: DType::F16 }
+    pub fn from_bytes(bytes: &'a [u8], dtype: DType, shape: Shape) -> Self {
+        assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
+        View { bytes, shape, dtype }
     }
 
     /// Sizes of the dims.
@@ -230,26 +220,16 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If the length is not the shape's.
     pub fn from_f32s(values: &'a mut [f32], shape: Shape) -> Self {
-        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
-        ViewMut { bytes: bytemuck::cast_slice_mut(values), shape, dtype: DType::F32 }
+        ViewMut::from_bytes(bytemuck::cast_slice_mut(values), DType::F32, shape)
     }
 
-    /// Host memory as a bf16 array.
+    /// Host memory as an array of `dtype`, to which it is aligned.
     ///
     /// # Panics
     /// If the length is not the shape's.
-    pub fn from_bf16s(values: &'a mut [Bf16], shape: Shape) -> Self {
-        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
-        ViewMut { bytes: bytemuck::cast_slice_mut(values), shape, dtype: DType::Bf16 }
-    }
-
-    /// Host memory as an f16 array.
-    ///
-    /// # Panics
-    /// If the length is not the shape's.
-    pub fn from_f16s(values: &'a mut [F16], shape: Shape) -> Self {
-        assert_eq!(values.len(), shape.num_elements(), "{shape:?}");
-        ViewMut { bytes: bytemuck::cast_slice_mut(values), shape, dtype: DType::F16 }
+    pub fn from_bytes(bytes: &'a mut [u8], dtype: DType, shape: Shape) -> Self {
+        assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
+        ViewMut { bytes, shape, dtype }
     }
 
     /// Sizes of the dims.

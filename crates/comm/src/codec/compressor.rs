@@ -65,6 +65,14 @@ pub struct CompressionStatistics {
     pub bytes_uncompressed: u64,
 }
 
+impl CompressionStatistics {
+    /// Of a gradient of `len` elements that is sent as it is.
+    pub fn uncompressed(len: usize, world_size: usize) -> Self {
+        let bytes = Round::uncompressed(len).bytes_sent(world_size);
+        CompressionStatistics { error_norm: 0.0, bytes_sent: bytes, bytes_uncompressed: bytes }
+    }
+}
+
 impl Compressor {
     /// A compressor before the first step, for `bucket` of `rank`. `key` gives the codec's random numbers, and is
     /// best made of the run's seed and the bucket's name.

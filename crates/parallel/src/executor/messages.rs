@@ -4,6 +4,7 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
+use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -11,7 +12,7 @@ use trireme_base::Rank;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_model::{Bundle, TensorSpec};
 use trireme_schedule::{Action, Message, MessageKind};
-use trireme_tensor::{Category, Device, ParameterSource, Tensor, View, ViewMut};
+use trireme_tensor::{Category, Device, ParameterSource, Tensor};
 
 /// Messages that a rank has sent and whose memory is still lent; more wait for the first of them.
 const SENDS_MAX: usize = 2;
@@ -171,9 +172,8 @@ impl Executor {
         let Executor { messages, parameters, device, waiting, .. } = self;
         parameters.ensure(unit, waiting)?;
         let whole = parameters.unit(unit);
-        let shape = whole.shape();
-        let mut buffer = messages.pool.take(shape.num_elements())?;
-        device.convert(whole, ViewMut::from_f32s(&mut buffer, shape));
+        let mut buffer = messages.pool.take(whole.shape().num_elements())?;
+        device.convert(whole, f32::view_mut(&mut buffer));
         messages.send_buffer(buffer, to, waiting)?;
         messages.finish(waiting)
     }
@@ -183,8 +183,7 @@ impl Executor {
         let Executor { messages, parameters, device, waiting, .. } = self;
         let work = messages.receive(parameters.copy_mut().len(), from)?;
         let buffer = waiting.wait(work)?;
-        let shape = [buffer.len()].into();
-        device.copy(View::from_f32s(&buffer, shape), ViewMut::from_f32s(parameters.copy_mut(), shape));
+        device.copy(f32::view(&buffer), f32::view_mut(parameters.copy_mut()));
         messages.pool.give(buffer);
         Ok(())
     }

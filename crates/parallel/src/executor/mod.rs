@@ -21,7 +21,6 @@ use crate::parameters::{RankParameters, ShardMemory};
 use crate::placement::Placements;
 use crate::ranks::RankGrid;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
-use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use asynchronous::Updates;
 pub use dry::MemoryUse;
@@ -144,8 +143,7 @@ impl Executor {
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
         device.memory().take(Category::Communication, ranks.fixed_bytes())?;
-        let tied = TiedGradients::new(outline, model.table().tie(), messages.pool());
-        let mut gradients = Gradients::new(table, outline, &ranks, devices, &options)?.with_tied(tied);
+        let mut gradients = Gradients::new(table, outline, &ranks, devices, messages.pool(), &options)?;
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }

@@ -15,7 +15,6 @@ use crate::exchange::ShardExchange;
 use crate::gradients::Gradients;
 use crate::offload::Offloaded;
 use crate::placement::Placements;
-use crate::tied::TiedGradients;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
@@ -74,11 +73,10 @@ impl Executor {
         self.means = Means::new(outline, &self.ranks, &self.rehearsal)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.evaluation = evaluation_program(outline);
-        let tied = TiedGradients::new(outline, self.model.table().tie(), self.messages.pool());
         let shards_device = self.offload.device_of(&outline.state, StateClass::Gradients, &self.device);
         let devices = (&self.device, shards_device);
-        let gradients = Gradients::new(self.model.table(), outline, &self.ranks, devices, &self.options)?;
-        self.gradients = gradients.with_tied(tied);
+        let (table, messages) = (self.model.table(), self.messages.pool());
+        self.gradients = Gradients::new(table, outline, &self.ranks, devices, messages, &self.options)?;
         self.is_squared.fill(false);
         Ok(())
     }

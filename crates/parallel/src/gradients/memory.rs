@@ -5,11 +5,13 @@ use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use crate::hierarchical::{Hierarchical, Hierarchy};
+use crate::parameters::wholes::Gathered;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::reduction::{Exchanges, Reduction};
-use crate::shard_sum::ShardSums;
+use crate::shard_sum::shard_sums;
 use crate::step::ExecutorOptions;
+use crate::tied::TiedGradients;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
@@ -18,12 +20,14 @@ use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Precision};
 
 impl Gradients {
-    /// Takes memory for what stays of every unit's gradient from the group. Shards are counted on a device of their own.
+    /// Takes memory for what stays of every unit's gradient from the group. Shards are counted on a device of their own; parts of
+    /// tied gradients come from the pool of messages.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
         ranks: &Arc<RankGrid>,
         (device, shards_device): (&Device, &Device),
+        messages: &Pool<f32>,
         options: &ExecutorOptions,
     ) -> Result<Self, ParallelError> {
         let are_shards_kept = outline.state.is_sharded(StateClass::Gradients);
@@ -35,71 +39,66 @@ impl Gradients {
         let hierarchy = hierarchy.map(Arc::new);
         let is_wide = group.world_size() == 1 || hierarchy.is_some();
         let dtype = if is_wide { Precision::F32 } else { options.reduce_dtype };
-        let keeps_whole = !are_shards_kept && dtype == Precision::F32;
+        let is_rounded = dtype != Precision::F32;
+        let keeps_whole = !are_shards_kept && !is_rounded;
         let category = if keeps_whole { Category::Gradients } else { Category::Communication };
-        let is_pool_under_way = is_sharded && dtype == Precision::F32;
         let is_gathered = are_shards_kept && !outline.state.is_sharded(StateClass::Optimizer);
-        let is_exchanged = is_gathered || is_pool_under_way && hierarchy.is_none();
+        let is_exchanged = is_gathered || is_sharded && !is_rounded && hierarchy.is_none();
         let pool = Pool::new(group, device, category, is_exchanged);
+        // Parts of gradients are gathered where all of a unit is updated by them.
+        let gathered = is_gathered.then(|| Gathered::absent(table, ranks.shards(), device, &pool));
         let needs_shards = are_shards_kept || is_sharded && ranks.replicas().world_size() > 1;
-        let exchanges = if is_sharded {
-            Exchanges::scattering(group, device, !needs_shards)
-        } else {
-            Exchanges::fusing(group, options.fusion_bytes)
-        };
         let is_summed = are_shards_kept && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
-        let is_narrow_pooled = needs_shards && dtype != Precision::F32;
-        let shard_sums = ShardSums::new(ranks, options.determinism, shards_device);
-        let (mut units, counted) = (Vec::new(), Counted::new(device));
-        for (index, unit) in table.units().iter().enumerate() {
-            // Of a unit that lies elsewhere in the pipeline there is no gradient.
+        let make_shard = shard_sums(shard_precision, options.determinism, ranks, shards_device);
+        // Of a unit that lies elsewhere in the pipeline there is no gradient.
+        let num_elements = |unit| if outline.holds(unit) { table.units()[unit].num_elements } else { 0 };
+        let compressed = (0..table.units().len()).map(|unit| match is_sharded || !outline.holds(unit) {
+            true => Ok(None),
+            false => Compressed::new(table, unit, options, device, group),
+        });
+        let compressed = compressed.collect::<Result<Vec<_>, _>>()?;
+        // Backward starts with the last unit.
+        let uncompressed = (0..compressed.len()).rev().filter(|&unit| compressed[unit].is_none());
+        let lens: Vec<usize> = uncompressed.map(num_elements).collect();
+        let counted = Counted::new(device);
+        let exchanges = match is_sharded {
+            true => Exchanges::ReduceScatter { stay: !needs_shards },
+            false => {
+                Exchanges::AllReduce { fusion_bytes: options.fusion_bytes, lens: &lens, counted: &counted }
+            }
+        };
+        let make_reduction = exchanges.reductions(dtype, group, device)?;
+        let mut units = Vec::new();
+        for ((index, unit), compressed) in table.units().iter().enumerate().zip(compressed) {
             let is_held = outline.holds(index);
-            let len = match is_held {
-                true if is_sharded => unit.padded_len(),
-                true => unit.num_elements,
-                false => 0,
-            };
+            let num_elements = num_elements(index);
+            let len = if is_held && is_sharded { unit.padded_len() } else { num_elements };
             let own = match is_held {
                 true => unit.shard(ranks.shards().rank().0, ranks.shards().world_size()),
                 false => 0..0,
             };
-            let compressed = match is_sharded || !is_held {
-                true => None,
-                false => Compressed::new(table, index, options, device, group)?,
-            };
+            let is_compressed = compressed.is_some();
             let reduction = match (compressed, &hierarchy) {
                 (Some(compressed), _) => Reduction::Compressed(compressed),
                 (None, Some(hierarchy)) => Reduction::Hierarchical(Hierarchical::new(hierarchy, unit)),
-                (None, None) => Reduction::new(len, dtype, &exchanges, &counted, group)?,
+                (None, None) => make_reduction(len)?,
             };
-            let is_compressed = matches!(reduction, Reduction::Compressed(_));
-            let reducible = if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None };
-            let shard = (needs_shards && is_held).then(|| shard_sums.sum(own.len(), shard_precision));
-            let num_elements = if is_held { unit.num_elements } else { 0 };
-            let (shape, sum) = ([num_elements].into(), TreeSum::new());
-            let (open, reduced) = (None, None);
+            if keeps_whole && !is_sharded && !is_compressed {
+                counted.map(group.peer_bytes_mapped(len * size_of::<f32>()))?;
+            }
             units.push(UnitGradient {
-                shape,
+                num_elements,
                 len,
-                own,
-                reducible,
-                open,
-                sum,
+                reducible: if keeps_whole || is_compressed { Some(pool.take(len)?) } else { None },
+                open: None,
+                sum: TreeSum::new(),
                 reduction,
-                reduced,
                 is_finished: false,
-                shard,
-                gathered: None,
+                shard: (needs_shards && is_held).then(|| make_shard(own.len())),
+                own,
             });
         }
-        if let Exchanges::Fusing(fusions) = &exchanges {
-            // Backward starts with the last unit.
-            let fused = units.iter().rev().filter(|unit| !matches!(unit.reduction, Reduction::Compressed(_)));
-            let lens = fused.map(|unit| unit.shape.num_elements());
-            fusions.reserve(lens, options.reduce_dtype, &counted, group)?;
-        }
-        let (pool, staying) = if keeps_whole { (None, Some(pool)) } else { (Some(pool), None) };
         Ok(Gradients {
             device: device.clone(),
             determinism: options.determinism,
@@ -110,12 +109,11 @@ impl Gradients {
             under_way: VecDeque::with_capacity(units.len()),
             units,
             pool,
-            staying,
-            is_pool_under_way,
-            is_narrow_pooled,
-            exchanges,
+            keeps_whole,
+            is_rounded,
+            gathered,
             counted,
-            tied: None,
+            tied: TiedGradients::new(outline, table.tie(), messages),
             waiting: Waiting::default(),
         })
     }
@@ -123,8 +121,8 @@ impl Gradients {
     /// Gives all memory back, in which there is nothing between steps, before others take the place of these.
     pub(crate) fn release(&mut self) {
         self.units.clear();
-        (self.pool, self.staying) = (None, None);
-        self.tied = None;
+        self.pool = Pool::new(self.ranks.world(), &self.device, Category::Gradients, false);
+        (self.gathered, self.tied) = (None, None);
         self.counted = Counted::new(&self.device);
     }
 }

@@ -12,10 +12,10 @@ use std::fmt;
 use std::sync::Arc;
 use trireme_comm::{Buffer, Group, Work};
 use trireme_schedule::{Outline, StateClass};
-use trireme_tensor::{Category, Device, ParameterTable, UnitInfo, View, ViewMut};
+use trireme_tensor::{Category, Device, ParameterTable, View, ViewMut};
 
 /// Whole units that are gathered from shards.
-pub(super) trait Wholes: fmt::Debug + Send {
+pub(crate) trait Wholes: fmt::Debug + Send {
     /// Whether units stay when they were gathered.
     fn are_kept(&self) -> bool;
 
@@ -36,7 +36,7 @@ pub(super) trait Wholes: fmt::Debug + Send {
 }
 
 /// Whole units in one type of float.
-pub(super) struct Gathered<T> {
+pub(crate) struct Gathered<T> {
     group: Arc<Group>,
     table: Arc<ParameterTable>,
     device: Device,
@@ -58,7 +58,7 @@ enum Whole<T> {
 }
 
 impl<T: Stored> Gathered<T> {
-    pub(super) fn new(
+    pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
         group: &Arc<Group>,
@@ -67,26 +67,32 @@ impl<T: Stored> Gathered<T> {
         let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(group, device, category, true);
-        let whole = |(index, unit): (usize, &UnitInfo)| match is_kept && outline.holds(index) {
-            true => Ok(Whole::Present(pool.take(unit.padded_len())?)),
-            false => Ok(Whole::Absent),
-        };
-        let units = table.units().iter().enumerate().map(whole);
-        let units = units.collect::<Result<_, ParallelError>>()?;
-        Ok(Gathered {
+        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, group, device, &pool) };
+        (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
+        Ok(gathered)
+    }
+
+    /// No unit is there. Memory of those that are comes from `pool`.
+    pub(crate) fn absent(
+        table: &Arc<ParameterTable>,
+        group: &Arc<Group>,
+        device: &Device,
+        pool: &Pool<T>,
+    ) -> Self {
+        Gathered {
             group: Arc::clone(group),
             table: Arc::clone(table),
             device: device.clone(),
-            units,
-            is_kept,
-            pool,
+            units: table.units().iter().map(|_| Whole::Absent).collect(),
+            is_kept: false,
+            pool: pool.clone(),
             packed: None,
             secondary: None,
-        })
+        }
     }
 
     /// As told, if the ranks are split by hosts. On one host shards are as near as copies of them would be.
-    pub(super) fn sparing(mut self, spared: ZeroPlusPlus, ranks: &RankGrid) -> Result<Self, ParallelError> {
+    pub(crate) fn sparing(mut self, spared: ZeroPlusPlus, ranks: &RankGrid) -> Result<Self, ParallelError> {
         let Some(levels) = ranks.levels() else { return Ok(self) };
         if spared.quantized_weights {
             self.packed = Some(PackedGathering::new(levels, &self.device));
@@ -106,16 +112,15 @@ impl<T: Stored> Gathered<T> {
         };
         if let Some(shard) = shard {
             let own = info.shard(self.group.rank().0, self.group.world_size());
-            let shape = shard.shape();
-            self.device.convert(shard, T::view_mut(&mut buffer[own], shape));
+            self.device.convert(shard, T::view_mut(&mut buffer[own]));
         }
         Ok(Whole::Gathering(self.group.all_gather(buffer)))
     }
 
-    pub(super) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
+    pub(crate) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let len = self.table.units()[unit].num_elements;
         match &mut self.units[unit] {
-            Whole::Present(buffer) => T::view_mut(&mut buffer[..len], [len].into()),
+            Whole::Present(buffer) => T::view_mut(&mut buffer[..len]),
             _ => panic!("unit {unit} is written while it is not there"),
         }
     }
@@ -185,7 +190,7 @@ impl<T: Stored> Wholes for Gathered<T> {
     fn view(&self, unit: usize) -> View<'_> {
         let len = self.table.units()[unit].num_elements;
         match &self.units[unit] {
-            Whole::Present(buffer) => T::view(&buffer[..len], [len].into()),
+            Whole::Present(buffer) => T::view(&buffer[..len]),
             _ => panic!("unit {unit} is read while it is not there"),
         }
     }

@@ -1,0 +1,159 @@
+//! Vectors that ranks add up.
+
+use crate::error::ParallelError;
+use crate::offload::Movable;
+use crate::pool::Pool;
+use crate::stored::Stored;
+use crate::waiting::Waiting;
+use std::sync::Arc;
+use trireme_base::ReduceOp;
+use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group};
+use trireme_tensor::{Device, View};
+
+/// A sum over ranks, step after step.
+pub(crate) trait Sum: Send {
+    /// Adds a term of this rank.
+    fn add(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError>;
+
+    /// Starts the sum over the ranks of what was added.
+    fn reduce(&mut self, device: &Device);
+
+    /// Sends what waits for more: all sums of a step were started.
+    fn flush(&self) {}
+
+    /// Waits for the sum over the ranks.
+    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError>;
+
+    /// The sum.
+    fn view(&self) -> View<'_>;
+
+    /// The memory of the sum.
+    fn memory(&mut self) -> &mut dyn Movable;
+}
+
+/// What becomes of vectors of all ranks.
+#[derive(Clone)]
+pub(crate) enum Exchange<T> {
+    /// All have the sum; short vectors travel together.
+    AllReduce(Fusion<T>),
+    /// Each has its shard of the sum, in its place.
+    ReduceScatter(Arc<Group>),
+}
+
+impl<T: Element> Exchange<T> {
+    pub(crate) fn start(&self, vector: Buffer<T>) -> FusedWork<T> {
+        match self {
+            Exchange::AllReduce(fusion) => fusion.all_reduce(vector),
+            Exchange::ReduceScatter(group) => group.reduce_scatter(vector, ReduceOp::Sum).into(),
+        }
+    }
+
+    /// Sends what waits for more.
+    pub(crate) fn flush(&self) {
+        if let Exchange::AllReduce(fusion) = self {
+            fusion.flush();
+        }
+    }
+}
+
+/// The sum of one vector of each rank, in what it is exchanged in. With 16 bits, sums of two are taken in f32 and rounded, so the
+/// order of the ranks counts; which one that is, is the group's to say.
+pub(crate) struct Vector<T> {
+    len: usize,
+    exchange: Exchange<T>,
+    /// Present while nothing is under way and it was not given back.
+    memory: Option<Buffer<T>>,
+    under_way: Option<FusedWork<T>>,
+    pool: Pool<T>,
+}
+
+impl<T: Element> Vector<T> {
+    /// Takes no memory before the first term.
+    pub(crate) fn new(len: usize, exchange: &Exchange<T>, pool: &Pool<T>) -> Self {
+        let (exchange, pool) = (exchange.clone(), pool.clone());
+        Vector { len, exchange, memory: None, under_way: None, pool }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Memory for a sum.
+    pub(crate) fn take(&mut self) -> Result<Buffer<T>, ParallelError> {
+        self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
+    }
+
+    /// Starts the sum over the ranks.
+    pub(crate) fn start(&mut self, term: Buffer<T>) {
+        self.under_way = Some(self.exchange.start(term));
+    }
+
+    /// Waits for the sum over the ranks.
+    pub(crate) fn finish(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        let work = self.under_way.take().expect("the sum over the ranks was started");
+        self.memory = Some(waiting.wait_fused(work)?);
+        Ok(())
+    }
+
+    /// The sum.
+    pub(crate) fn values(&self) -> &[T] {
+        self.memory.as_ref().expect("a gradient is read after its reduction")
+    }
+}
+
+/// One term a step, as it is rounded.
+impl<T: Stored> Sum for Vector<T> {
+    fn add(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError> {
+        let mut memory = self.take()?;
+        device.convert(term, T::view_mut(&mut memory));
+        self.memory = Some(memory);
+        Ok(())
+    }
+
+    fn reduce(&mut self, _: &Device) {
+        let term = self.memory.take().expect("a gradient was added");
+        self.start(term);
+    }
+
+    fn flush(&self) {
+        self.exchange.flush();
+    }
+
+    fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
+        self.finish(waiting)
+    }
+
+    fn view(&self) -> View<'_> {
+        T::view(self.values())
+    }
+
+    fn memory(&mut self) -> &mut dyn Movable {
+        self
+    }
+}
+
+impl<T: Element> Movable for Vector<T> {
+    fn num_bytes(&self) -> usize {
+        self.len * size_of::<T>()
+    }
+
+    fn bytes(&self) -> &[u8] {
+        bytemuck::cast_slice(self.values())
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        let memory = self.memory.as_mut().expect("memory is here when it is worked with");
+        bytemuck::cast_slice_mut(memory)
+    }
+
+    fn release(&mut self) {
+        if let Some(memory) = self.memory.take() {
+            self.pool.give(memory);
+        }
+    }
+
+    fn restore(&mut self) -> Result<(), ParallelError> {
+        self.memory = Some(self.take()?);
+        Ok(())
+    }
+}
