@@ -137,10 +137,6 @@ impl<T: Element> Movable for Vector<T> {
         self.len * size_of::<T>()
     }
 
-    fn bytes(&self) -> &[u8] {
-        bytemuck::cast_slice(self.values())
-    }
-
     fn bytes_mut(&mut self) -> &mut [u8] {
         let memory = self.memory.as_mut().expect("memory is here when it is worked with");
         bytemuck::cast_slice_mut(memory)

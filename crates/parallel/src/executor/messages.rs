@@ -137,10 +137,9 @@ impl Executor {
         let Executor { program, device, in_flight, messages, gradients, waiting, .. } = self;
         let peer = program.outline.peer(Action::Send(message)).expect("it is for a rank of the pipeline");
         match kind {
-            MessageKind::Activation => {
-                messages.send(in_flight.take_activation(microbatch), peer, device, waiting)
+            MessageKind::Activation | MessageKind::Gradient => {
+                messages.send(in_flight.take(kind, microbatch), peer, device, waiting)
             }
-            MessageKind::Gradient => messages.send(in_flight.take_grad(microbatch), peer, device, waiting),
             MessageKind::TiedGradient => {
                 let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
                 messages.send_buffer(part, peer, waiting)
@@ -151,14 +150,12 @@ impl Executor {
 
     /// Starts to receive a message of a step.
     pub(super) fn receive_message(&mut self, message: Message) -> Result<(), ParallelError> {
-        let Message { kind, unit, microbatch } = message;
+        let Message { kind, microbatch, .. } = message;
         let Executor { program, in_flight, messages, gradients, rehearsal, .. } = self;
         let peer = program.outline.peer(Action::Receive(message)).expect("it is from a rank of the pipeline");
         let len = match kind {
-            MessageKind::Activation => in_flight.outputs(unit, rehearsal).map(|spec| spec.num_words()).sum(),
-            MessageKind::Gradient => {
-                let specs = in_flight.outputs(unit - 1, rehearsal).filter(TensorSpec::has_grad);
-                specs.map(|spec| spec.num_words()).sum()
+            MessageKind::Activation | MessageKind::Gradient => {
+                in_flight.carried(message, rehearsal).map(|spec| spec.num_words()).sum()
             }
             MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
             MessageKind::Parameters => return self.receive_copy(peer),
@@ -202,26 +199,18 @@ impl Executor {
     pub(super) fn await_messages(&mut self, action: Action) -> Result<(), ParallelError> {
         let Some(microbatch) = action.microbatch() else { return Ok(()) };
         let Executor { program, device, in_flight, messages, gradients, waiting, rehearsal, .. } = self;
-        let is_elsewhere =
-            |unit: usize| unit < program.outline.chain.num_units && !program.outline.holds(unit);
-        match action {
-            Action::Forward { unit, .. } if unit > 0 && is_elsewhere(unit - 1) => {
-                let work = messages
-                    .coming(MessageKind::Activation, microbatch)
-                    .take()
-                    .expect("a valid program receives it");
-                let specs = in_flight.outputs(unit - 1, rehearsal);
-                in_flight.put_activation(microbatch, messages.arrived(work, specs, device, waiting)?);
+        let outline = &program.outline;
+        let expected = match action {
+            Action::Forward { unit, .. } if unit > 0 => Some((MessageKind::Activation, unit - 1)),
+            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } => {
+                Some((MessageKind::Gradient, unit + 1)).filter(|(_, above)| *above < outline.chain.num_units)
             }
-            Action::Backward { unit, .. } | Action::BackwardInput { unit, .. } if is_elsewhere(unit + 1) => {
-                let work = messages
-                    .coming(MessageKind::Gradient, microbatch)
-                    .take()
-                    .expect("a valid program receives it");
-                let specs = in_flight.outputs(unit, rehearsal).filter(TensorSpec::has_grad);
-                in_flight.put_grad(microbatch, messages.arrived(work, specs, device, waiting)?);
-            }
-            _ => (),
+            _ => None,
+        };
+        if let Some((kind, unit)) = expected.filter(|(_, unit)| !outline.holds(*unit)) {
+            let work = messages.coming(kind, microbatch).take().expect("a valid program receives it");
+            let specs = in_flight.carried(Message { kind, unit, microbatch }, rehearsal);
+            in_flight.put(kind, microbatch, messages.arrived(work, specs, device, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()
             && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)

@@ -17,7 +17,7 @@ use crate::exchange::ShardExchange;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::offload::{OffloadOptions, Offloaded};
-use crate::parameters::{RankParameters, ShardMemory};
+use crate::parameters::RankParameters;
 use crate::placement::Placements;
 use crate::ranks::RankGrid;
 use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
@@ -121,11 +121,7 @@ impl Executor {
         let ranks = Arc::new(ranks);
         let (table, outline) = (model.table(), &program.outline);
         let precision = (options.gather_precision(), spared);
-        let class = state.class_of_weights();
-        let shards = ShardMemory {
-            device: offload.device_of(&state, class, device).clone(),
-            is_at_hand: !state.moves(class),
-        };
+        let shards_device = offload.device_of(&state, state.class_of_weights(), device);
         let placements = Placements::new(table, outline, ranks.mesh().clone());
         let parts = placements.parts(table, ranks.world().rank());
         let make = match state.moves(StateClass::Optimizer) {
@@ -134,12 +130,8 @@ impl Executor {
         };
         let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
         let optimizer = make(optimizer, table, &parts, &optimizer_device)?;
-        let mut parameters =
-            RankParameters::new((table, parts), outline, precision, &ranks, device, &shards)?;
-        let is_copied = |(reader, owner): &&(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
-        if let Some(&(_, unit)) = outline.chain.ties.iter().find(is_copied) {
-            parameters = parameters.with_copy(unit, ranks.pipeline(), device)?;
-        }
+        let devices = (device, shards_device);
+        let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
         device.memory().take(Category::Communication, ranks.fixed_bytes())?;

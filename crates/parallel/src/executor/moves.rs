@@ -3,7 +3,7 @@
 use super::Executor;
 use super::passes::Kept;
 use crate::error::ParallelError;
-use crate::offload::Movable;
+use crate::offload::{Movable, try_each};
 use crate::waiting::Waiting;
 use trireme_schedule::{Action, Keep, StateClass, StateOf};
 use trireme_tensor::View;
@@ -184,13 +184,9 @@ impl Executor {
 
     /// Takes memory for a unit's state again, with unspecified contents.
     pub(super) fn retake(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
-        let mut taken = Ok(());
-        self.with_memory(of_unit(class, unit), |part| {
-            if taken.is_ok() {
-                taken = part.restore();
-            }
-        });
-        taken
+        try_each(&mut |visit| self.with_memory(of_unit(class, unit), |part| visit(part)), |part| {
+            part.restore()
+        })
     }
 
     /// What users should know of the disks that state lives on: a line for each.

@@ -6,7 +6,7 @@ use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_model::{Batch, BatchTensor, Bundle, Rehearsal, TensorSpec, UnitPass};
-use trireme_schedule::{Keep, Outline};
+use trireme_schedule::{Keep, Message, MessageKind, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
 use trireme_tensor::{Tape, Tensor};
 
@@ -27,10 +27,9 @@ pub(super) struct InFlight {
     num_samples: usize,
     /// In an evaluation, what units report.
     reports: Option<Vec<RowMean>>,
-    /// For each microbatch: what the last unit made, to be read by the next.
-    activations: Vec<Option<Bundle<Tensor>>>,
-    /// For each microbatch: gradients of what the unit below made.
-    grads: Vec<Option<Bundle<Tensor>>>,
+    /// By kind, then microbatch: what the last unit made, to be read by the next one, and the gradient of what it read, for the
+    /// unit below.
+    passing: [Vec<Option<Bundle<Tensor>>>; 2],
     batches: Vec<Batch>,
     /// By microbatch, then tensor of the batch: units on this rank that have not yet read it for the last time.
     num_readers: Vec<usize>,
@@ -48,8 +47,7 @@ impl InFlight {
             num_microbatches,
             num_samples: rehearsal.num_samples(),
             reports: None,
-            activations: none(),
-            grads: none(),
+            passing: [none(), none()],
             batches: (0..num_microbatches).map(|_| Batch::new()).collect(),
             num_readers: vec![0; num_microbatches * rehearsal.batch.len()],
             passes: (0..num_units * num_microbatches).map(|_| None).collect(),
@@ -76,13 +74,13 @@ impl InFlight {
         }
         self.batches[microbatch] = batch;
         // The first unit reads the batch alone.
-        self.activations[microbatch] = outline.holds(0).then(Bundle::new);
+        self.passing[MessageKind::Activation as usize][microbatch] = outline.holds(0).then(Bundle::new);
         Ok(())
     }
 
     /// Drops what the last unit made of a microbatch, and what is left of its tensors.
     fn discard(&mut self, microbatch: usize) {
-        self.activations[microbatch] = None;
+        self.drop_activation(microbatch);
         self.batches[microbatch] = Batch::new();
     }
 
@@ -99,30 +97,30 @@ impl InFlight {
         }
     }
 
-    /// What a unit passes on of a microbatch.
-    pub(super) fn outputs<'a>(
+    /// What is in a message of activations or gradients.
+    pub(super) fn carried<'a>(
         &self,
-        unit: usize,
+        Message { kind, unit, .. }: Message,
         rehearsal: &'a Rehearsal,
-    ) -> impl Iterator<Item = TensorSpec> + Clone + use<'a> {
+    ) -> impl Iterator<Item = TensorSpec> + use<'a> {
         let (num_samples, rehearsed) = (self.num_samples, rehearsal.num_samples());
-        rehearsal.units[unit].outputs.iter().map(move |spec| spec.with_samples(num_samples, rehearsed))
+        let are_grads = kind == MessageKind::Gradient;
+        let outputs = &rehearsal.units[unit - usize::from(are_grads)].outputs;
+        let specs = outputs.iter().map(move |spec| spec.with_samples(num_samples, rehearsed));
+        specs.filter(move |spec| !are_grads || spec.has_grad())
     }
 
-    pub(super) fn take_activation(&mut self, microbatch: usize) -> Bundle<Tensor> {
-        self.activations[microbatch].take().expect("the unit has run")
+    /// Takes what passes from unit to unit: an activation that the unit below has made, or a gradient of the one above.
+    pub(super) fn take(&mut self, kind: MessageKind, microbatch: usize) -> Bundle<Tensor> {
+        self.passing[kind as usize][microbatch].take().expect("the unit before has run")
     }
 
-    pub(super) fn put_activation(&mut self, microbatch: usize, activation: Bundle<Tensor>) {
-        self.activations[microbatch] = Some(activation);
+    pub(super) fn put(&mut self, kind: MessageKind, microbatch: usize, tensors: Bundle<Tensor>) {
+        self.passing[kind as usize][microbatch] = Some(tensors);
     }
 
-    pub(super) fn take_grad(&mut self, microbatch: usize) -> Bundle<Tensor> {
-        self.grads[microbatch].take().expect("the unit has run backward")
-    }
-
-    pub(super) fn put_grad(&mut self, microbatch: usize, grad: Bundle<Tensor>) {
-        self.grads[microbatch] = Some(grad);
+    fn drop_activation(&mut self, microbatch: usize) {
+        self.passing[MessageKind::Activation as usize][microbatch] = None;
     }
 
     pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Kept> {
@@ -150,7 +148,7 @@ impl Executor {
         microbatch: usize,
         keep: Keep,
     ) -> Result<(), ParallelError> {
-        let inputs = self.in_flight.take_activation(microbatch);
+        let inputs = self.in_flight.take(MessageKind::Activation, microbatch);
         if let Some(updates) = &mut self.updates {
             updates.begin_forward(unit, microbatch, &self.program.outline);
         }
@@ -201,7 +199,7 @@ impl Executor {
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let batch = &mut self.in_flight.batches[microbatch];
         let (pass, outputs) = UnitPass::forward(self.model.unit(unit), tape, &parameters, inputs, batch)?;
-        self.in_flight.put_activation(microbatch, outputs);
+        self.in_flight.put(MessageKind::Activation, microbatch, outputs);
         Ok(pass)
     }
 
@@ -229,7 +227,7 @@ impl Executor {
             Some(Kept::Halved(_)) => unreachable!("a pass is recomputed before its backward"),
             // The first unit reads the batch alone.
             None if unit == 0 => Bundle::new(),
-            None => self.in_flight.take_activation(microbatch),
+            None => self.in_flight.take(MessageKind::Activation, microbatch),
         };
         let pass = self.record(unit, microbatch, inputs)?;
         *self.in_flight.pass(unit, microbatch) = Some(Kept::Recorded(pass));
@@ -276,8 +274,8 @@ impl Executor {
             unreachable!("forward or a recomputation has recorded a pass");
         };
         // What a recomputation has made for a unit above that needs it no more.
-        in_flight.activations[microbatch] = None;
-        let grads = if is_last { Bundle::new() } else { in_flight.take_grad(microbatch) };
+        in_flight.drop_activation(microbatch);
+        let grads = if is_last { Bundle::new() } else { in_flight.take(MessageKind::Gradient, microbatch) };
         (pass, grads)
     }
 
@@ -288,7 +286,7 @@ impl Executor {
         unit: usize,
         microbatch: usize,
     ) -> Result<(), ParallelError> {
-        self.in_flight.put_grad(microbatch, pass.take_input_grads()?);
+        self.in_flight.put(MessageKind::Gradient, microbatch, pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
             // After the last microbatch the reports travel, ahead of the first gradient.
             self.means.push(unit, None, microbatch, loss);

@@ -8,8 +8,8 @@ mod store;
 use crate::error::ParallelError;
 use std::path::PathBuf;
 use store::Store;
-use trireme_schedule::{Action, Keep, Program, StateClass, StateLayout, StateOf};
-use trireme_swap::SwapOptions;
+use trireme_schedule::{Outline, Program, StateClass, StateLayout, StateOf};
+use trireme_swap::{SwapFile, SwapOptions};
 use trireme_tensor::{Device, Tensor};
 
 /// What it takes to have state elsewhere than on the device between its uses.
@@ -39,8 +39,6 @@ impl OffloadOptions {
 pub(crate) trait Movable {
     fn num_bytes(&self) -> usize;
 
-    fn bytes(&self) -> &[u8];
-
     fn bytes_mut(&mut self) -> &mut [u8];
 
     /// Gives the memory back, and with it what it holds.
@@ -53,10 +51,6 @@ pub(crate) trait Movable {
 impl Movable for Tensor {
     fn num_bytes(&self) -> usize {
         Tensor::num_bytes(self)
-    }
-
-    fn bytes(&self) -> &[u8] {
-        Tensor::bytes(self)
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
@@ -75,16 +69,26 @@ impl Movable for Tensor {
 /// Shows a function all memory that moves as one.
 pub(crate) type Memory<'a> = &'a mut dyn FnMut(&mut dyn FnMut(&mut dyn Movable));
 
+/// Visits all of `memory`, up to the first failure.
+pub(crate) fn try_each(
+    memory: Memory<'_>,
+    mut visit: impl FnMut(&mut dyn Movable) -> Result<(), ParallelError>,
+) -> Result<(), ParallelError> {
+    let mut result = Ok(());
+    memory(&mut |part| {
+        if result.is_ok() {
+            result = visit(part);
+        }
+    });
+    result
+}
+
 /// State that is away, and what is on its way back.
 #[derive(Default)]
 pub(crate) struct Offloaded {
     num_microbatches: usize,
-    /// By class; absent where nothing moves.
-    stores: [Option<Store>; 3],
-    /// Of activations, by what forward keeps: of that only blocks of units are alike. Absent where none move.
-    activations: [Option<Store>; Keep::ALL.len()],
-    /// What forward of each unit keeps.
-    keeps: Vec<Keep>,
+    /// By class; absent where nothing moves. Blocks are units, of activations units and then microbatches.
+    stores: [Option<Store>; StateClass::ALL.len()],
     /// Read and written before these stores were there.
     earlier_disk_bytes: [u64; 2],
 }
@@ -92,30 +96,14 @@ pub(crate) struct Offloaded {
 impl Offloaded {
     /// Stores for the classes that a program moves, for which nothing was evicted yet.
     pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Result<Self, ParallelError> {
-        let (num_units, num_microbatches) =
-            (program.outline.chain.num_units, program.outline.num_microbatches);
-        let state = &program.outline.state;
-        let mut stores = [const { None }; 3];
-        for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
-            if state.moves(class) {
-                let tier = state.of(class).tier;
-                stores[class as usize] = Some(Store::new((class, tier), options, num_units)?);
-            }
+        let Outline { chain, num_microbatches, state, .. } = &program.outline;
+        let mut stores = [const { None }; StateClass::ALL.len()];
+        for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
+            let per_unit = if class == StateClass::Activations { *num_microbatches } else { 1 };
+            let store = Store::new(state.of(class).tier, options, chain.num_units * per_unit)?;
+            stores[class as usize] = Some(store);
         }
-        let mut keeps = vec![Keep::All; num_units];
-        for action in &program.actions {
-            if let Action::Forward { unit, keep, .. } = *action {
-                keeps[unit] = keep;
-            }
-        }
-        let class = StateClass::Activations;
-        let mut activations = [const { None }; Keep::ALL.len()];
-        let tier = state.of(class).tier;
-        for keep in Keep::ALL.into_iter().filter(|keep| state.moves(class) && keeps.contains(keep)) {
-            let num_blocks = num_units * num_microbatches;
-            activations[keep as usize] = Some(Store::new((class, tier), options, num_blocks)?);
-        }
-        Ok(Offloaded { num_microbatches, stores, activations, keeps, earlier_disk_bytes: [0, 0] })
+        Ok(Offloaded { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] })
     }
 
     /// Counts the transfers of other stores, which these take the place of, as earlier ones.
@@ -132,25 +120,20 @@ impl Offloaded {
 
     /// Whether a class moves.
     pub(crate) fn moves(&self, class: StateClass) -> bool {
-        match class {
-            StateClass::Activations => self.activations.iter().any(Option::is_some),
-            _ => self.stores[class as usize].is_some(),
-        }
+        self.stores[class as usize].is_some()
     }
 
     fn store(&mut self, state: StateOf) -> Option<(&mut Store, usize)> {
-        let (store, block) = match state.class {
-            StateClass::Activations => {
-                let block = state.unit * self.num_microbatches + state.microbatch;
-                (&mut self.activations[self.keeps[state.unit] as usize], block)
-            }
-            class => (&mut self.stores[class as usize], state.unit),
+        let block = match state.class {
+            StateClass::Activations => state.unit * self.num_microbatches + state.microbatch,
+            _ => state.unit,
         };
-        store.as_mut().map(|store| (store, block))
+        self.stores[state.class as usize].as_mut().map(|store| (store, block))
     }
 
-    fn all(&self) -> impl Iterator<Item = &Store> {
-        self.stores.iter().chain(&self.activations).flatten()
+    /// The files on disks.
+    fn files(&self) -> impl Iterator<Item = &SwapFile> {
+        self.stores.iter().flatten().filter_map(Store::file)
     }
 
     /// Brings state to where it lives, and frees its memory. State that did not change since it was fetched is there already.
@@ -184,12 +167,13 @@ impl Offloaded {
 
     /// What users should know of the disks: a line for each.
     pub(crate) fn describe(&self) -> Vec<String> {
-        self.all().filter_map(Store::describe).collect()
+        self.files().map(|file| file.describe().to_string()).collect()
     }
 
     /// Bytes read from and written to disks since the beginning.
     pub(crate) fn disk_bytes(&self) -> [u64; 2] {
-        let bytes = self.all().map(Store::disk_bytes);
-        bytes.fold(self.earlier_disk_bytes, |sum, bytes| [sum[0] + bytes[0], sum[1] + bytes[1]])
+        self.files().map(SwapFile::statistics).fold(self.earlier_disk_bytes, |[read, written], file| {
+            [read + file.bytes_read, written + file.bytes_written]
+        })
     }
 }

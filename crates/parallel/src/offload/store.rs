@@ -1,10 +1,10 @@
-use super::{Memory, OffloadOptions};
+use super::{Memory, OffloadOptions, try_each};
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use std::collections::VecDeque;
 use std::path::PathBuf;
 use trireme_base::{DType, Event, Issued, Journal};
-use trireme_schedule::{StateClass, Tier};
+use trireme_schedule::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, SwapOptions, Transfer};
 use trireme_tensor::{Category, Device, Tensor};
 
@@ -25,7 +25,8 @@ pub(crate) struct Store {
 }
 
 enum Place {
-    Host { host: Device, category: Category },
+    /// Where only activations move to.
+    Host(Device),
     Disk(Box<Disk>),
 }
 
@@ -116,39 +117,38 @@ impl Disk {
         }
         let Disk { file, first_chunks, writes, num_bytes, .. } = self;
         let file = file.as_ref().expect("it was made above");
-        let mut chunk = first_chunks[block];
-        let (mut left, mut open, mut filled) = (num_bytes[block], None, 0);
+        let (num_bytes, mut chunk) = (num_bytes[block], first_chunks[block]);
+        let (mut copied, mut open) = (0, None);
         let mut copy = |mut bytes: &[u8]| -> Result<(), ParallelError> {
             while !bytes.is_empty() {
                 let mut buffer = match open.take() {
                     Some(buffer) => buffer,
                     None => {
                         await_room(writes)?;
-                        file.buffer(CHUNK_BYTES)?
+                        let mut buffer = file.buffer(CHUNK_BYTES)?;
+                        buffer.set_len(CHUNK_BYTES.min(num_bytes - copied));
+                        buffer
                     }
                 };
-                let len = left.min(CHUNK_BYTES);
-                buffer.set_len(len);
-                let (own, rest) = bytes.split_at(bytes.len().min(len - filled));
-                buffer[filled..filled + own.len()].copy_from_slice(own);
-                (bytes, filled) = (rest, filled + own.len());
-                if filled == len {
+                let free = &mut buffer[copied % CHUNK_BYTES..];
+                let (own, rest) = bytes.split_at(bytes.len().min(free.len()));
+                free[..own.len()].copy_from_slice(own);
+                let is_full = own.len() == free.len();
+                (bytes, copied) = (rest, copied + own.len());
+                if is_full {
                     writes.push_back(file.write(chunk, buffer));
-                    (chunk, left, filled) = (chunk + 1, left - len, 0);
+                    chunk += 1;
                 } else {
                     open = Some(buffer);
                 }
             }
             Ok(())
         };
-        let mut refused = Ok(());
-        memory(&mut |part| {
-            if refused.is_ok() {
-                refused = copy(part.bytes());
-            }
+        try_each(memory, |part| {
+            copy(part.bytes_mut())?;
             part.release();
-        });
-        refused
+            Ok(())
+        })
     }
 
     /// Starts to read a block.
@@ -175,7 +175,7 @@ impl Disk {
                 if let (Some(journal), Some(number)) = (self.host.journal(), self.noted_reads[block].take()) {
                     journal.note(Event::Await(number));
                 }
-                restore(memory)
+                try_each(memory, |part| part.restore())
             }
             false => self.copy_read(block, memory),
         };
@@ -185,32 +185,26 @@ impl Disk {
 
     fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
         let reads = &mut self.reads[block];
-        let (mut open, mut taken) = (None::<AlignedBuffer>, 0);
+        let (mut copied, mut open) = (0, None::<AlignedBuffer>);
         let mut copy = |mut bytes: &mut [u8]| -> Result<(), ParallelError> {
             while !bytes.is_empty() {
                 let buffer = match open.take() {
                     Some(buffer) => buffer,
                     None => reads.pop_front().expect("chunks make up the block").wait()?,
                 };
-                let (own, rest) = bytes.split_at_mut(bytes.len().min(buffer.len() - taken));
-                own.copy_from_slice(&buffer[taken..taken + own.len()]);
-                taken += own.len();
-                bytes = rest;
-                if taken < buffer.len() {
-                    open = Some(buffer);
-                } else {
-                    taken = 0;
-                }
+                let left = &buffer[copied % CHUNK_BYTES..];
+                let (own, rest) = bytes.split_at_mut(bytes.len().min(left.len()));
+                own.copy_from_slice(&left[..own.len()]);
+                let is_read = own.len() == left.len();
+                (bytes, copied) = (rest, copied + own.len());
+                open = (!is_read).then_some(buffer);
             }
             Ok(())
         };
-        let mut refused = Ok(());
-        memory(&mut |part| {
-            if refused.is_ok() {
-                refused = part.restore().and_then(|()| copy(part.bytes_mut()));
-            }
-        });
-        refused
+        try_each(memory, |part| {
+            part.restore()?;
+            copy(part.bytes_mut())
+        })
     }
 }
 
@@ -228,22 +222,11 @@ fn num_bytes(memory: Memory<'_>) -> usize {
     sum
 }
 
-/// Takes all of `memory` again, with unspecified contents.
-fn restore(memory: Memory<'_>) -> Result<(), ParallelError> {
-    let mut refused = Ok(());
-    memory(&mut |part| {
-        if refused.is_ok() {
-            refused = part.restore();
-        }
-    });
-    refused
-}
-
 /// Copies all of `memory` and gives it back.
 fn copy_out(host: &Device, memory: Memory<'_>, mut target: &mut [u8]) {
     memory(&mut |part| {
         let (own, rest) = std::mem::take(&mut target).split_at_mut(part.num_bytes());
-        host.copy_bytes(part.bytes(), own);
+        host.copy_bytes(part.bytes_mut(), own);
         part.release();
         target = rest;
     });
@@ -251,34 +234,23 @@ fn copy_out(host: &Device, memory: Memory<'_>, mut target: &mut [u8]) {
 
 /// Takes all of `memory` again, and copies it back.
 fn copy_in(host: &Device, memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
-    let mut refused = Ok(());
-    memory(&mut |part| {
+    try_each(memory, |part| {
         let (own, rest) = source.split_at(part.num_bytes());
         source = rest;
-        if refused.is_ok() {
-            refused = part.restore();
-            if refused.is_ok() {
-                host.copy_bytes(own, part.bytes_mut());
-            }
-        }
-    });
-    refused
+        part.restore()?;
+        host.copy_bytes(own, part.bytes_mut());
+        Ok(())
+    })
 }
 
 impl Store {
     pub(crate) fn new(
-        (class, tier): (StateClass, Tier),
+        tier: Tier,
         options: &OffloadOptions,
         num_blocks: usize,
     ) -> Result<Self, ParallelError> {
-        let category = match class {
-            StateClass::Optimizer => Category::Optimizer,
-            StateClass::Parameters => Category::Parameters,
-            StateClass::Gradients => Category::Gradients,
-            StateClass::Activations => Category::Activations,
-        };
         let place = match tier {
-            Tier::Device | Tier::Host => Place::Host { host: options.host.clone(), category },
+            Tier::Device | Tier::Host => Place::Host(options.host.clone()),
             Tier::Disk => Place::Disk(Box::new(Disk::new(options, num_blocks)?)),
         };
         Ok(Store { place, blocks: (0..num_blocks).map(|_| Block::default()).collect() })
@@ -299,8 +271,8 @@ impl Store {
     ) -> Result<(), ParallelError> {
         let state = &mut self.blocks[block];
         *state = match (&mut self.place, std::mem::take(state)) {
-            (Place::Host { host, category }, _) => {
-                let mut copy = host.empty([num_bytes(memory)].into(), DType::U8, *category)?;
+            (Place::Host(host), _) => {
+                let mut copy = host.empty([num_bytes(memory)].into(), DType::U8, Category::Activations)?;
                 copy_out(host, memory, copy.bytes_mut());
                 Block::InMemory(copy)
             }
@@ -332,7 +304,7 @@ impl Store {
                 disk.finish_read(block, memory)?;
                 Block::Copied
             }
-            (Place::Host { host, .. }, Block::InMemory(copy)) => {
+            (Place::Host(host), Block::InMemory(copy)) => {
                 copy_in(host, memory, copy.bytes())?;
                 Block::Here
             }
@@ -341,20 +313,8 @@ impl Store {
         Ok(())
     }
 
-    pub(crate) fn describe(&self) -> Option<String> {
-        match &self.place {
-            Place::Disk(disk) => disk.file.as_ref().map(|file| file.describe().to_string()),
-            Place::Host { .. } => None,
-        }
-    }
-
-    pub(crate) fn disk_bytes(&self) -> [u64; 2] {
-        match &self.place {
-            Place::Disk(disk) => disk.file.as_ref().map_or([0, 0], |file| {
-                let statistics = file.statistics();
-                [statistics.bytes_read, statistics.bytes_written]
-            }),
-            Place::Host { .. } => [0, 0],
-        }
+    /// The file, if this is on a disk and has stored anything.
+    pub(crate) fn file(&self) -> Option<&SwapFile> {
+        if let Place::Disk(disk) = &self.place { disk.file.as_ref() } else { None }
     }
 }

@@ -33,6 +33,8 @@ pub(crate) trait Wholes: fmt::Debug + Send {
     fn forget(&mut self, unit: usize);
 
     fn view(&self, unit: usize) -> View<'_>;
+
+    fn view_mut(&mut self, unit: usize) -> ViewMut<'_>;
 }
 
 /// Whole units in one type of float.
@@ -61,14 +63,23 @@ impl<T: Stored> Gathered<T> {
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,
-        group: &Arc<Group>,
+        spared: ZeroPlusPlus,
+        ranks: &RankGrid,
         device: &Device,
     ) -> Result<Self, ParallelError> {
+        let group = ranks.shards();
         let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
         let pool = Pool::new(group, device, category, true);
         let mut gathered = Gathered { is_kept, ..Gathered::absent(table, group, device, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
+        // On one host shards are as near as copies of them would be.
+        if let Some(levels) = ranks.levels() {
+            let has_secondary = spared.secondary_shards && levels.across.world_size() > 1;
+            gathered.packed = spared.quantized_weights.then(|| PackedGathering::new(levels, device));
+            gathered.secondary =
+                has_secondary.then(|| SecondaryShards::new::<T>(table, levels, device)).transpose()?;
+        }
         Ok(gathered)
     }
 
@@ -91,18 +102,6 @@ impl<T: Stored> Gathered<T> {
         }
     }
 
-    /// As told, if the ranks are split by hosts. On one host shards are as near as copies of them would be.
-    pub(crate) fn sparing(mut self, spared: ZeroPlusPlus, ranks: &RankGrid) -> Result<Self, ParallelError> {
-        let Some(levels) = ranks.levels() else { return Ok(self) };
-        if spared.quantized_weights {
-            self.packed = Some(PackedGathering::new(levels, &self.device));
-        }
-        if spared.secondary_shards && levels.across.world_size() > 1 {
-            self.secondary = Some(SecondaryShards::new::<T>(&self.table, levels, &self.device)?);
-        }
-        Ok(self)
-    }
-
     /// Starts to gather a unit as it is from the shards.
     fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole<T>, ParallelError> {
         let info = &self.table.units()[unit];
@@ -115,14 +114,6 @@ impl<T: Stored> Gathered<T> {
             self.device.convert(shard, T::view_mut(&mut buffer[own]));
         }
         Ok(Whole::Gathering(self.group.all_gather(buffer)))
-    }
-
-    pub(crate) fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
-        let len = self.table.units()[unit].num_elements;
-        match &mut self.units[unit] {
-            Whole::Present(buffer) => T::view_mut(&mut buffer[..len]),
-            _ => panic!("unit {unit} is written while it is not there"),
-        }
     }
 }
 
@@ -192,6 +183,14 @@ impl<T: Stored> Wholes for Gathered<T> {
         match &self.units[unit] {
             Whole::Present(buffer) => T::view(&buffer[..len]),
             _ => panic!("unit {unit} is read while it is not there"),
+        }
+    }
+
+    fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
+        let len = self.table.units()[unit].num_elements;
+        match &mut self.units[unit] {
+            Whole::Present(buffer) => T::view_mut(&mut buffer[..len]),
+            _ => panic!("unit {unit} is written while it is not there"),
         }
     }
 }
