@@ -54,7 +54,7 @@ mod world;
 pub use buffer::Buffer;
 pub use codec::{
     Bucket, CodecName, Compression, CompressionError, CompressionOptions, CompressionStatistics, Compressor,
-    CompressorSizes, Matrix, ParseCodecError, Round, StateValues, UncompressedReason,
+    CompressorSizes, Matrix, ParseCodecError, Round, StateCopy, StateValues, UncompressedReason,
 };
 pub use element::Element;
 pub use error::{CommError, Crossing};

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16, RandomKey, ReduceOp};
 use trireme_comm::{
     Bucket, Buffer, CompressionError, CompressionStatistics, Compressor, Element, Group, Matrix, Round,
-    StateValues, Work,
+    StateCopy, Work,
 };
 use trireme_tensor::{Category, Device, ParameterTable};
 
@@ -31,7 +31,7 @@ pub(crate) struct Compressed {
     /// What the last step did.
     statistics: CompressionStatistics,
     /// What the compressor kept before its last step, where that can be taken back.
-    before: Option<Vec<(&'static str, Kept)>>,
+    before: Option<Vec<(&'static str, StateCopy)>>,
 }
 
 enum UnderWay {
@@ -39,36 +39,6 @@ enum UnderWay {
     Round { gradient: Buffer<f32>, round: usize },
     /// As it is.
     Whole(Work<Buffer<f32>>),
-}
-
-/// A copy of what a compressor keeps under one name.
-enum Kept {
-    F32(Vec<f32>),
-    U64(Vec<u64>),
-}
-
-impl Kept {
-    fn new(values: StateValues<'_>) -> Self {
-        match values {
-            StateValues::F32(values) => Kept::F32(values.to_vec()),
-            StateValues::U64(values) => Kept::U64(values.to_vec()),
-        }
-    }
-
-    fn copy_from(&mut self, values: StateValues<'_>) {
-        match (self, values) {
-            (Kept::F32(kept), StateValues::F32(values)) => kept.copy_from_slice(values),
-            (Kept::U64(kept), StateValues::U64(values)) => kept.copy_from_slice(values),
-            _ => unreachable!("a compressor keeps the same from step to step"),
-        }
-    }
-
-    fn values(&self) -> StateValues<'_> {
-        match self {
-            Kept::F32(values) => StateValues::F32(values),
-            Kept::U64(values) => StateValues::U64(values),
-        }
-    }
 }
 
 impl Compressed {
@@ -126,7 +96,7 @@ impl Compressed {
     pub(crate) fn remember(&mut self) -> Result<(), ParallelError> {
         self.device.memory().take(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
-        self.before = Some(states.map(|(name, values)| (name, Kept::new(values))).collect());
+        self.before = Some(states.map(|(name, values)| (name, values.into())).collect());
         Ok(())
     }
 
@@ -159,7 +129,7 @@ impl Compressed {
         }
         let compressor = self.compressor.as_mut().expect("it was there");
         for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(compressor.state()) {
-            kept.copy_from(values);
+            kept.bytes_mut().copy_from_slice(values.bytes());
         }
         self.exchanges[0].start(compressor, &mut gradient, &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: 0 });

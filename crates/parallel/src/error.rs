@@ -68,24 +68,14 @@ pub enum ParallelError {
         /// Microbatches given.
         found: usize,
     },
-    /// Loss or gradients of a pipeline that does not drain between updates became infinite or NaN.
+    /// Loss or gradients became infinite or NaN.
     #[error(
-        "step {step}: the {what} is {value}; other workers of the pipeline may have updated parameters since, so \
-         resume from the last checkpoint. Try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or \
-         [training] max_norm"
-    )]
-    NotFiniteAhead {
-        /// The step.
-        step: u64,
-        /// What it is.
-        what: NonFinite,
-        /// Its value.
-        value: f64,
-    },
-    /// Loss or gradients became infinite or NaN; parameters are as before the step.
-    #[error(
-        "step {step}: the {what} is {value}; parameters are unchanged since the previous step. Try a lower \
-         [optimizer] lr, a longer [lr_scheduler] warmup_steps, or [training] max_norm"
+        "step {step}: the {what} is {value}; {}. Try a lower [optimizer] lr, a longer [lr_scheduler] warmup_steps, or \
+         [training] max_norm",
+        match *.is_ahead {
+            true => "other workers of the pipeline may have updated parameters since, so resume from the last checkpoint",
+            false => "parameters are unchanged since the previous step",
+        }
     )]
     NotFinite {
         /// The step.
@@ -94,6 +84,8 @@ pub enum ParallelError {
         what: NonFinite,
         /// Its value.
         value: f64,
+        /// Whether this is of a pipeline that does not drain between updates; else parameters are as before the step.
+        is_ahead: bool,
     },
     /// Loss or gradients became infinite or NaN at a loss scale that cannot fall; parameters are as before the step.
     #[error(

@@ -3,16 +3,13 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use std::ops::Range;
-use std::sync::Arc;
 use trireme_base::ReduceOp;
-use trireme_comm::Group;
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES};
 
 /// What an optimizer exchanges with those of the other shards, if the update is sharded.
 pub(crate) struct ShardExchange {
-    group: Arc<Group>,
     device: Device,
     sums: Pool<f64>,
     wholes: Pool<f32>,
@@ -20,10 +17,10 @@ pub(crate) struct ShardExchange {
 
 impl ShardExchange {
     pub(crate) fn new(ranks: &RankGrid, outline: &Outline, device: &Device) -> Self {
-        let group = Arc::clone(ranks.updating(outline));
-        let sums = Pool::new(&group, device, Category::Communication, true);
-        let wholes = Pool::new(&group, device, Category::Communication, true);
-        ShardExchange { group, device: device.clone(), sums, wholes }
+        let group = ranks.updating(outline);
+        let sums = Pool::new(group, device, Category::Communication, true);
+        let wholes = Pool::new(group, device, Category::Communication, true);
+        ShardExchange { device: device.clone(), sums, wholes }
     }
 }
 
@@ -31,25 +28,25 @@ impl ShardOps for ShardExchange {
     type Error = ParallelError;
 
     fn sum(&mut self, values: &mut [f64]) -> Result<(), ParallelError> {
-        if self.group.world_size() == 1 {
+        if self.sums.group().world_size() == 1 {
             return Ok(());
         }
         let mut buffer = self.sums.take(values.len())?;
         buffer.copy_from_slice(values);
-        let buffer = self.group.all_reduce(buffer, ReduceOp::Sum).wait()?;
+        let buffer = self.sums.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
         values.copy_from_slice(&buffer);
         self.sums.give(buffer);
         Ok(())
     }
 
     fn gather(&mut self, whole: &mut [f32], part: Range<usize>) -> Result<(), ParallelError> {
-        if self.group.world_size() == 1 {
+        if self.wholes.group().world_size() == 1 {
             return Ok(());
         }
         // As long as shards of whole leaves make up.
         let mut buffer = self.wholes.take(whole.len().next_multiple_of(LEAVES))?;
         self.device.copy(f32::view(&whole[part.clone()]), f32::view_mut(&mut buffer[part]));
-        let buffer = self.group.all_gather(buffer).wait()?;
+        let buffer = self.wholes.group().all_gather(buffer).wait()?;
         self.device.copy(f32::view(&buffer[..whole.len()]), f32::view_mut(whole));
         self.wholes.give(buffer);
         Ok(())

@@ -377,20 +377,6 @@ impl Gradients {
 }
 
 impl UnitGradient {
-    /// Opens a gradient to be written: the group's memory first, partial sums after.
-    fn open(&mut self, device: &Device) -> Result<(), DeviceError> {
-        if self.open.is_none() {
-            self.open = Some(match self.reducible.take() {
-                Some(buffer) => Gradient::Reducible(buffer),
-                None => {
-                    let shape = [self.num_elements].into();
-                    Gradient::Partial(device.empty(shape, DType::F32, Category::Gradients)?)
-                }
-            });
-        }
-        Ok(())
-    }
-
     /// The shard to which something was added since its last sum over replicas.
     fn pending(&mut self) -> Option<&mut Box<dyn Sum>> {
         self.shard.as_mut().filter(|_| !self.is_finished)
@@ -415,8 +401,18 @@ impl GradSink for Gradients {
         }
         let accumulate = self.written[span.first.0];
         let state = &mut self.units[span.unit];
-        state.open(&self.device)?;
-        let gradient = state.open.as_mut().expect("it was opened in the line above");
+        if state.open.is_none() {
+            // The group's memory first, partial sums after.
+            state.open = Some(match state.reducible.take() {
+                Some(buffer) => Gradient::Reducible(buffer),
+                None => Gradient::Partial(self.device.empty(
+                    [state.num_elements].into(),
+                    DType::F32,
+                    Category::Gradients,
+                )?),
+            });
+        }
+        let gradient = state.open.as_mut().expect("it was opened above");
         let view = gradient.view_mut(state.num_elements).into_part(span.offset, span.shape);
         Ok(GradTarget { view, accumulate })
     }

@@ -13,7 +13,6 @@ use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo};
 
 /// Ranks that swap rounded gradients and add up, each of them, what it is given.
 struct Level {
-    group: Arc<Group>,
     /// For each rank of the group: the shards that it adds up.
     shards_of: Vec<Vec<usize>>,
     messages: Pool<u8>,
@@ -34,13 +33,12 @@ impl Hierarchy {
         let of_local = |local| (0..num_hosts).map(|host| levels.shard(host, local)).collect();
         let of_host = |host| Vec::from([levels.shard(host, levels.within.rank().0)]);
         let level = |group: &Arc<Group>, shards_of| Level {
-            group: Arc::clone(group),
             shards_of,
             messages: Pool::new(group, device, Category::Communication, true),
         };
         let within = level(&levels.within, (0..num_local).map(of_local).collect());
         let across = level(&levels.across, (0..num_hosts).map(of_host).collect());
-        let levels = [within, across].into_iter().filter(|level| level.group.world_size() > 1);
+        let levels = [within, across].into_iter().filter(|level| level.messages.group().world_size() > 1);
         Hierarchy {
             format,
             num_shards: num_local * num_hosts,
@@ -73,11 +71,6 @@ impl Hierarchical {
         Hierarchical { hierarchy: Arc::clone(hierarchy), unit: unit.clone(), slot_bytes, under_way: None }
     }
 
-    /// Starts the first level with this rank's `gradient`.
-    pub(crate) fn start(&mut self, gradient: Buffer<f32>) -> Result<(), ParallelError> {
-        self.start_level(gradient, 0)
-    }
-
     /// Waits for the level under way and starts the next one; after the last one, what lies in the place of this rank's shard
     /// is its sum over all ranks.
     pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
@@ -88,13 +81,14 @@ impl Hierarchical {
         if level + 1 == self.hierarchy.levels.len() {
             return Ok(Some(gradient));
         }
-        self.start_level(gradient, level + 1)?;
+        self.start(gradient, level + 1)?;
         Ok(None)
     }
 
-    fn start_level(&mut self, gradient: Buffer<f32>, level: usize) -> Result<(), ParallelError> {
+    /// Starts a level, the first one with this rank's `gradient`.
+    pub(crate) fn start(&mut self, gradient: Buffer<f32>, level: usize) -> Result<(), ParallelError> {
         let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
-        let Level { group, shards_of, messages: pool } = &levels[level];
+        let Level { shards_of, messages: pool } = &levels[level];
         let num_slots: usize = shards_of.iter().map(Vec::len).sum();
         let mut messages = pool.take(num_slots * self.slot_bytes)?;
         for (&shard, slot) in shards_of.iter().flatten().zip(messages.chunks_mut(self.slot_bytes.max(1))) {
@@ -102,14 +96,14 @@ impl Hierarchical {
             let num_bytes = format.num_bytes(part.len());
             device.quantize(f32::view(&gradient[part]), *format, &mut slot[..num_bytes]);
         }
-        self.under_way = Some(UnderWay { gradient, level, work: group.all_to_all(messages) });
+        self.under_way = Some(UnderWay { gradient, level, work: pool.group().all_to_all(messages) });
         Ok(())
     }
 
     /// The sums of what the ranks of a level have sent, in their order.
     fn add_up(&self, gradient: &mut [f32], level: &Level, messages: &[u8]) {
         let Hierarchy { device, format, num_shards, .. } = &*self.hierarchy;
-        let own = &level.shards_of[level.group.rank().0];
+        let own = &level.shards_of[level.messages.group().rank().0];
         for (source, slots) in messages.chunks((own.len() * self.slot_bytes).max(1)).enumerate() {
             for (&shard, slot) in own.iter().zip(slots.chunks(self.slot_bytes.max(1))) {
                 let part = self.unit.shard(shard, *num_shards);

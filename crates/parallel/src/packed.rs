@@ -6,8 +6,7 @@ use crate::pool::Pool;
 use crate::ranks::Levels;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
-use std::sync::Arc;
-use trireme_comm::{Buffer, Group, Work};
+use trireme_comm::{Buffer, Work};
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 
 /// Finer than a 16-bit float is to a sum of them, and half as long.
@@ -23,8 +22,6 @@ pub(crate) fn slot_bytes(unit: &UnitInfo, num_shards: usize, format: IntegerForm
 /// A unit of `P` bytes as integers sends `(H - 1) / H * P` across the border of each of `H` hosts, in all directions, and takes
 /// two steps.
 pub(crate) struct PackedGathering {
-    within: Arc<Group>,
-    across: Arc<Group>,
     /// Shards in the order of messages: by their ranks' numbers on their hosts, then by hosts.
     order: Vec<usize>,
     own: usize,
@@ -42,8 +39,6 @@ impl PackedGathering {
         let order =
             (0..num_local * num_hosts).map(|place| levels.shard(place % num_hosts, place / num_hosts));
         PackedGathering {
-            within: Arc::clone(within),
-            across: Arc::clone(across),
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
             device: device.clone(),
@@ -54,12 +49,13 @@ impl PackedGathering {
 
     /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
     pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Work<Buffer<u8>>, ParallelError> {
-        let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
-        let mut messages = self.of_hosts.take(slot_bytes * self.across.world_size())?;
+        let (across, slot_bytes) =
+            (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
+        let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
         let num_bytes = PARAMETER_FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
-        let message = &mut messages[self.across.rank().0 * slot_bytes..][..num_bytes];
+        let message = &mut messages[across.rank().0 * slot_bytes..][..num_bytes];
         self.device.quantize(shard, PARAMETER_FORMAT, message);
-        Ok(self.across.all_gather(messages))
+        Ok(across.all_gather(messages))
     }
 
     /// Waits for the messages of other hosts, exchanges them within this one, and writes the values of all. Collective.
@@ -73,7 +69,7 @@ impl PackedGathering {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
         let of_hosts = waiting.wait(work)?;
         let all = self.all.take(slot_bytes * self.order.len())?;
-        let (of_hosts, all) = waiting.wait(self.within.all_gather_into(of_hosts, all))?;
+        let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
         for (&shard, message) in self.order.iter().zip(all.chunks(slot_bytes.max(1))) {
             let part = unit.shard(shard, self.order.len());
             let message = &message[..PARAMETER_FORMAT.num_bytes(part.len())];

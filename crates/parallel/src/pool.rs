@@ -33,17 +33,16 @@ impl<T: Element> Pool<T> {
         Pool { group: Arc::clone(group), category, is_exchanged, shared: Arc::new(shared) }
     }
 
-    /// A buffer of `len` elements with unspecified contents, if one is free.
-    pub(crate) fn free(&self, len: usize) -> Option<Buffer<T>> {
-        let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
-        let index = free.iter().position(|buffer| buffer.len() == len)?;
-        Some(free.swap_remove(index))
+    /// The group whose buffers these are.
+    pub(crate) fn group(&self) -> &Arc<Group> {
+        &self.group
     }
 
     /// A buffer of `len` elements with unspecified contents.
     pub(crate) fn take(&self, len: usize) -> Result<Buffer<T>, ParallelError> {
-        if let Some(buffer) = self.free(len) {
-            return Ok(buffer);
+        let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(index) = free.iter().position(|buffer| buffer.len() == len) {
+            return Ok(free.swap_remove(index));
         }
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.take(self.category, own)?;

@@ -27,29 +27,34 @@ pub struct RankGrid {
     /// This rank.
     own: Arc<Group>,
     levels: Option<Levels>,
+    /// Each group once.
+    groups: Vec<Arc<Group>>,
 }
 
 /// Groups along axes of a mesh, each of which is made once.
 struct Groups<'a> {
     mesh: &'a Mesh,
-    world: Arc<Group>,
-    /// Axes along which there are several ranks, and the group.
+    /// Axes along which there are several ranks, and the group; first the world.
     made: Vec<(Vec<Axis>, Arc<Group>)>,
 }
 
-impl Groups<'_> {
+impl<'a> Groups<'a> {
+    fn new(mesh: &'a Mesh, world: Group) -> Self {
+        let several = mesh.axes().iter().filter(|(_, degree)| *degree > 1);
+        Groups { mesh, made: vec![(several.map(|&(axis, _)| axis).collect(), Arc::new(world))] }
+    }
+
     /// The ranks that differ from this one along `axes` only. Collective.
     fn along(&mut self, name: &str, axes: &[Axis]) -> Result<Arc<Group>, ParallelError> {
-        let several = self.mesh.axes().iter().filter(|(_, degree)| *degree > 1).map(|&(axis, _)| axis);
-        let (those, others): (Vec<Axis>, Vec<Axis>) = several.partition(|axis| axes.contains(axis));
+        let (several, world) = &self.made[0];
+        let those: Vec<Axis> = several.iter().copied().filter(|axis| axes.contains(axis)).collect();
         if let Some((_, group)) = self.made.iter().find(|(made, _)| *made == those) {
             return Ok(Arc::clone(group));
         }
-        let group = match (&those[..], &others[..]) {
-            (_, []) => Arc::clone(&self.world),
-            ([], _) => Arc::new(self.world.singleton()),
-            _ => Arc::new(self.world.split_by(name, |rank| self.mesh.group_of(rank, axes) as u64)?),
-        };
+        let group = Arc::new(match those[..] {
+            [] => world.singleton(),
+            _ => world.split_by(name, |rank| self.mesh.group_of(rank, axes) as u64)?,
+        });
         self.made.push((those, Arc::clone(&group)));
         Ok(group)
     }
@@ -70,31 +75,21 @@ fn part(
 }
 
 impl RankGrid {
-    /// Arranges the ranks of `world`, all of which run all units; collective over it.
-    ///
-    /// # Panics
-    /// If `num_shards` does not divide the number of ranks.
-    pub fn new(world: Group, num_shards: usize) -> Result<Self, ParallelError> {
-        RankGrid::with_pipeline(world, 1, num_shards)
-    }
-
     /// Arranges the ranks of `world`; collective over it.
     ///
     /// # Panics
     /// If `pipeline_degree * num_shards` does not divide the number of ranks.
-    pub fn with_pipeline(
-        world: Group,
-        pipeline_degree: usize,
-        num_shards: usize,
-    ) -> Result<Self, ParallelError> {
+    pub fn new(world: Group, pipeline_degree: usize, num_shards: usize) -> Result<Self, ParallelError> {
         let mesh = RankGrid::mesh_of(world.world_size(), pipeline_degree, num_shards);
-        let mut groups = Groups { mesh: &mesh, world: Arc::new(world), made: Vec::new() };
+        let mut groups = Groups::new(&mesh, world);
         let pipeline = groups.along("pipeline", &[Axis::PIPELINE])?;
         let data = groups.along("data", &[Axis::DATA_REPLICATE, Axis::DATA_SHARD])?;
         let shards = groups.along("shards", &[Axis::DATA_SHARD])?;
         let replicas = groups.along("replicas", &[Axis::DATA_REPLICATE])?;
-        let (own, world) = (groups.along("own", &[])?, groups.world);
-        Ok(RankGrid { mesh, world, pipeline, data, shards, replicas, own, levels: None })
+        let own = groups.along("own", &[])?;
+        let groups: Vec<_> = groups.made.into_iter().map(|(_, group)| group).collect();
+        let world = Arc::clone(&groups[0]);
+        Ok(RankGrid { mesh, world, pipeline, data, shards, replicas, own, levels: None, groups })
     }
 
     /// The mesh of so many ranks.
@@ -124,7 +119,10 @@ impl RankGrid {
                 return Err(ParallelError::UnequalHosts { replica, ranks });
             }
         }
-        self.levels = Some(Levels::new(&self.shards)?);
+        let levels = self.levels.insert(Levels::new(&self.shards)?);
+        let made =
+            [&levels.within, &levels.across].into_iter().filter(|group| !Arc::ptr_eq(group, &self.shards));
+        self.groups.extend(made.cloned());
         Ok(())
     }
 
@@ -173,23 +171,14 @@ impl RankGrid {
         if outline.state.is_sharded(StateClass::Optimizer) { &self.replicas } else { &self.data }
     }
 
-    /// The rank of the world that is this one of a group that runs the same units as this rank.
-    pub(crate) fn rank_of(&self, group: &Arc<Group>, rank: usize) -> Rank {
-        let first = self.pipeline.rank().0 * self.data.world_size();
-        let is_data = Arc::ptr_eq(group, &self.data);
-        let (stride, offset) =
-            if is_data { (1, 0) } else { (self.shards.world_size(), self.shards.rank().0) };
-        Rank(first + rank * stride + offset)
-    }
-
     /// Says which line of a program issues what the groups are given from now on.
     pub(crate) fn set_line(&self, line: fmt::Arguments<'_>) {
-        self.groups().for_each(|group| group.set_line(line));
+        self.groups.iter().for_each(|group| group.set_line(line));
     }
 
     /// Bytes of vectors that this rank has sent, by all groups.
     pub fn payload_bytes(&self) -> u64 {
-        self.groups().map(|group| group.statistics().payload_bytes).sum()
+        self.groups.iter().map(|group| group.statistics().payload_bytes).sum()
     }
 
     /// The part of it that went to other hosts by groups that hold one rank of each host; `None` where none were made.
@@ -199,20 +188,7 @@ impl RankGrid {
 
     /// Bytes of memory that the groups themselves take on this rank, besides buffers.
     pub(crate) fn fixed_bytes(&self) -> usize {
-        self.groups().map(|group| group.fixed_bytes()).sum()
-    }
-
-    /// Each group once.
-    fn groups(&self) -> impl Iterator<Item = &Arc<Group>> {
-        let all = [&self.pipeline, &self.data, &self.shards, &self.replicas, &self.own];
-        let others = all.into_iter().enumerate().filter(move |(index, group)| {
-            let earlier = std::iter::once(&self.world).chain(all[..*index].iter().copied());
-            !earlier.into_iter().any(|earlier| Arc::ptr_eq(earlier, group))
-        });
-        let others = others.map(|(_, group)| group);
-        let levels = self.levels.iter().flat_map(|levels| [&levels.within, &levels.across]);
-        let levels = levels.filter(|group| !Arc::ptr_eq(group, &self.shards));
-        std::iter::once(&self.world).chain(others).chain(levels)
+        self.groups.iter().map(|group| group.fixed_bytes()).sum()
     }
 }
 
@@ -249,7 +225,7 @@ mod tests {
     #[test]
     fn shards_are_split_by_hosts_of_equally_many_ranks() {
         let levels = run_ranks_on(&[0, 1, 0, 1, 1, 0, 1, 0], |group| {
-            let mut ranks = RankGrid::new(group, 4).unwrap();
+            let mut ranks = RankGrid::new(group, 1, 4).unwrap();
             ranks.split_by_hosts().unwrap();
             let Levels { hosts, within, across } = ranks.levels().unwrap();
             let (host, local) = (hosts.host_of(ranks.shards().rank()), within.rank().0);
@@ -265,7 +241,7 @@ mod tests {
     fn hosts_of_unequally_many_ranks_are_refused_by_all() {
         for hosts in [&[0, 0, 1, 0, 1, 0][..], &[0, 1, 1, 0, 0, 0]] {
             let found = run_ranks_on(hosts, |group| {
-                let mut ranks = RankGrid::new(group, 3).unwrap();
+                let mut ranks = RankGrid::new(group, 1, 3).unwrap();
                 ranks.split_by_hosts().map_err(|error| error.to_string())
             });
             assert!(found.iter().all(|found| {

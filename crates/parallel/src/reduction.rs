@@ -108,7 +108,7 @@ impl Reduction {
                 rounded.reduce(device);
                 return Ok(Some(sum));
             }
-            Reduction::Hierarchical(hierarchical) => hierarchical.start(sum)?,
+            Reduction::Hierarchical(hierarchical) => hierarchical.start(sum, 0)?,
             Reduction::Compressed(compressed) => compressed.start(sum)?,
         }
         Ok(None)

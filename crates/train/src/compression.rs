@@ -5,7 +5,7 @@ use crate::observer::Observer;
 use serde::{Deserialize, Serialize};
 use trireme_base::{DType, Rank};
 use trireme_checkpoint::{Checkpoint, OPTIMIZER_PREFIX, StoredTensors};
-use trireme_comm::{CodecName, Compressor, StateValues};
+use trireme_comm::{CodecName, Compressor, StateCopy, StateValues};
 use trireme_parallel::Executor;
 use trireme_plan::{Mesh, Placement, TensorPlacement};
 
@@ -86,10 +86,7 @@ pub(crate) fn compressor_placements(executor: &Executor, mesh: &Mesh) -> Vec<Ten
 /// What a compressor has kept, in the order of [`compressor_placements`].
 pub(crate) fn compressor_bytes(executor: &Executor, index: usize) -> &[u8] {
     let mut values = executor.compressors().flat_map(|(_, compressor)| compressor.state());
-    match values.nth(index).expect("the compressor was listed").1 {
-        StateValues::F32(values) => bytemuck::cast_slice(values),
-        StateValues::U64(values) => bytemuck::cast_slice(values),
-    }
+    values.nth(index).expect("the compressor was listed").1.bytes()
 }
 
 fn name_prefix() -> String {
@@ -168,21 +165,6 @@ fn check_fits(
     stored.check_against(&expected).map_err(differs)
 }
 
-/// What a compressor has kept, as it was read.
-enum Kept {
-    F32(Vec<f32>),
-    U64(Vec<u64>),
-}
-
-impl Kept {
-    fn values(&self) -> StateValues<'_> {
-        match self {
-            Kept::F32(values) => StateValues::F32(values),
-            Kept::U64(values) => StateValues::U64(values),
-        }
-    }
-}
-
 /// Reads what a compressor of `rank` has kept; names and shapes were checked.
 fn read_compressor(
     stored: &StoredTensors,
@@ -196,18 +178,8 @@ fn read_compressor(
         let placement = placement(unit, name, own, mesh);
         let extents = placement.extents(mesh, rank).expect("a state is placed on this mesh");
         let [extent] = &extents[..] else { unreachable!("a rank's state is one box") };
-        let kept = match own {
-            StateValues::F32(own) => {
-                let mut values = vec![0.0_f32; own.len()];
-                stored.read_into(&placement.name, extent, bytemuck::cast_slice_mut(&mut values))?;
-                Kept::F32(values)
-            }
-            StateValues::U64(own) => {
-                let mut values = vec![0_u64; own.len()];
-                stored.read_into(&placement.name, extent, bytemuck::cast_slice_mut(&mut values))?;
-                Kept::U64(values)
-            }
-        };
+        let mut kept = StateCopy::from(own);
+        stored.read_into(&placement.name, extent, kept.bytes_mut())?;
         Ok::<_, TrainError>((name, kept))
     };
     let kept = compressor.state().map(read).collect::<Result<Vec<_>, _>>()?;

@@ -228,7 +228,7 @@ pub fn new_executor(
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let pipeline_degree = config.parallelism().pipeline_parallel_degree;
-    let ranks = RankGrid::with_pipeline(group, pipeline_degree, config.num_shards())?;
+    let ranks = RankGrid::new(group, pipeline_degree, config.num_shards())?;
     let optimizer = &optimizer_options(config, model.table())?;
     let program = programs.swap_remove(ranks.pipeline().rank().0);
     let offload = &offload_options(config, &program.outline.state, device)?;

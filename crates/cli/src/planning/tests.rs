@@ -181,7 +181,7 @@ impl Case {
     ) -> Result<Executor, ParallelError> {
         let model = subject.build(self.shape, device)?;
         let rehearsal = self.rehearsal(subject);
-        let ranks = RankGrid::with_pipeline(group, self.pipeline_degree(), self.num_shards)?;
+        let ranks = RankGrid::new(group, self.pipeline_degree(), self.num_shards)?;
         let program = self.program(&chain(model.table(), &rehearsal), ranks.pipeline().rank().0);
         let folder = std::env::temp_dir();
         let offload = OffloadOptions { host: host.clone(), folder, ..OffloadOptions::none(device) };

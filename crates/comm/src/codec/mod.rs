@@ -38,7 +38,7 @@ pub use compressor::{CompressionStatistics, Compressor};
 pub use error::CompressionError;
 pub use round::Round;
 pub use sizes::CompressorSizes;
-pub use state::StateValues;
+pub use state::{StateCopy, StateValues};
 
 use trireme_base::RandomKey;
 

@@ -13,6 +13,52 @@ pub enum StateValues<'a> {
     U64(&'a [u64]),
 }
 
+impl<'a> StateValues<'a> {
+    /// As they lie in memory.
+    pub fn bytes(self) -> &'a [u8] {
+        match self {
+            StateValues::F32(values) => bytemuck::cast_slice(values),
+            StateValues::U64(values) => bytemuck::cast_slice(values),
+        }
+    }
+}
+
+/// A copy of [`StateValues`].
+#[derive(Debug, Clone, PartialEq)]
+pub enum StateCopy {
+    /// Elements or factors.
+    F32(Vec<f32>),
+    /// Counts.
+    U64(Vec<u64>),
+}
+
+impl StateCopy {
+    /// What was copied.
+    pub fn values(&self) -> StateValues<'_> {
+        match self {
+            StateCopy::F32(values) => StateValues::F32(values),
+            StateCopy::U64(values) => StateValues::U64(values),
+        }
+    }
+
+    /// The same, to write.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        match self {
+            StateCopy::F32(values) => bytemuck::cast_slice_mut(values),
+            StateCopy::U64(values) => bytemuck::cast_slice_mut(values),
+        }
+    }
+}
+
+impl From<StateValues<'_>> for StateCopy {
+    fn from(values: StateValues<'_>) -> Self {
+        match values {
+            StateValues::F32(values) => StateCopy::F32(values.to_vec()),
+            StateValues::U64(values) => StateCopy::U64(values.to_vec()),
+        }
+    }
+}
+
 impl Compressor {
     /// What a later compressor needs to continue with the same bits, between two steps: `step` always, `residual` with error
     /// feedback, `velocity` of momentum, the factors `q` of `powersgd`, `second_moment` of gradients that are normalized.

@@ -117,6 +117,10 @@ impl ParameterSource for PassParameters<'_> {
     }
 }
 
+fn not_finite(step: u64, what: NonFinite, value: f64) -> ParallelError {
+    ParallelError::NotFinite { step, what, value, is_ahead: true }
+}
+
 impl Executor {
     /// Updates a unit by the gradients of its next step.
     pub(super) fn step_ahead(&mut self, unit: usize, plans: &[StepPlan]) -> Result<(), ParallelError> {
@@ -140,8 +144,7 @@ impl Executor {
         if plan.grad_norm != GradNorm::Off {
             let norm = self.sum_of_squares(false, &mut waiting)?.sqrt() * self.grad_scale();
             if !norm.is_finite() {
-                let what = NonFinite::GradNorm;
-                return Err(ParallelError::NotFiniteAhead { step: plan.step, what, value: norm });
+                return Err(not_finite(plan.step, NonFinite::GradNorm, norm));
             }
             let updates = self.updates.as_mut().expect("the program does not drain");
             updates.squares.as_mut().expect("they are summed at the end")[step] = norm * norm;
@@ -171,8 +174,7 @@ impl Executor {
         let comm_exposed = waiting.total() / plans.len() as u32;
         for ((&loss, plan), square) in losses.iter().zip(plans).zip(&squares[..]) {
             if !loss.is_finite() {
-                let what = NonFinite::Loss;
-                return Err(ParallelError::NotFiniteAhead { step: plan.step, what, value: loss });
+                return Err(not_finite(plan.step, NonFinite::Loss, loss));
             }
             outcomes.push(StepOutcome {
                 loss,

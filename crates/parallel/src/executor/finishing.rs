@@ -154,7 +154,7 @@ impl Executor {
     /// Lowers the loss scale after a step that found `what` to be `value`; an error if it cannot fall.
     fn back_off(&mut self, step: u64, what: NonFinite, value: f64) -> Result<(), ParallelError> {
         if self.loss_scaler.scaling() == LossScaling::Off {
-            return Err(ParallelError::NotFinite { step, what, value });
+            return Err(ParallelError::NotFinite { step, what, value, is_ahead: false });
         }
         let loss_scale = self.loss_scaler.scale();
         if self.loss_scaler.back_off().is_none() {

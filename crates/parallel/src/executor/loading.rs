@@ -21,12 +21,7 @@ impl Executor {
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let class = self.class_of_weights();
-        let held: Vec<usize> = self.program.outline.held().collect();
-        for unit in held {
-            self.bring_state(class, unit)?;
-            self.parameters.for_each_mut(unit, &mut write)?;
-            self.send_state(class, unit, true)?;
-        }
+        self.for_each_held(class, true, |executor, unit| executor.parameters.for_each_mut(unit, &mut write))?;
         Ok(self.refresh()?)
     }
 
@@ -38,13 +33,9 @@ impl Executor {
         &mut self,
         mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        let held: Vec<usize> = self.program.outline.held().collect();
-        for unit in held {
-            self.bring_state(StateClass::Optimizer, unit)?;
-            self.optimizer.load_states(unit, &self.device, &mut read)?;
-            self.send_state(StateClass::Optimizer, unit, true)?;
-        }
-        Ok(())
+        self.for_each_held(StateClass::Optimizer, true, |executor, unit| {
+            executor.optimizer.load_states(unit, &executor.device, &mut read)
+        })
     }
 
     /// Gives parameters their declared initial values. Collective.
@@ -62,12 +53,7 @@ impl Executor {
             return self.exchange_copies();
         }
         let class = self.class_of_weights();
-        let held: Vec<usize> = self.program.outline.held().collect();
-        for unit in held {
-            self.bring_state(class, unit)?;
-            self.parameters.unshard(unit)?;
-            self.send_state(class, unit, false)?;
-        }
+        self.for_each_held(class, false, |executor, unit| executor.parameters.unshard(unit))?;
         let mut waiting = Waiting::default();
         (0..self.model.num_units()).try_for_each(|unit| self.parameters.ensure(unit, &mut waiting))?;
         self.exchange_copies()
@@ -93,7 +79,10 @@ impl Executor {
             let owner = self.program.outline.rank_of(unit);
             if self.program.outline.holds(unit) {
                 let part = self.parameters.parts()[unit].clone();
-                self.with_shard(unit, |shard| buffer[part].copy_from_slice(shard.f32s()))?;
+                let class = self.class_of_weights();
+                self.bring_state(class, unit)?;
+                buffer[part].copy_from_slice(self.parameters.shard(unit).f32s());
+                self.send_state(class, unit, false)?;
                 buffer = group.all_gather(buffer).wait()?;
             }
             let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
@@ -107,21 +96,22 @@ impl Executor {
     /// Compares what the replicas hold; collective.
     pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
-        let held: Vec<usize> = self.program.outline.held().collect();
-        for unit in held {
-            self.with_shard(unit, |shard| {
-                for value in shard.f32s() {
-                    hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
-                }
-            })?;
-        }
-        let replicas = self.ranks.alike(&self.program.outline);
-        let hashes = replicas.all_gather_bytes(&hash.to_le_bytes()).wait()?;
-        let number = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
-        let expected = number(&hashes[0]);
-        match hashes.iter().map(|bytes| number(bytes)).enumerate().find(|(_, found)| *found != expected) {
-            Some((replica, found)) => {
-                let [rank, other] = [replica, 0].map(|replica| self.ranks.rank_of(replicas, replica));
+        self.for_each_held(self.class_of_weights(), false, |executor, unit| {
+            for value in executor.parameters.shard(unit).f32s() {
+                hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
+            }
+            Ok::<_, ParallelError>(())
+        })?;
+        // Each with its rank.
+        let own = [self.group().rank().0 as u64, hash];
+        let hashes =
+            self.ranks.alike(&self.program.outline).all_gather_bytes(bytemuck::bytes_of(&own)).wait()?;
+        let numbers =
+            |bytes: &Vec<u8>| bytemuck::try_pod_read_unaligned::<[u64; 2]>(bytes).unwrap_or_default();
+        let [other, expected] = numbers(&hashes[0]);
+        match hashes.iter().map(numbers).find(|[_, found]| *found != expected) {
+            Some([rank, found]) => {
+                let [rank, other] = [rank, other].map(|rank| Rank(rank as usize));
                 Err(ParallelError::ReplicasDiffer { rank, found, other, expected })
             }
             None => Ok(()),

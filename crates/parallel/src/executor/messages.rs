@@ -7,9 +7,8 @@ use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
-use std::sync::Arc;
 use trireme_base::Rank;
-use trireme_comm::{Buffer, Group, Work};
+use trireme_comm::{Buffer, Work};
 use trireme_model::{Bundle, TensorSpec};
 use trireme_schedule::{Action, Message, MessageKind};
 use trireme_tensor::{Category, Device, ParameterSource, Tensor};
@@ -19,7 +18,6 @@ const SENDS_MAX: usize = 2;
 
 /// Messages under way.
 pub(super) struct Messages {
-    group: Arc<Group>,
     pool: Pool<f32>,
     sent: VecDeque<Work<Buffer<f32>>>,
     /// What begins to come for passes, by kind and microbatch: activations, gradients and parts of a tied gradient.
@@ -28,11 +26,9 @@ pub(super) struct Messages {
 
 impl Messages {
     pub(super) fn new(ranks: &RankGrid, num_microbatches: usize, device: &Device) -> Self {
-        let group = Arc::clone(ranks.pipeline());
         let none = || (0..num_microbatches).map(|_| None).collect();
         Messages {
-            pool: Pool::new(&group, device, Category::Communication, false),
-            group,
+            pool: Pool::new(ranks.pipeline(), device, Category::Communication, false),
             sent: VecDeque::with_capacity(SENDS_MAX + 1),
             coming: [none(), none(), none()],
         }
@@ -60,7 +56,7 @@ impl Messages {
             device.copy_bytes(bytes, &mut bytemuck::cast_slice_mut(own)[..bytes.len()]);
             words = rest;
         }
-        self.sent.push_back(self.group.send(buffer, Rank(to)));
+        self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
         Ok(())
     }
 
@@ -78,7 +74,7 @@ impl Messages {
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         self.make_room(waiting)?;
-        self.sent.push_back(self.group.send(buffer, Rank(to)));
+        self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
         Ok(())
     }
 
@@ -104,7 +100,7 @@ impl Messages {
 
     /// Starts to receive `len` elements.
     fn receive(&self, len: usize, from: usize) -> Result<Work<Buffer<f32>>, ParallelError> {
-        Ok(self.group.receive(self.pool.take(len)?, Rank(from)))
+        Ok(self.pool.group().receive(self.pool.take(len)?, Rank(from)))
     }
 
     /// Waits for a message, and copies its tensors to the device.

@@ -305,13 +305,8 @@ impl Executor {
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome, ParallelError> {
-        let mut finished = None;
-        self.run_program(&[plan], batches, &mut finished, &mut |_| ())?;
-        if let Some((outcome, _)) = finished {
-            return Ok(outcome);
-        }
-        let mut outcomes = Vec::new();
-        self.finish_steps(&[plan], &mut outcomes)?;
+        let mut outcomes = Vec::with_capacity(1);
+        self.run_steps(&[plan], batches, &mut outcomes)?;
         Ok(outcomes.remove(0))
     }
 
@@ -319,8 +314,8 @@ impl Executor {
     /// Microbatches are those of one step after the other.
     ///
     /// # Errors
-    /// As those of [`run`](Executor::run); of a pipeline that does not drain between updates also
-    /// [`ParallelError::NotFiniteAhead`], when some of these are done.
+    /// As those of [`run`](Executor::run); of a pipeline that does not drain between updates
+    /// [`ParallelError::NotFinite`] when some of these are done.
     ///
     /// # Panics
     /// If there is not a plan for each step.
@@ -342,22 +337,6 @@ impl Executor {
         see: &mut dyn FnMut(usize),
     ) -> Result<(), ParallelError> {
         assert_eq!(plans.len(), self.program.outline.num_steps(), "each step has its plan");
-        let mut finished = None;
-        self.run_program(plans, batches, &mut finished, see)?;
-        match finished {
-            Some((outcome, _)) => outcomes.push(outcome),
-            None => self.finish_steps(plans, outcomes)?,
-        }
-        Ok(())
-    }
-
-    fn run_program(
-        &mut self,
-        plans: &[StepPlan],
-        batches: &mut dyn ExactSizeIterator<Item = Batch>,
-        finished: &mut Option<(StepOutcome, Option<StepSettings>)>,
-        see: &mut dyn FnMut(usize),
-    ) -> Result<(), ParallelError> {
         let expected = self.program.outline.num_microbatches;
         if batches.len() < expected {
             return Err(ParallelError::TooFewMicrobatches { expected, found: batches.len() });
@@ -369,17 +348,22 @@ impl Executor {
         }
         self.first_step = plans[0].step;
         self.timeline.begin();
+        let mut finished = None;
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
             // As in the program's text, which begins with a line of sizes.
             let (step, line) = (plans[0].step, index + 2);
             self.ranks.set_line(format_args!("step {step}, line {line}: {action}"));
-            self.act(action, plans, finished)
+            self.act(action, plans, &mut finished)
                 .map_err(|error| error.at(format_args!("step {step}, line {line} ({})", action.words())))?;
             self.timeline.end();
             see(index);
         }
         self.ranks.set_line(format_args!(""));
+        match finished {
+            Some((outcome, _)) => outcomes.push(outcome),
+            None => self.finish_steps(plans, outcomes)?,
+        }
         Ok(())
     }
 

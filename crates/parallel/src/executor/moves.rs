@@ -3,10 +3,9 @@
 use super::Executor;
 use super::passes::Kept;
 use crate::error::ParallelError;
-use crate::offload::{Movable, try_each};
+use crate::offload::{Memory, Movable, Offloaded, try_each};
 use crate::waiting::Waiting;
 use trireme_schedule::{Action, Keep, StateClass, StateOf};
-use trireme_tensor::View;
 
 fn of_unit(class: StateClass, unit: usize) -> StateOf {
     StateOf { class, unit, microbatch: 0 }
@@ -19,7 +18,7 @@ impl Executor {
             for class in [StateClass::Optimizer, StateClass::Parameters, StateClass::Gradients] {
                 if self.offloaded.moves(class) {
                     let mut num_bytes = 0;
-                    self.with_memory(of_unit(class, unit), |part| num_bytes += part.num_bytes());
+                    self.with_memory(of_unit(class, unit), &mut |part| num_bytes += part.num_bytes());
                     self.offloaded.expect(of_unit(class, unit), num_bytes);
                 }
             }
@@ -44,7 +43,7 @@ impl Executor {
     }
 
     /// Shows `visit` all memory of a state.
-    fn with_memory(&mut self, state: StateOf, mut visit: impl FnMut(&mut dyn Movable)) {
+    fn with_memory(&mut self, state: StateOf, visit: &mut dyn FnMut(&mut dyn Movable)) {
         let StateOf { class, unit, microbatch } = state;
         match class {
             StateClass::Optimizer => {
@@ -92,18 +91,22 @@ impl Executor {
     }
 
     fn evict_as(&mut self, state: StateOf, has_changed: bool) -> Result<(), ParallelError> {
-        let mut offloaded = std::mem::take(&mut self.offloaded);
-        let evicted =
-            offloaded.evict(state, has_changed, &mut |visit| self.with_memory(state, |part| visit(part)));
-        self.offloaded = offloaded;
-        evicted
+        self.with_offloaded(state, |offloaded, memory| offloaded.evict(state, has_changed, memory))
     }
 
     fn restore(&mut self, state: StateOf) -> Result<(), ParallelError> {
+        self.with_offloaded(state, |offloaded, memory| offloaded.restore(state, memory))
+    }
+
+    fn with_offloaded(
+        &mut self,
+        state: StateOf,
+        go: impl FnOnce(&mut Offloaded, Memory<'_>) -> Result<(), ParallelError>,
+    ) -> Result<(), ParallelError> {
         let mut offloaded = std::mem::take(&mut self.offloaded);
-        let restored = offloaded.restore(state, &mut |visit| self.with_memory(state, |part| visit(part)));
+        let gone = go(&mut offloaded, &mut |visit| self.with_memory(state, visit));
         self.offloaded = offloaded;
-        restored
+        gone
     }
 
     /// Waits for the state that an action works with.
@@ -116,16 +119,19 @@ impl Executor {
         Ok(())
     }
 
-    /// Lets `read` see this rank's shard of a unit's parameters, wherever it lives.
-    pub(super) fn with_shard(
+    /// Does something to each unit's state of a class, in memory, which it changes or not.
+    pub(super) fn for_each_held<E: From<ParallelError>>(
         &mut self,
-        unit: usize,
-        read: impl FnOnce(View<'_>),
-    ) -> Result<(), ParallelError> {
-        let class = self.class_of_weights();
-        self.bring_state(class, unit)?;
-        read(self.parameters.shard(unit));
-        self.send_state(class, unit, false)
+        class: StateClass,
+        changes: bool,
+        mut work: impl FnMut(&mut Self, usize) -> Result<(), E>,
+    ) -> Result<(), E> {
+        for unit in self.program.outline.held().collect::<Vec<_>>() {
+            self.bring_state(class, unit)?;
+            work(self, unit)?;
+            self.send_state(class, unit, changes)?;
+        }
+        Ok(())
     }
 
     /// The class that what this rank steps of the parameters belongs to.
@@ -168,7 +174,7 @@ impl Executor {
                 self.release(class, unit);
                 self.retake(class, unit)?;
                 if !self.device.is_counting() {
-                    self.with_memory(of_unit(class, unit), |part| part.bytes_mut().fill(0));
+                    self.with_memory(of_unit(class, unit), &mut |part| part.bytes_mut().fill(0));
                 }
                 self.send_state(class, unit, true)?;
             }
@@ -179,14 +185,12 @@ impl Executor {
 
     /// Gives the memory of a unit's state back, with what it holds.
     pub(super) fn release(&mut self, class: StateClass, unit: usize) {
-        self.with_memory(of_unit(class, unit), |part| part.release());
+        self.with_memory(of_unit(class, unit), &mut |part| part.release());
     }
 
     /// Takes memory for a unit's state again, with unspecified contents.
     pub(super) fn retake(&mut self, class: StateClass, unit: usize) -> Result<(), ParallelError> {
-        try_each(&mut |visit| self.with_memory(of_unit(class, unit), |part| visit(part)), |part| {
-            part.restore()
-        })
+        try_each(&mut |visit| self.with_memory(of_unit(class, unit), visit), |part| part.restore())
     }
 
     /// What users should know of the disks that state lives on: a line for each.

@@ -46,7 +46,7 @@ impl Gradients {
         let is_exchanged = is_gathered || is_sharded && !is_rounded && hierarchy.is_none();
         let pool = Pool::new(group, device, category, is_exchanged);
         // Parts of gradients are gathered where all of a unit is updated by them.
-        let gathered = is_gathered.then(|| Gathered::absent(table, ranks.shards(), device, &pool));
+        let gathered = is_gathered.then(|| Gathered::absent(table, device, &pool));
         let needs_shards = are_shards_kept || is_sharded && ranks.replicas().world_size() > 1;
         let is_summed = are_shards_kept && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };

@@ -2,10 +2,9 @@ use super::{Memory, OffloadOptions, try_each};
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use std::collections::VecDeque;
-use std::path::PathBuf;
 use trireme_base::{DType, Event, Issued, Journal};
 use trireme_schedule::Tier;
-use trireme_swap::{AlignedBuffer, SwapFile, SwapOptions, Transfer};
+use trireme_swap::{AlignedBuffer, SwapFile, Transfer};
 use trireme_tensor::{Category, Device, Tensor};
 
 /// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
@@ -48,12 +47,10 @@ enum Block {
 /// Blocks in a file, cut into chunks: a block that leaves is written while the rest of it is copied, and one that comes back is
 /// copied while the rest of it is read. So transfers take the memory of some chunks, whatever the size of blocks.
 struct Disk {
-    /// If it only counts, there is no file.
-    host: Device,
     /// Chunks on their way, in the host's memory.
     counted: Counted,
-    folder: PathBuf,
-    options: SwapOptions,
+    /// If the host only counts, there is no file.
+    options: OffloadOptions,
     num_bytes: Vec<usize>,
     /// Made when the first block comes.
     file: Option<SwapFile>,
@@ -72,10 +69,8 @@ impl Disk {
         let counted = Counted::new(&options.host);
         counted.take(Category::Communication, WRITE_BYTES)?;
         Ok(Disk {
-            host: options.host.clone(),
             counted,
-            folder: options.folder.clone(),
-            options: options.swap.clone(),
+            options: options.clone(),
             num_bytes: vec![0; num_blocks],
             file: None,
             first_chunks: Vec::new(),
@@ -98,15 +93,15 @@ impl Disk {
             chunks
                 .extend((0..num_bytes).step_by(CHUNK_BYTES).map(|start| CHUNK_BYTES.min(num_bytes - start)));
         }
-        self.file = Some(SwapFile::create(&self.folder, &chunks, &self.options)?);
+        self.file = Some(SwapFile::create(&self.options.folder, &chunks, &self.options.swap)?);
         Ok(())
     }
 
     /// Copies a block away, chunk by chunk, and starts to write it; its memory is given back.
     fn write(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
         assert_eq!(num_bytes(memory), self.num_bytes[block], "block {block} is as long as was expected");
-        if self.host.is_counting() {
-            if let Some(journal) = self.host.journal() {
+        if self.options.host.is_counting() {
+            if let Some(journal) = self.options.host.journal() {
                 journal.issue(Issued::DiskWrite { bytes: self.num_bytes[block] });
             }
             memory(&mut |part| part.release());
@@ -154,9 +149,9 @@ impl Disk {
     /// Starts to read a block.
     fn read(&mut self, block: usize) -> Result<(), ParallelError> {
         self.counted.take(Category::Communication, self.read_bytes(block))?;
-        if self.host.is_counting() {
+        if self.options.host.is_counting() {
             let issue = |journal: &Journal| journal.issue(Issued::DiskRead { bytes: self.num_bytes[block] });
-            self.noted_reads[block] = self.host.journal().map(issue);
+            self.noted_reads[block] = self.options.host.journal().map(issue);
             return Ok(());
         }
         let file = self.file.as_ref().expect("a block is read after it was written");
@@ -170,9 +165,11 @@ impl Disk {
 
     /// Takes all of `memory` again, and copies a block there, chunk by chunk as they come.
     fn finish_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
-        let finished = match self.host.is_counting() {
+        let finished = match self.options.host.is_counting() {
             true => {
-                if let (Some(journal), Some(number)) = (self.host.journal(), self.noted_reads[block].take()) {
+                if let (Some(journal), Some(number)) =
+                    (self.options.host.journal(), self.noted_reads[block].take())
+                {
                     journal.note(Event::Await(number));
                 }
                 try_each(memory, |part| part.restore())

@@ -10,7 +10,7 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
 use std::sync::Arc;
-use trireme_comm::{Buffer, Group, Work};
+use trireme_comm::{Buffer, Work};
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, View, ViewMut};
 
@@ -39,7 +39,6 @@ pub(crate) trait Wholes: fmt::Debug + Send {
 
 /// Whole units in one type of float.
 pub(crate) struct Gathered<T> {
-    group: Arc<Group>,
     table: Arc<ParameterTable>,
     device: Device,
     units: Vec<Whole<T>>,
@@ -67,11 +66,10 @@ impl<T: Stored> Gathered<T> {
         ranks: &RankGrid,
         device: &Device,
     ) -> Result<Self, ParallelError> {
-        let group = ranks.shards();
         let is_kept = !outline.state.is_sharded(StateClass::Parameters);
         let category = if is_kept { Category::Parameters } else { Category::Communication };
-        let pool = Pool::new(group, device, category, true);
-        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, group, device, &pool) };
+        let pool = Pool::new(ranks.shards(), device, category, true);
+        let mut gathered = Gathered { is_kept, ..Gathered::absent(table, device, &pool) };
         (0..table.units().len()).try_for_each(|unit| gathered.hold(unit, outline.holds(unit)))?;
         // On one host shards are as near as copies of them would be.
         if let Some(levels) = ranks.levels() {
@@ -83,15 +81,9 @@ impl<T: Stored> Gathered<T> {
         Ok(gathered)
     }
 
-    /// No unit is there. Memory of those that are comes from `pool`.
-    pub(crate) fn absent(
-        table: &Arc<ParameterTable>,
-        group: &Arc<Group>,
-        device: &Device,
-        pool: &Pool<T>,
-    ) -> Self {
+    /// No unit is there. Memory of those that are comes from `pool`, of the ranks that have the shards.
+    pub(crate) fn absent(table: &Arc<ParameterTable>, device: &Device, pool: &Pool<T>) -> Self {
         Gathered {
-            group: Arc::clone(group),
             table: Arc::clone(table),
             device: device.clone(),
             units: table.units().iter().map(|_| Whole::Absent).collect(),
@@ -110,10 +102,10 @@ impl<T: Stored> Gathered<T> {
             _ => self.pool.take(info.padded_len())?,
         };
         if let Some(shard) = shard {
-            let own = info.shard(self.group.rank().0, self.group.world_size());
+            let own = info.shard(self.pool.group().rank().0, self.pool.group().world_size());
             self.device.convert(shard, T::view_mut(&mut buffer[own]));
         }
-        Ok(Whole::Gathering(self.group.all_gather(buffer)))
+        Ok(Whole::Gathering(self.pool.group().all_gather(buffer)))
     }
 }
 

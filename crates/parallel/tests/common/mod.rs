@@ -142,7 +142,7 @@ pub fn laid_out_model(
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &rehearsal);
     let pipeline_degree = layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
-    let ranks = RankGrid::with_pipeline(group, pipeline_degree, layout.num_shards).unwrap();
+    let ranks = RankGrid::new(group, pipeline_degree, layout.num_shards).unwrap();
     let program = match layout.pipeline {
         Some(pipeline) => {
             let splits = pipeline.even_splits(model.num_units());

@@ -243,7 +243,7 @@ fn build(args: &StepArgs, group: Group, device: &Device) -> Result<Executor> {
     let model = build(device)?;
     let state = state_layout(args);
     let num_shards = if state.has_shards() { group.world_size() } else { 1 };
-    let ranks = RankGrid::new(group, num_shards)?;
+    let ranks = RankGrid::new(group, 1, num_shards)?;
     let kind = OptimizerKind::AdamW(AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 });
     let optimizer =
         &OptimizerOptions { weight_decay: 0.1, decay_norms_and_biases: true, ..OptimizerOptions::new(kind) };
