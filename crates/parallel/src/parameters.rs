@@ -98,16 +98,12 @@ impl RankParameters {
     /// As [`shard`](RankParameters::shard), to write; whole copies are as they were.
     pub(crate) fn shard_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let (start, shape) = (self.parts[unit].start, self.shape(unit));
-        match (&mut self.shards, &mut self.wholes) {
-            (None, wholes) => {
-                let wholes = wholes.as_mut().expect("what is stepped lies somewhere");
-                wholes.view_mut(unit).into_part(start, shape)
-            }
-            (Some(shards), wholes) => {
-                wholes.iter_mut().for_each(|wholes| wholes.forget(unit));
-                shards.flat_mut(unit)
-            }
+        if let Some(shards) = &mut self.shards {
+            self.wholes.iter_mut().for_each(|wholes| wholes.forget(unit));
+            return shards.flat_mut(unit);
         }
+        let wholes = self.wholes.as_mut().expect("what is stepped lies within whole units");
+        wholes.view_mut(unit).into_part(start, shape)
     }
 
     /// The memory of what this rank steps of a unit, if it is apart from what operations read.

@@ -80,11 +80,12 @@ impl Sum for TreeShardSum {
         let Some(Gradient::Reducible(buffer)) = sum else {
             unreachable!("the first term lies in the group's memory, and sums grow to the left")
         };
-        self.memory.start(buffer);
+        self.memory.put(buffer);
+        self.memory.reduce(device);
     }
 
     fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        self.memory.finish(waiting)
+        self.memory.wait(waiting)
     }
 
     fn view(&self) -> View<'_> {

@@ -83,21 +83,9 @@ impl<T: Element> Vector<T> {
         self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
     }
 
-    /// Starts the sum over the ranks.
-    pub(crate) fn start(&mut self, term: Buffer<T>) {
-        self.under_way = Some(self.exchange.start(term));
-    }
-
-    /// Waits for the sum over the ranks.
-    pub(crate) fn finish(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        let work = self.under_way.take().expect("the sum over the ranks was started");
-        self.memory = Some(waiting.wait_fused(work)?);
-        Ok(())
-    }
-
-    /// The sum.
-    pub(crate) fn values(&self) -> &[T] {
-        self.memory.as_ref().expect("a gradient is read after its reduction")
+    /// Gives a term that is complete.
+    pub(crate) fn put(&mut self, term: Buffer<T>) {
+        self.memory = Some(term);
     }
 }
 
@@ -112,7 +100,7 @@ impl<T: Stored> Sum for Vector<T> {
 
     fn reduce(&mut self, _: &Device) {
         let term = self.memory.take().expect("a gradient was added");
-        self.start(term);
+        self.under_way = Some(self.exchange.start(term));
     }
 
     fn flush(&self) {
@@ -120,11 +108,13 @@ impl<T: Stored> Sum for Vector<T> {
     }
 
     fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        self.finish(waiting)
+        let work = self.under_way.take().expect("the sum over the ranks was started");
+        self.memory = Some(waiting.wait_fused(work)?);
+        Ok(())
     }
 
     fn view(&self) -> View<'_> {
-        T::view(self.values())
+        T::view(self.memory.as_ref().expect("a gradient is read after its reduction"))
     }
 
     fn memory(&mut self) -> &mut dyn Movable {

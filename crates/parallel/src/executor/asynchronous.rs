@@ -162,7 +162,7 @@ impl Executor {
         outcomes: &mut Vec<StepOutcome>,
     ) -> Result<(), ParallelError> {
         let mut waiting = std::mem::take(&mut self.waiting);
-        self.messages.finish(&mut waiting)?;
+        self.messages.finish_until(0, &mut waiting)?;
         let Executor { updates, means, ranks, loss_scaler, .. } = self;
         let updates = updates.as_mut().expect("the program does not drain");
         updates.settings = None;

@@ -143,7 +143,7 @@ impl Executor {
     fn finish_reductions(&mut self) -> Result<(f64, Waiting), ParallelError> {
         let mut waiting = self.gradients.wait()?;
         waiting.add(std::mem::take(&mut self.waiting));
-        self.messages.finish(&mut waiting)?;
+        self.messages.finish_until(0, &mut waiting)?;
         let loss = self.means.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {
             fp8.advance(self.ranks.world(), &mut waiting)?;

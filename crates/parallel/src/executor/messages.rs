@@ -20,7 +20,7 @@ const SENDS_MAX: usize = 2;
 pub(super) struct Messages {
     pool: Pool<f32>,
     sent: VecDeque<Work<Buffer<f32>>>,
-    /// What begins to come for passes, by kind and microbatch: activations, gradients and parts of a tied gradient.
+    /// What begins to come, by kind and microbatch, until its pass takes it: activations, gradients and parts of a tied gradient.
     coming: [Vec<Option<Work<Buffer<f32>>>>; 3],
 }
 
@@ -47,7 +47,7 @@ impl Messages {
         device: &Device,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        self.make_room(waiting)?;
+        self.finish_until(SENDS_MAX - 1, waiting)?;
         let mut buffer = self.pool.take(tensors.specs().map(|spec| spec.num_words()).sum())?;
         let mut words = &mut buffer[..];
         for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
@@ -60,12 +60,6 @@ impl Messages {
         Ok(())
     }
 
-    /// Waits for the first message if as many are under way as may be: no sooner, so that the memory which they take does not
-    /// depend on time.
-    fn make_room(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        if self.sent.len() >= SENDS_MAX { self.finish_first(waiting) } else { Ok(()) }
-    }
-
     /// Starts to send a buffer of the pool.
     fn send_buffer(
         &mut self,
@@ -73,29 +67,23 @@ impl Messages {
         to: usize,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
-        self.make_room(waiting)?;
+        self.finish_until(SENDS_MAX - 1, waiting)?;
         self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
         Ok(())
     }
 
-    fn finish_first(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        if let Some(work) = self.sent.pop_front() {
-            self.pool.give(waiting.wait(work)?);
+    /// Waits for the first messages until `num_left` are under way: no sooner, so that the memory which they take does not depend on
+    /// time.
+    pub(super) fn finish_until(
+        &mut self,
+        num_left: usize,
+        waiting: &mut Waiting,
+    ) -> Result<(), ParallelError> {
+        while self.sent.len() > num_left {
+            let first = self.sent.pop_front().expect("messages are under way");
+            self.pool.give(waiting.wait(first)?);
         }
         Ok(())
-    }
-
-    /// Waits until everything was sent.
-    pub(super) fn finish(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        while !self.sent.is_empty() {
-            self.finish_first(waiting)?;
-        }
-        Ok(())
-    }
-
-    /// Where a message for a pass is put when it begins to come, and taken by that pass.
-    fn coming(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Work<Buffer<f32>>> {
-        &mut self.coming[kind as usize][microbatch]
     }
 
     /// Starts to receive `len` elements.
@@ -156,7 +144,7 @@ impl Executor {
             MessageKind::TiedGradient => gradients.tied().expect("the unit is tied").len(),
             MessageKind::Parameters => return self.receive_copy(peer),
         };
-        *messages.coming(kind, microbatch) = Some(messages.receive(len, peer)?);
+        messages.coming[kind as usize][microbatch] = Some(messages.receive(len, peer)?);
         Ok(())
     }
 
@@ -168,7 +156,7 @@ impl Executor {
         let mut buffer = messages.pool.take(whole.shape().num_elements())?;
         device.convert(whole, f32::view_mut(&mut buffer));
         messages.send_buffer(buffer, to, waiting)?;
-        messages.finish(waiting)
+        messages.finish_until(0, waiting)
     }
 
     /// Receives the parameters of which this rank has a copy.
@@ -204,13 +192,14 @@ impl Executor {
             _ => None,
         };
         if let Some((kind, unit)) = expected.filter(|(_, unit)| !outline.holds(*unit)) {
-            let work = messages.coming(kind, microbatch).take().expect("a valid program receives it");
+            let work =
+                messages.coming[kind as usize][microbatch].take().expect("a valid program receives it");
             let specs = in_flight.carried(Message { kind, unit, microbatch }, rehearsal);
-            in_flight.put(kind, microbatch, messages.arrived(work, specs, device, waiting)?);
+            *in_flight.passing(kind, microbatch) = Some(messages.arrived(work, specs, device, waiting)?);
         }
         if let Some((unit, _)) = action.completed_gradient()
             && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
-            && let Some(work) = messages.coming(MessageKind::TiedGradient, microbatch).take()
+            && let Some(work) = messages.coming[MessageKind::TiedGradient as usize][microbatch].take()
         {
             tied.put(microbatch, waiting.wait(work)?);
         }

@@ -74,13 +74,13 @@ impl InFlight {
         }
         self.batches[microbatch] = batch;
         // The first unit reads the batch alone.
-        self.passing[MessageKind::Activation as usize][microbatch] = outline.holds(0).then(Bundle::new);
+        *self.passing(MessageKind::Activation, microbatch) = outline.holds(0).then(Bundle::new);
         Ok(())
     }
 
     /// Drops what the last unit made of a microbatch, and what is left of its tensors.
     fn discard(&mut self, microbatch: usize) {
-        self.drop_activation(microbatch);
+        *self.passing(MessageKind::Activation, microbatch) = None;
         self.batches[microbatch] = Batch::new();
     }
 
@@ -112,15 +112,12 @@ impl InFlight {
 
     /// Takes what passes from unit to unit: an activation that the unit below has made, or a gradient of the one above.
     pub(super) fn take(&mut self, kind: MessageKind, microbatch: usize) -> Bundle<Tensor> {
-        self.passing[kind as usize][microbatch].take().expect("the unit before has run")
+        self.passing(kind, microbatch).take().expect("the unit before has run")
     }
 
-    pub(super) fn put(&mut self, kind: MessageKind, microbatch: usize, tensors: Bundle<Tensor>) {
-        self.passing[kind as usize][microbatch] = Some(tensors);
-    }
-
-    fn drop_activation(&mut self, microbatch: usize) {
-        self.passing[MessageKind::Activation as usize][microbatch] = None;
+    /// Where that is.
+    pub(super) fn passing(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Bundle<Tensor>> {
+        &mut self.passing[kind as usize][microbatch]
     }
 
     pub(super) fn pass(&mut self, unit: usize, microbatch: usize) -> &mut Option<Kept> {
@@ -199,7 +196,7 @@ impl Executor {
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
         let batch = &mut self.in_flight.batches[microbatch];
         let (pass, outputs) = UnitPass::forward(self.model.unit(unit), tape, &parameters, inputs, batch)?;
-        self.in_flight.put(MessageKind::Activation, microbatch, outputs);
+        *self.in_flight.passing(MessageKind::Activation, microbatch) = Some(outputs);
         Ok(pass)
     }
 
@@ -274,7 +271,7 @@ impl Executor {
             unreachable!("forward or a recomputation has recorded a pass");
         };
         // What a recomputation has made for a unit above that needs it no more.
-        in_flight.drop_activation(microbatch);
+        *in_flight.passing(MessageKind::Activation, microbatch) = None;
         let grads = if is_last { Bundle::new() } else { in_flight.take(MessageKind::Gradient, microbatch) };
         (pass, grads)
     }
@@ -286,7 +283,7 @@ impl Executor {
         unit: usize,
         microbatch: usize,
     ) -> Result<(), ParallelError> {
-        self.in_flight.put(MessageKind::Gradient, microbatch, pass.take_input_grads()?);
+        *self.in_flight.passing(MessageKind::Gradient, microbatch) = Some(pass.take_input_grads()?);
         if let Some(loss) = pass.loss() {
             // After the last microbatch the reports travel, ahead of the first gradient.
             self.means.push(unit, None, microbatch, loss);
@@ -329,7 +326,7 @@ impl Executor {
             }
         }
         self.in_flight.discard(0);
-        self.messages.finish(&mut self.waiting)?;
+        self.messages.finish_until(0, &mut self.waiting)?;
         self.waiting = Waiting::default();
         Ok(())
     }

@@ -50,7 +50,9 @@ pub(crate) struct Gathered<T> {
     secondary: Option<SecondaryShards>,
 }
 
+#[derive(Default)]
 enum Whole<T> {
+    #[default]
     Absent,
     Present(Buffer<T>),
     Gathering(Work<Buffer<T>>),
@@ -86,7 +88,7 @@ impl<T: Stored> Gathered<T> {
         Gathered {
             table: Arc::clone(table),
             device: device.clone(),
-            units: table.units().iter().map(|_| Whole::Absent).collect(),
+            units: table.units().iter().map(|_| Whole::default()).collect(),
             is_kept: false,
             pool: pool.clone(),
             packed: None,
@@ -97,7 +99,7 @@ impl<T: Stored> Gathered<T> {
     /// Starts to gather a unit as it is from the shards.
     fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole<T>, ParallelError> {
         let info = &self.table.units()[unit];
-        let mut buffer = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+        let mut buffer = match std::mem::take(&mut self.units[unit]) {
             Whole::Present(buffer) => buffer,
             _ => self.pool.take(info.padded_len())?,
         };
@@ -115,7 +117,7 @@ impl<T: Stored> Wholes for Gathered<T> {
     }
 
     fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
-        if let Whole::Present(buffer) = std::mem::replace(&mut self.units[unit], Whole::Absent) {
+        if let Whole::Present(buffer) = std::mem::take(&mut self.units[unit]) {
             self.pool.discard(buffer);
         }
         if holds && self.is_kept {
@@ -137,7 +139,7 @@ impl<T: Stored> Wholes for Gathered<T> {
     }
 
     fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        let whole = match std::mem::replace(&mut self.units[unit], Whole::Absent) {
+        let whole = match std::mem::take(&mut self.units[unit]) {
             Whole::Gathering(work) => waiting.wait(work)?,
             Whole::Packed(work) => {
                 let info = &self.table.units()[unit];
@@ -159,7 +161,7 @@ impl<T: Stored> Wholes for Gathered<T> {
     }
 
     fn reshard(&mut self, unit: usize) {
-        if let Whole::Present(buffer) = std::mem::replace(&mut self.units[unit], Whole::Absent) {
+        if let Whole::Present(buffer) = std::mem::take(&mut self.units[unit]) {
             self.pool.give(buffer);
         }
     }
