@@ -325,7 +325,7 @@ impl ModelConfig {
         }
     }
 
-    /// The model, to run on sequences of at most `seq_len_max` tokens. A [`Generation`](crate::Generation) has its own limit.
+    /// The model, to run on sequences of at most `seq_len_max` tokens. A [`Past`](crate::Past) has a limit of its own.
     ///
     /// # Errors
     /// Sizes that do not fit each other, or no memory for tables of positions.

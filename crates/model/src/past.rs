@@ -1,4 +1,4 @@
-//! What a generation has read before.
+//! What was read of a sequence before.
 
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, KeyValueCache, Recorder, RotaryTable};
@@ -6,9 +6,10 @@ use trireme_tensor::{Device, DeviceError, Var};
 
 /// Keys and values of each attention at earlier positions of one sequence.
 #[derive(Debug)]
-pub(crate) struct Past {
+pub struct Past {
     device: Device,
     capacity: usize,
+    position: usize,
     /// In the order of use.
     caches: Vec<KeyValueCache>,
     next: usize,
@@ -18,12 +19,19 @@ pub(crate) struct Past {
 
 impl Past {
     /// Of a sequence of at most `capacity` tokens.
-    pub(crate) fn new(device: &Device, capacity: usize) -> Self {
-        Past { device: device.clone(), capacity, caches: Vec::new(), next: 0, tables: Vec::new() }
+    pub fn new(device: &Device, capacity: usize) -> Self {
+        let (caches, tables) = (Vec::new(), Vec::new());
+        Past { device: device.clone(), capacity, position: 0, caches, next: 0, tables }
     }
 
-    /// Begins a pass over the whole model.
-    pub(crate) fn begin(&mut self) {
+    /// Tokens that were read.
+    pub fn position(&self) -> usize {
+        self.position
+    }
+
+    /// Ends a pass over the whole model that has read so many tokens.
+    pub fn advance(&mut self, num_tokens: usize) {
+        self.position += num_tokens;
         self.next = 0;
     }
 

@@ -127,8 +127,12 @@ impl UnitPass {
         UnitPass::forward_after(unit, tape, parameters, inputs, batch, None)
     }
 
-    /// As [`forward`](UnitPass::forward) for what follows a past.
-    pub(crate) fn forward_after(
+    /// As [`forward`](UnitPass::forward) for what follows a past, to which the pass adds. The tape begins at its
+    /// [position](Past::position).
+    ///
+    /// # Errors
+    /// If the device has no memory for a result.
+    pub fn forward_after(
         unit: &dyn Unit,
         mut tape: Tape,
         parameters: &dyn ParameterSource,

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_model::{
-    Batch, Bundle, Generation, Model, ModelConfig, TOKENS, UnitPass, empty_batch, set_window, token_specs,
+    Batch, Bundle, LOGITS, Model, ModelConfig, Past, TOKENS, UnitPass, empty_batch, set_window, token_specs,
 };
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
@@ -99,12 +99,16 @@ impl Golden {
     }
 
     fn logits(&self, ids: &[u32], shape: (usize, usize)) -> Vec<f32> {
+        self.logits_after(None, ids, shape)
+    }
+
+    fn logits_after(&self, past: Option<&mut Past>, ids: &[u32], shape: (usize, usize)) -> Vec<f32> {
         let mut tokens =
             self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
         tokens.view_mut().u32s().copy_from_slice(ids);
         let mut batch = [(TOKENS, tokens)].into_iter().collect();
-        let (_, made) = self.forward((Recording::Off, Precision::F32, 1.0), &mut batch);
-        made.get("logits").unwrap().view().f32s().to_vec()
+        let (_, made) = self.forward((Recording::Off, Precision::F32, 1.0), &mut batch, past);
+        made.get(LOGITS).unwrap().view().f32s().to_vec()
     }
 
     /// All passes of the model, one tape a unit, as the executor runs it; and what the last unit passes on.
@@ -112,13 +116,15 @@ impl Golden {
         &self,
         (recording, precision, loss_scale): (Recording, Precision, f32),
         batch: &mut Batch,
+        mut past: Option<&mut Past>,
     ) -> (Vec<UnitPass>, Bundle<Tensor>) {
         let (mut passes, mut x) = (Vec::new(), Bundle::new());
         for unit in 0..self.model.num_units() {
-            let mut tape = Tape::new(&self.device, recording, precision);
+            let position = past.as_deref().map_or(0, Past::position);
+            let mut tape = Tape::new(&self.device, recording, precision).with_first_position(position);
             tape.set_loss_scale(loss_scale);
-            let unit = self.model.unit(unit);
-            let (pass, made) = UnitPass::forward(unit, tape, &self.parameters, x, batch).unwrap();
+            let (unit, past) = (self.model.unit(unit), past.as_deref_mut());
+            let (pass, made) = UnitPass::forward_after(unit, tape, &self.parameters, x, batch, past).unwrap();
             passes.push(pass);
             x = made;
         }
@@ -145,7 +151,7 @@ impl Golden {
             set_window(&mut batch, row, window);
         }
         let recording = if sink.is_some() { Recording::On } else { Recording::Off };
-        let (mut passes, mut grads) = self.forward((recording, precision, loss_scale), &mut batch);
+        let (mut passes, mut grads) = self.forward((recording, precision, loss_scale), &mut batch, None);
         if let Some(sink) = sink {
             for pass in passes.iter_mut().rev() {
                 pass.backward(&self.parameters, grads, &mut batch, sink).unwrap();
@@ -308,14 +314,15 @@ fn generation_with_a_cache_sees_what_one_pass_sees() {
         let (ids, len) = (&ids[..shape[1]], shape[1]);
         let expected = golden.logits(ids, (1, len));
         let vocab_size = golden.config.vocab_size;
-        let mut generation = Generation::new(&golden.model, &golden.parameters, &golden.device, len);
-        let mut position = 0;
+        let mut past = Past::new(&golden.device, len);
         for num_tokens in [5, 1, 1, 7, len - 14] {
-            let logits = generation.read(&ids[position..position + num_tokens]).unwrap();
-            position += num_tokens;
-            let expected = &expected[(position - 1) * vocab_size..position * vocab_size];
+            let position = past.position();
+            let logits =
+                golden.logits_after(Some(&mut past), &ids[position..position + num_tokens], (1, num_tokens));
+            past.advance(num_tokens);
+            let expected = &expected[position * vocab_size..(position + num_tokens) * vocab_size];
             assert!(relative_distance(&logits, expected) < 1e-5, "{folder:?} at {position}");
         }
-        assert_eq!(generation.position(), len);
+        assert_eq!(past.position(), len);
     }
 }

@@ -30,7 +30,7 @@ mod waiting;
 
 pub use chain::chain;
 pub use error::ParallelError;
-pub use executor::{ActionTime, Executor, ExecutorSetup, MemoryUse};
+pub use executor::{ActionTime, Executor, ExecutorSetup, Generation, MemoryUse};
 pub use gradients::Determinism;
 pub use offload::OffloadOptions;
 pub use placement::Placements;

@@ -56,6 +56,8 @@ impl RankParameters {
             Precision::F16 => Some(Box::new(Gathered::<F16>::new(table, outline, spared, ranks, device)?)),
         };
         let shards = match precision {
+            // What is not trained is there already, and taken over.
+            _ if is_whole && !state.is_trained() => None,
             _ if is_whole => Some(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?),
             Precision::F32 if is_kept => None,
             _ => {
@@ -75,6 +77,12 @@ impl RankParameters {
             copy = Some((unit, ranks.pipeline().buffer(len)?));
         }
         Ok(RankParameters { table: Arc::clone(table), parts, shards, wholes, copy })
+    }
+
+    /// Takes over the parameters of a rank that has all of them and does not train.
+    pub(crate) fn take_over(&mut self, all: Parameters) {
+        assert!(self.wholes.is_none(), "the rank has all parameters");
+        self.shards = Some(all);
     }
 
     /// Writes the unit that lies elsewhere.

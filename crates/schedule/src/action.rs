@@ -177,6 +177,15 @@ impl Action {
         }
     }
 
+    /// Whether it is a part of training.
+    pub(crate) fn trains(self) -> bool {
+        match self {
+            Action::Send(message) | Action::Receive(message) => message.kind != MessageKind::Activation,
+            Action::Fetch(state) | Action::Evict(state) => state.class != StateClass::Parameters,
+            _ => !matches!(self, Action::Forward { .. } | Action::Unshard { .. } | Action::Reshard { .. }),
+        }
+    }
+
     /// The classes of state that the action works with, which are to be at hand.
     pub fn uses(self) -> &'static [StateClass] {
         match self {

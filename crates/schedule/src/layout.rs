@@ -16,6 +16,8 @@ named! {
         Whole = "whole",
         /// Its shard.
         Shard = "shard",
+        /// Nothing: there is none.
+        Absent = "none",
     }
 }
 
@@ -109,6 +111,18 @@ impl StateLayout {
         layout
     }
 
+    /// The same where units only run forward: there are neither gradients nor state of an optimizer.
+    pub fn forward_only(mut self) -> StateLayout {
+        let absent = ClassLayout { share: Share::Absent, tier: Tier::Device };
+        (self.gradients, self.optimizer) = (absent, absent);
+        self
+    }
+
+    /// Whether parameters are trained.
+    pub fn is_trained(&self) -> bool {
+        self.gradients.share != Share::Absent
+    }
+
     /// How a class lies.
     pub fn of(mut self, class: StateClass) -> ClassLayout {
         *self.of_mut(class)
@@ -191,13 +205,20 @@ impl StateLayout {
     }
 
     /// Whether programs exist for it in steps of `num_microbatches`. A rank that updates all of the parameters holds all of
-    /// them.
+    /// them. What is trained has gradients and an optimizer, and nothing else has.
     pub fn is_possible(&self, num_microbatches: usize) -> bool {
         let can_live = |class| self.can_live(class, self.of(class).tier, num_microbatches);
         let [parameters, optimizer, activations] =
             [StateClass::Parameters, StateClass::Optimizer, StateClass::Activations]
                 .map(|class| self.is_sharded(class));
-        StateClass::ALL.into_iter().all(can_live) && (optimizer || !parameters) && !activations
+        let is_absent = |class| self.of(class).share == Share::Absent;
+        let is_trained = self.is_trained();
+        let are_there = !is_absent(StateClass::Parameters) && !is_absent(StateClass::Activations);
+        StateClass::ALL.into_iter().all(can_live)
+            && (optimizer || !parameters || !is_trained)
+            && !activations
+            && are_there
+            && is_trained != is_absent(StateClass::Optimizer)
     }
 }
 

@@ -3,8 +3,8 @@
 use crate::error::TrainError;
 use trireme_base::{Random, RandomKey};
 use trireme_data::Tokenizer;
-use trireme_model::{Generation, Model, ModelConfig, Sampling};
-use trireme_tensor::{Device, ParameterSource};
+use trireme_model::{ModelConfig, Sampling};
+use trireme_parallel::{Executor, Generation};
 
 /// What to generate, and how.
 #[derive(Debug, Clone, PartialEq)]
@@ -24,9 +24,8 @@ pub struct SampleSettings {
 /// Generates text and hands it out piece by piece; returns the number of tokens made. Ends early at the end
 /// of a document, if asked to, and where the model's positions end.
 pub fn sample(
-    (model, config): (&Model, &ModelConfig),
-    parameters: &dyn ParameterSource,
-    device: &Device,
+    executor: &mut Executor,
+    config: &ModelConfig,
     tokenizer: &Tokenizer,
     settings: &SampleSettings,
     mut text: impl FnMut(&str),
@@ -45,8 +44,8 @@ pub fn sample(
         return Err(TrainError::PromptTooLong { num_tokens: num_prompt, max_position_embeddings });
     }
     let num_tokens = settings.num_tokens.min(max_position_embeddings + 1 - num_prompt);
-    let mut generation =
-        Generation::new(model, parameters, device, max_position_embeddings.min(num_prompt + num_tokens));
+    let capacity = max_position_embeddings.min(num_prompt + num_tokens);
+    let mut generation = Generation::new(executor, capacity);
     let mut random = Random::new(RandomKey::new(settings.seed, "sampling"), 0);
     let mut decoder = tokenizer.stream_decoder();
     for index in 0..num_tokens {

@@ -4,21 +4,18 @@ use crate::error::TrainError;
 use std::ops::Range;
 use std::path::Path;
 use trireme_checkpoint::{CONFIG_FILE, ModelSource, StoredTensors};
-use trireme_model::{Model, ModelConfig, canonical_names};
-use trireme_parallel::Placements;
+use trireme_model::{Model, ModelConfig, Rehearsal, canonical_names, token_specs};
+use trireme_parallel::{Executor, Placements};
 use trireme_plan::{Extent, Mesh};
 use trireme_schedule::Outline;
-use trireme_tensor::{Category, Device, ParameterInfo, Parameters, Shape};
+use trireme_tensor::{Category, Device, DeviceOptions, ParameterInfo, Parameters, Precision, Shape};
 
 /// A model with its weights, for use without training.
-#[derive(Debug)]
 pub struct LoadedModel {
-    /// The model.
-    pub model: Model,
+    /// What runs it.
+    pub executor: Executor,
     /// What it was built from.
     pub config: ModelConfig,
-    /// Its weights.
-    pub parameters: Parameters,
     /// What the user should know: newer checkpoints that were passed over, settings without effect.
     pub notices: Vec<String>,
 }
@@ -41,13 +38,28 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
             skipped.iter().map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason)),
         );
     }
-    // Generation has its own limit of positions, and nothing else is run.
     let model = config.build(0, device)?;
     // Before memory is taken: a description may be of any size, the weights are there.
     let weights = checked_weights(&source.weights(), &model)?;
     let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
     parameters.for_each_mut(read_held(&weights, allow_non_finite))?;
-    Ok(LoadedModel { model, config, parameters, notices })
+    Ok(LoadedModel { executor: forward_only(&config, parameters, device)?, config, notices })
+}
+
+/// What runs a language model with its weights without training.
+///
+/// # Errors
+/// What the model or the device refuses.
+pub fn forward_only(
+    config: &ModelConfig,
+    parameters: Parameters,
+    device: &Device,
+) -> Result<Executor, TrainError> {
+    let rehearsed = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
+    let build = |device: &Device| config.build(1, device);
+    let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, None, &token_specs(1, 1))?;
+    // A generation has its own limit of positions.
+    Ok(Executor::forward_only(config.build(0, device)?, rehearsal, parameters, device)?)
 }
 
 /// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.

@@ -63,7 +63,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
     simd.warn();
     let (num_threads, features_max) = (args.threads, Some(simd.level));
     let device = Device::cpu(DeviceOptions { num_threads, features_max, ..DeviceOptions::default() })?;
-    let LoadedModel { model, config, parameters, notices } =
+    let LoadedModel { mut executor, config, notices } =
         load_model(&args.path, args.allow_non_finite, &device)?;
     notices.iter().for_each(|notice| remark(&format!("note: {notice}")));
     let tokenizer = tokenizer(args)?;
@@ -81,7 +81,7 @@ pub(crate) fn run(args: &GenerateArgs) -> Result<()> {
         }
     };
     show(&settings.prompt);
-    sample((&model, &config), &parameters, &device, &tokenizer, &settings, &mut show)?;
+    sample(&mut executor, &config, &tokenizer, &settings, &mut show)?;
     show("\n");
     Ok(written?)
 }

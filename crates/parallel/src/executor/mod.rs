@@ -3,6 +3,7 @@
 mod asynchronous;
 mod dry;
 mod finishing;
+mod generation;
 mod loading;
 mod means;
 mod messages;
@@ -24,6 +25,7 @@ use crate::step::{ExecutorOptions, StepOutcome, StepPlan, ZeroPlusPlus};
 use crate::waiting::Waiting;
 use asynchronous::Updates;
 pub use dry::MemoryUse;
+pub use generation::Generation;
 use means::{Means, global_microbatch};
 use messages::Messages;
 use passes::InFlight;
@@ -99,7 +101,7 @@ pub struct ExecutorSetup<'a> {
 
 /// How units run without training.
 fn evaluation_program(training: &Outline) -> Program {
-    lay_out(single::evaluation(training), training.state)
+    lay_out(single::evaluation(training), training.state.forward_only())
 }
 
 impl Executor {
@@ -129,7 +131,8 @@ impl Executor {
             false => Optimizer::new,
         };
         let optimizer_device = offload.device_of(&state, StateClass::Optimizer, device).clone();
-        let optimizer = make(optimizer, table, &parts, &optimizer_device)?;
+        let stepped = if state.is_trained() { parts.clone() } else { vec![0..0; parts.len()] };
+        let optimizer = make(optimizer, table, &stepped, &optimizer_device)?;
         let devices = (device, shards_device);
         let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
@@ -145,6 +148,7 @@ impl Executor {
         let squares = Some(ranks.shards().buffer(outline.chain.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
         let evaluation = evaluation_program(outline);
+        validate(&evaluation, 1)?;
         let mut executor = Executor {
             in_flight: InFlight::new(outline, &rehearsal),
             messages,
@@ -343,8 +347,7 @@ impl Executor {
         }
         for microbatch in 0..expected {
             let batch = batches.next().expect("they were counted");
-            let batch = (batch, self.rehearsal.num_samples());
-            self.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal)?;
+            self.begin_microbatch(microbatch, batch)?;
         }
         self.first_step = plans[0].step;
         self.timeline.begin();

@@ -5,10 +5,11 @@ use super::asynchronous::PassParameters;
 use crate::error::ParallelError;
 use crate::waiting::Waiting;
 use std::sync::Arc;
-use trireme_model::{Batch, BatchTensor, Bundle, Rehearsal, TensorSpec, UnitPass};
+use trireme_base::DType;
+use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
-use trireme_tensor::{Tape, Tensor};
+use trireme_tensor::{Category, Device, Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Kept {
@@ -20,13 +21,21 @@ pub(super) enum Kept {
     Halved(UnitPass),
 }
 
+/// What units run for.
+pub(super) enum Purpose {
+    Training,
+    /// What they report is found.
+    Evaluation(Vec<RowMean>),
+    /// A sequence goes on after what was read of it.
+    Generation(Past),
+}
+
 /// Microbatches under way.
 pub(super) struct InFlight {
     num_microbatches: usize,
     /// Of each microbatch.
     num_samples: usize,
-    /// In an evaluation, what units report.
-    reports: Option<Vec<RowMean>>,
+    purpose: Purpose,
     /// By kind, then microbatch: what the last unit made, to be read by the next one, and the gradient of what it read, for the
     /// unit below.
     passing: [Vec<Option<Bundle<Tensor>>>; 2],
@@ -46,7 +55,7 @@ impl InFlight {
         InFlight {
             num_microbatches,
             num_samples: rehearsal.num_samples(),
-            reports: None,
+            purpose: Purpose::Training,
             passing: [none(), none()],
             batches: (0..num_microbatches).map(|_| Batch::new()).collect(),
             num_readers: vec![0; num_microbatches * rehearsal.batch.len()],
@@ -55,16 +64,9 @@ impl InFlight {
         }
     }
 
-    /// Takes in the tensors of a microbatch of so many samples that units on this rank read.
-    pub(super) fn begin(
-        &mut self,
-        microbatch: usize,
-        (mut batch, num_samples): (Batch, usize),
-        outline: &Outline,
-        rehearsal: &Rehearsal,
-    ) -> Result<(), ParallelError> {
-        check_batch(&batch, rehearsal, num_samples)?;
-        self.num_samples = num_samples;
+    /// Takes in the tensors of a microbatch that units on this rank read.
+    fn begin(&mut self, microbatch: usize, mut batch: Batch, outline: &Outline, rehearsal: &Rehearsal) {
+        self.num_samples = num_samples(&batch);
         let first = microbatch * rehearsal.batch.len();
         for (tensor, num_readers) in rehearsal.batch.iter().zip(&mut self.num_readers[first..]) {
             *num_readers = tensor.readers.iter().filter(|&&unit| outline.holds(unit)).count();
@@ -75,13 +77,6 @@ impl InFlight {
         self.batches[microbatch] = batch;
         // The first unit reads the batch alone.
         *self.passing(MessageKind::Activation, microbatch) = outline.holds(0).then(Bundle::new);
-        Ok(())
-    }
-
-    /// Drops what the last unit made of a microbatch, and what is left of its tensors.
-    fn discard(&mut self, microbatch: usize) {
-        *self.passing(MessageKind::Activation, microbatch) = None;
-        self.batches[microbatch] = Batch::new();
     }
 
     /// A unit has read the batch for the last time.
@@ -125,6 +120,10 @@ impl InFlight {
     }
 }
 
+fn num_samples(batch: &Batch) -> usize {
+    batch.iter().next().map_or(1, |(_, tensor)| tensor.shape().dims()[0])
+}
+
 /// Refuses a batch whose tensors differ from the rehearsed ones in more than the number of samples.
 fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Result<(), ParallelError> {
     for BatchTensor { spec, .. } in &rehearsal.batch {
@@ -139,23 +138,39 @@ fn check_batch(batch: &Batch, rehearsal: &Rehearsal, num_samples: usize) -> Resu
 }
 
 impl Executor {
+    /// Takes in a microbatch to be trained with.
+    pub(super) fn begin_microbatch(&mut self, microbatch: usize, batch: Batch) -> Result<(), ParallelError> {
+        check_batch(&batch, &self.rehearsal, self.rehearsal.num_samples())?;
+        self.in_flight.begin(microbatch, batch, &self.program.outline, &self.rehearsal);
+        Ok(())
+    }
+
     pub(super) fn forward(
         &mut self,
         unit: usize,
         microbatch: usize,
         keep: Keep,
     ) -> Result<(), ParallelError> {
-        let inputs = self.in_flight.take(MessageKind::Activation, microbatch);
+        let mut inputs = self.in_flight.take(MessageKind::Activation, microbatch);
+        let is_last = unit + 1 == self.program.outline.chain.num_units;
+        if is_last && matches!(self.in_flight.purpose, Purpose::Generation(_)) {
+            // Only the last position is continued.
+            inputs.values_mut().try_for_each(|tensor| keep_last_row(tensor, &self.device))?;
+        }
         if let Some(updates) = &mut self.updates {
             updates.begin_forward(unit, microbatch, &self.program.outline);
         }
         let mut pass = self.record(unit, microbatch, inputs)?;
-        if let Some(found) = &mut self.in_flight.reports {
-            let reports = self.rehearsal.reports().zip(found).filter(|((own, _), _)| *own == unit);
-            for ((_, report), found) in reports {
-                *found = pass.reported(report.metric).unwrap_or_default();
+        match &mut self.in_flight.purpose {
+            Purpose::Training => (),
+            Purpose::Generation(_) => return Ok(()),
+            Purpose::Evaluation(found) => {
+                let reports = self.rehearsal.reports().zip(found).filter(|((own, _), _)| *own == unit);
+                for ((_, report), found) in reports {
+                    *found = pass.reported(report.metric).unwrap_or_default();
+                }
+                return Ok(());
             }
-            return Ok(());
         }
         for &Metric { name, mean } in pass.metrics() {
             self.means.push(unit, Some(name), microbatch, mean);
@@ -183,9 +198,10 @@ impl Executor {
         microbatch: usize,
         inputs: Bundle<Tensor>,
     ) -> Result<UnitPass, ParallelError> {
-        let tape = match self.in_flight.reports.is_some() {
-            true => self.new_tape(Recording::Off),
-            false => {
+        let tape = match &self.in_flight.purpose {
+            Purpose::Evaluation(_) => self.new_tape(Recording::Off),
+            Purpose::Generation(past) => self.new_tape(Recording::Off).with_first_position(past.position()),
+            Purpose::Training => {
                 let spare = self.in_flight.spare_tapes.pop();
                 let mut tape = spare.unwrap_or_else(|| self.new_tape(Recording::On));
                 tape.set_loss_scale(self.loss_scaler.scale() as f32);
@@ -194,8 +210,10 @@ impl Executor {
             }
         };
         let parameters = PassParameters::new(&self.parameters, self.updates.as_ref(), unit, microbatch);
-        let batch = &mut self.in_flight.batches[microbatch];
-        let (pass, outputs) = UnitPass::forward(self.model.unit(unit), tape, &parameters, inputs, batch)?;
+        let InFlight { purpose, batches, .. } = &mut self.in_flight;
+        let past = if let Purpose::Generation(past) = purpose { Some(past) } else { None };
+        let (unit, batch) = (self.model.unit(unit), &mut batches[microbatch]);
+        let (pass, outputs) = UnitPass::forward_after(unit, tape, &parameters, inputs, batch, past)?;
         *self.in_flight.passing(MessageKind::Activation, microbatch) = Some(outputs);
         Ok(pass)
     }
@@ -305,19 +323,36 @@ impl Executor {
     /// # Errors
     /// What device, group and disks refuse.
     pub fn evaluate(&mut self, batch: Option<Batch>) -> Result<Vec<RowMean>, ParallelError> {
-        self.in_flight.reports = Some(vec![RowMean::default(); self.rehearsal.reports().count()]);
-        std::mem::swap(&mut self.program, &mut self.evaluation);
-        let evaluated = self.run_evaluation(batch);
-        std::mem::swap(&mut self.program, &mut self.evaluation);
-        let reports = self.in_flight.reports.take().expect("they were there");
-        evaluated.map(|()| reports)
+        if let Some(batch) = &batch {
+            check_batch(batch, &self.rehearsal, num_samples(batch))?;
+        }
+        let reports = vec![RowMean::default(); self.rehearsal.reports().count()];
+        match self.run_forward(Purpose::Evaluation(reports), batch)? {
+            (Purpose::Evaluation(reports), _) => Ok(reports),
+            _ => unreachable!("an evaluation stays one"),
+        }
     }
 
-    fn run_evaluation(&mut self, batch: Option<Batch>) -> Result<(), ParallelError> {
+    /// Runs the units without training; what has become of the purpose, and what the last unit on this rank passes on.
+    pub(super) fn run_forward(
+        &mut self,
+        purpose: Purpose,
+        batch: Option<Batch>,
+    ) -> Result<(Purpose, Option<Bundle<Tensor>>), ParallelError> {
+        self.in_flight.purpose = purpose;
+        std::mem::swap(&mut self.program, &mut self.evaluation);
+        let ran = self.run_forward_program(batch);
+        std::mem::swap(&mut self.program, &mut self.evaluation);
+        let made = self.in_flight.passing(MessageKind::Activation, 0).take();
+        self.in_flight.batches[0] = Batch::new();
+        let purpose = std::mem::replace(&mut self.in_flight.purpose, Purpose::Training);
+        ran.map(|()| (purpose, made))
+    }
+
+    fn run_forward_program(&mut self, batch: Option<Batch>) -> Result<(), ParallelError> {
         let has_batch = batch.is_some();
         if let Some(batch) = batch {
-            let num_samples = batch.iter().next().map_or(1, |(_, tensor)| tensor.shape().dims()[0]);
-            self.in_flight.begin(0, (batch, num_samples), &self.program.outline, &self.rehearsal)?;
+            self.in_flight.begin(0, batch, &self.program.outline, &self.rehearsal);
         }
         for index in 0..self.program.actions.len() {
             let action = self.program.actions[index];
@@ -325,7 +360,6 @@ impl Executor {
                 self.act(action, &[], &mut None)?;
             }
         }
-        self.in_flight.discard(0);
         self.messages.finish_until(0, &mut self.waiting)?;
         self.waiting = Waiting::default();
         Ok(())
@@ -335,4 +369,12 @@ impl Executor {
         let scales = self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales()));
         Tape::new(&self.device, recording, self.options.precision).with_fp8(scales)
     }
+}
+
+fn keep_last_row(tensor: &mut Tensor, device: &Device) -> Result<(), ParallelError> {
+    let shape = tensor.shape();
+    let mut last = device.empty([1, 1, shape.cols()].into(), DType::F32, Category::Activations)?;
+    last.view_mut().f32s().copy_from_slice(tensor.view().rows(shape.rows() - 1, 1).f32s());
+    *tensor = last;
+    Ok(())
 }

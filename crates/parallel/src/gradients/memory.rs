@@ -51,9 +51,10 @@ impl Gradients {
         let is_summed = are_shards_kept && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
         let make_shard = shard_sums(shard_precision, options.determinism, ranks, shards_device);
-        // Of a unit that lies elsewhere in the pipeline there is no gradient.
-        let num_elements = |unit| if outline.holds(unit) { table.units()[unit].num_elements } else { 0 };
-        let compressed = (0..table.units().len()).map(|unit| match is_sharded || !outline.holds(unit) {
+        // Of a unit that lies elsewhere in the pipeline there is no gradient, and without training of none.
+        let holds = |unit| outline.holds(unit) && outline.state.is_trained();
+        let num_elements = |unit| if holds(unit) { table.units()[unit].num_elements } else { 0 };
+        let compressed = (0..table.units().len()).map(|unit| match is_sharded || !holds(unit) {
             true => Ok(None),
             false => Compressed::new(table, unit, options, device, group),
         });
@@ -71,7 +72,7 @@ impl Gradients {
         let make_reduction = exchanges.reductions(dtype, group, device)?;
         let mut units = Vec::new();
         for ((index, unit), compressed) in table.units().iter().enumerate().zip(compressed) {
-            let is_held = outline.holds(index);
+            let is_held = holds(index);
             let num_elements = num_elements(index);
             let len = if is_held && is_sharded { unit.padded_len() } else { num_elements };
             let own = match is_held {

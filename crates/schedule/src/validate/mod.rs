@@ -5,7 +5,7 @@ mod state;
 #[cfg(test)]
 mod tests;
 
-use crate::action::{Action, StateClass, Stream};
+use crate::action::{Action, Keep, StateClass, Stream};
 use crate::program::Program;
 use state::State;
 
@@ -114,6 +114,9 @@ pub enum ActionFault {
     /// Something for another rank of the pipeline than this one, the program's.
     #[error("does not belong to pipeline rank {0}")]
     Elsewhere(usize),
+    /// A part of training in a program that only runs forward.
+    #[error("is only valid in programs that train")]
+    Untrained,
     /// Versions of parameters in a program that drains before its update, and so has one.
     #[error("is only valid in pipelines that do not drain between updates")]
     Versioned,
@@ -130,7 +133,8 @@ pub enum ActionFault {
 /// Proves that every unit runs forward and backward once for every microbatch, in an order that the data allows; that what
 /// forward does not keep is recomputed; that microbatches add to gradients in their order; that parameters are whole wherever they are read, and as they were in the end; that
 /// gradients are reduced once they are complete and every parameter stepped once all are reduced; and that no unit holds the
-/// activations of more than `in_flight_max` microbatches.
+/// activations of more than `in_flight_max` microbatches. Of a program that does not [train](crate::StateLayout::is_trained), that every
+/// unit runs forward once for every microbatch, and nothing else.
 ///
 /// Cost: linear in the actions; each `STEP` looks at all units.
 pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramError> {
@@ -155,8 +159,16 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     }
     let mut state = State::new(&program.outline);
     state.run(&program.actions, in_flight_max)?;
-    let mut steps = program.outline.held().map(|unit| Action::Step { unit });
-    match steps.find(|step| !state.is_done(*step)).or_else(|| state.left_over()) {
+    let forward = |unit| {
+        let microbatches = 0..outline.num_microbatches;
+        microbatches.map(move |microbatch| Action::Forward { unit, microbatch, keep: Keep::Nothing })
+    };
+    let lacks = |action: &Action| !state.is_done(*action);
+    let missing = match outline.state.is_trained() {
+        true => outline.held().map(|unit| Action::Step { unit }).find(lacks),
+        false => outline.held().flat_map(forward).find(lacks),
+    };
+    match missing.or_else(|| state.left_over()) {
         Some(missing) => Err(ProgramError::Missing { missing }),
         None => Ok(()),
     }

@@ -173,6 +173,9 @@ impl<'a> State<'a> {
         if !self.is_here(action) {
             return Err(ActionFault::Elsewhere(self.outline.rank));
         }
+        if !self.outline.state.is_trained() && action.trains() {
+            return Err(ActionFault::Untrained);
+        }
         if self.is_done(action) {
             return Err(ActionFault::Repeated);
         }
@@ -326,7 +329,9 @@ impl<'a> State<'a> {
             let messages = grads.chain([Message::parameters(tie.owner)]);
             messages.flat_map(|message| [Action::Send(message), Action::Receive(message)])
         });
-        sends.chain(ties).find(|&message| self.is_here(message) && !self.is_done(message))
+        let is_needed = |message: &Action| self.outline.state.is_trained() || !message.trains();
+        let mut needed = sends.chain(ties).filter(is_needed);
+        needed.find(|&message| self.is_here(message) && !self.is_done(message))
     }
 
     /// What would bring state back to where it was in the beginning, if it is not there; or what was to be sent.

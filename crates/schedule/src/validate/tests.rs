@@ -136,6 +136,22 @@ fn what_is_not_kept_is_recomputed() {
 }
 
 #[test]
+fn what_is_not_trained_only_runs_forward() {
+    let text = "units 2 microbatches 1 optimizer none gradients none\nF 0 0 keep nothing\n";
+    let program: Program = format!("{text}F 1 0 keep nothing\n").parse().unwrap();
+    assert_eq!(validate(&program, 1), Ok(()));
+    assert_eq!(program.to_string().parse(), Ok(program));
+    assert_eq!(refusal(text), "the program lacks an action: forward, unit 1, microbatch 0");
+    assert_eq!(
+        refusal(&format!("{text}F 1 0\nB 1 0")),
+        "action 2 (backward, unit 1, microbatch 0) is only valid in programs that train"
+    );
+    for state in ["gradients none", "optimizer none", "parameters none", "activations none"] {
+        assert!(format!("units 1 microbatches 1 {state}\n").parse::<Program>().is_err(), "{state}");
+    }
+}
+
+#[test]
 fn ranks_must_agree_on_the_order_of_collectives() {
     let program = single::program(&Chain::of_units(2), 1);
     assert_eq!(validate_world(&[program.clone(), program.clone()], 1), Ok(()));

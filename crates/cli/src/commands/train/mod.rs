@@ -379,7 +379,7 @@ fn train(config: &Config, group: Group, process: Process<'_>) -> Result<()> {
     if is_root {
         let verdict = verdict(language.as_deref(), &summary)?;
         let text = language.zip(weights);
-        let text = text.map(|(language, weights)| sample_text(config, &language, &trainer, &weights?));
+        let text = text.map(|(language, weights)| sample_text(config, &language, &trainer, weights?));
         drop(trainer);
         console.finish();
         memory.iter().chain(&verdict).for_each(|text| console.line(text));

@@ -8,7 +8,7 @@ use trireme_model::Sampling;
 use trireme_planner::{CategoryBytes, table};
 use trireme_tensor::Parameters;
 use trireme_train::config::{Config, Subject};
-use trireme_train::{LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, sample};
+use trireme_train::{LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_only, sample};
 
 /// The memory that the run has taken of each worker, next to what was predicted. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
@@ -97,7 +97,7 @@ pub(super) fn sample_text(
     config: &Config,
     language: &LanguageTask,
     trainer: &Trainer<'_>,
-    weights: &Parameters,
+    weights: Parameters,
 ) -> Result<String> {
     let generate = config.generate();
     let settings = SampleSettings {
@@ -111,12 +111,11 @@ pub(super) fn sample_text(
         seed: generate.seed,
         stop_at_end: false,
     };
-    let executor = trainer.executor();
     let mut text = settings.prompt.clone();
     let take = |piece: &str| text.push_str(piece);
     // Beside the training state, which is still there.
-    let host = executor.device().host()?;
-    let model = (executor.model(), language.model_config());
-    sample(model, weights, &host, language.tokenizer(), &settings, take)?;
+    let host = trainer.executor().device().host()?;
+    let mut executor = forward_only(language.model_config(), weights, &host)?;
+    sample(&mut executor, language.model_config(), language.tokenizer(), &settings, take)?;
     Ok(text)
 }

@@ -1,0 +1,104 @@
+//! Generation, token by token, with cached keys and values.
+
+use super::passes::Purpose;
+use super::{Executor, ExecutorSetup, evaluation_program};
+use crate::chain::chain;
+use crate::error::ParallelError;
+use crate::gradients::Determinism;
+use crate::offload::OffloadOptions;
+use crate::ranks::RankGrid;
+use crate::step::{ExecutorOptions, ZeroPlusPlus};
+use trireme_base::{Category, DType};
+use trireme_comm::Compression;
+use trireme_model::{Batch, LOGITS, Model, Past, Rehearsal, TOKENS};
+use trireme_optim::{LossScaling, OptimizerKind, OptimizerOptions, SgdSettings};
+use trireme_schedule::Outline;
+use trireme_tensor::{Device, Parameters, Precision};
+
+impl Executor {
+    /// An executor of one rank that evaluates and generates with `parameters` in f32 but does not train: it takes the memory of a
+    /// pass. Its program has no gradients and no optimizer.
+    ///
+    /// # Errors
+    /// What the device refuses.
+    pub fn forward_only(
+        model: Model,
+        rehearsal: Rehearsal,
+        parameters: Parameters,
+        device: &Device,
+    ) -> Result<Self, ParallelError> {
+        let outline = Outline { chain: chain(model.table(), &rehearsal), ..Outline::default() };
+        let options = ExecutorOptions {
+            precision: Precision::F32,
+            fp8: None,
+            reduce_dtype: Precision::F32,
+            fusion_bytes: 0,
+            zero_plus_plus: ZeroPlusPlus::NONE,
+            compression: Compression::none(),
+            seed: 0,
+            loss_scaling: LossScaling::Off,
+            determinism: Determinism::Layout,
+        };
+        let mut executor = Executor::new(ExecutorSetup {
+            model,
+            rehearsal,
+            optimizer: &OptimizerOptions::new(OptimizerKind::Sgd(SgdSettings {
+                momentum: 0.0,
+                nesterov: false,
+            })),
+            ranks: RankGrid::new(trireme_comm::single(), 1, 1)?,
+            device,
+            program: evaluation_program(&outline),
+            options,
+            offload: &OffloadOptions::none(device),
+        })?;
+        executor.parameters.take_over(parameters);
+        Ok(executor)
+    }
+}
+
+/// A sequence being generated.
+pub struct Generation<'a> {
+    executor: &'a mut Executor,
+    /// Absent after a failure.
+    past: Option<Past>,
+}
+
+impl<'a> Generation<'a> {
+    /// Begins a sequence of at most `capacity` tokens, of a model that reads tokens and whose last unit makes logits of a batch
+    /// without targets.
+    ///
+    /// # Panics
+    /// If the units lie on several ranks of a pipeline.
+    pub fn new(executor: &'a mut Executor, capacity: usize) -> Self {
+        assert!(executor.program.outline.stages.is_empty(), "one rank runs all units");
+        let past = Some(Past::new(&executor.device, capacity));
+        Generation { executor, past }
+    }
+
+    /// Tokens read so far.
+    pub fn position(&self) -> usize {
+        self.past.as_ref().map_or(0, Past::position)
+    }
+
+    /// Reads `tokens`; returns the logits for the one that follows. Collective where parameters are sharded: all ranks read the same.
+    ///
+    /// # Errors
+    /// What device, group and disks refuse; after that the sequence cannot be continued.
+    ///
+    /// # Panics
+    /// If there are none, or more than the capacity allows, or after an error.
+    pub fn read(&mut self, tokens: &[u32]) -> Result<Vec<f32>, ParallelError> {
+        let past = self.past.take().expect("a failure ends a sequence");
+        let device = &self.executor.device;
+        let mut ids = device.empty([1, tokens.len()].into(), DType::U32, Category::Activations)?;
+        ids.view_mut().u32s().copy_from_slice(tokens);
+        let batch: Batch = [(TOKENS, ids)].into_iter().collect();
+        let (purpose, made) = self.executor.run_forward(Purpose::Generation(past), Some(batch))?;
+        let Purpose::Generation(mut past) = purpose else { unreachable!("a generation stays one") };
+        past.advance(tokens.len());
+        self.past = Some(past);
+        let logits = made.and_then(|made| Some(made.get(LOGITS)?.view().f32s().to_vec()));
+        Ok(logits.expect("the model makes logits"))
+    }
+}
