@@ -1,5 +1,4 @@
-/// Declares an enum of which every variant has a name, by which it is written and read: the enum, all of its variants, and both
-/// directions.
+/// Declares an enum whose variants have names: the enum, `ALL` of its variants, and what turns names into variants and back.
 ///
 /// ```
 /// trireme_base::named! {

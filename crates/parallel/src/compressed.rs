@@ -22,7 +22,7 @@ pub(crate) struct Compressed {
     /// In a dry group, the rounds of each kind of step that is to come, in their order.
     kinds: VecDeque<Vec<Round>>,
     /// One for each round, made anew only when the rounds change.
-    exchanges: Vec<Box<dyn Exchange>>,
+    exchanges: Vec<Box<dyn RoundExchange>>,
     /// Bytes of what the compressor keeps from step to step.
     state_bytes: usize,
     /// What is counted for the exchanges.
@@ -186,7 +186,7 @@ fn bucket(table: &ParameterTable, unit: usize) -> Result<Bucket, CompressionErro
 }
 
 /// One round's exchange of messages, step after step.
-trait Exchange: Send {
+trait RoundExchange: Send {
     fn round(&self) -> Round;
 
     /// Has the message written, and sends it.
@@ -209,7 +209,7 @@ struct MessageExchange<T> {
     work: Option<Work<Buffer<T>>>,
 }
 
-fn exchange(round: Round, group: &Group) -> Result<Box<dyn Exchange>, ParallelError> {
+fn exchange(round: Round, group: &Group) -> Result<Box<dyn RoundExchange>, ParallelError> {
     Ok(match round.message().0 {
         DType::F32 => Box::new(MessageExchange::<f32>::new(round, group)?),
         DType::F16 => Box::new(MessageExchange::<F16>::new(round, group)?),
@@ -227,7 +227,7 @@ impl<T: Element> MessageExchange<T> {
     }
 }
 
-impl<T: Element> Exchange for MessageExchange<T> {
+impl<T: Element> RoundExchange for MessageExchange<T> {
     fn round(&self) -> Round {
         self.round
     }

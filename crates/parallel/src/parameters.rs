@@ -36,7 +36,8 @@ pub(crate) struct RankParameters {
 }
 
 impl RankParameters {
-    /// Zeros, of which this rank updates `parts`. Gathered parameters are in `precision`, and `spared` counts where `ranks` are split
+    /// Zeros, of which this rank updates `parts`; nothing where a rank has all parameters and does not train: those are
+    /// [taken over](RankParameters::take_over). Gathered parameters are in `precision`, and `spared` counts where `ranks` are split
     /// by hosts; shards apart from them lie on a device of their own.
     pub(crate) fn new(
         (table, parts): (&Arc<ParameterTable>, Vec<Range<usize>>),
@@ -56,7 +57,7 @@ impl RankParameters {
             Precision::F16 => Some(Box::new(Gathered::<F16>::new(table, outline, spared, ranks, device)?)),
         };
         let shards = match precision {
-            // What is not trained is there already, and taken over.
+            // A rank that does not train takes over parameters that are there.
             _ if is_whole && !state.is_trained() => None,
             _ if is_whole => Some(Parameters::zeros_of(table, parts.clone(), device, Category::Parameters)?),
             Precision::F32 if is_kept => None,

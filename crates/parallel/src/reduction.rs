@@ -30,7 +30,7 @@ pub(crate) enum Reduction {
 /// Makes a reduction of so many elements.
 pub(crate) type MakeReduction = Box<dyn Fn(usize) -> Result<Reduction, ParallelError>>;
 
-/// How the gradients of all units are exchanged that are not compressed.
+/// How gradients that are not compressed are exchanged.
 pub(crate) enum Exchanges<'a> {
     /// All ranks have the sums. Short gradients travel together, up to so many bytes at a time; with 0 each travels alone. So does
     /// each in a world that shares memory: there a message costs no more than the copies that it would save. Memory for
@@ -43,7 +43,8 @@ pub(crate) enum Exchanges<'a> {
 impl Exchanges<'_> {
     /// Reductions over `group` in `dtype`.
     ///
-    /// 16 bits take memory for the rounded gradient, which is the only one that stays.
+    /// In 16 bits, the rounded gradient has memory of its own. The f32 one goes back to its pool; the rounded one stays if all ranks have
+    /// the sums, or if shards `stay`.
     pub(crate) fn reductions(
         &self,
         dtype: Precision,

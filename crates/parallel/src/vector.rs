@@ -56,8 +56,8 @@ impl<T: Element> Exchange<T> {
     }
 }
 
-/// The sum of one vector of each rank, in what it is exchanged in. With 16 bits, sums of two are taken in f32 and rounded, so the
-/// order of the ranks counts; which one that is, is the group's to say.
+/// The sum over ranks of one vector each, in the type that ranks exchange. In 16 bits, each sum of two is taken in f32 and rounded, so
+/// the order of the ranks matters. The group decides that order.
 pub(crate) struct Vector<T> {
     len: usize,
     exchange: Exchange<T>,

@@ -1,4 +1,4 @@
-//! Sequences are continued by the programs that units run forward by.
+//! Programs that only run forward continue sequences.
 
 mod common;
 

@@ -84,6 +84,19 @@ fn copies_on_hosts_have_the_bits_of_plain_data_parallelism() {
     }
 }
 
+/// In an evaluation, ranks without a batch take part in gatherings of two levels, which a tied embedding spans.
+#[test]
+fn ranks_without_a_batch_end_gatherings_in_the_order_of_the_others() {
+    for config in small_models() {
+        let found = [false, true].map(|keep_gathered| {
+            let (state, options) = with(QWZ, OPTIONS);
+            let state = StateLayout { keep_gathered, ..state };
+            run(&config, (state, options), (&[0, 0, 1, 1], 4), 4, (2, false))
+        });
+        assert!(found[0] == found[1]);
+    }
+}
+
 #[test]
 fn integers_train_as_floats_do() {
     const NUM_STEPS: u64 = 30;

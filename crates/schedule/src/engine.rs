@@ -1,9 +1,9 @@
 //! The discrete-event engine: ranks that compute, and jobs beside them, in simulated time.
 //!
 //! A rank goes through its [entries](Entry) in order. It computes, starts jobs on streams and waits for jobs. A job may need
-//! several ranks to come to it, as a collective does; jobs of a stream follow each other, and one that is on its way to a rank
-//! may arrive later than it leaves its streams. What shares a host may be slower
-//! the more of it there is: a [`Length`] says how long something takes under each load.
+//! several ranks to come to it, as a collective does. Jobs of a stream follow each other. A job may arrive later than it
+//! leaves its streams, as a message does. What shares a host may be slower the more of it there is: a [`Length`] says how
+//! long something takes under each load.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
@@ -46,7 +46,7 @@ pub struct Job {
     pub load: usize,
     /// How long it takes. What the last rank says that starts it counts.
     pub length: Length,
-    /// How much later than that those go on who wait for it.
+    /// How long after its end those who wait for it go on.
     pub lag: Length,
 }
 
@@ -179,8 +179,8 @@ struct Engine<'a> {
     free_slots: Vec<usize>,
     /// The load of each host.
     loads: Vec<usize>,
-    /// When what runs in a slot ends, if that has not changed: the bits of the time, which have the order of the time; of two at a time,
-    /// that which began first; and the slot.
+    /// The times when what runs in slots ends, as bits, which sort as times do. Of two at the same time, the one that began first comes
+    /// first. An entry whose end has changed is stale.
     ends: BinaryHeap<Reverse<(u64, usize, usize)>>,
     /// Whether lengths depend on loads.
     has_loads: bool,
@@ -347,16 +347,22 @@ impl<'a> Engine<'a> {
                         self.begin(next);
                     }
                 }
-                self.run(What::Lag(index), host, 0, &job.lag);
+                match job.lag {
+                    Length::Fixed(0.0) => self.arrive(index),
+                    _ => self.run(What::Lag(index), host, 0, &job.lag),
+                }
             }
-            What::Lag(index) => {
-                let job = &mut self.jobs[index];
-                job.has_ended = true;
-                let awaited_by = std::mem::take(&mut job.awaited_by);
-                awaited_by.into_iter().for_each(|rank| self.advance(rank));
-            }
+            What::Lag(index) => self.arrive(index),
         }
         true
+    }
+
+    /// Lets those go on who wait for a job.
+    fn arrive(&mut self, index: usize) {
+        let job = &mut self.jobs[index];
+        job.has_ended = true;
+        let awaited_by = std::mem::take(&mut job.awaited_by);
+        awaited_by.into_iter().for_each(|rank| self.advance(rank));
     }
 }
 

@@ -172,8 +172,8 @@ impl Outline {
 /// units 3 microbatches 1
 /// F 0 0
 /// ```
-/// The header continues with `optimizer shard` or `activations whole@disk` for each class of state that ranks shard, or that lives
-/// elsewhere than on the device ([`StateLayout`]), and with `ties 2:0` for each unit (here the
+/// The header continues with `optimizer shard`, `activations whole@disk` or `gradients none` for each class of state that ranks shard, that
+/// lives elsewhere than on the device, or that there is none of ([`StateLayout`]), and with `ties 2:0` for each unit (here the
 /// third) that reads the parameters of another one (the first). `unread 0`, `reread 2` and `unkept 2` name units whose backward reads
 /// no parameters, whose weight half reads them, and which keep no activations ([`Chain`]). Of a pipeline it says `rank 0`, and `stage 0-2@1` for each
 /// stage: units 0 and 1 lie on rank 1; and `steps 3 weights stashed` if the pipeline does not drain between three steps.
@@ -218,7 +218,7 @@ impl FromStr for Outline {
         parse_outline(text).ok_or_else(|| {
             ParseError(format!(
                 "'{text}' should read 'units N microbatches M', optionally followed by 'CLASS SHARE[@TIER]' (optimizer, \
-                 parameters, gradients, activations; whole, shard; host, disk), 'gather_ahead N', 'gathered kept', \
+                 parameters, gradients, activations; whole, shard, none; host, disk), 'gather_ahead N', 'gathered kept', \
                  'fetch_ahead N', 'moved_units N', 'ties U:V', 'unread U', 'reread U', 'unkept U', 'rank R', 'stage U-V@R' \
                  and 'steps N weights W'"
             ))

@@ -25,8 +25,9 @@ pub fn program(chain: &Chain, num_microbatches: usize) -> Program {
     Program { outline, actions }
 }
 
-/// The program of a rank that runs its units of `training` forward for one microbatch and keeps nothing: validation.
-pub fn evaluation(training: &Outline) -> Program {
+/// The program of a rank that runs its units of `training` forward for one microbatch and keeps nothing, for evaluation and
+/// generation.
+pub fn forward_only(training: &Outline) -> Program {
     let Outline { chain, stages, rank, .. } = training.clone();
     let num_units = chain.num_units;
     let outline = Outline { chain, num_microbatches: 1, stages, rank, ..Outline::default() };
@@ -70,7 +71,7 @@ STEP 1
 ";
         assert_eq!(program(&Chain::of_units(2), 2).to_string(), expected);
         let tied = Chain { ties: vec![(1, 0)], ..Chain::of_units(2) };
-        let text = evaluation(&program(&tied, 1).outline).to_string();
+        let text = forward_only(&program(&tied, 1).outline).to_string();
         assert_eq!(text, "units 2 microbatches 1 ties 1:0\nF 0 0 keep nothing\nF 1 0 keep nothing\n");
     }
 }

@@ -1,7 +1,7 @@
 //! Generation, token by token, with cached keys and values.
 
 use super::passes::Purpose;
-use super::{Executor, ExecutorSetup, evaluation_program};
+use super::{Executor, ExecutorSetup, forward_program};
 use crate::chain::chain;
 use crate::error::ParallelError;
 use crate::gradients::Determinism;
@@ -48,7 +48,7 @@ impl Executor {
             })),
             ranks: RankGrid::new(trireme_comm::single(), 1, 1)?,
             device,
-            program: evaluation_program(&outline),
+            program: forward_program(&outline),
             options,
             offload: &OffloadOptions::none(device),
         })?;

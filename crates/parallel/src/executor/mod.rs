@@ -41,7 +41,7 @@ use trireme_tensor::{Category, Device, Fp8State, ParameterSource, View, ViewMut}
 
 pub use timeline::ActionTime;
 
-/// One rank's share of a model in training: parameters, gradients, optimizer, and what runs its programs.
+/// One rank's share of a model: parameters, gradients and optimizer where it trains, and what runs its programs.
 pub struct Executor {
     model: Model,
     rehearsal: Rehearsal,
@@ -49,7 +49,8 @@ pub struct Executor {
     ranks: Arc<RankGrid>,
     options: ExecutorOptions,
     program: Program,
-    evaluation: Program,
+    /// How units run without training.
+    forward_program: Program,
     placements: Placements,
     parameters: RankParameters,
     optimizer: Optimizer,
@@ -77,6 +78,8 @@ pub struct Executor {
     /// In this step, for parameters.
     waiting: Waiting,
     timeline: Timeline,
+    /// Memory of the outcome of a single step.
+    outcomes: Vec<StepOutcome>,
 }
 
 /// What an executor is made of.
@@ -100,8 +103,8 @@ pub struct ExecutorSetup<'a> {
 }
 
 /// How units run without training.
-fn evaluation_program(training: &Outline) -> Program {
-    lay_out(single::evaluation(training), training.state.forward_only())
+fn forward_program(training: &Outline) -> Program {
+    lay_out(single::forward_only(training), training.state.forward_only())
 }
 
 impl Executor {
@@ -147,8 +150,8 @@ impl Executor {
         let updates = Updates::new(outline, ranks.pipeline())?;
         let squares = Some(ranks.shards().buffer(outline.chain.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
-        let evaluation = evaluation_program(outline);
-        validate(&evaluation, 1)?;
+        let forward = forward_program(outline);
+        validate(&forward, 1)?;
         let mut executor = Executor {
             in_flight: InFlight::new(outline, &rehearsal),
             messages,
@@ -164,7 +167,7 @@ impl Executor {
             ranks,
             options,
             program,
-            evaluation,
+            forward_program: forward,
             placements,
             parameters,
             optimizer,
@@ -177,6 +180,7 @@ impl Executor {
             updates,
             first_step: 0,
             waiting: Waiting::default(),
+            outcomes: Vec::with_capacity(1),
         };
         executor.expect_moves();
         executor.send_zeros()?;
@@ -309,9 +313,12 @@ impl Executor {
         plan: StepPlan,
         batches: &mut dyn ExactSizeIterator<Item = Batch>,
     ) -> Result<StepOutcome, ParallelError> {
-        let mut outcomes = Vec::with_capacity(1);
-        self.run_steps(&[plan], batches, &mut outcomes)?;
-        Ok(outcomes.remove(0))
+        // Steps allocate nothing.
+        let mut outcomes = std::mem::take(&mut self.outcomes);
+        let ran = self.run_steps(&[plan], batches, &mut outcomes);
+        let outcome = outcomes.pop();
+        self.outcomes = outcomes;
+        ran.map(|()| outcome.expect("a program of one step has one outcome"))
     }
 
     /// Runs the program once, for all of its steps, which `plans` are for, and adds what each has come to to `outcomes`.

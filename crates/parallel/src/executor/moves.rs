@@ -119,7 +119,7 @@ impl Executor {
         Ok(())
     }
 
-    /// Does something to each unit's state of a class, in memory, which it changes or not.
+    /// Calls `work` for each unit that is held, with its state of the class in memory. `changes` tells whether `work` writes to that state.
     pub(super) fn for_each_held<E: From<ParallelError>>(
         &mut self,
         class: StateClass,

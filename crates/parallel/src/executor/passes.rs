@@ -1,11 +1,9 @@
-//! Passes of units: forward, recomputation, backward, evaluation.
+//! Passes of units: forward, recomputation and backward in training; forward alone in evaluation and generation.
 
 use super::Executor;
 use super::asynchronous::PassParameters;
 use crate::error::ParallelError;
-use crate::waiting::Waiting;
 use std::sync::Arc;
-use trireme_base::DType;
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
@@ -24,9 +22,9 @@ pub(super) enum Kept {
 /// What units run for.
 pub(super) enum Purpose {
     Training,
-    /// What they report is found.
+    /// Collects what units report.
     Evaluation(Vec<RowMean>),
-    /// A sequence goes on after what was read of it.
+    /// Continues the sequence of this past.
     Generation(Past),
 }
 
@@ -110,7 +108,7 @@ impl InFlight {
         self.passing(kind, microbatch).take().expect("the unit before has run")
     }
 
-    /// Where that is.
+    /// Where that lies.
     pub(super) fn passing(&mut self, kind: MessageKind, microbatch: usize) -> &mut Option<Bundle<Tensor>> {
         &mut self.passing[kind as usize][microbatch]
     }
@@ -333,16 +331,19 @@ impl Executor {
         }
     }
 
-    /// Runs the units without training; what has become of the purpose, and what the last unit on this rank passes on.
+    /// Runs the units without training. Returns the purpose, with what it has collected, and what the last unit on this rank has made.
     pub(super) fn run_forward(
         &mut self,
         purpose: Purpose,
         batch: Option<Batch>,
     ) -> Result<(Purpose, Option<Bundle<Tensor>>), ParallelError> {
         self.in_flight.purpose = purpose;
-        std::mem::swap(&mut self.program, &mut self.evaluation);
+        // What steps have waited is not what this waits.
+        let waited = std::mem::take(&mut self.waiting);
+        std::mem::swap(&mut self.program, &mut self.forward_program);
         let ran = self.run_forward_program(batch);
-        std::mem::swap(&mut self.program, &mut self.evaluation);
+        self.waiting = waited;
+        std::mem::swap(&mut self.program, &mut self.forward_program);
         let made = self.in_flight.passing(MessageKind::Activation, 0).take();
         self.in_flight.batches[0] = Batch::new();
         let purpose = std::mem::replace(&mut self.in_flight.purpose, Purpose::Training);
@@ -358,11 +359,13 @@ impl Executor {
             let action = self.program.actions[index];
             if has_batch || action.microbatch().is_none() {
                 self.act(action, &[], &mut None)?;
+            } else {
+                // Gatherings end in the order of the ranks that have a batch.
+                self.await_parameters(action)?;
+                self.await_state(action)?;
             }
         }
-        self.messages.finish_until(0, &mut self.waiting)?;
-        self.waiting = Waiting::default();
-        Ok(())
+        self.messages.finish_until(0, &mut self.waiting)
     }
 
     fn new_tape(&self, recording: Recording) -> Tape {
@@ -372,9 +375,10 @@ impl Executor {
 }
 
 fn keep_last_row(tensor: &mut Tensor, device: &Device) -> Result<(), ParallelError> {
-    let shape = tensor.shape();
-    let mut last = device.empty([1, 1, shape.cols()].into(), DType::F32, Category::Activations)?;
-    last.view_mut().f32s().copy_from_slice(tensor.view().rows(shape.rows() - 1, 1).f32s());
+    let (shape, dtype) = (tensor.shape(), tensor.dtype());
+    let mut last = device.empty([1, 1, shape.cols()].into(), dtype, Category::Activations)?;
+    let num_bytes = last.num_bytes();
+    last.bytes_mut().copy_from_slice(&tensor.bytes()[(shape.rows() - 1) * num_bytes..]);
     *tensor = last;
     Ok(())
 }

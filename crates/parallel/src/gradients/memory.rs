@@ -51,7 +51,7 @@ impl Gradients {
         let is_summed = are_shards_kept && outline.num_microbatches > 1;
         let shard_precision = if is_summed { Precision::F32 } else { dtype };
         let make_shard = shard_sums(shard_precision, options.determinism, ranks, shards_device);
-        // Of a unit that lies elsewhere in the pipeline there is no gradient, and without training of none.
+        // A unit that lies elsewhere in the pipeline has no gradient here. Without training, no unit has one.
         let holds = |unit| outline.holds(unit) && outline.state.is_trained();
         let num_elements = |unit| if holds(unit) { table.units()[unit].num_elements } else { 0 };
         let compressed = (0..table.units().len()).map(|unit| match is_sharded || !holds(unit) {

@@ -89,14 +89,14 @@ impl Collective {
         }
     }
 
-    /// The same with another root, if it has one.
-    pub(super) fn with_root(mut self, name: impl Fn(Rank) -> Rank) -> Self {
+    /// The same with `map` of its root, if it has one.
+    pub(super) fn with_root(mut self, map: impl Fn(Rank) -> Rank) -> Self {
         if let Collective::Reduce { root, .. }
         | Collective::Broadcast { root, .. }
         | Collective::Gather { root, .. }
         | Collective::Scatter { root, .. } = &mut self
         {
-            *root = name(*root);
+            *root = map(*root);
         }
         self
     }

@@ -31,7 +31,7 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &Own, steps: &mut Vec<Step>)
         return;
     }
     let trees = Trees { world_size };
-    let own = trees.edges_of(rank);
+    let edges = trees.edges_of(rank);
     let height = world_size.ilog2() as usize;
     let chunk = |tree: usize, index: usize| {
         let half = Blocks::even(2, len).of(tree);
@@ -46,8 +46,8 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &Own, steps: &mut Vec<Step>)
     let slots = || 0..2 * (num_chunks + height);
     for slot in slots() {
         let on = |edge: &Edge| passing(edge, slot, edge.level);
-        let send = own.up.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.parent, on(edge)?)));
-        let receive = own.down.iter().flatten().find_map(|edge| {
+        let send = edges.up.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.parent, on(edge)?)));
+        let receive = edges.down.iter().flatten().find_map(|edge| {
             let action = Action::Reduce { own: edge.side_of_parent };
             Some(Incoming { from: Rank(edge.child), span: on(edge)?.into(), action })
         });
@@ -56,8 +56,8 @@ pub(super) fn all_reduce_by(num_chunks: usize, own: &Own, steps: &mut Vec<Step>)
     for slot in slots() {
         // The edges of the root, which come first, belong to subtrees of at most `height - 1` levels.
         let on = |edge: &Edge| passing(edge, slot, height - 1 - edge.level);
-        let send = own.down.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.child, on(edge)?)));
-        let receive = own.up.iter().flatten().find_map(|edge| Some(Incoming::copy(edge.parent, on(edge)?)));
+        let send = edges.down.iter().flatten().find_map(|edge| Some(Outgoing::new(edge.child, on(edge)?)));
+        let receive = edges.up.iter().flatten().find_map(|edge| Some(Incoming::copy(edge.parent, on(edge)?)));
         push_exchange(send, receive, steps);
     }
 }

@@ -25,8 +25,15 @@ pub fn lay_out(program: Program, state: StateLayout) -> Program {
     Program { outline, actions }
 }
 
+/// For each action: what is put right before and right after it.
+type Beside = Vec<[Vec<Action>; 2]>;
+
+fn nothing_beside(actions: &[Action]) -> Beside {
+    vec![Default::default(); actions.len()]
+}
+
 /// The actions, with others right before and right after each.
-fn put_beside(actions: &[Action], beside: Vec<[Vec<Action>; 2]>) -> Vec<Action> {
+fn put_beside(actions: &[Action], beside: Beside) -> Vec<Action> {
     let with = |(&action, [before, after]): (_, [Vec<_>; 2])| before.into_iter().chain([action]).chain(after);
     actions.iter().zip(beside).flat_map(with).collect()
 }

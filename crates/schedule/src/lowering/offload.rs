@@ -1,7 +1,7 @@
 //! State that is away is fetched ahead of its use and evicted after (Ren et al., "ZeRO-Offload", 2021; Rajbhandari et al.,
 //! "ZeRO-Infinity", 2021, section 6; Pudipeddi et al., "Training large neural networks with constant memory", L2L, 2020).
 
-use super::{places, put_beside};
+use super::{nothing_beside, places, put_beside};
 use crate::action::{Action, Keep, StateClass, StateOf};
 use crate::program::Outline;
 
@@ -31,7 +31,7 @@ fn swap_around(
 ) -> Vec<Action> {
     let uses = places(actions, is_use);
     let last_pass = actions.iter().rposition(|action| action.is_pass()).unwrap_or(0);
-    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    let mut beside = nothing_beside(actions);
     for (index, &place) in uses.iter().enumerate() {
         let unit = actions[place].unit();
         let state = StateOf { class, unit, microbatch: 0 };
@@ -59,7 +59,7 @@ fn swap_around(
 fn evict_reduced(actions: &[Action]) -> Vec<Action> {
     let is_reduction = |action| matches!(action, Action::ReduceGrad { .. });
     let ends = places(actions, |action| is_reduction(action) || matches!(action, Action::Step { .. }));
-    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    let mut beside = nothing_beside(actions);
     for pair in ends.windows(2) {
         if let Action::ReduceGrad { unit } = actions[pair[0]] {
             let state = StateOf { class: StateClass::Gradients, unit, microbatch: 0 };
@@ -77,7 +77,7 @@ fn swap_activations(actions: &[Action], outline: &Outline) -> Vec<Action> {
     let kept = (0..chain.num_units).filter(|&unit| chain.keeps(unit));
     kept.take(outline.state.num_moved).for_each(|unit| is_moved[unit] = true);
     let passes = places(actions, Action::is_pass);
-    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    let mut beside = nothing_beside(actions);
     for (pass, &place) in passes.iter().enumerate() {
         let Action::Forward { unit, microbatch, keep } = actions[place] else { continue };
         if keep == Keep::Nothing || !is_moved[unit] {

@@ -1,7 +1,7 @@
 //! Sharded state comes together where it is used whole, and goes apart again (Rajbhandari et al., 2020, section 5; parameters as
 //! in Zhao et al., "PyTorch FSDP", 2023, section 3).
 
-use super::{places, put_beside};
+use super::{nothing_beside, places, put_beside};
 use crate::action::{Action, StateClass};
 use crate::program::Outline;
 
@@ -38,7 +38,7 @@ fn followed(actions: &[Action], by: impl Fn(Action) -> Option<Action>) -> Vec<Ac
 /// One update ahead, so that the next gradient travels while a unit is updated.
 fn gather_grads_before_steps(actions: &[Action]) -> Vec<Action> {
     let steps = places(actions, |action| matches!(action, Action::Step { .. }));
-    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    let mut beside = nothing_beside(actions);
     for (index, &step) in steps.iter().enumerate() {
         beside[steps[index.saturating_sub(1)]][0].push(Action::UnshardGrad { unit: actions[step].unit() });
     }
@@ -57,7 +57,7 @@ struct Stay {
 fn gather_around_use(outline: &Outline, actions: &[Action]) -> Vec<Action> {
     let places = places(actions, Action::is_pass);
     let passes: Vec<Action> = places.iter().map(|&place| actions[place]).collect();
-    let mut beside: Vec<[Vec<Action>; 2]> = vec![Default::default(); actions.len()];
+    let mut beside = nothing_beside(actions);
     for Stay { unit, first, last, previous } in stays(outline, &passes) {
         let earliest = previous.map_or(0, |previous| previous + 1);
         let first = first.saturating_sub(outline.state.gather_ahead).max(earliest);

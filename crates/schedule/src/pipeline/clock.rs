@@ -154,8 +154,8 @@ impl<'a> Clock<'a> {
         Some(Wait { place, pass, needs, for_rank: schedule.stage_ranks[needs.stage] })
     }
 
-    /// Who waits for whom in the end, if anybody does: from the first rank that waits until a rank comes again, or one that
-    /// waits for nothing.
+    /// Who waits for whom in the end, if anybody does. Follows the first rank that waits, until a rank comes again or one waits for
+    /// nothing.
     fn ring(&self, schedule: &Schedule) -> Option<Ring> {
         let mut next = (0..schedule.num_ranks()).find_map(|rank| self.wait(schedule, rank));
         next.as_ref()?;

@@ -37,7 +37,7 @@ impl fmt::Display for Wait {
     }
 }
 
-/// Ranks that wait in a ring, each for the next one; the last for the first. Or ranks that wait for one that has ended.
+/// Ranks that wait, each for the next one. In a ring, the last waits for the first; else it waits for a rank that has ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ring(pub Vec<Wait>);
 
@@ -112,7 +112,7 @@ pub enum ScheduleError {
         /// The pass.
         missing: Pass,
     },
-    /// Ranks wait for each other.
+    /// Ranks wait for each other, or for one that has ended.
     #[error("deadlock: {0}")]
     Deadlock(Ring),
 }

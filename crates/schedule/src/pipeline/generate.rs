@@ -29,7 +29,8 @@ pub struct Sizes {
 pub enum GenerateError {
     /// No rank, stage, microbatch or step, or more passes than are worked with.
     #[error(
-        "a pipeline needs at least one rank, stage, microbatch and step, and at most {PASSES_MAX} passes; requested: {0:?}"
+        "a pipeline needs at least one rank, stage, microbatch and step, and at most {PASSES_MAX} passes; requested: \
+         {0:?}. If it has more, use fewer microbatches, or fewer steps between drains"
     )]
     Sizes(Sizes),
     /// The schedule is for other sizes.

@@ -23,8 +23,9 @@ pub(super) enum Event {
 }
 
 /// Each rank's passes with its messages among them, in the order of a timeline: a result is sent right after its
-/// pass, and received at that time, too. `timeline` is that of the whole schedule ([`simulate`](super::simulate)). With a `tie`, of a
-/// stage that reads parameters of another one, the owner, the reader sends what it has for the owner's gradient as the result of its weight half.
+/// pass, and received at that time, too. `timeline` is that of the whole schedule ([`simulate`](super::simulate)). `tie` is a
+/// stage that reads parameters of another one, and that other one, their owner. The reader sends what it has for the owner's gradient as
+/// the result of its weight half.
 ///
 /// Cost: that of sorting the passes.
 pub(super) fn place(

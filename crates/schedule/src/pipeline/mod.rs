@@ -35,7 +35,7 @@ mod generate;
 mod gpipe;
 mod interleaved;
 mod kind;
-pub mod messages;
+mod messages;
 mod one_f_one_b;
 mod pass;
 mod pipedream;

@@ -11,9 +11,9 @@ use super::shape;
 /// where it lies and in an order that the data allows; that sums have one order, which is that of microbatches, for a
 /// stage's gradients and for the losses, which come with the last stage's input halves; that no rank holds more
 /// activations than its bound of `activations_max`, if there are bounds; that weights are updated once a step, and read
-/// while they are there; and that all ranks come to their ends when results wait for their receivers. That they do when a rank that
-/// sends waits until the other one receives is proven of the [programs](super::programs()), which have messages
-/// ([`validate_pipeline`](crate::validate_pipeline)).
+/// while they are there; and that all ranks come to their ends when results wait for their receivers.
+/// [`validate_pipeline`](crate::validate_pipeline) proves the same of the [programs](super::programs()), which have messages, for ranks
+/// that wait with a send until the other one receives.
 ///
 /// Costs give activations their sizes. Time: linear in the passes.
 pub fn validate(
