@@ -1,8 +1,9 @@
 //! What was read of a sequence before.
 
+use crate::bundle::Bundle;
 use std::sync::Arc;
 use trireme_tensor::tape::{Attention, KeyValueCache, Recorder, RotaryTable};
-use trireme_tensor::{Device, DeviceError, Var};
+use trireme_tensor::{Category, Device, DeviceError, Tensor, Var};
 
 /// Keys and values of each attention at earlier positions of one sequence.
 #[derive(Debug)]
@@ -24,15 +25,30 @@ impl Past {
         Past { device: device.clone(), capacity, position: 0, caches, next: 0, tables }
     }
 
-    /// Tokens that were read.
+    /// Number of tokens read.
     pub fn position(&self) -> usize {
         self.position
     }
 
-    /// Ends a pass over the whole model that has read so many tokens.
+    /// Ends a pass over the whole model that has read `num_tokens`.
     pub fn advance(&mut self, num_tokens: usize) {
         self.position += num_tokens;
         self.next = 0;
+    }
+
+    /// Keeps the last row of what the last unit reads: only the last position is continued.
+    ///
+    /// # Errors
+    /// If the device has no memory for it.
+    pub fn keep_last_rows(&self, inputs: &mut Bundle<Tensor>) -> Result<(), DeviceError> {
+        for tensor in inputs.values_mut() {
+            let (shape, dtype) = (tensor.shape(), tensor.dtype());
+            let mut last = self.device.empty([1, 1, shape.cols()].into(), dtype, Category::Activations)?;
+            let num_bytes = last.num_bytes();
+            last.bytes_mut().copy_from_slice(&tensor.bytes()[(shape.rows() - 1) * num_bytes..]);
+            *tensor = last;
+        }
+        Ok(())
     }
 
     /// Attention over what was read before and `qkv`, which is remembered.

@@ -42,13 +42,14 @@ impl Executor {
         let mut executor = Executor::new(ExecutorSetup {
             model,
             rehearsal,
+            // The program has no optimizer: any kind will do.
             optimizer: &OptimizerOptions::new(OptimizerKind::Sgd(SgdSettings {
                 momentum: 0.0,
                 nesterov: false,
             })),
             ranks: RankGrid::new(trireme_comm::single(), 1, 1)?,
             device,
-            program: forward_program(&outline),
+            program: forward_program(&outline)?,
             options,
             offload: &OffloadOptions::none(device),
         })?;

@@ -102,9 +102,11 @@ pub struct ExecutorSetup<'a> {
     pub offload: &'a OffloadOptions,
 }
 
-/// How units run without training.
-fn forward_program(training: &Outline) -> Program {
-    lay_out(single::forward_only(training), training.state.forward_only())
+/// How units run without training; proven.
+fn forward_program(training: &Outline) -> Result<Program, ParallelError> {
+    let program = lay_out(single::forward_only(training), training.state.forward_only());
+    validate(&program, 1)?;
+    Ok(program)
 }
 
 impl Executor {
@@ -150,8 +152,7 @@ impl Executor {
         let updates = Updates::new(outline, ranks.pipeline())?;
         let squares = Some(ranks.shards().buffer(outline.chain.num_units)?);
         let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
-        let forward = forward_program(outline);
-        validate(&forward, 1)?;
+        let forward = forward_program(outline)?;
         let mut executor = Executor {
             in_flight: InFlight::new(outline, &rehearsal),
             messages,
@@ -347,6 +348,7 @@ impl Executor {
         outcomes: &mut Vec<StepOutcome>,
         see: &mut dyn FnMut(usize),
     ) -> Result<(), ParallelError> {
+        assert!(self.program.outline.state.is_trained(), "an executor that only runs forward does not train");
         assert_eq!(plans.len(), self.program.outline.num_steps(), "each step has its plan");
         let expected = self.program.outline.num_microbatches;
         if batches.len() < expected {

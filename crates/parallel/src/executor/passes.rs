@@ -7,7 +7,7 @@ use std::sync::Arc;
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
-use trireme_tensor::{Category, Device, Tape, Tensor};
+use trireme_tensor::{Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Kept {
@@ -151,9 +151,8 @@ impl Executor {
     ) -> Result<(), ParallelError> {
         let mut inputs = self.in_flight.take(MessageKind::Activation, microbatch);
         let is_last = unit + 1 == self.program.outline.chain.num_units;
-        if is_last && matches!(self.in_flight.purpose, Purpose::Generation(_)) {
-            // Only the last position is continued.
-            inputs.values_mut().try_for_each(|tensor| keep_last_row(tensor, &self.device))?;
+        if is_last && let Purpose::Generation(past) = &self.in_flight.purpose {
+            past.keep_last_rows(&mut inputs)?;
         }
         if let Some(updates) = &mut self.updates {
             updates.begin_forward(unit, microbatch, &self.program.outline);
@@ -372,13 +371,4 @@ impl Executor {
         let scales = self.fp8.as_ref().map(|fp8| Arc::clone(fp8.state().scales()));
         Tape::new(&self.device, recording, self.options.precision).with_fp8(scales)
     }
-}
-
-fn keep_last_row(tensor: &mut Tensor, device: &Device) -> Result<(), ParallelError> {
-    let (shape, dtype) = (tensor.shape(), tensor.dtype());
-    let mut last = device.empty([1, 1, shape.cols()].into(), dtype, Category::Activations)?;
-    let num_bytes = last.num_bytes();
-    last.bytes_mut().copy_from_slice(&tensor.bytes()[(shape.rows() - 1) * num_bytes..]);
-    *tensor = last;
-    Ok(())
 }

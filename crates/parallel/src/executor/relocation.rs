@@ -72,7 +72,7 @@ impl Executor {
         self.exchange = ShardExchange::new(&self.ranks, outline, &self.device);
         self.means = Means::new(outline, &self.ranks, &self.rehearsal)?;
         self.timeline = Timeline::new(self.program.actions.len());
-        self.forward_program = forward_program(outline);
+        self.forward_program = forward_program(outline)?;
         let shards_device = self.offload.device_of(&outline.state, StateClass::Gradients, &self.device);
         let devices = (&self.device, shards_device);
         let (table, messages) = (self.model.table(), self.messages.pool());

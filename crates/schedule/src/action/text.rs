@@ -103,7 +103,7 @@ impl FromStr for Action {
                 "'{text}' is not an action; expected 'F unit microbatch' (optionally followed by 'keep products', 'keep input' or \
                  'keep nothing'), R, B, I or W with unit and microbatch, SEND_ or RECV_ with F, B or GRAD, unit and microbatch, \
                  'SEND_PARAM unit', 'RECV_PARAM unit', UNSHARD, RESHARD, REDUCE_GRAD, UNSHARD_GRAD, STEP, STASH or UNSTASH with a \
-                 unit, or FETCH or EVICT with a class of state and a unit"
+                 unit, FETCH or EVICT with optimizer, parameters or gradients and a unit, or with activations, unit and microbatch"
             ))
         })
     }

@@ -48,7 +48,9 @@ pub struct Costs {
 
 /// Costs that no pipeline has.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{what} is {found}; it must be from {min} to {max}: choose larger or smaller units")]
+#[error(
+    "{what} is {found}; it must be from {min} to {max}. Give times in longer or shorter ticks, or memory in another measure"
+)]
 pub struct CostsError {
     /// Of which stage, and what.
     pub what: String,

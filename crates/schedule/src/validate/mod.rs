@@ -157,7 +157,7 @@ pub fn validate(program: &Program, in_flight_max: usize) -> Result<(), ProgramEr
     if let Some(&(reader, owner)) = outline.chain.ties.first().filter(|_| outline.asynchronous.is_some()) {
         return Err(ProgramError::TiedVersions { reader, owner });
     }
-    let mut state = State::new(&program.outline);
+    let mut state = State::new(outline);
     state.run(&program.actions, in_flight_max)?;
     let forward = |unit| {
         let microbatches = 0..outline.num_microbatches;

@@ -187,7 +187,7 @@ impl Parallelism {
     pub(super) fn stages_per_rank(&self) -> usize {
         let usual = match self.pipeline_parallel_schedule {
             PipelineSchedule::BreadthFirst => 2,
-            schedule => schedule.kind().stages_per_rank().into_inner().0,
+            schedule => *schedule.kind().stages_per_rank().start(),
         };
         match self.pipeline_parallel_stages_per_rank {
             _ if self.pipeline_parallel_degree == 1 => 1,

@@ -146,7 +146,7 @@ pub(super) fn run(args: &ScheduleArgs) -> Result<()> {
 
 fn measure(kind: Kind, args: &ScheduleArgs) -> Result<ScheduleReport> {
     let stages_per_rank = match args.stages_per_rank {
-        0 => kind.stages_per_rank().into_inner().0,
+        0 => *kind.stages_per_rank().start(),
         given => given,
     };
     let (num_ranks, num_microbatches) = (args.ranks, args.microbatches);
