@@ -8,7 +8,7 @@ use crate::hierarchical::Hierarchical;
 use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::stored::Stored;
-use crate::vector::{Exchange, Sum, Vector};
+use crate::vector::{Sum, Summation, Vector};
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::{Bf16, F16, ReduceOp};
@@ -18,7 +18,7 @@ use trireme_tensor::{Category, Device, Precision, View};
 /// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
     /// In f32: in the gradient's own memory, or with others if it is short.
-    Plain { exchange: Exchange<f32>, under_way: Option<FusedWork<f32>> },
+    Plain { exchange: Summation<f32>, under_way: Option<FusedWork<f32>> },
     /// In 16 bits, in memory beside it.
     Rounded(Box<dyn Sum>),
     /// In integers, within hosts and then across them, in memory beside it.
@@ -31,7 +31,7 @@ pub(crate) enum Reduction {
 pub(crate) type MakeReduction = Box<dyn Fn(usize) -> Result<Reduction, ParallelError>>;
 
 /// How gradients that are not compressed are exchanged.
-pub(crate) enum Exchanges<'a> {
+pub(crate) enum Summations<'a> {
     /// All ranks have the sums. Short gradients travel together, up to so many bytes at a time; with 0 each travels alone. So does
     /// each in a world that shares memory: there a message costs no more than the copies that it would save. Memory for
     /// gradients of these lengths, in the order of their reductions, is taken ahead.
@@ -40,7 +40,7 @@ pub(crate) enum Exchanges<'a> {
     ReduceScatter { stay: bool },
 }
 
-impl Exchanges<'_> {
+impl Summations<'_> {
     /// Reductions over `group` in `dtype`.
     ///
     /// In 16 bits, the rounded gradient has memory of its own. The f32 one goes back to its pool; the rounded one stays if all ranks have
@@ -67,9 +67,9 @@ impl Exchanges<'_> {
         device: &Device,
     ) -> Result<MakeReduction, ParallelError> {
         let (category, has_own) = match self {
-            Exchanges::AllReduce { .. } => (Category::Gradients, true),
-            Exchanges::ReduceScatter { stay: true } => (Category::Gradients, false),
-            Exchanges::ReduceScatter { stay: false } => (Category::Communication, false),
+            Summations::AllReduce { .. } => (Category::Gradients, true),
+            Summations::ReduceScatter { stay: true } => (Category::Gradients, false),
+            Summations::ReduceScatter { stay: false } => (Category::Communication, false),
         };
         let (exchange, pool) = (self.exchange::<T>(group)?, Pool::new(group, device, category, true));
         Ok(Box::new(move |len| {
@@ -81,9 +81,9 @@ impl Exchanges<'_> {
         }))
     }
 
-    fn exchange<T: Element>(&self, group: &Arc<Group>) -> Result<Exchange<T>, ParallelError> {
-        let Exchanges::AllReduce { fusion_bytes, lens, counted } = *self else {
-            return Ok(Exchange::ReduceScatter(Arc::clone(group)));
+    fn exchange<T: Element>(&self, group: &Arc<Group>) -> Result<Summation<T>, ParallelError> {
+        let Summations::AllReduce { fusion_bytes, lens, counted } = *self else {
+            return Ok(Summation::ReduceScatter(Arc::clone(group)));
         };
         let shares_memory = matches!(group.transport(), TransportKind::Single | TransportKind::Shm);
         let len_max = if shares_memory { 0 } else { fusion_bytes / size_of::<T>() };
@@ -91,7 +91,7 @@ impl Exchanges<'_> {
         let num_bytes = fusion.reserve(lens.iter().copied())?;
         counted.take(Category::Communication, num_bytes)?;
         counted.map(group.peer_bytes_mapped(num_bytes))?;
-        Ok(Exchange::AllReduce(fusion))
+        Ok(Summation::AllReduce(fusion))
     }
 }
 
@@ -192,7 +192,7 @@ mod tests {
             let group = Arc::new(group);
             let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
             let counted = Counted::new(&device);
-            let exchanges = Exchanges::AllReduce { fusion_bytes: 0, lens: &[], counted: &counted };
+            let exchanges = Summations::AllReduce { fusion_bytes: 0, lens: &[], counted: &counted };
             let mut reduction = exchanges.reductions(dtype, &group, &device).unwrap()(LEN).unwrap();
             let mut buffer = group.buffer::<f32>(LEN).unwrap();
             let mut found = Vec::new();

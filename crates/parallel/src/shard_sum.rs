@@ -8,7 +8,7 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::stored::Stored;
 use crate::tree::TreeSum;
-use crate::vector::{Exchange, Sum, Vector};
+use crate::vector::{Sum, Summation, Vector};
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::{Bf16, DType, F16, ReduceOp};
@@ -45,7 +45,7 @@ fn rounded<T: Stored>(ranks: &RankGrid, device: &Device) -> MakeShardSum {
 /// Vectors that replicas add up.
 fn replicated<T: Stored>(ranks: &RankGrid, device: &Device) -> impl Fn(usize) -> Vector<T> + use<T> {
     let group = ranks.replicas();
-    let exchange = Exchange::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
+    let exchange = Summation::AllReduce(Fusion::new(Arc::clone(group), ReduceOp::Sum, 0));
     let pool = Pool::new(group, device, Category::Gradients, true);
     move |len| Vector::new(len, &exchange, &pool)
 }

@@ -56,6 +56,19 @@ impl ZeroPlusPlus {
 }
 
 impl ExecutorOptions {
+    /// All in f32 and in the canonical order; nothing is rounded, compressed, scaled or sent with others.
+    pub const PLAIN: ExecutorOptions = ExecutorOptions {
+        precision: Precision::F32,
+        fp8: None,
+        reduce_dtype: Precision::F32,
+        fusion_bytes: 0,
+        zero_plus_plus: ZeroPlusPlus::NONE,
+        compression: Compression::none(),
+        seed: 0,
+        loss_scaling: LossScaling::Off,
+        determinism: Determinism::Layout,
+    };
+
     /// A sensible [`fusion_bytes`](ExecutorOptions::fusion_bytes): to copy a shorter gradient takes less than a message by
     /// TCP takes to begin.
     pub const FUSION_BYTES: usize = 512 << 10;

@@ -31,26 +31,26 @@ pub(crate) trait Sum: Send {
     fn memory(&mut self) -> &mut dyn Movable;
 }
 
-/// What becomes of vectors of all ranks.
+/// How ranks add vectors up.
 #[derive(Clone)]
-pub(crate) enum Exchange<T> {
+pub(crate) enum Summation<T> {
     /// All have the sum; short vectors travel together.
     AllReduce(Fusion<T>),
     /// Each has its shard of the sum, in its place.
     ReduceScatter(Arc<Group>),
 }
 
-impl<T: Element> Exchange<T> {
+impl<T: Element> Summation<T> {
     pub(crate) fn start(&self, vector: Buffer<T>) -> FusedWork<T> {
         match self {
-            Exchange::AllReduce(fusion) => fusion.all_reduce(vector),
-            Exchange::ReduceScatter(group) => group.reduce_scatter(vector, ReduceOp::Sum).into(),
+            Summation::AllReduce(fusion) => fusion.all_reduce(vector),
+            Summation::ReduceScatter(group) => group.reduce_scatter(vector, ReduceOp::Sum).into(),
         }
     }
 
     /// Sends what waits for more.
     pub(crate) fn flush(&self) {
-        if let Exchange::AllReduce(fusion) = self {
+        if let Summation::AllReduce(fusion) = self {
             fusion.flush();
         }
     }
@@ -60,7 +60,7 @@ impl<T: Element> Exchange<T> {
 /// the order of the ranks matters. The group decides that order.
 pub(crate) struct Vector<T> {
     len: usize,
-    exchange: Exchange<T>,
+    exchange: Summation<T>,
     /// Present while nothing is under way and it was not given back.
     memory: Option<Buffer<T>>,
     under_way: Option<FusedWork<T>>,
@@ -69,7 +69,7 @@ pub(crate) struct Vector<T> {
 
 impl<T: Element> Vector<T> {
     /// Takes no memory before the first term.
-    pub(crate) fn new(len: usize, exchange: &Exchange<T>, pool: &Pool<T>) -> Self {
+    pub(crate) fn new(len: usize, exchange: &Summation<T>, pool: &Pool<T>) -> Self {
         let (exchange, pool) = (exchange.clone(), pool.clone());
         Vector { len, exchange, memory: None, under_way: None, pool }
     }

@@ -33,7 +33,6 @@ fn forward_only(config: &ModelConfig, device: &Device) -> Executor {
 fn logits(executor: &mut Executor) -> Vec<Vec<f32>> {
     let mut generation = Generation::new(executor, 8);
     let logits = [&[1, 2, 3][..], &[4], &[5, 6]].map(|tokens| generation.read(tokens).unwrap());
-    assert_eq!(generation.position(), 6);
     logits.into()
 }
 

@@ -59,7 +59,7 @@ pub enum Entry {
     Start(usize, Box<Job>),
     /// Joins a job that others start, such as a message that it receives: a number as above, and the channel.
     Expect(usize, usize),
-    /// Waits until the job of this number has ended.
+    /// Waits until the job of this number has arrived, its lag after its end.
     Await(usize),
 }
 
@@ -94,7 +94,7 @@ pub struct Stuck {
 }
 
 /// When each rank does each of its entries. Of a job that a rank starts, this is when the job runs; of one that it expects, from when it
-/// joins until the job has ended.
+/// joins until the job ends, without its lag.
 ///
 /// # Errors
 /// If a rank waits for ever.
@@ -154,7 +154,7 @@ struct JobState<'a> {
     num_started: usize,
     has_begun: bool,
     ran: Interval,
-    has_ended: bool,
+    has_arrived: bool,
     /// Ranks that wait for it.
     awaited_by: Vec<usize>,
 }
@@ -234,7 +234,7 @@ impl<'a> Engine<'a> {
                 Entry::Await(number) => {
                     // What nobody issued never ends.
                     let Some(&Some(job)) = self.ranks[rank].jobs.get(*number) else { return };
-                    if !self.jobs[job].has_ended {
+                    if !self.jobs[job].has_arrived {
                         self.jobs[job].awaited_by.push(rank);
                         return;
                     }
@@ -360,7 +360,7 @@ impl<'a> Engine<'a> {
     /// Lets those go on who wait for a job.
     fn arrive(&mut self, index: usize) {
         let job = &mut self.jobs[index];
-        job.has_ended = true;
+        job.has_arrived = true;
         let awaited_by = std::mem::take(&mut job.awaited_by);
         awaited_by.into_iter().for_each(|rank| self.advance(rank));
     }
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_begins_when_all_have_come_and_the_one_before_has_ended() {
+    fn a_job_begins_when_all_have_come_and_the_one_before_has_arrived() {
         let compute = |time| Entry::Compute(Length::Fixed(time));
         let meet = |number, time| Entry::Start(number, job(0, 2, Length::Fixed(time)));
         let entries = [

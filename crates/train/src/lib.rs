@@ -51,4 +51,4 @@ pub use stages::{StageChoice, pipeline_costs, pipeline_schedule};
 pub use task::{Samples, Task, TaskFile};
 pub use trainer::{RunSummary, Trainer, TrainerOptions, WorkerPlan, device_options};
 pub use validation::Validated;
-pub use weights::{LoadedModel, forward_only, load_model};
+pub use weights::{LoadedModel, forward_executor, load_model};

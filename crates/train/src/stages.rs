@@ -1,7 +1,7 @@
 //! The stages of a pipeline: how units are cut into them, what they cost, and what their ranks run.
 
 use crate::choices::StepChoices;
-use crate::config::{Config, PipelineSchedule};
+use crate::config::Config;
 use crate::error::TrainError;
 use crate::schedule_file::check_schedule;
 use std::ops::Range;
@@ -151,8 +151,7 @@ pub fn pipeline_schedule(
         return Ok(given.clone());
     }
     let parallelism = config.parallelism();
-    let (kind, num_ranks) =
-        (parallelism.pipeline_parallel_schedule.kind(), parallelism.pipeline_parallel_degree);
+    let (kind, num_ranks) = (parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree);
     let sizes = Sizes {
         num_ranks,
         num_microbatches: config.num_microbatches(),
@@ -211,23 +210,4 @@ pub(crate) fn base_programs(
     let schedule = pipeline_schedule(config, stages, given.as_ref())?;
     let units: Vec<Range<usize>> = stages.iter().map(|stage| stage.units.clone()).collect();
     Ok(pipeline::programs(&schedule, &pipeline_costs(stages)?, &units, chain))
-}
-
-impl PipelineSchedule {
-    /// The schedule of this name.
-    pub fn kind(self) -> Kind {
-        match self {
-            PipelineSchedule::Gpipe => Kind::GPipe,
-            PipelineSchedule::OneFOneB => Kind::OneFOneB,
-            PipelineSchedule::Interleaved => Kind::Interleaved,
-            PipelineSchedule::BreadthFirst => Kind::BreadthFirst,
-            PipelineSchedule::ZeroBubbleH1 => Kind::ZeroBubbleH1,
-            PipelineSchedule::ZeroBubbleH2 => Kind::ZeroBubbleH2,
-            PipelineSchedule::ZeroBubbleV => Kind::ZeroBubbleV,
-            PipelineSchedule::DualPipeV => Kind::DualPipeV,
-            PipelineSchedule::Auto => Kind::Automatic,
-            PipelineSchedule::PipeDream => Kind::PipeDream,
-            PipelineSchedule::PipeDream2Bw => Kind::PipeDream2Bw,
-        }
-    }
 }

@@ -38,28 +38,29 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
             skipped.iter().map(|skipped| format!("skipped {}: {}", skipped.path.display(), skipped.reason)),
         );
     }
+    // A generation has its own limit of positions.
     let model = config.build(0, device)?;
     // Before memory is taken: a description may be of any size, the weights are there.
     let weights = checked_weights(&source.weights(), &model)?;
     let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
     parameters.for_each_mut(read_held(&weights, allow_non_finite))?;
-    Ok(LoadedModel { executor: forward_only(&config, parameters, device)?, config, notices })
+    Ok(LoadedModel { executor: forward_executor(&config, model, parameters, device)?, config, notices })
 }
 
-/// What runs a language model with its weights without training.
+/// What runs a language model, built from its config for any number of positions, with its weights without training.
 ///
 /// # Errors
 /// What the model or the device refuses.
-pub fn forward_only(
+pub fn forward_executor(
     config: &ModelConfig,
+    model: Model,
     parameters: Parameters,
     device: &Device,
 ) -> Result<Executor, TrainError> {
     let rehearsed = DeviceOptions { num_threads: 1, ..DeviceOptions::default() };
     let build = |device: &Device| config.build(1, device);
     let rehearsal = Rehearsal::of(build, rehearsed, Precision::F32, None, &token_specs(1, 1))?;
-    // A generation has its own limit of positions.
-    Ok(Executor::forward_only(config.build(0, device)?, rehearsal, parameters, device)?)
+    Ok(Executor::forward_only(model, rehearsal, parameters, device)?)
 }
 
 /// The weights under the names of `model`; missing, extra and mis-shaped tensors are errors, all named at once.

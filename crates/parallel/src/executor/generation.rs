@@ -4,16 +4,14 @@ use super::passes::Purpose;
 use super::{Executor, ExecutorSetup, forward_program};
 use crate::chain::chain;
 use crate::error::ParallelError;
-use crate::gradients::Determinism;
 use crate::offload::OffloadOptions;
 use crate::ranks::RankGrid;
-use crate::step::{ExecutorOptions, ZeroPlusPlus};
+use crate::step::ExecutorOptions;
 use trireme_base::{Category, DType};
-use trireme_comm::Compression;
 use trireme_model::{Batch, LOGITS, Model, Past, Rehearsal, TOKENS};
-use trireme_optim::{LossScaling, OptimizerKind, OptimizerOptions, SgdSettings};
+use trireme_optim::{OptimizerKind, OptimizerOptions, SgdSettings};
 use trireme_schedule::Outline;
-use trireme_tensor::{Device, Parameters, Precision};
+use trireme_tensor::{Device, Parameters};
 
 impl Executor {
     /// An executor of one rank that evaluates and generates with `parameters` in f32 but does not train: it takes the memory of a
@@ -28,17 +26,6 @@ impl Executor {
         device: &Device,
     ) -> Result<Self, ParallelError> {
         let outline = Outline { chain: chain(model.table(), &rehearsal), ..Outline::default() };
-        let options = ExecutorOptions {
-            precision: Precision::F32,
-            fp8: None,
-            reduce_dtype: Precision::F32,
-            fusion_bytes: 0,
-            zero_plus_plus: ZeroPlusPlus::NONE,
-            compression: Compression::none(),
-            seed: 0,
-            loss_scaling: LossScaling::Off,
-            determinism: Determinism::Layout,
-        };
         let mut executor = Executor::new(ExecutorSetup {
             model,
             rehearsal,
@@ -50,7 +37,7 @@ impl Executor {
             ranks: RankGrid::new(trireme_comm::single(), 1, 1)?,
             device,
             program: forward_program(&outline)?,
-            options,
+            options: ExecutorOptions::PLAIN,
             offload: &OffloadOptions::none(device),
         })?;
         executor.parameters.take_over(parameters);
@@ -75,11 +62,6 @@ impl<'a> Generation<'a> {
         assert!(executor.program.outline.stages.is_empty(), "one rank runs all units");
         let past = Some(Past::new(&executor.device, capacity));
         Generation { executor, past }
-    }
-
-    /// Tokens read so far.
-    pub fn position(&self) -> usize {
-        self.past.as_ref().map_or(0, Past::position)
     }
 
     /// Reads `tokens`; returns the logits for the one that follows. Collective where parameters are sharded: all ranks read the same.

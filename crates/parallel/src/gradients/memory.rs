@@ -8,7 +8,7 @@ use crate::hierarchical::{Hierarchical, Hierarchy};
 use crate::parameters::wholes::Gathered;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
-use crate::reduction::{Exchanges, Reduction};
+use crate::reduction::{Reduction, Summations};
 use crate::shard_sum::shard_sums;
 use crate::step::ExecutorOptions;
 use crate::tied::TiedGradients;
@@ -64,9 +64,9 @@ impl Gradients {
         let lens: Vec<usize> = uncompressed.map(num_elements).collect();
         let counted = Counted::new(device);
         let exchanges = match is_sharded {
-            true => Exchanges::ReduceScatter { stay: !needs_shards },
+            true => Summations::ReduceScatter { stay: !needs_shards },
             false => {
-                Exchanges::AllReduce { fusion_bytes: options.fusion_bytes, lens: &lens, counted: &counted }
+                Summations::AllReduce { fusion_bytes: options.fusion_bytes, lens: &lens, counted: &counted }
             }
         };
         let make_reduction = exchanges.reductions(dtype, group, device)?;

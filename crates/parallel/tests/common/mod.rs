@@ -2,18 +2,18 @@
 #![allow(dead_code, unreachable_pub)] // Each test binary uses a part of it.
 
 use std::path::Path;
-use trireme_comm::{Compression, Group};
+use trireme_comm::Group;
 use trireme_model::{Batch, Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
-    Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome,
-    StepPlan, ZeroPlusPlus, chain,
+    Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepOutcome, StepPlan,
+    chain,
 };
 use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
 use trireme_swap::SwapOptions;
-use trireme_tensor::{Device, DeviceOptions, Precision};
+use trireme_tensor::{Device, DeviceOptions};
 use trireme_testkit::random_batch;
 
 pub const SHAPE: (usize, usize) = (2, 17);
@@ -23,16 +23,9 @@ pub const ASYNCHRONOUS_STEPS: usize = 6;
 
 /// In f32, summed in the canonical order.
 pub const OPTIONS: ExecutorOptions = ExecutorOptions {
-    precision: Precision::F32,
-    fp8: None,
-    reduce_dtype: Precision::F32,
     // The units of a small model fill one batch and begin the next.
     fusion_bytes: 60 << 10,
-    zero_plus_plus: ZeroPlusPlus::NONE,
-    compression: Compression::none(),
-    seed: 0,
-    loss_scaling: LossScaling::Off,
-    determinism: Determinism::Layout,
+    ..ExecutorOptions::PLAIN
 };
 
 pub const ADAMW: AdamWSettings = AdamWSettings { beta1: 0.9, beta2: 0.95, nu: 1.0, epsilon: 1e-8 };

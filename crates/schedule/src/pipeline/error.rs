@@ -85,7 +85,9 @@ pub enum ScheduleError {
         found: usize,
     },
     /// A stage lies on a rank that does not exist.
-    #[error("stage {stage} is placed on rank {rank}, but there are only {num_ranks} ranks")]
+    #[error(
+        "stage {stage} is placed on rank {rank}, but there are only {num_ranks} ranks; ranks count from 0"
+    )]
     Placement {
         /// The stage.
         stage: usize,
@@ -105,7 +107,7 @@ pub enum ScheduleError {
         fault: PassFault,
     },
     /// Never done.
-    #[error("rank {rank} lacks the pass '{missing}'")]
+    #[error("rank {rank} lacks the pass '{missing}'; add it to that rank")]
     Missing {
         /// Where the stage lies.
         rank: usize,
@@ -128,8 +130,8 @@ pub enum PassFault {
         /// Microbatches of all steps.
         num_microbatches: usize,
     },
-    /// Its stage lies on this rank.
-    #[error("belongs to a stage on rank {0}")]
+    /// Its stage lies on another rank: this one.
+    #[error("belongs to a stage on rank {0}; move it there")]
     WrongRank(usize),
     /// The same thing done twice; backward does both of its halves.
     #[error("repeats all or part of an earlier pass")]

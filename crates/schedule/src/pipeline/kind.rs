@@ -25,7 +25,7 @@ named! {
         PipeDream = "pipedream",
         /// Without drains: two versions of weights.
         PipeDream2Bw = "pipedream-2bw",
-        /// Whatever takes least time by the costs at hand, within the memory at hand.
+        /// A search for the shortest step at given costs and within given memory.
         Automatic = "auto",
     }
 }

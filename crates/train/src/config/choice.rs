@@ -6,6 +6,27 @@ use std::path::PathBuf;
 use toml::de::DeValue;
 use trireme_schedule::ParseError;
 use trireme_schedule::collective::Algorithm;
+use trireme_schedule::pipeline::Kind;
+
+/// Makes an enum whose variants have names a value that is written as one of them.
+macro_rules! value_by_name {
+    ($name:ident) => {
+        impl Value for $name {
+            fn expected() -> String {
+                one_of(&Self::ALL.map(Self::name))
+            }
+
+            fn read(value: &DeValue<'_>) -> Result<Self, String> {
+                let word = value.as_str();
+                word.and_then(Self::named).ok_or_else(|| refuse_word(word, &Self::ALL.map(Self::name)))
+            }
+
+            fn write(&self) -> Option<toml::Value> {
+                Some(self.name().into())
+            }
+        }
+    };
+}
 
 /// Defines an enum of which each variant is written as one word.
 macro_rules! config_choice {
@@ -13,30 +34,13 @@ macro_rules! config_choice {
         $(#[doc = $doc:literal])+
         $name:ident { $($(#[doc = $variant_doc:literal])+ $variant:ident = $word:literal,)+ }
     ) => {
-        $(#[doc = $doc])+
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub enum $name {
-            $($(#[doc = $variant_doc])+ $variant,)+
-        }
-
-        impl Value for $name {
-            fn expected() -> String {
-                one_of(&[$($word),+])
-            }
-
-            fn read(value: &DeValue<'_>) -> Result<Self, String> {
-                match value.as_str() {
-                    $(Some($word) => Ok($name::$variant),)+
-                    other => Err(refuse_word(other, &[$($word),+])),
-                }
-            }
-
-            fn write(&self) -> Option<toml::Value> {
-                match self {
-                    $($name::$variant => Some($word.into()),)+
-                }
+        trireme_base::named! {
+            $(#[doc = $doc])+
+            pub enum $name {
+                $($(#[doc = $variant_doc])+ $variant = $word,)+
             }
         }
+        value_by_name!($name);
     };
 }
 
@@ -143,34 +147,7 @@ config_choice! {
     }
 }
 
-config_choice! {
-    /// The order in which the stages of a pipeline run.
-    PipelineSchedule {
-        /// All forward passes, then all backward passes (Huang et al., 2019).
-        Gpipe = "gpipe",
-        /// As few microbatches in flight as there are stages ahead (Narayanan et al., 2021; Fan et al., 2021).
-        OneFOneB = "1f1b",
-        /// The same with several stages a worker, which cuts the bubble (Narayanan et al., 2021, section 2.2).
-        Interleaved = "interleaved-1f1b",
-        /// Several stages a worker, all microbatches through one before the next (Lamy-Poirier, 2023).
-        BreadthFirst = "breadth-first",
-        /// 1F1B whose idle time is filled with halves of backward passes, in the same memory (Qi et al., 2023).
-        ZeroBubbleH1 = "zb-h1",
-        /// The same with about twice the microbatches in flight and no idle time (Qi et al., 2023).
-        ZeroBubbleH2 = "zb-h2",
-        /// Two stages a worker, there and back, with 1F1B's memory and no idle time (Qi et al., 2023).
-        ZeroBubbleV = "zb-v",
-        /// Two stages a worker, there and back, forward and backward in pairs (DeepSeek-AI, 2024).
-        DualPipeV = "dualpipe-v",
-        /// 1F1B that does not drain between steps: gradients of old weights, of which stages keep as many versions as they need
-        /// (Narayanan et al., 2019).
-        PipeDream = "pipedream",
-        /// The same with gradients one step old throughout, and two versions of weights (Narayanan et al., 2021).
-        PipeDream2Bw = "pipedream-2bw",
-        /// Whatever takes least time by the operations counted, within `pipeline_parallel_in_flight_max`.
-        Auto = "auto",
-    }
-}
+value_by_name!(Kind);
 
 config_choice! {
     /// Which other runs have the same bits as this one.

@@ -1,9 +1,10 @@
 //! Keys of how the work is divided among the workers, and where what it takes lies; see [`sections`](super::sections).
 
-use super::choice::{ActivationCheckpointMode, PipelineSchedule, QuantizedGradients, Tier};
+use super::choice::{ActivationCheckpointMode, QuantizedGradients, Tier};
 use super::section::config_section;
 use super::value::{ByteLimit, above_up_to};
 use std::path::PathBuf;
+use trireme_schedule::pipeline::Kind;
 
 /// Keys of `[parallelism]` that the design names and this version does not have.
 pub(super) const LATER_PARALLELISM_KEYS: &[&str] =
@@ -23,7 +24,7 @@ config_section! {
         /// Order in which stages run: `gpipe`, `1f1b`, `interleaved-1f1b`, `breadth-first`, `zb-h1`, `zb-h2`, `zb-v`,
         /// `dualpipe-v` or `auto`; or `pipedream` or `pipedream-2bw`, which do not drain between steps, so losses and
         /// weights differ (docs/pipeline.md). Only applies with `pipeline_parallel_degree` above 1.
-        pipeline_parallel_schedule: PipelineSchedule = PipelineSchedule::OneFOneB;
+        pipeline_parallel_schedule: Kind = Kind::OneFOneB;
         /// File with a custom schedule, which replaces `pipeline_parallel_schedule`. It lists the passes of each
         /// worker in order, as text, in the format that `trireme plan --save-schedule` writes (docs/pipeline.md). The
         /// schedule is validated before the first step. The first worker reads the file for all. Only applies with

@@ -27,7 +27,7 @@ mod tests;
 
 pub use choice::{
     ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    PipelineSchedule, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
+    QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};

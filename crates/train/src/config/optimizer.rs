@@ -10,9 +10,6 @@ use trireme_optim::ParameterGroup;
 
 use OptimizerName::{Adafactor, Adam, AdamW, Lamb, Lars, Lion, Muon, OneBitAdam, Sgd, ZeroOneAdam};
 
-const ALL: [OptimizerName; 10] =
-    [AdamW, Adam, Sgd, Lion, Adafactor, Lamb, Lars, Muon, OneBitAdam, ZeroOneAdam];
-
 /// The optimizers for which a key counts.
 fn owners(key: &str) -> &'static [OptimizerName] {
     match key {
@@ -26,7 +23,7 @@ fn owners(key: &str) -> &'static [OptimizerName] {
         "muon_momentum" | "muon_iterations" | "muon_scale" | "muon_adamw_lr_scale" => &[Muon],
         "freeze_step" => &[OneBitAdam],
         "var_update_scaler" => &[ZeroOneAdam],
-        _ => &ALL,
+        _ => &OptimizerName::ALL,
     }
 }
 

@@ -1,11 +1,12 @@
 //! Checks of how a model is divided into stages.
 
-use super::choice::{ActivationCheckpointMode, Fp8, PipelineSchedule, Tier, TrainingDtype};
+use super::choice::{ActivationCheckpointMode, Fp8, Tier, TrainingDtype};
 use super::layout::{Offload, Parallelism};
 use super::sections::Sections;
 use super::validate::{Checks, changed_keys};
 use trireme_comm::CodecName;
 use trireme_schedule::StateClass;
+use trireme_schedule::pipeline::Kind;
 
 const DEGREE: &str = "parallelism.pipeline_parallel_degree";
 const SCHEDULE: &str = "parallelism.pipeline_parallel_schedule";
@@ -67,12 +68,12 @@ fn check_schedule(checks: &mut Checks<'_>) {
     let Sections { parallelism, .. } = &checks.loose.sections;
     let schedule = parallelism.pipeline_parallel_schedule;
     if parallelism.pipeline_parallel_schedule_file.is_some() {
-        checks.require(schedule == PipelineSchedule::OneFOneB, &[SCHEDULE_FILE, SCHEDULE], || {
+        checks.require(schedule == Kind::OneFOneB, &[SCHEDULE_FILE, SCHEDULE], || {
             "the file replaces the schedule; remove one of the two keys".to_owned()
         });
         return;
     }
-    let (min, max) = schedule.kind().stages_per_rank().into_inner();
+    let (min, max) = schedule.stages_per_rank().into_inner();
     let stages = parallelism.pipeline_parallel_stages_per_rank;
     let keys = ["parallelism.pipeline_parallel_stages_per_rank", SCHEDULE];
     checks.require(stages == 0 || stages >= min, &keys, || {
@@ -180,14 +181,14 @@ fn tiers(offload: &Offload) -> [(&'static str, Tier); 4] {
 impl Parallelism {
     /// Whether there is a pipeline that does not drain between steps.
     pub(super) fn is_asynchronous(&self) -> bool {
-        self.pipeline_parallel_degree > 1 && !self.pipeline_parallel_schedule.kind().is_synchronous()
+        self.pipeline_parallel_degree > 1 && !self.pipeline_parallel_schedule.is_synchronous()
     }
 
     /// Stages of a worker of the pipeline.
     pub(super) fn stages_per_rank(&self) -> usize {
         let usual = match self.pipeline_parallel_schedule {
-            PipelineSchedule::BreadthFirst => 2,
-            schedule => *schedule.kind().stages_per_rank().start(),
+            Kind::BreadthFirst => 2,
+            schedule => *schedule.stages_per_rank().start(),
         };
         match self.pipeline_parallel_stages_per_rank {
             _ if self.pipeline_parallel_degree == 1 => 1,

@@ -8,7 +8,9 @@ use trireme_model::Sampling;
 use trireme_planner::{CategoryBytes, table};
 use trireme_tensor::Parameters;
 use trireme_train::config::{Config, Subject};
-use trireme_train::{LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_only, sample};
+use trireme_train::{
+    LanguageTask, RunSummary, SampleSettings, TrainError, Trainer, forward_executor, sample,
+};
 
 /// The memory that the run has taken of each worker, next to what was predicted. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
@@ -115,7 +117,10 @@ pub(super) fn sample_text(
     let take = |piece: &str| text.push_str(piece);
     // Beside the training state, which is still there.
     let host = trainer.executor().device().host()?;
-    let mut executor = forward_only(language.model_config(), weights, &host)?;
-    sample(&mut executor, language.model_config(), language.tokenizer(), &settings, take)?;
+    let model_config = language.model_config();
+    // A generation has its own limit of positions.
+    let model = model_config.build(0, &host)?;
+    let mut executor = forward_executor(model_config, model, weights, &host)?;
+    sample(&mut executor, model_config, language.tokenizer(), &settings, take)?;
     Ok(text)
 }

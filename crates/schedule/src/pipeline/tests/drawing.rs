@@ -42,7 +42,10 @@ fn a_mark_stands_under_the_pass() {
     assert!(lines[2].starts_with("rank 1 |··F0F1F2B0──"), "{text}");
     assert_eq!(lines[3], "              ^^ F 1 2");
     let missing = ScheduleError::Missing { rank: 0, missing: Pass::forward(0, 0) };
-    assert_eq!(draw_error(&schedule, &costs, &missing, 80), "rank 0 lacks the pass 'F 0 0'\n");
+    assert_eq!(
+        draw_error(&schedule, &costs, &missing, 80),
+        "rank 0 lacks the pass 'F 0 0'; add it to that rank\n"
+    );
 }
 
 /// The numbers of an attribute, in the order of the document.

@@ -44,7 +44,7 @@ fn each_fault_is_named_with_its_place() {
         ),
         (
             "rank 0: F 0 0, F 1 0\nrank 1: B 1 0",
-            "rank 0, pass 1: 'F 1 0' belongs to a stage on rank 1",
+            "rank 0, pass 1: 'F 1 0' belongs to a stage on rank 1; move it there",
             Some((0, 1)),
         ),
         (
@@ -58,7 +58,8 @@ fn each_fault_is_named_with_its_place() {
         assert_eq!(found_place, place, "{found}");
     }
     let nowhere = fault("ranks 1 placement 0,1 microbatches 1\nrank 0: F 0 0, B 0 0");
-    assert_eq!(nowhere, ("stage 1 is placed on rank 1, but there are only 1 ranks".to_owned(), None));
+    let expected = "stage 1 is placed on rank 1, but there are only 1 ranks; ranks count from 0";
+    assert_eq!(nowhere, (expected.to_owned(), None));
     let huge =
         fault("ranks 1 placement 0 microbatches 99999999999 steps 99999999999 weights stashed\nrank 0:").0;
     assert!(huge.starts_with("a schedule has 1 ranks, 1 stages and 99999999999 steps"), "{huge}");
@@ -116,7 +117,7 @@ fn a_step_of_weights_is_updated_once_and_read_while_it_is_there() {
     assert!(late.starts_with("rank 0, pass 4: 'U 0 0' does not come after all gradients"), "{late}");
     assert_eq!(place, Some((0, 4)));
     let (missing, _) = fault(&format!("{stashed}rank 0: F 0 0, B 0 0, U 0 0, F 0 1, B 0 1"));
-    assert_eq!(missing, "rank 0 lacks the pass 'U 0 1'");
+    assert_eq!(missing, "rank 0 lacks the pass 'U 0 1'; add it to that rank");
     let buffered = "ranks 1 placement 0 microbatches 1 steps 3 weights double-buffered\n";
     let passes = "rank 0: F 0 0, F 0 1, F 0 2, B 0 0, U 0 0, B 0 1, U 0 1, B 0 2, U 0 2";
     let (early, place) = fault(&format!("{buffered}{passes}"));
