@@ -343,6 +343,8 @@ fn layouts_are_predicted_and_measured_by_one_command() {
         assert!((positive(&line["ratio"]) - predicted / measured).abs() < 1e-9, "{line}");
     }
     assert!(!scene.path("runs").exists(), "its runs are gone");
-    let error = scene.run("bench layouts tiny.toml --rounds 1 --layout training.seq_len=0").refused();
-    tells(&error, &["training.seq_len=0: the run failed: 1 mistake", "expected a whole number"]);
+    let wrong = "bench layouts tiny.toml --rounds 1 --layout launch.workers=1 --layout training.seq_len=0";
+    let error = scene.run(wrong).refused();
+    tells(&error, &["layout 'training.seq_len=0'\n  because: 1 mistake", "expected a whole number"]);
+    assert!(!error.contains("the run failed"), "mistakes are found before the first run: {error}");
 }

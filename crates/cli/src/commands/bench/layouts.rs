@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use trireme_train::config::Config;
 
 const HELP: &str = "\
 Each layout is trained for some steps, as `trireme train` does. Its workers first
@@ -14,8 +15,8 @@ measure kernels and communication in isolation, and predict the time of a step f
 these figures and a dry run (`trireme plan --time`). The measured time is the median
 of the steps after the third. Both times are medians over the rounds.
 
-The config's global batch size is the same for every layout. It must be divisible
-by four times the local batch size.
+The config's global batch size is the same for every layout. For the list of layouts it
+must be divisible by four times the local batch size.
 
 Examples:
   trireme bench layouts my.toml
@@ -104,6 +105,11 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     };
     let folder = Temporary(std::env::temp_dir().join(format!("trireme-layouts-{}", std::process::id())));
     let measuring = Measuring::new();
+    // All before the first runs: a mistake in the last one must not cost the time of the others.
+    for layout in &layouts {
+        Config::load(&args.config, &overrides(args, layout, &folder), None)
+            .with_context(|| format!("layout '{layout}'"))?;
+    }
     let mut found: Vec<[Vec<f64>; 2]> = vec![Default::default(); layouts.len()];
     for round in 1..=args.rounds {
         for (layout, found) in layouts.iter().zip(&mut found) {
@@ -134,9 +140,9 @@ pub(super) fn run(args: &LayoutsArgs) -> Result<()> {
     Ok(())
 }
 
-/// Trains a layout for some steps: the predicted and the measured seconds of a step.
-fn train(args: &LayoutsArgs, layout: &str, Temporary(runs): &Temporary) -> Result<[f64; 2]> {
-    let own = [
+/// What a layout changes in the config, with what all runs have in common.
+fn overrides(args: &LayoutsArgs, layout: &str, Temporary(runs): &Temporary) -> Vec<String> {
+    let common = [
         format!("run.folder={}", runs.display()),
         "run.name=run".to_owned(),
         format!("training.steps={}", args.steps),
@@ -146,18 +152,24 @@ fn train(args: &LayoutsArgs, layout: &str, Temporary(runs): &Temporary) -> Resul
         "metrics.predict_step_time=true".to_owned(),
         "metrics.jsonl=true".to_owned(),
     ];
+    let layout = layout.split_whitespace().map(str::to_owned);
+    args.overrides.iter().cloned().chain(layout).chain(common).collect()
+}
+
+/// Trains a layout for some steps: the predicted and the measured seconds of a step.
+fn train(args: &LayoutsArgs, layout: &str, folder: &Temporary) -> Result<[f64; 2]> {
     let program = std::env::current_exe().context("cannot find this program")?;
     let mut command = Command::new(program);
     command.arg("train").arg(&args.config);
-    let overrides = args.overrides.iter().map(String::as_str).chain(layout.split_whitespace());
-    for change in overrides.chain(own.iter().map(String::as_str)) {
-        command.args(["--set", change]);
+    for change in overrides(args, layout, folder) {
+        command.args(["--set", &change]);
     }
     let output = command.output().with_context(|| format!("cannot start {command:?}"))?;
     if !output.status.success() {
         let error = String::from_utf8_lossy(&output.stderr);
         bail!("{layout}: the run failed: {}", error.trim_end().trim_start_matches("error: "));
     }
+    let runs = &folder.0;
     let times = read_times(&runs.join("run").join("metrics.jsonl")).with_context(|| layout.to_owned())?;
     std::fs::remove_dir_all(runs).with_context(|| format!("cannot remove {}", runs.display()))?;
     Ok(times)
