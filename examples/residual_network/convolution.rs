@@ -52,18 +52,17 @@ impl Operation for Convolution {
         let mut y = cx.empty(shape.with_dim(2, outputs), DType::F32)?;
         let (x, inputs) = (cx.in_f32(cx.input(0))?, shape.cols());
         let weight = cx.parameter_in_f32(&self.weight)?;
-        let (x_rows, weights) = (x.view().f32s(), weight.view().f32s());
         cx.device().for_each_row(
-            &[x.view(), weight.view()],
+            [x.view(), weight.view()],
             y.view_mut(),
             2 * OFFSETS * inputs,
-            |pixel, y| {
+            |[x, weight], pixel, y| {
                 y.fill(0.0);
                 for offset in 0..OFFSETS {
                     let Some(near) = self.neighbour(pixel, offset) else { continue };
                     for input in 0..inputs {
-                        let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
-                        add_scaled(y, x_rows[near * inputs + input], weights);
+                        let weights = &weight[(offset * inputs + input) * outputs..][..outputs];
+                        add_scaled(y, x[near * inputs + input], weights);
                     }
                 }
             },
@@ -79,21 +78,19 @@ impl Operation for Convolution {
         }
         let (shape, outputs) = (cx.input_shape(0), self.weight.shape.cols());
         let mut dx = cx.empty(shape, DType::F32)?;
-        let (inputs, dy) = (shape.cols(), cx.grad().f32s());
-        let weight = cx.parameter_in_f32(&self.weight)?;
-        let weights = weight.view().f32s();
+        let (inputs, weight) = (shape.cols(), cx.parameter_in_f32(&self.weight)?);
         cx.device().for_each_row(
-            &[cx.grad(), weight.view()],
+            [cx.grad(), weight.view()],
             dx.view_mut(),
             2 * OFFSETS * outputs,
-            |pixel, dx| {
+            |[dy, weight], pixel, dx| {
                 dx.fill(0.0);
                 for offset in 0..OFFSETS {
                     // The pixel that has this one at the offset.
                     let Some(near) = self.neighbour(pixel, OFFSETS - 1 - offset) else { continue };
                     let dy = &dy[near * outputs..][..outputs];
                     for (input, dx) in dx.iter_mut().enumerate() {
-                        let weights = &weights[(offset * inputs + input) * outputs..][..outputs];
+                        let weights = &weight[(offset * inputs + input) * outputs..][..outputs];
                         *dx += weights.iter().zip(dy).map(|(weight, dy)| weight * dy).sum::<f32>();
                     }
                 }
@@ -109,18 +106,17 @@ impl Operation for Convolution {
         sink: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
         let (shape, outputs) = (cx.input_shape(0), self.weight.shape.cols());
-        let (inputs, num_pixels, dy) = (shape.cols(), shape.rows(), cx.grad().f32s());
+        let (inputs, num_pixels) = (shape.cols(), shape.rows());
         let x = cx.in_f32(cx.input(0))?;
-        let x_rows = x.view().f32s();
         write_grad(sink, &self.weight, |out, accumulate| {
-            cx.device().for_each_row(&[x.view(), cx.grad()], out, 2 * num_pixels, |row, out| {
+            cx.device().for_each_row([x.view(), cx.grad()], out, 2 * num_pixels, |[x, dy], row, out| {
                 let (offset, input) = (row / inputs, row % inputs);
                 if !accumulate {
                     out.fill(0.0);
                 }
                 for pixel in 0..num_pixels {
                     let Some(near) = self.neighbour(pixel, offset) else { continue };
-                    add_scaled(out, x_rows[near * inputs + input], &dy[pixel * outputs..][..outputs]);
+                    add_scaled(out, x[near * inputs + input], &dy[pixel * outputs..][..outputs]);
                 }
             });
             Ok(())

@@ -146,12 +146,47 @@ impl TensorSpec {
     }
 }
 
-/// Room for a batch of these tensors, zeroed.
-///
-/// # Errors
-/// If there is no memory for it.
-pub fn empty_batch(device: &Device, specs: &[TensorSpec]) -> Result<Batch, DeviceError> {
-    let tensor =
-        |spec: &TensorSpec| Ok((spec.name, device.zeros(spec.shape, spec.dtype, Category::Activations)?));
-    specs.iter().map(tensor).collect()
+/// The tensors of a microbatch in memory of the host, where samples are written before they go to a device.
+#[derive(Debug)]
+pub struct HostBatch(Vec<(TensorSpec, Vec<Word>)>);
+
+/// What elements of all types are aligned to.
+type Word = u64;
+
+impl HostBatch {
+    /// Zeros for these tensors.
+    pub fn new(specs: &[TensorSpec]) -> Self {
+        let words = |spec: &TensorSpec| vec![0; spec.num_bytes().div_ceil(size_of::<Word>())];
+        HostBatch(specs.iter().map(|spec| (*spec, words(spec))).collect())
+    }
+
+    /// Number of samples.
+    pub fn num_samples(&self) -> usize {
+        self.0.first().map_or(0, |(spec, _)| spec.shape.dims()[0])
+    }
+
+    /// The bytes of a sample's elements of the tensor of this name.
+    ///
+    /// # Panics
+    /// If there is no such tensor, it has another type, or it has no such sample.
+    pub fn sample_mut(&mut self, name: &str, sample: usize, dtype: DType) -> &mut [u8] {
+        let tensor = self.0.iter_mut().find(|(spec, _)| spec.name == name);
+        let (spec, words) = tensor.unwrap_or_else(|| panic!("a sample has no '{name}'"));
+        assert_eq!(spec.dtype, dtype, "the type of '{name}'");
+        let len = spec.num_bytes() / spec.shape.dims()[0];
+        &mut bytemuck::cast_slice_mut(words)[sample * len..][..len]
+    }
+
+    /// Copies all to a device.
+    ///
+    /// # Errors
+    /// If it has no memory for them.
+    pub fn upload(&self, device: &Device) -> Result<Batch, DeviceError> {
+        let tensor = |(spec, words): &(TensorSpec, Vec<Word>)| {
+            let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
+            device.upload(&bytemuck::cast_slice::<_, u8>(words)[..spec.num_bytes()], tensor.view_mut());
+            Ok((spec.name, tensor))
+        };
+        self.0.iter().map(tensor).collect()
+    }
 }

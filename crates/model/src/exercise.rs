@@ -38,7 +38,7 @@ impl Model {
             parts.iter_mut().enumerate().filter(|(other, _)| *other != unit && Some(*other) != owner);
         others.for_each(|(_, part)| *part = 0..0);
         let mut parameters = Parameters::zeros_of(table, parts, device, Category::Parameters)?;
-        parameters.for_each_mut(|info, held, values| {
+        parameters.load(|info, held, values| {
             info.initial.fill(&info.name, 0, held.start, values);
             Ok::<(), ModelError>(())
         })?;

@@ -16,7 +16,7 @@ mod tokens;
 mod transformer;
 mod unit;
 
-pub use bundle::{Batch, Bundle, TensorSpec, empty_batch};
+pub use bundle::{Batch, Bundle, HostBatch, TensorSpec};
 pub use config::{AttentionConfig, ModelConfig, Rope, RopeScaling, SlidingWindow};
 pub use error::ModelError;
 pub use exercise::Exercise;

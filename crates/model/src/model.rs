@@ -51,7 +51,7 @@ impl Model {
     /// If there is no memory for them.
     pub fn initial_parameters(&self, device: &Device, seed: u64) -> Result<Parameters, ModelError> {
         let mut parameters = Parameters::zeros(&self.table, device, Category::Parameters)?;
-        parameters.for_each_mut(|info, held, values| {
+        parameters.load(|info, held, values| {
             info.initial.fill(&info.name, seed, held.start, values);
             Ok::<(), ModelError>(())
         })?;

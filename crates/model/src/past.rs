@@ -44,8 +44,7 @@ impl Past {
         for tensor in inputs.values_mut() {
             let (shape, dtype) = (tensor.shape(), tensor.dtype());
             let mut last = self.device.empty([1, 1, shape.cols()].into(), dtype, Category::Activations)?;
-            let num_bytes = last.num_bytes();
-            last.bytes_mut().copy_from_slice(&tensor.bytes()[(shape.rows() - 1) * num_bytes..]);
+            self.device.copy(tensor.view().rows(shape.rows() - 1, 1), last.view_mut().rows(0, 1));
             *tensor = last;
         }
         Ok(())

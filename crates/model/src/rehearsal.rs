@@ -355,7 +355,10 @@ fn fill(device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
         return Ok(());
     }
     let mut floats = device.empty(values.shape(), DType::F32, Category::Activations)?;
-    RandomKey::new(0, "values").fill_normal(floats.view_mut().f32s(), 1.0);
+    device.fill(floats.view_mut(), |floats| {
+        RandomKey::new(0, "values").fill_normal(floats, 1.0);
+        Ok::<_, DeviceError>(())
+    })?;
     device.convert(floats.view(), values);
     if let Some(journal) = device.journal() {
         journal.note(Event::Pause);

@@ -1,6 +1,6 @@
 //! Batches of language models.
 
-use crate::bundle::{Batch, TensorSpec};
+use crate::bundle::{HostBatch, TensorSpec};
 use trireme_base::DType;
 
 /// Name of the ids that a language model reads: `[batch, seq_len]`, u32.
@@ -21,11 +21,9 @@ pub fn token_specs(batch: usize, seq_len: usize) -> Vec<TensorSpec> {
 ///
 /// # Panics
 /// If the batch is none of tokens, or the window or the row does not fit.
-pub fn set_window(batch: &mut Batch, row: usize, window: &[u32]) {
+pub fn set_window(batch: &mut HostBatch, row: usize, window: &[u32]) {
     let seq_len = window.len() - 1;
     for (name, tokens) in [(TOKENS, &window[..seq_len]), (TARGETS, &window[1..])] {
-        let tensor = batch.get_mut(name).expect("a batch of tokens");
-        assert_eq!(tensor.shape().cols(), seq_len, "a window holds its targets");
-        tensor.view_mut().u32s()[row * seq_len..(row + 1) * seq_len].copy_from_slice(tokens);
+        batch.sample_mut(name, row, DType::U32).copy_from_slice(bytemuck::cast_slice(tokens));
     }
 }

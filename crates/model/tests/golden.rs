@@ -7,12 +7,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use trireme_base::DType;
 use trireme_model::{
-    Batch, Bundle, LOGITS, Model, ModelConfig, Past, TOKENS, UnitPass, empty_batch, set_window, token_specs,
+    Batch, Bundle, HostBatch, LOGITS, Model, ModelConfig, Past, TOKENS, UnitPass, set_window, token_specs,
 };
 use trireme_tensor::tape::Recording;
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
-    Parameters, Precision, Tape, Tensor, View, ViewMut,
+    Parameters, Precision, Tape, Tensor,
 };
 
 const LOGITS_TOLERANCE: f64 = 1e-4;
@@ -68,7 +68,7 @@ impl Golden {
         let weights = read("model.safetensors");
         let weights = SafeTensors::deserialize(&weights).unwrap();
         parameters
-            .for_each_mut(|info, _, values| {
+            .load(|info, _, values| {
                 let tensor = weights.tensor(&info.name).map_err(|error| format!("{}: {error}", info.name))?;
                 assert_eq!(tensor.shape(), info.shape.dims(), "{}", info.name);
                 values.copy_from_slice(&f32s(tensor.data()));
@@ -105,10 +105,10 @@ impl Golden {
     fn logits_after(&self, past: Option<&mut Past>, ids: &[u32], shape: (usize, usize)) -> Vec<f32> {
         let mut tokens =
             self.device.empty([shape.0, shape.1].into(), DType::U32, Category::Activations).unwrap();
-        tokens.view_mut().u32s().copy_from_slice(ids);
+        self.device.upload(ids, tokens.view_mut());
         let mut batch = [(TOKENS, tokens)].into_iter().collect();
         let (_, made) = self.forward((Recording::Off, Precision::F32, 1.0), &mut batch, past);
-        made.get(LOGITS).unwrap().view().f32s().to_vec()
+        self.device.read(made.get(LOGITS).unwrap().view())
     }
 
     /// All passes of the model, one tape a unit, as the executor runs it; and what the last unit passes on.
@@ -146,10 +146,11 @@ impl Golden {
         sink: Option<&mut FlatGrads>,
     ) -> f64 {
         let seq_len = shape.1 - 1;
-        let mut batch = empty_batch(&self.device, &token_specs(shape.0, seq_len)).unwrap();
+        let mut samples = HostBatch::new(&token_specs(shape.0, seq_len));
         for (row, window) in ids.chunks_exact(shape.1).enumerate() {
-            set_window(&mut batch, row, window);
+            set_window(&mut samples, row, window);
         }
+        let mut batch = samples.upload(&self.device).unwrap();
         let recording = if sink.is_some() { Recording::On } else { Recording::Off };
         let (mut passes, mut grads) = self.forward((recording, precision, loss_scale), &mut batch, None);
         if let Some(sink) = sink {
@@ -211,8 +212,7 @@ fn logits_loss_and_every_gradient() {
 
         let mut worst = (0.0, "");
         for info in golden.model.table().parameters() {
-            let unit = sink.grads.flat(info.unit);
-            let found = &unit.f32s()[info.range()];
+            let found = &sink.grads.values(info.unit)[info.range()];
             let distance = relative_distance(found, &golden.floats(&format!("grad.{}", info.name)));
             assert!(distance < GRAD_TOLERANCE, "{folder:?}: gradient of {} off by {distance}", info.name);
             if distance > worst.0 {
@@ -239,8 +239,8 @@ fn gradients_in_16_bits_are_close_to_those_in_f32() {
             assert!(error < MIXED_LOSS_TOLERANCE, "{folder:?} {precision}: loss off by {error}");
             let (mut all_found, mut all_expected, mut worst) = (Vec::new(), Vec::new(), (0.0, ""));
             for info in golden.model.table().parameters() {
-                let unit = sink.grads.flat(info.unit);
-                let found: Vec<f32> = unit.f32s()[info.range()].iter().map(|x| x / loss_scale).collect();
+                let unit = sink.grads.values(info.unit);
+                let found: Vec<f32> = unit[info.range()].iter().map(|x| x / loss_scale).collect();
                 let expected = golden.floats(&format!("grad.{}", info.name));
                 let distance = relative_distance(&found, &expected);
                 let name = &info.name;
@@ -282,27 +282,26 @@ fn ten_adamw_steps() {
                 "{folder:?} step {index}: {loss} instead of {expected}"
             );
             for unit in 0..table.units().len() {
-                let state = (first.flat_mut(unit), second.flat_mut(unit));
-                adamw(golden.parameters.flat_mut(unit), sink.grads.flat(unit), state, index as i32 + 1);
+                let all = [&mut golden.parameters, &mut first, &mut second];
+                adamw(&golden.device, all, &sink.grads, unit, index as i32 + 1);
             }
         }
     }
 }
 
 /// PyTorch's AdamW with learning rate 1e-3, betas 0.9 and 0.95, and weight decay 0.1 for all.
-fn adamw(
-    mut parameters: ViewMut<'_>,
-    grads: View<'_>,
-    (mut first, mut second): (ViewMut<'_>, ViewMut<'_>),
-    step: i32,
-) {
-    let moments = first.f32s().iter_mut().zip(second.f32s());
-    for ((parameter, &grad), (first, second)) in parameters.f32s().iter_mut().zip(grads.f32s()).zip(moments) {
+fn adamw(device: &Device, state: [&mut Parameters; 3], grads: &Parameters, unit: usize, step: i32) {
+    let [mut parameters, mut first, mut second] = state.each_ref().map(|values| values.values(unit));
+    let moments = first.iter_mut().zip(&mut second);
+    for ((parameter, grad), (first, second)) in parameters.iter_mut().zip(grads.values(unit)).zip(moments) {
         *first = 0.9 * *first + 0.1 * grad;
         *second = 0.95 * *second + 0.05 * grad * grad;
         let root = (*second / (1.0 - 0.95_f32.powi(step))).sqrt();
         *parameter *= 1.0 - 1e-3 * 0.1;
         *parameter -= 1e-3 * (*first / (1.0 - 0.9_f32.powi(step))) / (root + 1e-8);
+    }
+    for (to, values) in state.into_iter().zip([parameters, first, second]) {
+        device.upload(&values, to.flat_mut(unit));
     }
 }
 

@@ -19,8 +19,9 @@ pub(crate) struct Factored {
     matrix: FactoredMatrix,
     /// Mean squares of rows, then of columns.
     moments: [Tensor; 2],
-    /// The same as factors of an element's second moment: those of rows are divided by their mean.
-    row_factors: Vec<f32>,
+    row_mean: f64,
+    /// Moments on the host, while they change.
+    on_host: Vec<f32>,
     shape: Shape,
     offset: usize,
     num_elements: f64,
@@ -47,7 +48,8 @@ impl Factored {
             members,
             matrix,
             moments: [zeros(shape.rows())?, zeros(shape.cols())?],
-            row_factors: vec![0.0; shape.rows()],
+            row_mean: 0.0,
+            on_host: Vec::with_capacity(shape.rows().max(shape.cols())),
             shape,
             offset: info.offset,
             num_elements: shape.num_elements() as f64,
@@ -93,17 +95,10 @@ impl Factored {
             let (rows, cols) = sums[first..].split_at_mut(self.shape.rows());
             step.device.factored_sums(&self.matrix, grads, grad_scale, rows, cols);
         } else {
-            let (lr, keep) = (1.0, 1.0);
-            let factored = FactoredStep {
-                offset: self.offset,
-                rows: &self.row_factors,
-                cols: self.moments[1].view().f32s(),
-                lr,
-                keep,
-                grad_scale,
-            };
+            let factored = self.step(1.0, 1.0, grad_scale);
+            let moments = self.moments.each_ref().map(Tensor::view);
             let (pieces, piece_sums) = self.members.pieces_and_sums();
-            step.device.factored_squares(pieces, factored, grads, piece_sums);
+            step.device.factored_squares(pieces, factored, moments, grads, piece_sums);
             sums.push(self.members.sum(self.member(), 0));
         }
     }
@@ -118,28 +113,40 @@ impl Factored {
         }
         self.mean_square = here[0] / self.num_elements;
         let mixing = f64::from(self.numbers(step).mixing);
-        let lengths = [(self.shape.rows(), self.shape.cols()), (self.shape.cols(), self.shape.rows())];
-        for (moments, (len, num_terms)) in self.moments.iter_mut().zip(lengths) {
-            let (here, rest) = sums.split_at(len);
-            *sums = rest;
-            for (moment, sum) in moments.view_mut().f32s().iter_mut().zip(here) {
+        let values = &mut self.on_host;
+        // Columns first: what is on the host at the end are the rows.
+        let (rows, cols) = sums.split_at(self.shape.rows());
+        let (cols, rest) = cols.split_at(self.shape.cols());
+        *sums = rest;
+        for (moments, (here, num_terms)) in
+            self.moments.iter_mut().zip([(rows, cols.len()), (cols, rows.len())]).rev()
+        {
+            values.clear();
+            values.resize(here.len(), 0.0);
+            step.device.download(moments.view(), values);
+            for (moment, sum) in values.iter_mut().zip(here) {
                 let square = sum / num_terms as f64 + f64::from(FACTORED_FLOOR);
                 *moment = ((1.0 - mixing) * f64::from(*moment) + mixing * square) as f32;
             }
+            step.device.upload(values, moments.view_mut());
         }
-        let rows = self.moments[0].view().f32s();
-        let mean = rows.iter().map(|&row| f64::from(row)).sum::<f64>() / rows.len() as f64;
-        for (factor, &row) in self.row_factors.iter_mut().zip(rows) {
-            *factor = (f64::from(row) / mean) as f32;
-        }
+        self.row_mean = values.iter().map(|&row| f64::from(row)).sum::<f64>() / values.len() as f64;
     }
 
     /// Updates what is here.
     pub(crate) fn apply(&mut self, step: &UnitStep<'_>, parameters: ViewMut<'_>, grads: View<'_>) {
         let RmsStep { lr, keep, grad_scale, .. } = self.numbers(step);
-        let cols = self.moments[1].view().f32s();
-        let factored =
-            FactoredStep { offset: self.offset, rows: &self.row_factors, cols, lr, keep, grad_scale };
-        step.device.factored_update(&self.members.pieces, factored, parameters, grads);
+        let moments = self.moments.each_ref().map(Tensor::view);
+        step.device.factored_update(
+            &self.members.pieces,
+            self.step(lr, keep, grad_scale),
+            moments,
+            parameters,
+            grads,
+        );
+    }
+
+    fn step(&self, lr: f32, keep: f32, grad_scale: f32) -> FactoredStep {
+        FactoredStep { offset: self.offset, row_mean: self.row_mean, lr, keep, grad_scale }
     }
 }

@@ -49,7 +49,7 @@ impl Muon {
         };
         let out = whole.view_mut().into_part(part.start, here);
         self.members.update(device, out, grads, &mut self.states, step.noise, momentum_of);
-        shards.gather(whole.view_mut().f32s(), part.clone())?;
+        shards.gather(whole.view_mut(), part.clone())?;
         for member in self.members.list.iter().filter(|member| !member.held.is_empty()) {
             let info = &step.table.parameters()[member.parameter];
             let matrix = whole.view_mut().into_part(info.offset, info.shape);

@@ -1,7 +1,7 @@
 //! What an optimizer of a part needs of those of the others.
 
 use std::ops::Range;
-use trireme_tensor::DeviceError;
+use trireme_tensor::{DeviceError, ViewMut};
 
 /// Exchange among the ranks that each update one part of a unit; they make the same calls in the same order.
 ///
@@ -15,7 +15,7 @@ pub trait ShardOps {
 
     /// Completes a unit's flat buffer `whole`, of which this rank has the elements `part`: the others are where they hold
     /// theirs.
-    fn gather(&mut self, whole: &mut [f32], part: Range<usize>) -> Result<(), Self::Error>;
+    fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), Self::Error>;
 }
 
 /// Of one rank that has whole units: there is nothing to exchange.
@@ -29,7 +29,7 @@ impl ShardOps for WholeUnits {
         Ok(())
     }
 
-    fn gather(&mut self, _: &mut [f32], _: Range<usize>) -> Result<(), DeviceError> {
+    fn gather(&mut self, _: ViewMut<'_>, _: Range<usize>) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -4,7 +4,6 @@ use crate::factored::FACTORED_STATES;
 use crate::members::{Member, Members};
 use crate::muon::MUON_STATES;
 use crate::optimizer::{Optimizer, UnitShare};
-use std::borrow::Cow;
 use std::ops::Range;
 use trireme_tensor::{Device, OptimizerState, ParameterInfo, Shape, Tensor};
 
@@ -36,15 +35,19 @@ enum Source<'a> {
     Of(&'a OptimizerState, &'a Members, &'a Member),
 }
 
-impl<'a> State<'a> {
-    /// The values that are here: borrowed if they are kept in f32.
+impl State<'_> {
+    /// The values that are here, in memory of the host.
     ///
     /// # Panics
     /// If the unit's memory is elsewhere.
-    pub fn values(&self, device: &Device) -> Cow<'a, [f32]> {
+    pub fn values(&self, device: &Device) -> Vec<f32> {
         match self.source {
-            Source::Moments(moments) => Cow::Borrowed(moments.view().f32s()),
-            Source::Of(state, members, member) => values(device, members, member, state),
+            Source::Moments(moments) => device.read(moments.view()),
+            Source::Of(state, members, member) => {
+                let mut values = vec![0.0; member.held.len()];
+                device.read_state(&members.pieces, member.pieces.clone(), state, &mut values);
+                values
+            }
         }
     }
 }
@@ -94,7 +97,7 @@ impl Optimizer {
                         let shape = moments.shape();
                         let held = 0..shape.num_elements();
                         let info = StateInfo { name, parameter, shape, is_like_parameter: false, held };
-                        read(&info, moments.view_mut().f32s())?;
+                        device.fill(moments.view_mut(), |values| read(&info, values))?;
                     }
                     continue;
                 }
@@ -144,23 +147,4 @@ impl Optimizer {
         let held = 0..shape.num_elements();
         StateInfo { shape, is_like_parameter: false, held, ..self.info(name, member) }
     }
-}
-
-fn values<'a>(
-    device: &Device,
-    members: &Members,
-    member: &Member,
-    state: &'a OptimizerState,
-) -> Cow<'a, [f32]> {
-    if member.held.is_empty() {
-        return Cow::Borrowed(&[]);
-    }
-    let pieces = member.pieces.clone();
-    let first = members.pieces.as_slice()[pieces.start].state;
-    if let Some(values) = state.as_f32s() {
-        return Cow::Borrowed(&values[first..first + member.held.len()]);
-    }
-    let mut values = vec![0.0; member.held.len()];
-    device.read_state(&members.pieces, pieces, state, &mut values);
-    Cow::Owned(values)
 }

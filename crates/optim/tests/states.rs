@@ -21,7 +21,7 @@ fn save(optimizer: &Optimizer, device: &Device) -> Saved {
         let (info, values) = (&state.info, state.values(device));
         assert_eq!(info.held, 0..info.shape.num_elements());
         assert_eq!(values.len(), info.held.len());
-        (format!("{}.{}", info.name, info.parameter.name), values.into_owned())
+        (format!("{}.{}", info.name, info.parameter.name), values)
     });
     named.collect()
 }

@@ -1,12 +1,11 @@
 use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
-use crate::stored::Stored;
 use std::ops::Range;
 use trireme_base::ReduceOp;
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
-use trireme_tensor::{Category, Device, LEAVES};
+use trireme_tensor::{Category, Device, LEAVES, ViewMut};
 
 /// What an optimizer exchanges with those of the other shards, if the update is sharded.
 pub(crate) struct ShardExchange {
@@ -39,15 +38,17 @@ impl ShardOps for ShardExchange {
         Ok(())
     }
 
-    fn gather(&mut self, whole: &mut [f32], part: Range<usize>) -> Result<(), ParallelError> {
+    fn gather(&mut self, mut whole: ViewMut<'_>, part: Range<usize>) -> Result<(), ParallelError> {
         if self.wholes.group().world_size() == 1 {
             return Ok(());
         }
         // As long as shards of whole leaves make up.
-        let mut buffer = self.wholes.take(whole.len().next_multiple_of(LEAVES))?;
-        self.device.copy(f32::view(&whole[part.clone()]), f32::view_mut(&mut buffer[part]));
+        let len = whole.shape().num_elements();
+        let mut buffer = self.wholes.take(len.next_multiple_of(LEAVES))?;
+        let own = whole.reborrow().into_part(part.start, [part.len()].into());
+        self.device.download(own.as_view(), &mut buffer[part]);
         let buffer = self.wholes.group().all_gather(buffer).wait()?;
-        self.device.copy(f32::view(&buffer[..whole.len()]), f32::view_mut(whole));
+        self.device.upload(&buffer[..len], whole);
         self.wholes.give(buffer);
         Ok(())
     }

@@ -94,7 +94,7 @@ impl Hierarchical {
         for (&shard, slot) in shards_of.iter().flatten().zip(messages.chunks_mut(self.slot_bytes.max(1))) {
             let part = self.unit.shard(shard, *num_shards);
             let num_bytes = format.num_bytes(part.len());
-            device.quantize(f32::view(&gradient[part]), *format, &mut slot[..num_bytes]);
+            device.quantize(f32::view(&gradient[part]), *format, u8::view_mut(&mut slot[..num_bytes]));
         }
         self.under_way = Some(UnderWay { gradient, level, work: pool.group().all_to_all(messages) });
         Ok(())
@@ -107,7 +107,7 @@ impl Hierarchical {
         for (source, slots) in messages.chunks((own.len() * self.slot_bytes).max(1)).enumerate() {
             for (&shard, slot) in own.iter().zip(slots.chunks(self.slot_bytes.max(1))) {
                 let part = self.unit.shard(shard, *num_shards);
-                let message = &slot[..format.num_bytes(part.len())];
+                let message = u8::view(&slot[..format.num_bytes(part.len())]);
                 let sum = f32::view_mut(&mut gradient[part]);
                 match source {
                     0 => device.dequantize(message, *format, sum),

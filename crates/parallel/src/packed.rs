@@ -54,7 +54,7 @@ impl PackedGathering {
         let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
         let num_bytes = PARAMETER_FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
         let message = &mut messages[across.rank().0 * slot_bytes..][..num_bytes];
-        self.device.quantize(shard, PARAMETER_FORMAT, message);
+        self.device.quantize(shard, PARAMETER_FORMAT, u8::view_mut(message));
         Ok(across.all_gather(messages))
     }
 
@@ -73,7 +73,7 @@ impl PackedGathering {
         for (&shard, message) in self.order.iter().zip(all.chunks(slot_bytes.max(1))) {
             let part = unit.shard(shard, self.order.len());
             let message = &message[..PARAMETER_FORMAT.num_bytes(part.len())];
-            self.device.dequantize(message, PARAMETER_FORMAT, T::view_mut(&mut whole[part]));
+            self.device.dequantize(u8::view(message), PARAMETER_FORMAT, T::view_mut(&mut whole[part]));
         }
         self.of_hosts.give(of_hosts);
         self.all.give(all);

@@ -126,17 +126,18 @@ impl RankParameters {
     }
 
     /// Calls `write` with the description of each parameter of a unit of which this rank steps something, which of its
-    /// elements that is, and the elements, in order.
-    pub(crate) fn for_each_mut<E>(
+    /// elements that is, and zeros in their place, in order. What it makes of them becomes the values.
+    pub(crate) fn load<E>(
         &mut self,
         unit: usize,
+        device: &Device,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (table, parts) = (Arc::clone(&self.table), self.parts.clone());
-        for (info, held, within) in table.held(&parts).filter(|(info, ..)| info.unit == unit) {
-            write(info, held, &mut self.shard_mut(unit).f32s()[within])?;
-        }
-        Ok(())
+        table.held(&parts).filter(|(info, ..)| info.unit == unit).try_for_each(|(info, held, within)| {
+            let values = self.shard_mut(unit).into_part(within.start, [within.len()].into());
+            device.fill(values, |values| write(info, held, values))
+        })
     }
 
     /// Steps `part` of a unit from now on, and reads all of it if this rank of the pipeline `holds` it; what was here of it is given

@@ -1,10 +1,10 @@
-//! Floats that both groups and the device know.
+//! Elements that both groups and the device know.
 
 use trireme_base::{Bf16, F16};
 use trireme_comm::Element;
 use trireme_tensor::{View, ViewMut};
 
-/// A float in which parameters are gathered and gradients reduced.
+/// What passes between groups and the device: floats in which parameters are gathered and gradients reduced, and messages of bytes.
 pub(crate) trait Stored: Element {
     /// All values, in one dim.
     fn view(values: &[Self]) -> View<'_> {
@@ -18,6 +18,7 @@ pub(crate) trait Stored: Element {
     }
 }
 
+impl Stored for u8 {}
 impl Stored for f32 {}
 impl Stored for Bf16 {}
 impl Stored for F16 {}

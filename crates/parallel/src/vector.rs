@@ -8,7 +8,7 @@ use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
 use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group};
-use trireme_tensor::{Device, View};
+use trireme_tensor::{Device, View, ViewMut};
 
 /// A sum over ranks, step after step.
 pub(crate) trait Sum: Send {
@@ -122,14 +122,13 @@ impl<T: Stored> Sum for Vector<T> {
     }
 }
 
-impl<T: Element> Movable for Vector<T> {
+impl<T: Stored> Movable for Vector<T> {
     fn num_bytes(&self) -> usize {
         self.len * size_of::<T>()
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        let memory = self.memory.as_mut().expect("memory is here when it is worked with");
-        bytemuck::cast_slice_mut(memory)
+    fn view_mut(&mut self) -> ViewMut<'_> {
+        T::view_mut(self.memory.as_mut().expect("memory is here when it is worked with"))
     }
 
     fn release(&mut self) {

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{ASYNCHRONOUS_STEPS, Layout, Pipeline, SHAPE, batches, laid_out};
+use common::{ASYNCHRONOUS_STEPS, Layout, Pipeline, SHAPE, batches, change_shard, laid_out, shard_values};
 use std::ops::Range;
 use trireme_comm::Group;
 use trireme_model::{Batch, ModelConfig};
@@ -53,7 +53,7 @@ type Found = (Vec<f64>, Vec<f32>);
 
 fn parameters(executor: &mut Executor) -> Vec<f32> {
     let all = executor.gather_parameters().unwrap();
-    let flat = |unit| all.as_ref().map(|all| all.flat(unit).f32s().to_vec()).unwrap_or_default();
+    let flat = |unit| all.as_ref().map(|all| all.values(unit)).unwrap_or_default();
     (0..executor.model().num_units()).flat_map(flat).collect()
 }
 
@@ -104,22 +104,21 @@ fn emulated(kind: Kind, num_ranks: usize, num_microbatches: usize) -> Found {
     };
     let on_rank = |group: Group| {
         let mut executor = laid_out(&model(), group, 1, num_microbatches, &layout(None));
-        let flat = |executor: &Executor, unit| executor.shard(unit).f32s().to_vec();
-        let mut newest: Vec<Vec<f32>> = (0..num_units).map(|unit| flat(&executor, unit)).collect();
+        let mut newest: Vec<Vec<f32>> = (0..num_units).map(|unit| shard_values(&executor, unit)).collect();
         let mut losses = Vec::new();
         for first in [1, 1 + ASYNCHRONOUS_STEPS] {
             let mut history = vec![newest.clone()];
             for (index, versions) in versions.iter().enumerate() {
                 for unit in 0..num_units {
                     let stale = &history[versions[stage_of(unit)]][unit];
-                    executor.shard_mut(unit).f32s().copy_from_slice(stale);
+                    change_shard(&mut executor, unit, |values| values.copy_from_slice(stale));
                 }
                 let batches = batches(&executor, num_microbatches, (first + index) as u64);
                 let plan = plan(first + index, GradNorm::Measure);
                 losses.push(executor.run(plan, &mut batches.into_iter()).unwrap().loss);
                 for (unit, newest) in newest.iter_mut().enumerate() {
                     let stale = &history[versions[stage_of(unit)]][unit];
-                    let stepped = flat(&executor, unit);
+                    let stepped = shard_values(&executor, unit);
                     let changes = stepped.iter().zip(stale).map(|(stepped, stale)| stepped - stale);
                     newest.iter_mut().zip(changes).for_each(|(value, change)| *value += change);
                 }

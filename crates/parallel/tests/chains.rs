@@ -34,7 +34,11 @@ fn num_of_first_class() -> usize {
     let device = Device::cpu(DeviceOptions { num_threads: 1, ..DeviceOptions::default() }).unwrap();
     let of_batch = |index| {
         let batch = classifier_batch(&device, SAMPLES, 1, index);
-        batch.get("labels").unwrap().view().u32s().iter().filter(|&&label| label == 0).count()
+        device
+            .read::<u32>(batch.get("labels").unwrap().view())
+            .into_iter()
+            .filter(|&label| label == 0)
+            .count()
     };
     (0..4).map(of_batch).sum()
 }

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{OPTIONS, SHAPE, batches, dynamic, executor, parameter_bits, train};
+use common::{OPTIONS, SHAPE, batches, change_shard, dynamic, executor, parameter_bits, shard_values, train};
 use trireme_base::Rank;
 use trireme_comm::{
     CodecName, Compression, CompressionOptions, Group, GroupOptions, JoinOptions, TransportChoice,
@@ -226,17 +226,17 @@ fn a_step_that_overflows_is_skipped_and_leaves_nothing_behind() {
             let mut executor = executor(&model(), group, 1, 1, options);
             let rank = executor.group().rank().0;
             // On one rank all activations of the first step are NaN, and with them all gradients.
-            let flat = |executor: &mut Executor, value| {
-                std::mem::replace(&mut executor.shard_mut(0).f32s()[0], value)
-            };
-            let first = if rank == 1 { flat(&mut executor, f32::NAN) } else { 0.0 };
+            let first = shard_values(&executor, 0)[0];
+            if rank == 1 {
+                change_shard(&mut executor, 0, |values| values[0] = f32::NAN);
+            }
             let mut batch = batches(&executor, 2, 1);
-            batch[0].get_mut(TOKENS).unwrap().view_mut().u32s().fill(0);
+            executor.device().zero(batch[0].get_mut(TOKENS).unwrap().view_mut());
             let outcome = step(&mut executor, 1, batch);
             assert_eq!(outcome.skipped, Some(NonFinite::Loss), "{codec}");
             assert!(!outcome.grad_norm.unwrap().is_finite(), "{codec}: all ranks see it");
             if rank == 1 {
-                flat(&mut executor, first);
+                change_shard(&mut executor, 0, |values| values[0] = first);
             }
             let batch = batches(&executor, 2, 2);
             let outcome = step(&mut executor, 2, batch);

@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{OPTIONS, SHAPE, dynamic, executor, train};
+use common::{OPTIONS, SHAPE, change_shard, dynamic, executor, shard_values, train};
 use trireme_parallel::{Determinism, ExecutorOptions, GradNorm, StepPlan};
 use trireme_tensor::Precision;
 use trireme_testkit::{random_batch, run_ranks, small_models};
@@ -66,7 +66,7 @@ fn replicas_that_differ_are_named() {
         let rank = group.rank().0;
         let mut executor = executor(config, group, 1, 1, OPTIONS);
         if rank == 2 {
-            executor.shard_mut(1).f32s()[5] += 1e-3;
+            change_shard(&mut executor, 1, |values| values[5] += 1e-3);
         }
         executor.check_replicas().unwrap_err().to_string()
     });
@@ -80,13 +80,13 @@ fn a_loss_that_is_not_finite_stops_before_the_update() {
         let rank = group.rank().0;
         let mut executor = executor(config, group, 1, 1, OPTIONS);
         if rank == 1 {
-            executor.shard_mut(1).f32s()[0] = f32::NAN;
+            change_shard(&mut executor, 1, |values| values[0] = f32::NAN);
         }
-        let before = executor.shard(2).f32s().to_vec();
+        let before = shard_values(&executor, 2);
         let batch = random_batch(&executor.device().clone(), SHAPE, config.vocab_size, 1, rank);
         let plan = StepPlan { step: 7, lr: 1e-2, grad_norm: GradNorm::Off };
         let error = executor.run(plan, &mut vec![batch].into_iter()).unwrap_err().to_string();
         assert!(error.contains("step 7: the loss is NaN"), "{error}");
-        assert_eq!(executor.shard(2).f32s(), before, "parameters stay");
+        assert_eq!(shard_values(&executor, 2), before, "parameters stay");
     });
 }

@@ -2,9 +2,9 @@
 
 mod common;
 
-use common::{OPTIONS, SHAPE, batches, dynamic, executor, parameter_bits, train};
+use common::{OPTIONS, SHAPE, batches, change_shard, dynamic, executor, parameter_bits, train};
 use trireme_comm::Group;
-use trireme_model::{Batch, ModelConfig, empty_batch, set_window, token_specs};
+use trireme_model::{Batch, HostBatch, ModelConfig, set_window, token_specs};
 use trireme_optim::LossScaling;
 use trireme_parallel::{Executor, ExecutorOptions, GradNorm, NonFinite, StepOutcome, StepPlan};
 use trireme_tensor::Precision;
@@ -24,23 +24,25 @@ fn untied() -> ModelConfig {
 fn poison(executor: &mut Executor) {
     let width = executor.model().table().parameters()[0].shape.cols();
     let row = RARE as usize * width..(RARE as usize + 1) * width;
-    executor.shard_mut(0).f32s()[row].fill(f32::NAN);
+    change_shard(executor, 0, |values| values[row].fill(f32::NAN));
 }
 
 /// A batch without the rare token.
 fn common_batch(executor: &Executor, step: u64) -> Batch {
     let mut batch = batches(executor, executor.group().world_size(), step).remove(0);
     for tokens in batch.values_mut() {
-        tokens.view_mut().u32s().iter_mut().for_each(|token| *token %= RARE);
+        let ids = executor.device().read::<u32>(tokens.view());
+        let common: Vec<u32> = ids.into_iter().map(|token| token % RARE).collect();
+        executor.device().upload(&common, tokens.view_mut());
     }
     batch
 }
 
 /// A batch that reads and expects one token everywhere.
 fn uniform_batch(executor: &Executor, token: u32) -> Batch {
-    let mut batch = empty_batch(executor.device(), &token_specs(SHAPE.0, SHAPE.1)).unwrap();
+    let mut batch = HostBatch::new(&token_specs(SHAPE.0, SHAPE.1));
     (0..SHAPE.0).for_each(|row| set_window(&mut batch, row, &[token; SHAPE.1 + 1]));
-    batch
+    batch.upload(executor.device()).unwrap()
 }
 
 fn step(executor: &mut Executor, step: u64, grad_norm: GradNorm, batch: Batch) -> StepOutcome {

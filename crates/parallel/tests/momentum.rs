@@ -2,7 +2,9 @@
 
 mod common;
 
-use common::{ADAMW, Layout, OPTIONS, batches, dynamic, laid_out, parameter_bits};
+use common::{
+    ADAMW, Layout, OPTIONS, batches, change_shard, dynamic, laid_out, parameter_bits, shard_values,
+};
 use trireme_comm::{
     CodecName, Compression, CompressionOptions, Compressor, Group, GroupOptions, StateValues,
     inproc_world_with,
@@ -231,17 +233,17 @@ fn overflow(executor: &mut Executor, number: u64) {
     let found = |executor: &Executor| (parameter_bits(executor), moments(executor), kept(executor));
     let before = found(executor);
     let is_spoilt = executor.group().rank().0 == 1;
-    let first = executor.shard(0).f32s()[0];
+    let first = shard_values(executor, 0)[0];
     if is_spoilt {
-        executor.shard_mut(0).f32s()[0] = f32::NAN;
+        change_shard(executor, 0, |values| values[0] = f32::NAN);
     }
     let mut batches = batches(executor, 4, number);
-    batches[0].get_mut(TOKENS).unwrap().view_mut().u32s().fill(0);
+    executor.device().zero(batches[0].get_mut(TOKENS).unwrap().view_mut());
     let plan = StepPlan { step: number, lr: 3e-3, grad_norm: GradNorm::Measure };
     let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
     assert_eq!(outcome.skipped, Some(NonFinite::Loss), "all ranks see it");
     if is_spoilt {
-        executor.shard_mut(0).f32s()[0] = first;
+        change_shard(executor, 0, |values| values[0] = first);
     }
     assert!(found(executor) == before, "step {number} left something behind");
 }

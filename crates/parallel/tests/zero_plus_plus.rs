@@ -56,7 +56,7 @@ fn run(
         let mut executor = laid_out(config, group, 1, num_microbatches / hosts.len(), &layout);
         let found = train(&mut executor, num_microbatches, num_steps, repeats);
         let weights = executor.gather_parameters().unwrap();
-        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.flat(unit).f32s().to_vec());
+        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
         (found, (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect())
     });
     let first = ranks.remove(0);

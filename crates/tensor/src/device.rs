@@ -7,6 +7,7 @@ mod error;
 mod layers;
 mod optimizer;
 mod quantized;
+mod transfer;
 
 pub(crate) use attention::AttentionViews;
 pub use error::DeviceError;
@@ -250,18 +251,6 @@ impl Device {
         with_element!(x.dtype() => |T| {
             self.cpu.quantize_fp8::<T>(x.elements(), y.elements(), format, scale_exponent)
         })
-    }
-
-    /// Copies bytes to or from memory of this device.
-    ///
-    /// # Panics
-    /// If the lengths differ.
-    pub fn copy_bytes(&self, from: &[u8], to: &mut [u8]) {
-        self.count("copy_bytes", Cost::ZERO.reads(from.len()).writes(to.len()));
-        assert_eq!(from.len(), to.len());
-        if !self.is_counting() {
-            to.copy_from_slice(from);
-        }
     }
 
     /// `out = op(left) op(right) + epilogue` for matrices, with factors rounded to `precision` and sums in f32; `out` is

@@ -60,11 +60,6 @@ impl OptimizerState {
         visit(&mut self.steps);
     }
 
-    /// The values, if they are f32.
-    pub fn as_f32s(&self) -> Option<&[f32]> {
-        (self.dtype == StateDType::F32).then(|| self.values.view().f32s())
-    }
-
     /// What kernels read.
     pub(crate) fn as_ref(&self) -> StateRef<'_> {
         let values = self.values.view();

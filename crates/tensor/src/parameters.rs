@@ -94,6 +94,11 @@ impl Parameters {
         self.flats[unit].view()
     }
 
+    /// What is here of a unit's flat buffer, on the host.
+    pub fn values(&self, unit: usize) -> Vec<f32> {
+        self.device.read(self.flat(unit))
+    }
+
     /// What is here of a unit's flat buffer, to write.
     pub fn flat_mut(&mut self, unit: usize) -> ViewMut<'_> {
         self.flats[unit].view_mut()
@@ -125,15 +130,19 @@ impl Parameters {
     }
 
     /// Calls `write` with the description of each parameter of which something is here, which of its elements that is,
-    /// and the elements, in order.
-    pub fn for_each_mut<E>(
+    /// and zeros in their place, in order. What it makes of them becomes the values.
+    ///
+    /// # Errors
+    /// Those of `write`.
+    pub fn load<E>(
         &mut self,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
-        for (info, held, within) in self.table.held(&self.parts) {
-            write(info, held, &mut self.flats[info.unit].view_mut().f32s()[within])?;
-        }
-        Ok(())
+        let Parameters { table, parts, flats, device, .. } = self;
+        table.held(parts).try_for_each(|(info, held, within)| {
+            let values = flats[info.unit].view_mut().into_part(within.start, [within.len()].into());
+            device.fill(values, |values| write(info, held, values))
+        })
     }
 }
 
@@ -178,7 +187,7 @@ mod tests {
         let parts = std::iter::once(2..6).collect();
         let mut part = Parameters::zeros_of(&table, parts, &device, Category::Optimizer).unwrap();
         let mut found = Vec::new();
-        part.for_each_mut(|info, held, values| {
+        part.load(|info, held, values| {
             values.fill(info.offset as f32);
             found.push((info.name.clone(), held));
             Ok::<(), DeviceError>(())

@@ -234,7 +234,10 @@ impl Probe {
     fn random(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
         let shape = shape.into();
         let mut values = self.device.empty(shape, DType::F32, Category::Activations)?;
-        RandomKey::new(0, "probe").fill_normal(values.view_mut().f32s(), 0.5);
+        self.device.fill(values.view_mut(), |values| {
+            RandomKey::new(0, "probe").fill_normal(values, 0.5);
+            Ok::<_, DeviceError>(())
+        })?;
         if dtype == DType::F32 {
             return Ok(values);
         }

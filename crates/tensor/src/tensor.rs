@@ -57,25 +57,18 @@ impl Tensor {
         self.block.len()
     }
 
-    /// The elements' bytes.
+    /// All of the tensor, to read.
     ///
     /// # Panics
-    /// If they were given back.
-    pub fn bytes(&self) -> &[u8] {
-        self.block.bytes()
-    }
-
-    /// As [`bytes`](Tensor::bytes), to write.
-    pub fn bytes_mut(&mut self) -> &mut [u8] {
-        self.block.bytes_mut()
-    }
-
-    /// All of the tensor, to read.
+    /// If its memory was given back.
     pub fn view(&self) -> View<'_> {
         View { bytes: self.block.bytes(), shape: self.shape, dtype: self.dtype }
     }
 
-    /// All of the tensor, to write.
+    /// As [`view`](Tensor::view), to write.
+    ///
+    /// # Panics
+    /// If its memory was given back.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
         ViewMut { bytes: self.block.bytes_mut(), shape: self.shape, dtype: self.dtype }
     }
@@ -134,7 +127,7 @@ impl<'a> View<'a> {
     ///
     /// # Panics
     /// If the elements are no f32.
-    pub fn f32s(&self) -> &'a [f32] {
+    pub(crate) fn f32s(&self) -> &'a [f32] {
         self.elements()
     }
 
@@ -172,7 +165,7 @@ impl<'a> View<'a> {
     ///
     /// # Panics
     /// If the elements are no u32.
-    pub fn u32s(&self) -> &'a [u32] {
+    pub(crate) fn u32s(&self) -> &'a [u32] {
         assert_eq!(self.dtype, DType::U32);
         bytemuck::cast_slice(self.bytes)
     }
@@ -183,6 +176,16 @@ impl<'a> View<'a> {
     /// If the elements are no bytes.
     pub(crate) fn u8s(&self) -> &'a [u8] {
         assert_eq!(self.dtype, DType::U8);
+        self.bytes
+    }
+
+    /// The same memory as an array of bytes.
+    pub fn as_bytes(&self) -> View<'a> {
+        View { bytes: self.bytes, shape: [self.bytes.len()].into(), dtype: DType::U8 }
+    }
+
+    /// Its bytes.
+    pub(crate) fn bytes(&self) -> &'a [u8] {
         self.bytes
     }
 
@@ -246,7 +249,7 @@ impl<'a> ViewMut<'a> {
     ///
     /// # Panics
     /// If the elements are no f32.
-    pub fn f32s(&mut self) -> &mut [f32] {
+    pub(crate) fn f32s(&mut self) -> &mut [f32] {
         self.elements()
     }
 
@@ -284,7 +287,7 @@ impl<'a> ViewMut<'a> {
     ///
     /// # Panics
     /// If the elements are no u32.
-    pub fn u32s(&mut self) -> &mut [u32] {
+    pub(crate) fn u32s(&mut self) -> &mut [u32] {
         assert_eq!(self.dtype, DType::U32);
         bytemuck::cast_slice_mut(self.bytes)
     }
@@ -318,6 +321,22 @@ impl<'a> ViewMut<'a> {
     /// Sets every element to zero, whose bits are zero in every dtype.
     pub(crate) fn zero(&mut self) {
         self.bytes.fill(0);
+    }
+
+    /// The same memory as an array of bytes.
+    pub fn into_bytes(self) -> ViewMut<'a> {
+        let shape = [self.bytes.len()].into();
+        ViewMut { bytes: self.bytes, shape, dtype: DType::U8 }
+    }
+
+    /// Its bytes.
+    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.bytes
+    }
+
+    /// The same array, to read.
+    pub fn as_view(&self) -> View<'_> {
+        View { bytes: self.bytes, shape: self.shape, dtype: self.dtype }
     }
 
     /// The same array for a shorter time.

@@ -3,12 +3,12 @@
 use std::ops::RangeInclusive;
 use std::sync::Arc;
 use trireme_base::{DType, Random, RandomKey};
-use trireme_model::{Batch, Model, ModelError, TensorSpec, Unit, UnitContext, empty_batch};
+use trireme_model::{Batch, Model, ModelError, TensorSpec, Unit, UnitContext};
 use trireme_tensor::tape::{
     Accuracy, BackwardContext, Concat, Convert, CrossEntropy, Dropout, EmbeddingBag, ForwardContext,
     InputActivation, Linear, MeanLoss, Norm, Operation, SquaredError, Tanh,
 };
-use trireme_tensor::{Activation, Device, DeviceError, Initial, Parameter, ParameterTable};
+use trireme_tensor::{Activation, Category, Device, DeviceError, Initial, Parameter, ParameterTable};
 
 const FEATURES: usize = 6;
 const WIDTH: usize = 8;
@@ -75,11 +75,17 @@ impl Operation for Recall {
     }
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
-        let scores = cx.in_f32(cx.input(0))?;
-        let rows =
-            scores.view().f32s().chunks(CLASSES).zip(cx.input(1).u32s()).filter(|(_, class)| **class == 0);
-        let found =
-            rows.fold((0.0, 0), |(hits, num), (scores, _)| (hits + f64::from(scores[0] > 0.0), num + 1));
+        let (scores, device) = (cx.in_f32(cx.input(0))?, cx.device());
+        let mut found = (0.0, 0);
+        // Row by row, because a step must not allocate.
+        for row in 0..scores.view().shape().rows() {
+            let (mut score, mut class) = ([0.0_f32; CLASSES], [0_u32]);
+            device.download(scores.view().rows(row, 1), &mut score);
+            device.download(cx.input(1).part(row, [1].into()), &mut class);
+            if class == [0] {
+                found = (found.0 + f64::from(score[0] > 0.0), found.1 + 1);
+            }
+        }
         drop(scores);
         cx.add_loss(found.0, found.1);
         Ok(())
@@ -176,13 +182,25 @@ pub fn classifier_specs(num_samples: usize) -> [TensorSpec; 3] {
 /// # Panics
 /// If the device has no memory.
 pub fn classifier_batch(device: &Device, num_samples: usize, step: u64, index: usize) -> Batch {
-    let mut batch = empty_batch(device, &classifier_specs(num_samples)).expect("memory for a batch");
     let key = RandomKey::new(step << 32 | index as u64, "batch");
-    key.fill_normal(batch.get_mut("features").expect("it is there").view_mut().f32s(), 1.0);
     let mut random = Random::new(key, 1 << 20);
-    for (name, bound) in [("ids", ROWS), ("labels", CLASSES)] {
-        let mut view = batch.get_mut(name).expect("it is there").view_mut();
-        view.u32s().iter_mut().for_each(|id| *id = random.below(bound as u64) as u32);
-    }
-    batch
+    let tensor = |spec: TensorSpec| {
+        let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
+        let num = spec.shape.num_elements();
+        let bound = match spec.name {
+            "features" => {
+                let mut values = vec![0.0_f32; num];
+                key.fill_normal(&mut values, 1.0);
+                device.upload(&values, tensor.view_mut());
+                return Ok((spec.name, tensor));
+            }
+            "ids" => ROWS,
+            _ => CLASSES,
+        };
+        let ids: Vec<u32> = (0..num).map(|_| random.below(bound as u64) as u32).collect();
+        device.upload(&ids, tensor.view_mut());
+        Ok((spec.name, tensor))
+    };
+    let batch = classifier_specs(num_samples).into_iter().map(tensor);
+    batch.collect::<Result<_, DeviceError>>().expect("memory for a batch")
 }

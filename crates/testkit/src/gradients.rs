@@ -121,7 +121,8 @@ impl Grads {
     fn new(table: &Arc<ParameterTable>, device: &Device, before: Option<f32>) -> Self {
         let mut flat = Parameters::zeros(table, device, Category::Gradients).unwrap();
         if table.num_elements() > 0 {
-            flat.flat_mut(0).f32s().fill(before.unwrap_or(f32::NAN));
+            let values = vec![before.unwrap_or(f32::NAN); table.num_elements()];
+            device.upload(&values, flat.flat_mut(0));
         }
         Grads { flat, is_written: vec![before.is_some(); table.parameters().len()] }
     }
@@ -211,7 +212,7 @@ impl GradientCheck<'_> {
             Values::Rounded(values) | Values::F32(values) => {
                 device.convert(View::from_f32s(values, input.shape), tensor.view_mut());
             }
-            Values::Ids(ids) => tensor.view_mut().u32s().copy_from_slice(ids),
+            Values::Ids(ids) => device.upload(ids, tensor.view_mut()),
         }
         tensor
     }
@@ -243,7 +244,7 @@ impl GradientCheck<'_> {
         let mut parameters = Parameters::zeros(&table, device, Category::Parameters).unwrap();
         if table.num_elements() > 0 {
             let values = random(table.num_elements(), "parameters");
-            parameters.flat_mut(0).f32s().copy_from_slice(&values);
+            device.upload(&values, parameters.flat_mut(0));
         }
         parameters
     }
@@ -300,7 +301,7 @@ impl GradientCheck<'_> {
         };
         let input_grads = ids.into_iter().zip(&self.inputs).map(grad).collect();
         let has_parameters = self.table.num_elements() > 0;
-        let parameter_grads = if has_parameters { sink.flat.flat(0).f32s().to_vec() } else { Vec::new() };
+        let parameter_grads = if has_parameters { device.read(sink.flat.flat(0)) } else { Vec::new() };
         drop(tape);
         assert_eq!(device.memory().usage(Category::Activations).current, 0, "nothing is left");
         Found { output, is_loss, input_grads, parameter_grads }

@@ -19,7 +19,7 @@ pub use skipping::or_skip;
 
 use trireme_base::{Random, RandomKey};
 use trireme_comm::{Group, GroupOptions, inproc_world_on};
-use trireme_model::{Batch, ModelConfig, empty_batch, set_window, token_specs};
+use trireme_model::{Batch, HostBatch, ModelConfig, set_window, token_specs};
 use trireme_tensor::Device;
 
 /// Runs `rank` on a thread for each rank of a world within this process; the results by rank.
@@ -63,11 +63,11 @@ pub fn random_batch(
     step: u64,
     index: usize,
 ) -> Batch {
-    let mut tokens = empty_batch(device, &token_specs(batch, seq_len)).expect("memory for a batch");
+    let mut tokens = HostBatch::new(&token_specs(batch, seq_len));
     let mut random = Random::new(RandomKey::new(step << 32 | index as u64, "random batch"), 0);
     for row in 0..batch {
         let window: Vec<u32> = (0..=seq_len).map(|_| random.below(vocab_size as u64) as u32).collect();
         set_window(&mut tokens, row, &window);
     }
-    tokens
+    tokens.upload(device).expect("memory for a batch")
 }

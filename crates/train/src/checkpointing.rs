@@ -197,11 +197,11 @@ impl TensorSource for RunTensors<'_> {
             Entry::Parameter(parameter) => {
                 let info = &executor.model().table().parameters()[parameter];
                 let range = &executor.parts()[info.unit];
-                let values = info.held(range).map_or(&[][..], |held| {
+                let values = info.held(range).map_or_else(Vec::new, |held| {
                     let first = info.offset + held.start - range.start;
-                    &executor.shard(info.unit).f32s()[first..first + held.len()]
+                    executor.device().read::<f32>(executor.shard(info.unit).part(first, [held.len()].into()))
                 });
-                write(bytemuck::cast_slice(values))
+                write(bytemuck::cast_slice(&values))
             }
             Entry::OptimizerState { unit, index } => {
                 let states = executor.optimizer().states(unit);

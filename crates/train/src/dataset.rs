@@ -3,7 +3,7 @@
 use crate::error::TrainError;
 use std::collections::BTreeMap;
 use trireme_base::DType;
-use trireme_model::{Batch, TensorSpec, empty_batch};
+use trireme_model::{Batch, HostBatch, TensorSpec};
 use trireme_tensor::Device;
 
 /// Samples, addressed by their index in the run.
@@ -39,7 +39,7 @@ pub trait Dataset: Send {
 /// A sample to be written: its part of each tensor of a batch.
 #[derive(Debug)]
 pub struct Sample<'a> {
-    batch: &'a mut Batch,
+    batch: &'a mut HostBatch,
     row: usize,
 }
 
@@ -49,7 +49,7 @@ impl Sample<'_> {
     /// # Panics
     /// If there is no such tensor, or it has another type.
     pub fn f32s(&mut self, name: &str) -> &mut [f32] {
-        bytemuck::cast_slice_mut(self.bytes(name, DType::F32))
+        bytemuck::cast_slice_mut(self.batch.sample_mut(name, self.row, DType::F32))
     }
 
     /// The sample's elements of the u32 tensor of this name.
@@ -57,14 +57,7 @@ impl Sample<'_> {
     /// # Panics
     /// If there is no such tensor, or it has another type.
     pub fn u32s(&mut self, name: &str) -> &mut [u32] {
-        bytemuck::cast_slice_mut(self.bytes(name, DType::U32))
-    }
-
-    fn bytes(&mut self, name: &str, dtype: DType) -> &mut [u8] {
-        let tensor = self.batch.get_mut(name).unwrap_or_else(|| panic!("a sample has no '{name}'"));
-        assert_eq!(tensor.dtype(), dtype, "the type of '{name}'");
-        let len = tensor.num_bytes() / tensor.shape().dims()[0];
-        &mut tensor.bytes_mut()[self.row * len..][..len]
+        bytemuck::cast_slice_mut(self.batch.sample_mut(name, self.row, DType::U32))
     }
 }
 
@@ -73,19 +66,18 @@ pub(crate) fn batch_specs(dataset: &dyn Dataset, num_samples: usize) -> Vec<Tens
     dataset.sample().into_iter().map(|spec| spec.in_batch(num_samples)).collect()
 }
 
-/// Reads a batch of these tensors: the samples from `first` on, as many as the tensors have.
+/// Reads the samples from `first` on, as many as `batch` has, and copies them to the device.
 ///
 /// # Errors
-/// If there is no memory for it, or a sample cannot be read.
+/// If there is no memory for them, or a sample cannot be read.
 pub(crate) fn read_batch(
     dataset: &mut dyn Dataset,
     device: &Device,
-    specs: &[TensorSpec],
+    batch: &mut HostBatch,
     first: u64,
 ) -> Result<Batch, TrainError> {
-    let mut batch = empty_batch(device, specs)?;
-    for row in 0..specs.first().map_or(0, |spec| spec.shape.dims()[0]) {
-        dataset.read(first + row as u64, &mut Sample { batch: &mut batch, row })?;
+    for row in 0..batch.num_samples() {
+        dataset.read(first + row as u64, &mut Sample { batch, row })?;
     }
-    Ok(batch)
+    Ok(batch.upload(device)?)
 }

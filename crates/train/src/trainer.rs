@@ -27,7 +27,7 @@ use std::sync::Arc;
 use std::time::Instant;
 use trireme_base::{Rank, with_sources};
 use trireme_comm::Group;
-use trireme_model::{Batch, TensorSpec};
+use trireme_model::{Batch, HostBatch};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, StepOutcome, StepPlan};
 use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Parameters};
@@ -81,7 +81,7 @@ pub struct Trainer<'a> {
     options: TrainerOptions,
     executor: Executor,
     task: Arc<dyn Task>,
-    batch_specs: Vec<TensorSpec>,
+    host_batch: HostBatch,
     choices: StepChoices,
     balance: Option<Balance>,
     /// The step after which units moved for the last time, if they did.
@@ -170,7 +170,7 @@ impl<'a> Trainer<'a> {
             options,
             executor,
             task,
-            batch_specs,
+            host_batch: HostBatch::new(&batch_specs),
             choices,
             balance,
             moved_after: None,

@@ -6,7 +6,7 @@ use crate::error::TrainError;
 use crate::metrics::MetricValues;
 use trireme_base::ReduceOp;
 use trireme_comm::Buffer;
-use trireme_model::{Batch, Rehearsal};
+use trireme_model::{Batch, HostBatch, Rehearsal};
 use trireme_parallel::Executor;
 
 /// The samples of a validation, divided among the ranks.
@@ -74,7 +74,7 @@ impl Validation {
     fn batch(&mut self, index: usize, executor: &Executor) -> Result<Batch, TrainError> {
         let first = index * self.batch_size;
         let specs = batch_specs(&*self.samples, self.batch_size.min(self.num_samples - first));
-        read_batch(&mut *self.samples, executor.device(), &specs, first as u64)
+        read_batch(&mut *self.samples, executor.device(), &mut HostBatch::new(&specs), first as u64)
     }
 }
 

@@ -43,7 +43,7 @@ pub fn load_model(path: &Path, allow_non_finite: bool, device: &Device) -> Resul
     // Before memory is taken: a description may be of any size, the weights are there.
     let weights = checked_weights(&source.weights(), &model)?;
     let mut parameters = Parameters::zeros(model.table(), device, Category::Parameters)?;
-    parameters.for_each_mut(read_held(&weights, allow_non_finite))?;
+    parameters.load(read_held(&weights, allow_non_finite))?;
     Ok(LoadedModel { executor: forward_executor(&config, model, parameters, device)?, config, notices })
 }
 

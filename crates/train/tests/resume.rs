@@ -54,7 +54,7 @@ fn train(config: &Config) -> Found {
         trainer.run().unwrap();
         let weights = trainer.gather_parameters().unwrap();
         drop(trainer);
-        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.flat(unit).f32s().to_vec());
+        let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
         let num_units = weights.as_ref().map_or(0, |all| all.table().units().len());
         (bits.0, (0..num_units).flat_map(flat).map(f32::to_bits).collect())
     });

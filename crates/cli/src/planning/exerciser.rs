@@ -141,9 +141,18 @@ impl<'a> Exerciser<'a> {
                     let [from, to] = &mut pair;
                     self.repeat_call(|| device.convert(from.view(), to.view_mut()))?;
                 }
-                "copy_bytes" => {
-                    let (from, mut to) = (vec![1; traffic.read], vec![0; traffic.read]);
-                    self.repeat_call(|| device.copy_bytes(&from, &mut to))?;
+                "copy" => {
+                    let bytes = || device.zeros([traffic.read].into(), DType::U8, Category::Activations);
+                    let (from, mut to) = (bytes()?, bytes()?);
+                    self.repeat_call(|| device.copy(from.view(), to.view_mut()))?;
+                }
+                "upload" | "download" => {
+                    let mut there = device.zeros([traffic.read].into(), DType::U8, Category::Activations)?;
+                    let mut here = vec![1_u8; traffic.read];
+                    self.repeat_call(|| match call.kernel {
+                        "upload" => device.upload(&here, there.view_mut()),
+                        _ => device.download(there.view(), &mut here),
+                    })?;
                 }
                 "quantize" | "dequantize" | "add_dequantized" => {
                     let (packed, floats) = match call.kernel {
@@ -153,12 +162,14 @@ impl<'a> Exerciser<'a> {
                     };
                     let is_int8 = IntegerFormat::Int8.num_bytes(floats) == packed;
                     let format = if is_int8 { IntegerFormat::Int8 } else { IntegerFormat::Int4 };
-                    let (mut values, mut message) = (self.floats(floats)?, vec![0; format.num_bytes(floats)]);
-                    device.quantize(values.view(), format, &mut message);
+                    let mut values = self.floats(floats)?;
+                    let shape = [format.num_bytes(floats)].into();
+                    let mut message = device.zeros(shape, DType::U8, Category::Activations)?;
+                    device.quantize(values.view(), format, message.view_mut());
                     self.repeat_call(|| match call.kernel {
-                        "quantize" => device.quantize(values.view(), format, &mut message),
-                        "dequantize" => device.dequantize(&message, format, values.view_mut()),
-                        _ => device.add_dequantized(&message, format, values.view_mut()),
+                        "quantize" => device.quantize(values.view(), format, message.view_mut()),
+                        "dequantize" => device.dequantize(message.view(), format, values.view_mut()),
+                        _ => device.add_dequantized(message.view(), format, values.view_mut()),
                     })?;
                 }
                 "zero" => {
@@ -173,7 +184,10 @@ impl<'a> Exerciser<'a> {
 
     fn floats(&self, len: usize) -> Result<Tensor> {
         let mut tensor = self.device.empty([len].into(), DType::F32, Category::Activations)?;
-        RandomKey::new(0, "probe").fill_normal(tensor.view_mut().f32s(), 1.0);
+        self.device.fill(tensor.view_mut(), |values| {
+            RandomKey::new(0, "probe").fill_normal(values, 1.0);
+            anyhow::Ok(())
+        })?;
         Ok(tensor)
     }
 

@@ -135,16 +135,19 @@ impl ShardOps for Shards {
         Ok(())
     }
 
-    fn gather(&mut self, whole: &mut [f32], part: Range<usize>) -> Result<(), DeviceError> {
+    fn gather(&mut self, whole: ViewMut<'_>, part: Range<usize>) -> Result<(), DeviceError> {
         self.num_gathers += 1;
+        let device = device(1);
+        let mut values: Vec<f32> = device.read(whole.as_view());
         let mut own = vec![part.start as f64];
-        own.extend(whole[part].iter().map(|&value| f64::from(value)));
+        own.extend(values[part].iter().map(|&value| f64::from(value)));
         for other in self.all(own) {
             let first = other[0] as usize;
             for (index, value) in other[1..].iter().enumerate() {
-                whole[first + index] = *value as f32;
+                values[first + index] = *value as f32;
             }
         }
+        device.upload(&values, whole);
         Ok(())
     }
 }

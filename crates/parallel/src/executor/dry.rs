@@ -5,7 +5,7 @@ use crate::error::ParallelError;
 use crate::step::{GradNorm, StepPlan};
 use std::time::Instant;
 use trireme_base::{Category, Event, Journal, StepEvents};
-use trireme_model::{Batch, TensorSpec, empty_batch};
+use trireme_model::{Batch, TensorSpec};
 use trireme_schedule::StateClass;
 use trireme_tensor::MemoryCounter;
 
@@ -87,8 +87,11 @@ impl Executor {
         let late = (LATE..LATE + LATE_STEPS_MAX).filter(|&step| self.has_momentum(step));
         let late: Vec<u64> = late.take(num_steps as usize).collect();
         for step in (1..=num_steps).chain(late) {
-            let batches = (0..num_microbatches).map(|_| empty_batch(&self.device, &specs));
-            let batches: Vec<Batch> = batches.collect::<Result<_, _>>()?;
+            let zeros = |spec: &TensorSpec| {
+                Ok((spec.name, self.device.zeros(spec.shape, spec.dtype, Category::Activations)?))
+            };
+            let batches = (0..num_microbatches).map(|_| specs.iter().map(zeros).collect());
+            let batches: Vec<Batch> = batches.collect::<Result<_, ParallelError>>()?;
             let plan = StepPlan { step, lr: 0.0, grad_norm: GradNorm::Measure };
             let plans = vec![plan; self.program.outline.num_steps()];
             let mut noted = vec![Vec::new(); num_actions + 1];

@@ -75,13 +75,13 @@ impl<'a> Generation<'a> {
         let past = self.past.take().expect("a failure ends a sequence");
         let device = &self.executor.device;
         let mut ids = device.empty([1, tokens.len()].into(), DType::U32, Category::Activations)?;
-        ids.view_mut().u32s().copy_from_slice(tokens);
+        device.upload(tokens, ids.view_mut());
         let batch: Batch = [(TOKENS, ids)].into_iter().collect();
         let (purpose, made) = self.executor.run_forward(Purpose::Generation(past), Some(batch))?;
         let Purpose::Generation(mut past) = purpose else { unreachable!("a generation stays one") };
         past.advance(tokens.len());
         self.past = Some(past);
-        let logits = made.and_then(|made| Some(made.get(LOGITS)?.view().f32s().to_vec()));
-        Ok(logits.expect("the model makes logits"))
+        let logits = made.expect("the last unit is here");
+        Ok(self.executor.device.read(logits.get(LOGITS).expect("the model makes logits").view()))
     }
 }

@@ -21,7 +21,9 @@ impl Executor {
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let class = self.class_of_weights();
-        self.for_each_held(class, true, |executor, unit| executor.parameters.for_each_mut(unit, &mut write))?;
+        self.for_each_held(class, true, |executor, unit| {
+            executor.parameters.load(unit, &executor.device, &mut write)
+        })?;
         Ok(self.refresh()?)
     }
 
@@ -81,13 +83,13 @@ impl Executor {
                 let part = self.parameters.parts()[unit].clone();
                 let class = self.class_of_weights();
                 self.bring_state(class, unit)?;
-                buffer[part].copy_from_slice(self.parameters.shard(unit).f32s());
+                self.device.download(self.parameters.shard(unit), &mut buffer[part]);
                 self.send_state(class, unit, false)?;
                 buffer = group.all_gather(buffer).wait()?;
             }
             let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
             if let Some(all) = &mut all {
-                all.flat_mut(unit).f32s().copy_from_slice(&buffer[..info.num_elements]);
+                self.device.upload(&buffer[..info.num_elements], all.flat_mut(unit));
             }
         }
         Ok(all)
@@ -97,8 +99,8 @@ impl Executor {
     pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
-            for value in executor.parameters.shard(unit).f32s() {
-                hash = (hash ^ u64::from(value.to_bits())).wrapping_mul(0x0100_0000_01b3);
+            for bits in executor.device.read::<u32>(executor.parameters.shard(unit)) {
+                hash = (hash ^ u64::from(bits)).wrapping_mul(0x0100_0000_01b3);
             }
             Ok::<_, ParallelError>(())
         })?;

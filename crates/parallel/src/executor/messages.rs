@@ -52,8 +52,8 @@ impl Messages {
         let mut words = &mut buffer[..];
         for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
             let (own, rest) = words.split_at_mut(spec.num_words());
-            let bytes = tensor.bytes();
-            device.copy_bytes(bytes, &mut bytemuck::cast_slice_mut(own)[..bytes.len()]);
+            let own: &mut [u8] = bytemuck::cast_slice_mut(own);
+            device.download(tensor.view(), &mut own[..tensor.num_bytes()]);
             words = rest;
         }
         self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
@@ -104,8 +104,8 @@ impl Messages {
         for spec in specs {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
             let (own, rest) = words.split_at(spec.num_words());
-            let bytes = tensor.bytes_mut();
-            device.copy_bytes(&bytemuck::cast_slice(own)[..bytes.len()], bytes);
+            let own: &[u8] = bytemuck::cast_slice(own);
+            device.upload(&own[..tensor.num_bytes()], tensor.view_mut());
             tensors.push(spec.name, tensor);
             words = rest;
         }

@@ -173,9 +173,8 @@ impl Executor {
             for unit in self.program.outline.held().collect::<Vec<_>>() {
                 self.release(class, unit);
                 self.retake(class, unit)?;
-                if !self.device.is_counting() {
-                    self.with_memory(of_unit(class, unit), &mut |part| part.bytes_mut().fill(0));
-                }
+                let device = self.device.clone();
+                self.with_memory(of_unit(class, unit), &mut |part| device.zero(part.view_mut()));
                 self.send_state(class, unit, true)?;
             }
         }

@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
-use trireme_tensor::Category;
+use trireme_tensor::{Category, ViewMut};
 
 /// The class of all that moves: below the third ZeRO stage, which is not moved, the parameters that are stepped are of it.
 const CLASS: StateClass = StateClass::Optimizer;
@@ -139,27 +139,27 @@ impl Executor {
         self.parameters.set_part(unit, part, holds)
     }
 
-    /// Shows `visit` the bytes of all that moves with a unit, which is in memory.
-    fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(&mut [u8])) {
-        visit(bytemuck::cast_slice_mut(self.parameters.shard_mut(unit).f32s()));
-        self.optimizer.for_each_memory(unit, |tensor| visit(tensor.bytes_mut()));
+    /// Shows `visit` all memory that moves with a unit, which is there.
+    fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(ViewMut<'_>)) {
+        visit(self.parameters.shard_mut(unit));
+        self.optimizer.for_each_memory(unit, |tensor| visit(tensor.view_mut()));
     }
 
     fn unit_bytes(&mut self, unit: usize) -> usize {
         let mut num_bytes = 0;
-        self.with_unit(unit, |part| num_bytes += part.len());
+        self.with_unit(unit, |part| num_bytes += part.num_bytes());
         num_bytes
     }
 
     fn send_unit(&mut self, unit: usize, to: usize) -> Result<(), ParallelError> {
         let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
         counted.take(Category::Communication, num_bytes)?;
-        let group = Arc::clone(self.ranks.pipeline());
+        let (group, device) = (Arc::clone(self.ranks.pipeline()), self.device.clone());
         let mut message = group.buffer::<u8>(num_bytes)?;
         let mut rest = &mut message[..];
         self.with_unit(unit, |part| {
-            let (own, others) = std::mem::take(&mut rest).split_at_mut(part.len());
-            own.copy_from_slice(part);
+            let (own, others) = std::mem::take(&mut rest).split_at_mut(part.num_bytes());
+            device.download(part.as_view(), own);
             rest = others;
         });
         group.send(message, Rank(to)).wait()?;
@@ -169,12 +169,12 @@ impl Executor {
     fn receive_unit(&mut self, unit: usize, from: usize) -> Result<(), ParallelError> {
         let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
         counted.take(Category::Communication, num_bytes)?;
-        let group = self.ranks.pipeline();
+        let (group, device) = (Arc::clone(self.ranks.pipeline()), self.device.clone());
         let message = group.receive(group.buffer::<u8>(num_bytes)?, Rank(from)).wait()?;
         let mut rest = &message[..];
         self.with_unit(unit, |part| {
-            let (own, others) = rest.split_at(part.len());
-            part.copy_from_slice(own);
+            let (own, others) = rest.split_at(part.num_bytes());
+            device.upload(own, part);
             rest = others;
         });
         Ok(())

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use store::Store;
 use trireme_schedule::{Outline, Program, StateClass, StateLayout, StateOf};
 use trireme_swap::{SwapFile, SwapOptions};
-use trireme_tensor::{Device, Tensor};
+use trireme_tensor::{Device, Tensor, ViewMut};
 
 /// What it takes to have state elsewhere than on the device between its uses.
 #[derive(Debug, Clone)]
@@ -39,7 +39,7 @@ impl OffloadOptions {
 pub(crate) trait Movable {
     fn num_bytes(&self) -> usize;
 
-    fn bytes_mut(&mut self) -> &mut [u8];
+    fn view_mut(&mut self) -> ViewMut<'_>;
 
     /// Gives the memory back, and with it what it holds.
     fn release(&mut self);
@@ -53,8 +53,8 @@ impl Movable for Tensor {
         Tensor::num_bytes(self)
     }
 
-    fn bytes_mut(&mut self) -> &mut [u8] {
-        Tensor::bytes_mut(self)
+    fn view_mut(&mut self) -> ViewMut<'_> {
+        Tensor::view_mut(self)
     }
 
     fn release(&mut self) {

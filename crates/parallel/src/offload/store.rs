@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use trireme_base::{DType, Event, Issued, Journal};
 use trireme_schedule::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, Transfer};
-use trireme_tensor::{Category, Device, Tensor};
+use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
 /// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
 const WRITES_MAX: usize = 4;
@@ -110,12 +110,14 @@ impl Disk {
         if self.file.is_none() {
             self.create()?;
         }
-        let Disk { file, first_chunks, writes, num_bytes, .. } = self;
+        let Disk { file, first_chunks, writes, num_bytes, options, .. } = self;
         let file = file.as_ref().expect("it was made above");
         let (num_bytes, mut chunk) = (num_bytes[block], first_chunks[block]);
         let (mut copied, mut open) = (0, None);
-        let mut copy = |mut bytes: &[u8]| -> Result<(), ParallelError> {
-            while !bytes.is_empty() {
+        let host = &options.host;
+        let mut copy = |memory: View<'_>| -> Result<(), ParallelError> {
+            let mut first = 0;
+            while first < memory.num_bytes() {
                 let mut buffer = match open.take() {
                     Some(buffer) => buffer,
                     None => {
@@ -126,10 +128,10 @@ impl Disk {
                     }
                 };
                 let free = &mut buffer[copied % CHUNK_BYTES..];
-                let (own, rest) = bytes.split_at(bytes.len().min(free.len()));
-                free[..own.len()].copy_from_slice(own);
-                let is_full = own.len() == free.len();
-                (bytes, copied) = (rest, copied + own.len());
+                let len = free.len().min(memory.num_bytes() - first);
+                host.download(memory.part(first, [len].into()), &mut free[..len]);
+                let is_full = len == free.len();
+                (first, copied) = (first + len, copied + len);
                 if is_full {
                     writes.push_back(file.write(chunk, buffer));
                     chunk += 1;
@@ -140,7 +142,7 @@ impl Disk {
             Ok(())
         };
         try_each(memory, |part| {
-            copy(part.bytes_mut())?;
+            copy(part.view_mut().as_view().as_bytes())?;
             part.release();
             Ok(())
         })
@@ -181,26 +183,27 @@ impl Disk {
     }
 
     fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
-        let reads = &mut self.reads[block];
+        let (reads, host) = (&mut self.reads[block], &self.options.host);
         let (mut copied, mut open) = (0, None::<AlignedBuffer>);
-        let mut copy = |mut bytes: &mut [u8]| -> Result<(), ParallelError> {
-            while !bytes.is_empty() {
+        let mut copy = |mut memory: ViewMut<'_>| -> Result<(), ParallelError> {
+            let mut first = 0;
+            while first < memory.num_bytes() {
                 let buffer = match open.take() {
                     Some(buffer) => buffer,
                     None => reads.pop_front().expect("chunks make up the block").wait()?,
                 };
                 let left = &buffer[copied % CHUNK_BYTES..];
-                let (own, rest) = bytes.split_at_mut(bytes.len().min(left.len()));
-                own.copy_from_slice(&left[..own.len()]);
-                let is_read = own.len() == left.len();
-                (bytes, copied) = (rest, copied + own.len());
+                let len = left.len().min(memory.num_bytes() - first);
+                host.upload(&left[..len], memory.reborrow().into_part(first, [len].into()));
+                let is_read = len == left.len();
+                (first, copied) = (first + len, copied + len);
                 open = (!is_read).then_some(buffer);
             }
             Ok(())
         };
         try_each(memory, |part| {
             part.restore()?;
-            copy(part.bytes_mut())
+            copy(part.view_mut().into_bytes())
         })
     }
 }
@@ -219,23 +222,26 @@ fn num_bytes(memory: Memory<'_>) -> usize {
     sum
 }
 
-/// Copies all of `memory` and gives it back.
-fn copy_out(host: &Device, memory: Memory<'_>, mut target: &mut [u8]) {
+/// Copies all of `memory` to `copy`, bytes in the host's memory, and gives it back.
+fn copy_out(host: &Device, memory: Memory<'_>, mut copy: ViewMut<'_>) {
+    let mut first = 0;
     memory(&mut |part| {
-        let (own, rest) = std::mem::take(&mut target).split_at_mut(part.num_bytes());
-        host.copy_bytes(part.bytes_mut(), own);
+        let len = part.num_bytes();
+        let own = copy.reborrow().into_part(first, [len].into());
+        host.copy(part.view_mut().as_view().as_bytes(), own);
         part.release();
-        target = rest;
+        first += len;
     });
 }
 
 /// Takes all of `memory` again, and copies it back.
-fn copy_in(host: &Device, memory: Memory<'_>, mut source: &[u8]) -> Result<(), ParallelError> {
+fn copy_in(host: &Device, memory: Memory<'_>, copy: View<'_>) -> Result<(), ParallelError> {
+    let mut first = 0;
     try_each(memory, |part| {
-        let (own, rest) = source.split_at(part.num_bytes());
-        source = rest;
+        let own = copy.part(first, [part.num_bytes()].into());
+        first += part.num_bytes();
         part.restore()?;
-        host.copy_bytes(own, part.bytes_mut());
+        host.copy(own, part.view_mut().into_bytes());
         Ok(())
     })
 }
@@ -270,7 +276,7 @@ impl Store {
         *state = match (&mut self.place, std::mem::take(state)) {
             (Place::Host(host), _) => {
                 let mut copy = host.empty([num_bytes(memory)].into(), DType::U8, Category::Activations)?;
-                copy_out(host, memory, copy.bytes_mut());
+                copy_out(host, memory, copy.view_mut());
                 Block::InMemory(copy)
             }
             (Place::Disk(_), Block::Copied) if !has_changed => {
@@ -302,7 +308,7 @@ impl Store {
                 Block::Copied
             }
             (Place::Host(host), Block::InMemory(copy)) => {
-                copy_in(host, memory, copy.bytes())?;
+                copy_in(host, memory, copy.view())?;
                 Block::Here
             }
             (_, here) => here,

@@ -210,6 +210,19 @@ pub fn train_on(
 
 /// What this rank steps, as bits.
 pub fn parameter_bits(executor: &Executor) -> Vec<u32> {
-    let flat = |unit| executor.shard(unit).f32s().to_vec();
+    let flat = |unit| shard_values(executor, unit);
     (0..executor.model().num_units()).flat_map(flat).map(f32::to_bits).collect()
+}
+
+/// What a rank has of a unit's parameters.
+pub fn shard_values(executor: &Executor, unit: usize) -> Vec<f32> {
+    executor.device().read(executor.shard(unit))
+}
+
+/// Lets `change` change what a rank has of a unit's parameters.
+pub fn change_shard(executor: &mut Executor, unit: usize, change: impl FnOnce(&mut [f32])) {
+    let mut values = shard_values(executor, unit);
+    change(&mut values);
+    let device = executor.device().clone();
+    device.upload(&values, executor.shard_mut(unit));
 }

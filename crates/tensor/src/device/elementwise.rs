@@ -75,19 +75,23 @@ impl Device {
         }));
     }
 
-    /// Lets `compute` write each row of `out`, which is f32, on any thread: the kernel of an operation of one's own.
-    /// `operations` are those of an element, and `inputs` what `compute` reads, for the [cost](Device::cost).
-    pub fn for_each_row(
+    /// Lets `compute` write each row of `out` by its index and the elements of `inputs`, on any thread: the kernel of an operation of
+    /// one's own. All are f32. `operations` are those of an element, for the [cost](Device::cost).
+    ///
+    /// # Panics
+    /// If something is not f32.
+    pub fn for_each_row<const N: usize>(
         &self,
-        inputs: &[View<'_>],
+        inputs: [View<'_>; N],
         mut out: ViewMut<'_>,
         operations: usize,
-        compute: impl Fn(usize, &mut [f32]) + Sync,
+        compute: impl Fn([&[f32]; N], usize, &mut [f32]) + Sync,
     ) {
         let read_bytes = inputs.iter().map(View::num_bytes).sum();
         self.count("for_each_row", each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes()));
         let cols = out.shape().cols();
-        self.cpu.for_each_row(out.f32s(), cols, compute);
+        let inputs = inputs.map(|input| input.f32s());
+        self.cpu.for_each_row(out.f32s(), cols, |row, out| compute(inputs, row, out));
     }
 
     /// `out += term`, element by element, each sum rounded to the type of both.

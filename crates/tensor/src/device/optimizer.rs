@@ -1,6 +1,7 @@
 //! Optimizer updates on a device.
 
 use super::{Device, DeviceError, Transpose};
+use crate::kernels::cpu::optimizer::Factors;
 use crate::kernels::{Access, FactoredStep, MatmulEpilogue, Piece, Pieces, StateDType, StateSlice, Update};
 use crate::optimizer::{FactoredMatrix, OptimizerState};
 use crate::precision::Precision;
@@ -88,20 +89,22 @@ impl Device {
     pub fn factored_squares(
         &self,
         pieces: &Pieces,
-        step: FactoredStep<'_>,
+        step: FactoredStep,
+        moments: [View<'_>; 2],
         grads: View<'_>,
         sums: &mut [[f64; 2]],
     ) {
         self.count("factored_squares", factored_cost(pieces));
-        self.cpu.factored_squares(pieces, step, grads.f32s(), sums);
+        self.cpu.factored_squares(pieces, step, elements(moments), grads.f32s(), sums);
     }
 
-    /// Adafactor's update of a matrix: each gradient is divided by the root of the product of its row's second moment and its
-    /// column's.
+    /// Adafactor's update of a matrix: each gradient is divided by the root of its second moment, which is the product of its row's,
+    /// divided by their mean, and its column's.
     pub fn factored_update(
         &self,
         pieces: &Pieces,
-        step: FactoredStep<'_>,
+        step: FactoredStep,
+        moments: [View<'_>; 2],
         mut parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
@@ -109,7 +112,7 @@ impl Device {
             "factored_update",
             factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements()),
         );
-        self.cpu.factored_update(pieces, step, parameters.f32s(), grads.f32s());
+        self.cpu.factored_update(pieces, step, elements(moments), parameters.f32s(), grads.f32s());
     }
 
     /// Replaces a matrix by one with the same singular vectors whose singular values are about 1, from 0.7 to 1.2: `num_steps`
@@ -161,6 +164,10 @@ impl Device {
         }
         Ok(())
     }
+}
+
+fn elements([rows, cols]: [View<'_>; 2]) -> Factors<'_> {
+    Factors { rows: rows.f32s(), cols: cols.f32s() }
 }
 
 /// The update of each element of Adafactor's matrices, from the gradients.

@@ -83,9 +83,9 @@ fn a_metric_is_reported_and_changes_no_gradient() {
     let classes = [1, 0, 1, 0, 1_u32];
     let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
     let mut x = device.zeros([5, 3].into(), DType::F32, Category::Activations).unwrap();
-    x.view_mut().f32s().copy_from_slice(scores.as_flattened());
+    device.upload(scores.as_flattened(), x.view_mut());
     let mut labels = device.zeros([5].into(), DType::U32, Category::Activations).unwrap();
-    labels.view_mut().u32s().copy_from_slice(&classes);
+    device.upload(&classes, labels.view_mut());
     for recording in [Recording::On, Recording::Off] {
         let mut tape = Tape::new(&device, recording, Precision::F32);
         let parameters = Parameters::zeros(&no_parameters().into(), &device, Category::Parameters).unwrap();

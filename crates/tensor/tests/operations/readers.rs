@@ -30,7 +30,9 @@ fn device() -> Device {
 
 fn random(device: &Device, shape: impl Into<Shape>, name: &str) -> Tensor {
     let mut values = device.empty(shape.into(), DType::F32, Category::Activations).unwrap();
-    RandomKey::new(1, name).fill_normal(values.view_mut().f32s(), 1.0);
+    let mut on_host = vec![0.0; values.shape().num_elements()];
+    RandomKey::new(1, name).fill_normal(&mut on_host, 1.0);
+    device.upload(&on_host, values.view_mut());
     values
 }
 
@@ -223,14 +225,14 @@ fn rotation_in_place_leaves_what_others_read() {
         };
         let mut found = Vec::new();
         for output in [&attended, &square] {
-            found.extend(tape.take_output(output).unwrap().view().f32s().iter().map(|y| y.to_bits()));
+            found.extend(device.read::<u32>(tape.take_output(output).unwrap().view()));
         }
         let grad = device.zeros([1, seq_len, 4].into(), DType::F32, Category::Activations).unwrap();
         let mut ones = device.empty([1, seq_len, cols].into(), DType::F32, Category::Activations).unwrap();
-        ones.view_mut().f32s().fill(1.0);
+        device.upload(&vec![1.0_f32; seq_len * cols], ones.view_mut());
         let start = [(attended.id(), grad), (square.id(), ones)];
         tape.backward(&parameters, start, &mut NoParameters).unwrap();
-        found.extend(tape.take_grad(place).unwrap().view().f32s().iter().map(|dx| dx.to_bits()));
+        found.extend(device.read::<u32>(tape.take_grad(place).unwrap().view()));
         bits.push(found);
     }
     assert!(bits[0] == bits[1]);
@@ -252,7 +254,7 @@ fn what_is_made_again_is_as_backward_left_it() {
         centred: false,
     });
     let mut parameters = Parameters::zeros(&Arc::new(table), &device, Category::Parameters).unwrap();
-    parameters.flat_mut(0).f32s().fill(1.0);
+    device.upload(&vec![1.0_f32; cols], parameters.flat_mut(0));
     let gradient = |is_made_again: bool| -> Vec<u32> {
         let mut tape = Tape::new(&device, Recording::On, Precision::F32);
         let input = tape.input(random(&device, [1, seq_len, cols], "x"));
@@ -266,7 +268,7 @@ fn what_is_made_again_is_as_backward_left_it() {
             tape.recompute(&parameters).unwrap();
         }
         tape.backward_input(&parameters, [(attended.id(), random(&device, [1, seq_len, 4], "dy"))]).unwrap();
-        tape.take_grad(id).unwrap().view().f32s().iter().map(|dx| dx.to_bits()).collect()
+        device.read(tape.take_grad(id).unwrap().view())
     };
     assert_eq!(gradient(true), gradient(false));
 }
@@ -285,5 +287,6 @@ fn what_is_lent_to_the_tape_is_whole_after_backward() {
     let lent = tape.constant(random(&device, [3, 4], "x"));
     let y = tape.recorder(&parameters).apply(&linear, [&lent]).unwrap();
     tape.backward_input(&parameters, [(y.id(), random(&device, [3, 4], "dy"))]).unwrap();
-    assert_eq!(tape.take_value(lent.id()).view().f32s(), random(&device, [3, 4], "x").view().f32s());
+    let values = |x: &Tensor| device.read::<f32>(x.view());
+    assert_eq!(values(&tape.take_value(lent.id())), values(&random(&device, [3, 4], "x")));
 }

@@ -130,7 +130,7 @@ impl Trainer<'_> {
             self.batches.push(read_batch(
                 &mut *self.train,
                 self.executor.device(),
-                &self.batch_specs,
+                &mut self.host_batch,
                 first,
             )?);
         }

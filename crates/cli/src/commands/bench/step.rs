@@ -12,7 +12,7 @@ use std::time::Instant;
 use trireme_base::{Random, RandomKey, Rank};
 use trireme_comm::{Compression, Group, JoinOptions, TransportChoice, single};
 use trireme_data::{Sampler, TokenFile};
-use trireme_model::{ModelConfig, Rehearsal, empty_batch, set_window, token_specs};
+use trireme_model::{HostBatch, ModelConfig, Rehearsal, set_window, token_specs};
 use trireme_optim::{AdamWSettings, LossScaling, OptimizerKind, OptimizerOptions};
 use trireme_parallel::{
     Determinism, Executor, ExecutorOptions, ExecutorSetup, GradNorm, OffloadOptions, RankGrid, StepPlan,
@@ -304,18 +304,19 @@ fn measure(args: &StepArgs, world: Group, started: Instant, features: CpuFeature
     let (group, meeting) = if args.independent { (single(), Some(world)) } else { (world, None) };
     let mut executor = build(args, group, &device)?;
     let tokens = Tokens::open(args, read_model(&args.model)?.vocab_size)?;
+    let mut samples = HostBatch::new(&token_specs(args.batch, args.seq));
     let mut window = vec![0; args.seq + 1];
     let (mut seconds, mut exposed) = (Vec::new(), Vec::new());
     let (mut first, mut loss, mut skipped_steps) = (None, f64::NAN, 0);
     let mut disk_bytes = [0, 0];
     for step in 0..args.warmup + args.steps {
         let began = Instant::now();
-        let mut batch = empty_batch(&device, &token_specs(args.batch, args.seq))?;
         for row in 0..args.batch {
             let sample = (step * world_size + rank.0) * args.batch + row;
             tokens.read(sample as u64, &mut window)?;
-            set_window(&mut batch, row, &window);
+            set_window(&mut samples, row, &window);
         }
+        let batch = samples.upload(&device)?;
         let disk_before = executor.disk_bytes();
         let plan = StepPlan { step: step as u64 + 1, lr: 3e-4, grad_norm: GradNorm::Off };
         let outcome = executor.run(plan, &mut std::iter::once(batch))?;

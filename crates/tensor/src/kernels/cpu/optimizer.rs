@@ -5,8 +5,8 @@ mod pieces;
 mod rules;
 mod state;
 
-pub(crate) use factored::FactoredPart;
 pub use factored::FactoredStep;
+pub(crate) use factored::{FactoredPart, Factors};
 pub use pieces::{Piece, Pieces};
 pub(crate) use rules::Access;
 pub use rules::{

@@ -100,22 +100,18 @@ impl Step<'_> {
         let device = &self.probe.device;
         let (mut weights, gradients) = (self.tensor([rows, cols])?, self.tensor([rows, cols])?);
         let pieces = Pieces::whole(num);
-        let (row_moments, col_moments) = (vec![1.0; rows], vec![1.0; cols]);
-        let step = FactoredStep {
-            offset: 0,
-            rows: &row_moments,
-            cols: &col_moments,
-            lr: 1e-4,
-            keep: 1.0,
-            grad_scale: 1.0,
-        };
+        let (mut row_moments, mut col_moments) = (self.tensor([rows])?, self.tensor([cols])?);
+        device.upload(&vec![1.0_f32; rows], row_moments.view_mut());
+        device.upload(&vec![1.0_f32; cols], col_moments.view_mut());
+        let step = FactoredStep { offset: 0, row_mean: 1.0, lr: 1e-4, keep: 1.0, grad_scale: 1.0 };
         let shape = [rows, cols];
         self.kernel(("adafactor: matrix update", 0.0), &shape, |_| {
-            device.factored_update(&pieces, step, weights.view_mut(), gradients.view());
+            let moments = [row_moments.view(), col_moments.view()];
+            device.factored_update(&pieces, step, moments, weights.view_mut(), gradients.view());
         })?;
         let mut matrix = self.tensor(shape)?;
         let precision = self.precision;
-        let reset = |matrix: &mut Tensor| matrix.bytes_mut().copy_from_slice(gradients.bytes());
+        let reset = |matrix: &mut Tensor| device.copy(gradients.view(), matrix.view_mut());
         self.kernel(("muon: orthogonalize", 0.0), &shape, |start| {
             reset(&mut matrix);
             *start = std::time::Instant::now();

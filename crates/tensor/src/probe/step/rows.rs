@@ -42,8 +42,8 @@ impl Step<'_> {
         let (dy, mut y) = (self.activation([rows, cols])?, self.activation([rows, cols])?);
         // Backward works in place: every run gets what the first one got.
         let refill = |dx: &mut Tensor, y: &mut Tensor| {
-            dx.bytes_mut().copy_from_slice(x.bytes());
-            y.bytes_mut().copy_from_slice(dy.bytes());
+            device.copy(x.view(), dx.view_mut());
+            device.copy(dy.view(), y.view_mut());
         };
         if self.sizes.is_llama {
             self.kernel(("swiglu: forward", calls), &shape, |_| {
@@ -100,7 +100,7 @@ impl Step<'_> {
         let mut ids = device.zeros([rows].into(), DType::U32, Category::Activations)?;
         // Spread over the table, as those of a text are.
         let spread = |index: usize| (index.wrapping_mul(0x9e37_79b1) % vocabulary) as u32;
-        ids.view_mut().u32s().iter_mut().enumerate().for_each(|(index, id)| *id = spread(index));
+        device.upload(&(0..rows).map(spread).collect::<Vec<u32>>(), ids.view_mut());
         let mut table = self.tensor([vocabulary, hidden])?;
         let (mut positions, mut x) = (self.tensor([seq_len, hidden])?, self.tensor([rows, hidden])?);
         let shape = [rows, hidden];
@@ -145,11 +145,11 @@ impl Step<'_> {
             let mut message = device.empty([num_bytes].into(), DType::U8, Category::Communication)?;
             let to = (&format!("quantize: f32 to {name}")[..], 0.0);
             self.kernel(to, &[num], |_| {
-                device.quantize(wide.view(), format, message.bytes_mut());
+                device.quantize(wide.view(), format, message.view_mut());
             })?;
             let from = (&format!("dequantize: {name} to bf16")[..], 0.0);
             self.kernel(from, &[num], |_| {
-                device.dequantize(message.bytes(), format, narrow.view_mut());
+                device.dequantize(message.view(), format, narrow.view_mut());
             })?;
         }
         Ok(())

@@ -23,10 +23,9 @@ impl Operation for Accuracy {
         let shape = cx.input(0).shape();
         let mut hits = cx.empty([shape.rows(), 1], DType::F32)?;
         let scores = cx.in_f32(cx.input(0))?;
-        let (rows, classes) = (scores.view().f32s(), cx.input(1).u32s());
-        let inputs = [scores.view(), cx.input(1)];
-        cx.device().for_each_row(&inputs, hits.view_mut(), shape.cols(), |row, hit| {
-            let scores = &rows[row * shape.cols()..][..shape.cols()];
+        let classes = cx.input(1).u32s();
+        cx.device().for_each_row([scores.view()], hits.view_mut(), shape.cols(), |[scores], row, hit| {
+            let scores = &scores[row * shape.cols()..][..shape.cols()];
             hit[0] = f32::from(is_largest(scores, classes[row] as usize));
         });
         drop(scores);

@@ -29,12 +29,14 @@ impl RotaryTable {
         if device.is_counting() {
             return Ok(RotaryTable { cos, sin, frequencies });
         }
-        let (mut cos_view, mut sin_view) = (cos.view_mut(), sin.view_mut());
-        let pairs = cos_view.f32s().iter_mut().zip(sin_view.f32s());
-        for (index, (cos, sin)) in pairs.enumerate() {
-            let (position, pair) = (index / frequencies.len(), index % frequencies.len());
-            let angle = position as f64 * frequencies[pair];
-            (*cos, *sin) = (angle.cos() as f32, angle.sin() as f32);
+        for (table, function) in [(&mut cos, f64::cos as fn(f64) -> f64), (&mut sin, f64::sin)] {
+            device.fill(table.view_mut(), |values: &mut [f32]| {
+                for (index, value) in values.iter_mut().enumerate() {
+                    let (position, pair) = (index / frequencies.len(), index % frequencies.len());
+                    *value = function(position as f64 * frequencies[pair]) as f32;
+                }
+                Ok::<_, DeviceError>(())
+            })?;
         }
         Ok(RotaryTable { cos, sin, frequencies })
     }

@@ -28,19 +28,31 @@ pub(crate) struct FactoredPart {
 
 /// The numbers of one update of a matrix.
 #[derive(Debug, Clone, Copy)]
-pub struct FactoredStep<'a> {
+pub struct FactoredStep {
     /// First element of the matrix within its unit's flat buffer.
     pub offset: usize,
-    /// The second moment of an element is that of its row times that of its column.
-    pub rows: &'a [f32],
-    /// Those of the columns.
-    pub cols: &'a [f32],
+    /// Mean of the second moments of rows.
+    pub row_mean: f64,
     /// Learning rate of this step, with all factors that the parameter has.
     pub lr: f32,
     /// What is left of the parameter.
     pub keep: f32,
     /// Every gradient is multiplied by this first.
     pub grad_scale: f32,
+}
+
+/// Second moments of rows and of columns. That of an element is the one of its row, divided by the mean of rows, times the one of
+/// its column.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Factors<'a> {
+    pub(crate) rows: &'a [f32],
+    pub(crate) cols: &'a [f32],
+}
+
+impl Factors<'_> {
+    fn row(&self, row: usize, step: &FactoredStep) -> f32 {
+        (f64::from(self.rows[row]) / step.row_mean) as f32
+    }
 }
 
 for_each_simd_level! {
@@ -59,7 +71,7 @@ for_each_simd_level! {
         })
     }
 
-    fn update_row(p: &mut [f32], g: &[f32], cols: &[f32], row: f32, s: FactoredStep<'_>) {
+    fn update_row(p: &mut [f32], g: &[f32], cols: &[f32], row: f32, s: FactoredStep) {
         for ((p, &g), &col) in p.iter_mut().zip(g).zip(cols) {
             *p = *p * s.keep - s.lr * rms_update(g * s.grad_scale, row * col);
         }
@@ -153,7 +165,8 @@ impl Cpu {
     pub(crate) fn factored_squares(
         &self,
         pieces: &Pieces,
-        step: FactoredStep<'_>,
+        step: FactoredStep,
+        factors: Factors<'_>,
         grads: &[f32],
         sums: &mut [[f64; 2]],
     ) {
@@ -162,9 +175,9 @@ impl Cpu {
         self.for_pieces(pieces, |index, piece| {
             let g = &grads[piece.start..piece.start + piece.len];
             let mut sum = 0.0;
-            for (row, col, segment) in segments(piece, step.offset, step.cols.len()) {
-                let cols = &step.cols[col..col + segment.len()];
-                let (row, scale) = (step.rows[row], step.grad_scale);
+            for (row, col, segment) in segments(piece, step.offset, factors.cols.len()) {
+                let cols = &factors.cols[col..col + segment.len()];
+                let (row, scale) = (factors.row(row, &step), step.grad_scale);
                 sum += f64::from(update_squares(self.features, &g[segment], cols, row, scale));
             }
             // SAFETY: each piece has its own.
@@ -177,7 +190,8 @@ impl Cpu {
     pub(crate) fn factored_update(
         &self,
         pieces: &Pieces,
-        step: FactoredStep<'_>,
+        step: FactoredStep,
+        factors: Factors<'_>,
         parameters: &mut [f32],
         grads: &[f32],
     ) {
@@ -186,8 +200,8 @@ impl Cpu {
             let g = &grads[piece.start..piece.start + piece.len];
             // SAFETY: pieces do not overlap.
             let p = unsafe { parameters.range(piece.start, piece.len) };
-            for (row, col, segment) in segments(piece, step.offset, step.cols.len()) {
-                let (row, cols) = (step.rows[row], &step.cols[col..col + segment.len()]);
+            for (row, col, segment) in segments(piece, step.offset, factors.cols.len()) {
+                let (row, cols) = (factors.row(row, &step), &factors.cols[col..col + segment.len()]);
                 update_row(self.features, &mut p[segment.clone()], &g[segment], cols, row, step);
             }
         });

@@ -323,23 +323,17 @@ fn factored_kernels_match_f64() {
             })
             .collect();
         let pieces = Pieces::new(pieces);
-        let (row_factors, col_factors) = factors.split_at(rows);
-        let step = FactoredStep {
-            offset,
-            rows: row_factors,
-            cols: col_factors,
-            lr: 0.1,
-            keep: 0.9,
-            grad_scale: 0.5,
-        };
+        let (row_moments, col_moments) = factors.split_at(rows);
+        let step = FactoredStep { offset, row_mean: 0.5, lr: 0.1, keep: 0.9, grad_scale: 0.5 };
+        let factors = Factors { rows: row_moments, cols: col_moments };
         let [row_sums, col_sums, squares, after] = run(|cpu| {
             let (mut row_sums, mut col_sums) = (vec![0.0; rows], vec![0.0; cols]);
             cpu.row_squares(&part, &grads, 0.5, &mut row_sums);
             cpu.column_squares(&part, &grads, 0.5, &mut col_sums);
             let mut squares = vec![[0.0; 2]; pieces.as_slice().len()];
-            cpu.factored_squares(&pieces, step, &grads, &mut squares);
+            cpu.factored_squares(&pieces, step, factors, &grads, &mut squares);
             let mut parameters = parameters.clone();
-            cpu.factored_update(&pieces, step, &mut parameters, &grads);
+            cpu.factored_update(&pieces, step, factors, &mut parameters, &grads);
             let narrow = |sums: &[f64]| sums.iter().map(|&sum| sum as f32).collect();
             [narrow(&row_sums), narrow(&col_sums), narrow(squares.as_flattened()), parameters]
         });
@@ -351,7 +345,7 @@ fn factored_kernels_match_f64() {
             let grad = 0.5 * f64::from(grad);
             expected_rows[row] += grad * grad;
             expected_cols[col] += grad * grad;
-            let update = grad / f64::from(row_factors[row] * col_factors[col]).sqrt();
+            let update = grad / f64::from(row_moments[row] / 0.5 * col_moments[col]).sqrt();
             expected_square += update * update;
             let expected = 0.9 * f64::from(parameters[index]) - 0.1 * update;
             assert!((f64::from(after[index]) - expected).abs() < 1e-5, "{rows}x{cols}, element {index}");
