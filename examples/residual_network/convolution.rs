@@ -10,7 +10,7 @@ const OFFSETS: usize = 9;
 
 /// A 3 x 3 convolution with stride 1 and zeros around the image: of `[batch, size * size, inputs]` as `[batch, size * size,
 /// outputs]`, computed in f32.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub(crate) struct Convolution {
     /// `[9 * inputs, outputs]`.
     weight: ParameterSpan,
@@ -52,14 +52,15 @@ impl Operation for Convolution {
         let mut y = cx.empty(shape.with_dim(2, outputs), DType::F32)?;
         let (x, inputs) = (cx.in_f32(cx.input(0))?, shape.cols());
         let weight = cx.parameter_in_f32(&self.weight)?;
+        let own = *self;
         cx.device().for_each_row(
             [x.view(), weight.view()],
             y.view_mut(),
             2 * OFFSETS * inputs,
-            |[x, weight], pixel, y| {
+            move |[x, weight], pixel, y| {
                 y.fill(0.0);
                 for offset in 0..OFFSETS {
-                    let Some(near) = self.neighbour(pixel, offset) else { continue };
+                    let Some(near) = own.neighbour(pixel, offset) else { continue };
                     for input in 0..inputs {
                         let weights = &weight[(offset * inputs + input) * outputs..][..outputs];
                         add_scaled(y, x[near * inputs + input], weights);
@@ -79,15 +80,16 @@ impl Operation for Convolution {
         let (shape, outputs) = (cx.input_shape(0), self.weight.shape.cols());
         let mut dx = cx.empty(shape, DType::F32)?;
         let (inputs, weight) = (shape.cols(), cx.parameter_in_f32(&self.weight)?);
+        let own = *self;
         cx.device().for_each_row(
             [cx.grad(), weight.view()],
             dx.view_mut(),
             2 * OFFSETS * outputs,
-            |[dy, weight], pixel, dx| {
+            move |[dy, weight], pixel, dx| {
                 dx.fill(0.0);
                 for offset in 0..OFFSETS {
                     // The pixel that has this one at the offset.
-                    let Some(near) = self.neighbour(pixel, OFFSETS - 1 - offset) else { continue };
+                    let Some(near) = own.neighbour(pixel, OFFSETS - 1 - offset) else { continue };
                     let dy = &dy[near * outputs..][..outputs];
                     for (input, dx) in dx.iter_mut().enumerate() {
                         let weights = &weight[(offset * inputs + input) * outputs..][..outputs];
@@ -108,14 +110,15 @@ impl Operation for Convolution {
         let (shape, outputs) = (cx.input_shape(0), self.weight.shape.cols());
         let (inputs, num_pixels) = (shape.cols(), shape.rows());
         let x = cx.in_f32(cx.input(0))?;
+        let own = *self;
         write_grad(sink, &self.weight, |out, accumulate| {
-            cx.device().for_each_row([x.view(), cx.grad()], out, 2 * num_pixels, |[x, dy], row, out| {
+            cx.device().for_each_row([x.view(), cx.grad()], out, 2 * num_pixels, move |[x, dy], row, out| {
                 let (offset, input) = (row / inputs, row % inputs);
                 if !accumulate {
                     out.fill(0.0);
                 }
                 for pixel in 0..num_pixels {
-                    let Some(near) = self.neighbour(pixel, offset) else { continue };
+                    let Some(near) = own.neighbour(pixel, offset) else { continue };
                     add_scaled(out, x[near * inputs + input], &dy[pixel * outputs..][..outputs]);
                 }
             });

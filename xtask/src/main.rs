@@ -1,7 +1,8 @@
-//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask compare` and `cargo xtask faults`.
+//! Chores of the workspace: `cargo xtask tidy`, `cargo xtask kernels`, `cargo xtask compare` and `cargo xtask faults`.
 
 mod compare;
 mod faults;
+mod kernels;
 mod tidy;
 
 use clap::Parser;
@@ -17,6 +18,7 @@ enum Chore {
     /// Which crate may depend on which, where unsafe code may be, words and calls that do not belong in the sources, and
     /// the form and length of files.
     Tidy,
+    Kernels(kernels::KernelsArgs),
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),
 }
@@ -24,6 +26,7 @@ enum Chore {
 fn main() -> ExitCode {
     let succeeded = match Chore::parse() {
         Chore::Tidy => tidy::run(workspace_root()),
+        Chore::Kernels(args) => kernels::run(&args, workspace_root()),
         Chore::Compare(args) => compare::run(&args, workspace_root()),
         Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
     };

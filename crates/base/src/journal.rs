@@ -53,9 +53,9 @@ pub enum Issued {
     },
 }
 
-/// An entry of a [`Journal`].
+/// Something that a [`Journal`] notes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Event {
+pub enum JournalEntry {
     /// A kernel began.
     Kernel(KernelCall),
     /// Something was issued under a number of its own.
@@ -70,7 +70,7 @@ pub enum Event {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepEvents {
     /// For each action of the rank's program, what happens while it runs; and what happens after the last one.
-    pub actions: Vec<Vec<Event>>,
+    pub actions: Vec<Vec<JournalEntry>>,
     /// How much is issued in a step. What is awaited under a number that was issued in the step before has this number
     /// less than its like in this step.
     pub num_issued: usize,
@@ -82,13 +82,13 @@ pub struct Journal(Arc<Mutex<Noted>>);
 
 #[derive(Debug, Default)]
 struct Noted {
-    events: Vec<(Event, Instant)>,
+    events: Vec<(JournalEntry, Instant)>,
     num_issued: usize,
 }
 
 impl Journal {
     /// Notes that something happens now.
-    pub fn note(&self, event: Event) {
+    pub fn note(&self, event: JournalEntry) {
         self.lock().events.push((event, Instant::now()));
     }
 
@@ -97,12 +97,12 @@ impl Journal {
         let mut noted = self.lock();
         let number = noted.num_issued;
         noted.num_issued += 1;
-        noted.events.push((Event::Issue(number, issued), Instant::now()));
+        noted.events.push((JournalEntry::Issue(number, issued), Instant::now()));
         number
     }
 
     /// What was noted since the last time, and when.
-    pub fn take(&self) -> Vec<(Event, Instant)> {
+    pub fn take(&self) -> Vec<(JournalEntry, Instant)> {
         std::mem::take(&mut self.lock().events)
     }
 

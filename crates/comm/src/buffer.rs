@@ -4,6 +4,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
+use trireme_base::{Event, Held, HostMemory};
 
 /// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
 /// [`Work`](crate::Work) gives it back.
@@ -16,6 +17,34 @@ pub struct Buffer<T> {
 }
 
 impl<T: Element> Buffer<T> {
+    /// A vector of no elements.
+    pub fn empty() -> Self {
+        Buffer::from_storage(Storage { memory: Memory::Heap(Vec::new()), num_bytes: 0 })
+    }
+
+    /// A vector of `len` elements that a device still works with. A group reads and writes it after the device's event.
+    pub fn lent(held: Held<Buffer<T>>, len: usize) -> Self {
+        match held.try_get() {
+            Ok(buffer) => buffer,
+            Err(held) => {
+                let until = held.until();
+                let loan = Loan { until, end: Box::new(move || held.wait().into_storage()) };
+                Buffer::from_storage(Storage { memory: Memory::Lent(loan), num_bytes: len * size_of::<T>() })
+            }
+        }
+    }
+
+    /// Number of elements, whether they are settled or not.
+    pub fn num_elements(&self) -> usize {
+        self.storage.len() / size_of::<T>()
+    }
+
+    /// Waits until no device works with the vector any more. Whoever reads a lent vector calls this first; writing does it by
+    /// itself.
+    pub fn settle(&mut self) {
+        self.storage.settle();
+    }
+
     /// A zeroed vector of `len` elements in this process's own memory.
     ///
     /// # Errors
@@ -58,7 +87,17 @@ impl<T: Element> DerefMut for Buffer<T> {
 
 impl<T: Element> std::fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} x {})", T::DTYPE, self.len())
+        write!(f, "Buffer({} x {})", T::DTYPE, self.num_elements())
+    }
+}
+
+impl<T: Element> HostMemory for Buffer<T> {
+    fn bytes(&self) -> &[u8] {
+        self.storage.bytes()
+    }
+
+    fn bytes_mut(&mut self) -> &mut [u8] {
+        self.storage.bytes_mut()
     }
 }
 
@@ -71,6 +110,15 @@ pub(crate) struct Storage {
 pub(crate) enum Memory {
     Heap(Vec<CacheLine>),
     Shared(Region),
+    /// A device works with it.
+    Lent(Loan),
+}
+
+/// Memory that comes back after an event.
+pub(crate) struct Loan {
+    until: Event,
+    /// Waits for it.
+    end: Box<dyn FnOnce() -> Storage + Send>,
 }
 
 /// The unit and alignment of heap memory.
@@ -107,16 +155,38 @@ impl Storage {
         self.num_bytes
     }
 
+    /// When no device works with it any more.
+    pub(crate) fn until(&self) -> Event {
+        match &self.memory {
+            Memory::Lent(loan) => loan.until.clone(),
+            Memory::Heap(_) | Memory::Shared(_) => Event::DONE,
+        }
+    }
+
+    /// Waits until then.
+    pub(crate) fn settle(&mut self) {
+        if matches!(self.memory, Memory::Lent(_)) {
+            let Memory::Lent(loan) = std::mem::replace(&mut self.memory, Memory::Heap(Vec::new())) else {
+                unreachable!("it was lent")
+            };
+            self.memory = (loan.end)().memory;
+        }
+    }
+
     /// The address of the first byte. It does not refer to the bytes, so peers may touch them meanwhile.
     pub(crate) fn start(&mut self) -> *mut u8 {
+        self.settle();
         match &mut self.memory {
+            Memory::Lent(_) => unreachable!("it was settled"),
             Memory::Heap(lines) => lines.as_mut_ptr().cast(),
             Memory::Shared(region) => region.start(),
         }
     }
 
     fn set_len(&mut self, num_bytes: usize) {
+        self.settle();
         let num_bytes_max = match &self.memory {
+            Memory::Lent(_) => unreachable!("it was settled"),
             Memory::Heap(lines) => size_of_val(&lines[..]),
             Memory::Shared(region) => region.len(),
         };
@@ -128,12 +198,15 @@ impl Storage {
         let all = match &self.memory {
             Memory::Heap(lines) => bytemuck::cast_slice(lines),
             Memory::Shared(region) => region.bytes(),
+            Memory::Lent(_) => panic!("a vector is settled before it is read"),
         };
         &all[..self.num_bytes]
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
+        self.settle();
         let all = match &mut self.memory {
+            Memory::Lent(_) => unreachable!("it was settled"),
             Memory::Heap(lines) => bytemuck::cast_slice_mut(lines),
             Memory::Shared(region) => region.bytes_mut(),
         };

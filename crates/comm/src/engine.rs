@@ -22,6 +22,20 @@ pub(crate) enum Payload {
     Blocks(Vec<Vec<u8>>),
 }
 
+impl Payload {
+    /// Waits until no device works with the vectors any more.
+    fn settle(&mut self) {
+        match self {
+            Payload::Vector(vector) => vector.settle(),
+            Payload::Pair { input, output } | Payload::Variable { input, output, .. } => {
+                input.settle();
+                output.settle();
+            }
+            Payload::Nothing | Payload::Blocks(_) => (),
+        }
+    }
+}
+
 /// Peers' notices are read before an operation if that was not done for this long.
 const LOOK_AROUND_INTERVAL: Duration = Duration::from_millis(1);
 
@@ -85,6 +99,7 @@ impl Engine {
         payload: &mut Payload,
         is_awaited: bool,
     ) -> Result<(), CommError> {
+        payload.settle();
         let (sequence, started, timeout) = (self.next_sequence, Instant::now(), self.timeout);
         let call = Call { is_awaited, operation, sequence, started, timeout };
         self.next_sequence += 1;

@@ -3,7 +3,7 @@ use crate::buffer::Storage;
 use crate::engine::Payload;
 use crate::messages::Receipt;
 use crate::queue::Ticket;
-use trireme_base::{Event, Journal};
+use trireme_base::{Journal, JournalEntry};
 
 /// An operation that was issued and may not have ended; `wait` gives its result.
 ///
@@ -59,7 +59,7 @@ impl<T> Work<T> {
         match self.state {
             State::Ready(result) => result,
             State::Dry { result, journal, number } => {
-                journal.note(Event::Await(number));
+                journal.note(JournalEntry::Await(number));
                 Ok(result)
             }
             State::Pending { ticket, finish } => ticket.wait().map(finish),

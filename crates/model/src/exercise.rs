@@ -42,7 +42,7 @@ impl Model {
             info.initial.fill(&info.name, 0, held.start, values);
             Ok::<(), ModelError>(())
         })?;
-        let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, table));
+        let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, table, device)).transpose()?;
         Ok(Exercise { model: self, unit, device, precision, fp8, rehearsal, parameters })
     }
 }

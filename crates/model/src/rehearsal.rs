@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::unit::UnitPass;
 use std::cell::Cell;
 use std::sync::Arc;
-use trireme_base::{Cost, DType, Event, RandomKey, UnitPasses};
+use trireme_base::{Cost, DType, JournalEntry, RandomKey, UnitPasses};
 use trireme_tensor::tape::{Metric, Recording};
 use trireme_tensor::{
     Category, Device, DeviceError, DeviceOptions, Fp8Recipe, Fp8Scales, Fp8State, GradSink, GradTarget,
@@ -130,7 +130,7 @@ impl Model {
         fp8: Option<Fp8Recipe>,
         batch: &[TensorSpec],
     ) -> Result<Rehearsal, ModelError> {
-        let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, self.table()));
+        let fp8 = fp8.map(|recipe| Fp8State::of_matrices(recipe, self.table(), device)).transpose()?;
         let fp8 = fp8.as_ref().map(Fp8State::scales);
         let parameters = Parameters::zeros(self.table(), device, Category::Parameters)?;
         let parameters = Watched { parameters: &parameters, was_read: Cell::new(false) };
@@ -214,7 +214,7 @@ impl Rehearser<'_> {
         self.parameters.was_read.set(false);
         let made = pass()?;
         if let Some(journal) = self.device.journal() {
-            journal.note(Event::Pause);
+            journal.note(JournalEntry::Pause);
         }
         let peak = self.device.memory().usage(Category::Activations).peak;
         Ok((made, peak, self.device.cost()))
@@ -361,7 +361,7 @@ fn fill(device: &Device, values: ViewMut<'_>) -> Result<(), DeviceError> {
     })?;
     device.convert(floats.view(), values);
     if let Some(journal) = device.journal() {
-        journal.note(Event::Pause);
+        journal.note(JournalEntry::Pause);
     }
     Ok(())
 }

@@ -4,7 +4,7 @@ use crate::bundle::{Batch, Bundle};
 use crate::past::Past;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_tensor::tape::{Attention, Metric, Recorder, RowMean, VarId};
+use trireme_tensor::tape::{Attention, Metric, PendingMean, Recorder, VarId};
 use trireme_tensor::{DeviceError, GradSink, ParameterSource, Tape, Tensor, Var};
 
 /// A part of a model that is run, gathered, reduced and stepped as one, such as a transformer block.
@@ -279,7 +279,7 @@ impl UnitPass {
     }
 
     /// The unit's terms of the loss: after forward without recording, after backward with it.
-    pub fn loss(&self) -> Option<RowMean> {
+    pub fn loss(&self) -> Option<&PendingMean> {
         self.tape.loss()
     }
 
@@ -289,10 +289,10 @@ impl UnitPass {
     }
 
     /// What the unit has [reported](crate::Report): its loss, or a metric.
-    pub fn reported(&self, metric: Option<&str>) -> Option<RowMean> {
+    pub fn reported(&self, metric: Option<&str>) -> Option<&PendingMean> {
         match metric {
             None => self.loss(),
-            Some(name) => self.metrics().iter().find(|metric| metric.name == name).map(|metric| metric.mean),
+            Some(name) => self.metrics().iter().find(|metric| metric.name == name).map(|metric| &metric.mean),
         }
     }
 

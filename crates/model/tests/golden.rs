@@ -161,7 +161,7 @@ impl Golden {
         }
         let loss = passes.last().and_then(UnitPass::loss).unwrap();
         assert_eq!(loss.num_rows, shape.0 * seq_len);
-        loss.sum / loss.num_rows as f64
+        loss.read(&self.device).sum / loss.num_rows as f64
     }
 }
 

@@ -84,23 +84,27 @@ impl Factored {
         parameters: ViewMut<'_>,
         grads: View<'_>,
         sums: &mut Vec<f64>,
-    ) {
+    ) -> Result<(), DeviceError> {
         let grad_scale = step.grad_scale();
         if phase == 0 {
             let norms = |_: usize, _: &Member| Update::Norms { grad_scale };
-            self.members.update(step.device, parameters, grads, &mut [], step.noise, norms);
+            let num_sums = self.shape.rows() + self.shape.cols();
+            let mut own = step.device.empty([num_sums].into(), DType::F64, Category::Optimizer)?;
+            step.device.factored_sums(&self.matrix, grads, grad_scale, own.view_mut());
+            self.members.update_and_sum(step.device, parameters, grads, &mut [], step.noise, norms)?;
             sums.push(self.members.sum(self.member(), 0));
             let first = sums.len();
-            sums.resize(first + self.shape.rows() + self.shape.cols(), 0.0);
-            let (rows, cols) = sums[first..].split_at_mut(self.shape.rows());
-            step.device.factored_sums(&self.matrix, grads, grad_scale, rows, cols);
+            sums.resize(first + num_sums, 0.0);
+            step.device.download(own.view(), &mut sums[first..]);
         } else {
             let factored = self.step(1.0, 1.0, grad_scale);
             let moments = self.moments.each_ref().map(Tensor::view);
-            let (pieces, piece_sums) = self.members.pieces_and_sums();
-            step.device.factored_squares(pieces, factored, moments, grads, piece_sums);
+            self.members.sum_by(step.device, |pieces, sums| {
+                step.device.factored_squares(pieces, factored, moments, grads, sums);
+            })?;
             sums.push(self.members.sum(self.member(), 0));
         }
+        Ok(())
     }
 
     /// Takes its sums from the front of `sums`.

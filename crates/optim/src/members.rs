@@ -2,8 +2,11 @@
 
 use crate::groups::ParameterSettings;
 use std::ops::Range;
+use std::sync::Arc;
+use trireme_base::DType;
 use trireme_tensor::{
-    Device, OptimizerState, ParameterTable, Piece, Pieces, UnitInfo, Update, View, ViewMut, leaf_sum,
+    Category, Device, DeviceError, OptimizerState, ParameterTable, Piece, Pieces, UnitInfo, Update, View,
+    ViewMut, leaf_sum,
 };
 
 /// A parameter, whether or not anything of it is here.
@@ -33,9 +36,10 @@ pub(crate) enum Cut {
 #[derive(Debug)]
 pub(crate) struct Members {
     pub(crate) list: Vec<Member>,
-    pub(crate) pieces: Pieces,
+    pub(crate) pieces: Arc<Pieces>,
     /// One for each member, made anew in each phase.
-    updates: Vec<Update>,
+    updates: Arc<Vec<Update>>,
+    /// Two sums over each piece, of the last kernel that took them.
     sums: Vec<[f64; 2]>,
 }
 
@@ -73,8 +77,9 @@ impl Members {
             }
             list.push(Member { parameter, settings, held, pieces: first..pieces.len(), first_leaf });
         }
+        let updates = Arc::new(Vec::with_capacity(list.len()));
         let sums = vec![[0.0; 2]; pieces.len()];
-        Members { updates: Vec::with_capacity(list.len()), list, pieces: Pieces::new(pieces), sums }
+        Members { updates, list, pieces: Arc::new(Pieces::new(pieces)), sums }
     }
 
     /// Goes over what is here by an update for each member, which `update` gets with its index.
@@ -85,19 +90,56 @@ impl Members {
         grads: View<'_>,
         states: &mut [OptimizerState],
         noise: u32,
-        mut update: impl FnMut(usize, &Member) -> Update,
+        update: impl FnMut(usize, &Member) -> Update,
     ) {
-        self.updates.clear();
-        self.updates.extend(self.list.iter().enumerate().map(|(index, member)| update(index, member)));
-        device.update((&self.pieces, &self.updates), parameters, grads, states, noise, &mut self.sums);
+        self.choose(update);
+        device.update((&self.pieces, &self.updates), parameters, grads, states, noise, None);
     }
 
-    /// Where a kernel other than [`Device::update`] puts the sums of pieces.
-    pub(crate) fn pieces_and_sums(&mut self) -> (&Pieces, &mut [[f64; 2]]) {
-        (&self.pieces, &mut self.sums)
+    /// As [`update`](Members::update), and waits for the sums of each piece.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    pub(crate) fn update_and_sum(
+        &mut self,
+        device: &Device,
+        parameters: ViewMut<'_>,
+        grads: View<'_>,
+        states: &mut [OptimizerState],
+        noise: u32,
+        update: impl FnMut(usize, &Member) -> Update,
+    ) -> Result<(), DeviceError> {
+        self.choose(update);
+        let updates = Arc::clone(&self.updates);
+        self.sum_by(device, |pieces, sums| {
+            device.update((pieces, &updates), parameters, grads, states, noise, Some(sums));
+        })
     }
 
-    /// One of the two sums of the last update over what is here of a member.
+    /// Lets a kernel take sums of each piece, and waits for them.
+    ///
+    /// # Errors
+    /// If there is no memory for them.
+    pub(crate) fn sum_by(
+        &mut self,
+        device: &Device,
+        kernel: impl FnOnce(&Arc<Pieces>, ViewMut<'_>),
+    ) -> Result<(), DeviceError> {
+        let shape = [self.sums.len(), 2].into();
+        let mut sums = device.empty(shape, DType::F64, Category::Optimizer)?;
+        kernel(&self.pieces, sums.view_mut());
+        device.download(sums.view(), self.sums.as_flattened_mut());
+        Ok(())
+    }
+
+    fn choose(&mut self, mut update: impl FnMut(usize, &Member) -> Update) {
+        // A copy if a kernel that has not run has them still.
+        let updates = Arc::make_mut(&mut self.updates);
+        updates.clear();
+        updates.extend(self.list.iter().enumerate().map(|(index, member)| update(index, member)));
+    }
+
+    /// One of the two sums over what is here of a member.
     pub(crate) fn sum(&self, member: &Member, which: usize) -> f64 {
         let first = member.pieces.start;
         let leaves = member.first_leaf..member.first_leaf + member.pieces.len();

@@ -59,6 +59,9 @@ pub(crate) enum UnitShare {
 
 impl UnitShare {
     /// Adds what the exchange `phase` sums up of what is here.
+    ///
+    /// # Errors
+    /// If there is no memory for sums.
     fn observe(
         &mut self,
         phase: usize,
@@ -66,11 +69,11 @@ impl UnitShare {
         parameters: ViewMut<'_>,
         grads: View<'_>,
         sums: &mut Vec<f64>,
-    ) {
+    ) -> Result<(), DeviceError> {
         match self {
             UnitShare::Elements(share) => share.observe(phase, step, parameters, grads, sums),
             UnitShare::Factored(share) => share.observe(phase, step, parameters, grads, sums),
-            UnitShare::Muon(_) => {}
+            UnitShare::Muon(_) => Ok(()),
         }
     }
 
@@ -211,7 +214,7 @@ impl Optimizer {
         for phase in 0..2 {
             self.sums.clear();
             for share in shares.iter_mut() {
-                share.observe(phase, &step, parameters.reborrow(), grads, &mut self.sums);
+                share.observe(phase, &step, parameters.reborrow(), grads, &mut self.sums)?;
             }
             if self.sums.is_empty() {
                 break;

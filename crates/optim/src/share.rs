@@ -7,7 +7,8 @@ use crate::kind::{
 use crate::members::{Cut, Member, Members};
 use crate::optimizer::UnitStep;
 use trireme_tensor::{
-    AdamStep, AdamWStep, LarsStep, LionStep, MomentumStep, OptimizerState, RmsStep, Update, View, ViewMut,
+    AdamStep, AdamWStep, DeviceError, LarsStep, LionStep, MomentumStep, OptimizerState, RmsStep, Update,
+    View, ViewMut,
 };
 
 /// How elements are updated.
@@ -184,19 +185,25 @@ impl Share {
         parameters: ViewMut<'_>,
         grads: View<'_>,
         sums: &mut Vec<f64>,
-    ) {
+    ) -> Result<(), DeviceError> {
         let num_sums = self.rule.num_sums()[phase];
         if num_sums == 0 {
-            return;
+            return Ok(());
         }
         let (rule, known) = (self.rule, &self.known);
         let states = if rule.observes_states(phase) { &mut self.states[..] } else { &mut [] };
-        self.members.update(step.device, parameters, grads, states, step.noise, |index, member| {
-            rule.before(phase, member, step, &known[index])
-        });
+        self.members.update_and_sum(
+            step.device,
+            parameters,
+            grads,
+            states,
+            step.noise,
+            |index, member| rule.before(phase, member, step, &known[index]),
+        )?;
         for member in &self.members.list {
             sums.extend((0..num_sums).map(|which| self.members.sum(member, which)));
         }
+        Ok(())
     }
 
     /// Takes its sums of the exchange `phase` from the front of `sums`.

@@ -45,7 +45,7 @@ impl State<'_> {
             Source::Moments(moments) => device.read(moments.view()),
             Source::Of(state, members, member) => {
                 let mut values = vec![0.0; member.held.len()];
-                device.read_state(&members.pieces, member.pieces.clone(), state, &mut values);
+                state.read(&members.pieces, member.pieces.clone(), device, &mut values);
                 values
             }
         }
@@ -110,7 +110,7 @@ impl Optimizer {
                     buffer.resize(held.len(), 0.0);
                     let info = StateInfo { name, parameter, shape, is_like_parameter: true, held };
                     read(&info, &mut buffer)?;
-                    device.write_state(&members.pieces, member.pieces.clone(), state, &buffer);
+                    state.write(&members.pieces, member.pieces.clone(), device, &buffer);
                 }
             }
         }

@@ -2,6 +2,7 @@
 
 use crate::counted::Counted;
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay as WholeUnderWay};
 use crate::step::ExecutorOptions;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
@@ -36,9 +37,9 @@ pub(crate) struct Compressed {
 
 enum UnderWay {
     /// In messages of the codec.
-    Round { gradient: Buffer<f32>, round: usize },
+    Round { gradient: Exchanged<f32>, round: usize },
     /// As it is.
-    Whole(Work<Buffer<f32>>),
+    Whole(WholeUnderWay<f32>),
 }
 
 impl Compressed {
@@ -55,7 +56,7 @@ impl Compressed {
         let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
         let Some(sizes) = compression.sizes(&bucket, world_size) else { return Ok(None) };
         let num_bytes = sizes.state_bytes + sizes.scratch_bytes;
-        device.memory().take(Category::Communication, num_bytes)?;
+        device.pinned().take(Category::Communication, num_bytes)?;
         let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
         let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
         let compressor = (!group.is_dry()).then(compressor).transpose()?;
@@ -94,7 +95,7 @@ impl Compressed {
 
     /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
     pub(crate) fn remember(&mut self) -> Result<(), ParallelError> {
-        self.device.memory().take(Category::Communication, self.state_bytes)?;
+        self.device.pinned().take(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
         self.before = Some(states.map(|(name, values)| (name, values.into())).collect());
         Ok(())
@@ -114,12 +115,12 @@ impl Compressed {
     }
 
     /// Starts the first round of a step with this rank's `gradient`.
-    pub(crate) fn start(&mut self, mut gradient: Buffer<f32>) -> Result<(), ParallelError> {
+    pub(crate) fn start(&mut self, mut gradient: Exchanged<f32>) -> Result<(), ParallelError> {
         let Some(compressor) = &self.compressor else {
             if let Some(rounds) = self.kinds.pop_front() {
                 self.make_exchanges(&rounds)?;
             }
-            self.under_way = Some(UnderWay::Whole(self.group.all_reduce(gradient, ReduceOp::Sum)));
+            self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
             return Ok(());
         };
         let rounds = compressor.rounds();
@@ -131,31 +132,40 @@ impl Compressed {
         for ((_, kept), (_, values)) in self.before.iter_mut().flatten().zip(compressor.state()) {
             kept.bytes_mut().copy_from_slice(values.bytes());
         }
-        self.exchanges[0].start(compressor, &mut gradient, &self.group);
+        // Codecs are code of the host.
+        self.exchanges[0].start(compressor, gradient.on_host(&self.device), &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: 0 });
         Ok(())
     }
 
     /// Starts a step in which `gradient` is summed as it is; the compressor has no part in it.
-    pub(crate) fn start_whole(&mut self, gradient: Buffer<f32>) {
+    pub(crate) fn start_whole(&mut self, gradient: Exchanged<f32>) {
         self.statistics = CompressionStatistics::uncompressed(gradient.len(), self.group.world_size());
-        self.under_way = Some(UnderWay::Whole(self.group.all_reduce(gradient, ReduceOp::Sum)));
+        self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
+    }
+
+    fn reduce_whole(&self, gradient: Exchanged<f32>) -> WholeUnderWay<f32> {
+        let len = gradient.len();
+        let reduce = |gradient| self.group.all_reduce(gradient, ReduceOp::Sum);
+        gradient.exchange(&self.device, 0..len, 0..len, reduce)
     }
 
     /// Waits for the message under way and starts the next one; after the last one, the sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged<f32>>, ParallelError> {
         let (mut gradient, round) = match self.under_way.take() {
             None => return Ok(None),
-            Some(UnderWay::Whole(work)) => return Ok(Some(waiting.wait(work)?)),
+            Some(UnderWay::Whole(whole)) => return Ok(Some(whole.wait(&self.device, waiting)?)),
             Some(UnderWay::Round { gradient, round }) => (gradient, round),
         };
         let compressor = self.compressor.as_mut().expect("a round was started");
-        self.exchanges[round].finish(compressor, &mut gradient, waiting)?;
+        // It stays on the host from its first round to its last.
+        self.exchanges[round].finish(compressor, gradient.host_mut(), waiting)?;
         let Some(next) = self.exchanges.get_mut(round + 1) else {
             self.statistics = compressor.statistics();
+            gradient.off_host(&self.device);
             return Ok(Some(gradient));
         };
-        next.start(compressor, &mut gradient, &self.group);
+        next.start(compressor, gradient.host_mut(), &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: round + 1 });
         Ok(None)
     }

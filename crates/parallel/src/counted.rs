@@ -2,7 +2,7 @@ use crate::error::ParallelError;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use trireme_tensor::{Category, Device};
 
-/// Memory that a group has given, counted on a device as long as this is there.
+/// Memory that a group has given, counted as [pinned](Device::pinned) memory of a device as long as this is there.
 pub(crate) struct Counted {
     device: Device,
     bytes: [AtomicUsize; Category::ALL.len()],
@@ -17,16 +17,21 @@ impl Counted {
         Counted { device: device.clone(), bytes, mapped: AtomicUsize::new(0) }
     }
 
+    /// The device.
+    pub(crate) fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// Counts memory that is about to be taken.
     pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<(), ParallelError> {
-        self.device.memory().take(category, num_bytes)?;
+        self.device.pinned().take(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
 
     /// Counts memory of peers that is about to be mapped.
     pub(crate) fn map(&self, num_bytes: usize) -> Result<(), ParallelError> {
-        self.device.memory().take_mapped(Category::Communication, num_bytes)?;
+        self.device.pinned().take_mapped(Category::Communication, num_bytes)?;
         self.mapped.fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -34,22 +39,22 @@ impl Counted {
     /// Counts memory of peers that is mapped no more.
     pub(crate) fn unmap(&self, num_bytes: usize) {
         self.mapped.fetch_sub(num_bytes, Ordering::Relaxed);
-        self.device.memory().give_mapped(Category::Communication, num_bytes);
+        self.device.pinned().give_mapped(Category::Communication, num_bytes);
     }
 
     /// Counts memory that was given back.
     pub(crate) fn give(&self, category: Category, num_bytes: usize) {
         self.bytes[category as usize].fetch_sub(num_bytes, Ordering::Relaxed);
-        self.device.memory().give(category, num_bytes);
+        self.device.pinned().give(category, num_bytes);
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
         for (category, bytes) in Category::ALL.into_iter().zip(&mut self.bytes) {
-            self.device.memory().give(category, *bytes.get_mut());
+            self.device.pinned().give(category, *bytes.get_mut());
         }
-        self.device.memory().give_mapped(Category::Communication, *self.mapped.get_mut());
+        self.device.pinned().give_mapped(Category::Communication, *self.mapped.get_mut());
     }
 }
 

@@ -5,12 +5,12 @@ mod memory;
 use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
+use crate::exchanged::Exchanged;
 use crate::offload::Movable;
 use crate::parameters::wholes::{Gathered, Wholes};
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::reduction::Reduction;
-use crate::stored::Stored;
 use crate::tied::TiedGradients;
 use crate::tree::TreeSum;
 use crate::vector::Sum;
@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::DType;
-use trireme_comm::{Buffer, CompressionStatistics, Compressor};
+use trireme_comm::{CompressionStatistics, Compressor};
 use trireme_schedule::Outline;
 use trireme_tensor::{
     Category, Device, DeviceError, GradSink, GradTarget, ParameterSpan, ParameterTable, Tensor, View, ViewMut,
@@ -42,7 +42,7 @@ pub enum Determinism {
 #[derive(Debug)]
 pub(crate) enum Gradient {
     /// In the memory that groups reduce.
-    Reducible(Buffer<f32>),
+    Reducible(Exchanged<f32>),
     /// A partial sum beside it.
     Partial(Tensor),
 }
@@ -50,7 +50,7 @@ pub(crate) enum Gradient {
 impl Gradient {
     fn view(&self, len: usize) -> View<'_> {
         match self {
-            Gradient::Reducible(buffer) => f32::view(&buffer[..len]),
+            Gradient::Reducible(vector) => vector.part(0..len),
             Gradient::Partial(tensor) => tensor.view(),
         }
     }
@@ -58,7 +58,7 @@ impl Gradient {
     /// Its `len` elements, without what fills up leaves.
     pub(crate) fn view_mut(&mut self, len: usize) -> ViewMut<'_> {
         match self {
-            Gradient::Reducible(buffer) => f32::view_mut(&mut buffer[..len]),
+            Gradient::Reducible(vector) => vector.part_mut(0..len),
             Gradient::Partial(tensor) => tensor.view_mut(),
         }
     }
@@ -78,7 +78,7 @@ struct UnitGradient {
     own: Range<usize>,
     /// Present while it is neither being written nor summed nor reduced. Where it does not stay, it comes from the pool and
     /// goes back there.
-    reducible: Option<Buffer<f32>>,
+    reducible: Option<Exchanged<f32>>,
     /// Being written by backward.
     open: Option<Gradient>,
     sum: TreeSum<Gradient>,
@@ -97,6 +97,8 @@ pub(crate) struct Gradients {
     table: Arc<ParameterTable>,
     ranks: Arc<RankGrid>,
     units: Vec<UnitGradient>,
+    /// Where shards lie that are kept apart.
+    shards_device: Device,
     /// Whole gradients in f32.
     pool: Pool<f32>,
     /// Whether those stay with their units, so that there is nothing else.
@@ -131,7 +133,7 @@ impl Gradients {
         let span = tied.span();
         let device = self.device.clone();
         let GradTarget { view, accumulate } = self.target(&span)?;
-        let values = View::from_f32s(&part, span.shape);
+        let values = part.view().part(0, span.shape);
         if accumulate {
             device.add_assign(view, values)
         } else {
@@ -157,8 +159,8 @@ impl Gradients {
         let len = state.len;
         loop {
             let must_wait = self.under_way.contains(&unit) || (!self.is_rounded && self.is_full(len));
-            if let Some(buffer) = (!must_wait).then(|| self.pool.take(len)).transpose()? {
-                self.units[unit].reducible = Some(buffer);
+            if let Some(vector) = (!must_wait).then(|| self.pool.take(len)).transpose()? {
+                self.units[unit].reducible = Some(vector);
                 return Ok(());
             }
             self.finish_first()?;
@@ -205,12 +207,12 @@ impl Gradients {
         let (device, state) = (&self.device, &mut self.units[unit]);
         let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
         let sum = sum.or(state.open.take()).expect("a gradient is reduced after backward");
-        let Gradient::Reducible(buffer) = sum else {
+        let Gradient::Reducible(vector) = sum else {
             unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
         };
         if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_whole) {
-            compressed.start_whole(buffer);
-        } else if let Some(whole) = state.reduction.start(buffer, device)? {
+            compressed.start_whole(vector);
+        } else if let Some(whole) = state.reduction.start(vector, device)? {
             // What is rounded came from the pool.
             self.pool.give(whole);
         }
@@ -225,7 +227,7 @@ impl Gradients {
     fn finish_first(&mut self) -> Result<(), ParallelError> {
         let unit = self.under_way.pop_front().expect("something is under way");
         let state = &mut self.units[unit];
-        if !state.reduction.advance(&mut state.reducible, &mut self.waiting)? {
+        if !state.reduction.advance(&mut state.reducible, &self.device, &mut self.waiting)? {
             // A second message of one unit travels while the first ones of others are waited for.
             self.under_way.push_back(unit);
             return Ok(());
@@ -250,7 +252,7 @@ impl Gradients {
         }
         // Backward started with the last unit.
         let shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
-        shards.for_each(|shard| shard.reduce(&self.device));
+        shards.for_each(|shard| shard.reduce());
         let mut shards = self.units.iter_mut().rev().filter_map(UnitGradient::pending);
         shards.try_for_each(|shard| shard.wait(&mut self.waiting))?;
         self.units.iter_mut().for_each(|state| state.is_finished = true);
@@ -264,7 +266,7 @@ impl Gradients {
         }
         let state = &mut self.units[unit];
         if let Some(shard) = state.pending() {
-            shard.reduce(&self.device);
+            shard.reduce();
             shard.wait(&mut self.waiting)?;
             state.is_finished = true;
         }
@@ -275,7 +277,7 @@ impl Gradients {
     pub(crate) fn gather(&mut self, unit: usize) -> Result<(), ParallelError> {
         self.finish(unit)?;
         let gathered = self.gathered.as_mut().expect("shards of gradients update whole units");
-        gathered.unshard(unit, Some(self.units[unit].reduced()))
+        gathered.unshard(unit, Some((self.units[unit].reduced(), &self.shards_device)))
     }
 
     /// Waits for a gradient that was to be gathered.
@@ -317,7 +319,7 @@ impl Gradients {
         for state in &mut self.units {
             let Some(compressed) = state.reduction.compressed_mut() else { continue };
             let num_bytes = state.len * size_of::<f32>();
-            self.device.memory().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+            self.device.pinned().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
             if may_be_skipped {
                 compressed.remember()?;
             }
@@ -369,6 +371,16 @@ impl Gradients {
         all
     }
 
+    /// The device that [`reduced`](Gradients::reduced) lies on.
+    pub(crate) fn reduced_device(&self, unit: usize) -> &Device {
+        if self.units[unit].shard.is_some() { &self.shards_device } else { &self.device }
+    }
+
+    /// The device that [`for_update`](Gradients::for_update) lies on.
+    pub(crate) fn update_device(&self, unit: usize) -> &Device {
+        if self.gathered.is_some() { &self.device } else { self.reduced_device(unit) }
+    }
+
     /// This rank's shard of the reduced gradient of `unit`: the sum over all microbatches of all ranks, in what it was
     /// reduced in.
     pub(crate) fn reduced(&self, unit: usize) -> View<'_> {
@@ -404,7 +416,7 @@ impl GradSink for Gradients {
         if state.open.is_none() {
             // The group's memory first, partial sums after.
             state.open = Some(match state.reducible.take() {
-                Some(buffer) => Gradient::Reducible(buffer),
+                Some(vector) => Gradient::Reducible(vector),
                 None => Gradient::Partial(self.device.empty(
                     [state.num_elements].into(),
                     DType::F32,

@@ -2,13 +2,13 @@
 //! section 3.3): what a host sends to another one is a sum over its ranks.
 
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay};
 use crate::packed::slot_bytes;
 use crate::pool::Pool;
 use crate::ranks::Levels;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::sync::Arc;
-use trireme_comm::{Buffer, Group, Work};
+use trireme_comm::Group;
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo};
 
 /// Ranks that swap rounded gradients and add up, each of them, what it is given.
@@ -56,13 +56,13 @@ pub(crate) struct Hierarchical {
     hierarchy: Arc<Hierarchy>,
     unit: UnitInfo,
     slot_bytes: usize,
-    under_way: Option<UnderWay>,
+    under_way: Option<Swap>,
 }
 
-struct UnderWay {
-    gradient: Buffer<f32>,
+struct Swap {
+    gradient: Exchanged<f32>,
     level: usize,
-    work: Work<Buffer<u8>>,
+    messages: UnderWay<u8>,
 }
 
 impl Hierarchical {
@@ -73,9 +73,9 @@ impl Hierarchical {
 
     /// Waits for the level under way and starts the next one; after the last one, what lies in the place of this rank's shard
     /// is its sum over all ranks.
-    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Buffer<f32>>, ParallelError> {
-        let UnderWay { mut gradient, level, work } = self.under_way.take().expect("a reduction was started");
-        let messages = waiting.wait(work)?;
+    pub(crate) fn advance(&mut self, waiting: &mut Waiting) -> Result<Option<Exchanged<f32>>, ParallelError> {
+        let Swap { mut gradient, level, messages } = self.under_way.take().expect("a reduction was started");
+        let messages = messages.wait(&self.hierarchy.device, waiting)?;
         self.add_up(&mut gradient, &self.hierarchy.levels[level], &messages);
         self.hierarchy.levels[level].messages.give(messages);
         if level + 1 == self.hierarchy.levels.len() {
@@ -86,29 +86,34 @@ impl Hierarchical {
     }
 
     /// Starts a level, the first one with this rank's `gradient`.
-    pub(crate) fn start(&mut self, gradient: Buffer<f32>, level: usize) -> Result<(), ParallelError> {
+    pub(crate) fn start(&mut self, gradient: Exchanged<f32>, level: usize) -> Result<(), ParallelError> {
         let Hierarchy { device, format, num_shards, levels } = &*self.hierarchy;
         let Level { shards_of, messages: pool } = &levels[level];
         let num_slots: usize = shards_of.iter().map(Vec::len).sum();
         let mut messages = pool.take(num_slots * self.slot_bytes)?;
-        for (&shard, slot) in shards_of.iter().flatten().zip(messages.chunks_mut(self.slot_bytes.max(1))) {
+        for (slot, &shard) in shards_of.iter().flatten().enumerate() {
             let part = self.unit.shard(shard, *num_shards);
-            let num_bytes = format.num_bytes(part.len());
-            device.quantize(f32::view(&gradient[part]), *format, u8::view_mut(&mut slot[..num_bytes]));
+            let first = slot * self.slot_bytes;
+            let message = messages.part_mut(first..first + format.num_bytes(part.len()));
+            device.quantize(gradient.part(part), *format, message);
         }
-        self.under_way = Some(UnderWay { gradient, level, work: pool.group().all_to_all(messages) });
+        let len = messages.len();
+        let swap = |messages| pool.group().all_to_all(messages);
+        let messages = messages.exchange(device, 0..len, 0..len, swap);
+        self.under_way = Some(Swap { gradient, level, messages });
         Ok(())
     }
 
     /// The sums of what the ranks of a level have sent, in their order.
-    fn add_up(&self, gradient: &mut [f32], level: &Level, messages: &[u8]) {
+    fn add_up(&self, gradient: &mut Exchanged<f32>, level: &Level, messages: &Exchanged<u8>) {
         let Hierarchy { device, format, num_shards, .. } = &*self.hierarchy;
         let own = &level.shards_of[level.messages.group().rank().0];
-        for (source, slots) in messages.chunks((own.len() * self.slot_bytes).max(1)).enumerate() {
-            for (&shard, slot) in own.iter().zip(slots.chunks(self.slot_bytes.max(1))) {
+        for source in 0..level.messages.group().world_size() {
+            for (place, &shard) in own.iter().enumerate() {
                 let part = self.unit.shard(shard, *num_shards);
-                let message = u8::view(&slot[..format.num_bytes(part.len())]);
-                let sum = f32::view_mut(&mut gradient[part]);
+                let first = (source * own.len() + place) * self.slot_bytes;
+                let message = messages.part(first..first + format.num_bytes(part.len()));
+                let sum = gradient.part_mut(part);
                 match source {
                     0 => device.dequantize(message, *format, sum),
                     _ => device.add_dequantized(message, *format, sum),

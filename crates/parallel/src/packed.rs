@@ -2,11 +2,11 @@
 //! section 3.1): what a host needs of others comes to it once.
 
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay};
 use crate::pool::Pool;
 use crate::ranks::Levels;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
-use trireme_comm::{Buffer, Work};
 use trireme_tensor::{Category, Device, IntegerFormat, UnitInfo, View};
 
 /// Finer than a 16-bit float is to a sum of them, and half as long.
@@ -42,38 +42,47 @@ impl PackedGathering {
             order: order.collect(),
             own: levels.shard(across.rank().0, within.rank().0),
             device: device.clone(),
-            of_hosts: Pool::new(across, device, Category::Communication, true),
-            all: Pool::new(within, device, Category::Communication, true),
+            of_hosts: Pool::new(across, device, Category::Communication, true).with_buffers(),
+            all: Pool::new(within, device, Category::Communication, true).with_buffers(),
         }
     }
 
     /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
-    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Work<Buffer<u8>>, ParallelError> {
+    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<UnderWay<u8>, ParallelError> {
         let (across, slot_bytes) =
             (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
         let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
         let num_bytes = PARAMETER_FORMAT.num_bytes(unit.shard(self.own, self.order.len()).len());
-        let message = &mut messages[across.rank().0 * slot_bytes..][..num_bytes];
-        self.device.quantize(shard, PARAMETER_FORMAT, u8::view_mut(message));
-        Ok(across.all_gather(messages))
+        let first = across.rank().0 * slot_bytes;
+        self.device.quantize(shard, PARAMETER_FORMAT, messages.part_mut(first..first + num_bytes));
+        let len = messages.len();
+        let gather = |messages| across.all_gather(messages);
+        Ok(messages.exchange(&self.device, first..first + slot_bytes, 0..len, gather))
     }
 
     /// Waits for the messages of other hosts, exchanges them within this one, and writes the values of all. Collective.
     pub(crate) fn finish<T: Stored>(
         &self,
         unit: &UnitInfo,
-        work: Work<Buffer<u8>>,
-        whole: &mut [T],
+        of_hosts: UnderWay<u8>,
+        whole: &mut Exchanged<T>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
-        let of_hosts = waiting.wait(work)?;
+        let of_hosts = of_hosts.wait_on_host(waiting)?;
         let all = self.all.take(slot_bytes * self.order.len())?;
+        let len = all.len();
+        // What came from other hosts goes on within this one as it came.
+        let (of_hosts, of_hosts_stay) = of_hosts.pass_on();
+        let (all, all_stay) = all.leave(&self.device, 0..0, 0..len);
         let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
-        for (&shard, message) in self.order.iter().zip(all.chunks(slot_bytes.max(1))) {
+        let of_hosts = Exchanged::arrive(of_hosts, of_hosts_stay, &self.device);
+        let all = Exchanged::arrive(all, all_stay, &self.device);
+        for (place, &shard) in self.order.iter().enumerate() {
             let part = unit.shard(shard, self.order.len());
-            let message = &message[..PARAMETER_FORMAT.num_bytes(part.len())];
-            self.device.dequantize(u8::view(message), PARAMETER_FORMAT, T::view_mut(&mut whole[part]));
+            let first = place * slot_bytes;
+            let message = all.part(first..first + PARAMETER_FORMAT.num_bytes(part.len()));
+            self.device.dequantize(message, PARAMETER_FORMAT, whole.part_mut(part));
         }
         self.of_hosts.give(of_hosts);
         self.all.give(all);

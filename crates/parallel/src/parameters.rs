@@ -5,12 +5,10 @@ pub(crate) mod wholes;
 use crate::error::ParallelError;
 use crate::ranks::RankGrid;
 use crate::step::ZeroPlusPlus;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_base::{Bf16, F16};
-use trireme_comm::Buffer;
+use trireme_base::{Bf16, DType, F16};
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{
     Category, Device, ParameterInfo, ParameterSource, ParameterTable, Parameters, Precision, Shape, Tensor,
@@ -32,7 +30,10 @@ pub(crate) struct RankParameters {
     /// What operations read, unless that is what is stepped.
     wholes: Option<Box<dyn Wholes>>,
     /// A unit of another rank of the pipeline that a unit here reads, in f32.
-    copy: Option<(usize, Buffer<f32>)>,
+    copy: Option<(usize, Tensor)>,
+    /// Where what this rank steps lies, if it lies apart from whole units.
+    shards_device: Device,
+    device: Device,
 }
 
 impl RankParameters {
@@ -73,11 +74,12 @@ impl RankParameters {
         let is_copied = |(reader, owner): &&(usize, usize)| outline.holds(*reader) && !outline.holds(*owner);
         let mut copy = None;
         if let Some(&(_, unit)) = outline.chain.ties.iter().find(is_copied) {
-            let len = table.units()[unit].num_elements;
-            device.memory().take(Category::Parameters, len * size_of::<f32>())?;
-            copy = Some((unit, ranks.pipeline().buffer(len)?));
+            let shape = [table.units()[unit].num_elements].into();
+            copy = Some((unit, device.empty(shape, DType::F32, Category::Parameters)?));
         }
-        Ok(RankParameters { table: Arc::clone(table), parts, shards, wholes, copy })
+        let shards_device = if is_whole { device } else { shards_device }.clone();
+        let (table, device) = (Arc::clone(table), device.clone());
+        Ok(RankParameters { table, parts, shards, wholes, copy, shards_device, device })
     }
 
     /// Takes over the parameters of a rank that has all of them and does not train.
@@ -87,8 +89,13 @@ impl RankParameters {
     }
 
     /// Writes the unit that lies elsewhere.
-    pub(crate) fn copy_mut(&mut self) -> &mut [f32] {
-        &mut self.copy.as_mut().expect("a unit that lies elsewhere is read here").1
+    pub(crate) fn copy_mut(&mut self) -> ViewMut<'_> {
+        self.copy.as_mut().expect("a unit that lies elsewhere is read here").1.view_mut()
+    }
+
+    /// The device that what this rank steps lies on.
+    pub(crate) fn shard_device(&self) -> &Device {
+        if self.shards.is_some() { &self.shards_device } else { &self.device }
     }
 
     /// The elements of each unit's flat buffer that this rank steps.
@@ -130,10 +137,10 @@ impl RankParameters {
     pub(crate) fn load<E>(
         &mut self,
         unit: usize,
-        device: &Device,
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let (table, parts) = (Arc::clone(&self.table), self.parts.clone());
+        let device = self.shard_device().clone();
         table.held(&parts).filter(|(info, ..)| info.unit == unit).try_for_each(|(info, held, within)| {
             let values = self.shard_mut(unit).into_part(within.start, [within.len()].into());
             device.fill(values, |values| write(info, held, values))
@@ -160,7 +167,7 @@ impl RankParameters {
 
     /// Starts to gather a unit. Collective over the shards.
     pub(crate) fn unshard(&mut self, unit: usize) -> Result<(), ParallelError> {
-        let shard = self.shards.as_ref().map(|shards| shards.flat(unit));
+        let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), &self.shards_device));
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
     }
 
@@ -194,7 +201,7 @@ impl RankParameters {
 impl ParameterSource for RankParameters {
     fn unit(&self, unit: usize) -> View<'_> {
         match (&self.copy, &self.wholes, &self.shards) {
-            (Some((copied, values)), ..) if *copied == unit => f32::view(values),
+            (Some((copied, values)), ..) if *copied == unit => values.view(),
             (_, None, Some(shards)) => shards.unit(unit),
             _ => self.whole(unit),
         }

@@ -1,21 +1,26 @@
 use crate::counted::Counted;
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, Stay};
+use crate::stored::Stored;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_comm::{Buffer, Element, Group};
-use trireme_tensor::{Category, Device};
+use trireme_base::Held;
+use trireme_comm::{Buffer, Group};
+use trireme_tensor::{Category, Device, Tensor};
 
-/// Buffers of a group that are used again, so that steps allocate nothing.
+/// Vectors that kernels work with and a group exchanges, whose memory is used again, so that steps allocate nothing.
 pub(crate) struct Pool<T> {
     group: Arc<Group>,
     category: Category,
     /// Whether peers read the buffers.
     is_exchanged: bool,
+    /// Whether vectors of a device with memory of its own have memory of the group as well.
+    has_buffers: bool,
     shared: Arc<Shared<T>>,
 }
 
 /// What clones have in common. Buffers that were taken go no later than this.
 struct Shared<T> {
-    free: Mutex<Vec<Buffer<T>>>,
+    free: Mutex<Vec<(usize, Held<Buffer<T>>)>>,
     counted: Counted,
 }
 
@@ -25,29 +30,67 @@ impl<T> Clone for Pool<T> {
     }
 }
 
-impl<T: Element> Pool<T> {
-    /// An empty pool, whose buffers are counted as `category`; and what this rank maps of its peers' ones, if they are
+impl<T: Stored> Pool<T> {
+    /// An empty pool, whose vectors are counted as `category`; and what this rank maps of its peers' ones, if they are
     /// exchanged as they are.
     pub(crate) fn new(group: &Arc<Group>, device: &Device, category: Category, is_exchanged: bool) -> Self {
         let shared = Shared { free: Mutex::default(), counted: Counted::new(device) };
-        Pool { group: Arc::clone(group), category, is_exchanged, shared: Arc::new(shared) }
+        // What goes to nobody needs no memory to pass through.
+        let has_buffers = group.world_size() > 1;
+        Pool { group: Arc::clone(group), category, is_exchanged, has_buffers, shared: Arc::new(shared) }
     }
 
-    /// The group whose buffers these are.
+    /// The same for vectors that the host works with, or another group, even if this group has one rank.
+    pub(crate) fn with_buffers(self) -> Self {
+        Pool { has_buffers: true, ..self }
+    }
+
+    /// The group that exchanges them.
     pub(crate) fn group(&self) -> &Arc<Group> {
         &self.group
     }
 
-    /// A buffer of `len` elements with unspecified contents.
-    pub(crate) fn take(&self, len: usize) -> Result<Buffer<T>, ParallelError> {
+    /// The device whose kernels work with them.
+    pub(crate) fn device(&self) -> &Device {
+        self.shared.counted.device()
+    }
+
+    /// A vector of `len` elements with unspecified contents.
+    pub(crate) fn take(&self, len: usize) -> Result<Exchanged<T>, ParallelError> {
+        let device = self.device();
+        if device.reaches_host() {
+            return Ok(Exchanged::new(self.take_buffer(len)?, None));
+        }
+        let own: Tensor = device.empty([len].into(), T::DTYPE, self.category)?;
+        Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, Some(own)))
+    }
+
+    /// Elements of the group's memory that a vector of `len` elements has.
+    fn buffer_len(&self, len: usize) -> usize {
+        if self.device().reaches_host() || self.has_buffers { len } else { 0 }
+    }
+
+    /// Memory of the group for `len` elements, with unspecified contents, which no kernel works with.
+    pub(crate) fn take_buffer(&self, len: usize) -> Result<Held<Buffer<T>>, ParallelError> {
         let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(index) = free.iter().position(|buffer| buffer.len() == len) {
-            return Ok(free.swap_remove(index));
+        if let Some(index) = free.iter().position(|(other, _)| *other == len) {
+            return Ok(free.swap_remove(index).1);
         }
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.take(self.category, own)?;
         self.shared.counted.map(mapped)?;
-        Ok(self.group.buffer::<T>(len)?)
+        Ok(Held::new(self.group.buffer::<T>(len)?))
+    }
+
+    /// A vector of what a group has brought into memory of this pool.
+    #[track_caller]
+    pub(crate) fn arrived(&self, buffer: Buffer<T>) -> Result<Exchanged<T>, ParallelError> {
+        let (device, len) = (self.device(), buffer.len());
+        if device.reaches_host() {
+            return Ok(Exchanged::new(buffer.into(), None));
+        }
+        let own = device.empty([len].into(), T::DTYPE, self.category)?;
+        Ok(Exchanged::arrive(buffer, Stay::new(Some(own), 0..len), device))
     }
 
     /// Bytes of a buffer, and of what is mapped of its peers.
@@ -56,15 +99,21 @@ impl<T: Element> Pool<T> {
         (own, if self.is_exchanged { self.group.peer_bytes_mapped(own) } else { 0 })
     }
 
-    /// Gives a buffer back.
-    pub(crate) fn give(&self, buffer: Buffer<T>) {
-        self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push(buffer);
+    /// Gives a vector back.
+    pub(crate) fn give(&self, vector: Exchanged<T>) {
+        let len = self.buffer_len(vector.len());
+        self.give_buffer(len, vector.into_buffer());
     }
 
-    /// Gives a buffer back that is not used again.
-    pub(crate) fn discard(&self, buffer: Buffer<T>) {
-        let (own, mapped) = self.num_bytes(buffer.len());
-        drop(buffer);
+    /// Gives memory of the group for `len` elements back.
+    pub(crate) fn give_buffer(&self, len: usize, buffer: Held<Buffer<T>>) {
+        self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
+    }
+
+    /// Gives a vector back that is not used again.
+    pub(crate) fn discard(&self, vector: Exchanged<T>) {
+        let (own, mapped) = self.num_bytes(self.buffer_len(vector.len()));
+        drop(vector);
         self.shared.counted.give(self.category, own);
         self.shared.counted.unmap(mapped);
     }

@@ -4,6 +4,7 @@
 use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay};
 use crate::hierarchical::Hierarchical;
 use crate::offload::Movable;
 use crate::pool::Pool;
@@ -12,13 +13,13 @@ use crate::vector::{Sum, Summation, Vector};
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::{Bf16, F16, ReduceOp};
-use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group, TransportKind};
+use trireme_comm::{Fusion, Group, TransportKind};
 use trireme_tensor::{Category, Device, Precision, View};
 
 /// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
     /// In f32: in the gradient's own memory, or with others if it is short.
-    Plain { exchange: Summation<f32>, under_way: Option<FusedWork<f32>> },
+    Plain { exchange: Summation<f32>, under_way: Option<UnderWay<f32>> },
     /// In 16 bits, in memory beside it.
     Rounded(Box<dyn Sum>),
     /// In integers, within hosts and then across them, in memory beside it.
@@ -81,7 +82,7 @@ impl Summations<'_> {
         }))
     }
 
-    fn exchange<T: Element>(&self, group: &Arc<Group>) -> Result<Summation<T>, ParallelError> {
+    fn exchange<T: Stored>(&self, group: &Arc<Group>) -> Result<Summation<T>, ParallelError> {
         let Summations::AllReduce { fusion_bytes, lens, counted } = *self else {
             return Ok(Summation::ReduceScatter(Arc::clone(group)));
         };
@@ -99,14 +100,14 @@ impl Reduction {
     /// Starts the reduction of this rank's `sum`; gives it back if it is not what is reduced.
     pub(crate) fn start(
         &mut self,
-        sum: Buffer<f32>,
+        sum: Exchanged<f32>,
         device: &Device,
-    ) -> Result<Option<Buffer<f32>>, ParallelError> {
+    ) -> Result<Option<Exchanged<f32>>, ParallelError> {
         match self {
-            Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum)),
+            Reduction::Plain { exchange, under_way } => *under_way = Some(exchange.start(sum, device)),
             Reduction::Rounded(rounded) => {
-                rounded.add(f32::view(&sum), device)?;
-                rounded.reduce(device);
+                rounded.add(sum.view(), device)?;
+                rounded.reduce();
                 return Ok(Some(sum));
             }
             Reduction::Hierarchical(hierarchical) => hierarchical.start(sum, 0)?,
@@ -128,12 +129,14 @@ impl Reduction {
     /// not, it takes another message, which is then under way.
     pub(crate) fn advance(
         &mut self,
-        wide: &mut Option<Buffer<f32>>,
+        wide: &mut Option<Exchanged<f32>>,
+        device: &Device,
         waiting: &mut Waiting,
     ) -> Result<bool, ParallelError> {
         *wide = match self {
             Reduction::Plain { under_way, .. } => {
-                Some(waiting.wait_fused(under_way.take().expect("a reduction was started"))?)
+                let under_way = under_way.take().expect("a reduction was started");
+                Some(under_way.wait(device, waiting)?)
             }
             Reduction::Rounded(rounded) => {
                 rounded.wait(waiting)?;
@@ -146,10 +149,10 @@ impl Reduction {
     }
 
     /// The sum, which is in `wide` if it is not rounded.
-    pub(crate) fn view<'a>(&'a self, wide: &'a Option<Buffer<f32>>) -> View<'a> {
+    pub(crate) fn view<'a>(&'a self, wide: &'a Option<Exchanged<f32>>) -> View<'a> {
         match self {
             Reduction::Rounded(rounded) => rounded.view(),
-            _ => f32::view(wide.as_ref().expect("a gradient is read after its reduction")),
+            _ => wide.as_ref().expect("a gradient is read after its reduction").view(),
         }
     }
 
@@ -194,19 +197,20 @@ mod tests {
             let counted = Counted::new(&device);
             let exchanges = Summations::AllReduce { fusion_bytes: 0, lens: &[], counted: &counted };
             let mut reduction = exchanges.reductions(dtype, &group, &device).unwrap()(LEN).unwrap();
-            let mut buffer = group.buffer::<f32>(LEN).unwrap();
+            let mut vector = Exchanged::new(group.buffer::<f32>(LEN).unwrap().into(), None);
             let mut found = Vec::new();
             // The second round finds the buffers of the first.
             for _ in 0..2 {
-                buffer.iter_mut().enumerate().for_each(|(index, x)| *x = value(group.rank().0, index));
-                let mut wide = reduction.start(buffer, &device).unwrap();
+                let values: Vec<f32> = (0..LEN).map(|index| value(group.rank().0, index)).collect();
+                device.upload(&values, vector.view_mut());
+                let mut wide = reduction.start(vector, &device).unwrap();
                 assert_eq!(wide.is_some(), dtype != Precision::F32, "what was rounded is given back");
-                assert!(reduction.advance(&mut wide, &mut Waiting::default()).unwrap());
+                assert!(reduction.advance(&mut wide, &device, &mut Waiting::default()).unwrap());
                 let sum = reduction.view(&wide);
                 let mut widened = vec![0.0; LEN];
                 device.convert(sum, f32::view_mut(&mut widened));
                 found = widened;
-                buffer = wide.expect("a rounded sum leaves it as it was");
+                vector = wide.expect("a rounded sum leaves it as it was");
             }
             found
         });

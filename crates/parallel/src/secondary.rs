@@ -1,11 +1,12 @@
 //! Copies of whole units that the ranks of a host shard (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
 
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay};
 use crate::ranks::Levels;
 use crate::stored::Stored;
 use std::ops::Range;
 use std::sync::Arc;
-use trireme_comm::{Buffer, Group, Work};
+use trireme_comm::Group;
 use trireme_tensor::{Category, Device, ParameterTable, Tensor};
 
 /// This rank's share of its host's copies of all units, which lie there from a unit's first gathering until it is stepped.
@@ -39,16 +40,16 @@ impl SecondaryShards {
     }
 
     /// Starts to gather a unit from its host's copy. Collective over the ranks of the host.
-    pub(crate) fn gather<T: Stored>(&self, unit: usize, mut whole: Buffer<T>) -> Work<Buffer<T>> {
-        let shard = &self.shards[unit];
-        self.device.convert(shard.view(), T::view_mut(&mut whole[self.parts[unit].clone()]));
-        self.host.all_gather(whole)
+    pub(crate) fn gather<T: Stored>(&self, unit: usize, mut whole: Exchanged<T>) -> UnderWay<T> {
+        let (shard, part, len) = (&self.shards[unit], self.parts[unit].clone(), whole.len());
+        self.device.convert(shard.view(), whole.part_mut(part.clone()));
+        whole.exchange(&self.device, part, 0..len, |whole| self.host.all_gather(whole))
     }
 
     /// Keeps this rank's share of a unit that was gathered.
-    pub(crate) fn keep<T: Stored>(&mut self, unit: usize, whole: &[T]) {
+    pub(crate) fn keep<T: Stored>(&mut self, unit: usize, whole: &Exchanged<T>) {
         let shard = &mut self.shards[unit];
-        self.device.convert(T::view(&whole[self.parts[unit].clone()]), shard.view_mut());
+        self.device.convert(whole.part(self.parts[unit].clone()), shard.view_mut());
         self.is_there[unit] = true;
     }
 

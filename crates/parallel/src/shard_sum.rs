@@ -6,6 +6,7 @@ use crate::gradients::{Determinism, Gradient, add};
 use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
+use crate::space::bring;
 use crate::stored::Stored;
 use crate::tree::TreeSum;
 use crate::vector::{Sum, Summation, Vector};
@@ -27,9 +28,10 @@ pub(crate) fn shard_sums(
 ) -> MakeShardSum {
     match precision {
         Precision::F32 => {
-            let replicated = replicated(ranks, device);
+            let (replicated, device) = (replicated(ranks, device), device.clone());
             Box::new(move |len| {
-                Box::new(TreeShardSum { determinism, memory: replicated(len), sum: TreeSum::new() })
+                let (memory, device) = (replicated(len), device.clone());
+                Box::new(TreeShardSum { determinism, device, memory, sum: TreeSum::new() })
             })
         }
         Precision::Bf16 => rounded::<Bf16>(ranks, device),
@@ -53,19 +55,23 @@ fn replicated<T: Stored>(ranks: &RankGrid, device: &Device) -> impl Fn(usize) ->
 /// The sum over microbatches in f32, in the canonical order.
 struct TreeShardSum {
     determinism: Determinism,
+    /// Where the shard lies.
+    device: Device,
     memory: Vector<f32>,
     sum: TreeSum<Gradient>,
 }
 
 impl Sum for TreeShardSum {
-    fn add(&mut self, shard: View<'_>, device: &Device) -> Result<(), ParallelError> {
-        let len = self.memory.len();
+    fn add(&mut self, shard: View<'_>, from: &Device) -> Result<(), ParallelError> {
+        let (len, device) = (self.memory.len(), &self.device);
+        let shard = bring(shard, from, device, Category::Communication)?;
         let mut term = if self.sum.is_empty() {
             Gradient::Reducible(self.memory.take()?)
         } else {
             Gradient::Partial(device.empty([len].into(), DType::F32, Category::Gradients)?)
         };
-        device.convert(shard, term.view_mut(len));
+        device.convert(shard.view(), term.view_mut(len));
+        drop(shard);
         self.sum.push(term, |left, right| add(device, len, left, right));
         if self.determinism == Determinism::Run {
             let sum = self.sum.finish(|left, right| add(device, len, left, right));
@@ -74,14 +80,14 @@ impl Sum for TreeShardSum {
         Ok(())
     }
 
-    fn reduce(&mut self, device: &Device) {
-        let len = self.memory.len();
+    fn reduce(&mut self) {
+        let (len, device) = (self.memory.len(), &self.device);
         let sum = self.sum.finish(|left, right| add(device, len, left, right));
         let Some(Gradient::Reducible(buffer)) = sum else {
             unreachable!("the first term lies in the group's memory, and sums grow to the left")
         };
         self.memory.put(buffer);
-        self.memory.reduce(device);
+        self.memory.reduce();
     }
 
     fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {

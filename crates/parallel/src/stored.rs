@@ -20,5 +20,6 @@ pub(crate) trait Stored: Element {
 
 impl Stored for u8 {}
 impl Stored for f32 {}
+impl Stored for f64 {}
 impl Stored for Bf16 {}
 impl Stored for F16 {}

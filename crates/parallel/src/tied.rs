@@ -4,10 +4,10 @@
 //! gradient for the same one: within the rank, or after a message.
 
 use crate::error::ParallelError;
+use crate::exchanged::Exchanged;
 use crate::pool::Pool;
-use trireme_comm::Buffer;
 use trireme_schedule::Outline;
-use trireme_tensor::{GradTarget, ParameterSpan, Tie, ViewMut};
+use trireme_tensor::{GradTarget, ParameterSpan, Tie};
 
 /// What the reader of a tie has for the owner's gradient, by microbatch.
 pub(crate) struct TiedGradients {
@@ -15,8 +15,8 @@ pub(crate) struct TiedGradients {
     reader: usize,
     pool: Pool<f32>,
     /// Being written by backward of the reader for this microbatch.
-    open: Option<(usize, Buffer<f32>)>,
-    parts: Vec<Option<Buffer<f32>>>,
+    open: Option<(usize, Exchanged<f32>)>,
+    parts: Vec<Option<Exchanged<f32>>>,
 }
 
 impl TiedGradients {
@@ -49,9 +49,9 @@ impl TiedGradients {
 
     /// Where the reader's backward writes, while it runs.
     pub(crate) fn target(&mut self, span: &ParameterSpan) -> Option<GradTarget<'_>> {
-        let (_, buffer) = self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
+        let (_, part) = self.open.as_mut().filter(|_| span.unit == self.span.unit)?;
         debug_assert_eq!((span.offset, span.shape), (self.span.offset, self.span.shape), "one span is tied");
-        Some(GradTarget { view: ViewMut::from_f32s(buffer, span.shape), accumulate: false })
+        Some(GradTarget { view: part.view_mut().into_part(0, span.shape), accumulate: false })
     }
 
     /// The reader has written its part; whether that was it.
@@ -65,22 +65,22 @@ impl TiedGradients {
     }
 
     /// A part has come.
-    pub(crate) fn put(&mut self, microbatch: usize, part: Buffer<f32>) {
+    pub(crate) fn put(&mut self, microbatch: usize, part: Exchanged<f32>) {
         self.parts[microbatch] = Some(part);
     }
 
     /// The part of a microbatch, to be sent.
-    pub(crate) fn take_to_send(&mut self, microbatch: usize) -> Buffer<f32> {
+    pub(crate) fn take_to_send(&mut self, microbatch: usize) -> Exchanged<f32> {
         self.parts[microbatch].take().expect("the reader has run backward")
     }
 
     /// The part of a microbatch, to be added to the gradient of `unit`, if that is the owner.
-    pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Buffer<f32>> {
+    pub(crate) fn take(&mut self, unit: usize, microbatch: usize) -> Option<Exchanged<f32>> {
         self.parts.get_mut(microbatch).filter(|_| unit == self.span.unit)?.take()
     }
 
     /// Gives the memory of a part back.
-    pub(crate) fn give(&self, part: Buffer<f32>) {
+    pub(crate) fn give(&self, part: Exchanged<f32>) {
         self.pool.give(part);
     }
 }

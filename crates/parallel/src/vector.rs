@@ -1,22 +1,25 @@
 //! Vectors that ranks add up.
 
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay};
 use crate::offload::Movable;
 use crate::pool::Pool;
+use crate::space::bring;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::sync::Arc;
 use trireme_base::ReduceOp;
-use trireme_comm::{Buffer, Element, FusedWork, Fusion, Group};
-use trireme_tensor::{Device, View, ViewMut};
+use trireme_comm::{Fusion, Group};
+use trireme_schedule::collective::block;
+use trireme_tensor::{Category, Device, View, ViewMut};
 
 /// A sum over ranks, step after step.
 pub(crate) trait Sum: Send {
-    /// Adds a term of this rank.
+    /// Adds a term of this rank, which lies on `device`.
     fn add(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError>;
 
     /// Starts the sum over the ranks of what was added.
-    fn reduce(&mut self, device: &Device);
+    fn reduce(&mut self);
 
     /// Sends what waits for more: all sums of a step were started.
     fn flush(&self) {}
@@ -40,11 +43,18 @@ pub(crate) enum Summation<T> {
     ReduceScatter(Arc<Group>),
 }
 
-impl<T: Element> Summation<T> {
-    pub(crate) fn start(&self, vector: Buffer<T>) -> FusedWork<T> {
+impl<T: Stored> Summation<T> {
+    pub(crate) fn start(&self, vector: Exchanged<T>, device: &Device) -> UnderWay<T> {
+        let len = vector.len();
         match self {
-            Summation::AllReduce(fusion) => fusion.all_reduce(vector),
-            Summation::ReduceScatter(group) => group.reduce_scatter(vector, ReduceOp::Sum).into(),
+            Summation::AllReduce(fusion) => {
+                vector.exchange(device, 0..len, 0..len, |buffer| fusion.all_reduce(buffer))
+            }
+            Summation::ReduceScatter(group) => {
+                let own = block(group.rank(), group.world_size(), len);
+                let scatter = |buffer| group.reduce_scatter(buffer, ReduceOp::Sum);
+                vector.exchange(device, 0..len, own, scatter)
+            }
         }
     }
 
@@ -62,12 +72,12 @@ pub(crate) struct Vector<T> {
     len: usize,
     exchange: Summation<T>,
     /// Present while nothing is under way and it was not given back.
-    memory: Option<Buffer<T>>,
-    under_way: Option<FusedWork<T>>,
+    memory: Option<Exchanged<T>>,
+    under_way: Option<UnderWay<T>>,
     pool: Pool<T>,
 }
 
-impl<T: Element> Vector<T> {
+impl<T: Stored> Vector<T> {
     /// Takes no memory before the first term.
     pub(crate) fn new(len: usize, exchange: &Summation<T>, pool: &Pool<T>) -> Self {
         let (exchange, pool) = (exchange.clone(), pool.clone());
@@ -79,12 +89,12 @@ impl<T: Element> Vector<T> {
     }
 
     /// Memory for a sum.
-    pub(crate) fn take(&mut self) -> Result<Buffer<T>, ParallelError> {
+    pub(crate) fn take(&mut self) -> Result<Exchanged<T>, ParallelError> {
         self.memory.take().map_or_else(|| self.pool.take(self.len), Ok)
     }
 
     /// Gives a term that is complete.
-    pub(crate) fn put(&mut self, term: Buffer<T>) {
+    pub(crate) fn put(&mut self, term: Exchanged<T>) {
         self.memory = Some(term);
     }
 }
@@ -93,14 +103,17 @@ impl<T: Element> Vector<T> {
 impl<T: Stored> Sum for Vector<T> {
     fn add(&mut self, term: View<'_>, device: &Device) -> Result<(), ParallelError> {
         let mut memory = self.take()?;
-        device.convert(term, T::view_mut(&mut memory));
+        let own = self.pool.device();
+        let term = bring(term, device, own, Category::Communication)?;
+        own.convert(term.view(), memory.view_mut());
+        drop(term);
         self.memory = Some(memory);
         Ok(())
     }
 
-    fn reduce(&mut self, _: &Device) {
+    fn reduce(&mut self) {
         let term = self.memory.take().expect("a gradient was added");
-        self.under_way = Some(self.exchange.start(term));
+        self.under_way = Some(self.exchange.start(term, self.pool.device()));
     }
 
     fn flush(&self) {
@@ -108,13 +121,13 @@ impl<T: Stored> Sum for Vector<T> {
     }
 
     fn wait(&mut self, waiting: &mut Waiting) -> Result<(), ParallelError> {
-        let work = self.under_way.take().expect("the sum over the ranks was started");
-        self.memory = Some(waiting.wait_fused(work)?);
+        let under_way = self.under_way.take().expect("the sum over the ranks was started");
+        self.memory = Some(under_way.wait(self.pool.device(), waiting)?);
         Ok(())
     }
 
     fn view(&self) -> View<'_> {
-        T::view(self.memory.as_ref().expect("a gradient is read after its reduction"))
+        self.memory.as_ref().expect("a gradient is read after its reduction").view()
     }
 
     fn memory(&mut self) -> &mut dyn Movable {
@@ -128,7 +141,7 @@ impl<T: Stored> Movable for Vector<T> {
     }
 
     fn view_mut(&mut self) -> ViewMut<'_> {
-        T::view_mut(self.memory.as_mut().expect("memory is here when it is worked with"))
+        self.memory.as_mut().expect("memory is here when it is worked with").view_mut()
     }
 
     fn release(&mut self) {

@@ -55,7 +55,7 @@ fn all_bits(executor: &Executor) -> Vec<u32> {
     let mut bits = parameter_bits(executor);
     for unit in 0..executor.model().num_units() {
         for state in executor.optimizer().states(unit) {
-            bits.extend(state.values(executor.device()).iter().map(|value| value.to_bits()));
+            bits.extend(state.values(executor.optimizer_device()).iter().map(|value| value.to_bits()));
         }
     }
     bits

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use trireme_base::{Event, Issued, KernelCall, Rank, StepEvents};
+use trireme_base::{Issued, JournalEntry, KernelCall, Rank, StepEvents};
 use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, Stuck, run};
 
 /// What things take on a machine, in seconds.
@@ -121,7 +121,7 @@ struct RankEntries {
 impl RankEntries {
     fn new(place: usize, rank: &StepEvents, places: &mut Places<'_>) -> Self {
         let numbers = rank.actions.iter().flatten().filter_map(|event| match event {
-            Event::Issue(number, _) => Some(*number),
+            JournalEntry::Issue(number, _) => Some(*number),
             _ => None,
         });
         let first = numbers.min().unwrap_or(0);
@@ -132,19 +132,19 @@ impl RankEntries {
             for action in &rank.actions {
                 let mut kernels: Vec<&KernelCall> = Vec::new();
                 for event in action {
-                    if let Event::Kernel(call) = event {
+                    if let JournalEntry::Kernel(call) = event {
                         kernels.push(call);
                         continue;
                     }
                     entries.extend(computation(&mut kernels, places));
                     match event {
-                        Event::Issue(issue, issued) => {
+                        JournalEntry::Issue(issue, issued) => {
                             let number = number(*issue).expect("it is the first or comes later");
                             entries.push(places.entry(place, number, issued));
                         }
                         // What a step before the first one issued has ended.
-                        Event::Await(issue) => entries.extend(number(*issue).map(Entry::Await)),
-                        Event::Kernel(_) | Event::Pause => (),
+                        JournalEntry::Await(issue) => entries.extend(number(*issue).map(Entry::Await)),
+                        JournalEntry::Kernel(_) | JournalEntry::Pause => (),
                     }
                 }
                 entries.extend(computation(&mut kernels, places));
@@ -180,18 +180,18 @@ mod tests {
         }
     }
 
-    fn kernel(operations: usize) -> Event {
-        Event::Kernel(KernelCall { kernel: "any", cost: Cost::others(&[operations]) })
+    fn kernel(operations: usize) -> JournalEntry {
+        JournalEntry::Kernel(KernelCall { kernel: "any", cost: Cost::others(&[operations]) })
     }
 
-    fn collective(number: usize, members: &[usize]) -> Event {
+    fn collective(number: usize, members: &[usize]) -> JournalEntry {
         let members = members.iter().copied().map(Rank).collect();
         let operation = "all_reduce";
-        Event::Issue(number, Issued::Collective { operation, len: 1, element_bytes: 4, members })
+        JournalEntry::Issue(number, Issued::Collective { operation, len: 1, element_bytes: 4, members })
     }
 
-    fn seconds(ranks: &[Vec<Vec<Event>>], num_issued: usize, data_degree: usize) -> f64 {
-        let events = |actions: &Vec<Vec<Event>>| StepEvents { actions: actions.clone(), num_issued };
+    fn seconds(ranks: &[Vec<Vec<JournalEntry>>], num_issued: usize, data_degree: usize) -> f64 {
+        let events = |actions: &Vec<Vec<JournalEntry>>| StepEvents { actions: actions.clone(), num_issued };
         let ranks: Vec<StepEvents> = ranks.iter().map(events).collect();
         step_time(&ranks, data_degree, &Machine).unwrap().seconds
     }
@@ -199,13 +199,13 @@ mod tests {
     #[test]
     fn what_overlaps_is_hidden_and_what_is_awaited_is_not() {
         let members = [0, 1];
-        let hidden = vec![collective(7, &members), kernel(9), Event::Await(7)];
+        let hidden = vec![collective(7, &members), kernel(9), JournalEntry::Await(7)];
         // The kernels run beside the collective of two ranks, at half speed for its 4 seconds.
         assert_eq!(seconds(&[vec![hidden]], 1, 2), 11.0);
-        let awaited = vec![kernel(9), collective(7, &members), Event::Await(7)];
+        let awaited = vec![kernel(9), collective(7, &members), JournalEntry::Await(7)];
         assert_eq!(seconds(&[vec![awaited]], 1, 2), 13.0);
         // Awaited in the next step: number 6 is the like of 7 in the step before.
-        let next = vec![kernel(9), Event::Await(6), kernel(1), collective(7, &members)];
+        let next = vec![kernel(9), JournalEntry::Await(6), kernel(1), collective(7, &members)];
         assert_eq!(seconds(&[vec![next]], 1, 2), 12.0);
     }
 
@@ -213,13 +213,14 @@ mod tests {
     fn a_pipeline_s_ranks_wait_for_messages_and_meet() {
         let (send, receive) =
             (Issued::Send { to: Rank(1), bytes: 8 }, Issued::Receive { from: Rank(0), bytes: 8 });
-        let first = vec![kernel(5), Event::Issue(0, send), collective(1, &[0, 1]), Event::Await(1)];
+        let first =
+            vec![kernel(5), JournalEntry::Issue(0, send), collective(1, &[0, 1]), JournalEntry::Await(1)];
         let second = vec![
-            Event::Issue(0, receive),
-            Event::Await(0),
+            JournalEntry::Issue(0, receive),
+            JournalEntry::Await(0),
             kernel(3),
             collective(1, &[0, 1]),
-            Event::Await(1),
+            JournalEntry::Await(1),
         ];
         assert_eq!(seconds(&[vec![first], vec![second]], 2, 1), 5.0 + 4.0 + 3.0 + 4.0);
     }

@@ -2,29 +2,35 @@
 
 mod attention;
 mod blocks;
+mod detached;
 mod elementwise;
 mod error;
 mod layers;
+mod matmul;
 mod optimizer;
 mod quantized;
+mod sums;
 mod transfer;
 
-pub(crate) use attention::AttentionViews;
+pub(crate) use attention::{AttentionViews, CacheViews, RotaryViews};
+pub(crate) use detached::Queue;
+pub use detached::{DetachedOptions, WaitSite};
 pub use error::DeviceError;
+pub(crate) use layers::BagViews;
+pub use matmul::{MatmulEpilogue, Transpose};
+pub use transfer::PinnedMemory;
 
-use crate::fp8::Fp8Format;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
 use crate::kernels::cpu::element::with_element;
-use crate::kernels::cpu::matmul::{Matrix, Product};
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{Activation, CpuFeatures, MatmulEpilogue, Unit};
+use crate::kernels::{Activation, CpuFeatures, Unit};
 use crate::memory::MemoryCounter;
-use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::{Tensor, View, ViewMut};
+use detached::{Detached, Stream};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use trireme_base::{Category, Cost, DType, Event, Journal, KernelCall, Traffic};
+use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
 
 /// How to open a device.
 #[derive(Debug, Clone, Copy, Default)]
@@ -35,27 +41,37 @@ pub struct DeviceOptions {
     pub features_max: Option<CpuFeatures>,
     /// Bytes that may be in use at a time, of all categories together; `None` for as many as the machine has.
     pub budget: Option<usize>,
+    /// Which hardware.
+    pub backend: Backend,
 }
 
-/// Whether a factor of a product is read transposed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Transpose {
-    /// As it lies in memory.
-    No,
-    /// Rows and columns exchanged.
-    Yes,
+/// The hardware behind a device.
+#[derive(Debug, Clone, Copy, Default)]
+pub enum Backend {
+    /// The CPU, which runs a kernel to its end before a call returns, in memory that the host shares.
+    #[default]
+    Cpu,
+    /// The CPU, worked with as an accelerator: kernels run later, and the host does not reach its memory.
+    Detached(DetachedOptions),
 }
 
 /// Hardware that owns memory and runs kernels; cheap to clone.
 ///
-/// Kernels run to their end before a call returns, and give the same bits for any number of threads.
+/// A method *issues* a kernel, and may return before it has run. Kernels run in the order of issue, and give the same bits for any
+/// number of threads. Copies between the host and the device run beside them, in the order of [events](Event).
 #[derive(Debug, Clone)]
 pub struct Device {
     cpu: Arc<Cpu>,
+    /// Absent where kernels run at once.
+    detached: Option<Arc<Detached>>,
     arena: Arc<Arena>,
     counter: Arc<MemoryCounter>,
+    /// Of host memory that copies work with.
+    pinned: Arc<MemoryCounter>,
     cost: Arc<Mutex<Cost>>,
     journal: Arc<OnceLock<Journal>>,
+    /// Whether kernels reach the host's memory.
+    reaches_host: bool,
 }
 
 impl Device {
@@ -65,17 +81,38 @@ impl Device {
     /// Threads that a device may have at most; more are refused before any is started.
     pub const THREADS_MAX: usize = 1 << 12;
 
-    /// The CPU, with threads of its own.
-    pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
+    /// The device of these options, with threads of its own.
+    ///
+    /// # Errors
+    /// If its threads or its memory cannot be had.
+    pub fn open(options: DeviceOptions) -> Result<Self, DeviceError> {
         let num_threads = num_threads(options)?;
-        let threads =
-            ThreadPool::new(num_threads).map_err(|source| DeviceError::Threads { num_threads, source })?;
+        let refused = |source| DeviceError::Threads { num_threads, source };
+        let threads = ThreadPool::new(num_threads).map_err(refused)?;
         let counter = Arc::new(MemoryCounter::new(options.budget));
-        let arena = Arena::reserve(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
-        Ok(Self::new(threads, options, arena, counter))
+        let Backend::Detached(detached) = options.backend else {
+            let arena = Arena::reserve(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+            return Ok(Self::new(threads, options, arena, counter));
+        };
+        let arena = Arena::detached(Arc::clone(&counter)).map_err(DeviceError::Reserve)?;
+        let features = features(options);
+        let cpu = Cpu::new(threads, features).within(Arc::clone(arena.mapping()));
+        let detached = Detached::start(cpu, detached).map_err(refused)?;
+        arena.order_by(detached.queue());
+        let host_threads = ThreadPool::new(num_threads).map_err(refused)?;
+        let device = Self::new(host_threads, options, arena, counter);
+        Ok(Device { detached: Some(Arc::new(detached)), ..device })
     }
 
-    /// A device that counts what [`Device::cpu`] with these options would take and compute, and does neither: its memory is
+    /// The CPU: [`open`](Device::open) of these options, whatever backend they name.
+    ///
+    /// # Errors
+    /// As [`open`](Device::open).
+    pub fn cpu(options: DeviceOptions) -> Result<Self, DeviceError> {
+        Device::open(DeviceOptions { backend: Backend::Cpu, ..options })
+    }
+
+    /// A device that counts what [`Device::open`] with these options would take and compute, and does neither: its memory is
     /// never touched, and its kernels check their arguments and end. What runs on it tells its own size.
     pub fn counting(options: DeviceOptions) -> Result<Self, DeviceError> {
         let threads = ThreadPool::idle(num_threads(options)?);
@@ -85,10 +122,29 @@ impl Device {
     }
 
     fn new(threads: ThreadPool, options: DeviceOptions, arena: Arena, counter: Arc<MemoryCounter>) -> Self {
-        let detected = CpuFeatures::detect();
-        let features = options.features_max.map_or(detected, |most| most.min(detected));
-        let (cpu, arena) = (Arc::new(Cpu { threads, features }), Arc::new(arena));
-        Device { cpu, arena, counter, cost: Arc::default(), journal: Arc::default() }
+        let (cpu, arena) = (Arc::new(Cpu::new(threads, features(options))), Arc::new(arena));
+        let reaches_host = matches!(options.backend, Backend::Cpu);
+        let pinned = match reaches_host {
+            true => Arc::clone(&counter),
+            false => Arc::new(MemoryCounter::new(None)),
+        };
+        let (cost, journal) = (Arc::default(), Arc::default());
+        Device { cpu, detached: None, arena, counter, pinned, cost, journal, reaches_host }
+    }
+
+    /// Whether kernels work in the host's memory, too: then the host and the device are one space, and nothing is copied between them.
+    pub fn reaches_host(&self) -> bool {
+        self.reaches_host
+    }
+
+    /// Whether both are clones of one device.
+    pub fn is_same(&self, other: &Device) -> bool {
+        Arc::ptr_eq(&self.arena, &other.arena)
+    }
+
+    /// Whether kernels of both work in one space.
+    pub fn shares_space(&self, other: &Device) -> bool {
+        self.is_same(other) || self.reaches_host && other.reaches_host
     }
 
     /// Whether this device [only counts](Device::counting): who fills its memory without a kernel must leave it alone.
@@ -121,13 +177,49 @@ impl Device {
     /// Adds the cost of a kernel that begins, and notes it in the journal.
     fn count(&self, kernel: &'static str, cost: Cost) {
         if let Some(journal) = self.journal.get() {
-            journal.note(Event::Kernel(KernelCall { kernel, cost }));
+            journal.note(JournalEntry::Kernel(KernelCall { kernel, cost }));
         }
         *self.cost.lock().unwrap_or_else(PoisonError::into_inner) += cost;
     }
 
+    /// Counts a kernel, and runs it. On a device that only counts, tasks of threads do not run; what else `run` does must be cheap.
+    fn issue(&self, kernel: &'static str, cost: Cost, run: impl FnOnce(&Cpu) + Send + 'static) {
+        self.count(kernel, cost);
+        match &self.detached {
+            None => run(&self.cpu),
+            Some(detached) => detached.queue().run(Stream::Compute, run),
+        }
+    }
+
+    /// What was issued so far.
+    pub fn record(&self) -> Event {
+        self.detached.as_ref().map_or(Event::DONE, |detached| detached.queue().record(Stream::Compute))
+    }
+
+    /// Lets kernels that are issued from now on run after an event. The caller goes on at once, unless kernels run while they are issued.
+    #[track_caller]
+    pub fn wait_for(&self, event: &Event) {
+        match &self.detached {
+            None => event.wait(),
+            Some(detached) => detached.queue().wait(Stream::Compute, event),
+        }
+    }
+
+    /// Waits on the host until all that was issued has run.
+    ///
+    /// # Panics
+    /// If a kernel panicked.
+    pub fn synchronize(&self) {
+        self.record().wait();
+    }
+
+    /// Where the streams of a [detached](Backend::Detached) device have waited for events.
+    pub fn wait_sites(&self) -> Vec<WaitSite> {
+        self.detached.as_ref().map(|detached| detached.queue().sites()).unwrap_or_default()
+    }
+
     /// The host beside this device: memory of its own, counted apart, and the processor that works in it. On the CPU that is
-    /// the same one.
+    /// the same one. It is a device that [reaches the host's memory](Device::reaches_host), and runs kernels at once.
     ///
     /// # Errors
     /// If its memory cannot be reserved.
@@ -138,8 +230,9 @@ impl Device {
             false => Arena::reserve(Arc::clone(&counter)),
         };
         let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));
-        let journal = Arc::clone(&self.journal);
-        Ok(Device { cpu, arena, counter, cost: Arc::default(), journal })
+        let (pinned, journal) = (Arc::clone(&counter), Arc::clone(&self.journal));
+        let (detached, cost) = (None, Arc::default());
+        Ok(Device { cpu, detached, arena, counter, pinned, cost, journal, reaches_host: true })
     }
 
     /// Gives memory that is not in use back to the system, after something that took much of it for once.
@@ -160,6 +253,12 @@ impl Device {
     /// Bytes in use, by category.
     pub fn memory(&self) -> &MemoryCounter {
         &self.counter
+    }
+
+    /// Bytes of the host's memory in use that copies of this device work with, by category. Where kernels reach the host's memory, it is
+    /// [`memory`](Device::memory).
+    pub fn pinned(&self) -> &MemoryCounter {
+        &self.pinned
     }
 
     /// Refuses what can never fit, before any of it is taken: `num_bytes` for `category`, if that is more than all the
@@ -187,11 +286,13 @@ impl Device {
     }
 
     /// Sets all elements to 0.
-    pub fn zero(&self, mut x: ViewMut<'_>) {
-        self.count("zero", Cost::ZERO.writes(x.num_bytes()));
-        if !self.is_counting() {
-            x.zero();
-        }
+    pub fn zero(&self, x: ViewMut<'_>) {
+        let mut x = x.into_place();
+        self.issue("zero", Cost::ZERO.writes(x.num_bytes()), move |cpu| {
+            if !cpu.threads.is_idle() {
+                x.bytes(cpu).fill(0);
+            }
+        });
     }
 
     /// An f32 tensor for activations, with unspecified contents.
@@ -208,165 +309,76 @@ impl Device {
     ///
     /// # Panics
     /// If the shapes differ.
-    pub fn convert(&self, x: View<'_>, mut y: ViewMut<'_>) {
+    pub fn convert(&self, x: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.shape(), y.shape());
-        self.count("convert", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
-        with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
-            self.cpu.convert::<X, Y>(x.elements(), y.elements());
-        }));
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("convert", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()), move |cpu| {
+            with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
+                cpu.convert::<X, Y>(x.elements(cpu), y.elements(cpu));
+            }));
+        });
     }
 
     /// `y = x`, element by element, of one type.
     ///
     /// # Panics
     /// If the shapes or the types differ.
-    pub fn copy(&self, x: View<'_>, mut y: ViewMut<'_>) {
-        assert_eq!(x.dtype(), y.dtype());
-        if x.dtype().is_float() {
+    pub fn copy(&self, x: View<'_>, y: ViewMut<'_>) {
+        assert_eq!((x.dtype(), x.shape()), (y.dtype(), y.shape()));
+        if x.dtype().size() < 8 && x.dtype().is_float() {
             return self.convert(x, y);
         }
-        self.count("copy", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
-        if !self.is_counting() {
-            y.copy_from(x);
-        }
-    }
-
-    /// `y = fp8(x * 2^scale_exponent) / 2^scale_exponent`, elementwise, rounded to nearest even and saturated; `y` is bf16.
-    /// Returns the largest finite `|x|`.
-    ///
-    /// # Panics
-    /// If the shapes differ.
-    pub(crate) fn quantize_fp8(
-        &self,
-        x: View<'_>,
-        format: Fp8Format,
-        scale_exponent: i32,
-        mut y: ViewMut<'_>,
-    ) -> f32 {
-        assert_eq!(x.shape(), y.shape());
-        self.count(
-            "quantize_fp8",
-            each(x.shape(), FP8_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()),
-        );
-        with_element!(x.dtype() => |T| {
-            self.cpu.quantize_fp8::<T>(x.elements(), y.elements(), format, scale_exponent)
-        })
-    }
-
-    /// `out = op(left) op(right) + epilogue` for matrices, with factors rounded to `precision` and sums in f32; `out` is
-    /// `rows x cols`.
-    ///
-    /// Cost: `2 rows cols inner` floating-point operations.
-    ///
-    /// # Errors
-    /// If there is no memory to pack the right factor.
-    ///
-    /// # Panics
-    /// If the shapes do not fit, if a factor is not of floats, or if what is added to is not f32.
-    pub fn matmul(
-        &self,
-        precision: Precision,
-        left: (View<'_>, Transpose),
-        right: (View<'_>, Transpose),
-        out: ViewMut<'_>,
-        epilogue: MatmulEpilogue<'_>,
-    ) -> Result<(), DeviceError> {
-        let cost = Cost::products(&[2, out.shape().num_elements(), sides(&left).1]);
-        let cost = cost.reads(left.0.num_bytes() + right.0.num_bytes());
-        self.count(
-            "matmul",
-            match epilogue {
-                MatmulEpilogue::Overwrite => cost.writes(out.num_bytes()),
-                MatmulEpilogue::Accumulate => cost.updates(out.num_bytes()),
-                MatmulEpilogue::Add { residual, .. } => {
-                    cost.reads(residual.map_or(0, size_of_val)).writes(out.num_bytes())
-                }
-            },
-        );
-        self.uncounted_matmul(precision, left, right, out, epilogue)
-    }
-
-    /// As [`matmul`](Device::matmul), as a part of a kernel that counts its own cost.
-    fn uncounted_matmul(
-        &self,
-        precision: Precision,
-        left: (View<'_>, Transpose),
-        right: (View<'_>, Transpose),
-        mut out: ViewMut<'_>,
-        epilogue: MatmulEpilogue<'_>,
-    ) -> Result<(), DeviceError> {
-        let ((rows, inner), (right_inner, cols)) = (sides(&left), sides(&right));
-        let ((left, left_transpose), (right, right_transpose)) = (left, right);
-        assert_eq!(inner, right_inner, "{:?} times {:?}", left.shape(), right.shape());
-        let size = Product { rows, cols, inner };
-        let factors = (matrix(&left, left_transpose), matrix(&right, right_transpose));
-        let num_words = self.cpu.matmul_scratch(precision, size, factors.0);
-        let mut scratch = self.activation_of([num_words], DType::U32)?;
-        self.cpu.matmul(precision, size, factors, out.floats(), epilogue, scratch.view_mut().u32s());
-        Ok(())
-    }
-
-    /// Sums the rows of `x` into `out`, one value a column.
-    pub(crate) fn column_sums(&self, x: View<'_>, mut out: ViewMut<'_>, accumulate: bool) {
-        self.count("column_sums", written(each(x.shape(), 1).reads(x.num_bytes()), &out, accumulate));
-        with_element!(x.dtype() => |T| self.cpu.column_sums::<T>(x.elements(), out.f32s(), accumulate));
-    }
-
-    /// Sum of the squares of `x`, in f64: within leaves of `leaf_len` elements, and then of neighbouring leaves first.
-    ///
-    /// # Panics
-    /// If there are more than [`LEAVES`](crate::LEAVES) leaves.
-    pub fn sum_of_squares(&self, x: View<'_>, leaf_len: usize) -> f64 {
-        self.count("sum_of_squares", each(x.shape(), 2).reads(x.num_bytes()));
-        self.cpu.sum_of_squares(x.f32s(), leaf_len)
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("copy", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()), move |cpu| {
+            if !cpu.threads.is_idle() {
+                y.bytes(cpu).copy_from_slice(x.bytes(cpu));
+            }
+        });
     }
 
     /// `y = activation(x)`.
-    pub(crate) fn activate(&self, activation: Activation, x: View<'_>, mut y: ViewMut<'_>) {
-        self.count(
-            "activate",
-            each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes()),
-        );
-        with_element!(x.dtype() => |T| self.cpu.activate::<T>(activation, x.elements(), y.elements()));
+    pub(crate) fn activate(&self, activation: Activation, x: View<'_>, y: ViewMut<'_>) {
+        let cost = each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes());
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("activate", cost, move |cpu| {
+            with_element!(x.dtype() => |T| cpu.activate::<T>(activation, x.elements(cpu), y.elements(cpu)));
+        });
     }
 
     /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
-    pub(crate) fn activate_backward(&self, activation: Activation, mut x: ViewMut<'_>, mut dy: ViewMut<'_>) {
+    pub(crate) fn activate_backward(&self, activation: Activation, x: ViewMut<'_>, dy: ViewMut<'_>) {
         let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        self.count(
-            "activate_backward",
-            each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes()),
-        );
-        with_element!(x.dtype() => |T| {
-            self.cpu.activate_backward::<T>(activation, x.elements(), dy.elements());
+        let cost = each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes());
+        let (mut x, mut dy) = (x.into_place(), dy.into_place());
+        self.issue("activate_backward", cost, move |cpu| {
+            with_element!(x.dtype() => |T| {
+                cpu.activate_backward::<T>(activation, x.elements(cpu), dy.elements(cpu));
+            });
         });
     }
 
     /// `y = activation(gate) * up` for rows `gate | up`.
-    pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, mut y: ViewMut<'_>) {
+    pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, y: ViewMut<'_>) {
         let cols = y.shape().cols();
         let cost = each(y.shape(), activation.num_operations() + 1).reads(gate_up.num_bytes());
-        self.count("gate", cost.writes(y.num_bytes()));
-        with_element!(y.dtype() => |T| {
-            self.cpu.gate::<T>(activation, gate_up.elements(), y.elements(), cols);
+        let (gate_up, mut y) = (gate_up.place(), y.into_place());
+        self.issue("gate", cost.writes(y.num_bytes()), move |cpu| {
+            with_element!(y.dtype() => |T| {
+                cpu.gate::<T>(activation, gate_up.elements(cpu), y.elements(cpu), cols);
+            });
         });
     }
 
     /// In place: `gate_up` becomes its gradient, and `dy` the output.
-    pub(crate) fn gate_backward(
-        &self,
-        activation: Activation,
-        mut gate_up: ViewMut<'_>,
-        mut dy: ViewMut<'_>,
-    ) {
+    pub(crate) fn gate_backward(&self, activation: Activation, gate_up: ViewMut<'_>, dy: ViewMut<'_>) {
         let cols = dy.shape().cols();
         let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        self.count(
-            "gate_backward",
-            each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes()),
-        );
-        with_element!(dy.dtype() => |T| {
-            self.cpu.gate_backward::<T>(activation, gate_up.elements(), dy.elements(), cols);
+        let cost = each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes());
+        let (mut gate_up, mut dy) = (gate_up.into_place(), dy.into_place());
+        self.issue("gate_backward", cost, move |cpu| {
+            with_element!(dy.dtype() => |T| {
+                cpu.gate_backward::<T>(activation, gate_up.elements(cpu), dy.elements(cpu), cols);
+            });
         });
     }
 
@@ -376,16 +388,14 @@ impl Device {
     }
 
     /// Goes through memory and computes next to nothing.
-    pub(crate) fn stream(&self, traffic: Traffic, mut memory: ViewMut<'_>) {
-        self.cpu.stream(traffic, memory.u32s());
+    pub(crate) fn stream(&self, traffic: Traffic, memory: ViewMut<'_>) {
+        let mut memory = memory.into_place();
+        self.issue("stream", Cost::ZERO, move |cpu| cpu.stream(traffic, memory.u32s(cpu)));
     }
 }
 
 /// Of an activation's derivative beside the activation, and of the products with it.
 const DERIVATIVE_OPERATIONS: usize = 8;
-
-/// Of a rounding to fp8: two products with the scale, limits, and the amax.
-const FP8_OPERATIONS: usize = 6;
 
 /// The cost of so many operations for each element.
 fn each(shape: Shape, num_operations: usize) -> Cost {
@@ -397,22 +407,18 @@ fn written(cost: Cost, out: &ViewMut<'_>, accumulate: bool) -> Cost {
     if accumulate { cost.updates(out.num_bytes()) } else { cost.writes(out.num_bytes()) }
 }
 
+/// The SIMD level of these options on this machine.
+fn features(options: DeviceOptions) -> CpuFeatures {
+    let detected = CpuFeatures::detect();
+    options.features_max.map_or(detected, |most| most.min(detected))
+}
+
 fn num_threads(options: DeviceOptions) -> Result<usize, DeviceError> {
     match options.num_threads {
         0 => Ok(std::thread::available_parallelism().map_or(1, usize::from)),
         num_threads if num_threads > Device::THREADS_MAX => Err(DeviceError::TooManyThreads { num_threads }),
         given => Ok(given),
     }
-}
-
-/// Rows and columns of a factor as a product reads it.
-fn sides((view, transpose): &(View<'_>, Transpose)) -> (usize, usize) {
-    let (rows, cols) = (view.shape().rows(), view.shape().cols());
-    if *transpose == Transpose::Yes { (cols, rows) } else { (rows, cols) }
-}
-
-fn matrix<'a>(view: &View<'a>, transpose: Transpose) -> Matrix<'a> {
-    Matrix::row_major(view.floats(), view.shape().cols(), transpose == Transpose::Yes)
 }
 
 #[cfg(test)]

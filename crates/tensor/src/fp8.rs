@@ -14,9 +14,9 @@ use crate::device::{Device, DeviceError};
 use crate::parameter_table::{ParameterId, ParameterTable};
 use crate::tensor::{Tensor, View};
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use trireme_base::DType;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use trireme_base::{Category, DType};
 
 /// A format of 8-bit floats, with a sign.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -104,6 +104,36 @@ impl Fp8Recipe {
     }
 }
 
+/// How a factor is scaled before it is rounded.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Fp8Scale {
+    recipe: Fp8Recipe,
+    operand: Operand,
+    /// Largest magnitude of earlier steps, if one is known.
+    reference: Option<f32>,
+}
+
+impl Fp8Scale {
+    pub(crate) fn format(&self) -> Fp8Format {
+        self.recipe.format(self.operand)
+    }
+
+    /// Whether it follows from earlier steps, else from the values themselves (*current scaling*).
+    pub(crate) fn is_known(&self) -> bool {
+        self.reference.is_some()
+    }
+
+    /// The exponent of the scale, if it is known.
+    pub(crate) fn exponent(&self) -> Option<i32> {
+        self.reference.map(|amax| self.exponent_for(amax))
+    }
+
+    /// The exponent of a scale by this largest magnitude.
+    pub(crate) fn exponent_for(&self, amax: f32) -> i32 {
+        self.recipe.scale_exponent(self.operand, amax)
+    }
+}
+
 /// Scales lie between two to minus this and two to this: beyond, rounded values would not be normal in bf16.
 pub(crate) const SCALE_EXPONENT_MAX: i32 = 100;
 
@@ -126,24 +156,18 @@ pub struct Fp8Scales {
     recipe: Fp8Recipe,
     /// First parameter of each layer's weight, ascending.
     layers: Vec<ParameterId>,
-    /// By layer, then [`Operand`].
-    operands: Vec<OperandScale>,
-}
-
-/// Amaxes of one factor, as bits of f32s: for magnitudes, their order is that of the values.
-#[derive(Debug, Default)]
-struct OperandScale {
-    /// Largest of the history; 0 where nothing is known.
-    history_max: AtomicU32,
-    /// Largest of this step so far.
-    amax: AtomicU32,
+    /// By layer, then [`Operand`]: the largest amax of the history, as bits of an f32; 0 where nothing is known.
+    history_max: Vec<AtomicU32>,
+    /// By layer, then [`Operand`]: the largest magnitudes of this step so far, on the device.
+    amaxes: Mutex<Tensor>,
 }
 
 /// One layer's part of [`Fp8Scales`].
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Fp8Layer<'a> {
-    recipe: Fp8Recipe,
-    operands: &'a [OperandScale],
+    scales: &'a Fp8Scales,
+    /// Place of the layer.
+    layer: usize,
     /// Whether amaxes count for the scales to come.
     observes: bool,
 }
@@ -153,8 +177,11 @@ impl Fp8Scales {
     /// for the scales to come.
     pub(crate) fn layer(&self, weight: ParameterId, trains: bool) -> Option<Fp8Layer<'_>> {
         let layer = self.layers.binary_search(&weight).ok()?;
-        let operands = &self.operands[layer * OPERANDS..][..OPERANDS];
-        Some(Fp8Layer { recipe: self.recipe, operands, observes: trains })
+        Some(Fp8Layer { scales: self, layer, observes: trains })
+    }
+
+    fn amaxes(&self) -> MutexGuard<'_, Tensor> {
+        self.amaxes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -168,16 +195,14 @@ impl Fp8Layer<'_> {
         operand: Operand,
         values: View<'_>,
     ) -> Result<Tensor, DeviceError> {
-        let (format, scale) = (self.recipe.format(operand), &self.operands[operand as usize]);
+        let place = self.layer * OPERANDS + operand as usize;
+        let history_max = f32::from_bits(self.scales.history_max[place].load(Ordering::Relaxed));
+        let reference = (history_max > 0.0).then_some(history_max);
+        let scale = Fp8Scale { recipe: self.scales.recipe, operand, reference };
         let mut rounded = device.activation_of(values.shape(), DType::Bf16)?;
-        let mut round = |exponent| device.quantize_fp8(values, format, exponent, rounded.view_mut());
-        let history_max = f32::from_bits(scale.history_max.load(Ordering::Relaxed));
-        // A pass that only finds the amax: what it writes is written over.
-        let reference = if history_max > 0.0 { history_max } else { round(0) };
-        let amax = round(self.recipe.scale_exponent(operand, reference));
-        if self.observes {
-            scale.amax.fetch_max(amax.to_bits(), Ordering::Relaxed);
-        }
+        let mut amaxes = self.scales.amaxes();
+        let amax = self.observes.then(|| amaxes.view_mut().into_part(place, [1].into()));
+        device.quantize_fp8(values, scale, rounded.view_mut(), amax);
         Ok(rounded)
     }
 }
@@ -196,23 +221,39 @@ pub struct Fp8State {
 impl Fp8State {
     /// The state of a model all of whose [matrices](ParameterTable::matrices) are weights of linear layers in fp8.
     ///
+    /// # Errors
+    /// As [`new`](Fp8State::new).
+    ///
     /// # Panics
     /// As [`new`](Fp8State::new).
-    pub fn of_matrices(recipe: Fp8Recipe, table: &ParameterTable) -> Self {
-        Fp8State::new(recipe, table.matrices().iter().map(|span| span.first).collect())
+    pub fn of_matrices(
+        recipe: Fp8Recipe,
+        table: &ParameterTable,
+        device: &Device,
+    ) -> Result<Self, DeviceError> {
+        Fp8State::new(recipe, table.matrices().iter().map(|span| span.first).collect(), device)
     }
 
     /// Nothing is known yet. `layers` has the first parameter of each layer's weight.
     ///
+    /// # Errors
+    /// If the device has no memory for the amaxes of a step.
+    ///
     /// # Panics
     /// If the history has no room for a step.
-    pub fn new(recipe: Fp8Recipe, mut layers: Vec<ParameterId>) -> Self {
+    pub fn new(
+        recipe: Fp8Recipe,
+        mut layers: Vec<ParameterId>,
+        device: &Device,
+    ) -> Result<Self, DeviceError> {
         assert!(recipe.amax_history_len > 0, "scales follow from at least one step");
         layers.sort_unstable();
         let num_operands = layers.len() * OPERANDS;
-        let operands = (0..num_operands).map(|_| OperandScale::default()).collect();
+        let history_max = (0..num_operands).map(|_| AtomicU32::default()).collect();
+        let amaxes = device.zeros([num_operands].into(), DType::F32, Category::Communication)?;
         let history = vec![0.0; num_operands * recipe.amax_history_len];
-        Fp8State { scales: Arc::new(Fp8Scales { recipe, layers, operands }), history }
+        let scales = Fp8Scales { recipe, layers, history_max, amaxes: Mutex::new(amaxes) };
+        Ok(Fp8State { scales: Arc::new(scales), history })
     }
 
     /// What tapes read and write.
@@ -227,18 +268,17 @@ impl Fp8State {
 
     /// Number of amaxes of a step.
     pub fn num_amaxes(&self) -> usize {
-        self.scales.operands.len()
+        self.scales.history_max.len()
     }
 
     /// Takes the amaxes of the step out of the scales: of this rank's microbatches.
     ///
     /// # Panics
     /// If there is no room for [`Fp8State::num_amaxes`].
-    pub fn take_amaxes(&mut self, amaxes: &mut [f32]) {
-        assert_eq!(amaxes.len(), self.num_amaxes());
-        for (amax, operand) in amaxes.iter_mut().zip(&self.scales.operands) {
-            *amax = f32::from_bits(operand.amax.swap(0, Ordering::Relaxed));
-        }
+    pub fn take_amaxes(&mut self, device: &Device, amaxes: &mut [f32]) {
+        let mut own = self.scales.amaxes();
+        device.download(own.view(), amaxes);
+        device.zero(own.view_mut());
     }
 
     /// Ends a step: its `amaxes`, of all ranks, enter the history, and give new scales.
@@ -284,9 +324,9 @@ impl Fp8State {
 
     fn update_scales(&mut self) {
         let histories = self.history.chunks_exact(self.scales.recipe.amax_history_len);
-        for (operand, history) in self.scales.operands.iter().zip(histories) {
+        for (known, history) in self.scales.history_max.iter().zip(histories) {
             let max = history.iter().copied().fold(0.0, f32::max);
-            operand.history_max.store(max.to_bits(), Ordering::Relaxed);
+            known.store(max.to_bits(), Ordering::Relaxed);
         }
     }
 }

@@ -22,12 +22,15 @@ mod tensor;
 mod values;
 
 pub use declaration::{Cut, Initial, Parameter, ParameterClass};
-pub use device::{Device, DeviceError, DeviceOptions, Transpose};
+pub use device::{
+    Backend, DetachedOptions, Device, DeviceError, DeviceOptions, MatmulEpilogue, PinnedMemory, Transpose,
+    WaitSite,
+};
 pub use fp8::{Fp8Formats, Fp8Recipe, Fp8Scales, Fp8State};
 pub use kernels::{
     Activation, AdamStep, AdamWStep, AttentionRule, AttentionShape, CpuFeatures, FACTORED_FLOOR,
-    FactoredStep, IntegerFormat, LarsStep, LionStep, MatmulEpilogue, MomentumStep, MuonStep, Piece, Pieces,
-    RmsStep, StateDType, Update,
+    FactoredStep, IntegerFormat, LarsStep, LionStep, MomentumStep, MuonStep, Piece, Pieces, RmsStep,
+    StateDType, Update,
 };
 pub use memory::{MemoryCounter, MemoryUsage, OverBudget};
 pub use optimizer::{FactoredMatrix, OptimizerState};

@@ -1,11 +1,12 @@
 //! What optimizers keep from step to step.
 
 use crate::device::{Device, DeviceError};
-use crate::kernels::{FactoredPart, Pieces, SharedSlice, StateDType, StateRef, StateSlice};
+use crate::kernels::cpu::Cpu;
+use crate::kernels::{FactoredPart, Pieces, PlaceMut, SharedSlice, StateDType, StateRef, StateSlice};
 use crate::parameter_table::{ParameterInfo, UnitInfo};
 use crate::tensor::Tensor;
 use std::ops::Range;
-use trireme_base::{Category, DType};
+use trireme_base::{Bf16, Category, DType};
 
 /// A value for each element of some pieces, in f32 or fewer bits.
 #[derive(Debug)]
@@ -60,28 +61,81 @@ impl OptimizerState {
         visit(&mut self.steps);
     }
 
-    /// What kernels read.
-    pub(crate) fn as_ref(&self) -> StateRef<'_> {
-        let values = self.values.view();
+    /// The values of the pieces `range`, one after another, exactly.
+    ///
+    /// # Panics
+    /// If `out` is too short.
+    pub fn read(&self, pieces: &Pieces, range: Range<usize>, device: &Device, out: &mut [f32]) {
+        let (elements, blocks) = pieces.span(range.clone());
+        let values = self.values.view().part(elements.start, [elements.len()].into());
+        let read = |state: StateRef<'_>, out| pieces.read_state(device.cpu_features(), range, state, out);
         match self.dtype {
-            StateDType::F32 => StateRef::F32(values.elements()),
-            StateDType::Bf16 => StateRef::Bf16(values.elements()),
-            StateDType::Int8 => StateRef::Int8 {
-                codes: values.u8s(),
-                steps: self.steps.view().elements(),
-                is_square: self.is_square,
-            },
+            StateDType::F32 => read(StateRef::F32(&device.read(values)), out),
+            StateDType::Bf16 => read(StateRef::Bf16(&device.read(values)), out),
+            StateDType::Int8 => {
+                let steps = self.steps.view().part(blocks.start, [blocks.len()].into());
+                let (codes, steps) = (&device.read(values)[..], &device.read(steps)[..]);
+                read(StateRef::Int8 { codes, steps, is_square: self.is_square }, out);
+            }
         }
     }
 
-    /// What kernels write to.
-    pub(crate) fn slice(&mut self) -> StateSlice<'_> {
+    /// Sets the values of the pieces `range`. What [`read`](OptimizerState::read) gave of a state of the same dtype leaves it as it was.
+    ///
+    /// # Panics
+    /// If there are too few values.
+    pub fn write(&mut self, pieces: &Pieces, range: Range<usize>, device: &Device, values: &[f32]) {
+        let (elements, blocks) = pieces.span(range.clone());
+        let (first, len) = (elements.start, elements.len());
+        let is_square = self.is_square;
+        let write = |state: StateSlice<'_>| pieces.write_state(device.cpu_features(), range, state, values);
+        let own = self.values.view_mut().into_part(first, [len].into());
         match self.dtype {
-            StateDType::F32 => StateSlice::F32(SharedSlice::new(self.values.view_mut().into_elements())),
-            StateDType::Bf16 => StateSlice::Bf16(SharedSlice::new(self.values.view_mut().into_elements())),
+            StateDType::F32 => {
+                let mut written = vec![0.0; len];
+                write(StateSlice::F32(SharedSlice::new(&mut written)));
+                device.upload(&written, own);
+            }
+            StateDType::Bf16 => {
+                let mut written = vec![Bf16::default(); len];
+                write(StateSlice::Bf16(SharedSlice::new(&mut written)));
+                device.upload(&written, own);
+            }
+            StateDType::Int8 => {
+                let (mut codes, mut steps) = (vec![0; len], vec![0.0_f32; blocks.len()]);
+                let (codes_slice, steps_slice) = (SharedSlice::new(&mut codes), SharedSlice::new(&mut steps));
+                write(StateSlice::Int8 { codes: codes_slice, steps: steps_slice, is_square });
+                device.upload(&codes, own);
+                device.upload(&steps, self.steps.view_mut().into_part(blocks.start, [blocks.len()].into()));
+            }
+        }
+    }
+
+    /// Where it lies, for kernels.
+    pub(crate) fn places(&mut self) -> StatePlaces {
+        let OptimizerState { dtype, is_square, values, steps } = self;
+        let (values, steps) = (values.view_mut().into_place(), steps.view_mut().into_place());
+        StatePlaces { dtype: *dtype, is_square: *is_square, values, steps }
+    }
+}
+
+/// Where a state lies.
+pub(crate) struct StatePlaces {
+    dtype: StateDType,
+    is_square: bool,
+    values: PlaceMut,
+    steps: PlaceMut,
+}
+
+impl StatePlaces {
+    /// The state, for tasks to divide.
+    pub(crate) fn slice<'c>(&'c mut self, cpu: &'c Cpu) -> StateSlice<'c> {
+        match self.dtype {
+            StateDType::F32 => StateSlice::F32(SharedSlice::new(self.values.elements(cpu))),
+            StateDType::Bf16 => StateSlice::Bf16(SharedSlice::new(self.values.elements(cpu))),
             StateDType::Int8 => StateSlice::Int8 {
-                codes: SharedSlice::new(self.values.view_mut().into_u8s()),
-                steps: SharedSlice::new(self.steps.view_mut().into_elements()),
+                codes: SharedSlice::new(self.values.bytes(cpu)),
+                steps: SharedSlice::new(self.steps.elements(cpu)),
                 is_square: self.is_square,
             },
         }

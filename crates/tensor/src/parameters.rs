@@ -99,6 +99,15 @@ impl Parameters {
         self.device.read(self.flat(unit))
     }
 
+    /// Sets what is here of a unit's flat buffer.
+    ///
+    /// # Panics
+    /// If there are not as many values.
+    pub fn set(&mut self, unit: usize, values: &[f32]) {
+        let Parameters { flats, device, .. } = self;
+        device.upload(values, flats[unit].view_mut());
+    }
+
     /// What is here of a unit's flat buffer, to write.
     pub fn flat_mut(&mut self, unit: usize) -> ViewMut<'_> {
         self.flats[unit].view_mut()
@@ -194,6 +203,6 @@ mod tests {
         })
         .unwrap();
         assert_eq!(found, [("a".to_owned(), 2..3), ("b".to_owned(), 0..3)]);
-        assert_eq!(part.flat(0).f32s(), [0.0, 3.0, 3.0, 3.0]);
+        assert_eq!(part.values(0), [0.0, 3.0, 3.0, 3.0]);
     }
 }

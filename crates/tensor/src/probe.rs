@@ -10,8 +10,8 @@ pub use crate::kernels::Unit;
 pub use figure::{KernelFigure, Limit, Peaks, StepSizes};
 pub use trireme_base::{Cost, Traffic};
 
-use crate::device::{Device, DeviceError, Transpose};
-use crate::kernels::{CpuFeatures, MatmulEpilogue};
+use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
+use crate::kernels::CpuFeatures;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tensor::Tensor;

@@ -1,7 +1,7 @@
 //! Kernels for products prove themselves: what they compute is compared with what the portable kernel computes.
 
 use crate::kernels::cpu::element::{Element, FloatsMut, with_element};
-use crate::kernels::cpu::matmul::{MatmulEpilogue, Matrix, Product};
+use crate::kernels::cpu::matmul::{Epilogue, Matrix, Product};
 use crate::kernels::cpu::threads::ThreadPool;
 use crate::kernels::cpu::{Cpu, f32_error};
 use crate::kernels::{CpuFeatures, Unit};
@@ -94,7 +94,7 @@ const SIZES: [[usize; 3]; 6] = [[1, 1, 1], [5, 7, 3], [33, 37, 19], [32, 33, 32]
 
 fn single_threaded(features: CpuFeatures) -> Cpu {
     // A pool of one is the calling thread, so that none has to be started.
-    Cpu { threads: ThreadPool::new(1).expect("a pool of one starts no thread"), features }
+    Cpu::new(ThreadPool::new(1).expect("a pool of one starts no thread"), features)
 }
 
 /// Compares two ways to compute the products of a precision.
@@ -191,8 +191,7 @@ impl Case {
             if self.transposes == Transposes::NT { (inner, true) } else { (cols, false) };
         let left = Matrix::row_major(L::floats(&left), left_cols, left_transposed);
         let right = Matrix::row_major(R::floats(&right), right_cols, right_transposed);
-        let epilogue =
-            if self.before.is_some() { MatmulEpilogue::Accumulate } else { MatmulEpilogue::Overwrite };
+        let epilogue = if self.before.is_some() { Epilogue::Accumulate } else { Epilogue::Overwrite };
         // What a kernel reads and must not shows as NaN.
         let mut out = vec![self.before.unwrap_or(f32::NAN); rows * cols];
         let mut scratch = vec![u32::MAX; cpu.matmul_scratch(self.precision, self.size, left)];

@@ -1,8 +1,8 @@
 use crate::device::DeviceError;
 use crate::kernels::cpu::arena::Block;
-use crate::kernels::cpu::element::{Element, Floats, FloatsMut};
+use crate::kernels::{Place, PlaceMut};
 use crate::shape::Shape;
-use bytemuck::Pod;
+use std::marker::PhantomData;
 use std::ops::Range;
 use trireme_base::DType;
 
@@ -62,7 +62,8 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view(&self) -> View<'_> {
-        View { bytes: self.block.bytes(), shape: self.shape, dtype: self.dtype }
+        let place = Place::new(self.block.start(), self.block.len(), self.dtype);
+        View { place, shape: self.shape, lifetime: PhantomData }
     }
 
     /// As [`view`](Tensor::view), to write.
@@ -70,33 +71,35 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        ViewMut { bytes: self.block.bytes_mut(), shape: self.shape, dtype: self.dtype }
+        let place = PlaceMut::new(self.block.start(), self.block.len(), self.dtype);
+        ViewMut { place, shape: self.shape, lifetime: PhantomData }
     }
 }
 
-/// A borrowed row-major array: a tensor, a parameter within a flat buffer, or host memory.
+/// A borrowed row-major array: a tensor, a parameter within a flat buffer, or host memory. Its elements are seen by kernels alone;
+/// the host copies them with [`Device::download`](crate::Device::download).
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
-    bytes: &'a [u8],
+    place: Place,
     shape: Shape,
-    dtype: DType,
+    lifetime: PhantomData<&'a [u8]>,
 }
 
 /// As [`View`], to write.
 #[derive(Debug)]
 pub struct ViewMut<'a> {
-    bytes: &'a mut [u8],
+    place: PlaceMut,
     shape: Shape,
-    dtype: DType,
+    lifetime: PhantomData<&'a mut [u8]>,
 }
 
 impl<'a> View<'a> {
     /// Number of bytes.
     pub fn num_bytes(&self) -> usize {
-        self.bytes.len()
+        self.place.num_bytes()
     }
 
-    /// Host memory as an f32 array.
+    /// Host memory as an f32 array. Only devices that [reach the host's memory](crate::Device::reaches_host) work with it.
     ///
     /// # Panics
     /// If the length is not the shape's.
@@ -104,13 +107,13 @@ impl<'a> View<'a> {
         View::from_bytes(bytemuck::cast_slice(values), DType::F32, shape)
     }
 
-    /// Host memory as an array of `dtype`, to which it is aligned.
+    /// As [`from_f32s`](View::from_f32s), of any type, to which the memory is aligned.
     ///
     /// # Panics
     /// If the length is not the shape's.
     pub fn from_bytes(bytes: &'a [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
-        View { bytes, shape, dtype }
+        View { place: Place::of_host(bytes, dtype), shape, lifetime: PhantomData }
     }
 
     /// Sizes of the dims.
@@ -120,73 +123,18 @@ impl<'a> View<'a> {
 
     /// Element type.
     pub fn dtype(&self) -> DType {
-        self.dtype
+        self.place.dtype()
     }
 
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no f32.
-    pub(crate) fn f32s(&self) -> &'a [f32] {
-        self.elements()
-    }
-
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no `T`.
-    pub(crate) fn elements<T: Element>(&self) -> &'a [T] {
-        assert_eq!(self.dtype, T::DTYPE);
-        bytemuck::cast_slice(self.bytes)
-    }
-
-    /// Elements as whole numbers of their size, to copy them.
-    ///
-    /// # Panics
-    /// If the elements are of another size.
-    pub(crate) fn words<W: Pod>(&self) -> &'a [W] {
-        assert_eq!(self.dtype.size(), size_of::<W>());
-        bytemuck::cast_slice(self.bytes)
-    }
-
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no floats that kernels compute with.
-    pub(crate) fn floats(&self) -> Floats<'a> {
-        match self.dtype {
-            DType::Bf16 => Floats::Bf16(self.elements()),
-            DType::F16 => Floats::F16(self.elements()),
-            _ => Floats::F32(self.elements()),
-        }
-    }
-
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no u32.
-    pub(crate) fn u32s(&self) -> &'a [u32] {
-        assert_eq!(self.dtype, DType::U32);
-        bytemuck::cast_slice(self.bytes)
-    }
-
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no bytes.
-    pub(crate) fn u8s(&self) -> &'a [u8] {
-        assert_eq!(self.dtype, DType::U8);
-        self.bytes
+    /// What a kernel reads.
+    pub(crate) fn place(&self) -> Place {
+        self.place
     }
 
     /// The same memory as an array of bytes.
     pub fn as_bytes(&self) -> View<'a> {
-        View { bytes: self.bytes, shape: [self.bytes.len()].into(), dtype: DType::U8 }
-    }
-
-    /// Its bytes.
-    pub(crate) fn bytes(&self) -> &'a [u8] {
-        self.bytes
+        let num_bytes = self.num_bytes();
+        View { place: self.place.part(0..num_bytes, DType::U8), shape: [num_bytes].into(), ..*self }
     }
 
     /// Rows `first..first + num_rows` of a matrix.
@@ -194,12 +142,8 @@ impl<'a> View<'a> {
     /// # Panics
     /// If the matrix has fewer rows.
     pub fn rows(&self, first: usize, num_rows: usize) -> View<'a> {
-        let row_bytes = self.shape.cols() * self.dtype.size();
-        View {
-            bytes: &self.bytes[first * row_bytes..(first + num_rows) * row_bytes],
-            shape: Shape::from([num_rows, self.shape.cols()]),
-            dtype: self.dtype,
-        }
+        let cols = self.shape.cols();
+        self.part(first * cols, [num_rows, cols].into())
     }
 
     /// `shape.num_elements()` elements from element `offset` on, as an array of that shape.
@@ -207,18 +151,18 @@ impl<'a> View<'a> {
     /// # Panics
     /// If they lie outside.
     pub fn part(&self, offset: usize, shape: Shape) -> View<'a> {
-        let bytes = &self.bytes[part_bytes(self.dtype, offset, shape)];
-        View { bytes, shape, dtype: self.dtype }
+        let place = self.place.part(part_bytes(self.dtype(), offset, shape), self.dtype());
+        View { place, shape, ..*self }
     }
 }
 
 impl<'a> ViewMut<'a> {
     /// Number of bytes.
     pub fn num_bytes(&self) -> usize {
-        self.bytes.len()
+        self.place.num_bytes()
     }
 
-    /// Host memory as an f32 array.
+    /// As [`View::from_f32s`].
     ///
     /// # Panics
     /// If the length is not the shape's.
@@ -226,13 +170,13 @@ impl<'a> ViewMut<'a> {
         ViewMut::from_bytes(bytemuck::cast_slice_mut(values), DType::F32, shape)
     }
 
-    /// Host memory as an array of `dtype`, to which it is aligned.
+    /// As [`View::from_bytes`].
     ///
     /// # Panics
     /// If the length is not the shape's.
     pub fn from_bytes(bytes: &'a mut [u8], dtype: DType, shape: Shape) -> Self {
         assert_eq!(bytes.len(), shape.num_elements() * dtype.size(), "{shape:?}");
-        ViewMut { bytes, shape, dtype }
+        ViewMut { place: PlaceMut::of_host(bytes, dtype), shape, lifetime: PhantomData }
     }
 
     /// Sizes of the dims.
@@ -242,106 +186,29 @@ impl<'a> ViewMut<'a> {
 
     /// Element type.
     pub fn dtype(&self) -> DType {
-        self.dtype
+        self.place.dtype()
     }
 
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no f32.
-    pub(crate) fn f32s(&mut self) -> &mut [f32] {
-        self.elements()
-    }
-
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no `T`.
-    pub(crate) fn elements<T: Element>(&mut self) -> &mut [T] {
-        assert_eq!(self.dtype, T::DTYPE);
-        bytemuck::cast_slice_mut(self.bytes)
-    }
-
-    /// As [`View::words`], to write.
-    ///
-    /// # Panics
-    /// If the elements are of another size.
-    pub(crate) fn words<W: Pod>(&mut self) -> &mut [W] {
-        assert_eq!(self.dtype.size(), size_of::<W>());
-        bytemuck::cast_slice_mut(self.bytes)
-    }
-
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no floats that kernels compute with.
-    pub(crate) fn floats(&mut self) -> FloatsMut<'_> {
-        match self.dtype {
-            DType::Bf16 => FloatsMut::Bf16(self.elements()),
-            DType::F16 => FloatsMut::F16(self.elements()),
-            _ => FloatsMut::F32(self.elements()),
-        }
-    }
-
-    /// Elements in memory order.
-    ///
-    /// # Panics
-    /// If the elements are no u32.
-    pub(crate) fn u32s(&mut self) -> &mut [u32] {
-        assert_eq!(self.dtype, DType::U32);
-        bytemuck::cast_slice_mut(self.bytes)
-    }
-
-    /// Elements in memory order, for as long as the memory is borrowed.
-    ///
-    /// # Panics
-    /// If the elements are no `T`.
-    pub(crate) fn into_elements<T: Element>(self) -> &'a mut [T] {
-        assert_eq!(self.dtype, T::DTYPE);
-        bytemuck::cast_slice_mut(self.bytes)
-    }
-
-    /// Elements in memory order, for as long as the memory is borrowed.
-    ///
-    /// # Panics
-    /// If the elements are no bytes.
-    pub(crate) fn into_u8s(self) -> &'a mut [u8] {
-        assert_eq!(self.dtype, DType::U8);
-        self.bytes
-    }
-
-    /// Writes the bytes of `x`.
-    ///
-    /// # Panics
-    /// If they are not as many.
-    pub(crate) fn copy_from(&mut self, x: View<'_>) {
-        self.bytes.copy_from_slice(x.bytes);
-    }
-
-    /// Sets every element to zero, whose bits are zero in every dtype.
-    pub(crate) fn zero(&mut self) {
-        self.bytes.fill(0);
+    /// What a kernel writes.
+    pub(crate) fn into_place(self) -> PlaceMut {
+        self.place
     }
 
     /// The same memory as an array of bytes.
     pub fn into_bytes(self) -> ViewMut<'a> {
-        let shape = [self.bytes.len()].into();
-        ViewMut { bytes: self.bytes, shape, dtype: DType::U8 }
-    }
-
-    /// Its bytes.
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        self.bytes
+        let num_bytes = self.num_bytes();
+        let place = self.place.into_part(0..num_bytes, DType::U8);
+        ViewMut { place, shape: [num_bytes].into(), lifetime: PhantomData }
     }
 
     /// The same array, to read.
     pub fn as_view(&self) -> View<'_> {
-        View { bytes: self.bytes, shape: self.shape, dtype: self.dtype }
+        View { place: self.place.as_place(), shape: self.shape, lifetime: PhantomData }
     }
 
     /// The same array for a shorter time.
     pub fn reborrow(&mut self) -> ViewMut<'_> {
-        ViewMut { bytes: self.bytes, shape: self.shape, dtype: self.dtype }
+        ViewMut { place: self.place.reborrow(), shape: self.shape, lifetime: PhantomData }
     }
 
     /// Rows `first..first + num_rows` of a matrix.
@@ -349,12 +216,8 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If the matrix has fewer rows.
     pub fn rows(&mut self, first: usize, num_rows: usize) -> ViewMut<'_> {
-        let row_bytes = self.shape.cols() * self.dtype.size();
-        ViewMut {
-            bytes: &mut self.bytes[first * row_bytes..(first + num_rows) * row_bytes],
-            shape: Shape::from([num_rows, self.shape.cols()]),
-            dtype: self.dtype,
-        }
+        let cols = self.shape.cols();
+        self.reborrow().into_part(first * cols, [num_rows, cols].into())
     }
 
     /// `shape.num_elements()` elements from element `offset` on, as an array of that shape.
@@ -362,8 +225,9 @@ impl<'a> ViewMut<'a> {
     /// # Panics
     /// If they lie outside.
     pub fn into_part(self, offset: usize, shape: Shape) -> ViewMut<'a> {
-        let bytes = &mut self.bytes[part_bytes(self.dtype, offset, shape)];
-        ViewMut { bytes, shape, dtype: self.dtype }
+        let dtype = self.dtype();
+        let place = self.place.into_part(part_bytes(dtype, offset, shape), dtype);
+        ViewMut { place, shape, lifetime: PhantomData }
     }
 }
 

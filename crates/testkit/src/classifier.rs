@@ -87,8 +87,8 @@ impl Operation for Recall {
             }
         }
         drop(scores);
-        cx.add_loss(found.0, found.1);
-        Ok(())
+        let sum = cx.scalar(found.0)?;
+        cx.add_loss(sum, found.1)
     }
 
     fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {

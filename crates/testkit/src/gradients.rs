@@ -4,8 +4,8 @@ use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Recorder, Recording, Scale};
 use trireme_tensor::{
-    Category, Device, DeviceError, DeviceOptions, GradSink, GradTarget, ParameterSpan, ParameterTable,
-    Parameters, Precision, Shape, Tape, Tensor, Var, View, ViewMut,
+    Backend, Category, DetachedOptions, Device, DeviceError, DeviceOptions, GradSink, GradTarget,
+    ParameterSpan, ParameterTable, Parameters, Precision, Shape, Tape, Tensor, Var,
 };
 
 /// Step of the reference's central differences: they are exact to about 1e-9 of the scale of the values.
@@ -91,11 +91,12 @@ struct Manner {
     is_moved: bool,
     /// What gradients of parameters are added to.
     before: Option<f32>,
+    backend: Backend,
 }
 
 impl Default for Manner {
     fn default() -> Self {
-        Manner { num_threads: 1, apart: false, is_moved: false, before: None }
+        Manner { num_threads: 1, apart: false, is_moved: false, before: None, backend: Backend::Cpu }
     }
 }
 
@@ -141,8 +142,8 @@ impl GradSink for Grads {
 
 impl GradientCheck<'_> {
     /// Compares the output, and the gradient of every element of every input and parameter, with the reference and its
-    /// central differences. The bits must not depend on whether the halves of backward run apart, on the number of threads, or on
-    /// whether an operation may overwrite its inputs; gradients of parameters may be written or added.
+    /// central differences. The bits must not depend on whether the halves of backward run apart, on the number of threads, on
+    /// whether an operation may overwrite its inputs, or on the backend; gradients of parameters may be written or added.
     ///
     /// # Panics
     /// If something differs by more than the rounding of the precision explains.
@@ -154,6 +155,8 @@ impl GradientCheck<'_> {
             Manner { num_threads: 3, ..plain },
             Manner { is_moved: true, ..plain },
             Manner { is_moved: true, apart: true, ..plain },
+            Manner { backend: detached(0), ..plain },
+            Manner { backend: detached(1), num_threads: 2, is_moved: true, ..plain },
         ] {
             assert_eq!(found, self.compute(manner), "{}: {manner:?}", self.name);
         }
@@ -207,14 +210,16 @@ impl GradientCheck<'_> {
     }
 
     fn tensor(&self, device: &Device, input: &Input) -> Tensor {
-        let mut tensor = device.empty(input.shape, self.dtype(input), Category::Activations).unwrap();
         match &input.values {
             Values::Rounded(values) | Values::F32(values) => {
-                device.convert(View::from_f32s(values, input.shape), tensor.view_mut());
+                narrow(device, values, input.shape, self.dtype(input))
             }
-            Values::Ids(ids) => device.upload(ids, tensor.view_mut()),
+            Values::Ids(ids) => {
+                let mut tensor = device.empty(input.shape, DType::U32, Category::Activations).unwrap();
+                device.upload(ids, tensor.view_mut());
+                tensor
+            }
         }
-        tensor
     }
 
     /// The values of an input as the operation sees them.
@@ -250,8 +255,9 @@ impl GradientCheck<'_> {
     }
 
     fn compute(&self, manner: Manner) -> Found {
-        let Manner { num_threads, apart, is_moved, before } = manner;
-        let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
+        let Manner { num_threads, apart, is_moved, before, backend } = manner;
+        let device =
+            Device::open(DeviceOptions { num_threads, backend, ..DeviceOptions::default() }).unwrap();
         let parameters = self.parameters(&device);
         let mut tape = Tape::new(&device, Recording::On, self.precision);
         let put = |input: &Input| {
@@ -278,9 +284,7 @@ impl GradientCheck<'_> {
             let shape = output.shape();
             let cotangent: Vec<f32> =
                 self.cotangent(shape.num_elements()).iter().map(|&c| c as f32).collect();
-            let mut grad = device.empty(shape, output.dtype(), Category::Activations).unwrap();
-            device.convert(View::from_f32s(&cotangent, shape), grad.view_mut());
-            (place.id(), grad)
+            (place.id(), narrow(&device, &cotangent, shape, output.dtype()))
         });
         let mut sink = Grads::new(parameters.table(), &device, before);
         if apart {
@@ -289,7 +293,10 @@ impl GradientCheck<'_> {
         } else {
             tape.backward(&parameters, start, &mut sink).unwrap();
         }
-        let loss = || tape.loss().map(|loss| (loss.sum / loss.num_rows as f64) as f32).into_iter().collect();
+        let loss = || {
+            let mean = tape.loss().map(|loss| loss.read(&device));
+            mean.map(|mean| (mean.sum / mean.num_rows as f64) as f32).into_iter().collect()
+        };
         let is_loss = output.is_none();
         let output = output.map_or_else(loss, |output| in_f32(&device, &output));
         // A gradient of 16 bits may come in f32.
@@ -308,10 +315,23 @@ impl GradientCheck<'_> {
     }
 }
 
+fn detached(seed: u64) -> Backend {
+    Backend::Detached(DetachedOptions { seed, ignored_wait: None })
+}
+
 fn in_f32(device: &Device, tensor: &Tensor) -> Vec<f32> {
-    let mut values = vec![0.0; tensor.shape().num_elements()];
-    device.convert(tensor.view(), ViewMut::from_f32s(&mut values, tensor.shape()));
-    values
+    let mut wide = device.empty(tensor.shape(), DType::F32, Category::Activations).unwrap();
+    device.convert(tensor.view(), wide.view_mut());
+    device.read(wide.view())
+}
+
+/// A tensor of these values, rounded.
+fn narrow(device: &Device, values: &[f32], shape: Shape, dtype: DType) -> Tensor {
+    let mut wide = device.empty(shape, DType::F32, Category::Activations).unwrap();
+    device.upload(values, wide.view_mut());
+    let mut tensor = device.empty(shape, dtype, Category::Activations).unwrap();
+    device.convert(wide.view(), tensor.view_mut());
+    tensor
 }
 
 /// The central difference of `loss` along each of `values`.

@@ -199,13 +199,15 @@ impl TensorSource for RunTensors<'_> {
                 let range = &executor.parts()[info.unit];
                 let values = info.held(range).map_or_else(Vec::new, |held| {
                     let first = info.offset + held.start - range.start;
-                    executor.device().read::<f32>(executor.shard(info.unit).part(first, [held.len()].into()))
+                    executor
+                        .shard_device()
+                        .read::<f32>(executor.shard(info.unit).part(first, [held.len()].into()))
                 });
                 write(bytemuck::cast_slice(&values))
             }
             Entry::OptimizerState { unit, index } => {
                 let states = executor.optimizer().states(unit);
-                write(bytemuck::cast_slice(&states[index].values(executor.device())))
+                write(bytemuck::cast_slice(&states[index].values(executor.optimizer_device())))
             }
             Entry::AmaxHistory { layer } => {
                 let state = executor.fp8_state().expect("only fp8 has histories");

@@ -72,7 +72,7 @@ pub(crate) fn read_histories(
 mod tests {
     use super::*;
     use trireme_checkpoint::{Checkpoint, InMemory, Snapshot, save};
-    use trireme_tensor::{Initial, Parameter};
+    use trireme_tensor::{Device, DeviceOptions, Initial, Parameter};
 
     fn layers() -> (ParameterTable, Vec<ParameterId>) {
         let mut table = ParameterTable::default();
@@ -83,7 +83,9 @@ mod tests {
     }
 
     fn state(layers: &[ParameterId], amax_history_len: usize) -> Fp8State {
-        Fp8State::new(Fp8Recipe { formats: Fp8Formats::Hybrid, amax_history_len, margin: 0 }, layers.to_vec())
+        let device = Device::counting(DeviceOptions::default()).unwrap();
+        let recipe = Fp8Recipe { formats: Fp8Formats::Hybrid, amax_history_len, margin: 0 };
+        Fp8State::new(recipe, layers.to_vec(), &device).unwrap()
     }
 
     fn saved(tensors: &[TensorPlacement], values: &[&[f32]], folder: &Path) -> Checkpoint {

@@ -7,7 +7,7 @@ use crate::balance::Balance;
 use crate::checkpointing::{TrainingState, untidy_notice, write_checkpoint};
 use crate::choices::StepChoices;
 use crate::compression::notice_compression;
-use crate::config::{Config, Fp8, Resume};
+use crate::config::{Config, DeviceName, Fp8, Resume};
 use crate::dataset::{Dataset, batch_specs};
 use crate::error::TrainError;
 use crate::fp8::FP8_NOTICE;
@@ -30,7 +30,7 @@ use trireme_comm::Group;
 use trireme_model::{Batch, HostBatch};
 use trireme_optim::LrSchedule;
 use trireme_parallel::{Executor, StepOutcome, StepPlan};
-use trireme_tensor::{CpuFeatures, Device, DeviceOptions, Parameters};
+use trireme_tensor::{Backend, CpuFeatures, DetachedOptions, Device, DeviceOptions, Parameters};
 
 /// What a trainer needs to know of its process.
 #[derive(Debug, Clone)]
@@ -131,7 +131,7 @@ impl<'a> Trainer<'a> {
             observer.notice(FP8_NOTICE);
         }
 
-        let device = Device::cpu(DeviceOptions {
+        let device = Device::open(DeviceOptions {
             features_max: options.features_max,
             ..device_options(config, options.num_threads)
         })?;
@@ -409,5 +409,11 @@ impl<'a> Trainer<'a> {
 /// How a worker with so many threads opens its device.
 pub fn device_options(config: &Config, num_threads: usize) -> DeviceOptions {
     let budget = config.memory().device_budget.0.map(|bytes| bytes.0 as usize);
-    DeviceOptions { num_threads, budget, ..DeviceOptions::default() }
+    let backend = match config.training().device {
+        DeviceName::Cpu => Backend::Cpu,
+        DeviceName::Detached => {
+            Backend::Detached(DetachedOptions { seed: config.training().seed, ignored_wait: None })
+        }
+    };
+    DeviceOptions { num_threads, budget, backend, ..DeviceOptions::default() }
 }

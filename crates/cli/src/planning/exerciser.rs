@@ -9,7 +9,7 @@ use std::cmp::Ordering;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::time::Instant;
-use trireme_base::{Category, DType, Event, Journal, KernelCall, RandomKey};
+use trireme_base::{Category, DType, Journal, JournalEntry, KernelCall, RandomKey};
 use trireme_comm::Group;
 use trireme_model::{Model, Rehearsal};
 use trireme_optim::{Optimizer, StepSettings, WholeUnits};
@@ -34,10 +34,10 @@ impl<'a> Exerciser<'a> {
     }
 
     /// A kernel's time ends where the next event begins, so it includes what the tape does in between.
-    fn take_in(&self, noted: &[(Event, Instant)]) {
+    fn take_in(&self, noted: &[(JournalEntry, Instant)]) {
         let mut samples = self.samples.borrow_mut();
         for pair in noted.windows(2) {
-            if let (Event::Kernel(call), began) = &pair[0] {
+            if let (JournalEntry::Kernel(call), began) = &pair[0] {
                 samples.entry(*call).or_default().push((pair[1].1 - *began).as_secs_f64());
             }
         }
@@ -52,7 +52,7 @@ impl<'a> Exerciser<'a> {
             }
             self.journal.take();
             run()?;
-            self.journal.note(Event::Pause);
+            self.journal.note(JournalEntry::Pause);
             if round > 0 {
                 self.take_in(&self.journal.take());
             }
@@ -100,10 +100,10 @@ impl<'a> Exerciser<'a> {
     }
 
     /// Kernels of sums, copies and conversions, each at the largest size of a step.
-    pub(super) fn others<'e>(&self, events: impl Iterator<Item = &'e Event>) -> Result<()> {
+    pub(super) fn others<'e>(&self, events: impl Iterator<Item = &'e JournalEntry>) -> Result<()> {
         let mut largest: BTreeMap<&str, KernelCall> = BTreeMap::new();
         for event in events {
-            if let Event::Kernel(call) = event {
+            if let JournalEntry::Kernel(call) = event {
                 let most = largest.entry(call.kernel).or_insert(*call);
                 *most = if weight(call) > weight(most) { *call } else { *most };
             }
@@ -121,9 +121,8 @@ impl<'a> Exerciser<'a> {
                 "sum_of_squares" => {
                     let values = self.floats(float(traffic.read))?;
                     let leaf_len = values.shape().num_elements().div_ceil(LEAVES).max(1);
-                    self.repeat_call(|| {
-                        device.sum_of_squares(values.view(), leaf_len);
-                    })?;
+                    let mut sum = device.empty([1].into(), DType::F64, Category::Activations)?;
+                    self.repeat_call(|| device.sum_of_squares(values.view(), leaf_len, sum.view_mut()))?;
                 }
                 "convert" => {
                     let types = match traffic.read.cmp(&traffic.written) {

@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use trireme_base::{Bf16, Cost, Event, Issued, KernelCall, Rank, ReduceOp, StepEvents};
+use trireme_base::{Bf16, Cost, Issued, JournalEntry, KernelCall, Rank, ReduceOp, StepEvents};
 use trireme_comm::{Buffer, Element, Group};
 use trireme_model::{Model, Rehearsal};
 use trireme_parallel::RankGrid;
@@ -85,7 +85,7 @@ impl Probed {
         }
         let issued: BTreeSet<&Issued> = events()
             .filter_map(|event| match event {
-                Event::Issue(_, issued) => Some(issued),
+                JournalEntry::Issue(_, issued) => Some(issued),
                 _ => None,
             })
             .collect();
@@ -101,9 +101,9 @@ impl Probed {
 
     /// Kernels and operations of steps that were not measured.
     pub(super) fn unmeasured(&self, stages: &[StepEvents]) -> Vec<&'static str> {
-        let name = |event: &Event| match event {
-            Event::Kernel(call) if self.nearest(call).is_none() => Some(call.kernel),
-            Event::Issue(_, issued) => {
+        let name = |event: &JournalEntry| match event {
+            JournalEntry::Kernel(call) if self.nearest(call).is_none() => Some(call.kernel),
+            JournalEntry::Issue(_, issued) => {
                 link(issued).filter(|link| !self.links.contains_key(link)).map(|(operation, ..)| operation)
             }
             _ => None,
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(seconds(100, 8), 8.0);
         assert_eq!([seconds(200, 1), seconds(900, 1)], [2.0, 7.2]);
         let other = call("other", 100);
-        let step = StepEvents { actions: vec![vec![Event::Kernel(other)]], num_issued: 0 };
+        let step = StepEvents { actions: vec![vec![JournalEntry::Kernel(other)]], num_issued: 0 };
         assert_eq!((probed.kernel(&other, 1), probed.unmeasured(&[step])), (0.0, vec!["other"]));
     }
 
@@ -282,7 +282,8 @@ mod tests {
             Issued::Collective { operation: "all_reduce", len, element_bytes: 4, members }
         };
         assert_eq!([1, 4, 8].map(|load| probed.issued(&reduction(10), load)), [3.0, 3.0, 6.0]);
-        let step = |len| StepEvents { actions: vec![vec![Event::Issue(0, reduction(len))]], num_issued: 1 };
+        let step =
+            |len| StepEvents { actions: vec![vec![JournalEntry::Issue(0, reduction(len))]], num_issued: 1 };
         assert_eq!(
             [probed.unmeasured(&[step(10)]), probed.unmeasured(&[step(11)])],
             [vec![], vec!["all_reduce"]]

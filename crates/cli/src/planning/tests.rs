@@ -21,7 +21,7 @@ use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, cut, generate, 
 use trireme_schedule::{
     Chain, ClassLayout, Keep, Outline, Program, Share, StateClass, StateLayout, Tier, single,
 };
-use trireme_tensor::{Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
+use trireme_tensor::{Backend, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, Precision};
 use trireme_testkit::{
     build_classifier, classifier_batch, classifier_specs, random_batch, run_ranks, run_ranks_on, small_models,
 };
@@ -210,9 +210,10 @@ impl Case {
         Ok(())
     }
 
-    /// What a rank takes, found without computing.
-    fn dry_run(&self, subject: &dyn Subject, hosts: &[usize], rank: usize) -> MemoryUse {
-        let device = Device::counting(self.device_options(None)).unwrap();
+    /// What a rank takes on a backend, found without computing.
+    fn dry_run(&self, subject: &dyn Subject, backend: Backend, hosts: &[usize], rank: usize) -> MemoryUse {
+        let options = DeviceOptions { backend, ..self.device_options(None) };
+        let device = Device::counting(options).unwrap();
         let host = device.host().unwrap();
         let group = Group::dry(Rank(rank), Hosts::new(hosts), TransportKind::Inproc).unwrap();
         self.executor(subject, group, &device, &host).unwrap().dry_run().unwrap()
@@ -225,18 +226,28 @@ impl Case {
 
     /// As [`check`](Case::check), with a rank on each of these hosts.
     fn check_on(&self, model: &dyn Subject, hosts: &[usize]) {
+        self.check_backend(model, Backend::Cpu, hosts);
+        // What more ranks exchange, they exchange alike.
+        if hosts.len() <= 2 {
+            self.check_backend(model, Backend::Detached(DetachedOptions::default()), hosts);
+        }
+    }
+
+    fn check_backend(&self, model: &dyn Subject, backend: Backend, hosts: &[usize]) {
         run_ranks_on(hosts, |group| {
             let rank = group.rank().0;
-            let device = Device::cpu(self.device_options(None)).unwrap();
+            let device = Device::open(DeviceOptions { backend, ..self.device_options(None) }).unwrap();
             let host = device.host().unwrap();
             self.run(model, group, &device, &host).unwrap();
-            let dry = self.dry_run(model, hosts, rank);
+            let dry = self.dry_run(model, backend, hosts, rank);
             let found = Category::ALL.map(|category| device.memory().usage(category).peak);
-            assert_eq!(dry.peaks, found, "rank {rank} of {self:?}");
+            assert_eq!(dry.peaks, found, "rank {rank} of {self:?} on {backend:?}");
             let memory = device.memory();
-            let measured = [memory.total().peak, memory.own().peak, host.memory().total().peak];
+            let pinned = if device.reaches_host() { 0 } else { device.pinned().total().peak };
+            let on_host = host.memory().total().peak + pinned;
+            let measured = [memory.total().peak, memory.own().peak, on_host];
             let dry = [dry.at_peak.iter().sum::<usize>(), dry.own, dry.host];
-            assert_eq!(dry, measured, "rank {rank} of {self:?}");
+            assert_eq!(dry, measured, "rank {rank} of {self:?} on {backend:?}");
         });
     }
 }
@@ -343,7 +354,8 @@ fn communication_takes_no_more_for_more_units() {
             let [few, many] = [4, 8].map(|num_layers| {
                 let config = model_of_layers(num_layers);
                 case.check(&config, world_size);
-                case.dry_run(&config, &vec![0; world_size], 0).peaks[Category::Communication as usize]
+                case.dry_run(&config, Backend::Cpu, &vec![0; world_size], 0).peaks
+                    [Category::Communication as usize]
             });
             assert_eq!(few, many, "{case:?}");
         }
@@ -433,7 +445,7 @@ fn a_budget_below_the_prediction_ends_the_step_at_the_predicted_line() {
     let (device, rehearsal) = (Device::counting(case.device_options(None)).unwrap(), case.rehearsal(&config));
     let model = config.build(case.shape.1, &device).unwrap();
     let program = case.program(&chain(model.table(), &rehearsal), 0);
-    let predicted = case.dry_run(&config, &[0], 0);
+    let predicted = case.dry_run(&config, Backend::Cpu, &[0], 0);
     let total = predicted.at_peak.iter().sum::<usize>();
     let run = |budget: usize| {
         let device = Device::cpu(case.device_options(Some(budget))).unwrap();
@@ -460,7 +472,7 @@ fn what_no_machine_holds_is_predicted_all_the_same() {
     let options = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
     let state = StateLayout::zero(3);
     let case = Case { options, num_shards: 8, state, keep: Keep::Input, shape: (1, 4096), ..Case::default() };
-    let predicted = case.dry_run(&config, &[0; 8], 0);
+    let predicted = case.dry_run(&config, Backend::Cpu, &[0; 8], 0);
     // 70.6 billion parameters; three floats of each, shared out among eight.
     let states = predicted.peaks[Category::Optimizer as usize] as f64;
     assert!((states / (70.55e9 * 12.0 / 8.0) - 1.0).abs() < 0.01, "{states}");

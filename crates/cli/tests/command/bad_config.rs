@@ -57,7 +57,7 @@ fn values_that_cannot_be() {
         ("training.steps=many", &["expected a whole number, 1 or more"]),
         ("training.dtype=int8", &["expected \"f32\", \"bf16\" or \"f16\""]),
         ("training.fp8=hybrid", &["fp8 is emulated in bf16", "set dtype = \"bf16\""]),
-        ("launch.workers=0", &["expected a whole number from 1"]),
+        ("launch.workers=-1", &["expected a whole number from 0"]),
         ("model.num_heads=5", &["num_heads 5 does not divide hidden_size 32"]),
         ("comm.bind_address=::1", &["unknown key in [comm]"]),
         ("run.name=../elsewhere", &["expected the name of a single folder"]),
@@ -163,8 +163,8 @@ fn more_threads_and_workers_than_there_can_be() {
         ("generate . --threads 99999", "99999 threads exceed the maximum of 4096"),
         ("prepare text.txt --out other --threads 99999", "99999 tokenizer threads exceed the maximum of 256"),
         ("train tiny.toml --set training.threads=99999", "from 0 to 4096"),
-        ("train tiny.toml --set launch.workers=99999", "from 1 to 4096"),
-        ("train tiny.toml --workers 99999", "from 1 to 4096"),
+        ("train tiny.toml --set launch.workers=99999", "from 0 to 4096"),
+        ("train tiny.toml --workers 99999", "from 0 to 4096"),
     ] {
         tells(&scene.refused_without_trace(command), &[fact]);
     }

@@ -68,7 +68,7 @@ impl Group {
     ) -> Work<Buffer<T>> {
         match &self.messenger {
             None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => {
-                let bytes = buffer.len() * size_of::<T>();
+                let bytes = buffer.num_elements() * size_of::<T>();
                 let peer = self.dry.as_ref().map_or(peer, |dry| dry.members[peer.0]);
                 self.dry_issued(buffer, || match name {
                     "send" => Issued::Send { to: peer, bytes },
@@ -76,7 +76,7 @@ impl Group {
                 })
             }
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
-                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
+                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.num_elements() };
                 let receipt = issue(messenger, peer, operation, buffer.into_storage());
                 Work::message(receipt, Buffer::from_storage)
             }

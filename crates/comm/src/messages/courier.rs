@@ -41,6 +41,11 @@ impl Parcel {
     ) -> Self {
         Parcel { slot, peer, direction, operation, storage, issued, number, has_warned: false }
     }
+
+    /// Whether no device works with it any more, so that it may move.
+    fn is_settled(&self) -> bool {
+        self.storage.until().is_done()
+    }
 }
 
 /// Moves messages between this rank and its peers. Those of one pair of ranks and one direction go in the order of
@@ -158,7 +163,9 @@ impl Courier {
 
     fn advance_out(&mut self, peer: Rank) -> Result<bool, CommError> {
         let lane = &mut self.lanes[peer.0].outgoing;
-        let Some(parcel) = lane.waiting.front_mut() else { return Ok(false) };
+        let Some(parcel) = lane.waiting.front_mut().filter(|parcel| parcel.is_settled()) else {
+            return Ok(false);
+        };
         let link = self.links[peer.0].as_mut().expect("messages go to other ranks");
         let (dtype, len) = parcel.operation.elements();
         let memories = Memories::new(parcel.storage.bytes_mut(), dtype, None);
@@ -181,7 +188,9 @@ impl Courier {
     fn advance_in(&mut self, peer: Rank) -> Result<bool, CommError> {
         let own = self.own;
         let lane = &mut self.lanes[peer.0].incoming;
-        let Some(parcel) = lane.waiting.front_mut() else { return Ok(false) };
+        let Some(parcel) = lane.waiting.front_mut().filter(|parcel| parcel.is_settled()) else {
+            return Ok(false);
+        };
         let link = self.links[peer.0].as_mut().expect("messages come from other ranks");
         let (dtype, len) = parcel.operation.elements();
         let mut memories = Memories::new(parcel.storage.bytes_mut(), dtype, None);
@@ -291,8 +300,9 @@ impl Drop for Courier {
 
 impl Lanes {
     fn interests(&self) -> impl Iterator<Item = Interest> + use<> {
-        let send = (!self.outgoing.waiting.is_empty()).then_some(Interest::Send);
-        let receive = (!self.incoming.waiting.is_empty()).then_some(Interest::Receive);
+        let may_move = |waiting: &VecDeque<Parcel>| waiting.front().is_some_and(Parcel::is_settled);
+        let send = may_move(&self.outgoing.waiting).then_some(Interest::Send);
+        let receive = may_move(&self.incoming.waiting).then_some(Interest::Receive);
         [send, receive].into_iter().flatten()
     }
 }

@@ -128,6 +128,12 @@ impl Messenger {
             let issued = Instant::now();
             let num_issued = &mut state.num_issued[peer.0][direction as usize];
             let way = (direction, peer);
+            let until = storage.until();
+            if !until.is_done() {
+                until.demand();
+                let office = Arc::clone(office);
+                until.on_done(move || office.ring());
+            }
             let number = office.recorder.issue_message(way, *num_issued, operation, issued);
             *num_issued += 1;
             state.submitted.push_back(Parcel::new(slot, way, operation, storage, issued, number));

@@ -4,7 +4,7 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::step::{GradNorm, StepPlan};
 use std::time::Instant;
-use trireme_base::{Category, Event, Journal, StepEvents};
+use trireme_base::{Category, Journal, JournalEntry, StepEvents};
 use trireme_model::{Batch, TensorSpec};
 use trireme_schedule::StateClass;
 use trireme_tensor::MemoryCounter;
@@ -32,7 +32,7 @@ pub struct MemoryUse {
     pub line: usize,
     /// Each category while an action runs, for every action of the program.
     pub lines: Vec<Bytes>,
-    /// The host's memory for state that lives there or passes through it.
+    /// The host's memory for state that lives there or passes through it, and for what a device with memory of its own exchanges.
     pub host: usize,
     /// All categories, without memory of other ranks that this one maps.
     pub own: usize,
@@ -109,15 +109,18 @@ impl Executor {
             }
         }
         found.host = if is_away { self.host().memory().total().peak } else { 0 };
+        if !self.device.reaches_host() {
+            found.host += self.device.pinned().total().peak;
+        }
         found.own_between_steps = memory.own().current;
         Ok((found, events))
     }
 }
 
-fn step_events(noted: Vec<Vec<(Event, Instant)>>) -> StepEvents {
-    let untimed = |events: Vec<(Event, Instant)>| events.into_iter().map(|(event, _)| event).collect();
-    let actions: Vec<Vec<Event>> = noted.into_iter().map(untimed).collect();
-    let issues = actions.iter().flatten().filter(|event| matches!(event, Event::Issue(..)));
+fn step_events(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEvents {
+    let untimed = |events: Vec<(JournalEntry, Instant)>| events.into_iter().map(|(event, _)| event).collect();
+    let actions: Vec<Vec<JournalEntry>> = noted.into_iter().map(untimed).collect();
+    let issues = actions.iter().flatten().filter(|event| matches!(event, JournalEntry::Issue(..)));
     StepEvents { num_issued: issues.count(), actions }
 }
 

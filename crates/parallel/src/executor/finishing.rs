@@ -2,6 +2,8 @@
 
 use super::Executor;
 use crate::error::ParallelError;
+use crate::exchanged::Exchanged;
+use crate::space::change_on;
 use crate::step::{GradNorm, NonFinite, StepOutcome, StepPlan};
 use crate::waiting::Waiting;
 use trireme_base::ReduceOp;
@@ -118,14 +120,17 @@ impl Executor {
             }
         }
         let mut squares = self.squares.take().expect("squares are summed once a step");
+        let len = squares.len();
         // Zeros of units that lie elsewhere change no sum.
-        let elsewhere = (0..squares.len()).filter(|&unit| !self.program.outline.holds(unit));
-        elsewhere.for_each(|unit| squares[unit] = 0.0);
+        let elsewhere = (0..len).filter(|&unit| !self.program.outline.holds(unit));
+        elsewhere.for_each(|unit| self.device.zero(squares.part_mut(unit..unit + 1)));
+        let (mut buffer, stay) = squares.leave(&self.device, 0..len, 0..0);
         let groups = [Some(self.ranks.shards()), across.then_some(self.ranks.pipeline())];
         for group in groups.into_iter().flatten() {
-            squares = waiting.wait(group.all_reduce(squares, ReduceOp::Sum))?;
+            buffer = waiting.wait(group.all_reduce(buffer, ReduceOp::Sum))?;
         }
-        let sum = squares.iter().sum();
+        let mut squares = Exchanged::arrive(buffer, stay, &self.device);
+        let sum = squares.host_mut().iter().sum();
         self.squares = Some(squares);
         Ok(sum)
     }
@@ -133,10 +138,15 @@ impl Executor {
     /// Sums the squares of this rank's part of a unit's gradient.
     pub(super) fn square(&mut self, unit: usize) -> Result<(), ParallelError> {
         let leaf_len = self.model.table().units()[unit].leaf_len();
-        let grads = Values::in_f32(&self.device, self.gradients.reduced(unit), Category::Communication)?;
+        let device = self.gradients.reduced_device(unit);
+        let grads = Values::in_f32(device, self.gradients.reduced(unit), Category::Communication)?;
         let squares = self.squares.as_mut().expect("squares are summed once a step");
-        squares[unit] = self.device.sum_of_squares(grads.view(), leaf_len);
-        Ok(())
+        let square = squares.part_mut(unit..unit + 1);
+        let category = Category::Communication;
+        change_on(square, &self.device, device, category, |square| {
+            device.sum_of_squares(grads.view(), leaf_len, square);
+            Ok(())
+        })
     }
 
     /// Waits for all reductions; the mean loss over the global batch, and how long this rank has waited in this step.
@@ -146,7 +156,7 @@ impl Executor {
         self.messages.finish_until(0, &mut waiting)?;
         let loss = self.means.wait(&mut waiting)?[0];
         if let Some(fp8) = &mut self.fp8 {
-            fp8.advance(self.ranks.world(), &mut waiting)?;
+            fp8.advance(&self.device, self.ranks.world(), &mut waiting)?;
         }
         Ok((loss, waiting))
     }

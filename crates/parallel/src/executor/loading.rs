@@ -21,9 +21,7 @@ impl Executor {
         mut write: impl FnMut(&ParameterInfo, Range<usize>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         let class = self.class_of_weights();
-        self.for_each_held(class, true, |executor, unit| {
-            executor.parameters.load(unit, &executor.device, &mut write)
-        })?;
+        self.for_each_held(class, true, |executor, unit| executor.parameters.load(unit, &mut write))?;
         Ok(self.refresh()?)
     }
 
@@ -36,7 +34,7 @@ impl Executor {
         mut read: impl FnMut(&StateInfo<'_>, &mut [f32]) -> Result<(), E>,
     ) -> Result<(), E> {
         self.for_each_held(StateClass::Optimizer, true, |executor, unit| {
-            executor.optimizer.load_states(unit, &executor.device, &mut read)
+            executor.optimizer.load_states(unit, &executor.optimizer_device, &mut read)
         })
     }
 
@@ -83,13 +81,13 @@ impl Executor {
                 let part = self.parameters.parts()[unit].clone();
                 let class = self.class_of_weights();
                 self.bring_state(class, unit)?;
-                self.device.download(self.parameters.shard(unit), &mut buffer[part]);
+                self.shard_device().download(self.parameters.shard(unit), &mut buffer[part]);
                 self.send_state(class, unit, false)?;
                 buffer = group.all_gather(buffer).wait()?;
             }
             let buffer = self.ranks.pipeline().broadcast(buffer, Rank(owner)).wait()?;
             if let Some(all) = &mut all {
-                self.device.upload(&buffer[..info.num_elements], all.flat_mut(unit));
+                all.set(unit, &buffer[..info.num_elements]);
             }
         }
         Ok(all)
@@ -99,7 +97,7 @@ impl Executor {
     pub fn check_replicas(&mut self) -> Result<(), ParallelError> {
         let mut hash = 0xcbf2_9ce4_8422_2325_u64;
         self.for_each_held(self.class_of_weights(), false, |executor, unit| {
-            for bits in executor.device.read::<u32>(executor.parameters.shard(unit)) {
+            for bits in executor.shard_device().read::<u32>(executor.parameters.shard(unit)) {
                 hash = (hash ^ u64::from(bits)).wrapping_mul(0x0100_0000_01b3);
             }
             Ok::<_, ParallelError>(())

@@ -1,15 +1,18 @@
 //! What units report of a step's microbatches, and its means: the loss and metrics.
 
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay};
 use crate::ranks::RankGrid;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
+use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
-use trireme_comm::{Buffer, Group, Work};
+use trireme_comm::Group;
 use trireme_model::{Rehearsal, Report};
 use trireme_schedule::{Outline, StateClass};
-use trireme_tensor::tape::RowMean;
+use trireme_tensor::Device;
+use trireme_tensor::tape::{PendingMean, RowMean};
 
 /// The place among all microbatches of a step, or of all steps of a program, of microbatch `index` of the data-parallel `rank`.
 pub(super) fn global_microbatch(outline: &Outline, ranks: &RankGrid, rank: Rank, index: usize) -> usize {
@@ -39,8 +42,9 @@ pub(super) struct Means {
     num_taken: usize,
     /// Sums and rows; zeros between programs, and absent while they are under way. By rank,
     /// then term, then microbatch.
-    buffer: Option<Buffer<f64>>,
-    work: Option<Work<Buffer<f64>>>,
+    reports: Option<Exchanged<f64>>,
+    under_way: Option<UnderWay<f64>>,
+    device: Device,
     tree: TreeSum<f64>,
     /// Mean losses by step.
     losses: Vec<f64>,
@@ -68,6 +72,7 @@ impl Means {
         outline: &Outline,
         ranks: &RankGrid,
         rehearsal: &Rehearsal,
+        device: &Device,
     ) -> Result<Self, ParallelError> {
         let (world, num_microbatches) = (Arc::clone(ranks.world()), outline.num_microbatches);
         let data_degree = ranks.data().world_size();
@@ -90,7 +95,7 @@ impl Means {
         let terms: Vec<Term> = rehearsal.reports().enumerate().map(term).collect();
         let is_loss = |term: &&Term| term.report.metric.is_none() && outline.holds(term.unit);
         let num_losses = terms.iter().filter(is_loss).count();
-        let buffer = Some(world.buffer(world.world_size() * len)?);
+        let reports = Some(Exchanged::for_host(&world, device, world.world_size() * len)?);
         let (num_steps, metric_names) = (outline.num_steps(), rehearsal.metric_names());
         Ok(Means {
             world,
@@ -99,8 +104,9 @@ impl Means {
             terms,
             num_losses,
             num_taken: 0,
-            buffer,
-            work: None,
+            reports,
+            under_way: None,
+            device: device.clone(),
             tree: TreeSum::new(),
             losses: vec![0.0; num_steps],
             metrics: vec![RowMean::default(); num_steps * metric_names.len()],
@@ -119,18 +125,18 @@ impl Means {
         unit: usize,
         metric: Option<&'static str>,
         microbatch: usize,
-        mean: RowMean,
+        mean: &PendingMean,
     ) {
         let is_own = |term: &Term| term.unit == unit && term.report.metric == metric;
         let index = self.terms.iter().position(is_own);
         let index = index.unwrap_or_else(|| panic!("unit {unit} reports {metric:?} in some passes only"));
-        let buffer = self.buffer.as_mut().expect("reports are gathered once a program");
+        let own = self.own().start;
+        let reports = self.reports.as_mut().expect("reports are gathered once a program");
         let Term { report, first, .. } = self.terms[index];
-        let own = self.world.rank().0 * (buffer.len() / self.world.world_size());
-        let numbers = [mean.sum, mean.num_rows as f64];
-        let width = width(report);
-        buffer[own + first + microbatch * width..][..width].copy_from_slice(&numbers[..width]);
+        let place = own + first + microbatch * width(report);
+        self.device.copy(mean.sum.view(), reports.part_mut(place..place + 1));
         if metric.is_some() {
+            self.device.upload(&[mean.num_rows as f64], reports.part_mut(place + 1..place + 2));
             return;
         }
         assert_eq!(
@@ -143,17 +149,29 @@ impl Means {
         }
     }
 
+    /// The numbers of this rank.
+    fn own(&self) -> Range<usize> {
+        let len = self.reports.as_ref().map_or(0, Exchanged::len) / self.world.world_size();
+        let rank = self.world.rank().0;
+        rank * len..(rank + 1) * len
+    }
+
     fn send(&mut self) {
         self.num_taken = 0;
-        self.work = self.buffer.take().map(|buffer| self.world.all_gather(buffer));
+        let own = self.own();
+        let gather = |reports| self.world.all_gather(reports);
+        let reports = self.reports.take();
+        self.under_way = reports.map(|reports| reports.exchange(&self.device, own, 0..0, gather));
     }
 
     /// Waits for the reports of all ranks: the mean loss of each step. [Metrics](Means::metrics) are known then as well.
     pub(super) fn wait(&mut self, waiting: &mut Waiting) -> Result<&[f64], ParallelError> {
-        if self.work.is_none() {
+        if self.under_way.is_none() {
             self.send();
         }
-        let mut reports = waiting.wait(self.work.take().expect("the reports were sent"))?;
+        let under_way = self.under_way.take().expect("the reports were sent");
+        let mut gathered = under_way.wait(&self.device, waiting)?;
+        let reports = gathered.host_mut();
         self.losses.fill(0.0);
         self.metrics.fill(RowMean::default());
         for Term { report, order, .. } in &self.terms {
@@ -177,7 +195,8 @@ impl Means {
             }
         }
         reports.fill(0.0);
-        self.buffer = Some(reports);
+        self.device.zero(gathered.view_mut());
+        self.reports = Some(gathered);
         Ok(&self.losses)
     }
 

@@ -2,12 +2,12 @@
 
 use super::Executor;
 use crate::error::ParallelError;
+use crate::exchanged::Exchanged;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
-use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
-use trireme_base::Rank;
+use trireme_base::{Held, Rank};
 use trireme_comm::{Buffer, Work};
 use trireme_model::{Bundle, TensorSpec};
 use trireme_schedule::{Action, Message, MessageKind};
@@ -48,26 +48,27 @@ impl Messages {
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         self.finish_until(SENDS_MAX - 1, waiting)?;
-        let mut buffer = self.pool.take(tensors.specs().map(|spec| spec.num_words()).sum())?;
-        let mut words = &mut buffer[..];
+        let num_words = tensors.specs().map(|spec| spec.num_words()).sum();
+        let (mut buffer, mut first) = (self.pool.take_buffer(num_words)?, 0);
         for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
-            let (own, rest) = words.split_at_mut(spec.num_words());
-            let own: &mut [u8] = bytemuck::cast_slice_mut(own);
-            device.download(tensor.view(), &mut own[..tensor.num_bytes()]);
-            words = rest;
+            buffer = device.download_later(tensor.view(), buffer, first * size_of::<f32>());
+            first += spec.num_words();
         }
-        self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
+        self.sent.push_back(self.pool.group().send(Buffer::lent(buffer, num_words), Rank(to)));
         Ok(())
     }
 
-    /// Starts to send a buffer of the pool.
-    fn send_buffer(
+    /// Starts to send a vector of the pool.
+    fn send_vector(
         &mut self,
-        buffer: Buffer<f32>,
+        vector: Exchanged<f32>,
         to: usize,
+        device: &Device,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         self.finish_until(SENDS_MAX - 1, waiting)?;
+        let len = vector.len();
+        let (buffer, _) = vector.leave(device, 0..len, 0..0);
         self.sent.push_back(self.pool.group().send(buffer, Rank(to)));
         Ok(())
     }
@@ -81,14 +82,16 @@ impl Messages {
     ) -> Result<(), ParallelError> {
         while self.sent.len() > num_left {
             let first = self.sent.pop_front().expect("messages are under way");
-            self.pool.give(waiting.wait(first)?);
+            let buffer = waiting.wait(first)?;
+            self.pool.give_buffer(buffer.len(), buffer.into());
         }
         Ok(())
     }
 
     /// Starts to receive `len` elements.
     fn receive(&self, len: usize, from: usize) -> Result<Work<Buffer<f32>>, ParallelError> {
-        Ok(self.pool.group().receive(self.pool.take(len)?, Rank(from)))
+        let buffer = Buffer::lent(self.pool.take_buffer(len)?, len);
+        Ok(self.pool.group().receive(buffer, Rank(from)))
     }
 
     /// Waits for a message, and copies its tensors to the device.
@@ -100,16 +103,16 @@ impl Messages {
         waiting: &mut Waiting,
     ) -> Result<Bundle<Tensor>, ParallelError> {
         let buffer = waiting.wait(work)?;
-        let (mut tensors, mut words) = (Bundle::new(), &buffer[..]);
+        let (len, mut buffer) = (buffer.len(), Held::new(buffer));
+        let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
-            let (own, rest) = words.split_at(spec.num_words());
-            let own: &[u8] = bytemuck::cast_slice(own);
-            device.upload(&own[..tensor.num_bytes()], tensor.view_mut());
+            buffer = device.upload_later(buffer, first * size_of::<f32>(), tensor.view_mut());
             tensors.push(spec.name, tensor);
-            words = rest;
+            first += spec.num_words();
         }
-        self.pool.give(buffer);
+        device.wait_for(&buffer.until());
+        self.pool.give_buffer(len, buffer);
         Ok(tensors)
     }
 }
@@ -126,7 +129,7 @@ impl Executor {
             }
             MessageKind::TiedGradient => {
                 let part = gradients.tied().expect("the unit is tied").take_to_send(microbatch);
-                messages.send_buffer(part, peer, waiting)
+                messages.send_vector(part, peer, device, waiting)
             }
             MessageKind::Parameters => self.send_copy(unit, peer),
         }
@@ -153,19 +156,19 @@ impl Executor {
         let Executor { messages, parameters, device, waiting, .. } = self;
         parameters.ensure(unit, waiting)?;
         let whole = parameters.unit(unit);
-        let mut buffer = messages.pool.take(whole.shape().num_elements())?;
-        device.convert(whole, f32::view_mut(&mut buffer));
-        messages.send_buffer(buffer, to, waiting)?;
+        let mut vector = messages.pool.take(whole.shape().num_elements())?;
+        device.convert(whole, vector.view_mut());
+        messages.send_vector(vector, to, device, waiting)?;
         messages.finish_until(0, waiting)
     }
 
     /// Receives the parameters of which this rank has a copy.
     fn receive_copy(&mut self, from: usize) -> Result<(), ParallelError> {
         let Executor { messages, parameters, device, waiting, .. } = self;
-        let work = messages.receive(parameters.copy_mut().len(), from)?;
+        let work = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
         let buffer = waiting.wait(work)?;
-        device.copy(f32::view(&buffer), f32::view_mut(parameters.copy_mut()));
-        messages.pool.give(buffer);
+        device.upload(&buffer, parameters.copy_mut());
+        messages.pool.give_buffer(buffer.len(), buffer.into());
         Ok(())
     }
 
@@ -201,7 +204,7 @@ impl Executor {
             && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
             && let Some(work) = messages.coming[MessageKind::TiedGradient as usize][microbatch].take()
         {
-            tied.put(microbatch, waiting.wait(work)?);
+            tied.put(microbatch, messages.pool.arrived(waiting.wait(work)?)?);
         }
         Ok(())
     }

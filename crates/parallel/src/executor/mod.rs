@@ -15,6 +15,7 @@ mod updating;
 
 use crate::error::ParallelError;
 use crate::exchange::ShardExchange;
+use crate::exchanged::Exchanged;
 use crate::fp8::AgreedScales;
 use crate::gradients::Gradients;
 use crate::offload::{OffloadOptions, Offloaded};
@@ -32,7 +33,7 @@ use passes::InFlight;
 use std::ops::Range;
 use std::sync::Arc;
 use timeline::Timeline;
-use trireme_comm::{Buffer, Compression, Compressor, Group};
+use trireme_comm::{Compression, Compressor, Group};
 use trireme_model::{Batch, Model, Rehearsal};
 use trireme_optim::{LossScaler, LossScaling, Optimizer, OptimizerOptions, StepSettings};
 use trireme_schedule::lowering::lay_out;
@@ -70,7 +71,7 @@ pub struct Executor {
     fp8: Option<AgreedScales>,
     means: Means,
     /// Sums of the squares of each unit's gradient.
-    squares: Option<Buffer<f64>>,
+    squares: Option<Exchanged<f64>>,
     /// Of a program that does not drain between updates.
     updates: Option<Updates>,
     /// The step of the program that runs, or its first one.
@@ -142,23 +143,24 @@ impl Executor {
         let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
-        device.memory().take(Category::Communication, ranks.fixed_bytes())?;
+        device.pinned().take(Category::Communication, ranks.fixed_bytes())?;
         let mut gradients = Gradients::new(table, outline, &ranks, devices, messages.pool(), &options)?;
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
         }
-        let exchange = ShardExchange::new(&ranks, outline, device);
-        let means = Means::new(outline, &ranks, &rehearsal)?;
+        let exchange = ShardExchange::new(&ranks, outline, &optimizer_device, device);
+        let means = Means::new(outline, &ranks, &rehearsal, device)?;
         let updates = Updates::new(outline, ranks.pipeline())?;
-        let squares = Some(ranks.shards().buffer(outline.chain.num_units)?);
-        let fp8 = options.fp8.map(|recipe| AgreedScales::new(recipe, &model, ranks.world())).transpose()?;
+        let squares = Some(Exchanged::for_host(ranks.shards(), device, outline.chain.num_units)?);
+        let fp8 =
+            options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
         let forward = forward_program(outline)?;
         let mut executor = Executor {
             in_flight: InFlight::new(outline, &rehearsal),
             messages,
             offload: offload.clone(),
             optimizer_device,
-            offloaded: Offloaded::new(offload, &program)?,
+            offloaded: Offloaded::new(offload, &program, device)?,
             changed: vec![true; outline.chain.num_units],
             is_squared: vec![false; outline.chain.num_units],
             timeline: Timeline::new(program.actions.len()),
@@ -241,6 +243,16 @@ impl Executor {
     /// The elements of each unit's flat buffer that this rank steps.
     pub fn parts(&self) -> &[Range<usize>] {
         self.parameters.parts()
+    }
+
+    /// The device that [`shard`](Executor::shard) lies on.
+    pub fn shard_device(&self) -> &Device {
+        self.parameters.shard_device()
+    }
+
+    /// The device that the optimizer's state lies on.
+    pub fn optimizer_device(&self) -> &Device {
+        &self.optimizer_device
     }
 
     /// What this rank steps of a unit's parameters, in f32.

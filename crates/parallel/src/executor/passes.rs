@@ -4,10 +4,11 @@ use super::Executor;
 use super::asynchronous::PassParameters;
 use crate::error::ParallelError;
 use std::sync::Arc;
+use trireme_base::DType;
 use trireme_model::{Batch, BatchTensor, Bundle, Past, Rehearsal, TensorSpec, UnitPass};
 use trireme_schedule::{Keep, Message, MessageKind, Outline};
 use trireme_tensor::tape::{Metric, Randomness, Recording, RowMean};
-use trireme_tensor::{Tape, Tensor};
+use trireme_tensor::{Category, Tape, Tensor};
 
 /// What a unit's forward pass of one microbatch has left for its backward.
 pub(super) enum Kept {
@@ -23,9 +24,16 @@ pub(super) enum Kept {
 pub(super) enum Purpose {
     Training,
     /// Collects what units report.
-    Evaluation(Vec<RowMean>),
+    Evaluation(Reports),
     /// Continues the sequence of this past.
     Generation(Past),
+}
+
+/// What units report of one batch, in order.
+pub(super) struct Reports {
+    /// One f64 each, on the device.
+    sums: Tensor,
+    num_rows: Vec<usize>,
 }
 
 /// Microbatches under way.
@@ -161,15 +169,18 @@ impl Executor {
         match &mut self.in_flight.purpose {
             Purpose::Training => (),
             Purpose::Generation(_) => return Ok(()),
-            Purpose::Evaluation(found) => {
-                let reports = self.rehearsal.reports().zip(found).filter(|((own, _), _)| *own == unit);
-                for ((_, report), found) in reports {
-                    *found = pass.reported(report.metric).unwrap_or_default();
+            Purpose::Evaluation(Reports { sums, num_rows }) => {
+                let reports = self.rehearsal.reports().enumerate().filter(|(_, (own, _))| *own == unit);
+                for (place, (_, report)) in reports {
+                    let Some(mean) = pass.reported(report.metric) else { continue };
+                    let sum = sums.view_mut().into_part(place, [1].into());
+                    self.device.copy(mean.sum.view(), sum);
+                    num_rows[place] = mean.num_rows;
                 }
                 return Ok(());
             }
         }
-        for &Metric { name, mean } in pass.metrics() {
+        for Metric { name, mean } in pass.metrics() {
             self.means.push(unit, Some(name), microbatch, mean);
         }
         let kept = match keep {
@@ -323,11 +334,17 @@ impl Executor {
         if let Some(batch) = &batch {
             check_batch(batch, &self.rehearsal, num_samples(batch))?;
         }
-        let reports = vec![RowMean::default(); self.rehearsal.reports().count()];
-        match self.run_forward(Purpose::Evaluation(reports), batch)? {
-            (Purpose::Evaluation(reports), _) => Ok(reports),
-            _ => unreachable!("an evaluation stays one"),
-        }
+        let num_reports = self.rehearsal.reports().count();
+        let sums = self.device.zeros([num_reports].into(), DType::F64, Category::Activations)?;
+        let reports = Reports { sums, num_rows: vec![0; num_reports] };
+        let (Purpose::Evaluation(Reports { sums, num_rows }), _) =
+            self.run_forward(Purpose::Evaluation(reports), batch)?
+        else {
+            unreachable!("an evaluation stays one")
+        };
+        let sums: Vec<f64> = self.device.read(sums.view());
+        let means = sums.into_iter().zip(num_rows);
+        Ok(means.map(|(sum, num_rows)| RowMean { sum, num_rows }).collect())
     }
 
     /// Runs the units without training. Returns the purpose, with what it has collected, and what the last unit on this rank has made.

@@ -20,7 +20,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use trireme_base::Rank;
 use trireme_schedule::{Outline, Program, Stage, StateClass, validate};
-use trireme_tensor::{Category, ViewMut};
+use trireme_tensor::{Category, Device, ViewMut};
 
 /// The class of all that moves: below the third ZeRO stage, which is not moved, the parameters that are stepped are of it.
 const CLASS: StateClass = StateClass::Optimizer;
@@ -69,8 +69,8 @@ impl Executor {
         self.gradients.release();
         self.in_flight = InFlight::new(outline, &self.rehearsal);
         self.messages = Messages::new(&self.ranks, outline.num_microbatches, &self.device);
-        self.exchange = ShardExchange::new(&self.ranks, outline, &self.device);
-        self.means = Means::new(outline, &self.ranks, &self.rehearsal)?;
+        self.exchange = ShardExchange::new(&self.ranks, outline, &self.optimizer_device, &self.device);
+        self.means = Means::new(outline, &self.ranks, &self.rehearsal, &self.device)?;
         self.timeline = Timeline::new(self.program.actions.len());
         self.forward_program = forward_program(outline)?;
         let shards_device = self.offload.device_of(&outline.state, StateClass::Gradients, &self.device);
@@ -94,7 +94,10 @@ impl Executor {
                 self.release(CLASS, unit);
             }
         }
-        let mut was = std::mem::replace(&mut self.offloaded, Offloaded::new(&self.offload, &self.program)?);
+        let mut was = std::mem::replace(
+            &mut self.offloaded,
+            Offloaded::new(&self.offload, &self.program, &self.device)?,
+        );
         self.expect_moves();
         for (unit, part) in parts.into_iter().enumerate() {
             self.move_unit(unit, part, before, &mut was)?;
@@ -140,24 +143,26 @@ impl Executor {
     }
 
     /// Shows `visit` all memory that moves with a unit, which is there.
-    fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(ViewMut<'_>)) {
-        visit(self.parameters.shard_mut(unit));
-        self.optimizer.for_each_memory(unit, |tensor| visit(tensor.view_mut()));
+    fn with_unit(&mut self, unit: usize, mut visit: impl FnMut(&Device, ViewMut<'_>)) {
+        let device = self.shard_device().clone();
+        visit(&device, self.parameters.shard_mut(unit));
+        let Executor { optimizer, optimizer_device: device, .. } = self;
+        optimizer.for_each_memory(unit, |tensor| visit(device, tensor.view_mut()));
     }
 
     fn unit_bytes(&mut self, unit: usize) -> usize {
         let mut num_bytes = 0;
-        self.with_unit(unit, |part| num_bytes += part.num_bytes());
+        self.with_unit(unit, |_, part| num_bytes += part.num_bytes());
         num_bytes
     }
 
     fn send_unit(&mut self, unit: usize, to: usize) -> Result<(), ParallelError> {
         let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
         counted.take(Category::Communication, num_bytes)?;
-        let (group, device) = (Arc::clone(self.ranks.pipeline()), self.device.clone());
+        let group = Arc::clone(self.ranks.pipeline());
         let mut message = group.buffer::<u8>(num_bytes)?;
         let mut rest = &mut message[..];
-        self.with_unit(unit, |part| {
+        self.with_unit(unit, |device, part| {
             let (own, others) = std::mem::take(&mut rest).split_at_mut(part.num_bytes());
             device.download(part.as_view(), own);
             rest = others;
@@ -169,10 +174,10 @@ impl Executor {
     fn receive_unit(&mut self, unit: usize, from: usize) -> Result<(), ParallelError> {
         let (num_bytes, counted) = (self.unit_bytes(unit), Counted::new(&self.device));
         counted.take(Category::Communication, num_bytes)?;
-        let (group, device) = (Arc::clone(self.ranks.pipeline()), self.device.clone());
+        let group = Arc::clone(self.ranks.pipeline());
         let message = group.receive(group.buffer::<u8>(num_bytes)?, Rank(from)).wait()?;
         let mut rest = &message[..];
-        self.with_unit(unit, |part| {
+        self.with_unit(unit, |device, part| {
             let (own, others) = rest.split_at(part.num_bytes());
             device.upload(own, part);
             rest = others;

@@ -8,6 +8,7 @@
 
 use super::Executor;
 use crate::error::ParallelError;
+use crate::space::{bring, change_on};
 use crate::step::StepPlan;
 use trireme_optim::{Exchange, StepSettings};
 use trireme_tensor::{Category, Values};
@@ -35,8 +36,11 @@ impl Executor {
         let is_momentum = self.is_momentum(unit, step);
         if is_momentum {
             let settings = StepSettings { step, lr: plan.lr, grad_scale: 1.0 / self.gradient_unit() };
-            let Executor { optimizer, optimizer_device: device, gradients, .. } = self;
-            optimizer.gradient_to_momentum(device, unit, gradients.own_sum(unit), settings);
+            let Executor { optimizer, optimizer_device: on, gradients, device, .. } = self;
+            change_on(gradients.own_sum(unit), device, on, Category::Communication, |own_sum| {
+                optimizer.gradient_to_momentum(on, unit, own_sum, settings);
+                Ok::<_, ParallelError>(())
+            })?;
         }
         // Gradients that such an optimizer needs, it needs in full precision.
         let is_whole = self.optimizer.exchanges_momentum() && !is_momentum;
@@ -46,15 +50,21 @@ impl Executor {
     /// Updates a unit's parameters by the sum of what was reduced.
     pub(super) fn update(&mut self, unit: usize, settings: StepSettings) -> Result<(), ParallelError> {
         let is_momentum = self.is_momentum(unit, settings.step);
-        let sum = Values::in_f32(&self.device, self.gradients.for_update(unit), Category::Communication)?;
-        let (device, shard) = (&self.optimizer_device, self.parameters.shard_mut(unit));
-        if is_momentum {
-            let grad_scale = 1.0 / self.ranks.data().world_size() as f64;
-            let settings = StepSettings { grad_scale, ..settings };
-            self.optimizer.step_from_momentum(device, unit, shard, sum.view(), settings);
-        } else {
-            self.optimizer.step_unit(device, unit, shard, sum.view(), settings, &mut self.exchange)?;
-        }
+        let Executor { optimizer, optimizer_device: device, gradients, parameters, exchange, ranks, .. } =
+            self;
+        let category = Category::Communication;
+        let sum = bring(gradients.for_update(unit), gradients.update_device(unit), device, category)?;
+        let sum = Values::in_f32(device, sum.view(), category)?;
+        let from = parameters.shard_device().clone();
+        change_on(parameters.shard_mut(unit), &from, device, category, |shard| {
+            if is_momentum {
+                let grad_scale = 1.0 / ranks.data().world_size() as f64;
+                let settings = StepSettings { grad_scale, ..settings };
+                optimizer.step_from_momentum(device, unit, shard, sum.view(), settings);
+                return Ok(());
+            }
+            optimizer.step_unit(device, unit, shard, sum.view(), settings, exchange)
+        })?;
         drop(sum);
         self.gradients.free_gathered(unit);
         self.changed[unit] = true;

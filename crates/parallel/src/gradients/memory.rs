@@ -16,6 +16,7 @@ use crate::tree::TreeSum;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
 use std::sync::Arc;
+use trireme_comm::CodecName;
 use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Precision};
 
@@ -45,6 +46,9 @@ impl Gradients {
         let is_gathered = are_shards_kept && !outline.state.is_sharded(StateClass::Optimizer);
         let is_exchanged = is_gathered || is_sharded && !is_rounded && hierarchy.is_none();
         let pool = Pool::new(group, device, category, is_exchanged);
+        // Codecs work on the host.
+        let is_compressed = options.compression.codec() != CodecName::None;
+        let pool = if is_compressed { pool.with_buffers() } else { pool };
         // Parts of gradients are gathered where all of a unit is updated by them.
         let gathered = is_gathered.then(|| Gathered::absent(table, device, &pool));
         let needs_shards = are_shards_kept || is_sharded && ranks.replicas().world_size() > 1;
@@ -102,6 +106,7 @@ impl Gradients {
         }
         Ok(Gradients {
             device: device.clone(),
+            shards_device: shards_device.clone(),
             determinism: options.determinism,
             outline: outline.clone(),
             written: vec![false; table.parameters().len()],

@@ -95,12 +95,18 @@ pub(crate) struct Offloaded {
 
 impl Offloaded {
     /// Stores for the classes that a program moves, for which nothing was evicted yet.
-    pub(crate) fn new(options: &OffloadOptions, program: &Program) -> Result<Self, ParallelError> {
+    pub(crate) fn new(
+        options: &OffloadOptions,
+        program: &Program,
+        device: &Device,
+    ) -> Result<Self, ParallelError> {
         let Outline { chain, num_microbatches, state, .. } = &program.outline;
         let mut stores = [const { None }; StateClass::ALL.len()];
         for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
             let per_unit = if class == StateClass::Activations { *num_microbatches } else { 1 };
-            let store = Store::new(state.of(class).tier, options, chain.num_units * per_unit)?;
+            // Activations are worked with on the device, other state that is away on the host.
+            let owner = if class == StateClass::Activations { device } else { &options.host };
+            let store = Store::new(state.of(class).tier, options, owner, chain.num_units * per_unit)?;
             stores[class as usize] = Some(store);
         }
         Ok(Offloaded { num_microbatches: *num_microbatches, stores, earlier_disk_bytes: [0, 0] })

@@ -2,10 +2,10 @@ use super::{Memory, OffloadOptions, try_each};
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use std::collections::VecDeque;
-use trireme_base::{DType, Event, Issued, Journal};
+use trireme_base::{Held, Issued, Journal, JournalEntry};
 use trireme_schedule::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, Transfer};
-use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
+use trireme_tensor::{Category, Device, PinnedMemory, View, ViewMut};
 
 /// Chunks on their way to a disk at a time; more would hold memory that was to be freed.
 const WRITES_MAX: usize = 4;
@@ -19,8 +19,12 @@ const WRITE_BYTES: usize = (WRITES_MAX + 1) * CHUNK_BYTES;
 
 /// Blocks of state that live elsewhere.
 pub(crate) struct Store {
+    /// What works with the state while it is here.
+    owner: Device,
     place: Place,
     blocks: Vec<Block>,
+    /// Host memory that may still be copied from. It is given back before more is taken, so that what is taken does not depend on time.
+    returning: Vec<Held<PinnedMemory>>,
 }
 
 enum Place {
@@ -34,8 +38,8 @@ enum Block {
     /// With its owner.
     #[default]
     Here,
-    /// In the host's memory.
-    InMemory(Tensor),
+    /// In the host's memory, or on its way there.
+    InMemory(Held<PinnedMemory>),
     /// On the disk.
     OnDisk,
     /// On its way back from it.
@@ -51,6 +55,8 @@ struct Disk {
     counted: Counted,
     /// If the host only counts, there is no file.
     options: OffloadOptions,
+    /// What works with the state while it is here.
+    owner: Device,
     num_bytes: Vec<usize>,
     /// Made when the first block comes.
     file: Option<SwapFile>,
@@ -65,12 +71,13 @@ struct Disk {
 
 impl Disk {
     /// Counts what writes take at most.
-    fn new(options: &OffloadOptions, num_blocks: usize) -> Result<Self, ParallelError> {
+    fn new(options: &OffloadOptions, owner: &Device, num_blocks: usize) -> Result<Self, ParallelError> {
         let counted = Counted::new(&options.host);
         counted.take(Category::Communication, WRITE_BYTES)?;
         Ok(Disk {
             counted,
             options: options.clone(),
+            owner: owner.clone(),
             num_bytes: vec![0; num_blocks],
             file: None,
             first_chunks: Vec::new(),
@@ -110,11 +117,10 @@ impl Disk {
         if self.file.is_none() {
             self.create()?;
         }
-        let Disk { file, first_chunks, writes, num_bytes, options, .. } = self;
+        let Disk { file, first_chunks, writes, num_bytes, owner, .. } = self;
         let file = file.as_ref().expect("it was made above");
         let (num_bytes, mut chunk) = (num_bytes[block], first_chunks[block]);
         let (mut copied, mut open) = (0, None);
-        let host = &options.host;
         let mut copy = |memory: View<'_>| -> Result<(), ParallelError> {
             let mut first = 0;
             while first < memory.num_bytes() {
@@ -129,7 +135,7 @@ impl Disk {
                 };
                 let free = &mut buffer[copied % CHUNK_BYTES..];
                 let len = free.len().min(memory.num_bytes() - first);
-                host.download(memory.part(first, [len].into()), &mut free[..len]);
+                owner.download(memory.part(first, [len].into()), &mut free[..len]);
                 let is_full = len == free.len();
                 (first, copied) = (first + len, copied + len);
                 if is_full {
@@ -172,7 +178,7 @@ impl Disk {
                 if let (Some(journal), Some(number)) =
                     (self.options.host.journal(), self.noted_reads[block].take())
                 {
-                    journal.note(Event::Await(number));
+                    journal.note(JournalEntry::Await(number));
                 }
                 try_each(memory, |part| part.restore())
             }
@@ -183,7 +189,7 @@ impl Disk {
     }
 
     fn copy_read(&mut self, block: usize, memory: Memory<'_>) -> Result<(), ParallelError> {
-        let (reads, host) = (&mut self.reads[block], &self.options.host);
+        let (reads, owner) = (&mut self.reads[block], &self.owner);
         let (mut copied, mut open) = (0, None::<AlignedBuffer>);
         let mut copy = |mut memory: ViewMut<'_>| -> Result<(), ParallelError> {
             let mut first = 0;
@@ -194,7 +200,7 @@ impl Disk {
                 };
                 let left = &buffer[copied % CHUNK_BYTES..];
                 let len = left.len().min(memory.num_bytes() - first);
-                host.upload(&left[..len], memory.reborrow().into_part(first, [len].into()));
+                owner.upload(&left[..len], memory.reborrow().into_part(first, [len].into()));
                 let is_read = len == left.len();
                 (first, copied) = (first + len, copied + len);
                 open = (!is_read).then_some(buffer);
@@ -222,41 +228,50 @@ fn num_bytes(memory: Memory<'_>) -> usize {
     sum
 }
 
-/// Copies all of `memory` to `copy`, bytes in the host's memory, and gives it back.
-fn copy_out(host: &Device, memory: Memory<'_>, mut copy: ViewMut<'_>) {
-    let mut first = 0;
+/// Copies all of `memory` of `owner` to the host, and gives it back. Kernels go on meanwhile.
+fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Held<PinnedMemory> {
+    let (mut first, mut copy) = (0, Some(Held::new(copy)));
     memory(&mut |part| {
-        let len = part.num_bytes();
-        let own = copy.reborrow().into_part(first, [len].into());
-        host.copy(part.view_mut().as_view().as_bytes(), own);
+        let to = copy.take().expect("a copy gives its memory back");
+        copy = Some(owner.download_later(part.view_mut().as_view(), to, first));
+        first += part.num_bytes();
         part.release();
-        first += len;
     });
+    copy.expect("a copy gives its memory back")
 }
 
-/// Takes all of `memory` again, and copies it back.
-fn copy_in(host: &Device, memory: Memory<'_>, copy: View<'_>) -> Result<(), ParallelError> {
-    let mut first = 0;
+/// Takes all of `memory` of `owner` again, and copies it back.
+fn copy_in(
+    owner: &Device,
+    memory: Memory<'_>,
+    copy: Held<PinnedMemory>,
+) -> Result<Held<PinnedMemory>, ParallelError> {
+    let (mut first, mut copy) = (0, Some(copy));
     try_each(memory, |part| {
-        let own = copy.part(first, [part.num_bytes()].into());
-        first += part.num_bytes();
         part.restore()?;
-        host.copy(own, part.view_mut().into_bytes());
+        let from = copy.take().expect("a copy gives its memory back");
+        copy = Some(owner.upload_later(from, first, part.view_mut()));
+        first += part.num_bytes();
         Ok(())
-    })
+    })?;
+    let copy = copy.expect("a copy gives its memory back");
+    owner.wait_for(&copy.until());
+    Ok(copy)
 }
 
 impl Store {
     pub(crate) fn new(
         tier: Tier,
         options: &OffloadOptions,
+        owner: &Device,
         num_blocks: usize,
     ) -> Result<Self, ParallelError> {
         let place = match tier {
             Tier::Device | Tier::Host => Place::Host(options.host.clone()),
-            Tier::Disk => Place::Disk(Box::new(Disk::new(options, num_blocks)?)),
+            Tier::Disk => Place::Disk(Box::new(Disk::new(options, owner, num_blocks)?)),
         };
-        Ok(Store { place, blocks: (0..num_blocks).map(|_| Block::default()).collect() })
+        let blocks = (0..num_blocks).map(|_| Block::default()).collect();
+        Ok(Store { owner: owner.clone(), place, blocks, returning: Vec::new() })
     }
 
     /// Says how many bytes a block has.
@@ -275,9 +290,9 @@ impl Store {
         let state = &mut self.blocks[block];
         *state = match (&mut self.place, std::mem::take(state)) {
             (Place::Host(host), _) => {
-                let mut copy = host.empty([num_bytes(memory)].into(), DType::U8, Category::Activations)?;
-                copy_out(host, memory, copy.view_mut());
-                Block::InMemory(copy)
+                self.returning.drain(..).for_each(|copy| drop(copy.wait()));
+                let copy = host.pinned_memory(num_bytes(memory), Category::Activations)?;
+                Block::InMemory(copy_out(&self.owner, memory, copy))
             }
             (Place::Disk(_), Block::Copied) if !has_changed => {
                 memory(&mut |part| part.release());
@@ -307,8 +322,8 @@ impl Store {
                 disk.finish_read(block, memory)?;
                 Block::Copied
             }
-            (Place::Host(host), Block::InMemory(copy)) => {
-                copy_in(host, memory, copy.view())?;
+            (Place::Host(_), Block::InMemory(copy)) => {
+                self.returning.push(copy_in(&self.owner, memory, copy)?);
                 Block::Here
             }
             (_, here) => here,

@@ -1,18 +1,20 @@
 //! Whole units, gathered from the shards of the ranks.
 
 use crate::error::ParallelError;
+use crate::exchanged::{Exchanged, UnderWay};
 use crate::packed::PackedGathering;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::secondary::SecondaryShards;
+use crate::space::bring;
 use crate::step::ZeroPlusPlus;
 use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
 use std::sync::Arc;
-use trireme_comm::{Buffer, Work};
+use trireme_schedule::collective::block;
 use trireme_schedule::{Outline, StateClass};
-use trireme_tensor::{Category, Device, ParameterTable, View, ViewMut};
+use trireme_tensor::{Category, Device, ParameterTable, Values, View, ViewMut};
 
 /// Whole units that are gathered from shards.
 pub(crate) trait Wholes: fmt::Debug + Send {
@@ -22,8 +24,8 @@ pub(crate) trait Wholes: fmt::Debug + Send {
     /// Takes memory for a unit that stays, or gives it back.
     fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError>;
 
-    /// Starts to gather a unit, to which this rank gives `shard`, or what lies in its place already.
-    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError>;
+    /// Starts to gather a unit, to which this rank gives `shard`, of the device beside it, or what lies in its place already.
+    fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<(), ParallelError>;
 
     fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError>;
 
@@ -54,10 +56,10 @@ pub(crate) struct Gathered<T> {
 enum Whole<T> {
     #[default]
     Absent,
-    Present(Buffer<T>),
-    Gathering(Work<Buffer<T>>),
+    Present(Exchanged<T>),
+    Gathering(UnderWay<T>),
     /// As integers, which have come from other hosts.
-    Packed(Work<Buffer<u8>>),
+    Packed(UnderWay<u8>),
 }
 
 impl<T: Stored> Gathered<T> {
@@ -99,15 +101,17 @@ impl<T: Stored> Gathered<T> {
     /// Starts to gather a unit as it is from the shards.
     fn gather(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<Whole<T>, ParallelError> {
         let info = &self.table.units()[unit];
-        let mut buffer = match std::mem::take(&mut self.units[unit]) {
-            Whole::Present(buffer) => buffer,
+        let mut whole = match std::mem::take(&mut self.units[unit]) {
+            Whole::Present(whole) => whole,
             _ => self.pool.take(info.padded_len())?,
         };
+        let (group, len) = (self.pool.group(), whole.len());
         if let Some(shard) = shard {
-            let own = info.shard(self.pool.group().rank().0, self.pool.group().world_size());
-            self.device.convert(shard, T::view_mut(&mut buffer[own]));
+            let own = info.shard(group.rank().0, group.world_size());
+            self.device.convert(shard, whole.part_mut(own));
         }
-        Ok(Whole::Gathering(self.pool.group().all_gather(buffer)))
+        let own = block(group.rank(), group.world_size(), len);
+        Ok(Whole::Gathering(whole.exchange(&self.device, own, 0..len, |whole| group.all_gather(whole))))
     }
 }
 
@@ -117,8 +121,8 @@ impl<T: Stored> Wholes for Gathered<T> {
     }
 
     fn hold(&mut self, unit: usize, holds: bool) -> Result<(), ParallelError> {
-        if let Whole::Present(buffer) = std::mem::take(&mut self.units[unit]) {
-            self.pool.discard(buffer);
+        if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
+            self.pool.discard(whole);
         }
         if holds && self.is_kept {
             self.units[unit] = Whole::Present(self.pool.take(self.table.units()[unit].padded_len())?);
@@ -126,7 +130,10 @@ impl<T: Stored> Wholes for Gathered<T> {
         Ok(())
     }
 
-    fn unshard(&mut self, unit: usize, shard: Option<View<'_>>) -> Result<(), ParallelError> {
+    fn unshard(&mut self, unit: usize, shard: Option<(View<'_>, &Device)>) -> Result<(), ParallelError> {
+        let category = Category::Communication;
+        let brought = shard.map(|(shard, from)| bring(shard, from, &self.device, category)).transpose()?;
+        let shard = brought.as_ref().map(Values::view);
         let info = &self.table.units()[unit];
         self.units[unit] = match (&self.secondary, &self.packed, shard) {
             (Some(secondary), ..) if secondary.has(unit) => {
@@ -140,12 +147,12 @@ impl<T: Stored> Wholes for Gathered<T> {
 
     fn ensure(&mut self, unit: usize, waiting: &mut Waiting) -> Result<(), ParallelError> {
         let whole = match std::mem::take(&mut self.units[unit]) {
-            Whole::Gathering(work) => waiting.wait(work)?,
-            Whole::Packed(work) => {
+            Whole::Gathering(under_way) => under_way.wait(&self.device, waiting)?,
+            Whole::Packed(messages) => {
                 let info = &self.table.units()[unit];
                 let mut whole = self.pool.take(info.padded_len())?;
                 let packed = self.packed.as_ref().expect("it was packed by this");
-                packed.finish(info, work, &mut whole, waiting)?;
+                packed.finish(info, messages, &mut whole, waiting)?;
                 whole
             }
             other => {
@@ -161,8 +168,8 @@ impl<T: Stored> Wholes for Gathered<T> {
     }
 
     fn reshard(&mut self, unit: usize) {
-        if let Whole::Present(buffer) = std::mem::take(&mut self.units[unit]) {
-            self.pool.give(buffer);
+        if let Whole::Present(whole) = std::mem::take(&mut self.units[unit]) {
+            self.pool.give(whole);
         }
     }
 
@@ -175,7 +182,7 @@ impl<T: Stored> Wholes for Gathered<T> {
     fn view(&self, unit: usize) -> View<'_> {
         let len = self.table.units()[unit].num_elements;
         match &self.units[unit] {
-            Whole::Present(buffer) => T::view(&buffer[..len]),
+            Whole::Present(whole) => whole.part(0..len),
             _ => panic!("unit {unit} is read while it is not there"),
         }
     }
@@ -183,7 +190,7 @@ impl<T: Stored> Wholes for Gathered<T> {
     fn view_mut(&mut self, unit: usize) -> ViewMut<'_> {
         let len = self.table.units()[unit].num_elements;
         match &mut self.units[unit] {
-            Whole::Present(buffer) => T::view_mut(&mut buffer[..len]),
+            Whole::Present(whole) => whole.part_mut(0..len),
             _ => panic!("unit {unit} is written while it is not there"),
         }
     }

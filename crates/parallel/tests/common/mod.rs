@@ -13,7 +13,7 @@ use trireme_schedule::lowering::{lay_out, recompute};
 use trireme_schedule::pipeline::{Costs, Kind, Sizes, StageCosts, generate, programs};
 use trireme_schedule::{Chain, Keep, Program, StateLayout, single};
 use trireme_swap::SwapOptions;
-use trireme_tensor::{Device, DeviceOptions};
+use trireme_tensor::{Backend, Device, DeviceOptions};
 use trireme_testkit::random_batch;
 
 pub const SHAPE: (usize, usize) = (2, 17);
@@ -46,6 +46,7 @@ pub fn executor(
 }
 
 /// What is sharded, recomputed and kept elsewhere.
+#[derive(Clone)]
 pub struct Layout<'a> {
     pub options: ExecutorOptions,
     pub optimizer: OptimizerKind,
@@ -60,6 +61,7 @@ pub struct Layout<'a> {
     pub state: StateLayout,
     pub folder: &'a Path,
     pub swap: SwapOptions,
+    pub backend: Backend,
 }
 
 /// Stages of a model.
@@ -102,6 +104,7 @@ impl Default for Layout<'_> {
             state: StateLayout::WHOLE,
             folder: Path::new("/nonexistent"),
             swap: SwapOptions::default(),
+            backend: Backend::Cpu,
         }
     }
 }
@@ -128,9 +131,9 @@ pub fn laid_out_model(
     accumulation: usize,
     layout: &Layout<'_>,
 ) -> Executor {
-    let device = Device::cpu(DeviceOptions { num_threads, ..DeviceOptions::default() }).unwrap();
+    let alike = DeviceOptions { num_threads, backend: layout.backend, ..DeviceOptions::default() };
+    let device = Device::open(alike).unwrap();
     let Layout { options, .. } = layout;
-    let alike = DeviceOptions { num_threads, ..DeviceOptions::default() };
     let rehearsal = Rehearsal::of(build, alike, options.precision, options.fp8, specs).unwrap();
     let model = build(&device).unwrap();
     let chain = chain(model.table(), &rehearsal);
@@ -216,13 +219,13 @@ pub fn parameter_bits(executor: &Executor) -> Vec<u32> {
 
 /// What a rank has of a unit's parameters.
 pub fn shard_values(executor: &Executor, unit: usize) -> Vec<f32> {
-    executor.device().read(executor.shard(unit))
+    executor.shard_device().read(executor.shard(unit))
 }
 
 /// Lets `change` change what a rank has of a unit's parameters.
 pub fn change_shard(executor: &mut Executor, unit: usize, change: impl FnOnce(&mut [f32])) {
     let mut values = shard_values(executor, unit);
     change(&mut values);
-    let device = executor.device().clone();
+    let device = executor.shard_device().clone();
     device.upload(&values, executor.shard_mut(unit));
 }

@@ -14,61 +14,77 @@ impl Device {
     pub(crate) fn copy_blocks(
         &self,
         (x, from): (View<'_>, Blocks),
-        (mut y, to): (ViewMut<'_>, Blocks),
+        (y, to): (ViewMut<'_>, Blocks),
         blocks: (usize, usize),
     ) {
         assert_eq!(x.dtype(), y.dtype());
         let num_bytes = blocks.0 * blocks.1 * x.dtype().size();
-        self.count("copy_blocks", Cost::ZERO.reads(num_bytes).writes(num_bytes));
-        with_word!(x.dtype() => |W| self.cpu.copy_blocks::<W>((x.words(), from), (y.words(), to), blocks));
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("copy_blocks", Cost::ZERO.reads(num_bytes).writes(num_bytes), move |cpu| {
+            with_word!(x.dtype() => |W| cpu.copy_blocks::<W>((x.words(cpu), from), (y.words(cpu), to), blocks));
+        });
     }
 
     /// Reads `x` in another order of its dims: `strides` are those of `x`, of the `dims` of `y`.
-    pub(crate) fn permute(
-        &self,
-        (x, strides): (View<'_>, [usize; 4]),
-        (mut y, dims): (ViewMut<'_>, [usize; 4]),
-    ) {
+    pub(crate) fn permute(&self, (x, strides): (View<'_>, [usize; 4]), (y, dims): (ViewMut<'_>, [usize; 4])) {
         assert_eq!(x.dtype(), y.dtype());
-        self.count("permute", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
-        with_word!(x.dtype() => |W| self.cpu.permute::<W>((x.words(), strides), (y.words(), dims)));
+        let cost = Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes());
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("permute", cost, move |cpu| {
+            with_word!(x.dtype() => |W| cpu.permute::<W>((x.words(cpu), strides), (y.words(cpu), dims)));
+        });
     }
 
     /// `y[o, i] = factor * sum over d of x[o, d, i]`, for `x` of `[outer, dim, inner]`.
-    pub(crate) fn sum_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count("sum_dim", each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
-        with_element!(x.dtype() => |T| self.cpu.sum_dim::<T>(x.elements(), dims, factor, y.elements()));
+    pub(crate) fn sum_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, y: ViewMut<'_>) {
+        let cost = each(x.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes());
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("sum_dim", cost, move |cpu| {
+            with_element!(x.dtype() => |T| cpu.sum_dim::<T>(x.elements(cpu), dims, factor, y.elements(cpu)));
+        });
     }
 
     /// `y[o, d, i] = factor * x[o, i]`, for `y` of `[outer, dim, inner]`.
-    pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, mut y: ViewMut<'_>) {
-        self.count("spread_dim", each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes()));
-        with_element!(x.dtype() => |T| self.cpu.spread_dim::<T>(x.elements(), dims, factor, y.elements()));
+    pub(crate) fn spread_dim(&self, x: View<'_>, dims: [usize; 3], factor: f32, y: ViewMut<'_>) {
+        let cost = each(y.shape(), 1).reads(x.num_bytes()).writes(y.num_bytes());
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("spread_dim", cost, move |cpu| {
+            with_element!(x.dtype() => |T| cpu.spread_dim::<T>(x.elements(cpu), dims, factor, y.elements(cpu)));
+        });
     }
 
     /// `y[i] = x[ids[i]]`, of rows.
     ///
     /// # Panics
     /// If an id is that of no row.
-    pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, mut y: ViewMut<'_>) {
+    pub(crate) fn gather_rows(&self, x: View<'_>, ids: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.dtype(), y.dtype());
-        self.count("gather_rows", Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes()));
-        let (ids, cols) = (ids.u32s(), x.shape().cols());
-        with_word!(x.dtype() => |W| self.cpu.gather_rows::<W>(x.words(), ids, cols, y.words()));
+        let cost = Cost::ZERO.reads(ids.num_bytes() + y.num_bytes()).writes(y.num_bytes());
+        let cols = x.shape().cols();
+        let (x, ids, mut y) = (x.place(), ids.place(), y.into_place());
+        self.issue("gather_rows", cost, move |cpu| {
+            with_word!(x.dtype() => |W| cpu.gather_rows::<W>(x.words(cpu), ids.u32s(cpu), cols, y.words(cpu)));
+        });
     }
 
     /// Softmax of each row. A row of nothing but negative infinity gives NaN.
-    pub(crate) fn softmax(&self, x: View<'_>, mut y: ViewMut<'_>) {
+    pub(crate) fn softmax(&self, x: View<'_>, y: ViewMut<'_>) {
         let cols = x.shape().cols();
-        self.count("softmax", each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes()));
-        with_element!(x.dtype() => |T| self.cpu.softmax::<T>(x.elements(), cols, y.elements()));
+        let cost = each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("softmax", cost, move |cpu| {
+            with_element!(x.dtype() => |T| cpu.softmax::<T>(x.elements(cpu), cols, y.elements(cpu)));
+        });
     }
 
     /// In place: `dy`, the gradient of the softmax `y`, becomes that of its input.
-    pub(crate) fn softmax_backward(&self, y: View<'_>, mut dy: ViewMut<'_>) {
+    pub(crate) fn softmax_backward(&self, y: View<'_>, dy: ViewMut<'_>) {
         let cols = y.shape().cols();
-        self.count("softmax_backward", each(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes()));
-        with_element!(y.dtype() => |T| self.cpu.softmax_backward::<T>(y.elements(), cols, dy.elements()));
+        let cost = each(y.shape(), 4).reads(y.num_bytes()).updates(dy.num_bytes());
+        let (y, mut dy) = (y.place(), dy.into_place());
+        self.issue("softmax_backward", cost, move |cpu| {
+            with_element!(y.dtype() => |T| cpu.softmax_backward::<T>(y.elements(cpu), cols, dy.elements(cpu)));
+        });
     }
 }
 

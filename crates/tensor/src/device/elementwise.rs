@@ -14,20 +14,26 @@ impl Device {
     pub fn map(
         &self,
         x: View<'_>,
-        mut y: ViewMut<'_>,
+        y: ViewMut<'_>,
         operations: usize,
-        function: impl Fn(f32) -> f32 + Sync,
+        function: impl Fn(f32) -> f32 + Send + Sync + 'static,
     ) {
         assert_eq!(x.shape(), y.shape());
-        self.count("map", each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes()));
-        with_element!(x.dtype() => |T| self.cpu.map::<T>(x.elements(), y.elements(), function));
+        let cost = each(x.shape(), operations).reads(x.num_bytes()).writes(y.num_bytes());
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("map", cost, move |cpu| {
+            with_element!(x.dtype() => |T| cpu.map::<T>(x.elements(cpu), y.elements(cpu), function));
+        });
     }
 
     /// Sets element `i` of `x` to 0 where word `first + i` of the stream lies below `rate` of its range, else divides it by
     /// `1 - rate`.
-    pub(crate) fn dropout(&self, mut x: ViewMut<'_>, key: RandomKey, first: u64, rate: f32) {
-        self.count("dropout", each(x.shape(), 1).updates(x.num_bytes()));
-        with_element!(x.dtype() => |T| self.cpu.dropout::<T>(x.elements(), key, first, rate));
+    pub(crate) fn dropout(&self, x: ViewMut<'_>, key: RandomKey, first: u64, rate: f32) {
+        let cost = each(x.shape(), 1).updates(x.num_bytes());
+        let mut x = x.into_place();
+        self.issue("dropout", cost, move |cpu| {
+            with_element!(x.dtype() => |T| cpu.dropout::<T>(x.elements(cpu), key, first, rate));
+        });
     }
 
     /// `y = function(left, right)`, as [`map`](Device::map).
@@ -37,24 +43,33 @@ impl Device {
     pub fn zip(
         &self,
         (left, right): (View<'_>, View<'_>),
-        mut y: ViewMut<'_>,
+        y: ViewMut<'_>,
         operations: usize,
-        function: impl Fn(f32, f32) -> f32 + Sync,
+        function: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
     ) {
         assert!(left.shape() == y.shape() && right.shape() == y.shape());
-        self.count(
-            "zip",
-            each(left.shape(), operations).reads(left.num_bytes() + right.num_bytes()).writes(y.num_bytes()),
-        );
-        with_element!(y.dtype() => |T| {
-            self.cpu.zip::<T>((left.elements(), right.elements()), y.elements(), function);
+        let read_bytes = left.num_bytes() + right.num_bytes();
+        let cost = each(left.shape(), operations).reads(read_bytes).writes(y.num_bytes());
+        let (left, right, mut y) = (left.place(), right.place(), y.into_place());
+        self.issue("zip", cost, move |cpu| {
+            with_element!(y.dtype() => |T| {
+                cpu.zip::<T>((left.elements(cpu), right.elements(cpu)), y.elements(cpu), function);
+            });
         });
     }
 
     /// `y = function(y)`, as [`map`](Device::map), in the memory of `y`.
-    pub fn map_in_place(&self, mut y: ViewMut<'_>, operations: usize, function: impl Fn(f32) -> f32 + Sync) {
-        self.count("map_in_place", each(y.shape(), operations).updates(y.num_bytes()));
-        with_element!(y.dtype() => |T| self.cpu.map_in_place::<T>(y.elements(), function));
+    pub fn map_in_place(
+        &self,
+        y: ViewMut<'_>,
+        operations: usize,
+        function: impl Fn(f32) -> f32 + Send + Sync + 'static,
+    ) {
+        let cost = each(y.shape(), operations).updates(y.num_bytes());
+        let mut y = y.into_place();
+        self.issue("map_in_place", cost, move |cpu| {
+            with_element!(y.dtype() => |T| cpu.map_in_place::<T>(y.elements(cpu), function));
+        });
     }
 
     /// `y = function(y, x)`, as [`map`](Device::map), in the memory of `y`; `x` may have another type.
@@ -63,16 +78,19 @@ impl Device {
     /// If the shapes differ.
     pub fn zip_in_place(
         &self,
-        mut y: ViewMut<'_>,
+        y: ViewMut<'_>,
         x: View<'_>,
         operations: usize,
-        function: impl Fn(f32, f32) -> f32 + Sync,
+        function: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
     ) {
         assert_eq!(x.shape(), y.shape());
-        self.count("zip_in_place", each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes()));
-        with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
-            self.cpu.zip_in_place::<T, U>(y.elements(), x.elements(), function);
-        }));
+        let cost = each(x.shape(), operations).reads(x.num_bytes()).updates(y.num_bytes());
+        let (mut y, x) = (y.into_place(), x.place());
+        self.issue("zip_in_place", cost, move |cpu| {
+            with_element!(y.dtype() => |T| with_element!(x.dtype() => |U| {
+                cpu.zip_in_place::<T, U>(y.elements(cpu), x.elements(cpu), function);
+            }));
+        });
     }
 
     /// Lets `compute` write each row of `out` by its index and the elements of `inputs`, on any thread: the kernel of an operation of
@@ -83,25 +101,31 @@ impl Device {
     pub fn for_each_row<const N: usize>(
         &self,
         inputs: [View<'_>; N],
-        mut out: ViewMut<'_>,
+        out: ViewMut<'_>,
         operations: usize,
-        compute: impl Fn([&[f32]; N], usize, &mut [f32]) + Sync,
+        compute: impl Fn([&[f32]; N], usize, &mut [f32]) + Send + Sync + 'static,
     ) {
         let read_bytes = inputs.iter().map(View::num_bytes).sum();
-        self.count("for_each_row", each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes()));
+        let cost = each(out.shape(), operations).reads(read_bytes).writes(out.num_bytes());
         let cols = out.shape().cols();
-        let inputs = inputs.map(|input| input.f32s());
-        self.cpu.for_each_row(out.f32s(), cols, |row, out| compute(inputs, row, out));
+        let (inputs, mut out) = (inputs.map(|input| input.place()), out.into_place());
+        self.issue("for_each_row", cost, move |cpu| {
+            let inputs = inputs.map(|input| input.f32s(cpu));
+            cpu.for_each_row(out.f32s(cpu), cols, |row, out| compute(inputs, row, out));
+        });
     }
 
     /// `out += term`, element by element, each sum rounded to the type of both.
     ///
     /// # Panics
     /// If the lengths or the types differ.
-    pub fn add_assign(&self, mut out: ViewMut<'_>, term: View<'_>) {
-        self.count("add_assign", each(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes()));
-        with_element!(term.dtype() => |T| {
-            self.cpu.zip_in_place::<T, T>(out.elements(), term.elements(), |out, term| out + term);
+    pub fn add_assign(&self, out: ViewMut<'_>, term: View<'_>) {
+        let cost = each(term.shape(), 1).reads(term.num_bytes()).updates(out.num_bytes());
+        let (mut out, term) = (out.into_place(), term.place());
+        self.issue("add_assign", cost, move |cpu| {
+            with_element!(term.dtype() => |T| {
+                cpu.zip_in_place::<T, T>(out.elements(cpu), term.elements(cpu), |out, term| out + term);
+            });
         });
     }
 
@@ -112,20 +136,20 @@ impl Device {
     pub fn zip_sum_rows(
         &self,
         (left, right): (View<'_>, View<'_>),
-        mut sums: ViewMut<'_>,
+        sums: ViewMut<'_>,
         operations: usize,
-        function: impl Fn(f32, f32) -> f32 + Sync,
+        function: impl Fn(f32, f32) -> f32 + Send + Sync + 'static,
     ) {
         assert_eq!(left.shape(), right.shape());
         let read_bytes = left.num_bytes() + right.num_bytes();
-        self.count(
-            "zip_sum_rows",
-            each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes()),
-        );
+        let cost = each(left.shape(), operations + 1).reads(read_bytes).writes(sums.num_bytes());
         let cols = left.shape().cols();
-        with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
-            let operands = (left.elements(), right.elements());
-            self.cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(), function);
-        }));
+        let (left, right, mut sums) = (left.place(), right.place(), sums.into_place());
+        self.issue("zip_sum_rows", cost, move |cpu| {
+            with_element!(left.dtype() => |T| with_element!(right.dtype() => |U| {
+                let operands = (left.elements(cpu), right.elements(cpu));
+                cpu.zip_sum_rows::<T, U>(operands, cols, sums.f32s(cpu), function);
+            }));
+        });
     }
 }

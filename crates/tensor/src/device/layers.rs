@@ -1,6 +1,8 @@
 //! Normalisations, embeddings and cross-entropies on a device.
 
 use super::{Device, each, written};
+use crate::kernels::Place;
+use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::cross_entropy::VocabularyChunk;
 use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::embedding::Bags;
@@ -17,14 +19,17 @@ impl Device {
         weight: View<'_>,
         bias: Option<View<'_>>,
         kind: NormKind,
-        mut y: ViewMut<'_>,
-        mut statistics: ViewMut<'_>,
+        y: ViewMut<'_>,
+        statistics: ViewMut<'_>,
     ) {
-        let bias = bias.map(|bias| bias.f32s());
         let cost = each(x.shape(), NORM_OPERATIONS).reads(x.num_bytes());
-        self.count("norm", cost.writes(y.num_bytes()).writes(statistics.num_bytes()));
-        with_element!(y.dtype() => |T| {
-            self.cpu.norm::<T>(x.f32s(), weight.f32s(), bias, kind, y.elements(), statistics.f32s());
+        let (x, weight, bias) = (x.place(), weight.place(), bias.map(|bias| bias.place()));
+        let (mut y, mut statistics) = (y.into_place(), statistics.into_place());
+        self.issue("norm", cost.writes(y.num_bytes()).writes(statistics.num_bytes()), move |cpu| {
+            let (x, weight, bias) = (x.f32s(cpu), weight.f32s(cpu), bias.map(|bias| bias.f32s(cpu)));
+            with_element!(y.dtype() => |T| {
+                cpu.norm::<T>(x, weight, bias, kind, y.elements(cpu), statistics.f32s(cpu));
+            });
         });
     }
 
@@ -34,14 +39,19 @@ impl Device {
         (x, weight, statistics): (View<'_>, View<'_>, View<'_>),
         kind: NormKind,
         dy: View<'_>,
-        mut dx: ViewMut<'_>,
+        dx: ViewMut<'_>,
         accumulate: bool,
     ) {
         let cost = each(x.shape(), NORM_INPUT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
-        self.count("norm_backward_input", written(cost, &dx, accumulate));
-        let rows = Normalised { x: x.f32s(), weight: weight.f32s(), statistics: statistics.f32s(), kind };
-        with_element!(dy.dtype() => |T| {
-            self.cpu.norm_backward_input::<T>(rows, dy.elements(), dx.f32s(), accumulate);
+        let cost = written(cost, &dx, accumulate);
+        let (x, weight, statistics) = (x.place(), weight.place(), statistics.place());
+        let (dy, mut dx) = (dy.place(), dx.into_place());
+        self.issue("norm_backward_input", cost, move |cpu| {
+            let (x, weight, statistics) = (x.f32s(cpu), weight.f32s(cpu), statistics.f32s(cpu));
+            let rows = Normalised { x, weight, statistics, kind };
+            with_element!(dy.dtype() => |T| {
+                cpu.norm_backward_input::<T>(rows, dy.elements(cpu), dx.f32s(cpu), accumulate);
+            });
         });
     }
 
@@ -51,15 +61,19 @@ impl Device {
         x: View<'_>,
         dy: View<'_>,
         statistics: View<'_>,
-        mut d_weight: ViewMut<'_>,
+        d_weight: ViewMut<'_>,
         accumulate: bool,
     ) {
         let cost =
             each(x.shape(), NORM_WEIGHT_GRADIENT_OPERATIONS).reads(x.num_bytes()).reads(dy.num_bytes());
-        self.count("norm_backward_weight", written(cost, &d_weight, accumulate));
-        let (x, statistics, d_weight) = (x.f32s(), statistics.f32s(), d_weight.f32s());
-        with_element!(dy.dtype() => |T| {
-            self.cpu.norm_backward_weight::<T>(x, dy.elements(), statistics, d_weight, accumulate);
+        let cost = written(cost, &d_weight, accumulate);
+        let (x, dy, statistics, mut d_weight) =
+            (x.place(), dy.place(), statistics.place(), d_weight.into_place());
+        self.issue("norm_backward_weight", cost, move |cpu| {
+            let (x, statistics, d_weight) = (x.f32s(cpu), statistics.f32s(cpu), d_weight.f32s(cpu));
+            with_element!(dy.dtype() => |T| {
+                cpu.norm_backward_weight::<T>(x, dy.elements(cpu), statistics, d_weight, accumulate);
+            });
         });
     }
 
@@ -67,74 +81,86 @@ impl Device {
     ///
     /// # Panics
     /// If the shapes differ.
-    pub(crate) fn round(&self, precision: Precision, x: View<'_>, mut y: ViewMut<'_>) {
+    pub(crate) fn round(&self, precision: Precision, x: View<'_>, y: ViewMut<'_>) {
         assert_eq!(x.shape(), y.shape());
-        self.count("round", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()));
-        with_element!(x.dtype() => |T| with_element!(precision.dtype() => |P| {
-            self.cpu.round::<T, P>(x.elements(), y.f32s());
-        }));
+        let (x, mut y) = (x.place(), y.into_place());
+        self.issue("round", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()), move |cpu| {
+            with_element!(x.dtype() => |T| with_element!(precision.dtype() => |P| {
+                cpu.round::<T, P>(x.elements(cpu), y.f32s(cpu));
+            }));
+        });
     }
 
-    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`, of values rounded to `precision`.
+    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]` with `at` the `seq_len` and the `first_position`, of values rounded to `precision`.
     pub(crate) fn embedding(
         &self,
         precision: Precision,
         ids: View<'_>,
         table: View<'_>,
         positions: Option<View<'_>>,
-        (seq_len, first_position): (usize, usize),
-        mut out: ViewMut<'_>,
+        at: (usize, usize),
+        out: ViewMut<'_>,
     ) {
         let num_elements = out.shape().num_elements();
         let cost = Cost::others(&[usize::from(positions.is_some()), num_elements]).reads(ids.num_bytes());
-        self.count("embedding", cost.reads(num_elements * table.dtype().size()).writes(out.num_bytes()));
-        with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
-            let positions = positions.map(|positions| positions.elements());
-            let (ids, table, at) = (ids.u32s(), table.elements(), (seq_len, first_position));
-            self.cpu.embedding::<T, P>(ids, table, positions, at, out.f32s());
-        }));
+        let cost = cost.reads(num_elements * table.dtype().size()).writes(out.num_bytes());
+        let (ids, table, positions) =
+            (ids.place(), table.place(), positions.map(|positions| positions.place()));
+        let mut out = out.into_place();
+        self.issue("embedding", cost, move |cpu| {
+            with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
+                let positions = positions.map(|positions| positions.elements(cpu));
+                let (ids, table) = (ids.u32s(cpu), table.elements(cpu));
+                cpu.embedding::<T, P>(ids, table, positions, at, out.f32s(cpu));
+            }));
+        });
     }
 
     /// Sums of rows of a table, rounded to `precision`, by bags of ids.
     pub(crate) fn embedding_bag(
         &self,
         precision: Precision,
-        bags: Bags<'_>,
+        bags: BagViews<'_>,
         table: View<'_>,
-        mut out: ViewMut<'_>,
+        out: ViewMut<'_>,
     ) {
         let cols = out.shape().cols();
-        let num_read = bags.ids.len().saturating_mul(cols);
-        let cost = Cost::others(&[num_read]).reads(size_of_val(bags.ids));
-        self.count(
-            "embedding_bag",
-            cost.reads(num_read.saturating_mul(table.dtype().size())).writes(out.num_bytes()),
-        );
-        with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
-            self.cpu.embedding_bag::<T, P>(bags, table.elements(), cols, out.f32s());
-        }));
+        let num_read = bags.num_ids().saturating_mul(cols);
+        let cost = Cost::others(&[num_read]).reads(bags.ids.num_bytes());
+        let cost = cost.reads(num_read.saturating_mul(table.dtype().size())).writes(out.num_bytes());
+        let (bags, table, mut out) = (bags.places(), table.place(), out.into_place());
+        self.issue("embedding_bag", cost, move |cpu| {
+            with_element!(table.dtype() => |T| with_element!(precision.dtype() => |P| {
+                cpu.embedding_bag::<T, P>(bags.elements(cpu), table.elements(cpu), cols, out.f32s(cpu));
+            }));
+        });
     }
 
     /// Adds to the gradient of the table of [`Device::embedding_bag`].
-    pub(crate) fn embedding_bag_backward(&self, bags: Bags<'_>, dy: View<'_>, mut d_table: ViewMut<'_>) {
-        let num_added = bags.ids.len().saturating_mul(dy.shape().cols());
-        let cost = Cost::others(&[num_added]).reads(dy.num_bytes()).reads(size_of_val(bags.ids));
-        self.count("embedding_bag_backward", cost.updates(num_added.saturating_mul(DType::F32.size())));
-        self.cpu.embedding_bag_backward(bags, dy.f32s(), dy.shape().cols(), d_table.f32s());
+    pub(crate) fn embedding_bag_backward(&self, bags: BagViews<'_>, dy: View<'_>, d_table: ViewMut<'_>) {
+        let cols = dy.shape().cols();
+        let num_added = bags.num_ids().saturating_mul(cols);
+        let cost = Cost::others(&[num_added]).reads(dy.num_bytes()).reads(bags.ids.num_bytes());
+        let cost = cost.updates(num_added.saturating_mul(DType::F32.size()));
+        let (bags, dy, mut d_table) = (bags.places(), dy.place(), d_table.into_place());
+        self.issue("embedding_bag_backward", cost, move |cpu| {
+            cpu.embedding_bag_backward(bags.elements(cpu), dy.f32s(cpu), cols, d_table.f32s(cpu));
+        });
     }
 
     /// `d_table[ids[i]] += dy[i]`.
     pub(crate) fn embedding_backward(&self, ids: View<'_>, dy: View<'_>, d_table: ViewMut<'_>) {
-        self.embedding_bag_backward(Bags::of_single_ids(ids.u32s()), dy, d_table);
+        self.embedding_bag_backward(BagViews::of_single_ids(ids), dy, d_table);
     }
 
     /// `d_positions[t] += sum over sequences of dy[sequence, t]`.
-    pub(crate) fn position_backward(&self, dy: View<'_>, seq_len: usize, mut d_positions: ViewMut<'_>) {
-        self.count(
-            "position_backward",
-            each(dy.shape(), 1).reads(dy.num_bytes()).updates(d_positions.num_bytes()),
-        );
-        self.cpu.position_backward(dy.f32s(), seq_len, dy.shape().cols(), d_positions.f32s());
+    pub(crate) fn position_backward(&self, dy: View<'_>, seq_len: usize, d_positions: ViewMut<'_>) {
+        let cost = each(dy.shape(), 1).reads(dy.num_bytes()).updates(d_positions.num_bytes());
+        let cols = dy.shape().cols();
+        let (dy, mut d_positions) = (dy.place(), d_positions.into_place());
+        self.issue("position_backward", cost, move |cpu| {
+            cpu.position_backward(dy.f32s(cpu), seq_len, cols, d_positions.f32s(cpu));
+        });
     }
 
     /// Takes a chunk of logits into the `statistics` of their rows, `rows x 3`.
@@ -143,11 +169,14 @@ impl Device {
         logits: View<'_>,
         targets: View<'_>,
         chunk: VocabularyChunk,
-        mut statistics: ViewMut<'_>,
+        statistics: ViewMut<'_>,
     ) {
         let cost = each(logits.shape(), Cost::EXP + 3).reads(logits.num_bytes());
-        self.count("softmax_statistics", cost.updates(statistics.num_bytes()));
-        self.cpu.softmax_statistics(logits.f32s(), targets.u32s(), chunk, statistics.f32s());
+        let cost = cost.updates(statistics.num_bytes());
+        let (logits, targets, mut statistics) = (logits.place(), targets.place(), statistics.into_place());
+        self.issue("softmax_statistics", cost, move |cpu| {
+            cpu.softmax_statistics(logits.f32s(cpu), targets.u32s(cpu), chunk, statistics.f32s(cpu));
+        });
     }
 
     /// Gradient of the rows' losses with respect to a chunk of logits, for the statistics of all chunks.
@@ -158,15 +187,67 @@ impl Device {
         chunk: VocabularyChunk,
         statistics: View<'_>,
         scale: f32,
-        mut gradient: ViewMut<'_>,
+        gradient: ViewMut<'_>,
     ) {
         let cost =
             each(logits.shape(), Cost::EXP + 2).reads(logits.num_bytes()).reads(statistics.num_bytes());
-        self.count("cross_entropy_gradient", cost.writes(gradient.num_bytes()));
-        let (logits, targets, statistics) = (logits.f32s(), targets.u32s(), statistics.f32s());
-        with_element!(gradient.dtype() => |T| {
-            self.cpu.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient.elements());
+        let cost = cost.writes(gradient.num_bytes());
+        let (logits, targets, statistics) = (logits.place(), targets.place(), statistics.place());
+        let mut gradient = gradient.into_place();
+        self.issue("cross_entropy_gradient", cost, move |cpu| {
+            let (logits, targets, statistics) = (logits.f32s(cpu), targets.u32s(cpu), statistics.f32s(cpu));
+            with_element!(gradient.dtype() => |T| {
+                let gradient = gradient.elements(cpu);
+                cpu.cross_entropy_gradient::<T>(logits, targets, chunk, statistics, scale, gradient);
+            });
         });
+    }
+}
+
+/// Ids in bags of equal length, of which only the first may count.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct BagViews<'a> {
+    /// A row is a bag.
+    pub(crate) ids: View<'a>,
+    /// Ids of each bag that count; `None` if all do.
+    pub(crate) lens: Option<View<'a>>,
+    /// Whether sums are divided by the number of ids.
+    pub(crate) takes_mean: bool,
+    bag_len: usize,
+}
+
+impl<'a> BagViews<'a> {
+    pub(crate) fn new(ids: View<'a>, lens: Option<View<'a>>, takes_mean: bool) -> Self {
+        BagViews { ids, lens, takes_mean, bag_len: ids.shape().cols() }
+    }
+
+    /// One id a bag.
+    fn of_single_ids(ids: View<'a>) -> Self {
+        BagViews { ids, lens: None, takes_mean: false, bag_len: 1 }
+    }
+
+    fn num_ids(&self) -> usize {
+        self.ids.shape().num_elements()
+    }
+
+    fn places(&self) -> BagPlaces {
+        let (ids, lens) = (self.ids.place(), self.lens.map(|lens| lens.place()));
+        BagPlaces { ids, lens, takes_mean: self.takes_mean, bag_len: self.bag_len }
+    }
+}
+
+/// The places of [`BagViews`].
+struct BagPlaces {
+    ids: Place,
+    lens: Option<Place>,
+    takes_mean: bool,
+    bag_len: usize,
+}
+
+impl BagPlaces {
+    fn elements<'c>(&self, cpu: &'c Cpu) -> Bags<'c> {
+        let lens = self.lens.map(|lens| lens.u32s(cpu));
+        Bags { ids: self.ids.u32s(cpu), bag_len: self.bag_len, lens, takes_mean: self.takes_mean }
     }
 }
 

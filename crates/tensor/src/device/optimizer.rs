@@ -1,23 +1,19 @@
 //! Optimizer updates on a device.
 
-use super::{Device, DeviceError, Transpose};
-use crate::kernels::cpu::optimizer::Factors;
-use crate::kernels::{Access, FactoredStep, MatmulEpilogue, Piece, Pieces, StateDType, StateSlice, Update};
+use super::{Device, DeviceError};
+use crate::kernels::cpu::Cpu;
+use crate::kernels::cpu::optimizer::{Factors, OrthogonalizeScratch};
+use crate::kernels::{Access, FactoredStep, Piece, Pieces, Place, StateDType, StateSlice, Update};
 use crate::optimizer::{FactoredMatrix, OptimizerState};
 use crate::precision::Precision;
 use crate::tensor::{View, ViewMut};
-use std::ops::{Add, Range};
+use std::ops::Add;
+use std::sync::Arc;
 use trireme_base::{Cost, DType};
 
-/// Coefficients of the iteration of [`Device::orthogonalize`]: odd polynomials whose repetition brings singular values from 0 to
-/// 1 near 1, the small ones fast (Jordan, "Muon", 2024).
-const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
-
-/// Added to the norm of a matrix, which may be zero.
-const NORM_EPSILON: f32 = 1e-7;
-
 impl Device {
-    /// Goes over the elements of `pieces`, each by that of `updates` which it names, and takes two sums over each piece.
+    /// Goes over the elements of `pieces`, each by that of `updates` which it names, and takes two sums over each piece into `sums`,
+    /// f64 `[pieces, 2]`, if they are wanted.
     ///
     /// `states` are those that the updates speak of, at most two; where they are narrower than f32, `noise` decides with the
     /// position of an element how they are rounded. `grads` may be empty where no update reads it.
@@ -26,93 +22,85 @@ impl Device {
     /// If there are not sums for each piece, or a piece lies outside of a buffer.
     pub fn update(
         &self,
-        (pieces, updates): (&Pieces, &[Update]),
-        mut parameters: ViewMut<'_>,
+        (pieces, updates): (&Arc<Pieces>, &Arc<Vec<Update>>),
+        parameters: ViewMut<'_>,
         grads: View<'_>,
         states: &mut [OptimizerState],
         noise: u32,
-        sums: &mut [[f64; 2]],
+        sums: Option<ViewMut<'_>>,
     ) {
         assert!(states.len() <= 2, "an update has at most two states");
-        self.count("update", update_cost(pieces, updates, states));
-        let mut slices = [StateSlice::Absent; 2];
-        slices.iter_mut().zip(states).for_each(|(slice, state)| *slice = state.slice());
-        self.cpu.update((pieces, updates), parameters.f32s(), grads.f32s(), slices, noise, sums);
+        let cost = update_cost(pieces, updates, states);
+        let mut places = [const { None }; 2];
+        places.iter_mut().zip(states).for_each(|(place, state)| *place = Some(state.places()));
+        let (pieces, updates) = (Arc::clone(pieces), Arc::clone(updates));
+        let (mut parameters, grads) = (parameters.into_place(), grads.place());
+        let mut sums = sums.map(ViewMut::into_place);
+        self.issue("update", cost, move |cpu| {
+            let states = places.each_mut().map(|place| match place {
+                Some(place) => place.slice(cpu),
+                None => StateSlice::Absent,
+            });
+            let sums = sums.as_mut().map(|sums| bytemuck::cast_slice_mut(sums.f64s(cpu)));
+            let (parameters, grads) = (parameters.f32s(cpu), grads.f32s(cpu));
+            cpu.update((&pieces, &updates), parameters, grads, states, noise, sums);
+        });
     }
 
-    /// The values of a state of the pieces `range`, one after another, exactly.
+    /// Sums of the squares of what is here of a matrix' gradient in the order of [`leaf_sum`](crate::leaf_sum): over each of its rows, and
+    /// then over each of its columns, in f64.
     ///
     /// # Panics
-    /// If `out` is too short.
-    pub fn read_state(&self, pieces: &Pieces, range: Range<usize>, state: &OptimizerState, out: &mut [f32]) {
-        self.cpu.read_state((pieces, range), state.as_ref(), out);
-    }
-
-    /// Sets a state of the pieces `range`. What [`Device::read_state`] gave of a state of the same dtype leaves it as it was.
-    ///
-    /// # Panics
-    /// If there are too few values.
-    pub fn write_state(
-        &self,
-        pieces: &Pieces,
-        range: Range<usize>,
-        state: &mut OptimizerState,
-        values: &[f32],
-    ) {
-        self.cpu.write_state((pieces, range), state.slice(), values);
-    }
-
-    /// Sums of the squares of what is here of a matrix' gradient, over each of its rows and each of its columns, in the order of
-    /// [`leaf_sum`](crate::leaf_sum).
-    ///
-    /// # Panics
-    /// If the lengths are not the matrix' numbers of rows and columns.
-    pub fn factored_sums(
-        &self,
-        matrix: &FactoredMatrix,
-        grads: View<'_>,
-        scale: f32,
-        rows: &mut [f64],
-        cols: &mut [f64],
-    ) {
-        assert_eq!(cols.len(), matrix.part.cols);
-        self.count(
-            "factored_sums",
-            Cost::others(&[4, matrix.part.held.len()]).reads(2 * DType::F32.size() * matrix.part.held.len()),
-        );
-        self.cpu.row_squares(&matrix.part, grads.f32s(), scale, rows);
-        self.cpu.column_squares(&matrix.part, grads.f32s(), scale, cols);
+    /// If there are not as many sums as rows and columns.
+    pub fn factored_sums(&self, matrix: &FactoredMatrix, grads: View<'_>, scale: f32, sums: ViewMut<'_>) {
+        let part = matrix.part.clone();
+        let (num_sums, num_elements) = (sums.shape().num_elements(), part.held.len());
+        let num_rows = num_sums.checked_sub(part.cols).expect("sums for all columns");
+        let cost = Cost::others(&[4, num_elements]).reads(2 * DType::F32.size() * num_elements);
+        let (grads, mut sums) = (grads.place(), sums.into_place());
+        self.issue("factored_sums", cost, move |cpu| {
+            let (rows, cols) = sums.f64s(cpu).split_at_mut(num_rows);
+            cpu.row_squares(&part, grads.f32s(cpu), scale, rows);
+            cpu.column_squares(&part, grads.f32s(cpu), scale, cols);
+        });
     }
 
     /// For each piece of a matrix, the sum of the squares of the update that [`Device::factored_update`] makes with a learning
-    /// rate of 1.
+    /// rate of 1, as [`update`](Device::update) takes its sums.
     pub fn factored_squares(
         &self,
-        pieces: &Pieces,
+        pieces: &Arc<Pieces>,
         step: FactoredStep,
         moments: [View<'_>; 2],
         grads: View<'_>,
-        sums: &mut [[f64; 2]],
+        sums: ViewMut<'_>,
     ) {
-        self.count("factored_squares", factored_cost(pieces));
-        self.cpu.factored_squares(pieces, step, elements(moments), grads.f32s(), sums);
+        let (cost, pieces) = (factored_cost(pieces), Arc::clone(pieces));
+        let (moments, grads, mut sums) =
+            (moments.map(|moments| moments.place()), grads.place(), sums.into_place());
+        self.issue("factored_squares", cost, move |cpu| {
+            let sums = bytemuck::cast_slice_mut(sums.f64s(cpu));
+            cpu.factored_squares(&pieces, step, factors(moments, cpu), grads.f32s(cpu), sums);
+        });
     }
 
     /// Adafactor's update of a matrix: each gradient is divided by the root of its second moment, which is the product of its row's,
     /// divided by their mean, and its column's.
     pub fn factored_update(
         &self,
-        pieces: &Pieces,
+        pieces: &Arc<Pieces>,
         step: FactoredStep,
         moments: [View<'_>; 2],
-        mut parameters: ViewMut<'_>,
+        parameters: ViewMut<'_>,
         grads: View<'_>,
     ) {
-        self.count(
-            "factored_update",
-            factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements()),
-        );
-        self.cpu.factored_update(pieces, step, elements(moments), parameters.f32s(), grads.f32s());
+        let cost = factored_cost(pieces).updates(DType::F32.size() * pieces.num_elements());
+        let (pieces, moments) = (Arc::clone(pieces), moments.map(|moments| moments.place()));
+        let (mut parameters, grads) = (parameters.into_place(), grads.place());
+        self.issue("factored_update", cost, move |cpu| {
+            let (parameters, grads) = (parameters.f32s(cpu), grads.f32s(cpu));
+            cpu.factored_update(&pieces, step, factors(moments, cpu), parameters, grads);
+        });
     }
 
     /// Replaces a matrix by one with the same singular vectors whose singular values are about 1, from 0.7 to 1.2: `num_steps`
@@ -124,7 +112,7 @@ impl Device {
     /// If there is no scratch memory.
     pub fn orthogonalize(
         &self,
-        mut matrix: ViewMut<'_>,
+        matrix: ViewMut<'_>,
         num_steps: usize,
         precision: Precision,
     ) -> Result<(), DeviceError> {
@@ -135,39 +123,31 @@ impl Device {
         let products = Cost::products(&[num_steps, 2 * side, side, 2 * rows.max(cols) + side]);
         let others =
             Cost::others(&[2 * num_steps + 5, rows, cols]) + Cost::others(&[3 * num_steps, side, side]);
-        self.count("orthogonalize", (products + others).updates(matrix.num_bytes()));
+        let cost = (products + others).updates(matrix.num_bytes());
         let mut gram = self.activation([side, side])?;
         let mut polynomial = self.activation([side, side])?;
         let mut product = self.activation([rows, cols])?;
-        // Not `sum_of_squares` of large elements: their squares must not overflow.
-        let largest = matrix.f32s().iter().fold(0.0_f32, |most, x| most.max(x.abs()));
-        let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
-        self.cpu.scale(matrix.f32s(), inverse);
-        let norm = self.cpu.sum_of_squares(matrix.f32s(), (rows * cols).div_ceil(crate::LEAVES)).sqrt();
-        self.cpu.scale(matrix.f32s(), 1.0 / (norm as f32 + NORM_EPSILON));
-        let [a, b, c] = QUINTIC;
-        // The shorter side is multiplied out: `X Xᵀ` of wide matrices, `Xᵀ X` of tall ones.
-        let is_tall = rows > cols;
-        let overwrite = MatmulEpilogue::Overwrite;
-        for _ in 0..num_steps {
-            let x = View::from_f32s(matrix.f32s(), shape);
-            let (left, right) =
-                if is_tall { (Transpose::Yes, Transpose::No) } else { (Transpose::No, Transpose::Yes) };
-            self.uncounted_matmul(precision, (x, left), (x, right), gram.view_mut(), overwrite)?;
-            let square = ((gram.view(), Transpose::No), (gram.view(), Transpose::No));
-            self.uncounted_matmul(precision, square.0, square.1, polynomial.view_mut(), overwrite)?;
-            self.cpu.combine(polynomial.view_mut().f32s(), c, gram.view().f32s(), b);
-            let (x, polynomial) = ((x, Transpose::No), (polynomial.view(), Transpose::No));
-            let (left, right) = if is_tall { (x, polynomial) } else { (polynomial, x) };
-            self.uncounted_matmul(precision, left, right, product.view_mut(), overwrite)?;
-            self.cpu.combine(matrix.f32s(), a, product.view().f32s(), 1.0);
-        }
+        let num_words = self.cpu.orthogonalize_scratch(precision, [rows, cols]);
+        let mut words = self.activation_of([num_words], DType::U32)?;
+        let mut matrix = matrix.into_place();
+        let [mut gram, mut polynomial, mut product, mut words] =
+            [&mut gram, &mut polynomial, &mut product, &mut words]
+                .map(|tensor| tensor.view_mut().into_place());
+        self.issue("orthogonalize", cost, move |cpu| {
+            let scratch = OrthogonalizeScratch {
+                gram: gram.f32s(cpu),
+                polynomial: polynomial.f32s(cpu),
+                product: product.f32s(cpu),
+                words: words.u32s(cpu),
+            };
+            cpu.orthogonalize((matrix.f32s(cpu), [rows, cols]), num_steps, precision, scratch);
+        });
         Ok(())
     }
 }
 
-fn elements([rows, cols]: [View<'_>; 2]) -> Factors<'_> {
-    Factors { rows: rows.f32s(), cols: cols.f32s() }
+fn factors([rows, cols]: [Place; 2], cpu: &Cpu) -> Factors<'_> {
+    Factors { rows: rows.f32s(cpu), cols: cols.f32s(cpu) }
 }
 
 /// The update of each element of Adafactor's matrices, from the gradients.

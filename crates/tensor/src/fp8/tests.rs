@@ -40,13 +40,16 @@ fn scales_have_bounds() {
 }
 
 fn history_max(state: &Fp8State) -> Vec<f32> {
-    let operands = state.scales.operands.iter();
-    operands.map(|operand| f32::from_bits(operand.history_max.load(Ordering::Relaxed))).collect()
+    state.scales.history_max.iter().map(|max| f32::from_bits(max.load(Ordering::Relaxed))).collect()
+}
+
+fn device() -> Device {
+    Device::cpu(crate::DeviceOptions { num_threads: 1, ..Default::default() }).unwrap()
 }
 
 fn state(amax_history_len: usize) -> Fp8State {
     let layers = vec![ParameterId(7), ParameterId(3)];
-    Fp8State::new(recipe(Fp8Formats::Hybrid, amax_history_len, 0), layers)
+    Fp8State::new(recipe(Fp8Formats::Hybrid, amax_history_len, 0), layers, &device()).unwrap()
 }
 
 #[test]
@@ -65,16 +68,16 @@ fn histories_hold_the_newest_steps() {
 
 #[test]
 fn a_step_has_the_largest_amax_of_its_passes() {
-    let device = Device::cpu(crate::DeviceOptions { num_threads: 1, ..Default::default() }).unwrap();
+    let device = device();
     let mut state = state(2);
     for values in [[1.0, -3.0], [2.0, f32::INFINITY], [0.5, f32::NAN]] {
         let layer = state.scales().layer(ParameterId(7), true).unwrap();
         layer.quantize(&device, Weight, View::from_f32s(&values, [2].into())).unwrap();
     }
     let mut amaxes = [1.0; 6];
-    state.take_amaxes(&mut amaxes);
+    state.take_amaxes(&device, &mut amaxes);
     assert_eq!(amaxes, [0.0, 0.0, 0.0, 0.0, 3.0, 0.0]);
-    state.take_amaxes(&mut amaxes);
+    state.take_amaxes(&device, &mut amaxes);
     assert_eq!(amaxes, [0.0; 6], "they are taken once");
     assert!(state.scales().layer(ParameterId(5), true).is_none());
 }

@@ -2,13 +2,13 @@
 #![allow(unsafe_code)]
 
 pub(crate) mod cpu;
+mod place;
 
 pub(crate) use cpu::SharedSlice;
 pub use cpu::activation::Activation;
 pub(crate) use cpu::attention::{AttentionInputs, CacheSpan, Rotary};
 pub use cpu::attention::{AttentionRule, AttentionShape};
 pub(crate) use cpu::blocks::Blocks;
-pub use cpu::matmul::MatmulEpilogue;
 pub(crate) use cpu::optimizer::{Access, FactoredPart, StateRef, StateSlice};
 pub use cpu::optimizer::{
     AdamStep, AdamWStep, FACTORED_FLOOR, FactoredStep, LarsStep, LionStep, MomentumStep, MuonStep, Piece,
@@ -18,3 +18,4 @@ pub use cpu::peak::Unit;
 pub use cpu::quantized::IntegerFormat;
 pub use cpu::simd::CpuFeatures;
 pub(crate) use cpu::simd::{sigmoid, tanh};
+pub(crate) use place::{Place, PlaceMut};

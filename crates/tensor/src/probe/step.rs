@@ -5,9 +5,9 @@ mod rows;
 
 use super::{KernelFigure, Limit, Peaks, Probe, ProductSizes, Ran, StepSizes, Transposes, Unit};
 use crate::declaration::{Initial, Parameter};
-use crate::device::{AttentionViews, DeviceError};
+use crate::device::{AttentionViews, DeviceError, MatmulEpilogue, RotaryViews};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
-use crate::kernels::{AttentionRule, AttentionShape, MatmulEpilogue, Rotary};
+use crate::kernels::{AttentionRule, AttentionShape};
 use crate::parameter_table::ParameterTable;
 use crate::precision::Precision;
 use crate::tape::LossHead;
@@ -173,8 +173,8 @@ impl Step<'_> {
         };
         let mut weight = self.tensor(weight_shape)?;
         let epilogue = MatmulEpilogue::Add {
-            bias: has_bias.then(|| bias.view().f32s()),
-            residual: into_residual.then(|| residual.view().f32s()),
+            bias: has_bias.then(|| bias.view()),
+            residual: into_residual.then(|| residual.view()),
         };
         let num_calls = self.sizes.num_layers as f64;
         let call = |part: &str| (format!("{name}: {part}"), num_calls);
@@ -250,8 +250,7 @@ impl Step<'_> {
         })?;
         if self.sizes.is_llama {
             let angles = self.tensor([seq_len, head_dim / 2])?;
-            let angles = angles.view().f32s();
-            let rotary = Rotary { cos: angles, sin: angles, first_position: 0 };
+            let rotary = RotaryViews { cos: angles.view(), sin: angles.view(), first_position: 0 };
             self.kernel(("rotary", 2.0 * layers), &name, |_| {
                 device.rotary(qkv.view_mut(), shape, rotary, false);
             })?;

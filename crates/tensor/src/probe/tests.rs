@@ -5,7 +5,7 @@ use crate::kernels::AttentionShape;
 const NO_TIME: Duration = Duration::ZERO;
 
 fn device(features_max: Option<CpuFeatures>) -> Device {
-    Device::cpu(DeviceOptions { num_threads: 2, features_max, budget: None }).unwrap()
+    Device::cpu(DeviceOptions { num_threads: 2, features_max, ..DeviceOptions::default() }).unwrap()
 }
 
 fn assert_sane(timing: Timing) {

@@ -1,6 +1,6 @@
 //! What forward and backward of an operation have in common.
 
-use super::{RowMean, Tape};
+use super::{PendingMean, Tape};
 use crate::device::{Device, DeviceError};
 use crate::fp8::Fp8Layer;
 use crate::parameter_table::{ParameterId, ParameterSpan};
@@ -107,15 +107,36 @@ impl OperationContext<'_> {
         self.tape.device.zeros(shape.into(), dtype, Category::Activations)
     }
 
+    /// One f64, such as a sum that the host has made.
+    ///
+    /// # Errors
+    /// If there is no memory for it.
+    pub fn scalar(&self, value: f64) -> Result<Tensor, DeviceError> {
+        let mut scalar = self.empty([1], DType::F64)?;
+        self.tape.device.upload(&[value], scalar.view_mut());
+        Ok(scalar)
+    }
+
     /// Adds `sum / num_rows`, times the term's weight, to the loss, or reports it as a [metric](super::Recorder::apply_metric). `sum` is
-    /// that over `num_rows` rows: for a loss as many in every pass over a microbatch of the same size, because its gradient is a
-    /// mean over them; for a metric as many as there are.
-    pub fn add_loss(&mut self, sum: f64, num_rows: usize) {
-        // What was not computed may be anything.
-        let sum = if self.tape.device.is_counting() { 0.0 } else { f64::from(self.loss_weight) * sum };
+    /// one f64, that over `num_rows` rows: for a loss as many in every pass over a microbatch of the same size, because its gradient is
+    /// a mean over them; for a metric as many as there are.
+    ///
+    /// # Errors
+    /// If there is no memory for a sum.
+    pub fn add_loss(&mut self, sum: Tensor, num_rows: usize) -> Result<(), DeviceError> {
+        let (weight, device) = (f64::from(self.loss_weight), &self.tape.device);
         match &mut self.tape.loss {
-            Some(loss) => loss.sum += sum * (loss.num_rows as f64 / num_rows as f64),
-            loss @ None => *loss = Some(RowMean { sum, num_rows }),
+            Some(loss) => {
+                let ratio = loss.num_rows as f64 / num_rows as f64;
+                device.add_term(sum.view(), weight, Some(ratio), loss.sum.view_mut());
+            }
+            loss @ None if weight == 1.0 => *loss = Some(PendingMean { sum, num_rows }),
+            loss @ None => {
+                let mut weighted = device.activation_of([1], DType::F64)?;
+                device.add_term(sum.view(), weight, None, weighted.view_mut());
+                *loss = Some(PendingMean { sum: weighted, num_rows });
+            }
         }
+        Ok(())
     }
 }

@@ -2,8 +2,7 @@
 
 use super::value::Value;
 use super::{
-    Argument, Arguments, Metric, Node, Op, Operation, OperationContext, ReadBy, Recording, RowMean, Tape,
-    Var, copy,
+    Argument, Arguments, Metric, Node, Op, Operation, OperationContext, ReadBy, Recording, Tape, Var, copy,
 };
 use crate::device::DeviceError;
 use crate::parameters::ParameterSource;
@@ -73,13 +72,13 @@ impl<'a> Recorder<'a> {
         self.tape.recording = recording;
         let found = std::mem::replace(&mut self.tape.loss, loss);
         assert!(outputs?.is_empty(), "a metric has no output");
-        let RowMean { sum, num_rows } = found.expect("a metric is what an operation would add to the loss");
+        let mean = found.expect("a metric is what an operation would add to the loss");
         match self.tape.metrics.iter_mut().find(|metric| metric.name == name) {
-            Some(metric) => {
-                metric.mean.sum += sum;
-                metric.mean.num_rows += num_rows;
+            Some(Metric { mean: all, .. }) => {
+                self.tape.device.add_term(mean.sum.view(), 1.0, Some(1.0), all.sum.view_mut());
+                all.num_rows += mean.num_rows;
             }
-            None => self.tape.metrics.push(Metric { name, mean: RowMean { sum, num_rows } }),
+            None => self.tape.metrics.push(Metric { name, mean }),
         }
         Ok(())
     }

@@ -63,8 +63,26 @@ pub struct Tape {
     tensors: Vec<Option<Tensor>>,
     /// Inputs that have the gradient of the output of the node whose backward runs.
     passing: Vec<usize>,
-    loss: Option<RowMean>,
+    loss: Option<PendingMean>,
     metrics: Vec<Metric>,
+}
+
+/// A mean over rows whose sum is on the device: it is there when the kernels that add it up have run.
+#[derive(Debug)]
+pub struct PendingMean {
+    /// Sum of the values of all rows, one f64.
+    pub sum: Tensor,
+    /// The rows.
+    pub num_rows: usize,
+}
+
+impl PendingMean {
+    /// The mean, once it is known.
+    pub fn read(&self, device: &Device) -> RowMean {
+        let mut sum = [0.0];
+        device.download(self.sum.view(), &mut sum);
+        RowMean { sum: sum[0], num_rows: self.num_rows }
+    }
 }
 
 /// A mean over rows, such as tokens: `sum / num_rows`.
@@ -77,12 +95,12 @@ pub struct RowMean {
 }
 
 /// What is reported of a microbatch and has no gradient.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug)]
 pub struct Metric {
     /// Its name in the metrics of the run.
     pub name: &'static str,
     /// Its value.
-    pub mean: RowMean,
+    pub mean: PendingMean,
 }
 
 /// An operation that was recorded. Its ranges are of the tape's lists.
@@ -236,8 +254,8 @@ impl Tape {
 
     /// The loss, if there are terms. It is known after forward if the tape does not record, and after backward if it does. `num_rows` is
     /// that of the first term.
-    pub fn loss(&self) -> Option<RowMean> {
-        self.loss
+    pub fn loss(&self) -> Option<&PendingMean> {
+        self.loss.as_ref()
     }
 
     /// The [metrics](Recorder::apply_metric), each name once.

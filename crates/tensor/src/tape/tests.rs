@@ -79,7 +79,12 @@ impl Network {
         };
         let num_parameters = table.parameters().len();
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
-        RandomKey::new(3, "parameters").fill_normal(parameters.flat_mut(0).f32s(), 0.3);
+        device
+            .fill(parameters.flat_mut(0), |values| {
+                RandomKey::new(3, "parameters").fill_normal(values, 0.3);
+                Ok::<_, DeviceError>(())
+            })
+            .unwrap();
         let attention = Attention {
             num_heads: 2,
             num_kv_heads: 2,
@@ -106,8 +111,8 @@ impl Network {
     fn run(&self, precision: Precision, apart: bool) -> (Vec<u32>, u64) {
         let tokens = |first: u32| {
             let mut tensor = self.device.empty([1, ROWS].into(), DType::U32, Category::Activations).unwrap();
-            let values = (first..).map(|token| token * 7 % VOCABULARY as u32);
-            tensor.view_mut().u32s().iter_mut().zip(values).for_each(|(token, value)| *token = value);
+            let values = (first..first + ROWS as u32).map(|token| token * 7 % VOCABULARY as u32);
+            self.device.upload(&values.collect::<Vec<_>>(), tensor.view_mut());
             tensor
         };
         let mut tape = Tape::new(&self.device, Recording::On, precision);
@@ -133,8 +138,8 @@ impl Network {
         }
         // The normalisation is used twice.
         assert_eq!(grads.num_written, self.num_parameters + 2);
-        let bits = grads.sum.flat(0).f32s().iter().map(|value| value.to_bits()).collect();
-        let loss = tape.loss().unwrap().sum;
+        let bits = self.device.read(grads.sum.flat(0));
+        let loss = tape.loss().unwrap().read(&self.device).sum;
         drop(tape);
         (bits, loss.to_bits())
     }

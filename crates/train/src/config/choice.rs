@@ -94,6 +94,26 @@ config_choice! {
 }
 
 config_choice! {
+    /// The hardware that workers compute on.
+    DeviceName {
+        /// The CPU.
+        Cpu = "cpu",
+        /// The CPU, worked with as an accelerator.
+        Detached = "detached",
+    }
+}
+
+impl DeviceName {
+    /// Devices of this kind that a host has; `None` where workers may be as many as they like.
+    pub fn num_devices(self) -> Option<usize> {
+        match self {
+            DeviceName::Cpu => None,
+            DeviceName::Detached => Some(std::thread::available_parallelism().map_or(1, usize::from)),
+        }
+    }
+}
+
+config_choice! {
     /// What the blocks' linear layers multiply.
     Fp8 {
         /// Numbers of the training's dtype.

@@ -26,8 +26,8 @@ mod value;
 mod tests;
 
 pub use choice::{
-    ActivationCheckpointMode, Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName,
-    QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
+    ActivationCheckpointMode, Architecture, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale,
+    OptimizerName, QuantizedGradients, Resume, StateDtype, Tier, Tokenizer, TrainingDtype, Transport,
 };
 pub use layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 pub use mistake::{ConfigError, Mistake, Place};

@@ -2,8 +2,8 @@
 //! validator, `trireme config --explain` and the written config follow from these lists.
 
 use super::choice::{
-    Architecture, Decay, Determinism, Fp8, InvalidUtf8, MuonScale, OptimizerName, Resume, StateDtype,
-    Tokenizer, TrainingDtype, Transport,
+    Architecture, Decay, Determinism, DeviceName, Fp8, InvalidUtf8, MuonScale, OptimizerName, Resume,
+    StateDtype, Tokenizer, TrainingDtype, Transport,
 };
 use super::layout::{ActivationCheckpoint, Memory, Offload, Parallelism};
 use super::section::{Section, config_section, config_sections};
@@ -156,6 +156,10 @@ config_section! {
         /// Number of steps without an overflow after which `loss_scale = 0` doubles the scale (Megatron-LM's
         /// `--loss-scale-window`, `growth_interval` of PyTorch's GradScaler).
         loss_scale_growth_interval: u64 = 2000, within 1..;
+        /// Hardware that workers compute on. `detached` is the CPU, worked with as an accelerator is: kernels run later than they are
+        /// called, in an order that `seed` changes, and the host cannot read the device's memory. It has the bits of `cpu`, is slower,
+        /// and shows whether a model of your own would run on an accelerator.
+        device: DeviceName = DeviceName::Cpu;
         /// Threads per worker; 0 divides the cores of the host among its workers.
         threads: usize = 0, within 0..=Device::THREADS_MAX;
         /// `layout` gives the same bits for any number of workers and threads, as long as the local and global batch
@@ -391,8 +395,8 @@ config_section! {
     /// The workers that this command starts on this host. Has no effect if torchrun, SLURM or MPI has started the
     /// workers.
     Launch {
-        /// Number of workers.
-        workers: usize = 1, within 1..=4096;
+        /// Number of workers; 0 starts one for each device of the host, or one if they compute on the CPU.
+        workers: usize = 0, within 0..=4096;
         /// TCP port where the workers meet; 0 uses a free one.
         master_port: u16 = 0;
     }

@@ -73,8 +73,11 @@ fn measure_kernel(
     duration: Duration,
 ) -> Result<ProductFigure> {
     let ProductKernel { precision, unit } = kernel;
-    let device =
-        Device::cpu(DeviceOptions { num_threads, features_max: Some(unit.features()), budget: None })?;
+    let device = Device::cpu(DeviceOptions {
+        num_threads,
+        features_max: Some(unit.features()),
+        ..DeviceOptions::default()
+    })?;
     let probe = Probe::new(&device, duration);
     let peak = probe.peak(unit);
     let transposes = Transposes::ALL.into_iter().map(|transposes| {

@@ -2,12 +2,12 @@
 
 use super::*;
 use std::collections::BTreeMap;
-use trireme_base::{Event, Issued, Journal, KernelCall, StepEvents};
+use trireme_base::{Issued, Journal, JournalEntry, KernelCall, StepEvents};
 
-fn kernels<'a>(events: impl IntoIterator<Item = &'a Event>) -> BTreeMap<KernelCall, usize> {
+fn kernels<'a>(events: impl IntoIterator<Item = &'a JournalEntry>) -> BTreeMap<KernelCall, usize> {
     let mut calls = BTreeMap::new();
     for event in events {
-        if let Event::Kernel(call) = event {
+        if let JournalEntry::Kernel(call) = event {
             *calls.entry(*call).or_default() += 1;
         }
     }
@@ -41,7 +41,7 @@ fn check(case: &Case, world_size: usize) {
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
             executor.run(plan, &mut batches.into_iter()).unwrap();
         }
-        let found: Vec<Event> = journal.take().into_iter().map(|(event, _)| event).collect();
+        let found: Vec<JournalEntry> = journal.take().into_iter().map(|(event, _)| event).collect();
         let dry = dry_events(case, subject, world_size, rank);
         assert_eq!(kernels(dry.actions.iter().flatten()), kernels(&found), "rank {rank} of {case:?}");
     });
@@ -77,13 +77,13 @@ fn what_is_issued_in_a_dry_step_is_awaited_in_it_or_in_the_next() {
         let (mut issued, mut awaited) = (Vec::new(), Vec::new());
         for event in events.actions.iter().flatten() {
             match event {
-                Event::Issue(number, what) => {
+                JournalEntry::Issue(number, what) => {
                     let Issued::Collective { members, .. } = what else { panic!("{what:?}") };
                     assert_eq!(members.len(), world_size);
                     issued.push(*number);
                 }
-                Event::Await(number) => awaited.push(*number),
-                Event::Kernel(_) | Event::Pause => (),
+                JournalEntry::Await(number) => awaited.push(*number),
+                JournalEntry::Kernel(_) | JournalEntry::Pause => (),
             }
         }
         assert_eq!(issued.len(), events.num_issued);

@@ -4,6 +4,9 @@
 //! counted. Freed blocks are merged with their neighbours and reused, best fit first: after the first step
 //! every request finds its block, and nothing is allocated.
 
+use crate::device::Queue;
+use crate::kernels::Place;
+use crate::kernels::cpu::free_list::FreeList;
 use crate::memory::{MemoryCounter, OverBudget, describe};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{
@@ -11,8 +14,8 @@ use rustix::mm::{
 };
 use rustix::process::{Resource, getrlimit};
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use trireme_base::{Bytes, Category};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use trireme_base::{Bytes, Category, DType};
 
 /// Blocks begin at multiples of this: a cache line, and the widest SIMD register.
 pub(crate) const ALIGNMENT: usize = 64;
@@ -35,10 +38,49 @@ const ADDRESSES_MIN: usize = 1 << 24;
 /// A range of memory handed out in blocks.
 #[derive(Debug)]
 pub(crate) struct Arena {
-    start: NonNull<u8>,
-    reserved: usize,
+    memory: Arc<Mapping>,
     blocks: Mutex<Blocks>,
     counter: Arc<MemoryCounter>,
+    /// What is issued and may still work with memory that was given back.
+    queue: OnceLock<Arc<Queue>>,
+}
+
+/// Addresses that the system has reserved for an arena, as long as this is there.
+#[derive(Debug)]
+pub(crate) struct Mapping {
+    start: NonNull<u8>,
+    num_bytes: usize,
+    /// Where kernels find the same memory, if the host can neither read nor write it.
+    detached: Option<NonNull<u8>>,
+}
+
+// SAFETY: addresses, whose memory is only reached through blocks, which do not overlap, and by kernels, one at a time.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Where kernels find the bytes that the host knows at `start`.
+    ///
+    /// # Panics
+    /// If they lie outside.
+    pub(crate) fn translate(&self, start: NonNull<u8>, num_bytes: usize) -> NonNull<u8> {
+        let offset = start.addr().get().checked_sub(self.start.addr().get());
+        let offset =
+            offset.filter(|offset| offset.checked_add(num_bytes).is_some_and(|end| end <= self.num_bytes));
+        let offset = offset.expect("a kernel was given memory of another device, or of the host");
+        // SAFETY: within the mapping by the line above.
+        unsafe { self.detached.unwrap_or(self.start).add(offset) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        for start in [Some(self.start), self.detached].into_iter().flatten() {
+            // SAFETY: mapped with this length; no block is left, for each holds the arena, and no kernel, for its processor holds this.
+            let _ = unsafe { munmap(start.as_ptr().cast(), self.num_bytes) };
+        }
+    }
 }
 
 /// Which bytes of an arena belong to no block, and which a block may lie in.
@@ -49,11 +91,6 @@ struct Blocks {
     /// no system asks whether it has the memory.
     accessible: usize,
 }
-
-// SAFETY: the range is only reached through blocks, which do not overlap.
-unsafe impl Send for Arena {}
-// SAFETY: as above; what changes is behind a lock.
-unsafe impl Sync for Arena {}
 
 /// No block of the size asked for.
 #[derive(Debug, thiserror::Error)]
@@ -78,16 +115,26 @@ pub(crate) enum OutOfMemory {
 impl Arena {
     /// Reserves addresses for as much memory as the machine has, or as many as the process may have; takes no memory.
     pub(crate) fn reserve(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
-        let system = rustix::system::sysinfo();
-        let num_bytes = system.totalram as usize * system.mem_unit.max(1) as usize;
-        let mut reserved = addresses(num_bytes.max(1 << 30));
+        let mut reserved = addresses(machine_bytes());
         loop {
             match map_private(reserved, ProtFlags::empty()) {
-                Ok(start) => return Ok(Self::new(start, reserved, 0, counter)),
+                Ok(start) => {
+                    return Ok(Self::new(Mapping { start, num_bytes: reserved, detached: None }, 0, counter));
+                }
                 Err(_) if reserved > ADDRESSES_MIN => reserved = reserved / 2 / PAGE * PAGE,
                 Err(error) => return Err(error.into()),
             }
         }
+    }
+
+    /// As [`reserve`](Arena::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write.
+    pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
+        let num_bytes = addresses(machine_bytes());
+        let start = map_private(num_bytes, ProtFlags::empty())?;
+        // From here on the addresses are given back if the file cannot be mapped.
+        let mut mapping = Mapping { start, num_bytes, detached: None };
+        mapping.detached = Some(map_file(num_bytes)?);
+        Ok(Self::new(mapping, num_bytes, counter))
     }
 
     /// An arena of a device that only counts, whose blocks may be larger than the machine's memory: few of their pages are ever
@@ -101,7 +148,9 @@ impl Arena {
                 if getrlimit(Resource::Fsize).current.is_some() { Err(refused) } else { map_file(num_bytes) }
             });
             match start {
-                Ok(start) => return Ok(Self::new(start, num_bytes, num_bytes, counter)),
+                Ok(start) => {
+                    return Ok(Self::new(Mapping { start, num_bytes, detached: None }, num_bytes, counter));
+                }
                 // Others that count may have taken most addresses of the process.
                 Err(_) if num_bytes > ADDRESSES_MIN => num_bytes = num_bytes / 2 / PAGE * PAGE,
                 Err(error) => return Err(error.into()),
@@ -109,27 +158,41 @@ impl Arena {
         }
     }
 
-    fn new(start: NonNull<u8>, reserved: usize, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
-        let blocks = Mutex::new(Blocks { free: FreeList::new(reserved), accessible });
-        Arena { start, reserved, blocks, counter }
+    fn new(memory: Mapping, accessible: usize, counter: Arc<MemoryCounter>) -> Self {
+        let blocks = Mutex::new(Blocks { free: FreeList::new(memory.num_bytes), accessible });
+        Arena { memory: Arc::new(memory), blocks, counter, queue: OnceLock::new() }
+    }
+
+    /// Hands memory out in the order of this queue from now on.
+    pub(crate) fn order_by(&self, queue: &Arc<Queue>) {
+        self.queue.get_or_init(|| Arc::clone(queue));
+    }
+
+    /// The memory itself.
+    pub(crate) fn mapping(&self) -> &Arc<Mapping> {
+        &self.memory
     }
 
     /// Refuses early what can never fit.
     pub(crate) fn check_room(&self, len: usize, category: Category) -> Result<(), OutOfMemory> {
-        if len <= self.reserved { Ok(()) } else { Err(self.out_of_memory(len, category)) }
+        if len <= self.memory.num_bytes { Ok(()) } else { Err(self.out_of_memory(len, category)) }
     }
 
     fn out_of_memory(&self, len: usize, category: Category) -> OutOfMemory {
         OutOfMemory::Machine {
             requested: Bytes(len as u64),
             category,
-            reserved: Bytes(self.reserved as u64),
+            reserved: Bytes(self.memory.num_bytes as u64),
             in_use: describe(&self.counter.in_use()),
         }
     }
 
     /// Gives the pages of free memory back to the system.
     pub(crate) fn trim(&self) {
+        // Kernels that have not run may still read what was given back.
+        if self.memory.detached.is_some() {
+            return;
+        }
         let blocks = self.blocks();
         for span in &blocks.free.spans {
             let end = (span.offset + span.len).min(blocks.accessible);
@@ -138,7 +201,7 @@ impl Arena {
                 // SAFETY: pages within the mapping of which no block has a part: nobody reads them before writing them anew.
                 // A system that refuses keeps them.
                 let _ = unsafe {
-                    madvise(self.start.as_ptr().add(start).cast(), end - start, Advice::LinuxDontNeed)
+                    madvise(self.memory.start.as_ptr().add(start).cast(), end - start, Advice::LinuxDontNeed)
                 };
             }
         }
@@ -166,6 +229,12 @@ impl Arena {
             let (requested, in_use) = (Bytes(len as u64), describe(&self.counter.in_use()));
             return Err(OutOfMemory::Refused { requested, category, in_use, source: source.into() });
         }
+        drop(blocks);
+        if let Some(queue) = self.queue.get() {
+            // SAFETY: within the mapping.
+            let start = unsafe { self.memory.start.add(offset) };
+            queue.hand_out(Place::new(start, padded, DType::U8));
+        }
         Ok(offset)
     }
 
@@ -174,11 +243,11 @@ impl Arena {
         if end <= blocks.accessible {
             return Ok(());
         }
-        let address = self.start.as_ptr().addr();
-        let end = ((address + end).next_multiple_of(STEP) - address).min(self.reserved);
+        let address = self.memory.start.addr().get();
+        let end = ((address + end).next_multiple_of(STEP) - address).min(self.memory.num_bytes);
         // SAFETY: within the mapping, and no block has a part of it yet.
         unsafe {
-            let first = self.start.as_ptr().add(blocks.accessible).cast();
+            let first = self.memory.start.as_ptr().add(blocks.accessible).cast();
             mprotect(first, end - blocks.accessible, MprotectFlags::READ | MprotectFlags::WRITE)?;
         }
         blocks.accessible = end;
@@ -188,6 +257,12 @@ impl Arena {
     fn blocks(&self) -> MutexGuard<'_, Blocks> {
         self.blocks.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Bytes of this machine's memory, or more.
+fn machine_bytes() -> usize {
+    let system = rustix::system::sysinfo();
+    (system.totalram as usize * system.mem_unit.max(1) as usize).max(1 << 30)
 }
 
 /// What blocks are for.
@@ -212,18 +287,11 @@ fn map_private(num_bytes: usize, access: ProtFlags) -> rustix::io::Result<NonNul
 
 /// Maps a file that has no name and no pages.
 fn map_file(num_bytes: usize) -> rustix::io::Result<NonNull<u8>> {
-    let file = memfd_create(c"trireme-counting", MemfdFlags::CLOEXEC)?;
+    let file = memfd_create(c"trireme-device", MemfdFlags::CLOEXEC)?;
     ftruncate(&file, num_bytes as u64)?;
     // SAFETY: a fresh mapping at an address of the system's choice; nobody else has the file, which reads as zero.
     let start = unsafe { mmap(std::ptr::null_mut(), num_bytes, ACCESS, MapFlags::SHARED, &file, 0)? };
     Ok(NonNull::new(start.cast()).expect("the system maps nothing at address 0"))
-}
-
-impl Drop for Arena {
-    fn drop(&mut self) {
-        // SAFETY: mapped in `reserve` with this length; no block is left, for each holds the arena.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.reserved) };
-    }
 }
 
 /// Bytes of an arena that belong to one owner; given back when dropped.
@@ -262,15 +330,13 @@ impl Block {
         self.offset.expect("memory is here when it is worked with")
     }
 
-    pub(crate) fn bytes(&self) -> &[u8] {
-        // SAFETY: within the accessible part of the mapping, and no other block overlaps. Every byte is initialised: a page of
-        // a fresh mapping begins as zeros, and a block that is used again holds what its last user left.
-        unsafe { std::slice::from_raw_parts(self.arena.start.as_ptr().add(self.offset()), self.len) }
-    }
-
-    pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as in `bytes`, and the borrow of `self` is unique.
-        unsafe { std::slice::from_raw_parts_mut(self.arena.start.as_ptr().add(self.offset()), self.len) }
+    /// Where it begins.
+    ///
+    /// # Panics
+    /// If its memory was given back.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        // SAFETY: within the mapping.
+        unsafe { self.arena.memory.start.add(self.offset()) }
     }
 }
 
@@ -280,69 +346,21 @@ impl Drop for Block {
     }
 }
 
-/// The gaps between blocks, in address order, never adjacent.
-#[derive(Debug)]
-struct FreeList {
-    spans: Vec<Span>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Span {
-    offset: usize,
-    len: usize,
-}
-
-impl FreeList {
-    fn new(len: usize) -> Self {
-        // Room for far more gaps than a step makes, so that steady-state steps do not grow it.
-        let mut spans = Vec::with_capacity(4096);
-        spans.push(Span { offset: 0, len });
-        FreeList { spans }
-    }
-
-    /// Best fit: the smallest gap that is large enough, the lowest of equals.
-    fn take(&mut self, len: usize) -> Option<usize> {
-        let fitting = self.spans.iter().enumerate().filter(|(_, span)| span.len >= len);
-        let (index, _) = fitting.min_by_key(|(_, span)| span.len)?;
-        let span = &mut self.spans[index];
-        let offset = span.offset;
-        span.offset += len;
-        span.len -= len;
-        if span.len == 0 {
-            self.spans.remove(index);
-        }
-        Some(offset)
-    }
-
-    fn give(&mut self, offset: usize, len: usize) {
-        if len == 0 {
-            return;
-        }
-        let next = self.spans.partition_point(|span| span.offset < offset);
-        let touches_next = self.spans.get(next).is_some_and(|span| span.offset == offset + len);
-        let previous = next.checked_sub(1).filter(|&index| {
-            let span = self.spans[index];
-            span.offset + span.len == offset
-        });
-        match (previous, touches_next) {
-            (Some(previous), true) => {
-                self.spans[previous].len += len + self.spans[next].len;
-                self.spans.remove(next);
-            }
-            (Some(previous), false) => self.spans[previous].len += len,
-            (None, true) => {
-                self.spans[next].offset = offset;
-                self.spans[next].len += len;
-            }
-            (None, false) => self.spans.insert(next, Span { offset, len }),
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use proptest::prelude::*;
+
+    impl Block {
+        fn bytes(&self) -> &[u8] {
+            // SAFETY: within the accessible part of the mapping, and no other block overlaps.
+            unsafe { std::slice::from_raw_parts(self.start().as_ptr(), self.len) }
+        }
+
+        fn bytes_mut(&mut self) -> &mut [u8] {
+            // SAFETY: as in `bytes`, and the borrow of `self` is unique.
+            unsafe { std::slice::from_raw_parts_mut(self.start().as_ptr(), self.len) }
+        }
+    }
 
     #[test]
     fn blocks_are_counted_reused_and_apart() {
@@ -374,28 +392,5 @@ mod tests {
         assert!(blocks[0].bytes().iter().chain(blocks[2].bytes()).all(|&byte| byte == 7));
         blocks[1].retake().unwrap();
         assert!(blocks[1].bytes()[PAGE..2 * PAGE].iter().all(|&byte| byte == 0), "its pages were given back");
-    }
-
-    proptest! {
-        #[test]
-        fn no_two_blocks_overlap_and_all_gaps_merge(
-            requests in proptest::collection::vec((1_usize..50, any::<proptest::sample::Index>()), 1..60)
-        ) {
-            let mut list = FreeList::new(4096);
-            let mut taken: Vec<Span> = Vec::new();
-            for (len, index) in requests {
-                let offset = list.take(len).unwrap();
-                prop_assert!(taken.iter().all(|span| offset + len <= span.offset || span.offset + span.len <= offset));
-                taken.push(Span { offset, len });
-                if len % 3 == 0 {
-                    let span = taken.swap_remove(index.index(taken.len()));
-                    list.give(span.offset, span.len);
-                }
-            }
-            for span in taken {
-                list.give(span.offset, span.len);
-            }
-            prop_assert_eq!(list.spans, vec![Span { offset: 0, len: 4096 }]);
-        }
     }
 }

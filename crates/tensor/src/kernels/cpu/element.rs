@@ -162,6 +162,15 @@ macro_rules! with_floats {
 pub(crate) use with_floats;
 
 impl Floats<'_> {
+    /// No elements of a type; f32 unless it is narrower.
+    pub(crate) fn none(dtype: DType) -> Self {
+        match dtype {
+            DType::Bf16 => Floats::Bf16(&[]),
+            DType::F16 => Floats::F16(&[]),
+            _ => Floats::F32(&[]),
+        }
+    }
+
     pub(crate) fn len(&self) -> usize {
         with_floats!(self => |x| x.len())
     }

@@ -16,11 +16,6 @@ pub(crate) struct Bags<'a> {
 }
 
 impl<'a> Bags<'a> {
-    /// One id a bag.
-    pub(crate) fn of_single_ids(ids: &'a [u32]) -> Self {
-        Bags { ids, bag_len: 1, lens: None, takes_mean: false }
-    }
-
     /// The ids of a bag, and what their rows are multiplied by.
     fn bag(&self, index: usize) -> (&'a [u32], f32) {
         let len = self.lens.map_or(self.bag_len, |lens| (lens[index] as usize).min(self.bag_len));

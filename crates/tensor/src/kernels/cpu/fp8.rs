@@ -150,7 +150,7 @@ mod tests {
         format: Fp8Format,
         scale_exponent: i32,
     ) -> (Vec<f64>, f32) {
-        let cpu = Cpu { threads: ThreadPool::new(threads).unwrap(), features };
+        let cpu = Cpu::new(ThreadPool::new(threads).unwrap(), features);
         let mut y = vec![Bf16::from_f32(1.5); x.len()];
         let amax = cpu.quantize_fp8(x, &mut y, format, scale_exponent);
         (y.into_iter().map(|y| f64::from(y.to_f32())).collect(), amax)

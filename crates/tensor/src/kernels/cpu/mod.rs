@@ -14,6 +14,7 @@ pub(crate) mod element;
 mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod fp8;
+mod free_list;
 pub(crate) mod matmul;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
@@ -26,14 +27,42 @@ mod softmax;
 pub(crate) mod test_support;
 pub(crate) mod threads;
 
+use arena::Mapping;
 use simd::CpuFeatures;
+use std::ptr::NonNull;
+use std::sync::Arc;
 use threads::ThreadPool;
 
-/// What every kernel needs to run: threads and the SIMD level.
+/// What every kernel needs to run: threads and the SIMD level. Who has it may turn [places](crate::kernels::Place) into slices.
 #[derive(Debug)]
 pub(crate) struct Cpu {
     pub(crate) threads: ThreadPool,
     pub(crate) features: CpuFeatures,
+    /// Where this processor finds the only memory that it reaches; `None` if it reaches all memory where the host does.
+    mapping: Option<Arc<Mapping>>,
+}
+
+impl Cpu {
+    /// One that reaches all memory.
+    pub(crate) fn new(threads: ThreadPool, features: CpuFeatures) -> Self {
+        Cpu { threads, features, mapping: None }
+    }
+
+    /// The same, which reaches the memory of `mapping` and no other.
+    pub(crate) fn within(self, mapping: Arc<Mapping>) -> Self {
+        Cpu { mapping: Some(mapping), ..self }
+    }
+
+    /// Where this processor finds the bytes that the host knows at `start`.
+    ///
+    /// # Panics
+    /// If it does not reach them.
+    pub(crate) fn reach(&self, start: NonNull<u8>, num_bytes: usize) -> NonNull<u8> {
+        match &self.mapping {
+            Some(mapping) if num_bytes > 0 => mapping.translate(start, num_bytes),
+            _ => start,
+        }
+    }
 }
 
 /// A mutable slice that tasks of one kernel cut among themselves.

@@ -1,12 +1,14 @@
 //! Optimizer updates: one pass over parameters, gradients and state, in pieces.
 
 mod factored;
+mod orthogonalize;
 mod pieces;
 mod rules;
 mod state;
 
 pub use factored::FactoredStep;
 pub(crate) use factored::{FactoredPart, Factors};
+pub(crate) use orthogonalize::OrthogonalizeScratch;
 pub use pieces::{Piece, Pieces};
 pub(crate) use rules::Access;
 pub use rules::{

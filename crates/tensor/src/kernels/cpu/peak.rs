@@ -211,7 +211,7 @@ mod tests {
     use crate::kernels::cpu::threads::ThreadPool;
 
     fn cpu(num_threads: usize) -> Cpu {
-        Cpu { threads: ThreadPool::new(num_threads).unwrap(), features: CpuFeatures::detect() }
+        Cpu::new(ThreadPool::new(num_threads).unwrap(), CpuFeatures::detect())
     }
 
     #[test]

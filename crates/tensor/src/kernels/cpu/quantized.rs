@@ -206,7 +206,7 @@ mod tests {
 
     fn cpus() -> impl Iterator<Item = Cpu> {
         let levels = CpuFeatures::ALL.into_iter().filter(|&level| level <= CpuFeatures::detect());
-        levels.map(|features| Cpu { threads: ThreadPool::new(2).unwrap(), features })
+        levels.map(|features| Cpu::new(ThreadPool::new(2).unwrap(), features))
     }
 
     fn quantized(cpu: &Cpu, x: &[f32], format: IntegerFormat) -> Vec<u8> {

@@ -24,7 +24,7 @@ pub(crate) fn levels() -> impl Iterator<Item = CpuFeatures> {
 
 /// A processor of some level and number of threads.
 pub(crate) fn cpu(features: CpuFeatures, num_threads: usize) -> Cpu {
-    Cpu { threads: ThreadPool::new(num_threads).unwrap(), features }
+    Cpu::new(ThreadPool::new(num_threads).unwrap(), features)
 }
 
 /// The outputs of a kernel at each level, with one thread and with three: their bits must be equal.

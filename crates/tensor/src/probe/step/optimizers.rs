@@ -7,6 +7,8 @@ use crate::kernels::{
 };
 use crate::optimizer::OptimizerState;
 use crate::tensor::Tensor;
+use std::sync::Arc;
+use trireme_base::{Category, DType};
 
 const ADAMW: AdamWStep = AdamWStep {
     lr: 1e-4,
@@ -77,19 +79,20 @@ impl Step<'_> {
             return Ok(());
         }
         let device = &self.probe.device;
-        let pieces = Pieces::whole(num);
+        let pieces = Arc::new(Pieces::whole(num));
         let (mut weights, gradients) = (self.tensor([num])?, self.tensor([num])?);
         let mut states = Vec::new();
         for &is_square in rule.states {
             let mut state = OptimizerState::zeros(&pieces, rule.dtype, is_square, device)?;
-            device.write_state(&pieces, 0..pieces.as_slice().len(), &mut state, &vec![0.5; num]);
+            state.write(&pieces, 0..pieces.as_slice().len(), device, &vec![0.5; num]);
             states.push(state);
         }
-        let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
-        let updates = [rule.update];
+        let shape = [pieces.as_slice().len(), 2].into();
+        let mut sums = device.empty(shape, DType::F64, Category::Optimizer)?;
+        let updates = Arc::new(vec![rule.update]);
         self.kernel((&name, calls), &[num], |_| {
             let (weights, gradients) = (weights.view_mut(), gradients.view());
-            device.update((&pieces, &updates), weights, gradients, &mut states, 1, &mut sums);
+            device.update((&pieces, &updates), weights, gradients, &mut states, 1, Some(sums.view_mut()));
         })
     }
 
@@ -99,7 +102,7 @@ impl Step<'_> {
         let num = rows * cols;
         let device = &self.probe.device;
         let (mut weights, gradients) = (self.tensor([rows, cols])?, self.tensor([rows, cols])?);
-        let pieces = Pieces::whole(num);
+        let pieces = Arc::new(Pieces::whole(num));
         let (mut row_moments, mut col_moments) = (self.tensor([rows])?, self.tensor([cols])?);
         device.upload(&vec![1.0_f32; rows], row_moments.view_mut());
         device.upload(&vec![1.0_f32; cols], col_moments.view_mut());

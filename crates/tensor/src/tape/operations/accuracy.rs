@@ -8,12 +8,6 @@ use trireme_base::DType;
 #[derive(Debug)]
 pub struct Accuracy;
 
-/// Whether the score of `class` is the first of the largest ones.
-fn is_largest(scores: &[f32], class: usize) -> bool {
-    let Some(&own) = scores.get(class) else { return false };
-    scores[..class].iter().all(|score| *score < own) && scores[class..].iter().all(|score| *score <= own)
-}
-
 impl Operation for Accuracy {
     fn num_inputs(&self) -> RangeInclusive<usize> {
         2..=2
@@ -21,17 +15,12 @@ impl Operation for Accuracy {
 
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let shape = cx.input(0).shape();
-        let mut hits = cx.empty([shape.rows(), 1], DType::F32)?;
+        let (mut hits, mut num_hits) = (cx.empty([shape.rows()], DType::F32)?, cx.empty([1], DType::F64)?);
         let scores = cx.in_f32(cx.input(0))?;
-        let classes = cx.input(1).u32s();
-        cx.device().for_each_row([scores.view()], hits.view_mut(), shape.cols(), |[scores], row, hit| {
-            let scores = &scores[row * shape.cols()..][..shape.cols()];
-            hit[0] = f32::from(is_largest(scores, classes[row] as usize));
-        });
+        cx.device().hits(scores.view(), cx.input(1), hits.view_mut());
         drop(scores);
-        let num_hits = hits.view().f32s().iter().filter(|&&hit| hit > 0.0).count();
-        cx.add_loss(num_hits as f64, shape.rows());
-        Ok(())
+        cx.device().sum_elements(hits.view(), 1.0, num_hits.view_mut());
+        cx.add_loss(num_hits, shape.rows())
     }
 
     fn backward_input(&self, _: &mut BackwardContext<'_>) -> Result<(), DeviceError> {

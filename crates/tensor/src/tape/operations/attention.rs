@@ -1,5 +1,5 @@
-use crate::device::{AttentionViews, Device, DeviceError};
-use crate::kernels::{AttentionRule, AttentionShape, CacheSpan, Rotary};
+use crate::device::{AttentionViews, CacheViews, Device, DeviceError, RotaryViews};
+use crate::kernels::{AttentionRule, AttentionShape};
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy, Recorder, Var};
 use crate::tensor::Tensor;
@@ -49,8 +49,8 @@ impl RotaryTable {
         RotaryTable::new(device, positions, &self.frequencies)
     }
 
-    pub(crate) fn at(&self, first_position: usize) -> Rotary<'_> {
-        Rotary { cos: self.cos.view().f32s(), sin: self.sin.view().f32s(), first_position }
+    pub(crate) fn at(&self, first_position: usize) -> RotaryViews<'_> {
+        RotaryViews { cos: self.cos.view(), sin: self.sin.view(), first_position }
     }
 }
 
@@ -223,11 +223,11 @@ impl Recorder<'_> {
         }
         let mut y = tape.device.activation([shape.batch, shape.seq_len, shape.output_cols()])?;
         let mut log_sums = tape.device.activation([shape.batch, shape.num_heads, shape.seq_len])?;
-        let capacity = cache.capacity();
-        let (mut keys, mut values) = (cache.keys.view_mut(), cache.values.view_mut());
-        let mut span = CacheSpan { keys: keys.f32s(), values: values.f32s(), capacity, len: cache.len };
+        let (capacity, len) = (cache.capacity(), cache.len);
+        let (keys, values) = (cache.keys.view_mut(), cache.values.view_mut());
+        let views = CacheViews { keys, values, capacity, len };
         let (y_view, log_sums) = (y.view_mut(), log_sums.view_mut());
-        tape.device.attention_cached(qkv.view(), (shape, attention.rule), &mut span, y_view, log_sums)?;
+        tape.device.attention_cached(qkv.view(), (shape, attention.rule), views, y_view, log_sums)?;
         cache.len += shape.seq_len;
         Ok(tape.constant(y))
     }

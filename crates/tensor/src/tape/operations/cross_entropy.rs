@@ -1,4 +1,4 @@
-use super::loss::sum_of_losses;
+use super::loss::add_losses;
 use crate::device::{Device, DeviceError};
 use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
 use crate::shape::Shape;
@@ -35,8 +35,7 @@ impl Operation for CrossEntropy {
         let logits = cx.in_f32(cx.input(0))?;
         let statistics = statistics(cx.device(), logits.view(), cx.input(1))?;
         drop(logits);
-        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
-        Ok(())
+        add_losses(cx, &statistics)
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
@@ -50,7 +49,6 @@ impl Operation for CrossEntropy {
         cx.device().cross_entropy_gradient(logits, classes, whole(shape), saved, scale, grad.view_mut());
         drop(values);
         cx.add_grad(0, grad)?;
-        cx.add_loss(sum_of_losses(&statistics), shape.rows());
-        Ok(())
+        add_losses(cx, &statistics)
     }
 }

@@ -1,5 +1,4 @@
-use crate::device::DeviceError;
-use crate::kernels::cpu::embedding::Bags;
+use crate::device::{BagViews, DeviceError};
 use crate::parameter_table::ParameterSpan;
 use crate::tape::{BackwardContext, ForwardContext, GradSink, Operation, ReadBy, add_to_grad};
 use crate::tensor::View;
@@ -18,9 +17,8 @@ pub struct EmbeddingBag {
 }
 
 impl EmbeddingBag {
-    fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> Bags<'a> {
-        let lens = lens.map(|lens| lens.u32s());
-        Bags { ids: ids.u32s(), bag_len: ids.shape().cols(), lens, takes_mean: self.takes_mean }
+    fn bags<'a>(&self, ids: View<'a>, lens: Option<View<'a>>) -> BagViews<'a> {
+        BagViews::new(ids, lens, self.takes_mean)
     }
 }
 

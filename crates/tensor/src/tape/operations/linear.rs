@@ -1,7 +1,7 @@
 use crate::declaration::{Initial, Parameter};
-use crate::device::{Device, DeviceError, Transpose};
+use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
 use crate::fp8::{Fp8Layer, Operand};
-use crate::kernels::{Activation, MatmulEpilogue};
+use crate::kernels::Activation;
 use crate::parameter_table::{ParameterSpan, ParameterTable};
 use crate::precision::Precision;
 use crate::shape::Shape;
@@ -130,10 +130,7 @@ impl Operation for Linear {
         let input = factor(device, fp8, Operand::Input, input)?;
         let weight = factor(device, fp8, Operand::Weight, cx.parameter(&self.weight))?;
         let bias = self.bias.as_ref().map(|bias| cx.parameter_in_f32(bias)).transpose()?;
-        let epilogue = MatmulEpilogue::Add {
-            bias: bias.as_ref().map(|bias| bias.view().f32s()),
-            residual: residual.map(|residual| residual.f32s()),
-        };
+        let epilogue = MatmulEpilogue::Add { bias: bias.as_ref().map(|bias| bias.view()), residual };
         let (left, right) = ((input.view(), Transpose::No), (weight.view(), self.transposes().0));
         device.matmul(cx.precision(), left, right, y.view_mut(), epilogue)?;
         drop(input);

@@ -1,14 +1,14 @@
 use super::linear::weight_grad;
-use crate::device::{Device, DeviceError, Transpose};
-use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk, row_loss};
-use crate::kernels::{MatmulEpilogue, tanh};
+use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
+use crate::kernels::cpu::cross_entropy::{STATISTICS, VocabularyChunk};
+use crate::kernels::tanh;
 use crate::parameter_table::ParameterSpan;
 use crate::parameters::ParameterSource;
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{
-    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, Pointwise, Recorder, Tanh, Var,
-    WeightLayout,
+    BackwardContext, ForwardContext, GradSink, GradTarget, Operation, OperationContext, Pointwise, Recorder,
+    Tanh, Var, WeightLayout,
 };
 use crate::tensor::{Tensor, View};
 use std::ops::RangeInclusive;
@@ -64,7 +64,8 @@ impl LossHead {
         let (left, epilogue) = ((x, Transpose::No), MatmulEpilogue::Overwrite);
         device.matmul(precision, left, weight, logits.view_mut(), epilogue)?;
         if let Some(cap) = self.soft_cap {
-            device.map_in_place(logits.view_mut(), Tanh::OPERATIONS + 2, |logit| cap * tanh(logit / cap));
+            device
+                .map_in_place(logits.view_mut(), Tanh::OPERATIONS + 2, move |logit| cap * tanh(logit / cap));
         }
         Ok(logits)
     }
@@ -89,8 +90,11 @@ impl LossHead {
     }
 }
 
-pub(super) fn sum_of_losses(statistics: &Tensor) -> f64 {
-    statistics.view().f32s().chunks_exact(STATISTICS).map(|row| f64::from(row_loss(row))).sum()
+/// Adds the losses of the rows that have these statistics.
+pub(super) fn add_losses(cx: &mut OperationContext<'_>, statistics: &Tensor) -> Result<(), DeviceError> {
+    let mut sum = cx.empty([1], DType::F64)?;
+    cx.device().sum_losses(statistics.view(), sum.view_mut());
+    cx.add_loss(sum, statistics.shape().rows())
 }
 
 impl Recorder<'_> {
@@ -123,8 +127,7 @@ impl Operation for LossHead {
         let x = cx.input(0);
         let targets = cx.input(1).part(0, [x.shape().rows()].into());
         let (statistics, _) = self.statistics((cx.device(), cx.precision()), cx.parameters(), x, targets)?;
-        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
-        Ok(())
+        add_losses(cx, &statistics)
     }
 
     /// Gradients of the mean loss over the rows, times the loss scale.
@@ -139,8 +142,7 @@ impl Operation for LossHead {
         }
         sink.grad_ready(&self.weight);
         cx.add_grad(0, dx)?;
-        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
-        Ok(())
+        add_losses(cx, &statistics)
     }
 
     /// Of several chunks the weight half makes the logits again.
@@ -155,7 +157,7 @@ impl Operation for LossHead {
             kept = is_one_chunk.then_some(gradient);
         }
         cx.add_grad(0, dx)?;
-        cx.add_loss(sum_of_losses(&statistics), statistics.shape().rows());
+        add_losses(cx, &statistics)?;
         cx.keep(statistics);
         if let Some(gradient) = kept {
             cx.keep(gradient);
@@ -221,7 +223,7 @@ impl LossHead {
         let targets = self.targets(cx);
         device.cross_entropy_gradient(logits.view(), targets, chunk, statistics, scale, gradient.view_mut());
         if let Some(cap) = self.soft_cap {
-            let slope = |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));
+            let slope = move |grad: f32, capped: f32| grad * (1.0 - (capped / cap) * (capped / cap));
             device.zip_in_place(gradient.view_mut(), logits.view(), 4, slope);
         }
         Ok(gradient)

@@ -1,5 +1,4 @@
-use crate::device::{Device, DeviceError, Transpose};
-use crate::kernels::MatmulEpilogue;
+use crate::device::{Device, DeviceError, MatmulEpilogue, Transpose};
 use crate::precision::Precision;
 use crate::shape::Shape;
 use crate::tape::{BackwardContext, ForwardContext, Operation};

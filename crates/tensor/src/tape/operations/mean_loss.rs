@@ -1,13 +1,14 @@
 //! Losses of single elements.
 
 use crate::device::{Device, DeviceError};
-use crate::tape::{BackwardContext, ForwardContext, Operation};
-use crate::tensor::View;
+use crate::tape::{BackwardContext, ForwardContext, Operation, OperationContext};
+use crate::tensor::{Tensor, View};
 use std::fmt;
 use std::ops::RangeInclusive;
+use trireme_base::DType;
 
-/// A loss of an element `x` and its target.
-pub trait ElementLoss: fmt::Debug + Send + Sync {
+/// A loss of an element `x` and its target. Kernels that run later have clones of it.
+pub trait ElementLoss: fmt::Debug + Clone + Send + Sync + 'static {
     /// Floating-point operations of a value; a derivative takes about as many.
     const OPERATIONS: usize;
 
@@ -24,13 +25,20 @@ pub trait ElementLoss: fmt::Debug + Send + Sync {
 pub struct MeanLoss<L>(pub L);
 
 impl<L: ElementLoss> MeanLoss<L> {
-    /// The sum over the rows of their means.
-    fn sum_of_means(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<f64, DeviceError> {
+    /// Adds the sum over the rows of their means.
+    fn add_means(&self, cx: &mut OperationContext<'_>, sums: Tensor, cols: usize) -> Result<(), DeviceError> {
+        let mut sum = cx.empty([1], DType::F64)?;
+        cx.device().sum_elements(sums.view(), cols as f64, sum.view_mut());
+        cx.add_loss(sum, sums.shape().num_elements())
+    }
+
+    /// The sum of each row.
+    fn sums(&self, device: &Device, x: View<'_>, target: View<'_>) -> Result<Tensor, DeviceError> {
         let mut sums = device.activation([x.shape().rows()])?;
-        let value = |x, target| self.0.value(x, target);
+        let loss = self.0.clone();
+        let value = move |x, target| loss.value(x, target);
         device.zip_sum_rows((x, target), sums.view_mut(), L::OPERATIONS, value);
-        let sum: f64 = sums.view().f32s().iter().map(|&sum| f64::from(sum)).sum();
-        Ok(sum / x.shape().cols() as f64)
+        Ok(sums)
     }
 }
 
@@ -43,19 +51,19 @@ impl<L: ElementLoss> Operation for MeanLoss<L> {
         if cx.is_recording() {
             return Ok(());
         }
-        let rows = cx.input(0).shape().rows();
-        let loss = self.sum_of_means(cx.device(), cx.input(0), cx.input(1))?;
-        cx.add_loss(loss, rows);
-        Ok(())
+        let cols = cx.input(0).shape().cols();
+        let sums = self.sums(cx.device(), cx.input(0), cx.input(1))?;
+        self.add_means(cx, sums, cols)
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let shape = cx.input_shape(0);
-        let loss = self.sum_of_means(cx.device(), cx.input(0), cx.input(1))?;
-        cx.add_loss(loss, shape.rows());
+        let sums = self.sums(cx.device(), cx.input(0), cx.input(1))?;
+        self.add_means(cx, sums, shape.cols())?;
         let scale = cx.loss_scale() / shape.num_elements() as f32;
         let mut grad = cx.empty(shape, cx.input(0).dtype())?;
-        let derivative = |x, target| scale * self.0.derivative(x, target);
+        let loss = self.0.clone();
+        let derivative = move |x, target| scale * loss.derivative(x, target);
         cx.device().zip((cx.input(0), cx.input(1)), grad.view_mut(), L::OPERATIONS + 1, derivative);
         cx.add_grad(0, grad)
     }

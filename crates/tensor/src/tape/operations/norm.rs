@@ -34,7 +34,8 @@ impl Norm {
             return Ok(weight);
         }
         let mut sum = cx.empty(weight.view().shape(), DType::F32)?;
-        cx.device().map(weight.view(), sum.view_mut(), 1, |weight| weight + self.weight_offset);
+        let offset = self.weight_offset;
+        cx.device().map(weight.view(), sum.view_mut(), 1, move |weight| weight + offset);
         Ok(Values::Converted(sum))
     }
 }

@@ -4,8 +4,9 @@ use crate::device::DeviceError;
 use crate::tape::{BackwardContext, ForwardContext, Operation, ReadBy};
 use std::fmt;
 
-/// A function of single elements, computed in f32: implement this, and the type is an [`Operation`].
-pub trait Pointwise: fmt::Debug + Send + Sync {
+/// A function of single elements, computed in f32: implement this, and the type is an [`Operation`]. Kernels that run later have
+/// clones of it.
+pub trait Pointwise: fmt::Debug + Clone + Send + Sync + 'static {
     /// Floating-point operations of a value; a derivative takes about as many.
     const OPERATIONS: usize;
 
@@ -22,7 +23,8 @@ pub trait Pointwise: fmt::Debug + Send + Sync {
 impl<F: Pointwise> Operation for F {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
-        cx.device().map(cx.input(0), y.view_mut(), F::OPERATIONS, |x| self.value(x));
+        let function = self.clone();
+        cx.device().map(cx.input(0), y.view_mut(), F::OPERATIONS, move |x| function.value(x));
         cx.output(y);
         Ok(())
     }
@@ -30,8 +32,9 @@ impl<F: Pointwise> Operation for F {
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let mut grad = cx.take_output_grad();
         let read = if F::DERIVATIVE_OF_OUTPUT { cx.output(0) } else { cx.input(0) };
-        cx.device()
-            .zip_in_place(grad.view_mut(), read, F::OPERATIONS + 1, |dy, read| dy * self.derivative(read));
+        let function = self.clone();
+        let product = move |dy, read| dy * function.derivative(read);
+        cx.device().zip_in_place(grad.view_mut(), read, F::OPERATIONS + 1, product);
         cx.add_grad(0, grad)
     }
 

@@ -1,7 +1,7 @@
 use crate::tape::Pointwise;
 
 /// `max(x, 0)`; its derivative at 0 is 0. NaN stays NaN.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct Relu;
 
 impl Pointwise for Relu {

@@ -8,14 +8,16 @@ pub struct Scale(pub f32);
 impl Operation for Scale {
     fn forward(&self, cx: &mut ForwardContext<'_>) -> Result<(), DeviceError> {
         let mut y = cx.empty(cx.input(0).shape(), cx.input(0).dtype())?;
-        cx.device().map(cx.input(0), y.view_mut(), 1, |x| self.0 * x);
+        let factor = self.0;
+        cx.device().map(cx.input(0), y.view_mut(), 1, move |x| factor * x);
         cx.output(y);
         Ok(())
     }
 
     fn backward_input(&self, cx: &mut BackwardContext<'_>) -> Result<(), DeviceError> {
         let mut grad = cx.take_output_grad();
-        cx.device().map_in_place(grad.view_mut(), 1, |dy| self.0 * dy);
+        let factor = self.0;
+        cx.device().map_in_place(grad.view_mut(), 1, move |dy| factor * dy);
         cx.add_grad(0, grad)
     }
 

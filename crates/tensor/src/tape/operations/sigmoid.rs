@@ -3,7 +3,7 @@ use crate::tape::Pointwise;
 use trireme_base::Cost;
 
 /// `1 / (1 + e^-x)`.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct Sigmoid;
 
 impl Pointwise for Sigmoid {

@@ -3,7 +3,7 @@ use crate::tape::Pointwise;
 use trireme_base::Cost;
 
 /// `x / (1 + e^-x)` (Elfwing, Uchibe, Doya 2017), also called swish.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct Silu;
 
 impl Pointwise for Silu {

@@ -2,7 +2,7 @@ use crate::kernels::tanh;
 use crate::tape::Pointwise;
 
 /// The hyperbolic tangent.
-#[derive(Debug)]
+#[derive(Debug, Clone, Copy)]
 pub struct Tanh;
 
 impl Pointwise for Tanh {

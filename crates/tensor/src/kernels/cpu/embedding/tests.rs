@@ -6,6 +6,11 @@ use proptest::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use trireme_base::Bf16;
 
+/// One id a bag.
+fn single_ids(ids: &[u32]) -> Bags<'_> {
+    Bags { ids, bag_len: 1, lens: None, takes_mean: false }
+}
+
 /// What gradients hold before they are added to.
 const BEFORE: f32 = 0.5;
 
@@ -78,7 +83,7 @@ impl Inputs {
             let (mut d_table, mut d_positions) =
                 (vec![BEFORE; self.table.len()], vec![BEFORE; self.positions.len()]);
             cpu.embedding_bag_backward(
-                Bags::of_single_ids(&self.ids),
+                single_ids(&self.ids),
                 &self.dy,
                 self.dy.len() / self.ids.len(),
                 &mut d_table,
@@ -163,7 +168,7 @@ fn gradients_of_one_token_are_added_in_the_order_of_rows() {
     let dy: Vec<f32> = rows.iter().flat_map(|&value| vec![value; cols]).collect();
     let [d_table, d_positions] = run(|cpu| {
         let (mut d_table, mut d_positions) = (vec![0.0; 2 * cols], vec![0.0; cols]);
-        cpu.embedding_bag_backward(Bags::of_single_ids(&[1; 5]), &dy, dy.len() / 5, &mut d_table);
+        cpu.embedding_bag_backward(single_ids(&[1; 5]), &dy, dy.len() / 5, &mut d_table);
         cpu.position_backward(&dy, 1, cols, &mut d_positions);
         [d_table, d_positions]
     });
@@ -222,9 +227,8 @@ fn ids_and_positions_outside_of_their_tables_are_refused() {
         let embed = |id: u32, positions: Option<&[f32]>, first: usize| {
             cpu(level, 1).embedding::<f32, f32>(&[0, id], &[0.0; 6], positions, (2, first), &mut [0.0; 4]);
         };
-        let backward = |id: u32| {
-            cpu(level, 1).embedding_bag_backward(Bags::of_single_ids(&[0, id]), &[0.0; 4], 2, &mut [0.0; 6])
-        };
+        let backward =
+            |id: u32| cpu(level, 1).embedding_bag_backward(single_ids(&[0, id]), &[0.0; 4], 2, &mut [0.0; 6]);
         embed(2, Some(&[0.0; 6]), 1);
         backward(2);
         assert!(panics(&|| embed(3, None, 0)) && panics(&|| embed(u32::MAX, None, 0)));

@@ -71,7 +71,7 @@ impl<'a> Matrix<'a> {
 
 /// What the result is added to.
 #[derive(Clone, Copy, Debug)]
-pub enum MatmulEpilogue<'a> {
+pub(crate) enum Epilogue<'a> {
     /// Nothing: the result replaces the destination.
     Overwrite,
     /// The destination's values, which are f32.
@@ -114,7 +114,7 @@ impl Cpu {
         size: Product,
         (left, right): (Matrix<'_>, Matrix<'_>),
         out: FloatsMut<'_>,
-        epilogue: MatmulEpilogue<'_>,
+        epilogue: Epilogue<'_>,
         scratch: &mut [u32],
     ) {
         let cols = size.cols;
@@ -146,7 +146,7 @@ impl Cpu {
         size: Product,
         (left, right): (Matrix<'_>, Matrix<'_>),
         out: &mut [T],
-        epilogue: MatmulEpilogue<'_>,
+        epilogue: Epilogue<'_>,
         scratch: &mut [u32],
     ) {
         let cols = size.cols;
@@ -375,13 +375,13 @@ pub(crate) enum LeftFactor<'a> {
     Packed(&'a PackedLeft<'a>, usize),
 }
 
-impl<'a> MatmulEpilogue<'a> {
+impl<'a> Epilogue<'a> {
     /// The epilogue of the part of a result of width `cols` that begins at `(row, col)`.
     fn from(&self, row: usize, col: usize, cols: usize) -> TileEpilogue<'a> {
         match *self {
-            MatmulEpilogue::Overwrite => TileEpilogue::default(),
-            MatmulEpilogue::Accumulate => TileEpilogue { accumulate: true, ..TileEpilogue::default() },
-            MatmulEpilogue::Add { bias, residual } => TileEpilogue {
+            Epilogue::Overwrite => TileEpilogue::default(),
+            Epilogue::Accumulate => TileEpilogue { accumulate: true, ..TileEpilogue::default() },
+            Epilogue::Add { bias, residual } => TileEpilogue {
                 accumulate: false,
                 bias: bias.map(|bias| &bias[col..]),
                 residual: residual.map(|residual| &residual[row * cols + col..]),

@@ -2,6 +2,7 @@
 
 use super::rules::Update;
 use super::state::{BLOCK_LEN, PieceState, StateRef, StateSlice, num_blocks};
+use crate::kernels::cpu::simd::CpuFeatures;
 use crate::kernels::cpu::{Cpu, SharedSlice, TASK_ELEMENTS};
 use std::ops::Range;
 
@@ -106,7 +107,7 @@ impl Cpu {
         });
     }
 
-    /// Updates parameters and states piece by piece; `sums` gets the two sums of each piece that its update takes.
+    /// Updates parameters and states piece by piece; `sums` gets the two sums of each piece that its update takes, if they are wanted.
     ///
     /// Where the states are narrower than f32, they are rounded by random numbers of `noise` and the position. `grads` is empty
     /// where no update reads it.
@@ -117,56 +118,78 @@ impl Cpu {
         grads: &[f32],
         states: [StateSlice<'_>; 2],
         noise: u32,
-        sums: &mut [[f64; 2]],
+        sums: Option<&mut [[f64; 2]]>,
     ) {
-        assert_eq!(sums.len(), pieces.pieces.len(), "sums for each piece");
-        let (parameters, sums) = (SharedSlice::new(parameters), SharedSlice::new(sums));
+        let is_for_each = |sums: &&mut [[f64; 2]]| sums.len() == pieces.pieces.len();
+        assert!(sums.as_ref().is_none_or(is_for_each), "sums for each piece");
+        let (parameters, sums) = (SharedSlice::new(parameters), sums.map(SharedSlice::new));
         self.for_pieces(pieces, |index, piece| {
-            // SAFETY: pieces do not overlap, nor do their blocks and sums.
-            let (p, sum) = unsafe { (parameters.range(piece.start, piece.len), sums.range(index, 1)) };
+            // SAFETY: pieces do not overlap, nor do their blocks.
+            let p = unsafe { parameters.range(piece.start, piece.len) };
             let states = states.map(|state| {
                 // SAFETY: as above.
                 unsafe { state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]) }
             });
             let g = if grads.is_empty() { grads } else { &grads[piece.start..piece.start + piece.len] };
             let walk = Walk { features: self.features, states, noise, position: piece.position };
-            sum[0] = updates[piece.update].run(p, g, walk);
+            let found = updates[piece.update].run(p, g, walk);
+            if let Some(sums) = &sums {
+                // SAFETY: each piece has its own.
+                unsafe { sums.range(index, 1) }.copy_from_slice(&[found]);
+            }
         });
     }
+}
 
-    /// Copies the state of the pieces `range` to f32s, one after another.
+impl Pieces {
+    /// The elements of a state that the pieces `range` have, and their blocks.
+    pub(crate) fn span(&self, range: Range<usize>) -> (Range<usize>, Range<usize>) {
+        let Some(last) = range.clone().last() else { return (0..0, 0..0) };
+        let (first, piece) = (range.start, self.pieces[last]);
+        let blocks = self.blocks[first]..self.blocks[last] + num_blocks(piece.len);
+        (self.pieces[first].state..piece.state + piece.len, blocks)
+    }
+
+    /// Copies the state of the pieces `range` to f32s, one after another. `state` begins with what the first of them has.
     pub(crate) fn read_state(
         &self,
-        (pieces, range): (&Pieces, Range<usize>),
+        features: CpuFeatures,
+        range: Range<usize>,
         state: StateRef<'_>,
         mut out: &mut [f32],
     ) {
+        let (elements, blocks) = self.span(range.clone());
         for index in range {
-            let piece = pieces.pieces[index];
-            let state = state.piece(piece.state..piece.state + piece.len, pieces.blocks[index]);
+            let piece = self.pieces[index];
+            let first = piece.state - elements.start;
+            let state = state.piece(first..first + piece.len, self.blocks[index] - blocks.start);
             let (here, rest) = out.split_at_mut(piece.len);
             for (block, out) in here.chunks_mut(BLOCK_LEN).enumerate() {
-                state.load(self.features, block, out);
+                state.load(features, block, out);
             }
             out = rest;
         }
     }
 
-    /// Sets the state of the pieces `range`; what was read from one of its kind comes back as it was.
+    /// Sets the state of the pieces `range`; what was read from one of its kind comes back as it was. `state` begins with what the
+    /// first of them has.
     pub(crate) fn write_state(
         &self,
-        (pieces, range): (&Pieces, Range<usize>),
+        features: CpuFeatures,
+        range: Range<usize>,
         state: StateSlice<'_>,
         mut values: &[f32],
     ) {
+        let (elements, blocks) = self.span(range.clone());
         for index in range {
-            let piece = pieces.pieces[index];
-            let place = piece.state..piece.state + piece.len;
+            let piece = self.pieces[index];
+            let first = piece.state - elements.start;
+            let place = first..first + piece.len;
             // SAFETY: the last piece's is gone.
-            let mut state = unsafe { state.piece(place, pieces.blocks[index]) };
+            let mut state = unsafe { state.piece(place, self.blocks[index] - blocks.start) };
             let (here, rest) = values.split_at(piece.len);
             for (block, values) in here.chunks(BLOCK_LEN).enumerate() {
-                state.store(self.features, block, values, 0, piece.position + block * BLOCK_LEN);
+                state.store(features, block, values, 0, piece.position + block * BLOCK_LEN);
             }
             values = rest;
         }
@@ -175,7 +198,7 @@ impl Cpu {
 
 /// A piece's state, and how it is walked through.
 pub(super) struct Walk<'a> {
-    pub(super) features: crate::kernels::cpu::simd::CpuFeatures,
+    pub(super) features: CpuFeatures,
     states: [PieceState<'a>; 2],
     noise: u32,
     position: usize,

@@ -78,7 +78,7 @@ fn update(
 ) -> Vec<[f64; 2]> {
     let pieces = Pieces::whole(grads.len());
     let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
-    cpu.update((&pieces, &[update]), parameters, grads, states, 7, &mut sums);
+    cpu.update((&pieces, &[update]), parameters, grads, states, 7, Some(&mut sums));
     sums
 }
 

@@ -105,7 +105,7 @@ impl Case {
         let weight = table.add(Parameter::matrix("weight", &shape, Initial::ZEROS));
         let mut parameters = Parameters::zeros(&table.into(), &device, Category::Parameters).unwrap();
         let values = random(OUTPUTS + INPUTS * OUTPUTS, "parameters", 0.02);
-        parameters.flat_mut(0).f32s().copy_from_slice(&values);
+        device.upload(&values, parameters.flat_mut(0));
         let argument_cols =
             if activation == InputActivation::Gated(Activation::Silu) { 2 * INPUTS } else { INPUTS };
         let dy = random(ROWS * OUTPUTS, "dy", 1e-5);
@@ -141,7 +141,7 @@ impl Case {
     }
 
     fn weight(&self) -> Vec<f32> {
-        self.parameters.span(&self.op.weight).f32s().to_vec()
+        self.device.read(self.parameters.span(&self.op.weight))
     }
 
     fn run(&self, state: Option<&Fp8State>) -> Found {
@@ -164,7 +164,7 @@ impl Case {
                 "the residual is not rounded"
             );
         }
-        let of = |span: &ParameterSpan| grads.0.span(span).f32s().to_vec();
+        let of = |span: &ParameterSpan| self.device.read(grads.0.span(span));
         Found {
             y: found_y,
             dx: self.values(&tape.take_grad(x_place).unwrap()),
@@ -182,11 +182,11 @@ impl Case {
             WeightLayout::InputsFirst => weight,
             WeightLayout::OutputsFirst => transposed(&weight, INPUTS),
         };
-        let bias = self.parameters.span(&self.op.bias.unwrap());
+        let bias: Vec<f32> = self.device.read(self.parameters.span(&self.op.bias.unwrap()));
         let mut y = product(&input, &weight, INPUTS);
         y.iter_mut().enumerate().for_each(|(index, y)| {
             let residual = self.residual.as_ref().map_or(0.0, |residual| residual[index]);
-            let bias = Bf16::from_f32(bias.f32s()[index % OUTPUTS]).to_f32();
+            let bias = Bf16::from_f32(bias[index % OUTPUTS]).to_f32();
             *y += f64::from(bias) + f64::from(residual);
         });
         // Results in bf16 are rounded to 8 bits, those in f32 not.
@@ -220,13 +220,13 @@ fn assert_close(what: &str, found: &[f32], expected: &[f64], rounding: f64) {
 
 fn state(case: &Case, formats: Fp8Formats, margin: u32) -> Fp8State {
     let recipe = Fp8Recipe { formats, amax_history_len: 2, margin };
-    Fp8State::new(recipe, vec![case.op.weight.first])
+    Fp8State::new(recipe, vec![case.op.weight.first], &case.device).unwrap()
 }
 
 /// Ends a step; its amaxes.
-fn advance(state: &mut Fp8State) -> [f64; 3] {
+fn advance(device: &Device, state: &mut Fp8State) -> [f64; 3] {
     let mut amaxes = [0.0; 3];
-    state.take_amaxes(&mut amaxes);
+    state.take_amaxes(device, &mut amaxes);
     state.advance(&amaxes);
     amaxes.map(f64::from)
 }
@@ -252,7 +252,7 @@ fn products_are_those_of_rounded_factors() {
                 let largest = |a: [f64; 3], b: [f64; 3]| std::array::from_fn(|index| a[index].max(b[index]));
                 let amaxes = earlier.reduce(largest).unwrap_or(own);
                 case.check(&case.run(Some(&state)), dy_format, amaxes, margin as i32);
-                assert_eq!(advance(&mut state), own);
+                assert_eq!(advance(&case.device, &mut state), own);
                 steps.push(own);
             }
         }
@@ -268,9 +268,10 @@ fn passes_without_training_and_layers_left_out_change_no_scale() {
     let x = tape.input(case.tensor(&case.x, DType::Bf16));
     let residual = tape.input(case.tensor(case.residual.as_ref().unwrap(), DType::F32));
     let y = tape.recorder(&case.parameters).apply(&Arc::new(case.op), (x, residual)).unwrap();
-    assert_eq!(advance(&mut state), [0.0; 3]);
+    assert_eq!(advance(&case.device, &mut state), [0.0; 3]);
     assert_eq!(case.values(&tape.take_value(y.id())), case.run(Some(&state)).y, "it is rounded alike");
-    let other = Fp8State::new(Fp8Recipe::new(Fp8Formats::Hybrid), vec![case.op.bias.unwrap().first]);
+    let layers = vec![case.op.bias.unwrap().first];
+    let other = Fp8State::new(Fp8Recipe::new(Fp8Formats::Hybrid), layers, &case.device).unwrap();
     let (left_out, plain) = (case.run(Some(&other)), case.run(None));
     assert_eq!((left_out.y, left_out.d_weight), (plain.y, plain.d_weight));
 }

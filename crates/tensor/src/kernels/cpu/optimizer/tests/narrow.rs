@@ -44,7 +44,7 @@ impl Kept {
 
     fn read(&self, cpu: &Cpu, pieces: &Pieces, len: usize) -> Vec<f32> {
         let mut values = vec![f32::NAN; len];
-        cpu.read_state((pieces, 0..pieces.as_slice().len()), self.as_ref(), &mut values);
+        pieces.read_state(cpu.features, 0..pieces.as_slice().len(), self.as_ref(), &mut values);
         values
     }
 }
@@ -55,9 +55,9 @@ fn kept(dtype: StateDType, is_square: bool, values: &[f32]) -> Vec<f32> {
         let pieces = Pieces::whole(values.len());
         let all = 0..pieces.as_slice().len();
         let mut kept = Kept::new(dtype, is_square, values.len());
-        cpu.write_state((&pieces, all.clone()), kept.slice(), values);
+        pieces.write_state(cpu.features, all.clone(), kept.slice(), values);
         let found = kept.read(cpu, &pieces, values.len());
-        cpu.write_state((&pieces, all), kept.slice(), &found);
+        pieces.write_state(cpu.features, all, kept.slice(), &found);
         assert_eq!(kept.read(cpu, &pieces, values.len()), found, "what was kept once stays as it is");
         [found]
     });
@@ -115,8 +115,8 @@ fn rounding_at_random_keeps_means_right() {
             let (mut first, mut second) = (Kept::new(dtype, false, len), Kept::new(dtype, true, len));
             let ones = vec![1.0; len];
             let all = 0..pieces.as_slice().len();
-            cpu.write_state((&pieces, all.clone()), first.slice(), &ones);
-            cpu.write_state((&pieces, all), second.slice(), &ones);
+            pieces.write_state(cpu.features, all.clone(), first.slice(), &ones);
+            pieces.write_state(cpu.features, all, second.slice(), &ones);
             let mut parameters = vec![0.0; len];
             let grads: Vec<f32> = (0..len).map(|index| (index % 2) as f32).collect();
             let mut sums = vec![[0.0; 2]; pieces.as_slice().len()];
@@ -124,7 +124,7 @@ fn rounding_at_random_keeps_means_right() {
             for noise in 0..200 {
                 let states = [first.slice(), second.slice()];
                 let update = [Update::AdamW(step)];
-                cpu.update((&pieces, &update), &mut parameters, &grads, states, noise * 77, &mut sums);
+                cpu.update((&pieces, &update), &mut parameters, &grads, states, noise * 77, Some(&mut sums));
             }
             [first.read(cpu, &pieces, len), second.read(cpu, &pieces, len)]
         });
@@ -146,7 +146,7 @@ fn noise_does_not_repeat_after_as_many_elements_as_u32_has_values() {
             let piece = Piece { position, start: 0, state: 0, len: values.len(), update: 0 };
             let pieces = Pieces::new(vec![piece]);
             let mut kept = Kept::new(dtype, false, values.len());
-            cpu.write_state((&pieces, 0..1), kept.slice(), &values);
+            pieces.write_state(cpu.features, 0..1, kept.slice(), &values);
             kept.read(&cpu, &pieces, values.len())
         };
         assert_eq!(kept_at(7), kept_at(7));

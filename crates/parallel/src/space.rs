@@ -1,0 +1,51 @@
+//! Values that one device has and another one works with.
+
+use crate::error::ParallelError;
+use trireme_tensor::{Category, Device, DeviceError, Tensor, Values, View, ViewMut};
+
+/// `values` where kernels of `to` read them: as they are, or a copy.
+///
+/// # Errors
+/// If there is no memory for a copy.
+pub(crate) fn bring<'a>(
+    values: View<'a>,
+    from: &Device,
+    to: &Device,
+    category: Category,
+) -> Result<Values<'a>, DeviceError> {
+    if from.shares_space(to) {
+        return Ok(Values::Stored(values));
+    }
+    let mut copy = to.empty(values.shape(), values.dtype(), category)?;
+    copy_across((values, from), (copy.view_mut(), to));
+    Ok(Values::Converted(copy))
+}
+
+/// `y = x`, of devices of two spaces, through memory of the host.
+fn copy_across((x, from): (View<'_>, &Device), (y, to): (ViewMut<'_>, &Device)) {
+    let bytes: Vec<u8> = from.read(x.as_bytes());
+    to.upload(&bytes, y);
+}
+
+/// Lets `work` change `values` where kernels of `to` work.
+///
+/// # Errors
+/// If there is no memory for a copy, and those of `work`.
+pub(crate) fn change_on<E: From<ParallelError>>(
+    mut values: ViewMut<'_>,
+    from: &Device,
+    to: &Device,
+    category: Category,
+    work: impl FnOnce(ViewMut<'_>) -> Result<(), E>,
+) -> Result<(), E> {
+    if from.shares_space(to) {
+        return work(values);
+    }
+    let refused = |error: DeviceError| E::from(error.into());
+    let copy: Result<Tensor, DeviceError> = to.empty(values.shape(), values.dtype(), category);
+    let mut copy = copy.map_err(refused)?;
+    copy_across((values.as_view(), from), (copy.view_mut(), to));
+    work(copy.view_mut())?;
+    copy_across((copy.view(), to), (values.reborrow(), from));
+    Ok(())
+}

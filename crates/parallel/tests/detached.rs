@@ -1,0 +1,200 @@
+//! Whole trainings on a device whose kernels run later, and whose memory the host does not reach: the bits of the CPU.
+
+mod common;
+
+use common::{ADAMW, Layout, OPTIONS, Pipeline, STEPS, batches, dynamic, laid_out};
+use std::collections::BTreeSet;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::Mutex;
+use trireme_base::{DType, Held};
+use trireme_comm::{CodecName, Compression, CompressionOptions};
+use trireme_model::ModelConfig;
+use trireme_optim::{AdafactorSettings, OptimizerKind};
+use trireme_parallel::{
+    Determinism, Executor, ExecutorOptions, Generation, GradNorm, StepPlan, ZeroPlusPlus,
+};
+use trireme_schedule::pipeline::Kind;
+use trireme_schedule::{Keep, Share, StateClass, StateLayout, Tier};
+use trireme_tensor::{
+    Backend, Category, DetachedOptions, Device, DeviceOptions, Fp8Formats, Fp8Recipe, IntegerFormat,
+    Precision, WaitSite,
+};
+use trireme_testkit::{run_ranks_on, small_models};
+
+/// A training: what is run, and on which ranks.
+struct Case<'a> {
+    name: &'static str,
+    /// The host of each rank.
+    hosts: &'static [usize],
+    layout: Layout<'a>,
+    /// Microbatches of a step, over all ranks.
+    num_microbatches: usize,
+    generates: bool,
+}
+
+fn compression() -> Compression {
+    let options = CompressionOptions { codec: CodecName::PowerSgd, rank: Some(2), ..Default::default() };
+    Compression::new(&options).unwrap()
+}
+
+/// Layouts that between them use every way between a device, its host, the disk and other ranks.
+fn cases(folder: &Path) -> Vec<Case<'_>> {
+    let plain = || Layout { folder, ..Layout::default() };
+    let case = |name, layout| Case { name, hosts: &[0, 0], layout, num_microbatches: 4, generates: false };
+    let sharded = |stage| Layout { num_shards: 2, state: StateLayout::zero(stage), ..plain() };
+    let pipeline =
+        |kind| Layout { pipeline: Some(Pipeline { kind, num_ranks: 2, stages_per_rank: 1 }), ..plain() };
+    let with = |options| Layout { options, ..plain() };
+    let bf16 = ExecutorOptions { precision: Precision::Bf16, ..OPTIONS };
+    let f16 = ExecutorOptions { precision: Precision::F16, loss_scaling: dynamic(256), ..OPTIONS };
+    let fp8 = ExecutorOptions { fp8: Some(Fp8Recipe::new(Fp8Formats::Hybrid)), ..bf16 };
+    let rounded = ExecutorOptions { reduce_dtype: Precision::Bf16, ..bf16 };
+    let determinism = Determinism::Run;
+    let compressed = ExecutorOptions { compression: compression(), determinism, ..OPTIONS };
+    let zero_plus_plus = ZeroPlusPlus {
+        quantized_weights: true,
+        secondary_shards: true,
+        quantized_gradients: Some(IntegerFormat::Int8),
+    };
+    let spared = ExecutorOptions { zero_plus_plus, ..OPTIONS };
+    let away = |stage, tiers: [Tier; 4]| {
+        let classes = StateClass::ALL.into_iter().zip(tiers);
+        let state = StateLayout::zero(stage);
+        let state = classes.fold(state, |state, (class, tier)| state.with_tier(class, tier));
+        Layout { state, num_shards: if stage == 0 { 1 } else { 2 }, ..plain() }
+    };
+    let mut shards = StateLayout::zero(0);
+    shards.gradients.share = Share::Shard;
+    let settings = AdafactorSettings { beta2_decay: -0.8, clip_threshold: 1.0, relative_step: false };
+    let adafactor = OptimizerKind::Adafactor(settings);
+    let (host, disk) = (Tier::Host, Tier::Disk);
+    let on_host = Layout { options: bf16, ..away(3, [host; 4]) };
+    Vec::from([
+        Case { hosts: &[0], generates: true, ..case("one rank", plain()) },
+        case("data parallel", plain()),
+        Case { generates: true, ..case("ZeRO-3", Layout { keeps: &[Keep::Input; 4], ..sharded(3) }) },
+        case("ZeRO-2, rounded", Layout { options: rounded, ..sharded(2) }),
+        case("gradients alone in shards", Layout { state: shards, ..sharded(0) }),
+        Case { hosts: &[0; 4], ..case("shards and replicas", sharded(3)) },
+        Case {
+            hosts: &[0, 0, 1, 1],
+            ..case("ZeRO++", Layout { options: spared, num_shards: 4, ..sharded(3) })
+        },
+        case("a pipeline", pipeline(Kind::OneFOneB)),
+        case("a pipeline in halves", Layout { options: bf16, ..pipeline(Kind::ZeroBubbleH1) }),
+        case("activations on the host", away(0, [Tier::Device, Tier::Device, Tier::Device, host])),
+        case("all on the host", on_host),
+        Case { num_microbatches: 2, ..case("all on a disk", away(3, [disk; 4])) },
+        case("the optimizer on the host", away(1, [host, Tier::Device, Tier::Device, Tier::Device])),
+        case("f16", with(f16)),
+        Case { hosts: &[0], ..case("fp8", with(fp8)) },
+        case("compression", with(compressed)),
+        case("norms of parameters", Layout { optimizer: OptimizerKind::Lamb(ADAMW), ..sharded(1) }),
+        case("factored moments", Layout { optimizer: adafactor, ..sharded(2) }),
+    ])
+}
+
+/// Losses and norms of some steps, an evaluation, all weights and what follows a sequence, as bits.
+fn train(executor: &mut Executor, case: &Case<'_>) -> Vec<u64> {
+    let mut found = Vec::new();
+    for step in 1..=STEPS {
+        let batches = batches(executor, case.num_microbatches, step);
+        let plan = StepPlan { step, lr: 1e-2, grad_norm: GradNorm::Clip(0.5) };
+        let outcome = executor.run(plan, &mut batches.into_iter()).unwrap();
+        found.extend([outcome.loss.to_bits(), outcome.grad_norm.unwrap().to_bits()]);
+    }
+    let batch = batches(executor, executor.ranks().data().world_size(), 99).remove(0);
+    found.extend(executor.evaluate(Some(batch)).unwrap().iter().map(|mean| mean.sum.to_bits()));
+    executor.check_replicas().unwrap();
+    let weights = executor.gather_parameters().unwrap();
+    let flat = |unit| weights.as_ref().map_or_else(Vec::new, |all| all.values(unit));
+    let weights = (0..executor.model().num_units()).flat_map(flat);
+    found.extend(weights.map(|weight| u64::from(weight.to_bits())));
+    if case.generates {
+        let mut generation = Generation::new(executor, 8);
+        let logits = [&[1, 2, 3][..], &[4]].map(|tokens| generation.read(tokens).unwrap());
+        found.extend(logits.iter().flatten().map(|logit| u64::from(logit.to_bits())));
+    }
+    found
+}
+
+/// What each rank finds.
+fn run(
+    model: &ModelConfig,
+    case: &Case<'_>,
+    backend: Backend,
+    sites: &Mutex<BTreeSet<WaitSite>>,
+) -> Vec<Vec<u64>> {
+    let degree = case.layout.pipeline.map_or(1, |pipeline| pipeline.num_ranks);
+    let accumulation = case.num_microbatches * degree / case.hosts.len();
+    let layout = Layout { backend, ..case.layout.clone() };
+    run_ranks_on(case.hosts, |group| {
+        let mut executor = laid_out(model, group, 1, accumulation, &layout);
+        let found = train(&mut executor, case);
+        sites.lock().unwrap().extend(executor.device().wait_sites());
+        found
+    })
+}
+
+fn detached(seed: u64) -> Backend {
+    Backend::Detached(DetachedOptions { seed, ignored_wait: None })
+}
+
+/// Numbers from an environment variable, such as `0..100`, or this many.
+fn seeds(name: &str, default: u64) -> std::ops::Range<u64> {
+    0..std::env::var(name).ok().and_then(|num| num.parse().ok()).unwrap_or(default)
+}
+
+#[test]
+fn every_order_of_kernels_and_copies_gives_the_bits_of_the_cpu() {
+    let (folder, sites) = (tempfile::tempdir().unwrap(), Mutex::default());
+    let [_, model] = small_models();
+    for case in cases(folder.path()) {
+        let expected = run(&model, &case, Backend::Cpu, &sites);
+        for seed in seeds("TRIREME_DETACHED_SEEDS", 4) {
+            assert!(run(&model, &case, detached(seed), &sites) == expected, "{}, seed {seed}", case.name);
+        }
+    }
+}
+
+/// Copies one after the other through the same memory of the host, without a kernel between them.
+fn copies(backend: Backend, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 3] {
+    let device = Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap();
+    let zeros = || device.zeros([256].into(), DType::F32, Category::Activations).unwrap();
+    let (mut x, mut y, mut z) = (zeros(), zeros(), zeros());
+    device.map_in_place(y.view_mut(), 1, |_| 2.0);
+    let up = device.upload_later(Held::new(vec![1; 1024]), 0, x.view_mut());
+    let down = device.download_later(y.view(), up, 0);
+    let up = device.upload_later(down, 0, z.view_mut());
+    device.wait_for(&up.until());
+    sites.lock().unwrap().extend(device.wait_sites());
+    [device.read(x.view().as_bytes()), device.read(z.view().as_bytes()), up.wait()]
+}
+
+/// A wait that can be left out unnoticed is not needed, or not tested.
+#[test]
+fn a_wait_that_is_left_out_is_found() {
+    let (folder, sites) = (tempfile::tempdir().unwrap(), Mutex::default());
+    let [_, model] = small_models();
+    let cases = cases(folder.path());
+    let expected: Vec<_> = cases.iter().map(|case| run(&model, case, detached(0), &sites)).collect();
+    let expected_copies = copies(detached(0), &sites);
+    let all = sites.lock().unwrap().clone();
+    assert!(all.len() >= 10, "{all:?}");
+    let is_missed = |site: &WaitSite| {
+        let is_found = |seed: u64| {
+            let backend = Backend::Detached(DetachedOptions { seed, ignored_wait: Some(*site) });
+            let differs = |found: std::thread::Result<bool>| !found.unwrap_or(false);
+            differs(catch_unwind(|| copies(backend, &sites) == expected_copies))
+                || cases.iter().zip(&expected).any(|(case, expected)| {
+                    differs(catch_unwind(AssertUnwindSafe(|| {
+                        run(&model, case, backend, &sites) == *expected
+                    })))
+                })
+        };
+        !seeds("TRIREME_DETACHED_SEEDS", 20).any(is_found)
+    };
+    let missed: Vec<&WaitSite> = all.iter().filter(|site| is_missed(site)).collect();
+    assert!(missed.is_empty(), "nothing misses the waits at {missed:?}, of {all:?}");
+}

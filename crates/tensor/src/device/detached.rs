@@ -1,0 +1,323 @@
+//! A CPU device that is worked with as an accelerator is: kernels run later, on a thread of its own, in any order that streams and
+//! events allow, and the host can neither read nor write its memory.
+//!
+//! It keeps the boundary honest. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
+//! run, or that a copy has ended, finds other bits for some seed of the order. New memory holds NaN.
+
+use crate::kernels::Place;
+use crate::kernels::cpu::Cpu;
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, Location, catch_unwind};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
+use trireme_base::{Event, Latch, Random, RandomKey};
+
+/// What runs in order; streams run in any order that events allow.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Stream {
+    /// Kernels.
+    Compute,
+    /// Copies to the host's memory.
+    ToHost,
+    /// Copies from the host's memory.
+    FromHost,
+}
+
+const NUM_STREAMS: usize = 3;
+
+/// Of eight numbers: how many jobs run as soon as they may, for one seed in so many of each kind.
+const EAGERNESS: [u32; 4] = [0, 1, 5, 8];
+
+/// How a detached device orders what it may order.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct DetachedOptions {
+    /// Decides when jobs run, and in which order.
+    pub seed: u64,
+    /// Where one wait is left out, so that a test can show that it is needed.
+    pub ignored_wait: Option<WaitSite>,
+}
+
+/// A place in the code where a stream waits for an event.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct WaitSite(&'static Location<'static>);
+
+impl fmt::Debug for WaitSite {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+type Kernel = Box<dyn FnOnce(&Cpu) + Send>;
+
+enum Job {
+    Run(Kernel),
+    Wait(Event),
+    Open(Arc<Latch>),
+}
+
+/// The streams of a device and the thread that runs them.
+pub(crate) struct Detached {
+    queue: Arc<Queue>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// What is issued and has not run.
+pub(crate) struct Queue {
+    state: Mutex<State>,
+    /// A job was issued or demanded, or an event of somebody else came.
+    changed: Condvar,
+    options: DetachedOptions,
+    own: Weak<Queue>,
+}
+
+struct State {
+    streams: [VecDeque<Job>; NUM_STREAMS],
+    /// Memory that copies work with, until their events.
+    copies: Vec<(Place, Event)>,
+    /// Jobs that may run although nobody waits.
+    allowance: usize,
+    /// Somebody waits: all runs that may.
+    is_demanded: bool,
+    is_closed: bool,
+    /// Why nothing runs any more.
+    failure: Option<String>,
+    random: Random,
+    eagerness: u32,
+    /// The stream that runs as long as it can.
+    favourite: usize,
+    sites: Vec<WaitSite>,
+}
+
+impl Detached {
+    /// Starts the thread, which runs kernels on `cpu`.
+    ///
+    /// # Errors
+    /// If the system refuses to.
+    pub(crate) fn start(cpu: Cpu, options: DetachedOptions) -> std::io::Result<Self> {
+        let mut random = Random::new(RandomKey::new(options.seed, "order of streams"), 0);
+        let eagerness = EAGERNESS[random.below(EAGERNESS.len() as u64) as usize];
+        let state = State {
+            streams: Default::default(),
+            copies: Vec::new(),
+            allowance: 0,
+            is_demanded: false,
+            is_closed: false,
+            failure: None,
+            eagerness,
+            favourite: 0,
+            random,
+            sites: Vec::new(),
+        };
+        let queue = Arc::new_cyclic(|own| Queue {
+            state: Mutex::new(state),
+            changed: Condvar::new(),
+            options,
+            own: Weak::clone(own),
+        });
+        let served = Arc::clone(&queue);
+        let thread = std::thread::Builder::new().name("device".to_owned());
+        let thread = thread.spawn(move || served.serve(&cpu))?;
+        Ok(Detached { queue, thread: Some(thread) })
+    }
+
+    pub(crate) fn queue(&self) -> &Arc<Queue> {
+        &self.queue
+    }
+}
+
+impl Drop for Detached {
+    fn drop(&mut self) {
+        self.queue.lock().is_closed = true;
+        self.queue.changed.notify_all();
+        // A kernel's panic was passed on to who waits.
+        let _ = self.thread.take().map(JoinHandle::join);
+    }
+}
+
+impl Queue {
+    /// Issues a kernel or a copy.
+    pub(crate) fn run(&self, stream: Stream, kernel: impl FnOnce(&Cpu) + Send + 'static) {
+        self.push(stream, Job::Run(Box::new(kernel)));
+    }
+
+    /// What was issued to a stream so far.
+    pub(crate) fn record(&self, stream: Stream) -> Event {
+        let own = Weak::clone(&self.own);
+        let latch = Latch::with_demand(move || {
+            if let Some(queue) = own.upgrade() {
+                queue.lock().is_demanded = true;
+                queue.changed.notify_all();
+            }
+        });
+        let event = latch.event();
+        self.push(stream, Job::Open(latch));
+        event
+    }
+
+    /// Lets what is issued to a stream from now on run after an event.
+    #[track_caller]
+    pub(crate) fn wait(&self, stream: Stream, event: &Event) {
+        let site = WaitSite(Location::caller());
+        let mut state = self.lock();
+        if !state.sites.contains(&site) {
+            state.sites.push(site);
+        }
+        drop(state);
+        if self.options.ignored_wait == Some(site) || event.is_done() {
+            return;
+        }
+        self.push(stream, Job::Wait(event.clone()));
+        let own = Weak::clone(&self.own);
+        event.on_done(move || {
+            if let Some(queue) = own.upgrade() {
+                // After the lock the thread waits, or sees the event.
+                drop(queue.lock());
+                queue.changed.notify_all();
+            }
+        });
+    }
+
+    /// Where streams have waited for events.
+    pub(crate) fn sites(&self) -> Vec<WaitSite> {
+        self.lock().sites.clone()
+    }
+
+    /// A copy works with this memory until the event: kernels that are given the memory after it was given back run after it.
+    pub(crate) fn lend(&self, place: Place, until: &Event) {
+        let mut state = self.lock();
+        state.copies.retain(|(_, event)| !event.is_done());
+        state.copies.push((place, until.clone()));
+    }
+
+    /// Memory is handed out for kernels that are issued from now on.
+    pub(crate) fn hand_out(&self, place: Place) {
+        let copies: Vec<Event> = {
+            let state = self.lock();
+            let copies = state.copies.iter().filter(|(other, _)| other.overlaps(&place));
+            copies.map(|(_, event)| event.clone()).collect()
+        };
+        copies.iter().for_each(|event| self.wait(Stream::Compute, event));
+        let mut place = place.take_over();
+        self.run(Stream::Compute, move |cpu| place.bytes(cpu).fill(u8::MAX));
+    }
+
+    fn push(&self, stream: Stream, job: Job) {
+        let mut state = self.lock();
+        if let Some(cause) = &state.failure {
+            let outcome = Err(cause.clone());
+            drop(state);
+            job.fail(outcome);
+            return;
+        }
+        state.streams[stream as usize].push_back(job);
+        if state.random.below(8) < u64::from(state.eagerness) {
+            state.allowance += 1;
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs jobs until the device is closed and no more can run.
+    fn serve(&self, cpu: &Cpu) {
+        while let Some(job) = self.next() {
+            match job {
+                Job::Run(kernel) => {
+                    if let Err(panic) = catch_unwind(AssertUnwindSafe(|| kernel(cpu))) {
+                        self.fail(message(&*panic));
+                    }
+                }
+                Job::Wait(_) => (),
+                Job::Open(latch) => latch.open(Ok(())),
+            }
+        }
+        self.fail("the device was closed".to_owned());
+    }
+
+    fn next(&self) -> Option<Job> {
+        let mut state = self.lock();
+        loop {
+            if let Some(stream) = state.choose() {
+                return state.streams[stream].pop_front();
+            }
+            let is_empty = state.streams.iter().all(VecDeque::is_empty);
+            if is_empty {
+                state.is_demanded = false;
+            }
+            // What waits for somebody else when the device is closed is not needed.
+            if state.is_closed && (is_empty || !state.can_run()) {
+                return None;
+            }
+            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// Nothing runs any more: whoever waits learns why.
+    fn fail(&self, cause: String) {
+        let mut state = self.lock();
+        let cause = state.failure.get_or_insert(cause).clone();
+        let streams = std::mem::take(&mut state.streams);
+        drop(state);
+        streams.into_iter().flatten().for_each(|job| job.fail(Err(cause.clone())));
+    }
+}
+
+impl Job {
+    fn fail(self, outcome: Result<(), String>) {
+        if let Job::Open(latch) = self {
+            latch.open(outcome);
+        }
+    }
+}
+
+impl State {
+    fn is_ready(&self, stream: usize) -> bool {
+        match self.streams[stream].front() {
+            Some(Job::Run(_) | Job::Open(_)) => true,
+            Some(Job::Wait(event)) => event.is_done(),
+            None => false,
+        }
+    }
+
+    fn can_run(&self) -> bool {
+        (0..NUM_STREAMS).any(|stream| self.is_ready(stream))
+    }
+
+    /// The stream whose next job runs.
+    fn choose(&mut self) -> Option<usize> {
+        let is_due = self.is_demanded || self.is_closed || self.allowance > 0;
+        if !is_due || !self.can_run() {
+            return None;
+        }
+        self.allowance = self.allowance.saturating_sub(1);
+        // Long runs of one stream show what is missing between it and the others.
+        if self.random.below(16) == 0 || !self.is_ready(self.favourite) {
+            self.favourite = self.random.below(NUM_STREAMS as u64) as usize;
+        }
+        let streams = (0..NUM_STREAMS).map(|offset| (self.favourite + offset) % NUM_STREAMS);
+        streams.into_iter().find(|&stream| self.is_ready(stream))
+    }
+}
+
+fn message(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().map(|text| (*text).to_owned());
+    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
+    text.unwrap_or_else(|| "a kernel panicked".to_owned())
+}
+
+impl fmt::Debug for Detached {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Detached").field("options", &self.queue.options).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Queue {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Queue")
+    }
+}

@@ -1,0 +1,110 @@
+//! Matrices made nearly orthogonal, by products alone (Jordan, "Muon", 2024).
+
+use crate::kernels::cpu::Cpu;
+use crate::kernels::cpu::element::{Floats, FloatsMut};
+use crate::kernels::cpu::matmul::{Epilogue, Matrix, Product};
+use crate::precision::Precision;
+
+/// Coefficients of the iteration: odd polynomials whose repetition brings singular values from 0 to 1 near 1, the small ones fast.
+const QUINTIC: [f32; 3] = [3.4445, -4.7750, 2.0315];
+
+/// Added to the norm of a matrix, which may be zero.
+const NORM_EPSILON: f32 = 1e-7;
+
+/// Memory that the iteration works in, for a matrix whose shorter side is `m`.
+pub(crate) struct OrthogonalizeScratch<'a> {
+    /// `m x m`.
+    pub(crate) gram: &'a mut [f32],
+    /// `m x m`.
+    pub(crate) polynomial: &'a mut [f32],
+    /// As the matrix.
+    pub(crate) product: &'a mut [f32],
+    /// For packed factors.
+    pub(crate) words: &'a mut [u32],
+}
+
+/// The three products of a round, as sizes and how their factors are read: the shorter side is multiplied out, `X Xᵀ` of wide
+/// matrices, `Xᵀ X` of tall ones.
+struct Round {
+    rows: usize,
+    cols: usize,
+}
+
+impl Round {
+    fn is_tall(&self) -> bool {
+        self.rows > self.cols
+    }
+
+    fn side(&self) -> usize {
+        self.rows.min(self.cols)
+    }
+
+    fn gram(&self) -> Product {
+        Product { rows: self.side(), cols: self.side(), inner: self.rows.max(self.cols) }
+    }
+
+    fn square(&self) -> Product {
+        Product { rows: self.side(), cols: self.side(), inner: self.side() }
+    }
+
+    fn product(&self) -> Product {
+        Product { rows: self.rows, cols: self.cols, inner: self.side() }
+    }
+
+    fn gram_factors<'a>(&self, x: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
+        let factor = |is_transposed| Matrix::row_major(x, self.cols, is_transposed);
+        (factor(self.is_tall()), factor(!self.is_tall()))
+    }
+
+    fn product_factors<'a>(&self, x: Floats<'a>, polynomial: Floats<'a>) -> (Matrix<'a>, Matrix<'a>) {
+        let x = Matrix::row_major(x, self.cols, false);
+        let polynomial = Matrix::row_major(polynomial, self.side(), false);
+        if self.is_tall() { (x, polynomial) } else { (polynomial, x) }
+    }
+}
+
+impl Cpu {
+    /// Words of scratch memory that [`Cpu::orthogonalize`] packs factors in.
+    pub(crate) fn orthogonalize_scratch(&self, precision: Precision, [rows, cols]: [usize; 2]) -> usize {
+        let (round, none) = (Round { rows, cols }, Floats::F32(&[]));
+        let square = Matrix::row_major(none, round.side(), false);
+        let num_words = |size, left| self.matmul_scratch(precision, size, left);
+        let gram = num_words(round.gram(), round.gram_factors(none).0);
+        let product = num_words(round.product(), round.product_factors(none, none).0);
+        gram.max(num_words(round.square(), square)).max(product)
+    }
+
+    /// Replaces a matrix of `rows x cols` by one with the same singular vectors whose singular values are about 1.
+    pub(crate) fn orthogonalize(
+        &self,
+        (matrix, [rows, cols]): (&mut [f32], [usize; 2]),
+        num_steps: usize,
+        precision: Precision,
+        scratch: OrthogonalizeScratch<'_>,
+    ) {
+        let OrthogonalizeScratch { gram, polynomial, product, words } = scratch;
+        let round = Round { rows, cols };
+        // Not a sum of squares of large elements: their squares must not overflow.
+        let largest = match self.threads.is_idle() {
+            true => 0.0,
+            false => matrix.iter().fold(0.0_f32, |most, x| most.max(x.abs())),
+        };
+        let inverse = if largest > 0.0 { 1.0 / largest } else { 0.0 };
+        self.scale(matrix, inverse);
+        let norm = self.sum_of_squares(matrix, (rows * cols).div_ceil(crate::LEAVES)).sqrt();
+        self.scale(matrix, 1.0 / (norm as f32 + NORM_EPSILON));
+        let [a, b, c] = QUINTIC;
+        let mut multiply = |size, factors: (Matrix<'_>, Matrix<'_>), out: &mut [f32]| {
+            self.matmul(precision, size, factors, FloatsMut::F32(out), Epilogue::Overwrite, words);
+        };
+        for _ in 0..num_steps {
+            multiply(round.gram(), round.gram_factors(Floats::F32(matrix)), gram);
+            let factor = Matrix::row_major(Floats::F32(gram), round.side(), false);
+            multiply(round.square(), (factor, factor), polynomial);
+            self.combine(polynomial, c, gram, b);
+            let factors = round.product_factors(Floats::F32(matrix), Floats::F32(polynomial));
+            multiply(round.product(), factors, product);
+            self.combine(matrix, a, product, 1.0);
+        }
+    }
+}

@@ -1,0 +1,224 @@
+//! Where elements lie: addresses, which a kernel of the CPU turns into slices while it runs.
+//!
+//! A view is borrowed when a kernel is issued; the kernel may run later. It keeps no borrow then, but a place. That is sound because
+//! memory outlives it: an arena is mapped until the last kernel that was issued to its device has run, and the memory of a block
+//! that was given back is used again by kernels that run after it.
+
+use super::cpu::Cpu;
+use super::cpu::element::{Element, Floats, FloatsMut};
+use bytemuck::Pod;
+use std::ptr::NonNull;
+use trireme_base::DType;
+
+/// The elements of a view, for a kernel to read.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Place {
+    start: NonNull<u8>,
+    num_bytes: usize,
+    dtype: DType,
+}
+
+/// As [`Place`], to write.
+#[derive(Debug)]
+pub(crate) struct PlaceMut(Place);
+
+// SAFETY: an address can be anywhere; who reads what is there holds a `Cpu`, of which see `bytes`.
+unsafe impl Send for Place {}
+// SAFETY: as above.
+unsafe impl Sync for Place {}
+
+impl Place {
+    pub(crate) fn new(start: NonNull<u8>, num_bytes: usize, dtype: DType) -> Self {
+        Place { start, num_bytes, dtype }
+    }
+
+    /// Elements of host memory.
+    pub(crate) fn of_host(bytes: &[u8], dtype: DType) -> Self {
+        Place::new(NonNull::from(bytes).cast(), bytes.len(), dtype)
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.num_bytes
+    }
+
+    /// Whether a byte belongs to both.
+    pub(crate) fn overlaps(&self, other: &Place) -> bool {
+        let [(start, end), (other_start, other_end)] =
+            [self, other].map(|place| (place.start.addr().get(), place.start.addr().get() + place.num_bytes));
+        start < other_end && other_start < end
+    }
+
+    /// The same memory, which nobody else works with any more.
+    pub(crate) fn take_over(self) -> PlaceMut {
+        PlaceMut(self)
+    }
+
+    /// The bytes `range`, as elements of `dtype`.
+    ///
+    /// # Panics
+    /// If they lie outside.
+    pub(crate) fn part(&self, range: std::ops::Range<usize>, dtype: DType) -> Self {
+        assert!(range.start <= range.end && range.end <= self.num_bytes, "{range:?} of {}", self.num_bytes);
+        // SAFETY: within the memory by the line above.
+        let start = unsafe { self.start.add(range.start) };
+        Place::new(start, range.len(), dtype)
+    }
+
+    /// All bytes.
+    pub(crate) fn bytes(self, cpu: &Cpu) -> &[u8] {
+        let start = cpu.reach(self.start, self.num_bytes);
+        // SAFETY: `start` is where `cpu` reaches as many bytes of a view that was borrowed when the kernel was issued, of memory that is
+        // still there (see above). Every byte is initialised: a page of a fresh mapping begins as zeros. No other kernel writes there
+        // now, for one device runs one at a time, and the kernel itself writes to what was borrowed apart from this.
+        unsafe { std::slice::from_raw_parts(start.as_ptr(), self.num_bytes) }
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no `T`.
+    pub(crate) fn elements<T: Element>(self, cpu: &Cpu) -> &[T] {
+        assert_eq!(self.dtype, T::DTYPE);
+        bytemuck::cast_slice(self.bytes(cpu))
+    }
+
+    /// As [`elements`](Place::elements).
+    pub(crate) fn f32s(self, cpu: &Cpu) -> &[f32] {
+        self.elements(cpu)
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no u32.
+    pub(crate) fn u32s(self, cpu: &Cpu) -> &[u32] {
+        assert_eq!(self.dtype, DType::U32);
+        self.words(cpu)
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no f64.
+    pub(crate) fn f64s(self, cpu: &Cpu) -> &[f64] {
+        assert_eq!(self.dtype, DType::F64);
+        self.words(cpu)
+    }
+
+    /// Elements as whole numbers of their size, to copy them.
+    ///
+    /// # Panics
+    /// If they are of another size.
+    pub(crate) fn words<W: Pod>(self, cpu: &Cpu) -> &[W] {
+        assert_eq!(self.dtype.size(), size_of::<W>());
+        bytemuck::cast_slice(self.bytes(cpu))
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no floats that kernels compute with.
+    pub(crate) fn floats(self, cpu: &Cpu) -> Floats<'_> {
+        match self.dtype {
+            DType::Bf16 => Floats::Bf16(self.elements(cpu)),
+            DType::F16 => Floats::F16(self.elements(cpu)),
+            _ => Floats::F32(self.elements(cpu)),
+        }
+    }
+}
+
+impl PlaceMut {
+    pub(crate) fn new(start: NonNull<u8>, num_bytes: usize, dtype: DType) -> Self {
+        PlaceMut(Place::new(start, num_bytes, dtype))
+    }
+
+    /// Elements of host memory.
+    pub(crate) fn of_host(bytes: &mut [u8], dtype: DType) -> Self {
+        let num_bytes = bytes.len();
+        PlaceMut::new(NonNull::from(bytes).cast(), num_bytes, dtype)
+    }
+
+    /// The same place, to read.
+    pub(crate) fn as_place(&self) -> Place {
+        self.0
+    }
+
+    /// The same place for a shorter time.
+    pub(crate) fn reborrow(&mut self) -> PlaceMut {
+        PlaceMut(self.0)
+    }
+
+    pub(crate) fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    pub(crate) fn num_bytes(&self) -> usize {
+        self.0.num_bytes
+    }
+
+    /// As [`Place::part`].
+    pub(crate) fn into_part(self, range: std::ops::Range<usize>, dtype: DType) -> Self {
+        PlaceMut(self.0.part(range, dtype))
+    }
+
+    /// All bytes.
+    pub(crate) fn bytes<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u8] {
+        let start = cpu.reach(self.0.start, self.0.num_bytes);
+        // SAFETY: as in `Place::bytes`, of a view that was borrowed to be written: nothing else reads or writes there now.
+        unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.0.num_bytes) }
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no `T`.
+    pub(crate) fn elements<'c, T: Element>(&'c mut self, cpu: &'c Cpu) -> &'c mut [T] {
+        assert_eq!(self.0.dtype, T::DTYPE);
+        bytemuck::cast_slice_mut(self.bytes(cpu))
+    }
+
+    /// As [`elements`](PlaceMut::elements).
+    pub(crate) fn f32s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [f32] {
+        self.elements(cpu)
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no u32.
+    pub(crate) fn u32s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u32] {
+        assert_eq!(self.0.dtype, DType::U32);
+        self.words(cpu)
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no f64.
+    pub(crate) fn f64s<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [f64] {
+        assert_eq!(self.0.dtype, DType::F64);
+        self.words(cpu)
+    }
+
+    /// As [`Place::words`].
+    pub(crate) fn words<'c, W: Pod>(&'c mut self, cpu: &'c Cpu) -> &'c mut [W] {
+        assert_eq!(self.0.dtype.size(), size_of::<W>());
+        bytemuck::cast_slice_mut(self.bytes(cpu))
+    }
+
+    /// All elements.
+    ///
+    /// # Panics
+    /// If they are no floats that kernels compute with.
+    pub(crate) fn floats<'c>(&'c mut self, cpu: &'c Cpu) -> FloatsMut<'c> {
+        match self.0.dtype {
+            DType::Bf16 => FloatsMut::Bf16(self.elements(cpu)),
+            DType::F16 => FloatsMut::F16(self.elements(cpu)),
+            _ => FloatsMut::F32(self.elements(cpu)),
+        }
+    }
+}

@@ -1,0 +1,113 @@
+//! Memory, copies and functions of elements.
+
+use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shaped, tensor, wide};
+use trireme_base::{DType, Held};
+use trireme_tensor::Device;
+
+#[test]
+fn memory_begins_as_zeros_where_it_is_asked_for_and_comes_back_as_it_was_left() {
+    on_all(|device| {
+        let zeros = device.zeros([3, 5].into(), DType::U32, trireme_tensor::Category::Optimizer).unwrap();
+        assert_eq!(device.read::<u32>(zeros.view()), [0; 15]);
+        let mut x = tensor(device, &random(77, "x"));
+        device.zero(x.view_mut().into_part(7, [70].into()));
+        let values: Vec<f32> = device.read(x.view());
+        assert_eq!((&values[..7], &values[7..]), (&random(77, "x")[..7], &[0.0; 70][..]));
+    });
+}
+
+#[test]
+fn elements_are_converted_and_copied_to_the_nearest_of_their_type() {
+    for from in FLOATS {
+        for to in FLOATS {
+            let values = random(1000, "x");
+            let found = on_all(|device| {
+                let x = rounded(device, &values, from);
+                let mut y = empty(device, [1000], to);
+                device.convert(x.view(), y.view_mut());
+                let mut same = empty(device, [1000], from);
+                device.copy(x.view(), same.view_mut());
+                assert_eq!(wide(device, &same), wide(device, &x));
+                wide(device, &y)
+            });
+            let bound = rounding(from) + rounding(to);
+            assert_near(&found, values.iter().map(|&x| f64::from(x)), 1.01 * bound, "element");
+        }
+    }
+}
+
+/// Kernels overtake copies, and copies kernels, unless they are told to wait.
+#[test]
+fn copies_beside_kernels_see_what_was_issued_before_them() {
+    on_all(|device: &Device| {
+        let mut found = Vec::new();
+        let mut lent = Held::new(vec![0_u8; 4 * 300]);
+        for round in 0..5 {
+            let mut x = shaped(device, &random(300, "x"), [300]);
+            device.map_in_place(x.view_mut(), 1, move |x| x + round as f32);
+            lent = device.download_later(x.view().part(100, [200].into()), lent, 400);
+            lent = device.download_later(x.view().part(0, [100].into()), lent, 0);
+            // Its memory goes to the next tensor, while the copies may still read it.
+            drop(x);
+            let mut y = empty(device, [300], DType::F32);
+            device.zero(y.view_mut());
+            lent = device.upload_later(lent, 0, y.view_mut());
+            device.wait_for(&lent.until());
+            device.map_in_place(y.view_mut(), 1, |y| 2.0 * y);
+            found.push(device.read::<f32>(y.view()));
+            let values = random(300, "x");
+            let expected = values.iter().map(|x| 2.0 * (f64::from(*x) + f64::from(round)));
+            assert_near(&found[round as usize], expected, 1e-6, "element");
+        }
+        found
+    });
+}
+
+#[test]
+fn functions_are_applied_to_each_element_and_rounded_once() {
+    for dtype in FLOATS {
+        let (left, right) = (random(1234, "left"), random(1234, "right"));
+        let [mapped, zipped, changed, added, sums] = on_all(|device| {
+            let (x, y) = (rounded(device, &left, dtype), rounded(device, &right, dtype));
+            let mut out = [(); 4].map(|()| empty(device, [1234], dtype));
+            let [mapped, zipped, changed, added] = &mut out;
+            device.map(x.view(), mapped.view_mut(), 2, |x| 2.0 * x + 1.0);
+            device.zip((x.view(), y.view()), zipped.view_mut(), 1, |x, y| x * y);
+            device.copy(x.view(), changed.view_mut());
+            device.zip_in_place(changed.view_mut(), y.view(), 1, |x, y| x - y);
+            device.copy(x.view(), added.view_mut());
+            device.add_assign(added.view_mut(), y.view());
+            let rows = |values: &[f32]| shaped(device, values, [2, 617]);
+            let mut sums = empty(device, [2], DType::F32);
+            let (x, y) = (rows(&wide(device, &x)), rows(&wide(device, &y)));
+            device.zip_sum_rows((x.view(), y.view()), sums.view_mut(), 1, |x, y| x * y);
+            let [mapped, zipped, changed, added] = out.each_ref().map(|out| wide(device, out));
+            [mapped, zipped, changed, added, device.read(sums.view())]
+        });
+        // The values as their type has them.
+        let device = &super::devices()[0];
+        let of = |values: &[f32]| wide(device, &rounded(device, values, dtype));
+        let pairs = || of(&left).into_iter().map(f64::from).zip(of(&right).into_iter().map(f64::from));
+        let bound = 2.02 * rounding(dtype);
+        assert_near(&mapped, pairs().map(|(x, _)| 2.0 * x + 1.0), bound, "map");
+        assert_near(&zipped, pairs().map(|(x, y)| x * y), bound, "zip");
+        assert_near(&changed, pairs().map(|(x, y)| x - y), bound, "zip_in_place");
+        assert_near(&added, pairs().map(|(x, y)| x + y), bound, "add_assign");
+        let products: Vec<f64> = pairs().map(|(x, y)| x * y).collect();
+        assert_near(&sums, products.chunks(617).map(|row| row.iter().sum()), 1e-4, "zip_sum_rows");
+    }
+}
+
+#[test]
+fn rows_are_written_by_a_function_of_their_number() {
+    let x = random(60, "x");
+    let found = on_all(|device| {
+        let (x, mut y) = (shaped(device, &x, [12, 5]), empty(device, [12, 5], DType::F32));
+        device.for_each_row([x.view()], y.view_mut(), 1, |[x], row, y| {
+            y.iter_mut().zip(&x[row * 5..]).for_each(|(y, x)| *y = x + row as f32);
+        });
+        device.read::<f32>(y.view())
+    });
+    let expected = x.iter().enumerate().map(|(index, x)| f64::from(*x) + (index / 5) as f64);
+    assert_near(&found, expected, 1e-6, "element");
+}

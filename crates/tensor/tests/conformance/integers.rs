@@ -1,0 +1,29 @@
+//! Messages of integers.
+
+use super::{FLOATS, assert_near, empty, on_all, random, rounding, tensor, wide};
+use trireme_base::DType;
+use trireme_tensor::IntegerFormat;
+
+#[test]
+fn a_message_has_each_value_to_half_a_step_of_its_block() {
+    for (format, levels) in [(IntegerFormat::Int8, 127.0), (IntegerFormat::Int4, 7.0)] {
+        let values = random(1000, "x");
+        let largest = values.iter().fold(0.0_f64, |most, &x| most.max(f64::from(x).abs()));
+        for dtype in FLOATS {
+            let [found, added] = on_all(|device| {
+                let x = tensor(device, &values);
+                let mut message = empty(device, [format.num_bytes(1000)], DType::U8);
+                device.quantize(x.view(), format, message.view_mut());
+                let mut y = empty(device, [1000], dtype);
+                device.dequantize(message.view(), format, y.view_mut());
+                let mut sum = tensor(device, &values);
+                device.add_dequantized(message.view(), format, sum.view_mut());
+                [wide(device, &y), device.read(sum.view())]
+            });
+            let bound = 0.51 * largest / levels + 2.0 * rounding(dtype) * largest;
+            assert_near(&found, values.iter().map(|&x| f64::from(x)), bound, "value");
+            let bound = 0.51 * largest / levels + 1e-6;
+            assert_near(&added, values.iter().map(|&x| 2.0 * f64::from(x)), bound, "sum");
+        }
+    }
+}

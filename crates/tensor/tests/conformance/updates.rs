@@ -1,0 +1,141 @@
+//! Updates of optimizers.
+
+use super::{assert_near, empty, on_all, random, shaped, tensor};
+use std::sync::Arc;
+use trireme_base::DType;
+use trireme_tensor::{
+    AdamWStep, FactoredMatrix, FactoredStep, Initial, OptimizerState, Parameter, ParameterTable, Pieces,
+    Precision, StateDType, Update,
+};
+
+const LEN: usize = 3000;
+
+const ADAMW: AdamWStep = AdamWStep {
+    lr: 1e-2,
+    beta1: 0.9,
+    beta2: 0.95,
+    nu: 1.0,
+    epsilon: 1e-8,
+    weight_decay: 0.1,
+    grad_scale: 0.5,
+    step: 2,
+};
+
+/// One update of AdamW (Loshchilov, Hutter 2019), with its moments: those of zero gradients before.
+fn adamw(parameter: f64, gradient: f64) -> [f64; 3] {
+    let step = |x: f32| f64::from(x);
+    let g = gradient * step(ADAMW.grad_scale);
+    let (first, second) = ((1.0 - step(ADAMW.beta1)) * g, (1.0 - step(ADAMW.beta2)) * g * g);
+    let correction = |beta: f32| 1.0 - step(beta).powi(ADAMW.step as i32);
+    let (mean, square) = (first / correction(ADAMW.beta1), second / correction(ADAMW.beta2));
+    let kept = parameter * (1.0 - step(ADAMW.lr) * step(ADAMW.weight_decay));
+    [kept - step(ADAMW.lr) * mean / (square.sqrt() + step(ADAMW.epsilon)), first, second]
+}
+
+#[test]
+fn an_update_goes_over_parameters_and_states_and_takes_sums() {
+    for dtype in [StateDType::F32, StateDType::Bf16, StateDType::Int8] {
+        let (parameters, gradients) = (random(LEN, "parameters"), random(LEN, "gradients"));
+        let [found, first, second, sums] = on_all(|device| {
+            let pieces = Arc::new(Pieces::whole(LEN));
+            let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
+            let state = |is_square| OptimizerState::zeros(&pieces, dtype, is_square, device).unwrap();
+            let mut states = [state(false), state(true)];
+            let updates = Arc::new(vec![Update::AdamW(ADAMW)]);
+            device.update((&pieces, &updates), p.view_mut(), g.view(), &mut states, 3, None);
+            let all = 0..pieces.as_slice().len();
+            let read = |state: &OptimizerState| {
+                let mut values = vec![0.0; LEN];
+                state.read(&pieces, all.clone(), device, &mut values);
+                values
+            };
+            let [first, second] = states.each_ref().map(read);
+            // What was read comes back as it was.
+            states[0].write(&pieces, all.clone(), device, &first);
+            assert_eq!(read(&states[0]), first);
+            let mut sums = empty(device, [all.len(), 2], DType::F64);
+            let norms = Arc::new(vec![Update::Norms { grad_scale: 0.5 }]);
+            device.update((&pieces, &norms), p.view_mut(), g.view(), &mut [], 3, Some(sums.view_mut()));
+            let sums: Vec<f64> = device.read(sums.view());
+            [device.read(p.view()), first, second, sums.iter().map(|&sum| sum as f32).collect()]
+        });
+        let pairs = parameters.iter().zip(&gradients);
+        let expected: Vec<[f64; 3]> = pairs.map(|(&p, &g)| adamw(f64::from(p), f64::from(g))).collect();
+        assert_near(&found, expected.iter().map(|found| found[0]), 1e-6, "parameter");
+        let (narrow, narrow_square) = match dtype {
+            StateDType::F32 => (1e-6, 1e-6),
+            StateDType::Bf16 => (4e-3, 4e-3),
+            StateDType::Int8 => (2e-3, 2e-2),
+        };
+        assert_near(&first, expected.iter().map(|found| found[1]), narrow, "first moment");
+        assert_near(&second, expected.iter().map(|found| found[2]), narrow_square, "second moment");
+        let squares = |values: &[f32], scale: f64| -> f64 {
+            values.iter().map(|&x| (scale * f64::from(x)).powi(2)).sum()
+        };
+        let [of_parameters, of_gradients] =
+            [0, 1].map(|which| sums.iter().skip(which).step_by(2).map(|&sum| f64::from(sum)).sum::<f64>());
+        assert!((of_parameters / squares(&found, 1.0) - 1.0).abs() < 1e-5);
+        assert!((of_gradients / squares(&gradients, 0.5) - 1.0).abs() < 1e-5);
+    }
+}
+
+#[test]
+fn a_factored_moment_is_the_product_of_its_row_and_its_column() {
+    let (rows, cols, len) = (6, 10, 60);
+    let mut table = ParameterTable::default();
+    table.begin_unit("matrix");
+    table.add(Parameter::matrix("weight", &[rows, cols], Initial::ZEROS));
+    let matrix = FactoredMatrix::new(&table.parameters()[0], &table.units()[0], 0..len);
+    let (parameters, gradients) = (random(len, "parameters"), random(len, "gradients"));
+    let (row_moments, col_moments) = ([0.5_f32, 1.0, 2.0, 0.25, 3.0, 1.5], [1.0_f32; 10]);
+    let step = FactoredStep { offset: 0, row_mean: 1.375, lr: 0.1, keep: 0.9, grad_scale: 2.0 };
+    let [sums, squares, found] = on_all(|device| {
+        let (mut p, g) = (tensor(device, &parameters), tensor(device, &gradients));
+        let mut sums = empty(device, [rows + cols], DType::F64);
+        device.factored_sums(&matrix, g.view(), 2.0, sums.view_mut());
+        let pieces = Arc::new(Pieces::whole(len));
+        let moments = [tensor(device, &row_moments), tensor(device, &col_moments)];
+        let moments = moments.each_ref().map(|moments| moments.view());
+        let mut squares = empty(device, [1, 2], DType::F64);
+        device.factored_squares(&pieces, step, moments, g.view(), squares.view_mut());
+        device.factored_update(&pieces, step, moments, p.view_mut(), g.view());
+        let narrow = |sums: Vec<f64>| sums.iter().map(|&sum| sum as f32).collect();
+        [narrow(device.read(sums.view())), narrow(device.read(squares.view())), device.read(p.view())]
+    });
+    let g = |row: usize, col: usize| 2.0 * f64::from(gradients[row * cols + col]);
+    let row_sums = (0..rows).map(|row| (0..cols).map(|col| g(row, col).powi(2)).sum());
+    let col_sums = (0..cols).map(|col| (0..rows).map(|row| g(row, col).powi(2)).sum());
+    assert_near(&sums, row_sums.chain(col_sums), 1e-5, "sum");
+    let update = |index: usize| {
+        let (row, col) = (index / cols, index % cols);
+        let moment = f64::from(row_moments[row]) / 1.375 * f64::from(col_moments[col]);
+        g(row, col) / moment.sqrt()
+    };
+    assert_near(&squares[..1], [(0..len).map(|index| update(index).powi(2)).sum()], 1e-5, "sum of squares");
+    let updated = (0..len).map(|index| 0.9 * f64::from(parameters[index]) - 0.1 * update(index));
+    assert_near(&found, updated, 1e-5, "parameter");
+}
+
+#[test]
+fn matrices_are_made_nearly_orthogonal() {
+    for [rows, cols] in [[5, 40], [40, 5]] {
+        let values = random(rows * cols, "matrix");
+        let found = on_all(|device| {
+            let mut matrix = shaped(device, &values, [rows, cols]);
+            device.orthogonalize(matrix.view_mut(), 5, Precision::F32).unwrap();
+            device.read::<f32>(matrix.view())
+        });
+        // Of the five vectors along the shorter side.
+        let vector = |index: usize| -> Vec<f64> {
+            let of = |place: usize| if rows < cols { index * cols + place } else { place * cols + index };
+            (0..40).map(|place| f64::from(found[of(place)])).collect()
+        };
+        for left in 0..5 {
+            for right in 0..=left {
+                let product: f64 = vector(left).iter().zip(vector(right)).map(|(x, y)| x * y).sum();
+                let is_near = if left == right { (0.4..1.5).contains(&product) } else { product.abs() < 0.4 };
+                assert!(is_near, "{rows} x {cols}: {left} times {right} is {product}");
+            }
+        }
+    }
+}
