@@ -78,6 +78,14 @@ impl Tensor {
 
 /// A borrowed row-major array: a tensor, a parameter within a flat buffer, or host memory. Its elements are seen by kernels alone;
 /// the host copies them with [`Device::download`](crate::Device::download).
+///
+/// ```compile_fail,E0624
+/// # use trireme_tensor::View;
+/// fn address(view: View<'_>) {
+///     // Nobody else learns where the elements are.
+///     view.place();
+/// }
+/// ```
 #[derive(Debug, Clone, Copy)]
 pub struct View<'a> {
     place: Place,

@@ -98,6 +98,39 @@ fn twenty_steps_are_ten_and_ten_in_16_bits() {
     assert_eq!(scales, [64, 64, 64, 64, 128, 128, 128, 128, 256, 256, 256, 256, 512, 512]);
 }
 
+/// Each seed gives another order of kernels and copies, and another run.
+#[test]
+fn a_run_that_began_on_the_cpu_ends_on_a_detached_device_and_the_other_way_round() {
+    let num_seeds = std::env::var("TRIREME_DETACHED_SEEDS").ok().and_then(|num| num.parse().ok());
+    for seed in 0..num_seeds.unwrap_or(6) {
+        let folder = tempfile::tempdir().unwrap();
+        let seed = format!("training.seed={seed}");
+        for (index, layout) in [
+            &["parallelism.zero_stage=3", "training.dtype=bf16"][..],
+            &["parallelism.zero_stage=1", "offload.optimizer=disk", "offload.activations=host"],
+            &["parallelism.pipeline_parallel_degree=2"],
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            let keys = [&[&*seed][..], layout].concat();
+            let detached = [&keys[..], &["training.device=detached"]].concat();
+            let whole = train(&job(folder.path(), &format!("{index}-whole"), 2, 6, &keys));
+            for (name, first, second) in [("there", &keys, &detached), ("back", &detached, &keys)] {
+                let name = format!("{index}-{name}");
+                let mut found = train(&job(folder.path(), &name, 2, 3, first)).0;
+                let rest = train(&job(folder.path(), &name, 2, 6, second));
+                found.extend(&rest.0);
+                let losses = |steps: &[StepBits]| -> Vec<[u64; 2]> {
+                    steps.iter().map(|step| [step.loss, step.grad_norm]).collect()
+                };
+                assert!(losses(&found) == losses(&whole.0), "{name}, {keys:?}: steps differ");
+                assert!(rest.1 == whole.1, "{name}, {keys:?}: weights differ");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_checkpoint_of_any_sharding_goes_on_with_any_other() {
     let layouts: [(usize, &[&str]); 12] = [

@@ -13,9 +13,19 @@ const PERMITTED: [&str; 8] = [
     "crates/testkit/src/relay/tap.rs",
 ];
 
-/// Unsafe code lies in the permitted modules only, and each block and impl says why it is sound.
+/// Where the CPU backend is: who makes a processor can turn a tensor into a slice.
+const BACKEND: [&str; 4] = [
+    "crates/tensor/src/device.rs",
+    "crates/tensor/src/device/",
+    "crates/tensor/src/kernels/",
+    // Kernels that are tried on slices of their own.
+    "crates/tensor/src/proof.rs",
+];
+
+/// Unsafe code lies in the permitted modules only, and each block and impl says why it is sound. Only the CPU backend makes a processor.
 pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
     let is_permitted = PERMITTED.iter().any(|permitted| file.path.starts_with(permitted));
+    let is_backend = BACKEND.iter().any(|backend| file.path.starts_with(backend));
     let mut findings = Vec::new();
     for (index, line) in file.lines.iter().enumerate() {
         let mut refuse = |what: &str, remedy: String| {
@@ -26,6 +36,8 @@ pub(crate) fn check(file: &RustFile) -> Vec<Finding> {
                 "unsafe code outside of the modules for it",
                 format!("find a safe crate, or move it into one of {}", PERMITTED.join(", ")),
             );
+        } else if !is_backend && contains_word(&line.code, "Cpu::new") {
+            refuse("a processor outside of the CPU backend", "issue a kernel through `Device`".to_owned());
         } else if needs_reason(&line.code) && !has_reason(&file.lines, index) {
             let remedy = "say in a comment '// SAFETY: …' above it why it is sound".to_owned();
             refuse("unsafe code without a reason", remedy);
@@ -73,6 +85,13 @@ mod tests {
             assert!(findings(KERNEL, &format!("// SAFETY: it is.\n{text}\n")).is_empty(), "{text}");
         }
         assert!(findings("crates/train/src/lib.rs", "// unsafe { }\nlet s = \"unsafe\";").is_empty());
+    }
+
+    #[test]
+    fn a_processor_elsewhere_is_refused() {
+        let text = "let cpu = Cpu::new(threads, features);";
+        assert_eq!(findings("crates/tensor/src/tape/mod.rs", text).len(), 1);
+        assert!(findings(KERNEL, text).is_empty());
     }
 
     #[test]
