@@ -25,23 +25,12 @@ const SUITES: [&str; 2] = ["crates/tensor/tests/conformance", "crates/tensor/tes
 /// Kernels that belong to no result: they measure a machine.
 const MEASURES: [&str; 1] = ["stream"];
 
-/// Writes the list of kernels.
-#[derive(Debug, clap::Args)]
-pub(crate) struct KernelsArgs {
-    /// Do not write it, but fail if it is out of date.
-    #[arg(long)]
-    check: bool,
-}
-
-/// Runs `cargo xtask kernels`; whether the list is as it should be.
-pub(crate) fn run(args: &KernelsArgs, root: &Path) -> Result<bool> {
+/// Runs `cargo xtask kernels`.
+pub(crate) fn run(root: &Path) -> Result<()> {
     let (list, path) = (list(root)?, root.join(LIST));
-    if args.check {
-        return Ok(fs::read_to_string(&path).unwrap_or_default() == list);
-    }
     fs::write(&path, list).with_context(|| format!("cannot write {}", path.display()))?;
     println!("{LIST} is up to date");
-    Ok(true)
+    Ok(())
 }
 
 /// A file of Rust.
@@ -49,6 +38,8 @@ struct Source {
     /// Its name within its folder.
     name: String,
     text: String,
+    /// Whether it was read as one file, not with its folder.
+    is_apart: bool,
 }
 
 /// A method of `Device` that issues a kernel.
@@ -82,37 +73,43 @@ fn list(root: &Path) -> Result<String> {
     }
     let mut page = String::from(
         "# Kernels\n\nWhat a backend must provide: the kernels that methods of `Device` issue, with the types of the elements that they read \
-         and write, and the\ntests of `crates/tensor/tests` in which every backend is compared with definitions in f64. `cargo xtask kernels` \
-         makes this list; a kernel\nwithout a test is refused.\n\n| kernel | what it does | elements | tests |\n|---|---|---|---|\n",
+         and write, and the\ntests of `crates/tensor/tests` that call them on every backend, or check an operation whose source does. `cargo xtask \
+         kernels` makes this list,\nand refuses a kernel without a test.\n\n| kernel | what it does | elements | tests |\n|---|---|---|---|\n",
     );
     for Kernel { name, method, what, elements } in &kernels {
         let found = tests_of(method, &callers, &tests);
+        ensure!(!elements.is_empty(), "the types of the elements of the kernel `{name}` are not known");
         ensure!(!found.is_empty(), "no test of {} calls the kernel `{name}`", SUITES.join(" or "));
         writeln!(page, "| `{name}` | {what} | {} | {} |", elements.join(", "), found.join(", "))?;
     }
     Ok(page)
 }
 
-/// The test files that call a method of a device, or an operation that does.
+/// The test files that call a method of a device, or work with a type that does; of operations, those that check both of their passes.
 fn tests_of(method: &str, callers: &[Source], tests: &[Source]) -> Vec<String> {
-    let call = format!(".{method}(");
-    let calling = callers.iter().filter(|source| source.text.contains(&call));
-    let (mut operations, mut is_general) = (Vec::new(), false);
+    let calling = callers.iter().filter(|source| calls(&source.text, method));
+    let (mut types, mut operations, mut is_general) = (Vec::new(), Vec::new(), false);
     for source in calling {
         let declared = source.text.lines().filter_map(|line| line.strip_prefix("pub struct "));
         let names = declared.map(|rest| rest.split(['<', '(', ' ', ';']).next().unwrap_or(rest).to_owned());
-        let before = operations.len();
-        operations.extend(names);
+        let names: Vec<String> = names.collect();
         // What no operation calls, tapes do for all of them.
-        is_general |= operations.len() == before || source.text.contains("pub struct Tape ");
+        is_general |= names.is_empty() || names.iter().any(|name| name == "Tape");
+        if source.is_apart { &mut types } else { &mut operations }.extend(names);
     }
     let is_test = |source: &&Source| {
-        source.text.contains(&call)
-            || (is_general && source.name.starts_with("operations/"))
-            || operations.iter().any(|name| mentions(&source.text, name))
+        let mentions_any = |names: &[String]| names.iter().any(|name| mentions(&source.text, name));
+        let checks = || source.name.starts_with("operations/") && (is_general || mentions_any(&operations));
+        calls(&source.text, method) || mentions_any(&types) || checks()
     };
     let named = tests.iter().filter(|source| !source.name.ends_with("main.rs")).filter(is_test);
     named.map(|source| format!("`{}`", source.name)).collect()
+}
+
+/// Whether a text calls a method of a device.
+fn calls(text: &str, method: &str) -> bool {
+    let text: String = text.split_whitespace().collect();
+    ["device", "device()"].iter().any(|device| text.contains(&format!("{device}.{method}(")))
 }
 
 /// Whether a word is in a text.
@@ -158,6 +155,9 @@ fn unlinked(text: &str) -> String {
     let mut parts = text.split("](");
     let mut plain = parts.next().unwrap_or_default().to_owned();
     for part in parts {
+        if let Some(start) = plain.rfind('[') {
+            plain.remove(start);
+        }
         plain.push_str(part.split_once(')').map_or(part, |(_, rest)| rest));
     }
     plain.replace("[`", "`").replace("`]", "`")
@@ -171,6 +171,8 @@ fn kernel_name(body: &str) -> Option<String> {
 
 /// The types of elements that a body asks places for.
 fn elements(body: &str) -> Vec<&'static str> {
+    // Scratch memory holds no elements of tensors.
+    let body = ["scratch.", "words."].iter().fold(body.to_owned(), |body, name| body.replace(name, "_"));
     let has = |parts: &[&str]| parts.iter().any(|part| body.contains(part));
     let kinds = [
         ("f32", has(&[".f32s(cpu)", "with_element!", ".floats(cpu)"])),
@@ -186,7 +188,7 @@ fn elements(body: &str) -> Vec<&'static str> {
 fn read(path: &Path) -> Result<Source> {
     let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
     let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    Ok(Source { name, text })
+    Ok(Source { name, text, is_apart: true })
 }
 
 /// The files of Rust in a folder, by name.
@@ -195,7 +197,7 @@ fn folder(path: &Path) -> Result<Vec<Source>> {
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<PathBuf>>>()?;
     paths.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
     paths.sort();
-    paths.iter().map(|path| read(path)).collect()
+    paths.iter().map(|path| Ok(Source { is_apart: false, ..read(path)? })).collect()
 }
 
 #[cfg(test)]
@@ -211,13 +213,13 @@ mod tests {
 
     #[test]
     fn a_method_is_found_with_its_first_paragraph() {
-        let text = "impl Device {\n    /// `y = x`, of [`Pieces`](crate::Pieces) of\n    /// one type.\n    ///\n    /// # Panics\n    /// If.\n    \
+        let text = "impl Device {\n    /// `y = x`, of [`Pieces`](crate::Pieces) at a [cost](Device::cost) of\n    /// one type.\n    ///\n    /// # Panics\n    /// If.\n    \
                     pub fn copy(&self) {\n        self.issue(\"copy\", cost, move |cpu| {\n            y.f32s(cpu);\n        });\n    }\n}\n";
         let [kernel] = &methods(text)[..] else { panic!("one method issues a kernel") };
         assert_eq!((&*kernel.name, &*kernel.method), ("copy", "copy"));
         assert_eq!(
             (&*kernel.what, &kernel.elements[..]),
-            ("`y = x`, of `Pieces` of one type.", &["f32"][..])
+            ("`y = x`, of `Pieces` at a cost of one type.", &["f32"][..])
         );
         assert!(mentions("Mean { dim: 1 }", "Mean") && !mentions("MeanLoss", "Mean"));
     }

@@ -1,27 +1,32 @@
-//! Points in the work of devices and groups, and host memory that is lent until one of them.
+//! Points in the work of devices, and host memory that a device works with until one of them.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
-/// A point in the work of a device or a group: it has come, or it comes when what was issued before it has ended.
+/// A point in a device's work. It is done when everything that was issued before it has run.
 ///
-/// Clones are one event. An event of a device that works while it is called has always come, and costs nothing.
+/// Clones are one event. An event of a device that works while it is called is always done, and costs nothing.
 #[derive(Clone, Default)]
 pub struct Event(Option<Arc<Latch>>);
 
 impl Event {
-    /// One that has come.
+    /// One that is done.
     pub const DONE: Event = Event(None);
 
-    /// Whether it has come.
+    /// Whether it is done, or has failed.
     pub fn is_done(&self) -> bool {
         self.0.as_ref().is_none_or(|latch| latch.lock().outcome.is_some())
     }
 
-    /// Waits until it has come.
+    /// Why it will never be done, if something that was issued before it has failed.
+    pub fn failure(&self) -> Option<String> {
+        self.0.as_ref().and_then(|latch| latch.lock().outcome.clone()?.err())
+    }
+
+    /// Waits until it is done.
     ///
     /// # Panics
-    /// If what was to come before it panicked.
+    /// If something that was issued before it has failed.
     pub fn wait(&self) {
         let Some(latch) = &self.0 else { return };
         self.demand();
@@ -34,19 +39,19 @@ impl Event {
                     drop(state);
                     panic!("{cause}");
                 }
-                None => state = latch.came.wait(state).unwrap_or_else(PoisonError::into_inner),
+                None => state = latch.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
 
-    /// Tells who works towards it that somebody waits.
+    /// Tells the device that somebody waits.
     pub fn demand(&self) {
         if let Some(latch) = &self.0 {
             latch.demand();
         }
     }
 
-    /// Has `wake` called once when it comes; at once if it has come.
+    /// Has `wake` called once when it is done or fails; at once if it already is.
     pub fn on_done(&self, wake: impl FnOnce() + Send + 'static) {
         let Some(latch) = &self.0 else { return wake() };
         let mut state = latch.lock();
@@ -57,49 +62,35 @@ impl Event {
         drop(state);
         wake();
     }
-
-    /// Whether both are the same point.
-    pub fn is_same(&self, other: &Event) -> bool {
-        match (&self.0, &other.0) {
-            (Some(own), Some(other)) => Arc::ptr_eq(own, other),
-            (own, other) => own.is_none() && other.is_none(),
-        }
-    }
 }
 
 impl fmt::Debug for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.is_done() { "Event(done)" } else { "Event(to come)" })
+        f.write_str(if self.is_done() { "Event(done)" } else { "Event(pending)" })
     }
 }
 
-/// Lets an [`Event`] come.
-#[derive(Default)]
+/// Completes an [`Event`].
 pub struct Latch {
     state: Mutex<LatchState>,
-    came: Condvar,
-    /// Tells who works towards the event that somebody waits.
-    on_demand: Option<Box<dyn Fn() + Send + Sync>>,
+    changed: Condvar,
+    /// Tells the device that somebody waits.
+    on_demand: Box<dyn Fn() + Send + Sync>,
 }
 
 type Wake = Box<dyn FnOnce() + Send>;
 
 #[derive(Default)]
 struct LatchState {
-    /// What came; of a failure its cause.
+    /// Of a failure its cause.
     outcome: Option<Result<(), String>>,
     wakes: Vec<Wake>,
 }
 
 impl Latch {
-    /// One that has not come.
-    pub fn new() -> Arc<Self> {
-        Arc::default()
-    }
-
-    /// As [`new`](Latch::new); `on_demand` is called when somebody waits for it.
-    pub fn with_demand(on_demand: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
-        Arc::new(Latch { on_demand: Some(Box::new(on_demand)), ..Latch::default() })
+    /// Of an event that is not done; `on_demand` is called when somebody waits for it.
+    pub fn new(on_demand: impl Fn() + Send + Sync + 'static) -> Arc<Self> {
+        Arc::new(Latch { state: Mutex::default(), changed: Condvar::new(), on_demand: Box::new(on_demand) })
     }
 
     /// The event.
@@ -107,19 +98,19 @@ impl Latch {
         Event(Some(Arc::clone(self)))
     }
 
-    /// The event has come, or what was to come before it has failed. The first outcome stays.
-    pub fn open(&self, outcome: Result<(), String>) {
+    /// The event is done, or something that was issued before it has failed. The first outcome stays.
+    pub fn complete(&self, outcome: Result<(), String>) {
         let mut state = self.lock();
         state.outcome.get_or_insert(outcome);
         let wakes = std::mem::take(&mut state.wakes);
         drop(state);
-        self.came.notify_all();
+        self.changed.notify_all();
         wakes.into_iter().for_each(|wake| wake());
     }
 
     fn demand(&self) {
-        if let Some(on_demand) = self.on_demand.as_ref().filter(|_| self.lock().outcome.is_none()) {
-            on_demand();
+        if self.lock().outcome.is_none() {
+            (self.on_demand)();
         }
     }
 
@@ -136,31 +127,31 @@ impl fmt::Debug for Latch {
 
 /// Host memory that a device may still work with. Whoever wants it waits until the device has ended.
 #[derive(Debug)]
-pub struct Held<B>(State<B>);
+pub struct Pending<B>(State<B>);
 
 #[derive(Debug)]
 enum State<B> {
     Here(B),
     /// The device puts it there before the event.
-    Lent(Arc<Mutex<Option<B>>>, Event),
+    Away(Arc<Mutex<Option<B>>>, Event),
 }
 
-impl<B> Held<B> {
+impl<B> Pending<B> {
     /// Memory that nobody works with.
     pub fn new(memory: B) -> Self {
-        Held(State::Here(memory))
+        Pending(State::Here(memory))
     }
 
-    /// Memory that will lie in `place` when `until` comes.
-    pub fn lent(place: Arc<Mutex<Option<B>>>, until: Event) -> Self {
-        Held(State::Lent(place, until))
+    /// Memory that will lie in `place` when the event is done.
+    pub fn until(event: Event, place: Arc<Mutex<Option<B>>>) -> Self {
+        Pending(State::Away(place, event))
     }
 
-    /// When it comes back.
-    pub fn until(&self) -> Event {
+    /// When nobody works with it any more.
+    pub fn event(&self) -> Event {
         match &self.0 {
             State::Here(_) => Event::DONE,
-            State::Lent(_, until) => until.clone(),
+            State::Away(_, event) => event.clone(),
         }
     }
 
@@ -169,50 +160,55 @@ impl<B> Held<B> {
     /// # Panics
     /// If the device failed.
     pub fn wait(self) -> B {
-        match self.0 {
-            State::Here(memory) => memory,
-            State::Lent(place, until) => {
-                until.wait();
-                let memory = place.lock().unwrap_or_else(PoisonError::into_inner).take();
-                memory.expect("a device gives back what was lent to it before the event")
-            }
-        }
+        self.event().wait();
+        self.try_take().unwrap_or_else(|_| panic!("a device gives memory back before the event"))
     }
 
-    /// The memory, or this if a device may still work with it.
+    /// As [`wait`](Pending::wait), to work with it where it lies.
+    ///
+    /// # Panics
+    /// If the device failed.
+    pub fn wait_mut(&mut self) -> &mut B {
+        if let State::Away(place, event) = &self.0 {
+            event.wait();
+            self.0 = State::Here(taken(place).expect("a device gives memory back before the event"));
+        }
+        self.get_mut().expect("it was waited for")
+    }
+
+    /// The memory, if nobody works with it any more.
     ///
     /// # Errors
-    /// This.
-    pub fn try_get(self) -> Result<B, Self> {
+    /// This, if somebody does.
+    pub fn try_take(self) -> Result<B, Self> {
         match self.0 {
             State::Here(memory) => Ok(memory),
-            lent @ State::Lent(..) => Err(Held(lent)),
+            State::Away(place, event) => match taken(&place) {
+                Some(memory) => Ok(memory),
+                None => Err(Pending(State::Away(place, event))),
+            },
         }
     }
 
-    /// The memory, if the event has come.
-    pub fn try_take(self) -> Option<B> {
-        match self.0 {
-            State::Here(memory) => Some(memory),
-            State::Lent(place, _) => place.lock().unwrap_or_else(PoisonError::into_inner).take(),
-        }
-    }
-
-    /// The memory, if nobody works with it.
+    /// The memory, if no device was given it.
     pub fn get(&self) -> Option<&B> {
         match &self.0 {
             State::Here(memory) => Some(memory),
-            State::Lent(..) => None,
+            State::Away(..) => None,
         }
     }
 
-    /// As [`get`](Held::get), to write.
+    /// As [`get`](Pending::get), to write.
     pub fn get_mut(&mut self) -> Option<&mut B> {
         match &mut self.0 {
             State::Here(memory) => Some(memory),
-            State::Lent(..) => None,
+            State::Away(..) => None,
         }
     }
+}
+
+fn taken<B>(place: &Mutex<Option<B>>) -> Option<B> {
+    place.lock().unwrap_or_else(PoisonError::into_inner).take()
 }
 
 /// Memory of the host that devices copy to and from.
@@ -234,12 +230,6 @@ impl HostMemory for Vec<u8> {
     }
 }
 
-impl<B> From<B> for Held<B> {
-    fn from(memory: B) -> Self {
-        Held::new(memory)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -249,7 +239,7 @@ mod tests {
     fn who_waits_is_woken_and_says_so() {
         let num_demands = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&num_demands);
-        let latch = Latch::with_demand(move || {
+        let latch = Latch::new(move || {
             counted.fetch_add(1, Ordering::Relaxed);
         });
         let event = latch.event();
@@ -262,29 +252,31 @@ mod tests {
         assert!(!event.is_done() && woken.load(Ordering::Relaxed) == 0);
         std::thread::scope(|scope| {
             scope.spawn(|| event.wait());
-            latch.open(Ok(()));
+            latch.complete(Ok(()));
         });
         assert!(event.is_done() && woken.load(Ordering::Relaxed) == 1);
         assert!(num_demands.load(Ordering::Relaxed) >= 1);
-        assert!(event.is_same(&event.clone()) && !event.is_same(&Event::DONE));
     }
 
     #[test]
     fn a_failure_reaches_who_waits() {
-        let latch = Latch::new();
-        latch.open(Err("a kernel panicked".to_owned()));
+        let latch = Latch::new(|| ());
+        latch.complete(Err("a kernel panicked".to_owned()));
+        assert_eq!(latch.event().failure().as_deref(), Some("a kernel panicked"));
         let failed = std::thread::spawn(move || latch.event().wait()).join().unwrap_err();
         assert_eq!(failed.downcast_ref::<String>().unwrap(), "a kernel panicked");
     }
 
     #[test]
-    fn lent_memory_comes_back_at_its_event() {
-        let (latch, place) = (Latch::new(), Arc::new(Mutex::new(None)));
-        let held = Held::lent(Arc::clone(&place), latch.event());
-        assert!(held.get().is_none());
+    fn memory_comes_back_at_its_event() {
+        let (latch, place) = (Latch::new(|| ()), Arc::new(Mutex::new(None)));
+        let pending = Pending::until(latch.event(), Arc::clone(&place));
+        assert!(pending.get().is_none());
+        let mut pending = pending.try_take().unwrap_err();
         *place.lock().unwrap() = Some(vec![7]);
-        latch.open(Ok(()));
-        assert_eq!(held.wait(), [7]);
-        assert_eq!(Held::from(3).wait(), 3);
+        latch.complete(Ok(()));
+        pending.wait_mut().push(8);
+        assert_eq!(pending.wait(), [7, 8]);
+        assert_eq!(Pending::new(3).wait(), 3);
     }
 }

@@ -68,7 +68,7 @@ pub enum JournalEntry {
 
 /// What a rank does in each step, as far as the step's time depends on it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct StepEvents {
+pub struct StepEntries {
     /// For each action of the rank's program, what happens while it runs; and what happens after the last one.
     pub actions: Vec<Vec<JournalEntry>>,
     /// How much is issued in a step. What is awaited under a number that was issued in the step before has this number

@@ -4,7 +4,7 @@ use std::io;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
-use trireme_base::{Event, Held, HostMemory};
+use trireme_base::{Event, HostMemory, Pending};
 
 /// A vector that a group can communicate: 64-byte-aligned memory. An operation takes it and its
 /// [`Work`](crate::Work) gives it back.
@@ -17,32 +17,33 @@ pub struct Buffer<T> {
 }
 
 impl<T: Element> Buffer<T> {
-    /// A vector of no elements.
-    pub fn empty() -> Self {
-        Buffer::from_storage(Storage { memory: Memory::Heap(Vec::new()), num_bytes: 0 })
-    }
-
-    /// A vector of `len` elements that a device still works with. A group reads and writes it after the device's event.
-    pub fn lent(held: Held<Buffer<T>>, len: usize) -> Self {
-        match held.try_get() {
+    /// A vector of `len` elements that a device may still work with. A group reads and writes it after the device's event.
+    pub fn pending(buffer: Pending<Buffer<T>>, len: usize) -> Self {
+        match buffer.try_take() {
             Ok(buffer) => buffer,
-            Err(held) => {
-                let until = held.until();
-                let loan = Loan { until, end: Box::new(move || held.wait().into_storage()) };
-                Buffer::from_storage(Storage { memory: Memory::Lent(loan), num_bytes: len * size_of::<T>() })
+            Err(buffer) => {
+                let event = buffer.event();
+                let memory = PendingMemory { event, wait: Box::new(move || buffer.wait().into_storage()) };
+                let memory = Memory::Pending(memory);
+                Buffer::from_storage(Storage { memory, num_bytes: len * size_of::<T>() })
             }
         }
     }
 
-    /// Number of elements, whether they are settled or not.
-    pub fn num_elements(&self) -> usize {
+    /// Number of elements.
+    pub fn len(&self) -> usize {
         self.storage.len() / size_of::<T>()
     }
 
-    /// Waits until no device works with the vector any more. Whoever reads a lent vector calls this first; writing does it by
-    /// itself.
-    pub fn settle(&mut self) {
-        self.storage.settle();
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Waits until no device works with the vector any more. Whoever reads a [pending](Buffer::pending) vector calls this first;
+    /// writing does it by itself.
+    pub fn wait(&mut self) {
+        self.storage.wait();
     }
 
     /// A zeroed vector of `len` elements in this process's own memory.
@@ -87,7 +88,7 @@ impl<T: Element> DerefMut for Buffer<T> {
 
 impl<T: Element> std::fmt::Debug for Buffer<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Buffer({} x {})", T::DTYPE, self.num_elements())
+        write!(f, "Buffer({} x {})", T::DTYPE, self.len())
     }
 }
 
@@ -97,6 +98,8 @@ impl<T: Element> HostMemory for Buffer<T> {
     }
 
     fn bytes_mut(&mut self) -> &mut [u8] {
+        // A copy that waited here would keep its device from what it waits for.
+        assert!(self.storage.event().is_done(), "a copy runs when no other works with its memory");
         self.storage.bytes_mut()
     }
 }
@@ -110,15 +113,14 @@ pub(crate) struct Storage {
 pub(crate) enum Memory {
     Heap(Vec<CacheLine>),
     Shared(Region),
-    /// A device works with it.
-    Lent(Loan),
+    /// A device may still work with it.
+    Pending(PendingMemory),
 }
 
-/// Memory that comes back after an event.
-pub(crate) struct Loan {
-    until: Event,
-    /// Waits for it.
-    end: Box<dyn FnOnce() -> Storage + Send>,
+/// Memory that comes back at an event.
+pub(crate) struct PendingMemory {
+    event: Event,
+    wait: Box<dyn FnOnce() -> Storage + Send>,
 }
 
 /// The unit and alignment of heap memory.
@@ -156,37 +158,35 @@ impl Storage {
     }
 
     /// When no device works with it any more.
-    pub(crate) fn until(&self) -> Event {
+    pub(crate) fn event(&self) -> Event {
         match &self.memory {
-            Memory::Lent(loan) => loan.until.clone(),
+            Memory::Pending(pending) => pending.event.clone(),
             Memory::Heap(_) | Memory::Shared(_) => Event::DONE,
         }
     }
 
     /// Waits until then.
-    pub(crate) fn settle(&mut self) {
-        if matches!(self.memory, Memory::Lent(_)) {
-            let Memory::Lent(loan) = std::mem::replace(&mut self.memory, Memory::Heap(Vec::new())) else {
-                unreachable!("it was lent")
-            };
-            self.memory = (loan.end)().memory;
-        }
+    pub(crate) fn wait(&mut self) {
+        self.memory = match std::mem::replace(&mut self.memory, Memory::Heap(Vec::new())) {
+            Memory::Pending(pending) => (pending.wait)().memory,
+            here => here,
+        };
     }
 
     /// The address of the first byte. It does not refer to the bytes, so peers may touch them meanwhile.
     pub(crate) fn start(&mut self) -> *mut u8 {
-        self.settle();
+        self.wait();
         match &mut self.memory {
-            Memory::Lent(_) => unreachable!("it was settled"),
+            Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => lines.as_mut_ptr().cast(),
             Memory::Shared(region) => region.start(),
         }
     }
 
     fn set_len(&mut self, num_bytes: usize) {
-        self.settle();
+        self.wait();
         let num_bytes_max = match &self.memory {
-            Memory::Lent(_) => unreachable!("it was settled"),
+            Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => size_of_val(&lines[..]),
             Memory::Shared(region) => region.len(),
         };
@@ -198,15 +198,15 @@ impl Storage {
         let all = match &self.memory {
             Memory::Heap(lines) => bytemuck::cast_slice(lines),
             Memory::Shared(region) => region.bytes(),
-            Memory::Lent(_) => panic!("a vector is settled before it is read"),
+            Memory::Pending(_) => panic!("who reads a vector waits for it"),
         };
         &all[..self.num_bytes]
     }
 
     pub(crate) fn bytes_mut(&mut self) -> &mut [u8] {
-        self.settle();
+        self.wait();
         let all = match &mut self.memory {
-            Memory::Lent(_) => unreachable!("it was settled"),
+            Memory::Pending(_) => unreachable!("it was waited for"),
             Memory::Heap(lines) => bytemuck::cast_slice_mut(lines),
             Memory::Shared(region) => region.bytes_mut(),
         };

@@ -18,7 +18,7 @@ use trireme_schedule::collective::block;
 impl Group {
     /// Replaces each element by the reduction of all ranks' elements.
     pub fn all_reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        self.issue(Operation::AllReduce { op, dtype: T::DTYPE, len: buffer.num_elements() }, buffer)
+        self.issue(Operation::AllReduce { op, dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
     /// The reduction of all ranks' inputs, as long as they are.
@@ -28,14 +28,14 @@ impl Group {
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.num_elements();
+        let len = input.len();
         let operation = Operation::AllReduce { op, dtype: T::DTYPE, len };
         self.checked_pair(operation, len, len, (input, output))
     }
 
     /// Replaces the root's elements by the reduction of all ranks' elements.
     pub fn reduce<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Reduce { op, root, dtype: T::DTYPE, len: buffer.num_elements() }, buffer)
+        self.checked_root(Operation::Reduce { op, root, dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
     /// The reduction of all ranks' inputs at the root, as long as they are; the other outputs are empty.
@@ -46,14 +46,14 @@ impl Group {
         op: ReduceOp,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.num_elements();
+        let len = input.len();
         let operation = Operation::Reduce { op, root, dtype: T::DTYPE, len };
         self.checked_pair(operation, len, if root == self.rank() { len } else { 0 }, (input, output))
     }
 
     /// Replaces each rank's elements by those of `root`.
     pub fn broadcast<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Broadcast { root, dtype: T::DTYPE, len: buffer.num_elements() }, buffer)
+        self.checked_root(Operation::Broadcast { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
     /// The root's input, as long as the outputs; the other inputs are empty. The root gets its output, too.
@@ -63,14 +63,14 @@ impl Group {
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = output.num_elements();
+        let len = output.len();
         let operation = Operation::Broadcast { root, dtype: T::DTYPE, len };
         self.checked_pair(operation, if root == self.rank() { len } else { 0 }, len, (input, output))
     }
 
     /// Fills the vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn all_gather<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        self.issue(Operation::AllGather { dtype: T::DTYPE, len: buffer.num_elements() }, buffer)
+        self.issue(Operation::AllGather { dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
     /// The inputs of all ranks, one after the other; a rank's input is its block of the output.
@@ -79,14 +79,14 @@ impl Group {
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = output.num_elements();
+        let len = output.len();
         let operation = Operation::AllGather { dtype: T::DTYPE, len };
         self.checked_pair(operation, self.block_len(len), len, (input, output))
     }
 
     /// Replaces this rank's block by the reduction of all ranks' elements there.
     pub fn reduce_scatter<T: Element>(&self, buffer: Buffer<T>, op: ReduceOp) -> Work<Buffer<T>> {
-        self.issue(Operation::ReduceScatter { op, dtype: T::DTYPE, len: buffer.num_elements() }, buffer)
+        self.issue(Operation::ReduceScatter { op, dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
     /// This rank's block of the reduction of all ranks' inputs.
@@ -96,14 +96,14 @@ impl Group {
         output: Buffer<T>,
         op: ReduceOp,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.num_elements();
+        let len = input.len();
         let operation = Operation::ReduceScatter { op, dtype: T::DTYPE, len };
         self.checked_pair(operation, len, self.block_len(len), (input, output))
     }
 
     /// Fills the root's vector with the blocks of all ranks, each of which has its own one in its place.
     pub fn gather<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Gather { root, dtype: T::DTYPE, len: buffer.num_elements() }, buffer)
+        self.checked_root(Operation::Gather { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
     /// The inputs of all ranks, all of one length, one after the other at the root; the other outputs are empty.
@@ -113,14 +113,14 @@ impl Group {
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let (block_len, len) = (input.num_elements(), input.num_elements() * self.world_size());
+        let (block_len, len) = (input.len(), input.len() * self.world_size());
         let operation = Operation::Gather { root, dtype: T::DTYPE, len };
         self.checked_pair(operation, block_len, if root == self.rank() { len } else { 0 }, (input, output))
     }
 
     /// Replaces each rank's block by that of the root's vector.
     pub fn scatter<T: Element>(&self, buffer: Buffer<T>, root: Rank) -> Work<Buffer<T>> {
-        self.checked_root(Operation::Scatter { root, dtype: T::DTYPE, len: buffer.num_elements() }, buffer)
+        self.checked_root(Operation::Scatter { root, dtype: T::DTYPE, len: buffer.len() }, buffer)
     }
 
     /// This rank's block of the root's input, all of one length; the other inputs are empty.
@@ -130,15 +130,15 @@ impl Group {
         output: Buffer<T>,
         root: Rank,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let (block_len, len) = (output.num_elements(), output.num_elements() * self.world_size());
+        let (block_len, len) = (output.len(), output.len() * self.world_size());
         let operation = Operation::Scatter { root, dtype: T::DTYPE, len };
         self.checked_pair(operation, if root == self.rank() { len } else { 0 }, block_len, (input, output))
     }
 
     /// Swaps blocks: the `j`-th of rank `i` becomes the `i`-th of rank `j`. The length is a multiple of the world size.
     pub fn all_to_all<T: Element>(&self, buffer: Buffer<T>) -> Work<Buffer<T>> {
-        let operation = Operation::AllToAll { dtype: T::DTYPE, len: buffer.num_elements() };
-        match self.check_equal_blocks(operation, buffer.num_elements()) {
+        let operation = Operation::AllToAll { dtype: T::DTYPE, len: buffer.len() };
+        match self.check_equal_blocks(operation, buffer.len()) {
             Ok(()) => self.issue(operation, buffer),
             Err(error) => Work::ready(Err(error)),
         }
@@ -151,7 +151,7 @@ impl Group {
         input: Buffer<T>,
         output: Buffer<T>,
     ) -> Work<(Buffer<T>, Buffer<T>)> {
-        let len = input.num_elements();
+        let len = input.len();
         let operation = Operation::AllToAll { dtype: T::DTYPE, len };
         match self.check_equal_blocks(operation, len) {
             Ok(()) => self.checked_pair(operation, len, len, (input, output)),
@@ -174,10 +174,8 @@ impl Group {
         for (lens, buffer, which) in [(send_lens, &input, "input"), (receive_lens, &output, "output")] {
             let what = if lens.len() != self.world_size() {
                 format!("{} block lengths for {} ranks", lens.len(), self.world_size())
-            } else if lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len))
-                != Some(buffer.num_elements())
-            {
-                format!("the {which} has {} elements, but its blocks are {lens:?}", buffer.num_elements())
+            } else if lens.iter().try_fold(0_usize, |sum, &len| sum.checked_add(len)) != Some(buffer.len()) {
+                format!("the {which} has {} elements, but its blocks are {lens:?}", buffer.len())
             } else if send_lens.get(own) != receive_lens.get(own) {
                 format!("rank {own} sends itself {:?} elements", [send_lens[own], receive_lens[own]])
             } else {
@@ -226,11 +224,11 @@ impl Group {
         if let Err(error) = self.check_root(operation) {
             return Work::ready(Err(error));
         }
-        if (input.num_elements(), output.num_elements()) != (input_len, output_len) {
+        if (input.len(), output.len()) != (input_len, output_len) {
             let what = format!(
                 "an input of {} elements and an output of {}, but expected {input_len} and {output_len}",
-                input.num_elements(),
-                output.num_elements()
+                input.len(),
+                output.len()
             );
             return Work::ready(Err(CommError::Lengths { operation: operation.name(), what }));
         }

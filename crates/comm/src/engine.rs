@@ -24,12 +24,12 @@ pub(crate) enum Payload {
 
 impl Payload {
     /// Waits until no device works with the vectors any more.
-    fn settle(&mut self) {
+    fn wait(&mut self) {
         match self {
-            Payload::Vector(vector) => vector.settle(),
+            Payload::Vector(vector) => vector.wait(),
             Payload::Pair { input, output } | Payload::Variable { input, output, .. } => {
-                input.settle();
-                output.settle();
+                input.wait();
+                output.wait();
             }
             Payload::Nothing | Payload::Blocks(_) => (),
         }
@@ -99,7 +99,7 @@ impl Engine {
         payload: &mut Payload,
         is_awaited: bool,
     ) -> Result<(), CommError> {
-        payload.settle();
+        payload.wait();
         let (sequence, started, timeout) = (self.next_sequence, Instant::now(), self.timeout);
         let call = Call { is_awaited, operation, sequence, started, timeout };
         self.next_sequence += 1;

@@ -101,13 +101,13 @@ impl<T: Element> Fusion<T> {
     /// # Errors
     /// From the work: [`CommError::Allocate`] if there is no memory for a batch, and whatever ends a group.
     pub fn all_reduce(&self, mut vector: Buffer<T>) -> FusedWork<T> {
-        let mut state = lock(&self.state);
-        if !self.fuses(vector.num_elements()) {
-            self.close(&mut state);
+        if !self.fuses(vector.len()) {
+            self.close(&mut lock(&self.state));
             return self.group.all_reduce(vector, self.op).into();
         }
         // It is copied here and now.
-        vector.settle();
+        vector.wait();
+        let mut state = lock(&self.state);
         if lock(&state.open).len + vector.len() > self.len_max {
             self.close(&mut state);
         }

@@ -133,7 +133,7 @@ impl Members {
     }
 
     fn choose(&mut self, mut update: impl FnMut(usize, &Member) -> Update) {
-        // A copy if a kernel that has not run has them still.
+        // A kernel that has not run may still hold the list; then this writes to a copy.
         let updates = Arc::make_mut(&mut self.updates);
         updates.clear();
         updates.extend(self.list.iter().enumerate().map(|(index, member)| update(index, member)));

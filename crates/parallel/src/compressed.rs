@@ -2,7 +2,7 @@
 
 use crate::counted::Counted;
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay as WholeUnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::step::ExecutorOptions;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
@@ -39,7 +39,7 @@ enum UnderWay {
     /// In messages of the codec.
     Round { gradient: Exchanged<f32>, round: usize },
     /// As it is.
-    Whole(WholeUnderWay<f32>),
+    Whole(Exchanging<f32>),
 }
 
 impl Compressed {
@@ -56,7 +56,7 @@ impl Compressed {
         let (bucket, world_size) = (bucket(table, unit)?, group.world_size());
         let Some(sizes) = compression.sizes(&bucket, world_size) else { return Ok(None) };
         let num_bytes = sizes.state_bytes + sizes.scratch_bytes;
-        device.pinned().take(Category::Communication, num_bytes)?;
+        device.staging().take(Category::Communication, num_bytes)?;
         let key = RandomKey::new(*seed, &format!("compression of {}", table.units()[unit].name));
         let compressor = || Compressor::new(compression, &bucket, group.rank(), world_size, key);
         let compressor = (!group.is_dry()).then(compressor).transpose()?;
@@ -95,7 +95,7 @@ impl Compressed {
 
     /// Takes memory to copy what the compressor keeps before each step, so that a step can be taken back.
     pub(crate) fn remember(&mut self) -> Result<(), ParallelError> {
-        self.device.pinned().take(Category::Communication, self.state_bytes)?;
+        self.device.staging().take(Category::Communication, self.state_bytes)?;
         let states = self.compressor.iter().flat_map(|compressor| compressor.state());
         self.before = Some(states.map(|(name, values)| (name, values.into())).collect());
         Ok(())
@@ -133,7 +133,7 @@ impl Compressed {
             kept.bytes_mut().copy_from_slice(values.bytes());
         }
         // Codecs are code of the host.
-        self.exchanges[0].start(compressor, gradient.on_host(&self.device), &self.group);
+        self.exchanges[0].start(compressor, gradient.download(&self.device), &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: 0 });
         Ok(())
     }
@@ -144,7 +144,7 @@ impl Compressed {
         self.under_way = Some(UnderWay::Whole(self.reduce_whole(gradient)));
     }
 
-    fn reduce_whole(&self, gradient: Exchanged<f32>) -> WholeUnderWay<f32> {
+    fn reduce_whole(&self, gradient: Exchanged<f32>) -> Exchanging<f32> {
         let len = gradient.len();
         let reduce = |gradient| self.group.all_reduce(gradient, ReduceOp::Sum);
         gradient.exchange(&self.device, 0..len, 0..len, reduce)
@@ -159,13 +159,13 @@ impl Compressed {
         };
         let compressor = self.compressor.as_mut().expect("a round was started");
         // It stays on the host from its first round to its last.
-        self.exchanges[round].finish(compressor, gradient.host_mut(), waiting)?;
+        self.exchanges[round].finish(compressor, gradient.host_elements(), waiting)?;
         let Some(next) = self.exchanges.get_mut(round + 1) else {
             self.statistics = compressor.statistics();
-            gradient.off_host(&self.device);
+            gradient.upload(&self.device);
             return Ok(Some(gradient));
         };
-        next.start(compressor, gradient.host_mut(), &self.group);
+        next.start(compressor, gradient.host_elements(), &self.group);
         self.under_way = Some(UnderWay::Round { gradient, round: round + 1 });
         Ok(None)
     }

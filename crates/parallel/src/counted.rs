@@ -24,14 +24,14 @@ impl Counted {
 
     /// Counts memory that is about to be taken.
     pub(crate) fn take(&self, category: Category, num_bytes: usize) -> Result<(), ParallelError> {
-        self.device.pinned().take(category, num_bytes)?;
+        self.device.staging().take(category, num_bytes)?;
         self.bytes[category as usize].fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
 
     /// Counts memory of peers that is about to be mapped.
     pub(crate) fn map(&self, num_bytes: usize) -> Result<(), ParallelError> {
-        self.device.pinned().take_mapped(Category::Communication, num_bytes)?;
+        self.device.staging().take_mapped(Category::Communication, num_bytes)?;
         self.mapped.fetch_add(num_bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -39,22 +39,22 @@ impl Counted {
     /// Counts memory of peers that is mapped no more.
     pub(crate) fn unmap(&self, num_bytes: usize) {
         self.mapped.fetch_sub(num_bytes, Ordering::Relaxed);
-        self.device.pinned().give_mapped(Category::Communication, num_bytes);
+        self.device.staging().give_mapped(Category::Communication, num_bytes);
     }
 
     /// Counts memory that was given back.
     pub(crate) fn give(&self, category: Category, num_bytes: usize) {
         self.bytes[category as usize].fetch_sub(num_bytes, Ordering::Relaxed);
-        self.device.pinned().give(category, num_bytes);
+        self.device.staging().give(category, num_bytes);
     }
 }
 
 impl Drop for Counted {
     fn drop(&mut self) {
         for (category, bytes) in Category::ALL.into_iter().zip(&mut self.bytes) {
-            self.device.pinned().give(category, *bytes.get_mut());
+            self.device.staging().give(category, *bytes.get_mut());
         }
-        self.device.pinned().give_mapped(Category::Communication, *self.mapped.get_mut());
+        self.device.staging().give_mapped(Category::Communication, *self.mapped.get_mut());
     }
 }
 

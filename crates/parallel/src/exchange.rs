@@ -2,7 +2,7 @@ use crate::error::ParallelError;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use std::ops::Range;
-use trireme_base::ReduceOp;
+use trireme_base::{Pending, ReduceOp};
 use trireme_optim::ShardOps;
 use trireme_schedule::Outline;
 use trireme_tensor::{Category, Device, LEAVES, ViewMut};
@@ -36,7 +36,7 @@ impl ShardOps for ShardExchange {
         buffer.copy_from_slice(values);
         let buffer = self.sums.group().all_reduce(buffer, ReduceOp::Sum).wait()?;
         values.copy_from_slice(&buffer);
-        self.sums.give_buffer(buffer.len(), buffer.into());
+        self.sums.give_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
     }
 
@@ -51,7 +51,7 @@ impl ShardOps for ShardExchange {
         self.device.download(own.as_view(), &mut buffer[part]);
         let buffer = self.wholes.group().all_gather(buffer).wait()?;
         self.device.upload(&buffer[..len], whole);
-        self.wholes.give_buffer(buffer.len(), buffer.into());
+        self.wholes.give_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
     }
 }

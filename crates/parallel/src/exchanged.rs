@@ -5,7 +5,7 @@ use crate::stored::Stored;
 use crate::waiting::Waiting;
 use std::fmt;
 use std::ops::Range;
-use trireme_base::Held;
+use trireme_base::Pending;
 use trireme_comm::{Buffer, FusedWork, Group};
 use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 
@@ -15,57 +15,44 @@ use trireme_tensor::{Category, Device, Tensor, View, ViewMut};
 /// passes through memory of the group, to which and from which it is copied beside the kernels.
 pub(crate) struct Exchanged<T> {
     /// The group's memory; none if the vector lies on the device and has nowhere to go.
-    buffer: Held<Buffer<T>>,
+    buffer: Pending<Buffer<T>>,
     /// The device's memory, where the group's is not.
     own: Option<Tensor>,
 }
 
-/// What of a vector stays on the device while the rest is exchanged, and which elements come back.
-pub(crate) struct Stay {
+/// The device's memory of a vector that a group exchanges, and which elements come back to it.
+pub(crate) struct DevicePart {
     own: Option<Tensor>,
     arriving: Range<usize>,
 }
 
-impl Stay {
+impl DevicePart {
     pub(crate) fn new(own: Option<Tensor>, arriving: Range<usize>) -> Self {
-        Stay { own, arriving }
+        DevicePart { own, arriving }
     }
 }
 
 /// A vector that is being exchanged.
-pub(crate) struct UnderWay<T> {
+pub(crate) struct Exchanging<T> {
     work: FusedWork<T>,
-    stay: Stay,
-}
-
-/// A vector that was exchanged, and of which kernels have not seen what has come.
-pub(crate) struct PassedOn<T> {
-    buffer: Buffer<T>,
-    own: Option<Tensor>,
-}
-
-impl<T> PassedOn<T> {
-    /// Hands it to another group, which only reads it.
-    pub(crate) fn pass_on(self) -> (Buffer<T>, Stay) {
-        (self.buffer, Stay { own: self.own, arriving: 0..0 })
-    }
+    part: DevicePart,
 }
 
 impl<T: Stored> Exchanged<T> {
-    pub(crate) fn new(buffer: Held<Buffer<T>>, own: Option<Tensor>) -> Self {
+    pub(crate) fn new(buffer: Pending<Buffer<T>>, own: Option<Tensor>) -> Self {
         Exchanged { buffer, own }
     }
 
     /// A vector that the host reads after each exchange.
-    pub(crate) fn for_host(group: &Group, device: &Device, len: usize) -> Result<Self, ParallelError> {
+    pub(crate) fn new_for_host(group: &Group, device: &Device, len: usize) -> Result<Self, ParallelError> {
         let is_apart = !device.reaches_host();
         let own =
             is_apart.then(|| device.zeros([len].into(), T::DTYPE, Category::Communication)).transpose()?;
-        Ok(Exchanged { buffer: Held::new(group.buffer(len)?), own })
+        Ok(Exchanged { buffer: Pending::new(group.buffer(len)?), own })
     }
 
     /// The group's memory; that of the device is given back.
-    pub(crate) fn into_buffer(self) -> Held<Buffer<T>> {
+    pub(crate) fn into_buffer(self) -> Pending<Buffer<T>> {
         self.buffer
     }
 
@@ -73,19 +60,19 @@ impl<T: Stored> Exchanged<T> {
     pub(crate) fn len(&self) -> usize {
         match &self.own {
             Some(own) => own.shape().num_elements(),
-            None => self.settled().len(),
+            None => self.here().len(),
         }
     }
 
-    fn settled(&self) -> &Buffer<T> {
-        self.buffer.get().expect("memory that kernels reach is not lent to copies")
+    fn here(&self) -> &Buffer<T> {
+        self.buffer.get().expect("no copies work with memory that kernels reach")
     }
 
     /// All elements, for kernels.
     pub(crate) fn view(&self) -> View<'_> {
         match &self.own {
             Some(own) => own.view(),
-            None => T::view(self.settled()),
+            None => T::view(self.here()),
         }
     }
 
@@ -94,7 +81,7 @@ impl<T: Stored> Exchanged<T> {
         match &mut self.own {
             Some(own) => own.view_mut(),
             None => {
-                T::view_mut(self.buffer.get_mut().expect("memory that kernels reach is not lent to copies"))
+                T::view_mut(self.buffer.get_mut().expect("no copies work with memory that kernels reach"))
             }
         }
     }
@@ -115,36 +102,33 @@ impl<T: Stored> Exchanged<T> {
         device: &Device,
         leaving: Range<usize>,
         arriving: Range<usize>,
-    ) -> (Buffer<T>, Stay) {
-        let Exchanged { buffer, own } = self;
+    ) -> (Buffer<T>, DevicePart) {
+        let Exchanged { mut buffer, own } = self;
         let Some(own) = own else {
-            return (buffer.wait(), Stay { own: None, arriving });
+            return (buffer.wait(), DevicePart { own: None, arriving });
         };
         let has_buffer = buffer.get().is_none_or(|buffer| !buffer.is_empty());
         let len = if has_buffer { own.shape().num_elements() } else { 0 };
-        let buffer = match has_buffer && !leaving.is_empty() {
-            true => {
-                let part = own.view().part(leaving.start, [leaving.len()].into());
-                device.download_later(part, buffer, leaving.start * size_of::<T>())
-            }
-            false => buffer,
-        };
-        (Buffer::lent(buffer, len), Stay { own: Some(own), arriving })
+        if has_buffer && !leaving.is_empty() {
+            let part = own.view().part(leaving.start, [leaving.len()].into());
+            device.download_later(part, &mut buffer, leaving.start * size_of::<T>());
+        }
+        (Buffer::pending(buffer, len), DevicePart { own: Some(own), arriving })
     }
 
     /// Takes the vector back from a group. Kernels that are issued from now on read what has come.
     #[track_caller]
-    pub(crate) fn arrive(mut buffer: Buffer<T>, stay: Stay, device: &Device) -> Self {
-        let Stay { own, arriving } = stay;
-        let Some(mut own) = own else { return Exchanged { buffer: Held::new(buffer), own: None } };
-        buffer.settle();
-        if buffer.is_empty() || arriving.is_empty() {
-            return Exchanged { buffer: Held::new(buffer), own: Some(own) };
+    pub(crate) fn arrive(mut buffer: Buffer<T>, part: DevicePart, device: &Device) -> Self {
+        let DevicePart { mut own, arriving } = part;
+        buffer.wait();
+        let is_read = !buffer.is_empty() && !arriving.is_empty();
+        let mut buffer = Pending::new(buffer);
+        if let Some(own) = own.as_mut().filter(|_| is_read) {
+            let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());
+            device.upload_later(&mut buffer, arriving.start * size_of::<T>(), part);
+            device.wait_for(&buffer.event());
         }
-        let part = own.view_mut().into_part(arriving.start, [arriving.len()].into());
-        let buffer = device.upload_later(Held::new(buffer), arriving.start * size_of::<T>(), part);
-        device.wait_for(&buffer.until());
-        Exchanged { buffer, own: Some(own) }
+        Exchanged { buffer, own }
     }
 
     /// Lets a group exchange the vector.
@@ -154,48 +138,49 @@ impl<T: Stored> Exchanged<T> {
         leaving: Range<usize>,
         arriving: Range<usize>,
         start: impl FnOnce(Buffer<T>) -> W,
-    ) -> UnderWay<T> {
-        let (buffer, stay) = self.leave(device, leaving, arriving);
-        UnderWay { work: start(buffer).into(), stay }
+    ) -> Exchanging<T> {
+        let (buffer, part) = self.leave(device, leaving, arriving);
+        Exchanging { work: start(buffer).into(), part }
     }
 
     /// The elements on the host, after the kernels that were issued so far.
-    pub(crate) fn on_host(&mut self, device: &Device) -> &mut [T] {
-        let buffer = std::mem::replace(&mut self.buffer, Held::new(Buffer::empty()));
-        let mut buffer = buffer.wait();
+    pub(crate) fn download(&mut self, device: &Device) -> &mut [T] {
+        let buffer = self.buffer.wait_mut();
         if let Some(own) = &self.own {
-            device.download(own.view(), &mut buffer);
+            device.download(own.view(), buffer);
         }
-        self.buffer = Held::new(buffer);
-        self.buffer.get_mut().expect("it was waited for")
+        buffer
     }
 
-    /// The elements on the host, where [`on_host`](Exchanged::on_host) has brought them.
-    pub(crate) fn host_mut(&mut self) -> &mut [T] {
-        self.buffer.get_mut().expect("it is on the host")
+    /// The host's memory of the elements, with what an earlier [`download`](Exchanged::download) or exchange has left there.
+    pub(crate) fn host_elements(&mut self) -> &mut [T] {
+        self.buffer.wait_mut()
     }
 
-    /// Brings what the host has changed of [`on_host`](Exchanged::on_host) to the device.
-    pub(crate) fn off_host(&mut self, device: &Device) {
+    /// Brings the [host's memory](Exchanged::host_elements) to the device.
+    pub(crate) fn upload(&mut self, device: &Device) {
         if let Some(own) = &mut self.own {
-            device.upload(self.buffer.get().expect("it is on the host"), own.view_mut());
+            device.upload(self.buffer.wait_mut(), own.view_mut());
         }
     }
 }
 
-impl<T: Stored> UnderWay<T> {
-    /// Waits for the exchange of a vector that is passed on to another group, not to kernels.
-    pub(crate) fn wait_on_host(self, waiting: &mut Waiting) -> Result<PassedOn<T>, ParallelError> {
+impl<T: Stored> Exchanging<T> {
+    /// Waits for the exchange of a vector that is passed on to another group, which only reads it, and not to kernels.
+    pub(crate) fn wait_on_host(
+        self,
+        waiting: &mut Waiting,
+    ) -> Result<(Buffer<T>, DevicePart), ParallelError> {
         let mut buffer = waiting.wait_fused(self.work)?;
-        buffer.settle();
-        Ok(PassedOn { buffer, own: self.stay.own })
+        buffer.wait();
+        Ok((buffer, DevicePart { arriving: 0..0, ..self.part }))
     }
 
     /// Waits for the exchange, and takes the vector back.
     #[track_caller]
     pub(crate) fn wait(self, device: &Device, waiting: &mut Waiting) -> Result<Exchanged<T>, ParallelError> {
         let buffer = waiting.wait_fused(self.work)?;
-        Ok(Exchanged::arrive(buffer, self.stay, device))
+        Ok(Exchanged::arrive(buffer, self.part, device))
     }
 }
 

@@ -41,7 +41,7 @@ pub enum Determinism {
 /// A gradient of one unit or shard, of one microbatch or the sum of several.
 #[derive(Debug)]
 pub(crate) enum Gradient {
-    /// In the memory that groups reduce.
+    /// A vector that ranks reduce.
     Reducible(Exchanged<f32>),
     /// A partial sum beside it.
     Partial(Tensor),
@@ -208,7 +208,7 @@ impl Gradients {
         let sum = state.sum.finish(|left, right| add(device, state.num_elements, left, right));
         let sum = sum.or(state.open.take()).expect("a gradient is reduced after backward");
         let Gradient::Reducible(vector) = sum else {
-            unreachable!("the first gradient lies in the group's memory, and sums grow to the left")
+            unreachable!("the first gradient is what ranks reduce, and sums grow to the left")
         };
         if let Some(compressed) = state.reduction.compressed_mut().filter(|_| is_whole) {
             compressed.start_whole(vector);
@@ -319,7 +319,7 @@ impl Gradients {
         for state in &mut self.units {
             let Some(compressed) = state.reduction.compressed_mut() else { continue };
             let num_bytes = state.len * size_of::<f32>();
-            self.device.pinned().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
+            self.device.staging().take_mapped(Category::Communication, group.peer_bytes_mapped(num_bytes))?;
             if may_be_skipped {
                 compressed.remember()?;
             }
@@ -414,7 +414,7 @@ impl GradSink for Gradients {
         let accumulate = self.written[span.first.0];
         let state = &mut self.units[span.unit];
         if state.open.is_none() {
-            // The group's memory first, partial sums after.
+            // What is reduced first, partial sums after.
             state.open = Some(match state.reducible.take() {
                 Some(vector) => Gradient::Reducible(vector),
                 None => Gradient::Partial(self.device.empty(

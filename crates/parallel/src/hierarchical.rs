@@ -2,7 +2,7 @@
 //! section 3.3): what a host sends to another one is a sum over its ranks.
 
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::packed::slot_bytes;
 use crate::pool::Pool;
 use crate::ranks::Levels;
@@ -62,7 +62,7 @@ pub(crate) struct Hierarchical {
 struct Swap {
     gradient: Exchanged<f32>,
     level: usize,
-    messages: UnderWay<u8>,
+    messages: Exchanging<u8>,
 }
 
 impl Hierarchical {

@@ -2,7 +2,7 @@
 //! section 3.1): what a host needs of others comes to it once.
 
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::pool::Pool;
 use crate::ranks::Levels;
 use crate::stored::Stored;
@@ -48,7 +48,7 @@ impl PackedGathering {
     }
 
     /// Starts to gather a unit, to which this rank gives `shard`, in f32. Collective.
-    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<UnderWay<u8>, ParallelError> {
+    pub(crate) fn start(&self, unit: &UnitInfo, shard: View<'_>) -> Result<Exchanging<u8>, ParallelError> {
         let (across, slot_bytes) =
             (self.of_hosts.group(), slot_bytes(unit, self.order.len(), PARAMETER_FORMAT));
         let mut messages = self.of_hosts.take(slot_bytes * across.world_size())?;
@@ -64,20 +64,19 @@ impl PackedGathering {
     pub(crate) fn finish<T: Stored>(
         &self,
         unit: &UnitInfo,
-        of_hosts: UnderWay<u8>,
+        of_hosts: Exchanging<u8>,
         whole: &mut Exchanged<T>,
         waiting: &mut Waiting,
     ) -> Result<(), ParallelError> {
         let slot_bytes = slot_bytes(unit, self.order.len(), PARAMETER_FORMAT);
-        let of_hosts = of_hosts.wait_on_host(waiting)?;
         let all = self.all.take(slot_bytes * self.order.len())?;
         let len = all.len();
         // What came from other hosts goes on within this one as it came.
-        let (of_hosts, of_hosts_stay) = of_hosts.pass_on();
-        let (all, all_stay) = all.leave(&self.device, 0..0, 0..len);
+        let (of_hosts, of_hosts_part) = of_hosts.wait_on_host(waiting)?;
+        let (all, all_part) = all.leave(&self.device, 0..0, 0..len);
         let (of_hosts, all) = waiting.wait(self.all.group().all_gather_into(of_hosts, all))?;
-        let of_hosts = Exchanged::arrive(of_hosts, of_hosts_stay, &self.device);
-        let all = Exchanged::arrive(all, all_stay, &self.device);
+        let of_hosts = Exchanged::arrive(of_hosts, of_hosts_part, &self.device);
+        let all = Exchanged::arrive(all, all_part, &self.device);
         for (place, &shard) in self.order.iter().enumerate() {
             let part = unit.shard(shard, self.order.len());
             let first = place * slot_bytes;

@@ -31,8 +31,6 @@ pub(crate) struct RankParameters {
     wholes: Option<Box<dyn Wholes>>,
     /// A unit of another rank of the pipeline that a unit here reads, in f32.
     copy: Option<(usize, Tensor)>,
-    /// Where what this rank steps lies, if it lies apart from whole units.
-    shards_device: Device,
     device: Device,
 }
 
@@ -77,9 +75,8 @@ impl RankParameters {
             let shape = [table.units()[unit].num_elements].into();
             copy = Some((unit, device.empty(shape, DType::F32, Category::Parameters)?));
         }
-        let shards_device = if is_whole { device } else { shards_device }.clone();
         let (table, device) = (Arc::clone(table), device.clone());
-        Ok(RankParameters { table, parts, shards, wholes, copy, shards_device, device })
+        Ok(RankParameters { table, parts, shards, wholes, copy, device })
     }
 
     /// Takes over the parameters of a rank that has all of them and does not train.
@@ -95,7 +92,7 @@ impl RankParameters {
 
     /// The device that what this rank steps lies on.
     pub(crate) fn shard_device(&self) -> &Device {
-        if self.shards.is_some() { &self.shards_device } else { &self.device }
+        self.shards.as_ref().map_or(&self.device, Parameters::device)
     }
 
     /// The elements of each unit's flat buffer that this rank steps.
@@ -167,7 +164,7 @@ impl RankParameters {
 
     /// Starts to gather a unit. Collective over the shards.
     pub(crate) fn unshard(&mut self, unit: usize) -> Result<(), ParallelError> {
-        let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), &self.shards_device));
+        let shard = self.shards.as_ref().map(|shards| (shards.flat(unit), shards.device()));
         self.wholes.as_mut().map_or(Ok(()), |wholes| wholes.unshard(unit, shard))
     }
 

@@ -1,9 +1,9 @@
 use crate::counted::Counted;
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, Stay};
+use crate::exchanged::{DevicePart, Exchanged};
 use crate::stored::Stored;
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::Held;
+use trireme_base::Pending;
 use trireme_comm::{Buffer, Group};
 use trireme_tensor::{Category, Device, Tensor};
 
@@ -20,7 +20,7 @@ pub(crate) struct Pool<T> {
 
 /// What clones have in common. Buffers that were taken go no later than this.
 struct Shared<T> {
-    free: Mutex<Vec<(usize, Held<Buffer<T>>)>>,
+    free: Mutex<Vec<(usize, Pending<Buffer<T>>)>>,
     counted: Counted,
 }
 
@@ -57,12 +57,15 @@ impl<T: Stored> Pool<T> {
 
     /// A vector of `len` elements with unspecified contents.
     pub(crate) fn take(&self, len: usize) -> Result<Exchanged<T>, ParallelError> {
+        let own = self.take_own(len)?;
+        Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, own))
+    }
+
+    /// Memory of the device for `len` elements, unless kernels reach the group's.
+    fn take_own(&self, len: usize) -> Result<Option<Tensor>, ParallelError> {
         let device = self.device();
-        if device.reaches_host() {
-            return Ok(Exchanged::new(self.take_buffer(len)?, None));
-        }
-        let own: Tensor = device.empty([len].into(), T::DTYPE, self.category)?;
-        Ok(Exchanged::new(self.take_buffer(self.buffer_len(len))?, Some(own)))
+        let take = || device.empty([len].into(), T::DTYPE, self.category);
+        Ok((!device.reaches_host()).then(take).transpose()?)
     }
 
     /// Elements of the group's memory that a vector of `len` elements has.
@@ -71,7 +74,7 @@ impl<T: Stored> Pool<T> {
     }
 
     /// Memory of the group for `len` elements, with unspecified contents, which no kernel works with.
-    pub(crate) fn take_buffer(&self, len: usize) -> Result<Held<Buffer<T>>, ParallelError> {
+    pub(crate) fn take_buffer(&self, len: usize) -> Result<Pending<Buffer<T>>, ParallelError> {
         let mut free = self.shared.free.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(index) = free.iter().position(|(other, _)| *other == len) {
             return Ok(free.swap_remove(index).1);
@@ -79,18 +82,15 @@ impl<T: Stored> Pool<T> {
         let (own, mapped) = self.num_bytes(len);
         self.shared.counted.take(self.category, own)?;
         self.shared.counted.map(mapped)?;
-        Ok(Held::new(self.group.buffer::<T>(len)?))
+        Ok(Pending::new(self.group.buffer::<T>(len)?))
     }
 
     /// A vector of what a group has brought into memory of this pool.
     #[track_caller]
-    pub(crate) fn arrived(&self, buffer: Buffer<T>) -> Result<Exchanged<T>, ParallelError> {
-        let (device, len) = (self.device(), buffer.len());
-        if device.reaches_host() {
-            return Ok(Exchanged::new(buffer.into(), None));
-        }
-        let own = device.empty([len].into(), T::DTYPE, self.category)?;
-        Ok(Exchanged::arrive(buffer, Stay::new(Some(own), 0..len), device))
+    pub(crate) fn adopt(&self, buffer: Buffer<T>) -> Result<Exchanged<T>, ParallelError> {
+        let len = buffer.len();
+        let part = DevicePart::new(self.take_own(len)?, 0..len);
+        Ok(Exchanged::arrive(buffer, part, self.device()))
     }
 
     /// Bytes of a buffer, and of what is mapped of its peers.
@@ -106,7 +106,7 @@ impl<T: Stored> Pool<T> {
     }
 
     /// Gives memory of the group for `len` elements back.
-    pub(crate) fn give_buffer(&self, len: usize, buffer: Held<Buffer<T>>) {
+    pub(crate) fn give_buffer(&self, len: usize, buffer: Pending<Buffer<T>>) {
         self.shared.free.lock().unwrap_or_else(PoisonError::into_inner).push((len, buffer));
     }
 

@@ -4,7 +4,7 @@
 use crate::compressed::Compressed;
 use crate::counted::Counted;
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::hierarchical::Hierarchical;
 use crate::offload::Movable;
 use crate::pool::Pool;
@@ -19,7 +19,7 @@ use trireme_tensor::{Category, Device, Precision, View};
 /// The reduction of one unit's gradient, step after step.
 pub(crate) enum Reduction {
     /// In f32: in the gradient's own memory, or with others if it is short.
-    Plain { exchange: Summation<f32>, under_way: Option<UnderWay<f32>> },
+    Plain { exchange: Summation<f32>, under_way: Option<Exchanging<f32>> },
     /// In 16 bits, in memory beside it.
     Rounded(Box<dyn Sum>),
     /// In integers, within hosts and then across them, in memory beside it.
@@ -168,6 +168,7 @@ impl Reduction {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use trireme_base::Pending;
     use trireme_tensor::DeviceOptions;
     use trireme_testkit::run_ranks;
 
@@ -197,7 +198,7 @@ mod tests {
             let counted = Counted::new(&device);
             let exchanges = Summations::AllReduce { fusion_bytes: 0, lens: &[], counted: &counted };
             let mut reduction = exchanges.reductions(dtype, &group, &device).unwrap()(LEN).unwrap();
-            let mut vector = Exchanged::new(group.buffer::<f32>(LEN).unwrap().into(), None);
+            let mut vector = Exchanged::new(Pending::new(group.buffer::<f32>(LEN).unwrap()), None);
             let mut found = Vec::new();
             // The second round finds the buffers of the first.
             for _ in 0..2 {

@@ -1,7 +1,7 @@
 //! Copies of whole units that the ranks of a host shard (hpZ: Wang et al., "ZeRO++", 2023, section 3.2).
 
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::ranks::Levels;
 use crate::stored::Stored;
 use std::ops::Range;
@@ -40,7 +40,7 @@ impl SecondaryShards {
     }
 
     /// Starts to gather a unit from its host's copy. Collective over the ranks of the host.
-    pub(crate) fn gather<T: Stored>(&self, unit: usize, mut whole: Exchanged<T>) -> UnderWay<T> {
+    pub(crate) fn gather<T: Stored>(&self, unit: usize, mut whole: Exchanged<T>) -> Exchanging<T> {
         let (shard, part, len) = (&self.shards[unit], self.parts[unit].clone(), whole.len());
         self.device.convert(shard.view(), whole.part_mut(part.clone()));
         whole.exchange(&self.device, part, 0..len, |whole| self.host.all_gather(whole))

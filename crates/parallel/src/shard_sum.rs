@@ -84,7 +84,7 @@ impl Sum for TreeShardSum {
         let (len, device) = (self.memory.len(), &self.device);
         let sum = self.sum.finish(|left, right| add(device, len, left, right));
         let Some(Gradient::Reducible(buffer)) = sum else {
-            unreachable!("the first term lies in the group's memory, and sums grow to the left")
+            unreachable!("the first term is what ranks reduce, and sums grow to the left")
         };
         self.memory.put(buffer);
         self.memory.reduce();

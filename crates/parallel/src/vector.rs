@@ -1,7 +1,7 @@
 //! Vectors that ranks add up.
 
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::offload::Movable;
 use crate::pool::Pool;
 use crate::space::bring;
@@ -44,7 +44,7 @@ pub(crate) enum Summation<T> {
 }
 
 impl<T: Stored> Summation<T> {
-    pub(crate) fn start(&self, vector: Exchanged<T>, device: &Device) -> UnderWay<T> {
+    pub(crate) fn start(&self, vector: Exchanged<T>, device: &Device) -> Exchanging<T> {
         let len = vector.len();
         match self {
             Summation::AllReduce(fusion) => {
@@ -73,7 +73,7 @@ pub(crate) struct Vector<T> {
     exchange: Summation<T>,
     /// Present while nothing is under way and it was not given back.
     memory: Option<Exchanged<T>>,
-    under_way: Option<UnderWay<T>>,
+    under_way: Option<Exchanging<T>>,
     pool: Pool<T>,
 }
 

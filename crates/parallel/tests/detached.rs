@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 use std::sync::Mutex;
-use trireme_base::{DType, Held};
+use trireme_base::{DType, Pending};
 use trireme_comm::{CodecName, Compression, CompressionOptions};
 use trireme_model::ModelConfig;
 use trireme_optim::{AdafactorSettings, OptimizerKind};
@@ -164,12 +164,13 @@ fn copies(backend: Backend, sites: &Mutex<BTreeSet<WaitSite>>) -> [Vec<u8>; 3] {
     let zeros = || device.zeros([256].into(), DType::F32, Category::Activations).unwrap();
     let (mut x, mut y, mut z) = (zeros(), zeros(), zeros());
     device.map_in_place(y.view_mut(), 1, |_| 2.0);
-    let up = device.upload_later(Held::new(vec![1; 1024]), 0, x.view_mut());
-    let down = device.download_later(y.view(), up, 0);
-    let up = device.upload_later(down, 0, z.view_mut());
-    device.wait_for(&up.until());
+    let mut host = Pending::new(vec![1; 1024]);
+    device.upload_later(&mut host, 0, x.view_mut());
+    device.download_later(y.view(), &mut host, 0);
+    device.upload_later(&mut host, 0, z.view_mut());
+    device.wait_for(&host.event());
     sites.lock().unwrap().extend(device.wait_sites());
-    [device.read(x.view().as_bytes()), device.read(z.view().as_bytes()), up.wait()]
+    [device.read(x.view().as_bytes()), device.read(z.view().as_bytes()), host.wait()]
 }
 
 /// A wait that can be left out unnoticed is not needed, or not tested.

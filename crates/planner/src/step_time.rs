@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use trireme_base::{Issued, JournalEntry, KernelCall, Rank, StepEvents};
+use trireme_base::{Issued, JournalEntry, KernelCall, Rank, StepEntries};
 use trireme_schedule::engine::{Actor, Entry, Interval, Job, Length, Stuck, run};
 
 /// What things take on a machine, in seconds.
@@ -33,7 +33,7 @@ const NUM_STEPS: usize = 3;
 /// If a rank waits for what nobody does.
 ///
 /// Cost: for each event of the three steps that are simulated, a look-up of its seconds under `2 * ranks * data_degree` loads.
-pub fn step_time(ranks: &[StepEvents], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
+pub fn step_time(ranks: &[StepEntries], data_degree: usize, rates: &dyn Rates) -> Result<StepTime, Stuck> {
     let num_workers = ranks.len() * data_degree;
     let mut places = Places { data_degree, num_workers, rates, channels: BTreeMap::new() };
     let entries: Vec<RankEntries> =
@@ -119,7 +119,7 @@ struct RankEntries {
 }
 
 impl RankEntries {
-    fn new(place: usize, rank: &StepEvents, places: &mut Places<'_>) -> Self {
+    fn new(place: usize, rank: &StepEntries, places: &mut Places<'_>) -> Self {
         let numbers = rank.actions.iter().flatten().filter_map(|event| match event {
             JournalEntry::Issue(number, _) => Some(*number),
             _ => None,
@@ -191,8 +191,8 @@ mod tests {
     }
 
     fn seconds(ranks: &[Vec<Vec<JournalEntry>>], num_issued: usize, data_degree: usize) -> f64 {
-        let events = |actions: &Vec<Vec<JournalEntry>>| StepEvents { actions: actions.clone(), num_issued };
-        let ranks: Vec<StepEvents> = ranks.iter().map(events).collect();
+        let entries = |actions: &Vec<Vec<JournalEntry>>| StepEntries { actions: actions.clone(), num_issued };
+        let ranks: Vec<StepEntries> = ranks.iter().map(entries).collect();
         step_time(&ranks, data_degree, &Machine).unwrap().seconds
     }
 

@@ -51,7 +51,7 @@ pub enum Backend {
     /// The CPU, which runs a kernel to its end before a call returns, in memory that the host shares.
     #[default]
     Cpu,
-    /// The CPU, worked with as an accelerator: kernels run later, and the host does not reach its memory.
+    /// A CPU that behaves like an accelerator: kernels run later, and the host does not reach its memory.
     Detached(DetachedOptions),
 }
 
@@ -66,8 +66,8 @@ pub struct Device {
     detached: Option<Arc<Detached>>,
     arena: Arc<Arena>,
     counter: Arc<MemoryCounter>,
-    /// Of host memory that copies work with.
-    pinned: Arc<MemoryCounter>,
+    /// Of the host's memory that vectors pass through on their way to other ranks.
+    staging: Arc<MemoryCounter>,
     cost: Arc<Mutex<Cost>>,
     journal: Arc<OnceLock<Journal>>,
     /// Whether kernels reach the host's memory.
@@ -124,12 +124,12 @@ impl Device {
     fn new(threads: ThreadPool, options: DeviceOptions, arena: Arena, counter: Arc<MemoryCounter>) -> Self {
         let (cpu, arena) = (Arc::new(Cpu::new(threads, features(options))), Arc::new(arena));
         let reaches_host = matches!(options.backend, Backend::Cpu);
-        let pinned = match reaches_host {
+        let staging = match reaches_host {
             true => Arc::clone(&counter),
             false => Arc::new(MemoryCounter::new(None)),
         };
         let (cost, journal) = (Arc::default(), Arc::default());
-        Device { cpu, detached: None, arena, counter, pinned, cost, journal, reaches_host }
+        Device { cpu, detached: None, arena, counter, staging, cost, journal, reaches_host }
     }
 
     /// Whether kernels work in the host's memory, too: then the host and the device are one space, and nothing is copied between them.
@@ -191,7 +191,7 @@ impl Device {
         }
     }
 
-    /// What was issued so far.
+    /// An event that is done when all kernels issued so far have run.
     pub fn record(&self) -> Event {
         self.detached.as_ref().map_or(Event::DONE, |detached| detached.queue().record(Stream::Compute))
     }
@@ -230,12 +230,12 @@ impl Device {
             false => Arena::reserve(Arc::clone(&counter)),
         };
         let (cpu, arena) = (Arc::clone(&self.cpu), Arc::new(arena.map_err(DeviceError::Reserve)?));
-        let (pinned, journal) = (Arc::clone(&counter), Arc::clone(&self.journal));
+        let (staging, journal) = (Arc::clone(&counter), Arc::clone(&self.journal));
         let (detached, cost) = (None, Arc::default());
-        Ok(Device { cpu, detached, arena, counter, pinned, cost, journal, reaches_host: true })
+        Ok(Device { cpu, detached, arena, counter, staging, cost, journal, reaches_host: true })
     }
 
-    /// Gives memory that is not in use back to the system, after something that took much of it for once.
+    /// Gives memory that is not in use back to the system, after something that took much of it for once. A detached device keeps it.
     pub fn trim(&self) {
         self.arena.trim();
     }
@@ -255,10 +255,11 @@ impl Device {
         &self.counter
     }
 
-    /// Bytes of the host's memory in use that copies of this device work with, by category. Where kernels reach the host's memory, it is
-    /// [`memory`](Device::memory).
-    pub fn pinned(&self) -> &MemoryCounter {
-        &self.pinned
+    /// Bytes of the host's memory in use that vectors of this device pass through on their way to other ranks, by category. Where kernels
+    /// reach the host's memory, it is [`memory`](Device::memory). What [`pinned_memory`](Device::pinned_memory) takes counts in the
+    /// host's `memory`.
+    pub fn staging(&self) -> &MemoryCounter {
+        &self.staging
     }
 
     /// Refuses what can never fit, before any of it is taken: `num_bytes` for `category`, if that is more than all the

@@ -70,7 +70,7 @@ impl OptimizerState {
         let values = self.values.view().part(elements.start, [elements.len()].into());
         let read = |state: StateRef<'_>, out| pieces.read_state(device.cpu_features(), range, state, out);
         match self.dtype {
-            StateDType::F32 => read(StateRef::F32(&device.read(values)), out),
+            StateDType::F32 => device.download(values, &mut out[..elements.len()]),
             StateDType::Bf16 => read(StateRef::Bf16(&device.read(values)), out),
             StateDType::Int8 => {
                 let steps = self.steps.view().part(blocks.start, [blocks.len()].into());
@@ -91,11 +91,7 @@ impl OptimizerState {
         let write = |state: StateSlice<'_>| pieces.write_state(device.cpu_features(), range, state, values);
         let own = self.values.view_mut().into_part(first, [len].into());
         match self.dtype {
-            StateDType::F32 => {
-                let mut written = vec![0.0; len];
-                write(StateSlice::F32(SharedSlice::new(&mut written)));
-                device.upload(&written, own);
-            }
+            StateDType::F32 => device.upload(&values[..len], own),
             StateDType::Bf16 => {
                 let mut written = vec![Bf16::default(); len];
                 write(StateSlice::Bf16(SharedSlice::new(&mut written)));

@@ -89,6 +89,11 @@ impl Parameters {
         &self.parts
     }
 
+    /// The device that they lie on.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
     /// What is here of a unit's flat buffer.
     pub fn flat(&self, unit: usize) -> View<'_> {
         self.flats[unit].view()

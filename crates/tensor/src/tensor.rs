@@ -62,7 +62,7 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view(&self) -> View<'_> {
-        let place = Place::new(self.block.start(), self.block.len(), self.dtype);
+        let place = self.block.place(self.dtype);
         View { place, shape: self.shape, lifetime: PhantomData }
     }
 
@@ -71,7 +71,7 @@ impl Tensor {
     /// # Panics
     /// If its memory was given back.
     pub fn view_mut(&mut self) -> ViewMut<'_> {
-        let place = PlaceMut::new(self.block.start(), self.block.len(), self.dtype);
+        let place = PlaceMut::new(self.block.place(self.dtype));
         ViewMut { place, shape: self.shape, lifetime: PhantomData }
     }
 }

@@ -33,7 +33,7 @@ impl<'a> Exerciser<'a> {
         Exerciser { device, journal, world, is_active, samples: RefCell::default() }
     }
 
-    /// A kernel's time ends where the next event begins, so it includes what the tape does in between.
+    /// A kernel's time ends where the next entry begins, so it includes what the tape does in between.
     fn take_in(&self, noted: &[(JournalEntry, Instant)]) {
         let mut samples = self.samples.borrow_mut();
         for pair in noted.windows(2) {
@@ -100,10 +100,10 @@ impl<'a> Exerciser<'a> {
     }
 
     /// Kernels of sums, copies and conversions, each at the largest size of a step.
-    pub(super) fn others<'e>(&self, events: impl Iterator<Item = &'e JournalEntry>) -> Result<()> {
+    pub(super) fn others<'e>(&self, entries: impl Iterator<Item = &'e JournalEntry>) -> Result<()> {
         let mut largest: BTreeMap<&str, KernelCall> = BTreeMap::new();
-        for event in events {
-            if let JournalEntry::Kernel(call) = event {
+        for entry in entries {
+            if let JournalEntry::Kernel(call) = entry {
                 let most = largest.entry(call.kernel).or_insert(*call);
                 *most = if weight(call) > weight(most) { *call } else { *most };
             }

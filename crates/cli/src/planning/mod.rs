@@ -24,7 +24,7 @@ use probe::Probed;
 use sizes::{batch_memory, state_sizes};
 use std::fmt;
 use std::path::Path;
-use trireme_base::{Bytes, Category, Rank, StepEvents, UnitPasses};
+use trireme_base::{Bytes, Category, Rank, StepEntries, UnitPasses};
 use trireme_comm::{CommError, Group, TransportKind};
 use trireme_data::{Corpus, Tokenizer};
 use trireme_model::{Model, ModelConfig, ModelError, Rehearsal, TensorSpec, token_specs};
@@ -293,13 +293,13 @@ impl Plan {
         let Job { config, workers, .. } = job;
         let (model, rehearsal) = rehearsed(job)?;
         let chain = chain(model.table(), &rehearsal);
-        let events = |(worker, _): (Workers<'_>, usize)| {
+        let entries = |(worker, _): (Workers<'_>, usize)| {
             let (executor, _) =
                 dry_executor(Job { workers: worker, ..job }, &rehearsal, &chain, &self.choices)?;
-            Ok(executor.dry_events().map_err(TrainError::from)?)
+            Ok(executor.dry_entries().map_err(TrainError::from)?)
         };
-        let stages: Vec<StepEvents> =
-            workers.by_place(config).into_iter().map(events).collect::<Result<_>>()?;
+        let stages: Vec<StepEntries> =
+            workers.by_place(config).into_iter().map(entries).collect::<Result<_>>()?;
         let (rank, data_degree) = (world.rank(), config.data_parallel_degree());
         let outline = step_programs(config, &chain, &self.choices)?.swap_remove(rank.0 / data_degree).outline;
         let pipeline_degree = config.parallelism().pipeline_parallel_degree;

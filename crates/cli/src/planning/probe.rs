@@ -9,7 +9,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
-use trireme_base::{Bf16, Cost, Issued, JournalEntry, KernelCall, Rank, ReduceOp, StepEvents};
+use trireme_base::{Bf16, Cost, Issued, JournalEntry, KernelCall, Rank, ReduceOp, StepEntries};
 use trireme_comm::{Buffer, Element, Group};
 use trireme_model::{Model, Rehearsal};
 use trireme_parallel::RankGrid;
@@ -57,7 +57,7 @@ impl Probed {
     /// Collective.
     pub(super) fn measure(
         job: Job<'_>,
-        stages: &[StepEvents],
+        stages: &[StepEntries],
         (model, rehearsal): (&Model, &Rehearsal),
         (parts, memory_max): (&[Range<usize>], usize),
         world: Group,
@@ -72,19 +72,19 @@ impl Probed {
         let doublings = std::iter::successors(Some(1), |load| Some(2 * load));
         let mut loads: Vec<usize> = doublings.take_while(|&load| load < workers.world_size).collect();
         loads.push(workers.world_size);
-        let events = || stages.iter().flat_map(|stage| stage.actions.iter().flatten());
+        let entries = || stages.iter().flat_map(|stage| stage.actions.iter().flatten());
         let mut kernels: BTreeMap<KernelCall, Vec<f64>> = BTreeMap::new();
         for &load in &loads {
             let exerciser = Exerciser::new(&device, &world, world.rank().0 < load);
             exerciser.units(job, model, rehearsal)?;
             exerciser.updates(job, model, parts)?;
-            exerciser.others(events())?;
+            exerciser.others(entries())?;
             for (call, seconds) in exerciser.seconds(load > num_undisturbed) {
                 kernels.entry(call).or_default().push(seconds);
             }
         }
-        let issued: BTreeSet<&Issued> = events()
-            .filter_map(|event| match event {
+        let issued: BTreeSet<&Issued> = entries()
+            .filter_map(|entry| match entry {
                 JournalEntry::Issue(_, issued) => Some(issued),
                 _ => None,
             })
@@ -100,16 +100,16 @@ impl Probed {
     }
 
     /// Kernels and operations of steps that were not measured.
-    pub(super) fn unmeasured(&self, stages: &[StepEvents]) -> Vec<&'static str> {
-        let name = |event: &JournalEntry| match event {
+    pub(super) fn unmeasured(&self, stages: &[StepEntries]) -> Vec<&'static str> {
+        let name = |entry: &JournalEntry| match entry {
             JournalEntry::Kernel(call) if self.nearest(call).is_none() => Some(call.kernel),
             JournalEntry::Issue(_, issued) => {
                 link(issued).filter(|link| !self.links.contains_key(link)).map(|(operation, ..)| operation)
             }
             _ => None,
         };
-        let events = stages.iter().flat_map(|stage| stage.actions.iter().flatten());
-        events.filter_map(name).collect::<BTreeSet<_>>().into_iter().collect()
+        let entries = stages.iter().flat_map(|stage| stage.actions.iter().flatten());
+        entries.filter_map(name).collect::<BTreeSet<_>>().into_iter().collect()
     }
 
     /// The call that is the nearest to one, and the seconds that it takes.
@@ -269,7 +269,7 @@ mod tests {
         assert_eq!(seconds(100, 8), 8.0);
         assert_eq!([seconds(200, 1), seconds(900, 1)], [2.0, 7.2]);
         let other = call("other", 100);
-        let step = StepEvents { actions: vec![vec![JournalEntry::Kernel(other)]], num_issued: 0 };
+        let step = StepEntries { actions: vec![vec![JournalEntry::Kernel(other)]], num_issued: 0 };
         assert_eq!((probed.kernel(&other, 1), probed.unmeasured(&[step])), (0.0, vec!["other"]));
     }
 
@@ -283,7 +283,7 @@ mod tests {
         };
         assert_eq!([1, 4, 8].map(|load| probed.issued(&reduction(10), load)), [3.0, 3.0, 6.0]);
         let step =
-            |len| StepEvents { actions: vec![vec![JournalEntry::Issue(0, reduction(len))]], num_issued: 1 };
+            |len| StepEntries { actions: vec![vec![JournalEntry::Issue(0, reduction(len))]], num_issued: 1 };
         assert_eq!(
             [probed.unmeasured(&[step(10)]), probed.unmeasured(&[step(11)])],
             [vec![], vec!["all_reduce"]]

@@ -1,7 +1,7 @@
 //! Predictions against what real steps take.
 
 mod communication;
-mod events;
+mod entries;
 mod limits;
 
 use trireme_base::{Category, Rank};
@@ -243,7 +243,7 @@ impl Case {
             let found = Category::ALL.map(|category| device.memory().usage(category).peak);
             assert_eq!(dry.peaks, found, "rank {rank} of {self:?} on {backend:?}");
             let memory = device.memory();
-            let pinned = if device.reaches_host() { 0 } else { device.pinned().total().peak };
+            let pinned = if device.reaches_host() { 0 } else { device.staging().total().peak };
             let on_host = host.memory().total().peak + pinned;
             let measured = [memory.total().peak, memory.own().peak, on_host];
             let dry = [dry.at_peak.iter().sum::<usize>(), dry.own, dry.host];

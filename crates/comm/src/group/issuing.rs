@@ -68,7 +68,7 @@ impl Group {
     ) -> Work<Buffer<T>> {
         match &self.messenger {
             None if self.is_dry() && peer != self.rank && peer.0 < self.world_size => {
-                let bytes = buffer.num_elements() * size_of::<T>();
+                let bytes = buffer.len() * size_of::<T>();
                 let peer = self.dry.as_ref().map_or(peer, |dry| dry.members[peer.0]);
                 self.dry_issued(buffer, || match name {
                     "send" => Issued::Send { to: peer, bytes },
@@ -76,7 +76,7 @@ impl Group {
                 })
             }
             Some(messenger) if peer != self.rank && peer.0 < self.world_size => {
-                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.num_elements() };
+                let operation = Operation::Message { dtype: T::DTYPE, len: buffer.len() };
                 let receipt = issue(messenger, peer, operation, buffer.into_storage());
                 Work::message(receipt, Buffer::from_storage)
             }
@@ -117,10 +117,11 @@ impl Group {
     pub(crate) fn issue_pair<T: Element>(
         &self,
         operation: Operation,
-        (input, mut output): (Buffer<T>, Buffer<T>),
+        (mut input, mut output): (Buffer<T>, Buffer<T>),
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let Some(executor) = &self.executor else {
             if !self.is_dry() {
+                input.wait();
                 output.copy_from_slice(&input);
             }
             return self.dry_work(operation, (input, output));
@@ -136,11 +137,12 @@ impl Group {
     /// Issues an all-to-all with blocks of any lengths.
     pub(crate) fn issue_variable<T: Element>(
         &self,
-        (input, mut output): (Buffer<T>, Buffer<T>),
+        (mut input, mut output): (Buffer<T>, Buffer<T>),
         lens: [Vec<usize>; 2],
     ) -> Work<(Buffer<T>, Buffer<T>)> {
         let Some(executor) = &self.executor else {
             if !self.is_dry() {
+                input.wait();
                 output.copy_from_slice(&input);
             }
             return self.dry_work(Operation::AllToAllVariable { dtype: T::DTYPE }, (input, output));

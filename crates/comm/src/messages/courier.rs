@@ -23,6 +23,7 @@ pub(super) struct Parcel {
     direction: Direction,
     operation: Operation,
     storage: Storage,
+    /// When it was issued, or its memory came back from a device.
     issued: Instant,
     /// Its number in the flight recorder.
     number: u64,
@@ -43,8 +44,8 @@ impl Parcel {
     }
 
     /// Whether no device works with it any more, so that it may move.
-    fn is_settled(&self) -> bool {
-        self.storage.until().is_done()
+    fn is_here(&self) -> bool {
+        self.storage.event().is_done()
     }
 }
 
@@ -163,7 +164,7 @@ impl Courier {
 
     fn advance_out(&mut self, peer: Rank) -> Result<bool, CommError> {
         let lane = &mut self.lanes[peer.0].outgoing;
-        let Some(parcel) = lane.waiting.front_mut().filter(|parcel| parcel.is_settled()) else {
+        let Some(parcel) = lane.waiting.front_mut().filter(|parcel| parcel.is_here()) else {
             return Ok(false);
         };
         let link = self.links[peer.0].as_mut().expect("messages go to other ranks");
@@ -188,7 +189,7 @@ impl Courier {
     fn advance_in(&mut self, peer: Rank) -> Result<bool, CommError> {
         let own = self.own;
         let lane = &mut self.lanes[peer.0].incoming;
-        let Some(parcel) = lane.waiting.front_mut().filter(|parcel| parcel.is_settled()) else {
+        let Some(parcel) = lane.waiting.front_mut().filter(|parcel| parcel.is_here()) else {
             return Ok(false);
         };
         let link = self.links[peer.0].as_mut().expect("messages come from other ranks");
@@ -262,6 +263,11 @@ impl Courier {
                 (lanes.incoming.waiting.front_mut(), lanes.incoming.num_begun),
             ] {
                 let Some(parcel) = parcel else { continue };
+                if !parcel.is_here() {
+                    // The peer does not keep it waiting yet.
+                    parcel.issued = self.checked;
+                    continue;
+                }
                 let (elapsed, peer) = (parcel.issued.elapsed(), Rank(peer));
                 let call = call(parcel.operation, num_begun, parcel.issued, self.timeout);
                 if elapsed >= self.timeout {
@@ -300,7 +306,7 @@ impl Drop for Courier {
 
 impl Lanes {
     fn interests(&self) -> impl Iterator<Item = Interest> + use<> {
-        let may_move = |waiting: &VecDeque<Parcel>| waiting.front().is_some_and(Parcel::is_settled);
+        let may_move = |waiting: &VecDeque<Parcel>| waiting.front().is_some_and(Parcel::is_here);
         let send = may_move(&self.outgoing.waiting).then_some(Interest::Send);
         let receive = may_move(&self.incoming.waiting).then_some(Interest::Receive);
         [send, receive].into_iter().flatten()

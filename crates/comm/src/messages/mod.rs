@@ -128,11 +128,11 @@ impl Messenger {
             let issued = Instant::now();
             let num_issued = &mut state.num_issued[peer.0][direction as usize];
             let way = (direction, peer);
-            let until = storage.until();
-            if !until.is_done() {
-                until.demand();
+            let event = storage.event();
+            if !event.is_done() {
+                event.demand();
                 let office = Arc::clone(office);
-                until.on_done(move || office.ring());
+                event.on_done(move || office.ring());
             }
             let number = office.recorder.issue_message(way, *num_issued, operation, issued);
             *num_issued += 1;

@@ -4,9 +4,8 @@ use super::Executor;
 use crate::error::ParallelError;
 use crate::step::{GradNorm, StepPlan};
 use std::time::Instant;
-use trireme_base::{Category, Journal, JournalEntry, StepEvents};
+use trireme_base::{Category, Journal, JournalEntry, StepEntries};
 use trireme_model::{Batch, TensorSpec};
-use trireme_schedule::StateClass;
 use trireme_tensor::MemoryCounter;
 
 /// Steps that are gone through at least: what the first takes for later ones is there in the second.
@@ -62,17 +61,15 @@ impl Executor {
     ///
     /// # Panics
     /// If a device computes.
-    pub fn dry_events(self) -> Result<StepEvents, ParallelError> {
+    pub fn dry_entries(self) -> Result<StepEntries, ParallelError> {
         let journal = Journal::default();
         self.device.keep_journal(&journal);
         self.ranks.world().keep_journal(&journal);
         Ok(self.go_dry(Some(&journal))?.1)
     }
 
-    fn go_dry(mut self, journal: Option<&Journal>) -> Result<(MemoryUse, StepEvents), ParallelError> {
+    fn go_dry(mut self, journal: Option<&Journal>) -> Result<(MemoryUse, StepEntries), ParallelError> {
         assert!(self.device.is_counting() && self.host().is_counting(), "a dry run computes nothing");
-        let state = &self.program.outline.state;
-        let is_away = StateClass::ALL.iter().any(|&class| state.is_away(class));
         let device = self.device.clone();
         let memory = device.memory();
         let num_actions = self.program.actions.len();
@@ -83,7 +80,7 @@ impl Executor {
         // Units change to another kind of step one after the other: a step more finds all of them alike.
         let num_steps = (self.gradients.num_kinds() + 1).max(NUM_STEPS_MIN) as u64;
         let take = || journal.map(Journal::take).unwrap_or_default();
-        let mut events = StepEvents { actions: Vec::new(), num_issued: 0 };
+        let mut entries = StepEntries { actions: Vec::new(), num_issued: 0 };
         let late = (LATE..LATE + LATE_STEPS_MAX).filter(|&step| self.has_momentum(step));
         let late: Vec<u64> = late.take(num_steps as usize).collect();
         for step in (1..=num_steps).chain(late) {
@@ -105,23 +102,21 @@ impl Executor {
             noted[num_actions] = take();
             // Late steps are others.
             if step == num_steps {
-                events = step_events(noted);
+                entries = step_entries(noted);
             }
         }
-        found.host = if is_away { self.host().memory().total().peak } else { 0 };
-        if !self.device.reaches_host() {
-            found.host += self.device.pinned().total().peak;
-        }
+        found.host = self.host_bytes_peak();
         found.own_between_steps = memory.own().current;
-        Ok((found, events))
+        Ok((found, entries))
     }
 }
 
-fn step_events(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEvents {
-    let untimed = |events: Vec<(JournalEntry, Instant)>| events.into_iter().map(|(event, _)| event).collect();
+fn step_entries(noted: Vec<Vec<(JournalEntry, Instant)>>) -> StepEntries {
+    let untimed =
+        |entries: Vec<(JournalEntry, Instant)>| entries.into_iter().map(|(entry, _)| entry).collect();
     let actions: Vec<Vec<JournalEntry>> = noted.into_iter().map(untimed).collect();
-    let issues = actions.iter().flatten().filter(|event| matches!(event, JournalEntry::Issue(..)));
-    StepEvents { num_issued: issues.count(), actions }
+    let issues = actions.iter().flatten().filter(|entry| matches!(entry, JournalEntry::Issue(..)));
+    StepEntries { num_issued: issues.count(), actions }
 }
 
 impl MemoryUse {

@@ -124,13 +124,13 @@ impl Executor {
         // Zeros of units that lie elsewhere change no sum.
         let elsewhere = (0..len).filter(|&unit| !self.program.outline.holds(unit));
         elsewhere.for_each(|unit| self.device.zero(squares.part_mut(unit..unit + 1)));
-        let (mut buffer, stay) = squares.leave(&self.device, 0..len, 0..0);
+        let (mut buffer, part) = squares.leave(&self.device, 0..len, 0..0);
         let groups = [Some(self.ranks.shards()), across.then_some(self.ranks.pipeline())];
         for group in groups.into_iter().flatten() {
             buffer = waiting.wait(group.all_reduce(buffer, ReduceOp::Sum))?;
         }
-        let mut squares = Exchanged::arrive(buffer, stay, &self.device);
-        let sum = squares.host_mut().iter().sum();
+        let mut squares = Exchanged::arrive(buffer, part, &self.device);
+        let sum = squares.host_elements().iter().sum();
         self.squares = Some(squares);
         Ok(sum)
     }

@@ -1,7 +1,7 @@
 //! What units report of a step's microbatches, and its means: the loss and metrics.
 
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::ranks::RankGrid;
 use crate::tree::TreeSum;
 use crate::waiting::Waiting;
@@ -43,7 +43,7 @@ pub(super) struct Means {
     /// Sums and rows; zeros between programs, and absent while they are under way. By rank,
     /// then term, then microbatch.
     reports: Option<Exchanged<f64>>,
-    under_way: Option<UnderWay<f64>>,
+    under_way: Option<Exchanging<f64>>,
     device: Device,
     tree: TreeSum<f64>,
     /// Mean losses by step.
@@ -95,7 +95,7 @@ impl Means {
         let terms: Vec<Term> = rehearsal.reports().enumerate().map(term).collect();
         let is_loss = |term: &&Term| term.report.metric.is_none() && outline.holds(term.unit);
         let num_losses = terms.iter().filter(is_loss).count();
-        let reports = Some(Exchanged::for_host(&world, device, world.world_size() * len)?);
+        let reports = Some(Exchanged::new_for_host(&world, device, world.world_size() * len)?);
         let (num_steps, metric_names) = (outline.num_steps(), rehearsal.metric_names());
         Ok(Means {
             world,
@@ -171,7 +171,7 @@ impl Means {
         }
         let under_way = self.under_way.take().expect("the reports were sent");
         let mut gathered = under_way.wait(&self.device, waiting)?;
-        let reports = gathered.host_mut();
+        let reports = gathered.host_elements();
         self.losses.fill(0.0);
         self.metrics.fill(RowMean::default());
         for Term { report, order, .. } in &self.terms {
@@ -194,7 +194,6 @@ impl Means {
                 }
             }
         }
-        reports.fill(0.0);
         self.device.zero(gathered.view_mut());
         self.reports = Some(gathered);
         Ok(&self.losses)

@@ -7,7 +7,7 @@ use crate::pool::Pool;
 use crate::ranks::RankGrid;
 use crate::waiting::Waiting;
 use std::collections::VecDeque;
-use trireme_base::{Held, Rank};
+use trireme_base::{Pending, Rank};
 use trireme_comm::{Buffer, Work};
 use trireme_model::{Bundle, TensorSpec};
 use trireme_schedule::{Action, Message, MessageKind};
@@ -51,10 +51,10 @@ impl Messages {
         let num_words = tensors.specs().map(|spec| spec.num_words()).sum();
         let (mut buffer, mut first) = (self.pool.take_buffer(num_words)?, 0);
         for ((_, tensor), spec) in tensors.iter().zip(tensors.specs()) {
-            buffer = device.download_later(tensor.view(), buffer, first * size_of::<f32>());
+            device.download_later(tensor.view(), &mut buffer, first * size_of::<f32>());
             first += spec.num_words();
         }
-        self.sent.push_back(self.pool.group().send(Buffer::lent(buffer, num_words), Rank(to)));
+        self.sent.push_back(self.pool.group().send(Buffer::pending(buffer, num_words), Rank(to)));
         Ok(())
     }
 
@@ -83,14 +83,14 @@ impl Messages {
         while self.sent.len() > num_left {
             let first = self.sent.pop_front().expect("messages are under way");
             let buffer = waiting.wait(first)?;
-            self.pool.give_buffer(buffer.len(), buffer.into());
+            self.pool.give_buffer(buffer.len(), Pending::new(buffer));
         }
         Ok(())
     }
 
     /// Starts to receive `len` elements.
     fn receive(&self, len: usize, from: usize) -> Result<Work<Buffer<f32>>, ParallelError> {
-        let buffer = Buffer::lent(self.pool.take_buffer(len)?, len);
+        let buffer = Buffer::pending(self.pool.take_buffer(len)?, len);
         Ok(self.pool.group().receive(buffer, Rank(from)))
     }
 
@@ -103,15 +103,15 @@ impl Messages {
         waiting: &mut Waiting,
     ) -> Result<Bundle<Tensor>, ParallelError> {
         let buffer = waiting.wait(work)?;
-        let (len, mut buffer) = (buffer.len(), Held::new(buffer));
+        let (len, mut buffer) = (buffer.len(), Pending::new(buffer));
         let (mut tensors, mut first) = (Bundle::new(), 0);
         for spec in specs {
             let mut tensor = device.empty(spec.shape, spec.dtype, Category::Activations)?;
-            buffer = device.upload_later(buffer, first * size_of::<f32>(), tensor.view_mut());
+            device.upload_later(&mut buffer, first * size_of::<f32>(), tensor.view_mut());
             tensors.push(spec.name, tensor);
             first += spec.num_words();
         }
-        device.wait_for(&buffer.until());
+        device.wait_for(&buffer.event());
         self.pool.give_buffer(len, buffer);
         Ok(tensors)
     }
@@ -168,7 +168,7 @@ impl Executor {
         let work = messages.receive(parameters.copy_mut().shape().num_elements(), from)?;
         let buffer = waiting.wait(work)?;
         device.upload(&buffer, parameters.copy_mut());
-        messages.pool.give_buffer(buffer.len(), buffer.into());
+        messages.pool.give_buffer(buffer.len(), Pending::new(buffer));
         Ok(())
     }
 
@@ -204,7 +204,7 @@ impl Executor {
             && let Some(tied) = gradients.tied().filter(|tied| tied.span().unit == unit)
             && let Some(work) = messages.coming[MessageKind::TiedGradient as usize][microbatch].take()
         {
-            tied.put(microbatch, messages.pool.arrived(waiting.wait(work)?)?);
+            tied.put(microbatch, messages.pool.adopt(waiting.wait(work)?)?);
         }
         Ok(())
     }

@@ -143,7 +143,7 @@ impl Executor {
         let parameters = RankParameters::new((table, parts), outline, precision, &ranks, devices)?;
         let messages = Messages::new(&ranks, outline.num_microbatches, device);
         let devices = (device, offload.device_of(&state, StateClass::Gradients, device));
-        device.pinned().take(Category::Communication, ranks.fixed_bytes())?;
+        device.staging().take(Category::Communication, ranks.fixed_bytes())?;
         let mut gradients = Gradients::new(table, outline, &ranks, devices, messages.pool(), &options)?;
         if optimizer.exchanges_momentum() {
             gradients.expect_momentum(matches!(options.loss_scaling, LossScaling::Dynamic { .. }))?;
@@ -151,7 +151,7 @@ impl Executor {
         let exchange = ShardExchange::new(&ranks, outline, &optimizer_device, device);
         let means = Means::new(outline, &ranks, &rehearsal, device)?;
         let updates = Updates::new(outline, ranks.pipeline())?;
-        let squares = Some(Exchanged::for_host(ranks.shards(), device, outline.chain.num_units)?);
+        let squares = Some(Exchanged::new_for_host(ranks.shards(), device, outline.chain.num_units)?);
         let fp8 =
             options.fp8.map(|recipe| AgreedScales::new(recipe, &model, device, ranks.world())).transpose()?;
         let forward = forward_program(outline)?;
@@ -208,6 +208,15 @@ impl Executor {
     /// The host beside it, in whose memory state lives that is not on the device, or passes through.
     pub fn host(&self) -> &Device {
         &self.offload.host
+    }
+
+    /// Bytes of the host's memory that have been in use at a time: of state that is not on the device, and, unless the device works in
+    /// that memory, of what is exchanged with other ranks.
+    pub fn host_bytes_peak(&self) -> usize {
+        let (device, host) = (self.device(), self.host());
+        let state = if host.is_same(device) { 0 } else { host.memory().total().peak };
+        let staging = if device.reaches_host() { 0 } else { device.staging().total().peak };
+        state + staging
     }
 
     /// All ranks.

@@ -173,9 +173,9 @@ impl Executor {
             for unit in self.program.outline.held().collect::<Vec<_>>() {
                 self.release(class, unit);
                 self.retake(class, unit)?;
-                // State that moves is worked with on the host.
-                let host = self.offload.host.clone();
-                self.with_memory(of_unit(class, unit), &mut |part| host.zero(part.view_mut()));
+                let state = &self.program.outline.state;
+                let device = self.offload.device_of(state, class, &self.device).clone();
+                self.with_memory(of_unit(class, unit), &mut |part| device.zero(part.view_mut()));
                 self.send_state(class, unit, true)?;
             }
         }

@@ -21,8 +21,7 @@ use trireme_schedule::{Outline, StateClass};
 use trireme_tensor::{Category, Device, ParameterTable, Precision};
 
 impl Gradients {
-    /// Takes memory for what stays of every unit's gradient from the group. Shards are counted on a device of their own; parts of
-    /// tied gradients come from the pool of messages.
+    /// Takes memory for what stays of every unit's gradient. Shards lie on a device of their own; parts of tied gradients come from the pool of messages.
     pub(crate) fn new(
         table: &Arc<ParameterTable>,
         outline: &Outline,

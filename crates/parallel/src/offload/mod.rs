@@ -31,7 +31,8 @@ impl OffloadOptions {
 
     /// The device on which a class of state is worked with, which lies as `state` says.
     pub fn device_of<'a>(&'a self, state: &StateLayout, class: StateClass, device: &'a Device) -> &'a Device {
-        if state.is_away(class) { &self.host } else { device }
+        // Activations are worked with on the device, wherever they wait.
+        if class != StateClass::Activations && state.is_away(class) { &self.host } else { device }
     }
 }
 
@@ -104,8 +105,7 @@ impl Offloaded {
         let mut stores = [const { None }; StateClass::ALL.len()];
         for class in StateClass::ALL.into_iter().filter(|&class| state.moves(class)) {
             let per_unit = if class == StateClass::Activations { *num_microbatches } else { 1 };
-            // Activations are worked with on the device, other state that is away on the host.
-            let owner = if class == StateClass::Activations { device } else { &options.host };
+            let owner = options.device_of(state, class, device);
             let store = Store::new(state.of(class).tier, options, owner, chain.num_units * per_unit)?;
             stores[class as usize] = Some(store);
         }

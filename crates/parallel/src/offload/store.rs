@@ -2,7 +2,7 @@ use super::{Memory, OffloadOptions, try_each};
 use crate::counted::Counted;
 use crate::error::ParallelError;
 use std::collections::VecDeque;
-use trireme_base::{Held, Issued, Journal, JournalEntry};
+use trireme_base::{Issued, Journal, JournalEntry, Pending};
 use trireme_schedule::Tier;
 use trireme_swap::{AlignedBuffer, SwapFile, Transfer};
 use trireme_tensor::{Category, Device, PinnedMemory, View, ViewMut};
@@ -24,7 +24,7 @@ pub(crate) struct Store {
     place: Place,
     blocks: Vec<Block>,
     /// Host memory that may still be copied from. It is given back before more is taken, so that what is taken does not depend on time.
-    returning: Vec<Held<PinnedMemory>>,
+    returning: Vec<Pending<PinnedMemory>>,
 }
 
 enum Place {
@@ -39,7 +39,7 @@ enum Block {
     #[default]
     Here,
     /// In the host's memory, or on its way there.
-    InMemory(Held<PinnedMemory>),
+    InMemory(Pending<PinnedMemory>),
     /// On the disk.
     OnDisk,
     /// On its way back from it.
@@ -229,34 +229,31 @@ fn num_bytes(memory: Memory<'_>) -> usize {
 }
 
 /// Copies all of `memory` of `owner` to the host, and gives it back. Kernels go on meanwhile.
-fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Held<PinnedMemory> {
-    let (mut first, mut copy) = (0, Some(Held::new(copy)));
+fn copy_out(owner: &Device, memory: Memory<'_>, copy: PinnedMemory) -> Pending<PinnedMemory> {
+    let (mut first, mut copy) = (0, Pending::new(copy));
     memory(&mut |part| {
-        let to = copy.take().expect("a copy gives its memory back");
-        copy = Some(owner.download_later(part.view_mut().as_view(), to, first));
+        owner.download_later(part.view_mut().as_view(), &mut copy, first);
         first += part.num_bytes();
         part.release();
     });
-    copy.expect("a copy gives its memory back")
+    copy
 }
 
 /// Takes all of `memory` of `owner` again, and copies it back.
 fn copy_in(
     owner: &Device,
     memory: Memory<'_>,
-    copy: Held<PinnedMemory>,
-) -> Result<Held<PinnedMemory>, ParallelError> {
-    let (mut first, mut copy) = (0, Some(copy));
+    copy: &mut Pending<PinnedMemory>,
+) -> Result<(), ParallelError> {
+    let mut first = 0;
     try_each(memory, |part| {
         part.restore()?;
-        let from = copy.take().expect("a copy gives its memory back");
-        copy = Some(owner.upload_later(from, first, part.view_mut()));
+        owner.upload_later(copy, first, part.view_mut());
         first += part.num_bytes();
         Ok(())
     })?;
-    let copy = copy.expect("a copy gives its memory back");
-    owner.wait_for(&copy.until());
-    Ok(copy)
+    owner.wait_for(&copy.event());
+    Ok(())
 }
 
 impl Store {
@@ -322,8 +319,12 @@ impl Store {
                 disk.finish_read(block, memory)?;
                 Block::Copied
             }
-            (Place::Host(_), Block::InMemory(copy)) => {
-                self.returning.push(copy_in(&self.owner, memory, copy)?);
+            (Place::Host(_), Block::InMemory(mut copy)) => {
+                copy_in(&self.owner, memory, &mut copy)?;
+                // Where kernels reach the host, nobody works with it any more.
+                if !self.owner.reaches_host() {
+                    self.returning.push(copy);
+                }
                 Block::Here
             }
             (_, here) => here,

@@ -1,7 +1,7 @@
 //! Whole units, gathered from the shards of the ranks.
 
 use crate::error::ParallelError;
-use crate::exchanged::{Exchanged, UnderWay};
+use crate::exchanged::{Exchanged, Exchanging};
 use crate::packed::PackedGathering;
 use crate::pool::Pool;
 use crate::ranks::RankGrid;
@@ -57,9 +57,9 @@ enum Whole<T> {
     #[default]
     Absent,
     Present(Exchanged<T>),
-    Gathering(UnderWay<T>),
+    Gathering(Exchanging<T>),
     /// As integers, which have come from other hosts.
-    Packed(UnderWay<u8>),
+    Packed(Exchanging<u8>),
 }
 
 impl<T: Stored> Gathered<T> {

@@ -1,11 +1,11 @@
-//! A CPU device that is worked with as an accelerator is: kernels run later, on a thread of its own, in any order that streams and
-//! events allow, and the host can neither read nor write its memory.
+//! A CPU device that behaves like an accelerator: kernels run later, on a thread of its own, in any order that streams and events
+//! allow, and the host can neither read nor write its memory.
 //!
-//! It keeps the boundary honest. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
+//! It tests that boundary. What reads memory of the device without a transfer traps; what takes for granted that a kernel has
 //! run, or that a copy has ended, finds other bits for some seed of the order. New memory holds NaN.
 
-use crate::kernels::Place;
 use crate::kernels::cpu::Cpu;
+use crate::kernels::{Place, PlaceMut};
 use std::any::Any;
 use std::collections::VecDeque;
 use std::fmt;
@@ -15,7 +15,7 @@ use std::thread::JoinHandle;
 use trireme_base::{Event, Latch, Random, RandomKey};
 
 /// What runs in order; streams run in any order that events allow.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Stream {
     /// Kernels.
     Compute,
@@ -27,7 +27,7 @@ pub(crate) enum Stream {
 
 const NUM_STREAMS: usize = 3;
 
-/// Of eight numbers: how many jobs run as soon as they may, for one seed in so many of each kind.
+/// How eagerly jobs run while nobody waits: a seed picks one of these, and so many of eight jobs run as soon as they may.
 const EAGERNESS: [u32; 4] = [0, 1, 5, 8];
 
 /// How a detached device orders what it may order.
@@ -41,11 +41,11 @@ pub struct DetachedOptions {
 
 /// A place in the code where a stream waits for an event.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub struct WaitSite(&'static Location<'static>);
+pub struct WaitSite(Stream, &'static Location<'static>);
 
 impl fmt::Debug for WaitSite {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
+        write!(f, "{:?} at {}", self.0, self.1)
     }
 }
 
@@ -54,7 +54,7 @@ type Kernel = Box<dyn FnOnce(&Cpu) + Send>;
 enum Job {
     Run(Kernel),
     Wait(Event),
-    Open(Arc<Latch>),
+    Complete(Arc<Latch>),
 }
 
 /// The streams of a device and the thread that runs them.
@@ -66,7 +66,7 @@ pub(crate) struct Detached {
 /// What is issued and has not run.
 pub(crate) struct Queue {
     state: Mutex<State>,
-    /// A job was issued or demanded, or an event of somebody else came.
+    /// A job was issued or demanded, or an event was completed.
     changed: Condvar,
     options: DetachedOptions,
     own: Weak<Queue>,
@@ -142,24 +142,24 @@ impl Queue {
         self.push(stream, Job::Run(Box::new(kernel)));
     }
 
-    /// What was issued to a stream so far.
+    /// An event that is done when all that was issued to a stream so far has run.
     pub(crate) fn record(&self, stream: Stream) -> Event {
         let own = Weak::clone(&self.own);
-        let latch = Latch::with_demand(move || {
+        let latch = Latch::new(move || {
             if let Some(queue) = own.upgrade() {
                 queue.lock().is_demanded = true;
                 queue.changed.notify_all();
             }
         });
         let event = latch.event();
-        self.push(stream, Job::Open(latch));
+        self.push(stream, Job::Complete(latch));
         event
     }
 
     /// Lets what is issued to a stream from now on run after an event.
     #[track_caller]
     pub(crate) fn wait(&self, stream: Stream, event: &Event) {
-        let site = WaitSite(Location::caller());
+        let site = WaitSite(stream, Location::caller());
         let mut state = self.lock();
         if !state.sites.contains(&site) {
             state.sites.push(site);
@@ -184,31 +184,31 @@ impl Queue {
         self.lock().sites.clone()
     }
 
-    /// A copy works with this memory until the event: kernels that are given the memory after it was given back run after it.
-    pub(crate) fn lend(&self, place: Place, until: &Event) {
+    /// A copy works with this memory until the event is done.
+    pub(crate) fn keep_until(&self, place: Place, until: &Event) {
         let mut state = self.lock();
         state.copies.retain(|(_, event)| !event.is_done());
         state.copies.push((place, until.clone()));
     }
 
-    /// Memory is handed out for kernels that are issued from now on.
-    pub(crate) fn hand_out(&self, place: Place) {
+    /// Orders memory that kernels get from now on after copies that still work with it, and fills it with NaN.
+    pub(crate) fn reuse(&self, mut memory: PlaceMut) {
+        let place = memory.as_place();
         let copies: Vec<Event> = {
             let state = self.lock();
             let copies = state.copies.iter().filter(|(other, _)| other.overlaps(&place));
             copies.map(|(_, event)| event.clone()).collect()
         };
         copies.iter().for_each(|event| self.wait(Stream::Compute, event));
-        let mut place = place.take_over();
-        self.run(Stream::Compute, move |cpu| place.bytes(cpu).fill(u8::MAX));
+        self.run(Stream::Compute, move |cpu| memory.bytes(cpu).fill(u8::MAX));
     }
 
     fn push(&self, stream: Stream, job: Job) {
         let mut state = self.lock();
         if let Some(cause) = &state.failure {
-            let outcome = Err(cause.clone());
+            let cause = cause.clone();
             drop(state);
-            job.fail(outcome);
+            job.fail(cause);
             return;
         }
         state.streams[stream as usize].push_back(job);
@@ -232,15 +232,19 @@ impl Queue {
                         self.fail(message(&*panic));
                     }
                 }
-                Job::Wait(_) => (),
-                Job::Open(latch) => latch.open(Ok(())),
+                Job::Wait(event) => {
+                    if let Some(cause) = event.failure() {
+                        self.fail(cause);
+                    }
+                }
+                Job::Complete(latch) => latch.complete(Ok(())),
             }
         }
         self.fail("the device was closed".to_owned());
     }
 
     fn next(&self) -> Option<Job> {
-        let mut state = self.lock();
+        let (mut state, mut has_demanded) = (self.lock(), false);
         loop {
             if let Some(stream) = state.choose() {
                 return state.streams[stream].pop_front();
@@ -249,6 +253,15 @@ impl Queue {
             if is_empty {
                 state.is_demanded = false;
             }
+            // What a stream waits for may be another device's.
+            let awaited: Vec<Event> = state.awaited().cloned().collect();
+            if state.is_demanded && !has_demanded && !awaited.is_empty() {
+                drop(state);
+                awaited.iter().for_each(Event::demand);
+                (has_demanded, state) = (true, self.lock());
+                continue;
+            }
+            has_demanded = false;
             // What waits for somebody else when the device is closed is not needed.
             if state.is_closed && (is_empty || !state.can_run()) {
                 return None;
@@ -263,14 +276,14 @@ impl Queue {
         let cause = state.failure.get_or_insert(cause).clone();
         let streams = std::mem::take(&mut state.streams);
         drop(state);
-        streams.into_iter().flatten().for_each(|job| job.fail(Err(cause.clone())));
+        streams.into_iter().flatten().for_each(|job| job.fail(cause.clone()));
     }
 }
 
 impl Job {
-    fn fail(self, outcome: Result<(), String>) {
-        if let Job::Open(latch) = self {
-            latch.open(outcome);
+    fn fail(self, cause: String) {
+        if let Job::Complete(latch) = self {
+            latch.complete(Err(cause));
         }
     }
 }
@@ -278,10 +291,18 @@ impl Job {
 impl State {
     fn is_ready(&self, stream: usize) -> bool {
         match self.streams[stream].front() {
-            Some(Job::Run(_) | Job::Open(_)) => true,
+            Some(Job::Run(_) | Job::Complete(_)) => true,
             Some(Job::Wait(event)) => event.is_done(),
             None => false,
         }
+    }
+
+    /// Events that the next jobs of streams wait for.
+    fn awaited(&self) -> impl Iterator<Item = &Event> {
+        self.streams.iter().filter_map(|jobs| match jobs.front() {
+            Some(Job::Wait(event)) if !event.is_done() => Some(event),
+            _ => None,
+        })
     }
 
     fn can_run(&self) -> bool {

@@ -2,13 +2,13 @@
 
 use super::detached::Stream;
 use super::{Device, DeviceError};
-use crate::kernels::PlaceMut;
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::Block;
+use crate::kernels::{Place, PlaceMut};
 use crate::tensor::{View, ViewMut};
 use bytemuck::{Pod, Zeroable};
 use std::sync::{Arc, Mutex, PoisonError};
-use trireme_base::{Category, Cost, DType, Held, HostMemory};
+use trireme_base::{Category, Cost, DType, Event, HostMemory, Pending};
 
 /// Memory of the host that copies of devices work with, counted as what it is for.
 #[derive(Debug)]
@@ -38,9 +38,9 @@ impl Device {
     /// # Panics
     /// If this is no host.
     pub fn pinned_memory(&self, num_bytes: usize, category: Category) -> Result<PinnedMemory, DeviceError> {
-        assert!(self.reaches_host, "a host has memory of the host");
+        assert!(self.reaches_host, "pinned memory is taken from the host beside a device");
         let block = self.arena.take(num_bytes, category)?;
-        let place = PlaceMut::new(block.start(), num_bytes, DType::U8);
+        let place = PlaceMut::new(block.place(DType::U8));
         Ok(PinnedMemory { place, cpu: Arc::clone(&self.cpu), _block: block })
     }
 
@@ -53,16 +53,15 @@ impl Device {
         let num_bytes = size_of_val(values);
         assert_eq!(num_bytes, to.num_bytes(), "{num_bytes} bytes for {:?}", to.shape());
         let (cost, mut to) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), to.into_place());
-        if self.is_counting() {
-            return self.count("upload", cost);
-        }
         let bytes: &[u8] = bytemuck::cast_slice(values);
         if self.detached.is_some() {
             let bytes = bytes.to_vec();
             return self.issue("upload", cost, move |cpu| to.bytes(cpu).copy_from_slice(&bytes));
         }
         self.count("upload", cost);
-        to.bytes(&self.cpu).copy_from_slice(bytes);
+        if !self.is_counting() {
+            to.bytes(&self.cpu).copy_from_slice(bytes);
+        }
     }
 
     /// Copies memory of the device into `to`, memory of the host, once what was issued has run: elements, or the bytes of any type.
@@ -73,9 +72,6 @@ impl Device {
         let num_bytes = size_of_val(to);
         assert_eq!(num_bytes, from.num_bytes(), "{num_bytes} bytes of {:?}", from.shape());
         let (cost, from) = (Cost::ZERO.reads(num_bytes).writes(num_bytes), from.place());
-        if self.is_counting() {
-            return self.count("download", cost);
-        }
         let to: &mut [u8] = bytemuck::cast_slice_mut(to);
         if self.detached.is_some() {
             let copied = Arc::new(Mutex::new(Vec::new()));
@@ -88,7 +84,9 @@ impl Device {
             return to.copy_from_slice(&copied.lock().unwrap_or_else(PoisonError::into_inner));
         }
         self.count("download", cost);
-        to.copy_from_slice(from.bytes(&self.cpu));
+        if !self.is_counting() {
+            to.copy_from_slice(from.bytes(&self.cpu));
+        }
     }
 
     /// Copies memory of the device to that of the host from byte `at` on, beside what kernels do from now on: on a device of its own,
@@ -96,29 +94,11 @@ impl Device {
     ///
     /// # Panics
     /// If it does not fit.
-    pub fn download_later<B: HostMemory>(&self, from: View<'_>, to: Held<B>, at: usize) -> Held<B> {
-        let num_bytes = from.num_bytes();
-        self.count("download", Cost::ZERO.reads(num_bytes).writes(num_bytes));
-        let from = from.place();
-        let Some(detached) = &self.detached else {
-            let mut to = to.wait();
-            if !self.is_counting() {
-                to.bytes_mut()[at..at + num_bytes].copy_from_slice(from.bytes(&self.cpu));
-            }
-            return Held::new(to);
-        };
-        let queue = detached.queue();
-        queue.wait(Stream::ToHost, &self.record());
-        queue.wait(Stream::ToHost, &to.until());
-        let (place, mut lent) = lend(to);
-        queue.run(Stream::ToHost, move |cpu| {
-            let mut to = lent.take();
-            to.bytes_mut()[at..at + num_bytes].copy_from_slice(from.bytes(cpu));
-            lent.give(to);
+    pub fn download_later<B: HostMemory>(&self, from: View<'_>, to: &mut Pending<B>, at: usize) {
+        let (from, bytes) = (from.place(), at..at + from.num_bytes());
+        self.copy_later("download", Stream::ToHost, from, to, move |cpu, to| {
+            to.bytes_mut()[bytes].copy_from_slice(from.bytes(cpu));
         });
-        let until = queue.record(Stream::ToHost);
-        queue.lend(from, &until);
-        Held::lent(place, until)
     }
 
     /// Copies memory of the host from byte `at` on to that of the device, beside what kernels do from now on, when the kernels that were
@@ -126,29 +106,44 @@ impl Device {
     ///
     /// # Panics
     /// If there are not as many bytes.
-    pub fn upload_later<B: HostMemory>(&self, from: Held<B>, at: usize, to: ViewMut<'_>) -> Held<B> {
-        let num_bytes = to.num_bytes();
-        self.count("upload", Cost::ZERO.reads(num_bytes).writes(num_bytes));
-        let mut to = to.into_place();
+    pub fn upload_later<B: HostMemory>(&self, from: &mut Pending<B>, at: usize, to: ViewMut<'_>) {
+        let (bytes, mut to) = (at..at + to.num_bytes(), to.into_place());
+        self.copy_later("upload", Stream::FromHost, to.as_place(), from, move |cpu, from| {
+            to.bytes(cpu).copy_from_slice(&from.bytes()[bytes]);
+        });
+    }
+
+    /// Issues a copy between `place` and memory of the host to a stream.
+    fn copy_later<B: HostMemory>(
+        &self,
+        name: &'static str,
+        stream: Stream,
+        place: Place,
+        host: &mut Pending<B>,
+        copy: impl FnOnce(&Cpu, &mut B) + Send + 'static,
+    ) {
+        self.count(name, Cost::ZERO.reads(place.num_bytes()).writes(place.num_bytes()));
         let Some(detached) = &self.detached else {
-            let from = from.wait();
+            let host = host.wait_mut();
             if !self.is_counting() {
-                to.bytes(&self.cpu).copy_from_slice(&from.bytes()[at..at + num_bytes]);
+                copy(&self.cpu, host);
             }
-            return Held::new(from);
+            return;
         };
         let queue = detached.queue();
-        queue.wait(Stream::FromHost, &self.record());
-        queue.wait(Stream::FromHost, &from.until());
-        let (written, (place, mut lent)) = (to.as_place(), lend(from));
-        queue.run(Stream::FromHost, move |cpu| {
-            let from = lent.take();
-            to.bytes(cpu).copy_from_slice(&from.bytes()[at..at + num_bytes]);
-            lent.give(from);
+        queue.wait(stream, &self.record());
+        queue.wait(stream, &host.event());
+        let returned = Arc::new(Mutex::new(None));
+        let lent = std::mem::replace(host, Pending::until(Event::DONE, Arc::clone(&returned)));
+        let place_returned = Arc::clone(&returned);
+        queue.run(stream, move |cpu| {
+            let mut memory = lent.try_take().unwrap_or_else(|_| panic!("a copy runs after the one before"));
+            copy(cpu, &mut memory);
+            *place_returned.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory);
         });
-        let until = queue.record(Stream::FromHost);
-        queue.lend(written, &until);
-        Held::lent(place, until)
+        let event = queue.record(stream);
+        queue.keep_until(place, &event);
+        *host = Pending::until(event, returned);
     }
 
     /// Lets `write` make values of zeros on the host, and uploads them.
@@ -177,32 +172,5 @@ impl Device {
         let mut values = vec![T::zeroed(); from.shape().num_elements()];
         self.download(from, &mut values);
         values
-    }
-}
-
-/// Host memory on its way through a copy.
-struct Lent<B> {
-    from: Option<Held<B>>,
-    to: Arc<Mutex<Option<B>>>,
-}
-
-/// Where memory will lie after a copy, and the copy's end of it.
-fn lend<B>(memory: Held<B>) -> (Arc<Mutex<Option<B>>>, Lent<B>) {
-    let place = Arc::new(Mutex::new(None));
-    (Arc::clone(&place), Lent { from: Some(memory), to: place })
-}
-
-impl<B> Lent<B> {
-    /// The memory.
-    ///
-    /// # Panics
-    /// If an earlier copy still works with it: a stream has not waited for it.
-    fn take(&mut self) -> B {
-        let from = self.from.take().expect("a copy takes its memory once");
-        from.try_take().expect("an earlier copy works with the memory of a later one")
-    }
-
-    fn give(self, memory: B) {
-        *self.to.lock().unwrap_or_else(PoisonError::into_inner) = Some(memory);
     }
 }

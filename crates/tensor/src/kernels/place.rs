@@ -16,6 +16,8 @@ pub(crate) struct Place {
     start: NonNull<u8>,
     num_bytes: usize,
     dtype: DType,
+    /// Whether the host can neither read nor write it.
+    is_detached: bool,
 }
 
 /// As [`Place`], to write.
@@ -28,13 +30,13 @@ unsafe impl Send for Place {}
 unsafe impl Sync for Place {}
 
 impl Place {
-    pub(crate) fn new(start: NonNull<u8>, num_bytes: usize, dtype: DType) -> Self {
-        Place { start, num_bytes, dtype }
+    pub(crate) fn new(start: NonNull<u8>, num_bytes: usize, dtype: DType, is_detached: bool) -> Self {
+        Place { start, num_bytes, dtype, is_detached }
     }
 
     /// Elements of host memory.
     pub(crate) fn of_host(bytes: &[u8], dtype: DType) -> Self {
-        Place::new(NonNull::from(bytes).cast(), bytes.len(), dtype)
+        Place::new(NonNull::from(bytes).cast(), bytes.len(), dtype, false)
     }
 
     pub(crate) fn dtype(&self) -> DType {
@@ -52,11 +54,6 @@ impl Place {
         start < other_end && other_start < end
     }
 
-    /// The same memory, which nobody else works with any more.
-    pub(crate) fn take_over(self) -> PlaceMut {
-        PlaceMut(self)
-    }
-
     /// The bytes `range`, as elements of `dtype`.
     ///
     /// # Panics
@@ -65,15 +62,32 @@ impl Place {
         assert!(range.start <= range.end && range.end <= self.num_bytes, "{range:?} of {}", self.num_bytes);
         // SAFETY: within the memory by the line above.
         let start = unsafe { self.start.add(range.start) };
-        Place::new(start, range.len(), dtype)
+        Place::new(start, range.len(), dtype, self.is_detached)
+    }
+
+    /// Where `cpu` reaches it.
+    ///
+    /// # Panics
+    /// If it does not.
+    fn reach(&self, cpu: &Cpu) -> NonNull<u8> {
+        match cpu.mapping() {
+            Some(mapping) if self.num_bytes > 0 => mapping.translate(self.start, self.num_bytes),
+            Some(_) => self.start,
+            None => {
+                assert!(!self.is_detached, "a kernel of the host was given memory of a device");
+                self.start
+            }
+        }
     }
 
     /// All bytes.
     pub(crate) fn bytes(self, cpu: &Cpu) -> &[u8] {
-        let start = cpu.reach(self.start, self.num_bytes);
+        let start = self.reach(cpu);
         // SAFETY: `start` is where `cpu` reaches as many bytes of a view that was borrowed when the kernel was issued, of memory that is
-        // still there (see above). Every byte is initialised: a page of a fresh mapping begins as zeros. No other kernel writes there
-        // now, for one device runs one at a time, and the kernel itself writes to what was borrowed apart from this.
+        // still there (see above). Every byte is initialised: a page of a fresh mapping begins as zeros. Nobody writes there now. A
+        // kernel of the CPU runs before the call that issues it returns, and the view is borrowed meanwhile. A detached device runs one
+        // kernel at a time; beside it, copies run only in the order of events with those who work with the same memory. The kernel
+        // itself writes to what was borrowed apart from this.
         unsafe { std::slice::from_raw_parts(start.as_ptr(), self.num_bytes) }
     }
 
@@ -132,14 +146,15 @@ impl Place {
 }
 
 impl PlaceMut {
-    pub(crate) fn new(start: NonNull<u8>, num_bytes: usize, dtype: DType) -> Self {
-        PlaceMut(Place::new(start, num_bytes, dtype))
+    /// A place that nobody else works with.
+    pub(crate) fn new(place: Place) -> Self {
+        PlaceMut(place)
     }
 
     /// Elements of host memory.
     pub(crate) fn of_host(bytes: &mut [u8], dtype: DType) -> Self {
         let num_bytes = bytes.len();
-        PlaceMut::new(NonNull::from(bytes).cast(), num_bytes, dtype)
+        PlaceMut(Place::new(NonNull::from(bytes).cast(), num_bytes, dtype, false))
     }
 
     /// The same place, to read.
@@ -167,7 +182,7 @@ impl PlaceMut {
 
     /// All bytes.
     pub(crate) fn bytes<'c>(&'c mut self, cpu: &'c Cpu) -> &'c mut [u8] {
-        let start = cpu.reach(self.0.start, self.0.num_bytes);
+        let start = self.0.reach(cpu);
         // SAFETY: as in `Place::bytes`, of a view that was borrowed to be written: nothing else reads or writes there now.
         unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), self.0.num_bytes) }
     }

@@ -123,7 +123,11 @@ impl OperationContext<'_> {
     ///
     /// # Errors
     /// If there is no memory for a sum.
+    ///
+    /// # Panics
+    /// If `sum` is not one f64.
     pub fn add_loss(&mut self, sum: Tensor, num_rows: usize) -> Result<(), DeviceError> {
+        assert_eq!((sum.dtype(), sum.shape()), (DType::F64, [1].into()), "a loss is one f64");
         let (weight, device) = (f64::from(self.loss_weight), &self.tape.device);
         match &mut self.tape.loss {
             Some(loss) => {

@@ -77,7 +77,7 @@ pub struct PendingMean {
 }
 
 impl PendingMean {
-    /// The mean, once it is known.
+    /// Waits for the sum, which is zero on a device that only counts.
     pub fn read(&self, device: &Device) -> RowMean {
         let mut sum = [0.0];
         device.download(self.sum.view(), &mut sum);

@@ -1,8 +1,8 @@
 //! Memory, copies and functions of elements.
 
 use super::{FLOATS, assert_near, empty, on_all, random, rounded, rounding, shaped, tensor, wide};
-use trireme_base::{DType, Held};
-use trireme_tensor::Device;
+use trireme_base::{DType, Pending};
+use trireme_tensor::{Backend, DetachedOptions, Device, DeviceOptions};
 
 #[test]
 fn memory_begins_as_zeros_where_it_is_asked_for_and_comes_back_as_it_was_left() {
@@ -41,18 +41,18 @@ fn elements_are_converted_and_copied_to_the_nearest_of_their_type() {
 fn copies_beside_kernels_see_what_was_issued_before_them() {
     on_all(|device: &Device| {
         let mut found = Vec::new();
-        let mut lent = Held::new(vec![0_u8; 4 * 300]);
+        let mut host = Pending::new(vec![0_u8; 4 * 300]);
         for round in 0..5 {
             let mut x = shaped(device, &random(300, "x"), [300]);
             device.map_in_place(x.view_mut(), 1, move |x| x + round as f32);
-            lent = device.download_later(x.view().part(100, [200].into()), lent, 400);
-            lent = device.download_later(x.view().part(0, [100].into()), lent, 0);
+            device.download_later(x.view().part(100, [200].into()), &mut host, 400);
+            device.download_later(x.view().part(0, [100].into()), &mut host, 0);
             // Its memory goes to the next tensor, while the copies may still read it.
             drop(x);
             let mut y = empty(device, [300], DType::F32);
             device.zero(y.view_mut());
-            lent = device.upload_later(lent, 0, y.view_mut());
-            device.wait_for(&lent.until());
+            device.upload_later(&mut host, 0, y.view_mut());
+            device.wait_for(&host.event());
             device.map_in_place(y.view_mut(), 1, |y| 2.0 * y);
             found.push(device.read::<f32>(y.view()));
             let values = random(300, "x");
@@ -85,7 +85,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
             [mapped, zipped, changed, added, device.read(sums.view())]
         });
         // The values as their type has them.
-        let device = &super::devices()[0];
+        let device = &Device::cpu(DeviceOptions::default()).unwrap();
         let of = |values: &[f32]| wide(device, &rounded(device, values, dtype));
         let pairs = || of(&left).into_iter().map(f64::from).zip(of(&right).into_iter().map(f64::from));
         let bound = 2.02 * rounding(dtype);
@@ -102,6 +102,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
 fn rows_are_written_by_a_function_of_their_number() {
     let x = random(60, "x");
     let found = on_all(|device| {
+        assert_eq!(device.read::<f32>(empty(device, [0], DType::F32).view()), []);
         let (x, mut y) = (shaped(device, &x, [12, 5]), empty(device, [12, 5], DType::F32));
         device.for_each_row([x.view()], y.view_mut(), 1, |[x], row, y| {
             y.iter_mut().zip(&x[row * 5..]).for_each(|(y, x)| *y = x + row as f32);
@@ -110,4 +111,40 @@ fn rows_are_written_by_a_function_of_their_number() {
     });
     let expected = x.iter().enumerate().map(|(index, x)| f64::from(*x) + (index / 5) as f64);
     assert_near(&found, expected, 1e-6, "element");
+}
+
+/// Whoever waits for one device has the others run what it waits for.
+#[test]
+fn a_device_waits_for_the_copies_of_another() {
+    let values = random(300, "x");
+    for from in super::devices() {
+        for to in super::devices() {
+            let (from, to) = (Device::open(from).unwrap(), Device::open(to).unwrap());
+            let x = shaped(&from, &values, [300]);
+            let mut y = empty(&to, [300], DType::F32);
+            let mut host = Pending::new(vec![0_u8; 4 * 300]);
+            from.download_later(x.view(), &mut host, 0);
+            to.upload_later(&mut host, 0, y.view_mut());
+            to.wait_for(&host.event());
+            assert_eq!(to.read::<f32>(y.view()), values);
+        }
+    }
+}
+
+#[test]
+fn a_failure_of_one_device_reaches_who_waits_for_another() {
+    let open = |seed| {
+        let backend = Backend::Detached(DetachedOptions { seed, ignored_wait: None });
+        Device::open(DeviceOptions { num_threads: 1, backend, ..DeviceOptions::default() }).unwrap()
+    };
+    for seed in 0..8 {
+        let (from, to) = (open(seed), open(seed + 8));
+        let mut x = shaped(&from, &[1.0], [1]);
+        from.map_in_place(x.view_mut(), 1, |_| panic!("a kernel fails"));
+        let mut host = Pending::new(vec![0_u8; 4]);
+        from.download_later(x.view(), &mut host, 0);
+        to.wait_for(&host.event());
+        let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| to.synchronize()));
+        assert_eq!(failed.unwrap_err().downcast_ref::<String>().unwrap(), "a kernel fails");
+    }
 }

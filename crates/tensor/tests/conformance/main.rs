@@ -16,21 +16,19 @@ use trireme_tensor::{Backend, Category, DetachedOptions, Device, DeviceOptions, 
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
 
 /// A device of each backend, and with several threads.
-pub(crate) fn devices() -> Vec<Device> {
-    let open = |num_threads, backend| {
-        Device::open(DeviceOptions { num_threads, backend, ..DeviceOptions::default() }).unwrap()
-    };
+pub(crate) fn devices() -> Vec<DeviceOptions> {
+    let with = |num_threads, backend| DeviceOptions { num_threads, backend, ..DeviceOptions::default() };
     let detached = |seed| Backend::Detached(DetachedOptions { seed, ignored_wait: None });
-    let seeds = (0..8).map(|seed| open(1, detached(seed)));
-    [open(1, Backend::Cpu), open(3, Backend::Cpu), open(2, detached(8))].into_iter().chain(seeds).collect()
+    let seeds = (0..8).map(|seed| with(1, detached(seed)));
+    [with(1, Backend::Cpu), with(3, Backend::Cpu), with(2, detached(8))].into_iter().chain(seeds).collect()
 }
 
 /// What `run` finds on every device, which must be the same.
 pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T) -> T {
-    let mut found = devices().into_iter().map(|device| (format!("{device:?}"), run(&device)));
+    let mut found = devices().into_iter().map(|options| (options, run(&Device::open(options).unwrap())));
     let (_, first) = found.next().expect("there is the CPU");
-    for (device, other) in found {
-        assert!(other == first, "{device} has other bits");
+    for (options, other) in found {
+        assert!(other == first, "{options:?} has other bits");
     }
     first
 }

@@ -7,7 +7,9 @@ use trireme_tensor::tape::{
     Accuracy, BinaryCrossEntropyWithLogits, CrossEntropy, MeanLoss, NewDim, Op, Recording, Reshape, RowMean,
     SquaredError,
 };
-use trireme_tensor::{Category, Device, DeviceOptions, Parameters, Precision, Tape, Tensor};
+use trireme_tensor::{
+    Backend, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Tape, Tensor,
+};
 use trireme_testkit::{GradientCheck, Input};
 
 #[test]
@@ -81,32 +83,36 @@ fn a_metric_is_reported_and_changes_no_gradient() {
     let scores =
         [[1.0, 3.0, 2.0], [2.0, 2.0, 1.0], [2.0, 2.0, 1.0], [f32::NAN, 1.0, 0.0], [0.0, 1.0, f32::NAN]];
     let classes = [1, 0, 1, 0, 1_u32];
-    let device = Device::cpu(DeviceOptions { num_threads: 2, ..DeviceOptions::default() }).unwrap();
-    let mut x = device.zeros([5, 3].into(), DType::F32, Category::Activations).unwrap();
-    device.upload(scores.as_flattened(), x.view_mut());
-    let mut labels = device.zeros([5].into(), DType::U32, Category::Activations).unwrap();
-    device.upload(&classes, labels.view_mut());
-    for recording in [Recording::On, Recording::Off] {
-        let mut tape = Tape::new(&device, recording, Precision::F32);
-        let parameters = Parameters::zeros(&no_parameters().into(), &device, Category::Parameters).unwrap();
-        let (x, labels) = (tape.input(copy(&device, &x)), tape.constant(copy(&device, &labels)));
-        let in_use = device.memory().usage(Category::Activations).current;
-        let mut recorder = tape.recorder(&parameters);
-        recorder.apply_metric("accuracy", &Accuracy, (&x, &labels)).unwrap();
-        recorder.apply_metric("entropy", &CrossEntropy, (&x, &labels)).unwrap();
-        recorder.apply_metric("accuracy", &Accuracy, (&x, &labels)).unwrap();
-        assert!(tape.loss().is_none());
-        let [accuracy, entropy] = tape.metrics() else { panic!("{:?}", tape.metrics()) };
-        // Right, the first of two, the second of two, and NaN on both sides.
-        let found = accuracy.mean.read(&device);
-        assert_eq!((accuracy.name, found), ("accuracy", RowMean { sum: 4.0, num_rows: 10 }));
-        assert_eq!((entropy.name, entropy.mean.num_rows), ("entropy", 5));
-        assert!(entropy.mean.read(&device).sum.is_nan());
-        let num_sums = 2 * Device::ALIGNMENT;
-        let found = device.memory().usage(Category::Activations).current;
-        assert_eq!(found, in_use + num_sums, "two sums are kept, and nothing else");
-        tape.clear();
-        assert!(tape.metrics().is_empty());
+    for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
+        let device =
+            Device::open(DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() }).unwrap();
+        let mut x = device.zeros([5, 3].into(), DType::F32, Category::Activations).unwrap();
+        device.upload(scores.as_flattened(), x.view_mut());
+        let mut labels = device.zeros([5].into(), DType::U32, Category::Activations).unwrap();
+        device.upload(&classes, labels.view_mut());
+        for recording in [Recording::On, Recording::Off] {
+            let mut tape = Tape::new(&device, recording, Precision::F32);
+            let parameters =
+                Parameters::zeros(&no_parameters().into(), &device, Category::Parameters).unwrap();
+            let (x, labels) = (tape.input(copy(&device, &x)), tape.constant(copy(&device, &labels)));
+            let in_use = device.memory().usage(Category::Activations).current;
+            let mut recorder = tape.recorder(&parameters);
+            recorder.apply_metric("accuracy", &Accuracy, (&x, &labels)).unwrap();
+            recorder.apply_metric("entropy", &CrossEntropy, (&x, &labels)).unwrap();
+            recorder.apply_metric("accuracy", &Accuracy, (&x, &labels)).unwrap();
+            assert!(tape.loss().is_none());
+            let [accuracy, entropy] = tape.metrics() else { panic!("{:?}", tape.metrics()) };
+            // Right, the first of two, the second of two, and NaN on both sides.
+            let found = accuracy.mean.read(&device);
+            assert_eq!((accuracy.name, found), ("accuracy", RowMean { sum: 4.0, num_rows: 10 }));
+            assert_eq!((entropy.name, entropy.mean.num_rows), ("entropy", 5));
+            assert!(entropy.mean.read(&device).sum.is_nan());
+            let num_sums = 2 * Device::ALIGNMENT;
+            let found = device.memory().usage(Category::Activations).current;
+            assert_eq!(found, in_use + num_sums, "two sums are kept, and nothing else");
+            tape.clear();
+            assert!(tape.metrics().is_empty());
+        }
     }
 }
 

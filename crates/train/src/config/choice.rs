@@ -98,17 +98,16 @@ config_choice! {
     DeviceName {
         /// The CPU.
         Cpu = "cpu",
-        /// The CPU, worked with as an accelerator.
+        /// A CPU that behaves like an accelerator.
         Detached = "detached",
     }
 }
 
 impl DeviceName {
-    /// Devices of this kind that a host has; `None` where workers may be as many as they like.
-    pub fn num_devices(self) -> Option<usize> {
+    /// Devices of this kind that a host has.
+    pub fn num_devices(self) -> usize {
         match self {
-            DeviceName::Cpu => None,
-            DeviceName::Detached => Some(std::thread::available_parallelism().map_or(1, usize::from)),
+            DeviceName::Cpu | DeviceName::Detached => 1,
         }
     }
 }

@@ -156,8 +156,8 @@ config_section! {
         /// Number of steps without an overflow after which `loss_scale = 0` doubles the scale (Megatron-LM's
         /// `--loss-scale-window`, `growth_interval` of PyTorch's GradScaler).
         loss_scale_growth_interval: u64 = 2000, within 1..;
-        /// Hardware that workers compute on. `detached` is the CPU, worked with as an accelerator is: kernels run later than they are
-        /// called, in an order that `seed` changes, and the host cannot read the device's memory. It has the bits of `cpu`, is slower,
+        /// Hardware that workers compute on. `detached` is a CPU that behaves like an accelerator: kernels run later than they are called,
+        /// in an order that `seed` changes, and the host cannot read the device's memory. It has the bits of `cpu`, is slower,
         /// and shows whether a model of your own would run on an accelerator.
         device: DeviceName = DeviceName::Cpu;
         /// Threads per worker; 0 divides the cores of the host among its workers.
@@ -395,7 +395,7 @@ config_section! {
     /// The workers that this command starts on this host. Has no effect if torchrun, SLURM or MPI has started the
     /// workers.
     Launch {
-        /// Number of workers; 0 starts one for each device of the host, or one if they compute on the CPU.
+        /// Number of workers; 0 starts one for each device of the host. The CPU is one device, however many cores it has.
         workers: usize = 0, within 0..=4096;
         /// TCP port where the workers meet; 0 uses a free one.
         master_port: u16 = 0;

@@ -31,7 +31,7 @@ pub(super) fn validate(
     world_size: Option<usize>,
 ) -> Result<Config, Vec<Mistake>> {
     if loose.sections.launch.workers == 0 {
-        loose.sections.launch.workers = loose.sections.training.device.num_devices().unwrap_or(1);
+        loose.sections.launch.workers = loose.sections.training.device.num_devices();
     }
     let world_size = world_size.unwrap_or(loose.sections.launch.workers);
     name_run(&mut loose.sections, path);

@@ -15,7 +15,7 @@ use trireme_train::{
 /// The memory that the run has taken of each worker, next to what was predicted. Collective.
 pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String> {
     let (peaks, total) = measured(trainer.executor().device());
-    let host = host_bytes(trainer);
+    let host = trainer.executor().host_bytes_peak();
     let predicted = plan.prediction;
     let numbers = |peaks: CategoryBytes, total: usize, host: usize| {
         Category::ALL.into_iter().map(move |category| peaks.get(category)).chain([total, host])
@@ -56,16 +56,6 @@ pub(super) fn memory_table(trainer: &Trainer<'_>, plan: &Plan) -> Result<String>
         );
     }
     Ok(text)
-}
-
-/// The host's memory that state outside of the device has taken, and what a device with memory of its own has exchanged.
-fn host_bytes(trainer: &Trainer<'_>) -> usize {
-    let executor = trainer.executor();
-    let (device, host) = (executor.device(), executor.host());
-    // Without state elsewhere the host is the device.
-    let apart = if host.is_same(device) { 0 } else { measured(host).1 };
-    let pinned = if device.reaches_host() { 0 } else { device.pinned().total().peak };
-    apart + pinned
 }
 
 /// The validation loss; of a language model next to that of the bigram baseline.

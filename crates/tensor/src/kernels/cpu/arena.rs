@@ -5,8 +5,8 @@
 //! every request finds its block, and nothing is allocated.
 
 use crate::device::Queue;
-use crate::kernels::Place;
 use crate::kernels::cpu::free_list::FreeList;
+use crate::kernels::{Place, PlaceMut};
 use crate::memory::{MemoryCounter, OverBudget, describe};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use rustix::mm::{
@@ -54,7 +54,7 @@ pub(crate) struct Mapping {
     detached: Option<NonNull<u8>>,
 }
 
-// SAFETY: addresses, whose memory is only reached through blocks, which do not overlap, and by kernels, one at a time.
+// SAFETY: addresses, whose memory is only reached through blocks, which do not overlap; `Place` says why kernels may.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -130,6 +130,10 @@ impl Arena {
     /// As [`reserve`](Arena::reserve), of memory that kernels find elsewhere, and that the host can neither read nor write.
     pub(crate) fn detached(counter: Arc<MemoryCounter>) -> std::io::Result<Self> {
         let num_bytes = addresses(machine_bytes());
+        // Making a file longer than `ulimit -f` allows would end the process.
+        if getrlimit(Resource::Fsize).current.is_some_and(|max| max < num_bytes as u64) {
+            return Err(rustix::io::Errno::FBIG.into());
+        }
         let start = map_private(num_bytes, ProtFlags::empty())?;
         // From here on the addresses are given back if the file cannot be mapped.
         let mut mapping = Mapping { start, num_bytes, detached: None };
@@ -233,7 +237,7 @@ impl Arena {
         if let Some(queue) = self.queue.get() {
             // SAFETY: within the mapping.
             let start = unsafe { self.memory.start.add(offset) };
-            queue.hand_out(Place::new(start, padded, DType::U8));
+            queue.reuse(PlaceMut::new(Place::new(start, padded, DType::U8, true)));
         }
         Ok(offset)
     }
@@ -330,11 +334,15 @@ impl Block {
         self.offset.expect("memory is here when it is worked with")
     }
 
-    /// Where it begins.
+    /// Where it lies, as elements of a type.
     ///
     /// # Panics
     /// If its memory was given back.
-    pub(crate) fn start(&self) -> NonNull<u8> {
+    pub(crate) fn place(&self, dtype: DType) -> Place {
+        Place::new(self.start(), self.len, dtype, self.arena.memory.detached.is_some())
+    }
+
+    fn start(&self) -> NonNull<u8> {
         // SAFETY: within the mapping.
         unsafe { self.arena.memory.start.add(self.offset()) }
     }

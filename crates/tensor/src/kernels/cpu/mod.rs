@@ -29,7 +29,6 @@ pub(crate) mod threads;
 
 use arena::Mapping;
 use simd::CpuFeatures;
-use std::ptr::NonNull;
 use std::sync::Arc;
 use threads::ThreadPool;
 
@@ -53,15 +52,9 @@ impl Cpu {
         Cpu { mapping: Some(mapping), ..self }
     }
 
-    /// Where this processor finds the bytes that the host knows at `start`.
-    ///
-    /// # Panics
-    /// If it does not reach them.
-    pub(crate) fn reach(&self, start: NonNull<u8>, num_bytes: usize) -> NonNull<u8> {
-        match &self.mapping {
-            Some(mapping) if num_bytes > 0 => mapping.translate(start, num_bytes),
-            _ => start,
-        }
+    /// Where this processor finds the only memory that it reaches, if it does not reach all where the host does.
+    pub(crate) fn mapping(&self) -> Option<&Mapping> {
+        self.mapping.as_deref()
     }
 }
 

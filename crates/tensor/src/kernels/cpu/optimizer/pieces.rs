@@ -143,11 +143,17 @@ impl Cpu {
 
 impl Pieces {
     /// The elements of a state that the pieces `range` have, and their blocks.
+    ///
+    /// # Panics
+    /// If the state has something between them.
     pub(crate) fn span(&self, range: Range<usize>) -> (Range<usize>, Range<usize>) {
         let Some(last) = range.clone().last() else { return (0..0, 0..0) };
         let (first, piece) = (range.start, self.pieces[last]);
         let blocks = self.blocks[first]..self.blocks[last] + num_blocks(piece.len);
-        (self.pieces[first].state..piece.state + piece.len, blocks)
+        let elements = self.pieces[first].state..piece.state + piece.len;
+        let num_elements: usize = self.pieces[range].iter().map(|piece| piece.len).sum();
+        assert_eq!(elements.len(), num_elements, "the pieces of a state lie one after another");
+        (elements, blocks)
     }
 
     /// Copies the state of the pieces `range` to f32s, one after another. `state` begins with what the first of them has.

@@ -2,24 +2,24 @@
 
 use super::*;
 use std::collections::BTreeMap;
-use trireme_base::{Issued, Journal, JournalEntry, KernelCall, StepEvents};
+use trireme_base::{Issued, Journal, JournalEntry, KernelCall, StepEntries};
 
-fn kernels<'a>(events: impl IntoIterator<Item = &'a JournalEntry>) -> BTreeMap<KernelCall, usize> {
+fn kernels<'a>(entries: impl IntoIterator<Item = &'a JournalEntry>) -> BTreeMap<KernelCall, usize> {
     let mut calls = BTreeMap::new();
-    for event in events {
-        if let JournalEntry::Kernel(call) = event {
+    for entry in entries {
+        if let JournalEntry::Kernel(call) = entry {
             *calls.entry(*call).or_default() += 1;
         }
     }
     calls
 }
 
-fn dry_events(case: &Case, subject: &dyn Subject, world_size: usize, rank: usize) -> StepEvents {
+fn dry_entries(case: &Case, subject: &dyn Subject, world_size: usize, rank: usize) -> StepEntries {
     let device = Device::counting(case.device_options(None)).unwrap();
     let host = device.host().unwrap();
     let group = Group::dry(Rank(rank), Hosts::single(world_size), TransportKind::Inproc).unwrap();
     let executor = case.executor(subject, group, &device, &host).unwrap();
-    executor.dry_events().unwrap()
+    executor.dry_entries().unwrap()
 }
 
 fn check(case: &Case, world_size: usize) {
@@ -41,8 +41,8 @@ fn check(case: &Case, world_size: usize) {
             let plan = StepPlan { step, lr: 1e-3, grad_norm: GradNorm::Measure };
             executor.run(plan, &mut batches.into_iter()).unwrap();
         }
-        let found: Vec<JournalEntry> = journal.take().into_iter().map(|(event, _)| event).collect();
-        let dry = dry_events(case, subject, world_size, rank);
+        let found: Vec<JournalEntry> = journal.take().into_iter().map(|(entry, _)| entry).collect();
+        let dry = dry_entries(case, subject, world_size, rank);
         assert_eq!(kernels(dry.actions.iter().flatten()), kernels(&found), "rank {rank} of {case:?}");
     });
 }
@@ -73,10 +73,10 @@ fn what_is_issued_in_a_dry_step_is_awaited_in_it_or_in_the_next() {
         let num_shards = shards(stage, world_size);
         let case =
             Case { state: StateLayout::zero(stage), num_shards, num_microbatches: 2, ..Case::default() };
-        let events = dry_events(&case, &medium_model(), world_size, 1);
+        let entries = dry_entries(&case, &medium_model(), world_size, 1);
         let (mut issued, mut awaited) = (Vec::new(), Vec::new());
-        for event in events.actions.iter().flatten() {
-            match event {
+        for entry in entries.actions.iter().flatten() {
+            match entry {
                 JournalEntry::Issue(number, what) => {
                     let Issued::Collective { members, .. } = what else { panic!("{what:?}") };
                     assert_eq!(members.len(), world_size);
@@ -86,13 +86,13 @@ fn what_is_issued_in_a_dry_step_is_awaited_in_it_or_in_the_next() {
                 JournalEntry::Kernel(_) | JournalEntry::Pause => (),
             }
         }
-        assert_eq!(issued.len(), events.num_issued);
+        assert_eq!(issued.len(), entries.num_issued);
         let first = issued[0];
-        assert!(issued.iter().copied().eq(first..first + events.num_issued), "{issued:?}");
+        assert!(issued.iter().copied().eq(first..first + entries.num_issued), "{issued:?}");
         // A number of the step before stands for its like in this step.
         let mut places: Vec<usize> = awaited
             .iter()
-            .map(|number| if *number < first { number + events.num_issued } else { *number })
+            .map(|number| if *number < first { number + entries.num_issued } else { *number })
             .collect();
         places.sort_unstable();
         assert_eq!(places, issued, "stage {stage}");
