@@ -82,14 +82,14 @@ pub struct Journal(Arc<Mutex<Noted>>);
 
 #[derive(Debug, Default)]
 struct Noted {
-    events: Vec<(JournalEntry, Instant)>,
+    entries: Vec<(JournalEntry, Instant)>,
     num_issued: usize,
 }
 
 impl Journal {
     /// Notes that something happens now.
-    pub fn note(&self, event: JournalEntry) {
-        self.lock().events.push((event, Instant::now()));
+    pub fn note(&self, entry: JournalEntry) {
+        self.lock().entries.push((entry, Instant::now()));
     }
 
     /// Notes that something is issued; its number.
@@ -97,13 +97,13 @@ impl Journal {
         let mut noted = self.lock();
         let number = noted.num_issued;
         noted.num_issued += 1;
-        noted.events.push((JournalEntry::Issue(number, issued), Instant::now()));
+        noted.entries.push((JournalEntry::Issue(number, issued), Instant::now()));
         number
     }
 
     /// What was noted since the last time, and when.
     pub fn take(&self) -> Vec<(JournalEntry, Instant)> {
-        std::mem::take(&mut self.lock().events)
+        std::mem::take(&mut self.lock().entries)
     }
 
     fn lock(&self) -> MutexGuard<'_, Noted> {

@@ -337,7 +337,7 @@ impl Device {
         });
     }
 
-    /// `y = activation(x)`.
+    /// `y = activation(x)`, element by element.
     pub(crate) fn activate(&self, activation: Activation, x: View<'_>, y: ViewMut<'_>) {
         let cost = each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes());
         let (x, mut y) = (x.place(), y.into_place());
@@ -358,7 +358,7 @@ impl Device {
         });
     }
 
-    /// `y = activation(gate) * up` for rows `gate | up`.
+    /// `y = activation(gate) * up`, of `[rows, cols]`, for rows `gate | up` of `[rows, 2 cols]`.
     pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, y: ViewMut<'_>) {
         let cols = y.shape().cols();
         let cost = each(y.shape(), activation.num_operations() + 1).reads(gate_up.num_bytes());

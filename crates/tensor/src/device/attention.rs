@@ -8,7 +8,7 @@ use crate::tensor::{Tensor, View, ViewMut};
 use trireme_base::{Cost, DType};
 
 impl Device {
-    /// Rotates query and key heads in place; `inverse` is the gradient.
+    /// Rotates query and key heads in place, with which each row of `qkv` begins; `inverse` is the gradient.
     pub(crate) fn rotary(
         &self,
         qkv: ViewMut<'_>,
@@ -27,7 +27,7 @@ impl Device {
         });
     }
 
-    /// Attention: `y` is `[rows, output_cols]`, `log_sums` `[batch, num_heads, seq_len]`.
+    /// Attention, whose rows are the positions of `batch` sequences: `y` is `[rows, output_cols]`, `log_sums` `[batch, num_heads, seq_len]`.
     ///
     /// # Errors
     /// If there is no scratch memory.
@@ -63,7 +63,8 @@ impl Device {
         self.activation([len])
     }
 
-    /// Causal attention after the positions of a cache, which takes the new keys and values; all in f32.
+    /// Causal attention after the positions of a cache, which takes the new keys and values: it is `[batch, capacity, kv_cols]`, `y`
+    /// `[rows, output_cols]`; all in f32.
     ///
     /// # Errors
     /// If there is no scratch memory.
@@ -94,7 +95,8 @@ impl Device {
         Ok(())
     }
 
-    /// Gradient of [`Device::attention`] with respect to the queries, and to keys and values if they lie apart.
+    /// Gradient of [`Device::attention`] with respect to the queries, and to keys and values if they lie apart. Gradients
+    /// have the shapes of what they are gradients of.
     ///
     /// # Errors
     /// If there is no scratch memory.

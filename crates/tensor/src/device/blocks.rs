@@ -67,7 +67,7 @@ impl Device {
         });
     }
 
-    /// Softmax of each row. A row of nothing but negative infinity gives NaN.
+    /// Softmax of each row of `[rows, cols]`. A row of nothing but negative infinity gives NaN.
     pub(crate) fn softmax(&self, x: View<'_>, y: ViewMut<'_>) {
         let cols = x.shape().cols();
         let cost = each(x.shape(), SOFTMAX_OPERATIONS).reads(x.num_bytes()).writes(y.num_bytes());

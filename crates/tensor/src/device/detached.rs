@@ -147,8 +147,11 @@ impl Queue {
         let own = Weak::clone(&self.own);
         let latch = Latch::new(move || {
             if let Some(queue) = own.upgrade() {
-                queue.lock().is_demanded = true;
-                queue.changed.notify_all();
+                // Devices that wait for each other would wake each other again and again.
+                let was_demanded = std::mem::replace(&mut queue.lock().is_demanded, true);
+                if !was_demanded {
+                    queue.changed.notify_all();
+                }
             }
         });
         let event = latch.event();
@@ -165,7 +168,9 @@ impl Queue {
             state.sites.push(site);
         }
         drop(state);
-        if self.options.ignored_wait == Some(site) || event.is_done() {
+        // A failure is passed on in its turn.
+        let has_succeeded = event.is_done() && event.failure().is_none();
+        if self.options.ignored_wait == Some(site) || has_succeeded {
             return;
         }
         self.push(stream, Job::Wait(event.clone()));

@@ -12,7 +12,7 @@ use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, DType};
 
 impl Device {
-    /// Normalises each row of `x`; `statistics` is `rows x 2`.
+    /// Normalises each row of `x`, `[rows, cols]`; weight and bias are `[cols]`, `statistics` `[rows, 2]`.
     pub(crate) fn norm(
         &self,
         x: View<'_>,
@@ -55,7 +55,7 @@ impl Device {
         });
     }
 
-    /// Gradient of [`Device::norm`] with respect to the weight, written or added.
+    /// Gradient of [`Device::norm`] with respect to the weight, `[cols]`, written or added.
     pub(crate) fn norm_backward_weight(
         &self,
         x: View<'_>,
@@ -91,7 +91,8 @@ impl Device {
         });
     }
 
-    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]` with `at` the `seq_len` and the `first_position`, of values rounded to `precision`.
+    /// `out[i] = table[ids[i]] + positions[first_position + i % seq_len]`, of rows, with `at` the `seq_len` and the `first_position`, of
+    /// values rounded to `precision`.
     pub(crate) fn embedding(
         &self,
         precision: Precision,
@@ -116,7 +117,7 @@ impl Device {
         });
     }
 
-    /// Sums of rows of a table, rounded to `precision`, by bags of ids.
+    /// Sums of rows of a table, `[rows, cols]`, rounded to `precision`, by bags of ids: `[bags, cols]`.
     pub(crate) fn embedding_bag(
         &self,
         precision: Precision,
@@ -136,7 +137,7 @@ impl Device {
         });
     }
 
-    /// Adds to the gradient of the table of [`Device::embedding_bag`].
+    /// Adds the rows of `dy`, `[bags, cols]`, to the gradient of the table of [`Device::embedding_bag`].
     pub(crate) fn embedding_bag_backward(&self, bags: BagViews<'_>, dy: View<'_>, d_table: ViewMut<'_>) {
         let cols = dy.shape().cols();
         let num_added = bags.num_ids().saturating_mul(cols);
@@ -163,7 +164,7 @@ impl Device {
         });
     }
 
-    /// Takes a chunk of logits into the `statistics` of their rows, `rows x 3`.
+    /// Takes a chunk of logits, `[rows, chunk]`, into the `statistics` of their rows, `[rows, 3]`.
     pub(crate) fn softmax_statistics(
         &self,
         logits: View<'_>,
@@ -179,7 +180,7 @@ impl Device {
         });
     }
 
-    /// Gradient of the rows' losses with respect to a chunk of logits, for the statistics of all chunks.
+    /// Gradient of the rows' losses with respect to a chunk of logits, `[rows, chunk]`, for the statistics of all chunks, `[rows, 3]`.
     pub(crate) fn cross_entropy_gradient(
         &self,
         logits: View<'_>,

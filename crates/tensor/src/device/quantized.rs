@@ -17,7 +17,7 @@ impl Device {
         self.issue("quantize", cost, move |cpu| cpu.quantize(x.f32s(cpu), format, message.bytes(cpu)));
     }
 
-    /// Writes the values of a message, rounded to the type of `y`.
+    /// Writes the values of a message, which are as many as `y` has, rounded to the type of `y`.
     ///
     /// # Panics
     /// As [`quantize`](Device::quantize).

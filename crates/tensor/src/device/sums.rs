@@ -7,7 +7,7 @@ use crate::tensor::{View, ViewMut};
 use trireme_base::{Cost, DType};
 
 impl Device {
-    /// Sums the rows of `x` into `out`, one value a column.
+    /// Sums the rows of `x`, `[rows, cols]`, into `out`, `[cols]`.
     pub(crate) fn column_sums(&self, x: View<'_>, out: ViewMut<'_>, accumulate: bool) {
         let cost = written(each(x.shape(), 1).reads(x.num_bytes()), &out, accumulate);
         let (x, mut out) = (x.place(), out.into_place());
@@ -50,7 +50,7 @@ impl Device {
         });
     }
 
-    /// For each row of scores, 1 if the score of its class is the first of the largest ones, else 0; `hits` has one f32 a row.
+    /// For each row of scores, `[rows, classes]`, 1 if the score of its class is the first of the largest ones, else 0; `hits` has one f32 a row.
     pub(crate) fn hits(&self, scores: View<'_>, classes: View<'_>, hits: ViewMut<'_>) {
         let cols = scores.shape().cols();
         let cost = each(scores.shape(), 1).reads(scores.num_bytes() + classes.num_bytes());

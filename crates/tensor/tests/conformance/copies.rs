@@ -143,6 +143,13 @@ fn a_failure_of_one_device_reaches_who_waits_for_another() {
         from.map_in_place(x.view_mut(), 1, |_| panic!("a kernel fails"));
         let mut host = Pending::new(vec![0_u8; 4]);
         from.download_later(x.view(), &mut host, 0);
+        if seed % 2 == 0 {
+            // It has failed before the other device hears of it.
+            host.event().demand();
+            while !host.event().is_done() {
+                std::thread::yield_now();
+            }
+        }
         to.wait_for(&host.event());
         let failed = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| to.synchronize()));
         assert_eq!(failed.unwrap_err().downcast_ref::<String>().unwrap(), "a kernel fails");
