@@ -87,11 +87,13 @@ impl Factored {
     ) -> Result<(), DeviceError> {
         let grad_scale = step.grad_scale();
         if phase == 0 {
-            let norms = |_: usize, _: &Member| Update::Norms { grad_scale };
+            let updates = self.members.choose(|_, _| Update::Norms { grad_scale });
             let num_sums = self.shape.rows() + self.shape.cols();
             let mut own = step.device.empty([num_sums].into(), DType::F64, Category::Optimizer)?;
             step.device.factored_sums(&self.matrix, grads, grad_scale, own.view_mut());
-            self.members.update_and_sum(step.device, parameters, grads, &mut [], step.noise, norms)?;
+            self.members.sum_by(step.device, |pieces, sums| {
+                step.device.update((pieces, &updates), parameters, grads, &mut [], step.noise, Some(sums));
+            })?;
             sums.push(self.members.sum(self.member(), 0));
             let first = sums.len();
             sums.resize(first + num_sums, 0.0);

@@ -92,28 +92,8 @@ impl Members {
         noise: u32,
         update: impl FnMut(usize, &Member) -> Update,
     ) {
-        self.choose(update);
-        device.update((&self.pieces, &self.updates), parameters, grads, states, noise, None);
-    }
-
-    /// As [`update`](Members::update), and waits for the sums of each piece.
-    ///
-    /// # Errors
-    /// If there is no memory for them.
-    pub(crate) fn update_and_sum(
-        &mut self,
-        device: &Device,
-        parameters: ViewMut<'_>,
-        grads: View<'_>,
-        states: &mut [OptimizerState],
-        noise: u32,
-        update: impl FnMut(usize, &Member) -> Update,
-    ) -> Result<(), DeviceError> {
-        self.choose(update);
-        let updates = Arc::clone(&self.updates);
-        self.sum_by(device, |pieces, sums| {
-            device.update((pieces, &updates), parameters, grads, states, noise, Some(sums));
-        })
+        let updates = self.choose(update);
+        device.update((&self.pieces, &updates), parameters, grads, states, noise, None);
     }
 
     /// Lets a kernel take sums of each piece, and waits for them.
@@ -132,11 +112,13 @@ impl Members {
         Ok(())
     }
 
-    fn choose(&mut self, mut update: impl FnMut(usize, &Member) -> Update) {
+    /// The updates of all members, each of which `update` gets with its index.
+    pub(crate) fn choose(&mut self, mut update: impl FnMut(usize, &Member) -> Update) -> Arc<Vec<Update>> {
         // A kernel that has not run may still hold the list; then this writes to a copy.
         let updates = Arc::make_mut(&mut self.updates);
         updates.clear();
         updates.extend(self.list.iter().enumerate().map(|(index, member)| update(index, member)));
+        Arc::clone(&self.updates)
     }
 
     /// One of the two sums over what is here of a member.

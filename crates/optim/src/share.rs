@@ -192,14 +192,10 @@ impl Share {
         }
         let (rule, known) = (self.rule, &self.known);
         let states = if rule.observes_states(phase) { &mut self.states[..] } else { &mut [] };
-        self.members.update_and_sum(
-            step.device,
-            parameters,
-            grads,
-            states,
-            step.noise,
-            |index, member| rule.before(phase, member, step, &known[index]),
-        )?;
+        let updates = self.members.choose(|index, member| rule.before(phase, member, step, &known[index]));
+        self.members.sum_by(step.device, |pieces, sums| {
+            step.device.update((pieces, &updates), parameters, grads, states, step.noise, Some(sums));
+        })?;
         for member in &self.members.list {
             sums.extend((0..num_sums).map(|which| self.members.sum(member, which)));
         }

@@ -22,12 +22,11 @@ pub use transfer::PinnedMemory;
 
 use crate::kernels::cpu::Cpu;
 use crate::kernels::cpu::arena::{ALIGNMENT, Arena};
-use crate::kernels::cpu::element::with_element;
 use crate::kernels::cpu::threads::ThreadPool;
-use crate::kernels::{Activation, CpuFeatures, Unit};
+use crate::kernels::{CpuFeatures, Unit};
 use crate::memory::MemoryCounter;
 use crate::shape::Shape;
-use crate::tensor::{Tensor, View, ViewMut};
+use crate::tensor::{Tensor, ViewMut};
 use detached::{Detached, Stream};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use trireme_base::{Category, Cost, DType, Event, Journal, JournalEntry, KernelCall, Traffic};
@@ -286,16 +285,6 @@ impl Device {
         Ok(tensor)
     }
 
-    /// Sets all elements to 0.
-    pub fn zero(&self, x: ViewMut<'_>) {
-        let mut x = x.into_place();
-        self.issue("zero", Cost::ZERO.writes(x.num_bytes()), move |cpu| {
-            if !cpu.threads.is_idle() {
-                x.bytes(cpu).fill(0);
-            }
-        });
-    }
-
     /// An f32 tensor for activations, with unspecified contents.
     pub(crate) fn activation(&self, shape: impl Into<Shape>) -> Result<Tensor, DeviceError> {
         self.activation_of(shape, DType::F32)
@@ -304,83 +293,6 @@ impl Device {
     /// A tensor for activations, with unspecified contents.
     pub(crate) fn activation_of(&self, shape: impl Into<Shape>, dtype: DType) -> Result<Tensor, DeviceError> {
         self.empty(shape.into(), dtype, Category::Activations)
-    }
-
-    /// `y = x`, elementwise, from any of f32, bf16 and f16 to any, rounded to nearest even.
-    ///
-    /// # Panics
-    /// If the shapes differ.
-    pub fn convert(&self, x: View<'_>, y: ViewMut<'_>) {
-        assert_eq!(x.shape(), y.shape());
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("convert", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()), move |cpu| {
-            with_element!(x.dtype() => |X| with_element!(y.dtype() => |Y| {
-                cpu.convert::<X, Y>(x.elements(cpu), y.elements(cpu));
-            }));
-        });
-    }
-
-    /// `y = x`, element by element, of one type.
-    ///
-    /// # Panics
-    /// If the shapes or the types differ.
-    pub fn copy(&self, x: View<'_>, y: ViewMut<'_>) {
-        assert_eq!((x.dtype(), x.shape()), (y.dtype(), y.shape()));
-        if x.dtype().size() < 8 && x.dtype().is_float() {
-            return self.convert(x, y);
-        }
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("copy", Cost::ZERO.reads(x.num_bytes()).writes(y.num_bytes()), move |cpu| {
-            if !cpu.threads.is_idle() {
-                y.bytes(cpu).copy_from_slice(x.bytes(cpu));
-            }
-        });
-    }
-
-    /// `y = activation(x)`, element by element.
-    pub(crate) fn activate(&self, activation: Activation, x: View<'_>, y: ViewMut<'_>) {
-        let cost = each(x.shape(), activation.num_operations()).reads(x.num_bytes()).writes(y.num_bytes());
-        let (x, mut y) = (x.place(), y.into_place());
-        self.issue("activate", cost, move |cpu| {
-            with_element!(x.dtype() => |T| cpu.activate::<T>(activation, x.elements(cpu), y.elements(cpu)));
-        });
-    }
-
-    /// In place: `x` becomes `activation(x)`, and `dy` the gradient of `x`.
-    pub(crate) fn activate_backward(&self, activation: Activation, x: ViewMut<'_>, dy: ViewMut<'_>) {
-        let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        let cost = each(x.shape(), num_operations).updates(x.num_bytes()).updates(dy.num_bytes());
-        let (mut x, mut dy) = (x.into_place(), dy.into_place());
-        self.issue("activate_backward", cost, move |cpu| {
-            with_element!(x.dtype() => |T| {
-                cpu.activate_backward::<T>(activation, x.elements(cpu), dy.elements(cpu));
-            });
-        });
-    }
-
-    /// `y = activation(gate) * up`, of `[rows, cols]`, for rows `gate | up` of `[rows, 2 cols]`.
-    pub(crate) fn gate(&self, activation: Activation, gate_up: View<'_>, y: ViewMut<'_>) {
-        let cols = y.shape().cols();
-        let cost = each(y.shape(), activation.num_operations() + 1).reads(gate_up.num_bytes());
-        let (gate_up, mut y) = (gate_up.place(), y.into_place());
-        self.issue("gate", cost.writes(y.num_bytes()), move |cpu| {
-            with_element!(y.dtype() => |T| {
-                cpu.gate::<T>(activation, gate_up.elements(cpu), y.elements(cpu), cols);
-            });
-        });
-    }
-
-    /// In place: `gate_up` becomes its gradient, and `dy` the output.
-    pub(crate) fn gate_backward(&self, activation: Activation, gate_up: ViewMut<'_>, dy: ViewMut<'_>) {
-        let cols = dy.shape().cols();
-        let num_operations = activation.num_operations() + DERIVATIVE_OPERATIONS;
-        let cost = each(dy.shape(), num_operations).updates(gate_up.num_bytes()).updates(dy.num_bytes());
-        let (mut gate_up, mut dy) = (gate_up.into_place(), dy.into_place());
-        self.issue("gate_backward", cost, move |cpu| {
-            with_element!(dy.dtype() => |T| {
-                cpu.gate_backward::<T>(activation, gate_up.elements(cpu), dy.elements(cpu), cols);
-            });
-        });
     }
 
     /// Lets a unit of every thread do nothing but its operation; returns how many floating-point operations that were.
@@ -394,9 +306,6 @@ impl Device {
         self.issue("stream", Cost::ZERO, move |cpu| cpu.stream(traffic, memory.u32s(cpu)));
     }
 }
-
-/// Of an activation's derivative beside the activation, and of the products with it.
-const DERIVATIVE_OPERATIONS: usize = 8;
 
 /// The cost of so many operations for each element.
 fn each(shape: Shape, num_operations: usize) -> Cost {

@@ -15,6 +15,7 @@ mod elementwise;
 pub(crate) mod embedding;
 pub(crate) mod fp8;
 mod free_list;
+mod mapping;
 pub(crate) mod matmul;
 pub(crate) mod norm;
 pub(crate) mod optimizer;
@@ -27,7 +28,7 @@ mod softmax;
 pub(crate) mod test_support;
 pub(crate) mod threads;
 
-use arena::Mapping;
+use mapping::Mapping;
 use simd::CpuFeatures;
 use std::sync::Arc;
 use threads::ThreadPool;
