@@ -1,8 +1,11 @@
-//! `cargo xtask kernels`: the list of kernels that a backend must provide, made from the methods of `Device`, and what tests them.
+//! `cargo xtask kernels`: the list of kernels that a backend must provide. The methods of `Device` say what they are, and a run of the
+//! suites shows what tests them.
 
 use anyhow::{Context, Result, ensure};
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::{fs, iter};
 
 /// Where the list is.
@@ -11,138 +14,152 @@ const LIST: &str = "docs/kernels.md";
 /// Methods that issue kernels.
 const DEVICE: &str = "crates/tensor/src/device";
 
-/// What calls them for operations.
-const TAPE: [&str; 4] = [
-    "crates/tensor/src/tape",
-    "crates/tensor/src/tape/operations",
-    "crates/tensor/src/values.rs",
-    "crates/tensor/src/fp8.rs",
-];
+/// The suites that a backend must pass, of `crates/tensor/tests`.
+const SUITES: [&str; 2] = ["conformance", "operations"];
 
-/// The suites that a backend must pass.
-const SUITES: [&str; 2] = ["crates/tensor/tests/conformance", "crates/tensor/tests/operations"];
+/// The backends, as traces name them.
+const BACKENDS: [&str; 2] = ["cpu", "detached"];
 
 /// Kernels that belong to no result: they measure a machine.
 const MEASURES: [&str; 1] = ["stream"];
 
-/// Runs `cargo xtask kernels`.
-pub(crate) fn run(root: &Path) -> Result<()> {
-    let (list, path) = (list(root)?, root.join(LIST));
-    fs::write(&path, list).with_context(|| format!("cannot write {}", path.display()))?;
-    println!("{LIST} is up to date");
-    Ok(())
+/// Write docs/kernels.md, the list of kernels that a backend must provide.
+///
+/// Runs the suites of crates/tensor/tests, and lists which of them call each kernel.
+#[derive(Debug, clap::Args)]
+pub(crate) struct KernelsArgs {
+    /// Write nothing, but fail if docs/kernels.md is out of date.
+    #[arg(long)]
+    check: bool,
 }
 
-/// A file of Rust.
-struct Source {
-    /// Its name within its folder.
-    name: String,
-    text: String,
-    /// Whether it was read as one file, not with its folder.
-    is_apart: bool,
+/// Runs `cargo xtask kernels`.
+pub(crate) fn run(args: &KernelsArgs, root: &Path) -> Result<()> {
+    let (page, path) = (page(&kernels(root)?, &traces(root)?)?, root.join(LIST));
+    if args.check {
+        let written = fs::read_to_string(&path).unwrap_or_default();
+        ensure!(written == page, "{LIST} is out of date: run `cargo xtask kernels`");
+    } else {
+        fs::write(&path, page).with_context(|| format!("cannot write {}", path.display()))?;
+    }
+    println!("{LIST} is up to date");
+    Ok(())
 }
 
 /// A method of `Device` that issues a kernel.
 struct Kernel {
     name: String,
-    method: String,
     /// The first paragraph of its documentation.
     what: String,
     elements: Vec<&'static str>,
 }
 
-/// The whole page.
-fn list(root: &Path) -> Result<String> {
+impl Kernel {
+    /// Its row of the list, but for the tests.
+    fn row(&self) -> String {
+        format!("| `{}` | {} | {} |", self.name, self.what, self.elements.join(", "))
+    }
+}
+
+/// All kernels, by name.
+fn kernels(root: &Path) -> Result<Vec<Kernel>> {
     let mut kernels = Vec::new();
-    for source in iter::once(read(&root.join(format!("{DEVICE}.rs")))?).chain(folder(&root.join(DEVICE))?) {
-        kernels.extend(methods(&source.text));
+    for path in iter::once(root.join(format!("{DEVICE}.rs"))).chain(files(&root.join(DEVICE))?) {
+        let text = fs::read_to_string(&path).with_context(|| format!("cannot read {}", path.display()))?;
+        kernels.extend(methods(&text));
     }
     // What has several methods counts as the first of them.
     kernels.sort_by(|left: &Kernel, right| left.name.cmp(&right.name));
     kernels.dedup_by(|later, earlier| later.name == earlier.name);
-    let tape = TAPE.map(|place| root.join(place));
-    let mut callers = Vec::new();
-    for place in &tape {
-        callers.extend(if place.is_dir() { folder(place)? } else { vec![read(place)?] });
+    for Kernel { name, elements, .. } in &kernels {
+        ensure!(!elements.is_empty(), "the types of the elements of the kernel `{name}` are not known");
     }
-    let mut tests = Vec::new();
-    for suite in SUITES {
-        let name = suite.rsplit('/').next().unwrap_or(suite);
-        let sources = folder(&root.join(suite))?.into_iter();
-        tests.extend(sources.map(|source| Source { name: format!("{name}/{}", source.name), ..source }));
+    Ok(kernels)
+}
+
+/// For each kernel and backend, the test files that call it.
+type Traces = BTreeMap<(String, String), BTreeSet<String>>;
+
+/// Runs the suites, which tell the kernels that they call.
+fn traces(root: &Path) -> Result<Traces> {
+    let folder = std::env::temp_dir().join(format!("trireme-kernel-trace-{}", std::process::id()));
+    fs::create_dir_all(&folder).with_context(|| format!("cannot create {}", folder.display()))?;
+    let found = run_suites(root, &folder).and_then(|()| read_traces(&folder));
+    fs::remove_dir_all(&folder).with_context(|| format!("cannot remove {}", folder.display()))?;
+    found
+}
+
+fn run_suites(root: &Path, folder: &Path) -> Result<()> {
+    let mut tests = Command::new("cargo");
+    tests
+        .args(["test", "--quiet", "--package", "trireme-tensor"])
+        .args(SUITES.iter().flat_map(|suite| ["--test", suite]));
+    // With one thread, tests would run on one that has no name of theirs.
+    tests.args(["--", "--test-threads", "2"]).current_dir(root).env("TRIREME_KERNEL_TRACE", folder);
+    let output = tests.output().context("cannot run cargo")?;
+    let text =
+        String::from_utf8_lossy(&output.stdout).into_owned() + &String::from_utf8_lossy(&output.stderr);
+    ensure!(output.status.success(), "the suites fail:\n{text}");
+    Ok(())
+}
+
+fn read_traces(folder: &Path) -> Result<Traces> {
+    let mut traces = Traces::new();
+    for path in files(folder)? {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let parts: Vec<&str> = name.split('.').collect();
+        let [suite, module, backend] = parts[..] else { continue };
+        for kernel in fs::read_to_string(&path)?.lines() {
+            let key = (kernel.to_owned(), backend.to_owned());
+            traces.entry(key).or_default().insert(format!("`{suite}/{module}.rs`"));
+        }
     }
+    Ok(traces)
+}
+
+/// The whole page.
+fn page(kernels: &[Kernel], traces: &Traces) -> Result<String> {
     let mut page = String::from(
         "# Kernels\n\nWhat a backend must provide: the kernels that methods of `Device` issue, with the types of the elements that they read \
-         and write, and the\ntests of `crates/tensor/tests` that call them on every backend, or check an operation whose source does. `cargo xtask \
-         kernels` makes this list,\nand refuses a kernel without a test.\n\n| kernel | what it does | elements | tests |\n|---|---|---|---|\n",
+         and write, and the\ntests of `crates/tensor/tests` that were seen to call them. `cargo xtask kernels` runs the tests and makes this \
+         list; it refuses a kernel\nthat is not tested on every backend.\n\n| kernel | what it does | elements | tests |\n|---|---|---|---|\n",
     );
-    for Kernel { name, method, what, elements } in &kernels {
-        let found = tests_of(method, &callers, &tests);
-        ensure!(!elements.is_empty(), "the types of the elements of the kernel `{name}` are not known");
-        ensure!(!found.is_empty(), "no test of {} calls the kernel `{name}`", SUITES.join(" or "));
-        writeln!(page, "| `{name}` | {what} | {} | {} |", elements.join(", "), found.join(", "))?;
+    for kernel in kernels {
+        let mut tests = BTreeSet::new();
+        for backend in BACKENDS {
+            let found = traces.get(&(kernel.name.clone(), backend.to_owned()));
+            let what = || {
+                format!(
+                    "no test of {} calls the kernel `{}` on `{backend}`",
+                    SUITES.join(" or "),
+                    kernel.name
+                )
+            };
+            tests.extend(found.with_context(what)?.iter().cloned());
+        }
+        writeln!(page, "{} {} |", kernel.row(), tests.into_iter().collect::<Vec<_>>().join(", "))?;
     }
     Ok(page)
 }
 
-/// The test files that call a method of a device, or work with a type that does; of operations, those that check both of their passes.
-fn tests_of(method: &str, callers: &[Source], tests: &[Source]) -> Vec<String> {
-    let calling = callers.iter().filter(|source| calls(&source.text, method));
-    let (mut types, mut operations, mut is_general) = (Vec::new(), Vec::new(), false);
-    for source in calling {
-        let declared = source.text.lines().filter_map(|line| line.strip_prefix("pub struct "));
-        let names = declared.map(|rest| rest.split(['<', '(', ' ', ';']).next().unwrap_or(rest).to_owned());
-        let names: Vec<String> = names.collect();
-        // What no operation calls, tapes do for all of them.
-        is_general |= names.is_empty() || names.iter().any(|name| name == "Tape");
-        if source.is_apart { &mut types } else { &mut operations }.extend(names);
-    }
-    let is_test = |source: &&Source| {
-        let mentions_any = |names: &[String]| names.iter().any(|name| mentions(&source.text, name));
-        let checks = || source.name.starts_with("operations/") && (is_general || mentions_any(&operations));
-        calls(&source.text, method) || mentions_any(&types) || checks()
-    };
-    let named = tests.iter().filter(|source| !source.name.ends_with("main.rs")).filter(is_test);
-    named.map(|source| format!("`{}`", source.name)).collect()
-}
-
-/// Whether a text calls a method of a device.
-fn calls(text: &str, method: &str) -> bool {
-    let text: String = text.split_whitespace().collect();
-    ["device", "device()"].iter().any(|device| text.contains(&format!("{device}.{method}(")))
-}
-
-/// Whether a word is in a text.
-fn mentions(text: &str, word: &str) -> bool {
-    let is_part = |c: char| c.is_alphanumeric() || c == '_';
-    text.match_indices(word)
-        .any(|(at, _)| !text[..at].ends_with(is_part) && !text[at + word.len()..].starts_with(is_part))
-}
-
 /// The methods in a text that issue or count a kernel under a name.
 fn methods(text: &str) -> Vec<Kernel> {
-    let (mut found, mut docs, mut method) = (Vec::new(), Vec::new(), None::<(String, String, String)>);
+    let (mut found, mut docs, mut method) = (Vec::new(), Vec::new(), None::<(String, String)>);
     for line in text.lines() {
         let trimmed = line.trim_start();
-        if let Some((name, what, body)) = &mut method {
+        if let Some((what, body)) = &mut method {
             body.push_str(trimmed);
             if line == "    }" {
-                if let Some(kernel) = kernel_name(body) {
-                    let (method, what, elements) = (name.clone(), what.clone(), elements(body));
-                    if !MEASURES.contains(&kernel.as_str()) {
-                        found.push(Kernel { name: kernel, method, what, elements });
-                    }
-                }
+                let name = kernel_name(body).filter(|name| !MEASURES.contains(&name.as_str()));
+                found.extend(name.map(|name| Kernel { name, what: what.clone(), elements: elements(body) }));
                 method = None;
             }
         } else if let Some(doc) = trimmed.strip_prefix("///") {
             docs.push(doc.trim().to_owned());
-        } else if let Some((_, rest)) = trimmed.split_once("fn ").filter(|_| line.starts_with("    ")) {
-            let name = rest.split(['(', '<']).next().unwrap_or(rest).to_owned();
+        } else if line.starts_with("    ") && trimmed.contains("fn ") {
             let paragraph = docs.drain(..).take_while(|doc| !doc.is_empty()).collect::<Vec<_>>().join(" ");
             // What a link points to does not exist on this page.
-            let what = unlinked(&paragraph).replace('|', "\\|");
-            method = Some((name, what, String::new()));
+            method = Some((unlinked(&paragraph).replace('|', "\\|"), String::new()));
         } else if !trimmed.starts_with("#[") {
             docs.clear();
         }
@@ -185,30 +202,42 @@ fn elements(body: &str) -> Vec<&'static str> {
     kinds.into_iter().filter(|(_, is_used)| *is_used).map(|(name, _)| name).collect()
 }
 
-fn read(path: &Path) -> Result<Source> {
-    let text = fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))?;
-    let name = path.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
-    Ok(Source { name, text, is_apart: true })
-}
-
-/// The files of Rust in a folder, by name.
-fn folder(path: &Path) -> Result<Vec<Source>> {
+/// The files in a folder, by name, without those of folders in it.
+fn files(path: &Path) -> Result<Vec<PathBuf>> {
     let entries = fs::read_dir(path).with_context(|| format!("cannot read {}", path.display()))?;
     let mut paths = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<PathBuf>>>()?;
-    paths.retain(|path| path.extension().is_some_and(|extension| extension == "rs"));
+    paths.retain(|path| path.is_file());
     paths.sort();
-    paths.iter().map(|path| Ok(Source { is_apart: false, ..read(path)? })).collect()
+    Ok(paths)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// What tests them, `cargo xtask kernels --check` finds out.
     #[test]
-    fn the_list_of_kernels_is_up_to_date() {
+    fn the_list_has_all_kernels() {
         let root = crate::workspace_root();
-        let written = fs::read_to_string(root.join(LIST)).unwrap_or_default();
-        assert!(written == list(root).unwrap(), "run `cargo xtask kernels`");
+        let written = fs::read_to_string(root.join(LIST)).unwrap();
+        let rows: Vec<&str> = written.lines().filter(|line| line.starts_with("| `")).collect();
+        let kernels = kernels(root).unwrap();
+        assert_eq!(rows.len(), kernels.len());
+        for (row, kernel) in rows.into_iter().zip(&kernels) {
+            assert!(row.starts_with(&kernel.row()), "{}: run `cargo xtask kernels`", kernel.name);
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_is_not_tested_on_every_backend_is_refused() {
+        let kernel = Kernel { name: "zero".to_owned(), what: String::new(), elements: Vec::new() };
+        let test = || BTreeSet::from(["`operations/shapes.rs`".to_owned()]);
+        let of = |backend: &str| (("zero".to_owned(), backend.to_owned()), test());
+        let traces = Traces::from(BACKENDS.map(of));
+        assert!(page(&[kernel], &traces).unwrap().ends_with("| `zero` |  |  | `operations/shapes.rs` |\n"));
+        let kernel = Kernel { name: "zero".to_owned(), what: String::new(), elements: Vec::new() };
+        let refused = page(&[kernel], &Traces::from([of("cpu")])).unwrap_err();
+        assert!(refused.to_string().ends_with("the kernel `zero` on `detached`"), "{refused}");
     }
 
     #[test]
@@ -216,11 +245,10 @@ mod tests {
         let text = "impl Device {\n    /// `y = x`, of [`Pieces`](crate::Pieces) at a [cost](Device::cost) of\n    /// one type.\n    ///\n    /// # Panics\n    /// If.\n    \
                     pub fn copy(&self) {\n        self.issue(\"copy\", cost, move |cpu| {\n            y.f32s(cpu);\n        });\n    }\n}\n";
         let [kernel] = &methods(text)[..] else { panic!("one method issues a kernel") };
-        assert_eq!((&*kernel.name, &*kernel.method), ("copy", "copy"));
+        assert_eq!(kernel.name, "copy");
         assert_eq!(
             (&*kernel.what, &kernel.elements[..]),
             ("`y = x`, of `Pieces` at a cost of one type.", &["f32"][..])
         );
-        assert!(mentions("Mean { dim: 1 }", "Mean") && !mentions("MeanLoss", "Mean"));
     }
 }

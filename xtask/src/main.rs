@@ -18,8 +18,7 @@ enum Chore {
     /// Which crate may depend on which, where unsafe code may be, words and calls that do not belong in the sources, and
     /// the form and length of files.
     Tidy,
-    /// Write docs/kernels.md, the list of kernels that a backend must provide.
-    Kernels,
+    Kernels(kernels::KernelsArgs),
     Compare(compare::CompareArgs),
     Faults(faults::FaultsArgs),
 }
@@ -27,7 +26,7 @@ enum Chore {
 fn main() -> ExitCode {
     let succeeded = match Chore::parse() {
         Chore::Tidy => tidy::run(workspace_root()),
-        Chore::Kernels => kernels::run(workspace_root()).map(|()| true),
+        Chore::Kernels(args) => kernels::run(&args, workspace_root()).map(|()| true),
         Chore::Compare(args) => compare::run(&args, workspace_root()),
         Chore::Faults(args) => faults::run(&args, workspace_root()).map(|()| true),
     };

@@ -1,5 +1,6 @@
 //! Checks operations against a reference in f64.
 
+use crate::TracedDevice;
 use std::sync::Arc;
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::tape::{Recorder, Recording, Scale};
@@ -257,7 +258,7 @@ impl GradientCheck<'_> {
     fn compute(&self, manner: Manner) -> Found {
         let Manner { num_threads, apart, is_moved, before, backend } = manner;
         let device =
-            Device::open(DeviceOptions { num_threads, backend, ..DeviceOptions::default() }).unwrap();
+            TracedDevice::open(DeviceOptions { num_threads, backend, ..DeviceOptions::default() }).unwrap();
         let parameters = self.parameters(&device);
         let mut tape = Tape::new(&device, Recording::On, self.precision);
         let put = |input: &Input| {

@@ -9,6 +9,7 @@ mod gradients;
 pub mod network;
 pub mod relay;
 mod skipping;
+mod traced;
 
 pub use allocations::CountingAllocator;
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
@@ -16,6 +17,7 @@ pub use amx_emulator::emulate_amx;
 pub use classifier::{build_classifier, classifier_batch, classifier_sample, classifier_specs};
 pub use gradients::{GradientCheck, Input, Reference, Run};
 pub use skipping::or_skip;
+pub use traced::TracedDevice;
 
 use trireme_base::{Random, RandomKey};
 use trireme_comm::{Group, GroupOptions, inproc_world_on};

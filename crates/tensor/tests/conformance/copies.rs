@@ -102,7 +102,7 @@ fn functions_are_applied_to_each_element_and_rounded_once() {
 fn rows_are_written_by_a_function_of_their_number() {
     let x = random(60, "x");
     let found = on_all(|device| {
-        assert_eq!(device.read::<f32>(empty(device, [0], DType::F32).view()), []);
+        assert!(device.read::<f32>(empty(device, [0], DType::F32).view()).is_empty());
         let (x, mut y) = (shaped(device, &x, [12, 5]), empty(device, [12, 5], DType::F32));
         device.for_each_row([x.view()], y.view_mut(), 1, |[x], row, y| {
             y.iter_mut().zip(&x[row * 5..]).for_each(|(y, x)| *y = x + row as f32);

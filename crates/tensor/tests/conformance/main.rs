@@ -11,6 +11,7 @@ mod updates;
 
 use trireme_base::{DType, RandomKey};
 use trireme_tensor::{Backend, Category, DetachedOptions, Device, DeviceOptions, Shape, Tensor};
+use trireme_testkit::TracedDevice;
 
 /// Floats that kernels compute with.
 pub(crate) const FLOATS: [DType; 3] = [DType::F32, DType::Bf16, DType::F16];
@@ -25,7 +26,8 @@ pub(crate) fn devices() -> Vec<DeviceOptions> {
 
 /// What `run` finds on every device, which must be the same.
 pub(crate) fn on_all<T: PartialEq + std::fmt::Debug>(run: impl Fn(&Device) -> T) -> T {
-    let mut found = devices().into_iter().map(|options| (options, run(&Device::open(options).unwrap())));
+    let mut found =
+        devices().into_iter().map(|options| (options, run(&TracedDevice::open(options).unwrap())));
     let (_, first) = found.next().expect("there is the CPU");
     for (options, other) in found {
         assert!(other == first, "{options:?} has other bits");

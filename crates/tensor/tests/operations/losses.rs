@@ -10,7 +10,7 @@ use trireme_tensor::tape::{
 use trireme_tensor::{
     Backend, Category, DetachedOptions, Device, DeviceOptions, Parameters, Precision, Tape, Tensor,
 };
-use trireme_testkit::{GradientCheck, Input};
+use trireme_testkit::{GradientCheck, Input, TracedDevice};
 
 #[test]
 fn losses_of_classes() {
@@ -85,7 +85,8 @@ fn a_metric_is_reported_and_changes_no_gradient() {
     let classes = [1, 0, 1, 0, 1_u32];
     for backend in [Backend::Cpu, Backend::Detached(DetachedOptions::default())] {
         let device =
-            Device::open(DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() }).unwrap();
+            TracedDevice::open(DeviceOptions { num_threads: 2, backend, ..DeviceOptions::default() })
+                .unwrap();
         let mut x = device.zeros([5, 3].into(), DType::F32, Category::Activations).unwrap();
         device.upload(scores.as_flattened(), x.view_mut());
         let mut labels = device.zeros([5].into(), DType::U32, Category::Activations).unwrap();

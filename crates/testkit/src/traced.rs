@@ -1,0 +1,77 @@
+use std::collections::BTreeSet;
+use std::fs::OpenOptions;
+use std::io::Write;
+use std::ops::Deref;
+use std::path::PathBuf;
+use trireme_base::{Journal, JournalEntry};
+use trireme_tensor::{Backend, Device, DeviceError, DeviceOptions};
+
+/// Names the folder for traces.
+const VARIABLE: &str = "TRIREME_KERNEL_TRACE";
+
+/// A device of a test. If `TRIREME_KERNEL_TRACE` names a folder, the names of the kernels that the test has called are added to a file
+/// `SUITE.MODULE.BACKEND` there: `cargo xtask kernels` lists what was tested by it.
+#[derive(Debug)]
+pub struct TracedDevice {
+    device: Device,
+    trace: Option<(Journal, PathBuf)>,
+}
+
+impl TracedDevice {
+    /// The device of these options.
+    ///
+    /// # Errors
+    /// As [`Device::open`].
+    pub fn open(options: DeviceOptions) -> Result<Self, DeviceError> {
+        let device = Device::open(options)?;
+        let trace = std::env::var_os(VARIABLE).map(|folder| {
+            let journal = Journal::default();
+            device.keep_journal(&journal);
+            (journal, PathBuf::from(folder).join(file_name(options.backend)))
+        });
+        Ok(TracedDevice { device, trace })
+    }
+}
+
+impl Deref for TracedDevice {
+    type Target = Device;
+
+    fn deref(&self) -> &Device {
+        &self.device
+    }
+}
+
+impl Drop for TracedDevice {
+    fn drop(&mut self) {
+        let Some((journal, path)) = &self.trace else { return };
+        let kernels: BTreeSet<&str> =
+            journal.take().into_iter().filter_map(|(entry, _)| kernel(entry)).collect();
+        let lines: String = kernels.into_iter().map(|kernel| format!("{kernel}\n")).collect();
+        let file = OpenOptions::new().append(true).create(true).open(path);
+        file.and_then(|mut file| file.write_all(lines.as_bytes()))
+            .expect("the folder for traces can be written to");
+    }
+}
+
+fn kernel(entry: JournalEntry) -> Option<&'static str> {
+    match entry {
+        JournalEntry::Kernel(call) => Some(call.kernel),
+        _ => None,
+    }
+}
+
+/// `SUITE.MODULE.BACKEND` of the test that runs on this thread.
+fn file_name(backend: Backend) -> String {
+    let program = std::env::current_exe().unwrap_or_default();
+    let program = program.file_stem().unwrap_or_default().to_string_lossy().into_owned();
+    // Cargo adds a hash to the name of a suite.
+    let suite = program.rsplit_once('-').map_or(&*program, |(suite, _)| suite);
+    let thread = std::thread::current();
+    let test = thread.name().unwrap_or_default();
+    let module = test.split("::").next().unwrap_or_default();
+    let backend = match backend {
+        Backend::Cpu => "cpu",
+        Backend::Detached(_) => "detached",
+    };
+    format!("{suite}.{module}.{backend}")
+}
